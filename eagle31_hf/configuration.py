@@ -1,0 +1,171 @@
+"""`Eagle31Config`: what a drafter is. The only place that knows the norm flags and the layer-id convention."""
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import RopeParameters
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def default_layer_ids(num_target_layers: int) -> list[int]:
+    """The field's default capture points `[2, L // 2, L - 3]` for a target of `num_target_layers` layers (L >= 7).
+
+    Raises ValueError for a target too shallow to have three distinct ones.
+    """
+    ids = [2, num_target_layers // 2, num_target_layers - 3]
+    if sorted(set(ids)) != ids:
+        raise ValueError(
+            f"a target of {num_target_layers} layers has no default capture points: [2, L // 2, L - 3] gives {ids}, expected three "
+            "ascending ids; set aux_hidden_state_layer_ids in the drafter's config, e.g. [1, 2, 3]."
+        )
+    return ids
+
+
+@strict
+class Eagle31Config(PreTrainedConfig):
+    r"""Configuration of an EAGLE 3.1 (or EAGLE 3) drafter. Every field is written out when saved; readers disagree on defaults.
+
+    Args:
+        vocab_size: target vocabulary V, padding rows included (ids the embedding accepts).
+        draft_vocab_size: draft vocabulary Vd, the ids the drafter can propose; `None` means V.
+        hidden_size: drafter width h.
+        target_hidden_size: target width ht; `None` means h.
+        aux_hidden_state_layer_ids: ascending indices into the target's `hidden_states` tuple (0: embedding output, i: output of
+            the i-th layer, always before the target's final norm). `None`: `[2, L // 2, L - 3]` of the target it is run with.
+        fc_norm: an RMSNorm on each captured state before `fc` (EAGLE 3.1).
+        norm_output: the post-norm state is fed to the next step (EAGLE 3.1); otherwise the pre-norm one (EAGLE 3).
+        norm_before_fc: one RMSNorm over the concatenated states before `fc`; excludes `fc_norm`.
+        norm_before_residual: the residual of layer 0 starts from the normed state.
+        qk_norm: RMSNorm over each query and key head before rope (Qwen3 layers).
+        layer_types: per layer "full_attention" or "sliding_attention" (then `sliding_window` tokens); `None`: all full.
+        rope_parameters: as in transformers, `partial_rotary_factor` included, any `rope_type`.
+        share_target_embeddings: the checkpoint holds no `embed_tokens`; the target's table is used (needs h == ht).
+        share_target_head: the checkpoint holds no `lm_head`; the target's is used (needs h == ht and Vd == V).
+        logit_scale: factor on the draft logits.
+        target_model: name of the target this drafter was trained for.
+        weights_from: `{"repo_id", "revision"}` of the EAGLE 3 weights a repository with only a config refers to.
+
+    Raises ValueError for contradicting fields. Source: EAGLE-3 (arXiv 2503.01840), Attention Drift (arXiv 2605.09992).
+    """
+
+    model_type = "eagle31"
+    keys_to_ignore_at_inference = ["past_key_values"]
+
+    vocab_size: int = 32000
+    draft_vocab_size: int | None = None
+    hidden_size: int = 4096
+    target_hidden_size: int | None = None
+    aux_hidden_state_layer_ids: list[int] | None = None
+    fc_norm: bool = True
+    norm_output: bool = True
+    norm_before_fc: bool = False
+    norm_before_residual: bool = False
+    num_hidden_layers: int = 1
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    attention_bias: bool = False
+    attention_dropout: float = 0.0
+    qk_norm: bool = False
+    layer_types: list[str] | None = None
+    sliding_window: int | None = None
+    intermediate_size: int = 14336
+    hidden_act: str = "silu"
+    mlp_bias: bool = False
+    rms_norm_eps: float = 1e-5
+    rope_parameters: RopeParameters | dict | None = None
+    max_position_embeddings: int = 8192
+    initializer_range: float = 0.02
+    logit_scale: float = 1.0
+    share_target_embeddings: bool = True
+    share_target_head: bool = False
+    q_lora_rank: int | None = None
+    kv_lora_rank: int | None = None
+    qk_nope_head_dim: int | None = None
+    qk_rope_head_dim: int | None = None
+    v_head_dim: int | None = None
+    target_model: str | None = None
+    weights_from: dict | None = None
+    tie_word_embeddings: bool = False
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self, **kwargs):
+        if self.draft_vocab_size is None:
+            self.draft_vocab_size = self.vocab_size
+        if self.target_hidden_size is None:
+            self.target_hidden_size = self.hidden_size
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.layer_types is None:
+            self.layer_types = ["full_attention"] * self.num_hidden_layers
+        super().__post_init__(**kwargs)
+
+    @property
+    def num_aux_states(self) -> int:
+        """n, the number of captured target states."""
+        return 3 if self.aux_hidden_state_layer_ids is None else len(self.aux_hidden_state_layer_ids)
+
+    @property
+    def is_eagle31(self) -> bool:
+        return self.fc_norm and self.norm_output
+
+    def resolve_layer_ids(self, num_target_layers: int) -> list[int]:
+        """The capture points for a target of that many layers. Raises ValueError when one lies outside it."""
+        ids = self.aux_hidden_state_layer_ids or default_layer_ids(num_target_layers)
+        if ids[-1] > num_target_layers:
+            raise ValueError(
+                f"aux_hidden_state_layer_ids {ids} reach past the target: it has {num_target_layers} layers, so ids may be 0 to "
+                f"{num_target_layers}. Is this the target the drafter was trained for ({self.target_model or 'not named'})?"
+            )
+        return ids
+
+    def validate_architecture(self):
+        """Refuses contradicting fields; called by the strict dataclass after construction."""
+        ids = self.aux_hidden_state_layer_ids
+        rules = (
+            (self.kv_lora_rank is None, f"kv_lora_rank is {self.kv_lora_rank}: MLA drafters are not supported yet; expected null"),
+            (self.num_hidden_layers >= 1, f"num_hidden_layers is {self.num_hidden_layers}; expected at least 1"),
+            (
+                0 < self.draft_vocab_size <= self.vocab_size,
+                f"draft_vocab_size is {self.draft_vocab_size}; expected 1 to vocab_size ({self.vocab_size})",
+            ),
+            (
+                self.num_attention_heads % self.num_key_value_heads == 0,
+                f"num_attention_heads ({self.num_attention_heads}) is not a multiple of num_key_value_heads ({self.num_key_value_heads})",
+            ),
+            (
+                not (self.fc_norm and self.norm_before_fc),
+                "fc_norm and norm_before_fc are both true; expected at most one: fc_norm norms each captured state, "
+                "norm_before_fc their concatenation",
+            ),
+            (
+                ids is None or (len(ids) > 0 and min(ids) >= 0 and sorted(set(ids)) == list(ids)),
+                f"aux_hidden_state_layer_ids is {ids}; expected distinct ids >= 0 in ascending order",
+            ),
+            (
+                len(self.layer_types) == self.num_hidden_layers and set(self.layer_types) <= set(LAYER_TYPES),
+                f"layer_types is {self.layer_types}; expected {self.num_hidden_layers} of {LAYER_TYPES}",
+            ),
+            (
+                "sliding_attention" not in self.layer_types or (self.sliding_window or 0) > 0,
+                f"layer_types asks for sliding attention but sliding_window is {self.sliding_window}; expected tokens > 0",
+            ),
+            (
+                not self.share_target_embeddings or self.hidden_size == self.target_hidden_size,
+                f"share_target_embeddings needs hidden_size ({self.hidden_size}) == target_hidden_size ({self.target_hidden_size}); "
+                "give the drafter its own table (share_target_embeddings=False)",
+            ),
+            (
+                not self.share_target_head
+                or (self.hidden_size == self.target_hidden_size and self.draft_vocab_size == self.vocab_size),
+                f"share_target_head needs equal widths ({self.hidden_size}, {self.target_hidden_size}) and a full draft vocabulary "
+                f"({self.draft_vocab_size} of {self.vocab_size}); give the drafter its own head (share_target_head=False)",
+            ),
+        )  # fmt: skip
+        for holds, message in rules:
+            if not holds:
+                raise ValueError(f"Eagle31Config: {message}.")

@@ -1,0 +1,36 @@
+"""The demo pair's text: the source of Python's own standard library, read from the running interpreter."""
+
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+# Never trained on, by the target or by a drafter; the demo's prompts and every reported acceptance come from these.
+HELD_OUT = (
+    "calendar.py", "configparser.py", "csv.py", "fractions.py", "ftplib.py", "graphlib.py",
+    "heapq.py", "queue.py", "sched.py", "shelve.py", "statistics.py", "textwrap.py",
+)  # fmt: skip
+
+# Tests repeat themselves; the rest are tables or generated text rather than code.
+LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "lib2to3", "pydoc_data", "encodings", "turtledemo", "__pycache__"}
+LARGEST_FILE = 200_000  # bytes
+
+
+def stdlib() -> Path:
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def training_files() -> Iterator[str]:
+    """The text of every training file, in path order."""
+    root = stdlib()
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).parts
+        if LEFT_OUT.isdisjoint(parts) and parts[-1] not in HELD_OUT and path.stat().st_size <= LARGEST_FILE:
+            yield path.read_text(encoding="utf-8", errors="ignore")
+
+
+def held_out_file(name: str) -> str:
+    """Text of one of `HELD_OUT`. Raises FileNotFoundError where the interpreter ships without its library's source."""
+    path = stdlib() / name
+    if not path.exists():
+        raise FileNotFoundError(f"{path} not found: the demo reads the standard library's source; install it, or pass --prompt.")
+    return path.read_text(encoding="utf-8")

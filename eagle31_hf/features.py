@@ -1,0 +1,81 @@
+"""Which target states a drafter reads, captured by forward hooks on exactly the layers needed.
+
+Hooks leave the user's own `output_hidden_states` alone and mean the same in every version of transformers.
+"""
+
+import threading
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+
+def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
+    """The target's decoder layers, found by their number. Raises ValueError where there is no such list."""
+    num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
+    decoder = target.get_decoder() if hasattr(target, "get_decoder") else target
+    for module in decoder.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            return module
+    raise ValueError(
+        f"{type(target).__name__} has no list of {num_layers} decoder layers to capture states from; expected a decoder-only causal LM."
+    )
+
+
+class CapturedStates:
+    """The states of one generate() call, in ascending layer order; filled by hooks, emptied by `take`."""
+
+    def __init__(self, num_states: int):
+        self._chunks: list[list[Tensor]] = [[] for _ in range(num_states)]
+        self._thread = threading.get_ident()
+
+    def append(self, index: int, states: Tensor) -> None:
+        # The target's modules, and so these hooks, are shared by all threads that generate with it.
+        if threading.get_ident() == self._thread:
+            self._chunks[index].append(states)
+
+    def take(self) -> Tensor:
+        """Everything captured since the last call, concatenated: (B, T, n*ht) on the device of the last layer read."""
+        layers = [chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=1) for chunks in self._chunks]
+        for chunks in self._chunks:
+            chunks.clear()
+        return torch.cat([states.to(layers[-1].device) for states in layers], dim=-1)
+
+
+@contextmanager
+def capture_states(target: PreTrainedModel, layer_ids: list[int]):
+    """Within it, every forward of this thread adds its states at `layer_ids` to the yielded `CapturedStates`."""
+    layers = decoder_layers(target)
+    captured = CapturedStates(len(layer_ids))
+    handles = []
+    try:
+        for index, layer_id in enumerate(layer_ids):
+            handles.append(_hook(layers, layer_id, index, captured))
+        yield captured
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _hook(layers: nn.ModuleList, layer_id: int, index: int, captured: CapturedStates):
+    """State 0 is what enters the first layer; state i what leaves the i-th, before any final norm."""
+    if layer_id == 0:
+
+        def before(module, args, kwargs):
+            captured.append(index, args[0] if args else kwargs["hidden_states"])
+
+        return layers[0].register_forward_pre_hook(before, with_kwargs=True)
+
+    def after(module, args, output):
+        captured.append(index, output[0] if isinstance(output, tuple) else output)
+
+    return layers[layer_id - 1].register_forward_hook(after)
+
+
+@torch.no_grad()
+def target_states(target: PreTrainedModel, input_ids: Tensor, layer_ids: list[int]) -> tuple[Tensor, Tensor]:
+    """One forward of the target: (B, T) -> states (B, T, n*ht) and logits (B, T, V)."""
+    with capture_states(target, layer_ids) as captured:
+        logits = target(input_ids=input_ids, use_cache=False).logits
+    return captured.take(), logits

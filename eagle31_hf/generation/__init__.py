@@ -1,0 +1,1 @@
+"""Lossless speculative decoding: a drafter proposes, the user's own model verifies."""

@@ -1,0 +1,29 @@
+"""The only file that knows cache layouts."""
+
+from contextlib import contextmanager
+
+from transformers import Cache, QuantizedCache, StaticCache
+
+# Caches whose rows cannot be taken back: `crop` is missing, or trims only a part of them.
+UNSUPPORTED = {
+    StaticCache: "a static cache cannot drop rejected tokens yet; pass a DynamicCache or no cache",
+    QuantizedCache: "a quantized cache cannot drop rejected tokens; pass a DynamicCache or no cache",
+}
+
+
+def crop(cache: Cache, tokens_to_remove: int) -> None:
+    """Removes the last tokens. To be called after every forward even with 0: windowed layers shrink back to their size here."""
+    cache.crop(-tokens_to_remove)
+
+
+@contextmanager
+def recording_past(cache: Cache):
+    """Within it, windowed layers keep what `crop` may have to bring back; after it they are as they were found."""
+    layers = [layer for layer in cache.layers if hasattr(layer, "record_past")]
+    found = [layer.record_past for layer in layers]
+    cache.activate_past_recording()
+    try:
+        yield
+    finally:
+        for layer, record_past in zip(layers, found, strict=True):
+            layer.record_past = record_past

@@ -1,0 +1,76 @@
+"""`Eagle31CandidateGenerator`: what drafts, in this library's loop and in transformers' own assisted loop."""
+
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, PreTrainedModel
+from transformers.generation.candidate_generator import CandidateGenerator
+
+from ..features import capture_states, decoder_layers
+from ..modeling import Eagle31DrafterModel
+from .drafting import DraftSession
+
+
+class Eagle31CandidateGenerator(CandidateGenerator):
+    """Drafts for one sequence. A context manager: the target's states are captured only within it.
+
+    `num_assistant_tokens`: longest chain. `confidence_threshold`: a chain ends after a token the drafter gives less probability.
+    `max_length`: no draft reaches past it. `num_padding`: left-padding tokens of the prompt. `num_cached`: tokens of the prompt the
+    target's cache already held; the drafter starts after them.
+    Raises ValueError when drafter and target do not fit.
+    """
+
+    requires_model_outputs = True
+
+    def __init__(
+        self,
+        drafter: Eagle31DrafterModel,
+        target: PreTrainedModel,
+        num_assistant_tokens: int,
+        max_length: int,
+        logits_processor: LogitsProcessorList | None = None,
+        do_sample: bool = False,
+        confidence_threshold: float = 0.0,
+        num_padding: int = 0,
+        num_cached: int = 0,
+    ):
+        drafter.load_target_embeddings(target)
+        self.target = target
+        self.layer_ids = drafter.config.resolve_layer_ids(len(decoder_layers(target)))
+        self.num_assistant_tokens, self.max_length = num_assistant_tokens, max_length
+        self.num_padding = num_padding
+        self.num_read, self._captured_from = max(num_padding, num_cached), num_cached
+        vocab_size = target.config.get_text_config().vocab_size
+        processors = logits_processor if logits_processor is not None else LogitsProcessorList()
+        self.session = DraftSession(drafter, vocab_size, processors, do_sample, confidence_threshold)
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "Eagle31CandidateGenerator":
+        self._captured = self._stack.enter_context(capture_states(self.target, self.layer_ids))
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self._stack.close()
+
+    @property
+    def model_kwargs_overrides(self) -> dict:
+        return {}
+
+    def get_candidates(
+        self, input_ids: Tensor, model_kwargs=None, model_outputs=None, is_first_iteration: bool = False, n_last_matches: int = 0
+    ) -> tuple[Tensor, Tensor | None]:
+        """(1, L) -> (1, L + K) and, when sampling, the logits (1, K, V) the drafts were drawn from. The first call drafts nothing."""
+        depth = min(self.num_assistant_tokens, self.max_length - input_ids.shape[1] - 1)
+        if is_first_iteration or depth < 1:
+            return input_ids, None
+        length = input_ids.shape[1] - 1  # the token chosen last has no state yet
+        # Captured rows of rejected drafts follow the accepted ones, those of padding come first.
+        states = self._captured.take()[:, self.num_read - self._captured_from : length - self._captured_from]
+        proposal = self.session.propose_chain(input_ids, states, self.num_read - self.num_padding, depth)
+        self.num_read = self._captured_from = length
+        logits = None if proposal.logits is None else proposal.logits.to(input_ids.device)
+        return torch.cat((input_ids, proposal.ids.to(input_ids.device)), dim=1), logits
+
+    def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
+        """Nothing to adapt: the depth is the caller's."""

@@ -1,0 +1,78 @@
+"""What this library cannot do yet, refused before anything is generated, with the reason and what to do instead."""
+
+from typing import Any
+
+from torch import Tensor
+from transformers import Cache, GenerationConfig, PreTrainedModel
+from transformers.generation import GenerationMode
+
+from ..features import decoder_layers
+from ..modeling import Eagle31DrafterModel
+from . import cache
+
+KNOBS = ("num_assistant_tokens", "assistant_confidence_threshold")
+# What transformers fills in where nobody set a knob; such a value says nothing about the caller's wish.
+STOCK_DEFAULTS = {"num_assistant_tokens": 20, "assistant_confidence_threshold": 0.4}
+SUPPORTED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
+
+
+def resolve_knobs(drafter: Eagle31DrafterModel, generation_config: GenerationConfig, given: dict[str, Any]) -> dict[str, Any]:
+    """The value of every knob: what `generate(...)` was given, else its generation config's, else the drafter's.
+
+    Raises ValueError for a value that cannot work.
+    """
+    values = {}
+    for name in KNOBS:
+        configured = getattr(generation_config, name)
+        own = getattr(drafter.generation_config, name)
+        values[name] = given.get(name) if given.get(name) is not None else own if configured in (None, STOCK_DEFAULTS[name]) else configured
+    depth, threshold = values["num_assistant_tokens"], values["assistant_confidence_threshold"] or 0.0
+    if not isinstance(depth, int) or isinstance(depth, bool) or depth < 1:
+        raise ValueError(
+            f"num_assistant_tokens is {depth!r}; expected an integer of at least 1 (to decode without drafts, drop assistant_model)."
+        )
+    if not 0.0 <= threshold < 1.0:
+        raise ValueError(f"assistant_confidence_threshold is {threshold!r}; expected 0 (never stop a chain early) to less than 1.")
+    return {"num_assistant_tokens": depth, "confidence_threshold": threshold}
+
+
+def check_request(target: PreTrainedModel, drafter: Eagle31DrafterModel, config: GenerationConfig, mode: GenerationMode) -> None:
+    """Raises ValueError where drafter and target do not fit, or the generation config asks for what is not supported."""
+    name = type(target).__name__
+    static = config.cache_implementation if config.cache_implementation not in (None, "dynamic", "offloaded") else None
+    rules = (
+        (not target.config.is_encoder_decoder, f"{name} is an encoder-decoder; expected a decoder-only causal LM"),
+        (
+            not getattr(target, "_is_stateful", False),
+            f"{name} keeps a recurrent state that cannot drop rejected tokens; expected an attention-only target",
+        ),
+        (config.num_beams == 1, f"num_beams is {config.num_beams}; expected 1: use greedy search or sampling, or drop assistant_model"),
+        (mode in SUPPORTED_MODES, f"generation mode is {mode.value}; expected greedy search or sampling"),
+        (config.num_return_sequences == 1, f"num_return_sequences is {config.num_return_sequences}; expected 1: call generate several times"),
+        (static is None, f"cache_implementation is {static!r}; expected None, 'dynamic' or 'offloaded': rejected tokens must be dropped"),
+        (config.use_cache, "use_cache is False; expected True"),
+        (config.assistant_ensemble_weight is None, "assistant_ensemble_weight makes the output lossy; expected None"),
+    )  # fmt: skip
+    for holds, message in rules:
+        if not holds:
+            raise ValueError(f"EAGLE drafting: {message}.")
+    drafter.load_target_embeddings(target)
+    drafter.config.resolve_layer_ids(len(decoder_layers(target)))
+
+
+def check_inputs(input_ids: Tensor, model_kwargs: dict[str, Any], synced_gpus: bool) -> None:
+    """Raises ValueError for a batch, an empty prompt, a prompt without token ids, or a cache that cannot drop tokens."""
+    past_key_values = model_kwargs.get("past_key_values")
+    if model_kwargs.get("inputs_embeds") is not None:
+        raise ValueError("EAGLE drafting: got inputs_embeds; expected input_ids, since the drafter reads the tokens themselves.")
+    if input_ids.shape[0] != 1:
+        raise ValueError(f"EAGLE drafting: got a batch of {input_ids.shape[0]} prompts; expected 1: call generate once for each.")
+    if input_ids.shape[1] == 0:
+        raise ValueError("EAGLE drafting: the prompt is empty; expected at least one token, e.g. the BOS token.")
+    if synced_gpus:
+        raise ValueError("EAGLE drafting: synced_gpus is set (ZeRO-3 or FSDP); expected False: use a device_map to split the target.")
+    for kind, reason in cache.UNSUPPORTED.items():
+        if isinstance(past_key_values, kind):
+            raise ValueError(f"EAGLE drafting: past_key_values is a {type(past_key_values).__name__}: {reason}.")
+    if not isinstance(past_key_values, Cache):
+        raise ValueError(f"EAGLE drafting: past_key_values is {type(past_key_values).__name__}; expected a transformers Cache.")

@@ -1,0 +1,96 @@
+"""One drafter following one sequence: it reads the target's accepted states, then proposes a chain of its own.
+
+L committed tokens, V target vocabulary. Row p of the drafter holds the state at position p and the token at p + 1, so the target's
+states at positions 0 .. L-2 are what it can have read when the token at L-1 has been chosen.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, LogitsProcessorList
+from transformers.generation import logits_process
+
+from ..modeling import Eagle31DrafterModel
+from ..vocab import scatter_logits
+from . import cache
+
+# Processors that are functions of their arguments alone may also shape the draft. Any draft distribution is lossless; one that follows
+# the target's processors is accepted more often. The others keep state or call the user's code, and see only the committed text.
+DRAFT_PROCESSORS = tuple(
+    getattr(logits_process, f"{name}LogitsWarper") for name in ("Temperature", "TopK", "TopP", "MinP", "Typical", "Epsilon", "Eta")
+) + tuple(
+    getattr(logits_process, f"{name}LogitsProcessor")
+    for name in ("RepetitionPenalty", "NoRepeatNGram", "SequenceBias", "NoBadWords", "SuppressTokens", "MinLength", "MinNewTokensLength")
+)
+
+
+@dataclass
+class Proposal:
+    """Drafted target ids (1, K) and, when sampled, the target-sized logits (1, K, V) each was drawn from."""
+
+    ids: Tensor
+    logits: Tensor | None
+
+
+class DraftSession:
+    """Owns the drafter's cache. Its keys always come from target states: its own speculation is dropped after every proposal."""
+
+    def __init__(
+        self, drafter: Eagle31DrafterModel, vocab_size: int, processors: LogitsProcessorList, do_sample: bool, confidence_threshold: float
+    ):
+        self.drafter, self.vocab_size, self.do_sample = drafter, vocab_size, do_sample
+        self.processors = LogitsProcessorList(p for p in processors if isinstance(p, DRAFT_PROCESSORS))
+        self.confidence_threshold = confidence_threshold
+        self.past_key_values = DynamicCache()
+        self.draft_ids = drafter.draft_to_target_ids()
+        # An argmax needs target-sized logits only where processors index by target id, or some drafts have no target id.
+        in_range = drafter.config.draft_vocab_size <= vocab_size if self.draft_ids is None else bool((self.draft_ids < vocab_size).all())
+        self.needs_target_logits = do_sample or len(self.processors) > 0 or not in_range
+
+    def propose_chain(self, sequence: Tensor, states: Tensor, start: int, depth: int) -> Proposal:
+        """Reads `states` (1, S, n*ht) of positions L-1-S .. L-2 of `sequence` (1, L), then drafts up to `depth` tokens.
+
+        `start` is the rope position of the first of those rows.
+        """
+        device = self.drafter.fc.weight.device
+        sequence = sequence.to(device)
+        num_rows, num_own = states.shape[1], 0
+        tokens = sequence[:, -num_rows:]
+        source = {"target_hidden_states": states.to(self.drafter.fc.weight)}
+        position_ids = torch.arange(start, start + num_rows, device=device)[None]
+        drafted, drawn_from = [], []
+        try:
+            while True:
+                out = self.drafter(tokens, **source, position_ids=position_ids, past_key_values=self.past_key_values, logits_to_keep=1)
+                token, logits, confident = self._pick(out.logits[:, -1], sequence)
+                if token is None:
+                    break
+                drafted.append(token)
+                drawn_from.append(logits)
+                if len(drafted) == depth or not confident:
+                    break
+                if self.processors:
+                    sequence = torch.cat((sequence, token), dim=1)
+                tokens, source = token, {"hidden_states": out.last_hidden_state[:, -1:]}
+                position_ids, num_own = position_ids[:, -1:] + 1, num_own + 1
+        finally:
+            cache.crop(self.past_key_values, num_own)
+        ids = torch.cat(drafted, dim=1) if drafted else sequence.new_empty((1, 0))
+        return Proposal(ids, torch.stack(drawn_from, dim=1) if self.do_sample and drafted else None)
+
+    def _pick(self, draft_logits: Tensor, sequence: Tensor) -> tuple[Tensor | None, Tensor, bool]:
+        """Draft logits (1, Vd) -> a target id (1, 1), the logits it was chosen by, and whether the drafter trusts it.
+
+        The id is None where the processors leave the drafter nothing to propose.
+        """
+        logits = scatter_logits(draft_logits, self.draft_ids, self.vocab_size) if self.needs_target_logits else draft_logits
+        if self.processors:
+            logits = self.processors(sequence, logits)
+            if logits.max() == float("-inf"):
+                return None, logits, False
+        token = torch.multinomial(logits.softmax(-1), 1) if self.do_sample else logits.argmax(-1, keepdim=True)
+        confident = not self.confidence_threshold or bool(logits.float().softmax(-1).gather(1, token) >= self.confidence_threshold)
+        if not self.needs_target_logits and self.draft_ids is not None:
+            token = self.draft_ids[token]
+        return token, logits, confident

@@ -1,0 +1,72 @@
+"""Makes `target.generate(assistant_model=drafter)` enter this library's loop. Installed by `import eagle31_hf`.
+
+Three methods of `GenerationMixin` are wrapped on the class. Each wrapper acts only where the assistant is an `Eagle31DrafterModel`
+and leaves every other call as it was. Installing twice changes nothing; `uninstall` restores what was found.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from transformers import GenerationMixin
+
+from ..modeling import Eagle31DrafterModel
+from .checks import KNOBS, check_request, resolve_knobs
+from .decoding import speculative_decoding
+
+
+def _extract_generation_mode_kwargs(
+    original: Callable, self, custom_generate, kwargs: dict[str, Any], synced_gpus, assistant_model, streamer
+):
+    """Takes the knobs out of generate's keyword arguments before its generation config can fill in stock defaults."""
+    result = original(self, custom_generate, kwargs, synced_gpus, assistant_model, streamer)
+    if isinstance(assistant_model, Eagle31DrafterModel):
+        result["knobs"] = {name: kwargs.pop(name) for name in KNOBS if name in kwargs}
+    return result
+
+
+def _validate_generation_mode(original: Callable, self, generation_mode, generation_config, generation_mode_kwargs: dict[str, Any]):
+    """Our own checks in place of transformers', which would demand equal vocabulary sizes and let beams pass."""
+    drafter = generation_mode_kwargs.get("assistant_model")
+    if not isinstance(drafter, Eagle31DrafterModel):
+        return original(self, generation_mode, generation_config, generation_mode_kwargs)
+    check_request(self, drafter, generation_config, generation_mode)
+    resolve_knobs(drafter, generation_config, generation_mode_kwargs["knobs"])
+    return None
+
+
+def _assisted_decoding(original: Callable, self, *args, inputs_tensor=None, assistant_model=None, **kwargs):
+    """`inputs_tensor` is named because `generate` looks for it in the signature."""
+    if not isinstance(assistant_model, Eagle31DrafterModel):
+        return original(self, *args, inputs_tensor=inputs_tensor, assistant_model=assistant_model, **kwargs)
+    for name in ("tokenizer", "assistant_tokenizer"):  # stop strings were prepared with it; the drafter speaks the target's ids
+        kwargs.pop(name, None)
+    return speculative_decoding(self, assistant_model, *args, **kwargs)
+
+
+WRAPPERS = (_extract_generation_mode_kwargs, _validate_generation_mode, _assisted_decoding)
+
+
+def install() -> None:
+    """Wraps the methods; a second call does nothing."""
+    for wrapper in WRAPPERS:
+        original = getattr(GenerationMixin, wrapper.__name__)
+        if getattr(original, "_eagle31_original", None) is None:
+            setattr(GenerationMixin, wrapper.__name__, _wrap(wrapper, original))
+
+
+def uninstall() -> None:
+    """Restores the methods found by `install`; without it does nothing."""
+    for wrapper in WRAPPERS:
+        original = getattr(getattr(GenerationMixin, wrapper.__name__), "_eagle31_original", None)
+        if original is not None:
+            setattr(GenerationMixin, wrapper.__name__, original)
+
+
+def _wrap(wrapper: Callable, original: Callable) -> Callable:
+    @functools.wraps(original)
+    def method(self, *args, **kwargs):
+        return wrapper(original, self, *args, **kwargs)
+
+    method._eagle31_original = original  # type: ignore[attr-defined]
+    return method

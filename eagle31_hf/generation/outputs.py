@@ -1,0 +1,47 @@
+"""What `return_dict_in_generate` asks for, cut from multi-token forwards into the pieces plain generate returns, one per token."""
+
+from typing import Any
+
+from torch import Tensor
+from transformers import Cache, GenerationConfig
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.utils import ModelOutput
+
+
+class OutputCollector:
+    """Collects scores, logits, hidden states and attentions as far as the generation config asks for them."""
+
+    def __init__(self, generation_config: GenerationConfig):
+        self.wanted = generation_config.return_dict_in_generate
+        self.scores: tuple[Tensor, ...] | None = () if self.wanted and generation_config.output_scores else None
+        self.logits: tuple[Tensor, ...] | None = () if self.wanted and generation_config.output_logits else None
+        self.hidden_states: tuple[Any, ...] | None = () if self.wanted and generation_config.output_hidden_states else None
+        self.attentions: tuple[Any, ...] | None = () if self.wanted and generation_config.output_attentions else None
+
+    def add(self, outputs: ModelOutput, raw_logits: Tensor | None, scores: list[Tensor], num_tokens: int, is_prefill: bool) -> None:
+        """One forward of which `num_tokens` tokens were committed; rows of (1, R, ...) after those belong to rejected drafts."""
+        if self.scores is not None:
+            self.scores += tuple(scores[:num_tokens])
+        if self.logits is not None and raw_logits is not None:
+            self.logits += tuple(raw_logits[:, i] for i in range(num_tokens))
+        if self.hidden_states is not None:
+            layers = outputs.hidden_states
+            rows = (tuple(layer[:, i : i + 1] for layer in layers) for i in range(num_tokens))
+            self.hidden_states += (layers,) if is_prefill else tuple(rows)
+        if self.attentions is not None:
+            self.attentions += (outputs.attentions,) if is_prefill else _attention_rows(outputs.attentions, num_tokens)
+
+    def result(self, sequences: Tensor, past_key_values: Cache) -> Tensor | GenerateDecoderOnlyOutput:
+        """What generate() returns."""
+        if not self.wanted:
+            return sequences
+        return GenerateDecoderOnlyOutput(
+            sequences=sequences, scores=self.scores, logits=self.logits, attentions=self.attentions,
+            hidden_states=self.hidden_states, past_key_values=past_key_values,
+        )  # fmt: skip
+
+
+def _attention_rows(layers: tuple[Tensor, ...], num_tokens: int) -> tuple[tuple[Tensor, ...], ...]:
+    """Layers (1, H, R, keys) -> per token (1, H, 1, keys it saw): the keys after its own belong to the tokens after it."""
+    after = [layers[0].shape[2] - 1 - i for i in range(num_tokens)]
+    return tuple(tuple(layer[:, :, i : i + 1, : layer.shape[3] - after[i]] for layer in layers) for i in range(num_tokens))

@@ -1,0 +1,298 @@
+"""The drafter: captured target states are normed and fused, one fused decoder layer (and plain ones) follow, a head scores.
+
+B batch, T tokens, h drafter width, ht target width, n captured states, V target vocabulary, Vd draft vocabulary.
+"""
+
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import initialization as init
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
+from transformers.utils import ModelOutput
+
+from . import vocab
+from .attention import GQAttention
+from .configuration import Eagle31Config
+
+MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+DEFAULT_DEPTH = 5  # num_assistant_tokens of a drafter whose checkpoint names none
+
+
+@dataclass
+class Eagle31DrafterOutput(ModelOutput):
+    """Draft logits (B, T, Vd), the state the next step is fed (B, T, h), and the drafter's cache."""
+
+    logits: Tensor | None = None
+    last_hidden_state: Tensor | None = None
+    past_key_values: Cache | None = None
+
+
+class Eagle31DecoderLayer(GradientCheckpointingLayer):
+    """Layer 0 attends over [normed embedding, normed state]; later layers are ordinary pre-norm decoder layers."""
+
+    def __init__(self, config: Eagle31Config, layer_idx: int):
+        super().__init__()
+        self.norm_before_residual = config.norm_before_residual
+        self.attention_type = config.layer_types[layer_idx]
+        is_fused = layer_idx == 0
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps) if is_fused else None
+        self.self_attn = GQAttention(config, layer_idx, (2 if is_fused else 1) * config.hidden_size)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = LlamaMLP(config)
+
+    def forward(self, x: Tensor, embeds: Tensor, cos: Tensor, sin: Tensor, mask: Any, past_key_values: Cache | None) -> Tensor:
+        """State `x` (B, T, h) and token embeddings (B, T, h) -> (B, T, h)."""
+        residual = x
+        if self.hidden_norm is None:
+            x = self.input_layernorm(x)
+        else:
+            normed = self.hidden_norm(x)
+            residual = normed if self.norm_before_residual else x
+            x = torch.cat((self.input_layernorm(embeds), normed), dim=-1)  # (B, T, 2h), embedding half first
+        x = residual + self.self_attn(x, cos, sin, mask, past_key_values)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Eagle31DrafterModel(PreTrainedModel):
+    """EAGLE 3.1 (or EAGLE 3) drafter of a frozen target; see `Eagle31Config` for what its flags mean.
+
+    `num_assistant_tokens` and `assistant_confidence_threshold` of `generation_config` are its drafting knobs.
+    """
+
+    config_class = Eagle31Config
+    base_model_prefix = "model"
+    main_input_name = "input_ids"
+    _no_split_modules = ["Eagle31DecoderLayer"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    supports_gradient_checkpointing = True
+
+    def __init__(self, config: Eagle31Config):
+        super().__init__(config)
+        h, eps, n = config.hidden_size, config.rms_norm_eps, config.num_aux_states
+        fused_width = n * config.target_hidden_size
+        self.embed_tokens = None if config.share_target_embeddings else nn.Embedding(config.vocab_size, h)
+        self.fc_norm = nn.ModuleList(LlamaRMSNorm(config.target_hidden_size, eps=eps) for _ in range(n)) if config.fc_norm else None
+        self.input_norm = LlamaRMSNorm(fused_width, eps=eps) if config.norm_before_fc else None
+        self.fc = nn.Linear(fused_width, h, bias=False)
+        self.layers = nn.ModuleList(Eagle31DecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = LlamaRMSNorm(h, eps=eps)
+        self.lm_head = None if config.share_target_head else nn.Linear(h, config.draft_vocab_size, bias=False)
+        self.rotary_emb = Phi3RotaryEmbedding(config)
+        if config.draft_vocab_size < config.vocab_size:
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+            self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
+        else:
+            self.d2t = self.t2d = None
+        # A tuple, so that the target's modules are neither saved, moved nor trained with the drafter.
+        self._target_modules: tuple[nn.Module, nn.Module | None] | None = None
+        self.generation_config = default_generation_config()
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if module is self and self.d2t is not None:
+            init.zeros_(self.d2t)
+            init.copy_(self.t2d, torch.arange(self.config.vocab_size) < self.config.draft_vocab_size)
+
+    def get_input_embeddings(self) -> nn.Module | None:
+        """Its own table, else the target's, else None while no target has been seen."""
+        if self.embed_tokens is not None:
+            return self.embed_tokens
+        return self._target_modules[0] if self._target_modules else None
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Gives the drafter a table (V, h) of its own."""
+        self.embed_tokens = value
+        self.config.share_target_embeddings = False
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        if self.lm_head is not None:
+            return self.lm_head
+        return self._target_modules[1] if self._target_modules else None
+
+    def load_target_embeddings(self, target: PreTrainedModel) -> None:
+        """Ties the drafter to the target's input embedding, and to its head where the checkpoint has none, without a copy.
+
+        Raises ValueError when the target's width or vocabulary is not the one the drafter was made for.
+        """
+        embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
+        rows, width = embedding.weight.shape
+        trained_for = f"the drafter was made for {self.config.target_model or 'a target it does not name'}; pass that target."
+        target_width = target.config.get_text_config().hidden_size
+        if target_width != self.config.target_hidden_size:
+            raise ValueError(f"the target's width is {target_width}, the drafter expects {self.config.target_hidden_size}: {trained_for}")
+        if self.embed_tokens is None and width != self.config.hidden_size:
+            raise ValueError(f"the target's embedding is {width} wide, the drafter that shares it {self.config.hidden_size}: {trained_for}")
+        if not vocab.same_vocabulary(self.config.vocab_size, rows):
+            raise ValueError(
+                f"the target's vocabulary has {rows} ids, the drafter's {self.config.vocab_size} (more than padding apart): {trained_for}"
+            )
+        if self._target_modules is None or self._target_modules[0] is not embedding:
+            self._target_modules = (embedding, head)
+
+    def draft_to_target_ids(self) -> Tensor | None:
+        """The target id of every draft id (Vd,); None for a full draft vocabulary, where the two are the same."""
+        return None if self.d2t is None else vocab.target_ids(self.d2t)
+
+    def set_draft_vocabulary(self, ids: Tensor) -> None:
+        """Sets which target ids (Vd,) the rows of the head stand for. Raises ValueError unless distinct and in range."""
+        if self.d2t is None or len(ids) != len(self.d2t):
+            raise ValueError(f"got {len(ids)} ids for a draft vocabulary of {self.config.draft_vocab_size} of {self.config.vocab_size}.")
+        d2t = vocab.offsets(ids.to(self.d2t.device))
+        vocab.check_mapping(d2t, self.config.vocab_size)
+        self.d2t.copy_(d2t)
+        self.t2d.copy_(vocab.membership(vocab.target_ids(d2t), self.config.vocab_size))
+
+    def fuse_target_states(self, states: Tensor) -> Tensor:
+        """Captured states (B, T, n*ht), concatenated in ascending layer order, -> fused states (B, T, h)."""
+        if self.input_norm is not None:
+            states = self.input_norm(states)
+        if self.fc_norm is not None:
+            parts = states.split(self.config.target_hidden_size, dim=-1)
+            states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        return self.fc(states)
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Token ids (B, T) -> embeddings (B, T, h) on the drafter's device, unscaled even where the target scales its own."""
+        table = self.get_input_embeddings()
+        if table is None:
+            raise RuntimeError(
+                "the drafter has no embedding yet: its checkpoint shares the target's. Call drafter.load_target_embeddings(target)."
+            )
+        embeds = table(input_ids.to(table.weight.device))
+        if hasattr(table, "embed_scale"):  # Gemma's table multiplies its rows; drafters read the rows themselves
+            embeds = embeds / table.embed_scale
+        return embeds.to(self.fc.weight)
+
+    def score(self, normed: Tensor) -> Tensor:
+        """Post-norm states (B, T, h) -> draft logits (B, T, Vd)."""
+        head = self.get_output_embeddings()
+        if head is None:
+            raise RuntimeError(
+                "the drafter has no head yet: its checkpoint shares the target's. Call drafter.load_target_embeddings(target)."
+            )
+        return head(normed.to(head.weight)).to(normed) * self.config.logit_scale
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        target_hidden_states: Tensor | None = None,
+        hidden_states: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | dict | None = None,
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+    ) -> Eagle31DrafterOutput:
+        """One drafting step over T rows; row t stands at a position whose *next* token is `input_ids[:, t]` (B, T).
+
+        Exactly one of `target_hidden_states` (B, T, n*ht), captured from the target, and `hidden_states` (B, T, h), the state an
+        earlier call returned. `attention_mask` is 2-D over cached and new rows, 4-D in the form of the attention implementation,
+        or a dict of 4-D masks by layer type. `logits_to_keep`: score the last so many rows only (0: all).
+        Raises ValueError when neither or both states are given.
+        """
+        if (target_hidden_states is None) == (hidden_states is None):
+            given = "neither" if hidden_states is None else "both"
+            raise ValueError(f"got {given} of target_hidden_states and hidden_states; expected exactly one.")
+        x = self.fuse_target_states(target_hidden_states) if hidden_states is None else hidden_states
+        embeds = self.embed(input_ids)
+        if past_key_values is None and use_cache:
+            past_key_values = DynamicCache()
+        if position_ids is None:
+            seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+            position_ids = torch.arange(seen, seen + x.shape[1], device=x.device)[None]
+        masks = self._masks(x, attention_mask, past_key_values, position_ids)
+        cos, sin = self.rotary_emb(x, position_ids)
+        for layer in self.layers:
+            x = layer(x, embeds, cos, sin, masks[layer.attention_type], past_key_values)
+        normed = self.norm(x)
+        return Eagle31DrafterOutput(
+            logits=self.score(normed[:, -logits_to_keep:]),
+            last_hidden_state=normed if self.config.norm_output else x,
+            past_key_values=past_key_values,
+        )
+
+    def _masks(self, x: Tensor, mask: Tensor | dict | None, past: Cache | None, position_ids: Tensor) -> dict[str, Any]:
+        """The attention mask of each layer type in use, in the form of the attention implementation."""
+        if isinstance(mask, dict):
+            return mask
+        return {
+            kind: MASKS[kind](self.config, inputs_embeds=x, attention_mask=mask, past_key_values=past, position_ids=position_ids)
+            for kind in set(self.config.layer_types)
+        }
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info: bool = False, **kwargs):
+        """As `PreTrainedModel.from_pretrained`, but nothing is ever left out: missing, extra or non-finite tensors are errors."""
+        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        check_loaded(model, info, str(pretrained_model_name_or_path))
+        hub = {k: kwargs[k] for k in ("revision", "token", "cache_dir", "local_files_only", "subfolder") if k in kwargs}
+        with suppress(OSError):  # the file is optional
+            model.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **hub)
+        return (model, info) if output_loading_info else model
+
+    def save_pretrained(self, save_directory, *args, **kwargs):
+        """Writes the native format: config, weights under their canonical names, and the drafting knobs."""
+        super().save_pretrained(save_directory, *args, **kwargs)
+        self.generation_config.save_pretrained(save_directory)
+
+    def decode(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        num_assistant_tokens: int | None = None,
+        assistant_confidence_threshold: float | None = None,
+        **model_kwargs: Any,
+    ):
+        """For `target.generate(**inputs, custom_generate=drafter.decode)`: the same as `assistant_model=drafter`, without the hook.
+
+        `num_assistant_tokens` and `assistant_confidence_threshold` may be given to that `generate`. transformers hands neither a
+        streamer nor a tokenizer on to such a callable: bind the streamer, `custom_generate=functools.partial(drafter.decode,
+        streamer=streamer)`; stop strings need `assistant_model=drafter`.
+        """
+        from .generation.decoding import decode_with  # the model does not depend on generation, this entry point does
+
+        knobs = {"num_assistant_tokens": num_assistant_tokens, "assistant_confidence_threshold": assistant_confidence_threshold}
+        return decode_with(
+            model, self, input_ids, logits_processor, stopping_criteria, generation_config, knobs, synced_gpus, streamer, **model_kwargs
+        )
+
+
+def default_generation_config() -> GenerationConfig:
+    return GenerationConfig(num_assistant_tokens=DEFAULT_DEPTH, assistant_confidence_threshold=0.0)
+
+
+def check_loaded(model: Eagle31DrafterModel, info: dict, source: str) -> None:
+    """Raises ValueError naming every missing or extra tensor, the first non-finite one, or a faulty `d2t`."""
+    missing, extra = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+    if missing or extra:
+        raise ValueError(
+            f"{source}: tensors and config disagree: missing {missing or 'none'}, unexpected {extra or 'none'}. Expected exactly the "
+            "tensors its config.json describes; check the flags there (fc_norm, norm_before_fc, share_target_head, ...)."
+        )
+    for name, tensor in model.named_parameters():
+        if tensor.is_floating_point() and tensor.device.type != "meta" and not tensor.isfinite().all():
+            raise ValueError(f"{source}: {name} holds NaN or infinite values; expected finite weights. Save or download it again.")
+    if model.d2t is not None and model.d2t.device.type != "meta":
+        try:
+            vocab.check_mapping(model.d2t, model.config.vocab_size)
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from None
+        model.t2d.copy_(vocab.membership(vocab.target_ids(model.d2t), model.config.vocab_size))

@@ -1,0 +1,1 @@
+"""Training a drafter: the multi-step unroll, its loss and its metrics."""

@@ -1,0 +1,135 @@
+"""Train the demo's EAGLE 3.1 and EAGLE 3 drafters side by side: same target, data, order, steps, settings and seed.
+
+    python examples/train_demo_drafters.py --target eagle31_hf/demo/target --output eagle31_hf/demo
+
+About 40 minutes on 2 CPU cores. Half of the rows are the target's own greedy continuations of training text (what it will be asked
+to speed up), half are the training text itself. Writes OUTPUT/eagle31 and OUTPUT/eagle3 (bfloat16), each with a `training.json`.
+"""
+
+import argparse
+import json
+import math
+import sys
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from eagle31_hf.configuration import Eagle31Config
+from eagle31_hf.demo.corpus import training_files
+from eagle31_hf.features import target_states
+from eagle31_hf.modeling import Eagle31DrafterModel
+from eagle31_hf.training.unroll import drafting_loss
+
+LENGTH, PROMPT, BATCH, DEPTH = 256, 64, 8, 5
+FLAGS = {"eagle31": {"fc_norm": True, "norm_output": True}, "eagle3": {"fc_norm": False, "norm_output": False}}
+
+
+def text_rows(tokenizer, count: int) -> torch.Tensor:
+    """(count, LENGTH) windows drawn at random from the training files."""
+    ids = torch.tensor([i for text in training_files() for i in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]])
+    starts = torch.randint(0, len(ids) - LENGTH, (count,))
+    return torch.stack([ids[start : start + LENGTH] for start in starts.tolist()])
+
+
+@torch.no_grad()
+def continued_rows(target, prompts: torch.Tensor, batch: int = 128) -> torch.Tensor:
+    """Prompts (N, PROMPT) -> (N, LENGTH), continued greedily by the target."""
+    length = {"max_new_tokens": LENGTH - PROMPT, "eos_token_id": None, "do_sample": False}
+    rows = []
+    for chunk in prompts.split(batch):
+        rows.append(target.generate(input_ids=chunk, attention_mask=torch.ones_like(chunk), **length))
+        print(f"generated {sum(map(len, rows))} of {len(prompts)} rows", flush=True)
+    return torch.cat(rows)
+
+
+def new_drafter(target, flags: dict) -> Eagle31DrafterModel:
+    """A drafter of the target's shape; its head starts from the target's."""
+    shape = target.config
+    torch.manual_seed(0)
+    drafter = Eagle31DrafterModel(
+        Eagle31Config(
+            vocab_size=shape.vocab_size, hidden_size=shape.hidden_size, intermediate_size=512, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=32, rms_norm_eps=shape.rms_norm_eps, rope_parameters=dict(shape.rope_parameters),
+            max_position_embeddings=shape.max_position_embeddings, aux_hidden_state_layer_ids=[2, 12, 21], target_model="demo target",
+            bos_token_id=shape.bos_token_id, eos_token_id=shape.eos_token_id, pad_token_id=shape.pad_token_id, **flags,
+        )
+    )  # fmt: skip
+    drafter.load_target_embeddings(target)
+    drafter.lm_head.weight.data.copy_(target.get_output_embeddings().weight)
+    return drafter
+
+
+def learning_rate(progress: float, peak: float = 2e-3, warmup: float = 0.03) -> float:
+    if progress < warmup:
+        return peak * progress / warmup
+    return peak * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * (progress - warmup) / (1 - warmup))))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", type=Path, required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--rows", type=int, default=2560, help="rows of each kind")
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--minutes", type=float, default=40, help="ends the schedule early on a slow machine")
+    parser.add_argument("--cache", type=Path, help="keep the continued rows in this file")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+
+    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    text = text_rows(tokenizer, 2 * args.rows)
+    if args.cache and args.cache.exists():
+        continued = torch.load(args.cache, weights_only=True)
+    else:
+        continued = continued_rows(target, text[args.rows :, :PROMPT])
+    if args.cache:
+        torch.save(continued, args.cache)
+    rows = torch.cat([text[: args.rows], continued])
+    order = torch.cat([torch.randperm(len(rows)) for _ in range(args.epochs)])
+    batches = order[: len(order) // BATCH * BATCH].view(-1, BATCH)
+
+    drafters = {name: new_drafter(target, flags) for name, flags in FLAGS.items()}
+    optimizers = {name: torch.optim.AdamW(drafter.parameters(), betas=(0.9, 0.95), weight_decay=0.01) for name, drafter in drafters.items()}
+    layer_ids = drafters["eagle31"].config.aux_hidden_state_layer_ids
+    start, running, seconds = time.time(), {}, dict.fromkeys(drafters, 0.0)
+    for step, indices in enumerate(batches):
+        progress = max(step / len(batches), (time.time() - start) / (60 * args.minutes))
+        if progress >= 1:
+            break
+        batch = rows[indices]
+        states, logits = target_states(target, batch, layer_ids)
+        for name, drafter in drafters.items():
+            began = time.time()
+            optimizer = optimizers[name]
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(progress)
+            result = drafting_loss(drafter, batch, states, logits, DEPTH)
+            result.loss.backward()
+            torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            seconds[name] += time.time() - began
+            figures = torch.tensor([result.kl, result.accuracy, result.acceptance])
+            running[name] = figures if name not in running else 0.97 * running[name] + 0.03 * figures
+        if step % 25 == 0:
+            accuracy = {name: [round(v, 2) for v in figures[1].tolist()] for name, figures in running.items()}
+            print(f"step {step}/{len(batches)} {accuracy} {(time.time() - start) / 60:.1f} min", flush=True)
+
+    for name, drafter in drafters.items():
+        kl, accuracy, acceptance = ([round(v, 4) for v in row] for row in running[name].tolist())
+        record = {
+            "python": sys.version.split()[0], "rows": len(rows), "rows_continued_by_target": len(continued), "row_length": LENGTH,
+            "steps": step + 1, "tokens_trained": (step + 1) * BATCH * LENGTH, "depth": DEPTH,
+            "minutes_both": round((time.time() - start) / 60, 1), "minutes_own": round(seconds[name] / 60, 1),
+            "kl_by_depth": kl, "accuracy_by_depth": accuracy, "acceptance_by_depth": acceptance,
+        }  # fmt: skip
+        drafter.to(torch.bfloat16).save_pretrained(args.output / name)
+        (args.output / name / "training.json").write_text(json.dumps(record, indent=2) + "\n")
+        print(name, json.dumps(record), flush=True)
+
+
+if __name__ == "__main__":
+    main()
