@@ -104,6 +104,17 @@ class Eagle31Config(PreTrainedConfig):
             self.layer_types = ["full_attention"] * self.num_hidden_layers
         super().__post_init__(**kwargs)
 
+    @classmethod
+    def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
+        """Raises ValueError where the folder or repository holds something else, a target passed by mistake for one."""
+        values, unused = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        if values.get("model_type") != cls.model_type:
+            raise ValueError(
+                f"{pretrained_model_name_or_path}: config.json says model_type {values.get('model_type')!r}; expected 'eagle31', a drafter "
+                "in this library's format. Is this the target rather than its drafter, or an EAGLE 3 checkpoint of another library?"
+            )
+        return values, unused
+
     @property
     def num_aux_states(self) -> int:
         """n, the number of captured target states."""

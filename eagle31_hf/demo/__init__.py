@@ -1,0 +1,34 @@
+"""A real pair, trained on the source of Python's standard library: one target, an EAGLE 3.1 and an EAGLE 3 drafter for it."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..modeling import Eagle31DrafterModel
+from .corpus import HELD_OUT, held_out_file
+
+FOLDER = Path(__file__).parent
+DRAFTERS = ("eagle31", "eagle3")
+
+
+def load_target(device: str = "cpu") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The demo's target in fp32 and its tokenizer."""
+    target = AutoModelForCausalLM.from_pretrained(FOLDER / "target", dtype=torch.float32).to(device).eval()
+    return target, AutoTokenizer.from_pretrained(FOLDER / "target")
+
+
+def load_drafter(name: str, device: str = "cpu") -> Eagle31DrafterModel:
+    """One of `DRAFTERS`, in fp32."""
+    return Eagle31DrafterModel.from_pretrained(FOLDER / name, dtype=torch.float32).to(device).eval()
+
+
+def prompts(tokenizer: PreTrainedTokenizerBase, count: int, num_tokens: int = 96) -> list[Tensor]:
+    """`count` prompts (1, num_tokens), each from a third into a held-out file; files are used in turn, later parts of them next."""
+    chosen = []
+    for i in range(count):
+        ids = tokenizer(held_out_file(HELD_OUT[i % len(HELD_OUT)]), return_tensors="pt")["input_ids"]
+        start = ids.shape[1] // 3 + (i // len(HELD_OUT)) * num_tokens
+        chosen.append(ids[:, start : start + num_tokens])
+    return chosen

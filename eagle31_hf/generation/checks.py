@@ -48,7 +48,10 @@ def check_request(target: PreTrainedModel, drafter: Eagle31DrafterModel, config:
         ),
         (config.num_beams == 1, f"num_beams is {config.num_beams}; expected 1: use greedy search or sampling, or drop assistant_model"),
         (mode in SUPPORTED_MODES, f"generation mode is {mode.value}; expected greedy search or sampling"),
-        (config.num_return_sequences == 1, f"num_return_sequences is {config.num_return_sequences}; expected 1: call generate several times"),
+        (
+            config.num_return_sequences == 1,
+            f"num_return_sequences is {config.num_return_sequences}; expected 1: call generate once for each",
+        ),
         (static is None, f"cache_implementation is {static!r}; expected None, 'dynamic' or 'offloaded': rejected tokens must be dropped"),
         (config.use_cache, "use_cache is False; expected True"),
         (config.assistant_ensemble_weight is None, "assistant_ensemble_weight makes the output lossy; expected None"),

@@ -92,13 +92,13 @@ class Recorder:
 
 
 @contextmanager
-def track_acceptance() -> Iterator[AcceptanceStats]:
+def track_acceptance(stats: AcceptanceStats | None = None) -> Iterator[AcceptanceStats]:
     """Collects the statistics of every generate() call made inside it by this thread (more precisely: in this context).
 
-    Threads have statistics of their own; to count calls of another thread here, start it with
+    `stats`: go on counting into these. Threads have statistics of their own; to count calls of another thread here, start it with
     `contextvars.copy_context().run`. Blocks may be nested.
     """
-    stats = AcceptanceStats()
+    stats = AcceptanceStats() if stats is None else stats
     token = _trackers.set((*_trackers.get(), stats))
     try:
         yield stats

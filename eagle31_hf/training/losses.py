@@ -1,7 +1,7 @@
 """Distances between the draft distribution q and the target distribution p, per row, in fp32."""
 
 from torch import Tensor
-from torch.nn.functional import log_softmax
+from torch.nn.functional import kl_div, log_softmax
 
 
 def draft_log_probs(target_logits: Tensor, draft_ids: Tensor | None) -> Tensor:
@@ -13,7 +13,7 @@ def draft_log_probs(target_logits: Tensor, draft_ids: Tensor | None) -> Tensor:
 def forward_kl(draft_logits: Tensor, log_p: Tensor) -> Tensor:
     """KL(p || q) = sum_v p_v (log p_v - log q_v): (..., Vd), (..., Vd) -> (...)."""
     log_q = log_softmax(draft_logits.float(), dim=-1)
-    return (log_p.exp() * (log_p - log_q)).sum(-1)
+    return kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
 
 
 def acceptance(draft_logits: Tensor, log_p: Tensor) -> Tensor:

@@ -60,20 +60,28 @@ class DraftingLoss:
 
 
 def drafting_loss(
-    drafter: Eagle31DrafterModel, input_ids: Tensor, states: Tensor, target_logits: Tensor, depth: int, depth_decay: float = 0.8
+    drafter: Eagle31DrafterModel,
+    input_ids: Tensor,
+    states: Tensor,
+    target_logits: Tensor,
+    depth: int,
+    depth_decay: float = 0.8,
+    with_metrics: bool = True,
 ) -> DraftingLoss:
     """Forward KL to the target at every depth, weighted `depth_decay ** k` and averaged over all supervised slots.
 
     Tokens (B, T), captured states (B, T, n*ht), target logits (B, T, V). Every token counts as text to predict.
+    `with_metrics=False` leaves accuracy and acceptance empty and saves their time.
     """
     log_p = draft_log_probs(target_logits, drafter.draft_to_target_ids())
-    result = DraftingLoss(input_ids.new_zeros((), dtype=torch.float32), [], [], [])
+    result = DraftingLoss(log_p.new_zeros(()), [], [], [])
     for k, (logits, _) in enumerate(unroll(drafter, input_ids, states, depth)):
         wanted = log_p[:, 1 + k :]
         kl = forward_kl(logits, wanted).mean()
         result.loss = result.loss + depth_decay**k * kl
-        with torch.no_grad():
-            result.kl.append(kl.item())
-            result.accuracy.append((logits.argmax(-1) == wanted.argmax(-1)).float().mean().item())
-            result.acceptance.append(acceptance(logits, wanted).mean().item())
+        result.kl.append(kl.item())
+        if with_metrics:
+            with torch.no_grad():
+                result.accuracy.append((logits.argmax(-1) == wanted.argmax(-1)).float().mean().item())
+                result.acceptance.append(acceptance(logits, wanted).mean().item())
     return result

@@ -1,0 +1,77 @@
+"""The command line as a user meets it: in the process, with the demo pair."""
+
+import json
+
+import pytest
+
+from eagle31_hf import demo
+from eagle31_hf.cli import COMMANDS, main
+
+TARGET, DRAFTER = str(demo.FOLDER / "target"), str(demo.FOLDER / "eagle31")
+
+
+def test_demo_json_has_the_names_of_the_contract(capsys):
+    assert main(["demo", "--json", "--prompts", "1", "--max-new-tokens", "8"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert set(result) == {"target", "runs", "environment"}
+    assert result["target"]["tokens_per_second"] > 0
+    assert [(run["drafter"], run["depth"]) for run in result["runs"]] == [(d, k) for d in demo.DRAFTERS for k in (3, 5, 7)]
+    names = {"tree", "tokens_per_second", "speedup", "mean_accepted_length", "accepted_per_position", "drafted_per_position", "overhead"}
+    for run in result["runs"]:
+        assert names <= set(run)
+        assert run["identical"] is True
+        assert 0 < run["overhead"] < 1
+        assert run["speedup"] == pytest.approx(run["tokens_per_second"] / result["target"]["tokens_per_second"])
+
+
+def test_demo_shows_the_table_and_the_profile(capsys):
+    assert main(["demo", "--profile", "--prompts", "1", "--max-new-tokens", "8"]) == 0
+    out = capsys.readouterr().out
+    assert "with the EAGLE 3.1 drafter" in out
+    assert "target forwards" in out
+    assert out.count(" yes") == 6
+
+
+def test_generate_streams_what_json_returns(capsys):
+    arguments = ["generate", "--target", TARGET, "--drafter", DRAFTER, "--max-new-tokens", "12", "--dtype", "float32", "import os\n"]
+    assert main(arguments) == 0
+    streamed = capsys.readouterr()
+    assert main([*arguments, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert streamed.out.strip() == result["text"].strip()
+    assert "mean accepted length" in streamed.err
+    assert result["generated_tokens"] == 12
+
+
+@pytest.mark.parametrize("name, kind", [("eagle31", "EAGLE 3.1"), ("eagle3", "EAGLE 3")])
+def test_info_says_what_a_drafter_is(capsys, name, kind):
+    assert main(["info", str(demo.FOLDER / name)]) == 0
+    assert f"{kind}, " in capsys.readouterr().out
+    assert main(["info", str(demo.FOLDER / name), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["kind"] == kind
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["info", "/nowhere/at/all"], "/nowhere/at/all"),
+        (["info", TARGET], "llama"),
+        (["generate", "--target", TARGET, "--drafter", DRAFTER, "--num-assistant-tokens", "0", "x"], "num_assistant_tokens is 0"),
+        (["demo", "--prompts", "0"], "--prompts"),
+    ],
+    ids=["no such drafter", "target passed as drafter", "no depth", "no prompts"],
+)
+def test_bad_input_is_one_line_and_status_two(capsys, arguments, words):
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    errors = [line for line in captured.err.splitlines() if line.startswith("eagle31: error:")]
+    assert len(errors) == 1
+    assert words in errors[0]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help_with_an_example(capsys, name):
+    with pytest.raises(SystemExit) as stop:
+        main([name, "--help"])
+    assert stop.value.code == 0
+    assert f"example: eagle31 {name}" in " ".join(capsys.readouterr().out.split())

@@ -1,0 +1,59 @@
+"""The shipped pair: small enough, really trained, and faster in the one way that does not depend on the machine."""
+
+import json
+
+import pytest
+import torch
+
+from eagle31_hf import demo, track_acceptance
+from eagle31_hf.demo.corpus import HELD_OUT, stdlib, training_files
+
+LARGEST_PAIR = 12 * 2**20  # bytes
+
+
+@pytest.fixture(scope="module")
+def pair():
+    target, tokenizer = demo.load_target()
+    return target, tokenizer, {name: demo.load_drafter(name) for name in demo.DRAFTERS}
+
+
+def test_the_pair_fits_in_twelve_mebibytes():
+    sizes = {path: path.stat().st_size for path in demo.FOLDER.glob("*/*") if path.is_file() and "__pycache__" not in path.parts}
+    assert {path.parent.name for path in sizes} == {"target", *demo.DRAFTERS}
+    assert sum(sizes.values()) <= LARGEST_PAIR
+
+
+def test_held_out_files_are_never_trained_on():
+    held_out = {(stdlib() / name).read_text(encoding="utf-8") for name in HELD_OUT}
+    assert held_out.isdisjoint(training_files())
+
+
+@pytest.mark.parametrize("name", demo.DRAFTERS)
+@pytest.mark.parametrize("depth", [1, 5])
+def test_greedy_text_is_the_targets_own(pair, name, depth):
+    target, tokenizer, drafters = pair
+    with track_acceptance() as stats:
+        for prompt in demo.prompts(tokenizer, 3, num_tokens=48):
+            inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt), "max_new_tokens": 40, "do_sample": False}
+            alone = target.generate(**inputs)
+            drafted = target.generate(**inputs, assistant_model=drafters[name], num_assistant_tokens=depth)
+            assert torch.equal(alone, drafted)
+    assert stats.accepted_per_position[0] > 0.3 * stats.drafted_per_position[0], "a trained drafter is often right"
+    assert stats.accepted_per_position[0] < stats.drafted_per_position[0], "and sometimes wrong"
+
+
+def test_drafters_differ_only_in_the_flags_of_eagle31(pair):
+    _, _, drafters = pair
+    configs = [drafters[name].config.to_dict() for name in demo.DRAFTERS]
+    differing = {key for key in configs[0] if configs[0][key] != configs[1][key]}
+    assert differing == {"fc_norm", "norm_output"}
+    records = [json.loads((demo.FOLDER / name / "training.json").read_text()) for name in demo.DRAFTERS]
+    for key in ("rows", "steps", "tokens_trained", "depth"):
+        assert records[0][key] == records[1][key]
+
+
+def test_prompts_are_distinct_parts_of_held_out_files(pair):
+    _, tokenizer, _ = pair
+    prompts = demo.prompts(tokenizer, 2 * len(HELD_OUT), num_tokens=32)
+    assert all(prompt.shape == (1, 32) for prompt in prompts)
+    assert len({tuple(prompt[0].tolist()) for prompt in prompts}) == len(prompts)
