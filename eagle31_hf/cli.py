@@ -36,11 +36,12 @@ def generate(args: argparse.Namespace) -> int:
 
     progress(f"loading {args.target} and {args.drafter}")
     tokenizer = AutoTokenizer.from_pretrained(args.target)
-    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype).to(args.device).eval()
+    target: Any = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype)
+    target = target.to(args.device).eval()
     drafter = Eagle31DrafterModel.from_pretrained(args.drafter, dtype=target.dtype).to(args.device).eval()
     if args.chat:
         messages = [{"role": "user", "content": args.prompt}]
-        inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        inputs: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     else:
         inputs = tokenizer(args.prompt, return_tensors="pt")
     options: dict[str, Any] = {"do_sample": args.temperature > 0} | ({"temperature": args.temperature} if args.temperature > 0 else {})

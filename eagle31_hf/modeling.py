@@ -89,7 +89,7 @@ class Eagle31DrafterModel(PreTrainedModel):
         self.layers = nn.ModuleList(Eagle31DecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = LlamaRMSNorm(h, eps=eps)
         self.lm_head = None if config.share_target_head else nn.Linear(h, config.draft_vocab_size, bias=False)
-        self.rotary_emb = Phi3RotaryEmbedding(config)
+        self.rotary_emb = Phi3RotaryEmbedding(config)  # type: ignore[arg-type]
         if config.draft_vocab_size < config.vocab_size:
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
             self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
@@ -114,7 +114,7 @@ class Eagle31DrafterModel(PreTrainedModel):
 
     def set_input_embeddings(self, value: nn.Module) -> None:
         """Gives the drafter a table (V, h) of its own."""
-        self.embed_tokens = value
+        self.embed_tokens = value  # type: ignore[assignment]
         self.config.share_target_embeddings = False
 
     def get_output_embeddings(self) -> nn.Module | None:
@@ -166,7 +166,7 @@ class Eagle31DrafterModel(PreTrainedModel):
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """Token ids (B, T) -> embeddings (B, T, h) on the drafter's device, unscaled even where the target scales its own."""
-        table = self.get_input_embeddings()
+        table: Any = self.get_input_embeddings()
         if table is None:
             raise RuntimeError(
                 "the drafter has no embedding yet: its checkpoint shares the target's. Call drafter.load_target_embeddings(target)."
@@ -174,16 +174,18 @@ class Eagle31DrafterModel(PreTrainedModel):
         embeds = table(input_ids.to(table.weight.device))
         if hasattr(table, "embed_scale"):  # Gemma's table multiplies its rows; drafters read the rows themselves
             embeds = embeds / table.embed_scale
-        return embeds.to(self.fc.weight)
+        return embeds.to(self.norm.weight)  # a norm is never quantized: its device and dtype are the activations'
 
     def score(self, normed: Tensor) -> Tensor:
         """Post-norm states (B, T, h) -> draft logits (B, T, Vd)."""
-        head = self.get_output_embeddings()
+        head: Any = self.get_output_embeddings()
         if head is None:
             raise RuntimeError(
                 "the drafter has no head yet: its checkpoint shares the target's. Call drafter.load_target_embeddings(target)."
             )
-        return head(normed.to(head.weight)).to(normed) * self.config.logit_scale
+        if head.weight.is_floating_point():
+            return head(normed.to(head.weight)).to(normed) * self.config.logit_scale
+        return head(normed).to(normed) * self.config.logit_scale
 
     def forward(
         self,
@@ -216,7 +218,8 @@ class Eagle31DrafterModel(PreTrainedModel):
         masks = self._masks(x, attention_mask, past_key_values, position_ids)
         cos, sin = self.rotary_emb(x, position_ids)
         for layer in self.layers:
-            x = layer(x, embeds, cos, sin, masks[layer.attention_type], past_key_values)
+            kind: Any = layer.attention_type
+            x = layer(x, embeds, cos, sin, masks[kind], past_key_values)
         normed = self.norm(x)
         return Eagle31DrafterOutput(
             logits=self.score(normed[:, -logits_to_keep:]),
@@ -236,7 +239,8 @@ class Eagle31DrafterModel(PreTrainedModel):
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info: bool = False, **kwargs):
         """As `PreTrainedModel.from_pretrained`, but nothing is ever left out: missing, extra or non-finite tensors are errors."""
-        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        loaded: Any = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        model, info = loaded
         check_loaded(model, info, str(pretrained_model_name_or_path))
         hub = {k: kwargs[k] for k in ("revision", "token", "cache_dir", "local_files_only", "subfolder") if k in kwargs}
         with suppress(OSError):  # the file is optional

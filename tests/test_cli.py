@@ -43,7 +43,7 @@ def test_generate_streams_what_json_returns(capsys):
     assert result["generated_tokens"] == 12
 
 
-@pytest.mark.parametrize("name, kind", [("eagle31", "EAGLE 3.1"), ("eagle3", "EAGLE 3")])
+@pytest.mark.parametrize(("name", "kind"), [("eagle31", "EAGLE 3.1"), ("eagle3", "EAGLE 3")])
 def test_info_says_what_a_drafter_is(capsys, name, kind):
     assert main(["info", str(demo.FOLDER / name)]) == 0
     assert f"{kind}, " in capsys.readouterr().out

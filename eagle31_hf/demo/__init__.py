@@ -1,6 +1,7 @@
 """A real pair, trained on the source of Python's standard library: one target, an EAGLE 3.1 and an EAGLE 3 drafter for it."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,13 +16,14 @@ DRAFTERS = ("eagle31", "eagle3")
 
 def load_target(device: str = "cpu") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The demo's target in fp32 and its tokenizer."""
-    target = AutoModelForCausalLM.from_pretrained(FOLDER / "target", dtype=torch.float32).to(device).eval()
-    return target, AutoTokenizer.from_pretrained(FOLDER / "target")
+    target: Any = AutoModelForCausalLM.from_pretrained(FOLDER / "target", dtype=torch.float32)
+    return target.to(device).eval(), AutoTokenizer.from_pretrained(FOLDER / "target")
 
 
 def load_drafter(name: str, device: str = "cpu") -> Eagle31DrafterModel:
     """One of `DRAFTERS`, in fp32."""
-    return Eagle31DrafterModel.from_pretrained(FOLDER / name, dtype=torch.float32).to(device).eval()
+    drafter: Any = Eagle31DrafterModel.from_pretrained(FOLDER / name, dtype=torch.float32)
+    return drafter.to(device).eval()
 
 
 def prompts(tokenizer: PreTrainedTokenizerBase, count: int, num_tokens: int = 96) -> list[Tensor]:

@@ -53,12 +53,12 @@ class DraftSession:
 
         `start` is the rope position of the first of those rows.
         """
-        device = self.drafter.fc.weight.device
-        sequence = sequence.to(device)
+        like = self.drafter.norm.weight  # never quantized: its device and dtype are the activations'
+        sequence = sequence.to(like.device)
         num_rows, num_own = states.shape[1], 0
         tokens = sequence[:, -num_rows:]
-        source = {"target_hidden_states": states.to(self.drafter.fc.weight)}
-        position_ids = torch.arange(start, start + num_rows, device=device)[None]
+        source = {"target_hidden_states": states.to(like)}
+        position_ids = torch.arange(start, start + num_rows, device=like.device)[None]
         drafted, drawn_from = [], []
         try:
             while True:
@@ -86,7 +86,7 @@ class DraftSession:
         """
         logits = scatter_logits(draft_logits, self.draft_ids, self.vocab_size) if self.needs_target_logits else draft_logits
         if self.processors:
-            logits = self.processors(sequence, logits)
+            logits = self.processors(sequence, logits)  # type: ignore[arg-type]
             if logits.max() == float("-inf"):
                 return None, logits, False
         token = torch.multinomial(logits.softmax(-1), 1) if self.do_sample else logits.argmax(-1, keepdim=True)

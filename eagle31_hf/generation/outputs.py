@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 from transformers import Cache, GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
-from transformers.utils import ModelOutput
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 
 class OutputCollector:
@@ -18,7 +18,9 @@ class OutputCollector:
         self.hidden_states: tuple[Any, ...] | None = () if self.wanted and generation_config.output_hidden_states else None
         self.attentions: tuple[Any, ...] | None = () if self.wanted and generation_config.output_attentions else None
 
-    def add(self, outputs: ModelOutput, raw_logits: Tensor | None, scores: list[Tensor], num_tokens: int, is_prefill: bool) -> None:
+    def add(
+        self, outputs: CausalLMOutputWithPast, raw_logits: Tensor | None, scores: list[Tensor], num_tokens: int, is_prefill: bool
+    ) -> None:
         """One forward of which `num_tokens` tokens were committed; rows of (1, R, ...) after those belong to rejected drafts."""
         if self.scores is not None:
             self.scores += tuple(scores[:num_tokens])
@@ -35,10 +37,8 @@ class OutputCollector:
         """What generate() returns."""
         if not self.wanted:
             return sequences
-        return GenerateDecoderOnlyOutput(
-            sequences=sequences, scores=self.scores, logits=self.logits, attentions=self.attentions,
-            hidden_states=self.hidden_states, past_key_values=past_key_values,
-        )  # fmt: skip
+        collected: dict[str, Any] = {name: getattr(self, name) for name in ("scores", "logits", "attentions", "hidden_states")}
+        return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=past_key_values, **collected)  # type: ignore[arg-type]
 
 
 def _attention_rows(layers: tuple[Tensor, ...], num_tokens: int) -> tuple[tuple[Tensor, ...], ...]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import Cache, GenerationConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import ModelOutput
 
 from . import cache
@@ -24,11 +25,11 @@ class TargetRunner:
         self.num_padding = 0 if mask is None else int((mask[0].cumsum(-1) == 0).sum())
         self.num_cached = int(self.past_key_values.get_seq_length())
 
-    def prefill(self, input_ids: Tensor) -> ModelOutput:
+    def prefill(self, input_ids: Tensor) -> CausalLMOutputWithPast:
         """Runs the prompt (1, L), less what the cache already holds."""
         return self.target._prefill(input_ids, self.generation_config, self.model_kwargs)
 
-    def verify(self, candidate_ids: Tensor, num_rows: int) -> ModelOutput:
+    def verify(self, candidate_ids: Tensor, num_rows: int) -> CausalLMOutputWithPast:
         """Runs the last `num_rows` of (1, L + K): the token committed last and the drafts after it."""
         kwargs = self._grown(self.model_kwargs, num_rows - 1)
         inputs = self.target.prepare_inputs_for_generation(candidate_ids, next_sequence_length=num_rows, **kwargs)
@@ -48,6 +49,6 @@ class TargetRunner:
         return self.target._update_model_kwargs_for_generation(ModelOutput(), copy.copy(model_kwargs), num_new_tokens=num_tokens)
 
 
-def last_logits(outputs: ModelOutput, num_rows: int, device: torch.device) -> Tensor:
+def last_logits(outputs: CausalLMOutputWithPast, num_rows: int, device: torch.device) -> Tensor:
     """The logits of the last `num_rows` rows as a fresh fp32 tensor (1, num_rows, V), safe to write to."""
     return outputs.logits[:, -num_rows:].to(copy=True, dtype=torch.float32, device=device)

@@ -35,7 +35,7 @@ def accept(
     num_drafted = drafted.shape[1]
     for i in range(num_drafted + 1):
         context = sequence[:, : prefix.shape[1] + i]
-        scores.append(processors(context, logits[:, i]))
+        scores.append(processors(context, logits[:, i]))  # type: ignore[arg-type]
         candidate = drafted[:, i] if i < num_drafted else None
         q_logits = None if draft_logits is None or candidate is None else draft_logits[:, i]
         token = _sample(scores[-1], candidate, q_logits) if do_sample else scores[-1].argmax(-1)

@@ -1,0 +1,142 @@
+"""Every field is written out and read back; every contradiction is refused with what was found and what was expected."""
+
+import json
+from dataclasses import fields
+
+import pytest
+from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDataclassFieldValidationError
+from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
+
+from eagle31_hf import Eagle31Config
+from eagle31_hf.configuration import default_layer_ids
+
+# Everything this class adds to PreTrainedConfig, none at its default; kv_lora_rank has no other value that is supported.
+NOT_DEFAULT = {
+    "vocab_size": 101, "draft_vocab_size": 53, "hidden_size": 24, "target_hidden_size": 40, "aux_hidden_state_layer_ids": [0, 3, 5, 6],
+    "fc_norm": False, "norm_output": False, "norm_before_fc": True, "norm_before_residual": True, "num_hidden_layers": 2,
+    "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 10, "attention_bias": True, "attention_dropout": 0.25, "qk_norm": True,
+    "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 17, "intermediate_size": 36, "hidden_act": "gelu",
+    "mlp_bias": True, "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0, "partial_rotary_factor": 0.4},
+    "max_position_embeddings": 77, "initializer_range": 0.03, "logit_scale": 0.5, "share_target_embeddings": False,
+    "share_target_head": True, "q_lora_rank": 3, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 5,
+    "target_model": "a/target", "weights_from": {"repo_id": "a/drafter", "revision": "main"}, "tie_word_embeddings": True,
+    "bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": 4,
+}  # fmt: skip
+ROUND_TRIPS = {
+    "defaults": {},
+    "nothing_default": NOT_DEFAULT | {"share_target_head": False},
+    "shared_head": {"share_target_head": True},
+}
+# Fields, what the message says was found, what it says was expected.
+REFUSALS = {
+    "mla": ({"kv_lora_rank": 16}, "kv_lora_rank is 16", "expected null"),
+    "no_layer": ({"num_hidden_layers": 0}, "num_hidden_layers is 0", "at least 1"),
+    "empty_draft_vocabulary": ({"draft_vocab_size": 0}, "draft_vocab_size is 0", "1 to vocab_size (32000)"),
+    "draft_vocabulary_above_v": ({"draft_vocab_size": 32001}, "draft_vocab_size is 32001", "1 to vocab_size (32000)"),
+    "heads_not_grouped": ({"num_key_value_heads": 5}, "num_attention_heads (32)", "multiple of num_key_value_heads (5)"),
+    "no_kv_head": ({"num_key_value_heads": 0}, "num_attention_heads (32)", "multiple of num_key_value_heads (0)"),
+    "two_input_norms": ({"norm_before_fc": True}, "fc_norm and norm_before_fc are both true", "at most one"),
+    "no_ids": ({"aux_hidden_state_layer_ids": []}, "aux_hidden_state_layer_ids is []", "distinct ids >= 0 in ascending order"),
+    "ids_descend": ({"aux_hidden_state_layer_ids": [5, 3]}, "is [5, 3]", "ascending order"),
+    "ids_repeat": ({"aux_hidden_state_layer_ids": [3, 3]}, "is [3, 3]", "distinct ids"),
+    "negative_id": ({"aux_hidden_state_layer_ids": [-1, 3]}, "is [-1, 3]", "ids >= 0"),
+    "layer_types_too_many": ({"layer_types": ["full_attention"] * 2}, "['full_attention', 'full_attention']", "expected 1 of"),
+    "layer_type_unknown": ({"layer_types": ["chunked_attention"]}, "layer_types is ['chunked_attention']", "'full_attention', 'sliding_attention'"),
+    "no_window": ({"layer_types": ["sliding_attention"]}, "sliding_window is None", "tokens > 0"),
+    "empty_window": ({"layer_types": ["sliding_attention"], "sliding_window": 0}, "sliding_window is 0", "tokens > 0"),
+    "shared_table_of_another_width": ({"target_hidden_size": 64}, "hidden_size (4096)", "== target_hidden_size (64)"),
+    "shared_head_of_another_width": (
+        {"target_hidden_size": 64, "share_target_embeddings": False, "share_target_head": True}, "(4096, 64)", "needs equal widths",
+    ),
+    "shared_head_pruned": ({"share_target_head": True, "draft_vocab_size": 100}, "(100 of 32000)", "full draft vocabulary"),
+}  # fmt: skip
+WRONG_TYPES = {
+    "string_for_bool": ({"fc_norm": "false"}, "'fc_norm' expected bool, got str"),
+    "int_for_bool": ({"norm_output": 1}, "'norm_output' expected bool, got int"),
+    "string_for_int": ({"hidden_size": "4096"}, "'hidden_size' expected int, got str"),
+    "bool_for_id": ({"aux_hidden_state_layer_ids": [True, 3]}, "aux_hidden_state_layer_ids"),
+}
+
+
+def test_eagle31_is_the_default():
+    config = Eagle31Config()
+    assert config.is_eagle31
+    assert (config.fc_norm, config.norm_output, config.norm_before_fc, config.norm_before_residual) == (True, True, False, False)
+    assert not Eagle31Config(fc_norm=False).is_eagle31
+    assert not Eagle31Config(norm_output=False).is_eagle31
+
+
+def test_absent_sizes_follow_the_given_ones():
+    config = Eagle31Config(vocab_size=101, hidden_size=48, num_attention_heads=6, num_hidden_layers=2)
+    derived = (config.draft_vocab_size, config.target_hidden_size, config.num_key_value_heads, config.head_dim, config.layer_types)
+    assert derived == (101, 48, 6, 8, ["full_attention"] * 2)
+
+
+def test_not_default_covers_every_field():
+    own = {field.name for field in fields(Eagle31Config)} - {field.name for field in fields(PreTrainedConfig)}
+    own |= {name for name in NOT_DEFAULT if name in {field.name for field in fields(PreTrainedConfig)}}
+    assert own - set(NOT_DEFAULT) == {"kv_lora_rank"}
+    defaults = Eagle31Config()
+    assert [name for name, value in NOT_DEFAULT.items() if getattr(defaults, name) == value] == []
+
+
+@pytest.mark.parametrize("given", ROUND_TRIPS.values(), ids=ROUND_TRIPS)
+@pytest.mark.parametrize("reader", [Eagle31Config, AutoConfig])
+def test_json_round_trip(given, reader, tmp_path):
+    config = Eagle31Config(**given)
+    config.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    read = reader.from_pretrained(tmp_path)
+    assert written["model_type"] == "eagle31"
+    assert type(read) is Eagle31Config
+    for name in (*NOT_DEFAULT, "kv_lora_rank"):
+        assert name in written  # readers disagree on defaults
+        assert getattr(read, name) == getattr(config, name), name
+    assert {name: getattr(read, name) for name in given} == given
+
+
+def test_another_models_config_is_refused(tmp_path):
+    LlamaConfig(num_hidden_layers=2).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"model_type 'llama'; expected 'eagle31'"):
+        Eagle31Config.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(("given", "found", "expected"), REFUSALS.values(), ids=REFUSALS)
+def test_contradictions_are_refused(given, found, expected):
+    with pytest.raises(StrictDataclassClassValidationError) as error:
+        Eagle31Config(**given)
+    assert found in str(error.value)
+    assert expected in str(error.value)
+
+
+@pytest.mark.parametrize(("given", "message"), WRONG_TYPES.values(), ids=WRONG_TYPES)
+def test_wrong_types_are_refused(given, message):
+    with pytest.raises(StrictDataclassFieldValidationError, match=message):
+        Eagle31Config(**given)
+
+
+@pytest.mark.parametrize(("num_layers", "ids"), [(7, [2, 3, 4]), (24, [2, 12, 21]), (61, [2, 30, 58])])
+def test_default_capture_points(num_layers, ids):
+    assert default_layer_ids(num_layers) == ids
+    assert Eagle31Config().resolve_layer_ids(num_layers) == ids
+
+
+def test_ids_reach_up_to_the_last_layer():
+    config = Eagle31Config(aux_hidden_state_layer_ids=[0, 8])
+    assert config.resolve_layer_ids(8) == [0, 8]
+    assert config.num_aux_states == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "num_layers", "fragments"),
+    [
+        pytest.param({}, 6, ("6 layers", "gives [2, 3, 3]", "set aux_hidden_state_layer_ids"), id="no_defaults_for_6_layers"),
+        pytest.param({"aux_hidden_state_layer_ids": [1, 9]}, 8, ("[1, 9]", "0 to 8", "not named"), id="ids_past_the_target"),
+        pytest.param({"aux_hidden_state_layer_ids": [9], "target_model": "a/b"}, 8, ("[9]", "8 layers", "a/b"), id="target_is_named"),
+    ],
+)
+def test_layer_ids_that_do_not_fit_the_target(given, num_layers, fragments):
+    with pytest.raises(ValueError, match="layers") as error:
+        Eagle31Config(**given).resolve_layer_ids(num_layers)
+    assert all(fragment in str(error.value) for fragment in fragments)
