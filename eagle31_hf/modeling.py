@@ -183,9 +183,8 @@ class Eagle31DrafterModel(PreTrainedModel):
             raise RuntimeError(
                 "the drafter has no head yet: its checkpoint shares the target's. Call drafter.load_target_embeddings(target)."
             )
-        if head.weight.is_floating_point():
-            return head(normed.to(head.weight)).to(normed) * self.config.logit_scale
-        return head(normed).to(normed) * self.config.logit_scale
+        x = normed.to(head.weight) if head.weight.is_floating_point() else normed
+        return head(x).to(normed) * self.config.logit_scale
 
     def forward(
         self,
