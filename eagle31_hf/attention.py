@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, eager_attention_forward
+from transformers.models.llama.modeling_llama import eager_attention_forward
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 
 from .configuration import Eagle31Config
@@ -30,8 +30,8 @@ class GQAttention(nn.Module):
         self.k_proj = nn.Linear(input_size, kv_heads * head_dim, bias=config.attention_bias)
         self.v_proj = nn.Linear(input_size, kv_heads * head_dim, bias=config.attention_bias)
         self.o_proj = nn.Linear(heads * head_dim, config.hidden_size, bias=config.attention_bias)
-        self.q_norm = LlamaRMSNorm(head_dim, eps=config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = LlamaRMSNorm(head_dim, eps=config.rms_norm_eps) if config.qk_norm else None
+        self.q_norm = nn.RMSNorm(head_dim, eps=config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(head_dim, eps=config.rms_norm_eps) if config.qk_norm else None
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(B, T, input_size) -> queries (B, H, T, D), keys and values (B, Hkv, T, D), rotated."""

@@ -13,7 +13,7 @@ from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 from transformers.utils import ModelOutput
 
@@ -42,10 +42,10 @@ class Eagle31DecoderLayer(GradientCheckpointingLayer):
         self.norm_before_residual = config.norm_before_residual
         self.attention_type = config.layer_types[layer_idx]
         is_fused = layer_idx == 0
-        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps) if is_fused else None
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps) if is_fused else None
         self.self_attn = GQAttention(config, layer_idx, (2 if is_fused else 1) * config.hidden_size)
-        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = LlamaMLP(config)
 
     def forward(self, x: Tensor, embeds: Tensor, cos: Tensor, sin: Tensor, mask: Any, past_key_values: Cache | None) -> Tensor:
@@ -83,11 +83,11 @@ class Eagle31DrafterModel(PreTrainedModel):
         h, eps, n = config.hidden_size, config.rms_norm_eps, config.num_aux_states
         fused_width = n * config.target_hidden_size
         self.embed_tokens = None if config.share_target_embeddings else nn.Embedding(config.vocab_size, h)
-        self.fc_norm = nn.ModuleList(LlamaRMSNorm(config.target_hidden_size, eps=eps) for _ in range(n)) if config.fc_norm else None
-        self.input_norm = LlamaRMSNorm(fused_width, eps=eps) if config.norm_before_fc else None
+        self.fc_norm = nn.ModuleList(nn.RMSNorm(config.target_hidden_size, eps=eps) for _ in range(n)) if config.fc_norm else None
+        self.input_norm = nn.RMSNorm(fused_width, eps=eps) if config.norm_before_fc else None
         self.fc = nn.Linear(fused_width, h, bias=False)
         self.layers = nn.ModuleList(Eagle31DecoderLayer(config, i) for i in range(config.num_hidden_layers))
-        self.norm = LlamaRMSNorm(h, eps=eps)
+        self.norm = nn.RMSNorm(h, eps=eps)
         self.lm_head = None if config.share_target_head else nn.Linear(h, config.draft_vocab_size, bias=False)
         self.rotary_emb = Phi3RotaryEmbedding(config)  # type: ignore[arg-type]
         if config.draft_vocab_size < config.vocab_size:

@@ -1,8 +1,9 @@
 """Train the demo's EAGLE 3.1 and EAGLE 3 drafters side by side: same target, data, order, steps, settings and seed.
 
-    python examples/train_demo_drafters.py --target eagle31_hf/demo/target --output eagle31_hf/demo
+    python examples/train_demo_drafters.py --target eagle31_hf/demo/target --output first
+    python examples/train_demo_drafters.py --target eagle31_hf/demo/target --start-from first --seed 1 --output eagle31_hf/demo
 
-About 40 minutes on 2 CPU cores. Half of the rows are the target's own greedy continuations of training text (what it will be asked
+About 25 minutes each on 2 CPU cores. Half of the rows are the target's own greedy continuations of training text (what it will be asked
 to speed up), half are the training text itself. Writes OUTPUT/eagle31 and OUTPUT/eagle3 (bfloat16), each with a `training.json`.
 """
 
@@ -23,6 +24,7 @@ from eagle31_hf.modeling import Eagle31DrafterModel
 from eagle31_hf.training.unroll import drafting_loss
 
 LENGTH, PROMPT, BATCH, DEPTH, METRICS_EVERY = 256, 64, 8, 5, 5
+TOTALS = ("rows", "rows_continued_by_target", "steps", "tokens_trained", "minutes_both")
 FLAGS = {"eagle31": {"fc_norm": True, "norm_output": True}, "eagle3": {"fc_norm": False, "norm_output": False}}
 
 
@@ -71,12 +73,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--rows", type=int, default=2560, help="rows of each kind")
+    parser.add_argument("--rows", type=int, default=1536, help="rows of each kind")
     parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--minutes", type=float, default=40, help="ends the schedule early on a slow machine")
+    parser.add_argument("--minutes", type=float, default=30, help="ends the schedule early on a slow machine")
+    parser.add_argument("--seed", type=int, default=0, help="of the data and its order")
+    parser.add_argument("--start-from", type=Path, help="go on with the drafters of an earlier OUTPUT, on the rows of another seed")
     parser.add_argument("--cache", type=Path, help="keep the continued rows in this file")
     args = parser.parse_args()
-    torch.manual_seed(0)
+    torch.manual_seed(args.seed)
 
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(args.target)
@@ -92,9 +96,15 @@ def main() -> None:
     batches = order[: len(order) // BATCH * BATCH].view(-1, BATCH)
 
     drafters = {name: new_drafter(target, flags) for name, flags in FLAGS.items()}
+    earlier: dict[str, dict] = {name: {} for name in FLAGS}
+    if args.start_from:
+        for name, drafter in drafters.items():
+            saved = Eagle31DrafterModel.from_pretrained(args.start_from / name, dtype=torch.float32)
+            drafter.load_state_dict(saved.state_dict())
+            earlier[name] = json.loads((args.start_from / name / "training.json").read_text())
     optimizers = {name: torch.optim.AdamW(drafter.parameters(), betas=(0.9, 0.95), weight_decay=0.01) for name, drafter in drafters.items()}
     layer_ids = drafters["eagle31"].config.aux_hidden_state_layer_ids
-    start, running, seconds = time.time(), {}, dict.fromkeys(drafters, 0.0)
+    start, running = time.time(), {}
     for step, indices in enumerate(batches):
         progress = max(step / len(batches), (time.time() - start) / (60 * args.minutes))
         if progress >= 1:
@@ -102,7 +112,6 @@ def main() -> None:
         batch = rows[indices]
         states, logits = target_states(target, batch, layer_ids)
         for name, drafter in drafters.items():
-            began = time.time()
             optimizer = optimizers[name]
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(progress)
@@ -111,7 +120,6 @@ def main() -> None:
             torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            seconds[name] += time.time() - began
             if result.accuracy:
                 figures = torch.tensor([result.kl, result.accuracy, result.acceptance])
                 running[name] = figures if name not in running else 0.9 * running[name] + 0.1 * figures
@@ -122,11 +130,19 @@ def main() -> None:
     for name, drafter in drafters.items():
         kl, accuracy, acceptance = ([round(v, 4) for v in row] for row in running[name].tolist())
         record = {
-            "python": sys.version.split()[0], "rows": len(rows), "rows_continued_by_target": len(continued), "row_length": LENGTH,
-            "steps": step + 1, "tokens_trained": (step + 1) * BATCH * LENGTH, "depth": DEPTH,
-            "minutes_both": round((time.time() - start) / 60, 1), "minutes_own": round(seconds[name] / 60, 1),
-            "kl_by_depth": kl, "accuracy_by_depth": accuracy, "acceptance_by_depth": acceptance,
-        }  # fmt: skip
+            "python": sys.version.split()[0],
+            "rows": len(rows),
+            "rows_continued_by_target": len(continued),
+            "row_length": LENGTH,
+            "steps": step + 1,
+            "tokens_trained": (step + 1) * BATCH * LENGTH,
+            "depth": DEPTH,
+            "minutes_both": round((time.time() - start) / 60, 1),
+            "kl_by_depth": kl,
+            "accuracy_by_depth": accuracy,
+            "acceptance_by_depth": acceptance,
+        }
+        record |= {key: record[key] + value for key, value in earlier[name].items() if key in TOTALS}
         drafter.to(torch.bfloat16).save_pretrained(args.output / name)
         (args.output / name / "training.json").write_text(json.dumps(record, indent=2) + "\n")
         print(name, json.dumps(record), flush=True)
