@@ -145,7 +145,7 @@ class Eagle31Config(PreTrainedConfig):
                 f"draft_vocab_size is {self.draft_vocab_size}; expected 1 to vocab_size ({self.vocab_size})",
             ),
             (
-                self.num_attention_heads % self.num_key_value_heads == 0,
+                self.num_key_value_heads > 0 and self.num_attention_heads % self.num_key_value_heads == 0,
                 f"num_attention_heads ({self.num_attention_heads}) is not a multiple of num_key_value_heads ({self.num_key_value_heads})",
             ),
             (

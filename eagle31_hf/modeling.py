@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import embedding
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
@@ -171,9 +172,9 @@ class Eagle31DrafterModel(PreTrainedModel):
             raise RuntimeError(
                 "the drafter has no embedding yet: its checkpoint shares the target's. Call drafter.load_target_embeddings(target)."
             )
-        embeds = table(input_ids.to(table.weight.device))
-        if hasattr(table, "embed_scale"):  # Gemma's table multiplies its rows; drafters read the rows themselves
-            embeds = embeds / table.embed_scale
+        input_ids = input_ids.to(table.weight.device)
+        # Gemma's table multiplies its rows; drafters read the rows themselves.
+        embeds = embedding(input_ids, table.weight) if hasattr(table, "embed_scale") else table(input_ids)
         return embeds.to(self.norm.weight)  # a norm is never quantized: its device and dtype are the activations'
 
     def score(self, normed: Tensor) -> Tensor:
@@ -237,7 +238,8 @@ class Eagle31DrafterModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info: bool = False, **kwargs):
-        """As `PreTrainedModel.from_pretrained`, but nothing is ever left out: missing, extra or non-finite tensors are errors."""
+        """As `PreTrainedModel.from_pretrained`, but no tensor is ever left out: missing, extra, misshapen and non-finite ones are errors."""
+        kwargs["ignore_mismatched_sizes"] = True  # reported by check_loaded, with names
         loaded: Any = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         model, info = loaded
         check_loaded(model, info, str(pretrained_model_name_or_path))
@@ -283,12 +285,17 @@ def default_generation_config() -> GenerationConfig:
 
 
 def check_loaded(model: Eagle31DrafterModel, info: dict, source: str) -> None:
-    """Raises ValueError naming every missing or extra tensor, the first non-finite one, or a faulty `d2t`."""
+    """Raises ValueError naming every missing or extra tensor, the first misshapen or non-finite one, or a faulty `d2t`."""
     missing, extra = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     if missing or extra:
         raise ValueError(
             f"{source}: tensors and config disagree: missing {missing or 'none'}, unexpected {extra or 'none'}. Expected exactly the "
             "tensors its config.json describes; check the flags there (fc_norm, norm_before_fc, share_target_head, ...)."
+        )
+    if info["mismatched_keys"]:
+        name, found, expected = min(info["mismatched_keys"])
+        raise ValueError(
+            f"{source}: {name} has shape {tuple(found)}; expected {tuple(expected)}, as its config.json describes. Check the sizes there."
         )
     for name, tensor in model.named_parameters():
         if tensor.is_floating_point() and tensor.device.type != "meta" and not tensor.isfinite().all():

@@ -37,7 +37,7 @@ def check_mapping(d2t: Tensor, vocab_size: int) -> None:
         i = int(bad[0])
         hint = (
             " The values look like absolute ids; d2t holds offsets (target id - draft id)."
-            if int(d2t.max()) < vocab_size and len(d2t.unique()) == len(d2t)
+            if int(d2t.min()) >= 0 and int(d2t.max()) < vocab_size and len(d2t.unique()) == len(d2t)
             else ""
         )
         raise ValueError(f"d2t[{i}] = {int(d2t[i])} maps draft id {i} to target id {int(ids[i])}; expected 0 to {vocab_size - 1}.{hint}")

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from eagle31_hf.attention import GQAttention
 
 HEADS = {
-    "plain": {"num_key_value_heads": 4, "head_dim": 5 * 2},
+    "plain": {"num_key_value_heads": 4, "head_dim": 10},
     "gqa_4_heads_2_kv": {},
     "gqa_6_heads_2_kv": {"num_attention_heads": 6},
     "one_kv_head": {"num_key_value_heads": 1},
@@ -111,7 +111,7 @@ def test_window_hides_what_lies_beyond_it(attention, cached):
         if row <= 10 - WINDOW:
             assert_close(f"row {row} changed", last_logits(row), unchanged)
         else:
-            assert (last_logits(row) - unchanged).abs().max() > 0.01, f"row {row} of {11} lies in a window of {WINDOW}"
+            assert (last_logits(row) - unchanged).abs().max() > 0.01, f"row {row} changed"
 
 
 @pytest.mark.parametrize("kind", ROPE_IDS)

@@ -42,7 +42,7 @@ REFUSALS = {
     "ids_repeat": ({"aux_hidden_state_layer_ids": [3, 3]}, "is [3, 3]", "distinct ids"),
     "negative_id": ({"aux_hidden_state_layer_ids": [-1, 3]}, "is [-1, 3]", "ids >= 0"),
     "layer_types_too_many": ({"layer_types": ["full_attention"] * 2}, "['full_attention', 'full_attention']", "expected 1 of"),
-    "layer_type_unknown": ({"layer_types": ["chunked_attention"]}, "layer_types is ['chunked_attention']", "'full_attention', 'sliding_attention'"),
+    "layer_type_unknown": ({"layer_types": ["chunked_attention"]}, "is ['chunked_attention']", "'full_attention', 'sliding_attention'"),
     "no_window": ({"layer_types": ["sliding_attention"]}, "sliding_window is None", "tokens > 0"),
     "empty_window": ({"layer_types": ["sliding_attention"], "sliding_window": 0}, "sliding_window is 0", "tokens > 0"),
     "shared_table_of_another_width": ({"target_hidden_size": 64}, "hidden_size (4096)", "== target_hidden_size (64)"),

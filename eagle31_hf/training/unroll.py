@@ -35,8 +35,14 @@ def unroll(drafter: Eagle31DrafterModel, input_ids: Tensor, states: Tensor, dept
     """Tokens (B, T) and captured states (B, T, n*ht) -> per depth k the logits (B, S - k, Vd) and fed-back states (B, S - k, h).
 
     Row t of depth k is slot t; slots whose tokens would lie past the end are left out. Gradients flow through all depths.
+    Raises ValueError for a depth no slot has tokens for, and under gradient checkpointing.
     """
     num_slots = input_ids.shape[1] - 1
+    if not 1 <= depth <= num_slots:
+        raise ValueError(f"depth is {depth}; expected 1 to {num_slots} for rows of {num_slots + 1} tokens.")
+    if drafter.training and drafter.layers[0].gradient_checkpointing:
+        raise ValueError("the unroll cannot be recomputed, its keys are in a cache; expected no gradient checkpointing of the drafter.")
+    states = states.to(drafter.norm.weight.dtype)
     positions = torch.arange(num_slots, device=input_ids.device)[None]
     cache, state = DynamicCache(), None
     windows = {"full_attention": None, "sliding_attention": drafter.config.sliding_window}

@@ -1,0 +1,141 @@
+"""Tiny real targets and drafters for them, built from configs and seeds."""
+
+from functools import cache
+
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from torch.nn.functional import one_hot
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
+
+from eagle31_hf import Eagle31Config, Eagle31DrafterModel
+from eagle31_hf.features import decoder_layers, target_states
+from eagle31_hf.training.unroll import unroll
+
+torch.set_num_threads(1)
+
+VOCAB, WIDTH = 11, 36
+PROMPT = ((1, 2, 3, 5, 8),)
+KNOWN_TOKENS, ERROR_EVERY = 32, 6  # what a drafter knows of the text after PROMPT, and how often it errs: bursts of 0 to 5 tokens
+
+NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+ROPED = {
+    "hidden_size": WIDTH, "intermediate_size": 40, "num_hidden_layers": 4, "num_attention_heads": 3, "num_key_value_heads": 1,
+    "head_dim": 12, "max_position_embeddings": 128,
+}  # fmt: skip
+TARGETS = {
+    "llama": (LlamaConfig, ROPED | {"num_hidden_layers": 7}),  # as deep as default capture points need
+    "qwen3": (Qwen3Config, ROPED),
+    "mistral_window_8": (MistralConfig, ROPED | {"sliding_window": 8}),
+    "gemma3_window_8": (Gemma3TextConfig, ROPED | {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}),
+    "gpt2": (GPT2Config, {"n_embd": WIDTH, "n_layer": 4, "n_head": 3, "n_positions": 128}),
+}
+PRUNED_IDS = (10, 0, 9, 2, 4, 5, 3, 8)  # in no order
+DRAFTERS = {
+    "eagle31": {},
+    "eagle3": {"fc_norm": False, "norm_output": False},
+    "norm_before_fc": {"fc_norm": False, "norm_before_fc": True, "norm_before_residual": True},
+    "pruned": {"draft_vocab_size": len(PRUNED_IDS)},
+    "two_layers": {"num_hidden_layers": 2, "qk_norm": True, "attention_bias": True},
+    "window_4": {"layer_types": ["sliding_attention"], "sliding_window": 4},
+    "target_head": {"share_target_head": True},
+    "own_embedding": {"hidden_size": 20, "head_dim": 10, "target_hidden_size": WIDTH, "share_target_embeddings": False},
+    "padded_vocabulary": {"vocab_size": VOCAB + 5},  # proposes ids the target does not have
+}
+
+
+def build_target(kind: str = "llama", attention: str = "sdpa", **overrides) -> PreTrainedModel:
+    """One of TARGETS. A large initializer range and a head of its own keep its greedy text from repeating one token."""
+    config_class, fields = TARGETS[kind]
+    common = {"vocab_size": VOCAB, "tie_word_embeddings": False, "initializer_range": 0.5} | NO_SPECIAL_TOKENS
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config_class(**common | fields | overrides), attn_implementation=attention).eval()
+
+
+def build_drafter(target: PreTrainedModel, name: str = "eagle31", attention: str = "sdpa", **overrides) -> Eagle31DrafterModel:
+    """One of DRAFTERS, fitted to the target."""
+    num_layers = len(decoder_layers(target))
+    fields = {
+        "vocab_size": target.config.vocab_size, "hidden_size": WIDTH, "intermediate_size": 40, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "max_position_embeddings": 128, "initializer_range": 0.3,
+        "aux_hidden_state_layer_ids": None if num_layers >= 7 else [0, num_layers // 2, num_layers],
+    }  # fmt: skip
+    torch.manual_seed(1)
+    config = Eagle31Config(**fields | DRAFTERS[name] | overrides)
+    drafter = Eagle31DrafterModel._from_config(config, attn_implementation=attention).eval()
+    if drafter.d2t is not None:
+        drafter.set_draft_vocabulary(torch.tensor(PRUNED_IDS))
+    if drafter.lm_head is not None:
+        fit_head(drafter, target)
+    return drafter
+
+
+@torch.no_grad()
+def fit_head(drafter: Eagle31DrafterModel, target: PreTrainedModel, depth: int = 4) -> None:
+    """Learns the target's greedy text after PROMPT by heart, errors included: least squares from states to next tokens."""
+    drafter.load_target_embeddings(target)
+    text = greedy_text(target)
+    states, logits = target_states(target, text, drafter.config.resolve_layer_ids(len(decoder_layers(target))))
+    chosen = logits.argmax(-1)
+    chosen[:, ::ERROR_EVERY] += 1  # possibly an id the target does not have
+    wanted = one_hot(chosen, VOCAB + 64)[..., : drafter.config.vocab_size].float()
+    wanted = wanted if drafter.d2t is None else wanted[..., drafter.draft_to_target_ids()]
+    normed: list[Tensor] = []
+    handle = drafter.norm.register_forward_hook(lambda module, args, output: normed.append(output))
+    num_rows = [draft_logits.shape[1] for draft_logits, _ in unroll(drafter, text, states, depth)]
+    handle.remove()
+    x = torch.cat([normed[k][0, :rows] for k, rows in enumerate(num_rows)])
+    y = torch.cat([wanted[0, 1 + k :] for k in range(depth)])
+    drafter.lm_head.weight.copy_(8 * torch.linalg.lstsq(x.T @ x + 0.003 * torch.eye(x.shape[1]), x.T @ y).solution.T)
+
+
+@cache
+def greedy_text(target: PreTrainedModel) -> Tensor:
+    """PROMPT and what the target alone says after it."""
+    return target.generate(torch.tensor(PROMPT), max_new_tokens=KNOWN_TOKENS, do_sample=False)
+
+
+@pytest.fixture(scope="session")
+def make_target():
+    """`make_target(kind, attention, **config)`; the same arguments give the same model, so leave it as it was."""
+    return cache(build_target)
+
+
+@pytest.fixture(scope="session")
+def make_drafter():
+    """`make_drafter(target, name, attention, **config)`; the same arguments give the same model, so leave it as it was."""
+    return cache(build_drafter)
+
+
+@pytest.fixture
+def target(make_target) -> PreTrainedModel:
+    return make_target()
+
+
+@pytest.fixture
+def drafter(make_drafter, target) -> Eagle31DrafterModel:
+    return make_drafter(target)
+
+
+@pytest.fixture
+def prompt() -> Tensor:
+    return torch.tensor(PROMPT)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One letter a token, as many as targets have ids: "a" is 0."""
+    backend = Tokenizer(models.WordLevel({chr(ord("a") + i): i for i in range(VOCAB)}))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=backend)

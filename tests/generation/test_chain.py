@@ -1,0 +1,109 @@
+"""The generator of drafts, also in transformers' own assisted loop: a second opinion on this library's."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from close import FORWARD, assert_close
+from conftest import TARGETS, VOCAB
+from observers import num_hooks, speculate
+from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper
+
+from eagle31_hf import Eagle31CandidateGenerator
+from eagle31_hf.features import target_states
+
+LENGTH = 20
+
+
+class Watched(Eagle31CandidateGenerator):
+    """Notes how many tokens it drafted a round, and how many of them the loop tells it were accepted."""
+
+    def get_candidates(self, input_ids, *args, is_first_iteration=False, **kwargs):
+        ids, logits = super().get_candidates(input_ids, *args, is_first_iteration=is_first_iteration, **kwargs)
+        self.__dict__.setdefault("rounds", []).append([ids.shape[1] - input_ids.shape[1]])
+        return ids, logits
+
+    def update_candidate_strategy(self, input_ids, scores, num_matches):
+        self.rounds[-1].append(int(num_matches))
+
+
+@contextmanager
+def transformers_loop(target, generator):
+    """Makes transformers' `_assisted_decoding` draft with `generator`, whichever ordinary assistant it is given."""
+    target._get_candidate_generator = lambda **kwargs: generator
+    try:
+        with generator:
+            yield
+    finally:
+        del target._get_candidate_generator
+
+
+@pytest.mark.parametrize("name", ["eagle31", "eagle3", "pruned", "window_4"])
+@pytest.mark.parametrize("kind", TARGETS)
+def test_transformers_own_loop_agrees(make_target, make_drafter, prompt, kind, name):
+    target = make_target(kind)
+    drafter, ordinary = make_drafter(target, name), make_target("qwen3")
+    output, stats = speculate(target, drafter, prompt, num_assistant_tokens=3, max_new_tokens=LENGTH, do_sample=False)
+    generator = Watched(drafter, target, num_assistant_tokens=3, max_length=prompt.shape[1] + LENGTH)
+    with transformers_loop(target, generator):
+        stock = target.generate(prompt, assistant_model=ordinary, max_new_tokens=LENGTH, do_sample=False)
+    assert_close("text", output, stock)
+    prefill, *rounds = generator.rounds
+    assert prefill == [0, 0]
+    assert [accepted for _, accepted in rounds] == stats.accepted_per_round
+    assert sum(drafted for drafted, _ in rounds) == sum(stats.drafted_per_position)
+    assert num_hooks(target) == 0
+
+
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+def test_transformers_own_loop_with_processors(target, drafter, make_target, prompt, do_sample):
+    processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.4)])
+    length = prompt.shape[1] + LENGTH
+    generator = Watched(drafter, target, 3, length, logits_processor=processors, do_sample=do_sample)
+    kwargs = {"max_length": length, "repetition_penalty": 1.4, "do_sample": do_sample, "top_k": 0}
+    with transformers_loop(target, generator):
+        stock = target.generate(prompt, assistant_model=make_target("qwen3"), **kwargs)
+    assert stock.shape[1] == length
+    if not do_sample:
+        output, stats = speculate(target, drafter, prompt, num_assistant_tokens=3, **kwargs)
+        assert_close("text", output, stock)
+        assert [accepted for _, accepted in generator.rounds[1:]] == stats.accepted_per_round
+
+
+def test_the_first_call_drafts_nothing_and_no_draft_reaches_past_the_end(target, drafter, prompt):
+    length = prompt.shape[1]
+    with Eagle31CandidateGenerator(drafter, target, num_assistant_tokens=4, max_length=length + 4) as generator:
+        ids, logits = generator.get_candidates(prompt, is_first_iteration=True)
+        assert_close("candidates before the prefill", ids, prompt)
+        assert logits is None
+        target(prompt)
+        for committed, drafted in ((length + 1, 2), (length + 3, 0), (length + 4, 0)):
+            text = torch.nn.functional.pad(prompt, (0, committed - length), value=7)
+            if committed > length + 1:
+                target(text[:, length:])
+            ids, _ = generator.get_candidates(text)
+            assert ids.shape[1] == committed + drafted
+            assert_close("committed part", ids[:, :committed], text)
+
+
+def test_sampled_drafts_come_with_the_logits_they_were_drawn_from(target, make_drafter, prompt):
+    drafter = make_drafter(target, "pruned")
+    processors = LogitsProcessorList([TemperatureLogitsWarper(0.7)])
+    text = torch.nn.functional.pad(prompt, (0, 1), value=7)
+    with Eagle31CandidateGenerator(drafter, target, 3, max_length=64, logits_processor=processors, do_sample=True) as generator:
+        target(prompt)
+        ids, logits = generator.get_candidates(text)
+    drafted = ids[0, text.shape[1] :]
+    assert logits.shape == (1, 3, VOCAB)
+    assert logits.dtype == torch.float32
+    states, _ = target_states(target, prompt, drafter.config.resolve_layer_ids(target.config.num_hidden_layers))
+    out = drafter(text[:, 1:], target_hidden_states=states)
+    expected = torch.full((VOCAB,), float("-inf"))
+    expected[drafter.draft_to_target_ids()] = out.logits[0, -1] / 0.7
+    assert_close("logits of the first draft", logits[0, 0], expected, FORWARD)
+    assert (logits[0].gather(1, drafted[:, None]) > float("-inf")).all(), "drafted outside its own distribution"
+
+
+def test_needs_no_context_manager_to_be_built_but_refuses_a_foreign_target(make_target, drafter):
+    with pytest.raises(ValueError, match=r"width is 24, the drafter expects 36"):
+        Eagle31CandidateGenerator(drafter, make_target("llama", hidden_size=24), num_assistant_tokens=3, max_length=64)

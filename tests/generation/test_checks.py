@@ -1,0 +1,187 @@
+"""Bad input gets one clear error that says what was found and what was expected, and nothing is half-done."""
+
+import pytest
+import torch
+from conftest import NO_SPECIAL_TOKENS, build_drafter
+from observers import Puts, num_hooks
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    MambaConfig,
+    MambaForCausalLM,
+    StaticCache,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from eagle31_hf import Eagle31Config, Eagle31DrafterModel
+from eagle31_hf.generation.checks import resolve_knobs
+
+GREEDY = {"max_new_tokens": 8, "do_sample": False}
+
+
+def with_drafter(drafter):
+    return {"assistant_model": drafter}
+
+
+def with_custom_generate(drafter):
+    return {"custom_generate": drafter.decode}
+
+
+ENTRIES = pytest.mark.parametrize("entry", [with_drafter, with_custom_generate], ids=["assistant_model", "custom_generate"])
+REQUESTS = {
+    "beams": ({"num_beams": 2}, r"num_beams is 2; expected 1"),
+    "return_sequences": ({"num_return_sequences": 2, "do_sample": True}, r"num_return_sequences is 2; expected 1"),
+    "static": ({"cache_implementation": "static"}, r"cache_implementation is 'static'; expected None"),
+    "no_cache": ({"use_cache": False}, r"use_cache is False; expected True"),
+    "ensemble": ({"assistant_ensemble_weight": 0.5}, r"assistant_ensemble_weight makes the output lossy; expected None"),
+    "no_drafts": ({"num_assistant_tokens": 0}, r"num_assistant_tokens is 0; expected an integer of at least 1"),
+    "negative_drafts": ({"num_assistant_tokens": -3}, r"num_assistant_tokens is -3; expected"),
+    "half_a_draft": ({"num_assistant_tokens": 2.5}, r"num_assistant_tokens is 2\.5; expected"),
+    "true_drafts": ({"num_assistant_tokens": True}, r"num_assistant_tokens is True; expected"),
+    "threshold_1": ({"assistant_confidence_threshold": 1.0}, r"assistant_confidence_threshold is 1\.0; expected 0"),
+    "threshold_negative": ({"assistant_confidence_threshold": -0.1}, r"assistant_confidence_threshold is -0\.1; expected"),
+    "threshold_nan": ({"assistant_confidence_threshold": float("nan")}, r"assistant_confidence_threshold is nan; expected"),
+}
+
+
+@ENTRIES
+@pytest.mark.parametrize(("kwargs", "message"), REQUESTS.values(), ids=REQUESTS)
+def test_requests(target, drafter, prompt, entry, kwargs, message):
+    refused(target, drafter, entry, message, inputs=prompt, **kwargs)
+
+
+def refused(target, drafter, entry, message, **kwargs):
+    """One ValueError; no token streamed, no hook left, no config changed."""
+    streamer, configs = Puts(), [model.generation_config.to_dict() for model in (target, drafter)]
+    streaming = {"streamer": streamer} if entry is with_drafter and kwargs.get("num_beams", 1) == 1 else {}
+    with pytest.raises(ValueError, match=message) as caught:
+        target.generate(**GREEDY | entry(drafter) | streaming | kwargs)
+    assert caught.value.__cause__ is None, "one error, not two"
+    assert len(streamer.calls) <= 1, "more than the prompt was streamed"
+    assert num_hooks(target) == 0
+    assert [model.generation_config.to_dict() for model in (target, drafter)] == configs
+
+
+@ENTRIES
+def test_a_batch(target, drafter, prompt, entry):
+    refused(target, drafter, entry, r"got a batch of 3 prompts; expected 1: call generate once for each", inputs=prompt.repeat(3, 1))
+
+
+@ENTRIES
+@pytest.mark.parametrize("given", ["inputs", "input_ids"])
+def test_an_empty_prompt(target, drafter, entry, given):
+    empty = torch.zeros((1, 0), dtype=torch.long)
+    refused(target, drafter, entry, r"the prompt is empty; expected at least one token", **{given: empty})
+
+
+@ENTRIES
+def test_embeddings_in_place_of_a_prompt(target, drafter, prompt, entry):
+    embeds = target.get_input_embeddings()(prompt).detach()
+    refused(target, drafter, entry, r"got inputs_embeds; expected input_ids", inputs_embeds=embeds)
+
+
+@ENTRIES
+def test_a_static_cache(target, drafter, prompt, entry):
+    past = StaticCache(config=target.config, max_cache_len=32)
+    refused(target, drafter, entry, r"past_key_values is a StaticCache: .* pass a DynamicCache", inputs=prompt, past_key_values=past)
+
+
+def test_a_quantized_cache(target, drafter, prompt):
+    message = r"cache_implementation is 'quantized'; expected None"
+    refused(target, drafter, with_drafter, message, inputs=prompt, cache_implementation="quantized")
+
+
+def test_synced_gpus(target, drafter, prompt):
+    refused(target, drafter, with_drafter, r"synced_gpus is set .* expected False", inputs=prompt, synced_gpus=True)
+
+
+def test_a_refused_cache_is_not_written_to(target, drafter, prompt):
+    past = target(prompt[:, :3]).past_key_values
+    refused(target, drafter, with_drafter, r"num_assistant_tokens is 0", inputs=prompt, past_key_values=past, num_assistant_tokens=0)
+    assert isinstance(past, DynamicCache)
+    assert past.get_seq_length() == 3
+
+
+OTHER_TARGETS = {  # fields of a target the drafter was not made for
+    "width": ({"hidden_size": 24}, r"the target's width is 24, the drafter expects 36: the drafter was made for"),
+    "vocabulary": ({"vocab_size": 500}, r"the target's vocabulary has 500 ids, the drafter's 11 \(more than padding apart\)"),
+    "depth": ({"num_hidden_layers": 3}, r"has 3 layers|target of 3 layers has no default capture points"),
+}
+
+
+@ENTRIES
+@pytest.mark.parametrize(("fields", "message"), OTHER_TARGETS.values(), ids=OTHER_TARGETS)
+def test_another_target(drafter, make_target, prompt, entry, fields, message):
+    refused(make_target(**fields), drafter, entry, message, inputs=prompt)
+
+
+@ENTRIES
+def test_layer_ids_out_of_range(target, make_target, prompt, entry):
+    drafter = build_drafter(target, aux_hidden_state_layer_ids=[1, 4, 7])
+    message = r"aux_hidden_state_layer_ids .*1, 4, 7.* reach past the target: it has 4 layers, so ids may be 0 to 4"
+    refused(make_target("qwen3"), drafter, entry, message, inputs=prompt)
+
+
+def test_a_message_names_the_target_the_drafter_was_made_for(make_target, prompt):
+    config = Eagle31Config(hidden_size=36, vocab_size=11, num_attention_heads=2, intermediate_size=40, target_model="org/that-target")
+    other = make_target(hidden_size=24)
+    refused(other, Eagle31DrafterModel(config), with_drafter, r"made for org/that-target; pass that target", inputs=prompt)
+
+
+@pytest.fixture(scope="module")
+def encoder_decoder():
+    config = T5Config(vocab_size=11, d_model=36, d_kv=12, d_ff=40, num_layers=2, num_heads=3, decoder_start_token_id=0)
+    return T5ForConditionalGeneration(config).eval()
+
+
+@pytest.fixture(scope="module")
+def stateful():
+    return MambaForCausalLM(MambaConfig(vocab_size=11, hidden_size=36, num_hidden_layers=7, **NO_SPECIAL_TOKENS)).eval()
+
+
+@ENTRIES
+def test_an_encoder_decoder(encoder_decoder, drafter, prompt, entry):
+    refused(encoder_decoder, drafter, entry, r"T5ForConditionalGeneration is an encoder-decoder; expected a decoder-only", inputs=prompt)
+
+
+@ENTRIES
+def test_a_stateful_target(stateful, drafter, prompt, entry):
+    refused(stateful, drafter, entry, r"MambaForCausalLM keeps a recurrent state .* expected an attention-only target", inputs=prompt)
+
+
+@pytest.mark.parametrize("kwargs", [{"dola_layers": "low"}, {"penalty_alpha": 0.6, "top_k": 4}], ids=["dola", "contrastive"])
+def test_a_mode_that_is_neither_greedy_nor_sampling(target, drafter, prompt, kwargs):
+    message = r"generation mode is (dola_generation|contrastive_search); expected greedy search or sampling"
+    refused(target, drafter, with_custom_generate, message, inputs=prompt, **kwargs)
+
+
+def test_the_next_call_is_none_the_worse(target, drafter, prompt):
+    refused(target, drafter, with_drafter, r"num_assistant_tokens is 0", inputs=prompt, num_assistant_tokens=0)
+    assert target.generate(prompt, assistant_model=drafter, **GREEDY).shape[1] == prompt.shape[1] + 8
+
+
+def test_a_drafters_own_bad_knob_is_refused_too(target, prompt):
+    drafter = build_drafter(target)
+    drafter.generation_config.num_assistant_tokens = 0
+    refused(target, drafter, with_drafter, r"num_assistant_tokens is 0; expected", inputs=prompt)
+
+
+KNOBS = {  # given in the call, generation config, drafter's own: the result
+    "default": ({}, {}, {}, (5, 0.0)),
+    "drafter": ({}, {}, {"num_assistant_tokens": 3, "assistant_confidence_threshold": 0.2}, (3, 0.2)),
+    "config": ({}, {"num_assistant_tokens": 7, "assistant_confidence_threshold": 0.1}, {"num_assistant_tokens": 3}, (7, 0.1)),
+    "stock_defaults": ({}, {"num_assistant_tokens": 20, "assistant_confidence_threshold": 0.4}, {}, (5, 0.0)),
+    "call": ({"num_assistant_tokens": 20, "assistant_confidence_threshold": 0.4}, {"num_assistant_tokens": 7}, {}, (20, 0.4)),
+    "call_of_zero": ({"assistant_confidence_threshold": 0.0}, {}, {"assistant_confidence_threshold": 0.9}, (5, 0.0)),
+    "none_in_call": ({"num_assistant_tokens": None}, {}, {"num_assistant_tokens": 2}, (2, 0.0)),
+    "none_in_drafter": ({}, {}, {"num_assistant_tokens": None, "assistant_confidence_threshold": None}, (5, 0.0)),
+}
+
+
+@pytest.mark.parametrize(("given", "configured", "own", "expected"), KNOBS.values(), ids=KNOBS)
+def test_resolve_knobs(target, given, configured, own, expected):
+    drafter = build_drafter(target)
+    drafter.generation_config.update(**own)
+    knobs = resolve_knobs(drafter, GenerationConfig(**configured), given)
+    assert knobs == {"num_assistant_tokens": expected[0], "confidence_threshold": expected[1]}

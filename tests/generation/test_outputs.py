@@ -1,0 +1,71 @@
+"""`return_dict_in_generate` gives one entry a token, of the shapes and values plain generate gives."""
+
+import pytest
+import torch
+from close import FORWARD, assert_close
+from conftest import TARGETS
+from observers import Countdown, speculate
+from transformers import StoppingCriteriaList
+from transformers.generation import GenerateDecoderOnlyOutput
+
+FIELDS = ("scores", "logits", "hidden_states", "attentions")
+ASKED = {"return_dict_in_generate": True} | {f"output_{name}": True for name in FIELDS}
+LENGTH = 17
+DEEP = 50 * FORWARD  # hidden states and logits of these targets reach 30, and pass up to seven layers
+
+
+@pytest.mark.parametrize("stop", [None, 7], ids=["length", "inside_a_burst"])
+@pytest.mark.parametrize("kind", TARGETS)
+def test_greedy_outputs_equal_those_of_plain_generate(make_target, make_drafter, prompt, kind, stop):
+    target = make_target(kind, "eager")  # the implementation that returns attentions
+    kwargs = {"max_new_tokens": LENGTH, "do_sample": False, "repetition_penalty": 1.1} | ASKED
+    ours, alone = ({} if stop is None else {"stopping_criteria": StoppingCriteriaList([Countdown(stop)])} for _ in range(2))
+    output, stats = speculate(target, make_drafter(target, "eagle31", "eager"), prompt, num_assistant_tokens=5, **kwargs, **ours)
+    expected = target.generate(prompt, **kwargs, **alone)
+    assert max(stats.accepted_per_round) >= 1
+    assert type(output) is type(expected) is GenerateDecoderOnlyOutput
+    assert_close("sequences", output.sequences, expected.sequences)
+    for name in FIELDS:
+        assert_close(name, getattr(output, name), getattr(expected, name), DEEP)
+
+
+def shapes(value):
+    return tuple(shapes(part) for part in value) if isinstance(value, tuple) else tuple(value.shape)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_sampled_outputs_have_the_shapes_of_plain_generate(make_target, make_drafter, prompt, name):
+    target = make_target("llama", "eager")
+    kwargs = {"max_new_tokens": LENGTH, "do_sample": True, "top_k": 4, "return_dict_in_generate": True, f"output_{name}": True}
+    torch.manual_seed(0)
+    output, _ = speculate(target, make_drafter(target, "eagle31", "eager"), prompt, **kwargs)
+    assert shapes(getattr(output, name)) == shapes(getattr(target.generate(prompt, **kwargs), name))
+    assert all(getattr(output, other) is None for other in FIELDS if other != name), "what nobody asked for"
+
+
+def test_scores_are_processed_and_logits_are_not(target, drafter, prompt):
+    kwargs = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "suppress_tokens": [2, 7]}
+    output, _ = speculate(target, drafter, prompt, max_new_tokens=LENGTH, do_sample=False, **kwargs)
+    for scores, logits in zip(output.scores, output.logits, strict=True):
+        assert scores[0, [2, 7]].tolist() == [float("-inf")] * 2
+        assert logits.isfinite().all()
+        assert_close("where nothing is suppressed", scores[scores.isfinite()], logits[scores.isfinite()])
+
+
+def test_attentions_that_sdpa_does_not_return(target, drafter, prompt):
+    """Plain generate warns and leaves them out."""
+    kwargs = {"max_new_tokens": LENGTH, "do_sample": False, "return_dict_in_generate": True, "output_attentions": True}
+    output, _ = speculate(target, drafter, prompt, **kwargs)
+    assert_close("attentions", output.attentions, target.generate(prompt, **kwargs).attentions)
+
+
+def test_a_tensor_unless_a_dict_is_asked_for(target, drafter, prompt):
+    output, _ = speculate(target, drafter, prompt, max_new_tokens=LENGTH, do_sample=False, output_scores=True)
+    assert isinstance(output, torch.Tensor)
+
+
+def test_memory_of_rejected_rows_is_not_kept(target, drafter, prompt):
+    """Whoever keeps the outputs keeps what they are views of: at most the rows of one round."""
+    kwargs = {"return_dict_in_generate": True, "output_scores": True, "num_assistant_tokens": 3}
+    output, _ = speculate(target, drafter, prompt, max_new_tokens=LENGTH, do_sample=False, **kwargs)
+    assert all(scores.untyped_storage().nbytes() <= 4 * 4 * scores.numel() for scores in output.scores)

@@ -1,0 +1,139 @@
+"""What speculation achieved, recounted by hand."""
+
+import contextvars
+from threading import Thread
+
+import pytest
+import torch
+from observers import Puts, speculate
+
+from eagle31_hf import AcceptanceStats, track_acceptance
+
+GREEDY = {"max_new_tokens": 24, "do_sample": False}
+
+
+class Recount(Puts):
+    """Rows of every target forward, and how many tokens were streamed before the next."""
+
+    def __init__(self, target):
+        super().__init__()
+        self.rows, self.tokens = [], []
+        self.handle = target.register_forward_pre_hook(self.forward, with_kwargs=True)
+
+    def forward(self, module, args, kwargs):
+        self.rows.append(kwargs["input_ids"].shape[1])
+        self.tokens.append(0)
+
+    def put(self, value):
+        if self.tokens:  # the prompt comes before the first forward
+            self.tokens[-1] += value.numel()
+
+    def end(self):
+        self.handle.remove()
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"assistant_confidence_threshold": 0.3}, {"eos_token_id": 6}], ids=["chain", "confidence", "eos"])
+@pytest.mark.parametrize("depth", [1, 4])
+def test_recounted(target, drafter, prompt, depth, kwargs):
+    recount = Recount(target)
+    output, stats = speculate(target, drafter, prompt, num_assistant_tokens=depth, streamer=recount, **GREEDY, **kwargs)
+    (_, *rows), (prefill, *tokens) = recount.rows, recount.tokens
+    assert prefill == stats.prefills == 1
+    assert stats.target_forwards == len(rows)
+    assert stats.generated_tokens == 1 + sum(tokens) == output.shape[1] - prompt.shape[1]
+    assert stats.mean_accepted_length == pytest.approx(sum(tokens) / len(rows))
+    drafted, accepted = [row - 1 for row in rows], [count - 1 for count in tokens]
+    if kwargs.get("eos_token_id") == output[0, -1]:  # the last token may have been a draft: then no token of the target's own follows
+        accepted[-1] = stats.accepted_per_round[-1]
+        assert accepted[-1] in (tokens[-1] - 1, tokens[-1])
+    assert stats.accepted_per_round == accepted
+    assert stats.drafted_per_position == [sum(count > i for count in drafted) for i in range(max(drafted))]
+    assert stats.accepted_per_position == [sum(count > i for count in accepted) for i in range(max(drafted))]
+    assert stats.acceptance_rates == [a / d for a, d in zip(stats.accepted_per_position, stats.drafted_per_position, strict=True)]
+
+
+def test_calls_add_up_and_blocks_nest(target, drafter, prompt):
+    with track_acceptance() as outer:
+        target.generate(prompt, assistant_model=drafter, **GREEDY)
+        with track_acceptance() as inner:
+            target.generate(prompt, assistant_model=drafter, **GREEDY)
+        target.generate(prompt, assistant_model=drafter, **GREEDY)
+    target.generate(prompt, assistant_model=drafter, **GREEDY)  # nobody counts
+    assert (inner.prefills, outer.prefills) == (1, 3)
+    assert outer.generated_tokens == 3 * inner.generated_tokens == 72
+    assert outer.accepted_per_round == 3 * inner.accepted_per_round
+    assert outer.drafted_per_position == [3 * count for count in inner.drafted_per_position]
+
+
+def test_counting_goes_on_in_given_statistics(target, drafter, prompt):
+    stats = AcceptanceStats()
+    for calls in (1, 2):
+        with track_acceptance(stats) as same:
+            target.generate(prompt, assistant_model=drafter, **GREEDY)
+        assert same is stats
+        assert stats.prefills == calls
+
+
+def test_a_block_ends_on_error_too(target, drafter, prompt):
+    with pytest.raises(KeyError), track_acceptance() as stats:
+        raise KeyError
+    target.generate(prompt, assistant_model=drafter, **GREEDY)
+    assert stats == AcceptanceStats()
+
+
+def test_plain_generate_and_nothing_count_nothing(target, prompt):
+    with track_acceptance() as stats:
+        target.generate(prompt, **GREEDY)
+    assert stats == AcceptanceStats()
+    assert stats.mean_accepted_length == 0.0
+    assert stats.acceptance_rates == []
+    assert "nothing was drafted" in stats.summary()
+
+
+def test_a_text_of_one_token_has_no_target_forward(target, drafter, prompt):
+    _, stats = speculate(target, drafter, prompt, max_new_tokens=1, do_sample=False)
+    assert (stats.prefills, stats.target_forwards, stats.generated_tokens) == (1, 0, 1)
+    assert stats.mean_accepted_length == 0.0
+
+
+def test_a_rejected_text_counts_one_token_a_forward(target, make_drafter, prompt):
+    ban = {"suppress_tokens": make_drafter(target, "pruned").draft_to_target_ids().tolist()}  # nothing is left to draft
+    _, stats = speculate(target, make_drafter(target, "pruned"), prompt, **GREEDY, **ban)
+    assert stats.mean_accepted_length == 1.0
+    assert stats.drafted_per_position == []
+
+
+def test_other_threads_count_only_where_their_context_says_so(target, drafter, prompt):
+    def run():
+        target.generate(prompt, assistant_model=drafter, **GREEDY)
+
+    with track_acceptance() as stats:
+        context = contextvars.copy_context()
+        for function in (run, lambda: context.run(run)):
+            thread = Thread(target=function)
+            thread.start()
+            thread.join()
+    assert stats.prefills == 1
+
+
+def test_summary_and_seconds(target, drafter, prompt):
+    _, stats = speculate(target, drafter, prompt, num_assistant_tokens=2, **GREEDY)
+    lines = stats.summary().splitlines()
+    assert lines[0] == f"24 tokens in 1 prefills and {stats.target_forwards} target forwards"
+    assert f"{23 / stats.target_forwards:.2f}" in lines[1]
+    assert lines[2].endswith(" ".join(f"{rate:.2f}" for rate in stats.acceptance_rates))
+    assert set(stats.seconds) == {"prefill", "draft", "verify", "accept"}
+    assert all(seconds > 0 for seconds in stats.seconds.values())
+
+
+def test_counts_of_one_round():
+    stats = AcceptanceStats()
+    stats.add_prefill(1)
+    stats.add_round(drafted=3, accepted=1, tokens=2)
+    stats.add_round(drafted=0, accepted=0, tokens=1)
+    stats.add_round(drafted=4, accepted=4, tokens=5)
+    assert stats.drafted_per_position == [2, 2, 2, 1]
+    assert stats.accepted_per_position == [2, 1, 1, 1]
+    assert stats.accepted_per_round == [1, 0, 4]
+    assert stats.mean_accepted_length == 8 / 3
+    assert torch.allclose(torch.tensor(stats.acceptance_rates), torch.tensor([1.0, 0.5, 0.5, 1.0]))

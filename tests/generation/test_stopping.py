@@ -1,0 +1,105 @@
+"""Stopping is checked token by token, wherever in a burst the token stands."""
+
+import pytest
+import torch
+from close import assert_close
+from conftest import greedy_text
+from observers import Countdown, speculate
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+LENGTH = 24
+GREEDY = {"max_new_tokens": LENGTH, "do_sample": False}
+DEPTHS = [3, 7]  # bursts begin and end elsewhere
+
+
+@pytest.fixture
+def target(make_target):
+    """Its text uses ten of the eleven ids, most of them late for the first time."""
+    return make_target("mistral_window_8")
+
+
+def check(target, drafter, prompt, depth, **kwargs):
+    """The same text as the target alone; returns how many tokens that is."""
+    output, stats = speculate(target, drafter, prompt, num_assistant_tokens=depth, **GREEDY, **kwargs)
+    assert_close("text", output, target.generate(prompt, **GREEDY, **kwargs))
+    assert stats.generated_tokens == output.shape[1] - prompt.shape[1]
+    return stats.generated_tokens
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_eos_at_every_offset(target, drafter, prompt, depth):
+    text = greedy_text(target)[0, prompt.shape[1] :][:LENGTH].tolist()
+    offsets = [check(target, drafter, prompt, depth, eos_token_id=eos) - 1 for eos in range(11)]
+    assert offsets == [text.index(eos) if eos in text else LENGTH - 1 for eos in range(11)]
+
+
+@pytest.mark.parametrize(("eos", "count"), [([10, 4], 8), ([4, 6, 5], 5), ([6, 9], 12)])
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_eos_lists(target, drafter, prompt, depth, eos, count):
+    assert check(target, drafter, prompt, depth, eos_token_id=eos) == count
+
+
+def test_eos_in_a_sampled_text(target, drafter, prompt):
+    torch.manual_seed(0)
+    for _ in range(25):
+        output, _ = speculate(target, drafter, prompt, max_new_tokens=LENGTH, do_sample=True, top_k=0, eos_token_id=[7, 4])
+        new = output[0, prompt.shape[1] :].tolist()
+        assert not {7, 4} & set(new[:-1]), "went on after the end"
+        assert new[-1] in (7, 4) or len(new) == LENGTH
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_stop_strings_at_every_offset(target, drafter, prompt, tokenizer, depth):
+    letters = tokenizer.decode(greedy_text(target)[0])
+    for end in range(prompt.shape[1] + 1, prompt.shape[1] + 14):
+        strings = ["zz", letters[end - 3 : end]]  # three tokens, of which the first may be the prompt's
+        count = check(target, drafter, prompt, depth, stop_strings=strings, tokenizer=tokenizer)
+        assert count == max(letters.find(strings[1]) + 3 - prompt.shape[1], 1)
+
+
+@pytest.mark.parametrize("count", range(1, 14))
+def test_a_custom_criterion_is_shown_every_text_once(target, drafter, prompt, count):
+    ours, alone = Countdown(count), Countdown(count)
+    output, _ = speculate(target, drafter, prompt, num_assistant_tokens=6, stopping_criteria=StoppingCriteriaList([ours]), **GREEDY)
+    assert_close("text", output, target.generate(prompt, stopping_criteria=StoppingCriteriaList([alone]), **GREEDY))
+    assert ours.texts == alone.texts
+    assert len(ours.texts) == count
+
+
+def test_criteria_together_with_eos_and_length(target, drafter, prompt):
+    for eos, count, length, expected in ((4, 20, 20, 8), (4, 6, 20, 6), (4, 20, 3, 3)):
+        kwargs = {"eos_token_id": eos, "max_new_tokens": length, "do_sample": False}
+        output, _ = speculate(target, drafter, prompt, stopping_criteria=StoppingCriteriaList([Countdown(count)]), **kwargs)
+        assert output.shape[1] - prompt.shape[1] == expected
+
+
+class Scored(StoppingCriteria):
+    """Notes how many scores it is given."""
+
+    def __init__(self):
+        self.counts = []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.counts.append(None if scores is None else len(scores))
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+@pytest.mark.parametrize("asked", [{}, {"return_dict_in_generate": True, "output_scores": True}], ids=["none", "scores"])
+def test_a_criterion_gets_the_scores_plain_generate_gives_it(target, drafter, prompt, asked):
+    ours, alone = Scored(), Scored()
+    speculate(target, drafter, prompt, stopping_criteria=StoppingCriteriaList([ours]), **GREEDY, **asked)
+    target.generate(prompt, stopping_criteria=StoppingCriteriaList([alone]), **GREEDY, **asked)
+    assert ours.counts == alone.counts
+
+
+def test_max_time_ends_after_the_first_token(target, drafter, prompt):
+    assert check(target, drafter, prompt, 5, max_time=1e-9) == 1
+
+
+def test_max_time_ends_inside_a_burst(target, drafter, prompt, monkeypatch):
+    """A clock that ticks once for every criterion asked: then the time is up at a certain token, whatever the bursts."""
+    ticks = iter(range(1000))
+    monkeypatch.setattr("transformers.generation.stopping_criteria.time.time", lambda: float(next(ticks)))
+    output, stats = speculate(target, drafter, prompt, num_assistant_tokens=5, max_time=6.5, **GREEDY)
+    assert output.shape[1] - prompt.shape[1] == 7
+    assert max(stats.accepted_per_round) >= 2

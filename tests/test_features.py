@@ -1,0 +1,161 @@
+"""Captured states are the target's own hidden states, whatever else goes on in the target.
+
+B batch, T tokens, L layers, n captured states, ht target width.
+"""
+
+from threading import Thread
+
+import pytest
+import torch
+from close import FORWARD, assert_close
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    OPTConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from eagle31_hf.features import capture_states, decoder_layers, target_states
+
+VOCAB, WIDTH, NUM_LAYERS = 61, 20, 5
+SIZES = {"vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": NUM_LAYERS, "num_attention_heads": 2}
+NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+# Config and where the final norm is.
+TARGETS = {
+    "llama": (LlamaConfig(**SIZES, intermediate_size=28), "model.norm"),
+    "qwen3": (Qwen3Config(**SIZES, intermediate_size=28, num_key_value_heads=1, head_dim=6), "model.norm"),
+    "gpt2": (GPT2Config(**SIZES, **NO_SPECIAL_TOKENS), "transformer.ln_f"),
+    "opt": (OPTConfig(**SIZES, ffn_dim=28, word_embed_proj_dim=WIDTH), "model.decoder.final_layer_norm"),
+    "gpt_neox": (GPTNeoXConfig(**SIZES, intermediate_size=28, **NO_SPECIAL_TOKENS), "gpt_neox.final_layer_norm"),
+}
+ids_by_kind = pytest.mark.parametrize("kind", TARGETS)
+
+
+def build(kind: str = "llama") -> PreTrainedModel:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(TARGETS[kind][0]).eval()
+
+
+def tokens(length: int = 9) -> Tensor:
+    return torch.randint(VOCAB, (2, length), generator=torch.Generator().manual_seed(1))
+
+
+def num_hooks(target: nn.Module) -> int:
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in target.modules())
+
+
+@ids_by_kind
+@torch.no_grad()
+def test_states_are_the_targets_hidden_states(kind):
+    target, layer_ids = build(kind), [0, 1, NUM_LAYERS - 1, NUM_LAYERS]
+    expected = target(tokens(), output_hidden_states=True).hidden_states
+    with capture_states(target, layer_ids) as captured:
+        target(tokens())
+    states = captured.take()
+    assert states.shape == (2, 9, 4 * WIDTH)
+    *inner, last = states.split(WIDTH, dim=-1)
+    assert_close("states", tuple(inner), tuple(expected[i] for i in layer_ids[:-1]))
+    assert_close("last state, normed", target.get_submodule(TARGETS[kind][1])(last), expected[-1])
+
+
+@ids_by_kind
+@torch.no_grad()
+def test_the_users_own_hidden_states_are_unaffected(kind):
+    target = build(kind)
+    expected = target(tokens(), output_hidden_states=True)
+    with capture_states(target, [1, 3]) as captured:
+        out = target(tokens(), output_hidden_states=True)
+        target(tokens()[:, :4], output_hidden_states=True)
+    assert_close("hidden states", tuple(out.hidden_states), tuple(expected.hidden_states))
+    assert_close("logits", out.logits, expected.logits)
+    assert captured.take().shape == (2, 9 + 4, 2 * WIDTH)  # once per forward
+
+
+@ids_by_kind
+def test_target_states(kind):
+    target = build(kind)
+    states, logits = target_states(target, tokens(), [0, 2, 5])
+    assert (states.shape, logits.shape) == ((2, 9, 3 * WIDTH), (2, 9, VOCAB))
+    assert not states.requires_grad
+    assert not logits.requires_grad
+    with torch.no_grad():
+        assert_close("logits", logits, target(tokens()).logits)
+
+
+@ids_by_kind
+@torch.no_grad()
+def test_chunks_of_several_forwards_are_concatenated(kind):
+    target, cache = build(kind), DynamicCache()
+    expected, _ = target_states(target, tokens(), [0, 3, 5])
+    with capture_states(target, [0, 3, 5]) as captured:
+        for chunk in tokens()[:, :7].split((4, 1, 2), dim=1):
+            target(chunk, past_key_values=cache)
+        assert_close("first 7 rows", captured.take(), expected[:, :7], FORWARD)
+        target(tokens()[:, 7:], past_key_values=cache)
+        assert_close("the rest", captured.take(), expected[:, 7:], FORWARD)
+
+
+class Interrupt(Exception):  # noqa: N818
+    pass
+
+
+@pytest.mark.parametrize("ending", ["exit", "exception", "no_such_layer"])
+def test_hooks_are_removed_on(ending):
+    target = build()
+    error = {"exit": None, "exception": Interrupt, "no_such_layer": IndexError}[ending]
+    caught = None
+    try:
+        with capture_states(target, [0, 1, NUM_LAYERS + 1 if ending == "no_such_layer" else 2]):
+            assert num_hooks(target) == 3
+            if ending == "exception":
+                raise Interrupt
+    except (Interrupt, IndexError) as raised:
+        caught = type(raised)
+    assert caught is error
+    assert num_hooks(target) == 0
+
+
+def test_hooks_of_others_stay():
+    target = build()
+    target.model.layers[1].register_forward_hook(lambda *_: None)
+    with capture_states(target, [1, 2]):
+        pass
+    assert num_hooks(target) == 1
+
+
+def test_forwards_of_another_thread_are_not_captured():
+    target, seen = build(), {}
+
+    def other_thread():
+        with capture_states(target, [2]) as captured:
+            target(tokens(5))
+        seen["other"] = captured.take()
+
+    with torch.no_grad(), capture_states(target, [2]) as captured:
+        target(tokens())
+        thread = Thread(target=other_thread)
+        thread.start()
+        thread.join()
+        target(tokens(3))
+    assert captured.take().shape == (2, 9 + 3, WIDTH)
+    assert_close("the other thread's", seen["other"].detach(), target_states(target, tokens(5), [2])[0])
+
+
+def test_layers_are_the_decoders_own():
+    target = build()
+    assert decoder_layers(target) is target.model.layers
+
+
+def test_a_model_without_such_layers_is_refused():
+    encoder_decoder = T5ForConditionalGeneration(
+        T5Config(vocab_size=VOCAB, d_model=8, d_kv=4, d_ff=8, num_layers=4, num_decoder_layers=2, num_heads=2)
+    )
+    with pytest.raises(ValueError, match=r"T5ForConditionalGeneration has no list of 4 decoder layers.*expected a decoder-only causal LM"):
+        decoder_layers(encoder_decoder)

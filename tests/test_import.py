@@ -1,0 +1,36 @@
+"""What `import eagle31_hf` loads."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+NEVER = ("triton", "datasets", "matplotlib", "bitsandbytes")
+SCRIPT = """
+import json, sys
+from transformers import PreTrainedModel
+before = set(sys.modules)
+import eagle31_hf
+print(json.dumps([sorted(before), sorted(set(sys.modules) - before)]))
+"""
+
+
+@pytest.fixture(scope="module")
+def loaded() -> tuple[list[str], list[str]]:
+    """Names of the modules loaded before, and by, the import."""
+    run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
+    return tuple(json.loads(run.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("package", NEVER)
+def test_import_does_not_load(package, loaded):
+    assert [name for name in loaded[1] if name.split(".")[0] == package] == []
+
+
+def test_import_loads_few_modules(loaded):
+    models = {name.split(".")[2] for name in loaded[1] if name.startswith("transformers.models.")}
+    assert models <= {"auto", "llama", "phi3"}
+    assert "transformers.trainer" not in loaded[1]
+    assert {name.split(".")[0] for name in loaded[1]} <= {"eagle31_hf", "transformers", "tokenizers", "torch"}
+    assert len(loaded[1]) <= 80
