@@ -9,7 +9,8 @@ import argparse
 
 import torch
 
-from eagle31_hf import demo, track_acceptance
+import eagle31_hf
+from eagle31_hf import demo
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--prompts", type=int, default=12)
@@ -28,15 +29,19 @@ def with_noise(prompt: torch.Tensor, share: float) -> torch.Tensor:
 
 
 short = demo.prompts(tokenizer, args.prompts)
-conditions = {
-    "96-token prompts": short,
-    "768-token prompts": demo.prompts(tokenizer, args.prompts, num_tokens=768),
-    "20% of the prompt replaced": [with_noise(prompt, 0.2) for prompt in short],
+window = {"layer_types": ["sliding_attention"], "sliding_window": 192}
+conditions = {  # what is decoded, and fields of the drafter's config to change
+    "96-token prompts": (short, {}),
+    "20% of the prompt replaced": ([with_noise(prompt, 0.2) for prompt in short], {}),
+    "400-token prompts": (demo.prompts(tokenizer, args.prompts, num_tokens=400), {}),
+    "400, window of 192": (demo.prompts(tokenizer, args.prompts, num_tokens=400), window),
+    "768-token prompts": (demo.prompts(tokenizer, args.prompts, num_tokens=768), {}),
+    "768, window of 192": (demo.prompts(tokenizer, args.prompts, num_tokens=768), window),
 }
-for condition, prompts in conditions.items():
+for condition, (prompts, fields) in conditions.items():
     for name in demo.DRAFTERS:
-        drafter = demo.load_drafter(name)
-        with track_acceptance() as stats:
+        drafter = eagle31_hf.Eagle31DrafterModel.from_pretrained(demo.FOLDER / name, dtype=torch.float32, **fields)
+        with eagle31_hf.track_acceptance() as stats:
             for prompt in prompts:
                 target.generate(
                     prompt, attention_mask=torch.ones_like(prompt), assistant_model=drafter, num_assistant_tokens=args.depth,

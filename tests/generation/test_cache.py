@@ -3,7 +3,7 @@
 import pytest
 import torch
 from close import FORWARD, assert_close
-from conftest import TARGETS
+from conftest import TARGETS, greedy_text
 from observers import speculate
 from torch.nn.functional import pad
 from transformers import DynamicCache
@@ -45,6 +45,18 @@ def test_a_second_turn_of_a_padded_prompt(make_target, make_drafter, prompt):
     *expected, _ = two_turns(target, padded, {}, {}, attention_mask=mask, pad_token_id=6)
     for name, ours, theirs in zip(("first turn", "cached tokens", "second turn"), got, expected, strict=True):
         assert_close(name, ours, theirs)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral_window_8"])
+def test_only_the_new_tokens_may_be_passed_with_the_cache(make_target, make_drafter, prompt, kind):
+    """The attention mask then tells how long the whole text is."""
+    target, new = make_target(kind), torch.tensor([[4, 9, 1]])
+    texts = []
+    for assistant in ({"assistant_model": make_drafter(target)}, {}):
+        past = target(greedy_text(target)[:, :10]).past_key_values
+        mask = torch.ones((1, 13), dtype=torch.long)
+        texts.append(target.generate(new, past_key_values=past, attention_mask=mask, **assistant, **TURN).sequences)
+    assert_close("second turn", *texts)
 
 
 @pytest.mark.parametrize("kind", TARGETS)

@@ -11,16 +11,19 @@ from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, 
 
 from eagle31_hf import Eagle31CandidateGenerator
 from eagle31_hf.features import target_states
+from eagle31_hf.generation import decoding
+from eagle31_hf.generation.drafting import DraftSession
 
 LENGTH = 20
 
 
 class Watched(Eagle31CandidateGenerator):
-    """Notes how many tokens it drafted a round, and how many of them the loop tells it were accepted."""
+    """Notes what it drafted after which text, and how many of the drafts the loop tells it were accepted."""
 
     def get_candidates(self, input_ids, *args, is_first_iteration=False, **kwargs):
         ids, logits = super().get_candidates(input_ids, *args, is_first_iteration=is_first_iteration, **kwargs)
         self.__dict__.setdefault("rounds", []).append([ids.shape[1] - input_ids.shape[1]])
+        self.__dict__.setdefault("candidates", []).append((input_ids, ids))
         return ids, logits
 
     def update_candidate_strategy(self, input_ids, scores, num_matches):
@@ -68,6 +71,38 @@ def test_transformers_own_loop_with_processors(target, drafter, make_target, pro
         output, stats = speculate(target, drafter, prompt, num_assistant_tokens=3, **kwargs)
         assert_close("text", output, stock)
         assert [accepted for _, accepted in generator.rounds[1:]] == stats.accepted_per_round
+
+
+def cached_by(target, prompt):
+    return {"past_key_values": target(prompt[:, :3]).past_key_values}
+
+
+def padded_by_two(target, prompt):
+    return {"attention_mask": torch.tensor([[0, 0, 1, 1, 1]])}
+
+
+STARTS = {"plain": (lambda target, prompt: {}, 0), "cached": (cached_by, 3), "padded": (padded_by_two, 2)}
+
+
+@pytest.mark.parametrize("name", ["eagle31", "two_layers", "window_4"])
+@pytest.mark.parametrize(("start", "unread"), STARTS.values(), ids=STARTS)
+@torch.no_grad()
+def test_drafts_follow_from_the_committed_text_alone(target, make_drafter, prompt, monkeypatch, start, unread, name):
+    """Round by round the same drafts as from a fresh session that reads the states of the whole text at once."""
+    drafter, generators = make_drafter(target, name), []
+    monkeypatch.setattr(
+        decoding, "Eagle31CandidateGenerator", lambda *args, **kwargs: generators.append(Watched(*args, **kwargs)) or generators[0]
+    )
+    kwargs = start(target, prompt)
+    speculate(target, drafter, prompt, num_assistant_tokens=3, max_new_tokens=LENGTH, do_sample=False, pad_token_id=0, **kwargs)
+    num_padding = unread if "attention_mask" in kwargs else 0
+    for text, candidates in generators[0].candidates[1:]:
+        states, _ = target_states(target, text[:, num_padding:-1], generators[0].layer_ids)
+        session = DraftSession(drafter, VOCAB, LogitsProcessorList(), do_sample=False, confidence_threshold=0.0)
+        depth = candidates.shape[1] - text.shape[1]
+        if depth:
+            drafts = session.propose_chain(text, states[:, unread - num_padding :], unread - num_padding, depth).ids
+            assert_close(f"drafts after {text.tolist()}", candidates[:, text.shape[1] :], drafts)
 
 
 def test_the_first_call_drafts_nothing_and_no_draft_reaches_past_the_end(target, drafter, prompt):

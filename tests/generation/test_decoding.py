@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 from close import assert_close
-from conftest import DRAFTERS, KNOWN_TOKENS, TARGETS, VOCAB, greedy_text
+from conftest import DRAFTERS, KNOWN_TOKENS, TARGETS, VOCAB, build_drafter, greedy_text
 from observers import Diary, InterruptError, Puts, num_hooks, raise_at, speculate
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
@@ -105,6 +105,39 @@ def test_left_padding(make_target, make_drafter, prompt, kind):
     assert_close("text", output, target.generate(padded, attention_mask=mask, pad_token_id=6, **GREEDY))
     _, unpadded = speculate(target, drafter, prompt, **GREEDY)
     assert stats.accepted_per_round == unpadded.accepted_per_round, "padding changed what is drafted"
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{"token_type_ids": [[0, 0, 0, 3, 1]]}, {"position_ids": [[2, 3, 4, 5, 6]]}], ids=lambda kwargs: next(iter(kwargs))
+)
+def test_inputs_that_grow_with_the_text(make_target, make_drafter, prompt, kwargs):
+    """Every new token is of the last one's type and at the next position."""
+    target = make_target("gpt2")
+    kwargs = {name: torch.tensor(value) for name, value in kwargs.items()}
+    output, _ = speculate(target, make_drafter(target), prompt, num_assistant_tokens=7, **kwargs, **GREEDY)
+    assert_close("text", output, target.generate(prompt, **kwargs, **GREEDY))
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral_window_8"])
+def test_a_prefill_in_chunks(make_target, make_drafter, prompt, kind):
+    target = make_target(kind)
+    output, stats = speculate(target, make_drafter(target), prompt, prefill_chunk_size=2, **GREEDY)
+    assert_close("text", output, greedy_text(target)[:, : output.shape[1]])
+    assert stats.accepted_per_round == speculate(target, make_drafter(target), prompt, **GREEDY)[1].accepted_per_round
+
+
+@pytest.mark.parametrize("implementation", ["dynamic", "offloaded"])
+def test_cache_implementations(target, drafter, prompt, implementation):
+    output, _ = speculate(target, drafter, prompt, cache_implementation=implementation, **GREEDY)
+    assert_close("text", output, greedy_text(target)[:, : output.shape[1]])
+
+
+@pytest.mark.parametrize("name", ["eagle31", "target_head"])
+def test_a_drafter_of_another_type(target, prompt, name):
+    drafter = build_drafter(target, name).bfloat16()
+    for do_sample in (False, True):
+        output, _ = speculate(target, drafter, prompt, max_new_tokens=LENGTH, do_sample=do_sample)
+        assert do_sample or output.equal(greedy_text(target)[:, : output.shape[1]])
 
 
 @pytest.mark.parametrize("kind", TARGETS)

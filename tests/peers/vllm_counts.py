@@ -190,8 +190,8 @@ def main() -> None:
     args = parse_arguments()
     prompts = json.loads(args.prompts.read_text())
     depth = args.num_speculative_tokens
-    # Room for one more chain past the end: vLLM shortens chains that would leave max_model_len.
-    max_model_len = max(map(len, prompts)) + args.max_new_tokens + depth + 1
+    # vLLM drafts nothing where a chain under verification and the next one after it would leave max_model_len.
+    max_model_len = max(map(len, prompts)) + args.max_new_tokens + 3 * depth + 1
     with tempfile.TemporaryDirectory() as folder:
         write_flat_folder(args.drafter, Path(folder))
         engine = start_engine(args.target, Path(folder), depth, max_model_len)
