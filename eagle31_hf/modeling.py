@@ -238,7 +238,7 @@ class Eagle31DrafterModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info: bool = False, **kwargs):
-        """As `PreTrainedModel.from_pretrained`, but no tensor is ever left out: missing, extra, misshapen and non-finite ones are errors."""
+        """As `PreTrainedModel.from_pretrained`, but missing, extra, misshapen and non-finite tensors are errors."""
         kwargs["ignore_mismatched_sizes"] = True  # reported by check_loaded, with names
         loaded: Any = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         model, info = loaded
@@ -276,7 +276,16 @@ class Eagle31DrafterModel(PreTrainedModel):
 
         knobs = {"num_assistant_tokens": num_assistant_tokens, "assistant_confidence_threshold": assistant_confidence_threshold}
         return decode_with(
-            model, self, input_ids, logits_processor, stopping_criteria, generation_config, knobs, synced_gpus, streamer, **model_kwargs
+            model,
+            self,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            knobs,
+            synced_gpus=synced_gpus,
+            streamer=streamer,
+            **model_kwargs,
         )
 
 

@@ -7,15 +7,9 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "eagle31_hf"
 LAYERS = (
-    {"version", "configuration", "vocab"},
-    {"attention"},
-    {"modeling"},
-    {"features"},
-    {"generation", "training"},
-    {"demo", "bench"},
-    {"cli"},
-    {"__init__", "__main__"},
-)
+    {"version", "configuration", "vocab"}, {"attention"}, {"modeling"}, {"features"}, {"generation", "training"}, {"demo", "bench"},
+    {"cli"}, {"__init__", "__main__"},
+)  # fmt: skip
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 MODEL_NEVER = ("transformers.generation", "transformers.trainer")
 FORBIDDEN = {"attention": MODEL_NEVER, "modeling": MODEL_NEVER}

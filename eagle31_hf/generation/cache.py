@@ -16,6 +16,11 @@ def crop(cache: Cache, tokens_to_remove: int) -> None:
     cache.crop(-tokens_to_remove)
 
 
+def windows(cache: Cache) -> list[int | None]:
+    """By layer, how many tokens it attends to; None where it attends to all."""
+    return [layer.sliding_window if layer.is_sliding else None for layer in cache.layers]
+
+
 @contextmanager
 def recording_past(cache: Cache):
     """Within it, windowed layers keep what `crop` may have to bring back; after it they are as they were found."""

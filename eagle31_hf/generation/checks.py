@@ -7,11 +7,12 @@ from transformers import Cache, GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 
 from ..features import decoder_layers
-from ..modeling import Eagle31DrafterModel
+from ..modeling import DEFAULT_DEPTH, Eagle31DrafterModel
 from . import cache
 
 KNOBS = ("num_assistant_tokens", "assistant_confidence_threshold")
 # What transformers fills in where nobody set a knob; such a value says nothing about the caller's wish.
+OWN_DEFAULTS = {"num_assistant_tokens": DEFAULT_DEPTH, "assistant_confidence_threshold": 0.0}
 STOCK_DEFAULTS = {"num_assistant_tokens": 20, "assistant_confidence_threshold": 0.4}
 SUPPORTED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
 
@@ -21,12 +22,13 @@ def resolve_knobs(drafter: Eagle31DrafterModel, generation_config: GenerationCon
 
     Raises ValueError for a value that cannot work.
     """
-    values = {}
+    values: dict[str, Any] = {}
     for name in KNOBS:
         configured = getattr(generation_config, name)
-        own = getattr(drafter.generation_config, name)
-        values[name] = given.get(name) if given.get(name) is not None else own if configured in (None, STOCK_DEFAULTS[name]) else configured
-    depth, threshold = values["num_assistant_tokens"], values["assistant_confidence_threshold"] or 0.0
+        configured = None if configured == STOCK_DEFAULTS[name] else configured
+        wishes = (given.get(name), configured, getattr(drafter.generation_config, name), OWN_DEFAULTS[name])
+        values[name] = next(wish for wish in wishes if wish is not None)
+    depth, threshold = values["num_assistant_tokens"], values["assistant_confidence_threshold"]
     if not isinstance(depth, int) or isinstance(depth, bool) or depth < 1:
         raise ValueError(
             f"num_assistant_tokens is {depth!r}; expected an integer of at least 1 (to decode without drafts, drop assistant_model)."

@@ -11,7 +11,7 @@ from transformers import EosTokenCriteria, GenerationConfig, LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
 from ..modeling import Eagle31DrafterModel
-from .cache import recording_past
+from .cache import recording_past, windows
 from .chain import Eagle31CandidateGenerator
 from .checks import check_inputs, check_request, resolve_knobs
 from .outputs import OutputCollector
@@ -34,9 +34,9 @@ def speculative_decoding(
 ):
     """Decodes the prompt (1, L) as `generate` would, several tokens a target forward. Returns what `generate` returns."""
     check_inputs(input_ids, model_kwargs, synced_gpus)
-    runner = TargetRunner(target, generation_config, model_kwargs)
-    collector, recorder = OutputCollector(generation_config), Recorder()
-    do_sample = bool(generation_config.do_sample)
+    runner = TargetRunner(target, input_ids, generation_config, model_kwargs)
+    collector, recorder = OutputCollector(generation_config, windows(runner.past_key_values)), Recorder()
+    do_sample, eos_token_ids = bool(generation_config.do_sample), end_tokens(stopping_criteria, input_ids.device)
     drafting = Eagle31CandidateGenerator(
         drafter, target, max_length=generation_config.max_length, logits_processor=logits_processor, do_sample=do_sample,
         num_padding=runner.num_padding, num_cached=runner.num_cached, **resolve_knobs(drafter, generation_config, knobs),
@@ -54,7 +54,7 @@ def speculative_decoding(
                 logits = last_logits(outputs, num_rows, input_ids.device)
             with recorder.timed("accept"):
                 raw_logits = logits.clone() if collector.logits is not None else None
-                verdict = accept(input_ids, drafted, draft_logits, logits, logits_processor, do_sample)
+                verdict = accept(input_ids, drafted, draft_logits, logits, logits_processor, do_sample, eos_token_ids)
                 num_tokens, finished = tokens_to_keep(input_ids, verdict, stopping_criteria, collector.scores)
                 new_tokens = verdict.tokens[:, :num_tokens]
                 input_ids = torch.cat((input_ids, new_tokens), dim=1)
@@ -78,7 +78,16 @@ def decode_with(target: PreTrainedModel, drafter: Eagle31DrafterModel, input_ids
     """`speculative_decoding` for a caller whose request nobody has checked yet: `custom_generate`."""
     generation_config = args[2]
     check_request(target, drafter, generation_config, generation_config.get_generation_mode())
+    streamer = kwargs.get("streamer")
+    if streamer is not None:  # generate does not know it, so the prompt is still to be put
+        streamer.put(input_ids.cpu())
     return speculative_decoding(target, drafter, input_ids, *args, **kwargs)
+
+
+def end_tokens(stopping_criteria: StoppingCriteriaList, device: torch.device) -> Tensor | None:
+    """The ids that end the text, None where there are none."""
+    ids = [criterion.eos_token_id.to(device) for criterion in stopping_criteria if isinstance(criterion, EosTokenCriteria)]
+    return torch.cat(ids) if ids else None
 
 
 def tokens_to_keep(

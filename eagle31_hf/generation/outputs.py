@@ -9,9 +9,10 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 
 class OutputCollector:
-    """Collects scores, logits, hidden states and attentions as far as the generation config asks for them."""
+    """Collects scores, logits, hidden states and attentions as far as the generation config asks for them. `windows`: by layer."""
 
-    def __init__(self, generation_config: GenerationConfig):
+    def __init__(self, generation_config: GenerationConfig, windows: list[int | None]):
+        self.windows = windows
         self.wanted = generation_config.return_dict_in_generate
         self.scores: tuple[Tensor, ...] | None = () if self.wanted and generation_config.output_scores else None
         self.logits: tuple[Tensor, ...] | None = () if self.wanted and generation_config.output_logits else None
@@ -31,7 +32,7 @@ class OutputCollector:
             rows = (tuple(layer[:, i : i + 1] for layer in layers) for i in range(num_tokens))
             self.hidden_states += (layers,) if is_prefill else tuple(rows)
         if self.attentions is not None:
-            self.attentions += (outputs.attentions,) if is_prefill else _attention_rows(outputs.attentions, num_tokens)
+            self.attentions += (outputs.attentions,) if is_prefill else _attention_rows(outputs.attentions, num_tokens, self.windows)
 
     def result(self, sequences: Tensor, past_key_values: Cache) -> Tensor | GenerateDecoderOnlyOutput:
         """What generate() returns."""
@@ -41,7 +42,16 @@ class OutputCollector:
         return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=past_key_values, **collected)  # type: ignore[arg-type]
 
 
-def _attention_rows(layers: tuple[Tensor, ...], num_tokens: int) -> tuple[tuple[Tensor, ...], ...]:
-    """Layers (1, H, R, keys) -> per token (1, H, 1, keys it saw): the keys after its own belong to the tokens after it."""
-    after = [layers[0].shape[2] - 1 - i for i in range(num_tokens)]
-    return tuple(tuple(layer[:, :, i : i + 1, : layer.shape[3] - after[i]] for layer in layers) for i in range(num_tokens))
+def _attention_rows(layers: tuple, num_tokens: int, windows: list[int | None]) -> tuple[tuple, ...]:
+    """Layers (1, H, R, keys) -> per token (1, H, 1, keys it saw).
+
+    The keys after a token's own belong to the tokens after it; a windowed layer still holds keys that have left its window.
+    """
+    if not layers or layers[0] is None:  # an attention implementation that returns none
+        return (layers,) * num_tokens
+    tokens = []
+    for i in range(num_tokens):
+        ends = [layer.shape[3] - (layer.shape[2] - 1 - i) for layer in layers]
+        starts = [max(0, end - window) if window else 0 for end, window in zip(ends, windows, strict=True)]
+        tokens.append(tuple(layer[:, :, i : i + 1, start:end] for layer, start, end in zip(layers, starts, ends, strict=True)))
+    return tuple(tokens)

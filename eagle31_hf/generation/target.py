@@ -16,14 +16,19 @@ from . import cache
 
 
 class TargetRunner:
-    """Owns the keyword arguments of the target's forward, its cache among them, as tokens are committed."""
+    """Owns the keyword arguments of the target's forward, its cache among them, as tokens are committed.
 
-    def __init__(self, target: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any]):
+    `num_padding`: left-padding tokens of the prompt; `num_cached`: tokens of the prompt its cache already holds.
+    """
+
+    def __init__(self, target: PreTrainedModel, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]):
         self.target, self.generation_config, self.model_kwargs = target, generation_config, model_kwargs
         self.past_key_values: Cache = model_kwargs["past_key_values"]
         mask = model_kwargs.get("attention_mask")
-        self.num_padding = 0 if mask is None else int((mask[0].cumsum(-1) == 0).sum())
-        self.num_cached = int(self.past_key_values.get_seq_length())
+        # Beside a cache from an earlier turn the prompt is the whole text or only what is new; the mask always covers all of it.
+        is_whole = input_ids.shape[1] == (getattr(generation_config, "_mask_length", 0) if mask is None else mask.shape[1])
+        self.num_padding = int((mask[0].cumsum(-1) == 0).sum()) if is_whole and mask is not None else 0
+        self.num_cached = int(self.past_key_values.get_seq_length()) if is_whole else 0
 
     def prefill(self, input_ids: Tensor) -> CausalLMOutputWithPast:
         """Runs the prompt (1, L), less what the cache already holds."""
@@ -44,9 +49,11 @@ class TargetRunner:
 
     def _grown(self, model_kwargs: dict[str, Any], num_tokens: int) -> dict[str, Any]:
         """The keyword arguments for that many more tokens: longer masks and positions."""
-        if num_tokens == 0:
-            return model_kwargs
-        return self.target._update_model_kwargs_for_generation(ModelOutput(), copy.copy(model_kwargs), num_new_tokens=num_tokens)
+        # transformers lengthens token types by repeating as many of the last ones as there are new tokens: right one at a time only.
+        step = num_tokens if model_kwargs.get("token_type_ids") is None else 1
+        for _ in range(num_tokens // step if num_tokens else 0):
+            model_kwargs = self.target._update_model_kwargs_for_generation(ModelOutput(), copy.copy(model_kwargs), num_new_tokens=step)
+        return model_kwargs
 
 
 def last_logits(outputs: CausalLMOutputWithPast, num_rows: int, device: torch.device) -> Tensor:

@@ -13,7 +13,7 @@ from transformers import LogitsProcessorList
 
 @dataclass
 class Verdict:
-    """`tokens` (1, accepted_len + 1): the accepted drafts, then the target's own token; `scores`: one processed row (1, V) each."""
+    """`tokens`: the accepted drafts, then the target's own token unless a draft ended the text; `scores`: one processed row (1, V) each."""
 
     tokens: Tensor
     accepted_len: int
@@ -21,7 +21,13 @@ class Verdict:
 
 
 def accept(
-    prefix: Tensor, drafted: Tensor, draft_logits: Tensor | None, logits: Tensor, processors: LogitsProcessorList, do_sample: bool
+    prefix: Tensor,
+    drafted: Tensor,
+    draft_logits: Tensor | None,
+    logits: Tensor,
+    processors: LogitsProcessorList,
+    do_sample: bool,
+    eos_token_ids: Tensor | None = None,
 ) -> Verdict:
     """Prefix (1, L), drafted ids (1, K), target logits (1, K + 1, V) in fp32, overwritten -> the tokens to commit.
 
@@ -41,6 +47,8 @@ def accept(
         token = _sample(scores[-1], candidate, q_logits) if do_sample else scores[-1].argmax(-1)
         if candidate is None or token != candidate:
             return Verdict(torch.cat((drafted[:, :i], token[:, None]), dim=1), i, scores)
+        if eos_token_ids is not None and torch.isin(token, eos_token_ids).any():
+            return Verdict(drafted[:, : i + 1], i + 1, scores)  # the text ends with an accepted draft
     raise AssertionError("the position after the last draft always ends the round")
 
 

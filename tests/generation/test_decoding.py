@@ -23,16 +23,16 @@ PAIRS += [("llama", name, "sdpa", [1, 3, 7]) for name in DRAFTERS]
 def test_greedy_equals_the_target_alone(make_target, make_drafter, prompt, kind, name, attention, depths):
     target = make_target(kind, attention)
     drafter, expected = make_drafter(target, name, attention), greedy_text(target)[:, : prompt.shape[1] + LENGTH]
-    accepted = []
+    accepted, rejected = [], 0
     for depth in depths:
         output, stats = speculate(target, drafter, prompt, num_assistant_tokens=depth, **GREEDY)
         assert_close(f"text at depth {depth}", output, expected)
         assert stats.generated_tokens == LENGTH
         accepted += stats.accepted_per_round
+        rejected += sum(stats.drafted_per_position) - sum(stats.accepted_per_position)
     if not drafter.config.share_target_head:  # such a drafter cannot be fitted, and is right by chance only
-        assert 0 in accepted, "nothing was ever rejected"
+        assert rejected > 0, "nothing was ever rejected"
         assert max(accepted) >= 1, "no burst was ever committed"
-        assert name != "eagle31" or set(accepted) >= {0, 1, 2}
 
 
 @pytest.mark.parametrize("rows", [VOCAB + 5, VOCAB - 2], ids=["target_padded", "drafter_padded"])
@@ -126,7 +126,10 @@ def test_a_prefill_in_chunks(make_target, make_drafter, prompt, kind):
     assert stats.accepted_per_round == speculate(target, make_drafter(target), prompt, **GREEDY)[1].accepted_per_round
 
 
-@pytest.mark.parametrize("implementation", ["dynamic", "offloaded"])
+OFFLOADED = pytest.param("offloaded", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA streams"))
+
+
+@pytest.mark.parametrize("implementation", ["dynamic", OFFLOADED])
 def test_cache_implementations(target, drafter, prompt, implementation):
     output, _ = speculate(target, drafter, prompt, cache_implementation=implementation, **GREEDY)
     assert_close("text", output, greedy_text(target)[:, : output.shape[1]])
