@@ -11,7 +11,7 @@ from transformers import EosTokenCriteria, GenerationConfig, LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
 from ..modeling import Eagle31DrafterModel
-from .cache import recording_past, windows
+from .cache import recording_past
 from .chain import Eagle31CandidateGenerator
 from .checks import check_inputs, check_request, resolve_knobs
 from .outputs import OutputCollector
@@ -35,7 +35,7 @@ def speculative_decoding(
     """Decodes the prompt (1, L) as `generate` would, several tokens a target forward. Returns what `generate` returns."""
     check_inputs(input_ids, model_kwargs, synced_gpus)
     runner = TargetRunner(target, input_ids, generation_config, model_kwargs)
-    collector, recorder = OutputCollector(generation_config, windows(runner.past_key_values)), Recorder()
+    collector, recorder = OutputCollector(generation_config, runner.past_key_values), Recorder()
     do_sample, eos_token_ids = bool(generation_config.do_sample), end_tokens(stopping_criteria, input_ids.device)
     drafting = Eagle31CandidateGenerator(
         drafter, target, max_length=generation_config.max_length, logits_processor=logits_processor, do_sample=do_sample,
@@ -71,7 +71,7 @@ def speculative_decoding(
             del outputs
     if streamer is not None:
         streamer.end()
-    return collector.result(input_ids, runner.past_key_values)
+    return collector.result(input_ids)
 
 
 def decode_with(target: PreTrainedModel, drafter: Eagle31DrafterModel, input_ids: Tensor, *args: Any, **kwargs: Any):

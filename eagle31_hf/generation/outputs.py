@@ -7,12 +7,14 @@ from transformers import Cache, GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from .cache import windows
+
 
 class OutputCollector:
-    """Collects scores, logits, hidden states and attentions as far as the generation config asks for them. `windows`: by layer."""
+    """Collects scores, logits, hidden states and attentions as far as the generation config asks for them."""
 
-    def __init__(self, generation_config: GenerationConfig, windows: list[int | None]):
-        self.windows = windows
+    def __init__(self, generation_config: GenerationConfig, past_key_values: Cache):
+        self.past_key_values = past_key_values
         self.wanted = generation_config.return_dict_in_generate
         self.scores: tuple[Tensor, ...] | None = () if self.wanted and generation_config.output_scores else None
         self.logits: tuple[Tensor, ...] | None = () if self.wanted and generation_config.output_logits else None
@@ -32,17 +34,19 @@ class OutputCollector:
             rows = (tuple(layer[:, i : i + 1] for layer in layers) for i in range(num_tokens))
             self.hidden_states += (layers,) if is_prefill else tuple(rows)
         if self.attentions is not None:
-            self.attentions += (outputs.attentions,) if is_prefill else _attention_rows(outputs.attentions, num_tokens, self.windows)
+            self.attentions += (
+                (outputs.attentions,) if is_prefill else _attention_rows(outputs.attentions, num_tokens, windows(self.past_key_values))
+            )
 
-    def result(self, sequences: Tensor, past_key_values: Cache) -> Tensor | GenerateDecoderOnlyOutput:
+    def result(self, sequences: Tensor) -> Tensor | GenerateDecoderOnlyOutput:
         """What generate() returns."""
         if not self.wanted:
             return sequences
         collected: dict[str, Any] = {name: getattr(self, name) for name in ("scores", "logits", "attentions", "hidden_states")}
-        return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=past_key_values, **collected)  # type: ignore[arg-type]
+        return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=self.past_key_values, **collected)  # type: ignore[arg-type]
 
 
-def _attention_rows(layers: tuple, num_tokens: int, windows: list[int | None]) -> tuple[tuple, ...]:
+def _attention_rows(layers: tuple, num_tokens: int, layer_windows: list[int | None]) -> tuple[tuple, ...]:
     """Layers (1, H, R, keys) -> per token (1, H, 1, keys it saw).
 
     The keys after a token's own belong to the tokens after it; a windowed layer still holds keys that have left its window.
@@ -52,6 +56,6 @@ def _attention_rows(layers: tuple, num_tokens: int, windows: list[int | None]) -
     tokens = []
     for i in range(num_tokens):
         ends = [layer.shape[3] - (layer.shape[2] - 1 - i) for layer in layers]
-        starts = [max(0, end - window) if window else 0 for end, window in zip(ends, windows, strict=True)]
+        starts = [max(0, end - window) if window else 0 for end, window in zip(ends, layer_windows, strict=True)]
         tokens.append(tuple(layer[:, :, i : i + 1, start:end] for layer, start, end in zip(layers, starts, ends, strict=True)))
     return tuple(tokens)
