@@ -1,6 +1,7 @@
 """`Eagle31Config`: what a drafter is. The only place that knows the norm flags and the layer-id convention."""
 
 from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import RopeParameters
 
@@ -45,7 +46,7 @@ class Eagle31Config(PreTrainedConfig):
         target_model: name of the target this drafter was trained for.
         weights_from: `{"repo_id", "revision"}` of the EAGLE 3 weights a repository with only a config refers to.
 
-    Raises ValueError for contradicting fields. Source: EAGLE-3 (arXiv 2503.01840), Attention Drift (arXiv 2605.09992).
+    Raises huggingface_hub's StrictDataclassError for contradicting fields. Source: EAGLE-3 (arXiv 2503.01840), Attention Drift (arXiv 2605.09992).
     """
 
     model_type = "eagle31"
@@ -103,6 +104,14 @@ class Eagle31Config(PreTrainedConfig):
         if self.layer_types is None:
             self.layer_types = ["full_attention"] * self.num_hidden_layers
         super().__post_init__(**kwargs)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
+        """As in transformers; fields that contradict each other or have the wrong type are a ValueError that names the file."""
+        try:
+            return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+        except StrictDataclassError as error:
+            raise ValueError(f"{pretrained_model_name_or_path}: config.json: {error}") from error
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):

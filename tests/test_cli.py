@@ -69,6 +69,15 @@ def test_bad_input_is_one_line_and_status_two(capsys, arguments, words):
     assert words in errors[0]
 
 
+def test_a_contradicting_config_is_an_input_error_that_names_the_file(capsys, tmp_path):
+    config = json.loads((demo.FOLDER / "eagle31" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"norm_before_fc": True}))
+    assert main(["info", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert f"{tmp_path}: config.json" in error
+    assert "fc_norm and norm_before_fc are both true" in error
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_help_with_an_example(capsys, name):
     with pytest.raises(SystemExit) as stop:
