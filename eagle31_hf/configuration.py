@@ -46,7 +46,8 @@ class Eagle31Config(PreTrainedConfig):
         target_model: name of the target this drafter was trained for.
         weights_from: `{"repo_id", "revision"}` of the EAGLE 3 weights a repository with only a config refers to.
 
-    Raises huggingface_hub's StrictDataclassError for contradicting fields. Source: EAGLE-3 (arXiv 2503.01840), Attention Drift (arXiv 2605.09992).
+    Raises huggingface_hub's StrictDataclassError for contradicting fields.
+    Source: EAGLE-3 (arXiv 2503.01840), Attention Drift (arXiv 2605.09992).
     """
 
     model_type = "eagle31"
