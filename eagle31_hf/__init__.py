@@ -5,6 +5,7 @@
 
 from transformers import AutoConfig, AutoModel
 
+from .checkpoints import convert_checkpoint, export_checkpoint
 from .configuration import Eagle31Config
 from .generation.chain import Eagle31CandidateGenerator
 from .generation.hook import install, uninstall
@@ -19,6 +20,8 @@ __all__ = [
     "Eagle31DrafterModel",
     "Eagle31DrafterOutput",
     "__version__",
+    "convert_checkpoint",
+    "export_checkpoint",
     "install",
     "track_acceptance",
     "uninstall",

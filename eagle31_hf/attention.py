@@ -1,13 +1,17 @@
-"""Grouped-query attention of a drafter layer, run through transformers' attention interface.
+"""A drafter layer's attention, grouped-query or latent (MLA), run through transformers' attention interface.
 
-B batch, T query tokens, S key tokens, H heads, D head_dim.
+B batch, T query tokens, S key tokens, H heads, D head_dim. MLA: R width of the cached latent, N and P the parts of a query and key
+without and with rope, V value width.
 """
 
+import math
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
 from transformers.models.llama.modeling_llama import eager_attention_forward
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 
@@ -44,11 +48,7 @@ class GQAttention(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
         """Queries over keys and values under a mask of the configured implementation -> (B, T, h)."""
-        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        dropout = self.config.attention_dropout if self.training else 0.0
-        window = {} if self.sliding_window is None else {"sliding_window": self.sliding_window}
-        out, _ = attention(self, q, k, v, mask, dropout=dropout, scaling=self.scaling, **window)
-        return self.o_proj(out.reshape(*out.shape[:2], -1))
+        return self.o_proj(attend(self, q, k, v, mask).flatten(2))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any, past_key_values: Cache | None) -> Tensor:
         """(B, T, input_size) -> (B, T, h); the keys and values of `x` are appended to `past_key_values`."""
@@ -56,3 +56,96 @@ class GQAttention(nn.Module):
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
         return self.attend(q, k, v, mask)
+
+
+class MLAttention(nn.Module):
+    """Multi-head latent attention: the cache holds one latent (R wide) and one rotated key part (P wide) a token, for all heads.
+
+    Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1. Few queries are attended in the latent space (absorbed), which never builds
+    the keys and values of all heads; many queries, a prompt's, with keys and values expanded from it, which costs less a query.
+    """
+
+    is_causal = True
+
+    def __init__(self, config: Eagle31Config, layer_idx: int, input_size: int):
+        super().__init__()
+        heads, nope, rope = config.num_attention_heads, config.qk_nope_head_dim, config.qk_rope_head_dim
+        bias, eps, rank = config.attention_bias, config.rms_norm_eps, config.kv_lora_rank
+        self.config, self.layer_idx, self.num_heads, self.num_key_value_groups = config, layer_idx, heads, 1
+        self.sizes = {"rank": rank, "nope": nope, "rope": rope, "value": config.v_head_dim}
+        self.scaling = (nope + rope) ** -0.5 * yarn_temperature(config.rope_parameters)
+        self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
+        if config.q_lora_rank is None:
+            self.q_proj = nn.Linear(input_size, heads * (nope + rope), bias=False)
+        else:
+            self.q_a_proj = nn.Linear(input_size, config.q_lora_rank, bias=bias)
+            self.q_a_layernorm = nn.RMSNorm(config.q_lora_rank, eps=eps)
+            self.q_b_proj = nn.Linear(config.q_lora_rank, heads * (nope + rope), bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(input_size, rank + rope, bias=bias)
+        self.kv_a_layernorm = nn.RMSNorm(rank, eps=eps)
+        self.kv_b_proj = nn.Linear(rank, heads * (nope + config.v_head_dim), bias=False)
+        self.o_proj = nn.Linear(heads * config.v_head_dim, config.hidden_size, bias=bias)
+
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(B, T, input_size) -> queries (B, H, T, N) and (B, H, T, P), latent (B, 1, T, R), shared key part (B, 1, T, P)."""
+        q = self.q_proj(x) if self.config.q_lora_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        q = q.view(*x.shape[:-1], self.num_heads, -1).transpose(1, 2)
+        q_nope, q_rope = q.split((self.sizes["nope"], self.sizes["rope"]), dim=-1)
+        latent, k_rope = self.kv_a_proj_with_mqa(x)[:, None].split((self.sizes["rank"], self.sizes["rope"]), dim=-1)
+        q_rope, k_rope = apply_rotary_pos_emb_interleave(q_rope, k_rope, cos, sin)
+        return q_nope, q_rope, self.kv_a_layernorm(latent), k_rope
+
+    def expanded(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Any) -> Tensor:
+        """Attention with the keys (B, H, S, N + P) and values (B, H, S, V) of every head -> (B, T, H, V)."""
+        kv = self.kv_b_proj(latent[:, 0]).view(*k_rope.shape[::2], self.num_heads, -1).transpose(1, 2)
+        k_nope, v = kv.split((self.sizes["nope"], self.sizes["value"]), dim=-1)
+        k = torch.cat((k_nope, k_rope.expand(-1, self.num_heads, -1, -1)), dim=-1)
+        return attend(self, torch.cat((q_nope, q_rope), dim=-1), k, v, mask)
+
+    def absorbed(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Any) -> Tensor:
+        """The same, with `kv_b_proj` moved to the queries and the output: all heads share the latent as key and value.
+
+        The heads become rows of one head, (B, 1, H T, R + P), so that nothing repeats the latent for each of them.
+        """
+        up_k, up_v = self.kv_b_proj.weight.view(self.num_heads, -1, self.sizes["rank"]).split((self.sizes["nope"], self.sizes["value"]), 1)
+        q = torch.cat((torch.matmul(q_nope, up_k), q_rope), dim=-1)
+        if mask is not None:
+            mask = mask.expand(-1, self.num_heads, -1, -1).flatten(1, 2)[:, None]  # (B, 1, H T, S)
+        k = torch.cat((latent, k_rope), dim=-1)
+        out = attend(self, q.flatten(1, 2)[:, None], k, latent, mask, is_causal=False)[:, :, 0]  # (B, H T, R)
+        return torch.matmul(out.view(*q.shape[:3], -1), up_v.mT).transpose(1, 2)
+
+    def absorbs(self, num_queries: int, mask: Any) -> bool:
+        """Whether the absorbed form is possible, and multiplies less: a query costs it 2 R - N - V more a head and key, while expanding
+        a key costs R (N + V) once a head. It needs a mask it can repeat, and the weight itself, not a quantized one.
+        """
+        repeatable = (isinstance(mask, Tensor) and mask.dim() == 4) or (mask is None and num_queries == 1)
+        rank, out = self.sizes["rank"], self.sizes["nope"] + self.sizes["value"]
+        return repeatable and self.kv_b_proj.weight.is_floating_point() and num_queries * (2 * rank - out) <= rank * out
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any, past_key_values: Cache | None) -> Tensor:
+        """(B, T, input_size) -> (B, T, h); latent and key part of `x` are appended to `past_key_values`."""
+        q_nope, q_rope, latent, k_rope = self.project(x, cos, sin)
+        if past_key_values is not None:
+            latent, k_rope = past_key_values.update(latent, k_rope, self.layer_idx)
+        form = self.absorbed if self.absorbs(x.shape[1], mask) else self.expanded
+        return self.o_proj(form(q_nope, q_rope, latent, k_rope, mask).flatten(2))
+
+
+def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Tensor:
+    """Queries (B, H, T, D) over keys (B, Hkv, S, D) and values (B, Hkv, S, V) -> (B, T, H, V), with the configured implementation."""
+    config: Any = module.config
+    attention = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager_attention_forward)
+    dropout = config.attention_dropout if module.training else 0.0
+    if module.sliding_window is not None:
+        options["sliding_window"] = module.sliding_window
+    out, _ = attention(module, q, k, v, mask, dropout=dropout, scaling=module.scaling, **options)
+    return out
+
+
+def yarn_temperature(rope: Any) -> float:
+    """What YaRN multiplies MLA's softmax scale with: (0.1 mscale_all_dim ln factor + 1)^2. Source: DeepSeek-V2's released code."""
+    scale, mscale = rope.get("factor", 1.0), rope.get("mscale_all_dim", 0.0)
+    if rope["rope_type"] == "default" or not mscale or scale <= 1:
+        return 1.0
+    return (0.1 * mscale * math.log(scale) + 1.0) ** 2

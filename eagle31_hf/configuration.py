@@ -6,6 +6,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import RopeParameters
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
+MAX_LAYERS = 256  # a drafter has one or two; a config that asks for a million is refused before anything is built
 
 
 def default_layer_ids(num_target_layers: int) -> list[int]:
@@ -43,6 +44,9 @@ class Eagle31Config(PreTrainedConfig):
         share_target_embeddings: the checkpoint holds no `embed_tokens`; the target's table is used (needs h == ht).
         share_target_head: the checkpoint holds no `lm_head`; the target's is used (needs h == ht and Vd == V).
         logit_scale: factor on the draft logits.
+        fc_bias: `fc` has a bias.
+        kv_lora_rank: set for MLA layers (DeepSeek, Kimi): keys and values are cached as one latent of this width. `q_lora_rank` (None: no
+            query latent), `qk_nope_head_dim`, `qk_rope_head_dim` and `v_head_dim` are MLA's other sizes; rope is interleaved.
         target_model: name of the target this drafter was trained for.
         weights_from: `{"repo_id", "revision"}` of the EAGLE 3 weights a repository with only a config refers to.
 
@@ -69,6 +73,7 @@ class Eagle31Config(PreTrainedConfig):
     attention_bias: bool = False
     attention_dropout: float = 0.0
     qk_norm: bool = False
+    fc_bias: bool = False
     layer_types: list[str] | None = None
     sliding_window: int | None = None
     intermediate_size: int = 14336
@@ -100,19 +105,32 @@ class Eagle31Config(PreTrainedConfig):
             self.target_hidden_size = self.hidden_size
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
-        if self.head_dim is None:
+        if self.kv_lora_rank is not None:
+            self.head_dim = self.qk_rope_head_dim  # what transformers' rope functions read
+        elif self.head_dim is None and self.num_attention_heads > 0:
             self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.num_hidden_layers > MAX_LAYERS:
+            raise ValueError(f"Eagle31Config: num_hidden_layers is {self.num_hidden_layers}; expected at most {MAX_LAYERS}.")
         if self.layer_types is None:
             self.layer_types = ["full_attention"] * self.num_hidden_layers
         super().__post_init__(**kwargs)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
-        """As in transformers; fields that contradict each other or have the wrong type are a ValueError that names the file."""
+        """As in transformers; fields that contradict each other or have the wrong type are a ValueError that names the file.
+
+        A config that only points to its weights (`weights_from`) is completed by the checkpoint it points to.
+        """
         try:
-            return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+            config = super().from_pretrained(pretrained_model_name_or_path, **kwargs)
         except StrictDataclassError as error:
             raise ValueError(f"{pretrained_model_name_or_path}: config.json: {error}") from error
+        if isinstance(config, cls) and config.weights_from is not None:
+            from .checkpoints.files import HUB_OPTIONS
+            from .checkpoints.read import read_checkpoint  # the config does not depend on formats, this one completion does
+
+            config = read_checkpoint(pretrained_model_name_or_path, **{k: kwargs[k] for k in HUB_OPTIONS if k in kwargs}).config
+        return config
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
@@ -144,18 +162,33 @@ class Eagle31Config(PreTrainedConfig):
             )
         return ids
 
+    def _sizes(self) -> dict[str, int | None]:
+        """What has to be above 0."""
+        names = ["hidden_size", "target_hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size"]
+        latent = ["kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"] + ["q_lora_rank"] * (self.q_lora_rank is not None)
+        names += ["max_position_embeddings", *(["head_dim"] if self.kv_lora_rank is None else latent)]
+        return {name: getattr(self, name) for name in names}
+
     def validate_architecture(self):
         """Refuses contradicting fields; called by the strict dataclass after construction."""
         ids = self.aux_hidden_state_layer_ids
         rules = (
-            (self.kv_lora_rank is None, f"kv_lora_rank is {self.kv_lora_rank}: MLA drafters are not supported yet; expected null"),
+            (
+                all((size or 0) > 0 for size in self._sizes().values()),
+                f"{', '.join(f'{name} is {size}' for name, size in self._sizes().items() if (size or 0) <= 0)}; expected sizes above 0",
+            ),
+            (
+                self.kv_lora_rank is None or not (self.qk_norm or (self.qk_rope_head_dim or 1) % 2),
+                f"MLA layers (kv_lora_rank={self.kv_lora_rank}) with qk_norm={self.qk_norm}, qk_rope_head_dim={self.qk_rope_head_dim}; "
+                "expected no qk_norm and an even qk_rope_head_dim",
+            ),
             (self.num_hidden_layers >= 1, f"num_hidden_layers is {self.num_hidden_layers}; expected at least 1"),
             (
                 0 < self.draft_vocab_size <= self.vocab_size,
                 f"draft_vocab_size is {self.draft_vocab_size}; expected 1 to vocab_size ({self.vocab_size})",
             ),
             (
-                self.num_key_value_heads > 0 and self.num_attention_heads % self.num_key_value_heads == 0,
+                self.num_attention_heads % max(1, self.num_key_value_heads) == 0,
                 f"num_attention_heads ({self.num_attention_heads}) is not a multiple of num_key_value_heads ({self.num_key_value_heads})",
             ),
             (

@@ -4,6 +4,7 @@ B batch, T tokens, h drafter width, ht target width, n captured states, V target
 """
 
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +17,16 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
-from transformers.utils import ModelOutput
+from transformers.utils import ModelOutput, logging
 
 from . import vocab
-from .attention import GQAttention
+from .attention import GQAttention, MLAttention
+from .checkpoints.files import HUB_OPTIONS
+from .checkpoints.producers import NATIVE
+from .checkpoints.read import Checkpoint, read_checkpoint
 from .configuration import Eagle31Config
 
+logger = logging.get_logger(__name__)
 MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
 DEFAULT_DEPTH = 5  # num_assistant_tokens of a drafter whose checkpoint names none
 
@@ -45,7 +50,8 @@ class Eagle31DecoderLayer(GradientCheckpointingLayer):
         is_fused = layer_idx == 0
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps) if is_fused else None
-        self.self_attn = GQAttention(config, layer_idx, (2 if is_fused else 1) * config.hidden_size)
+        attention = GQAttention if config.kv_lora_rank is None else MLAttention
+        self.self_attn = attention(config, layer_idx, (2 if is_fused else 1) * config.hidden_size)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = LlamaMLP(config)
 
@@ -86,7 +92,7 @@ class Eagle31DrafterModel(PreTrainedModel):
         self.embed_tokens = None if config.share_target_embeddings else nn.Embedding(config.vocab_size, h)
         self.fc_norm = nn.ModuleList(nn.RMSNorm(config.target_hidden_size, eps=eps) for _ in range(n)) if config.fc_norm else None
         self.input_norm = nn.RMSNorm(fused_width, eps=eps) if config.norm_before_fc else None
-        self.fc = nn.Linear(fused_width, h, bias=False)
+        self.fc = nn.Linear(fused_width, h, bias=config.fc_bias)
         self.layers = nn.ModuleList(Eagle31DecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(h, eps=eps)
         self.lm_head = None if config.share_target_head else nn.Linear(h, config.draft_vocab_size, bias=False)
@@ -99,6 +105,7 @@ class Eagle31DrafterModel(PreTrainedModel):
         # A tuple, so that the target's modules are neither saved, moved nor trained with the drafter.
         self._target_modules: tuple[nn.Module, nn.Module | None] | None = None
         self.generation_config = default_generation_config()
+        self.checkpoint: Checkpoint | None = None  # what it was loaded from
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -237,20 +244,44 @@ class Eagle31DrafterModel(PreTrainedModel):
         }
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info: bool = False, **kwargs):
-        """As `PreTrainedModel.from_pretrained`, but missing, extra, misshapen and non-finite tensors are errors."""
-        kwargs["ignore_mismatched_sizes"] = True  # reported by check_loaded, with names
-        loaded: Any = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+    def from_pretrained(
+        cls, pretrained_model_name_or_path, *args, config=None, aux_layer_convention=None, output_loading_info: bool = False, **kwargs
+    ):
+        """As `PreTrainedModel.from_pretrained`, for every EAGLE 3 and 3.1 format and for configs that only point to their weights.
+
+        Fields of `Eagle31Config` given as keywords win over the checkpoint's. `aux_layer_convention`, "boundary" or "output", says how
+        a checkpoint counts the target's layers where it does not say so itself. `drafter.checkpoint` keeps what was found.
+        Raises OSError when something is not there; ValueError when tensors are missing, extra, misshapen or not finite, when the
+        checkpoint is no EAGLE 3 drafter, or when it may mean two things (the text names the argument that decides).
+        """
+        hub = {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
+        overrides = {name: kwargs.pop(name) for name in Eagle31Config.__annotations__ if name in kwargs}
+        if isinstance(config, Eagle31Config):
+            overrides = {name: getattr(config, name) for name in Eagle31Config.__annotations__} | overrides
+        checkpoint = read_checkpoint(pretrained_model_name_or_path, overrides, aux_layer_convention, **hub)
+        for note in checkpoint.notes:
+            logger.warning("%s: %s.", checkpoint.source, note)
+        config = deepcopy(checkpoint.config)
+        config.transformers_weights = checkpoint.files.config.get("transformers_weights")  # where weights have another name
+        loaded: Any = super().from_pretrained(
+            str(checkpoint.folder), *args, config=config, key_mapping=checkpoint.key_mapping, output_loading_info=True, **kwargs
+        )
         model, info = loaded
-        check_loaded(model, info, str(pretrained_model_name_or_path))
-        hub = {k: kwargs[k] for k in ("revision", "token", "cache_dir", "local_files_only", "subfolder") if k in kwargs}
-        with suppress(OSError):  # the file is optional
-            model.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **hub)
+        del model.config.transformers_weights
+        model.config.name_or_path = str(pretrained_model_name_or_path)
+        fill_in(model, checkpoint)
+        check_finite(model, checkpoint)
+        if checkpoint.format == NATIVE:
+            with suppress(OSError):  # the file is optional
+                model.generation_config = GenerationConfig.from_pretrained(str(checkpoint.folder))
+        model.checkpoint = checkpoint
+        info["missing_keys"] = set(info["missing_keys"]) - checkpoint.made.keys()
+        info["unexpected_keys"] = set(info["unexpected_keys"]) - checkpoint.dropped.keys()
         return (model, info) if output_loading_info else model
 
     def save_pretrained(self, save_directory, *args, **kwargs):
-        """Writes the native format: config, weights under their canonical names, and the drafting knobs."""
-        super().save_pretrained(save_directory, *args, **kwargs)
+        """Writes the native format, whatever was loaded: config, weights under their canonical names, and the drafting knobs."""
+        super().save_pretrained(save_directory, *args, **kwargs | {"save_original_format": False})
         self.generation_config.save_pretrained(save_directory)
 
     def decode(
@@ -293,25 +324,21 @@ def default_generation_config() -> GenerationConfig:
     return GenerationConfig(num_assistant_tokens=DEFAULT_DEPTH, assistant_confidence_threshold=0.0)
 
 
-def check_loaded(model: Eagle31DrafterModel, info: dict, source: str) -> None:
-    """Raises ValueError naming every missing or extra tensor, the first misshapen or non-finite one, or a faulty `d2t`."""
-    missing, extra = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
-    if missing or extra:
-        raise ValueError(
-            f"{source}: tensors and config disagree: missing {missing or 'none'}, unexpected {extra or 'none'}. Expected exactly the "
-            "tensors its config.json describes; check the flags there (fc_norm, norm_before_fc, share_target_head, ...)."
-        )
-    if info["mismatched_keys"]:
-        name, found, expected = min(info["mismatched_keys"])
-        raise ValueError(
-            f"{source}: {name} has shape {tuple(found)}; expected {tuple(expected)}, as its config.json describes. Check the sizes there."
-        )
+@torch.no_grad()
+def fill_in(model: Eagle31DrafterModel, checkpoint: Checkpoint) -> None:
+    """Writes the tensors that the files lack, or hold in a form that is not trusted, into the loaded model."""
+    for name, value in checkpoint.made.items():
+        tensor = model.get_buffer(name) if name in ("d2t", "t2d") else model.get_parameter(name)
+        if tensor.device.type != "meta":
+            tensor.copy_(value)
+
+
+def check_finite(model: Eagle31DrafterModel, checkpoint: Checkpoint) -> None:
+    """Raises ValueError naming the first parameter with a NaN or an infinity in it."""
     for name, tensor in model.named_parameters():
         if tensor.is_floating_point() and tensor.device.type != "meta" and not tensor.isfinite().all():
-            raise ValueError(f"{source}: {name} holds NaN or infinite values; expected finite weights. Save or download it again.")
-    if model.d2t is not None and model.d2t.device.type != "meta":
-        try:
-            vocab.check_mapping(model.d2t, model.config.vocab_size)
-        except ValueError as error:
-            raise ValueError(f"{source}: {error}") from None
-        model.t2d.copy_(vocab.membership(vocab.target_ids(model.d2t), model.config.vocab_size))
+            hint = {
+                "embed_tokens.weight": "speculators writes NaN where the verifier's table was never filled in",
+                "lm_head.weight": "speculators writes NaN where the verifier's head was never filled in",
+            }.get(name, "save or download it again")
+            raise ValueError(f"{checkpoint.source}: {name} holds NaN or infinite values; expected finite weights: {hint}.")

@@ -72,6 +72,7 @@ def test_bad_input_is_one_line_and_status_two(capsys, arguments, words):
 def test_a_contradicting_config_is_an_input_error_that_names_the_file(capsys, tmp_path):
     config = json.loads((demo.FOLDER / "eagle31" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"norm_before_fc": True}))
+    (tmp_path / "model.safetensors").symlink_to(demo.FOLDER / "eagle31" / "model.safetensors")
     assert main(["info", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert f"{tmp_path}: config.json" in error

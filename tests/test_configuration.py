@@ -10,32 +10,41 @@ from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 from eagle31_hf import Eagle31Config
 from eagle31_hf.configuration import default_layer_ids
 
-# Everything this class adds to PreTrainedConfig, none at its default; kv_lora_rank has no other value that is supported.
+# Everything this class adds to PreTrainedConfig, none at its default. MLA and the link to weights elsewhere exclude some of it.
 NOT_DEFAULT = {
     "vocab_size": 101, "draft_vocab_size": 53, "hidden_size": 24, "target_hidden_size": 40, "aux_hidden_state_layer_ids": [0, 3, 5, 6],
     "fc_norm": False, "norm_output": False, "norm_before_fc": True, "norm_before_residual": True, "num_hidden_layers": 2,
     "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 10, "attention_bias": True, "attention_dropout": 0.25, "qk_norm": True,
-    "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 17, "intermediate_size": 36, "hidden_act": "gelu",
+    "fc_bias": True, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 17, "intermediate_size": 36, "hidden_act": "gelu",
     "mlp_bias": True, "rms_norm_eps": 1e-6,
     "rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0, "partial_rotary_factor": 0.4},
     "max_position_embeddings": 77, "initializer_range": 0.03, "logit_scale": 0.5, "share_target_embeddings": False,
     "share_target_head": True, "q_lora_rank": 3, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 5,
-    "target_model": "a/target", "weights_from": {"repo_id": "a/drafter", "revision": "main"}, "tie_word_embeddings": True,
+    "target_model": "a/target", "tie_word_embeddings": True,
     "bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": 4,
 }  # fmt: skip
 ROUND_TRIPS = {
     "defaults": {},
     "nothing_default": NOT_DEFAULT | {"share_target_head": False},
     "shared_head": {"share_target_head": True},
+    "mla": {"kv_lora_rank": 16, "q_lora_rank": None, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 5},
 }
 # Fields, what the message says was found, what it says was expected.
 REFUSALS = {
-    "mla": ({"kv_lora_rank": 16}, "kv_lora_rank is 16", "expected null"),
+    "mla_sizes_missing": ({"kv_lora_rank": 16}, "qk_nope_head_dim is None, qk_rope_head_dim is None", "expected sizes above 0"),
+    "mla_with_qk_norm": (
+        {"kv_lora_rank": 16, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4, "qk_norm": True}, "qk_norm=True", "no qk_norm",
+    ),
+    "mla_odd_rope": (
+        {"kv_lora_rank": 16, "qk_nope_head_dim": 4, "qk_rope_head_dim": 3, "v_head_dim": 4}, "qk_rope_head_dim=3", "even qk_rope_head_dim",
+    ),
+    "a_million_layers": ({"num_hidden_layers": 1_000_000}, "num_hidden_layers is 1000000", "at most 256"),
+    "no_head": ({"num_attention_heads": 0}, "num_attention_heads is 0", "above 0"),
     "no_layer": ({"num_hidden_layers": 0}, "num_hidden_layers is 0", "at least 1"),
     "empty_draft_vocabulary": ({"draft_vocab_size": 0}, "draft_vocab_size is 0", "1 to vocab_size (32000)"),
     "draft_vocabulary_above_v": ({"draft_vocab_size": 32001}, "draft_vocab_size is 32001", "1 to vocab_size (32000)"),
     "heads_not_grouped": ({"num_key_value_heads": 5}, "num_attention_heads (32)", "multiple of num_key_value_heads (5)"),
-    "no_kv_head": ({"num_key_value_heads": 0}, "num_attention_heads (32)", "multiple of num_key_value_heads (0)"),
+    "no_kv_head": ({"num_key_value_heads": 0}, "num_key_value_heads is 0", "above 0"),
     "two_input_norms": ({"norm_before_fc": True}, "fc_norm and norm_before_fc are both true", "at most one"),
     "no_ids": ({"aux_hidden_state_layer_ids": []}, "aux_hidden_state_layer_ids is []", "distinct ids >= 0 in ascending order"),
     "ids_descend": ({"aux_hidden_state_layer_ids": [5, 3]}, "is [5, 3]", "ascending order"),
@@ -76,7 +85,7 @@ def test_absent_sizes_follow_the_given_ones():
 def test_not_default_covers_every_field():
     own = {field.name for field in fields(Eagle31Config)} - {field.name for field in fields(PreTrainedConfig)}
     own |= {name for name in NOT_DEFAULT if name in {field.name for field in fields(PreTrainedConfig)}}
-    assert own - set(NOT_DEFAULT) == {"kv_lora_rank"}
+    assert own - set(NOT_DEFAULT) == {"kv_lora_rank", "weights_from"}
     defaults = Eagle31Config()
     assert [name for name, value in NOT_DEFAULT.items() if getattr(defaults, name) == value] == []
 
@@ -104,7 +113,7 @@ def test_another_models_config_is_refused(tmp_path):
 
 @pytest.mark.parametrize(("given", "found", "expected"), REFUSALS.values(), ids=REFUSALS)
 def test_contradictions_are_refused(given, found, expected):
-    with pytest.raises(StrictDataclassClassValidationError) as error:
+    with pytest.raises((StrictDataclassClassValidationError, ValueError)) as error:
         Eagle31Config(**given)
     assert found in str(error.value)
     assert expected in str(error.value)

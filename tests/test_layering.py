@@ -7,7 +7,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "eagle31_hf"
 LAYERS = (
-    {"version", "configuration", "vocab"}, {"attention"}, {"modeling"}, {"features"}, {"generation", "training"}, {"demo", "bench"},
+    {"version", "configuration", "vocab"}, {"attention", "checkpoints"}, {"modeling"}, {"features"}, {"generation", "training"}, {"demo", "bench"},
     {"cli"}, {"__init__", "__main__"},
 )  # fmt: skip
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -467,7 +467,7 @@ def test_t2d_follows_d2t(t2d, saved, tmp_path):
 FAULTS = {
     "missing_weight": ({"fc.weight": None}, r"missing \['fc.weight'\], unexpected none"),
     "missing_norm": ({"fc_norm.1.weight": None}, r"missing \['fc_norm.1.weight'\]"),
-    "missing_d2t": ({"d2t": None}, r"missing \['d2t'\]"),
+    "missing_d2t": ({"d2t": None}, "lm_head.weight has 37 rows for a vocabulary of 61, and there is no d2t"),
     "missing_embedding": ({"embed_tokens.weight": None}, r"missing \['embed_tokens.weight'\]"),
     "extra_tensor": ({"fc.bias": torch.zeros(WIDTH)}, r"missing none, unexpected \['fc.bias'\]"),
     "extra_layer_norm": ({"input_norm.weight": torch.ones(3 * WIDTH)}, r"unexpected \['input_norm.weight'\]"),
@@ -487,7 +487,7 @@ def test_a_faulty_checkpoint_is_refused(tensors, message, options, saved, tmp_pa
     path = edited(saved, tmp_path, tensors)
     with pytest.raises(ValueError, match=message) as error:
         Eagle31DrafterModel.from_pretrained(path, **options)
-    assert str(error.value).startswith(f"{path}: ")
+    assert str(error.value).startswith(str(path))
 
 
 def test_loading_info_can_be_asked_for(saved):

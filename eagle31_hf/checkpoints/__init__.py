@@ -1,0 +1,15 @@
+"""Checkpoint formats: names, shapes and config keys. No model is built here."""
+
+from .convert import convert_checkpoint
+from .export import EXPORT_FORMATS, engine_config, export_checkpoint, launch_line
+from .read import Checkpoint, read_checkpoint
+
+__all__ = [
+    "EXPORT_FORMATS",
+    "Checkpoint",
+    "convert_checkpoint",
+    "engine_config",
+    "export_checkpoint",
+    "launch_line",
+    "read_checkpoint",
+]

@@ -1,0 +1,166 @@
+"""Any checkpoint to the native format: into a new folder, or in place with one rename that decides between old and new."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from ..configuration import Eagle31Config
+from .files import HUB_OPTIONS, STAGED, WEIGHT_NAMES, WEIGHTS, read_json
+from .read import Checkpoint, read_checkpoint
+from .write import Entry, new_folder, write_json, write_safetensors
+
+ORIGINAL = "original"  # where an in-place conversion puts what it replaced
+RECORD = "conversion.json"
+SECURED = ("config.json.partial", "config.json", RECORD)  # what is in it besides the weights
+
+
+def convert_checkpoint(
+    source: str | os.PathLike,
+    destination: str | os.PathLike | None = None,
+    *,
+    discard_original: bool = False,
+    aux_layer_convention: str | None = None,
+    **options: Any,
+) -> Checkpoint:
+    """Converts an EAGLE 3 or 3.1 checkpoint of any format to the native one, tensor by tensor, each in its own dtype.
+
+    `destination=None` converts a local folder in place: the originals go to its `original/`, or away with `discard_original`. Whenever
+    the process dies, `from_pretrained` on the folder loads either the old or the new checkpoint, and a second call finishes the
+    work; on a finished folder it does nothing. `source` may be a Hub repository when a destination is given. `options`: `revision`,
+    `token` and the like, and fields of `Eagle31Config` that win over the checkpoint's.
+    Returns the native checkpoint, as `read_checkpoint` sees it, with the reasons and notes of the conversion.
+    Raises OSError when something is not there, ValueError (before anything is written) when the checkpoint cannot be converted.
+    """
+    hub = {name: options.pop(name) for name in HUB_OPTIONS if name in options}
+    unknown = sorted(options.keys() - Eagle31Config.__annotations__.keys())
+    if unknown:
+        raise ValueError(f"convert_checkpoint got {unknown}; expected fields of Eagle31Config, or {', '.join(HUB_OPTIONS)}.")
+    if destination is None:
+        if not os.path.isdir(source):
+            raise ValueError(f"{source}: is no local folder, so it cannot be converted in place; name a destination.")
+        return _convert_in_place(Path(source), options, aux_layer_convention, discard_original)
+    checkpoint = read_checkpoint(str(source), options, aux_layer_convention, **hub)
+    with new_folder(Path(destination)) as folder:
+        write_safetensors(folder / WEIGHTS, entries(checkpoint), checkpoint.source)
+        _copy_knobs(checkpoint, folder)
+        write_json(folder / RECORD, record(checkpoint))
+        write_native_config(checkpoint.config, folder / "config.json")
+    return _with_history(read_checkpoint(str(destination)), checkpoint)
+
+
+def entries(checkpoint: Checkpoint) -> dict[str, Entry]:
+    """Every native tensor of a checkpoint, ready to be written."""
+    stored = {name: Entry.of_file(tensor) for name, tensor in checkpoint.tensors.items()}
+    return stored | {name: Entry.of_tensor(tensor) for name, tensor in checkpoint.made.items()}
+
+
+def record(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What was converted, and how it was understood."""
+    return {
+        "source": checkpoint.files.source,
+        "format": checkpoint.format,
+        "reasons": checkpoint.reasons,
+        "notes": checkpoint.notes,
+        "renamed": {stored.name: name for name, stored in sorted(checkpoint.tensors.items()) if name != stored.name},
+        "dropped": checkpoint.dropped,
+        "made": sorted(checkpoint.made.keys() - {stored.name for stored in checkpoint.files.tensors.values()}),
+    }
+
+
+def write_native_config(config: Eagle31Config, path: Path) -> None:
+    config.architectures = ["Eagle31DrafterModel"]
+    config.to_json_file(str(path), use_diff=True)
+
+
+def _copy_knobs(checkpoint: Checkpoint, folder: Path) -> None:
+    knobs = checkpoint.folder / "generation_config.json"
+    if checkpoint.is_native and knobs.is_file():
+        shutil.copyfile(knobs, folder / knobs.name)
+
+
+def _with_history(native: Checkpoint, checkpoint: Checkpoint) -> Checkpoint:
+    native.reasons[:] = [*checkpoint.reasons, *native.reasons]
+    native.notes[:] = checkpoint.notes
+    return native
+
+
+# In place. What the folder holds after each step, and what from_pretrained reads of it (*):
+#   stage   config.json*, old weights*; eagle31-converting/model.safetensors, original/config.json
+#   commit  config.json* pointing to eagle31-converting/model.safetensors*; old weights, original/config.json
+#   tidy    config.json*, model.safetensors*; everything old in original/
+# The commit is one rename. Before it the folder is the old checkpoint, from it on the new one.
+
+
+def _convert_in_place(folder: Path, overrides: dict[str, Any], convention: str | None, discard: bool) -> Checkpoint:
+    checkpoint = read_checkpoint(str(folder), overrides, convention)
+    if checkpoint.folder != folder:
+        raise ValueError(f"{folder}: its weights are in {checkpoint.folder}; convert that folder, or name a destination.")
+    is_done = checkpoint.is_native and checkpoint.config.to_dict() == read_checkpoint(str(folder)).config.to_dict()
+    if not is_done:
+        _stage(folder, checkpoint)
+        _commit(folder, checkpoint)
+    if (folder / STAGED).is_file() and read_json(folder / "config.json").get("transformers_weights") == STAGED:
+        _tidy(folder)
+    shutil.rmtree((folder / STAGED).parent, ignore_errors=True)
+    if discard:
+        _discard_original(folder)
+    native = read_checkpoint(str(folder))
+    return native if is_done else _with_history(native, checkpoint)
+
+
+def _stage(folder: Path, checkpoint: Checkpoint) -> None:
+    """Writes the new weights where nobody reads them yet, and secures the old config."""
+    original, staged = folder / ORIGINAL, folder / STAGED
+    names = {file.name for file in checkpoint.files.weight_files} | {name for name in WEIGHT_NAMES if (folder / name).is_file()}
+    kept = sorted(path.name for path in original.iterdir() if path.name not in SECURED) if original.is_dir() else []
+    if kept:
+        raise ValueError(f"{original}: holds {kept}, of an earlier conversion maybe; nothing was changed. Move it away, or discard it.")
+    staged.parent.mkdir(exist_ok=True)
+    write_safetensors(staged, entries(checkpoint), checkpoint.source)
+    original.mkdir(exist_ok=True)
+    write_json(original / RECORD, record(checkpoint) | {"weight_files": sorted(names)})
+    shutil.copyfile(folder / "config.json", original / "config.json.partial")
+    os.replace(original / "config.json.partial", original / "config.json")
+
+
+def _commit(folder: Path, checkpoint: Checkpoint) -> None:
+    config = (folder / STAGED).with_name("config.json")
+    checkpoint.config.architectures = ["Eagle31DrafterModel"]
+    write_json(config, checkpoint.config.to_diff_dict() | {"transformers_weights": STAGED})
+    os.replace(config, folder / "config.json")
+
+
+def _tidy(folder: Path) -> None:
+    """From the commit to the final layout. Every step may find itself already done."""
+    original, staged = folder / ORIGINAL, folder / STAGED
+    for name in read_json(original / RECORD)["weight_files"]:
+        if (folder / name).is_file() and not (original / name).exists():  # once it is there, the name may be the new file's
+            os.replace(folder / name, original / name)
+    link = staged.with_name("link")
+    link.unlink(missing_ok=True)
+    _link_or_copy(staged, link)
+    os.replace(link, folder / WEIGHTS)
+    stated = read_json(folder / "config.json")
+    del stated["transformers_weights"]
+    config = staged.with_name("config.json")
+    write_native_config(Eagle31Config.from_dict(stated), config)
+    os.replace(config, folder / "config.json")
+
+
+def _discard_original(folder: Path) -> None:
+    """Removes what a conversion put into original/, and the folder if nothing else is in it. The record goes last: it has the list."""
+    original = folder / ORIGINAL
+    if not (original / RECORD).is_file():
+        return
+    for name in (*read_json(original / RECORD)["weight_files"], *SECURED):
+        (original / name).unlink(missing_ok=True)
+    if not any(original.iterdir()):
+        original.rmdir()
+
+
+def _link_or_copy(source: Path, destination: Path) -> None:
+    try:
+        os.link(source, destination)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(source, destination)

@@ -1,0 +1,280 @@
+"""A checkpoint's files: found in a folder or on the Hub, and described from their headers before any weight is read.
+
+Nothing here executes what a file says: configs and indices are parsed as JSON, pickles with torch's tensor-only unpickler.
+"""
+
+import json
+import os
+import pickle
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers.utils import cached_file
+from transformers.utils.hub import extract_commit_hash
+
+# Safetensors' names for the dtypes a drafter may hold.
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+NAME_OF_DTYPE = {dtype: name for name, dtype in DTYPES.items()}
+FLOATS = ("F64", "F32", "F16", "BF16")
+
+WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHT_NAMES = (WEIGHTS, WEIGHTS_INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")  # first found is read
+SIDE_FILES = ("eagle_meta.pt", "eagle3_meta.pt")  # NeMo's draft vocabulary, where its weights leave it out
+SUBFOLDERS = ("", "model/consolidated")  # NeMo writes into the latter
+STAGED = "eagle31-converting/model.safetensors"  # where a conversion in place has the new weights until the old ones are moved
+HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies", "subfolder")
+MAX_JSON_BYTES, CHUNK_BYTES = 16 * 2**20, 8 * 2**20
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a file: its dtype (safetensors' name), its shape, and in a safetensors file its first byte."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    start: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * DTYPES[self.dtype].itemsize
+
+    def chunks(self) -> Iterator[memoryview]:
+        """Its bytes in pieces of at most 8 MiB; each piece is valid until the next is asked for."""
+        if self.start is None:
+            yield from tensor_chunks(self.load())
+            return
+        buffer, left = memoryview(bytearray(min(CHUNK_BYTES, self.nbytes))), self.nbytes
+        with open(self.file, "rb", buffering=0) as file:
+            file.seek(self.start)
+            while left:
+                count = file.readinto(buffer[: min(left, len(buffer))])
+                if not count:
+                    raise OSError(f"{self.file}: {self.name} ends {left} bytes early. Download the file again.")
+                yield buffer[:count]
+                left -= count
+
+    def load(self) -> Tensor:
+        """The tensor itself. A pickle is opened anew for each, so that only this one's pages are ever in memory."""
+        if self.start is None:
+            return unpickle(self.file)[self.name].contiguous()
+        with safe_open(self.file, "pt") as tensors:
+            return tensors.get_tensor(self.name)
+
+
+@dataclass(frozen=True)
+class CheckpointFiles:
+    """What lies in `folder`, which is `source` itself or where the Hub's files were put."""
+
+    source: str
+    folder: Path
+    config: dict[str, Any]
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
+    weight_files: tuple[Path, ...] = ()  # an index among them
+    metadata: dict[str, str] = field(default_factory=dict)  # of the safetensors header
+
+
+def tensor_chunks(tensor: Tensor) -> Iterator[memoryview]:
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    for piece in flat.split(CHUNK_BYTES):
+        yield memoryview(piece.numpy())
+
+
+def find(source: str, **hub: Any) -> Path:
+    """The folder with the config and weights of a folder or Hub repository, downloaded if need be. Raises OSError if there is none."""
+    if os.path.isdir(source):
+        folder = Path(source, hub.get("subfolder") or "")
+        for sub in SUBFOLDERS:
+            if any((folder / sub / name).is_file() for name in ("config.json", *WEIGHT_NAMES)):
+                return folder / sub
+        raise OSError(f"{source}: holds no config.json; expected a drafter's folder or the name of a Hub repository.")
+    options: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False} | hub
+    config = cached_file(source, "config.json", **options)
+    if config is None:
+        raise OSError(f"{source}: has no config.json at revision {hub.get('revision') or 'main'}; expected a drafter's repository.")
+    options["revision"] = extract_commit_hash(config, None) or hub.get("revision")  # "main" may move while files are fetched
+    for name in WEIGHT_NAMES:
+        found = cached_file(source, name, **options)
+        if found is not None:
+            if name.endswith("index.json"):
+                for shard in sorted(set(read_index(Path(found)).values())):
+                    if cached_file(source, shard, **options) is None:
+                        raise OSError(f"{source}: {name} names {shard}, which the repository does not have. It is incomplete.")
+            break
+    cached_file(source, "generation_config.json", **options)
+    return Path(config).parent
+
+
+def read_config(source: str, folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{source}: has weights but no config.json; expected the config.json its trainer wrote beside them.")
+    return read_json(path)
+
+
+def open_files(source: str, **hub: Any) -> CheckpointFiles:
+    """Config and tensor headers of a folder or Hub repository; a repository of only a config has no tensors.
+
+    Raises OSError when something is not there, ValueError (file, what was found, what was expected) when it is not sound.
+    """
+    folder = find(source, **hub)
+    config = read_config(source, folder)
+    name = weights_name(folder, config)
+    if name is None:
+        return CheckpointFiles(source, folder, config)
+    index = read_index(folder / name) if name.endswith("index.json") else None
+    shards = sorted(set(index.values())) if index else [name]
+    tensors: dict[str, StoredTensor] = {}
+    for shard in shards:
+        if not (folder / shard).is_file():
+            raise ValueError(f"{folder / name}: names {shard}, which is not there; expected every shard beside the index.")
+        stored = read_header(folder / shard)
+        twice = sorted(tensors.keys() & stored.keys())
+        if twice:
+            raise ValueError(f"{folder / shard}: {twice[0]} is also in {tensors[twice[0]].file.name}; expected each tensor once.")
+        tensors |= stored
+    if index is not None:
+        _check_index(folder / name, index, tensors)
+    files = tuple(folder / shard for shard in shards) + (() if index is None else (folder / name,))
+    return CheckpointFiles(source, folder, config, tensors, files, _metadata(folder / shards[0]))
+
+
+def weights_name(folder: Path, config: dict[str, Any]) -> str | None:
+    """The file to read weights from: transformers' `transformers_weights` in the config decides, else the first usual name."""
+    named = config.get("transformers_weights")
+    if named == STAGED:
+        return named
+    if named is not None:
+        check_file_name(named, folder / "config.json", "transformers_weights")
+        return named
+    return next((name for name in WEIGHT_NAMES if (folder / name).is_file()), None)
+
+
+def check_file_name(name: Any, where: Path, key: str) -> None:
+    if not isinstance(name, str) or name != os.path.basename(name) or name in ("", ".", "..") or "\\" in name or "\0" in name:
+        raise ValueError(f"{where}: {key} names the file {name!r}; expected a plain file name beside it, without folders.")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file of at most 16 MiB."""
+    if path.stat().st_size > MAX_JSON_BYTES:
+        raise ValueError(f"{path}: is {path.stat().st_size} bytes; expected at most {MAX_JSON_BYTES}. This is not a config or an index.")
+    try:
+        value = json.loads(path.read_bytes(), parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: is not valid JSON ({error}); expected one JSON object. Download it again.") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: holds a {type(value).__name__}; expected one JSON object.")
+    return value
+
+
+def _no_constant(text: str) -> float:
+    raise ValueError(f"{text} is not JSON")
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """Tensor name -> shard of an index file; shards are plain names beside it."""
+    index = read_json(path).get("weight_map")
+    if not isinstance(index, dict) or not index:
+        raise ValueError(f"{path}: has no weight_map; expected an object of tensor names and the files that hold them.")
+    for name, shard in index.items():
+        check_file_name(shard, path, f"weight_map[{name!r}]")
+    return index
+
+
+def _check_index(path: Path, index: dict[str, str], tensors: dict[str, StoredTensor]) -> None:
+    for name, stored in tensors.items():
+        if index.get(name) != stored.file.name:
+            raise ValueError(f"{path}: {name} is in {stored.file.name}, the index says {index.get(name)}; expected them to agree.")
+    absent = sorted(name for name in index.keys() - tensors.keys() if "rotary_emb" not in name)  # buffers are often listed but not saved
+    if absent:
+        raise ValueError(f"{path}: names {absent[0]} in {index[absent[0]]}, which does not hold it; expected them to agree.")
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """Names, dtypes and shapes of a file's tensors; the weights themselves are not read."""
+    return _safetensors_header(path) if path.suffix == ".safetensors" else _pickle_header(path)
+
+
+def _safetensors_header(path: Path) -> dict[str, StoredTensor]:
+    try:
+        with safe_open(path, "pt"):  # refuses truncated, oversized, overlapping and gappy files
+            pass
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ValueError(f"{path}: is not a sound safetensors file ({error}); expected one. Download it again.") from None
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    for name, entry in header.items():
+        _check_dtype(path, name, entry["dtype"])
+    return {
+        name: StoredTensor(name, entry["dtype"], tuple(entry["shape"]), path, 8 + length + entry["data_offsets"][0])
+        for name, entry in header.items()
+    }
+
+
+def _metadata(path: Path) -> dict[str, str]:
+    if path.suffix != ".safetensors":
+        return {}
+    with safe_open(path, "pt") as tensors:
+        return tensors.metadata() or {}
+
+
+def _check_dtype(path: Path, name: str, dtype: str) -> None:
+    if dtype not in DTYPES:
+        raise ValueError(
+            f"{path}: {name} is stored as {dtype}; expected one of {', '.join(DTYPES)}. Quantized drafters are not read: use the original."
+        )
+
+
+def _pickle_header(path: Path) -> dict[str, StoredTensor]:
+    values = unpickle(path)
+    for name, value in values.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            hint = " Save the tensors themselves: the value of that key, say." if isinstance(value, dict) else ""
+            raise ValueError(f"{path}: {name!r} is a {type(value).__name__}; expected names and tensors only.{hint}")
+        if value.layout != torch.strided or value.is_quantized or value.is_nested:
+            raise ValueError(f"{path}: {name} is not a plain dense tensor; expected one.")
+        if value.numel() * value.element_size() > value.untyped_storage().nbytes():
+            raise ValueError(f"{path}: {name} of shape {tuple(value.shape)} is larger than what is stored; expected every element.")
+        _check_dtype(path, name, NAME_OF_DTYPE.get(value.dtype, str(value.dtype)))
+    return {name: StoredTensor(name, NAME_OF_DTYPE[value.dtype], tuple(value.shape), path) for name, value in values.items()}
+
+
+def unpickle(path: Path) -> dict[Any, Any]:
+    """A pickle's tensors, mapped rather than read where the file allows it, by torch's tensor-only unpickler."""
+    try:
+        is_zip = zipfile.is_zipfile(path)
+        if is_zip:
+            _check_archive(path)
+        values = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+    except pickle.UnpicklingError as error:
+        reason = str(error).split("\n")[0]
+        raise ValueError(
+            f"{path}: asks to run code when loaded, and was not ({reason}). Expected tensors only; do not load this file elsewhere."
+        ) from None
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, AssertionError,
+            OverflowError, MemoryError, RecursionError, zipfile.BadZipFile) as error:  # fmt: skip
+        reason = str(error).split("\n")[0]
+        raise ValueError(f"{path}: is not a sound PyTorch file ({type(error).__name__}: {reason}). Download it again.") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: holds a {type(values).__name__}; expected a dictionary of names and tensors.")
+    return values
+
+
+def _check_archive(path: Path) -> None:
+    with zipfile.ZipFile(path) as archive:
+        for entry in archive.infolist():
+            if entry.compress_type != zipfile.ZIP_STORED:
+                raise ValueError(f"{entry.filename} is compressed, as PyTorch never writes it")

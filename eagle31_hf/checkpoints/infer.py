@@ -1,0 +1,179 @@
+"""The native config of a checkpoint another library wrote, from what its config states and what its tensors show."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+
+from .. import vocab
+from ..configuration import Eagle31Config
+from . import keys, layer_ids
+from .files import FLOATS, CheckpointFiles
+from .producers import SPECULATORS, Producer, eagle_config
+from .tensors import Shapes, layer_count
+
+
+def foreign_config(
+    files: CheckpointFiles,
+    producer: Producer,
+    shapes: Shapes,
+    overrides: dict[str, Any],
+    convention: str | None,
+    reasons: list[str],
+    notes: list[str],
+) -> Eagle31Config:
+    """The native config of a foreign checkpoint: what its config states, what its tensors show, what the caller insists on.
+
+    `shapes` has native names. Appends to `reasons` and `notes`. Raises ValueError for contradictions and ambiguities.
+    """
+    source = files.source
+    fields = keys.read_fields(files.config, source)
+    _check_ambiguous(producer, fields, overrides, source)
+    fields |= {name: value for name, value in overrides.items() if name in keys.FLAGS}
+    _add_shown(fields, shapes, source, notes)
+    if "aux_hidden_state_layer_ids" not in overrides:
+        ids, reason = _find_ids(files, producer, convention)
+        if ids is None:
+            notes.append(reason)
+        else:
+            fields["aux_hidden_state_layer_ids"] = ids
+            reasons.append(reason)
+    fields |= overrides
+    _add_target_width(fields, files, shapes, notes)
+    dtype = next(stored.dtype for name, stored in sorted(files.tensors.items()) if name.endswith("fc.weight") or stored.dtype in FLOATS)
+    fields["dtype"] = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}.get(dtype, "float32")
+    return build_config(fields | {"architectures": ["Eagle31DrafterModel"]}, source)
+
+
+def _check_ambiguous(producer: Producer, fields: dict[str, Any], overrides: Mapping[str, Any], source: str) -> None:
+    if producer.norm_output_had_two_meanings and fields.get("norm_output") is True and "norm_output" not in overrides:
+        raise ValueError(
+            f"{source}: config.json: norm_output is true, which SpecForge wrote from May to September 2026 for EAGLE 3 and writes since "
+            "for EAGLE 3.1. Pass norm_output=False for a drafter trained before SpecForge's change #879, norm_output=True for a later one."
+        )
+    if producer.name == SPECULATORS and "norm_before_residual" not in {**fields, **overrides}:
+        raise ValueError(
+            f"{source}: config.json has no norm_before_residual, which speculators reads as false and vLLM as true. "
+            "Pass norm_before_residual=True or False, as the drafter was trained (speculators' command line: True)."
+        )
+
+
+def _add_shown(fields: dict[str, Any], shapes: Shapes, source: str, notes: list[str]) -> None:
+    """What the tensors decide, whatever the config says of it; flags that contradict them are an error."""
+    for flag, sign in (("fc_norm", "fc_norm.0.weight"), ("norm_before_fc", "input_norm.weight")):
+        stated, shown = fields.get(flag), sign in shapes
+        if stated is not None and stated != shown:
+            raise ValueError(
+                f"{source}: config.json says {flag}={stated}, the weights have {'a' if shown else 'no'} {sign}; expected both or neither."
+            )
+        if shown and stated is None:
+            notes.append(f"{flag} is on: the weights have {sign}, though config.json does not say so")
+        fields[flag] = shown
+    fields.setdefault("norm_output", False)
+    fields.setdefault("norm_before_residual", False)
+    first = "layers.0.self_attn"
+    fields |= {
+        "attention_bias": any(name.startswith(first) and name.endswith(".bias") for name in shapes),
+        "mlp_bias": "layers.0.mlp.gate_proj.bias" in shapes,
+        "fc_bias": "fc.bias" in shapes,
+        "qk_norm": f"{first}.q_norm.weight" in shapes,
+        "share_target_embeddings": "embed_tokens.weight" not in shapes,
+        "share_target_head": "lm_head.weight" not in shapes,
+        "tie_word_embeddings": False,
+    }
+    layers = layer_count(shapes)
+    if fields.get("num_hidden_layers", layers) != layers:
+        notes.append(f"config.json says num_hidden_layers={fields['num_hidden_layers']}, the weights have {layers}")
+    fields["num_hidden_layers"] = layers
+    if isinstance(fields.get("layer_types"), list) and len(fields["layer_types"]) != layers:
+        notes.append(f"layer_types lists {len(fields['layer_types'])} layers, the target's: not used")
+        del fields["layer_types"]
+    if f"{first}.kv_a_proj_with_mqa.weight" not in shapes:
+        for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+            fields.pop(name, None)  # the target's, where its whole config was written
+    elif fields.get("kv_lora_rank") is None:
+        raise ValueError(f"{source}: the weights have {first}.kv_a_proj_with_mqa, config.json no kv_lora_rank; expected MLA's sizes.")
+    _add_sizes(fields, shapes, source, notes)
+
+
+def _add_sizes(fields: dict[str, Any], shapes: Shapes, source: str, notes: list[str]) -> None:
+    """Sizes a config may leave out, and the two vocabularies."""
+    gate = shapes.get("layers.0.mlp.gate_proj.weight", (None,))
+    fields.setdefault("hidden_size", shapes.get("norm.weight", (None,))[0])
+    fields.setdefault("intermediate_size", gate[0])
+    heads = fields.get("num_attention_heads")
+    if type(heads) is not int or heads < 1:
+        raise ValueError(f"{source}: config.json: num_attention_heads is {heads!r}; expected a number, which the weights do not tell.")
+    fields.setdefault("num_key_value_heads", heads)
+    rows = {name: shapes[name][0] for name in ("embed_tokens.weight", "lm_head.weight", "t2d", "d2t") if shapes.get(name)}
+    size = fields.setdefault("vocab_size", rows.get("t2d", rows.get("embed_tokens.weight")))
+    if type(size) is not int:
+        raise ValueError(f"{source}: config.json: vocab_size is {size!r}; expected the target's, which these weights do not tell.")
+    table = rows.get("embed_tokens.weight", size)
+    if table > size and vocab.same_vocabulary(table, size):
+        notes.append(f"the embedding has {table} rows for a vocabulary of {size}: padding, kept")
+        fields["vocab_size"] = table
+    drafted, stated = rows.get("lm_head.weight", rows.get("d2t", fields["vocab_size"])), fields.get("draft_vocab_size")
+    if stated not in (None, drafted) and not (stated == size and drafted == fields["vocab_size"]):
+        raise ValueError(f"{source}: config.json says draft_vocab_size={stated}, the weights have {drafted} rows; expected as many.")
+    fields["draft_vocab_size"] = drafted
+
+
+def _find_ids(files: CheckpointFiles, producer: Producer, convention: str | None) -> tuple[list[int] | None, str]:
+    """The boundary ids of the captured states, or None, and where they were found."""
+    config, nested = files.config, eagle_config(files.config)
+    at_top = next((config[key] for key in ("eagle_aux_hidden_state_layer_ids",) if config.get(key) is not None), None)
+    in_nest, as_output = nested.get("eagle_aux_hidden_state_layer_ids"), config.get("aux_hidden_states_layer_ids")
+    where = f"{files.source}: config.json: "
+    if at_top is not None:
+        ids, reason = layer_ids.resolve(at_top, convention or "boundary", f"{where}eagle_aux_hidden_state_layer_ids")
+        if in_nest is not None and convention is None and in_nest not in (ids, [i - 1 for i in ids]):
+            raise ValueError(f"{where}eagle_aux_hidden_state_layer_ids is {ids}, in eagle_config {in_nest}; expected the same layers.")
+        return ids, reason
+    if as_output is not None:
+        return layer_ids.resolve(as_output, convention or "output", f"{where}aux_hidden_states_layer_ids")
+    if in_nest is not None:
+        stated = convention or producer.convention
+        return layer_ids.resolve(in_nest, stated, f"{where}eagle_config.eagle_aux_hidden_state_layer_ids")
+    return None, (
+        "config.json names no target layers: the engines' default [2, L // 2, L - 3] is used; pass aux_hidden_state_layer_ids=[...] "
+        "if the drafter was trained on others (low acceptance is the sign)"
+    )
+
+
+def _add_target_width(fields: dict[str, Any], files: CheckpointFiles, shapes: Shapes, notes: list[str]) -> None:
+    """Target width and number of captured states out of fc's width; raises ValueError where they do not fit."""
+    source, fc = files.source, shapes["fc.weight"]
+    if len(fc) != 2:
+        raise ValueError(f"{source}: fc.weight has shape {fc}; expected two dimensions.")
+    ids, stated = fields.get("aux_hidden_state_layer_ids"), files.config.get("num_aux_hidden_states")
+    count, count_from = (stated, "num_aux_hidden_states") if stated is not None else (3, "the default")
+    if ids:
+        count, count_from = len(ids), f"the {len(ids)} layer ids"
+    width, width_from = fields.get("target_hidden_size"), "target_hidden_size"
+    if width is None:
+        width, width_from = fields["hidden_size"], "hidden_size"
+        if type(count) is int and fc[1] != count * width and fc[1] % count == 0:
+            width, width_from = fc[1] // count, "fc's width"
+            notes.append(f"the target's width is {width}: fc.weight reads {fc[1]} = {count} x {width}")
+    if type(count) is not int or type(width) is not int or count < 1 or count * width != fc[1]:
+        fits = f"{fc[1] // width} states would fit" if type(width) is int and width and fc[1] % width == 0 else "no number of states fits"
+        raise ValueError(
+            f"{source}: fc.weight reads {fc[1]} values, but {count} states ({count_from}) of width {width} ({width_from}) were expected; "
+            f"{fits}. Pass aux_hidden_state_layer_ids=[...] or target_hidden_size=..., whichever is wrong."
+        )
+    if ids and stated is not None and stated != len(ids):
+        raise ValueError(f"{source}: config.json: num_aux_hidden_states is {stated}, but {ids} are {len(ids)} layer ids; expected as many.")
+    if not ids and count != 3:
+        raise ValueError(
+            f"{source}: fc.weight reads {count} states, config.json does not say of which layers; pass aux_hidden_state_layer_ids=[...]."
+        )
+    fields["target_hidden_size"] = width
+
+
+def build_config(fields: dict[str, Any], source: str) -> Eagle31Config:
+    """The config of these fields; what it refuses is a ValueError that names the checkpoint."""
+    try:
+        return Eagle31Config.from_dict(fields)
+    except (StrictDataclassError, ZeroDivisionError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{source}: config.json: {error}") from error

@@ -1,0 +1,134 @@
+"""Config keys of other producers <-> fields of `Eagle31Config`. Reading and writing share the tables below."""
+
+from typing import Any
+
+from ..configuration import Eagle31Config
+
+# Named alike everywhere: in flat configs, in speculators' nested transformer_layer_config, and here.
+GEOMETRY = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("hidden_act", "rms_norm_eps", "max_position_embeddings", "attention_dropout", "initializer_range", "logit_scale"),
+    *("layer_types", "sliding_window", "bos_token_id", "eos_token_id", "pad_token_id"),
+    *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+)
+FLAGS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")
+DRAFTER = ("draft_vocab_size", "target_hidden_size", "target_model", *FLAGS)
+FLOATS = ("rms_norm_eps", "attention_dropout", "initializer_range", "logit_scale")
+# What transformers' LlamaConfig, which every engine reads these configs with, means by an absent key.
+ABSENT = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "hidden_act": "silu"}
+DEFAULT_ROPE_THETA = 10000.0
+
+# Keys (top level or in eagle_config) with which the graph is another one: key, the values that are ours, what the others mean.
+OTHER_GRAPH_KEYS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("use_aux_hidden_state", (True, None), "reads the target's last state only and has no fc"),
+    ("parallel_drafting", (False, None), "drafts in parallel (P-EAGLE)"),
+    ("parallel_draft_step", (1, 0, None), "drafts in parallel"),
+    ("use_mtp_layernorm", (False, None), "is an MTP head"),
+    ("use_last_layernorm", (True, None), "has no norm before its head"),
+    ("next_layer_regular", (True, None), "feeds the embedding to every layer"),
+    ("eh_proj_before_attn", (False, None), "fuses embedding and state before attention"),
+    ("eagle_aux_injection_mode", ("fused_fc", None), "injects the target's states in another way"),
+    ("quantization_config", (None, {}), "is quantized: use the original"),
+)
+SPECULATORS_TYPES = ("eagle3", None)
+SPECULATORS_LAYERS = ("llama", "qwen3")
+
+
+def refuse_other_graphs(config: dict[str, Any], source: str) -> None:
+    """Raises ValueError for switches under which a drafter computes something else than EAGLE 3 and 3.1 do."""
+    nested = config.get("eagle_config") if isinstance(config.get("eagle_config"), dict) else {}
+    for key, ours, what in OTHER_GRAPH_KEYS:
+        for place, where in ((config, "config.json"), (nested, "config.json: eagle_config")):
+            if key in place and place[key] not in ours:
+                raise ValueError(f"{source}: {where}: {key} is {str(place[key])[:80]}, so this drafter {what}; expected {ours[0]}.")
+    kind = config.get("speculators_model_type", (config.get("speculators_config") or {}).get("algorithm"))
+    if kind not in SPECULATORS_TYPES:
+        raise ValueError(f"{source}: config.json: speculators_model_type is {kind!r}; expected 'eagle3', the only kind read here.")
+
+
+def read_fields(config: dict[str, Any], source: str) -> dict[str, Any]:
+    """Fields of `Eagle31Config` a foreign config states, as stated: neither layer ids nor what tensors decide is settled here."""
+    config = _flatten(config, source)
+    nested = config.get("eagle_config") if isinstance(config.get("eagle_config"), dict) else {}
+    fields = {name: config[name] for name in (*GEOMETRY, *DRAFTER) if config.get(name) is not None}
+    for name, alias in (("norm_before_fc", nested.get("norm_before_fc")), ("fc_norm", config.get("use_aux_norm"))):
+        if alias is not None:
+            _agree(source, name, fields.setdefault(name, alias), alias)
+    for name in FLOATS:
+        if type(fields.get(name)) is int:
+            fields[name] = float(fields[name])
+    return ABSENT | fields | {"rope_parameters": rope_parameters(config, source)}
+
+
+def _flatten(config: dict[str, Any], source: str) -> dict[str, Any]:
+    """speculators nests the geometry in transformer_layer_config and keeps the flags outside."""
+    if "transformer_layer_config" not in config:
+        return config
+    inner = config["transformer_layer_config"]
+    if not isinstance(inner, dict):
+        raise ValueError(f"{source}: config.json: transformer_layer_config is a {type(inner).__name__}; expected an object.")
+    if inner.get("model_type") not in SPECULATORS_LAYERS:
+        raise ValueError(
+            f"{source}: config.json: transformer_layer_config.model_type is {inner.get('model_type')!r}; "
+            f"expected one of {SPECULATORS_LAYERS}."
+        )
+    outer = {name: config[name] for name in (*DRAFTER, "eagle_aux_hidden_state_layer_ids") if name in config}
+    verifier = (config.get("speculators_config") or {}).get("verifier") or {}
+    return inner | outer | {"target_model": verifier.get("name_or_path")}
+
+
+def _agree(source: str, name: str, value: Any, other: Any) -> None:
+    if value != other:
+        raise ValueError(f"{source}: config.json states {name} twice, as {value} and {other}; expected one value.")
+
+
+def rope_parameters(config: dict[str, Any], source: str) -> dict[str, Any]:
+    """One spelling out of three: rope_parameters (transformers 5), rope_scaling and rope_theta (before), partial_rotary_factor."""
+    given, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    for name, value in (("rope_parameters", given), ("rope_scaling", scaling)):
+        if not isinstance(value, dict):
+            raise ValueError(f"{source}: config.json: {name} is {value!r}; expected an object or null.")
+    if any(isinstance(value, dict) for value in given.values()):
+        raise ValueError(
+            f"{source}: config.json: rope_parameters differ by layer type ({', '.join(given)}); expected one set. "
+            "Pass the one the drafter was trained with, rope_parameters={...}."
+        )
+    rope = dict(scaling or given)
+    thetas = [value for value in (config.get("rope_theta"), rope.get("rope_theta"), given.get("rope_theta")) if value is not None]
+    if not all(isinstance(theta, int | float) and theta > 0 for theta in thetas):
+        raise ValueError(f"{source}: config.json: rope_theta is {thetas}; expected a number above 0.")
+    if len(set(thetas)) > 1:
+        raise ValueError(
+            f"{source}: config.json states rope_theta as {' and '.join(map(str, thetas))}; expected one value. "
+            "Pass rope_parameters={...}."
+        )
+    kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
+    rope.pop("type", None)
+    if rope.pop("mrope_section", None) is not None or kind == "mrope":  # on text all its axes are the same position
+        rope.pop("mrope_interleaved", None)
+        kind = "default" if kind == "mrope" else kind
+    rope |= {"rope_type": kind, "rope_theta": float(thetas[0]) if thetas else DEFAULT_ROPE_THETA}
+    if config.get("partial_rotary_factor") is not None:
+        rope.setdefault("partial_rotary_factor", config["partial_rotary_factor"])
+    return rope
+
+
+def write_geometry(config: Eagle31Config) -> dict[str, Any]:
+    """What both families of formats spell the same way, rope in all its spellings, for old and new readers."""
+    values = {name: getattr(config, name) for name in GEOMETRY}
+    latent = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    values = {name: value for name, value in values.items() if value is not None or (name not in latent and name != "sliding_window")}
+    rope = dict(config.rope_parameters)
+    scaling = {name: value for name, value in rope.items() if name not in ("rope_theta", "partial_rotary_factor")}
+    partial = {"partial_rotary_factor": rope["partial_rotary_factor"]} if "partial_rotary_factor" in rope else {}
+    dtype = str(config.dtype or "float32").removeprefix("torch.")
+    return values | partial | {
+        "attention_bias": config.attention_bias,
+        "mlp_bias": config.mlp_bias,
+        "rope_parameters": rope,
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": None if rope["rope_type"] == "default" else scaling,
+        "tie_word_embeddings": False,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+    }  # fmt: skip

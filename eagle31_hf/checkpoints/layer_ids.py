@@ -1,0 +1,57 @@
+"""Which target states a drafter reads. Two conventions are in use under the same keys; this library counts boundaries.
+
+Boundary k is the residual stream entering layer k, `hidden_states[k]` in transformers; output j is what layer j returns, boundary
+j + 1. Engines differ in how they read one list (vLLM: boundary; SGLang: output, mostly), so a list alone does not tell.
+"""
+
+from typing import Any
+
+CONVENTIONS = {"boundary": 0, "output": 1}  # what to add to get boundaries
+
+
+def resolve(ids: Any, convention: str | None, where: str) -> tuple[list[int], str]:
+    """The boundary ids of a list in a config, and why they were read so.
+
+    `convention` is what the producer or the user says, `None` when neither does; then the numbers must tell. Raises ValueError
+    for a list no trainer can have meant, and for one that may mean two things.
+    """
+    check(ids, where)
+    if convention is not None:
+        return [i + CONVENTIONS[convention] for i in ids], f"{where} {ids} are {convention} ids"
+    evidence = _evidence(ids)
+    if evidence is None:
+        raise ValueError(
+            f"{where} is {ids}, in one of two conventions: the boundary ids are {ids} or {[i + 1 for i in ids]}. "
+            'Pass aux_layer_convention="boundary" (as vLLM reads them) or "output" (as SGLang reads them).'
+        )
+    name, reason = evidence
+    return [i + CONVENTIONS[name] for i in ids], f"{where} {ids} are {name} ids: {reason}"
+
+
+def check(ids: Any, where: str) -> None:
+    """Raises ValueError unless `ids` is a short list of distinct ascending integers >= 0."""
+    sound = isinstance(ids, list) and 0 < len(ids) <= 16 and all(type(i) is int and 0 <= i < 10_000 for i in ids)
+    if not sound or sorted(set(ids)) != ids:
+        raise ValueError(f"{where} is {ids!r}; expected 1 to 16 distinct layer ids >= 0 in ascending order.")
+
+
+def _evidence(ids: list[int]) -> tuple[str, str] | None:
+    """The default capture points of some depth L, in either convention, give themselves away; so does where they start."""
+    if len(ids) == 3:
+        first, middle, last = ids
+        if first == 2 and middle == (last + 3) // 2:
+            return "boundary", f"the engines' default [2, L // 2, L - 3] for L = {last + 3}"
+        if first == 1 and middle == (last + 4) // 2 - 1:
+            return "output", f"the trainers' default [1, L // 2 - 1, L - 4] for L = {last + 4}"
+    if ids[0] == 2:
+        return "boundary", "they start at 2, as the engines' default does"
+    if ids[0] == 1:
+        return "output", "they start at 1, as the trainers' default does"
+    return None
+
+
+def as_output(ids: list[int]) -> list[int]:
+    """Boundary ids as output ids. Raises ValueError for boundary 0, the embedding, which no layer puts out."""
+    if ids[0] == 0:
+        raise ValueError(f"aux_hidden_state_layer_ids {ids} hold 0, the embedding's output, which output ids cannot express.")
+    return [i - 1 for i in ids]

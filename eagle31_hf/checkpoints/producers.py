@@ -1,0 +1,111 @@
+"""Who wrote a checkpoint, told from its config and tensor names. What differs by producer is in this table; the rest is common."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .files import CheckpointFiles
+
+
+@dataclass(frozen=True)
+class Producer:
+    """`convention` is how it counts the ids it nests in `eagle_config`; None: it did both, so the numbers must tell."""
+
+    name: str
+    detect: Callable[[CheckpointFiles], str | None]
+    convention: str | None = None
+    norm_output_had_two_meanings: bool = False
+
+
+def eagle_config(config: dict[str, Any]) -> dict[str, Any]:
+    nested = config.get("eagle_config")
+    return nested if isinstance(nested, dict) else {}
+
+
+def architecture(config: dict[str, Any]) -> str:
+    names = config.get("architectures")
+    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+
+
+def has_key(*keys: str, nested: bool = False) -> Callable[[CheckpointFiles], str | None]:
+    def detect(files: CheckpointFiles) -> str | None:
+        places = [files.config, eagle_config(files.config)] if nested else [files.config]
+        found = next((key for key in keys for place in places if key in place), None)
+        return None if found is None else f"config.json has {found}"
+
+    return detect
+
+
+def _native(files: CheckpointFiles) -> str | None:
+    return "config.json says model_type eagle31" if files.config.get("model_type") == "eagle31" else None
+
+
+def _torchspec(files: CheckpointFiles) -> str | None:
+    found = next((key for key in files.metadata if key.startswith("torchspec")), None)
+    return f"the weights' header has {found}" if found else has_key("_torchspec_version")(files)
+
+
+def _modelopt(files: CheckpointFiles) -> str | None:
+    producer = files.config.get("producer")
+    if isinstance(producer, dict) and producer.get("name") == "modelopt":
+        return "config.json names the producer modelopt"
+    return has_key("use_mtp_layernorm", "use_last_layernorm", "use_input_layernorm_in_first_layer", nested=True)(files)
+
+
+def _nemo(files: CheckpointFiles) -> str | None:
+    if "DraftModel" in architecture(files.config):
+        return f"config.json names the architecture {architecture(files.config)}"
+    return "tensors are named model.layers.0.*" if any(name.startswith("model.layers.0.") for name in files.tensors) else None
+
+
+def _angelslim(files: CheckpointFiles) -> str | None:
+    if architecture(files.config) == "Eagle3LlamaForCausalLM":
+        return "config.json names the architecture Eagle3LlamaForCausalLM"
+    if "eagle_aux_hidden_state_layer_ids" in files.config and "eagle_config" not in files.config and _has_midlayer(files):
+        return "tensors are named midlayer.* and config.json lists layer ids at its top level"
+    return has_key("aux_hidden_states_layer_ids", "eagle_aux_injection_mode")(files)
+
+
+def _original(files: CheckpointFiles) -> str | None:
+    is_pickle = any(file.suffix == ".bin" for file in files.weight_files)
+    is_plain = architecture(files.config) == "LlamaForCausalLM"
+    if not _has_midlayer(files) or "eagle_config" in files.config or not (is_pickle or is_plain):
+        return None
+    return (
+        f"tensors are named midlayer.* {'in a pickle' if is_pickle else 'under a plain LlamaForCausalLM'}, config.json has no eagle_config"
+    )
+
+
+def _specforge(files: CheckpointFiles) -> str | None:
+    if architecture(files.config) == "LlamaForCausalLMEagle3" and _has_midlayer(files) and "t2d" in files.tensors:
+        return "LlamaForCausalLMEagle3 with tensors named midlayer.* and t2d"
+    return None
+
+
+def _has_midlayer(files: CheckpointFiles) -> bool:
+    return any(name.startswith("midlayer.") for name in files.tensors)
+
+
+NATIVE, SPECULATORS, EXPORTED_BY = "eagle31_hf", "speculators", "exported_by"
+PRODUCERS = (
+    Producer(NATIVE, _native, "boundary"),
+    Producer("eagle31_hf export", has_key(EXPORTED_BY), "boundary"),
+    Producer(SPECULATORS, has_key("speculators_config", "speculators_model_type", "transformer_layer_config"), "boundary"),
+    Producer("TorchSpec", _torchspec),
+    Producer("NVIDIA ModelOpt", _modelopt),
+    Producer("NeMo Automodel", _nemo, "output"),
+    Producer("AngelSlim", _angelslim, "boundary"),
+    Producer("nebius", has_key("truncated_vocab_size")),
+    Producer("original EAGLE 3 release", _original, "output"),
+    Producer("SpecForge", _specforge, "output", norm_output_had_two_meanings=True),
+    Producer("vLLM / SGLang layout", lambda files: "fc.weight and layers.0.hidden_norm.weight, and no sign of a certain trainer"),
+)
+
+
+def identify(files: CheckpointFiles) -> tuple[Producer, str]:
+    """The first producer whose sign is there, and the sign."""
+    for producer in PRODUCERS:
+        reason = producer.detect(files)
+        if reason is not None:
+            return producer, reason
+    raise AssertionError("the last row takes everything")

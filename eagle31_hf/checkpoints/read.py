@@ -1,0 +1,218 @@
+"""Any EAGLE 3 or 3.1 checkpoint, understood: its files, its config in native terms, and which tensor is which.
+
+Everything that can be refused is refused here, from headers, before a weight is loaded or a byte is written.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.utils import HFValidationError, validate_repo_id
+from torch import Tensor
+
+from .. import vocab
+from ..configuration import Eagle31Config
+from . import keys, layer_ids
+from .files import FLOATS, SIDE_FILES, CheckpointFiles, StoredTensor, open_files, unpickle
+from .infer import build_config, foreign_config
+from .producers import NATIVE, identify
+from .tensors import Shapes, expected_tensors, native_names, refuse_other_graphs
+
+NOT_OVERRIDES = ("model_type", "architectures", "weights_from", "transformers_version", "dtype", "torch_dtype", "auto_map")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A drafter's checkpoint in native terms. `tensors`: native name -> where it is stored; `made`: native tensors the files lack.
+
+    `reasons` say why it was read so, `notes` what the user may want to know; both are complete sentences without a full stop.
+    """
+
+    source: str
+    files: CheckpointFiles
+    format: str
+    config: Eagle31Config
+    tensors: dict[str, StoredTensor]
+    made: dict[str, Tensor] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)  # name on disk -> why it is not needed
+    reasons: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def folder(self) -> Path:
+        return self.files.folder
+
+    @property
+    def is_native(self) -> bool:
+        """Whether the files are a native checkpoint as they stand."""
+        renamed = any(name != stored.name for name, stored in self.tensors.items())
+        return self.format == NATIVE and not renamed and not self.dropped and not self.made.keys() - {"t2d", "d2t"}
+
+    @property
+    def key_mapping(self) -> dict[str, str] | None:
+        """Names on disk -> native names, as transformers' `from_pretrained(key_mapping=)` takes them; None when all are native."""
+        mapping = {f"^{re.escape(stored.name)}$": name for name, stored in self.tensors.items() if stored.name != name}
+        return mapping or None
+
+
+def read_checkpoint(
+    source: str,
+    overrides: Mapping[str, Any] | None = None,
+    aux_layer_convention: str | None = None,
+    **hub: Any,
+) -> Checkpoint:
+    """Reads a folder's or Hub repository's config and tensor headers.
+
+    `overrides` are fields of `Eagle31Config` that win over what is found; `aux_layer_convention`, "boundary" or "output", says how the
+    checkpoint counts the target's layers where it does not say so itself. `hub`: revision, token, cache_dir, ....
+    Raises OSError when something is not there, ValueError when it is unsound, no EAGLE 3 drafter, or may mean two things.
+    """
+    if aux_layer_convention not in (None, *layer_ids.CONVENTIONS):
+        raise ValueError(f"aux_layer_convention is {aux_layer_convention!r}; expected one of {tuple(layer_ids.CONVENTIONS)} or None.")
+    files = open_files(str(source), **hub)
+    overrides = dict(overrides or {})
+    if files.config.get("weights_from") is not None and not files.tensors:
+        files, overrides = _follow(files, overrides, hub)
+    if not files.tensors:
+        raise ValueError(
+            f"{source}: config.json without weights; expected model.safetensors or pytorch_model.bin beside it, or weights_from in it."
+        )
+    producer, sign = identify(files)
+    reasons = [f"{producer.name}: {sign}"]
+    names, dropped = native_names(files.tensors, files.source)
+    tensors = {names[name]: stored for name, stored in files.tensors.items() if name in names}
+    shapes = {name: stored.shape for name, stored in tensors.items()}
+    notes: list[str] = []
+    if producer.name == NATIVE:
+        config = _native_config(files, overrides)
+    else:
+        refuse_other_graphs(shapes, files.source, files.config.get("model_type"))
+        keys.refuse_other_graphs(files.config, files.source)
+        config = foreign_config(files, producer, shapes, overrides, aux_layer_convention, reasons, notes)
+    checkpoint = Checkpoint(str(source), files, producer.name, config, tensors, {}, dropped, reasons, notes)
+    return _checked(checkpoint)
+
+
+def _follow(files: CheckpointFiles, overrides: dict[str, Any], hub: Mapping[str, Any]) -> tuple[CheckpointFiles, dict[str, Any]]:
+    """The files a Hub-hosted config points to, and the fields it states, over which `overrides` win."""
+    where, link = f"{files.source}: config.json: weights_from", files.config["weights_from"]
+    if not isinstance(link, dict) or not isinstance(link.get("repo_id"), str) or not isinstance(link.get("revision", ""), str):
+        raise ValueError(f'{where} is {link!r}; expected {{"repo_id": "owner/name", "revision": "commit"}}.')
+    repo_id = link["repo_id"]
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise ValueError(f"{where} names {repo_id!r} ({error}); expected a Hub repository, owner/name.") from None
+    if repo_id.count("/") != 1 or Path(repo_id).exists():
+        raise ValueError(f"{where} names {repo_id!r}, which is a local path or no owner/name; expected a Hub repository.")
+    if repo_id == files.source:
+        raise ValueError(f"{where} names the repository itself, {repo_id}; expected the one that holds the weights.")
+    options = {name: hub[name] for name in ("token", "cache_dir", "local_files_only", "force_download", "proxies") if name in hub}
+    base = open_files(repo_id, revision=link.get("revision"), **options)
+    if base.config.get("weights_from") is not None:
+        raise ValueError(f"{where} names {repo_id}, which holds no weights but points on; expected the repository that holds them.")
+    stated = {name: value for name, value in files.config.items() if name not in NOT_OVERRIDES and not name.startswith("_")}
+    return base, stated | overrides
+
+
+def _native_config(files: CheckpointFiles, overrides: Mapping[str, Any]) -> Eagle31Config:
+    return build_config(
+        {name: value for name, value in files.config.items() if name != "transformers_weights"} | dict(overrides), files.source
+    )
+
+
+def _checked(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint with its vocabulary map settled, once every tensor the config asks for is there, and none besides."""
+    source, config, tensors = checkpoint.files.source, checkpoint.config, dict(checkpoint.tensors)
+    expected, dropped, notes = expected_tensors(config), dict(checkpoint.dropped), list(checkpoint.notes)
+    made: dict[str, Tensor] = {}
+    if "d2t" in expected:
+        made |= _vocabulary_map(checkpoint, notes)
+    else:
+        for name in ("d2t", "t2d"):
+            if name in tensors:
+                _check_trivial(tensors[name], source)
+                dropped[tensors.pop(name).name] = "the draft vocabulary is the target's"
+    for name in expected.keys() - tensors.keys():
+        if name.endswith("self_attn.o_proj.bias") and checkpoint.format != NATIVE:
+            made[name] = torch.zeros(expected[name], dtype=getattr(torch, str(config.dtype).removeprefix("torch.")))
+    _compare(source, expected, tensors, made, {stored.name: name for name, stored in checkpoint.tensors.items()})
+    return replace(checkpoint, tensors=tensors, made=made, dropped=dropped, notes=notes)
+
+
+def _compare(source: str, expected: Shapes, tensors: dict[str, StoredTensor], made: Mapping[str, Tensor], names: dict[str, str]) -> None:
+    missing, extra = sorted(expected.keys() - tensors.keys() - made.keys()), sorted(tensors.keys() - expected.keys())
+    if missing or extra:
+        renamed = {old: new for old, new in names.items() if old != new}
+        on_disk = f" In the file: {sorted(names)}." if renamed else ""
+        raise ValueError(
+            f"{source}: tensors and config disagree: missing {missing or 'none'}, unexpected {extra or 'none'}. Expected exactly the "
+            f"tensors its config.json describes; check the flags there (fc_norm, norm_before_fc, share_target_head, ...).{on_disk}"
+        )
+    for name, stored in sorted(tensors.items()):
+        if name not in made and stored.shape != expected[name]:
+            raise ValueError(
+                f"{stored.file}: {stored.name} has shape {stored.shape}; expected {expected[name]}, as config.json describes. "
+                "Check the sizes there."
+            )
+        if name not in ("d2t", "t2d") and stored.dtype not in FLOATS:
+            raise ValueError(
+                f"{stored.file}: {stored.name} is stored as {stored.dtype}; expected one of {', '.join(FLOATS)}. "
+                "Quantized drafters are not read: use the original."
+            )
+
+
+def _vocabulary_map(checkpoint: Checkpoint, notes: list[str]) -> dict[str, Tensor]:
+    """`d2t` int64 and `t2d` bool: the first decides, the second is always rebuilt from it."""
+    source, config, tensors = checkpoint.files.source, checkpoint.config, checkpoint.tensors
+    if "d2t" in tensors:
+        d2t, where = _load_map(tensors["d2t"]), f"{tensors['d2t'].file}: "
+    else:
+        d2t, where = _side_map(checkpoint, notes), f"{source}: "
+    if d2t.shape != (config.draft_vocab_size,):
+        raise ValueError(f"{where}d2t has shape {tuple(d2t.shape)}; expected ({config.draft_vocab_size},), one entry a row of lm_head.")
+    try:
+        vocab.check_mapping(d2t, config.vocab_size)
+    except ValueError as error:
+        raise ValueError(f"{where}{error}") from None
+    t2d = vocab.membership(vocab.target_ids(d2t), config.vocab_size)
+    if "t2d" in tensors:
+        stored = _load_map(tensors["t2d"]).bool().flatten()
+        if not torch.equal(stored, t2d):
+            notes.append(f"t2d marks {int(stored.sum())} ids and is not what d2t says ({int(t2d.sum())} ids): rebuilt from d2t")
+    return {"d2t": d2t, "t2d": t2d}
+
+
+def _load_map(stored: StoredTensor) -> Tensor:
+    if stored.dtype in FLOATS or len(stored.shape) != 1:
+        raise ValueError(f"{stored.file}: {stored.name} is {stored.dtype} of shape {stored.shape}; expected integers in one dimension.")
+    tensor = stored.load()
+    return tensor if tensor.dtype == torch.bool else tensor.long()
+
+
+def _side_map(checkpoint: Checkpoint, notes: list[str]) -> Tensor:
+    """NeMo's older checkpoints keep the draft vocabulary as absolute ids in a file of its own."""
+    config = checkpoint.config
+    for name in SIDE_FILES:
+        if (checkpoint.folder / name).is_file():
+            ids = unpickle(checkpoint.folder / name).get("selected_token_ids")
+            ids = torch.tensor(ids) if isinstance(ids, list) and all(type(i) is int for i in ids) else ids
+            if isinstance(ids, Tensor) and ids.dim() == 1 and not ids.is_floating_point():
+                notes.append(f"the draft vocabulary is from {name}: the weights have no d2t")
+                return vocab.offsets(ids)
+    raise ValueError(
+        f"{checkpoint.files.source}: lm_head.weight has {config.draft_vocab_size} rows for a vocabulary of {config.vocab_size}, and there "
+        "is no d2t to say which ids they are (engines would take the first ones); expected d2t. Ask the drafter's author for it."
+    )
+
+
+def _check_trivial(stored: StoredTensor, source: str) -> None:
+    values = _load_map(stored)
+    if bool(values.logical_not().any() if stored.name.endswith("t2d") else values.any()):
+        raise ValueError(
+            f"{source}: the draft vocabulary is as large as the target's, yet {stored.name} reorders or leaves out ids; expected zeros in "
+            "d2t and true in t2d, or neither."
+        )

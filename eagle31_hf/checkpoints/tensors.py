@@ -1,0 +1,163 @@
+"""Names and shapes: what a drafter's config says its tensors are, what other producers call them, and what marks other graphs.
+
+h drafter width, ht target width, n captured states, H heads, KV key-value heads, d head_dim, V target and Vd draft vocabulary.
+"""
+
+import re
+from collections.abc import Iterable
+
+from ..configuration import Eagle31Config
+
+Shapes = dict[str, tuple[int, ...]]
+
+# Names on disk -> native names, tried in order, each at most once a name. Every row is a spelling some producer writes.
+RENAMES = (
+    (r"^model\.", ""),  # NeMo prefixes everything but the head and the vocabulary maps
+    (r"^midlayer\.(\d+)\.", r"layers.\1."),  # Megatron export
+    (r"^midlayer\.", "layers.0."),  # original release, SpecForge, AngelSlim
+    (r"^aux_norm_low\.", "fc_norm.0."),  # older SGLang
+    (r"^aux_norm_mid\.", "fc_norm.1."),
+    (r"^aux_norm_high\.", "fc_norm.2."),
+    (r"^fcs\.(\d+)\.", r"fc_norm.\1."),  # Qwen3.6 heads
+    (r"^context_proj\.", "fc."),  # TorchSpec
+    (r"^final_norm\.", "norm."),
+    (r"^(layers\.[1-9]\d*)\.hidden_norm\.", r"\1.input_layernorm."),  # SGLang's later layers
+)
+DROPPED = (
+    (r"rotary_emb\.", "computed from the config"),
+    (r"^layers\.[1-9]\d*\.hidden_norm\.", "later layers have one norm before attention, input_layernorm"),
+)
+
+# Tensors that only other architectures have -> what to say.
+OTHER_GRAPHS = (
+    (r"(^|\.)mask_hidden$", "a P-EAGLE head (parallel drafting)"),
+    (r"lora_[AB]\b", "a LoRA adapter: merge it into its drafter first"),
+    (r"(^|\.)(eh_proj|enorm)\.", "an MTP head (eh_proj)"),
+    (r"(^|\.)fuse_w1\b", "AngelSlim's hawk variant"),
+    (r"\.mlp\.(experts|gate)\.", "a drafter with a mixture-of-experts MLP"),
+    (r"\.self_attn\.(g_proj|gate_proj)\.", "a drafter with gated attention"),
+)
+
+
+def native_name(name: str) -> str:
+    for pattern, replacement in RENAMES:
+        name = re.sub(pattern, replacement, name, count=1)
+    return name
+
+
+def native_names(names: Iterable[str], source: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Names on disk -> native names, and those left out with the reason. Raises ValueError where two become one."""
+    renamed, dropped = {}, {}
+    for name in sorted(names):
+        short = re.sub(r"^model\.", "", name)
+        reason = next((why for pattern, why in DROPPED if re.search(pattern, short)), None)
+        if reason is None or ("hidden_norm" in name and short.replace("hidden_norm", "input_layernorm") not in map(_short, names)):
+            renamed[name] = native_name(name)
+        else:
+            dropped[name] = reason
+    by_target: dict[str, list[str]] = {}
+    for name, target in renamed.items():
+        by_target.setdefault(target, []).append(name)
+    for target, sources in by_target.items():
+        if len(sources) > 1:
+            raise ValueError(f"{source}: {' and '.join(sources)} both mean {target}; expected one of them.")
+    return renamed, dropped
+
+
+def _short(name: str) -> str:
+    return name.removeprefix("model.")
+
+
+def refuse_other_graphs(shapes: Shapes, source: str, model_type: str | None) -> None:
+    """Raises ValueError, with the name of what it is, for a checkpoint that is no EAGLE 3 drafter. `shapes` has native names."""
+    for pattern, what in OTHER_GRAPHS:
+        found = next((name for name in sorted(shapes) if re.search(pattern, name)), None)
+        if found:
+            raise ValueError(f"{source}: {found} marks {what}; expected an EAGLE 3 or 3.1 drafter, which has no such tensor.")
+    num_layers = layer_count(shapes)
+    if "fc.weight" not in shapes:
+        if "hidden_norm.weight" in shapes:
+            raise ValueError(f"{source}: hidden_norm.weight outside the layers marks a DFlash head; expected an EAGLE 3 or 3.1 drafter.")
+        what = "looks like the target itself" if num_layers > 1 and "layers.0.hidden_norm.weight" not in shapes else "is no EAGLE 3 drafter"
+        raise ValueError(
+            f"{source}: {len(shapes)} tensors in {num_layers} layers and no fc.weight (config.json: model_type {model_type!r}): "
+            f"this {what}; expected the drafter's checkpoint."
+        )
+    if "layers.0.hidden_norm.weight" not in shapes:
+        fc = shapes["fc.weight"]
+        is_eagle1 = len(fc) == 2 and fc[1] == 2 * fc[0]
+        what = "an EAGLE-1 or EAGLE-2 head (fc over [embedding, state])" if is_eagle1 else "another architecture"
+        raise ValueError(f"{source}: fc.weight {fc} without layers.0.hidden_norm.weight marks {what}; expected an EAGLE 3 or 3.1 drafter.")
+
+
+def layer_count(shapes: Iterable[str]) -> int:
+    """1 + the highest layer index among the names."""
+    return 1 + max((int(match[1]) for match in (re.match(r"layers\.(\d{1,4})\.", name) for name in shapes) if match), default=-1)
+
+
+def expected_tensors(config: Eagle31Config) -> Shapes:
+    """Native names and shapes of everything a checkpoint with this config holds. The one description of the native format."""
+    h, fused = config.hidden_size, config.num_aux_states * config.target_hidden_size
+    shapes: Shapes = {"fc.weight": (h, fused), "norm.weight": (h,)}
+    if config.fc_bias:
+        shapes["fc.bias"] = (h,)
+    if config.fc_norm:
+        shapes |= {f"fc_norm.{k}.weight": (config.target_hidden_size,) for k in range(config.num_aux_states)}
+    if config.norm_before_fc:
+        shapes["input_norm.weight"] = (fused,)
+    for i in range(config.num_hidden_layers):
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in _layer(config, is_fused=i == 0).items()}
+    if not config.share_target_head:
+        shapes["lm_head.weight"] = (config.draft_vocab_size, h)
+    if not config.share_target_embeddings:
+        shapes["embed_tokens.weight"] = (config.vocab_size, h)
+    if config.draft_vocab_size < config.vocab_size:
+        shapes |= {"d2t": (config.draft_vocab_size,), "t2d": (config.vocab_size,)}
+    return shapes
+
+
+def _layer(config: Eagle31Config, is_fused: bool) -> Shapes:
+    h, width = config.hidden_size, config.intermediate_size
+    attention = _latent_attention if config.kv_lora_rank is not None else _grouped_attention
+    shapes: Shapes = {"input_layernorm.weight": (h,), "post_attention_layernorm.weight": (h,)}
+    if is_fused:
+        shapes["hidden_norm.weight"] = (h,)
+    shapes |= {f"self_attn.{name}": shape for name, shape in attention(config, (2 if is_fused else 1) * h).items()}
+    for name, shape in (("gate_proj", (width, h)), ("up_proj", (width, h)), ("down_proj", (h, width))):
+        shapes[f"mlp.{name}.weight"] = shape
+        if config.mlp_bias:
+            shapes[f"mlp.{name}.bias"] = shape[:1]
+    return shapes
+
+
+def _grouped_attention(config: Eagle31Config, in_features: int) -> Shapes:
+    q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    rows = {"q_proj": (q, in_features), "k_proj": (kv, in_features), "v_proj": (kv, in_features), "o_proj": (config.hidden_size, q)}
+    shapes: Shapes = {f"{name}.weight": shape for name, shape in rows.items()}
+    if config.attention_bias:
+        shapes |= {f"{name}.bias": shape[:1] for name, shape in rows.items()}
+    if config.qk_norm:
+        shapes |= {"q_norm.weight": (config.head_dim,), "k_norm.weight": (config.head_dim,)}
+    return shapes
+
+
+def _latent_attention(config: Eagle31Config, in_features: int) -> Shapes:
+    heads, rank, rope = config.num_attention_heads, config.kv_lora_rank, config.qk_rope_head_dim
+    q = heads * (config.qk_nope_head_dim + rope)
+    shapes: Shapes = {
+        "kv_a_proj_with_mqa.weight": (rank + rope, in_features),
+        "kv_a_layernorm.weight": (rank,),
+        "kv_b_proj.weight": (heads * (config.qk_nope_head_dim + config.v_head_dim), rank),
+        "o_proj.weight": (config.hidden_size, heads * config.v_head_dim),
+    }
+    if config.attention_bias:
+        shapes |= {"kv_a_proj_with_mqa.bias": (rank + rope,), "o_proj.bias": (config.hidden_size,)}
+    if config.q_lora_rank is None:
+        return shapes | {"q_proj.weight": (q, in_features)}
+    if config.attention_bias:
+        shapes["q_a_proj.bias"] = (config.q_lora_rank,)
+    return shapes | {
+        "q_a_proj.weight": (config.q_lora_rank, in_features),
+        "q_a_layernorm.weight": (config.q_lora_rank,),
+        "q_b_proj.weight": (q, config.q_lora_rank),
+    }

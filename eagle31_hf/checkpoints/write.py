@@ -1,0 +1,119 @@
+"""Safetensors files and folders, written as streams: no more than one tensor is in memory, and nothing is half there afterwards."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .files import DTYPES, FLOATS, NAME_OF_DTYPE, StoredTensor, tensor_chunks
+
+# The order safetensors itself writes in, so that one set of tensors has one file, whoever wrote it.
+ORDER = ("F64", "I64", "F32", "I32", "BF16", "F16", "U8", "BOOL")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor to write: its dtype (safetensors' name), its shape, and its bytes in pieces."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: Callable[[], Iterator[memoryview]]
+
+    @classmethod
+    def of_tensor(cls, tensor: Tensor) -> "Entry":
+        return cls(NAME_OF_DTYPE[tensor.dtype], tuple(tensor.shape), lambda: tensor_chunks(tensor))
+
+    @classmethod
+    def of_file(cls, stored: StoredTensor) -> "Entry":
+        return cls(stored.dtype, stored.shape, stored.chunks)
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * DTYPES[self.dtype].itemsize
+
+
+def write_safetensors(path: Path, entries: Mapping[str, Entry], source: str) -> None:
+    """Writes `path`, byte for byte as safetensors' `save_file` would, and syncs it to disk.
+
+    Raises ValueError naming the first tensor with a NaN or an infinity; `source` is whose it is.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    names = sorted(entries, key=lambda name: (ORDER.index(entries[name].dtype), name))
+    end = 0
+    for name in names:
+        start, end = end, end + entries[name].nbytes
+        header[name] = {"dtype": entries[name].dtype, "shape": list(entries[name].shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb", buffering=0) as file:
+        _write(file, len(text).to_bytes(8, "little") + text)
+        for name in names:
+            check = not_finite(entries[name].dtype)
+            for chunk in entries[name].chunks():
+                if check is not None and check(chunk):
+                    raise ValueError(f"{source}: {name} holds NaN or infinite values; expected finite weights. Download it again.")
+                _write(file, chunk)
+        os.fsync(file.fileno())
+
+
+def _write(file: Any, data: Any) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[file.write(view) :]
+
+
+def not_finite(dtype: str) -> Callable[[memoryview], bool] | None:
+    """A test for NaN and infinity: the exponent's bits, all set. On bits, because bf16 arithmetic is slow on a CPU."""
+    if dtype not in FLOATS:
+        return None
+    unsigned, exponent = {
+        "F64": (np.uint64, 0x7FF << 52), "F32": (np.uint32, 0xFF << 23), "BF16": (np.uint16, 0xFF << 7), "F16": (np.uint16, 0x1F << 10),
+    }[dtype]  # fmt: skip
+    mask: Any = unsigned(exponent)
+
+    def check(chunk: memoryview) -> bool:
+        bits = np.frombuffer(chunk, dtype=unsigned)
+        return bool(((bits & mask) == mask).any())
+
+    return check
+
+
+def write_json(path: Path, value: Any) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def new_folder(destination: Path) -> Iterator[Path]:
+    """A folder to write into that becomes `destination` when the block ends well, and nothing at all otherwise.
+
+    Raises ValueError when something is at `destination` already.
+    """
+    if destination.is_symlink() or destination.is_file() or (destination.is_dir() and any(destination.iterdir())):
+        raise ValueError(f"{destination}: is there already; expected a folder that is new or empty. Name another, or remove it.")
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
+    try:
+        staging.chmod(0o777 & ~_umask())  # mkdtemp's are private
+        yield staging
+        os.replace(staging, destination)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current
