@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
 from transformers.models.llama.modeling_llama import eager_attention_forward
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 
@@ -92,8 +91,7 @@ class MLAttention(nn.Module):
         q = q.view(*x.shape[:-1], self.num_heads, -1).transpose(1, 2)
         q_nope, q_rope = q.split((self.sizes["nope"], self.sizes["rope"]), dim=-1)
         latent, k_rope = self.kv_a_proj_with_mqa(x)[:, None].split((self.sizes["rank"], self.sizes["rope"]), dim=-1)
-        q_rope, k_rope = apply_rotary_pos_emb_interleave(q_rope, k_rope, cos, sin)
-        return q_nope, q_rope, self.kv_a_layernorm(latent), k_rope
+        return q_nope, rotate_pairs(q_rope, cos, sin), self.kv_a_layernorm(latent), rotate_pairs(k_rope, cos, sin)
 
     def expanded(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Any) -> Tensor:
         """Attention with the keys (B, H, S, N + P) and values (B, H, S, V) of every head -> (B, T, H, V)."""
@@ -141,6 +139,13 @@ def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **opti
         options["sliding_window"] = module.sliding_window
     out, _ = attention(module, q, k, v, mask, dropout=dropout, scaling=module.scaling, **options)
     return out
+
+
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rope on the pairs (0, 1), (2, 3), ... of x (B, H, T, P); `cos`, `sin` (B, T, P) hold each angle twice. Even entries come first."""
+    cos, sin = (half[:, None, :, : half.shape[-1] // 2] for half in (cos, sin))
+    even, odd = x[..., 0::2], x[..., 1::2]
+    return torch.cat((even * cos - odd * sin, odd * cos + even * sin), dim=-1)
 
 
 def yarn_temperature(rope: Any) -> float:
