@@ -50,6 +50,7 @@ DRAFTERS = {
     "window_4": {"layer_types": ["sliding_attention"], "sliding_window": 4},
     "target_head": {"share_target_head": True},
     "own_embedding": {"hidden_size": 20, "head_dim": 10, "target_hidden_size": WIDTH, "share_target_embeddings": False},
+    "mla": {"q_lora_rank": 18, "kv_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5},
     "padded_vocabulary": {"vocab_size": VOCAB + 5},  # proposes ids the target does not have
 }
 

@@ -22,12 +22,14 @@ NORMS = {
     "norm_before_fc": {"fc_norm": False, "norm_before_fc": True},
     "norm_before_residual": {"norm_before_residual": True} | EAGLE3,
 }
+MLA = {"q_lora_rank": 18, "kv_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
 VARIANTS = NORMS | {
     "two_layers": {"num_hidden_layers": 2, "qk_norm": True, "attention_bias": True},
     "window_3": {"layer_types": ["sliding_attention"], "sliding_window": 3},
     "window_3_then_full": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3},
     "full_vocabulary": {"draft_vocab_size": VOCAB, "logit_scale": 0.5},
     "wider_target": {"target_hidden_size": 28},
+    "mla": MLA,
 }
 ATTENTIONS = ("eager", "sdpa")
 
