@@ -11,6 +11,7 @@ from .generation.chain import Eagle31CandidateGenerator
 from .generation.hook import install, uninstall
 from .generation.statistics import AcceptanceStats, track_acceptance
 from .modeling import Eagle31DrafterModel, Eagle31DrafterOutput
+from .upgrade import UpgradeReport, upgrade_to_eagle31
 from .version import __version__
 
 __all__ = [
@@ -19,12 +20,14 @@ __all__ = [
     "Eagle31Config",
     "Eagle31DrafterModel",
     "Eagle31DrafterOutput",
+    "UpgradeReport",
     "__version__",
     "convert_checkpoint",
     "export_checkpoint",
     "install",
     "track_acceptance",
     "uninstall",
+    "upgrade_to_eagle31",
 ]
 
 AutoConfig.register("eagle31", Eagle31Config)

@@ -6,9 +6,12 @@ B batch, T tokens, h drafter width, ht target width, n captured states, V target
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from huggingface_hub import HfApi
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
@@ -25,6 +28,7 @@ from .checkpoints.files import HUB_OPTIONS
 from .checkpoints.producers import NATIVE
 from .checkpoints.read import Checkpoint, read_checkpoint
 from .configuration import Eagle31Config
+from .hub import CARD, CardFacts, render_card, upload
 
 logger = logging.get_logger(__name__)
 MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
@@ -106,6 +110,8 @@ class Eagle31DrafterModel(PreTrainedModel):
         self._target_modules: tuple[nn.Module, nn.Module | None] | None = None
         self.generation_config = default_generation_config()
         self.checkpoint: Checkpoint | None = None  # what it was loaded from
+        self.card_facts = CardFacts()
+        self.upgrade_report: Any = None  # of `upgrade_to_eagle31`
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -279,10 +285,41 @@ class Eagle31DrafterModel(PreTrainedModel):
         info["unexpected_keys"] = set(info["unexpected_keys"]) - checkpoint.dropped.keys()
         return (model, info) if output_loading_info else model
 
-    def save_pretrained(self, save_directory, *args, **kwargs):
-        """Writes the native format, whatever was loaded: config, weights under their canonical names, and the drafting knobs."""
+    def save_pretrained(self, save_directory, *args, push_to_hub: bool = False, **kwargs):
+        """Writes the native format, whatever was loaded: config, weights under their native names, drafting knobs, and a model card
+        (`drafter.card_facts` adds license, data, training and acceptance to it) where the folder has none yet.
+        """
+        hub = {name: kwargs.pop(name) for name in ("repo_id", "commit_message", "private", "create_pr") if name in kwargs}
         super().save_pretrained(save_directory, *args, **kwargs | {"save_original_format": False})
         self.generation_config.save_pretrained(save_directory)
+        config: Any = self.config
+        card = Path(save_directory, CARD)
+        if not card.exists():
+            card.write_text(render_card(config, self.card_facts, hub.get("repo_id", card.parent.name)), encoding="utf-8")
+        if push_to_hub:
+            self.push_to_hub(hub.pop("repo_id", card.parent.name), token=kwargs.get("token"), **hub)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        commit_message: str | None = None,
+        private: bool | None = None,
+        token: str | bool | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+        max_shard_size: int | str = "50GB",
+    ) -> str:
+        """Saves and uploads in one commit, the card included unless the repository has one. Returns the commit's URL.
+
+        Raises OSError when the Hub refuses; what an interrupted upload has brought over is not sent again.
+        """
+        with TemporaryDirectory() as folder:
+            self.save_pretrained(folder, max_shard_size=max_shard_size)
+            config: Any = self.config
+            Path(folder, CARD).write_text(render_card(config, self.card_facts, repo_id), encoding="utf-8")
+            message = commit_message or "Upload drafter with eagle31_hf"
+            return upload(HfApi(token=token), Path(folder), repo_id, private, revision, create_pr, message)
 
     def decode(
         self,

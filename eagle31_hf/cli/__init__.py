@@ -1,0 +1,76 @@
+"""`eagle31`: one table, command -> function. Exit status 0; 1: something failed; 2: the user's input was at fault."""
+
+import argparse
+import sys
+from collections.abc import Callable
+
+from . import checkpoints, run
+from .parsing import Parser
+
+# name: (function, what adds its arguments, one line, example)
+COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Callable[[argparse.ArgumentParser], None], str, str]] = {
+    "demo": (run.demo, run.add_demo, "watch a trained pair decode the same text faster; offline", "eagle31 demo --profile"),
+    "generate": (
+        run.generate,
+        run.add_generate,
+        "stream a completion with any target and drafter",
+        'eagle31 generate --target Qwen/Qwen3-8B --drafter ./my-drafter --chat "Why is the sky blue?"',
+    ),
+    "info": (
+        checkpoints.info,
+        checkpoints.add_info,
+        "say what a drafter's checkpoint is, which format it has, and why it was read so",
+        "eagle31 info RedHatAI/Qwen3-8B-speculator.eagle3",
+    ),
+    "convert": (
+        checkpoints.convert,
+        checkpoints.add_convert,
+        "convert an EAGLE 3 or 3.1 checkpoint of any format to the native one, in place unless a destination is named",
+        "eagle31 convert ./my-drafter",
+    ),
+    "export": (
+        checkpoints.export,
+        checkpoints.add_export,
+        "write a drafter as vLLM, SGLang or speculators read it, and print the line that serves it",
+        "eagle31 export ./my-drafter ./my-drafter-vllm --format vllm",
+    ),
+    "publish": (
+        checkpoints.publish,
+        checkpoints.add_publish,
+        "upload a native drafter, or a config that points to its weights, with a model card",
+        "eagle31 publish model_cards/EAGLE3-LLaMA3.1-Instruct-8B --repo-id me/EAGLE3-LLaMA3.1-Instruct-8B",
+    ),
+    "upgrade": (
+        checkpoints.upgrade,
+        checkpoints.add_upgrade,
+        "turn an EAGLE 3 drafter into an EAGLE 3.1 one by calibration on texts",
+        "eagle31 upgrade --target Qwen/Qwen3-8B --drafter ./my-drafter --texts texts.jsonl --output ./upgraded",
+    ),
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    main_parser = Parser(prog="eagle31", description="EAGLE 3.1 speculative decoding for transformers.")
+    commands = main_parser.add_subparsers(required=True, metavar="command")
+    for name, (function, add_arguments, line, example) in COMMANDS.items():
+        command = commands.add_parser(name, help=line, description=line, epilog=f"example: {example}")
+        add_arguments(command)
+        command.set_defaults(function=function)
+    return main_parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Parses and runs; input errors are one line on stderr and status 2, other failures status 1."""
+    try:
+        args = parser().parse_args(arguments)
+        return args.function(args)
+    except (ValueError, OSError) as error:
+        print("eagle31: error: " + " ".join(str(error).split()), file=sys.stderr)
+        return 2
+    except (RuntimeError, ImportError) as error:
+        print("eagle31: failed: " + " ".join(str(error).split()), file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

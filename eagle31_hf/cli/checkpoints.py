@@ -1,0 +1,219 @@
+"""`eagle31 info`, `convert`, `export`, `publish`, `upgrade`: what a checkpoint is, and making another of it."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from .parsing import field, positive, progress
+
+FLAGS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")
+
+
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    return {"aux_layer_convention": args.aux_layer_convention} | dict(args.set) | {"revision": args.revision}
+
+
+def _read(args: argparse.Namespace, source: str) -> Any:
+    from ..checkpoints import read_checkpoint
+
+    return read_checkpoint(source, dict(args.set), args.aux_layer_convention, revision=args.revision)
+
+
+def info(args: argparse.Namespace) -> int:
+    checkpoint = _read(args, args.drafter)
+    report = _report(checkpoint)
+    print(json.dumps(report) if args.json else "\n".join(_info_lines(args.drafter, checkpoint, report)))
+    return 0
+
+
+def _report(checkpoint: Any) -> dict[str, Any]:
+    from math import prod
+
+    from ..hub import kind
+
+    tensors = checkpoint.tensors.items()
+    parameters = sum(prod(stored.shape) for name, stored in tensors if name not in ("d2t", "t2d"))
+    return {
+        "kind": kind(checkpoint.config), "format": checkpoint.format, "native": checkpoint.is_native, "parameters": parameters,
+        "reasons": checkpoint.reasons, "notes": checkpoint.notes, "exports": _exports(checkpoint.config),
+        "config": checkpoint.config.to_dict(),
+    }  # fmt: skip
+
+
+def _exports(config: Any) -> dict[str, str]:
+    """Format -> "yes", or why not."""
+    from ..checkpoints import EXPORT_FORMATS, engine_config
+
+    found = {}
+    for name in EXPORT_FORMATS:
+        try:
+            engine_config(config, name)
+            found[name] = "yes"
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+def _info_lines(source: str, checkpoint: Any, report: dict[str, Any]) -> list[str]:
+    config = checkpoint.config
+    knobs = checkpoint.folder / "generation_config.json"
+    depth = json.loads(knobs.read_text()).get("num_assistant_tokens") if checkpoint.is_native and knobs.is_file() else None
+    attention = f"MLA latent {config.kv_lora_rank}" if config.kv_lora_rank is not None else (
+        f"{config.num_key_value_heads} key-value heads of {config.head_dim}{', q/k norm' if config.qk_norm else ''}"
+    )  # fmt: skip
+    own, shared = "its own", "the target's"
+    rows = [
+        ("drafter", f"{source}: {report['kind']}, {report['parameters']:,} parameters, {str(config.dtype).removeprefix('torch.')}"),
+        ("target", config.target_model or "not named"),
+        ("format", f"{'native' if checkpoint.is_native else 'converted while loading'}; {checkpoint.reasons[0]}"),
+        *(("", reason) for reason in checkpoint.reasons[1:]),
+        *(("note", note) for note in checkpoint.notes),
+        ("flags", ", ".join(f"{name}={getattr(config, name)}".lower() for name in FLAGS)),
+        ("layers", f"{config.num_hidden_layers}, width {config.hidden_size}, MLP {config.intermediate_size}, "
+                   f"{config.num_attention_heads} heads, {attention}"),
+        ("reads", f"{config.num_aux_states} target states of width {config.target_hidden_size}, hidden_states indices "
+                  f"{config.aux_hidden_state_layer_ids or '[2, L // 2, L - 3]'}"),
+        ("vocabulary", f"proposes {config.draft_vocab_size} of {config.vocab_size} ids; embedding: "
+                       f"{shared if config.share_target_embeddings else own}, head: {shared if config.share_target_head else own}"),
+        ("rope", json.dumps(config.rope_parameters)),
+        ("exports", ", ".join(name for name, answer in report["exports"].items() if answer == "yes") or "none"),
+        *(("", answer) for answer in report["exports"].values() if answer != "yes"),
+        *([("drafting", f"num_assistant_tokens={depth}")] if depth else []),
+    ]  # fmt: skip
+    return [f"{name:<11} {text}" for name, text in rows]
+
+
+def convert(args: argparse.Namespace) -> int:
+    from ..checkpoints import convert_checkpoint
+    from ..hub import convert_on_hub
+
+    progress(f"converting {args.source}")
+    url = None
+    if args.create_pr:
+        if args.destination is not None or args.discard_original:
+            raise ValueError("--create-pr changes a Hub repository; expected neither a destination nor --discard-original with it.")
+        checkpoint, url = convert_on_hub(args.source, **_options(args))
+        where = url or f"{args.source}: nothing to do, it is native already"
+    else:
+        options = _options(args)
+        if args.destination is None:
+            options.pop("revision")
+        checkpoint = convert_checkpoint(args.source, args.destination, discard_original=args.discard_original, **options)
+        where = str(checkpoint.folder)
+    if args.json:
+        print(json.dumps({"result": where, "reasons": checkpoint.reasons, "notes": checkpoint.notes}))
+    else:
+        print("\n".join([f"native checkpoint: {where}", *checkpoint.reasons, *(f"note: {note}" for note in checkpoint.notes)]))
+    return 0
+
+
+def export(args: argparse.Namespace) -> int:
+    from ..checkpoints import export_checkpoint, launch_line, read_checkpoint
+
+    progress(f"writing {args.destination}")
+    options = {name: value for name, value in _options(args).items() if value is not None}
+    export_checkpoint(args.drafter, args.destination, args.format, target_type=args.target_type, **options)
+    config = read_checkpoint(args.destination).config
+    line = launch_line(config, args.destination, args.format, args.num_speculative_tokens)
+    print(json.dumps({"folder": args.destination, "format": args.format, "command": line}) if args.json else line)
+    return 0
+
+
+def publish(args: argparse.Namespace) -> int:
+    from ..hub import publish as upload_folder
+
+    progress(f"uploading {args.folder} to {args.repo_id}")
+    url = upload_folder(args.folder, args.repo_id, private=args.private or None, revision=args.revision, create_pr=args.create_pr)
+    print(json.dumps({"url": url}) if args.json else url)
+    return 0
+
+
+def upgrade(args: argparse.Namespace) -> int:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from .. import Eagle31DrafterModel, upgrade_to_eagle31
+
+    texts = read_texts(Path(args.texts))
+    if args.output is not None and Path(args.output).exists() and any(Path(args.output).iterdir()):
+        raise ValueError(f"{args.output}: is there already; expected a folder that is new or empty.")
+    progress(f"loading {args.target} and {args.drafter}")
+    target: Any = AutoModelForCausalLM.from_pretrained(args.target, dtype="auto")
+    target = target.to(args.device).eval()
+    options = {name: value for name, value in _options(args).items() if value is not None}
+    drafter = Eagle31DrafterModel.from_pretrained(args.drafter, dtype=target.dtype, **options).to(args.device).eval()
+    progress(f"calibrating on {len(texts)} texts, then measuring acceptance before and after")
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    upgraded = upgrade_to_eagle31(drafter, target, texts, tokenizer=tokenizer, num_prompts=args.prompts, max_new_tokens=args.max_new_tokens)
+    report = upgraded.upgrade_report
+    if args.output is not None:
+        upgraded.save_pretrained(args.output)
+    print(json.dumps(report.as_dict() | {"output": args.output}) if args.json else report.summary())
+    return 0
+
+
+def read_texts(path: Path) -> list[str]:
+    """The `text` of every line of a .jsonl file, or any other file as one text. Raises ValueError for a line without one."""
+    if path.suffix != ".jsonl":
+        return [path.read_text(encoding="utf-8")]
+    texts = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            text = json.loads(line)["text"]
+        except (ValueError, KeyError, TypeError):
+            text = None
+        if not isinstance(text, str):
+            raise ValueError(f'{path}: line {number} holds no "text" string; expected {{"text": "..."}} on every line.')
+        texts.append(text)
+    return texts
+
+
+def _add_reading(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--aux-layer-convention", choices=("boundary", "output"), help="how the checkpoint counts the target's layers")
+    parser.add_argument("--set", type=field, action="append", default=[], metavar="FIELD=VALUE", help="a field of Eagle31Config that wins")
+    parser.add_argument("--revision", help="branch, tag or commit of a Hub repository")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def add_info(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("drafter", help="folder or Hub repository")
+    _add_reading(parser)
+
+
+def add_convert(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", help="folder or Hub repository")
+    parser.add_argument("destination", nargs="?", help="a new folder (default: in place, the originals kept in SOURCE/original)")
+    parser.add_argument("--discard-original", action="store_true", help="remove what an in-place conversion keeps")
+    parser.add_argument("--create-pr", action="store_true", help="open a pull request on the Hub repository SOURCE")
+    _add_reading(parser)
+
+
+def add_export(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("drafter", help="folder or Hub repository, of any format")
+    parser.add_argument("destination", help="a new folder")
+    parser.add_argument("--format", choices=("vllm", "sglang", "speculators"), default="vllm")
+    parser.add_argument("--target-type", help="the target's model_type, where SGLang's layer ids depend on it (gpt_oss, deepseek_v3, ...)")
+    parser.add_argument("--num-speculative-tokens", type=positive, default=5, help="in the printed line (default: 5)")
+    _add_reading(parser)
+
+
+def add_publish(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", help="a native checkpoint, or a config with weights_from")
+    parser.add_argument("--repo-id", required=True, help="OWNER/NAME")
+    parser.add_argument("--private", action="store_true")
+    parser.add_argument("--revision", help="branch to upload to")
+    parser.add_argument("--create-pr", action="store_true")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def add_upgrade(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--target", required=True, help="folder or Hub repository of the target")
+    parser.add_argument("--drafter", required=True, help="folder or Hub repository of its EAGLE 3 drafter, of any format")
+    parser.add_argument(
+        "--texts", required=True, help='.jsonl with {"text": ...} on every line, or a plain text file; some thousand tokens'
+    )
+    parser.add_argument("--output", help="where to save the upgraded drafter")
+    parser.add_argument("--prompts", type=positive, default=8, help="texts to measure acceptance on (default: 8)")
+    parser.add_argument("--max-new-tokens", type=positive, default=64, help="tokens generated per text (default: 64)")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, mps (default: cpu)")
+    _add_reading(parser)

@@ -1,0 +1,39 @@
+"""What all commands share: how arguments are read and how progress is shown."""
+
+import argparse
+import json
+import sys
+from typing import Any
+
+
+def progress(message: str) -> None:
+    print(f"eagle31: {message}", file=sys.stderr, flush=True)
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports bad arguments the way all other input errors are reported."""
+
+    def error(self, message: str):
+        raise ValueError(f"{message} (see {self.prog} --help)")
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected an integer of at least 1")
+    return int(text)
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, mps (default: cpu)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def field(text: str) -> tuple[str, Any]:
+    """`NAME=VALUE`, the value in JSON, or a plain string."""
+    name, sign, value = text.partition("=")
+    if not sign or not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected NAME=VALUE, e.g. norm_output=false")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value

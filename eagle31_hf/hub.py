@@ -1,0 +1,234 @@
+"""The Hub: a drafter's model card, publishing a folder, and a pull request that converts somebody's repository."""
+
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCardData
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+from .checkpoints import Checkpoint, convert_checkpoint, launch_line, read_checkpoint
+from .checkpoints.files import read_json
+from .checkpoints.write import write_json
+from .configuration import Eagle31Config
+
+CARD = "README.md"
+TAGS = ["eagle31_hf", "speculative-decoding", "draft-model"]
+
+
+@dataclass
+class CardFacts:
+    """What a card can say that config and weights do not. Empty parts are left out.
+
+    `training`: what was done -> in words; `acceptance`: one row a measurement, `{"data", "depth", "mean_accepted_length",
+    "accepted_per_position", "drafted_per_position"}` as in `AcceptanceStats`; `license` and `datasets` as the Hub spells them.
+    """
+
+    license: str | None = None
+    datasets: list[str] = field(default_factory=list)
+    language: list[str] = field(default_factory=list)
+    training: dict[str, str] = field(default_factory=dict)
+    acceptance: list[dict[str, Any]] = field(default_factory=list)
+
+
+def kind(config: Eagle31Config) -> str:
+    if config.is_eagle31 or (config.norm_before_fc and config.norm_output):
+        return "EAGLE 3.1"
+    return "EAGLE 3" if not (config.fc_norm or config.norm_output) else "between EAGLE 3 and 3.1"
+
+
+def render_card(config: Eagle31Config, facts: CardFacts | None = None, repo_id: str = "OWNER/NAME") -> str:
+    """The model card of a native drafter: metadata the Hub understands, how to use it, what it is, what was measured."""
+    facts = facts or CardFacts()
+    parts = [_front_matter(config, facts), _usage(config, repo_id), _flags(config)]
+    if facts.training:
+        parts.append("## Training\n\n" + _table(("", ""), list(facts.training.items())))
+    if facts.acceptance:
+        parts.append("## Acceptance\n\n" + _acceptance(facts.acceptance))
+    return "\n\n".join(parts) + "\n"
+
+
+def _front_matter(config: Eagle31Config, facts: CardFacts) -> str:
+    named = config.target_model if re.fullmatch(r"[\w.-]+/[\w.-]+", config.target_model or "") else None  # a local folder is none
+    data = ModelCardData(
+        base_model=named,
+        base_model_relation="adapter" if named else None,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        license=facts.license,
+        language=facts.language or None,
+        datasets=facts.datasets or None,
+        tags=["eagle3.1" if kind(config) == "EAGLE 3.1" else "eagle3", *TAGS],
+    )
+    return f"---\n{data.to_yaml()}\n---"
+
+
+def _usage(config: Eagle31Config, repo_id: str) -> str:
+    target = config.target_model or "TARGET"
+    return f"""# {kind(config)} drafter for {config.target_model or "a target it does not name"}
+
+Drafts several tokens ahead; the target verifies them in one forward, and the text stays exactly the target's own.
+
+```python
+import eagle31_hf
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+target = AutoModelForCausalLM.from_pretrained("{target}", dtype="auto", device_map="auto")
+drafter = eagle31_hf.Eagle31DrafterModel.from_pretrained("{repo_id}", dtype=target.dtype).to(target.device)
+inputs = AutoTokenizer.from_pretrained("{target}")("Why is the sky blue?", return_tensors="pt").to(target.device)
+output = target.generate(**inputs, assistant_model=drafter, max_new_tokens=256)
+```
+
+In vLLM, with `eagle31_hf` installed beside it:
+
+```bash
+{launch_line(config, repo_id, "vllm")}
+```
+
+Without it, and for SGLang, `eagle31 export {repo_id} FOLDER --format vllm` (or `sglang`) writes what they read."""
+
+
+def _flags(config: Eagle31Config) -> str:
+    c = config
+    sizes = f"{c.num_attention_heads} heads over {c.num_key_value_heads} of {c.head_dim}" if c.kv_lora_rank is None else (
+        f"{c.num_attention_heads} heads, MLA latent {c.kv_lora_rank}"
+    )  # fmt: skip
+    states = c.aux_hidden_state_layer_ids or "[2, L // 2, L - 3]"
+    rows = [
+        ("captured target states", f"`hidden_states` {states}, {c.target_hidden_size} wide"),
+        *((name, str(getattr(c, name)).lower()) for name in ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")),
+        ("layers", f"{c.num_hidden_layers}, {c.hidden_size} wide, MLP {c.intermediate_size}, {sizes}"),
+        ("vocabulary", f"proposes {c.draft_vocab_size:,} of {c.vocab_size:,} ids"),
+        ("embedding, head", f"{'the target' if c.share_target_embeddings else 'own'}, {'the target' if c.share_target_head else 'own'}"),
+        ("stored as", str(c.dtype or "float32").removeprefix("torch.")),
+    ]
+    return "## What it is\n\n" + _table(("", ""), rows)
+
+
+def _acceptance(measurements: list[dict[str, Any]]) -> str:
+    rows = [
+        (
+            str(m.get("data", "")),
+            str(m["depth"]),
+            f"{m['mean_accepted_length']:.2f}",
+            " ".join(f"{a}/{d}" for a, d in zip(m["accepted_per_position"], m["drafted_per_position"], strict=True)),
+        )
+        for m in measurements
+    ]
+    note = "Accepted length: tokens per target forward, the target's own included, the prompt's forward excluded."
+    return _table(("data", "depth", "accepted length", "accepted/drafted by position"), rows) + f"\n\n{note}"
+
+
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def publish(
+    folder: str | Path,
+    repo_id: str,
+    *,
+    private: bool | None = None,
+    token: str | bool | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+    commit_message: str | None = None,
+) -> str:
+    """Uploads a native checkpoint, or a config that points to its weights, whose revision is pinned to today's commit.
+
+    A card is written where the folder has none; a card the repository has already is kept. What an interrupted upload has brought
+    over is not sent again. Returns the commit's URL. Raises ValueError for a folder that is neither, OSError when the Hub refuses.
+    """
+    folder, api = Path(folder), HfApi(token=token)
+    values = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    if values.get("model_type") != Eagle31Config.model_type:
+        raise ValueError(f"{folder}: config.json says model_type {values.get('model_type')!r}; expected 'eagle31'. Convert it first.")
+    with TemporaryDirectory() as staging:
+        staged = Path(staging)
+        if values.get("weights_from") is None or any(folder.glob("*.safetensors")):
+            checkpoint = read_checkpoint(str(folder))
+            if not checkpoint.is_native:
+                raise ValueError(f"{folder}: is not the native format yet; run `eagle31 convert {folder}` first.")
+            config, names = checkpoint.config, [*(file.name for file in checkpoint.files.weight_files), "generation_config.json"]
+        else:
+            values["weights_from"] = _pinned(api, values["weights_from"], folder)
+            config, names = Eagle31Config.from_dict(values), []
+        write_json(staged / "config.json", values)
+        for name in names:
+            if (folder / name).is_file():
+                (staged / name).symlink_to((folder / name).resolve())
+        _stage_card(folder, staged, config, repo_id)
+        return upload(api, staged, repo_id, private, revision, create_pr, commit_message or "Upload drafter with eagle31_hf")
+
+
+def _pinned(api: HfApi, link: Any, folder: Path) -> dict[str, str]:
+    if not isinstance(link, dict) or not isinstance(link.get("repo_id"), str):
+        raise ValueError(f'{folder}: config.json: weights_from is {link!r}; expected {{"repo_id": "owner/name", "revision": "commit"}}.')
+    try:
+        commit = api.model_info(link["repo_id"], revision=link.get("revision")).sha
+    except (HfHubHTTPError, HFValidationError) as error:
+        raise OSError(f"{folder}: weights_from {link}: the Hub does not have it ({str(error).splitlines()[0]}).") from None
+    return {"repo_id": link["repo_id"], "revision": str(commit)}
+
+
+def _stage_card(folder: Path, staged: Path, config: Eagle31Config, repo_id: str) -> None:
+    if (folder / CARD).is_file():
+        shutil.copyfile(folder / CARD, staged / CARD)
+    else:
+        (staged / CARD).write_text(render_card(config, None, repo_id), encoding="utf-8")
+
+
+def upload(api: HfApi, folder: Path, repo_id: str, private: bool | None, revision: str | None, create_pr: bool, commit_message: str) -> str:
+    """One commit with everything in `folder`; a card of the repository's own is left alone. Raises OSError when the Hub refuses."""
+    try:
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        has_card = api.file_exists(repo_id, CARD, revision=revision) if _has_revision(api, repo_id, revision) else False
+        if revision is not None and not create_pr:
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        commit = api.upload_folder(
+            repo_id=repo_id, folder_path=folder, commit_message=commit_message, revision=revision, create_pr=create_pr,
+            ignore_patterns=[CARD] if has_card else None,
+        )  # fmt: skip
+    except (HfHubHTTPError, HFValidationError) as error:
+        raise OSError(
+            f"{repo_id}: the upload failed: {str(error).splitlines()[0]} Nothing was committed; run it again to resume."
+        ) from None
+    return commit.pr_url or commit.commit_url
+
+
+def _has_revision(api: HfApi, repo_id: str, revision: str | None) -> bool:
+    return revision is None or any(branch.name == revision for branch in api.list_repo_refs(repo_id).branches)
+
+
+def convert_on_hub(
+    repo_id: str, *, token: str | bool | None = None, revision: str | None = None, **options: Any
+) -> tuple[Checkpoint, str | None]:
+    """Opens a pull request that replaces the weights and config of a Hub repository with the native ones.
+
+    Returns the checkpoint and the pull request's URL, None where the repository is native already. The originals stay in the history.
+    """
+    api = HfApi(token=token)
+    hub: dict[str, Any] = {"token": token, "revision": revision}
+    found = read_checkpoint(repo_id, {name: value for name, value in options.items() if name != "aux_layer_convention"},
+                            options.get("aux_layer_convention"), **hub)  # fmt: skip
+    if found.is_native:
+        return found, None
+    with TemporaryDirectory() as staging:
+        folder = Path(staging, "native")
+        checkpoint = convert_checkpoint(repo_id, folder, **hub, **options)
+        added = {path.name: path for path in sorted(folder.iterdir())}
+        replaced = sorted({file.name for file in found.files.weight_files} - added.keys())
+        operations: list[Any] = [CommitOperationAdd(name, path) for name, path in added.items()]
+        operations += [CommitOperationDelete(name) for name in replaced]
+        try:
+            commit = api.create_commit(
+                repo_id, operations, commit_message="Convert to the native format of eagle31_hf", create_pr=True, revision=revision,
+                commit_description=f"Read as {'; '.join(found.reasons)}. The tensors are the same, under their native names.",
+            )  # fmt: skip
+        except HfHubHTTPError as error:
+            raise OSError(f"{repo_id}: the pull request failed: {str(error).splitlines()[0]} Nothing was changed.") from None
+    return checkpoint, commit.pr_url
