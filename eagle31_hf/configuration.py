@@ -117,20 +117,20 @@ class Eagle31Config(PreTrainedConfig):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
-        """As in transformers; fields that contradict each other or have the wrong type are a ValueError that names the file.
-
-        A config that only points to its weights (`weights_from`) is completed by the checkpoint it points to.
-        """
+        """As in transformers; fields that contradict each other or have the wrong type are a ValueError that names the file."""
         try:
-            config = super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+            return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
         except StrictDataclassError as error:
             raise ValueError(f"{pretrained_model_name_or_path}: config.json: {error}") from error
-        if isinstance(config, cls) and config.weights_from is not None:
-            from .checkpoints.files import HUB_OPTIONS
-            from .checkpoints.read import read_checkpoint  # the config does not depend on formats, this one completion does
 
-            config = read_checkpoint(pretrained_model_name_or_path, **{k: kwargs[k] for k in HUB_OPTIONS if k in kwargs}).config
-        return config
+    @classmethod
+    def from_dict(cls, config_dict, **kwargs):
+        """As in transformers; a config that only points to its weights (`weights_from`) is completed by the checkpoint it points to."""
+        if config_dict.get("weights_from") is not None:
+            from .checkpoints.read import complete_config  # the config does not depend on formats, this one completion does
+
+            config_dict = complete_config(config_dict).to_dict()
+        return super().from_dict(config_dict, **kwargs)
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):

@@ -17,6 +17,8 @@ from .checkpoints.write import write_json
 from .configuration import Eagle31Config
 
 CARD = "README.md"
+# What the client raises when the Hub or the way to it fails: HTTP errors of whichever httpx it uses, bad names, uploads that broke off.
+HUB_ERRORS = (HfHubHTTPError.__mro__[1], HfHubHTTPError, HFValidationError, RuntimeError)
 TAGS = ["eagle31_hf", "speculative-decoding", "draft-model"]
 
 
@@ -156,7 +158,7 @@ def publish(
             config, names = checkpoint.config, [*(file.name for file in checkpoint.files.weight_files), "generation_config.json"]
         else:
             values["weights_from"] = _pinned(api, values["weights_from"], folder)
-            config, names = Eagle31Config.from_dict(values), []
+            config, names = Eagle31Config.from_dict({name: value for name, value in values.items() if name != "weights_from"}), []
         write_json(staged / "config.json", values)
         for name in names:
             if (folder / name).is_file():
@@ -170,7 +172,7 @@ def _pinned(api: HfApi, link: Any, folder: Path) -> dict[str, str]:
         raise ValueError(f'{folder}: config.json: weights_from is {link!r}; expected {{"repo_id": "owner/name", "revision": "commit"}}.')
     try:
         commit = api.model_info(link["repo_id"], revision=link.get("revision")).sha
-    except (HfHubHTTPError, HFValidationError) as error:
+    except HUB_ERRORS as error:
         raise OSError(f"{folder}: weights_from {link}: the Hub does not have it ({str(error).splitlines()[0]}).") from None
     return {"repo_id": link["repo_id"], "revision": str(commit)}
 
@@ -193,7 +195,7 @@ def upload(api: HfApi, folder: Path, repo_id: str, private: bool | None, revisio
             repo_id=repo_id, folder_path=folder, commit_message=commit_message, revision=revision, create_pr=create_pr,
             ignore_patterns=[CARD] if has_card else None,
         )  # fmt: skip
-    except (HfHubHTTPError, HFValidationError) as error:
+    except HUB_ERRORS as error:
         raise OSError(
             f"{repo_id}: the upload failed: {str(error).splitlines()[0]} Nothing was committed; run it again to resume."
         ) from None
@@ -229,6 +231,6 @@ def convert_on_hub(
                 repo_id, operations, commit_message="Convert to the native format of eagle31_hf", create_pr=True, revision=revision,
                 commit_description=f"Read as {'; '.join(found.reasons)}. The tensors are the same, under their native names.",
             )  # fmt: skip
-        except HfHubHTTPError as error:
+        except HUB_ERRORS as error:
             raise OSError(f"{repo_id}: the pull request failed: {str(error).splitlines()[0]} Nothing was changed.") from None
     return checkpoint, commit.pr_url

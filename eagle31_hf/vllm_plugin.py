@@ -1,9 +1,9 @@
-"""vLLM reads an `eagle31` checkpoint as it is, wherever this package is installed beside it.
+"""vLLM serves an `eagle31` checkpoint as it is, where both are installed: the entry point `vllm.general_plugins` leads here.
 
-`vllm serve TARGET --speculative-config '{"method": "eagle3", "model": DRAFTER, "num_speculative_tokens": K}'`: vLLM's own drafter
-classes run it. Tensors already carry the names vLLM expects, only `config.json` is read differently.
+Tensors already carry the names that vLLM's drafter classes load; only config.json has to be read as an export for vLLM would state it.
 """
 
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
@@ -13,21 +13,29 @@ from .configuration import Eagle31Config
 
 
 class ReadsEagle31:
-    """On top of vLLM's reader of `config.json`: a drafter's config becomes the one an export for vLLM would hold."""
+    """On top of a parser of vLLM: a drafter's config becomes the one vLLM knows, every other config stays what it is."""
 
-    def parse(self, *args: Any, **kwargs: Any) -> tuple[dict, PreTrainedConfig]:
+    def parse(self, model: str | Path, *args: Any, **kwargs: Any) -> tuple[dict, PreTrainedConfig]:
         """The config as a dict and as an object. Raises ValueError where vLLM cannot run the drafter."""
-        values, config = super().parse(*args, **kwargs)  # type: ignore[misc]
+        values, config = super().parse(model, *args, **kwargs)
         if not isinstance(config, Eagle31Config):
             return values, config
+        if config.weights_from is not None:
+            raise ValueError(
+                f"{model}: config.json only points to weights, weights_from {config.weights_from}; vLLM needs them beside it. "
+                f"Serve the folder that `eagle31 convert {model} FOLDER` writes."
+            )
         values = engine_config(config, format="vllm")
         return values, AutoConfig.for_model(**values)
 
 
 def register() -> None:
-    """The entry point that vLLM calls in each of its processes; a second call changes nothing."""
+    """vLLM calls this in each of its processes; a second call changes nothing.
+
+    vLLM warns that its parser of config.json is replaced. It is: by a subclass that differs for `eagle31` alone.
+    """
     from vllm.transformers_utils.config import get_config_parser, register_config_parser
 
     parser = type(get_config_parser("hf"))
     if not issubclass(parser, ReadsEagle31):
-        register_config_parser("hf")(type("Eagle31ConfigParser", (ReadsEagle31, parser), {}))
+        register_config_parser("hf")(type("Eagle31ConfigParser", (ReadsEagle31, parser), {"__module__": __name__}))

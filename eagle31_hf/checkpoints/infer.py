@@ -126,15 +126,14 @@ def _find_ids(files: CheckpointFiles, producer: Producer, convention: str | None
     in_nest, as_output = nested.get("eagle_aux_hidden_state_layer_ids"), config.get("aux_hidden_states_layer_ids")
     where = f"{files.source}: config.json: "
     if at_top is not None:
-        ids, reason = layer_ids.resolve(at_top, convention or "boundary", f"{where}eagle_aux_hidden_state_layer_ids")
+        ids, reason = layer_ids.resolve(at_top, f"{where}eagle_aux_hidden_state_layer_ids", convention or "boundary", None)
         if in_nest is not None and convention is None and in_nest not in (ids, [i - 1 for i in ids]):
             raise ValueError(f"{where}eagle_aux_hidden_state_layer_ids is {ids}, in eagle_config {in_nest}; expected the same layers.")
         return ids, reason
     if as_output is not None:
-        return layer_ids.resolve(as_output, convention or "output", f"{where}aux_hidden_states_layer_ids")
+        return layer_ids.resolve(as_output, f"{where}aux_hidden_states_layer_ids", convention or "output", None)
     if in_nest is not None:
-        stated = convention or producer.convention
-        return layer_ids.resolve(in_nest, stated, f"{where}eagle_config.eagle_aux_hidden_state_layer_ids")
+        return layer_ids.resolve(in_nest, f"{where}eagle_config.eagle_aux_hidden_state_layer_ids", convention, producer.convention)
     return None, (
         "config.json names no target layers: the engines' default [2, L // 2, L - 3] is used; pass aux_hidden_state_layer_ids=[...] "
         "if the drafter was trained on others (low acceptance is the sign)"

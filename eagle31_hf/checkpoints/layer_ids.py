@@ -9,23 +9,22 @@ from typing import Any
 CONVENTIONS = {"boundary": 0, "output": 1}  # what to add to get boundaries
 
 
-def resolve(ids: Any, convention: str | None, where: str) -> tuple[list[int], str]:
+def resolve(ids: Any, where: str, insisted: str | None, usual: str | None) -> tuple[list[int], str]:
     """The boundary ids of a list in a config, and why they were read so.
 
-    `convention` is what the producer or the user says, `None` when neither does; then the numbers must tell. Raises ValueError
-    for a list no trainer can have meant, and for one that may mean two things.
+    `insisted` is the convention the user or the key itself names; `usual` that of the producer, which is believed unless the numbers
+    tell otherwise. Raises ValueError for a list no trainer can have meant, and for one that may mean two things.
     """
     check(ids, where)
-    if convention is not None:
-        return [i + CONVENTIONS[convention] for i in ids], f"{where} {ids} are {convention} ids"
-    evidence = _evidence(ids)
-    if evidence is None:
+    if insisted is not None:
+        return [i + CONVENTIONS[insisted] for i in ids], f"{where} {ids} are {insisted} ids"
+    shown, reason = _evidence(ids) or (usual, "as this producer counts")
+    if shown is None or usual not in (None, shown):
         raise ValueError(
             f"{where} is {ids}, in one of two conventions: the boundary ids are {ids} or {[i + 1 for i in ids]}. "
             'Pass aux_layer_convention="boundary" (as vLLM reads them) or "output" (as SGLang reads them).'
         )
-    name, reason = evidence
-    return [i + CONVENTIONS[name] for i in ids], f"{where} {ids} are {name} ids: {reason}"
+    return [i + CONVENTIONS[shown] for i in ids], f"{where} {ids} are {shown} ids: {reason}"
 
 
 def check(ids: Any, where: str) -> None:

@@ -72,14 +72,23 @@ def read_checkpoint(
     """
     if aux_layer_convention not in (None, *layer_ids.CONVENTIONS):
         raise ValueError(f"aux_layer_convention is {aux_layer_convention!r}; expected one of {tuple(layer_ids.CONVENTIONS)} or None.")
-    files = open_files(str(source), **hub)
-    overrides = dict(overrides or {})
+    files, overrides = open_files(str(source), **hub), dict(overrides or {})
     if files.config.get("weights_from") is not None and not files.tensors:
         files, overrides = _follow(files, overrides, hub)
     if not files.tensors:
         raise ValueError(
             f"{source}: config.json without weights; expected model.safetensors or pytorch_model.bin beside it, or weights_from in it."
         )
+    return _understand(str(source), files, overrides, aux_layer_convention)
+
+
+def complete_config(values: Mapping[str, Any]) -> Eagle31Config:
+    """The whole config of a drafter whose `config.json` only points to its weights and states some fields over theirs."""
+    files, stated = _follow(CheckpointFiles("config.json with weights_from", Path(), dict(values)), {}, {})
+    return _understand(files.source, files, stated, None).config
+
+
+def _understand(source: str, files: CheckpointFiles, overrides: dict[str, Any], aux_layer_convention: str | None) -> Checkpoint:
     producer, sign = identify(files)
     reasons = [f"{producer.name}: {sign}"]
     names, dropped = native_names(files.tensors, files.source)
@@ -92,7 +101,7 @@ def read_checkpoint(
         refuse_other_graphs(shapes, files.source, files.config.get("model_type"))
         keys.refuse_other_graphs(files.config, files.source)
         config = foreign_config(files, producer, shapes, overrides, aux_layer_convention, reasons, notes)
-    checkpoint = Checkpoint(str(source), files, producer.name, config, tensors, {}, dropped, reasons, notes)
+    checkpoint = Checkpoint(source, files, producer.name, config, tensors, {}, dropped, reasons, notes)
     return _checked(checkpoint)
 
 

@@ -1,0 +1,243 @@
+"""Drafters on the Hub: pushed, published, fetched from where a config points to, converted by pull request; interrupted and refused."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from factories import build
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file, save
+from transformers import AutoConfig, AutoModel
+
+from eagle31_hf import Eagle31Config, Eagle31DrafterModel
+from eagle31_hf.checkpoints import export_checkpoint, read_checkpoint
+from eagle31_hf.hub import convert_on_hub, publish
+
+from .server import HubServer
+
+REPO, BASE = "tester/drafter", "yuhuili/eagle3"
+NATIVE = {"config.json", "generation_config.json", "model.safetensors", "README.md", ".gitattributes"}
+
+
+@pytest.fixture(scope="module")
+def drafter() -> Eagle31DrafterModel:
+    model = build(num_attention_heads=2, fc_norm=False, norm_output=False, target_model="org/target")
+    model.generation_config.num_assistant_tokens = 4
+    return model
+
+
+def assert_same(loaded: Eagle31DrafterModel, drafter: Eagle31DrafterModel) -> None:
+    for name, tensor in drafter.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+
+
+def original_release(drafter: Eagle31DrafterModel) -> dict[str, bytes]:
+    """The drafter as the first EAGLE 3 code names things, config and all, sharded in two."""
+    config = drafter.config
+    names = ("vocab_size", "draft_vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    names += ("head_dim", "rms_norm_eps", "max_position_embeddings")
+    values = {name: getattr(config, name) for name in names}
+    values |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1, "hidden_act": "silu"}
+    tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in drafter.state_dict().items()}
+    shards = {"model-00001-of-00002.safetensors": sorted(tensors)[:5], "model-00002-of-00002.safetensors": sorted(tensors)[5:]}
+    index = {"metadata": {}, "weight_map": {name: shard for shard, held in shards.items() for name in held}}
+    files = {shard: save({name: tensors[name] for name in held}) for shard, held in shards.items()}
+    return files | {"config.json": json.dumps(values).encode(), "model.safetensors.index.json": json.dumps(index).encode()}
+
+
+def pointing(**fields) -> bytes:
+    link = {"repo_id": BASE, "revision": "main"}
+    return json.dumps({"model_type": "eagle31", "weights_from": link, "target_model": "org/target"} | fields).encode()
+
+
+def test_push_brings_a_card_and_loads_back(hub, drafter):
+    url = drafter.push_to_hub(REPO)
+    assert hub.files(REPO).keys() == NATIVE
+    assert url.startswith(hub.url)
+    loaded = Eagle31DrafterModel.from_pretrained(REPO)
+    assert_same(loaded, drafter)
+    assert loaded.generation_config.num_assistant_tokens == 4
+    assert loaded.config.name_or_path == REPO
+    assert type(AutoConfig.from_pretrained(REPO)) is Eagle31Config
+    assert_same(AutoModel.from_pretrained(REPO), drafter)
+
+
+def test_the_card_is_one_the_hub_understands(hub, drafter):
+    drafter.push_to_hub(REPO)
+    data = ModelCard.load(REPO).data
+    assert (data.base_model, data.library_name, data.pipeline_tag) == ("org/target", "transformers", "text-generation")
+    assert data["base_model_relation"]
+    assert {"eagle3", "speculative-decoding", "eagle31_hf"} <= set(data.tags)
+    text = hub.files(REPO)["README.md"].decode()
+    assert f'from_pretrained("{REPO}"' in text
+    assert f'"model": "{REPO}"' in text
+
+
+def test_a_card_that_is_there_is_kept(hub, drafter):
+    hub.add(REPO, {"README.md": b"# mine"})
+    drafter.push_to_hub(REPO)
+    assert hub.files(REPO)["README.md"] == b"# mine"
+    assert hub.files(REPO).keys() == NATIVE
+
+
+def test_save_pretrained_pushes_the_same(hub, drafter, tmp_path):
+    drafter.save_pretrained(tmp_path / "saved", push_to_hub=True, repo_id=REPO)
+    assert hub.files(REPO).keys() == NATIVE
+    for name in ("config.json", "model.safetensors"):
+        assert hub.files(REPO)[name] == (tmp_path / "saved" / name).read_bytes()
+
+
+def test_push_to_a_branch_and_as_a_pull_request(hub, drafter):
+    hub.add(REPO, {"notes.txt": b"first"})
+    drafter.push_to_hub(REPO, revision="trained")
+    assert "model.safetensors" not in hub.files(REPO)
+    assert_same(Eagle31DrafterModel.from_pretrained(REPO, revision="trained"), drafter)
+    drafter.push_to_hub(REPO, create_pr=True)
+    assert "model.safetensors" not in hub.files(REPO)
+    assert_same(Eagle31DrafterModel.from_pretrained(REPO, revision="refs/pr/1"), drafter)
+
+
+def test_an_upload_that_breaks_off_commits_nothing_and_resumes(hub, drafter, tmp_path, monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # the client waits between its retries
+    drafter.save_pretrained(tmp_path / "saved", max_shard_size=12_000)
+    shards = sorted(path.name for path in (tmp_path / "saved").glob("*.safetensors"))
+    assert len(shards) > 2
+    hub.break_upload(after=9_000, times=100)
+    with pytest.raises(OSError, match=REPO):
+        publish(tmp_path / "saved", REPO)
+    assert not set(shards) & hub.files(REPO).keys()
+    hub.break_upload(after=0, times=0)
+    before = len(hub.requests("PUT"))
+    publish(tmp_path / "saved", REPO)
+    assert {name: hub.files(REPO)[name] for name in shards} == {name: (tmp_path / "saved" / name).read_bytes() for name in shards}
+    done = [request for request in hub.requests("PUT")[:before] if request.status == 200]
+    assert len(hub.requests("PUT")) - before == len(shards) - len(done), "what had arrived is not sent again"
+
+
+def test_a_download_that_breaks_off_is_resumed(hub, drafter):
+    hub.add(BASE, original_release(drafter))
+    hub.break_download(after=4_000)
+    assert_same(Eagle31DrafterModel.from_pretrained(BASE), drafter)
+    assert any(request.sent == 4_000 for request in hub.requests("GET"))
+
+
+def test_a_private_repository_needs_a_token(hub, drafter, monkeypatch):
+    token = hub.add_user("owner")
+    hub.add("owner/secret", original_release(drafter), private=True)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    with pytest.raises(OSError, match="owner/secret"):
+        Eagle31DrafterModel.from_pretrained("owner/secret", token=False)
+    assert_same(Eagle31DrafterModel.from_pretrained("owner/secret", token=token), drafter)
+
+
+def test_a_missing_repository_is_one_clear_error(hub):
+    with pytest.raises(OSError, match="tester/nothing"):
+        Eagle31DrafterModel.from_pretrained("tester/nothing")
+    hub.add("tester/empty", {"notes.txt": b"nothing here"})
+    with pytest.raises(OSError, match=r"tester/empty.*config\.json"):
+        Eagle31DrafterModel.from_pretrained("tester/empty")
+
+
+def test_an_incomplete_repository_is_one_clear_error(hub, drafter):
+    files = original_release(drafter)
+    del files["model-00002-of-00002.safetensors"]
+    hub.add(BASE, files)
+    with pytest.raises(OSError, match="model-00002-of-00002"):
+        Eagle31DrafterModel.from_pretrained(BASE)
+
+
+def test_a_config_that_points_to_its_weights(hub, drafter):
+    commit = hub.add(BASE, original_release(drafter))
+    hub.add(BASE, {"config.json": b"{}"})  # what came later does not matter
+    hub.add(REPO, {"config.json": pointing(weights_from={"repo_id": BASE, "revision": commit}, aux_hidden_state_layer_ids=[1, 2, 4])})
+    loaded = Eagle31DrafterModel.from_pretrained(REPO)
+    assert_same(loaded, drafter)
+    assert loaded.config.aux_hidden_state_layer_ids == [1, 2, 4]
+    assert loaded.config.target_model == "org/target"
+    assert loaded.config.weights_from is None
+    config = AutoConfig.from_pretrained(REPO)
+    assert (config.hidden_size, config.aux_hidden_state_layer_ids) == (drafter.config.hidden_size, [1, 2, 4])
+    assert Eagle31DrafterModel.from_pretrained(REPO, aux_hidden_state_layer_ids=[0, 1, 2]).config.aux_hidden_state_layer_ids == [0, 1, 2]
+
+
+def test_a_local_config_that_points_to_the_hub(hub, drafter, tmp_path):
+    hub.add(BASE, original_release(drafter))
+    (tmp_path / "card").mkdir()
+    (tmp_path / "card" / "config.json").write_bytes(pointing())
+    assert_same(Eagle31DrafterModel.from_pretrained(tmp_path / "card"), drafter)
+
+
+def test_links_that_lead_in_circles_are_refused(hub, drafter, tmp_path, monkeypatch):
+    hub.add(REPO, {"config.json": pointing(weights_from={"repo_id": REPO})})
+    with pytest.raises(ValueError, match="names the repository itself"):
+        Eagle31DrafterModel.from_pretrained(REPO)
+    hub.add(BASE, {"config.json": pointing(weights_from={"repo_id": REPO})})
+    hub.add(REPO, {"config.json": pointing(weights_from={"repo_id": BASE})})
+    with pytest.raises(ValueError, match="points on"):
+        Eagle31DrafterModel.from_pretrained(REPO)
+    (tmp_path / BASE).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)  # now the name is also a local folder
+    with pytest.raises(ValueError, match="local path"):
+        Eagle31DrafterModel.from_pretrained(REPO)
+
+
+def test_publish_pins_the_revision(hub, drafter, tmp_path):
+    commit = hub.add(BASE, original_release(drafter))
+    (tmp_path / "config.json").write_bytes(pointing())
+    publish(tmp_path, REPO)
+    assert json.loads(hub.files(REPO)["config.json"])["weights_from"] == {"repo_id": BASE, "revision": commit}
+    assert hub.files(REPO).keys() == {"config.json", "README.md", ".gitattributes"}
+    hub.add(BASE, {"config.json": b"{}"})
+    assert_same(Eagle31DrafterModel.from_pretrained(REPO), drafter)
+
+
+def test_publish_refuses_before_it_uploads(hub, drafter, tmp_path):
+    export_checkpoint(drafter, tmp_path / "vllm", "vllm")
+    with pytest.raises(ValueError, match="Convert it first"):
+        publish(tmp_path / "vllm", REPO)
+    (tmp_path / "config.json").write_bytes(pointing(weights_from={"repo_id": "nobody/nothing"}))
+    with pytest.raises(OSError, match="the Hub does not have it"):
+        publish(tmp_path, REPO)
+    assert REPO not in hub.repos
+
+
+def test_a_pull_request_converts_a_repository(hub, drafter):
+    hub.add_user("yuhuili")
+    hub.add(BASE, original_release(drafter) | {"README.md": b"# theirs"})
+    before = hub.files(BASE)
+    checkpoint, url = convert_on_hub(BASE)
+    assert url
+    assert checkpoint.format == "eagle31_hf"
+    assert hub.files(BASE) == before
+    after = hub.files(BASE, "refs/pr/1")
+    assert after.keys() == {"config.json", "model.safetensors", "conversion.json", "README.md", ".gitattributes"}
+    assert after["README.md"] == b"# theirs"
+    assert read_checkpoint(BASE, revision="refs/pr/1").is_native
+    assert_same(Eagle31DrafterModel.from_pretrained(BASE, revision="refs/pr/1"), drafter)
+
+
+def test_a_native_repository_needs_no_pull_request(hub, drafter):
+    drafter.push_to_hub(REPO)
+    assert convert_on_hub(REPO)[1] is None
+    assert not hub.requests("POST", "/commit/refs")
+
+
+def test_the_commands_against_the_hub(hub: HubServer, drafter, tmp_path):
+    hub.add_user("yuhuili")
+    hub.add(BASE, original_release(drafter))
+
+    def eagle31(*arguments: str) -> dict:
+        command = [sys.executable, "-m", "eagle31_hf", *arguments, "--json"]
+        done = subprocess.run(command, env=hub.environment(), capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    assert eagle31("info", BASE)["format"] == "original EAGLE 3 release"
+    assert eagle31("convert", BASE, "--create-pr")["result"].endswith("/discussions/1")
+    assert eagle31("convert", BASE, str(tmp_path / "native"))["result"] == str(tmp_path / "native")
+    assert load_file(tmp_path / "native" / "model.safetensors").keys() == drafter.state_dict().keys()
+    assert eagle31("publish", str(tmp_path / "native"), "--repo-id", REPO)["url"].startswith(hub.url)
+    assert_same(Eagle31DrafterModel.from_pretrained(REPO), drafter)
