@@ -124,9 +124,7 @@ def _token_rows(
             tokenizer = tokenizer or AutoTokenizer.from_pretrained(target.name_or_path)
             text = tokenizer(text, return_tensors="pt")["input_ids"]
         if not isinstance(text, Tensor) or text.dim() != 2 or text.shape[0] != 1:
-            raise ValueError(
-                f"texts hold {type(text).__name__} {getattr(text, 'shape', '')}; expected strings or token ids of shape (1, T)."
-            )
+            raise ValueError(f"texts hold a {type(text).__name__}; expected strings or token ids of shape (1, T).")
         rows += [row for row in text.to(target.device).split(ROW_TOKENS, dim=1) if row.shape[1] >= 4]
     kept, total = [], 0
     for row in rows:

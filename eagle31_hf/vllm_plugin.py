@@ -20,9 +20,9 @@ class ReadsEagle31:
         values, config = super().parse(model, *args, **kwargs)
         if not isinstance(config, Eagle31Config):
             return values, config
-        if config.weights_from is not None:
+        if values.get("weights_from") is not None:
             raise ValueError(
-                f"{model}: config.json only points to weights, weights_from {config.weights_from}; vLLM needs them beside it. "
+                f"{model}: config.json only points to weights, weights_from {values['weights_from']}; vLLM needs them beside it. "
                 f"Serve the folder that `eagle31 convert {model} FOLDER` writes."
             )
         values = engine_config(config, format="vllm")

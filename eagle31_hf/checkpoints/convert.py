@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from ..configuration import Eagle31Config
-from .files import HUB_OPTIONS, STAGED, WEIGHT_NAMES, WEIGHTS, read_json
+from .files import HUB_OPTIONS, STAGED, WEIGHT_NAMES, WEIGHTS, check_file_name, read_json
 from .read import Checkpoint, read_checkpoint
 from .write import Entry, new_folder, write_json, write_safetensors
 
 ORIGINAL = "original"  # where an in-place conversion puts what it replaced
 RECORD = "conversion.json"
-SECURED = ("config.json.partial", "config.json", RECORD)  # what is in it besides the weights
+SECURED = ("conversion.json.partial", "config.json.partial", "config.json", RECORD)  # what is in it besides the weights
 
 
 def convert_checkpoint(
@@ -96,11 +96,13 @@ def _convert_in_place(folder: Path, overrides: dict[str, Any], convention: str |
     checkpoint = read_checkpoint(str(folder), overrides, convention)
     if checkpoint.folder != folder:
         raise ValueError(f"{folder}: its weights are in {checkpoint.folder}; convert that folder, or name a destination.")
+    if checkpoint.files.config.get("transformers_weights") == STAGED:  # an earlier call came as far as its commit
+        _tidy(folder)
+        checkpoint = read_checkpoint(str(folder), overrides, convention)
     is_done = checkpoint.is_native and checkpoint.config.to_dict() == read_checkpoint(str(folder)).config.to_dict()
     if not is_done:
         _stage(folder, checkpoint)
         _commit(folder, checkpoint)
-    if (folder / STAGED).is_file() and read_json(folder / "config.json").get("transformers_weights") == STAGED:
         _tidy(folder)
     shutil.rmtree((folder / STAGED).parent, ignore_errors=True)
     if discard:
@@ -116,12 +118,20 @@ def _stage(folder: Path, checkpoint: Checkpoint) -> None:
     kept = sorted(path.name for path in original.iterdir() if path.name not in SECURED) if original.is_dir() else []
     if kept:
         raise ValueError(f"{original}: holds {kept}, of an earlier conversion maybe; nothing was changed. Move it away, or discard it.")
+    links = sorted(name for name in names if (folder / name).is_symlink())
+    if links:
+        raise ValueError(f"{folder / links[0]}: is a link; name a destination, so that what it points to stays where it is.")
     staged.parent.mkdir(exist_ok=True)
-    write_safetensors(staged, entries(checkpoint), checkpoint.source)
+    try:
+        write_safetensors(staged, entries(checkpoint), checkpoint.source)
+    except BaseException:
+        shutil.rmtree(staged.parent, ignore_errors=True)
+        raise
     original.mkdir(exist_ok=True)
-    write_json(original / RECORD, record(checkpoint) | {"weight_files": sorted(names)})
+    write_json(original / "conversion.json.partial", record(checkpoint) | {"weight_files": sorted(names)})
     shutil.copyfile(folder / "config.json", original / "config.json.partial")
-    os.replace(original / "config.json.partial", original / "config.json")
+    for name in (RECORD, "config.json"):
+        os.replace(original / f"{name}.partial", original / name)
 
 
 def _commit(folder: Path, checkpoint: Checkpoint) -> None:
@@ -134,7 +144,7 @@ def _commit(folder: Path, checkpoint: Checkpoint) -> None:
 def _tidy(folder: Path) -> None:
     """From the commit to the final layout. Every step may find itself already done."""
     original, staged = folder / ORIGINAL, folder / STAGED
-    for name in read_json(original / RECORD)["weight_files"]:
+    for name in _recorded(original / RECORD):
         if (folder / name).is_file() and not (original / name).exists():  # once it is there, the name may be the new file's
             os.replace(folder / name, original / name)
     link = staged.with_name("link")
@@ -148,14 +158,23 @@ def _tidy(folder: Path) -> None:
     os.replace(config, folder / "config.json")
 
 
+def _recorded(path: Path) -> list[str]:
+    """The weight files a record lists. It may have come with a download, so no name may lead out of the folder."""
+    names = read_json(path).get("weight_files")
+    if not isinstance(names, list):
+        raise ValueError(f"{path}: weight_files is {names!r}; expected the list a conversion in place writes. Move the folder away.")
+    for name in names:
+        check_file_name(name, path, "weight_files")
+    return names
+
+
 def _discard_original(folder: Path) -> None:
     """Removes what a conversion put into original/, and the folder if nothing else is in it. The record goes last: it has the list."""
     original = folder / ORIGINAL
-    if not (original / RECORD).is_file():
-        return
-    for name in (*read_json(original / RECORD)["weight_files"], *SECURED):
-        (original / name).unlink(missing_ok=True)
-    if not any(original.iterdir()):
+    if (original / RECORD).is_file():
+        for name in (*_recorded(original / RECORD), *SECURED):
+            (original / name).unlink(missing_ok=True)
+    if original.is_dir() and not any(original.iterdir()):
         original.rmdir()
 
 

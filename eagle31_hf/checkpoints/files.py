@@ -32,7 +32,7 @@ SIDE_FILES = ("eagle_meta.pt", "eagle3_meta.pt")  # NeMo's draft vocabulary, whe
 SUBFOLDERS = ("", "model/consolidated")  # NeMo writes into the latter
 STAGED = "eagle31-converting/model.safetensors"  # where a conversion in place has the new weights until the old ones are moved
 HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies", "subfolder")
-MAX_JSON_BYTES, CHUNK_BYTES = 16 * 2**20, 8 * 2**20
+MAX_JSON_BYTES, CHUNK_BYTES = 16 * 2**20, 2**20  # a chunk stays in a core's cache between reading, checking and writing
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class StoredTensor:
         return torch.Size(self.shape).numel() * DTYPES[self.dtype].itemsize
 
     def chunks(self) -> Iterator[memoryview]:
-        """Its bytes in pieces of at most 8 MiB; each piece is valid until the next is asked for."""
+        """Its bytes in pieces of at most 1 MiB; each piece is valid until the next is asked for."""
         if self.start is None:
             yield from tensor_chunks(self.load())
             return

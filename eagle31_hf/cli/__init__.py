@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from . import checkpoints, run
+from . import benchmarks, checkpoints, run
 from .parsing import Parser
 
 # name: (function, what adds its arguments, one line, example)
@@ -40,6 +40,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Callable[[argpars
         "upload a native drafter, or a config that points to its weights, with a model card",
         "eagle31 publish model_cards/EAGLE3-LLaMA3.1-Instruct-8B --repo-id me/EAGLE3-LLaMA3.1-Instruct-8B",
     ),
+    "bench": (benchmarks.bench, benchmarks.add_bench, "measure what the library costs", "eagle31 bench convert"),
     "upgrade": (
         checkpoints.upgrade,
         checkpoints.add_upgrade,

@@ -12,9 +12,9 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .generation.statistics import AcceptanceStats, track_acceptance
-from .modeling import Eagle31DrafterModel
-from .version import __version__
+from ..generation.statistics import AcceptanceStats, track_acceptance
+from ..modeling import Eagle31DrafterModel
+from ..version import __version__
 
 
 class ForwardClock:

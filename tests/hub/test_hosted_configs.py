@@ -1,0 +1,52 @@
+"""The folders of model_cards/: each loads once the repository it names serves weights, and says nothing it does not know."""
+
+import json
+from pathlib import Path
+
+import pytest
+from factories import EAGLE3, build
+from huggingface_hub import ModelCard
+
+from eagle31_hf import Eagle31DrafterModel
+from eagle31_hf.hub import publish
+
+from .test_drafters import original_release
+
+CARDS = sorted(path.parent for path in (Path(__file__).parents[2] / "model_cards").glob("*/config.json"))
+ALWAYS = {"model_type", "architectures", "target_model", "weights_from"}
+GEOMETRY = {"hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "draft_vocab_size", "num_hidden_layers"}
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
+def test_a_hosted_config_loads_from_what_it_names(card, hub, caplog):
+    stated = json.loads((card / "config.json").read_text())
+    assert stated.keys() >= ALWAYS
+    assert not GEOMETRY & stated.keys(), "the base checkpoint's own config knows these"
+    link, ids = stated["weights_from"], stated.get("aux_hidden_state_layer_ids", [1, 2, 4])
+    base = build(num_attention_heads=2, aux_hidden_state_layer_ids=ids, **EAGLE3)
+    commit = hub.add(link["repo_id"], original_release(base))
+    drafter = Eagle31DrafterModel.from_pretrained(card)
+    for name in stated.keys() - ALWAYS:
+        assert getattr(drafter.config, name) == stated[name], name
+    assert drafter.config.target_model == stated["target_model"]
+    publish(card, f"tester/{card.name}")
+    published = json.loads(hub.files(f"tester/{card.name}")["config.json"])
+    assert published == stated | {"weights_from": {"repo_id": link["repo_id"], "revision": commit}}
+    assert hub.files(f"tester/{card.name}")["README.md"] == (card / "README.md").read_bytes()
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
+def test_a_hosted_cards_text_agrees_with_its_config(card):
+    stated, page = json.loads((card / "config.json").read_text()), ModelCard.load(card / "README.md")
+    assert page.data.base_model == [stated["target_model"]]
+    assert page.data.library_name == "transformers"
+    assert {"speculative-decoding", "eagle31_hf"} <= set(page.data.tags)
+    for name, value in stated.items():
+        if name == "weights_from":
+            assert f"huggingface.co/{value['repo_id']}" in page.text
+        elif name not in ("model_type", "architectures"):
+            assert str(value).lower() in page.text.lower(), f"{name} and its source are in the card"
+
+
+def test_there_are_cards():
+    assert len(CARDS) > 40
