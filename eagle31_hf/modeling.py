@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from huggingface_hub import HfApi
 from torch import Tensor, nn
-from torch.nn.functional import embedding
+from torch.nn.functional import cosine_similarity, embedding
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
@@ -88,6 +88,9 @@ class Eagle31DrafterModel(PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
     supports_gradient_checkpointing = True
+    # Headers are compared with the config before anything is loaded; of these, what a file lacks is made, see Checkpoint.made.
+    _keys_to_ignore_on_load_missing = [r"^d2t$", r"^t2d$", r"o_proj\.bias$"]
+    _keys_to_ignore_on_load_unexpected = [r".*"]
 
     def __init__(self, config: Eagle31Config):
         super().__init__(config)
@@ -141,7 +144,8 @@ class Eagle31DrafterModel(PreTrainedModel):
 
         Raises ValueError when the target's width or vocabulary is not the one the drafter was made for.
         """
-        embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
+        embedding: Any = target.get_input_embeddings()
+        head = target.get_output_embeddings()
         rows, width = embedding.weight.shape
         trained_for = f"the drafter was made for {self.config.target_model or 'a target it does not name'}; pass that target."
         target_width = target.config.get_text_config().hidden_size
@@ -155,6 +159,11 @@ class Eagle31DrafterModel(PreTrainedModel):
             )
         if self._target_modules is None or self._target_modules[0] is not embedding:
             self._target_modules = (embedding, head)
+            if self.embed_tokens is not None and unrelated(self.embed_tokens.weight, embedding.weight):
+                logger.warning(
+                    "the drafter's own embedding has nothing in common with the target's, as in checkpoints of TorchSpec before March "
+                    "2026, where it is random. If it was not trained from scratch, load with share_target_embeddings=True."
+                )
 
     def draft_to_target_ids(self) -> Tensor | None:
         """The target id of every draft id (Vd,); None for a full draft vocabulary, where the two are the same."""
@@ -260,6 +269,8 @@ class Eagle31DrafterModel(PreTrainedModel):
         Raises OSError when something is not there; ValueError when tensors are missing, extra, misshapen or not finite, when the
         checkpoint is no EAGLE 3 drafter, or when it may mean two things (the text names the argument that decides).
         """
+        if pretrained_model_name_or_path is None:  # weights are in kwargs["state_dict"]
+            return super().from_pretrained(None, *args, config=config, output_loading_info=output_loading_info, **kwargs)
         hub = {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
         overrides = {name: kwargs.pop(name) for name in Eagle31Config.__annotations__ if name in kwargs}
         if isinstance(config, Eagle31Config):
@@ -359,6 +370,16 @@ class Eagle31DrafterModel(PreTrainedModel):
 
 def default_generation_config() -> GenerationConfig:
     return GenerationConfig(num_assistant_tokens=DEFAULT_DEPTH, assistant_confidence_threshold=0.0)
+
+
+@torch.no_grad()
+def unrelated(table: Tensor, other: Tensor) -> bool:
+    """Whether rows of two embeddings (V, h) of one width point in unrelated directions, seen on up to 256 rows."""
+    if table.shape[1] != other.shape[1] or not other.is_floating_point() or "meta" in (table.device.type, other.device.type):
+        return False
+    rows = torch.linspace(0, min(len(table), len(other)) - 1, 256, dtype=torch.long).unique()
+    similarity = cosine_similarity(table[rows.to(table.device)].float(), other[rows.to(other.device)].float().to(table.device))
+    return bool(similarity.mean() < 4 / (len(rows) * table.shape[1]) ** 0.5)  # four standard deviations of random directions
 
 
 @torch.no_grad()

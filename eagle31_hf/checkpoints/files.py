@@ -4,8 +4,10 @@ Nothing here executes what a file says: configs and indices are parsed as JSON, 
 """
 
 import json
+import math
 import os
 import pickle
+import re
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -32,6 +34,8 @@ SIDE_FILES = ("eagle_meta.pt", "eagle3_meta.pt")  # NeMo's draft vocabulary, whe
 SUBFOLDERS = ("", "model/consolidated")  # NeMo writes into the latter
 STAGED = "eagle31-converting/model.safetensors"  # where a conversion in place has the new weights until the old ones are moved
 HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies", "subfolder")
+# In torch's words, what a pickle asks for that is neither a tensor nor a name; other complaints are of damage.
+CODE_SIGNS = ("GLOBAL", "unrecognized function", "unsupported class", "Can only")
 MAX_JSON_BYTES, CHUNK_BYTES = 16 * 2**20, 2**20  # a chunk stays in a core's cache between reading, checking and writing
 
 
@@ -170,7 +174,7 @@ def read_json(path: Path) -> dict[str, Any]:
     if path.stat().st_size > MAX_JSON_BYTES:
         raise ValueError(f"{path}: is {path.stat().st_size} bytes; expected at most {MAX_JSON_BYTES}. This is not a config or an index.")
     try:
-        value = json.loads(path.read_bytes(), parse_constant=_no_constant)
+        value = json.loads(path.read_bytes(), parse_constant=_no_constant, parse_float=_finite, parse_int=_integer)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: is not valid JSON ({error}); expected one JSON object. Download it again.") from None
     if not isinstance(value, dict):
@@ -180,6 +184,18 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _no_constant(text: str) -> float:
     raise ValueError(f"{text} is not JSON")
+
+
+def _finite(text: str) -> float:
+    if math.isinf(float(text)):
+        raise ValueError(f"{text} is larger than any number")
+    return float(text)
+
+
+def _integer(text: str) -> int:
+    if abs(int(text)) >= 2**64:
+        raise ValueError(f"{text[:20]}... has {len(text)} digits")
+    return int(text)
 
 
 def read_index(path: Path) -> dict[str, str]:
@@ -260,7 +276,10 @@ def unpickle(path: Path) -> dict[Any, Any]:
             _check_archive(path)
         values = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except pickle.UnpicklingError as error:
-        reason = str(error).split("\n")[0]
+        found = re.search(r"WeightsUnpickler error: (?:Unsupported class .*|([^\n]*))", str(error))  # what stands before advises to run it
+        reason = (found[1] or found[0]) if found else str(error).split("\n")[0]
+        if not any(sign in str(error) for sign in CODE_SIGNS):
+            raise ValueError(f"{path}: is not a sound PyTorch file ({reason}). Download it again.") from None
         raise ValueError(
             f"{path}: asks to run code when loaded, and was not ({reason}). Expected tensors only; do not load this file elsewhere."
         ) from None

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
+from transformers.activations import ACT2FN
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from .. import vocab
 from ..configuration import Eagle31Config
@@ -29,6 +31,8 @@ def foreign_config(
     source = files.source
     fields = keys.read_fields(files.config, source)
     _check_ambiguous(producer, fields, overrides, source)
+    if producer.norm_output_had_two_meanings and fields.get("norm_output") is False:
+        notes.append("norm_output is false, with which SpecForge before its change #879 scored states without norm, as no engine does")
     fields |= {name: value for name, value in overrides.items() if name in keys.FLAGS}
     _add_shown(fields, shapes, source, notes)
     if "aux_hidden_state_layer_ids" not in overrides:
@@ -42,7 +46,9 @@ def foreign_config(
     _add_target_width(fields, files, shapes, notes)
     dtype = next(stored.dtype for name, stored in sorted(files.tensors.items()) if name.endswith("fc.weight") or stored.dtype in FLOATS)
     fields["dtype"] = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}.get(dtype, "float32")
-    return build_config(fields | {"architectures": ["Eagle31DrafterModel"]}, source)
+    config = build_config(fields | {"architectures": ["Eagle31DrafterModel"]}, source)
+    notes += [caution for applies, caution in producer.cautions if applies(config)]
+    return config
 
 
 def _check_ambiguous(producer: Producer, fields: dict[str, Any], overrides: Mapping[str, Any], source: str) -> None:
@@ -98,9 +104,10 @@ def _add_shown(fields: dict[str, Any], shapes: Shapes, source: str, notes: list[
 
 def _add_sizes(fields: dict[str, Any], shapes: Shapes, source: str, notes: list[str]) -> None:
     """Sizes a config may leave out, and the two vocabularies."""
-    gate = shapes.get("layers.0.mlp.gate_proj.weight", (None,))
-    fields.setdefault("hidden_size", shapes.get("norm.weight", (None,))[0])
-    fields.setdefault("intermediate_size", gate[0])
+    for name, shape in (("hidden_size", shapes.get("norm.weight")), ("intermediate_size", shapes.get("layers.0.mlp.gate_proj.weight"))):
+        size = shape[0] if shape else None
+        if fields.setdefault(name, size) != size and size is not None:
+            raise ValueError(f"{source}: config.json says {name}={str(fields[name])[:80]}, the weights have {size}; expected the same.")
     heads = fields.get("num_attention_heads")
     if type(heads) is not int or heads < 1:
         raise ValueError(f"{source}: config.json: num_attention_heads is {heads!r}; expected a number, which the weights do not tell.")
@@ -152,7 +159,8 @@ def _add_target_width(fields: dict[str, Any], files: CheckpointFiles, shapes: Sh
     width, width_from = fields.get("target_hidden_size"), "target_hidden_size"
     if width is None:
         width, width_from = fields["hidden_size"], "hidden_size"
-        if type(count) is int and fc[1] != count * width and fc[1] % count == 0:
+        is_known = fields["share_target_embeddings"] or type(width) is not int or type(count) is not int or count < 1
+        if not is_known and fc[1] != count * width and fc[1] % count == 0:
             width, width_from = fc[1] // count, "fc's width"
             notes.append(f"the target's width is {width}: fc.weight reads {fc[1]} = {count} x {width}")
     if type(count) is not int or type(width) is not int or count < 1 or count * width != fc[1]:
@@ -174,5 +182,19 @@ def build_config(fields: dict[str, Any], source: str) -> Eagle31Config:
     """The config of these fields; what it refuses is a ValueError that names the checkpoint."""
     try:
         return Eagle31Config.from_dict(fields)
-    except (StrictDataclassError, ZeroDivisionError, KeyError, TypeError, AttributeError) as error:
+    except (StrictDataclassError, ZeroDivisionError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ValueError(f"{source}: config.json: {error}") from error
+
+
+def check_computable(config: Eagle31Config, source: str) -> None:
+    """Raises ValueError for an activation or a rope that transformers cannot compute, before anything is built or written."""
+    if config.hidden_act not in ACT2FN:
+        raise ValueError(f"{source}: config.json: hidden_act is {config.hidden_act[:80]!r}; expected one of transformers' activations.")
+    try:
+        frequencies = Phi3RotaryEmbedding(config).inv_freq  # type: ignore[arg-type]
+        reason = "" if frequencies.isfinite().all() else "frequencies are not finite"
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+    if reason:
+        rope = str(config.rope_parameters)[:200]
+        raise ValueError(f"{source}: config.json: rope_parameters are {rope}; expected a rope of transformers, complete ({reason[:200]}).")

@@ -41,7 +41,8 @@ def refuse_other_graphs(config: dict[str, Any], source: str) -> None:
         for place, where in ((config, "config.json"), (nested, "config.json: eagle_config")):
             if key in place and place[key] not in ours:
                 raise ValueError(f"{source}: {where}: {key} is {str(place[key])[:80]}, so this drafter {what}; expected {ours[0]}.")
-    kind = config.get("speculators_model_type", (config.get("speculators_config") or {}).get("algorithm"))
+    speculators = _object(config, "speculators_config", source)
+    kind = config.get("speculators_model_type", speculators.get("algorithm"))
     if kind not in SPECULATORS_TYPES:
         raise ValueError(f"{source}: config.json: speculators_model_type is {kind!r}; expected 'eagle3', the only kind read here.")
 
@@ -73,8 +74,15 @@ def _flatten(config: dict[str, Any], source: str) -> dict[str, Any]:
             f"expected one of {SPECULATORS_LAYERS}."
         )
     outer = {name: config[name] for name in (*DRAFTER, "eagle_aux_hidden_state_layer_ids") if name in config}
-    verifier = (config.get("speculators_config") or {}).get("verifier") or {}
+    verifier = _object(_object(config, "speculators_config", source), "verifier", source)
     return inner | outer | {"target_model": verifier.get("name_or_path")}
+
+
+def _object(config: dict[str, Any], key: str, source: str) -> dict[str, Any]:
+    value = config.get(key) or {}
+    if not isinstance(value, dict):
+        raise ValueError(f"{source}: config.json: {key} is {str(value)[:80]!r}; expected an object or null.")
+    return value
 
 
 def _agree(source: str, name: str, value: Any, other: Any) -> None:

@@ -31,7 +31,7 @@ def check(ids: Any, where: str) -> None:
     """Raises ValueError unless `ids` is a short list of distinct ascending integers >= 0."""
     sound = isinstance(ids, list) and 0 < len(ids) <= 16 and all(type(i) is int and 0 <= i < 10_000 for i in ids)
     if not sound or sorted(set(ids)) != ids:
-        raise ValueError(f"{where} is {ids!r}; expected 1 to 16 distinct layer ids >= 0 in ascending order.")
+        raise ValueError(f"{where} is {str(ids)[:80]}; expected 1 to 16 distinct layer ids >= 0 in ascending order.")
 
 
 def _evidence(ids: list[int]) -> tuple[str, str] | None:

@@ -4,17 +4,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ..configuration import Eagle31Config
 from .files import CheckpointFiles
 
 
 @dataclass(frozen=True)
 class Producer:
-    """`convention` is how it counts the ids it nests in `eagle_config`; None: it did both, so the numbers must tell."""
+    """`convention` is how it counts the ids it nests in `eagle_config`; None: it did both, so the numbers must tell.
+
+    `cautions`: what of its training engines do not replicate, each with a test on the drafter's config.
+    """
 
     name: str
     detect: Callable[[CheckpointFiles], str | None]
     convention: str | None = None
     norm_output_had_two_meanings: bool = False
+    cautions: tuple[tuple[Callable[[Eagle31Config], bool], str], ...] = ()
 
 
 def eagle_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -86,15 +91,31 @@ def _has_midlayer(files: CheckpointFiles) -> bool:
     return any(name.startswith("midlayer.") for name in files.tensors)
 
 
+# Seen with nvidia-modelopt 0.47, nemo-automodel 0.7 and angelslim 0.5 (tests/peers/producer_fixtures.py).
+MODELOPT = (
+    (lambda c: True, "ModelOpt's trainer also norms the fused state with input_layernorm, which engines and this library do not"),
+)  # fmt: skip
+NEMO = (
+    (
+        lambda c: c.kv_lora_rank is not None and c.rope_parameters["rope_type"] == "yarn",
+        "NeMo trains MLA drafters with a YaRN temperature of its own; engines and this library use DeepSeek's",
+    ),
+)
+ANGELSLIM = (
+    (
+        lambda c: c.rope_parameters["rope_theta"] != 10000.0,
+        "AngelSlim's trainer rotates at base 10000 whatever rope_theta says; the config is obeyed, as engines do",
+    ),
+)
 NATIVE, SPECULATORS, EXPORTED_BY = "eagle31_hf", "speculators", "exported_by"
 PRODUCERS = (
     Producer(NATIVE, _native, "boundary"),
     Producer("eagle31_hf export", has_key(EXPORTED_BY), "boundary"),
     Producer(SPECULATORS, has_key("speculators_config", "speculators_model_type", "transformer_layer_config"), "boundary"),
     Producer("TorchSpec", _torchspec),
-    Producer("NVIDIA ModelOpt", _modelopt),
-    Producer("NeMo Automodel", _nemo, "output"),
-    Producer("AngelSlim", _angelslim, "boundary"),
+    Producer("NVIDIA ModelOpt", _modelopt, cautions=MODELOPT),
+    Producer("NeMo Automodel", _nemo, "output", cautions=NEMO),
+    Producer("AngelSlim", _angelslim, "boundary", cautions=ANGELSLIM),
     Producer("nebius", has_key("truncated_vocab_size")),
     Producer("original EAGLE 3 release", _original, "output"),
     Producer("SpecForge", _specforge, "output", norm_output_had_two_meanings=True),

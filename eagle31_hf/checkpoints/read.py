@@ -4,7 +4,7 @@ Everything that can be refused is refused here, from headers, before a weight is
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,13 @@ from .. import vocab
 from ..configuration import Eagle31Config
 from . import keys, layer_ids
 from .files import FLOATS, SIDE_FILES, CheckpointFiles, StoredTensor, open_files, unpickle
-from .infer import build_config, foreign_config
+from .infer import build_config, check_computable, foreign_config
 from .producers import NATIVE, identify
 from .tensors import Shapes, expected_tensors, native_names, refuse_other_graphs
 
 NOT_OVERRIDES = ("model_type", "architectures", "weights_from", "transformers_version", "dtype", "torch_dtype", "auto_map")
+
+MAX_VOCAB = 2**24  # ids; the largest vocabularies have a sixtieth of it
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,8 @@ def _native_config(files: CheckpointFiles, overrides: Mapping[str, Any]) -> Eagl
 def _checked(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint with its vocabulary map settled, once every tensor the config asks for is there, and none besides."""
     source, config, tensors = checkpoint.files.source, checkpoint.config, dict(checkpoint.tensors)
+    if config.aux_hidden_state_layer_ids is not None:
+        layer_ids.check(config.aux_hidden_state_layer_ids, f"{source}: config.json: aux_hidden_state_layer_ids")
     expected, dropped, notes = expected_tensors(config), dict(checkpoint.dropped), list(checkpoint.notes)
     made: dict[str, Tensor] = {}
     if "d2t" in expected:
@@ -148,7 +152,11 @@ def _checked(checkpoint: Checkpoint) -> Checkpoint:
     for name in expected.keys() - tensors.keys():
         if name.endswith("self_attn.o_proj.bias") and checkpoint.format != NATIVE:
             made[name] = torch.zeros(expected[name], dtype=getattr(torch, str(config.dtype).removeprefix("torch.")))
+    for flag, name in (("share_target_embeddings", "embed_tokens.weight"), ("share_target_head", "lm_head.weight")):
+        if checkpoint.format != NATIVE and getattr(config, flag) and name in tensors:
+            dropped[tensors.pop(name).name] = f"{flag} is on: the target's is used"
     _compare(source, expected, tensors, made, {stored.name: name for name, stored in checkpoint.tensors.items()})
+    check_computable(config, source)
     return replace(checkpoint, tensors=tensors, made=made, dropped=dropped, notes=notes)
 
 
@@ -156,9 +164,9 @@ def _compare(source: str, expected: Shapes, tensors: dict[str, StoredTensor], ma
     missing, extra = sorted(expected.keys() - tensors.keys() - made.keys()), sorted(tensors.keys() - expected.keys())
     if missing or extra:
         renamed = {old: new for old, new in names.items() if old != new}
-        on_disk = f" In the file: {sorted(names)}." if renamed else ""
+        on_disk = f" In the file: {_some(names)}." if renamed else ""
         raise ValueError(
-            f"{source}: tensors and config disagree: missing {missing or 'none'}, unexpected {extra or 'none'}. Expected exactly the "
+            f"{source}: tensors and config disagree: missing {_some(missing)}, unexpected {_some(extra)}. Expected exactly the "
             f"tensors its config.json describes; check the flags there (fc_norm, norm_before_fc, share_target_head, ...).{on_disk}"
         )
     for name, stored in sorted(tensors.items()):
@@ -174,9 +182,17 @@ def _compare(source: str, expected: Shapes, tensors: dict[str, StoredTensor], ma
             )
 
 
+def _some(names: Collection[str]) -> str:
+    """The names as a list in print, the first forty of them."""
+    listed = str(sorted(names)[:40]) if names else "none"
+    return listed if len(names) <= 40 else f"{listed} and {len(names) - 40} more"
+
+
 def _vocabulary_map(checkpoint: Checkpoint, notes: list[str]) -> dict[str, Tensor]:
     """`d2t` int64 and `t2d` bool: the first decides, the second is always rebuilt from it."""
     source, config, tensors = checkpoint.files.source, checkpoint.config, checkpoint.tensors
+    if config.vocab_size > MAX_VOCAB:
+        raise ValueError(f"{source}: config.json: vocab_size is {config.vocab_size}; expected at most {MAX_VOCAB}.")
     if "d2t" in tensors:
         d2t, where = _load_map(tensors["d2t"]), f"{tensors['d2t'].file}: "
     else:
@@ -196,7 +212,7 @@ def _vocabulary_map(checkpoint: Checkpoint, notes: list[str]) -> dict[str, Tenso
 
 
 def _load_map(stored: StoredTensor) -> Tensor:
-    if stored.dtype in FLOATS or len(stored.shape) != 1:
+    if stored.dtype in FLOATS or (stored.dtype == "BOOL" and not stored.name.endswith("t2d")) or len(stored.shape) != 1:
         raise ValueError(f"{stored.file}: {stored.name} is {stored.dtype} of shape {stored.shape}; expected integers in one dimension.")
     tensor = stored.load()
     return tensor if tensor.dtype == torch.bool else tensor.long()

@@ -47,11 +47,11 @@ def native_name(name: str) -> str:
 
 def native_names(names: Iterable[str], source: str) -> tuple[dict[str, str], dict[str, str]]:
     """Names on disk -> native names, and those left out with the reason. Raises ValueError where two become one."""
-    renamed, dropped = {}, {}
+    renamed, dropped, short_names = {}, {}, {name.removeprefix("model.") for name in names}
     for name in sorted(names):
         short = re.sub(r"^model\.", "", name)
         reason = next((why for pattern, why in DROPPED if re.search(pattern, short)), None)
-        if reason is None or ("hidden_norm" in name and short.replace("hidden_norm", "input_layernorm") not in map(_short, names)):
+        if reason is None or ("hidden_norm" in name and short.replace("hidden_norm", "input_layernorm") not in short_names):
             renamed[name] = native_name(name)
         else:
             dropped[name] = reason
@@ -62,10 +62,6 @@ def native_names(names: Iterable[str], source: str) -> tuple[dict[str, str], dic
         if len(sources) > 1:
             raise ValueError(f"{source}: {' and '.join(sources)} both mean {target}; expected one of them.")
     return renamed, dropped
-
-
-def _short(name: str) -> str:
-    return name.removeprefix("model.")
 
 
 def refuse_other_graphs(shapes: Shapes, source: str, model_type: str | None) -> None:

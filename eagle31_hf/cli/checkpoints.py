@@ -5,13 +5,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .parsing import field, positive, progress
+from .parsing import add_json, add_reading, positive, progress, reading_options
 
 FLAGS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")
-
-
-def _options(args: argparse.Namespace) -> dict[str, Any]:
-    return {"aux_layer_convention": args.aux_layer_convention} | dict(args.set) | {"revision": args.revision}
 
 
 def _read(args: argparse.Namespace, source: str) -> Any:
@@ -93,12 +89,12 @@ def convert(args: argparse.Namespace) -> int:
     if args.create_pr:
         if args.destination is not None or args.discard_original:
             raise ValueError("--create-pr changes a Hub repository; expected neither a destination nor --discard-original with it.")
-        checkpoint, url = convert_on_hub(args.source, **_options(args))
+        checkpoint, url = convert_on_hub(args.source, **reading_options(args))
         where = url or f"{args.source}: nothing to do, it is native already"
     else:
-        options = _options(args)
+        options = reading_options(args)
         if args.destination is None:
-            options.pop("revision")
+            options.pop("revision", None)
         checkpoint = convert_checkpoint(args.source, args.destination, discard_original=args.discard_original, **options)
         where = str(checkpoint.folder)
     if args.json:
@@ -112,7 +108,7 @@ def export(args: argparse.Namespace) -> int:
     from ..checkpoints import export_checkpoint, launch_line, read_checkpoint
 
     progress(f"writing {args.destination}")
-    options = {name: value for name, value in _options(args).items() if value is not None}
+    options = reading_options(args)
     export_checkpoint(args.drafter, args.destination, args.format, target_type=args.target_type, **options)
     config = read_checkpoint(args.destination).config
     line = launch_line(config, args.destination, args.format, args.num_speculative_tokens)
@@ -140,7 +136,7 @@ def upgrade(args: argparse.Namespace) -> int:
     progress(f"loading {args.target} and {args.drafter}")
     target: Any = AutoModelForCausalLM.from_pretrained(args.target, dtype="auto")
     target = target.to(args.device).eval()
-    options = {name: value for name, value in _options(args).items() if value is not None}
+    options = reading_options(args)
     drafter = Eagle31DrafterModel.from_pretrained(args.drafter, dtype=target.dtype, **options).to(args.device).eval()
     progress(f"calibrating on {len(texts)} texts, then measuring acceptance before and after")
     tokenizer = AutoTokenizer.from_pretrained(args.target)
@@ -168,16 +164,10 @@ def read_texts(path: Path) -> list[str]:
     return texts
 
 
-def _add_reading(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--aux-layer-convention", choices=("boundary", "output"), help="how the checkpoint counts the target's layers")
-    parser.add_argument("--set", type=field, action="append", default=[], metavar="FIELD=VALUE", help="a field of Eagle31Config that wins")
-    parser.add_argument("--revision", help="branch, tag or commit of a Hub repository")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-
-
 def add_info(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("drafter", help="folder or Hub repository")
-    _add_reading(parser)
+    add_reading(parser)
+    add_json(parser)
 
 
 def add_convert(parser: argparse.ArgumentParser) -> None:
@@ -185,7 +175,8 @@ def add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("destination", nargs="?", help="a new folder (default: in place, the originals kept in SOURCE/original)")
     parser.add_argument("--discard-original", action="store_true", help="remove what an in-place conversion keeps")
     parser.add_argument("--create-pr", action="store_true", help="open a pull request on the Hub repository SOURCE")
-    _add_reading(parser)
+    add_reading(parser)
+    add_json(parser)
 
 
 def add_export(parser: argparse.ArgumentParser) -> None:
@@ -194,7 +185,8 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=("vllm", "sglang", "speculators"), default="vllm")
     parser.add_argument("--target-type", help="the target's model_type, where SGLang's layer ids depend on it (gpt_oss, deepseek_v3, ...)")
     parser.add_argument("--num-speculative-tokens", type=positive, default=5, help="in the printed line (default: 5)")
-    _add_reading(parser)
+    add_reading(parser)
+    add_json(parser)
 
 
 def add_publish(parser: argparse.ArgumentParser) -> None:
@@ -203,7 +195,7 @@ def add_publish(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--private", action="store_true")
     parser.add_argument("--revision", help="branch to upload to")
     parser.add_argument("--create-pr", action="store_true")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_json(parser)
 
 
 def add_upgrade(parser: argparse.ArgumentParser) -> None:
@@ -216,4 +208,5 @@ def add_upgrade(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=positive, default=8, help="texts to measure acceptance on (default: 8)")
     parser.add_argument("--max-new-tokens", type=positive, default=64, help="tokens generated per text (default: 64)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, mps (default: cpu)")
-    _add_reading(parser)
+    add_reading(parser)
+    add_json(parser)

@@ -25,7 +25,23 @@ def positive(text: str) -> int:
 
 def add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, mps (default: cpu)")
+    add_json(parser)
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def add_reading(parser: argparse.ArgumentParser) -> None:
+    """What decides where a checkpoint leaves a question open."""
+    parser.add_argument("--aux-layer-convention", choices=("boundary", "output"), help="how the checkpoint counts the target's layers")
+    parser.add_argument("--set", type=field, action="append", default=[], metavar="FIELD=VALUE", help="a field of Eagle31Config that wins")
+    parser.add_argument("--revision", help="branch, tag or commit of the drafter's Hub repository")
+
+
+def reading_options(args: argparse.Namespace) -> dict[str, Any]:
+    options = {"aux_layer_convention": args.aux_layer_convention, "revision": args.revision} | dict(args.set)
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def field(text: str) -> tuple[str, Any]:

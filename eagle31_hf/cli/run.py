@@ -5,7 +5,7 @@ import json
 import sys
 from typing import Any
 
-from .parsing import add_device, positive, progress
+from .parsing import add_device, add_reading, positive, progress, reading_options
 
 DEPTHS = (3, 5, 7)
 
@@ -35,7 +35,7 @@ def generate(args: argparse.Namespace) -> int:
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     target: Any = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype)
     target = target.to(args.device).eval()
-    drafter = Eagle31DrafterModel.from_pretrained(args.drafter, dtype=target.dtype).to(args.device).eval()
+    drafter = Eagle31DrafterModel.from_pretrained(args.drafter, dtype=target.dtype, **reading_options(args)).to(args.device).eval()
     if args.chat:
         messages = [{"role": "user", "content": args.prompt}]
         inputs: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
@@ -118,3 +118,4 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int)
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16")
     parser.add_argument("--chat", action="store_true", help="wrap the prompt in the target's chat template")
+    add_reading(parser)

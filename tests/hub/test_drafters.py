@@ -124,6 +124,15 @@ def test_a_download_that_breaks_off_is_resumed(hub, drafter):
     assert any(request.sent == 4_000 for request in hub.requests("GET"))
 
 
+def test_what_was_fetched_once_loads_without_the_hub(hub, drafter):
+    hub.add(BASE, original_release(drafter))
+    hub.add(REPO, {"config.json": pointing()})
+    Eagle31DrafterModel.from_pretrained(REPO)
+    asked = len(hub.log)
+    assert_same(Eagle31DrafterModel.from_pretrained(REPO, local_files_only=True), drafter)
+    assert len(hub.log) == asked
+
+
 def test_a_private_repository_needs_a_token(hub, drafter, monkeypatch):
     token = hub.add_user("owner")
     hub.add("owner/secret", original_release(drafter), private=True)
