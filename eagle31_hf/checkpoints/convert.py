@@ -33,9 +33,6 @@ def convert_checkpoint(
     Raises OSError when something is not there, ValueError (before anything is written) when the checkpoint cannot be converted.
     """
     hub = {name: options.pop(name) for name in HUB_OPTIONS if name in options}
-    unknown = sorted(options.keys() - Eagle31Config.__annotations__.keys())
-    if unknown:
-        raise ValueError(f"convert_checkpoint got {unknown}; expected fields of Eagle31Config, or {', '.join(HUB_OPTIONS)}.")
     if destination is None:
         if not os.path.isdir(source):
             raise ValueError(f"{source}: is no local folder, so it cannot be converted in place; name a destination.")

@@ -180,6 +180,7 @@ def export_checkpoint(
     format: str = "vllm",
     *,
     target_type: str | None = None,
+    aux_layer_convention: str | None = None,
     **options: Any,
 ) -> Path:
     """Writes a drafter, loaded or a checkpoint of any format, as `format` ("vllm", "sglang", "speculators") reads it.
@@ -193,7 +194,7 @@ def export_checkpoint(
         config, tensors, source = _of_model(drafter_or_path)
     else:
         hub = {name: options.pop(name) for name in HUB_OPTIONS if name in options}
-        checkpoint = read_checkpoint(str(drafter_or_path), options, options.pop("aux_layer_convention", None), **hub)
+        checkpoint = read_checkpoint(str(drafter_or_path), options, aux_layer_convention, **hub)
         config, tensors, source = checkpoint.config, entries(checkpoint), checkpoint.source
     values, row, destination = engine_config(config, format, target_type), EXPORT_FORMATS[format], Path(destination)
     if row.ascending_vocabulary and "d2t" in tensors:

@@ -34,8 +34,7 @@ SIDE_FILES = ("eagle_meta.pt", "eagle3_meta.pt")  # NeMo's draft vocabulary, whe
 SUBFOLDERS = ("", "model/consolidated")  # NeMo writes into the latter
 STAGED = "eagle31-converting/model.safetensors"  # where a conversion in place has the new weights until the old ones are moved
 HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies", "subfolder")
-# In torch's words, what a pickle asks for that is neither a tensor nor a name; other complaints are of damage.
-CODE_SIGNS = ("GLOBAL", "unrecognized function", "unsupported class", "Can only")
+PICKLE_START = b"\x80"
 MAX_JSON_BYTES, CHUNK_BYTES = 16 * 2**20, 2**20  # a chunk stays in a core's cache between reading, checking and writing
 
 
@@ -276,20 +275,28 @@ def unpickle(path: Path) -> dict[Any, Any]:
             _check_archive(path)
         values = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except pickle.UnpicklingError as error:
-        found = re.search(r"WeightsUnpickler error: (?:Unsupported class .*|([^\n]*))", str(error))  # what stands before advises to run it
-        reason = (found[1] or found[0]) if found else str(error).split("\n")[0]
-        if not any(sign in str(error) for sign in CODE_SIGNS):
-            raise ValueError(f"{path}: is not a sound PyTorch file ({reason}). Download it again.") from None
+        if not is_zip and _first_byte(path) != PICKLE_START:
+            raise ValueError(f"{path}: is not a sound PyTorch file ({_reason(error)}). Download it again.") from None
         raise ValueError(
-            f"{path}: asks to run code when loaded, and was not ({reason}). Expected tensors only; do not load this file elsewhere."
+            f"{path}: asks to run code when loaded, and was not ({_reason(error)}). Expected tensors only; do not load this file elsewhere."
         ) from None
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, AssertionError,
             OverflowError, MemoryError, RecursionError, zipfile.BadZipFile) as error:  # fmt: skip
-        reason = str(error).split("\n")[0]
-        raise ValueError(f"{path}: is not a sound PyTorch file ({type(error).__name__}: {reason}). Download it again.") from None
+        raise ValueError(f"{path}: is not a sound PyTorch file ({type(error).__name__}: {_reason(error)}). Download it again.") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path}: holds a {type(values).__name__}; expected a dictionary of names and tensors.")
     return values
+
+
+def _first_byte(path: Path) -> bytes:
+    with open(path, "rb") as file:
+        return file.read(1)
+
+
+def _reason(error: Exception) -> str:
+    """What torch found, without its advice to load the file as code."""
+    text = str(error).partition("WeightsUnpickler error:")[2] or str(error)
+    return re.split(r"\n| In PyTorch 2\.6|\. Please ", text.strip())[0][:200]
 
 
 def _check_archive(path: Path) -> None:

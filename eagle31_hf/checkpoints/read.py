@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import vocab
 from ..configuration import Eagle31Config
 from . import keys, layer_ids
-from .files import FLOATS, SIDE_FILES, CheckpointFiles, StoredTensor, open_files, unpickle
+from .files import FLOATS, HUB_OPTIONS, SIDE_FILES, CheckpointFiles, StoredTensor, open_files, unpickle
 from .infer import build_config, check_computable, foreign_config
 from .producers import NATIVE, identify
 from .tensors import Shapes, expected_tensors, native_names, refuse_other_graphs
@@ -74,7 +74,11 @@ def read_checkpoint(
     """
     if aux_layer_convention not in (None, *layer_ids.CONVENTIONS):
         raise ValueError(f"aux_layer_convention is {aux_layer_convention!r}; expected one of {tuple(layer_ids.CONVENTIONS)} or None.")
-    files, overrides = open_files(str(source), **hub), dict(overrides or {})
+    overrides = dict(overrides or {})
+    unknown = sorted(overrides.keys() - Eagle31Config.__annotations__.keys())
+    if unknown:
+        raise ValueError(f"got {', '.join(unknown)}; expected fields of Eagle31Config, or {', '.join(HUB_OPTIONS)}.")
+    files = open_files(str(source), **hub)
     if files.config.get("weights_from") is not None and not files.tensors:
         files, overrides = _follow(files, overrides, hub)
     if not files.tensors:
