@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,14 @@ Rule = tuple[Callable[[Eagle31Config], bool], str]  # what is true of a config t
 NO_BIAS: Rule = (lambda c: c.fc_bias, "fc has a bias, which it would drop")
 SILU: Rule = (lambda c: c.hidden_act != "silu", "it computes silu, whatever hidden_act says")
 WINDOW: Rule = (lambda c: "sliding_attention" in c.layer_types, "it attends to everything; the drafter has a sliding window")
+QWEN_MLP: Rule = (lambda c: c.qk_norm and c.mlp_bias, "its drafter with q/k norm (Qwen3) has no MLP bias and drops it silently")
 VLLM_CANNOT: tuple[Rule, ...] = (
     NO_BIAS,
     SILU,
+    QWEN_MLP,
+    (lambda c: c.qk_norm and c.attention_bias, "its drafter with q/k norm (Qwen3) drops o_proj's bias silently"),
+    (lambda c: len(set(c.layer_types)) > 1, "its drafter's layers share one cache: all of them slide or none"),
+    (lambda c: c.kv_lora_rank is not None and c.q_lora_rank is None, "its MLA drafter needs q_lora_rank"),
     (lambda c: c.kv_lora_rank is not None and c.norm_before_fc, "its MLA drafter has no norm_before_fc"),
     (lambda c: c.kv_lora_rank is not None and c.norm_before_residual, "its MLA drafter has no norm_before_residual"),
 )
@@ -46,6 +52,7 @@ SGLANG_CANNOT: tuple[Rule, ...] = (
 SPECULATORS_CANNOT: tuple[Rule, ...] = (
     NO_BIAS,
     SILU,
+    QWEN_MLP,
     (lambda c: c.kv_lora_rank is not None, "it has no MLA drafter"),
     (lambda c: c.hidden_size != c.target_hidden_size, "it builds fc for a target as wide as the drafter"),
     (lambda c: c.num_aux_states != 3 and c.aux_hidden_state_layer_ids is None, "it needs the layer ids written out"),
@@ -65,7 +72,7 @@ class ExportFormat:
 def flat_config(config: Eagle31Config, target_type: str | None = None) -> dict[str, Any]:
     """The flat layout vLLM and SGLang share, every flag written out. Layer ids: boundary at the top, which vLLM reads."""
     architecture, model_type = (
-        ("Eagle3DeepseekV2ForCausalLM", "deepseek_v3") if config.kv_lora_rank is not None
+        ("Eagle3DeepseekV2ForCausalLM", "deepseek_v2") if config.kv_lora_rank is not None
         else ("Eagle3Qwen3ForCausalLM", "qwen3") if config.qk_norm
         else ("LlamaForCausalLMEagle3", "llama")
     )  # fmt: skip
@@ -85,7 +92,8 @@ def sglang_config(config: Eagle31Config, target_type: str | None = None) -> dict
     """The same with the ids once more as SGLang reads them, which depends on the target: see `sglang_ids`."""
     ids = config.aux_hidden_state_layer_ids
     nested = {} if ids is None else {"eagle_aux_hidden_state_layer_ids": sglang_ids(ids, target_type or _target_type(config))}
-    return flat_config(config) | {"eagle_config": {"use_aux_hidden_state": True, **nested}}
+    latent = {} if config.kv_lora_rank is None else {"model_type": "deepseek_v3"}
+    return flat_config(config) | latent | {"eagle_config": {"use_aux_hidden_state": True, **nested}}
 
 
 def sglang_ids(ids: list[int], target_type: str | None) -> list[int]:
@@ -105,6 +113,8 @@ def sglang_ids(ids: list[int], target_type: str | None) -> list[int]:
 
 def _target_type(config: Eagle31Config) -> str | None:
     name = (config.target_model or "").split("/")[-1].lower()
+    if "distill" in name:  # DeepSeek's name on a Llama or Qwen
+        return None
     return next((kind for kind in ("gpt-oss", "deepseek", "kimi") if name.startswith(kind)), None)
 
 
@@ -164,7 +174,7 @@ def engine_config(config: Eagle31Config, format: str = "vllm", target_type: str 
     row = EXPORT_FORMATS[format]
     reasons = [reason for applies, reason in row.cannot if applies(config)]
     if reasons:
-        raise ValueError(f"{row.engine} cannot run this drafter: {'; '.join(reasons)}. Nothing was written.")
+        raise ValueError(f"{row.engine} cannot run this drafter: {'; '.join(reasons)}.")
     return row.config(config, target_type) | {EXPORTED_BY: NATIVE}  # so that it is read back without a question
 
 
@@ -210,6 +220,8 @@ def _of_model(model: PreTrainedModel) -> tuple[Eagle31Config, dict[str, Entry], 
     config: Any = model.config
     if not isinstance(config, Eagle31Config):
         raise ValueError(f"export_checkpoint got a {type(model).__name__}; expected an Eagle31DrafterModel or a path.")
+    config = deepcopy(config)
+    config.dtype = model.dtype  # it may have been moved to another since it was loaded
     return config, {name: Entry.of_tensor(value) for name, value in model.state_dict().items()}, type(model).__name__
 
 

