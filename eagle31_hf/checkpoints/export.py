@@ -206,7 +206,11 @@ def export_checkpoint(
         hub = {name: options.pop(name) for name in HUB_OPTIONS if name in options}
         checkpoint = read_checkpoint(str(drafter_or_path), options, aux_layer_convention, **hub)
         config, tensors, source = checkpoint.config, entries(checkpoint), checkpoint.source
-    values, row, destination = engine_config(config, format, target_type), EXPORT_FORMATS[format], Path(destination)
+    try:
+        values = engine_config(config, format, target_type)
+    except ValueError as error:
+        raise ValueError(f"{error} Nothing was written.") from None
+    row, destination = EXPORT_FORMATS[format], Path(destination)
     if row.ascending_vocabulary and "d2t" in tensors:
         tensors = _ascending(tensors, config.vocab_size)
     named = {name: entry for native, entry in tensors.items() for name in row.names(config, native)}

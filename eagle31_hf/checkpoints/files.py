@@ -8,6 +8,7 @@ import math
 import os
 import pickle
 import re
+import struct
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -199,7 +200,10 @@ def _integer(text: str) -> int:
 
 def read_index(path: Path) -> dict[str, str]:
     """Tensor name -> shard of an index file; shards are plain names beside it."""
-    index = read_json(path).get("weight_map")
+    value = read_json(path)
+    if not isinstance(value.get("metadata"), dict):  # transformers reads it, and fails without
+        raise ValueError(f"{path}: metadata is {str(value.get('metadata'))[:80]}; expected an object, {{}} will do.")
+    index = value.get("weight_map")
     if not isinstance(index, dict) or not index:
         raise ValueError(f"{path}: has no weight_map; expected an object of tensor names and the files that hold them.")
     for name, shard in index.items():
@@ -281,7 +285,7 @@ def unpickle(path: Path) -> dict[Any, Any]:
             f"{path}: asks to run code when loaded, and was not ({_reason(error)}). Expected tensors only; do not load this file elsewhere."
         ) from None
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, AssertionError,
-            OverflowError, MemoryError, RecursionError, zipfile.BadZipFile) as error:  # fmt: skip
+            OverflowError, MemoryError, RecursionError, struct.error, zipfile.BadZipFile) as error:  # fmt: skip
         raise ValueError(f"{path}: is not a sound PyTorch file ({type(error).__name__}: {_reason(error)}). Download it again.") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path}: holds a {type(values).__name__}; expected a dictionary of names and tensors.")

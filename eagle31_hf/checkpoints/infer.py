@@ -181,9 +181,12 @@ def _add_target_width(fields: dict[str, Any], files: CheckpointFiles, shapes: Sh
 def build_config(fields: dict[str, Any], source: str) -> Eagle31Config:
     """The config of these fields; what it refuses is a ValueError that names the checkpoint."""
     try:
-        return Eagle31Config.from_dict(fields)
-    except (StrictDataclassError, ZeroDivisionError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise ValueError(f"{source}: config.json: {error}") from error
+        config = Eagle31Config.from_dict(fields)
+    except (StrictDataclassError, ZeroDivisionError, KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+        raise ValueError(f"{source}: config.json: {str(error)[:500]}") from error
+    if str(config.dtype).removeprefix("torch.") not in ("None", "float64", "float32", "float16", "bfloat16"):
+        raise ValueError(f"{source}: config.json: dtype is {str(config.dtype)[:80]}; expected float32, float16, bfloat16 or float64.")
+    return config
 
 
 def check_computable(config: Eagle31Config, source: str) -> None:
@@ -193,6 +196,9 @@ def check_computable(config: Eagle31Config, source: str) -> None:
     try:
         frequencies = Phi3RotaryEmbedding(config).inv_freq  # type: ignore[arg-type]
         reason = "" if frequencies.isfinite().all() else "frequencies are not finite"
+        latent_factors = [config.rope_parameters.get(name, 1.0) for name in ("factor", "mscale_all_dim") if config.kv_lora_rank is not None]
+        if not all(isinstance(factor, int | float) for factor in latent_factors):
+            reason = "factor or mscale_all_dim is no number"
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
         reason = f"{type(error).__name__}: {error}"
     if reason:
