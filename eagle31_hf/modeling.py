@@ -278,6 +278,7 @@ class Eagle31DrafterModel(PreTrainedModel):
         checkpoint = read_checkpoint(pretrained_model_name_or_path, overrides, aux_layer_convention, **hub)
         for note in checkpoint.notes:
             logger.warning("%s: %s.", checkpoint.source, note)
+        kwargs["ignore_mismatched_sizes"] = True  # shapes are known to fit, but for a t2d of another size, which is rebuilt
         config = deepcopy(checkpoint.config)
         config.transformers_weights = checkpoint.files.config.get("transformers_weights")  # where weights have another name
         loaded: Any = super().from_pretrained(

@@ -112,7 +112,9 @@ def _stage(folder: Path, checkpoint: Checkpoint) -> None:
     """Writes the new weights where nobody reads them yet, and secures the old config."""
     original, staged = folder / ORIGINAL, folder / STAGED
     names = {file.name for file in checkpoint.files.weight_files} | {name for name in WEIGHT_NAMES if (folder / name).is_file()}
-    kept = sorted(path.name for path in original.iterdir() if path.name not in SECURED) if original.is_dir() else []
+    kept = sorted(path.name for path in original.iterdir()) if original.is_dir() else []
+    if RECORD in kept or "config.json" not in kept:  # of a call that died before its commit, these are copies; the record comes first
+        kept = [name for name in kept if name not in SECURED]
     if kept:
         raise ValueError(f"{original}: holds {kept}, of an earlier conversion maybe; nothing was changed. Move it away, or discard it.")
     links = sorted(name for name in names if (folder / name).is_symlink())

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pickle
+import pickletools
 import re
 import struct
 import zipfile
@@ -35,7 +36,6 @@ SIDE_FILES = ("eagle_meta.pt", "eagle3_meta.pt")  # NeMo's draft vocabulary, whe
 SUBFOLDERS = ("", "model/consolidated")  # NeMo writes into the latter
 STAGED = "eagle31-converting/model.safetensors"  # where a conversion in place has the new weights until the old ones are moved
 HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies", "subfolder")
-PICKLE_START = b"\x80"
 MAX_JSON_BYTES, CHUNK_BYTES = 16 * 2**20, 2**20  # a chunk stays in a core's cache between reading, checking and writing
 
 
@@ -272,15 +272,13 @@ def _pickle_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def unpickle(path: Path) -> dict[Any, Any]:
-    """A pickle's tensors, mapped rather than read where the file allows it, by torch's tensor-only unpickler."""
+    """A pickle's tensors, mapped rather than read, by torch's tensor-only unpickler. Only the format of PyTorch 1.6 (2020) and later."""
     try:
-        is_zip = zipfile.is_zipfile(path)
-        if is_zip:
-            _check_archive(path)
-        values = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+        if not zipfile.is_zipfile(path):
+            raise ValueError("not a zip archive, as PyTorch has written since 1.6; load it in a process you trust and save it again")
+        _check_archive(path)
+        values = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
-        if not is_zip and _first_byte(path) != PICKLE_START:
-            raise ValueError(f"{path}: is not a sound PyTorch file ({_reason(error)}). Download it again.") from None
         raise ValueError(
             f"{path}: asks to run code when loaded, and was not ({_reason(error)}). Expected tensors only; do not load this file elsewhere."
         ) from None
@@ -292,11 +290,6 @@ def unpickle(path: Path) -> dict[Any, Any]:
     return values
 
 
-def _first_byte(path: Path) -> bytes:
-    with open(path, "rb") as file:
-        return file.read(1)
-
-
 def _reason(error: Exception) -> str:
     """What torch found, without its advice to load the file as code."""
     text = str(error).partition("WeightsUnpickler error:")[2] or str(error)
@@ -304,7 +297,14 @@ def _reason(error: Exception) -> str:
 
 
 def _check_archive(path: Path) -> None:
+    """Refuses what could fill memory before torch looks at it: compressed entries, and the bytearray of any size its unpickler grants."""
     with zipfile.ZipFile(path) as archive:
         for entry in archive.infolist():
             if entry.compress_type != zipfile.ZIP_STORED:
                 raise ValueError(f"{entry.filename} is compressed, as PyTorch never writes it")
+            if entry.filename.endswith("data.pkl"):
+                if entry.file_size > MAX_JSON_BYTES:
+                    raise ValueError(f"{entry.filename} is {entry.file_size} bytes, too many for names and shapes")
+                for operation, argument, _ in pickletools.genops(archive.read(entry)):
+                    if "bytearray" in f"{operation.name} {argument}".lower():
+                        raise ValueError("it holds a bytearray, which no tensor needs")

@@ -1,0 +1,669 @@
+"""Checkpoints that are broken, hostile or something else: one error that says where, what and what to do, before anything is written."""
+
+import io
+import json
+import os
+import pickle
+import re
+import struct
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from factories import DRAFT_VOCAB, VOCAB, WIDTH
+from safetensors.torch import load_file, save_file
+from test_convert import contents
+from test_formats import edited
+from torch import nn
+from writers import LAYOUTS, LLAMA, SIZES, write_weights
+
+from eagle31_hf import Eagle31DrafterModel, convert_checkpoint, export_checkpoint
+
+SPECFORGE, WEIGHTS, PICKLE = LAYOUTS["specforge"], "model.safetensors", "pytorch_model.bin"
+BIN = replace(SPECFORGE, file=PICKLE)
+SHARDED = replace(SPECFORGE, shards=2)
+INDEX = f"{WEIGHTS}.index.json"
+MAX_MESSAGE = 4000
+
+
+class Attack:
+    """What a pickle makes of itself when it is loaded: a file, if it gets that far."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def refused(folder: Path, *patterns: str, error=(ValueError, OSError), **options) -> None:
+    """Every way in is one error whose text matches all patterns; what lies on disk stays as it was."""
+    before = contents(folder.parent)
+    ways: tuple[Callable, ...] = (
+        lambda: Eagle31DrafterModel.from_pretrained(folder, **options),
+        lambda: convert_checkpoint(folder, **options),
+        lambda: convert_checkpoint(folder, folder.parent / "converted", **options),
+        lambda: export_checkpoint(folder, folder.parent / "exported", **options),
+    )
+    for way in ways:
+        with pytest.raises(error) as raised:
+            way()
+        assert type(raised.value) in (ValueError, OSError, FileNotFoundError)
+        text = str(raised.value)
+        assert text.startswith(str(folder)), text
+        assert len(text) < MAX_MESSAGE, f"{len(text)} characters: {text[:400]}"
+        for pattern in patterns:
+            assert re.search(pattern, text), f"{pattern!r} not in {text!r}"
+        assert contents(folder.parent) == before
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return tmp_path / "drafter"
+
+
+# Pickles.
+
+
+@pytest.mark.parametrize("place", ["value", "name", "state_dict", "whole"])
+@pytest.mark.parametrize("how", ["torch", "legacy", "plain_pickle"])
+def test_a_pickle_with_code_is_not_run(how, place, folder, tmp_path):
+    BIN.write(folder)
+    attack = Attack(tmp_path / "attacked")
+    weights = {"value": {"fc.weight": attack}, "name": {attack: torch.ones(1)}, "state_dict": {"a": {"a": attack}}, "whole": attack}
+    if how == "plain_pickle":
+        (folder / PICKLE).write_bytes(pickle.dumps(weights[place]))
+    else:
+        torch.save(weights[place], folder / PICKLE, _use_new_zipfile_serialization=how == "torch")
+    if how == "torch":
+        refused(folder, PICKLE, "asks to run code when loaded, and was not", "Expected tensors only")
+    else:
+        refused(folder, PICKLE, "not a zip archive", "save it again")
+    assert not (tmp_path / "attacked").exists()
+
+
+def test_a_side_file_with_code_is_not_run(folder, tmp_path):
+    LAYOUTS["nemo_older"].write(folder)
+    torch.save({"selected_token_ids": Attack(tmp_path / "attacked")}, folder / "eagle_meta.pt")
+    refused(folder, r"eagle_meta\.pt", "asks to run code when loaded")
+    assert not (tmp_path / "attacked").exists()
+
+
+@pytest.mark.parametrize("ids", [3, "ids", [1.5], [[1]], torch.ones(37), {"a": 1}, None], ids=str)
+def test_a_side_file_without_ids(ids, folder):
+    LAYOUTS["nemo_older"].write(folder)
+    torch.save({"selected_token_ids": ids}, folder / "eagle_meta.pt")
+    refused(folder, "there is no d2t", "expected d2t")
+
+
+def sparse() -> torch.Tensor:
+    return torch.ones(20).to_sparse()
+
+
+PICKLED: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "nested_state_dict": ({"state_dict": {"fc.weight": torch.ones(2)}}, ("'state_dict' is a dict", "expected names and tensors", "Save")),
+    "a_list": ([torch.ones(2)], ("holds a list", "expected a dictionary of names and tensors")),
+    "a_tensor": (torch.ones(2), ("holds a Tensor", "expected a dictionary")),
+    "a_number": ({"fc.weight": 3}, ("'fc.weight' is a int", "expected names and tensors only")),
+    "a_number_as_name": ({3: torch.ones(2)}, ("3 is a Tensor", "expected names and tensors only")),
+    "sparse": ({"norm.weight": sparse()}, ("norm.weight is not a plain dense tensor", "expected one")),
+    "stride_0": ({"fc.weight": torch.ones(1).expand(20, 60)}, ("fc.weight of shape", "larger than what is stored")),
+    "stride_0_of_a_terabyte": ({"fc.weight": torch.ones(1).expand(2**30, 2**10)}, ("fc.weight of shape", "larger than what is stored")),
+    "no_memory_at_all": ({"fc.weight": torch.ones(20, 60, device="meta")}, ("fc.weight", "expected")),
+    "complex": ({"fc.weight": torch.ones(20, 60, dtype=torch.complex64)}, ("fc.weight is stored as torch.complex64", "expected one of")),
+    "int8": ({"fc.weight": torch.ones(20, 60, dtype=torch.int8)}, ("fc.weight is stored as torch.int8", "Quantized")),
+    "fp8": ({"fc.weight": torch.ones(20, 60).to(torch.float8_e4m3fn)}, ("fc.weight is stored as torch.float8_e4m3fn", "Quantized")),
+    "quantized": ({"fc.weight": torch.quantize_per_tensor(torch.ones(20, 60), 0.1, 0, torch.qint8)}, ("fc.weight", "expected")),
+    "empty": ({}, ("expected",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PICKLED)
+def test_a_pickle_of_something_else(name, folder):
+    value, patterns = PICKLED[name]
+    BIN.write(folder)
+    try:
+        torch.save(value, folder / PICKLE)
+    except Exception as error:
+        pytest.skip(f"PyTorch does not write it so: {error}")
+    refused(folder, *patterns)
+
+
+def test_parameters_load_and_the_format_before_1_6_does_not(folder):
+    drafter = BIN.write(folder)
+    tensors = torch.load(folder / PICKLE)
+    torch.save({name: nn.Parameter(w) if w.is_floating_point() else w for name, w in tensors.items()}, folder / PICKLE)
+    loaded = Eagle31DrafterModel.from_pretrained(folder)
+    for name, tensor in drafter.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor)
+    (folder / PICKLE).unlink()  # it is mapped
+    torch.save(tensors, folder / PICKLE, _use_new_zipfile_serialization=False)
+    refused(folder, PICKLE, "not a zip archive", "save it again")
+
+
+def test_a_compressed_pickle_is_not_unpacked(folder):
+    BIN.write(folder)
+    with zipfile.ZipFile(folder / PICKLE, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", pickle.dumps({}))
+        archive.writestr("archive/data/0", bytes(50_000_000))
+    refused(folder, PICKLE, "compressed")
+
+
+def bytearray_of(size: int) -> bytes:
+    """A pickle that asks for a bytearray of `size` zeros: `builtins.bytearray` is among what torch's unpickler allows."""
+    return b"\x80\x02}X\x01\x00\x00\x00ac__builtin__\nbytearray\n\x8a\x08" + struct.pack("<q", size) + b"\x85Rs."
+
+
+NOT_PICKLES = {
+    "empty": b"",
+    "text": b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 536948\n",
+    "zeros": bytes(1000),
+    "zip_of_nothing": b"PK\x05\x06" + bytes(18),
+    "not_a_zip_inside": b"PK\x03\x04" + bytes(100),
+    "persistent_id": b"\x80\x02}X\x01\x00\x00\x00aX\x01\x00\x00\x00bQs.",
+    "bottomless": b"\x80\x02" + b"(" * 200_000 + b".",
+    "nested": b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b".",
+    "memo": b"\x80\x02j\xff\xff\xff\xff.",
+    "long_string": b"\x80\x02X\xff\xff\xff\x7f.",
+    "long_integer": b"\x80\x02\x8b\xff\xff\xff\x7f.",
+}
+
+
+def archived(data: bytes) -> bytes:
+    """A file as torch.save lays it out, with `data` where the pickle of names and shapes is."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        archive.writestr("archive/data.pkl", data)
+        archive.writestr("archive/version", b"3\n")
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("layout", [bytes, archived], ids=["bare", "archived"])
+@pytest.mark.parametrize("data", NOT_PICKLES.values(), ids=NOT_PICKLES)
+def test_a_file_that_is_no_pickle(data, layout, folder):
+    BIN.write(folder)
+    (folder / PICKLE).write_bytes(layout(data))
+    refused(folder, PICKLE)
+
+
+@pytest.mark.parametrize("name", ["text", "empty", "zeros"])
+def test_a_damaged_pickle_is_not_accused_of_code(name, folder):
+    BIN.write(folder)
+    (folder / PICKLE).write_bytes(NOT_PICKLES[name])
+    with pytest.raises(ValueError, match=r"is not a sound PyTorch file.*Download it again"):
+        convert_checkpoint(folder)
+
+
+def test_a_small_pickle_cannot_ask_for_much_memory(folder):
+    BIN.write(folder)
+    (folder / PICKLE).write_bytes(archived(bytearray_of(2**34)))
+    refused(folder, PICKLE, "bytearray")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 0.999])
+def test_a_truncated_pickle(share, folder):
+    BIN.write(folder)
+    data = (folder / PICKLE).read_bytes()
+    (folder / PICKLE).write_bytes(data[: int(share * len(data))])
+    refused(folder, PICKLE, "Download it again")
+
+
+# Safetensors files.
+
+
+def stored(header: dict[str, Any] | bytes, size: int = 8, length: int | None = None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + bytes(size)
+
+
+def entry(start: int, end: int, shape: list | None = None, dtype: Any = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": [(end - start) // 4] if shape is None else shape, "data_offsets": [start, end]}
+
+
+SOUND = {"a": entry(0, 8)}
+NOT_SAFETENSORS = {
+    "empty": b"",
+    "seven_bytes": bytes(7),
+    "header_of_2**60": stored(SOUND, length=2**60),
+    "header_of_2**64-1": stored(SOUND, length=2**64 - 1),
+    "header_past_the_end": stored(SOUND, length=10_000),
+    "header_of_0": stored(b""),
+    "no_json": stored(b"{nothing}"),
+    "not_utf8": stored(b'{"\xff": 1}'),
+    "an_array": stored(b"[]"),
+    "nan": stored(b'{"a": NaN}'),
+    "deep": stored(b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
+    "truncated": stored(SOUND, size=4),
+    "oversized": stored(SOUND, size=12),
+    "overlapping": stored({"a": entry(0, 8), "b": entry(4, 8)}),
+    "a_gap": stored({"a": entry(0, 4), "b": entry(8, 12)}, size=12),
+    "backwards": stored({"a": {"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}}),
+    "negative": stored({"a": {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}}),
+    "negative_offset": stored({"a": {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}}),
+    "wrong_size": stored({"a": entry(0, 8, [3])}),
+    "a_shape_that_overflows": stored({"a": entry(0, 8, [2**32, 2**32, 2])}),
+    "a_number_too_large": stored({"a": entry(0, 8, [2**70])}),
+    "fractions": stored({"a": entry(0, 8, [1.5])}),
+    "unknown_dtype": stored({"a": entry(0, 8, dtype="F31")}),
+    "no_dtype": stored({"a": {"shape": [2], "data_offsets": [0, 8]}}),
+    "metadata_of_numbers": stored({"__metadata__": {"a": 1}} | SOUND),
+    "a_pickle": pickle.dumps({}),
+    "a_large_file_pointer": NOT_PICKLES["text"],
+    "html": b"<!DOCTYPE html><html><body>Not found</body></html>" * 20,
+}
+
+
+@pytest.mark.parametrize("data", NOT_SAFETENSORS.values(), ids=NOT_SAFETENSORS)
+def test_a_file_that_is_no_safetensors_file(data, folder):
+    SPECFORGE.write(folder)
+    (folder / WEIGHTS).write_bytes(data)
+    refused(folder, WEIGHTS, "is not a sound safetensors file", "Download it again")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 0.9999])
+def test_a_truncated_safetensors_file(share, folder):
+    SPECFORGE.write(folder)
+    data = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(data[: int(share * len(data))])
+    refused(folder, WEIGHTS, "is not a sound safetensors file", "Download it again")
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2", "I8", "U16", "F4"])
+def test_a_quantized_dtype(dtype, folder):
+    SPECFORGE.write(folder)
+    width = 2 if dtype == "U16" else 1
+    (folder / WEIGHTS).write_bytes(stored({"fc.weight": entry(0, 8, [16 if dtype == "F4" else 8 // width], dtype=dtype)}))
+    refused(folder, WEIGHTS, f"fc.weight is stored as {dtype}|not a sound safetensors file")
+
+
+@pytest.mark.parametrize("name", ["fc.weight", "norm.weight", "lm_head.weight", "midlayer.mlp.up_proj.weight"])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.bool, torch.int64])
+def test_weights_of_integers(dtype, name, folder):
+    SPECFORGE.write(folder)
+    edited(folder, {name: torch.ones_like(load_file(folder / WEIGHTS)[name]).to(dtype)})
+    refused(folder, WEIGHTS, f"{name} is stored as", "expected one of F64, F32, F16, BF16", "use the original")
+
+
+# Sharded files.
+
+
+def index_edited(folder: Path, edit: Callable[[dict], Any]) -> Path:
+    SHARDED.write(folder)
+    value = json.loads((folder / INDEX).read_text())
+    edited_value = edit(value)
+    (folder / INDEX).write_text(json.dumps(value if edited_value is None else edited_value))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "shard",
+    ["../outside.safetensors", "/etc/passwd", "a/b.safetensors", "a\\b.safetensors", "..", ".", "", "a\0b", 3, None, ["a"], {"a": "b"}],
+    ids=str,
+)
+def test_a_shard_outside_the_folder(shard, folder):
+    index_edited(folder, lambda index: index["weight_map"].__setitem__("fc.weight", shard))
+    write_weights(folder.parent, {"fc.weight": torch.ones(20, 60)}, "outside.safetensors")
+    refused(folder, INDEX, r"weight_map\['fc.weight'\] names the file", "expected a plain file name beside it")
+
+
+INDICES: dict[str, tuple[Callable[[dict], Any], tuple[str, ...]]] = {
+    "missing_shard": (lambda i: i["weight_map"].__setitem__("fc.weight", "gone.safetensors"), ("gone.safetensors", "not there")),
+    "other_shard": (lambda i: i["weight_map"].__setitem__("fc.weight", i["weight_map"]["norm.weight"]
+                    if i["weight_map"]["norm.weight"] != i["weight_map"]["fc.weight"] else i["weight_map"]["d2t"]), ("fc.weight", "agree")),
+    "unnamed_tensor": (lambda i: i["weight_map"].pop("fc.weight") and None, ("fc.weight is in", "the index says None", "agree")),
+    "tensor_too_many": (lambda i: i["weight_map"].__setitem__("more", i["weight_map"]["d2t"]), ("names more in", "does not hold it")),
+    "no_weight_map": (lambda i: {"metadata": {}}, ("has no weight_map", "expected an object")),
+    "empty_weight_map": (lambda i: {"metadata": {}, "weight_map": {}}, ("has no weight_map", "expected an object")),
+    "weight_map_of_a_list": (lambda i: {"metadata": {}, "weight_map": ["a"]}, ("has no weight_map", "expected an object")),
+    "metadata_of_a_flag": (lambda i: i | {"metadata": True}, ("metadata is True", "expected an object")),
+    "no_metadata": (lambda i: i.pop("metadata") and None, ("metadata is None", "expected an object")),
+    "an_array": (lambda i: [1], ("holds a list", "expected one JSON object")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("edit", "patterns"), INDICES.values(), ids=INDICES)
+def test_an_index_that_does_not_fit(edit, patterns, folder):
+    refused(index_edited(folder, edit), INDEX, *patterns)
+
+
+def test_a_tensor_in_two_shards(folder):
+    SHARDED.write(folder)
+    shards = sorted(folder.glob("model-*.safetensors"))
+    first = load_file(shards[0])
+    save_file(load_file(shards[1]) | dict([next(iter(first.items()))]), shards[1], {"format": "pt"})
+    refused(folder, next(iter(first)), "is also in", "expected each tensor once")
+
+
+def test_a_shard_that_is_an_index(folder):
+    index_edited(folder, lambda index: index["weight_map"].__setitem__("fc.weight", INDEX))
+    refused(folder, INDEX)
+
+
+# Configs.
+
+NOT_CONFIGS: dict[str, tuple[bytes, tuple[str, ...]]] = {
+    "empty": (b"", ("is not valid JSON", "Download it again")),
+    "deep": (b"[" * 100_000 + b"]" * 100_000, ("is not valid JSON",)),
+    "deep_objects": (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, ("is not valid JSON",)),
+    "nan": (b'{"rms_norm_eps": NaN}', ("is not valid JSON", "NaN is not JSON")),
+    "infinity": (b'{"rms_norm_eps": -Infinity}', ("is not valid JSON", "-Infinity is not JSON")),
+    "not_utf8": (b'{"a": "\xff\xfe"}', ("is not valid JSON",)),
+    "an_array": (b"[]", ("holds a list", "expected one JSON object")),
+    "a_number": (b"1", ("holds a int", "expected one JSON object")),
+    "null": (b"null", ("holds a NoneType", "expected one JSON object")),
+    "a_long_number": (b'{"vocab_size": ' + b"9" * 10_000 + b"}", ("is not valid JSON",)),
+    "cut_off": (b'{"vocab_size": 61', ("is not valid JSON",)),
+    "python": (b"{'vocab_size': 61}", ("is not valid JSON",)),
+}
+
+
+@pytest.mark.parametrize(("data", "patterns"), NOT_CONFIGS.values(), ids=NOT_CONFIGS)
+def test_a_config_that_is_none(data, patterns, folder):
+    SPECFORGE.write(folder)
+    (folder / "config.json").write_bytes(data)
+    refused(folder, r"config\.json", *patterns)
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX])
+def test_a_json_file_of_100_mb_is_not_read(name, folder):
+    SHARDED.write(folder)
+    with open(folder / name, "r+b") as file:
+        file.truncate(100 * 10**6)
+    with pytest.raises(ValueError, match=rf"{re.escape(name)}: is 100000000 bytes; expected at most 16777216"):
+        Eagle31DrafterModel.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("key", ["rms_norm_eps", "rope_theta", "logit_scale"])
+def test_a_number_that_is_infinite(key, folder):
+    SPECFORGE.write(folder)
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(text.replace("{", f'{{"{key}_": 0, ', 1).replace(f'"{key}_": 0', f'"{key}": 1e999', 1)
+                                        if f'"{key}"' not in text else re.sub(rf'"{key}": [^,}}]+', f'"{key}": 1e999', text))  # fmt: skip
+    refused(folder, r"config\.json", "1e999|inf", "expected")
+
+
+KEYS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "a_billion_layers": ({"num_hidden_layers": 10**9}, ()),  # the weights say how many there are
+    "a_draft_vocabulary_of_a_trillion": ({"draft_vocab_size": 10**12}, (r"draft_vocab_size=1000000000000", "37 rows", "expected")),
+    "a_vocabulary_of_a_trillion": ({"vocab_size": 10**12}, ("expected",)),
+    "a_negative_vocabulary": ({"vocab_size": -5}, ("expected",)),
+    "a_vocabulary_of_words": ({"vocab_size": "61"}, ("vocab_size is '61'", "expected")),
+    "heads_of_words": ({"num_attention_heads": "4"}, ("num_attention_heads is '4'", "expected a number")),
+    "no_heads": ({"num_attention_heads": None}, ("num_attention_heads is None", "expected a number")),
+    "zero_heads": ({"num_attention_heads": 0}, ("num_attention_heads is 0", "expected")),
+    "zero_states": ({"num_aux_hidden_states": 0}, ("0", "expected")),
+    "states_of_words": ({"num_aux_hidden_states": "three"}, ("three", "expected")),
+    "four_states": ({"num_aux_hidden_states": 4}, ("num_aux_hidden_states is 4", "3 layer ids", "expected")),
+    "a_flag_of_words": ({"norm_output": "false"}, ("norm_output", "expected|Expected|not")),
+    "another_width": ({"hidden_size": 21}, ("config.json says hidden_size=21, the weights have 20", "expected")),
+    "width_of_an_object": ({"hidden_size": {}}, ("hidden_size|fc.weight", "expected|Expected|not")),
+    "a_target_of_another_width": ({"target_hidden_size": 28}, ("fc.weight reads 60 values", "3 states", "28", "no number of states fits")),
+    "a_missing_norm": ({"fc_norm": True}, ("config.json says fc_norm=True", "the weights have no fc_norm.0.weight", "expected both")),
+    "a_missing_input_norm": ({"norm_before_fc": True}, ("norm_before_fc=True", "no input_norm.weight", "expected both")),
+    "a_contradiction": ({"norm_before_fc": False, "eagle_config": {"norm_before_fc": True}}, ("norm_before_fc twice", "one value")),
+    "two_thetas": ({"rope_theta": 1.0, "rope_parameters": {"rope_theta": 2.0}}, ("rope_theta as 1.0 and 2.0", "expected one value")),
+    "a_negative_theta": ({"rope_theta": -1.0}, (r"rope_theta is \[-1.0\]", "expected a number above 0")),
+    "a_huge_theta": ({"rope_theta": 10**400}, ("config.json", "401 digits")),
+    "a_huge_eps": ({"rms_norm_eps": 10**400}, ("config.json", "401 digits")),
+    "an_unknown_rope": ({"rope_scaling": {"type": "spiral", "factor": 2.0}}, ("spiral", "config.json")),
+    "a_rope_of_words": ({"rope_scaling": "linear"}, ("rope_scaling is 'linear'", "expected an object")),
+    "a_rope_per_layer_type": ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, ("differ by layer type", "expected one set")),
+    "an_unknown_activation": ({"hidden_act": "boom"}, ("config.json", "hidden_act", "boom")),
+    "ids_not_ascending": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [5, 3, 1]}}, (r"\[5, 3, 1\]", "ascending order")),
+    "ids_twice": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 1, 2]}}, (r"\[1, 1, 2\]", "distinct layer ids")),
+    "ids_negative": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [-3, 1, 2]}}, (r"\[-3, 1, 2\]", "layer ids >= 0")),
+    "ids_of_words": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": "1,2,3"}}, ("1,2,3", "expected 1 to 16 distinct layer ids")),
+    "ids_of_flags": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [False, True, 2]}}, ("expected 1 to 16 distinct layer ids",)),
+    "too_many_ids": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [*range(1, 5)]}}, ("fc.weight reads 60", "4 states")),
+    "very_many_ids": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [*range(10**5)]}}, ("expected 1 to 16 distinct layer ids",)),
+    "an_eagle_config_of_words": ({"eagle_config": "none"}, ()),  # as good as none
+    "without_states": ({"eagle_config": {"use_aux_hidden_state": False}}, ("use_aux_hidden_state is False", "no fc", "expected True")),
+    "parallel": ({"parallel_drafting": True}, ("parallel_drafting is True", "P-EAGLE", "expected False")),
+    "an_mtp_head": ({"eagle_config": {"use_mtp_layernorm": True}}, ("use_mtp_layernorm is True", "MTP", "expected False")),
+    "no_last_norm": ({"use_last_layernorm": False}, ("use_last_layernorm is False", "no norm before its head", "expected True")),
+    "hawk": ({"eagle_aux_injection_mode": "hawk"}, ("eagle_aux_injection_mode is hawk", "expected fused_fc")),
+    "quantized": ({"quantization_config": {"quant_method": "fp8"}}, ("quantization_config", "quantized: use the original")),
+    "speculators_of_another_kind": ({"speculators_model_type": "peagle"}, ("speculators_model_type is 'peagle'", "expected 'eagle3'")),
+    "speculators_of_dflash": ({"speculators_config": {"algorithm": "dflash"}}, ("'dflash'", "expected 'eagle3'")),
+    "speculators_of_a_list": ({"speculators_config": ["eagle3"]}, ("speculators_config", "expected")),
+    "a_verifier_of_words": ({"speculators_config": {"verifier": "a/target"}, "transformer_layer_config": LLAMA}, ("verifier", "expected")),
+    "a_layer_of_words": ({"transformer_layer_config": "llama"}, ("transformer_layer_config is a str", "expected an object")),
+    "a_layer_of_another_kind": ({"transformer_layer_config": SIZES | {"model_type": "gpt2"}}, ("model_type is 'gpt2'", "expected one of")),
+    "transformers_weights_outside": ({"transformers_weights": "../outside.safetensors"}, ("transformers_weights", "plain file name")),
+    "transformers_weights_absolute": ({"transformers_weights": "/etc/passwd"}, ("transformers_weights", "plain file name")),
+    "transformers_weights_of_a_number": ({"transformers_weights": 3}, ("transformers_weights", "plain file name")),
+    "transformers_weights_gone": ({"transformers_weights": "gone.safetensors"}, ("gone.safetensors", "not there")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_a_key_that_cannot_be(name, folder):
+    config, patterns = KEYS[name]
+    SPECFORGE.write(folder)
+    edited(folder, **config)
+    if config.get("num_attention_heads", 4) is None or patterns:
+        refused(folder, *patterns)
+    else:
+        Eagle31DrafterModel.from_pretrained(folder)
+
+
+NATIVE_KEYS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "a_billion_layers": ({"num_hidden_layers": 10**9, "layer_types": None}, ("num_hidden_layers is 1000000000", "expected at most 256")),
+    "very_many_states": ({"aux_hidden_state_layer_ids": [*range(10**5)]}, ("expected 1 to 16 distinct layer ids",)),
+    "a_draft_vocabulary_of_a_trillion": ({"draft_vocab_size": 10**12}, ("draft_vocab_size is 1000000000000", r"expected 1 to vocab_size")),
+    "both_vocabularies_of_a_trillion": ({"draft_vocab_size": 10**12, "vocab_size": 10**12}, ("expected",)),
+    "a_vocabulary_of_a_trillion": ({"vocab_size": 10**12}, ("expected",)),
+    "a_size_of_words": ({"hidden_size": "20"}, ("hidden_size", "config.json")),
+    "a_flag_of_words": ({"fc_norm": "true"}, ("fc_norm", "config.json")),
+    "a_list_of_words": ({"aux_hidden_state_layer_ids": "abc"}, ("aux_hidden_state_layer_ids", "config.json")),
+    "a_size_of_nothing": ({"num_attention_heads": 0}, ("num_attention_heads is 0", "expected sizes above 0")),
+    "a_dtype_of_a_number": ({"dtype": 3}, ("dtype", "config.json")),
+    "a_dtype_of_integers": ({"dtype": "int8"}, ("dtype is torch.int8|dtype is int8", "expected float32")),
+    "a_dtype_nobody_knows": ({"dtype": "float31"}, ("config.json", "float31")),
+    "one_layer_less": ({"num_hidden_layers": 1}, ("unexpected", "layers.1.", "Expected exactly")),
+    "a_norm_less": ({"fc_norm": False}, ("unexpected", "fc_norm.0.weight", "fc_norm, norm_before_fc")),
+    "both_norms": ({"norm_before_fc": True}, ("fc_norm and norm_before_fc are both true", "expected at most one")),
+    "another_width": ({"hidden_size": 40, "target_hidden_size": 40}, ("has shape", "expected", "Check the sizes there")),
+}
+
+
+@pytest.mark.parametrize(("config", "patterns"), NATIVE_KEYS.values(), ids=NATIVE_KEYS)
+def test_a_native_field_that_cannot_be(config, patterns, folder):
+    replace(LAYOUTS["native"], shards=1).write(folder)
+    refused(edited(folder, **config), *patterns)
+
+
+# Tensors.
+
+
+def vocabulary(**values: int) -> torch.Tensor:
+    d2t = torch.arange(DRAFT_VOCAB) % 2
+    return d2t.sort().values.index_fill(0, torch.tensor([int(k[1:]) for k in values]), 0) + sum(
+        torch.eye(DRAFT_VOCAB, dtype=torch.int64)[int(k[1:])] * v for k, v in values.items()
+    )
+
+
+TENSORS: dict[str, tuple[dict[str, torch.Tensor | None], tuple[str, ...]]] = {
+    "fc_of_another_width": ({"fc.weight": torch.ones(WIDTH, 61)}, ("fc.weight reads 61 values", "3 states", "no number of states fits")),
+    "fc_of_two_states": ({"fc.weight": torch.ones(WIDTH, 40)}, ("fc.weight reads 40 values", "2 states would fit")),
+    "fc_of_more_rows": ({"fc.weight": torch.ones(WIDTH + 1, 60)}, (WEIGHTS, r"fc.weight has shape \(21, 60\)", r"expected \(20, 60\)")),
+    "fc_of_one_dimension": ({"fc.weight": torch.ones(60)}, (r"fc.weight has shape \(60,\)", "expected two dimensions")),
+    "fc_of_no_dimension": ({"fc.weight": torch.ones(())}, (r"fc.weight has shape \(\)", "expected two dimensions")),
+    "norm_of_no_dimension": ({"norm.weight": torch.ones(())}, ("norm.weight", "expected")),
+    "gate_of_no_dimension": ({"midlayer.mlp.gate_proj.weight": torch.ones(())}, ("midlayer.mlp.gate_proj.weight", "expected")),
+    "head_of_no_dimension": ({"lm_head.weight": torch.ones(())}, ("lm_head.weight", "expected")),
+    "no_rows": ({"fc.weight": torch.ones(WIDTH, 0)}, ("fc.weight reads 0 values", "expected")),
+    "q_of_a_plain_layer": ({"midlayer.self_attn.q_proj.weight": torch.ones(24, 20)}, (r"midlayer.self_attn.q_proj.weight.*\(24, 20\)",)),
+    "k_of_another_head": ({"midlayer.self_attn.k_proj.weight": torch.ones(10, 40)}, (r"midlayer.self_attn.k_proj.weight .*\(10, 40\)",)),
+    "missing": ({"midlayer.mlp.up_proj.weight": None}, (r"missing \['layers.0.mlp.up_proj.weight'\]", "In the file", "midlayer.mlp.gate")),
+    "unexpected": ({"midlayer.extra": torch.ones(2)}, (r"unexpected \['layers.0.extra'\]", "midlayer.extra", "Expected exactly")),
+    "under_two_names": ({"layers.0.hidden_norm.weight": torch.ones(WIDTH)}, ("both mean layers.0.hidden_norm.weight", "expected one of")),
+    "head_of_other_rows": ({"lm_head.weight": torch.ones(36, WIDTH)}, ("draft_vocab_size=37", "36 rows", "expected as many")),
+    "no_d2t": ({"d2t": None, "t2d": None}, ("lm_head.weight has 37 rows for a vocabulary of 61", "no d2t", "expected d2t")),
+    "d2t_of_another_length": ({"d2t": torch.zeros(36, dtype=torch.int64)}, (WEIGHTS, r"d2t has shape \(36,\)", r"expected \(37,\)")),
+    "d2t_of_two_dimensions": ({"d2t": torch.zeros(37, 1, dtype=torch.int64)}, ("d2t is I64 of shape", "integers in one dimension")),
+    "d2t_of_floats": ({"d2t": torch.zeros(37)}, ("d2t is F32", "expected integers")),
+    "d2t_of_flags": ({"d2t": torch.zeros(37, dtype=torch.bool)}, ("d2t is BOOL", "expected integers")),
+    "d2t_out_of_range": ({"d2t": vocabulary(i36=25)}, (WEIGHTS, r"d2t\[36\] = 25 maps draft id 36 to target id 61", "expected 0 to 60")),
+    "d2t_below_0": ({"d2t": vocabulary(i0=-1)}, (r"d2t\[0\] = -1", "expected 0 to 60")),
+    "d2t_of_the_largest": ({"d2t": vocabulary(i36=2**63 - 1)}, (r"d2t\[36\]", "expected 0 to 60")),
+    "d2t_twice": ({"d2t": vocabulary(i0=1)}, ("d2t maps several draft ids to target id 1", "expected one draft id each")),
+    "d2t_absolute": ({"d2t": torch.arange(DRAFT_VOCAB) + 24}, ("look like absolute ids", "d2t holds offsets")),
+    "t2d_of_floats": ({"t2d": torch.ones(VOCAB)}, ("t2d is F32", "expected integers")),
+    "nan": ({"norm.weight": torch.full((WIDTH,), torch.nan)}, ("norm.weight holds NaN or infinite values", "expected finite weights")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("tensors", "patterns"), TENSORS.values(), ids=TENSORS)
+def test_a_tensor_that_cannot_be(tensors, patterns, folder):
+    SPECFORGE.write(folder)
+    refused(edited(folder, tensors), *patterns)
+
+
+@pytest.mark.parametrize("names", [[f"midlayer.{i}.hidden_norm.weight" for i in range(1, 9_000)], [f"x{i}" for i in range(20_000)]],
+                         ids=["layers", "names"])  # fmt: skip
+def test_very_many_tensors_are_one_short_error(names, folder):
+    SPECFORGE.write(folder)
+    refused(edited(folder, dict.fromkeys(names, torch.ones(0))))
+
+
+def test_a_layer_number_of_many_digits(folder):
+    SPECFORGE.write(folder)
+    refused(edited(folder, {"layers.99999999999999999999.extra": torch.ones(1)}), "layers.99999999999999999999.extra", "Expected exactly")
+
+
+# Something else altogether.
+
+
+def plain_layer(i: int, width: int = WIDTH) -> dict[str, torch.Tensor]:
+    attention, mlp = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+    names = [*(f"self_attn.{name}" for name in attention), *(f"mlp.{name}" for name in mlp)]
+    return {f"layers.{i}.{name}.weight": torch.ones(width, width) for name in names} | {
+        f"layers.{i}.input_layernorm.weight": torch.ones(width), f"layers.{i}.post_attention_layernorm.weight": torch.ones(width)
+    }  # fmt: skip
+
+
+TARGET = {f"model.{name}": w for i in range(4) for name, w in plain_layer(i).items()} | {
+    "model.embed_tokens.weight": torch.ones(VOCAB, WIDTH), "model.norm.weight": torch.ones(WIDTH), "lm_head.weight": torch.ones(VOCAB, 20)
+}  # fmt: skip
+OTHERS: dict[str, tuple[dict[str, torch.Tensor], tuple[str, ...]]] = {
+    "the_target": (TARGET, ("4 layers and no fc.weight", "looks like the target itself", "expected the drafter's checkpoint")),
+    "eagle1": (plain_layer(0) | {"fc.weight": torch.ones(WIDTH, 2 * WIDTH), "embed_tokens.weight": torch.ones(VOCAB, WIDTH)},
+               ("EAGLE-1 or EAGLE-2 head", "expected an EAGLE 3")),
+    "peagle": ({"mask_hidden": torch.ones(1, 1, 60), "fc.weight": torch.ones(WIDTH, 60)}, ("mask_hidden marks a P-EAGLE head", "expected")),
+    "dflash": (plain_layer(0) | plain_layer(1) | {"hidden_norm.weight": torch.ones(WIDTH)}, ("marks a DFlash head", "expected an EAGLE 3")),
+    "lora": ({"base_model.model.fc.lora_A.weight": torch.ones(2, 2)}, ("marks a LoRA adapter: merge it", "expected an EAGLE 3")),
+    "mtp": ({"eh_proj.weight": torch.ones(2, 2)}, ("marks an MTP head", "expected an EAGLE 3")),
+    "hawk": ({"fuse_w1.weight": torch.ones(2, 2), "fc.weight": torch.ones(2, 2)}, ("hawk", "expected an EAGLE 3")),
+    "experts": ({"layers.0.mlp.experts.0.up_proj.weight": torch.ones(2, 2)}, ("mixture-of-experts", "expected an EAGLE 3")),
+    "an_output_gate": ({"layers.0.self_attn.g_proj.weight": torch.ones(2, 2)}, ("gated attention", "expected an EAGLE 3")),
+    "nothing_known": ({"weight": torch.ones(2)}, ("no fc.weight", "is no EAGLE 3 drafter", "expected the drafter's checkpoint")),
+    "one_plain_layer": (plain_layer(0), ("no fc.weight", "expected the drafter's checkpoint")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("file", [WEIGHTS, PICKLE])
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_kind_of_checkpoint_is_called_by_its_name(name, file, folder):
+    tensors, patterns = OTHERS[name]
+    folder.mkdir()
+    write_weights(folder, tensors, file)
+    (folder / "config.json").write_text(json.dumps(SIZES | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
+    refused(folder, *patterns)
+
+
+def test_mla_without_its_sizes(folder):
+    LAYOUTS["kimi_mla"].write(folder)
+    refused(edited(folder, kv_lora_rank=None), "kv_a_proj_with_mqa", "no kv_lora_rank", "expected MLA's sizes")
+
+
+def test_a_native_config_over_foreign_tensors(folder):
+    LAYOUTS["torchspec"].write(folder)
+    (folder / "config.json").write_text(json.dumps(LAYOUTS["native"].config | {"hidden_size": 40}))
+    refused(folder)
+
+
+def test_weights_without_a_config(folder):
+    SPECFORGE.write(folder)
+    (folder / "config.json").unlink()
+    refused(folder, "has weights but no config.json", "expected the config.json its trainer wrote")
+
+
+def test_a_config_without_weights(folder):
+    SPECFORGE.write(folder)
+    (folder / WEIGHTS).unlink()
+    refused(folder, "config.json without weights", "expected model.safetensors or pytorch_model.bin", "weights_from")
+
+
+@pytest.mark.parametrize("name", ["config.json", WEIGHTS])
+def test_a_folder_of_that_name(name, folder):
+    SPECFORGE.write(folder)
+    (folder / name).unlink()
+    (folder / name).mkdir()
+    refused(folder, "config.json")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="makes a pipe")
+@pytest.mark.parametrize("name", ["config.json", WEIGHTS])
+def test_a_pipe_of_that_name_is_not_waited_for(name, tmp_path, folder):
+    SPECFORGE.write(folder)
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises((ValueError, OSError), match=r"config\.json"):
+        Eagle31DrafterModel.from_pretrained(folder)
+
+
+# Configs that point to their weights.
+
+LINKS: dict[str, Any] = {
+    "a_string": "owner/name",
+    "a_list": ["owner/name"],
+    "a_number": 3,
+    "no_name": {"revision": "main"},
+    "a_name_of_numbers": {"repo_id": 3},
+    "a_revision_of_numbers": {"repo_id": "owner/name", "revision": 3},
+    "parent": {"repo_id": "../x"},
+    "parents": {"repo_id": "../../etc"},
+    "absolute": {"repo_id": "/etc"},
+    "a_local_folder": {"repo_id": "drafter"},
+    "no_owner": {"repo_id": "gpt2"},
+    "three_parts": {"repo_id": "a/b/c"},
+    "an_address": {"repo_id": "https://example.com/a/b"},
+    "spaces": {"repo_id": "a b/c"},
+    "empty": {"repo_id": ""},
+}
+
+
+@pytest.mark.parametrize("link", LINKS.values(), ids=LINKS)
+def test_a_link_that_leads_nowhere_allowed(link, folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    SPECFORGE.write(folder)
+    (folder / WEIGHTS).unlink()
+    (folder / "config.json").write_text(json.dumps({"model_type": "eagle31", "weights_from": link}))
+    refused(folder, r"config\.json: weights_from", "expected")
+
+
+def test_a_link_to_a_local_folder_of_that_name(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    SPECFORGE.write(tmp_path / "owner" / "name")
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "eagle31", "weights_from": {"repo_id": "owner/name"}}))
+    refused(folder, "weights_from names 'owner/name'", "is a local path", "expected a Hub repository")
+
+
+def test_nothing_of_a_checkpoint_is_run(folder, tmp_path):
+    """`auto_map`, and code beside the weights, are not even looked at."""
+    SPECFORGE.write(folder)
+    code = f"open({str(tmp_path / 'attacked')!r}, 'w')\nclass Config: pass\nclass Model: pass\n"
+    for name in ("modeling.py", "configuration.py"):
+        (folder / name).write_text(code)
+    edited(folder, auto_map={"AutoModel": "modeling.Model", "AutoConfig": "configuration.Config", "": "modeling.Model"})
+    Eagle31DrafterModel.from_pretrained(folder, trust_remote_code=True)
+    convert_checkpoint(folder)
+    Eagle31DrafterModel.from_pretrained(folder, trust_remote_code=True)
+    assert not (tmp_path / "attacked").exists()
+    assert "auto_map" not in (folder / "config.json").read_text()
