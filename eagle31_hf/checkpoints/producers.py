@@ -50,6 +50,10 @@ def _torchspec(files: CheckpointFiles) -> str | None:
     return f"the weights' header has {found}" if found else has_key("_torchspec_version")(files)
 
 
+def _torchspec_mla(files: CheckpointFiles) -> str | None:
+    return _torchspec(files) if any("kv_a_proj_with_mqa" in name for name in files.tensors) else None
+
+
 def _modelopt(files: CheckpointFiles) -> str | None:
     producer = files.config.get("producer")
     if isinstance(producer, dict) and producer.get("name") == "modelopt":
@@ -112,7 +116,8 @@ PRODUCERS = (
     Producer(NATIVE, _native, "boundary"),
     Producer("eagle31_hf export", has_key(EXPORTED_BY), "boundary"),
     Producer(SPECULATORS, has_key("speculators_config", "speculators_model_type", "transformer_layer_config"), "boundary"),
-    Producer("TorchSpec", _torchspec),
+    Producer("TorchSpec (MLA)", _torchspec_mla),  # LightSeek's Kimi heads count either way
+    Producer("TorchSpec", _torchspec, "output"),
     Producer("NVIDIA ModelOpt", _modelopt, cautions=MODELOPT),
     Producer("NeMo Automodel", _nemo, "output", cautions=NEMO),
     Producer("AngelSlim", _angelslim, "boundary", cautions=ANGELSLIM),
