@@ -27,12 +27,14 @@ class CardFacts:
     """What a card can say that config and weights do not. Empty parts are left out.
 
     `training`: what was done -> in words; `acceptance`: one row a measurement, `{"data", "depth", "mean_accepted_length",
-    "accepted_per_position", "drafted_per_position"}` as in `AcceptanceStats`; `license` and `datasets` as the Hub spells them.
+    "accepted_per_position", "drafted_per_position"}` as in `AcceptanceStats`;
+    `license`, `datasets`, `language` and `tags` as the Hub spells them.
     """
 
     license: str | None = None
     datasets: list[str] = field(default_factory=list)
     language: list[str] = field(default_factory=list)
+    tags: list[str] = field(default_factory=list)
     training: dict[str, str] = field(default_factory=dict)
     acceptance: list[dict[str, Any]] = field(default_factory=list)
 
@@ -64,7 +66,7 @@ def _front_matter(config: Eagle31Config, facts: CardFacts) -> str:
         license=facts.license,
         language=facts.language or None,
         datasets=facts.datasets or None,
-        tags=["eagle3.1" if kind(config) == "EAGLE 3.1" else "eagle3", *TAGS],
+        tags=["eagle3.1" if kind(config) == "EAGLE 3.1" else "eagle3", *TAGS, *facts.tags],
     )
     return f"---\n{data.to_yaml()}\n---"
 
@@ -184,7 +186,16 @@ def _stage_card(folder: Path, staged: Path, config: Eagle31Config, repo_id: str)
         (staged / CARD).write_text(render_card(config, None, repo_id), encoding="utf-8")
 
 
-def upload(api: HfApi, folder: Path, repo_id: str, private: bool | None, revision: str | None, create_pr: bool, commit_message: str) -> str:
+def upload(
+    api: HfApi,
+    folder: Path,
+    repo_id: str,
+    private: bool | None,
+    revision: str | None,
+    create_pr: bool,
+    commit_message: str,
+    commit_description: str | None = None,
+) -> str:
     """One commit with everything in `folder`; a card of the repository's own is left alone. Raises OSError when the Hub refuses."""
     try:
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
@@ -193,7 +204,7 @@ def upload(api: HfApi, folder: Path, repo_id: str, private: bool | None, revisio
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         commit = api.upload_folder(
             repo_id=repo_id, folder_path=folder, commit_message=commit_message, revision=revision, create_pr=create_pr,
-            ignore_patterns=[CARD] if has_card else None,
+            commit_description=commit_description, ignore_patterns=[CARD] if has_card else None,
         )  # fmt: skip
     except HUB_ERRORS as error:
         raise OSError(

@@ -5,7 +5,7 @@ B batch, T tokens, h drafter width, ht target width, n captured states, V target
 
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -301,7 +301,11 @@ class Eagle31DrafterModel(PreTrainedModel):
         """Writes the native format, whatever was loaded: config, weights under their native names, drafting knobs, and a model card
         (`drafter.card_facts` adds license, data, training and acceptance to it) where the folder has none yet.
         """
-        hub = {name: kwargs.pop(name) for name in ("repo_id", "commit_message", "private", "create_pr") if name in kwargs}
+        hub = {
+            name: kwargs.pop(name)
+            for name in ("repo_id", "commit_message", "commit_description", "private", "create_pr", "revision", "tags")
+            if name in kwargs
+        }
         super().save_pretrained(save_directory, *args, **kwargs | {"save_original_format": False})
         self.generation_config.save_pretrained(save_directory)
         config: Any = self.config
@@ -316,11 +320,13 @@ class Eagle31DrafterModel(PreTrainedModel):
         repo_id: str,
         *,
         commit_message: str | None = None,
+        commit_description: str | None = None,
         private: bool | None = None,
         token: str | bool | None = None,
         revision: str | None = None,
         create_pr: bool = False,
         max_shard_size: int | str = "50GB",
+        tags: list[str] | None = None,
     ) -> str:
         """Saves and uploads in one commit, the card included unless the repository has one. Returns the commit's URL.
 
@@ -329,9 +335,10 @@ class Eagle31DrafterModel(PreTrainedModel):
         with TemporaryDirectory() as folder:
             self.save_pretrained(folder, max_shard_size=max_shard_size)
             config: Any = self.config
-            Path(folder, CARD).write_text(render_card(config, self.card_facts, repo_id), encoding="utf-8")
+            facts = replace(self.card_facts, tags=[*self.card_facts.tags, *(tags or [])])
+            Path(folder, CARD).write_text(render_card(config, facts, repo_id), encoding="utf-8")
             message = commit_message or "Upload drafter with eagle31_hf"
-            return upload(HfApi(token=token), Path(folder), repo_id, private, revision, create_pr, message)
+            return upload(HfApi(token=token), Path(folder), repo_id, private, revision, create_pr, message, commit_description)
 
     def decode(
         self,

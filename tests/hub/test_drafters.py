@@ -66,11 +66,11 @@ def test_push_brings_a_card_and_loads_back(hub, drafter):
 
 
 def test_the_card_is_one_the_hub_understands(hub, drafter):
-    drafter.push_to_hub(REPO)
+    drafter.push_to_hub(REPO, tags=["mine"])
     data = ModelCard.load(REPO).data
     assert (data.base_model, data.library_name, data.pipeline_tag) == ("org/target", "transformers", "text-generation")
     assert data["base_model_relation"]
-    assert {"eagle3", "speculative-decoding", "eagle31_hf"} <= set(data.tags)
+    assert {"eagle3", "speculative-decoding", "eagle31_hf", "mine"} <= set(data.tags)
     text = hub.files(REPO)["README.md"].decode()
     assert f'from_pretrained("{REPO}"' in text
     assert f'"model": "{REPO}"' in text
