@@ -35,6 +35,13 @@ class CapturedStates:
         if threading.get_ident() == self._thread:
             self._chunks[index].append(states)
 
+    def keep_of_last(self, rows: list[int]) -> None:
+        """Of the last forward's rows only these, in this order; rows that lead are left where they are."""
+        if rows == list(range(len(rows))):
+            return
+        for chunks in self._chunks:
+            chunks[-1] = chunks[-1][:, torch.tensor(rows, device=chunks[-1].device)]
+
     def take(self) -> Tensor:
         """Everything captured since the last call, concatenated: (B, T, n*ht) on the device of the last layer read."""
         layers = [chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=1) for chunks in self._chunks]

@@ -75,7 +75,8 @@ class Eagle31DecoderLayer(GradientCheckpointingLayer):
 class Eagle31DrafterModel(PreTrainedModel):
     """EAGLE 3.1 (or EAGLE 3) drafter of a frozen target; see `Eagle31Config` for what its flags mean.
 
-    `num_assistant_tokens` and `assistant_confidence_threshold` of `generation_config` are its drafting knobs.
+    `num_assistant_tokens`, `assistant_confidence_threshold`, `draft_tree_top_k` (1: chains) and `draft_tree_total_tokens` of
+    `generation_config` are its drafting knobs.
     """
 
     config_class = Eagle31Config
@@ -351,17 +352,22 @@ class Eagle31DrafterModel(PreTrainedModel):
         streamer: Any = None,
         num_assistant_tokens: int | None = None,
         assistant_confidence_threshold: float | None = None,
+        draft_tree_top_k: int | None = None,
+        draft_tree_total_tokens: int | None = None,
         **model_kwargs: Any,
     ):
         """For `target.generate(**inputs, custom_generate=drafter.decode)`: the same as `assistant_model=drafter`, without the hook.
 
-        `num_assistant_tokens` and `assistant_confidence_threshold` may be given to that `generate`. transformers hands neither a
+        The drafting knobs may be given to that `generate`. transformers hands neither a
         streamer nor a tokenizer on to such a callable: bind the streamer, `custom_generate=functools.partial(drafter.decode,
         streamer=streamer)`; stop strings need `assistant_model=drafter`.
         """
         from .generation.decoding import decode_with  # the model does not depend on generation, this entry point does
 
-        knobs = {"num_assistant_tokens": num_assistant_tokens, "assistant_confidence_threshold": assistant_confidence_threshold}
+        knobs = {
+            "num_assistant_tokens": num_assistant_tokens, "assistant_confidence_threshold": assistant_confidence_threshold,
+            "draft_tree_top_k": draft_tree_top_k, "draft_tree_total_tokens": draft_tree_total_tokens,
+        }  # fmt: skip
         return decode_with(
             model,
             self,

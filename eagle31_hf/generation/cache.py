@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 
+import torch
 from transformers import Cache, QuantizedCache, StaticCache
 
 # Caches whose rows cannot be taken back: `crop` is missing, or trims only a part of them.
@@ -14,6 +15,20 @@ UNSUPPORTED = {
 def crop(cache: Cache, tokens_to_remove: int) -> None:
     """Removes the last tokens. To be called after every forward even with 0: windowed layers shrink back to their size here."""
     cache.crop(-tokens_to_remove)
+
+
+def keep_path(cache: Cache, rows: list[int], num_rows: int) -> None:
+    """Of the last `num_rows` rows keeps these, ascending, and drops the others.
+
+    Keys carry their position in themselves, so an accepted path only moves together; a row never moves onto one still to be moved.
+    """
+    if rows != list(range(len(rows))):
+        for layer in cache.layers:
+            first = layer.keys.shape[-2] - num_rows
+            for tensor in (layer.keys, layer.values):
+                moved = tensor[..., torch.tensor(rows, device=tensor.device) + first, :]
+                tensor[..., first : first + len(rows), :] = moved
+    crop(cache, num_rows - len(rows))
 
 
 def windows(cache: Cache) -> list[int | None]:

@@ -9,7 +9,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..features import capture_states, decoder_layers
 from ..modeling import Eagle31DrafterModel
-from .drafting import DraftSession
+from .drafting import DraftSession, Proposal
 
 
 class Eagle31CandidateGenerator(CandidateGenerator):
@@ -17,7 +17,7 @@ class Eagle31CandidateGenerator(CandidateGenerator):
 
     `num_assistant_tokens`: longest chain. `confidence_threshold`: a chain ends after a token the drafter gives less probability.
     `max_length`: no draft reaches past it. `num_padding`: left-padding tokens of the prompt. `num_cached`: tokens of the prompt the
-    target's cache already held; the drafter starts after them.
+    target's cache already held; the drafter starts after them. `tree_top_k`, `tree_total_tokens`: the shape of `propose`'s trees.
     Raises ValueError when drafter and target do not fit.
     """
 
@@ -34,12 +34,15 @@ class Eagle31CandidateGenerator(CandidateGenerator):
         confidence_threshold: float = 0.0,
         num_padding: int = 0,
         num_cached: int = 0,
+        tree_top_k: int = 1,
+        tree_total_tokens: int = 0,
     ):
         drafter.load_target_embeddings(target)
         self.target = target
         self.layer_ids = drafter.config.resolve_layer_ids(len(decoder_layers(target)))
         self.num_assistant_tokens, self.max_length = num_assistant_tokens, max_length
         self.num_padding = num_padding
+        self.tree_top_k, self.tree_total_tokens = tree_top_k, tree_total_tokens
         self.num_read, self._captured_from = max(num_padding, num_cached), num_cached
         vocab_size = target.config.get_text_config().vocab_size
         processors = logits_processor if logits_processor is not None else LogitsProcessorList()
@@ -61,16 +64,30 @@ class Eagle31CandidateGenerator(CandidateGenerator):
         self, input_ids: Tensor, model_kwargs=None, model_outputs=None, is_first_iteration: bool = False, n_last_matches: int = 0
     ) -> tuple[Tensor, Tensor | None]:
         """(1, L) -> (1, L + K) and, when sampling, the logits (1, K, V) the drafts were drawn from. The first call drafts nothing."""
-        depth = min(self.num_assistant_tokens, self.max_length - input_ids.shape[1] - 1)
-        if is_first_iteration or depth < 1:
+        if is_first_iteration:
             return input_ids, None
+        proposal = self.propose(input_ids)
+        return torch.cat((input_ids, proposal.ids), dim=1), proposal.logits
+
+    def propose(self, input_ids: Tensor) -> Proposal:
+        """(1, L) -> a chain, or with `tree_top_k` above 1 a tree, on the device of `input_ids`; nothing where the text is at its end."""
+        depth = min(self.num_assistant_tokens, self.max_length - input_ids.shape[1] - 1)
+        if depth < 1:
+            return Proposal(input_ids[:, :0])
         length = input_ids.shape[1] - 1  # the token chosen last has no state yet
         # Captured rows of rejected drafts follow the accepted ones, those of padding come first.
         states = self._captured.take()[:, self.num_read - self._captured_from : length - self._captured_from]
-        proposal = self.session.propose_chain(input_ids, states, self.num_read - self.num_padding, depth)
+        start = self.num_read - self.num_padding
         self.num_read = self._captured_from = length
-        logits = None if proposal.logits is None else proposal.logits.to(input_ids.device)
-        return torch.cat((input_ids, proposal.ids.to(input_ids.device)), dim=1), logits
+        if self.tree_top_k > 1:
+            proposal = self.session.propose_tree(input_ids, states, start, depth, self.tree_top_k, self.tree_total_tokens)
+        else:
+            proposal = self.session.propose_chain(input_ids, states, start, depth)
+        return proposal.to(input_ids.device)
+
+    def keep(self, path: list[int]) -> None:
+        """Only these rows of the last forward were accepted."""
+        self._captured.keep_of_last(path)
 
     def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
         """Nothing to adapt: the depth is the caller's."""

@@ -10,9 +10,11 @@ from ..features import decoder_layers
 from ..modeling import DEFAULT_DEPTH, Eagle31DrafterModel
 from . import cache
 
-KNOBS = ("num_assistant_tokens", "assistant_confidence_threshold")
+KNOBS = ("num_assistant_tokens", "assistant_confidence_threshold", "draft_tree_top_k", "draft_tree_total_tokens")
 # What transformers fills in where nobody set a knob; such a value says nothing about the caller's wish.
-OWN_DEFAULTS = {"num_assistant_tokens": DEFAULT_DEPTH, "assistant_confidence_threshold": 0.0}
+OWN_DEFAULTS = {
+    "num_assistant_tokens": DEFAULT_DEPTH, "assistant_confidence_threshold": 0.0, "draft_tree_top_k": 1, "draft_tree_total_tokens": 60,
+}  # fmt: skip
 STOCK_DEFAULTS = {"num_assistant_tokens": 20, "assistant_confidence_threshold": 0.4}
 SUPPORTED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
 
@@ -24,9 +26,9 @@ def resolve_knobs(drafter: Eagle31DrafterModel, generation_config: GenerationCon
     """
     values: dict[str, Any] = {}
     for name in KNOBS:
-        configured = getattr(generation_config, name)
-        configured = None if configured == STOCK_DEFAULTS[name] else configured
-        wishes = (given.get(name), configured, getattr(drafter.generation_config, name), OWN_DEFAULTS[name])
+        configured = getattr(generation_config, name, None)
+        configured = None if configured == STOCK_DEFAULTS.get(name) else configured
+        wishes = (given.get(name), configured, getattr(drafter.generation_config, name, None), OWN_DEFAULTS[name])
         values[name] = next(wish for wish in wishes if wish is not None)
     depth, threshold = values["num_assistant_tokens"], values["assistant_confidence_threshold"]
     if not isinstance(depth, int) or isinstance(depth, bool) or depth < 1:
@@ -35,7 +37,11 @@ def resolve_knobs(drafter: Eagle31DrafterModel, generation_config: GenerationCon
         )
     if not 0.0 <= threshold < 1.0:
         raise ValueError(f"assistant_confidence_threshold is {threshold!r}; expected 0 (never stop a chain early) to less than 1.")
-    return {"num_assistant_tokens": depth, "confidence_threshold": threshold}
+    top_k, total = values["draft_tree_top_k"], values["draft_tree_total_tokens"]
+    for name, least in (("draft_tree_top_k", 1), ("draft_tree_total_tokens", 2)):
+        if not isinstance(values[name], int) or isinstance(values[name], bool) or values[name] < least:
+            raise ValueError(f"{name} is {values[name]!r}; expected an integer of at least {least}.")
+    return {"num_assistant_tokens": depth, "confidence_threshold": threshold, "tree_top_k": top_k, "tree_total_tokens": total}
 
 
 def check_request(target: PreTrainedModel, drafter: Eagle31DrafterModel, config: GenerationConfig, mode: GenerationMode) -> None:

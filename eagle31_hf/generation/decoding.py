@@ -14,10 +14,12 @@ from ..modeling import Eagle31DrafterModel
 from .cache import recording_past
 from .chain import Eagle31CandidateGenerator
 from .checks import check_inputs, check_request, resolve_knobs
+from .drafting import Proposal
 from .outputs import OutputCollector
+from .selftest import why_no_trees
 from .statistics import Recorder
 from .target import TargetRunner, last_logits
-from .verify import Verdict, accept
+from .verify import Verdict, accept, accept_tree
 
 
 def speculative_decoding(
@@ -37,33 +39,34 @@ def speculative_decoding(
     runner = TargetRunner(target, input_ids, generation_config, model_kwargs)
     collector, recorder = OutputCollector(generation_config, runner.past_key_values), Recorder()
     do_sample, eos_token_ids = bool(generation_config.do_sample), end_tokens(stopping_criteria, input_ids.device)
+    options = resolve_knobs(drafter, generation_config, knobs)
+    if options["tree_top_k"] > 1 and not trees_are_possible(target, drafter, generation_config):
+        options["tree_top_k"] = 1
     drafting = Eagle31CandidateGenerator(
         drafter, target, max_length=generation_config.max_length, logits_processor=logits_processor, do_sample=do_sample,
-        num_padding=runner.num_padding, num_cached=runner.num_cached, **resolve_knobs(drafter, generation_config, knobs),
+        num_padding=runner.num_padding, num_cached=runner.num_cached, **options,
     )  # fmt: skip
     with drafting, recording_past(runner.past_key_values):
         finished, is_prefill = False, True
         while not finished:
-            num_committed = input_ids.shape[1]
             with recorder.timed("draft"):
-                candidate_ids, draft_logits = drafting.get_candidates(input_ids, is_first_iteration=is_prefill)
-            drafted = candidate_ids[:, num_committed:]
-            num_rows = drafted.shape[1] + 1
+                proposal = Proposal(input_ids[:, :0]) if is_prefill else drafting.propose(input_ids)
             with recorder.timed("prefill" if is_prefill else "verify"):
-                outputs = runner.prefill(input_ids) if is_prefill else runner.verify(candidate_ids, num_rows)
-                logits = last_logits(outputs, num_rows, input_ids.device)
+                outputs = runner.prefill(input_ids) if is_prefill else runner.verify(input_ids, proposal)
+                logits = last_logits(outputs, proposal.num_rows, input_ids.device)
             with recorder.timed("accept"):
                 raw_logits = logits.clone() if collector.logits is not None else None
-                verdict = accept(input_ids, drafted, draft_logits, logits, logits_processor, do_sample, eos_token_ids)
+                verdict = judge(input_ids, proposal, logits, logits_processor, do_sample, eos_token_ids)
                 num_tokens, finished = tokens_to_keep(input_ids, verdict, stopping_criteria, collector.scores)
-                new_tokens = verdict.tokens[:, :num_tokens]
+                new_tokens, path = verdict.tokens[:, :num_tokens], verdict.path[:num_tokens]
                 input_ids = torch.cat((input_ids, new_tokens), dim=1)
-                runner.commit(num_tokens, num_rejected=num_rows - num_tokens)
-                collector.add(outputs, raw_logits, verdict.scores, num_tokens, is_prefill)
+                runner.commit(path, proposal.num_rows)
+                drafting.keep(path)
+                collector.add(outputs, None if raw_logits is None else raw_logits[:, path], verdict.scores, num_tokens, is_prefill)
             if is_prefill:
                 recorder.prefill(num_tokens)
             else:
-                recorder.round(drafted.shape[1], min(verdict.accepted_len, num_tokens), num_tokens)
+                recorder.round(proposal.depth, min(verdict.accepted_len, num_tokens), num_tokens)
             if streamer is not None:
                 for token in new_tokens[0].cpu():  # one at a time, as plain generate does
                     streamer.put(token[None])
@@ -82,6 +85,20 @@ def decode_with(target: PreTrainedModel, drafter: Eagle31DrafterModel, input_ids
     if streamer is not None:  # generate does not know it, so the prompt is still to be put
         streamer.put(input_ids.cpu())
     return speculative_decoding(target, drafter, input_ids, *args, **kwargs)
+
+
+def judge(input_ids: Tensor, proposal: Proposal, logits: Tensor, *rules: Any) -> Verdict:
+    """What of a proposal the target's logits (1, R, V) accept; `rules` are `accept`'s last arguments."""
+    if proposal.tree is None:
+        return accept(input_ids, proposal.ids, proposal.logits, logits, *rules)
+    return accept_tree(input_ids, proposal.tree, logits, *rules)
+
+
+def trees_are_possible(target: PreTrainedModel, drafter: Eagle31DrafterModel, config: GenerationConfig) -> bool:
+    """Attentions and hidden states of a tree's rows are not the sequence's; flash attention in the drafter takes no mask of a tree."""
+    if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
+        return False
+    return drafter.config._attn_implementation in ("eager", "sdpa") and why_no_trees(target) is None
 
 
 def end_tokens(stopping_criteria: StoppingCriteriaList, device: torch.device) -> Tensor | None:

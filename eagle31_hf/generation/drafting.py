@@ -14,6 +14,7 @@ from transformers.generation import logits_process
 from ..modeling import Eagle31DrafterModel
 from ..vocab import scatter_logits
 from . import cache
+from .tree import Candidates, DraftTree
 
 # Processors that are functions of their arguments alone may also shape the draft. Any draft distribution is lossless; one that follows
 # the target's processors is accepted more often. The others keep state or call the user's code, and see only the committed text.
@@ -27,10 +28,24 @@ DRAFT_PROCESSORS = tuple(
 
 @dataclass
 class Proposal:
-    """Drafted target ids (1, K) and, when sampled, the target-sized logits (1, K, V) each was drawn from."""
+    """A chain: drafted target ids (1, K) and, when sampled, the target-sized logits (1, K, V) each was drawn from. Or a tree."""
 
     ids: Tensor
-    logits: Tensor | None
+    logits: Tensor | None = None
+    tree: DraftTree | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the forward that verifies it: the token committed last and every draft."""
+        return 1 + self.ids.shape[1]
+
+    @property
+    def depth(self) -> int:
+        return self.ids.shape[1] if self.tree is None else self.tree.depth
+
+    def to(self, device: torch.device) -> "Proposal":
+        tree = None if self.tree is None else self.tree.to(device)
+        return Proposal(self.ids.to(device), None if self.logits is None else self.logits.to(device), tree)
 
 
 class DraftSession:
@@ -45,8 +60,10 @@ class DraftSession:
         self.past_key_values = DynamicCache()
         self.draft_ids = drafter.draft_to_target_ids()
         # An argmax needs target-sized logits only where processors index by target id, or some drafts have no target id.
-        in_range = drafter.config.draft_vocab_size <= vocab_size if self.draft_ids is None else bool((self.draft_ids < vocab_size).all())
-        self.needs_target_logits = do_sample or len(self.processors) > 0 or not in_range
+        self.in_range = (
+            drafter.config.draft_vocab_size <= vocab_size if self.draft_ids is None else bool((self.draft_ids < vocab_size).all())
+        )
+        self.needs_target_logits = do_sample or len(self.processors) > 0 or not self.in_range
 
     def propose_chain(self, sequence: Tensor, states: Tensor, start: int, depth: int) -> Proposal:
         """Reads `states` (1, S, n*ht) of positions L-1-S .. L-2 of `sequence` (1, L), then drafts up to `depth` tokens.
@@ -78,6 +95,69 @@ class DraftSession:
             cache.crop(self.past_key_values, num_own)
         ids = torch.cat(drafted, dim=1) if drafted else sequence.new_empty((1, 0))
         return Proposal(ids, torch.stack(drawn_from, dim=1) if self.do_sample and drafted else None)
+
+    def propose_tree(self, sequence: Tensor, states: Tensor, start: int, depth: int, top_k: int, total_tokens: int) -> Proposal:
+        """Reads `states` as `propose_chain` does, then drafts a tree of up to `depth` levels: the `top_k` likeliest children of each of the
+        `top_k` likeliest nodes of a level, of all of which the best are kept, `total_tokens` nodes with the root.
+
+        The tree is a function of the committed text alone, so that drawing from the target at every node is exact.
+        """
+        like = self.drafter.norm.weight
+        sequence = sequence.to(like.device)
+        num_rows, num_own = states.shape[1], 0
+        position_ids = torch.arange(start, start + num_rows, device=like.device)[None]
+        candidates, paths = Candidates(sequence[0, -1]), torch.zeros(1, 0, dtype=torch.bool, device=like.device)
+        try:
+            out = self.drafter(
+                sequence[:, -num_rows:], target_hidden_states=states.to(like), position_ids=position_ids,
+                past_key_values=self.past_key_values, logits_to_keep=1,
+            )  # fmt: skip
+            state, num_read = out.last_hidden_state[:, -1:], self.past_key_values.get_seq_length()
+            for level in range(depth):
+                log_probs, ids = self._likeliest(out.logits[0], top_k)
+                from_row = candidates.extend(log_probs, ids, top_k)
+                if level == depth - 1:
+                    break
+                frontier = torch.cat(candidates.ids)[candidates.frontier]
+                own = torch.eye(len(frontier), dtype=torch.bool, device=like.device)
+                paths = torch.cat((paths[from_row], own), dim=1)  # which of the drafter's own rows each frontier node descends from
+                position_ids = position_ids[:, -1:] + 1
+                out = self.drafter(
+                    frontier[None], hidden_states=state[:, from_row], position_ids=position_ids.expand(1, len(frontier)),
+                    attention_mask=self._tree_masks(paths, num_read), past_key_values=self.past_key_values,
+                )  # fmt: skip
+                state, num_own = out.last_hidden_state, num_own + len(frontier)
+        finally:
+            cache.crop(self.past_key_values, num_own)
+        tree = candidates.best(total_tokens - 1)
+        return Proposal(tree.ids[None, 1:], tree=tree)
+
+    def _likeliest(self, logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+        """Draft logits (F, Vd) -> log-probabilities and target ids (F, k) of the likeliest tokens the target has."""
+        log_probs = logits.float().log_softmax(-1)
+        ids = torch.arange(log_probs.shape[1], device=logits.device) if self.draft_ids is None else self.draft_ids
+        if not self.in_range:
+            log_probs = log_probs.masked_fill(ids >= self.vocab_size, float("-inf"))
+        best = log_probs.topk(min(top_k, int((ids < self.vocab_size).sum())), dim=-1)
+        return best.values, ids[best.indices]
+
+    def _tree_masks(self, paths: Tensor, num_read: int) -> dict[str, Tensor]:
+        """Additive masks by layer type for frontier nodes (F) over the `num_read` committed rows and their own (F, R)."""
+        config, like = self.drafter.config, self.drafter.norm.weight
+        masks = {}
+        for kind in set(config.layer_types):
+            seen = paths.new_ones(len(paths), num_read)
+            own = paths
+            if kind == "sliding_attention":
+                seen = torch.arange(num_read, device=paths.device).expand(len(paths), -1)
+                seen = seen >= num_read + paths.sum(1, keepdim=True) - config.sliding_window
+                rank = paths.flip(1).cumsum(1).flip(1)  # how many rows of its own path come no earlier
+                own = paths & (rank <= config.sliding_window)
+            allowed = torch.cat((seen, own), dim=1)
+            masks[kind] = torch.zeros(allowed.shape, dtype=like.dtype, device=like.device).masked_fill(
+                ~allowed, torch.finfo(like.dtype).min
+            )[None, None]
+        return masks
 
     def _pick(self, draft_logits: Tensor, sequence: Tensor) -> tuple[Tensor | None, Tensor, bool]:
         """Draft logits (1, Vd) -> a target id (1, 1), the logits it was chosen by, and whether the drafter trusts it.

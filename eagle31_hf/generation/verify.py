@@ -10,14 +10,20 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
+from .tree import DraftTree
+
 
 @dataclass
 class Verdict:
-    """`tokens`: the accepted drafts, then the target's own token unless a draft ended the text; `scores`: one processed row (1, V) each."""
+    """`tokens`: the accepted drafts, then the target's own token unless a draft ended the text; `scores`: one processed row (1, V) each.
+
+    `path`: the rows of the verifying forward that hold the root and the accepted drafts.
+    """
 
     tokens: Tensor
     accepted_len: int
     scores: list[Tensor]
+    path: list[int]
 
 
 def accept(
@@ -46,9 +52,9 @@ def accept(
         q_logits = None if draft_logits is None or candidate is None else draft_logits[:, i]
         token = _sample(scores[-1], candidate, q_logits) if do_sample else scores[-1].argmax(-1)
         if candidate is None or token != candidate:
-            return Verdict(torch.cat((drafted[:, :i], token[:, None]), dim=1), i, scores)
+            return Verdict(torch.cat((drafted[:, :i], token[:, None]), dim=1), i, scores, list(range(i + 1)))
         if eos_token_ids is not None and torch.isin(token, eos_token_ids).any():
-            return Verdict(drafted[:, : i + 1], i + 1, scores)  # the text ends with an accepted draft
+            return Verdict(drafted[:, : i + 1], i + 1, scores, list(range(i + 2)))  # the text ends with an accepted draft
     raise AssertionError("the position after the last draft always ends the round")
 
 
@@ -56,7 +62,43 @@ def _accept_greedy(drafted: Tensor, logits: Tensor) -> Verdict:
     """Without processors all positions are compared at once."""
     chosen = logits.argmax(-1)  # (1, K + 1)
     accepted_len = int((drafted == chosen[:, :-1]).long().cumprod(-1).sum())
-    return Verdict(chosen[:, : accepted_len + 1], accepted_len, list(logits[:, : accepted_len + 1].unbind(1)))
+    scores = list(logits[:, : accepted_len + 1].unbind(1))
+    return Verdict(chosen[:, : accepted_len + 1], accepted_len, scores, list(range(accepted_len + 1)))
+
+
+def accept_tree(
+    prefix: Tensor,
+    tree: DraftTree,
+    logits: Tensor,
+    processors: LogitsProcessorList,
+    do_sample: bool,
+    eos_token_ids: Tensor | None = None,
+) -> Verdict:
+    """Prefix (1, L), a tree whose root is its last token, target logits (1, N, V) in fp32 -> the tokens to commit.
+
+    At every node the target's own token is drawn; while it is a child, the walk descends. Nothing is ever rejected, so the tokens are
+    the target's, whatever the tree: it only has to be a function of the prefix.
+    """
+    chosen = logits[0].argmax(-1).tolist() if not do_sample and not processors else None  # all nodes at once
+    children = tree.children()
+    ended_by = set() if eos_token_ids is None else set(eos_token_ids.tolist())
+    sequence, path = prefix, [0]
+    scores: list[Tensor] = []
+    while True:
+        node = path[-1]
+        if chosen is not None:
+            scores.append(logits[:, node])
+            token = chosen[node]
+        else:
+            scores.append(processors(sequence, logits[:, node]))  # type: ignore[arg-type]
+            token = int(_sample(scores[-1], None, None) if do_sample else scores[-1].argmax(-1))
+        sequence = torch.cat((sequence, sequence.new_full((1, 1), token)), dim=1)
+        if token not in children[node]:
+            break
+        path.append(children[node][token])
+        if token in ended_by:
+            break
+    return Verdict(sequence[:, prefix.shape[1] :], len(path) - 1, scores, path)
 
 
 def _sample(p_logits: Tensor, candidate: Tensor | None, q_logits: Tensor | None) -> Tensor:

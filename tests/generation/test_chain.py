@@ -23,8 +23,12 @@ class Watched(Eagle31CandidateGenerator):
     def get_candidates(self, input_ids, *args, is_first_iteration=False, **kwargs):
         ids, logits = super().get_candidates(input_ids, *args, is_first_iteration=is_first_iteration, **kwargs)
         self.__dict__.setdefault("rounds", []).append([ids.shape[1] - input_ids.shape[1]])
-        self.__dict__.setdefault("candidates", []).append((input_ids, ids))
         return ids, logits
+
+    def propose(self, input_ids):
+        proposal = super().propose(input_ids)
+        self.__dict__.setdefault("candidates", []).append((input_ids, torch.cat((input_ids, proposal.ids), dim=1)))
+        return proposal
 
     def update_candidate_strategy(self, input_ids, scores, num_matches):
         self.rounds[-1].append(int(num_matches))
@@ -96,7 +100,7 @@ def test_drafts_follow_from_the_committed_text_alone(target, make_drafter, promp
     kwargs = start(target, prompt)
     speculate(target, drafter, prompt, num_assistant_tokens=3, max_new_tokens=LENGTH, do_sample=False, pad_token_id=0, **kwargs)
     num_padding = unread if "attention_mask" in kwargs else 0
-    for text, candidates in generators[0].candidates[1:]:
+    for text, candidates in generators[0].candidates:
         states, _ = target_states(target, text[:, num_padding:-1], generators[0].layer_ids)
         session = DraftSession(drafter, VOCAB, LogitsProcessorList(), do_sample=False, confidence_threshold=0.0)
         depth = candidates.shape[1] - text.shape[1]

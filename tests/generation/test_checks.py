@@ -184,4 +184,5 @@ def test_resolve_knobs(target, given, configured, own, expected):
     drafter = build_drafter(target)
     drafter.generation_config.update(**own)
     knobs = resolve_knobs(drafter, GenerationConfig(**configured), given)
-    assert knobs == {"num_assistant_tokens": expected[0], "confidence_threshold": expected[1]}
+    tree = {"tree_top_k": 1, "tree_total_tokens": 60}
+    assert knobs == {"num_assistant_tokens": expected[0], "confidence_threshold": expected[1]} | tree

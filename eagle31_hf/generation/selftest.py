@@ -1,0 +1,74 @@
+"""Whether a target can verify trees: tried once for every target class and attention implementation, on a few random tokens."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.utils import logging
+
+from .target import tree_masks
+from .tree import DraftTree
+
+logger = logging.get_logger(__name__)
+
+PREFIX = 6
+PARENTS = (-1, 0, 0, 1, 2, 3)  # two branches that go on
+TOLERANCE = 0.05  # share of the logits' spread; a tree read wrongly is off by the spread itself
+LOW_PRECISION_TOLERANCE = 0.25
+
+# Verdicts outlive the calls that needed them: (class, implementation, layer types) -> why not, or None. Filled by equal values only.
+_verdicts: dict[tuple, str | None] = {}
+
+
+def why_no_trees(target: PreTrainedModel) -> str | None:
+    """None where trees are verified as sequences would be, else the reason, logged the first time it is found."""
+    config = target.config.get_text_config(decoder=True)
+    implementation = str(target.config._attn_implementation)
+    kinds = tuple(sorted(set(getattr(config, "layer_types", None) or ())))
+    key = (type(target), implementation, kinds, getattr(config, "sliding_window", None))
+    if key not in _verdicts:
+        _verdicts[key] = _try(target, implementation, set(kinds))
+        if _verdicts[key]:
+            logger.warning("EAGLE drafting: chains instead of trees for %s: %s.", type(target).__name__, _verdicts[key])
+    return _verdicts[key]
+
+
+def _try(target: PreTrainedModel, implementation: str, kinds: set[str]) -> str | None:
+    if implementation not in ("eager", "sdpa"):
+        return f"attention implementation {implementation} takes no mask of a tree"
+    if kinds - {"full_attention", "sliding_attention"}:
+        return f"layers of type {', '.join(sorted(kinds - {'full_attention', 'sliding_attention'}))}"
+    try:
+        error = _error(target)
+    except (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError) as failure:
+        return f"its forward refuses a tree ({type(failure).__name__}: {str(failure).splitlines()[0][:100]})"
+    tolerance = TOLERANCE if target.dtype == torch.float32 else LOW_PRECISION_TOLERANCE
+    return None if error <= tolerance else f"its logits over a tree differ from those over its paths ({error:.2f} of their spread)"
+
+
+@torch.no_grad()
+def _error(target: PreTrainedModel) -> float:
+    """The largest difference of logits between a tree and its paths taken one by one, in units of the logits' standard deviation."""
+    config = target.config.get_text_config(decoder=True)
+    table: Any = target.get_input_embeddings()
+    device = table.weight.device
+    generator = torch.Generator().manual_seed(0)
+    draw = torch.randint(0, config.vocab_size, (PREFIX + len(PARENTS),), generator=generator).to(device)
+    prefix, nodes = draw[:PREFIX], draw[PREFIX:]
+    tree = DraftTree.from_parents(nodes, torch.tensor(PARENTS, device=device))
+    cache = DynamicCache(config=config)
+    target(input_ids=prefix[None], past_key_values=cache, use_cache=True)
+    cache.crop(0)
+    out = target(
+        input_ids=nodes[None], position_ids=(PREFIX + tree.depths)[None], past_key_values=cache, use_cache=True,
+        attention_mask=tree_masks(target, tree, PREFIX, None),
+    )  # fmt: skip
+    expected = [_path_logits(target, prefix, nodes[tree.ancestors[node]]) for node in range(len(nodes))]
+    reference = torch.stack(expected)
+    spread = reference.std().clamp(min=1e-6)
+    return float((out.logits[0].float() - reference).abs().max() / spread)
+
+
+def _path_logits(target: PreTrainedModel, prefix: Tensor, path: Tensor) -> Tensor:
+    return target(input_ids=torch.cat((prefix, path))[None], use_cache=False).logits[0, -1].float()
