@@ -15,8 +15,9 @@ def test_demo_json_has_the_names_of_the_contract(capsys):
     result = json.loads(capsys.readouterr().out)
     assert set(result) == {"target", "runs", "environment"}
     assert result["target"]["tokens_per_second"] > 0
-    assert [(run["drafter"], run["depth"]) for run in result["runs"]] == [(d, k) for d in demo.DRAFTERS for k in (3, 5, 7)]
-    names = {"tree", "tokens_per_second", "speedup", "mean_accepted_length", "accepted_per_position", "drafted_per_position", "overhead"}
+    shapes = [(3, False), (5, False), (7, False), (7, True)]
+    assert [(run["drafter"], run["depth"], run["tree"]) for run in result["runs"]] == [(d, *s) for d in demo.DRAFTERS for s in shapes]
+    names = {"tokens_per_second", "speedup", "mean_accepted_length", "accepted_per_position", "drafted_per_position", "overhead"}
     for run in result["runs"]:
         assert names <= set(run)
         assert run["identical"] is True
@@ -29,7 +30,7 @@ def test_demo_shows_the_table_and_the_profile(capsys):
     out = capsys.readouterr().out
     assert "with the EAGLE 3.1 drafter" in out
     assert "target forwards" in out
-    assert out.count(" yes") == 6
+    assert out.count(" yes") == 8
 
 
 def test_generate_streams_what_json_returns(capsys):

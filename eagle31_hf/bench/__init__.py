@@ -5,6 +5,7 @@ import platform
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,17 +42,36 @@ class ForwardClock:
                 handle.remove()
 
 
-class Contestant:
-    """One way to decode: the target alone, or with a drafter at a depth. Collects its own figures, prompt by prompt."""
+@dataclass(frozen=True)
+class Shape:
+    """How a drafter drafts: chains of `depth`, or trees of `top_k` children a node and `total_tokens` nodes."""
 
-    def __init__(self, target: PreTrainedModel, name: str = "target", drafter: Eagle31DrafterModel | None = None, depth: int = 0):
-        self.target, self.name, self.drafter, self.depth = target, name, drafter, depth
+    depth: int
+    top_k: int = 1
+    total_tokens: int = 60
+
+    @property
+    def knobs(self) -> dict[str, int]:
+        return {"num_assistant_tokens": self.depth, "draft_tree_top_k": self.top_k, "draft_tree_total_tokens": self.total_tokens}
+
+
+class Contestant:
+    """One way to decode: the target alone, or with a drafter in a shape. Collects its own figures, prompt by prompt."""
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        name: str = "target",
+        drafter: Eagle31DrafterModel | None = None,
+        shape: Shape = Shape(0),
+    ):
+        self.target, self.name, self.drafter, self.shape = target, name, drafter, shape
         self.seconds, self.tokens, self.identical = 0.0, 0, True
         self.stats, self.profile = AcceptanceStats(), dict[str, float]()
 
     def generate(self, prompt: Tensor, max_new_tokens: int) -> tuple[Tensor, float]:
         """Greedily, a prompt (1, L) -> the sequence and the seconds it took."""
-        options = {} if self.drafter is None else {"assistant_model": self.drafter, "num_assistant_tokens": self.depth}
+        options: dict[str, Any] = {} if self.drafter is None else {"assistant_model": self.drafter, **self.shape.knobs}
         mask = torch.ones_like(prompt)
         synchronize()
         began = time.perf_counter()
@@ -95,14 +115,14 @@ def measure(
     target: PreTrainedModel,
     drafters: dict[str, Eagle31DrafterModel],
     prompts: list[Tensor],
-    depths: list[int],
+    shapes: list[Shape],
     max_new_tokens: int,
     progress: Callable[[str], None] = lambda message: None,
 ) -> dict[str, Any]:
-    """Decodes every prompt by the target alone and by every drafter at every depth, in turn -> the object `eagle31 demo --json` prints,
+    """Decodes every prompt by the target alone and by every drafter in every shape, in turn -> the object `eagle31 demo --json` prints,
     with a `profile` (seconds by part, one call) added to each run."""
     alone = Contestant(target)
-    contestants = [Contestant(target, name, drafter, depth) for name, drafter in drafters.items() for depth in depths]
+    contestants = [Contestant(target, name, drafter, shape) for name, drafter in drafters.items() for shape in shapes]
     for contestant in (alone, *contestants):
         contestant.generate(prompts[0], 8)  # warm up
     for i, prompt in enumerate(prompts):
@@ -124,8 +144,9 @@ def _figures(contestant: Contestant, alone: Contestant) -> dict[str, Any]:
     stats = contestant.stats
     return {
         "drafter": contestant.name,
-        "depth": contestant.depth,
-        "tree": False,
+        "depth": contestant.shape.depth,
+        "tree": contestant.shape.top_k > 1,
+        "shape": contestant.shape.knobs,
         "tokens_per_second": contestant.tokens_per_second,
         "speedup": contestant.tokens_per_second / alone.tokens_per_second,
         "mean_accepted_length": stats.mean_accepted_length,

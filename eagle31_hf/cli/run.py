@@ -8,11 +8,12 @@ from typing import Any
 from .parsing import add_device, add_reading, positive, progress, reading_options
 
 DEPTHS = (3, 5, 7)
+TREE = {"depth": 7, "top_k": 4, "total_tokens": 24}
 
 
 def demo(args: argparse.Namespace) -> int:
     from .. import demo as pair
-    from ..bench import measure
+    from ..bench import Shape, measure
 
     progress("loading the demo pair")
     target, tokenizer = pair.load_target(args.device)
@@ -20,7 +21,8 @@ def demo(args: argparse.Namespace) -> int:
     prompts = [prompt.to(args.device) for prompt in pair.prompts(tokenizer, args.prompts)]
     if not args.json:
         _show_completion(target, tokenizer, drafters["eagle31"], prompts[0], args.max_new_tokens)
-    result = measure(target, drafters, prompts, list(DEPTHS), args.max_new_tokens, progress)
+    shapes = [*(Shape(depth) for depth in DEPTHS), Shape(**TREE)]
+    result = measure(target, drafters, prompts, shapes, args.max_new_tokens, progress)
     print(json.dumps(result) if args.json else _table(result, args.profile))
     return 0 if all(run["identical"] for run in result["runs"]) else 1
 
@@ -42,8 +44,9 @@ def generate(args: argparse.Namespace) -> int:
     else:
         inputs = tokenizer(args.prompt, return_tensors="pt")
     options: dict[str, Any] = {"do_sample": args.temperature > 0} | ({"temperature": args.temperature} if args.temperature > 0 else {})
-    if args.num_assistant_tokens is not None:
-        options["num_assistant_tokens"] = args.num_assistant_tokens
+    for knob in ("num_assistant_tokens", "draft_tree_top_k", "draft_tree_total_tokens"):
+        if getattr(args, knob) is not None:
+            options[knob] = getattr(args, knob)
     if args.seed is not None:
         torch.manual_seed(args.seed)
     streamer = None if args.json else TextStreamer(tokenizer, skip_prompt=True)
@@ -78,21 +81,25 @@ def _table(result: dict[str, Any], with_profile: bool) -> str:
         "",
         f"target alone: {result['target']['tokens_per_second']:.1f} tokens/s "
         f"({env['prompts']} prompts x {env['max_new_tokens']} tokens, greedy, {env['dtype']}, {env['device']}, {env['threads']} threads)",
-        "drafter  depth  tokens/s  speedup  accepted length  accepted by position (share of drafted)     overhead  same text",
+        "drafter  depth        tokens/s  speedup  accepted length  accepted by position (share of drafted)     overhead  same text",
     ]
     for run in result["runs"]:
         pairs = zip(run["accepted_per_position"], run["drafted_per_position"], strict=True)
         rates = " ".join(f"{accepted / drafted:.2f}" for accepted, drafted in pairs)
         lines.append(
-            f"{run['drafter']:<8} {run['depth']:>5}  {run['tokens_per_second']:>8.1f}  {run['speedup']:>6.2f}x  "
+            f"{run['drafter']:<8} {_shape(run):<11}  {run['tokens_per_second']:>8.1f}  {run['speedup']:>6.2f}x  "
             f"{run['mean_accepted_length']:>15.2f}  {rates:<42} {run['overhead']:>7.1%}  {'yes' if run['identical'] else 'NO'}"
         )
     if with_profile:
         lines += ["", "milliseconds of one generate() call"]
         parts = list(result["runs"][0]["profile"])
-        lines += [f"{'':<28}" + "".join(f"{run['drafter']:>9}/{run['depth']}" for run in result["runs"])]
-        lines += [f"{part:<28}" + "".join(f"{1000 * run['profile'][part]:>11.1f}" for run in result["runs"]) for part in parts]
+        lines += [f"{'':<28}" + "".join(f"{run['drafter']:>9}/{run['depth']}{'t' if run['tree'] else ' '}" for run in result["runs"])]
+        lines += [f"{part:<28}" + "".join(f"{1000 * run['profile'][part]:>12.1f}" for run in result["runs"]) for part in parts]
     return "\n".join(lines)
+
+
+def _shape(run: dict[str, Any]) -> str:
+    return f"{run['depth']}, tree {run['shape']['draft_tree_total_tokens']}" if run["tree"] else str(run["depth"])
 
 
 def _counts(stats) -> dict[str, Any]:
@@ -114,6 +121,8 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt")
     parser.add_argument("--max-new-tokens", type=positive, default=256)
     parser.add_argument("--num-assistant-tokens", type=int, help="tokens drafted a round (default: the drafter's own)")
+    parser.add_argument("--draft-tree-top-k", type=positive, help="children of a node; above 1 trees are drafted instead of chains")
+    parser.add_argument("--draft-tree-total-tokens", type=positive, help="nodes of a tree, the root included")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 (default): greedy")
     parser.add_argument("--seed", type=int)
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16")

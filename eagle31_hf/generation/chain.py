@@ -1,15 +1,27 @@
 """`Eagle31CandidateGenerator`: what drafts, in this library's loop and in transformers' own assisted loop."""
 
 from contextlib import ExitStack
+from math import prod
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, PreTrainedModel
+from transformers import LogitsProcessorList, PreTrainedModel, TemperatureLogitsWarper
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..features import capture_states, decoder_layers
 from ..modeling import Eagle31DrafterModel
 from .drafting import DraftSession, Proposal
+
+# What the target draws at: its own temperature when sampling. Greedy text is drawn at 0, but the drafter's guess of it is not certain;
+# on the demo pair trees are deepest at 0.15 to 0.25 (at 1, as in EAGLE-2, they are a third shallower than chains are long).
+GREEDY_TREE_TEMPERATURE = 0.25
+
+
+def tree_temperature(processors: LogitsProcessorList, do_sample: bool) -> float:
+    """The temperature at which the drafter's probabilities say best which nodes the target will visit."""
+    if not do_sample:
+        return GREEDY_TREE_TEMPERATURE
+    return prod(processor.temperature for processor in processors if isinstance(processor, TemperatureLogitsWarper))
 
 
 class Eagle31CandidateGenerator(CandidateGenerator):
@@ -46,6 +58,7 @@ class Eagle31CandidateGenerator(CandidateGenerator):
         self.num_read, self._captured_from = max(num_padding, num_cached), num_cached
         vocab_size = target.config.get_text_config().vocab_size
         processors = logits_processor if logits_processor is not None else LogitsProcessorList()
+        self.tree_temperature = tree_temperature(processors, do_sample)
         self.session = DraftSession(drafter, vocab_size, processors, do_sample, confidence_threshold)
         self._stack = ExitStack()
 
@@ -80,7 +93,8 @@ class Eagle31CandidateGenerator(CandidateGenerator):
         start = self.num_read - self.num_padding
         self.num_read = self._captured_from = length
         if self.tree_top_k > 1:
-            proposal = self.session.propose_tree(input_ids, states, start, depth, self.tree_top_k, self.tree_total_tokens)
+            shape = (depth, self.tree_top_k, self.tree_total_tokens, self.tree_temperature)
+            proposal = self.session.propose_tree(input_ids, states, start, *shape)
         else:
             proposal = self.session.propose_chain(input_ids, states, start, depth)
         return proposal.to(input_ids.device)

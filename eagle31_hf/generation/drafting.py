@@ -59,10 +59,11 @@ class DraftSession:
         self.confidence_threshold = confidence_threshold
         self.past_key_values = DynamicCache()
         self.draft_ids = drafter.draft_to_target_ids()
+        ids = torch.arange(drafter.config.draft_vocab_size) if self.draft_ids is None else self.draft_ids
+        self.out_of_range = (ids >= vocab_size).to(drafter.norm.weight.device)  # padding rows of the drafter's vocabulary
+        self.num_in_range = len(ids) - int(self.out_of_range.sum())
+        self.in_range = self.num_in_range == len(ids)
         # An argmax needs target-sized logits only where processors index by target id, or some drafts have no target id.
-        self.in_range = (
-            drafter.config.draft_vocab_size <= vocab_size if self.draft_ids is None else bool((self.draft_ids < vocab_size).all())
-        )
         self.needs_target_logits = do_sample or len(self.processors) > 0 or not self.in_range
 
     def propose_chain(self, sequence: Tensor, states: Tensor, start: int, depth: int) -> Proposal:
@@ -96,9 +97,12 @@ class DraftSession:
         ids = torch.cat(drafted, dim=1) if drafted else sequence.new_empty((1, 0))
         return Proposal(ids, torch.stack(drawn_from, dim=1) if self.do_sample and drafted else None)
 
-    def propose_tree(self, sequence: Tensor, states: Tensor, start: int, depth: int, top_k: int, total_tokens: int) -> Proposal:
+    def propose_tree(
+        self, sequence: Tensor, states: Tensor, start: int, depth: int, top_k: int, total_tokens: int, temperature: float = 1.0
+    ) -> Proposal:
         """Reads `states` as `propose_chain` does, then drafts a tree of up to `depth` levels: the `top_k` likeliest children of each of the
-        `top_k` likeliest nodes of a level, of all of which the best are kept, `total_tokens` nodes with the root.
+        `top_k` likeliest nodes of a level, of all of which the best are kept, `total_tokens` nodes with the root. Likelihoods are those
+        at `temperature`; 1 is EAGLE-2's.
 
         The tree is a function of the committed text alone, so that drawing from the target at every node is exact.
         """
@@ -114,11 +118,11 @@ class DraftSession:
             )  # fmt: skip
             state, num_read = out.last_hidden_state[:, -1:], self.past_key_values.get_seq_length()
             for level in range(depth):
-                log_probs, ids = self._likeliest(out.logits[0], top_k)
+                log_probs, ids = self._likeliest(out.logits[0] / temperature, top_k)
                 from_row = candidates.extend(log_probs, ids, top_k)
                 if level == depth - 1:
                     break
-                frontier = torch.cat(candidates.ids)[candidates.frontier]
+                frontier = candidates.frontier_ids
                 own = torch.eye(len(frontier), dtype=torch.bool, device=like.device)
                 paths = torch.cat((paths[from_row], own), dim=1)  # which of the drafter's own rows each frontier node descends from
                 position_ids = position_ids[:, -1:] + 1
@@ -135,28 +139,25 @@ class DraftSession:
     def _likeliest(self, logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
         """Draft logits (F, Vd) -> log-probabilities and target ids (F, k) of the likeliest tokens the target has."""
         log_probs = logits.float().log_softmax(-1)
-        ids = torch.arange(log_probs.shape[1], device=logits.device) if self.draft_ids is None else self.draft_ids
         if not self.in_range:
-            log_probs = log_probs.masked_fill(ids >= self.vocab_size, float("-inf"))
-        best = log_probs.topk(min(top_k, int((ids < self.vocab_size).sum())), dim=-1)
-        return best.values, ids[best.indices]
+            log_probs = log_probs.masked_fill(self.out_of_range, float("-inf"))
+        best = log_probs.topk(min(top_k, self.num_in_range), dim=-1)
+        return best.values, best.indices if self.draft_ids is None else self.draft_ids[best.indices]
 
     def _tree_masks(self, paths: Tensor, num_read: int) -> dict[str, Tensor]:
         """Additive masks by layer type for frontier nodes (F) over the `num_read` committed rows and their own (F, R)."""
         config, like = self.drafter.config, self.drafter.norm.weight
-        masks = {}
+        hidden, masks = torch.finfo(like.dtype).min, {}
         for kind in set(config.layer_types):
-            seen = paths.new_ones(len(paths), num_read)
+            mask = like.new_zeros(len(paths), num_read + paths.shape[1])
             own = paths
             if kind == "sliding_attention":
-                seen = torch.arange(num_read, device=paths.device).expand(len(paths), -1)
-                seen = seen >= num_read + paths.sum(1, keepdim=True) - config.sliding_window
+                seen_from = num_read + paths.sum(1, keepdim=True) - config.sliding_window
+                mask[:, :num_read].masked_fill_(torch.arange(num_read, device=paths.device) < seen_from, hidden)
                 rank = paths.flip(1).cumsum(1).flip(1)  # how many rows of its own path come no earlier
                 own = paths & (rank <= config.sliding_window)
-            allowed = torch.cat((seen, own), dim=1)
-            masks[kind] = torch.zeros(allowed.shape, dtype=like.dtype, device=like.device).masked_fill(
-                ~allowed, torch.finfo(like.dtype).min
-            )[None, None]
+            mask[:, num_read:].masked_fill_(~own, hidden)
+            masks[kind] = mask[None, None]
         return masks
 
     def _pick(self, draft_logits: Tensor, sequence: Tensor) -> tuple[Tensor | None, Tensor, bool]:

@@ -56,7 +56,7 @@ def _error(target: PreTrainedModel) -> float:
     generator = torch.Generator().manual_seed(0)
     draw = torch.randint(0, config.vocab_size, (PREFIX + len(PARENTS),), generator=generator).to(device)
     prefix, nodes = draw[:PREFIX], draw[PREFIX:]
-    tree = DraftTree.from_parents(nodes, torch.tensor(PARENTS, device=device))
+    tree = DraftTree.from_parents(nodes, torch.tensor(PARENTS, device=device), max_depth=len(PARENTS))
     cache = DynamicCache(config=config)
     target(input_ids=prefix[None], past_key_values=cache, use_cache=True)
     cache.crop(0)

@@ -17,14 +17,13 @@ class DraftTree:
     ancestors: Tensor
 
     @classmethod
-    def from_parents(cls, ids: Tensor, parents: Tensor) -> "DraftTree":
-        """The tree of node ids (N,) and parents (N,), each before its children."""
+    def from_parents(cls, ids: Tensor, parents: Tensor, max_depth: int) -> "DraftTree":
+        """The tree of node ids (N,) and parents (N,), each before its children, none deeper than `max_depth`."""
         count = len(ids)
-        links = torch.zeros(count, count, dtype=torch.float32, device=ids.device)
-        links[torch.arange(1, count, device=ids.device), parents[1:]] = 1.0
-        paths = reached = torch.eye(count, device=ids.device)
-        while bool((reached := reached @ links).any()):  # who is one step further up
-            paths = paths + reached
+        paths = torch.eye(count, device=ids.device)
+        paths[torch.arange(1, count, device=ids.device), parents[1:]] = 1.0  # who is at most one step up
+        for _ in range((max_depth - 1).bit_length()):
+            paths = (paths @ paths).clamp(max=1.0)  # at most twice as many steps up
         ancestors = paths > 0
         return cls(ids, parents, ancestors.sum(1) - 1, ancestors)
 
@@ -53,20 +52,22 @@ class Candidates:
     def __init__(self, root: Tensor):
         self.ids, self.parents = [root.reshape(1)], [root.new_full((1,), -1)]
         self.scores = [torch.zeros(1, device=root.device)]
-        self.frontier = root.new_zeros(1)  # candidate indices
+        self.count, self.levels = 1, 0
+        # Of the frontier: candidate indices, token ids, scores.
+        self.frontier, self.frontier_ids, self.frontier_scores = root.new_zeros(1), root.reshape(1), self.scores[0]
 
     def extend(self, log_probs: Tensor, ids: Tensor, width: int) -> Tensor:
         """Adds the children (F, k) of the F frontier nodes; the `width` best of them are the new frontier.
 
         `log_probs` and `ids` (F, k). Returns for each frontier node which row of the old one is its parent (F',).
         """
-        scores = (log_probs + torch.cat(self.scores)[self.frontier][:, None]).flatten()
-        first = sum(map(len, self.ids))
-        self.ids.append(ids.flatten())
+        scores, ids_flat = (log_probs + self.frontier_scores[:, None]).flatten(), ids.flatten()
+        self.ids.append(ids_flat)
         self.parents.append(self.frontier.repeat_interleave(ids.shape[1]))
         self.scores.append(scores)
-        best = scores.topk(min(width, len(scores))).indices
-        self.frontier = first + best
+        self.frontier_scores, best = scores.topk(min(width, len(scores)))
+        self.frontier, self.frontier_ids = best + self.count, ids_flat[best]
+        self.count, self.levels = self.count + len(scores), self.levels + 1
         return best // ids.shape[1]
 
     def best(self, count: int) -> DraftTree:
@@ -77,4 +78,4 @@ class Candidates:
         place = torch.full_like(ids, -1)
         place[kept] = torch.arange(len(kept), device=ids.device)
         old = parents[kept]
-        return DraftTree.from_parents(ids[kept], torch.where(old < 0, old, place[old]))
+        return DraftTree.from_parents(ids[kept], torch.where(old < 0, old, place[old]), self.levels)

@@ -82,23 +82,24 @@ def accept_tree(
     chosen = logits[0].argmax(-1).tolist() if not do_sample and not processors else None  # all nodes at once
     children = tree.children()
     ended_by = set() if eos_token_ids is None else set(eos_token_ids.tolist())
-    sequence, path = prefix, [0]
-    scores: list[Tensor] = []
+    tokens: list[int] = []
+    path, scores = [0], list[Tensor]()
     while True:
         node = path[-1]
         if chosen is not None:
             scores.append(logits[:, node])
             token = chosen[node]
         else:
+            sequence = torch.cat((prefix, prefix.new_tensor([tokens], dtype=prefix.dtype)), dim=1)
             scores.append(processors(sequence, logits[:, node]))  # type: ignore[arg-type]
             token = int(_sample(scores[-1], None, None) if do_sample else scores[-1].argmax(-1))
-        sequence = torch.cat((sequence, sequence.new_full((1, 1), token)), dim=1)
+        tokens.append(token)
         if token not in children[node]:
             break
         path.append(children[node][token])
         if token in ended_by:
             break
-    return Verdict(sequence[:, prefix.shape[1] :], len(path) - 1, scores, path)
+    return Verdict(prefix.new_tensor([tokens]), len(path) - 1, scores, path)
 
 
 def _sample(p_logits: Tensor, candidate: Tensor | None, q_logits: Tensor | None) -> Tensor:
