@@ -29,10 +29,25 @@ class CapturedStates:
     def __init__(self, num_states: int):
         self._chunks: list[list[Tensor]] = [[] for _ in range(num_states)]
         self._thread = threading.get_ident()
+        self._is_paused = False
+
+    @contextmanager
+    def paused(self):
+        """Within it forwards are not captured: a logits processor or stopping criterion may run the target itself."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
 
     def append(self, index: int, states: Tensor) -> None:
         # The target's modules, and so these hooks, are shared by all threads that generate with it.
-        if threading.get_ident() == self._thread:
+        if threading.get_ident() == self._thread and not self._is_paused:
+            if states.dim() != 3:
+                raise ValueError(
+                    f"EAGLE drafting: the target's layers pass states of shape {tuple(states.shape)} on; expected (batch, tokens, width). "
+                    "It does not work with this architecture."
+                )
             self._chunks[index].append(states)
 
     def keep_of_last(self, rows: list[int]) -> None:
@@ -47,6 +62,12 @@ class CapturedStates:
         layers = [chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=1) for chunks in self._chunks]
         for chunks in self._chunks:
             chunks.clear()
+        lengths = {states.shape[1] for states in layers}
+        if len(lengths) > 1:
+            raise ValueError(
+                f"EAGLE drafting: the target ran the layers the drafter reads over {min(lengths)} and over {max(lengths)} tokens "
+                "(layers that share their keys are skipped in a prompt); expected all. It does not work with this architecture."
+            )
         return torch.cat([states.to(layers[-1].device) for states in layers], dim=-1)
 
 

@@ -23,7 +23,7 @@ def keep_path(cache: Cache, rows: list[int], num_rows: int) -> None:
     Keys carry their position in themselves, so an accepted path only moves together; a row never moves onto one still to be moved.
     """
     if rows != list(range(len(rows))):
-        for layer in cache.layers:
+        for layer in (layer for layer in cache.layers if layer.keys is not None):  # layers that share another's keys hold none
             first = layer.keys.shape[-2] - num_rows
             for tensor in (layer.keys, layer.values):
                 moved = tensor[..., torch.tensor(rows, device=tensor.device) + first, :]

@@ -99,6 +99,10 @@ class Eagle31CandidateGenerator(CandidateGenerator):
             proposal = self.session.propose_chain(input_ids, states, start, depth)
         return proposal.to(input_ids.device)
 
+    def not_capturing(self):
+        """Within it forwards of the target are somebody else's."""
+        return self._captured.paused()
+
     def keep(self, path: list[int]) -> None:
         """Only these rows of the last forward were accepted."""
         self._captured.keep_of_last(path)

@@ -56,8 +56,9 @@ def speculative_decoding(
                 logits = last_logits(outputs, proposal.num_rows, input_ids.device)
             with recorder.timed("accept"):
                 raw_logits = logits.clone() if collector.logits is not None else None
-                verdict = judge(input_ids, proposal, logits, logits_processor, do_sample, eos_token_ids)
-                num_tokens, finished = tokens_to_keep(input_ids, verdict, stopping_criteria, collector.scores)
+                with drafting.not_capturing():  # processors and criteria may run the target
+                    verdict = judge(input_ids, proposal, logits, logits_processor, do_sample, eos_token_ids)
+                    num_tokens, finished = tokens_to_keep(input_ids, verdict, stopping_criteria, collector.scores)
                 new_tokens, path = verdict.tokens[:, :num_tokens], verdict.path[:num_tokens]
                 input_ids = torch.cat((input_ids, new_tokens), dim=1)
                 runner.commit(path, proposal.num_rows)

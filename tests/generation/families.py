@@ -1,0 +1,349 @@
+"""Decoder families of transformers as tiny random targets, and what a drafter beside each of them is expected to do.
+
+`FAMILIES` is the one table. A word of it is the outcome of a combination of family and drafting:
+
+lossless: drafts are accepted and rejected, and text and logits are the target's own;
+chains: the same, but a tree was asked for and chains were drafted, with a logged reason;
+refused: generate raises ValueError before anything is decoded.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from unittest.mock import patch
+
+import torch
+import transformers
+from conftest import NO_SPECIAL_TOKENS, PROMPT, ROPED, WIDTH, fit_head
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import ModelOutput
+
+from eagle31_hf import Eagle31Config, Eagle31DrafterModel, track_acceptance
+from eagle31_hf.features import decoder_layers
+from eagle31_hf.generation import decoding, selftest
+
+LOSSLESS, CHAINS, REFUSED, DIFFERENT = "lossless", "chains", "refused", "different"
+ATTENTIONS = ("eager", "sdpa")
+DRAFTINGS = {
+    "chain": {"num_assistant_tokens": 4},
+    "tree": {"num_assistant_tokens": 4, "draft_tree_top_k": 3, "draft_tree_total_tokens": 10},
+}
+ASKED = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+VOCAB, WINDOW = 29, 8  # the text outgrows the window three times
+LOGITS_TOLERANCE = 1e-3  # of their spread; fp32 rows of different shapes differ by 1e-5, a row that sees a wrong token by tenths
+
+SHAPE = ROPED | {"num_hidden_layers": 3}
+GPT = {"n_embd": WIDTH, "n_layer": 3, "n_head": 3, "n_positions": 128}
+FALCON = {"hidden_size": WIDTH, "num_hidden_layers": 3, "num_attention_heads": 3, "max_position_embeddings": 128}
+MPT = {"d_model": WIDTH, "n_heads": 3, "n_layers": 3, "max_seq_len": 128, "use_cache": True}
+GPT_NEO = {
+    "hidden_size": WIDTH, "num_layers": 3, "attention_types": [[["global", "local", "global"], 1]], "num_heads": 3,
+    "window_size": WINDOW, "max_position_embeddings": 128,
+}  # fmt: skip
+WINDOWED = SHAPE | {"sliding_window": WINDOW}
+TURNED_ON = WINDOWED | {"use_sliding_window": True, "max_window_layers": 1}
+ALTERNATING = WINDOWED | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+EXPERTS = {
+    "num_experts_per_tok": 2, "num_local_experts": 4, "num_experts": 4, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 20,
+}  # fmt: skip
+ROUTED = SHAPE | EXPERTS | {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1}
+LATENT = ROUTED | {
+    "num_key_value_heads": 3, "q_lora_rank": 18, "kv_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5,
+    "head_dim": 4,
+}  # fmt: skip
+# Indexers rank by a sum of ReLUs over heads; with many heads none is exactly 0, so that no tie is broken by the number of rows.
+INDEXED = LATENT | {"index_topk": WINDOW, "index_n_heads": 24, "index_head_dim": 8}
+HALF_ROPE = SHAPE | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
+SECTIONED = SHAPE | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2]}}
+PER_LAYER = ALTERNATING | {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 6, "num_kv_shared_layers": 0}
+SHARED_KEYS = PER_LAYER | {
+    "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
+}  # fmt: skip
+LINEAR = SHAPE | EXPERTS | {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 6, "linear_value_head_dim": 6,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
+VISION = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+QWEN_VISION = {
+    "depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 20, "patch_size": 14, "out_hidden_size": WIDTH,
+    "fullatt_block_indexes": [0],
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Bug:
+    """What is wrong in our own code, in which drafting, from which version of transformers on."""
+
+    reason: str
+    draftings: tuple[str, ...] = ("chain", "tree")
+    since: str = "5.17"
+
+
+@dataclass(frozen=True)
+class Family:
+    """`config_class`: its name in transformers, which a version may lack; `chain`, `tree`: the outcomes expected."""
+
+    config_class: str
+    fields: dict = field(default_factory=lambda: dict(SHAPE))
+    chain: str = LOSSLESS
+    tree: str = LOSSLESS
+    seed: int = 0
+    bug: Bug | None = None
+
+    def expected(self, drafting: str) -> str:
+        return {"chain": self.chain, "tree": self.tree}[drafting]
+
+
+RECURRENT = {"chain": REFUSED, "tree": REFUSED}
+FAMILIES = {
+    # dense
+    "Llama": Family("LlamaConfig"),
+    "Qwen2": Family("Qwen2Config"),
+    "Qwen3": Family("Qwen3Config"),
+    "Gemma": Family("GemmaConfig"),
+    "Phi": Family("PhiConfig"),
+    "Phi3": Family("Phi3Config"),
+    "OLMo2": Family("Olmo2Config"),
+    "Granite": Family("GraniteConfig"),
+    "GLM-4": Family("Glm4Config"),
+    "SmolLM3": Family("SmolLM3Config"),
+    "StableLM": Family("StableLmConfig", HALF_ROPE),
+    "Nemotron": Family("NemotronConfig", HALF_ROPE),
+    "Persimmon": Family("PersimmonConfig", HALF_ROPE),
+    "GPT-NeoX": Family("GPTNeoXConfig", HALF_ROPE),
+    "GPT-J": Family("GPTJConfig", GPT | {"rotary_dim": 6}),
+    "CodeGen": Family("CodeGenConfig", GPT | {"n_head": 4, "n_embd": 32, "rotary_dim": 4}),
+    "Falcon, rope": Family("FalconConfig", FALCON),
+    "Cohere": Family("CohereConfig"),
+    "Apertus": Family("ApertusConfig"),
+    "Arcee": Family("ArceeConfig"),
+    "Helium": Family("HeliumConfig"),
+    "Seed-OSS": Family("SeedOssConfig"),
+    "HunYuan": Family("HunYuanDenseV1Config"),
+    "ERNIE 4.5": Family("Ernie4_5Config"),
+    "DiffLlama": Family("DiffLlamaConfig", SHAPE | {"num_attention_heads": 4, "num_key_value_heads": 2}),
+    # learned or sinusoidal positions
+    "GPT-2": Family("GPT2Config", GPT),
+    "GPTBigCode": Family("GPTBigCodeConfig", GPT),
+    "OPT": Family("OPTConfig", SHAPE | {"ffn_dim": 40, "word_embed_proj_dim": WIDTH}),
+    "XGLM": Family("XGLMConfig", {"d_model": WIDTH, "ffn_dim": 40, "num_layers": 3, "attention_heads": 3, "max_position_embeddings": 128}),
+    "CTRL": Family("CTRLConfig", {"n_embd": WIDTH, "dff": 40, "n_layer": 3, "n_head": 3, "n_positions": 128}),
+    # alibi: by row of the cache, not by position
+    "Falcon, alibi": Family("FalconConfig", FALCON | {"alibi": True}, tree=CHAINS),
+    "BLOOM": Family("BloomConfig", {"hidden_size": WIDTH, "n_layer": 3, "n_head": 3}, tree=CHAINS),
+    "MPT": Family("MptConfig", MPT, tree=CHAINS),
+    "MPT, faint alibi": Family(
+        "MptConfig", MPT | {"initializer_range": 0.7}, tree=CHAINS, seed=100,
+    ),
+    # windows shorter than the text
+    "Qwen2, window": Family("Qwen2Config", TURNED_ON),
+    "Mistral, window": Family("MistralConfig", WINDOWED),
+    "Ministral, window": Family("MinistralConfig", ALTERNATING),
+    "Gemma2, window, softcap": Family("Gemma2Config", ALTERNATING | {"query_pre_attn_scalar": 12}),
+    "VaultGemma, window, softcap": Family("VaultGemmaConfig", ALTERNATING | {"query_pre_attn_scalar": 12}),
+    "Gemma3 text, window": Family("Gemma3TextConfig", ALTERNATING),
+    "Gemma4 text, window": Family(
+        "Gemma4TextConfig", PER_LAYER | {"layer_types": ["sliding_attention"] * 2 + ["full_attention"], "global_head_dim": 8},
+    ),
+    "Gemma4 text, shared keys": Family(
+        "Gemma4TextConfig", SHARED_KEYS | {"global_head_dim": 8},
+        bug=Bug("the prefill runs layers with shared keys over the last token only: refused, states are missing", since="5.23"),
+    ),
+    "Gemma3n text": Family(
+        "Gemma3nTextConfig",
+        SHARED_KEYS | {"laurel_rank": 5, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 4}, **RECURRENT,
+        bug=Bug("AltUp layers pass (inputs, B, T, H) on: refused where states are captured, so that no drafter can be fitted"),
+    ),
+    "Phi3, window": Family("Phi3Config", WINDOWED),
+    "OLMo3, window": Family("Olmo3Config", ALTERNATING),
+    "StarCoder2, window": Family("Starcoder2Config", WINDOWED),
+    "SmolLM3, window": Family("SmolLM3Config", ALTERNATING | {"use_sliding_window": True}),
+    "Cohere2, window": Family("Cohere2Config", ALTERNATING),
+    "Exaone4, window": Family("Exaone4Config", ALTERNATING),
+    "GPT-Neo, window": Family("GPTNeoConfig", GPT_NEO, tree=CHAINS),
+    "GPT-Neo, longer window": Family(
+        "GPTNeoConfig", GPT_NEO | {"window_size": 16}, tree=CHAINS,
+    ),
+    "Llama4 text, chunks": Family(
+        "Llama4TextConfig", SHAPE | EXPERTS | {"intermediate_size_mlp": 40, "attention_chunk_size": WINDOW}, tree=CHAINS,
+    ),
+    # experts
+    "Mixtral": Family("MixtralConfig", SHAPE | EXPERTS),
+    "Mixtral, window": Family("MixtralConfig", WINDOWED | EXPERTS),
+    "Qwen2-MoE, window": Family("Qwen2MoeConfig", TURNED_ON | EXPERTS),
+    "Qwen3-MoE": Family("Qwen3MoeConfig", SHAPE | EXPERTS),
+    "Qwen3-MoE, window": Family("Qwen3MoeConfig", TURNED_ON | EXPERTS),
+    "OLMoE": Family("OlmoeConfig", SHAPE | EXPERTS),
+    "FlexOlmo": Family("FlexOlmoConfig", SHAPE | EXPERTS),
+    "Granite-MoE": Family("GraniteMoeConfig", SHAPE | EXPERTS),
+    "PhiMoE, window": Family("PhimoeConfig", WINDOWED | EXPERTS),
+    "GLM-4-MoE": Family("Glm4MoeConfig", ROUTED),
+    "dots1, window": Family("Dots1Config", ROUTED | ALTERNATING),
+    "AFMoE, window": Family("AfmoeConfig", ALTERNATING | EXPERTS),
+    "MiniMax-M2": Family("MiniMaxM2Config", SHAPE | EXPERTS | {"rotary_dim": 6}),
+    "GPT-OSS, window, sinks": Family("GptOssConfig", ALTERNATING | EXPERTS),
+    "DBRX": Family(
+        "DbrxConfig",
+        {
+            "d_model": WIDTH, "n_heads": 3, "n_layers": 3, "max_seq_len": 128,
+            "attn_config": {"kv_n_heads": 1, "rope_theta": 10000.0, "clip_qkv": 8.0},
+            "ffn_config": {"ffn_hidden_size": 40, "moe_num_experts": 4, "moe_top_k": 2},
+        },
+    ),
+    # latent and sparse attention
+    "DeepSeek-V2 (MLA)": Family("DeepseekV2Config", LATENT | {"topk_method": "greedy"}),
+    "DeepSeek-V3 (MLA)": Family("DeepseekV3Config", LATENT),
+    "DeepSeek-V3.2 (sparse)": Family("DeepseekV32Config", INDEXED | {"mlp_layer_types": ["dense", "sparse", "sparse"]}, tree=CHAINS),
+    "GLM-MoE-DSA (sparse)": Family("GlmMoeDsaConfig", INDEXED, tree=CHAINS),
+    # multimodal, over text
+    "Gemma3 multimodal, window": Family("Gemma3Config", {"text_config": ALTERNATING, "vision_config": VISION, "mm_tokens_per_image": 4}),
+    "Qwen2-VL": Family(
+        "Qwen2VLConfig", {"text_config": SECTIONED, "vision_config": {"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": WIDTH}},
+    ),
+    "Qwen2.5-VL": Family("Qwen2_5_VLConfig", {"text_config": SECTIONED, "vision_config": QWEN_VISION}),
+    "Qwen3-VL": Family(
+        "Qwen3VLConfig", {"text_config": SECTIONED, "vision_config": QWEN_VISION | {"deepstack_visual_indexes": [0]}},
+    ),
+    "LLaVA": Family(
+        "LlavaConfig",
+        {"text_config": SHAPE | {"model_type": "llama"}, "vision_config": VISION | {"model_type": "clip_vision_model"}},
+    ),
+    # recurrent, convolutional, hybrid
+    "LFM2": Family("Lfm2Config", SHAPE | {"layer_types": ["conv", "full_attention", "conv"]}, tree=CHAINS),
+    "Qwen3-Next": Family("Qwen3NextConfig", LINEAR, **RECURRENT),
+    "MiniMax": Family("MiniMaxConfig", LINEAR, **RECURRENT),
+    "Mamba": Family("MambaConfig", {"hidden_size": WIDTH, "num_hidden_layers": 3, "state_size": 6}, **RECURRENT),
+    "Mamba2": Family(
+        "Mamba2Config",
+        {"hidden_size": WIDTH, "num_hidden_layers": 3, "state_size": 6, "num_heads": 6, "head_dim": 12, "n_groups": 1}, **RECURRENT,
+    ),
+    "Jamba": Family(
+        "JambaConfig",
+        SHAPE | EXPERTS | {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False, "mamba_d_state": 6}, **RECURRENT,
+    ),
+    "Bamba": Family(
+        "BambaConfig", SHAPE | {"mamba_n_heads": 6, "mamba_d_head": 12, "mamba_d_state": 6, "attn_layer_indices": [1]}, **RECURRENT,
+    ),
+    "RecurrentGemma": Family(
+        "RecurrentGemmaConfig",
+        SHAPE | {"lru_width": WIDTH, "attention_window_size": WINDOW, "block_types": ["recurrent", "recurrent", "attention"]}, **RECURRENT,
+    ),
+}  # fmt: skip
+
+
+class NotThereError(Exception):
+    """This version of transformers has not the family, or not with this attention implementation."""
+
+
+@cache
+def build_target(name: str, attention: str) -> PreTrainedModel:
+    """Raises NotThereError. Its greedy text varies: see `conftest.build_target`."""
+    family = FAMILIES[name]
+    config_class = getattr(transformers, family.config_class, None)
+    if config_class is None:
+        raise NotThereError(f"transformers {transformers.__version__} has no {family.config_class}")
+    common = {"vocab_size": VOCAB, "tie_word_embeddings": False, "initializer_range": 0.5} | NO_SPECIAL_TOKENS
+    fields = {**family.fields}
+    if "text_config" in fields:
+        fields["text_config"] = common | fields["text_config"]
+        common = {"tie_word_embeddings": False, "image_token_id": VOCAB - 1, "image_token_index": VOCAB - 1}
+    torch.manual_seed(family.seed)
+    config = config_class(**common | fields)
+    auto = transformers.AutoModelForImageTextToText if "text_config" in fields else AutoModelForCausalLM
+    try:
+        target = auto.from_config(config, attn_implementation=attention)
+    except ValueError as refusal:
+        if "attention implementation" not in str(refusal):
+            raise
+        raise NotThereError(f"transformers {transformers.__version__} has no {attention} for {name}") from refusal
+    return target.eval()
+
+
+@cache
+def build_drafter(name: str) -> Eagle31DrafterModel:
+    """Knows the target's greedy text, errors included: see `conftest.fit_head`. Raises NotThereError."""
+    target = build_target(name, "eager")
+    num_layers = len(decoder_layers(target))
+    torch.manual_seed(1)
+    config = Eagle31Config(
+        vocab_size=VOCAB, hidden_size=target.get_input_embeddings().weight.shape[1], intermediate_size=40, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=128, initializer_range=0.3,
+        aux_hidden_state_layer_ids=[0, num_layers // 2, num_layers],
+    )  # fmt: skip
+    drafter = Eagle31DrafterModel._from_config(config, attn_implementation="sdpa").eval()
+    fit_head(drafter, target)
+    return drafter
+
+
+@dataclass
+class Outcome:
+    """`word`: one of the table's, or "different" where text or logits are not the target's own; `reason`: why chains or refused.
+
+    `accepted`, `rejected`: the numbers of drafted levels.
+    """
+
+    word: str
+    reason: str = ""
+    accepted: int = 0
+    rejected: int = 0
+
+
+def decode(name: str, attention: str, drafting: str, prompt: dict[str, Tensor] | None = None) -> Outcome:
+    """Generates with a drafter and compares with the target alone. Raises NotThereError."""
+    target, drafter = build_target(name, attention), build_drafter(name)
+    alone = decode_alone(name, attention) if prompt is None else target.generate(**prompt, **ASKED)
+    prompt = {"input_ids": torch.tensor(PROMPT)} if prompt is None else prompt
+    with track_acceptance() as stats, observed() as seen:
+        try:
+            ours = target.generate(**prompt, assistant_model=drafter, **ASKED, **DRAFTINGS[drafting])
+        except ValueError as refusal:
+            return Outcome(REFUSED, str(refusal))
+    accepted = sum(stats.accepted_per_position)
+    word = CHAINS if drafting == "tree" and seen.num_trees == 0 else LOSSLESS
+    word = word if agree(ours, alone) else DIFFERENT
+    return Outcome(word, "; ".join(seen.warnings), accepted, sum(stats.drafted_per_position) - accepted)
+
+
+@cache
+def decode_alone(name: str, attention: str) -> ModelOutput:
+    """What plain generate makes of PROMPT."""
+    return build_target(name, attention).generate(torch.tensor(PROMPT), **ASKED)
+
+
+def agree(ours: ModelOutput, alone: ModelOutput) -> bool:
+    """Whether tokens are the same and logits, which say more of a wrong mask than a few tokens do, are within the tolerance."""
+    if not torch.equal(ours.sequences, alone.sequences):
+        return False
+    logits, expected = torch.stack(ours.logits), torch.stack(alone.logits)
+    return bool((logits - expected).abs().max() <= LOGITS_TOLERANCE * expected.std())
+
+
+class Observed(logging.Handler):
+    """What a call did beside its output: the reasons it logged and how many trees it verified."""
+
+    def __init__(self):
+        super().__init__()
+        self.warnings: list[str] = []
+        self.num_trees = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.warnings.append(record.getMessage())
+
+    def accept_tree(self, *args, original=decoding.accept_tree):
+        self.num_trees += 1
+        return original(*args)
+
+
+@contextmanager
+def observed() -> Iterator[Observed]:
+    """Within it, no verdict about a target is remembered from earlier calls."""
+    seen = Observed()
+    selftest.logger.addHandler(seen)
+    try:
+        with patch.dict(selftest._verdicts, clear=True), patch.object(decoding, "accept_tree", seen.accept_tree):
+            yield seen
+    finally:
+        selftest.logger.removeHandler(seen)
