@@ -4,6 +4,7 @@ Hooks leave the user's own `output_hidden_states` alone and mean the same in eve
 """
 
 import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -50,15 +51,12 @@ class CapturedStates:
                 )
             self._chunks[index].append(states)
 
-    def keep_of_last(self, rows: list[int]) -> None:
-        """Of the last forward's rows only these, in this order; rows that lead are left where they are."""
-        if rows == list(range(len(rows))):
-            return
-        for chunks in self._chunks:
-            chunks[-1] = chunks[-1][:, torch.tensor(rows, device=chunks[-1].device)]
-
     def take(self) -> Tensor:
         """Everything captured since the last call, concatenated: (B, T, n*ht) on the device of the last layer read."""
+        return torch.cat([*self.pieces()], dim=1)
+
+    def pieces(self, size: int | None = None) -> Iterator[Tensor]:
+        """The same in pieces of at most `size` tokens, so that no copy of all of it is made."""
         layers = [chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=1) for chunks in self._chunks]
         for chunks in self._chunks:
             chunks.clear()
@@ -68,7 +66,9 @@ class CapturedStates:
                 f"EAGLE drafting: the target ran the layers the drafter reads over {min(lengths)} and over {max(lengths)} tokens "
                 "(layers that share their keys are skipped in a prompt); expected all. It does not work with this architecture."
             )
-        return torch.cat([states.to(layers[-1].device) for states in layers], dim=-1)
+        num_tokens, device = layers[0].shape[1], layers[-1].device
+        for first in range(0, num_tokens, size or num_tokens):
+            yield torch.cat([states[:, first : first + (size or num_tokens)].to(device) for states in layers], dim=-1)
 
 
 @contextmanager

@@ -1,34 +1,317 @@
-"""The only file that knows cache layouts."""
+"""The only file that knows cache layouts.
 
+A *slot* is a token's index in its row's text, left padding included. Within `slots(cache)` the layers of a cache are `SlotLayer`s: a
+token's keys are written where they stay, rejected ones are forgotten by moving the end back, and rows of a batch may differ in length.
+Caches whose layers are of other kinds keep them, and can only append and crop, all rows alike.
+"""
+
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
-from transformers import Cache, QuantizedCache, StaticCache
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedConfig, QuantizedCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
+
+HEADROOM = 256  # slots a buffer is allocated for beyond what is needed, at least; a quarter of it, where that is more
 
 # Caches whose rows cannot be taken back: `crop` is missing, or trims only a part of them.
 UNSUPPORTED = {
-    StaticCache: "a static cache cannot drop rejected tokens yet; pass a DynamicCache or no cache",
-    QuantizedCache: "a quantized cache cannot drop rejected tokens; pass a DynamicCache or no cache",
+    QuantizedCache: "a quantized cache cannot drop rejected tokens (they are rounded together with accepted ones); pass a DynamicCache or "
+    "no cache",
 }
 
 
-def crop(cache: Cache, tokens_to_remove: int) -> None:
-    """Removes the last tokens. To be called after every forward even with 0: windowed layers shrink back to their size here."""
-    cache.crop(-tokens_to_remove)
+@dataclass
+class Placement:
+    """Where the tokens of the next forward go, shared by a cache's layers. By default after the end, the same slots in every row.
+
+    `slots` (B, R): the slot of every token, for rows that differ; `high`: the greatest first slot of a row. `low`: the least slot a
+    token stands at (a tree's nodes are written further on than they stand). `is_final`: nothing of it will be taken back, so windowed
+    layers need not keep more than their window.
+    """
+
+    slots: Tensor | None = None
+    low: int | None = None
+    high: int | None = None
+    is_final: bool = False
+
+    def rows(self, starts: list[int], num_tokens: int, device: torch.device) -> None:
+        """As many tokens a row, from slot `starts[b]` on."""
+        self.low, self.high = min(starts), max(starts)
+        self.slots = None
+        if self.low < self.high:
+            self.slots = torch.tensor(starts, device=device)[:, None] + torch.arange(num_tokens, device=device)
 
 
-def keep_path(cache: Cache, rows: list[int], num_rows: int) -> None:
-    """Of the last `num_rows` rows keeps these, ascending, and drops the others.
+class SlotLayer(DynamicLayer):
+    """One layer's keys and values (B, H, capacity, D), of which slots up to `end` are in use.
+
+    `window`: how many tokens a token attends to, itself included; slots that have left every row's window may be given up, the buffer
+    then begins at slot `first`. `fixed`: the buffer never moves or grows, and forwards always see all of it (CUDA graphs); its slots
+    past the end are for the mask to hide.
+    """
+
+    def __init__(self, placement: Placement, limit: int | None = None, window: int | None = None, fixed: bool = False):
+        super().__init__()
+        self.placement, self.limit, self.fixed = placement, limit, fixed
+        self.window = self.sliding_window = window
+        self.is_sliding = window is not None
+        self.buffers: list[Tensor] = []  # keys, values
+        self.first = self.end = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def hold(self, keys: Tensor, values: Tensor, end: int) -> "SlotLayer":
+        """Takes over tensors that hold the slots before `end`; a fixed layer keeps writing to these very tensors."""
+        self.lazy_initialization(keys, values)
+        self.buffers, self.end = [keys, values], end
+        self.first = 0 if self.fixed else end - keys.shape[-2]
+        return self
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Writes R new tokens (B, H, R, D) of every row; returns what they may attend to, themselves included."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        place, num_new = self.placement, key_states.shape[-2]
+        high = self.end if place.high is None else place.high
+        low = high if place.low is None else place.low
+        seen_from, new = self.seen_from(low), (key_states, value_states)
+        if place.is_final and self.window is not None and not self.fixed and num_new >= self.window:
+            return self._pass_by(new)
+        self._make_room(seen_from, high + num_new, new)
+        for buffer, states in zip(self.buffers, new, strict=True):
+            if place.slots is None:
+                buffer[..., high - self.first : high - self.first + num_new, :] = states
+            else:
+                rows = torch.arange(len(states), device=states.device)[:, None]
+                buffer[rows, :, place.slots.to(states.device) - self.first] = states.transpose(1, 2)
+        self.end = high + num_new
+        if self.fixed:
+            return self.buffers[0], self.buffers[1]
+        self.keys, self.values = (buffer[..., seen_from - self.first : self.end - self.first, :] for buffer in self.buffers)
+        return self.keys, self.values
+
+    def _pass_by(self, new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """A prompt longer than the window: all of it is seen once, its last window - 1 tokens are kept."""
+        seen_from, num_new = self.seen_from(self.end), new[0].shape[-2]
+        held = [buffer[..., seen_from - self.first : self.end - self.first, :] for buffer in self.buffers] or [x[..., :0, :] for x in new]
+        full = [torch.cat(pair, dim=-2) for pair in zip(held, new, strict=True)]
+        self.end += num_new
+        self.first = self.seen_from(self.end)
+        self.buffers = [states[..., states.shape[-2] - (self.end - self.first) :, :].clone() for states in full]
+        self.keys, self.values = self.buffers
+        return full[0], full[1]
+
+    def _make_room(self, seen_from: int, end: int, like: tuple[Tensor, Tensor]) -> None:
+        """A buffer for slots up to `end`; what comes before `seen_from` is given up when it has to move anyway."""
+        capacity = self.buffers[0].shape[-2] if self.buffers else 0
+        if end - self.first <= capacity:
+            return
+        if self.fixed and (self.buffers or end > (self.limit or 0)):
+            raise RuntimeError(f"a static cache of {capacity or self.limit} tokens got token {end}; drafts are cut so that it cannot happen.")
+        used, needed = min(self.end, end) - seen_from, end - seen_from
+        if needed > capacity:
+            # Zeros, not whatever memory held: a masked slot still meets the weight 0, and 0 times NaN is NaN.
+            fresh = [states.new_zeros((*states.shape[:-2], self._capacity(needed), states.shape[-1])) for states in like]
+        else:
+            fresh = self.buffers
+        for i, buffer in enumerate(self.buffers):
+            held = buffer[..., seen_from - self.first : seen_from - self.first + used, :]
+            fresh[i][..., :used, :] = held.clone() if fresh[i] is buffer else held
+            self.buffers[i] = fresh[i]  # one old buffer at a time is still there
+        self.buffers, self.first = fresh, seen_from
+
+    def _capacity(self, needed: int) -> int:
+        if self.fixed:
+            return self.limit or needed
+        ample = needed + max(needed // 4, HEADROOM)
+        return ample if self.limit is None or self.window is not None else max(needed, min(ample, self.limit))
+
+    def seen_from(self, slot: int) -> int:
+        """The first slot a token at `slot` attends to."""
+        return 0 if self.window is None or self.fixed else max(0, slot - self.window + 1)
+
+    def move(self, source: Tensor, goal: Tensor) -> None:
+        """Copies slots `source` (B, M) of each row to slots `goal` (B, M)."""
+        for buffer in self.buffers:
+            index = torch.arange(len(source), device=buffer.device)[:, None]
+            buffer[index, :, goal.to(buffer.device) - self.first] = buffer[index, :, source.to(buffer.device) - self.first]
+
+    def settle(self, end: int) -> None:
+        """The longest row ends before slot `end`."""
+        self.end = end
+        if self.buffers and not self.fixed:
+            seen_from = max(self.seen_from(end), self.first)
+            self.keys, self.values = (buffer[..., seen_from - self.first : end - self.first, :] for buffer in self.buffers)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self.settle(self.end - abs(tokens_to_remove))
+
+    def get_seq_length(self) -> int:
+        return self.end
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if self.fixed:
+            return (self.buffers[0].shape[-2] if self.buffers else self.limit or query_length), 0
+        offset = self.seen_from(self.end)
+        return self.end - offset + query_length, offset
+
+    def held(self, count: int) -> list[Tensor]:
+        """Keys and values of the last `count` tokens."""
+        return [buffer[..., self.end - count - self.first : self.end - self.first, :] for buffer in self.buffers]
+
+
+# How a stock layer becomes a `SlotLayer` and gets its tokens back. Only these very classes: what derives from them keeps more than keys.
+
+
+def _from_dynamic(layer: DynamicLayer, placement: Placement, limit: int) -> SlotLayer:
+    ours = SlotLayer(placement, limit)
+    return ours.hold(layer.keys, layer.values, layer.get_seq_length()) if layer.get_seq_length() else ours
+
+
+def _to_dynamic(ours: SlotLayer, layer: DynamicLayer) -> None:
+    layer.dtype, layer.device, layer.is_initialized = ours.dtype, ours.device, True
+    layer.keys, layer.values = ours.held(ours.end)
+
+
+def _from_sliding(layer: DynamicSlidingWindowLayer, placement: Placement, limit: int) -> SlotLayer:
+    ours = SlotLayer(placement, limit, window=layer.sliding_window)
+    return ours.hold(layer.keys, layer.values, layer.get_seq_length()) if layer.get_seq_length() else ours
+
+
+def _to_sliding(ours: SlotLayer, layer: DynamicSlidingWindowLayer) -> None:
+    if not layer.is_initialized:
+        layer.lazy_initialization(*ours.buffers)
+    layer.keys, layer.values = ours.held(min(ours.end, layer.sliding_window - 1))
+    layer.cumulative_length = ours.end
+
+
+def _from_static(layer: StaticLayer, placement: Placement, limit: int) -> SlotLayer:
+    ours = SlotLayer(placement, layer.max_cache_len, fixed=True)
+    return ours.hold(layer.keys, layer.values, int(layer.get_seq_length())) if layer.is_initialized else ours
+
+
+def _to_static(ours: SlotLayer, layer: StaticLayer) -> None:
+    if not layer.is_initialized:
+        layer.batch_size, layer.num_heads, _, layer.k_head_dim = ours.buffers[0].shape
+        layer.v_head_dim = ours.buffers[1].shape[-1]
+        layer.dtype, layer.device, layer.is_initialized = ours.dtype, ours.device, True
+        layer.keys, layer.values = ours.buffers
+        layer.cumulative_length = layer.cumulative_length.to(ours.device)
+    layer.cumulative_length.fill_(ours.end)
+
+
+def _from_static_sliding(layer: StaticSlidingWindowLayer, placement: Placement, limit: int) -> SlotLayer:
+    # A ring cannot be rolled back: the window is cut out of a buffer of the whole text by the mask.
+    window, end = layer.max_cache_len, layer.get_seq_length()
+    ours = SlotLayer(placement, limit, window=window, fixed=True)
+    if end:
+        held = min(end, window)
+        ours.buffers = [x.new_zeros((*x.shape[:-2], limit, x.shape[-1])) for x in (layer.keys, layer.values)]
+        for buffer, states in zip(ours.buffers, (layer.keys, layer.values), strict=True):
+            buffer[..., end - held : end, :] = states[..., :held, :]
+        ours.lazy_initialization(layer.keys, layer.values)
+        ours.end = end
+    return ours
+
+
+def _to_static_sliding(ours: SlotLayer, layer: StaticSlidingWindowLayer) -> None:
+    if not layer.is_initialized:
+        layer.lazy_initialization(*ours.buffers)
+    held = min(ours.end, layer.max_cache_len)
+    for states, ended in zip((layer.keys, layer.values), ours.held(held), strict=True):
+        states[..., :held, :] = ended
+    layer.cumulative_length.fill_(held)
+    layer.cumulative_length_int = ours.end
+
+
+ADOPTED: dict[type, tuple[Callable[..., SlotLayer], Callable[..., None]]] = {
+    DynamicLayer: (_from_dynamic, _to_dynamic),
+    DynamicSlidingWindowLayer: (_from_sliding, _to_sliding),
+    StaticLayer: (_from_static, _to_static),
+    StaticSlidingWindowLayer: (_from_static_sliding, _to_static_sliding),
+}
+
+
+def is_adoptable(cache: Cache) -> bool:
+    """Whether `slots` can keep this cache's tokens."""
+    kinds = {type(layer) for layer in cache.layers} | ({cache.layer_class_to_replicate} - {None})
+    return kinds <= set(ADOPTED) and not cache.offloading
+
+
+@contextmanager
+def slots(cache: Cache, limit: int) -> Iterator[Placement | None]:
+    """Within it the layers of an adoptable cache are `SlotLayer`s; after it they are as they were, with the tokens written meanwhile.
+
+    `limit`: slots that will ever be in use. None where the cache cannot be adopted: windowed layers then keep what `crop` may have to
+    bring back.
+    """
+    if not is_adoptable(cache):
+        with recording_past(cache):
+            yield None
+        return
+    placement, found, replicated = Placement(), cache.layers, cache.layer_class_to_replicate
+    cache.layers = [ADOPTED[type(layer)][0](layer, placement, limit) for layer in found]
+    if replicated is not None:
+        cache.layer_class_to_replicate = lambda: SlotLayer(placement, limit)
+    try:
+        yield placement
+    finally:
+        ours, cache.layers, cache.layer_class_to_replicate = cache.layers, found, replicated
+        found += [DynamicLayer() for _ in range(len(ours) - len(found))]
+        for layer, stock in zip(ours, found, strict=True):
+            if layer.is_initialized:
+                ADOPTED[type(stock)][1](layer, stock)
+
+
+def slot_cache(config: PreTrainedConfig) -> tuple[Cache, Placement]:
+    """An empty cache of `SlotLayer`s, as many as the config has layers."""
+    placement = Placement()
+    return Cache(layers=[_from_stock(layer, placement) for layer in DynamicCache(config=config).layers]), placement
+
+
+def _from_stock(layer: DynamicLayer, placement: Placement) -> SlotLayer:
+    return SlotLayer(placement, window=getattr(layer, "sliding_window", None))
+
+
+def keep_paths(cache: Cache, starts: list[int], paths: list[list[int]]) -> None:
+    """Of the rows written from slot `starts[b]` on keeps, in every row b of the batch, those of `paths[b]`, ascending.
 
     Keys carry their position in themselves, so an accepted path only moves together; a row never moves onto one still to be moved.
     """
-    if rows != list(range(len(rows))):
-        for layer in (layer for layer in cache.layers if layer.keys is not None):  # layers that share another's keys hold none
-            first = layer.keys.shape[-2] - num_rows
-            for tensor in (layer.keys, layer.values):
-                moved = tensor[..., torch.tensor(rows, device=tensor.device) + first, :]
-                tensor[..., first : first + len(rows), :] = moved
-    crop(cache, num_rows - len(rows))
+    if any(path != list(range(len(path))) for path in paths):
+        longest = max(len(path) for path in paths)
+        padded = [[*path, *range(len(path), longest)] for path in paths]  # the rest stays where it is
+        first = torch.tensor(starts)[:, None]
+        source, goal = first + torch.tensor(padded), first + torch.arange(longest)
+        for layer in cache.layers:
+            layer.move(source, goal)
+    end = max(start + len(path) for start, path in zip(starts, paths, strict=True))
+    for layer in cache.layers:
+        layer.settle(end)
+
+
+def key_span(cache: Cache, starts: list[int], num_new: int, window: int | None) -> tuple[int, int]:
+    """The first slot and the end of the keys that `num_new` tokens from slots `starts` on will meet in layers with this window."""
+    fixed = [layer for layer in cache.layers if getattr(layer, "fixed", False) and layer.is_sliding == (window is not None)]
+    if fixed:
+        return 0, fixed[0].get_mask_sizes(num_new)[0]
+    return 0 if window is None else max(0, min(starts) - window + 1), max(starts) + num_new
+
+
+def crop(cache: Cache, tokens_to_remove: int) -> None:
+    """Removes the last tokens. To be called after every forward even with 0: windowed stock layers shrink back to their size here."""
+    cache.crop(-tokens_to_remove)
+
+
+def room(cache: Cache) -> int | None:
+    """Tokens the cache can still take; None where there is no end."""
+    free = [layer.limit - layer.end for layer in cache.layers if isinstance(layer, SlotLayer) and layer.fixed and layer.limit]
+    return min(free) if free else None
 
 
 def windows(cache: Cache) -> list[int | None]:

@@ -1,36 +1,28 @@
 """`Eagle31CandidateGenerator`: what drafts, in this library's loop and in transformers' own assisted loop."""
 
-from contextlib import ExitStack
-from math import prod
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, PreTrainedModel, TemperatureLogitsWarper
+from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..features import capture_states, decoder_layers
 from ..modeling import Eagle31DrafterModel
-from .drafting import DraftSession, Proposal
-
-# What the target draws at: its own temperature when sampling. Greedy text is drawn at 0, but the drafter's guess of it is not certain;
-# on the demo pair trees are deepest at 0.15 to 0.25 (at 1, as in EAGLE-2, they are a third shallower than chains are long).
-GREEDY_TREE_TEMPERATURE = 0.25
-
-
-def tree_temperature(processors: LogitsProcessorList, do_sample: bool) -> float:
-    """The temperature at which the drafter's probabilities say best which nodes the target will visit."""
-    if not do_sample:
-        return GREEDY_TREE_TEMPERATURE
-    return prod(processor.temperature for processor in processors if isinstance(processor, TemperatureLogitsWarper))
+from .drafting import READ_AT_ONCE, DraftSession, Policy, Proposal, Reading
+from .randomness import Draws
+from .texts import Texts
 
 
 class Eagle31CandidateGenerator(CandidateGenerator):
-    """Drafts for one sequence. A context manager: the target's states are captured only within it.
+    """Drafts for the rows of a batch. A context manager: the target's states are captured only within it.
 
-    `num_assistant_tokens`: longest chain. `confidence_threshold`: a chain ends after a token the drafter gives less probability.
-    `max_length`: no draft reaches past it. `num_padding`: left-padding tokens of the prompt. `num_cached`: tokens of the prompt the
-    target's cache already held; the drafter starts after them. `tree_top_k`, `tree_total_tokens`: the shape of `propose`'s trees.
-    Raises ValueError when drafter and target do not fit.
+    `num_assistant_tokens`: longest chain. `confidence_threshold`: chains end after a token the drafter gives less probability in every
+    row. `max_length`: no draft reaches past it. `num_padding`: left-padding tokens of each row of the prompt. `num_cached`: tokens of the
+    prompt the target's cache already held; the drafter starts after them. `draws`: where sampled drafts come from, by default a source of
+    their own. Raises ValueError when drafter and target do not fit.
     """
 
     requires_model_outputs = True
@@ -44,22 +36,24 @@ class Eagle31CandidateGenerator(CandidateGenerator):
         logits_processor: LogitsProcessorList | None = None,
         do_sample: bool = False,
         confidence_threshold: float = 0.0,
-        num_padding: int = 0,
+        num_padding: tuple[int, ...] | list[int] = (0,),
         num_cached: int = 0,
-        tree_top_k: int = 1,
-        tree_total_tokens: int = 0,
+        draws: Draws | None = None,
     ):
         drafter.load_target_embeddings(target)
         self.target = target
         self.layer_ids = drafter.config.resolve_layer_ids(len(decoder_layers(target)))
         self.num_assistant_tokens, self.max_length = num_assistant_tokens, max_length
-        self.num_padding = num_padding
-        self.tree_top_k, self.tree_total_tokens = tree_top_k, tree_total_tokens
-        self.num_read, self._captured_from = max(num_padding, num_cached), num_cached
+        self._first = [max(padding, num_cached) for padding in num_padding]  # the first slot of each row the drafter reads
+        self._captured_from = num_cached
         vocab_size = target.config.get_text_config().vocab_size
+        if do_sample and draws is None:
+            draws = Draws(len(num_padding), vocab_size, drafter.norm.weight.device, is_coupled=False)
         processors = logits_processor if logits_processor is not None else LogitsProcessorList()
-        self.tree_temperature = tree_temperature(processors, do_sample)
-        self.session = DraftSession(drafter, vocab_size, processors, do_sample, confidence_threshold)
+        starts = [first - padding for first, padding in zip(self._first, num_padding, strict=True)]
+        self.session = DraftSession(drafter, vocab_size, processors, draws, confidence_threshold, starts)
+        self._unread: list[Reading] = []
+        self._last_state: Tensor | None = None
         self._stack = ExitStack()
 
     def __enter__(self) -> "Eagle31CandidateGenerator":
@@ -79,33 +73,80 @@ class Eagle31CandidateGenerator(CandidateGenerator):
         """(1, L) -> (1, L + K) and, when sampling, the logits (1, K, V) the drafts were drawn from. The first call drafts nothing."""
         if is_first_iteration:
             return input_ids, None
-        proposal = self.propose(input_ids)
+        for reading in self._captured_readings(input_ids):
+            self._read_unread()
+            self._unread.append(reading)
+        self._captured_from = input_ids.shape[1] - 1  # captured rows of rejected drafts follow the accepted ones
+        depth = min(self.num_assistant_tokens, self.max_length - input_ids.shape[1] - 1)
+        proposal = self.propose([input_ids], depth) if depth > 0 else Proposal(input_ids[:, :0])
         return torch.cat((input_ids, proposal.ids), dim=1), proposal.logits
 
-    def propose(self, input_ids: Tensor) -> Proposal:
-        """(1, L) -> a chain, or with `tree_top_k` above 1 a tree, on the device of `input_ids`; nothing where the text is at its end."""
-        depth = min(self.num_assistant_tokens, self.max_length - input_ids.shape[1] - 1)
-        if depth < 1:
-            return Proposal(input_ids[:, :0])
-        length = input_ids.shape[1] - 1  # the token chosen last has no state yet
-        # Captured rows of rejected drafts follow the accepted ones, those of padding come first.
-        states = self._captured.take()[:, self.num_read - self._captured_from : length - self._captured_from]
-        start = self.num_read - self.num_padding
-        self.num_read = self._captured_from = length
-        if self.tree_top_k > 1:
-            shape = (depth, self.tree_top_k, self.tree_total_tokens, self.tree_temperature)
-            proposal = self.session.propose_tree(input_ids, states, start, *shape)
+    def propose(self, contexts: list[Tensor], depth: int, policy: Policy | None = None, max_nodes: int | None = None) -> Proposal:
+        """Chains of `depth` tokens after every text (1, L_b), or with a policy trees; on the device of the texts."""
+        reading = Reading.joined(self._unread)
+        self._unread = []
+        if policy is None:
+            proposal = self.session.propose_chain(reading, contexts, depth)
         else:
-            proposal = self.session.propose_chain(input_ids, states, start, depth)
-        return proposal.to(input_ids.device)
+            proposal = self.session.propose_tree(reading, contexts, policy, depth, max_nodes or 10**9)
+        return proposal.to(contexts[0].device)
+
+    @property
+    def num_unread(self) -> int:
+        """Tokens a row the drafter reads before it drafts."""
+        return sum(reading.tokens.shape[1] for reading in self._unread)
+
+    @contextmanager
+    def reading_prompt(self, input_ids: Tensor) -> Iterator[None]:
+        """Within it every forward of the target is a piece of the prompt (B, L), read as soon as it has run."""
+        thread = threading.get_ident()
+
+        def read(*_) -> None:
+            if threading.get_ident() == thread:
+                for reading in self._captured_readings(input_ids):
+                    self.session.read(reading)
+
+        handle = self.target.register_forward_hook(read)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _captured_readings(self, input_ids: Tensor) -> Iterator[Reading]:
+        """What has been captured of the texts (B, L), piece by piece, as far as the tokens after it are known. The state of their last
+        token is kept apart.
+        """
+        length = input_ids.shape[1]
+        for states in self._captured.pieces(READ_AT_ONCE):
+            first = self._captured_from
+            self._captured_from += states.shape[1]
+            end = min(self._captured_from, length - 1)
+            if self._captured_from >= length:
+                self._last_state = states[:, length - 1 - first : length - first]
+            reading = Reading(states[:, : max(end - first, 0)], input_ids[:, first + 1 : end + 1], [])
+            reading = reading.selected([list(range(max(start - first, 0), end - first)) for start in self._first])
+            if max(reading.counts) > 0:
+                yield reading
+
+    def _read_unread(self) -> None:
+        if self._unread:
+            self.session.read(Reading.joined(self._unread))
+            self._unread = []
 
     def not_capturing(self):
         """Within it forwards of the target are somebody else's."""
         return self._captured.paused()
 
-    def keep(self, path: list[int]) -> None:
-        """Only these rows of the last forward were accepted."""
-        self._captured.keep_of_last(path)
+    def keep(self, paths: list[list[int]], tokens: list[list[int]]) -> None:
+        """Of the rows of the last forward `paths[b]` were accepted in row b, and `tokens[b]`, as many, come after them."""
+        states = self._captured.take() if self._last_state is None else self._last_state
+        self._last_state = None
+        longest = max(len(row) for row in tokens)
+        padded = torch.tensor([row + [0] * (longest - len(row)) for row in tokens], device=states.device)
+        kept = Reading(states, states.new_zeros(states.shape[:2], dtype=torch.long), []).selected(paths)
+        self._unread.append(Reading(kept.states, padded, kept.counts))
+        if self.num_unread > READ_AT_ONCE:  # nothing was drafted for long
+            self._read_unread()
 
     def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
         """Nothing to adapt: the depth is the caller's."""

@@ -1,25 +1,48 @@
 """What this library cannot do yet, refused before anything is generated, with the reason and what to do instead."""
 
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from transformers import Cache, GenerationConfig, PreTrainedModel
+from transformers import Cache, GenerationConfig, PreTrainedModel, StaticCache
 from transformers.generation import GenerationMode
 
 from ..features import decoder_layers
-from ..modeling import DEFAULT_DEPTH, Eagle31DrafterModel
+from ..modeling import Eagle31DrafterModel
 from . import cache
 
+AUTO = "auto"
 KNOBS = ("num_assistant_tokens", "assistant_confidence_threshold", "draft_tree_top_k", "draft_tree_total_tokens")
 # What transformers fills in where nobody set a knob; such a value says nothing about the caller's wish.
 OWN_DEFAULTS = {
-    "num_assistant_tokens": DEFAULT_DEPTH, "assistant_confidence_threshold": 0.0, "draft_tree_top_k": 1, "draft_tree_total_tokens": 60,
+    "num_assistant_tokens": AUTO, "assistant_confidence_threshold": 0.0, "draft_tree_top_k": AUTO, "draft_tree_total_tokens": AUTO,
 }  # fmt: skip
 STOCK_DEFAULTS = {"num_assistant_tokens": 20, "assistant_confidence_threshold": 0.4}
+LEAST = {"num_assistant_tokens": 1, "draft_tree_top_k": 1, "draft_tree_total_tokens": 2}
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """`depth` None: auto. `top_k`, `total_tokens` None: what is usual for the depth."""
+
+    depth: int | None
+    threshold: float
+    top_k: int | None
+    total_tokens: int | None
+
+    @property
+    def is_auto(self) -> bool:
+        return self.depth is None
+
+    @property
+    def may_draw_trees(self) -> bool:
+        return self.top_k is None if self.is_auto else (self.top_k or 1) > 1
+
+
 SUPPORTED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
 
 
-def resolve_knobs(drafter: Eagle31DrafterModel, generation_config: GenerationConfig, given: dict[str, Any]) -> dict[str, Any]:
+def resolve_knobs(drafter: Eagle31DrafterModel, generation_config: GenerationConfig, given: dict[str, Any]) -> Knobs:
     """The value of every knob: what `generate(...)` was given, else its generation config's, else the drafter's.
 
     Raises ValueError for a value that cannot work.
@@ -30,24 +53,22 @@ def resolve_knobs(drafter: Eagle31DrafterModel, generation_config: GenerationCon
         configured = None if configured == STOCK_DEFAULTS.get(name) else configured
         wishes = (given.get(name), configured, getattr(drafter.generation_config, name, None), OWN_DEFAULTS[name])
         values[name] = next(wish for wish in wishes if wish is not None)
-    depth, threshold = values["num_assistant_tokens"], values["assistant_confidence_threshold"]
-    if not isinstance(depth, int) or isinstance(depth, bool) or depth < 1:
-        raise ValueError(
-            f"num_assistant_tokens is {depth!r}; expected an integer of at least 1 (to decode without drafts, drop assistant_model)."
-        )
+    threshold = values["assistant_confidence_threshold"]
     if not 0.0 <= threshold < 1.0:
         raise ValueError(f"assistant_confidence_threshold is {threshold!r}; expected 0 (never stop a chain early) to less than 1.")
-    top_k, total = values["draft_tree_top_k"], values["draft_tree_total_tokens"]
-    for name, least in (("draft_tree_top_k", 1), ("draft_tree_total_tokens", 2)):
-        if not isinstance(values[name], int) or isinstance(values[name], bool) or values[name] < least:
-            raise ValueError(f"{name} is {values[name]!r}; expected an integer of at least {least}.")
-    return {"num_assistant_tokens": depth, "confidence_threshold": threshold, "tree_top_k": top_k, "tree_total_tokens": total}
+    for name, least in LEAST.items():
+        value = values[name]
+        if value != AUTO and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+            hint = " (to decode without drafts, drop assistant_model)" if name == "num_assistant_tokens" else ""
+            raise ValueError(f"{name} is {value!r}; expected 'auto' or an integer of at least {least}{hint}.")
+    depth, top_k, total = (None if values[name] == AUTO else values[name] for name in LEAST)
+    return Knobs(depth, threshold, top_k, total)
 
 
 def check_request(target: PreTrainedModel, drafter: Eagle31DrafterModel, config: GenerationConfig, mode: GenerationMode) -> None:
     """Raises ValueError where drafter and target do not fit, or the generation config asks for what is not supported."""
     name = type(target).__name__
-    static = config.cache_implementation if config.cache_implementation not in (None, "dynamic", "offloaded") else None
+    caches = (None, "dynamic", "static", "offloaded")
     rules = (
         (not target.config.is_encoder_decoder, f"{name} is an encoder-decoder; expected a decoder-only causal LM"),
         (
@@ -57,10 +78,9 @@ def check_request(target: PreTrainedModel, drafter: Eagle31DrafterModel, config:
         (config.num_beams == 1, f"num_beams is {config.num_beams}; expected 1: use greedy search or sampling, or drop assistant_model"),
         (mode in SUPPORTED_MODES, f"generation mode is {mode.value}; expected greedy search or sampling"),
         (
-            config.num_return_sequences == 1,
-            f"num_return_sequences is {config.num_return_sequences}; expected 1: call generate once for each",
+            config.cache_implementation in caches,
+            f"cache_implementation is {config.cache_implementation!r}; expected one of {caches}: rejected tokens must be dropped",
         ),
-        (static is None, f"cache_implementation is {static!r}; expected None, 'dynamic' or 'offloaded': rejected tokens must be dropped"),
         (config.use_cache, "use_cache is False; expected True"),
         (config.assistant_ensemble_weight is None, "assistant_ensemble_weight makes the output lossy; expected None"),
     )  # fmt: skip
@@ -72,12 +92,10 @@ def check_request(target: PreTrainedModel, drafter: Eagle31DrafterModel, config:
 
 
 def check_inputs(input_ids: Tensor, model_kwargs: dict[str, Any], synced_gpus: bool) -> None:
-    """Raises ValueError for a batch, an empty prompt, a prompt without token ids, or a cache that cannot drop tokens."""
+    """Raises ValueError for an empty prompt, a prompt without token ids, or a cache that cannot drop tokens."""
     past_key_values = model_kwargs.get("past_key_values")
     if model_kwargs.get("inputs_embeds") is not None:
         raise ValueError("EAGLE drafting: got inputs_embeds; expected input_ids, since the drafter reads the tokens themselves.")
-    if input_ids.shape[0] != 1:
-        raise ValueError(f"EAGLE drafting: got a batch of {input_ids.shape[0]} prompts; expected 1: call generate once for each.")
     if input_ids.shape[1] == 0:
         raise ValueError("EAGLE drafting: the prompt is empty; expected at least one token, e.g. the BOS token.")
     if synced_gpus:
@@ -87,3 +105,8 @@ def check_inputs(input_ids: Tensor, model_kwargs: dict[str, Any], synced_gpus: b
             raise ValueError(f"EAGLE drafting: past_key_values is a {type(past_key_values).__name__}: {reason}.")
     if not isinstance(past_key_values, Cache):
         raise ValueError(f"EAGLE drafting: past_key_values is {type(past_key_values).__name__}; expected a transformers Cache.")
+    if isinstance(past_key_values, StaticCache) and not cache.is_adoptable(past_key_values):
+        raise ValueError(
+            "EAGLE drafting: past_key_values is a StaticCache that is offloaded or has layers that are not attention's; expected a plain "
+            "StaticCache, a DynamicCache or none."
+        )

@@ -1,25 +1,32 @@
 """The library's one decoding loop, entered by the hook and by `custom_generate=drafter.decode`.
 
-L committed tokens, K drafted ones, V target vocabulary.
+B rows, L committed tokens, R tokens a row in a target forward, V target vocabulary.
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import EosTokenCriteria, GenerationConfig, LogitsProcessorList, MaxLengthCriteria, PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..modeling import Eagle31DrafterModel
-from .cache import recording_past
+from . import cache, processors
 from .chain import Eagle31CandidateGenerator
-from .checks import check_inputs, check_request, resolve_knobs
+from .checks import Knobs, check_inputs, check_request, resolve_knobs
 from .drafting import Proposal
-from .outputs import OutputCollector
+from .outputs import OutputCollector, wants_steps
+from .randomness import Draws
 from .selftest import why_no_trees
 from .statistics import Recorder
+from .stopping import Stopping
 from .target import TargetRunner, last_logits
-from .verify import Verdict, accept, accept_tree
+from .texts import Texts
+from .tuning import AutoPilot, FixedPilot, tuner_of
+from .verify import Judge, Verdict
+
+SPARE_SLOTS = 64  # beyond the longest text: the largest tree auto draws, and what a row that has ended is written over with
 
 
 def speculative_decoding(
@@ -34,48 +41,134 @@ def speculative_decoding(
     streamer: BaseStreamer | None = None,
     **model_kwargs: Any,
 ):
-    """Decodes the prompt (1, L) as `generate` would, several tokens a target forward. Returns what `generate` returns."""
+    """Decodes the prompts (B, L) as `generate` would, several tokens a target forward. Returns what `generate` returns."""
     check_inputs(input_ids, model_kwargs, synced_gpus)
+    wishes = resolve_knobs(drafter, generation_config, knobs)
     runner = TargetRunner(target, input_ids, generation_config, model_kwargs)
-    collector, recorder = OutputCollector(generation_config, runner.past_key_values), Recorder()
-    do_sample, eos_token_ids = bool(generation_config.do_sample), end_tokens(stopping_criteria, input_ids.device)
-    options = resolve_knobs(drafter, generation_config, knobs)
-    if options["tree_top_k"] > 1 and not trees_are_possible(target, drafter, generation_config):
-        options["tree_top_k"] = 1
-    drafting = Eagle31CandidateGenerator(
-        drafter, target, max_length=generation_config.max_length, logits_processor=logits_processor, do_sample=do_sample,
-        num_padding=runner.num_padding, num_cached=runner.num_cached, **options,
-    )  # fmt: skip
-    with drafting, recording_past(runner.past_key_values):
-        finished, is_prefill = False, True
-        while not finished:
-            with recorder.timed("draft"):
-                proposal = Proposal(input_ids[:, :0]) if is_prefill else drafting.propose(input_ids)
-            with recorder.timed("prefill" if is_prefill else "verify"):
-                outputs = runner.prefill(input_ids) if is_prefill else runner.verify(input_ids, proposal)
-                logits = last_logits(outputs, proposal.num_rows, input_ids.device)
-            with recorder.timed("accept"):
-                raw_logits = logits.clone() if collector.logits is not None else None
-                with drafting.not_capturing():  # processors and criteria may run the target
-                    verdict = judge(input_ids, proposal, logits, logits_processor, do_sample, eos_token_ids)
-                    num_tokens, finished = tokens_to_keep(input_ids, verdict, stopping_criteria, collector.scores)
-                new_tokens, path = verdict.tokens[:, :num_tokens], verdict.path[:num_tokens]
-                input_ids = torch.cat((input_ids, new_tokens), dim=1)
-                runner.commit(path, proposal.num_rows)
-                drafting.keep(path)
-                collector.add(outputs, None if raw_logits is None else raw_logits[:, path], verdict.scores, num_tokens, is_prefill)
-            if is_prefill:
-                recorder.prefill(num_tokens)
+    stopping = Stopping(stopping_criteria, generation_config.max_length)
+    limit = runner.num_before + generation_config.max_length + max(SPARE_SLOTS, wishes.total_tokens or 0)
+    with cache.slots(runner.past_key_values, limit) as runner.placement:
+        sees_trees = can_see_trees(target, drafter, generation_config, wishes, runner)
+        alone = len(input_ids) == 1
+        in_step = not alone and not (
+            sees_trees and stopping.is_rowwise and processors.are(logits_processor, processors.ROWWISE) and streamer is None
+            and not wants_steps(generation_config)
+        )  # fmt: skip
+        draws_trees = sees_trees and wishes.may_draw_trees and not in_step
+        draws = None
+        if generation_config.do_sample:
+            # Rejection sampling accepts more of a chain; coupled draws make the text the same whatever is drafted, here or in other rows.
+            is_coupled = wishes.is_auto or draws_trees or not alone
+            draws = Draws(len(input_ids), target.config.get_text_config().vocab_size, input_ids.device, is_coupled)
+            draws.start(input_ids.shape[1])
+        loop = Loop(
+            runner,
+            Eagle31CandidateGenerator(
+                drafter, target, wishes.depth or 1, stopping.max_length, logits_processor, bool(draws), wishes.threshold,
+                runner.num_padding, runner.num_cached, draws,
+            ),
+            Judge(logits_processor, draws, stopping.eos_token_ids),
+            stopping,
+            Texts(input_ids, pad_token(generation_config), runner.num_padding),
+            OutputCollector(generation_config, runner.past_key_values),
+            pilot_of(drafter, target, wishes, draws_trees, len(input_ids)),
+            streamer,
+            in_step,
+        )  # fmt: skip
+        return loop.run()
+
+
+class Loop:
+    """One generate() call. `in_step`: rows commit as many tokens as all of them accept, and stay equally long."""
+
+    def __init__(
+        self,
+        runner: TargetRunner,
+        drafting: Eagle31CandidateGenerator,
+        judge: Judge,
+        stopping: Stopping,
+        texts: Texts,
+        collector: OutputCollector,
+        pilot: AutoPilot | FixedPilot,
+        streamer: BaseStreamer | None,
+        in_step: bool,
+    ):
+        self.runner, self.drafting, self.judge, self.stopping, self.texts = runner, drafting, judge, stopping, texts
+        self.collector, self.pilot, self.streamer, self.in_step = collector, pilot, streamer, in_step
+        self.recorder = Recorder()
+
+    def run(self):
+        """The prompt, then rounds of drafting, verifying and accepting until every row has ended."""
+        texts, recorder = self.texts, self.recorder
+        with self.drafting:
+            with recorder.timed("prefill"), self.drafting.reading_prompt(texts.rows()):
+                outputs = self.runner.prefill(texts.rows())
+                logits = last_logits(outputs, 1, texts.device)
+            proposal = Proposal(texts.rows()[:, :0])
+            verdict, _ = self.accept(outputs, logits, proposal, is_prefill=True)
+            recorder.prefill([len(tokens) for tokens in verdict.tokens])
+            while not all(texts.finished):
+                with recorder.timed("draft"):
+                    proposal = self.propose()
+                with recorder.timed("verify"):
+                    outputs = self.runner.verify(texts, proposal)
+                    logits = last_logits(outputs, proposal.num_rows, texts.device)
+                with recorder.timed("accept"):
+                    verdict, accepted = self.accept(outputs, logits, proposal)
+                num_tokens = [len(tokens) for tokens in verdict.tokens]
+                recorder.round(proposal.depth, accepted, num_tokens)
+                self.pilot.learn(proposal, verdict, recorder.last, sum(num_tokens))
+                del outputs, logits
+        if self.streamer is not None:
+            self.streamer.end()
+        recorder.choices(self.pilot.choices, self.pilot.explain())
+        return self.collector.result(texts.rows())
+
+    def propose(self) -> Proposal:
+        """What this round verifies: nothing where a row is at its end, or the pilot says so."""
+        texts, room = self.texts, cache.room(self.runner.past_key_values)
+        nodes = None if room is None else room  # a static cache's last slots
+        depth = min(self.stopping.max_length - texts.longest - 1, (room or texts.longest) - 1)
+        plan = self.pilot.plan(depth, texts.num_rows, self.drafting.num_unread)
+        if plan.depth < 1:
+            return Proposal(texts.rows()[:, :0])
+        proposal = self.drafting.propose([texts.row(b) for b in range(texts.num_rows)], plan.depth, plan.policy, nodes)
+        if self.in_step and self.stopping.eos_token_ids:  # plain decoding feeds padding to rows that have ended
+            proposal.ids[torch.tensor(texts.finished, device=texts.device)] = texts.pad_token_id
+        return proposal
+
+    def accept(
+        self, outputs: CausalLMOutputWithPast, logits: Tensor, proposal: Proposal, is_prefill: bool = False
+    ) -> tuple[Verdict, list[int | None]]:
+        """Commits what the target's logits (B, R, V) accept of a proposal: to texts, caches, drafter and results.
+
+        Returns it, with the number of drafts accepted in every row, None for one that had ended before.
+        """
+        texts, scores = self.texts, self.collector.scores
+        raw_logits = logits.clone() if self.collector.logits is not None else None
+        with self.drafting.not_capturing():  # processors and criteria may run the target
+            if self.in_step:
+                verdict = self.judge.together(texts, proposal, logits)
+                counts, finished = self.stopping.together(texts, verdict, scores)
             else:
-                recorder.round(proposal.depth, min(verdict.accepted_len, num_tokens), num_tokens)
-            if streamer is not None:
-                for token in new_tokens[0].cpu():  # one at a time, as plain generate does
-                    streamer.put(token[None])
-            is_prefill = False
-            del outputs
-    if streamer is not None:
-        streamer.end()
-    return collector.result(input_ids)
+                verdict = self.judge.row_by_row(texts, proposal, logits)
+                counts, finished = self.stopping.row_by_row(texts, verdict, scores)
+        accepted = [
+            None if ended else min(len(path) - 1, count)
+            for path, count, ended in zip(verdict.paths, counts, texts.finished, strict=True)
+        ]
+        verdict = verdict.cut(counts)
+        self.runner.commit(texts, verdict.paths, proposal.num_rows)
+        self.drafting.keep(verdict.paths, verdict.tokens)
+        texts.append(verdict.tokens)
+        texts.finished = finished
+        if self.judge.draws is not None:
+            self.judge.draws.forget(texts.lengths)
+        self.collector.add(outputs, raw_logits, verdict, is_prefill)
+        if self.streamer is not None:
+            for step in torch.tensor(verdict.tokens).T:  # one at a time, as plain generate does
+                self.streamer.put(step)
+        return verdict, accepted
 
 
 def decode_with(target: PreTrainedModel, drafter: Eagle31DrafterModel, input_ids: Tensor, *args: Any, **kwargs: Any):
@@ -88,50 +181,29 @@ def decode_with(target: PreTrainedModel, drafter: Eagle31DrafterModel, input_ids
     return speculative_decoding(target, drafter, input_ids, *args, **kwargs)
 
 
-def judge(input_ids: Tensor, proposal: Proposal, logits: Tensor, *rules: Any) -> Verdict:
-    """What of a proposal the target's logits (1, R, V) accept; `rules` are `accept`'s last arguments."""
-    if proposal.tree is None:
-        return accept(input_ids, proposal.ids, proposal.logits, logits, *rules)
-    return accept_tree(input_ids, proposal.tree, logits, *rules)
+def pad_token(config: GenerationConfig) -> int:
+    """What plain generate fills rows with that have ended."""
+    token = getattr(config, "_pad_token_tensor", None)
+    return 0 if token is None else int(token)
 
 
-def trees_are_possible(target: PreTrainedModel, drafter: Eagle31DrafterModel, config: GenerationConfig) -> bool:
-    """Attentions and hidden states of a tree's rows are not the sequence's; flash attention in the drafter takes no mask of a tree."""
+def pilot_of(
+    drafter: Eagle31DrafterModel, target: PreTrainedModel, wishes: Knobs, draws_trees: bool, num_rows: int
+) -> AutoPilot | FixedPilot:
+    if wishes.depth is None:
+        return AutoPilot(tuner_of(drafter, target, num_rows), draws_trees)
+    return FixedPilot(wishes.depth, (wishes.top_k or 1) if draws_trees else 1, wishes.total_tokens or 60)
+
+
+def can_see_trees(
+    target: PreTrainedModel, drafter: Eagle31DrafterModel, config: GenerationConfig, wishes: Knobs, runner: TargetRunner
+) -> bool:
+    """Whether trees, and rows of different lengths, can be verified; asked only where they are wanted.
+
+    Attentions and hidden states of a tree's rows are not the sequence's; flash attention in the drafter takes no mask of a tree.
+    """
+    if len(runner.num_padding) == 1 and not wishes.may_draw_trees:
+        return False
     if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
         return False
-    return drafter.config._attn_implementation in ("eager", "sdpa") and why_no_trees(target) is None
-
-
-def end_tokens(stopping_criteria: StoppingCriteriaList, device: torch.device) -> Tensor | None:
-    """The ids that end the text, None where there are none."""
-    ids = [criterion.eos_token_id.to(device) for criterion in stopping_criteria if isinstance(criterion, EosTokenCriteria)]
-    return torch.cat(ids) if ids else None
-
-
-def tokens_to_keep(
-    input_ids: Tensor, verdict: Verdict, stopping_criteria: StoppingCriteriaList, scores: tuple[Tensor, ...] | None
-) -> tuple[int, bool]:
-    """How many of the verdict's tokens come before and with the first at which generation stops, and whether it stops."""
-    tokens = verdict.tokens
-    if all(type(criterion) in (MaxLengthCriteria, EosTokenCriteria) for criterion in stopping_criteria):
-        return _first_stop(input_ids.shape[1], tokens, stopping_criteria)
-    for count in range(1, tokens.shape[1] + 1):
-        so_far = None if scores is None else (*scores, *verdict.scores[:count])
-        if stopping_criteria(torch.cat((input_ids, tokens[:, :count]), dim=1), so_far).all():
-            return count, True
-    return tokens.shape[1], False
-
-
-def _first_stop(num_committed: int, tokens: Tensor, stopping_criteria: StoppingCriteriaList) -> tuple[int, bool]:
-    """The usual case, length and EOS, without building the text token by token."""
-    count, finished = tokens.shape[1], False
-    for criterion in stopping_criteria:
-        if isinstance(criterion, MaxLengthCriteria):
-            room = criterion.max_length - num_committed
-            if count >= room:
-                count, finished = room, True
-        else:
-            ends = torch.isin(tokens[0], criterion.eos_token_id.to(tokens.device)).nonzero()
-            if len(ends) and int(ends[0]) + 1 <= count:
-                count, finished = int(ends[0]) + 1, True
-    return count, finished
+    return runner.takes_slots and drafter.config._attn_implementation in ("eager", "sdpa") and why_no_trees(target) is None

@@ -1,177 +1,350 @@
-"""One drafter following one sequence: it reads the target's accepted states, then proposes a chain of its own.
+"""A drafter following the rows of a batch: it reads the target's accepted states, then proposes chains or trees of its own.
 
-L committed tokens, V target vocabulary. Row p of the drafter holds the state at position p and the token at p + 1, so the target's
-states at positions 0 .. L-2 are what it can have read when the token at L-1 has been chosen.
+B rows, V target vocabulary, Vd draft vocabulary. The drafter's row for slot p of a text holds the target's state there and the token at
+p + 1, so what it has read of a text ends one before the token chosen last. Left padding is not read.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, LogitsProcessorList
-from transformers.generation import logits_process
+from transformers import LogitsProcessorList
 
-from ..modeling import Eagle31DrafterModel
+from ..modeling import Eagle31DrafterModel, Eagle31DrafterOutput
 from ..vocab import scatter_logits
-from . import cache
+from . import cache, processors
+from .masks import additive_mask
+from .randomness import Draws
 from .tree import Candidates, DraftTree
 
-# Processors that are functions of their arguments alone may also shape the draft. Any draft distribution is lossless; one that follows
-# the target's processors is accepted more often. The others keep state or call the user's code, and see only the committed text.
-DRAFT_PROCESSORS = tuple(
-    getattr(logits_process, f"{name}LogitsWarper") for name in ("Temperature", "TopK", "TopP", "MinP", "Typical", "Epsilon", "Eta")
-) + tuple(
-    getattr(logits_process, f"{name}LogitsProcessor")
-    for name in ("RepetitionPenalty", "NoRepeatNGram", "SequenceBias", "NoBadWords", "SuppressTokens", "MinLength", "MinNewTokensLength")
-)
+READ_AT_ONCE = 1024  # prompt tokens a drafter's forward takes
+# A drafter's logits are scored as if the target drew at this temperature: greedy text is drawn at 0 (and a sampled one, its noise given),
+# but the drafter's guess of it is not certain. On the demo pair trees are deepest at 0.15 to 0.25; at 1, as in EAGLE-2, they are a third
+# shallower than chains are long.
+TREE_TEMPERATURE = 0.25
 
 
 @dataclass
 class Proposal:
-    """A chain: drafted target ids (1, K) and, when sampled, the target-sized logits (1, K, V) each was drawn from. Or a tree."""
+    """Chains: drafted target ids (B, K) and, when they were drawn from logits of their own, those (B, K, V). Or trees."""
 
     ids: Tensor
     logits: Tensor | None = None
     tree: DraftTree | None = None
+    log_probs: Tensor | None = None  # (B, 1 + drafts), the committed token's first, where they were scored
+    guesses: list[tuple[int, float]] | None = None  # by row the likeliest next token and its log-probability, where nothing is drafted
 
     @property
     def num_rows(self) -> int:
-        """Rows of the forward that verifies it: the token committed last and every draft."""
+        """Tokens a row in the forward that verifies it: the one committed last and every draft."""
         return 1 + self.ids.shape[1]
 
     @property
     def depth(self) -> int:
         return self.ids.shape[1] if self.tree is None else self.tree.depth
 
+    def children(self) -> list[list[dict[int, int]]]:
+        """For every row and node, 0 being the committed token, its children: token id -> node."""
+        if self.tree is not None:
+            return self.tree.children()
+        return [[{token: node + 1} for node, token in enumerate(row)] + [{}] for row in self.ids.tolist()]
+
     def to(self, device: torch.device) -> "Proposal":
         tree = None if self.tree is None else self.tree.to(device)
-        return Proposal(self.ids.to(device), None if self.logits is None else self.logits.to(device), tree)
+        return replace(self, ids=self.ids.to(device), logits=None if self.logits is None else self.logits.to(device), tree=tree)
+
+
+class Policy(Protocol):
+    """How far an expansion goes, decided as it goes."""
+
+    top_k: int
+
+    def scores(self, log_probs: Tensor, level: int, growth: Tensor) -> Tensor:
+        """Log-probabilities (B, F, k) of the children of a level's nodes, the first level being 0, -> the logs of their chances to be
+        accepted; `growth` (B, F, 1): the log of how much larger the nodes' states are than the one drafting began with."""
+        ...
+
+    def width(self, survivals: Tensor, level: int) -> int:
+        """Chances (B, C) that candidates of a level are reached and accepted -> how many of them the next level starts from."""
+        ...
+
+    def count(self, survivals: Tensor) -> int:
+        """The same of all candidates, best first -> how many are worth verifying."""
+        ...
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """The tree a user asked for: `depth` levels, `top_k` children a node and nodes a level, `total_tokens` nodes with the root."""
+
+    depth: int
+    top_k: int
+    total_tokens: int
+
+    def scores(self, log_probs: Tensor, level: int, growth: Tensor) -> Tensor:
+        return log_probs
+
+    def width(self, survivals: Tensor, level: int) -> int:
+        return min(self.top_k, survivals.shape[1]) if level + 1 < self.depth else 0
+
+    def count(self, survivals: Tensor) -> int:
+        return self.total_tokens - 1
+
+
+@dataclass
+class Reading:
+    """Accepted states the drafter has not read: `states` (B, M, n*ht), the tokens after them (B, M), of which row b has `counts[b]`."""
+
+    states: Tensor
+    tokens: Tensor
+    counts: list[int]
+
+    @classmethod
+    def joined(cls, parts: list["Reading"]) -> "Reading":
+        """Parts one after the other, each row's valid entries first."""
+        if len(parts) == 1:
+            return parts[0]
+        states, tokens = torch.cat([part.states for part in parts], dim=1), torch.cat([part.tokens for part in parts], dim=1)
+        places: list[list[int]] = [[] for _ in parts[0].counts]
+        offset = 0
+        for part in parts:
+            for b, count in enumerate(part.counts):
+                places[b] += range(offset, offset + count)
+            offset += part.tokens.shape[1]
+        return cls(states, tokens, [offset] * len(places)).selected(places)
+
+    def split(self, count: int) -> tuple["Reading", "Reading"]:
+        """The first `count` entries of every row, and the rest."""
+        head = Reading(self.states[:, :count], self.tokens[:, :count], [min(n, count) for n in self.counts])
+        return head, Reading(self.states[:, count:], self.tokens[:, count:], [max(n - count, 0) for n in self.counts])
+
+    def selected(self, places: list[list[int]]) -> "Reading":
+        """Of row b only entries `places[b]`."""
+        counts = [len(row) for row in places]
+        longest = max(counts)
+        if all(row == list(range(len(row))) for row in places):
+            return Reading(self.states[:, :longest], self.tokens[:, :longest], counts)
+        index = torch.tensor([row + [0] * (longest - len(row)) for row in places], device=self.states.device)
+        states = self.states.gather(1, index[..., None].expand(-1, -1, self.states.shape[2]))
+        return Reading(states, self.tokens.gather(1, index.to(self.tokens.device)), counts)
 
 
 class DraftSession:
-    """Owns the drafter's cache. Its keys always come from target states: its own speculation is dropped after every proposal."""
+    """Owns the drafter's cache. Its keys always come from target states: its own speculation is dropped after every proposal.
+
+    `lengths[b]`: what it has read of row b. `starts[b]`: the position of the first of it.
+    """
 
     def __init__(
-        self, drafter: Eagle31DrafterModel, vocab_size: int, processors: LogitsProcessorList, do_sample: bool, confidence_threshold: float
+        self,
+        drafter: Eagle31DrafterModel,
+        vocab_size: int,
+        logits_processor: LogitsProcessorList,
+        draws: Draws | None,
+        confidence_threshold: float,
+        starts: list[int],
     ):
-        self.drafter, self.vocab_size, self.do_sample = drafter, vocab_size, do_sample
-        self.processors = LogitsProcessorList(p for p in processors if isinstance(p, DRAFT_PROCESSORS))
+        self.drafter, self.vocab_size, self.draws = drafter, vocab_size, draws
+        self.processors = processors.of(logits_processor, processors.DRAFT_PROCESSORS)
+        self.temperature = processors.temperature(self.processors) if draws is not None else 1.0
         self.confidence_threshold = confidence_threshold
-        self.past_key_values = DynamicCache()
+        self.past_key_values, self.placement = cache.slot_cache(drafter.config)
+        self.starts, self.lengths = starts, [0] * len(starts)
+        self.like = drafter.norm.weight  # never quantized: its device and dtype are the activations'
         self.draft_ids = drafter.draft_to_target_ids()
         ids = torch.arange(drafter.config.draft_vocab_size) if self.draft_ids is None else self.draft_ids
-        self.out_of_range = (ids >= vocab_size).to(drafter.norm.weight.device)  # padding rows of the drafter's vocabulary
-        self.num_in_range = len(ids) - int(self.out_of_range.sum())
-        self.in_range = self.num_in_range == len(ids)
-        # An argmax needs target-sized logits only where processors index by target id, or some drafts have no target id.
-        self.needs_target_logits = do_sample or len(self.processors) > 0 or not self.in_range
+        self.out_of_range = (ids >= vocab_size).to(self.like.device)  # padding rows of the drafter's vocabulary
+        self.noise_ids = ids.clamp(max=vocab_size - 1).to(self.like.device)
+        self.in_range = not bool(self.out_of_range.any())
+        # Processors that read the text index by target id; logits a token was drawn from must be the target's size.
+        self.reads_text = not processors.are(self.processors, processors.POINTWISE)
 
-    def propose_chain(self, sequence: Tensor, states: Tensor, start: int, depth: int) -> Proposal:
-        """Reads `states` (1, S, n*ht) of positions L-1-S .. L-2 of `sequence` (1, L), then drafts up to `depth` tokens.
+    def read(self, reading: Reading) -> tuple[Tensor, Tensor]:
+        """Every row reads what is new to it. Returns the state (B, 1, h) and the draft logits (B, 1, Vd) of each row's last token."""
+        while reading.tokens.shape[1] > READ_AT_ONCE:
+            head, reading = reading.split(READ_AT_ONCE)
+            self.read(head)
+        num_new, counts = reading.tokens.shape[1], reading.counts
+        keep: int | Tensor = 1
+        if min(counts) < num_new:
+            keep = torch.tensor(counts, device=self.like.device).clamp(min=1) - 1
+        out = self._forward(
+            reading.tokens.to(self.like.device), {"target_hidden_states": reading.states.to(self.like)}, self.lengths,
+            torch.arange(num_new, device=self.like.device).expand(len(counts), -1), logits_to_keep=keep,
+        )  # fmt: skip
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        self._settle()
+        state = out.last_hidden_state
+        return (state[:, -1:] if isinstance(keep, int) else state[torch.arange(len(counts)), keep][:, None]), out.logits
 
-        `start` is the rope position of the first of those rows.
-        """
-        like = self.drafter.norm.weight  # never quantized: its device and dtype are the activations'
-        sequence = sequence.to(like.device)
-        num_rows, num_own = states.shape[1], 0
-        tokens = sequence[:, -num_rows:]
-        source = {"target_hidden_states": states.to(like)}
-        position_ids = torch.arange(start, start + num_rows, device=like.device)[None]
+    def propose_chain(self, reading: Reading, contexts: list[Tensor], depth: int) -> Proposal:
+        """Reads, then drafts up to `depth` tokens after every text (1, L_b) of `contexts`, each drawn from the drafter's own distribution."""
+        contexts = [context.to(self.like.device) for context in contexts] if self.reads_text else contexts
+        slots = [context.shape[1] for context in contexts]
+        state, logits = self.read(reading)
         drafted, drawn_from = [], []
         try:
             while True:
-                out = self.drafter(tokens, **source, position_ids=position_ids, past_key_values=self.past_key_values, logits_to_keep=1)
-                token, logits, confident = self._pick(out.logits[:, -1], sequence)
-                if token is None:
+                tokens, scores, go_on = self._pick(logits[:, -1], contexts, [slot + len(drafted) for slot in slots])
+                if tokens is None:
                     break
-                drafted.append(token)
-                drawn_from.append(logits)
-                if len(drafted) == depth or not confident:
+                drafted.append(tokens)
+                drawn_from.append(scores)
+                if len(drafted) == depth or not go_on:
                     break
-                if self.processors:
-                    sequence = torch.cat((sequence, token), dim=1)
-                tokens, source = token, {"hidden_states": out.last_hidden_state[:, -1:]}
-                position_ids, num_own = position_ids[:, -1:] + 1, num_own + 1
+                if self.reads_text:
+                    contexts = [torch.cat((context, token[None]), dim=1) for context, token in zip(contexts, tokens, strict=True)]
+                depth_of = torch.full_like(tokens, len(drafted) - 1)
+                out = self._forward(tokens, {"hidden_states": state}, [length + len(drafted) - 1 for length in self.lengths], depth_of)
+                state, logits = out.last_hidden_state, out.logits
         finally:
-            cache.crop(self.past_key_values, num_own)
-        ids = torch.cat(drafted, dim=1) if drafted else sequence.new_empty((1, 0))
-        return Proposal(ids, torch.stack(drawn_from, dim=1) if self.do_sample and drafted else None)
+            self._settle()
+        ids = torch.cat(drafted, dim=1) if drafted else reading.tokens.new_empty((len(slots), 0))
+        has_own = self.draws is not None and not self.draws.is_coupled and len(drafted) > 0
+        return Proposal(ids, torch.stack(drawn_from, dim=1) if has_own else None)
 
-    def propose_tree(
-        self, sequence: Tensor, states: Tensor, start: int, depth: int, top_k: int, total_tokens: int, temperature: float = 1.0
-    ) -> Proposal:
-        """Reads `states` as `propose_chain` does, then drafts a tree of up to `depth` levels: the `top_k` likeliest children of each of the
-        `top_k` likeliest nodes of a level, of all of which the best are kept, `total_tokens` nodes with the root. Likelihoods are those
-        at `temperature`; 1 is EAGLE-2's.
+    def propose_tree(self, reading: Reading, contexts: list[Tensor], policy: Policy, max_depth: int, max_nodes: int) -> Proposal:
+        """Reads, then drafts a tree after every text (1, L_b): the likeliest children of the likeliest nodes of every level, of all of
+        which the best are kept. `max_nodes`: with the root.
 
-        The tree is a function of the committed text alone, so that drawing from the target at every node is exact.
+        The tree is a function of the committed text, and of noise the target draws with, alone: taking the target's tokens is exact.
         """
-        like = self.drafter.norm.weight
-        sequence = sequence.to(like.device)
-        num_rows, num_own = states.shape[1], 0
-        position_ids = torch.arange(start, start + num_rows, device=like.device)[None]
-        candidates, paths = Candidates(sequence[0, -1]), torch.zeros(1, 0, dtype=torch.bool, device=like.device)
+        contexts = [context.to(self.like.device) for context in contexts]
+        candidates = Candidates(torch.cat([context[:, -1:] for context in contexts]))
+        rows, device = len(contexts), self.like.device
+        paths = torch.zeros(rows, 1, 0, dtype=torch.bool, device=device)  # which of the drafter's own rows a frontier node descends from
+        own_depths, path_ids = torch.zeros(rows, 0, dtype=torch.long, device=device), candidates.ids[0].new_zeros(rows, 1, 0)
         try:
-            out = self.drafter(
-                sequence[:, -num_rows:], target_hidden_states=states.to(like), position_ids=position_ids,
-                past_key_values=self.past_key_values, logits_to_keep=1,
-            )  # fmt: skip
-            state, num_read = out.last_hidden_state[:, -1:], self.past_key_values.get_seq_length()
-            for level in range(depth):
-                log_probs, ids = self._likeliest(out.logits[0] / temperature, top_k)
-                from_row = candidates.extend(log_probs, ids, top_k)
-                if level == depth - 1:
+            state, logits = self.read(reading)
+            for level in range(max_depth):
+                log_probs, ids = self._likeliest(logits, policy.top_k, contexts, path_ids)
+                norms = state.float().norm(dim=-1, keepdim=True).log()
+                first_norms = norms if level == 0 else first_norms
+                scores = policy.scores(log_probs, level, norms - first_norms)
+                totals = (scores + candidates.frontier_scores[..., None]).flatten(1)
+                width = policy.width(totals.exp(), level)
+                width = width if level + 1 < max_depth else 0
+                from_row = candidates.extend(log_probs, ids, max(width, 1), scores)
+                if width == 0:
                     break
                 frontier = candidates.frontier_ids
-                own = torch.eye(len(frontier), dtype=torch.bool, device=like.device)
-                paths = torch.cat((paths[from_row], own), dim=1)  # which of the drafter's own rows each frontier node descends from
-                position_ids = position_ids[:, -1:] + 1
-                out = self.drafter(
-                    frontier[None], hidden_states=state[:, from_row], position_ids=position_ids.expand(1, len(frontier)),
-                    attention_mask=self._tree_masks(paths, num_read), past_key_values=self.past_key_values,
-                )  # fmt: skip
-                state, num_own = out.last_hidden_state, num_own + len(frontier)
+                pick = from_row[..., None]
+                path_ids = torch.cat((path_ids.gather(1, pick.expand(-1, -1, path_ids.shape[2])), frontier[..., None]), dim=2)
+                itself = torch.eye(width, dtype=torch.bool, device=device).expand(rows, -1, -1)
+                paths = torch.cat((paths.gather(1, pick.expand(-1, -1, paths.shape[2])), itself), dim=2)
+                depths = torch.full((rows, width), level, device=device)
+                own_depths = torch.cat((own_depths, depths), dim=1)
+                state = state.gather(1, pick.expand(-1, -1, state.shape[2]))
+                starts = [length + own_depths.shape[1] - width for length in self.lengths]
+                own = None if own_depths.shape[1] == level + 1 else paths  # a chain so far
+                out = self._forward(frontier, {"hidden_states": state}, starts, depths, own, own_depths)
+                state, logits = out.last_hidden_state, out.logits
         finally:
-            cache.crop(self.past_key_values, num_own)
-        tree = candidates.best(total_tokens - 1)
-        return Proposal(tree.ids[None, 1:], tree=tree)
+            self._settle()
+        best = torch.cat(candidates.scores, dim=1)[:, 1:].exp().sort(dim=1, descending=True).values
+        tree = candidates.best(min(policy.count(best), max_nodes - 1))
+        chain = bool((tree.parents[:, 1:] == torch.arange(tree.parents.shape[1] - 1, device=device)).all())
+        guesses = None
+        if tree.ids.shape[1] == 1:
+            guesses = list(zip(candidates.ids[1][:, 0].tolist(), candidates.log_probs[1][:, 0].tolist(), strict=True))
+        return Proposal(tree.ids[:, 1:], tree=None if chain else tree, log_probs=tree.log_probs, guesses=guesses)
 
-    def _likeliest(self, logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-        """Draft logits (F, Vd) -> log-probabilities and target ids (F, k) of the likeliest tokens the target has."""
-        log_probs = logits.float().log_softmax(-1)
-        if not self.in_range:
-            log_probs = log_probs.masked_fill(self.out_of_range, float("-inf"))
-        best = log_probs.topk(min(top_k, self.num_in_range), dim=-1)
-        return best.values, best.indices if self.draft_ids is None else self.draft_ids[best.indices]
+    def _forward(
+        self,
+        tokens: Tensor,
+        source: dict[str, Tensor],
+        starts: list[int],
+        depths: Tensor,
+        own: Tensor | None = None,
+        own_depths: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+    ) -> Eagle31DrafterOutput:
+        """Tokens (B, R) written from slots `starts` on, standing `depths` (B, R) after what has been read.
 
-    def _tree_masks(self, paths: Tensor, num_read: int) -> dict[str, Tensor]:
-        """Additive masks by layer type for frontier nodes (F) over the `num_read` committed rows and their own (F, R)."""
-        config, like = self.drafter.config, self.drafter.norm.weight
-        hidden, masks = torch.finfo(like.dtype).min, {}
-        for kind in set(config.layer_types):
-            mask = like.new_zeros(len(paths), num_read + paths.shape[1])
-            own = paths
-            if kind == "sliding_attention":
-                seen_from = num_read + paths.sum(1, keepdim=True) - config.sliding_window
-                mask[:, :num_read].masked_fill_(torch.arange(num_read, device=paths.device) < seen_from, hidden)
-                rank = paths.flip(1).cumsum(1).flip(1)  # how many rows of its own path come no earlier
-                own = paths & (rank <= config.sliding_window)
-            mask[:, num_read:].masked_fill_(~own, hidden)
-            masks[kind] = mask[None, None]
-        return masks
-
-    def _pick(self, draft_logits: Tensor, sequence: Tensor) -> tuple[Tensor | None, Tensor, bool]:
-        """Draft logits (1, Vd) -> a target id (1, 1), the logits it was chosen by, and whether the drafter trusts it.
-
-        The id is None where the processors leave the drafter nothing to propose.
+        `own` (B, R, N): which of the N tokens after what has been read, standing at `own_depths` (B, N), they see; None: all before them.
         """
-        logits = scatter_logits(draft_logits, self.draft_ids, self.vocab_size) if self.needs_target_logits else draft_logits
+        num_new, mask = tokens.shape[1], None
+        self.placement.rows(starts, num_new, tokens.device)
+        if own is not None:
+            self.placement.low = min(self.lengths)
+            mask = self._masks(own, depths, own_depths, max(starts) + num_new)
+        elif self.placement.slots is not None:
+            num_own = starts[0] - self.lengths[0] + num_new
+            own = torch.ones(num_new, num_own, dtype=torch.bool, device=tokens.device).tril(num_own - num_new).expand(len(tokens), -1, -1)
+            own_depths = torch.arange(num_own, device=tokens.device).expand(len(tokens), -1)
+            mask = self._masks(own, depths, own_depths, max(starts) + num_new)
+        read = torch.tensor([first + length for first, length in zip(self.starts, self.lengths, strict=True)], device=tokens.device)
+        return self.drafter(
+            tokens, **source, position_ids=read[:, None] + depths, attention_mask=mask, past_key_values=self.past_key_values,
+            logits_to_keep=logits_to_keep,
+        )  # fmt: skip
+
+    def _masks(self, own: Tensor, query_depths: Tensor, own_depths: Tensor, end: int) -> dict[str, Tensor]:
+        """By layer type."""
+        config, low = self.drafter.config, self.placement.low or 0
+        windows = {"full_attention": None, "sliding_attention": config.sliding_window}
+        return {
+            kind: additive_mask(
+                self.lengths, own, query_depths, own_depths, end, self.like.dtype, window=windows[kind],
+                seen_from=0 if windows[kind] is None else max(0, low - windows[kind] + 1),
+            )
+            for kind in set(config.layer_types)
+        }  # fmt: skip
+
+    def _settle(self) -> None:
+        """Forgets what no target state stands behind."""
+        for layer in self.past_key_values.layers:
+            layer.settle(max(self.lengths))
+
+    def _pick(self, draft_logits: Tensor, contexts: list[Tensor], slots: list[int]) -> tuple[Tensor | None, Tensor, bool]:
+        """Draft logits (B, Vd) -> target ids (B, 1), the logits they were chosen by, and whether the drafter trusts any of them.
+
+        The ids are None where the processors leave the drafter nothing to propose.
+        """
+        in_target_ids = self.draws is not None or self.reads_text or not self.in_range
+        logits = scatter_logits(draft_logits, self.draft_ids, self.vocab_size) if in_target_ids else draft_logits
         if self.processors:
-            logits = self.processors(sequence, logits)  # type: ignore[arg-type]
-            if logits.max() == float("-inf"):
+            logits = processors.apply(self.processors, contexts, logits)
+            if (logits.amax(-1) == float("-inf")).any():
                 return None, logits, False
-        token = torch.multinomial(logits.softmax(-1), 1) if self.do_sample else logits.argmax(-1, keepdim=True)
-        confident = not self.confidence_threshold or bool(logits.float().softmax(-1).gather(1, token) >= self.confidence_threshold)
-        if not self.needs_target_logits and self.draft_ids is not None:
-            token = self.draft_ids[token]
-        return token, logits, confident
+        if self.draws is None:
+            tokens = logits.argmax(-1, keepdim=True)
+        else:
+            device = self.draws.device
+            tokens = torch.stack([self.draws.pick(b, slots[b], logits[b : b + 1].float().to(device)) for b in range(len(slots))])
+            tokens = tokens.to(logits.device)
+        trusted = True
+        if self.confidence_threshold:
+            trusted = bool((logits.float().softmax(-1).gather(1, tokens) >= self.confidence_threshold).any())
+        if not in_target_ids and self.draft_ids is not None:
+            tokens = self.draft_ids[tokens]
+        return tokens, logits, trusted
+
+    def _likeliest(self, logits: Tensor, top_k: int, contexts: list[Tensor], path_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Draft logits (B, F, Vd) -> log-probabilities and target ids (B, F, k) of the tokens the target is likeliest to choose.
+
+        `path_ids` (B, F, depth): what every node's parents say after the text.
+        """
+        rows, width, _ = logits.shape
+        logits, ids = logits.float(), self.draft_ids
+        if self.reads_text:
+            logits, ids = scatter_logits(logits.flatten(0, 1), self.draft_ids, self.vocab_size), None
+            texts = [torch.cat((contexts[b], path[None]), dim=1) for b in range(rows) for path in path_ids[b]]
+            logits = processors.apply(self.processors, texts, logits).unflatten(0, (rows, width))
+        else:
+            if not self.in_range:
+                logits = logits.masked_fill(self.out_of_range, float("-inf"))
+            if self.processors:
+                logits = processors.apply(self.processors, contexts[:1], logits.flatten(0, 1)).unflatten(0, (rows, width))
+        if self.draws is not None:
+            slots = [context.shape[1] + path_ids.shape[2] for context in contexts]
+            noise = torch.stack([self.draws.noise(b, slot) for b, slot in enumerate(slots)]).to(logits.device)
+            # Times the temperature, so that the colder the draw, the less the noise counts: at 0 this is greedy text.
+            if not self.reads_text:
+                noise = noise[:, self.noise_ids]
+            logits = (logits + noise[:, None]) * self.temperature
+        log_probs = (logits / TREE_TEMPERATURE).log_softmax(-1).nan_to_num(nan=float("-inf"))  # NaN: processors left nothing
+        count = min(top_k, log_probs.shape[-1] if self.in_range else int((~self.out_of_range).sum()))
+        best = log_probs.topk(count, dim=-1)
+        return best.values, best.indices if ids is None else ids[best.indices]

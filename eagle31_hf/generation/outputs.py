@@ -2,16 +2,24 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import Cache, GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .cache import windows
+from .verify import Verdict
+
+
+def wants_steps(config: GenerationConfig) -> bool:
+    """Whether anything is asked for that plain generate returns step by step, all rows together."""
+    steps = (config.output_scores, config.output_logits, config.output_hidden_states, config.output_attentions)
+    return bool(config.return_dict_in_generate and any(steps))
 
 
 class OutputCollector:
-    """Collects scores, logits, hidden states and attentions as far as the generation config asks for them."""
+    """Collects scores, logits, hidden states and attentions as far as the generation config asks for them. (B is 1 or rows keep step.)"""
 
     def __init__(self, generation_config: GenerationConfig, past_key_values: Cache):
         self.past_key_values = past_key_values
@@ -21,14 +29,13 @@ class OutputCollector:
         self.hidden_states: tuple[Any, ...] | None = () if self.wanted and generation_config.output_hidden_states else None
         self.attentions: tuple[Any, ...] | None = () if self.wanted and generation_config.output_attentions else None
 
-    def add(
-        self, outputs: CausalLMOutputWithPast, raw_logits: Tensor | None, scores: list[Tensor], num_tokens: int, is_prefill: bool
-    ) -> None:
-        """One forward of which `num_tokens` tokens were committed; rows of (1, R, ...) after those belong to rejected drafts."""
+    def add(self, outputs: CausalLMOutputWithPast, raw_logits: Tensor | None, verdict: Verdict, is_prefill: bool) -> None:
+        """One forward of whose R tokens a row those of `verdict` were committed, as many in every row; `raw_logits` (B, R, V)."""
+        num_tokens, path = len(verdict.tokens[0]), verdict.paths[0]
         if self.scores is not None:
-            self.scores += tuple(scores[:num_tokens])
+            self.scores += tuple(torch.cat(step) for step in zip(*verdict.scores, strict=True))
         if self.logits is not None and raw_logits is not None:
-            self.logits += tuple(raw_logits[:, i] for i in range(num_tokens))
+            self.logits += tuple(raw_logits[:, row] for row in path)
         if self.hidden_states is not None:
             layers = outputs.hidden_states
             rows = (tuple(layer[:, i : i + 1] for layer in layers) for i in range(num_tokens))

@@ -3,11 +3,10 @@
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.utils import logging
 
-from .target import tree_masks
+from .target import slot_masks
 from .tree import DraftTree
 
 logger = logging.get_logger(__name__)
@@ -59,19 +58,18 @@ def _error(target: PreTrainedModel) -> float:
     generator = torch.Generator().manual_seed(0)
     draw = torch.randint(0, config.vocab_size, (PREFIX + len(PARENTS),), generator=generator).to(device)
     prefix, nodes = draw[:PREFIX], draw[PREFIX:]
-    tree = DraftTree.from_parents(nodes, torch.tensor(PARENTS, device=device), max_depth=len(PARENTS))
+    tree = DraftTree.from_parents(nodes[None], torch.tensor([PARENTS], device=device), max_depth=len(PARENTS))
     cache = DynamicCache(config=config)
     target(input_ids=prefix[None], past_key_values=cache, use_cache=True)
     cache.crop(0)
     out = target(
-        input_ids=nodes[None], position_ids=(PREFIX + tree.depths)[None], past_key_values=cache, use_cache=True,
-        attention_mask=tree_masks(target, tree, PREFIX, None),
+        input_ids=nodes[None], position_ids=PREFIX + tree.depths, past_key_values=cache, use_cache=True,
+        attention_mask=slot_masks(target, cache, [PREFIX], tree.ancestors, tree.depths),
     )  # fmt: skip
-    expected = [_path_logits(target, prefix, nodes[tree.ancestors[node]]) for node in range(len(nodes))]
-    reference = torch.stack(expected)
+    reference = torch.zeros_like(out.logits[0], dtype=torch.float32)
+    for leaf in set(range(len(PARENTS))) - set(PARENTS):
+        path = tree.ancestors[0, leaf]
+        text = torch.cat((prefix, nodes[path]))
+        reference[path] = target(input_ids=text[None], use_cache=False).logits[0, PREFIX:].float()
     spread = reference.std().clamp(min=1e-6)
     return float((out.logits[0].float() - reference).abs().max() / spread)
-
-
-def _path_logits(target: PreTrainedModel, prefix: Tensor, path: Tensor) -> Tensor:
-    return target(input_ids=torch.cat((prefix, path))[None], use_cache=False).logits[0, -1].float()

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -11,84 +12,128 @@ _trackers: ContextVar[tuple["AcceptanceStats", ...]] = ContextVar("eagle31_track
 
 
 @dataclass
-class AcceptanceStats:
-    """Counts over every generate() call inside one `track_acceptance()`.
-
-    `target_forwards` counts verification forwards; prefills, each of which gives the first token of its text, are in `prefills`.
-    Lists are by depth: `accepted_per_position[i]` of `drafted_per_position[i]` tokens drafted at depth i + 1 were accepted.
-    `accepted_per_round` has one entry a verification forward. `seconds` is wall time of the decoding loop by phase.
-    """
+class RowStats:
+    """Counts of one row. Lists are by depth: `accepted_per_position[i]` of `drafted_per_position[i]` tokens drafted at depth i + 1 were
+    accepted. `accepted_per_round` has one entry a verification."""
 
     prefills: int = 0
-    target_forwards: int = 0
     generated_tokens: int = 0
     drafted_per_position: list[int] = field(default_factory=list)
     accepted_per_position: list[int] = field(default_factory=list)
     accepted_per_round: list[int] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=lambda: {"prefill": 0.0, "draft": 0.0, "verify": 0.0, "accept": 0.0})
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     @property
     def mean_accepted_length(self) -> float:
         """Tokens per target forward, the bonus token included, prefills excluded; 0.0 before the first one."""
-        return (self.generated_tokens - self.prefills) / self.target_forwards if self.target_forwards else 0.0
+        rounds = len(self.accepted_per_round)
+        return (self.generated_tokens - self.prefills) / rounds if rounds else 0.0
 
     @property
     def acceptance_rates(self) -> list[float]:
         """Accepted over drafted, by depth."""
         return [accepted / drafted for accepted, drafted in zip(self.accepted_per_position, self.drafted_per_position, strict=True)]
 
+    def _add_round(self, drafted: int, accepted: int, tokens: int) -> None:
+        self.generated_tokens += tokens
+        self.accepted_per_round.append(accepted)
+        missing = drafted - len(self.drafted_per_position)
+        self.drafted_per_position += [0] * missing
+        self.accepted_per_position += [0] * missing
+        for depth in range(drafted):
+            self.drafted_per_position[depth] += 1
+            self.accepted_per_position[depth] += depth < accepted
+
+
+@dataclass
+class AcceptanceStats(RowStats):
+    """Counts over every generate() call inside one `track_acceptance()`, all rows of a batch taken together; `rows[b]` has those of row b.
+
+    `target_forwards` counts verification forwards, each of which serves every row that has not ended; the prompts' forwards, each of
+    which gives the first token of a text, are not among them, but counted by text in `prefills`. `seconds` is wall time of the decoding
+    loop by phase. `choices` is what `num_assistant_tokens="auto"` chose, by how many rounds, `explanation` why.
+    """
+
+    target_forwards: int = 0
+    rows: list[RowStats] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=lambda: {"prefill": 0.0, "draft": 0.0, "verify": 0.0, "accept": 0.0})
+    choices: Counter[str] = field(default_factory=Counter)
+    explanation: str = ""
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
     def summary(self) -> str:
         """A few lines for people."""
         rates = " ".join(f"{rate:.2f}" for rate in self.acceptance_rates) or "nothing was drafted"
-        return (
-            f"{self.generated_tokens} tokens in {self.prefills} prefills and {self.target_forwards} target forwards\n"
-            f"mean accepted length {self.mean_accepted_length:.2f} tokens per target forward, bonus included\n"
-            f"accepted by position: {rates}"
-        )
+        lines = [
+            f"{self.generated_tokens} tokens in {self.prefills} prefills and {self.target_forwards} target forwards",
+            f"mean accepted length {self.mean_accepted_length:.2f} tokens per target forward{' and row' * (len(self.rows) > 1)}, bonus included",
+            f"accepted by position: {rates}",
+        ]
+        if len(self.rows) > 1:
+            lines.append("by row: " + " ".join(f"{row.mean_accepted_length:.2f}" for row in self.rows))
+        if self.choices:
+            lines.append("auto: " + ", ".join(f"{count} rounds {name}" for name, count in self.choices.most_common()))
+            lines.append(self.explanation)
+        return "\n".join(lines)
 
-    def add_prefill(self, tokens: int) -> None:
+    def _row(self, b: int) -> RowStats:
+        self.rows += [RowStats() for _ in range(b + 1 - len(self.rows))]
+        return self.rows[b]
+
+    def add_prefill(self, tokens: list[int]) -> None:
+        """The prompt's forward gave `tokens[b]` tokens to row b."""
         with self._lock:
-            self.prefills += 1
-            self.generated_tokens += tokens
+            for b, count in enumerate(tokens):
+                for counts in (self, self._row(b)):
+                    counts.prefills += 1
+                    counts.generated_tokens += count
 
-    def add_round(self, drafted: int, accepted: int, tokens: int) -> None:
+    def add_round(self, drafted: int, accepted: list[int | None], tokens: list[int]) -> None:
+        """A forward verified chains or trees `drafted` tokens deep, of which row b accepted `accepted[b]` (None: it had ended) and
+        committed `tokens[b]`."""
         with self._lock:
             self.target_forwards += 1
-            self.generated_tokens += tokens
-            self.accepted_per_round.append(accepted)
-            missing = drafted - len(self.drafted_per_position)
-            self.drafted_per_position += [0] * missing
-            self.accepted_per_position += [0] * missing
-            for depth in range(drafted):
-                self.drafted_per_position[depth] += 1
-                self.accepted_per_position[depth] += depth < accepted
+            for b, (count, new) in enumerate(zip(accepted, tokens, strict=True)):
+                if count is not None:
+                    self._add_round(drafted, count, new)
+                    self._row(b)._add_round(drafted, count, new)
 
     def add_seconds(self, phase: str, seconds: float) -> None:
         with self._lock:
             self.seconds[phase] += seconds
 
+    def add_choices(self, choices: Counter[str], explanation: str) -> None:
+        """What auto chose in one call, and why."""
+        with self._lock:
+            self.choices += choices
+            self.explanation = explanation
+
 
 class Recorder:
-    """What one generate() call reports to: every tracker open in its context."""
+    """What one generate() call reports to: every tracker open in its context. `last`: seconds of each phase when it was last run."""
 
     def __init__(self):
         self._stats = _trackers.get()
+        self.last = {"prefill": 0.0, "draft": 0.0, "verify": 0.0, "accept": 0.0}
 
-    def prefill(self, tokens: int) -> None:
+    def prefill(self, tokens: list[int]) -> None:
         for stats in self._stats:
             stats.add_prefill(tokens)
 
-    def round(self, drafted: int, accepted: int, tokens: int) -> None:
+    def round(self, drafted: int, accepted: list[int | None], tokens: list[int]) -> None:
         for stats in self._stats:
             stats.add_round(drafted, accepted, tokens)
+
+    def choices(self, choices: Counter[str], explanation: str) -> None:
+        for stats in self._stats:
+            stats.add_choices(choices, explanation)
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
         began = time.perf_counter()
         yield
+        self.last[phase] = time.perf_counter() - began
         for stats in self._stats:
-            stats.add_seconds(phase, time.perf_counter() - began)
+            stats.add_seconds(phase, self.last[phase])
 
 
 @contextmanager

@@ -14,13 +14,16 @@ from transformers.utils import ModelOutput
 
 from . import cache
 from .drafting import Proposal
-from .tree import DraftTree
+from .masks import additive_mask
+from .texts import Texts
+
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
 
 class TargetRunner:
     """Owns the keyword arguments of the target's forward, its cache among them, as tokens are committed.
 
-    `num_padding`: left-padding tokens of the prompt; `num_cached`: tokens of the prompt its cache already holds.
+    `num_padding`: left-padding tokens of each row; `num_cached`: tokens of the prompt its cache already holds.
     """
 
     def __init__(self, target: PreTrainedModel, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]):
@@ -29,31 +32,75 @@ class TargetRunner:
         mask = model_kwargs.get("attention_mask")
         # Beside a cache from an earlier turn the prompt is the whole text or only what is new; the mask always covers all of it.
         is_whole = input_ids.shape[1] == (getattr(generation_config, "_mask_length", 0) if mask is None else mask.shape[1])
-        self.num_padding = int((mask[0].cumsum(-1) == 0).sum()) if is_whole and mask is not None else 0
+        has_padding = is_whole and mask is not None
+        self.num_padding = (mask.cumsum(-1) == 0).sum(-1).tolist() if has_padding else [0] * len(input_ids)
         self.num_cached = int(self.past_key_values.get_seq_length()) if is_whole else 0
+        self.num_before = 0 if is_whole else int(self.past_key_values.get_seq_length())  # tokens the cache holds before the prompt
+        self.placement: cache.Placement | None = None  # set within `cache.slots`
+        self._seen = None if mask is None else mask.bool()
+        self._covered = input_ids.shape[1]  # tokens the keyword arguments are made for
+        positions = model_kwargs.get("position_ids")
+        self._last_position = None if positions is None else positions[..., -1:]
+
+    @property
+    def takes_slots(self) -> bool:
+        """Whether its cache can hold trees and rows of different lengths."""
+        return self.placement is not None
 
     def prefill(self, input_ids: Tensor) -> CausalLMOutputWithPast:
-        """Runs the prompt (1, L), less what the cache already holds."""
-        return self.target._prefill(input_ids, self.generation_config, self.model_kwargs)
+        """Runs the prompt (B, L), less what the cache already holds."""
+        if self.placement is not None:
+            self.placement.is_final = True
+        try:
+            return self.target._prefill(input_ids, self.generation_config, self.model_kwargs)
+        finally:
+            if self.placement is not None:
+                self.placement.is_final = False
 
-    def verify(self, input_ids: Tensor, proposal: Proposal) -> CausalLMOutputWithPast:
-        """Runs the last token of (1, L) and the drafts after it. A tree's nodes see the text and their own ancestors only."""
-        num_rows, tree = proposal.num_rows, proposal.tree
-        kwargs = self._grown(self.model_kwargs, num_rows - 1)
-        candidate_ids = torch.cat((input_ids, proposal.ids), dim=1)
-        inputs = self.target.prepare_inputs_for_generation(candidate_ids, next_sequence_length=num_rows, **kwargs)
-        if tree is not None:
-            positions, num_cached = inputs["position_ids"], int(self.past_key_values.get_seq_length())
-            inputs["position_ids"] = positions[..., :1] + tree.depths.to(positions)
-            inputs["attention_mask"] = tree_masks(self.target, tree, num_cached, self.model_kwargs.get("attention_mask"))
+    def verify(self, texts: Texts, proposal: Proposal) -> CausalLMOutputWithPast:
+        """Runs the last token of every row and the drafts after it, whatever the rows' lengths. Chains of rows that are equally long are
+        the model's own business; a tree's nodes see the text and their own ancestors only."""
+        if proposal.tree is None and texts.is_uniform:
+            return self._verify_chains(texts.rows(), proposal)
+        num_rows, starts = proposal.num_rows, [length - 1 + self.num_before for length in texts.lengths]
+        ids = torch.cat((texts.last(), proposal.ids), dim=1)
+        tree = proposal.tree
+        depths = torch.arange(num_rows, device=ids.device).expand(len(ids), -1) if tree is None else tree.depths
+        own = torch.ones(num_rows, num_rows, dtype=torch.bool, device=ids.device).tril().expand(len(ids), -1, -1)
+        own = own if tree is None else tree.ancestors
+        kwargs = {**self.model_kwargs, "attention_mask": None}
+        kwargs |= {name: kwargs[name][:, -1:].expand(-1, num_rows) for name in TOKEN_TYPES if kwargs.get(name) is not None}
+        # (B, 1), or (axes, B, 1) where images have taken several; text goes on by one a token on every axis.
+        since = torch.tensor(texts.lengths, device=ids.device)[:, None] - texts.prompt_length
+        kwargs["position_ids"] = self._last_position + (since + depths).to(self._last_position)
+        assert self.placement is not None
+        self.placement.rows(starts, num_rows, ids.device)
+        try:
+            inputs = self.target.prepare_inputs_for_generation(ids, next_sequence_length=num_rows, **kwargs)
+            inputs["attention_mask"] = slot_masks(self.target, self.past_key_values, starts, own, depths, self._seen)
+            return self._run(inputs, num_rows)
+        finally:
+            self.placement.slots = self.placement.low = self.placement.high = None
+
+    def _verify_chains(self, rows: Tensor, proposal: Proposal) -> CausalLMOutputWithPast:
+        self.model_kwargs = self._grown(self.model_kwargs, rows.shape[1] - self._covered)
+        self._covered = rows.shape[1]
+        kwargs = self._grown(self.model_kwargs, proposal.num_rows - 1)
+        ids = torch.cat((rows, proposal.ids), dim=1)
+        return self._run(self.target.prepare_inputs_for_generation(ids, next_sequence_length=proposal.num_rows, **kwargs), proposal.num_rows)
+
+    def _run(self, inputs: dict[str, Any], num_rows: int) -> CausalLMOutputWithPast:
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = num_rows
         return self.target(**inputs, return_dict=True)
 
-    def commit(self, path: list[int], num_rows: int) -> None:
-        """Keeps these of the last forward's rows in the cache, drops the others, and makes room for as many tokens just committed."""
-        cache.keep_path(self.past_key_values, path, num_rows)
-        self.model_kwargs = self._grown(self.model_kwargs, len(path))
+    def commit(self, texts: Texts, paths: list[list[int]], num_rows: int) -> None:
+        """Keeps these of the last forward's rows in the cache and drops the others; `texts` do not have the new tokens yet."""
+        if self.placement is None:
+            cache.crop(self.past_key_values, num_rows - len(paths[0]))
+        else:
+            starts = [length - 1 + self.num_before for length in texts.lengths]
+            cache.keep_paths(self.past_key_values, starts, paths)
 
     def _grown(self, model_kwargs: dict[str, Any], num_tokens: int) -> dict[str, Any]:
         """The keyword arguments for that many more tokens: longer masks and positions."""
@@ -64,36 +111,28 @@ class TargetRunner:
         return model_kwargs
 
 
-def tree_masks(target: PreTrainedModel, tree: DraftTree, num_cached: int, padding: Tensor | None) -> Tensor | dict[str, Tensor]:
-    """Additive masks (1, 1, N, keys) in the form the target takes: by layer type where its config has them, else one.
+def slot_masks(
+    target: PreTrainedModel, past_key_values: Cache, starts: list[int], own: Tensor, depths: Tensor, seen: Tensor | None = None
+) -> Tensor | dict[str, Tensor]:
+    """Additive masks (B, 1, N, keys) in the form the target takes: by layer type where its config has them, else one.
 
-    A windowed layer holds the last window - 1 cached tokens and looks back from a node's position, not from its row.
+    `own` (B, N, N): which of the N new tokens, at slots from `starts[b]` on, each of them sees; `depths` (B, N): how far after
+    `starts[b]` it stands; `seen` (B, L): which of the prompt's tokens are no padding.
     """
     config = target.config.get_text_config(decoder=True)
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
+
+    def mask(window: int | None) -> Tensor:
+        seen_from, end = cache.key_span(past_key_values, starts, depths.shape[1], window)
+        return additive_mask(starts, own, depths, depths, end, target.dtype, seen_from, window, seen)
+
     if kinds is None:
-        return _tree_mask(target, tree, num_cached, padding, window)
+        return mask(window)
     windows = {"full_attention": None, "sliding_attention": window}
-    return {kind: _tree_mask(target, tree, num_cached, padding, windows[kind]) for kind in set(kinds)}
-
-
-def _tree_mask(target: PreTrainedModel, tree: DraftTree, num_cached: int, padding: Tensor | None, window: int | None) -> Tensor:
-    device = tree.ids.device
-    held = num_cached if window is None else min(num_cached, window - 1)
-    cached = torch.arange(num_cached - held, num_cached, device=device)
-    seen = torch.ones(len(tree.ids), held, dtype=torch.bool, device=device)
-    own = tree.ancestors
-    if window is not None:
-        seen = cached[None] > num_cached + tree.depths[:, None] - window
-        own = own & (tree.depths[None] > tree.depths[:, None] - window)
-    if padding is not None:
-        seen = seen & padding[0, :num_cached].bool().to(device)[cached]
-    allowed = torch.cat((seen, own), dim=1)
-    dtype = target.dtype
-    return torch.zeros(allowed.shape, dtype=dtype, device=device).masked_fill(~allowed, torch.finfo(dtype).min)[None, None]
+    return {kind: mask(windows[kind]) for kind in set(kinds)}
 
 
 def last_logits(outputs: CausalLMOutputWithPast, num_rows: int, device: torch.device) -> Tensor:
-    """The logits of the last `num_rows` rows as a fresh fp32 tensor (1, num_rows, V), safe to write to."""
+    """The logits of the last `num_rows` rows as a fresh fp32 tensor (B, num_rows, V), safe to write to."""
     return outputs.logits[:, -num_rows:].to(copy=True, dtype=torch.float32, device=device)

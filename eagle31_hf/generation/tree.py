@@ -1,6 +1,7 @@
-"""A draft tree as tensors: no model. N nodes; node 0, the root, is the token committed last; a parent comes before its children."""
+"""Draft trees as tensors: no model. B rows with a tree each, N nodes; node 0, the root, is the token committed last; a parent comes
+before its children."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -8,35 +9,39 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class DraftTree:
-    """`ids` (N,) target ids, `parents` (N,) node indices, -1 for the root, `depths` (N,), `ancestors` (N, N): is j on the path to i, i
-    itself included."""
+    """`ids` (B, N) target ids, `parents` (B, N) nodes, -1 for the root, `depths` (B, N), `ancestors` (B, N, N): is j on the path to i, i
+    itself included, `log_probs` (B, N): the drafter's, given the parent."""
 
     ids: Tensor
     parents: Tensor
     depths: Tensor
     ancestors: Tensor
+    log_probs: Tensor
 
     @classmethod
-    def from_parents(cls, ids: Tensor, parents: Tensor, max_depth: int) -> "DraftTree":
-        """The tree of node ids (N,) and parents (N,), each before its children, none deeper than `max_depth`."""
-        count = len(ids)
-        paths = torch.eye(count, device=ids.device)
-        paths[torch.arange(1, count, device=ids.device), parents[1:]] = 1.0  # who is at most one step up
+    def from_parents(cls, ids: Tensor, parents: Tensor, max_depth: int, log_probs: Tensor | None = None) -> "DraftTree":
+        """The trees of node ids (B, N) and parents (B, N), each before its children, none deeper than `max_depth`."""
+        rows, count = ids.shape
+        paths = torch.eye(count, device=ids.device).repeat(rows, 1, 1)
+        paths.scatter_(2, parents.clamp(min=0)[:, :, None], 1.0)  # who is at most one step up
         for _ in range((max_depth - 1).bit_length()):
             paths = (paths @ paths).clamp(max=1.0)  # at most twice as many steps up
         ancestors = paths > 0
-        return cls(ids, parents, ancestors.sum(1) - 1, ancestors)
+        return cls(ids, parents, ancestors.sum(2) - 1, ancestors, torch.zeros_like(paths[..., 0]) if log_probs is None else log_probs)
 
     def to(self, device: torch.device) -> "DraftTree":
-        return DraftTree(*(tensor.to(device) for tensor in (self.ids, self.parents, self.depths, self.ancestors)))
+        return DraftTree(*(getattr(self, field.name).to(device) for field in fields(self)))
 
-    def children(self) -> list[dict[int, int]]:
-        """For every node, its children: token id -> node."""
-        found: list[dict[int, int]] = [{} for _ in self.ids]
-        for node, (parent, token) in enumerate(zip(self.parents.tolist(), self.ids.tolist(), strict=True)):
-            if parent >= 0:
-                found[parent][token] = node
-        return found
+    def children(self) -> list[list[dict[int, int]]]:
+        """For every row and node, the children: token id -> node."""
+        rows = []
+        for ids, parents in zip(self.ids.tolist(), self.parents.tolist(), strict=True):
+            found: list[dict[int, int]] = [{} for _ in ids]
+            for node, (parent, token) in enumerate(zip(parents, ids, strict=True)):
+                if parent >= 0:
+                    found[parent][token] = node
+            rows.append(found)
+        return rows
 
     @property
     def depth(self) -> int:
@@ -44,38 +49,43 @@ class DraftTree:
 
 
 class Candidates:
-    """What an expansion has scored so far: candidate 0 is the root; every level adds children of the frontier.
+    """What an expansion has scored so far, for B rows alike: candidate 0 is the root; every level adds children of the frontier.
 
     Source: EAGLE-2 (arXiv 2406.16858), section 4: expand the best of each level, rerank all of them at the end.
     """
 
     def __init__(self, root: Tensor):
-        self.ids, self.parents = [root.reshape(1)], [root.new_full((1,), -1)]
-        self.scores = [torch.zeros(1, device=root.device)]
+        """The roots' token ids (B, 1)."""
+        self.rows = len(root)
+        zero = torch.zeros(root.shape, device=root.device)
+        self.ids, self.parents, self.scores, self.log_probs = [root], [torch.full_like(root, -1)], [zero], [zero]
         self.count, self.levels = 1, 0
-        # Of the frontier: candidate indices, token ids, scores.
-        self.frontier, self.frontier_ids, self.frontier_scores = root.new_zeros(1), root.reshape(1), self.scores[0]
+        # Of the frontier (B, F): candidate indices, token ids, scores.
+        self.frontier, self.frontier_ids, self.frontier_scores = torch.zeros_like(root), root, zero
 
-    def extend(self, log_probs: Tensor, ids: Tensor, width: int) -> Tensor:
-        """Adds the children (F, k) of the F frontier nodes; the `width` best of them are the new frontier.
+    def extend(self, log_probs: Tensor, ids: Tensor, width: int, scores: Tensor | None = None) -> Tensor:
+        """Adds the children (B, F, k) of the F frontier nodes; the `width` best of them are the new frontier.
 
-        `log_probs` and `ids` (F, k). Returns for each frontier node which row of the old one is its parent (F',).
+        `scores` (B, F, k): what a child adds to its parent's score, by default its log-probability. Returns for each frontier node which
+        row of the old one is its parent (B, F').
         """
-        scores, ids_flat = (log_probs + self.frontier_scores[:, None]).flatten(), ids.flatten()
-        self.ids.append(ids_flat)
-        self.parents.append(self.frontier.repeat_interleave(ids.shape[1]))
-        self.scores.append(scores)
-        self.frontier_scores, best = scores.topk(min(width, len(scores)))
-        self.frontier, self.frontier_ids = best + self.count, ids_flat[best]
-        self.count, self.levels = self.count + len(scores), self.levels + 1
-        return best // ids.shape[1]
+        own = log_probs if scores is None else scores
+        totals, flat = (own + self.frontier_scores[..., None]).flatten(1), ids.flatten(1)
+        self.ids.append(flat)
+        self.parents.append(self.frontier.repeat_interleave(ids.shape[2], dim=1))
+        self.scores.append(totals)
+        self.log_probs.append(log_probs.flatten(1))
+        self.frontier_scores, best = totals.topk(min(width, totals.shape[1]), dim=1)
+        self.frontier, self.frontier_ids = best + self.count, flat.gather(1, best)
+        self.count, self.levels = self.count + totals.shape[1], self.levels + 1
+        return best // ids.shape[2]
 
     def best(self, count: int) -> DraftTree:
         """The root and the `count` best candidates. A stable sort: a child never scores above its parent, and in a tie comes after."""
-        ids, parents, scores = torch.cat(self.ids), torch.cat(self.parents), torch.cat(self.scores)
-        kept = 1 + scores[1:].sort(descending=True, stable=True).indices[:count]
-        kept = torch.cat((kept.new_zeros(1), kept.sort().values))
-        place = torch.full_like(ids, -1)
-        place[kept] = torch.arange(len(kept), device=ids.device)
-        old = parents[kept]
-        return DraftTree.from_parents(ids[kept], torch.where(old < 0, old, place[old]), self.levels)
+        ids, parents, scores, log_probs = (torch.cat(parts, dim=1) for parts in (self.ids, self.parents, self.scores, self.log_probs))
+        kept = 1 + scores[:, 1:].sort(dim=1, descending=True, stable=True).indices[:, :count]
+        kept = torch.cat((kept.new_zeros(self.rows, 1), kept.sort(dim=1).values), dim=1)
+        place = torch.full_like(ids, -1).scatter_(1, kept, torch.arange(kept.shape[1], device=ids.device).expand_as(kept))
+        old = parents.gather(1, kept)
+        parents = torch.where(old < 0, old, place.gather(1, old.clamp(min=0)))
+        return DraftTree.from_parents(ids.gather(1, kept), parents, self.levels, log_probs.gather(1, kept))

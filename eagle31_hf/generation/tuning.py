@@ -1,0 +1,319 @@
+"""How far to draft: a fixed plan, or one chosen every round from what has been measured (`num_assistant_tokens="auto"`).
+
+Auto maximises tokens a second. A step that takes t seconds pays when it brings more tokens than are committed in t at the present rate
+(Dinkelbach's method: the rate is what the steps taken lately have achieved, so it converges to the best there is). Tokens are
+foreseen by the drafter's own probabilities, calibrated depth by depth on what the target accepted; seconds by the median of what forwards
+of that size have taken.
+"""
+
+import math
+import statistics
+import threading
+import time
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..modeling import Eagle31DrafterModel
+from .drafting import Fixed, Policy, Proposal
+from .verify import Verdict
+
+MAX_DEPTH, TOP_K, WIDTHS = 12, 4, (1, 2, 3, 4, 6, 8)
+COUNTS = (*range(17), 20, 24, 28, 32, 40, 48, 60)  # drafts worth considering to verify
+FIRST_ROUNDS, FIRST_DEPTH = 6, 4  # chains drafted before there is anything to go by
+PLAIN_EVERY = 64  # rounds after which a plain one measures what drafting is compared with
+PAUSES = (8, 512)  # plain rounds after drafting has lost: at first, and at most; each loss doubles them
+PROBE = 3  # rounds drafted after a pause
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One round: `depth` 0 is plain decoding, `policy` None a chain of exactly `depth`."""
+
+    depth: int
+    policy: Policy | None = None
+
+
+PLAIN = Plan(0)
+
+
+class FixedPilot:
+    """The same plan every round: chains, or with `top_k` above 1 trees."""
+
+    def __init__(self, depth: int, top_k: int, total_tokens: int):
+        self.depth, self.top_k, self.total_tokens = depth, top_k, total_tokens
+        self.choices: Counter[str] = Counter()
+
+    def plan(self, max_depth: int, num_rows: int, num_unread: int) -> Plan:
+        """No draft may be deeper than `max_depth`."""
+        depth = min(self.depth, max_depth)
+        return Plan(depth, None if self.top_k == 1 else Fixed(depth, self.top_k, self.total_tokens)) if depth > 0 else PLAIN
+
+    def learn(self, *args) -> None:
+        """Nothing."""
+
+    def explain(self) -> str:
+        return ""
+
+
+class Costs:
+    """Seconds a forward takes by its number of rows: the median of the last ones, between sizes a straight line."""
+
+    def __init__(self):
+        self.seconds: dict[int, deque[float]] = {}
+
+    def add(self, rows: int, seconds: float) -> None:
+        self.seconds.setdefault(rows, deque(maxlen=9)).append(seconds)
+
+    def known(self) -> list[tuple[int, float]]:
+        """Sizes and medians, by size; a larger forward is never taken to be the faster one."""
+        points, highest = [], 0.0
+        for rows in sorted(self.seconds):
+            highest = max(highest, statistics.median(self.seconds[rows]))
+            points.append((rows, highest))
+        return points
+
+    def estimate(self, sizes: tuple[int, ...]) -> list[float]:
+        """For every size, in ascending order; beyond what is known each row costs as much as on average, or a twentieth of the smallest."""
+        points = self.known()
+        if not points:
+            return [0.0] * len(sizes)
+        first, last = points[0], points[-1]
+        slope = (last[1] - first[1]) / (last[0] - first[0]) if last[0] > first[0] else first[1] / 20
+        estimates, i = [], 0
+        for size in sizes:
+            while i < len(points) and points[i][0] < size:
+                i += 1
+            if i == len(points):
+                estimates.append(last[1] + slope * (size - last[0]))
+            elif points[i][0] == size or i == 0:
+                estimates.append(points[i][1])
+            else:
+                (low, below), (high, above) = points[i - 1], points[i]
+                estimates.append(below + (above - below) * (size - low) / (high - low))
+        return estimates
+
+
+class Calibration:
+    """Chance that the target accepts a draft, given its parent: a logistic function of the drafter's log-odds, one intercept a depth,
+    which takes up what the drafter loses from step to step, and a weight of the state's growth that can only lower it.
+
+    Source: vLLM's adaptive verification fits the same form; the drift term is ours.
+    """
+
+    def __init__(self):
+        self.slope, self.growth = 0.5, 0.0
+        self.intercepts, self.seen = [0.0] * MAX_DEPTH, [0] * MAX_DEPTH
+
+    def __call__(self, log_probs: Tensor, depth: int, growth: Tensor) -> Tensor:
+        """Log-probabilities (B, F, k) and log growth of the parents' states (B, F, 1) -> log-chances."""
+        odds = log_odds(log_probs)
+        return torch.nn.functional.logsigmoid(self.slope * odds + self.intercept(depth) + self.growth * growth)
+
+    def intercept(self, depth: int) -> float:
+        """That of the deepest depth known, for depths not yet seen."""
+        while depth > 0 and not self.seen[depth]:
+            depth -= 1
+        return self.intercepts[depth]
+
+    def learn(self, log_prob: float, depth: int, growth: float, accepted: bool) -> None:
+        odds = float(log_odds(torch.tensor(log_prob)))
+        start = self.intercept(depth)
+        error = accepted - 1 / (1 + math.exp(-(self.slope * odds + start + self.growth * growth)))
+        self.seen[depth] += 1
+        self.intercepts[depth] = start + error * max(0.05, 2 / (3 + self.seen[depth]))
+        self.slope = min(max(self.slope + 0.005 * error * odds, 0.05), 2.0)
+        self.growth = min(max(self.growth + 0.02 * error * growth, -4.0), 0.0)
+
+
+def log_odds(log_probs: Tensor) -> Tensor:
+    log_probs = log_probs.clamp(-8.0, -3e-4)
+    return log_probs - torch.log1p(-log_probs.exp())
+
+
+class Rate:
+    """Tokens a second, recent rounds counting more."""
+
+    def __init__(self, memory: float = 0.92):
+        self.memory, self.tokens, self.seconds, self.rounds = memory, 0.0, 0.0, 0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        self.tokens, self.seconds = self.memory * self.tokens + tokens, self.memory * self.seconds + seconds
+        self.rounds += 1
+
+    @property
+    def value(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass
+class Tuner:
+    """What is known of a drafter and a target working together on batches of one size; outlives calls, shared by threads."""
+
+    calibration: Calibration = field(default_factory=Calibration)
+    verify: Costs = field(default_factory=Costs)
+    read: Costs = field(default_factory=Costs)
+    step: Costs = field(default_factory=Costs)
+    drafting: Rate = field(default_factory=Rate)
+    plain: Rate = field(default_factory=Rate)
+    pause: int = PAUSES[0]
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def rate(self) -> float:
+        """What a second is worth in tokens."""
+        return max(self.drafting.value, self.plain.value)
+
+    @property
+    def drafting_loses(self) -> bool:
+        return self.drafting.rounds >= FIRST_ROUNDS and self.plain.rounds > 0 and self.drafting.value < self.plain.value
+
+
+_tuners: WeakKeyDictionary[Eagle31DrafterModel, WeakKeyDictionary[PreTrainedModel, dict[int, Tuner]]] = WeakKeyDictionary()
+_tuners_lock = threading.Lock()
+
+
+def tuner_of(drafter: Eagle31DrafterModel, target: PreTrainedModel, num_rows: int) -> Tuner:
+    """The one and only."""
+    with _tuners_lock:
+        return _tuners.setdefault(drafter, WeakKeyDictionary()).setdefault(target, {}).setdefault(num_rows, Tuner())
+
+
+class AutoPolicy:
+    """One round of drafting by what pays. `draws_tree`: whether nodes may have several children."""
+
+    def __init__(self, tuner: Tuner, draws_tree: bool, num_rows: int, num_unread: int):
+        self.tuner, self.top_k, self.num_rows, self.num_unread = tuner, TOP_K if draws_tree else 1, num_rows, num_unread
+        self.is_first = tuner.drafting.rounds < FIRST_ROUNDS
+        self.widths: list[int] = []
+        self.chances: list[float] = []  # of the likeliest draft at every depth
+        self.growths: list[float] = []
+        self._clock = time.perf_counter()
+
+    def scores(self, log_probs: Tensor, level: int, growth: Tensor) -> Tensor:
+        self.growths.append(float(growth.mean()))
+        return self.tuner.calibration(log_probs, level, growth)
+
+    def width(self, survivals: Tensor, level: int) -> int:
+        now = time.perf_counter()
+        if level == 0:
+            self.tuner.read.add(self.num_unread, now - self._clock)
+        else:
+            self.tuner.step.add(self.widths[-1], now - self._clock)
+        self._clock = now
+        best = survivals.sort(dim=1, descending=True).values[:, : WIDTHS[-1]].tolist()
+        self.chances.append(best[0][0])
+        width = self._best_width(best, level)
+        self.widths.append(width)
+        return width
+
+    def _best_width(self, best: list[list[float]], level: int) -> int:
+        if self.is_first:
+            return 1 if level + 1 < FIRST_DEPTH else 0
+        per_node, rate = self._seconds_a_draft() * self.tuner.rate, self.tuner.rate
+        hope = self._hope(level + 1)
+        widths = [width for width in WIDTHS if width <= len(best[0]) and (width == 1 or self.top_k > 1)]
+        values, gained, done = [], 0.0, 0
+        for width, seconds in zip(widths, self.tuner.step.estimate(tuple(widths)), strict=True):
+            gained += sum(max(0.0, chance * hope - per_node) for row in best for chance in row[done:width])
+            done = width
+            values.append(gained - rate * seconds)
+        return widths[values.index(max(values))] if max(values) > 0 else 0
+
+    def _hope(self, depth: int) -> float:
+        """Chance that the likeliest draft of a depth is accepted when its parent is: that of a middling one."""
+        calibration = self.tuner.calibration
+        return 1 / (1 + math.exp(-(calibration.slope * 3.0 + calibration.intercept(min(depth, MAX_DEPTH - 1)))))
+
+    def _seconds_a_draft(self) -> float:
+        low, high = self.tuner.verify.estimate((2, 10))
+        return max(high - low, 0.0) / 8 / self.num_rows
+
+    def count(self, survivals: Tensor) -> int:
+        if self.is_first:
+            return len(self.widths)
+        sums = survivals[:, : COUNTS[-1]].sum(0).cumsum(0).tolist()
+        counts = [count for count in COUNTS if count <= len(sums)]
+        seconds = self.tuner.verify.estimate(tuple(count + 1 for count in counts))
+        values = [(sums[count - 1] if count else 0.0) - self.tuner.rate * cost for count, cost in zip(counts, seconds, strict=True)]
+        return counts[values.index(max(values))]
+
+
+class AutoPilot:
+    """A call's choices, round by round."""
+
+    def __init__(self, tuner: Tuner, draws_tree: bool, max_depth: int = MAX_DEPTH):
+        self.tuner, self.draws_tree, self.max_depth = tuner, draws_tree, max_depth
+        self.choices: Counter[str] = Counter()
+        self.left = self.rounds = self.probing = 0  # plain rounds of a pause, all, and rounds to be drafted after it
+        self.policy: AutoPolicy | None = None
+        self.drafts_by_count: Counter[int] = Counter()
+
+    def plan(self, max_depth: int, num_rows: int, num_unread: int) -> Plan:
+        self.rounds += 1
+        self.policy = None
+        if max_depth < 1 or self._is_plain():
+            return PLAIN
+        self.policy = AutoPolicy(self.tuner, self.draws_tree, num_rows, num_unread)
+        return Plan(min(self.max_depth, max_depth), self.policy)
+
+    def _is_plain(self) -> bool:
+        if self.left > 0:
+            self.left -= 1
+            return True
+        if self.tuner.plain.rounds == 0 or self.rounds % PLAIN_EVERY == 0:
+            return True
+        if self.probing > 0:
+            self.probing -= 1
+            return False
+        if self.tuner.drafting_loses:
+            self.left, self.tuner.pause = self.tuner.pause - 1, min(2 * self.tuner.pause, PAUSES[1])
+            self.probing = PROBE
+            return True
+        self.tuner.pause = PAUSES[0]
+        return False
+
+    def learn(self, proposal: Proposal, verdict: Verdict, seconds: dict[str, float], num_tokens: int) -> None:
+        """A round is over: what was accepted, and the seconds its phases took."""
+        tuner, total = self.tuner, seconds["draft"] + seconds["verify"] + seconds["accept"]
+        with tuner.lock:
+            tuner.verify.add(proposal.num_rows, seconds["verify"] + seconds["accept"])
+            if self.policy is None:
+                tuner.plain.add(num_tokens, total)
+                self.choices["plain"] += 1
+                return
+            tuner.drafting.add(num_tokens, total)
+            self.choices["of trees" if proposal.tree is not None else "of chains" if proposal.ids.shape[1] else "with drafts not worth it"] += 1
+            self.drafts_by_count[proposal.ids.shape[1]] += 1
+            self._calibrate(proposal, verdict)
+
+    def _calibrate(self, proposal: Proposal, verdict: Verdict) -> None:
+        assert self.policy is not None and proposal.log_probs is not None
+        log_probs = proposal.log_probs.tolist()
+        for b, guess in enumerate(proposal.guesses or []):  # drafted, but not worth verifying: seen all the same
+            if verdict.tokens[b]:
+                self.tuner.calibration.learn(guess[1], 0, self.policy.growths[0], verdict.tokens[b][0] == guess[0])
+        for b, (children, path) in enumerate(zip(proposal.children(), verdict.paths, strict=True)):
+            for depth, node in enumerate(path):
+                for child in children[node].values():
+                    accepted = depth + 1 < len(path) and path[depth + 1] == child
+                    self.tuner.calibration.learn(log_probs[b][child], depth, self.policy.growths[depth], accepted)
+
+    def explain(self) -> str:
+        """Figures behind the choices, for people."""
+        tuner, calibration = self.tuner, self.tuner.calibration
+        rows = tuner.verify.known()
+        verify = ", ".join(f"{1000 * seconds:.1f} ms for {count}" for count, seconds in (rows[:1] + rows[-1:] if len(rows) > 1 else rows))
+        step = tuner.step.estimate((1,))[0]
+        typical = ", ".join(f"{count} ({times} times)" for count, times in self.drafts_by_count.most_common(3)) or "none"
+        chances = " ".join(f"{1 / (1 + math.exp(-(3 * calibration.slope + b))):.2f}" for b, n in zip(calibration.intercepts, calibration.seen, strict=True) if n)
+        return (
+            f"auto knows: target forwards take {verify} tokens; a draft step {1000 * step:.1f} ms, which pays where it brings "
+            f"{tuner.rate * step:.2f} tokens or more at {tuner.rate:.1f} tokens/s\n"
+            f"auto knows: drafting gives {tuner.drafting.value:.1f} tokens/s, plain decoding {tuner.plain.value:.1f}; drafts verified a round: "
+            f"{typical}; a confident draft is accepted by depth: {chances or 'not known'}"
+        )
