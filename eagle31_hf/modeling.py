@@ -74,8 +74,8 @@ class Eagle31DecoderLayer(GradientCheckpointingLayer):
 class Eagle31DrafterModel(PreTrainedModel):
     """EAGLE 3.1 (or EAGLE 3) drafter of a frozen target; see `Eagle31Config` for what its flags mean.
 
-    `num_assistant_tokens`, `assistant_confidence_threshold`, `draft_tree_top_k` (1: chains) and `draft_tree_total_tokens` of
-    `generation_config` are its drafting knobs.
+    `num_assistant_tokens` ("auto", the default: chosen as it goes), `assistant_confidence_threshold`, `draft_tree_top_k` (1: chains) and
+    `draft_tree_total_tokens` of `generation_config` are its drafting knobs.
     """
 
     config_class = Eagle31Config
@@ -224,7 +224,8 @@ class Eagle31DrafterModel(PreTrainedModel):
 
         Exactly one of `target_hidden_states` (B, T, n*ht), captured from the target, and `hidden_states` (B, T, h), the state an
         earlier call returned. `attention_mask` is 2-D over cached and new rows, 4-D in the form of the attention implementation,
-        or a dict of 4-D masks by layer type. `logits_to_keep`: score the last so many rows only (0: all), or of every sequence one row (B,).
+        or a dict of 4-D masks by layer type. `logits_to_keep`: score the last so many rows only (0: all), or one
+        row of every sequence (B,).
         Raises ValueError when neither or both states are given.
         """
         if (target_hidden_states is None) == (hidden_states is None):
@@ -353,10 +354,10 @@ class Eagle31DrafterModel(PreTrainedModel):
         generation_config: GenerationConfig,
         synced_gpus: bool = False,
         streamer: Any = None,
-        num_assistant_tokens: int | None = None,
+        num_assistant_tokens: int | str | None = None,
         assistant_confidence_threshold: float | None = None,
-        draft_tree_top_k: int | None = None,
-        draft_tree_total_tokens: int | None = None,
+        draft_tree_top_k: int | str | None = None,
+        draft_tree_total_tokens: int | str | None = None,
         **model_kwargs: Any,
     ):
         """For `target.generate(**inputs, custom_generate=drafter.decode)`: the same as `assistant_model=drafter`, without the hook.

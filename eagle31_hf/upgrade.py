@@ -21,6 +21,7 @@ from .training.unroll import unroll
 
 MAX_ROWS, MIN_ROWS, ROW_TOKENS = 4096, 32, 512
 ITERATIONS = 60
+DEFAULT_DEPTH = 5
 KEPT = 0.97  # share of the accepted length that must be left for an upgrade to be called good as it is
 
 
@@ -97,7 +98,8 @@ def upgrade_to_eagle31(
     scalar, fused = _fit_fc_norm(drafter, upgraded, torch.cat([states[0] for states in captured]))
     feedback = 0.0 if drafter.config.norm_output else _fit_norm_output(drafter, upgraded, rows, captured)
     prompts = [ids[:, : max(1, ids.shape[1] // 2)] for ids in rows[:num_prompts]]
-    depth = num_assistant_tokens or drafter.generation_config.num_assistant_tokens
+    own = drafter.generation_config.num_assistant_tokens
+    depth = num_assistant_tokens or (own if isinstance(own, int) else DEFAULT_DEPTH)  # auto has no one depth to be compared at
     before, after = (_acceptance(target, model, prompts, depth, max_new_tokens) for model in (drafter, upgraded))
     upgraded.upgrade_report = UpgradeReport(fused, scalar, feedback, before, after)
     for name, stats in (("before the upgrade", before), ("after it", after)):

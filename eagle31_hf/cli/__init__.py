@@ -40,7 +40,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Callable[[argpars
         "upload a native drafter, or a config that points to its weights, with a model card",
         "eagle31 publish model_cards/EAGLE3-LLaMA3.1-Instruct-8B --repo-id me/EAGLE3-LLaMA3.1-Instruct-8B",
     ),
-    "bench": (benchmarks.bench, benchmarks.add_bench, "measure what the library costs", "eagle31 bench convert"),
+    "bench": (benchmarks.bench, benchmarks.add_bench, "measure what the library costs", "eagle31 bench engine --shape qwen3-0.6b"),
     "upgrade": (
         checkpoints.upgrade,
         checkpoints.add_upgrade,

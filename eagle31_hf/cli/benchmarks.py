@@ -2,30 +2,68 @@
 
 import argparse
 import json
+from typing import Any
 
 from .parsing import positive, progress
 
 
 def bench(args: argparse.Namespace) -> int:
+    result, table = MEASUREMENTS[args.what](args)
+    print(json.dumps(result) if args.json else table)
+    return 0
+
+
+def _convert(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     from ..bench.conversion import measure_conversion
 
     progress(f"converting {args.megabytes} MB of random weights, {args.rounds} rounds beside a plain copy")
     result = measure_conversion(args.megabytes, args.rounds, args.folder)
-    if args.json:
-        print(json.dumps(result))
-    else:
-        print("source       size     copy       convert    convert / copy speed")
-        for row in result["conversion"]:
-            print(
-                f"{row['form']:<11}  {row['bytes'] / 1e6:>4.0f} MB  {row['copy_mb_per_second']:>5.0f} MB/s "
-                f"{row['convert_mb_per_second']:>6.0f} MB/s {row['ratio']:>9.0%}"
-            )
-    return 0
+    lines = ["source       size     copy       convert    convert / copy speed"]
+    lines += [
+        f"{row['form']:<11}  {row['bytes'] / 1e6:>4.0f} MB  {row['copy_mb_per_second']:>5.0f} MB/s "
+        f"{row['convert_mb_per_second']:>6.0f} MB/s {row['ratio']:>9.0%}"
+        for row in result["conversion"]
+    ]
+    return result, "\n".join(lines)
+
+
+def _engine(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    import torch
+
+    from ..bench.engine import measure_engine
+
+    result = measure_engine(
+        args.shape, getattr(torch, args.dtype), args.device, args.prompt_tokens, args.max_new_tokens, args.rounds, progress=progress
+    )
+    env = result["environment"]
+    lines = [
+        f"{args.shape}, random weights, {env['dtype']}, {env['device']}, {env['threads']} threads; {args.prompt_tokens} + "
+        f"{args.max_new_tokens} tokens, medians of {args.rounds} rounds",
+        f"the target alone: {result['target']['tokens_per_second']:.1f} tokens/s",
+        "drafting                rows  accepted length  speedup  efficiency (bare forwards / generate)",
+    ]
+    lines += [
+        f"{run['setting']:<22}  {run['rows']:>4}  {run['mean_accepted_length']:>15.2f}  {run['speedup']:>6.2f}x  {run['efficiency']:>10.1%}"
+        for run in result["runs"]
+    ]
+    return result, "\n".join([*lines, *(run["explanation"] for run in result["runs"] if run["explanation"])])
+
+
+MEASUREMENTS = {"convert": _convert, "engine": _engine}
 
 
 def add_bench(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=("convert",), help="convert: converting a checkpoint, beside copying it")
-    parser.add_argument("--megabytes", type=positive, default=1000, help="size of the checkpoint (default: 1000)")
-    parser.add_argument("--rounds", type=positive, default=3, help="the fastest counts (default: 3)")
-    parser.add_argument("--folder", help="where to write (default: the system's temporary folder)")
+    parser.add_argument(
+        "what", choices=tuple(MEASUREMENTS),
+        help="convert: converting a checkpoint, beside copying it; engine: decoding with made-up acceptance, beside the bare forwards",
+    )  # fmt: skip
+    parser.add_argument("--rounds", type=positive, default=3, help="convert: the fastest counts; engine: the median (default: 3)")
+    convert, engine = parser.add_argument_group("convert"), parser.add_argument_group("engine")
+    convert.add_argument("--megabytes", type=positive, default=1000, help="size of the checkpoint (default: 1000)")
+    convert.add_argument("--folder", help="where to write (default: the system's temporary folder)")
+    engine.add_argument("--shape", choices=("tiny", "qwen3-0.6b", "qwen3-8b"), default="qwen3-0.6b", help="(default: qwen3-0.6b)")
+    engine.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of the weights (default: bfloat16)")
+    engine.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default: cpu)")
+    engine.add_argument("--prompt-tokens", type=positive, default=128, help="(default: 128)")
+    engine.add_argument("--max-new-tokens", type=positive, default=64, help="tokens a row (default: 64)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

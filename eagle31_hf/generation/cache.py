@@ -60,6 +60,7 @@ class SlotLayer(DynamicLayer):
         self.is_sliding = window is not None
         self.buffers: list[Tensor] = []  # keys, values
         self.first = self.end = 0
+        self.watch: tuple[int, list[float]] | None = None  # a slot, and how much each forward attends to slots from there on
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -93,6 +94,8 @@ class SlotLayer(DynamicLayer):
         if self.fixed:
             return self.buffers[0], self.buffers[1]
         self.keys, self.values = (buffer[..., seen_from - self.first : self.end - self.first, :] for buffer in self.buffers)
+        if self.watch is not None and "query" in kwargs:
+            self.watch[1].append(share_from(kwargs["query"], self.keys, self.watch[0] - seen_from))
         return self.keys, self.values
 
     def _pass_by(self, new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -112,7 +115,7 @@ class SlotLayer(DynamicLayer):
         if end - self.first <= capacity:
             return
         if self.fixed and (self.buffers or end > (self.limit or 0)):
-            raise RuntimeError(f"a static cache of {capacity or self.limit} tokens got token {end}; drafts are cut so that it cannot happen.")
+            raise RuntimeError(f"a static cache of {capacity or self.limit} tokens got token {end}.")
         used, needed = min(self.end, end) - seen_from, end - seen_from
         if needed > capacity:
             # Zeros, not whatever memory held: a masked slot still meets the weight 0, and 0 times NaN is NaN.
@@ -163,6 +166,14 @@ class SlotLayer(DynamicLayer):
     def held(self, count: int) -> list[Tensor]:
         """Keys and values of the last `count` tokens."""
         return [buffer[..., self.end - count - self.first : self.end - self.first, :] for buffer in self.buffers]
+
+
+def share_from(query: Tensor, keys: Tensor, first: int) -> float:
+    """How much of its attention the first query (B, H, R, D) of the first row gives to keys (B, Hkv, S, D) from the `first` on, 0 to 1, the
+    mean over heads."""
+    heads = query[0, :, 0].unflatten(0, (keys.shape[1], -1))  # (Hkv, H / Hkv, D)
+    weights = (heads @ keys[0].mT * query.shape[-1] ** -0.5).softmax(-1)
+    return float(weights[..., first:].sum(-1).mean())
 
 
 # How a stock layer becomes a `SlotLayer` and gets its tokens back. Only these very classes: what derives from them keeps more than keys.
@@ -257,7 +268,7 @@ def slots(cache: Cache, limit: int) -> Iterator[Placement | None]:
     placement, found, replicated = Placement(), cache.layers, cache.layer_class_to_replicate
     cache.layers = [ADOPTED[type(layer)][0](layer, placement, limit) for layer in found]
     if replicated is not None:
-        cache.layer_class_to_replicate = lambda: SlotLayer(placement, limit)
+        cache.layer_class_to_replicate = lambda: SlotLayer(placement, limit)  # type: ignore[assignment]
     try:
         yield placement
     finally:
@@ -271,11 +282,8 @@ def slots(cache: Cache, limit: int) -> Iterator[Placement | None]:
 def slot_cache(config: PreTrainedConfig) -> tuple[Cache, Placement]:
     """An empty cache of `SlotLayer`s, as many as the config has layers."""
     placement = Placement()
-    return Cache(layers=[_from_stock(layer, placement) for layer in DynamicCache(config=config).layers]), placement
-
-
-def _from_stock(layer: DynamicLayer, placement: Placement) -> SlotLayer:
-    return SlotLayer(placement, window=getattr(layer, "sliding_window", None))
+    windows = [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers]
+    return Cache(layers=[SlotLayer(placement, window=window) for window in windows]), placement
 
 
 def keep_paths(cache: Cache, starts: list[int], paths: list[list[int]]) -> None:

@@ -13,7 +13,6 @@ from ..features import capture_states, decoder_layers
 from ..modeling import Eagle31DrafterModel
 from .drafting import READ_AT_ONCE, DraftSession, Policy, Proposal, Reading
 from .randomness import Draws
-from .texts import Texts
 
 
 class Eagle31CandidateGenerator(CandidateGenerator):

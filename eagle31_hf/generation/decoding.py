@@ -3,6 +3,8 @@
 B rows, L committed tokens, R tokens a row in a target forward, V target vocabulary.
 """
 
+from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -26,6 +28,8 @@ from .texts import Texts
 from .tuning import AutoPilot, FixedPilot, tuner_of
 from .verify import Judge, Verdict
 
+# What judges a call's drafts; benchmarks put another in its place.
+judge_of: ContextVar[Callable[..., Judge]] = ContextVar("eagle31_judge", default=lambda target, *rules: Judge(*rules))
 SPARE_SLOTS = 64  # beyond the longest text: the largest tree auto draws, and what a row that has ended is written over with
 
 
@@ -67,11 +71,11 @@ def speculative_decoding(
                 drafter, target, wishes.depth or 1, stopping.max_length, logits_processor, bool(draws), wishes.threshold,
                 runner.num_padding, runner.num_cached, draws,
             ),
-            Judge(logits_processor, draws, stopping.eos_token_ids),
+            judge_of.get()(target, logits_processor, draws, stopping.eos_token_ids),
             stopping,
             Texts(input_ids, pad_token(generation_config), runner.num_padding),
             OutputCollector(generation_config, runner.past_key_values),
-            pilot_of(drafter, target, wishes, draws_trees, len(input_ids)),
+            pilot_of(drafter, target, wishes, draws_trees, len(input_ids), bool(draws)),
             streamer,
             in_step,
         )  # fmt: skip
@@ -154,8 +158,7 @@ class Loop:
                 verdict = self.judge.row_by_row(texts, proposal, logits)
                 counts, finished = self.stopping.row_by_row(texts, verdict, scores)
         accepted = [
-            None if ended else min(len(path) - 1, count)
-            for path, count, ended in zip(verdict.paths, counts, texts.finished, strict=True)
+            None if ended else min(len(path) - 1, count) for path, count, ended in zip(verdict.paths, counts, texts.finished, strict=True)
         ]
         verdict = verdict.cut(counts)
         self.runner.commit(texts, verdict.paths, proposal.num_rows)
@@ -188,10 +191,10 @@ def pad_token(config: GenerationConfig) -> int:
 
 
 def pilot_of(
-    drafter: Eagle31DrafterModel, target: PreTrainedModel, wishes: Knobs, draws_trees: bool, num_rows: int
+    drafter: Eagle31DrafterModel, target: PreTrainedModel, wishes: Knobs, draws_trees: bool, num_rows: int, do_sample: bool
 ) -> AutoPilot | FixedPilot:
     if wishes.depth is None:
-        return AutoPilot(tuner_of(drafter, target, num_rows), draws_trees)
+        return AutoPilot(tuner_of(drafter, target, num_rows, draws_trees, do_sample), draws_trees)
     return FixedPilot(wishes.depth, (wishes.top_k or 1) if draws_trees else 1, wishes.total_tokens or 60)
 
 

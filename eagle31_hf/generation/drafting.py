@@ -58,7 +58,13 @@ class Proposal:
 class Policy(Protocol):
     """How far an expansion goes, decided as it goes."""
 
-    top_k: int
+    @property
+    def top_k(self) -> int: ...
+
+    @property
+    def shares(self) -> list[float] | None:
+        """Filled, unless None: by level, the share of its attention a node gives to what is not committed."""
+        ...
 
     def scores(self, log_probs: Tensor, level: int, growth: Tensor) -> Tensor:
         """Log-probabilities (B, F, k) of the children of a level's nodes, the first level being 0, -> the logs of their chances to be
@@ -81,6 +87,7 @@ class Fixed:
     depth: int
     top_k: int
     total_tokens: int
+    shares: None = None
 
     def scores(self, log_probs: Tensor, level: int, growth: Tensor) -> Tensor:
         return log_probs
@@ -179,11 +186,11 @@ class DraftSession:
         return (state[:, -1:] if isinstance(keep, int) else state[torch.arange(len(counts)), keep][:, None]), out.logits
 
     def propose_chain(self, reading: Reading, contexts: list[Tensor], depth: int) -> Proposal:
-        """Reads, then drafts up to `depth` tokens after every text (1, L_b) of `contexts`, each drawn from the drafter's own distribution."""
+        """Reads, then drafts up to `depth` tokens after every text (1, L_b), each drawn from the drafter's own distribution."""
         contexts = [context.to(self.like.device) for context in contexts] if self.reads_text else contexts
         slots = [context.shape[1] for context in contexts]
         state, logits = self.read(reading)
-        drafted, drawn_from = [], []
+        drafted, drawn_from = list[Tensor](), list[Tensor]()
         try:
             while True:
                 tokens, scores, go_on = self._pick(logits[:, -1], contexts, [slot + len(drafted) for slot in slots])
@@ -217,11 +224,12 @@ class DraftSession:
         own_depths, path_ids = torch.zeros(rows, 0, dtype=torch.long, device=device), candidates.ids[0].new_zeros(rows, 1, 0)
         try:
             state, logits = self.read(reading)
+            first_state = state
+            if policy.shares is not None:
+                self.past_key_values.layers[0].watch = (self.lengths[0], policy.shares)
             for level in range(max_depth):
                 log_probs, ids = self._likeliest(logits, policy.top_k, contexts, path_ids)
-                norms = state.float().norm(dim=-1, keepdim=True).log()
-                first_norms = norms if level == 0 else first_norms
-                scores = policy.scores(log_probs, level, norms - first_norms)
+                scores = policy.scores(log_probs, level, log_norms(state) - log_norms(first_state))
                 totals = (scores + candidates.frontier_scores[..., None]).flatten(1)
                 width = policy.width(totals.exp(), level)
                 width = width if level + 1 < max_depth else 0
@@ -294,6 +302,7 @@ class DraftSession:
 
     def _settle(self) -> None:
         """Forgets what no target state stands behind."""
+        self.past_key_values.layers[0].watch = None
         for layer in self.past_key_values.layers:
             layer.settle(max(self.lengths))
 
@@ -348,3 +357,8 @@ class DraftSession:
         count = min(top_k, log_probs.shape[-1] if self.in_range else int((~self.out_of_range).sum()))
         best = log_probs.topk(count, dim=-1)
         return best.values, best.indices if ids is None else ids[best.indices]
+
+
+def log_norms(states: Tensor) -> Tensor:
+    """(B, F, h) -> (B, F, 1)."""
+    return states.float().norm(dim=-1, keepdim=True).log()

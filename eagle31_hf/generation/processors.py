@@ -17,8 +17,9 @@ POINTWISE = _named("LogitsWarper", "Temperature", "TopK", "TopP", "MinP", "Typic
 # Functions of their arguments alone may also shape a draft. Any draft is lossless; one that follows the target's processors is accepted
 # more often. The others keep state or call the user's code, and see only the committed text.
 DRAFT_PROCESSORS = POINTWISE + _named(
-    "LogitsProcessor", "RepetitionPenalty", "NoRepeatNGram", "SequenceBias", "NoBadWords", "SuppressTokens", "MinLength", "MinNewTokensLength"
-)
+    "LogitsProcessor", "RepetitionPenalty", "NoRepeatNGram", "SequenceBias", "NoBadWords", "SuppressTokens", "MinLength",
+    "MinNewTokensLength",
+)  # fmt: skip
 # Functions of one row's text and scores: rows may be shown to them one by one, at different lengths.
 ROWWISE = (
     *DRAFT_PROCESSORS,

@@ -1,7 +1,7 @@
 """Where a sampled token comes from: random numbers of each row's own, so that no row's text depends on its neighbours.
 
 A token is drawn as the argmax of log-probability plus Gumbel noise. *Coupled* noise belongs to a slot of the text: the drafter guesses
-with the noise the target will draw with (arXiv 2408.07978), and whatever is drafted, the text is a function of the seed and the target alone.
+with the noise the target will draw with (arXiv 2408.07978), and whatever is drafted, the text is a function of seed and target alone.
 """
 
 import torch

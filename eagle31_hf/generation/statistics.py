@@ -63,9 +63,10 @@ class AcceptanceStats(RowStats):
     def summary(self) -> str:
         """A few lines for people."""
         rates = " ".join(f"{rate:.2f}" for rate in self.acceptance_rates) or "nothing was drafted"
+        unit = "target forward and row" if len(self.rows) > 1 else "target forward"
         lines = [
             f"{self.generated_tokens} tokens in {self.prefills} prefills and {self.target_forwards} target forwards",
-            f"mean accepted length {self.mean_accepted_length:.2f} tokens per target forward{' and row' * (len(self.rows) > 1)}, bonus included",
+            f"mean accepted length {self.mean_accepted_length:.2f} tokens per {unit}, bonus included",
             f"accepted by position: {rates}",
         ]
         if len(self.rows) > 1:

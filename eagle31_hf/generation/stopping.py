@@ -39,7 +39,7 @@ class Stopping:
         new = torch.tensor(verdict.tokens, device=rows.device)
         for count in range(1, new.shape[1] + 1):
             so_far = None if scores is None else (*scores, *(torch.cat([row[i] for row in verdict.scores]) for i in range(count)))
-            met = self.criteria(torch.cat((rows, new[:, :count]), dim=1), so_far).tolist()  # type: ignore[arg-type]
+            met = self.criteria(torch.cat((rows, new[:, :count]), dim=1), so_far).tolist()
             finished = [was or now for was, now in zip(finished, met, strict=True)]
             if finished != texts.finished:
                 break
@@ -56,6 +56,6 @@ class Stopping:
         new = torch.tensor([tokens], device=text.device)
         for count in range(1, len(tokens) + 1):
             so_far = None if scores is None else (*scores[0], *scores[1][:count])
-            if self.criteria(torch.cat((text, new[:, :count]), dim=1), so_far).all():  # type: ignore[arg-type]
+            if self.criteria(torch.cat((text, new[:, :count]), dim=1), so_far).all():
                 return count, True
         return len(tokens), False

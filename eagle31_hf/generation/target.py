@@ -86,8 +86,8 @@ class TargetRunner:
         self.model_kwargs = self._grown(self.model_kwargs, rows.shape[1] - self._covered)
         self._covered = rows.shape[1]
         kwargs = self._grown(self.model_kwargs, proposal.num_rows - 1)
-        ids = torch.cat((rows, proposal.ids), dim=1)
-        return self._run(self.target.prepare_inputs_for_generation(ids, next_sequence_length=proposal.num_rows, **kwargs), proposal.num_rows)
+        ids, num_rows = torch.cat((rows, proposal.ids), dim=1), proposal.num_rows
+        return self._run(self.target.prepare_inputs_for_generation(ids, next_sequence_length=num_rows, **kwargs), num_rows)
 
     def _run(self, inputs: dict[str, Any], num_rows: int) -> CausalLMOutputWithPast:
         if "logits_to_keep" in inputs:

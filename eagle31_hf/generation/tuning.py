@@ -11,6 +11,7 @@ import statistics
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -27,6 +28,7 @@ COUNTS = (*range(17), 20, 24, 28, 32, 40, 48, 60)  # drafts worth considering to
 FIRST_ROUNDS, FIRST_DEPTH = 6, 4  # chains drafted before there is anything to go by
 PLAIN_EVERY = 64  # rounds after which a plain one measures what drafting is compared with
 PAUSES = (8, 512)  # plain rounds after drafting has lost: at first, and at most; each loss doubles them
+WATCH_EVERY = 8  # rounds of which one measures where the drafter looks
 PROBE = 3  # rounds drafted after a pause
 
 
@@ -98,21 +100,41 @@ class Costs:
         return estimates
 
 
-class Calibration:
-    """Chance that the target accepts a draft, given its parent: a logistic function of the drafter's log-odds, one intercept a depth,
-    which takes up what the drafter loses from step to step, and a weight of the state's growth that can only lower it.
+class Drift:
+    """One sign of drift, by depth: how far it lies above what is usual there."""
 
-    Source: vLLM's adaptive verification fits the same form; the drift term is ours.
+    def __init__(self):
+        self.usual, self.lately = [0.0] * MAX_DEPTH, [0.0] * MAX_DEPTH
+        self.seen = [0] * MAX_DEPTH
+
+    def add(self, depth: int, value: float) -> None:
+        self.seen[depth] += 1
+        self.usual[depth] += (value - self.usual[depth]) / min(self.seen[depth], 200)
+        self.lately[depth] += (value - self.lately[depth]) / min(self.seen[depth], 4)
+
+    def rise(self, depth: int) -> float:
+        return self.lately[depth] - self.usual[depth]
+
+
+class Calibration:
+    """Chance that the target accepts a draft, given its parent: a logistic function of the drafter's log-odds, with an intercept for every
+    depth, which takes up what the drafter loses from step to step, and two signs of drift that can only lower it, learnt from what they
+    have foretold: how much the state has grown (log), and how much attention has left the committed text for the drafter's own tokens.
+
+    Source: vLLM's adaptive verification fits the first three; the signs of drift are those of EAGLE 3.1's analysis.
     """
 
     def __init__(self):
-        self.slope, self.growth = 0.5, 0.0
+        self.slope, self.growth_weight, self.share_weight = 0.5, -1.0, -1.0
         self.intercepts, self.seen = [0.0] * MAX_DEPTH, [0] * MAX_DEPTH
+        self.growth, self.share = Drift(), Drift()
+        self.going_on = [0.7] * MAX_DEPTH  # share of accepted nodes with an accepted child, by depth
 
     def __call__(self, log_probs: Tensor, depth: int, growth: Tensor) -> Tensor:
         """Log-probabilities (B, F, k) and log growth of the parents' states (B, F, 1) -> log-chances."""
-        odds = log_odds(log_probs)
-        return torch.nn.functional.logsigmoid(self.slope * odds + self.intercept(depth) + self.growth * growth)
+        rest = self.intercept(depth) + self.share_weight * self.share.rise(depth)
+        drift = self.growth_weight * (growth - self.growth.usual[depth])
+        return torch.nn.functional.logsigmoid(self.slope * log_odds(log_probs) + rest + drift)
 
     def intercept(self, depth: int) -> float:
         """That of the deepest depth known, for depths not yet seen."""
@@ -121,13 +143,15 @@ class Calibration:
         return self.intercepts[depth]
 
     def learn(self, log_prob: float, depth: int, growth: float, accepted: bool) -> None:
-        odds = float(log_odds(torch.tensor(log_prob)))
-        start = self.intercept(depth)
-        error = accepted - 1 / (1 + math.exp(-(self.slope * odds + start + self.growth * growth)))
+        odds, start = float(log_odds(torch.tensor(log_prob))), self.intercept(depth)
+        grown, left = growth - self.growth.usual[depth], self.share.rise(depth)
+        score = self.slope * odds + start + self.growth_weight * grown + self.share_weight * left
+        error = accepted - 1 / (1 + math.exp(-score))
         self.seen[depth] += 1
         self.intercepts[depth] = start + error * max(0.05, 2 / (3 + self.seen[depth]))
         self.slope = min(max(self.slope + 0.005 * error * odds, 0.05), 2.0)
-        self.growth = min(max(self.growth + 0.02 * error * growth, -4.0), 0.0)
+        self.growth_weight = min(max(self.growth_weight + 0.05 * error * grown, -4.0), 0.0)
+        self.share_weight = min(max(self.share_weight + 0.05 * error * left, -8.0), 0.0)
 
 
 def log_odds(log_probs: Tensor) -> Tensor:
@@ -173,29 +197,29 @@ class Tuner:
         return self.drafting.rounds >= FIRST_ROUNDS and self.plain.rounds > 0 and self.drafting.value < self.plain.value
 
 
-_tuners: WeakKeyDictionary[Eagle31DrafterModel, WeakKeyDictionary[PreTrainedModel, dict[int, Tuner]]] = WeakKeyDictionary()
+_tuners: WeakKeyDictionary[Eagle31DrafterModel, WeakKeyDictionary[PreTrainedModel, dict[tuple, Tuner]]] = WeakKeyDictionary()
 _tuners_lock = threading.Lock()
 
 
-def tuner_of(drafter: Eagle31DrafterModel, target: PreTrainedModel, num_rows: int) -> Tuner:
-    """The one and only."""
+def tuner_of(drafter: Eagle31DrafterModel, target: PreTrainedModel, *kind: object) -> Tuner:
+    """The one of this pair for calls of a kind: number of rows, trees or not, sampled or not."""
     with _tuners_lock:
-        return _tuners.setdefault(drafter, WeakKeyDictionary()).setdefault(target, {}).setdefault(num_rows, Tuner())
+        return _tuners.setdefault(drafter, WeakKeyDictionary()).setdefault(target, {}).setdefault(kind, Tuner())
 
 
 class AutoPolicy:
     """One round of drafting by what pays. `draws_tree`: whether nodes may have several children."""
 
-    def __init__(self, tuner: Tuner, draws_tree: bool, num_rows: int, num_unread: int):
+    def __init__(self, tuner: Tuner, draws_tree: bool, num_rows: int, num_unread: int, watches: bool):
         self.tuner, self.top_k, self.num_rows, self.num_unread = tuner, TOP_K if draws_tree else 1, num_rows, num_unread
         self.is_first = tuner.drafting.rounds < FIRST_ROUNDS
         self.widths: list[int] = []
-        self.chances: list[float] = []  # of the likeliest draft at every depth
-        self.growths: list[float] = []
+        self.growths: list[float] = []  # by level, the first node's: how much larger its state is than the one drafting began with, log
+        self.shares: list[float] | None = [] if watches else None
         self._clock = time.perf_counter()
 
     def scores(self, log_probs: Tensor, level: int, growth: Tensor) -> Tensor:
-        self.growths.append(float(growth.mean()))
+        self.growths.append(float(growth[0, 0, 0]))
         return self.tuner.calibration(log_probs, level, growth)
 
     def width(self, survivals: Tensor, level: int) -> int:
@@ -206,7 +230,6 @@ class AutoPolicy:
             self.tuner.step.add(self.widths[-1], now - self._clock)
         self._clock = now
         best = survivals.sort(dim=1, descending=True).values[:, : WIDTHS[-1]].tolist()
-        self.chances.append(best[0][0])
         width = self._best_width(best, level)
         self.widths.append(width)
         return width
@@ -215,7 +238,7 @@ class AutoPolicy:
         if self.is_first:
             return 1 if level + 1 < FIRST_DEPTH else 0
         per_node, rate = self._seconds_a_draft() * self.tuner.rate, self.tuner.rate
-        hope = self._hope(level + 1)
+        hope = self.tuner.calibration.going_on[min(level + 1, MAX_DEPTH - 1)]
         widths = [width for width in WIDTHS if width <= len(best[0]) and (width == 1 or self.top_k > 1)]
         values, gained, done = [], 0.0, 0
         for width, seconds in zip(widths, self.tuner.step.estimate(tuple(widths)), strict=True):
@@ -223,11 +246,6 @@ class AutoPolicy:
             done = width
             values.append(gained - rate * seconds)
         return widths[values.index(max(values))] if max(values) > 0 else 0
-
-    def _hope(self, depth: int) -> float:
-        """Chance that the likeliest draft of a depth is accepted when its parent is: that of a middling one."""
-        calibration = self.tuner.calibration
-        return 1 / (1 + math.exp(-(calibration.slope * 3.0 + calibration.intercept(min(depth, MAX_DEPTH - 1)))))
 
     def _seconds_a_draft(self) -> float:
         low, high = self.tuner.verify.estimate((2, 10))
@@ -258,7 +276,7 @@ class AutoPilot:
         self.policy = None
         if max_depth < 1 or self._is_plain():
             return PLAIN
-        self.policy = AutoPolicy(self.tuner, self.draws_tree, num_rows, num_unread)
+        self.policy = AutoPolicy(self.tuner, self.draws_tree, num_rows, num_unread, self.rounds % WATCH_EVERY == 0)
         return Plan(min(self.max_depth, max_depth), self.policy)
 
     def _is_plain(self) -> bool:
@@ -287,21 +305,29 @@ class AutoPilot:
                 self.choices["plain"] += 1
                 return
             tuner.drafting.add(num_tokens, total)
-            self.choices["of trees" if proposal.tree is not None else "of chains" if proposal.ids.shape[1] else "with drafts not worth it"] += 1
+            drafted = "of chains" if proposal.ids.shape[1] else "with drafts not worth verifying"
+            self.choices[drafted if proposal.tree is None else "of trees"] += 1
             self.drafts_by_count[proposal.ids.shape[1]] += 1
             self._calibrate(proposal, verdict)
 
     def _calibrate(self, proposal: Proposal, verdict: Verdict) -> None:
-        assert self.policy is not None and proposal.log_probs is not None
-        log_probs = proposal.log_probs.tolist()
+        assert self.policy is not None
+        assert proposal.log_probs is not None
+        calibration, log_probs = self.tuner.calibration, proposal.log_probs.tolist()
+        for depth, growth in enumerate(self.policy.growths):
+            calibration.growth.add(depth, growth)
+        for depth, share in enumerate(self.policy.shares or []):
+            calibration.share.add(depth + 1, share)
         for b, guess in enumerate(proposal.guesses or []):  # drafted, but not worth verifying: seen all the same
             if verdict.tokens[b]:
-                self.tuner.calibration.learn(guess[1], 0, self.policy.growths[0], verdict.tokens[b][0] == guess[0])
+                calibration.learn(guess[1], 0, self.policy.growths[0], verdict.tokens[b][0] == guess[0])
         for b, (children, path) in enumerate(zip(proposal.children(), verdict.paths, strict=True)):
             for depth, node in enumerate(path):
+                if children[node]:
+                    calibration.going_on[depth] += 0.05 * ((depth + 1 < len(path)) - calibration.going_on[depth])
                 for child in children[node].values():
                     accepted = depth + 1 < len(path) and path[depth + 1] == child
-                    self.tuner.calibration.learn(log_probs[b][child], depth, self.policy.growths[depth], accepted)
+                    calibration.learn(log_probs[b][child], depth, self.policy.growths[depth], accepted)
 
     def explain(self) -> str:
         """Figures behind the choices, for people."""
@@ -310,10 +336,16 @@ class AutoPilot:
         verify = ", ".join(f"{1000 * seconds:.1f} ms for {count}" for count, seconds in (rows[:1] + rows[-1:] if len(rows) > 1 else rows))
         step = tuner.step.estimate((1,))[0]
         typical = ", ".join(f"{count} ({times} times)" for count, times in self.drafts_by_count.most_common(3)) or "none"
-        chances = " ".join(f"{1 / (1 + math.exp(-(3 * calibration.slope + b))):.2f}" for b, n in zip(calibration.intercepts, calibration.seen, strict=True) if n)
+        chances = " ".join(f"{chance:.2f}" for chance, seen in zip(calibration.going_on, calibration.seen, strict=True) if seen)
         return (
             f"auto knows: target forwards take {verify} tokens; a draft step {1000 * step:.1f} ms, which pays where it brings "
             f"{tuner.rate * step:.2f} tokens or more at {tuner.rate:.1f} tokens/s\n"
-            f"auto knows: drafting gives {tuner.drafting.value:.1f} tokens/s, plain decoding {tuner.plain.value:.1f}; drafts verified a round: "
-            f"{typical}; a confident draft is accepted by depth: {chances or 'not known'}"
+            f"auto knows: drafting gives {tuner.drafting.value:.1f} tokens/s, plain decoding {tuner.plain.value:.1f}; drafts a round: "
+            f"{typical}; rounds that go on, by depth: {chances or 'not known'}\n"
+            f"auto knows: drift by depth, state growth {_figures(calibration.growth, math.exp)}, attention on own drafts "
+            f"{_figures(calibration.share)}"
         )
+
+
+def _figures(drift: Drift, scale: Callable[[float], float] = float) -> str:
+    return " ".join(f"{scale(value):.2f}" for value, seen in zip(drift.lately, drift.seen, strict=True) if seen) or "not seen"

@@ -38,7 +38,7 @@ class Judge:
     """How the target chooses: by argmax where `draws` is None. `eos_token_ids` end a row.
 
     Rejection sampling (arXiv 2211.17192) where drafts come with the logits they were drawn from; else the target's own token is drawn at
-    every node, and while it is a child of the node, the walk descends. Either way tokens are distributed as the target alone would emit them.
+    every node, and while it is a child of the node, the walk descends. Either way tokens are distributed as the target's own.
     """
 
     processors: LogitsProcessorList
@@ -97,7 +97,8 @@ class Judge:
         return Verdict(ids, [list(range(len(tokens))) for _ in rows], [[row[b : b + 1] for row in scores] for b in rows])
 
     def _choose(self, b: int, slot: int, p_logits: Tensor, candidate: Tensor | None, q_logits: Tensor | None) -> Tensor:
-        """One token (1,): the argmax, or distributed as p (1, V): the candidate with chance min(1, p/q), else from the residual max(p - q, 0)."""
+        """One token (1,): the argmax, or one distributed as p (1, V): the candidate with chance min(1, p/q), else drawn from the residual
+        max(p - q, 0)."""
         if self.draws is None:
             return p_logits.argmax(-1)
         if candidate is None or q_logits is None:
