@@ -13,7 +13,9 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..generation.checks import AUTO
 from ..generation.statistics import AcceptanceStats, track_acceptance
+from ..generation.tuning import MAX_DEPTH
 from ..modeling import Eagle31DrafterModel
 from ..version import __version__
 
@@ -44,15 +46,26 @@ class ForwardClock:
 
 @dataclass(frozen=True)
 class Shape:
-    """How a drafter drafts: chains of `depth`, or trees of `top_k` children a node and `total_tokens` nodes."""
+    """How a drafter drafts: chains of `depth`, trees of `top_k` children a node and `total_tokens` nodes, or what auto chooses, at most
+    `depth` deep."""
 
     depth: int
     top_k: int = 1
     total_tokens: int = 60
+    is_auto: bool = False
 
     @property
-    def knobs(self) -> dict[str, int]:
+    def knobs(self) -> dict[str, int | str]:
+        if self.is_auto:
+            return dict.fromkeys(("num_assistant_tokens", "draft_tree_top_k", "draft_tree_total_tokens"), AUTO)
         return {"num_assistant_tokens": self.depth, "draft_tree_top_k": self.top_k, "draft_tree_total_tokens": self.total_tokens}
+
+    @property
+    def name(self) -> str:
+        return "auto" if self.is_auto else str(self.depth) if self.top_k == 1 else f"{self.depth}, tree {self.total_tokens}"
+
+
+AUTO_SHAPE = Shape(MAX_DEPTH, is_auto=True)
 
 
 class Contestant:
@@ -146,6 +159,8 @@ def _figures(contestant: Contestant, alone: Contestant) -> dict[str, Any]:
         "drafter": contestant.name,
         "depth": contestant.shape.depth,
         "tree": contestant.shape.top_k > 1,
+        "auto": contestant.shape.is_auto,
+        "name": contestant.shape.name,
         "shape": contestant.shape.knobs,
         "tokens_per_second": contestant.tokens_per_second,
         "speedup": contestant.tokens_per_second / alone.tokens_per_second,

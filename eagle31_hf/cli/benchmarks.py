@@ -32,12 +32,13 @@ def _engine(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
     from ..bench.engine import measure_engine
 
+    prompt_tokens = 128 if args.prompt_tokens is None else args.prompt_tokens
     result = measure_engine(
-        args.shape, getattr(torch, args.dtype), args.device, args.prompt_tokens, args.max_new_tokens, args.rounds, progress=progress
+        args.shape, getattr(torch, args.dtype), args.device, prompt_tokens, args.max_new_tokens, args.rounds, progress=progress
     )
     env = result["environment"]
     lines = [
-        f"{args.shape}, random weights, {env['dtype']}, {env['device']}, {env['threads']} threads; {args.prompt_tokens} + "
+        f"{args.shape}, random weights, {env['dtype']}, {env['device']}, {env['threads']} threads; {prompt_tokens} + "
         f"{args.max_new_tokens} tokens, medians of {args.rounds} rounds",
         f"the target alone: {result['target']['tokens_per_second']:.1f} tokens/s",
         "drafting                rows  accepted length  speedup  efficiency (bare forwards / generate)",
@@ -49,21 +50,57 @@ def _engine(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     return result, "\n".join([*lines, *(run["explanation"] for run in result["runs"] if run["explanation"])])
 
 
-MEASUREMENTS = {"convert": _convert, "engine": _engine}
+def _memory(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    from ..bench.memory import measure_memory
+
+    tokens = 16384 if args.prompt_tokens is None else args.prompt_tokens
+    rows = []
+    for chunk in (None, 2048):
+        progress(f"a prompt of {tokens} tokens, {f'in chunks of {chunk}' if chunk else 'in one forward'}")
+        rows.append(measure_memory(args.shape, args.dtype, args.device, tokens, chunk))
+    lines = [
+        f"{args.shape}, {args.dtype}, {args.device}: peak memory less the drafter's weights",
+        "prompt   chunk   alone      drafted    ratio",
+    ]
+    lines += [
+        f"{row['prompt_tokens']:>6}  {row['chunk'] or 'whole':>6}  {row['alone'] / 1e6:>6.0f} MB  {row['drafted'] / 1e6:>6.0f} MB  "
+        f"{row['ratio']:.3f}"
+        for row in rows
+    ]
+    return {"memory": rows}, "\n".join(lines)
+
+
+def _auto(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    from ..bench.auto import measure_auto
+
+    result = measure_auto(rounds=args.rounds, progress=progress)
+    lines = []
+    for kind, figures in result.items():
+        lines += [
+            f"{kind}: auto is {figures['auto_over_target']:.2f}x the target alone, {figures['auto_over_best']:.3f} of the best fixed "
+            f"setting ({figures['best']})",
+            *(f"  {run['name']:<12} {run['speedup']:>5.2f}x {run['mean_accepted_length']:>6.2f}" for run in figures["runs"]),
+        ]
+    return result, "\n".join(lines)
+
+
+MEASUREMENTS = {"auto": _auto, "convert": _convert, "engine": _engine, "memory": _memory}
 
 
 def add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "what", choices=tuple(MEASUREMENTS),
-        help="convert: converting a checkpoint, beside copying it; engine: decoding with made-up acceptance, beside the bare forwards",
+        help="auto: the demo pair beside every fixed setting; convert: converting a checkpoint, beside copying it; "
+        "engine: decoding with made-up acceptance, beside the bare forwards; "
+        "memory: a long prompt, with and without a drafter",
     )  # fmt: skip
     parser.add_argument("--rounds", type=positive, default=3, help="convert: the fastest counts; engine: the median (default: 3)")
-    convert, engine = parser.add_argument_group("convert"), parser.add_argument_group("engine")
+    convert, engine = parser.add_argument_group("convert"), parser.add_argument_group("engine, memory")
     convert.add_argument("--megabytes", type=positive, default=1000, help="size of the checkpoint (default: 1000)")
     convert.add_argument("--folder", help="where to write (default: the system's temporary folder)")
     engine.add_argument("--shape", choices=("tiny", "qwen3-0.6b", "qwen3-8b"), default="qwen3-0.6b", help="(default: qwen3-0.6b)")
     engine.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of the weights (default: bfloat16)")
     engine.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default: cpu)")
-    engine.add_argument("--prompt-tokens", type=positive, default=128, help="(default: 128)")
+    engine.add_argument("--prompt-tokens", type=positive, help="(default: 128; memory: 16384)")
     engine.add_argument("--max-new-tokens", type=positive, default=64, help="tokens a row (default: 64)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

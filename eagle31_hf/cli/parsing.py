@@ -23,6 +23,10 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def positive_or_auto(text: str) -> int | str:
+    return text if text == "auto" else positive(text)
+
+
 def add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, mps (default: cpu)")
     add_json(parser)

@@ -5,15 +5,14 @@ import json
 import sys
 from typing import Any
 
-from .parsing import add_device, add_reading, positive, progress, reading_options
+from .parsing import add_device, add_reading, positive, positive_or_auto, progress, reading_options
 
 DEPTHS = (3, 5, 7)
-TREE = {"depth": 7, "top_k": 4, "total_tokens": 24}
 
 
 def demo(args: argparse.Namespace) -> int:
     from .. import demo as pair
-    from ..bench import Shape, measure
+    from ..bench import AUTO_SHAPE, Shape, measure
 
     progress("loading the demo pair")
     target, tokenizer = pair.load_target(args.device)
@@ -21,7 +20,7 @@ def demo(args: argparse.Namespace) -> int:
     prompts = [prompt.to(args.device) for prompt in pair.prompts(tokenizer, args.prompts)]
     if not args.json:
         _show_completion(target, tokenizer, drafters["eagle31"], prompts[0], args.max_new_tokens)
-    shapes = [*(Shape(depth) for depth in DEPTHS), Shape(**TREE)]
+    shapes = [*(Shape(depth) for depth in DEPTHS), Shape(7, top_k=4, total_tokens=24), AUTO_SHAPE]
     result = measure(target, drafters, prompts, shapes, args.max_new_tokens, progress)
     print(json.dumps(result) if args.json else _table(result, args.profile))
     return 0 if all(run["identical"] for run in result["runs"]) else 1
@@ -87,19 +86,15 @@ def _table(result: dict[str, Any], with_profile: bool) -> str:
         pairs = zip(run["accepted_per_position"], run["drafted_per_position"], strict=True)
         rates = " ".join(f"{accepted / drafted:.2f}" for accepted, drafted in pairs)
         lines.append(
-            f"{run['drafter']:<8} {_shape(run):<11}  {run['tokens_per_second']:>8.1f}  {run['speedup']:>6.2f}x  "
+            f"{run['drafter']:<8} {run['name']:<11}  {run['tokens_per_second']:>8.1f}  {run['speedup']:>6.2f}x  "
             f"{run['mean_accepted_length']:>15.2f}  {rates:<42} {run['overhead']:>7.1%}  {'yes' if run['identical'] else 'NO'}"
         )
     if with_profile:
         lines += ["", "milliseconds of one generate() call"]
         parts = list(result["runs"][0]["profile"])
-        lines += [f"{'':<28}" + "".join(f"{run['drafter']:>9}/{run['depth']}{'t' if run['tree'] else ' '}" for run in result["runs"])]
-        lines += [f"{part:<28}" + "".join(f"{1000 * run['profile'][part]:>12.1f}" for run in result["runs"]) for part in parts]
+        lines += [f"{'':<28}" + "".join(f"{run['drafter'] + ' ' + run['name']:>20}" for run in result["runs"])]
+        lines += [f"{part:<28}" + "".join(f"{1000 * run['profile'][part]:>20.1f}" for run in result["runs"]) for part in parts]
     return "\n".join(lines)
-
-
-def _shape(run: dict[str, Any]) -> str:
-    return f"{run['depth']}, tree {run['shape']['draft_tree_total_tokens']}" if run["tree"] else str(run["depth"])
 
 
 def _counts(stats) -> dict[str, Any]:
@@ -120,9 +115,9 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--drafter", required=True, help="folder or Hub repository of an EAGLE 3 or 3.1 drafter for it")
     parser.add_argument("prompt")
     parser.add_argument("--max-new-tokens", type=positive, default=256)
-    parser.add_argument("--num-assistant-tokens", type=int, help="tokens drafted a round (default: the drafter's own)")
-    parser.add_argument("--draft-tree-top-k", type=positive, help="children of a node; above 1 trees are drafted instead of chains")
-    parser.add_argument("--draft-tree-total-tokens", type=positive, help="nodes of a tree, the root included")
+    parser.add_argument("--num-assistant-tokens", type=positive_or_auto, help="tokens drafted a round, or auto (default: the drafter's own)")
+    parser.add_argument("--draft-tree-top-k", type=positive_or_auto, help="children of a node; above 1 trees are drafted instead of chains")
+    parser.add_argument("--draft-tree-total-tokens", type=positive_or_auto, help="nodes of a tree, the root included")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 (default): greedy")
     parser.add_argument("--seed", type=int)
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16")

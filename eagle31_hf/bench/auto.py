@@ -1,0 +1,56 @@
+"""`num_assistant_tokens="auto"` beside every fixed setting, on prompts that draft well, less well and not at all: the demo pair."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import demo
+from . import AUTO_SHAPE, Shape, measure
+
+FIXED = (
+    Shape(1), Shape(3), Shape(5), Shape(7), Shape(9), Shape(4, 4, 10), Shape(5, 4, 16), Shape(7, 4, 16), Shape(7, 4, 24), Shape(7, 4, 40),
+)  # fmt: skip
+# Nothing of it is Python, which is all that the pair has seen.
+PROSE = """\
+It was late in the autumn when the letter came. The old man had been expecting it for some weeks, and yet, when he held it in his hand, he
+found that he did not want to open it at once. He put it on the table by the window, made himself a cup of tea, and sat down to look at
+the garden, where the last of the apples were still hanging on the tree. Nobody had picked them this year.
+When his daughter came home in the evening she saw the letter lying there and asked him what it said. "I do not know yet," he answered.
+"I thought that we might read it together, after supper, as we used to do when your mother was alive." She nodded, and hung up her coat.
+The road to the village was longer than she remembered. There had been rain in the night, and the fields on both sides were dark and
+heavy; now and then a bird went up from the hedge and was gone. She thought of what she would say to them, and how little of it was true.
+"""
+
+
+def prompts_by_kind(tokenizer: Any, count: int, length: int = 96) -> dict[str, list[Tensor]]:
+    """code: held-out files; prose: English; noise: random ids of the vocabulary. Each (1, length)."""
+    paragraphs = tokenizer(PROSE, return_tensors="pt").input_ids[0]
+    starts = torch.linspace(0, len(paragraphs) - length, count).long().tolist()
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "code": demo.prompts(tokenizer, count),
+        "prose": [paragraphs[None, start : start + length] for start in starts],
+        "noise": [torch.randint(0, len(tokenizer), (1, length), generator=generator) for _ in range(count)],
+    }
+
+
+def measure_auto(
+    count: int = 6, max_new_tokens: int = 96, rounds: int = 2, progress: Callable[[str], None] = lambda message: None
+) -> dict[str, Any]:
+    """-> by kind of prompt what `measure` returns, the `best` fixed setting, and auto's tokens a second over its and over the target's."""
+    target, tokenizer = demo.load_target("cpu")
+    drafters = {"eagle31": demo.load_drafter("eagle31", "cpu")}
+    kinds = {}
+    for kind, prompts in prompts_by_kind(tokenizer, count).items():
+
+        def tell(message: str, kind: str = kind) -> None:
+            progress(f"{kind}, {message}")
+
+        result = measure(target, drafters, prompts * rounds, [*FIXED, AUTO_SHAPE], max_new_tokens, tell)
+        *fixed, auto = result["runs"]
+        best = max(fixed, key=lambda run: run["tokens_per_second"])
+        over_best = auto["tokens_per_second"] / best["tokens_per_second"]
+        kinds[kind] = result | {"best": best["name"], "auto_over_best": over_best, "auto_over_target": auto["speedup"]}
+    return kinds
