@@ -115,7 +115,9 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--drafter", required=True, help="folder or Hub repository of an EAGLE 3 or 3.1 drafter for it")
     parser.add_argument("prompt")
     parser.add_argument("--max-new-tokens", type=positive, default=256)
-    parser.add_argument("--num-assistant-tokens", type=positive_or_auto, help="tokens drafted a round, or auto (default: the drafter's own)")
+    parser.add_argument(
+        "--num-assistant-tokens", type=positive_or_auto, help="tokens drafted a round, or auto (default: the drafter's own)"
+    )
     parser.add_argument("--draft-tree-top-k", type=positive_or_auto, help="children of a node; above 1 trees are drafted instead of chains")
     parser.add_argument("--draft-tree-total-tokens", type=positive_or_auto, help="nodes of a tree, the root included")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 (default): greedy")

@@ -29,6 +29,7 @@ FIRST_ROUNDS, FIRST_DEPTH = 6, 4  # chains drafted before there is anything to g
 PLAIN_EVERY = 64  # rounds after which a plain one measures what drafting is compared with
 PAUSES = (8, 512)  # plain rounds after drafting has lost: at first, and at most; each loss doubles them
 WATCH_EVERY = 8  # rounds of which one measures where the drafter looks
+LEAST, MOST = -8.0, -3e-4  # log-probabilities beyond these say no more
 PROBE = 3  # rounds drafted after a pause
 
 
@@ -125,7 +126,7 @@ class Calibration:
     """
 
     def __init__(self):
-        self.slope, self.growth_weight, self.share_weight = 0.5, -1.0, -1.0
+        self.slope, self.growth_weight, self.share_weight = 1.0, -1.0, -1.0
         self.intercepts, self.seen = [0.0] * MAX_DEPTH, [0] * MAX_DEPTH
         self.growth, self.share = Drift(), Drift()
         self.going_on = [0.7] * MAX_DEPTH  # share of accepted nodes with an accepted child, by depth
@@ -143,7 +144,8 @@ class Calibration:
         return self.intercepts[depth]
 
     def learn(self, log_prob: float, depth: int, growth: float, accepted: bool) -> None:
-        odds, start = float(log_odds(torch.tensor(log_prob))), self.intercept(depth)
+        log_prob = min(max(log_prob, LEAST), MOST)
+        odds, start = log_prob - math.log1p(-math.exp(log_prob)), self.intercept(depth)
         grown, left = growth - self.growth.usual[depth], self.share.rise(depth)
         score = self.slope * odds + start + self.growth_weight * grown + self.share_weight * left
         error = accepted - 1 / (1 + math.exp(-score))
@@ -155,7 +157,7 @@ class Calibration:
 
 
 def log_odds(log_probs: Tensor) -> Tensor:
-    log_probs = log_probs.clamp(-8.0, -3e-4)
+    log_probs = log_probs.clamp(LEAST, MOST)
     return log_probs - torch.log1p(-log_probs.exp())
 
 
@@ -182,6 +184,7 @@ class Tuner:
     verify: Costs = field(default_factory=Costs)
     read: Costs = field(default_factory=Costs)
     step: Costs = field(default_factory=Costs)
+    rest: Costs = field(default_factory=Costs)  # of drafting, what is neither reading nor a step
     drafting: Rate = field(default_factory=Rate)
     plain: Rate = field(default_factory=Rate)
     pause: int = PAUSES[0]
@@ -216,7 +219,7 @@ class AutoPolicy:
         self.widths: list[int] = []
         self.growths: list[float] = []  # by level, the first node's: how much larger its state is than the one drafting began with, log
         self.shares: list[float] | None = [] if watches else None
-        self._clock = time.perf_counter()
+        self._clock, self._timed = time.perf_counter(), 0.0
 
     def scores(self, log_probs: Tensor, level: int, growth: Tensor) -> Tensor:
         self.growths.append(float(growth[0, 0, 0]))
@@ -228,6 +231,7 @@ class AutoPolicy:
             self.tuner.read.add(self.num_unread, now - self._clock)
         else:
             self.tuner.step.add(self.widths[-1], now - self._clock)
+        self._timed += now - self._clock
         self._clock = now
         best = survivals.sort(dim=1, descending=True).values[:, : WIDTHS[-1]].tolist()
         width = self._best_width(best, level)
@@ -250,6 +254,13 @@ class AutoPolicy:
     def _seconds_a_draft(self) -> float:
         low, high = self.tuner.verify.estimate((2, 10))
         return max(high - low, 0.0) / 8 / self.num_rows
+
+    def usual_seconds(self, seconds: float) -> float:
+        """What drafting like this, which took so long, usually takes."""
+        tuner, widths = self.tuner, self.widths[:-1]
+        tuner.rest.add(0, seconds - self._timed)
+        steps = sum(tuner.step.estimate((width,))[0] for width in widths)
+        return tuner.read.estimate((self.num_unread,))[0] + steps + tuner.rest.estimate((0,))[0]
 
     def count(self, survivals: Tensor) -> int:
         if self.is_first:
@@ -297,14 +308,16 @@ class AutoPilot:
 
     def learn(self, proposal: Proposal, verdict: Verdict, seconds: dict[str, float], num_tokens: int) -> None:
         """A round is over: what was accepted, and the seconds its phases took."""
-        tuner, total = self.tuner, seconds["draft"] + seconds["verify"] + seconds["accept"]
+        tuner = self.tuner
         with tuner.lock:
             tuner.verify.add(proposal.num_rows, seconds["verify"] + seconds["accept"])
+            # What such a round usually takes, not what this one took: machines are shared, and one hiccup outweighs many rounds.
+            usual = tuner.verify.estimate((proposal.num_rows,))[0]
             if self.policy is None:
-                tuner.plain.add(num_tokens, total)
+                tuner.plain.add(num_tokens, usual)
                 self.choices["plain"] += 1
                 return
-            tuner.drafting.add(num_tokens, total)
+            tuner.drafting.add(num_tokens, usual + self.policy.usual_seconds(seconds["draft"]))
             drafted = "of chains" if proposal.ids.shape[1] else "with drafts not worth verifying"
             self.choices[drafted if proposal.tree is None else "of trees"] += 1
             self.drafts_by_count[proposal.ids.shape[1]] += 1
