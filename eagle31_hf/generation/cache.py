@@ -27,22 +27,30 @@ UNSUPPORTED = {
 class Placement:
     """Where the tokens of the next forward go, shared by a cache's layers. By default after the end, the same slots in every row.
 
-    `slots` (B, R): the slot of every token, for rows that differ; `high`: the greatest first slot of a row. `low`: the least slot a
-    token stands at (a tree's nodes are written further on than they stand). `is_final`: nothing of it will be taken back, so windowed
-    layers need not keep more than their window.
+    `slots` (W, R): for rows that differ, the slot of every token of the W rows in `written`, the others are not written. `high`: the
+    greatest first slot of a row. `low`: the least slot a token stands at (a tree's nodes are written further on than they stand).
+    `is_final`: nothing of it will be taken back, so windowed layers need not keep more than their window.
     """
 
     slots: Tensor | None = None
+    written: Tensor | None = None
     low: int | None = None
     high: int | None = None
     is_final: bool = False
 
-    def rows(self, starts: list[int], num_tokens: int, device: torch.device) -> None:
-        """As many tokens a row, from slot `starts[b]` on."""
-        self.low, self.high = min(starts), max(starts)
-        self.slots = None
-        if self.low < self.high:
-            self.slots = torch.tensor(starts, device=device)[:, None] + torch.arange(num_tokens, device=device)
+    def rows(self, starts: list[int], num_tokens: int, device: torch.device, ended: list[bool] | None = None) -> None:
+        """As many tokens a row, from slot `starts[b]` on; rows that have `ended` are not written."""
+        ended = [False] * len(starts) if ended is None else ended
+        going = [b for b, end in enumerate(ended) if not end]
+        self.low, self.high = min(starts[b] for b in going), max(starts[b] for b in going)
+        self.slots = self.written = None
+        if self.low < self.high or len(going) < len(starts):
+            self.slots = torch.tensor([starts[b] for b in going], device=device)[:, None] + torch.arange(num_tokens, device=device)
+            self.written = torch.tensor(going, device=device)
+
+    def clear(self) -> None:
+        """The next forward appends again."""
+        self.slots = self.written = self.low = self.high = None
 
 
 class SlotLayer(DynamicLayer):
@@ -58,8 +66,9 @@ class SlotLayer(DynamicLayer):
         self.placement, self.limit, self.fixed = placement, limit, fixed
         self.window = self.sliding_window = window
         self.is_sliding = window is not None
+        self.is_compileable = fixed  # transformers then masks unused slots, also for a single token
         self.buffers: list[Tensor] = []  # keys, values
-        self.first = self.end = 0
+        self.first = self.end = self.settled = 0  # settled: as far as tokens have been accepted
         self.watch: tuple[int, list[float]] | None = None  # a slot, and how much each forward attends to slots from there on
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -69,7 +78,7 @@ class SlotLayer(DynamicLayer):
     def hold(self, keys: Tensor, values: Tensor, end: int) -> "SlotLayer":
         """Takes over tensors that hold the slots before `end`; a fixed layer keeps writing to these very tensors."""
         self.lazy_initialization(keys, values)
-        self.buffers, self.end = [keys, values], end
+        self.buffers, self.end, self.settled = [keys, values], end, end
         self.first = 0 if self.fixed else end - keys.shape[-2]
         return self
 
@@ -81,15 +90,15 @@ class SlotLayer(DynamicLayer):
         high = self.end if place.high is None else place.high
         low = high if place.low is None else place.low
         seen_from, new = self.seen_from(low), (key_states, value_states)
-        if place.is_final and self.window is not None and not self.fixed and num_new >= self.window:
+        if place.is_final and place.slots is None and self.window is not None and not self.fixed and num_new >= self.window:
             return self._pass_by(new)
         self._make_room(seen_from, high + num_new, new)
         for buffer, states in zip(self.buffers, new, strict=True):
             if place.slots is None:
                 buffer[..., high - self.first : high - self.first + num_new, :] = states
             else:
-                rows = torch.arange(len(states), device=states.device)[:, None]
-                buffer[rows, :, place.slots.to(states.device) - self.first] = states.transpose(1, 2)
+                written = place.written.to(states.device)
+                buffer[written[:, None], :, place.slots.to(states.device) - self.first] = states[written].transpose(1, 2)
         self.end = high + num_new
         if self.fixed:
             return self.buffers[0], self.buffers[1]
@@ -146,7 +155,7 @@ class SlotLayer(DynamicLayer):
 
     def settle(self, end: int) -> None:
         """The longest row ends before slot `end`."""
-        self.end = end
+        self.end = self.settled = end
         if self.buffers and not self.fixed:
             seen_from = max(self.seen_from(end), self.first)
             self.keys, self.values = (buffer[..., seen_from - self.first : end - self.first, :] for buffer in self.buffers)
@@ -226,7 +235,7 @@ def _from_static_sliding(layer: StaticSlidingWindowLayer, placement: Placement, 
         for buffer, states in zip(ours.buffers, (layer.keys, layer.values), strict=True):
             buffer[..., end - held : end, :] = states[..., :held, :]
         ours.lazy_initialization(layer.keys, layer.values)
-        ours.end = end
+        ours.settle(end)
     return ours
 
 
@@ -271,11 +280,15 @@ def slots(cache: Cache, limit: int) -> Iterator[Placement | None]:
         cache.layer_class_to_replicate = lambda: SlotLayer(placement, limit)  # type: ignore[assignment]
     try:
         yield placement
+    except BaseException:
+        for layer in cache.layers:  # what nobody has accepted; a windowed layer may have given up what came before it
+            layer.settle(max(layer.settled, layer.first))
+        raise
     finally:
         ours, cache.layers, cache.layer_class_to_replicate = cache.layers, found, replicated
         found += [DynamicLayer() for _ in range(len(ours) - len(found))]
         for layer, stock in zip(ours, found, strict=True):
-            if layer.is_initialized:
+            if layer.buffers:
                 ADOPTED[type(stock)][1](layer, stock)
 
 
@@ -308,7 +321,8 @@ def key_span(cache: Cache, starts: list[int], num_new: int, window: int | None) 
     fixed = [layer for layer in cache.layers if getattr(layer, "fixed", False) and layer.is_sliding == (window is not None)]
     if fixed:
         return 0, fixed[0].get_mask_sizes(num_new)[0]
-    return 0 if window is None else max(0, min(starts) - window + 1), max(starts) + num_new
+    has_windows = any(layer.is_sliding for layer in cache.layers)  # a cache made without a config has none, whatever the model's
+    return max(0, min(starts) - window + 1) if window is not None and has_windows else 0, max(starts) + num_new
 
 
 def crop(cache: Cache, tokens_to_remove: int) -> None:
@@ -316,10 +330,10 @@ def crop(cache: Cache, tokens_to_remove: int) -> None:
     cache.crop(-tokens_to_remove)
 
 
-def room(cache: Cache) -> int | None:
-    """Tokens the cache can still take; None where there is no end."""
-    free = [layer.limit - layer.end for layer in cache.layers if isinstance(layer, SlotLayer) and layer.fixed and layer.limit]
-    return min(free) if free else None
+def capacity(cache: Cache) -> int | None:
+    """Slots of a static cache; None where there is no end."""
+    limits = [layer.limit for layer in cache.layers if isinstance(layer, SlotLayer) and layer.fixed and layer.limit]
+    return min(limits) if limits else None
 
 
 def windows(cache: Cache) -> list[int | None]:

@@ -80,14 +80,14 @@ class Eagle31CandidateGenerator(CandidateGenerator):
         proposal = self.propose([input_ids], depth) if depth > 0 else Proposal(input_ids[:, :0])
         return torch.cat((input_ids, proposal.ids), dim=1), proposal.logits
 
-    def propose(self, contexts: list[Tensor], depth: int, policy: Policy | None = None, max_nodes: int | None = None) -> Proposal:
+    def propose(self, contexts: list[Tensor], depth: int, policy: Policy | None = None, max_nodes: int = 10**9) -> Proposal:
         """Chains of `depth` tokens after every text (1, L_b), or with a policy trees; on the device of the texts."""
         reading = Reading.joined(self._unread)
         self._unread = []
         if policy is None:
             proposal = self.session.propose_chain(reading, contexts, depth)
         else:
-            proposal = self.session.propose_tree(reading, contexts, policy, depth, max_nodes or 10**9)
+            proposal = self.session.propose_tree(reading, contexts, policy, depth, max_nodes)
         return proposal.to(contexts[0].device)
 
     @property
@@ -144,8 +144,11 @@ class Eagle31CandidateGenerator(CandidateGenerator):
         padded = torch.tensor([row + [0] * (longest - len(row)) for row in tokens], device=states.device)
         kept = Reading(states, states.new_zeros(states.shape[:2], dtype=torch.long), []).selected(paths)
         self._unread.append(Reading(kept.states, padded, kept.counts))
-        if self.num_unread > READ_AT_ONCE:  # nothing was drafted for long
+        if self.num_unread > READ_AT_ONCE:  # nothing was drafted for long; the next draft begins with reading the last of it
+            *earlier, last = self._unread
+            self._unread = earlier
             self._read_unread()
+            self._unread = [last]
 
     def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
         """Nothing to adapt: the depth is the caller's."""

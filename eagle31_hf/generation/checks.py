@@ -36,7 +36,7 @@ class Knobs:
 
     @property
     def may_draw_trees(self) -> bool:
-        return self.top_k is None if self.is_auto else (self.top_k or 1) > 1
+        return self.is_auto if self.top_k is None else self.top_k > 1
 
 
 SUPPORTED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)

@@ -25,7 +25,7 @@ from .statistics import Recorder
 from .stopping import Stopping
 from .target import TargetRunner, last_logits
 from .texts import Texts
-from .tuning import AutoPilot, FixedPilot, tuner_of
+from .tuning import TOP_K, AutoPilot, FixedPilot, tuner_of
 from .verify import Judge, Verdict
 
 # What judges a call's drafts; benchmarks put another in its place.
@@ -51,6 +51,7 @@ def speculative_decoding(
     runner = TargetRunner(target, input_ids, generation_config, model_kwargs)
     stopping = Stopping(stopping_criteria, generation_config.max_length)
     limit = runner.num_before + generation_config.max_length + max(SPARE_SLOTS, wishes.total_tokens or 0)
+    generation_config.disable_compile = True  # of a prompt in chunks over a static cache: hooks would be traced, and our layers
     with cache.slots(runner.past_key_values, limit) as runner.placement:
         sees_trees = can_see_trees(target, drafter, generation_config, wishes, runner)
         alone = len(input_ids) == 1
@@ -126,17 +127,19 @@ class Loop:
         if self.streamer is not None:
             self.streamer.end()
         recorder.choices(self.pilot.choices, self.pilot.explain())
-        return self.collector.result(texts.rows())
+        return self.collector.result(texts.rows().clone())
 
     def propose(self) -> Proposal:
         """What this round verifies: nothing where a row is at its end, or the pilot says so."""
-        texts, room = self.texts, cache.room(self.runner.past_key_values)
-        nodes = None if room is None else room  # a static cache's last slots
-        depth = min(self.stopping.max_length - texts.longest - 1, (room or texts.longest) - 1)
+        texts, capacity = self.texts, cache.capacity(self.runner.past_key_values)
+        depth, nodes = self.stopping.max_length - texts.longest - 1, 10**9
+        if capacity is not None:  # a static cache's last slots
+            nodes = capacity - (self.runner.num_before + texts.longest - 1)
+            depth = min(depth, nodes - 1)
         plan = self.pilot.plan(depth, texts.num_rows, self.drafting.num_unread)
         if plan.depth < 1:
             return Proposal(texts.rows()[:, :0])
-        proposal = self.drafting.propose([texts.row(b) for b in range(texts.num_rows)], plan.depth, plan.policy, nodes)
+        proposal = self.drafting.propose([texts.row(b) for b in range(texts.num_rows)], plan.depth, plan.policy, min(nodes, plan.max_nodes))
         if self.in_step and self.stopping.eos_token_ids:  # plain decoding feeds padding to rows that have ended
             proposal.ids[torch.tensor(texts.finished, device=texts.device)] = texts.pad_token_id
         return proposal
@@ -194,7 +197,8 @@ def pilot_of(
     drafter: Eagle31DrafterModel, target: PreTrainedModel, wishes: Knobs, draws_trees: bool, num_rows: int, do_sample: bool
 ) -> AutoPilot | FixedPilot:
     if wishes.depth is None:
-        return AutoPilot(tuner_of(drafter, target, num_rows, draws_trees, do_sample), draws_trees)
+        top_k = (wishes.top_k or TOP_K) if draws_trees else 1
+        return AutoPilot(tuner_of(drafter, target, num_rows, draws_trees, do_sample), top_k, wishes.total_tokens or SPARE_SLOTS)
     return FixedPilot(wishes.depth, (wishes.top_k or 1) if draws_trees else 1, wishes.total_tokens or 60)
 
 

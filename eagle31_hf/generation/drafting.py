@@ -153,8 +153,9 @@ class DraftSession:
         starts: list[int],
     ):
         self.drafter, self.vocab_size, self.draws = drafter, vocab_size, draws
-        self.processors = processors.of(logits_processor, processors.DRAFT_PROCESSORS)
-        self.temperature = processors.temperature(self.processors) if draws is not None else 1.0
+        own = processors.of(logits_processor, processors.DRAFT_PROCESSORS)
+        self.processors = processors.by_row(own, len(starts))
+        self.temperature = processors.temperature(own) if draws is not None else 1.0
         self.confidence_threshold = confidence_threshold
         self.past_key_values, self.placement = cache.slot_cache(drafter.config)
         self.starts, self.lengths = starts, [0] * len(starts)
@@ -165,13 +166,15 @@ class DraftSession:
         self.noise_ids = ids.clamp(max=vocab_size - 1).to(self.like.device)
         self.in_range = not bool(self.out_of_range.any())
         # Processors that read the text index by target id; logits a token was drawn from must be the target's size.
-        self.reads_text = not processors.are(self.processors, processors.POINTWISE)
+        self.reads_text = not processors.are(own, processors.POINTWISE)
 
     def read(self, reading: Reading) -> tuple[Tensor, Tensor]:
         """Every row reads what is new to it. Returns the state (B, 1, h) and the draft logits (B, 1, Vd) of each row's last token."""
-        while reading.tokens.shape[1] > READ_AT_ONCE:
-            head, reading = reading.split(READ_AT_ONCE)
-            self.read(head)
+        if reading.tokens.shape[1] > READ_AT_ONCE:
+            head, rest = reading.split(READ_AT_ONCE)
+            before, after = self.read(head), self.read(rest)
+            goes_on = torch.tensor(rest.counts, device=self.like.device)[:, None, None] > 0
+            return torch.where(goes_on, after[0], before[0]), torch.where(goes_on, after[1], before[1])
         num_new, counts = reading.tokens.shape[1], reading.counts
         keep: int | Tensor = 1
         if min(counts) < num_new:
@@ -313,7 +316,7 @@ class DraftSession:
         """
         in_target_ids = self.draws is not None or self.reads_text or not self.in_range
         logits = scatter_logits(draft_logits, self.draft_ids, self.vocab_size) if in_target_ids else draft_logits
-        if self.processors:
+        if self.processors[0]:
             logits = processors.apply(self.processors, contexts, logits)
             if (logits.amax(-1) == float("-inf")).any():
                 return None, logits, False
@@ -344,8 +347,7 @@ class DraftSession:
         else:
             if not self.in_range:
                 logits = logits.masked_fill(self.out_of_range, float("-inf"))
-            if self.processors:
-                logits = processors.apply(self.processors, contexts[:1], logits.flatten(0, 1)).unflatten(0, (rows, width))
+            logits = processors.apply(self.processors, contexts, logits.flatten(0, 1)).unflatten(0, (rows, width))
         if self.draws is not None:
             slots = [context.shape[1] + path_ids.shape[2] for context in contexts]
             noise = torch.stack([self.draws.noise(b, slot) for b, slot in enumerate(slots)]).to(logits.device)

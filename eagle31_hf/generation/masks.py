@@ -23,7 +23,8 @@ def additive_mask(
     """
     rows, num_queries, num_new = own.shape
     begin = torch.tensor(starts, device=own.device)[:, None, None]
-    slot = torch.arange(seen_from, end, device=own.device)
+    first = min(seen_from, *starts)  # new tokens may have left the window too
+    slot = torch.arange(first, end, device=own.device)
     allowed = (slot < begin).expand(rows, num_queries, -1)
     if window is not None:
         allowed = allowed & (slot > begin + query_depths[..., None] - window)
@@ -31,6 +32,7 @@ def additive_mask(
     if seen is not None:
         inside = slot[slot < seen.shape[1]]
         allowed = torch.cat((allowed[..., : len(inside)] & seen[:, None, inside], allowed[..., len(inside) :]), dim=-1)
-    allowed = allowed.clone().scatter_(2, (begin + torch.arange(num_new, device=own.device) - seen_from).expand_as(own), own)
+    allowed = allowed.clone().scatter_(2, (begin + torch.arange(num_new, device=own.device) - first).expand_as(own), own)
+    allowed = allowed[..., seen_from - first :]
     mask = torch.zeros(allowed.shape, dtype=dtype, device=own.device)
     return mask.masked_fill_(~allowed, torch.finfo(dtype).min)[:, None]

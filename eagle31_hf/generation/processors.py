@@ -1,6 +1,8 @@
 """What kinds of logits processors there are: which may be shown a row at a time, and which may also shape a draft."""
 
+import copy
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,10 +46,25 @@ def temperature(processors: LogitsProcessorList) -> float:
     return prod(processor.temperature for processor in processors if isinstance(processor, TemperatureLogitsWarper))
 
 
-def apply(processors: LogitsProcessorList, contexts: list[Tensor], logits: Tensor) -> Tensor:
-    """Scores for every row of logits (R, V), whose text is `contexts[r]` (1, L_r)."""
-    if not processors:
+def by_row(processors: LogitsProcessorList, num_rows: int) -> list[LogitsProcessorList]:
+    """Row-wise processors for each row of a batch, where they keep something for every one of them."""
+    return [LogitsProcessorList(_of_row(processor, b, num_rows) for processor in processors) for b in range(num_rows)]
+
+
+def _of_row(processor: Any, b: int, num_rows: int) -> Any:
+    ignored = getattr(processor, "prompt_ignore_length", None)  # the repetition penalty's: how much of each row is padding
+    if num_rows > 1 and isinstance(ignored, Tensor):
+        processor = copy.copy(processor)
+        processor.prompt_ignore_length = ignored[b : b + 1]
+    return processor
+
+
+def apply(processors: list[LogitsProcessorList], contexts: list[Tensor], logits: Tensor) -> Tensor:
+    """Scores for logits (R, V), whose texts are `contexts[r]` (1, L_r): as many, one after the other, of each row's."""
+    if not processors[0]:
         return logits
-    if are(processors, POINTWISE):
-        return processors(contexts[0], logits)  # type: ignore[arg-type]
-    return torch.cat([processors(context, logits[r : r + 1]) for r, context in enumerate(contexts)])  # type: ignore[arg-type]
+    if are(processors[0], POINTWISE):
+        return processors[0](contexts[0], logits)  # type: ignore[arg-type]
+    count = len(contexts) // len(processors)
+    scores = [processors[r // count](context, logits[r : r + 1]) for r, context in enumerate(contexts)]  # type: ignore[arg-type]
+    return torch.cat(scores)

@@ -62,7 +62,10 @@ class TargetRunner:
         the model's own business; a tree's nodes see the text and their own ancestors only."""
         if proposal.tree is None and texts.is_uniform:
             return self._verify_chains(texts.rows(), proposal)
-        num_rows, starts = proposal.num_rows, [length - 1 + self.num_before for length in texts.lengths]
+        # A row that has ended is neither written nor looked at: it stands anywhere.
+        num_rows = proposal.num_rows
+        starts = [0 if ended else length - 1 + self.num_before for length, ended in zip(texts.lengths, texts.finished, strict=True)]
+        going = [start for start, ended in zip(starts, texts.finished, strict=True) if not ended]
         ids = torch.cat((texts.last(), proposal.ids), dim=1)
         tree = proposal.tree
         depths = torch.arange(num_rows, device=ids.device).expand(len(ids), -1) if tree is None else tree.depths
@@ -71,16 +74,17 @@ class TargetRunner:
         kwargs = {**self.model_kwargs, "attention_mask": None}
         kwargs |= {name: kwargs[name][:, -1:].expand(-1, num_rows) for name in TOKEN_TYPES if kwargs.get(name) is not None}
         # (B, 1), or (axes, B, 1) where images have taken several; text goes on by one a token on every axis.
-        since = torch.tensor(texts.lengths, device=ids.device)[:, None] - texts.prompt_length
-        kwargs["position_ids"] = self._last_position + (since + depths).to(self._last_position)
+        since = torch.tensor([n - texts.prompt_length for n in texts.lengths], device=ids.device)[:, None] + depths
+        furthest = max(going) - self.num_before + 1 - texts.prompt_length + num_rows
+        kwargs["position_ids"] = self._last_position + since.clamp(max=furthest).to(self._last_position)
         assert self.placement is not None
-        self.placement.rows(starts, num_rows, ids.device)
+        self.placement.rows(starts, num_rows, ids.device, texts.finished)
         try:
             inputs = self.target.prepare_inputs_for_generation(ids, next_sequence_length=num_rows, **kwargs)
-            inputs["attention_mask"] = slot_masks(self.target, self.past_key_values, starts, own, depths, self._seen)
+            inputs["attention_mask"] = slot_masks(self.target, self.past_key_values, starts, own, depths, self._seen, going)
             return self._run(inputs, num_rows)
         finally:
-            self.placement.slots = self.placement.low = self.placement.high = None
+            self.placement.clear()
 
     def _verify_chains(self, rows: Tensor, proposal: Proposal) -> CausalLMOutputWithPast:
         self.model_kwargs = self._grown(self.model_kwargs, rows.shape[1] - self._covered)
@@ -112,19 +116,26 @@ class TargetRunner:
 
 
 def slot_masks(
-    target: PreTrainedModel, past_key_values: Cache, starts: list[int], own: Tensor, depths: Tensor, seen: Tensor | None = None
+    target: PreTrainedModel,
+    past_key_values: Cache,
+    starts: list[int],
+    own: Tensor,
+    depths: Tensor,
+    seen: Tensor | None = None,
+    going: list[int] | None = None,
 ) -> Tensor | dict[str, Tensor]:
     """Additive masks (B, 1, N, keys) in the form the target takes: by layer type where its config has them, else one.
 
     `own` (B, N, N): which of the N new tokens, at slots from `starts[b]` on, each of them sees; `depths` (B, N): how far after
-    `starts[b]` it stands; `seen` (B, L): which of the prompt's tokens are no padding.
+    `starts[b]` it stands; `seen` (B, L): which of the prompt's tokens are no padding; `going`: the starts that
+    count, by default all.
     """
     config = target.config.get_text_config(decoder=True)
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
 
     def mask(window: int | None) -> Tensor:
-        seen_from, end = cache.key_span(past_key_values, starts, depths.shape[1], window)
+        seen_from, end = cache.key_span(past_key_values, going or starts, depths.shape[1], window)
         return additive_mask(starts, own, depths, depths, end, target.dtype, seen_from, window, seen)
 
     if kinds is None:

@@ -39,6 +39,7 @@ class Plan:
 
     depth: int
     policy: Policy | None = None
+    max_nodes: int = 10**9
 
 
 PLAIN = Plan(0)
@@ -211,10 +212,10 @@ def tuner_of(drafter: Eagle31DrafterModel, target: PreTrainedModel, *kind: objec
 
 
 class AutoPolicy:
-    """One round of drafting by what pays. `draws_tree`: whether nodes may have several children."""
+    """One round of drafting by what pays. `top_k`: children a node may have."""
 
-    def __init__(self, tuner: Tuner, draws_tree: bool, num_rows: int, num_unread: int, watches: bool):
-        self.tuner, self.top_k, self.num_rows, self.num_unread = tuner, TOP_K if draws_tree else 1, num_rows, num_unread
+    def __init__(self, tuner: Tuner, top_k: int, num_rows: int, num_unread: int, watches: bool):
+        self.tuner, self.top_k, self.num_rows, self.num_unread = tuner, top_k, num_rows, num_unread
         self.is_first = tuner.drafting.rounds < FIRST_ROUNDS
         self.widths: list[int] = []
         self.growths: list[float] = []  # by level, the first node's: how much larger its state is than the one drafting began with, log
@@ -273,10 +274,10 @@ class AutoPolicy:
 
 
 class AutoPilot:
-    """A call's choices, round by round."""
+    """A call's choices, round by round; no tree is larger than `max_nodes`."""
 
-    def __init__(self, tuner: Tuner, draws_tree: bool, max_depth: int = MAX_DEPTH):
-        self.tuner, self.draws_tree, self.max_depth = tuner, draws_tree, max_depth
+    def __init__(self, tuner: Tuner, top_k: int = TOP_K, max_nodes: int = COUNTS[-1] + 1):
+        self.tuner, self.top_k, self.max_nodes = tuner, top_k, max_nodes
         self.choices: Counter[str] = Counter()
         self.left = self.rounds = self.probing = 0  # plain rounds of a pause, all, and rounds to be drafted after it
         self.policy: AutoPolicy | None = None
@@ -287,8 +288,8 @@ class AutoPilot:
         self.policy = None
         if max_depth < 1 or self._is_plain():
             return PLAIN
-        self.policy = AutoPolicy(self.tuner, self.draws_tree, num_rows, num_unread, self.rounds % WATCH_EVERY == 0)
-        return Plan(min(self.max_depth, max_depth), self.policy)
+        self.policy = AutoPolicy(self.tuner, self.top_k, num_rows, num_unread, self.rounds % WATCH_EVERY == 0)
+        return Plan(min(MAX_DEPTH, max_depth), self.policy, self.max_nodes)
 
     def _is_plain(self) -> bool:
         if self.left > 0:

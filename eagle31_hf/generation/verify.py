@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
+from . import processors
 from .drafting import Proposal
 from .randomness import Draws
 from .texts import Texts
@@ -49,14 +50,24 @@ class Judge:
         """Target logits (B, R, V) in fp32, overwritten -> as much of every row as it accepts by itself."""
         chosen = logits.argmax(-1).tolist() if self.draws is None and not self.processors else None  # all nodes at once
         children = proposal.children()
+        each = processors.by_row(self.processors, texts.num_rows)
         rows = [
-            ([], [], []) if texts.finished[b] else self._walk(b, texts.row(b), proposal, children[b], logits[b], chosen and chosen[b])
+            ([], [], []) if texts.finished[b] else self._walk(b, texts, proposal, children[b], logits[b], each[b], chosen and chosen[b])
             for b in range(texts.num_rows)
         ]
         return Verdict(*(list(part) for part in zip(*rows, strict=True)))
 
-    def _walk(self, b: int, prefix: Tensor, proposal: Proposal, children: list[dict[int, int]], logits: Tensor, chosen: list[int] | None):
-        tokens: list[int] = []
+    def _walk(
+        self,
+        b: int,
+        texts: Texts,
+        proposal: Proposal,
+        children: list[dict[int, int]],
+        logits: Tensor,
+        row_processors: LogitsProcessorList,
+        chosen: list[int] | None,
+    ) -> tuple[list[int], list[int], list[Tensor]]:
+        prefix, tokens = texts.row(b), list[int]()
         path, scores = [0], list[Tensor]()
         while True:
             node = path[-1]
@@ -65,7 +76,7 @@ class Judge:
                 token = chosen[node]
             else:
                 context = torch.cat((prefix, prefix.new_tensor([tokens], dtype=prefix.dtype)), dim=1)
-                scores.append(self.processors(context, logits[node : node + 1]))  # type: ignore[arg-type]
+                scores.append(row_processors(context, logits[node : node + 1]))  # type: ignore[arg-type]
                 draft = None if proposal.logits is None or node >= proposal.ids.shape[1] else proposal.ids[b, node : node + 1]
                 token = int(self._choose(b, context.shape[1], scores[-1], draft, None if draft is None else proposal.logits[b, node]))
             tokens.append(token)
@@ -91,7 +102,8 @@ class Judge:
                 picked = [self._choose(b, context.shape[1], scores[-1][b : b + 1], None, None) for b in rows]
                 token = torch.cat(picked)
             tokens.append(torch.where(going, token, texts.pad_token_id)[:, None])
-            if node < drafted.shape[1] and not bool((tokens[-1][:, 0] == drafted[:, node])[going].all()):
+            agrees = node < drafted.shape[1] and bool((token == drafted[:, node])[going].all())
+            if not agrees or not self.eos_token_ids.isdisjoint(token[going].tolist()):
                 break
         ids = torch.cat(tokens, dim=1).tolist()
         return Verdict(ids, [list(range(len(tokens))) for _ in rows], [[row[b : b + 1] for row in scores] for b in rows])
