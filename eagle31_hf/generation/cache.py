@@ -147,11 +147,11 @@ class SlotLayer(DynamicLayer):
         """The first slot a token at `slot` attends to."""
         return 0 if self.window is None or self.fixed else max(0, slot - self.window + 1)
 
-    def move(self, source: Tensor, goal: Tensor) -> None:
-        """Copies slots `source` (B, M) of each row to slots `goal` (B, M)."""
+    def move(self, rows: Tensor, source: Tensor, goal: Tensor) -> None:
+        """Copies slots `source` (W, M) of the W `rows` to slots `goal` (W, M)."""
         for buffer in self.buffers:
-            index = torch.arange(len(source), device=buffer.device)[:, None]
-            buffer[index, :, goal.to(buffer.device) - self.first] = buffer[index, :, source.to(buffer.device) - self.first]
+            index, (source, goal) = rows.to(buffer.device)[:, None], (slots.to(buffer.device) for slots in (source, goal))
+            buffer[index, :, goal - self.first] = buffer[index, :, source - self.first]
 
     def settle(self, end: int) -> None:
         """The longest row ends before slot `end`."""
@@ -306,11 +306,12 @@ def keep_paths(cache: Cache, starts: list[int], paths: list[list[int]]) -> None:
     """
     if any(path != list(range(len(path))) for path in paths):
         longest = max(len(path) for path in paths)
-        padded = [[*path, *range(len(path), longest)] for path in paths]  # the rest stays where it is
-        first = torch.tensor(starts)[:, None]
+        rows = [b for b, path in enumerate(paths) if path]  # the others have ended
+        padded = [[*paths[b], *range(len(paths[b]), longest)] for b in rows]  # the rest stays where it is
+        first = torch.tensor([starts[b] for b in rows])[:, None]
         source, goal = first + torch.tensor(padded), first + torch.arange(longest)
         for layer in cache.layers:
-            layer.move(source, goal)
+            layer.move(torch.tensor(rows), source, goal)
     end = max(start + len(path) for start, path in zip(starts, paths, strict=True))
     for layer in cache.layers:
         layer.settle(end)

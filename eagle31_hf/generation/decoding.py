@@ -155,8 +155,8 @@ class Loop:
         raw_logits = logits.clone() if self.collector.logits is not None else None
         with self.drafting.not_capturing():  # processors and criteria may run the target
             if self.in_step:
-                verdict = self.judge.together(texts, proposal, logits)
-                counts, finished = self.stopping.together(texts, verdict, scores)
+                verdict, finished = self.judge.together(texts, proposal, logits, self.stopping.together(texts, scores))
+                counts = [len(tokens) for tokens in verdict.tokens]
             else:
                 verdict = self.judge.row_by_row(texts, proposal, logits)
                 counts, finished = self.stopping.row_by_row(texts, verdict, scores)

@@ -1,5 +1,7 @@
 """Where a burst of new tokens ends a text: token by token, as if they had come one at a time."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
@@ -33,17 +35,14 @@ class Stopping:
             ended.append(end)
         return counts, ended
 
-    def together(self, texts: Texts, verdict: Verdict, scores: tuple[Tensor, ...] | None) -> tuple[list[int], list[bool]]:
-        """The same where rows keep step: up to the first token with which any of them ends."""
-        rows, finished = texts.rows(), list(texts.finished)
-        new = torch.tensor(verdict.tokens, device=rows.device)
-        for count in range(1, new.shape[1] + 1):
-            so_far = None if scores is None else (*scores, *(torch.cat([row[i] for row in verdict.scores]) for i in range(count)))
-            met = self.criteria(torch.cat((rows, new[:, :count]), dim=1), so_far).tolist()
-            finished = [was or now for was, now in zip(finished, met, strict=True)]
-            if finished != texts.finished:
-                break
-        return [count] * len(finished), finished
+    def together(self, texts: Texts, scores: tuple[Tensor, ...] | None) -> Callable[[Tensor, list[Tensor]], list[bool]]:
+        """Where rows keep step: which have ended, by the texts (B, L) with some new tokens and the scores (B, V) of each of these."""
+
+        def ended(rows: Tensor, new_scores: list[Tensor]) -> list[bool]:
+            met = self.criteria(rows, None if scores is None else (*scores, *new_scores)).tolist()
+            return [was or now for was, now in zip(texts.finished, met, strict=True)]
+
+        return ended
 
     def _first_stop(self, text: Tensor, tokens: list[int], scores: object) -> tuple[int, bool]:
         """The usual case, length and EOS, without building the text token by token."""

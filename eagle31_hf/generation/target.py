@@ -75,8 +75,8 @@ class TargetRunner:
         kwargs |= {name: kwargs[name][:, -1:].expand(-1, num_rows) for name in TOKEN_TYPES if kwargs.get(name) is not None}
         # (B, 1), or (axes, B, 1) where images have taken several; text goes on by one a token on every axis.
         since = torch.tensor([n - texts.prompt_length for n in texts.lengths], device=ids.device)[:, None] + depths
-        furthest = max(going) - self.num_before + 1 - texts.prompt_length + num_rows
-        kwargs["position_ids"] = self._last_position + since.clamp(max=furthest).to(self._last_position)
+        since[torch.tensor(texts.finished, device=ids.device)] = 0
+        kwargs["position_ids"] = self._last_position + since.to(self._last_position)
         assert self.placement is not None
         self.placement.rows(starts, num_rows, ids.device, texts.finished)
         try:

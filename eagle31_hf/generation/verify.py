@@ -4,6 +4,7 @@ Positions are visited in order and only while drafts are accepted, so the logits
 plain decoding would show them: processors that keep state of their own stay correct.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -86,8 +87,11 @@ class Judge:
             if token in self.eos_token_ids:  # the text ends with an accepted draft
                 return tokens, path, scores
 
-    def together(self, texts: Texts, proposal: Proposal, logits: Tensor) -> Verdict:
-        """As much of every row as all of them accept: processors see the whole batch at one length, as in plain decoding.
+    def together(
+        self, texts: Texts, proposal: Proposal, logits: Tensor, ended: Callable[[Tensor, list[Tensor]], list[bool]]
+    ) -> tuple[Verdict, list[bool]]:
+        """As much of every row as all of them accept, up to a token with which one ends: processors and criteria see the whole batch at
+        one length, as in plain decoding. Returns with it which rows have ended, as `ended` says of texts (B, L) and new scores (B, V).
 
         Of chains only. A row that has ended goes on with padding, where there is an end to find, and keeps no other from going on.
         """
@@ -103,10 +107,11 @@ class Judge:
                 token = torch.cat(picked)
             tokens.append(torch.where(going, token, texts.pad_token_id)[:, None])
             agrees = node < drafted.shape[1] and bool((token == drafted[:, node])[going].all())
-            if not agrees or not self.eos_token_ids.isdisjoint(token[going].tolist()):
+            finished = ended(torch.cat((context, tokens[-1]), dim=1), scores)
+            if not agrees or finished != texts.finished:
                 break
-        ids = torch.cat(tokens, dim=1).tolist()
-        return Verdict(ids, [list(range(len(tokens))) for _ in rows], [[row[b : b + 1] for row in scores] for b in rows])
+        ids, each_scores = torch.cat(tokens, dim=1).tolist(), [[row[b : b + 1] for row in scores] for b in rows]
+        return Verdict(ids, [list(range(len(tokens))) for _ in rows], each_scores), finished
 
     def _choose(self, b: int, slot: int, p_logits: Tensor, candidate: Tensor | None, q_logits: Tensor | None) -> Tensor:
         """One token (1,): the argmax, or one distributed as p (1, V): the candidate with chance min(1, p/q), else drawn from the residual
