@@ -102,6 +102,19 @@ def test_chunks_of_several_forwards_are_concatenated(kind):
         assert_close("the rest", captured.take(), expected[:, 7:], FORWARD)
 
 
+@pytest.mark.parametrize("size", [1, 4, 9, 100])
+@torch.no_grad()
+def test_pieces_are_what_take_gives_cut_up(size):
+    target = build()
+    expected, _ = target_states(target, tokens(), [0, 3, 5])
+    with capture_states(target, [0, 3, 5]) as captured:
+        target(tokens())
+        pieces = list(captured.pieces(size))
+        assert_close("pieces", pieces, list(expected.split(size, dim=1)))
+        target(tokens()[:, :2])
+        assert captured.take().shape[1] == 2, "a piece was taken twice"
+
+
 class Interrupt(Exception):  # noqa: N818
     pass
 

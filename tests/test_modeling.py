@@ -454,7 +454,7 @@ def test_the_files_say_what_the_contract_says(saved):
 def test_a_checkpoint_without_knobs_gets_the_defaults(saved, tmp_path):
     loaded = Eagle31DrafterModel.from_pretrained(edited(saved, tmp_path, {}))
     new = build().generation_config
-    assert loaded.generation_config.num_assistant_tokens == new.num_assistant_tokens == 5
+    assert loaded.generation_config.num_assistant_tokens == new.num_assistant_tokens == "auto"
     assert loaded.generation_config.assistant_confidence_threshold == new.assistant_confidence_threshold == 0.0
 
 

@@ -1,14 +1,15 @@
 """Decoder families of transformers as tiny random targets, and what a drafter beside each of them is expected to do.
 
-`FAMILIES` is the one table. A word of it is the outcome of a combination of family and drafting:
+`FAMILIES` is the one table. A word of it is the outcome of a combination of family, drafting and number of prompts:
 
-lossless: drafts are accepted and rejected, and text and logits are the target's own;
+same text: drafts are accepted and rejected, and text and logits are the target's own; prompts of a batch go at their own pace;
 chains: the same, but a tree was asked for and chains were drafted, with a logged reason;
+in step: the same for a batch, whose rows were kept equally long and drafted for in chains, with a logged reason;
 refused: generate raises ValueError before anything is decoded.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -16,23 +17,32 @@ from unittest.mock import patch
 
 import torch
 import transformers
-from conftest import NO_SPECIAL_TOKENS, PROMPT, ROPED, WIDTH, fit_head
+from conftest import NO_SPECIAL_TOKENS, PROMPT, ROPED, WIDTH, fit_head, greedy_text
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from eagle31_hf import Eagle31Config, Eagle31DrafterModel, track_acceptance
 from eagle31_hf.features import decoder_layers
-from eagle31_hf.generation import decoding, selftest
+from eagle31_hf.generation import selftest
+from eagle31_hf.generation.drafting import Proposal
+from eagle31_hf.generation.texts import Texts
+from eagle31_hf.generation.verify import Judge, Verdict
 
-LOSSLESS, CHAINS, REFUSED, DIFFERENT = "lossless", "chains", "refused", "different"
+LOSSLESS, CHAINS, IN_STEP, REFUSED, DIFFERENT = "same text", "chains", "in step", "refused", "different"
 ATTENTIONS = ("eager", "sdpa")
+BATCHES = (1, 4)  # prompts a call
 DRAFTINGS = {
     "chain": {"num_assistant_tokens": 4},
     "tree": {"num_assistant_tokens": 4, "draft_tree_top_k": 3, "draft_tree_total_tokens": 10},
 }
-ASKED = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
-VOCAB, WINDOW = 29, 8  # the text outgrows the window three times
+LOGITS = {"output_logits": True}
+ASKED = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True} | LOGITS
+ASKED_OF_A_BATCH = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}  # logits would keep its rows in step
+VOCAB, WINDOW = 29, 8  # the text outgrows the window twice or more
+# A batch is PROMPT and these: PROMPT with so many tokens of the text the drafter knows, so that its errors, and with them the bursts, come
+# at other times in every row; and a stranger, of which it knows nothing. In step a stranger would keep all rows from accepting anything.
+AHEAD, AHEAD_IN_STEP, STRANGER = (3, 7), (3, 7, 1), (7, 6)
 LOGITS_TOLERANCE = 1e-3  # of their spread; fp32 rows of different shapes differ by 1e-5, a row that sees a wrong token by tenths
 
 SHAPE = ROPED | {"num_hidden_layers": 3}
@@ -75,16 +85,16 @@ QWEN_VISION = {
 
 @dataclass(frozen=True)
 class Bug:
-    """What is wrong in our own code, in which drafting, from which version of transformers on."""
+    """What is wrong in our own code, where which words are expected, from which version of transformers on."""
 
     reason: str
-    draftings: tuple[str, ...] = ("chain", "tree")
+    words: tuple[str, ...] = (LOSSLESS, CHAINS, IN_STEP, REFUSED)
     since: str = "5.17"
 
 
 @dataclass(frozen=True)
 class Family:
-    """`config_class`: its name in transformers, which a version may lack; `chain`, `tree`: the outcomes expected."""
+    """`config_class`: its name in transformers, which a version may lack; `chain`, `tree`: the outcomes expected for one prompt."""
 
     config_class: str
     fields: dict = field(default_factory=lambda: dict(SHAPE))
@@ -93,11 +103,19 @@ class Family:
     seed: int = 0
     bug: Bug | None = None
 
-    def expected(self, drafting: str) -> str:
+    @property
+    def keeps_step(self) -> bool:
+        """Rows of different lengths are verified under the masks of trees: where no tree can be, no ragged batch can be."""
+        return self.tree == CHAINS
+
+    def expected(self, drafting: str, num_prompts: int = 1) -> str:
+        if num_prompts > 1 and self.keeps_step:
+            return IN_STEP
         return {"chain": self.chain, "tree": self.tree}[drafting]
 
 
 RECURRENT = {"chain": REFUSED, "tree": REFUSED}
+UNTOLD = Bug("no reason is logged where the cache cannot hold trees", words=(CHAINS, IN_STEP))
 FAMILIES = {
     # dense
     "Llama": Family("LlamaConfig"),
@@ -154,8 +172,8 @@ FAMILIES = {
     ),
     "Gemma3n text": Family(
         "Gemma3nTextConfig",
+        # AltUp layers pass (inputs, B, T, H) on.
         SHARED_KEYS | {"laurel_rank": 5, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 4}, **RECURRENT,
-        bug=Bug("AltUp layers pass (inputs, B, T, H) on: refused where states are captured, so that no drafter can be fitted"),
     ),
     "Phi3, window": Family("Phi3Config", WINDOWED),
     "OLMo3, window": Family("Olmo3Config", ALTERNATING),
@@ -196,8 +214,10 @@ FAMILIES = {
     # latent and sparse attention
     "DeepSeek-V2 (MLA)": Family("DeepseekV2Config", LATENT | {"topk_method": "greedy"}),
     "DeepSeek-V3 (MLA)": Family("DeepseekV3Config", LATENT),
-    "DeepSeek-V3.2 (sparse)": Family("DeepseekV32Config", INDEXED | {"mlp_layer_types": ["dense", "sparse", "sparse"]}, tree=CHAINS),
-    "GLM-MoE-DSA (sparse)": Family("GlmMoeDsaConfig", INDEXED, tree=CHAINS),
+    "DeepSeek-V3.2 (sparse)": Family(
+        "DeepseekV32Config", INDEXED | {"mlp_layer_types": ["dense", "sparse", "sparse"]}, tree=CHAINS, bug=UNTOLD,
+    ),
+    "GLM-MoE-DSA (sparse)": Family("GlmMoeDsaConfig", INDEXED, tree=CHAINS, bug=UNTOLD),
     # multimodal, over text
     "Gemma3 multimodal, window": Family("Gemma3Config", {"text_config": ALTERNATING, "vision_config": VISION, "mm_tokens_per_image": 4}),
     "Qwen2-VL": Family(
@@ -212,7 +232,7 @@ FAMILIES = {
         {"text_config": SHAPE | {"model_type": "llama"}, "vision_config": VISION | {"model_type": "clip_vision_model"}},
     ),
     # recurrent, convolutional, hybrid
-    "LFM2": Family("Lfm2Config", SHAPE | {"layer_types": ["conv", "full_attention", "conv"]}, tree=CHAINS),
+    "LFM2": Family("Lfm2Config", SHAPE | {"layer_types": ["conv", "full_attention", "conv"]}, tree=CHAINS, bug=UNTOLD),
     "Qwen3-Next": Family("Qwen3NextConfig", LINEAR, **RECURRENT),
     "MiniMax": Family("MiniMaxConfig", LINEAR, **RECURRENT),
     "Mamba": Family("MambaConfig", {"hidden_size": WIDTH, "num_hidden_layers": 3, "state_size": 6}, **RECURRENT),
@@ -239,14 +259,15 @@ class NotThereError(Exception):
 
 
 @cache
-def build_target(name: str, attention: str) -> PreTrainedModel:
-    """Raises NotThereError. Its greedy text varies: see `conftest.build_target`."""
+def build_target(name: str, attention: str, **overrides) -> PreTrainedModel:
+    """With these fields of its config in place of the table's. Its greedy text varies: see `conftest.build_target`. Raises
+    NotThereError."""
     family = FAMILIES[name]
     config_class = getattr(transformers, family.config_class, None)
     if config_class is None:
         raise NotThereError(f"transformers {transformers.__version__} has no {family.config_class}")
     common = {"vocab_size": VOCAB, "tie_word_embeddings": False, "initializer_range": 0.5} | NO_SPECIAL_TOKENS
-    fields = {**family.fields}
+    fields = family.fields | overrides
     if "text_config" in fields:
         fields["text_config"] = common | fields["text_config"]
         common = {"tie_word_embeddings": False, "image_token_id": VOCAB - 1, "image_token_index": VOCAB - 1}
@@ -263,9 +284,9 @@ def build_target(name: str, attention: str) -> PreTrainedModel:
 
 
 @cache
-def build_drafter(name: str) -> Eagle31DrafterModel:
+def build_drafter(name: str, **overrides) -> Eagle31DrafterModel:
     """Knows the target's greedy text, errors included: see `conftest.fit_head`. Raises NotThereError."""
-    target = build_target(name, "eager")
+    target = build_target(name, "eager", **overrides)
     num_layers = len(decoder_layers(target))
     torch.manual_seed(1)
     config = Eagle31Config(
@@ -274,76 +295,137 @@ def build_drafter(name: str) -> Eagle31DrafterModel:
         aux_hidden_state_layer_ids=[0, num_layers // 2, num_layers],
     )  # fmt: skip
     drafter = Eagle31DrafterModel._from_config(config, attn_implementation="sdpa").eval()
-    fit_head(drafter, target)
+    if FAMILIES[name].chain != REFUSED:  # else there may be no states to learn from
+        fit_head(drafter, target)
     return drafter
+
+
+def build_batch(name: str) -> dict[str, Tensor]:
+    """Prompts of different lengths, padded on the left, the first of them PROMPT. Raises NotThereError."""
+    known, in_step = greedy_text(build_target(name, "eager"))[0].tolist(), FAMILIES[name].keeps_step
+    texts = [known[: len(PROMPT[0]) + ahead] for ahead in (0, *(AHEAD_IN_STEP if in_step else AHEAD))]
+    return padded(texts if in_step else [*texts, list(STRANGER)])
+
+
+def padded(texts: list[list[int]]) -> dict[str, Tensor]:
+    """A batch (B, L), padded on the left with a token that means something elsewhere."""
+    longest = max(map(len, texts))
+    ids = [[0] * (longest - len(text)) + text for text in texts]
+    mask = [[0] * (longest - len(text)) + [1] * len(text) for text in texts]
+    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
 
 
 @dataclass
 class Outcome:
-    """`word`: one of the table's, or "different" where text or logits are not the target's own; `reason`: why chains or refused.
+    """`word`: one of the table's, or "different" where text or logits are not the target's own; `reason`: the one logged or raised, or what
+    is different.
 
-    `accepted`, `rejected`: the numbers of drafted levels.
+    `accepted`, `rejected`: the numbers of drafted levels; `accepted_by_row`: of each prompt; `num_trees`, `num_ragged`: the forwards
+    that verified trees, and rows of different lengths.
     """
 
     word: str
     reason: str = ""
     accepted: int = 0
     rejected: int = 0
+    accepted_by_row: tuple[int, ...] = ()
+    num_trees: int = 0
+    num_ragged: int = 0
 
 
-def decode(name: str, attention: str, drafting: str, prompt: dict[str, Tensor] | None = None) -> Outcome:
-    """Generates with a drafter and compares with the target alone. Raises NotThereError."""
+def decode(name: str, attention: str, drafting: str, num_prompts: int = 1, prompt: dict[str, Tensor] | None = None) -> Outcome:
+    """Generates with a drafter and compares with the target alone. `prompt`: another than the table's. Raises NotThereError."""
     target, drafter = build_target(name, attention), build_drafter(name)
-    alone = decode_alone(name, attention) if prompt is None else target.generate(**prompt, **ASKED)
-    prompt = {"input_ids": torch.tensor(PROMPT)} if prompt is None else prompt
+    asked = ASKED if num_prompts == 1 else ASKED_OF_A_BATCH
     with track_acceptance() as stats, observed() as seen:
         try:
-            ours = target.generate(**prompt, assistant_model=drafter, **ASKED, **DRAFTINGS[drafting])
+            ours = target.generate(**(prompt or prompts(name, num_prompts)), assistant_model=drafter, **asked, **DRAFTINGS[drafting])
         except ValueError as refusal:
             return Outcome(REFUSED, str(refusal))
-    accepted = sum(stats.accepted_per_position)
-    word = CHAINS if drafting == "tree" and seen.num_trees == 0 else LOSSLESS
-    word = word if agree(ours, alone) else DIFFERENT
-    return Outcome(word, "; ".join(seen.warnings), accepted, sum(stats.drafted_per_position) - accepted)
+    alone = decode_alone(name, attention, num_prompts) if prompt is None else target.generate(**prompt, **ASKED)
+    accepted, drafted = sum(stats.accepted_per_position), sum(stats.drafted_per_position)
+    by_row = tuple(sum(row.accepted_per_position) for row in stats.rows)
+    wrong = difference(ours, alone)
+    word = DIFFERENT if wrong else seen.word(drafting)
+    return Outcome(word, wrong or "; ".join(seen.warnings), accepted, drafted - accepted, by_row, seen.num_trees, seen.num_ragged)
+
+
+def prompts(name: str, num_prompts: int) -> dict[str, Tensor]:
+    return {"input_ids": torch.tensor(PROMPT)} if num_prompts == 1 else build_batch(name)
 
 
 @cache
-def decode_alone(name: str, attention: str) -> ModelOutput:
-    """What plain generate makes of PROMPT."""
-    return build_target(name, attention).generate(torch.tensor(PROMPT), **ASKED)
+def decode_alone(name: str, attention: str, num_prompts: int) -> ModelOutput:
+    """What plain generate makes of the table's prompts, always with its logits."""
+    return build_target(name, attention).generate(
+        **prompts(name, num_prompts), **(ASKED if num_prompts == 1 else ASKED_OF_A_BATCH | LOGITS)
+    )
 
 
-def agree(ours: ModelOutput, alone: ModelOutput) -> bool:
-    """Whether tokens are the same and logits, which say more of a wrong mask than a few tokens do, are within the tolerance."""
-    if not torch.equal(ours.sequences, alone.sequences):
-        return False
-    logits, expected = torch.stack(ours.logits), torch.stack(alone.logits)
-    return bool((logits - expected).abs().max() <= LOGITS_TOLERANCE * expected.std())
+def difference(ours: ModelOutput, alone: ModelOutput) -> str:
+    """What is not the target's own, "" where all is.
+
+    Logits, which say more of a wrong mask than a few tokens do, are compared where they were asked for. Where tokens differ, it is said
+    by how much the target prefers its own: by nothing to speak of in a tie.
+    """
+    expected = torch.stack(alone.logits)
+    spread = float(expected.std())
+    for row, step, margin in departures(ours.sequences, alone):
+        return f"row {row} departs at token {step}, which the target scores {margin / spread:.1e} of its logits' spread below its own"
+    if ours.logits is None:
+        return ""
+    error = float((torch.stack(ours.logits) - expected).abs().max()) / spread
+    return "" if error <= LOGITS_TOLERANCE else f"logits differ by {error:.1e} of their spread"
+
+
+def departures(sequences: Tensor, alone: ModelOutput) -> Iterator[tuple[int, int, float]]:
+    """Of every row (B, L) that is not what the target says alone: its number, its first other token, and by how much the target's logits
+    there prefer its own."""
+    num_given = alone.sequences.shape[1] - len(alone.logits)
+    for row, (ours, own) in enumerate(zip(sequences, alone.sequences, strict=True)):
+        places = (ours != own).nonzero()
+        if len(places):
+            place = int(places[0])
+            logits = alone.logits[place - num_given][row].float()
+            yield row, place - num_given, float(logits[own[place]] - logits[ours[place]])
 
 
 class Observed(logging.Handler):
-    """What a call did beside its output: the reasons it logged and how many trees it verified."""
+    """What a call did beside its output: the reasons it logged and what it verified, how."""
 
     def __init__(self):
         super().__init__()
         self.warnings: list[str] = []
-        self.num_trees = 0
+        self.num_trees = self.num_ragged = self.num_in_step = 0
 
     def emit(self, record: logging.LogRecord) -> None:
         self.warnings.append(record.getMessage())
 
-    def accept_tree(self, *args, original=decoding.accept_tree):
-        self.num_trees += 1
-        return original(*args)
+    def noting(self, judge: Callable, is_in_step: bool) -> Callable:
+        """The same judge, who lets us see what is judged."""
+
+        def judged(self_: Judge, texts: Texts, proposal: Proposal, logits: Tensor) -> Verdict:
+            self.num_trees += proposal.tree is not None
+            self.num_ragged += not texts.is_uniform
+            self.num_in_step += is_in_step
+            return judge(self_, texts, proposal, logits)
+
+        return judged
+
+    def word(self, drafting: str) -> str:
+        if self.num_in_step:
+            return IN_STEP
+        return CHAINS if drafting == "tree" and self.num_trees == 0 else LOSSLESS
 
 
 @contextmanager
 def observed() -> Iterator[Observed]:
     """Within it, no verdict about a target is remembered from earlier calls."""
     seen = Observed()
+    row_by_row, together = seen.noting(Judge.row_by_row, False), seen.noting(Judge.together, True)
     selftest.logger.addHandler(seen)
     try:
-        with patch.dict(selftest._verdicts, clear=True), patch.object(decoding, "accept_tree", seen.accept_tree):
+        with patch.dict(selftest._verdicts, clear=True), patch.multiple(Judge, row_by_row=row_by_row, together=together):
             yield seen
     finally:
         selftest.logger.removeHandler(seen)

@@ -2,8 +2,9 @@
 
     python tests/generation/family_table.py [--grouped]
 
-"same": text and logits are the target's own, with drafts accepted and rejected. "chains": the same, but of chains where a tree was asked
-for. "-": transformers has not this attention implementation for the family. `--grouped` gives families with equal rows one row.
+"same text": text and, for one prompt, logits are the target's own, with drafts accepted and rejected; in a batch every row goes at its own
+pace. "chains": the same, but of chains where a tree was asked for. "in step": the same, but all rows accept as much as the one that accepts
+least, of chains. "attention": the implementations of the target that give this row. `--grouped` gives families with equal rows one row.
 """
 
 import argparse
@@ -14,35 +15,48 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # of conftest.py
 
 import torch
 import transformers
-from families import ATTENTIONS, CHAINS, DRAFTINGS, FAMILIES, LOSSLESS, REFUSED, NotThereError, build_target, decode
+from families import ATTENTIONS, BATCHES, DRAFTINGS, FAMILIES, LOSSLESS, REFUSED, NotThereError, Outcome, build_target, decode
 
-COLUMNS = [(drafting, attention) for drafting in DRAFTINGS for attention in ATTENTIONS]
+from eagle31_hf.generation.selftest import why_no_trees
+
+HEAD = ("family", *(f"batch {count}: {', '.join(DRAFTINGS)}" for count in BATCHES), "attention", "why not")
 
 
-def cell(name: str, drafting: str, attention: str) -> str:
-    try:
-        outcome = decode(name, attention, drafting)
-    except NotThereError:
-        return "-"
-    except (RuntimeError, KeyError) as failure:  # a known bug
-        return f"**{type(failure).__name__}**"
-    if outcome.word == LOSSLESS:
-        return "same"
-    if outcome.word == CHAINS:
-        return f"chains: {outcome.reason.partition(': chains instead of trees for ')[2].partition(': ')[2].rstrip('.')}"
+def row(name: str, attention: str) -> tuple[str, ...]:
+    """The words of a family, a cell a batch, and the reason of the first that is not "same text". Raises NotThereError."""
+    outcomes = [[decode(name, attention, drafting, count) for drafting in DRAFTINGS] for count in BATCHES]
+    words = [", ".join(outcome.word for outcome in cell) for cell in outcomes]
+    reasons = [reason(name, attention, outcome) for cell in outcomes for outcome in cell if outcome.word != LOSSLESS]
+    return (*words, next(iter(reasons), ""))
+
+
+def reason(name: str, attention: str, outcome: Outcome) -> str:
+    """In words that do not name the class, so that families share them."""
+    target = build_target(name, attention)
     if outcome.word == REFUSED:
-        class_name = type(build_target(name, attention)).__name__
-        return f"refused: {outcome.reason.removeprefix('EAGLE drafting: ').removeprefix(class_name).partition(';')[0].strip(' .')}"
-    return f"**{outcome.word}**"
+        return outcome.reason.removeprefix("EAGLE drafting: ").removeprefix(type(target).__name__).partition(";")[0].strip(" .")
+    told = outcome.reason.partition(": chains instead of trees for ")[2].partition(": ")[2].rstrip(".")
+    return told or outcome.reason or str(why_no_trees(target))
+
+
+def rows(name: str) -> dict[tuple[str, ...], list[str]]:
+    """By row, the attention implementations that give it."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for attention in ATTENTIONS:
+        try:
+            found.setdefault(row(name, attention), []).append(attention)
+        except NotThereError:
+            continue
+    return found
 
 
 def table(names: list[str], grouped: bool) -> list[str]:
-    rows: dict[tuple, list[str]] = {}
+    members: dict[tuple[str, ...], list[str]] = {}
     for name in names:
-        cells = tuple(cell(name, *column) for column in COLUMNS)
-        rows.setdefault(cells if grouped else (*cells, name), []).append(name)
-    head = ["family", *(" ".join(column) for column in COLUMNS)]
-    lines = [head, ["---"] * len(head), *(["; ".join(members), *cells[: len(COLUMNS)]] for cells, members in rows.items())]
+        for (*words, why), attentions in rows(name).items():
+            cells = (*words, ", ".join(attentions), why)
+            members.setdefault(cells if grouped else (*cells, name), []).append(name)
+    lines = [HEAD, ("---",) * len(HEAD), *(("; ".join(group), *cells[: len(HEAD) - 1]) for cells, group in members.items())]
     return [f"| {' | '.join(line)} |" for line in lines]
 
 

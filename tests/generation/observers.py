@@ -6,6 +6,8 @@ from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from eagle31_hf import Eagle31DrafterModel, track_acceptance
+from eagle31_hf.generation.drafting import Proposal
+from eagle31_hf.generation.tree import DraftTree
 
 
 def speculate(target: PreTrainedModel, drafter: Eagle31DrafterModel, prompt: Tensor, **kwargs):
@@ -13,6 +15,14 @@ def speculate(target: PreTrainedModel, drafter: Eagle31DrafterModel, prompt: Ten
     with track_acceptance() as stats:
         output = target.generate(prompt, assistant_model=drafter, **kwargs)
     return output, stats
+
+
+def tree_of(proposal: Proposal, text: Tensor) -> DraftTree:
+    """What was drafted after the text (1, L), a chain's too."""
+    if proposal.tree is not None:
+        return proposal.tree
+    ids = torch.cat((text[:, -1:], proposal.ids), dim=1)
+    return DraftTree.from_parents(ids, torch.arange(-1, ids.shape[1] - 1)[None], ids.shape[1])
 
 
 def num_hooks(target: PreTrainedModel) -> int:

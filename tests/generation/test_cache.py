@@ -40,7 +40,7 @@ def test_a_second_turn_goes_on_from_the_cache_of_the_first(make_target, make_dra
 def test_a_second_turn_of_a_padded_prompt(make_target, make_drafter, prompt):
     target = make_target("qwen3")
     padded, mask = pad(prompt, (3, 0), value=6), pad(torch.ones_like(prompt), (3, 0))
-    with_drafter = {"assistant_model": make_drafter(target)}
+    with_drafter = {"assistant_model": make_drafter(target), "num_assistant_tokens": 5}
     *got, _ = two_turns(target, padded, with_drafter, with_drafter, attention_mask=mask, pad_token_id=6)
     *expected, _ = two_turns(target, padded, {}, {}, attention_mask=mask, pad_token_id=6)
     for name, ours, theirs in zip(("first turn", "cached tokens", "second turn"), got, expected, strict=True):
@@ -52,7 +52,7 @@ def test_only_the_new_tokens_may_be_passed_with_the_cache(make_target, make_draf
     """The attention mask then tells how long the whole text is."""
     target, new = make_target(kind), torch.tensor([[4, 9, 1]])
     texts = []
-    for assistant in ({"assistant_model": make_drafter(target)}, {}):
+    for assistant in ({"assistant_model": make_drafter(target), "num_assistant_tokens": 5}, {}):
         past = target(greedy_text(target)[:, :10]).past_key_values
         mask = torch.ones((1, 13), dtype=torch.long)
         texts.append(target.generate(new, past_key_values=past, attention_mask=mask, **assistant, **TURN).sequences)
@@ -82,13 +82,13 @@ def test_the_cache_ends_before_the_token_at_which_generation_stopped(target, dra
 
 def test_a_cache_of_the_callers_own_is_filled(target, drafter, prompt):
     past = DynamicCache(config=target.config)
-    speculate(target, drafter, prompt, past_key_values=past, max_new_tokens=9, do_sample=False)
+    speculate(target, drafter, prompt, past_key_values=past, max_new_tokens=9, do_sample=False, num_assistant_tokens=5)
     assert past.get_seq_length() == prompt.shape[1] + 8
 
 
 def test_all_but_one_token_of_the_prompt_may_be_cached(target, drafter, prompt):
     past = target(prompt[:, :-1]).past_key_values
-    output, _ = speculate(target, drafter, prompt, past_key_values=past, max_new_tokens=9, do_sample=False)
+    output, _ = speculate(target, drafter, prompt, past_key_values=past, max_new_tokens=9, do_sample=False, num_assistant_tokens=5)
     assert_close("text", output, target.generate(prompt, max_new_tokens=9, do_sample=False))
 
 

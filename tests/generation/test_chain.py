@@ -12,7 +12,7 @@ from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, 
 from eagle31_hf import Eagle31CandidateGenerator
 from eagle31_hf.features import target_states
 from eagle31_hf.generation import decoding
-from eagle31_hf.generation.drafting import DraftSession
+from eagle31_hf.generation.drafting import DraftSession, Reading
 
 LENGTH = 20
 
@@ -25,9 +25,9 @@ class Watched(Eagle31CandidateGenerator):
         self.__dict__.setdefault("rounds", []).append([ids.shape[1] - input_ids.shape[1]])
         return ids, logits
 
-    def propose(self, input_ids):
-        proposal = super().propose(input_ids)
-        self.__dict__.setdefault("candidates", []).append((input_ids, torch.cat((input_ids, proposal.ids), dim=1)))
+    def propose(self, contexts, *args):
+        proposal = super().propose(contexts, *args)
+        self.__dict__.setdefault("proposals", []).append((contexts[0], proposal.ids))
         return proposal
 
     def update_candidate_strategy(self, input_ids, scores, num_matches):
@@ -100,13 +100,13 @@ def test_drafts_follow_from_the_committed_text_alone(target, make_drafter, promp
     kwargs = start(target, prompt)
     speculate(target, drafter, prompt, num_assistant_tokens=3, max_new_tokens=LENGTH, do_sample=False, pad_token_id=0, **kwargs)
     num_padding = unread if "attention_mask" in kwargs else 0
-    for text, candidates in generators[0].candidates:
+    position = unread - num_padding
+    for text, drafts in generators[0].proposals:
         states, _ = target_states(target, text[:, num_padding:-1], generators[0].layer_ids)
-        session = DraftSession(drafter, VOCAB, LogitsProcessorList(), do_sample=False, confidence_threshold=0.0)
-        depth = candidates.shape[1] - text.shape[1]
-        if depth:
-            drafts = session.propose_chain(text, states[:, unread - num_padding :], unread - num_padding, depth).ids
-            assert_close(f"drafts after {text.tolist()}", candidates[:, text.shape[1] :], drafts)
+        session = DraftSession(drafter, VOCAB, LogitsProcessorList(), draws=None, confidence_threshold=0.0, starts=[position])
+        whole = Reading(states[:, position:], text[:, unread + 1 :], [text.shape[1] - unread - 1])
+        assert_close(f"drafts after {text.tolist()}", drafts, session.propose_chain(whole, [text], drafts.shape[1]).ids)
+    assert len(generators[0].proposals) > 3
 
 
 def test_the_first_call_drafts_nothing_and_no_draft_reaches_past_the_end(target, drafter, prompt):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from close import assert_close
 from conftest import NO_SPECIAL_TOKENS, build_drafter
 from observers import Puts, num_hooks
 from transformers import (
@@ -9,13 +10,14 @@ from transformers import (
     GenerationConfig,
     MambaConfig,
     MambaForCausalLM,
+    QuantizedCache,
     StaticCache,
     T5Config,
     T5ForConditionalGeneration,
 )
 
 from eagle31_hf import Eagle31Config, Eagle31DrafterModel
-from eagle31_hf.generation.checks import resolve_knobs
+from eagle31_hf.generation.checks import Knobs, resolve_knobs
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
 
@@ -31,13 +33,19 @@ def with_custom_generate(drafter):
 ENTRIES = pytest.mark.parametrize("entry", [with_drafter, with_custom_generate], ids=["assistant_model", "custom_generate"])
 REQUESTS = {
     "beams": ({"num_beams": 2}, r"num_beams is 2; expected 1"),
-    "return_sequences": ({"num_return_sequences": 2, "do_sample": True}, r"num_return_sequences is 2; expected 1"),
-    "static": ({"cache_implementation": "static"}, r"cache_implementation is 'static'; expected None"),
+    "group_beams": ({"num_beams": 2, "num_return_sequences": 2}, r"num_beams is 2; expected 1"),
+    "offloaded_static": ({"cache_implementation": "offloaded_static"}, r"cache_implementation is 'offloaded_static'; expected one of"),
     "no_cache": ({"use_cache": False}, r"use_cache is False; expected True"),
     "ensemble": ({"assistant_ensemble_weight": 0.5}, r"assistant_ensemble_weight makes the output lossy; expected None"),
-    "no_drafts": ({"num_assistant_tokens": 0}, r"num_assistant_tokens is 0; expected an integer of at least 1"),
+    "no_drafts": (
+        {"num_assistant_tokens": 0},
+        r"num_assistant_tokens is 0; expected 'auto' or an integer of at least 1 \(to decode without drafts, drop",
+    ),
     "negative_drafts": ({"num_assistant_tokens": -3}, r"num_assistant_tokens is -3; expected"),
     "half_a_draft": ({"num_assistant_tokens": 2.5}, r"num_assistant_tokens is 2\.5; expected"),
+    "word_drafts": ({"num_assistant_tokens": "many"}, r"num_assistant_tokens is 'many'; expected 'auto' or an integer"),
+    "no_children": ({"draft_tree_top_k": 0}, r"draft_tree_top_k is 0; expected 'auto' or an integer of at least 1\."),
+    "no_tree": ({"draft_tree_total_tokens": 1}, r"draft_tree_total_tokens is 1; expected 'auto' or an integer of at least 2\."),
     "true_drafts": ({"num_assistant_tokens": True}, r"num_assistant_tokens is True; expected"),
     "threshold_1": ({"assistant_confidence_threshold": 1.0}, r"assistant_confidence_threshold is 1\.0; expected 0"),
     "threshold_negative": ({"assistant_confidence_threshold": -0.1}, r"assistant_confidence_threshold is -0\.1; expected"),
@@ -63,9 +71,20 @@ def refused(target, drafter, entry, message, **kwargs):
     assert [model.generation_config.to_dict() for model in (target, drafter)] == configs
 
 
+BATCHES = {  # refused before, and no more: (rows of the prompt, what is asked, rows that come back)
+    "batch": (3, {}, 3),
+    "return_sequences": (1, {"num_return_sequences": 2, "do_sample": True}, 2),
+    "batch_of_return_sequences": (2, {"num_return_sequences": 3, "do_sample": True}, 6),
+}
+
+
 @ENTRIES
-def test_a_batch(target, drafter, prompt, entry):
-    refused(target, drafter, entry, r"got a batch of 3 prompts; expected 1: call generate once for each", inputs=prompt.repeat(3, 1))
+@pytest.mark.parametrize(("num_rows", "kwargs", "expected"), BATCHES.values(), ids=BATCHES)
+def test_a_batch_is_not_refused(target, drafter, prompt, entry, num_rows, kwargs, expected):
+    output = target.generate(prompt.repeat(num_rows, 1), num_assistant_tokens=3, **GREEDY | entry(drafter) | kwargs)
+    assert output.shape == (expected, prompt.shape[1] + 8)
+    if "do_sample" not in kwargs:
+        assert_close("text", output, target.generate(prompt, **GREEDY).repeat(num_rows, 1))
 
 
 @ENTRIES
@@ -82,13 +101,30 @@ def test_embeddings_in_place_of_a_prompt(target, drafter, prompt, entry):
 
 
 @ENTRIES
-def test_a_static_cache(target, drafter, prompt, entry):
+@pytest.mark.parametrize("given", ["cache", "implementation"])
+def test_a_static_cache_is_not_refused(target, drafter, prompt, entry, given):
     past = StaticCache(config=target.config, max_cache_len=32)
-    refused(target, drafter, entry, r"past_key_values is a StaticCache: .* pass a DynamicCache", inputs=prompt, past_key_values=past)
+    kwargs = {"past_key_values": past} if given == "cache" else {"cache_implementation": "static"}
+    output = target.generate(prompt, num_assistant_tokens=3, **GREEDY | entry(drafter) | kwargs)
+    assert_close("text", output, target.generate(prompt, **GREEDY))
+    assert past.get_seq_length() == (output.shape[1] - 1 if given == "cache" else 0)
+
+
+@ENTRIES
+def test_a_static_cache_of_another_kind(target, drafter, prompt, entry):
+    past = StaticCache(config=target.config, max_cache_len=32, offloading=True, offload_only_non_sliding=False)
+    refused(target, drafter, entry, r"past_key_values is a StaticCache that is offloaded", inputs=prompt, past_key_values=past)
+
+
+@ENTRIES
+def test_a_cache_that_rounds_its_tokens_together(target, drafter, prompt, entry):
+    past = object.__new__(QuantizedCache)  # building one needs quanto or hqq; it is refused by its class
+    past.layers, past.layer_class_to_replicate, past.offloading = [], None, False
+    refused(target, drafter, entry, r"past_key_values is a QuantizedCache: .* pass a DynamicCache", inputs=prompt, past_key_values=past)
 
 
 def test_a_quantized_cache(target, drafter, prompt):
-    message = r"cache_implementation is 'quantized'; expected None"
+    message = r"cache_implementation is 'quantized'; expected one of"
     refused(target, drafter, with_drafter, message, inputs=prompt, cache_implementation="quantized")
 
 
@@ -168,21 +204,45 @@ def test_a_drafters_own_bad_knob_is_refused_too(target, prompt):
 
 
 KNOBS = {  # given in the call, generation config, drafter's own: the result
-    "default": ({}, {}, {}, (5, 0.0)),
-    "drafter": ({}, {}, {"num_assistant_tokens": 3, "assistant_confidence_threshold": 0.2}, (3, 0.2)),
-    "config": ({}, {"num_assistant_tokens": 7, "assistant_confidence_threshold": 0.1}, {"num_assistant_tokens": 3}, (7, 0.1)),
-    "stock_defaults": ({}, {"num_assistant_tokens": 20, "assistant_confidence_threshold": 0.4}, {}, (5, 0.0)),
-    "call": ({"num_assistant_tokens": 20, "assistant_confidence_threshold": 0.4}, {"num_assistant_tokens": 7}, {}, (20, 0.4)),
-    "call_of_zero": ({"assistant_confidence_threshold": 0.0}, {}, {"assistant_confidence_threshold": 0.9}, (5, 0.0)),
-    "none_in_call": ({"num_assistant_tokens": None}, {}, {"num_assistant_tokens": 2}, (2, 0.0)),
-    "none_in_drafter": ({}, {}, {"num_assistant_tokens": None, "assistant_confidence_threshold": None}, (5, 0.0)),
-}
+    "default": ({}, {}, {}, Knobs(None, 0.0, None, None)),
+    "drafter": ({}, {}, {"num_assistant_tokens": 3, "assistant_confidence_threshold": 0.2}, Knobs(3, 0.2, None, None)),
+    "config": (
+        {}, {"num_assistant_tokens": 7, "assistant_confidence_threshold": 0.1}, {"num_assistant_tokens": 3}, Knobs(7, 0.1, None, None),
+    ),
+    "stock_defaults": ({}, {"num_assistant_tokens": 20, "assistant_confidence_threshold": 0.4}, {}, Knobs(None, 0.0, None, None)),
+    "call": (
+        {"num_assistant_tokens": 20, "assistant_confidence_threshold": 0.4}, {"num_assistant_tokens": 7}, {}, Knobs(20, 0.4, None, None),
+    ),
+    "call_of_auto": ({"num_assistant_tokens": "auto"}, {"num_assistant_tokens": 7}, {}, Knobs(None, 0.0, None, None)),
+    "call_of_zero": (
+        {"assistant_confidence_threshold": 0.0}, {}, {"assistant_confidence_threshold": 0.9}, Knobs(None, 0.0, None, None),
+    ),
+    "none_in_call": ({"num_assistant_tokens": None}, {}, {"num_assistant_tokens": 2}, Knobs(2, 0.0, None, None)),
+    "none_in_drafter": ({}, {}, {"num_assistant_tokens": None, "assistant_confidence_threshold": None}, Knobs(None, 0.0, None, None)),
+    "tree": ({"draft_tree_top_k": 4}, {}, {"num_assistant_tokens": 6, "draft_tree_total_tokens": 24}, Knobs(6, 0.0, 4, 24)),
+    "tree_of_auto": ({"draft_tree_top_k": "auto", "num_assistant_tokens": 2}, {}, {"draft_tree_top_k": 4}, Knobs(2, 0.0, None, None)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("given", "configured", "own", "expected"), KNOBS.values(), ids=KNOBS)
 def test_resolve_knobs(target, given, configured, own, expected):
     drafter = build_drafter(target)
     drafter.generation_config.update(**own)
-    knobs = resolve_knobs(drafter, GenerationConfig(**configured), given)
-    tree = {"tree_top_k": 1, "tree_total_tokens": 60}
-    assert knobs == {"num_assistant_tokens": expected[0], "confidence_threshold": expected[1]} | tree
+    for name in ("draft_tree_top_k", "draft_tree_total_tokens"):
+        setattr(drafter.generation_config, name, own.get(name))  # `update` keeps to what a config knows
+    assert resolve_knobs(drafter, GenerationConfig(**configured), given) == expected
+
+
+MAY_DRAW_TREES = [  # auto may, unless one child a node was asked for; a fixed depth only when asked
+    (Knobs(None, 0.0, None, None), True),
+    (Knobs(None, 0.0, 1, None), False),
+    (Knobs(None, 0.0, 4, None), True),
+    (Knobs(5, 0.0, None, None), False),
+    (Knobs(5, 0.0, 1, 60), False),
+    (Knobs(5, 0.0, 2, None), True),
+]
+
+
+@pytest.mark.parametrize(("knobs", "expected"), MAY_DRAW_TREES, ids=str)
+def test_which_knobs_may_draw_trees(knobs, expected):
+    assert knobs.may_draw_trees == expected

@@ -14,6 +14,7 @@ from eagle31_hf.generation import hook
 
 LENGTH = 24
 GREEDY = {"max_new_tokens": LENGTH, "do_sample": False}
+DRAFTED = GREEDY | {"num_assistant_tokens": 5}
 PAIRS = [(kind, name, "sdpa", [4]) for kind in TARGETS for name in DRAFTERS]
 PAIRS += [(kind, name, "eager", [7]) for kind in TARGETS for name in ("eagle31", "window_4")]
 PAIRS += [("llama", name, "sdpa", [1, 3, 7]) for name in DRAFTERS]
@@ -41,7 +42,7 @@ def test_vocabularies_a_padding_apart(make_target, make_drafter, prompt, rows):
     drafter = make_drafter(other)  # of VOCAB ids, with the wrong target's text in its head
     prompt = prompt % rows
     for sampling in ({"do_sample": False}, {"do_sample": True, "top_k": 0}):
-        output, _ = speculate(target, drafter, prompt, max_new_tokens=LENGTH, **sampling)
+        output, _ = speculate(target, drafter, prompt, max_new_tokens=LENGTH, **sampling, num_assistant_tokens=5)
         assert int(output.max()) < rows
         if not sampling["do_sample"]:
             assert_close("text", output, target.generate(prompt, **GREEDY))
@@ -76,7 +77,7 @@ def test_a_processor_sees_every_committed_prefix_once(target, drafter, prompt, d
     diary = Diary(VOCAB)
     kwargs = {"max_new_tokens": LENGTH, "do_sample": do_sample} | stop
     torch.manual_seed(0)
-    output, stats = speculate(target, drafter, prompt, logits_processor=LogitsProcessorList([diary]), **kwargs)
+    output, stats = speculate(target, drafter, prompt, logits_processor=LogitsProcessorList([diary]), **kwargs, num_assistant_tokens=5)
     text = output[0].tolist()
     assert diary.prefixes == [text[:i] for i in range(prompt.shape[1], len(text))]
     assert max(stats.accepted_per_round) >= 1
@@ -101,9 +102,9 @@ def test_left_padding(make_target, make_drafter, prompt, kind):
     drafter = make_drafter(target)
     padded = torch.nn.functional.pad(prompt, (4, 0), value=6)
     mask = (torch.arange(padded.shape[1]) >= 4).long()[None]
-    output, stats = speculate(target, drafter, padded, attention_mask=mask, pad_token_id=6, **GREEDY)
+    output, stats = speculate(target, drafter, padded, attention_mask=mask, pad_token_id=6, **DRAFTED)
     assert_close("text", output, target.generate(padded, attention_mask=mask, pad_token_id=6, **GREEDY))
-    _, unpadded = speculate(target, drafter, prompt, **GREEDY)
+    _, unpadded = speculate(target, drafter, prompt, **DRAFTED)
     assert stats.accepted_per_round == unpadded.accepted_per_round, "padding changed what is drafted"
 
 
@@ -121,9 +122,9 @@ def test_inputs_that_grow_with_the_text(make_target, make_drafter, prompt, kwarg
 @pytest.mark.parametrize("kind", ["llama", "mistral_window_8"])
 def test_a_prefill_in_chunks(make_target, make_drafter, prompt, kind):
     target = make_target(kind)
-    output, stats = speculate(target, make_drafter(target), prompt, prefill_chunk_size=2, **GREEDY)
+    output, stats = speculate(target, make_drafter(target), prompt, prefill_chunk_size=2, **DRAFTED)
     assert_close("text", output, greedy_text(target)[:, : output.shape[1]])
-    assert stats.accepted_per_round == speculate(target, make_drafter(target), prompt, **GREEDY)[1].accepted_per_round
+    assert stats.accepted_per_round == speculate(target, make_drafter(target), prompt, **DRAFTED)[1].accepted_per_round
 
 
 OFFLOADED = pytest.param("offloaded", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA streams"))
@@ -131,7 +132,7 @@ OFFLOADED = pytest.param("offloaded", marks=pytest.mark.skipif(not torch.cuda.is
 
 @pytest.mark.parametrize("implementation", ["dynamic", OFFLOADED])
 def test_cache_implementations(target, drafter, prompt, implementation):
-    output, _ = speculate(target, drafter, prompt, cache_implementation=implementation, **GREEDY)
+    output, _ = speculate(target, drafter, prompt, cache_implementation=implementation, **DRAFTED)
     assert_close("text", output, greedy_text(target)[:, : output.shape[1]])
 
 
@@ -139,7 +140,7 @@ def test_cache_implementations(target, drafter, prompt, implementation):
 def test_a_drafter_of_another_type(target, prompt, name):
     drafter = build_drafter(target, name).bfloat16()
     for do_sample in (False, True):
-        output, _ = speculate(target, drafter, prompt, max_new_tokens=LENGTH, do_sample=do_sample)
+        output, _ = speculate(target, drafter, prompt, max_new_tokens=LENGTH, do_sample=do_sample, num_assistant_tokens=5)
         assert do_sample or output.equal(greedy_text(target)[:, : output.shape[1]])
 
 
@@ -147,7 +148,7 @@ def test_a_drafter_of_another_type(target, prompt, name):
 @pytest.mark.parametrize("ids", [[4], [9, 9]], ids=["1_token", "2_tokens"])
 def test_short_prompts(make_target, make_drafter, kind, ids):
     target, prompt = make_target(kind), torch.tensor([ids])
-    output, _ = speculate(target, make_drafter(target), prompt, **GREEDY)
+    output, _ = speculate(target, make_drafter(target), prompt, **DRAFTED)
     assert_close("text", output, target.generate(prompt, **GREEDY))
 
 
@@ -165,7 +166,7 @@ def test_the_same_drafter_prompt_after_prompt(target, make_drafter, prompt):
     drafter, prompts = make_drafter(target), [prompt, torch.tensor([[4, 4]]), prompt.flip(1), prompt]
     rounds = []
     for ids in prompts:
-        output, stats = speculate(target, drafter, ids, **GREEDY)
+        output, stats = speculate(target, drafter, ids, **DRAFTED)
         assert_close(f"text after {ids.tolist()}", output, target.generate(ids, **GREEDY))
         rounds.append(stats.accepted_per_round)
     assert rounds[0] == rounds[-1], "an earlier prompt changed what is drafted"
@@ -175,9 +176,9 @@ def test_the_same_drafter_prompt_after_prompt(target, make_drafter, prompt):
 def test_two_targets_by_turns(make_target, make_drafter, prompt, name):
     targets = make_target("llama"), make_target("llama", rms_norm_eps=1e-3)  # the same shapes and seed, other texts
     drafter = make_drafter(targets[0], name)
-    expected = [speculate(target, make_drafter(target, name), prompt, **GREEDY) for target in targets]
+    expected = [speculate(target, make_drafter(target, name), prompt, **DRAFTED) for target in targets]
     for i in (0, 1, 0):
-        output, stats = speculate(targets[i], drafter, prompt, **GREEDY)
+        output, stats = speculate(targets[i], drafter, prompt, **DRAFTED)
         assert_close(f"text of target {i}", output, expected[i][0])
         assert drafter.get_input_embeddings() is targets[i].get_input_embeddings()
         if i == 0:
@@ -185,13 +186,13 @@ def test_two_targets_by_turns(make_target, make_drafter, prompt, name):
 
 
 def test_custom_generate_is_the_same(target, drafter, prompt):
-    expected, expected_stats = speculate(target, drafter, prompt, **GREEDY)
+    expected, expected_stats = speculate(target, drafter, prompt, **DRAFTED)
     for installed in (True, False):
         if not installed:
             hook.uninstall()
         try:
             with eagle31_hf.track_acceptance() as stats:
-                output = target.generate(prompt, custom_generate=drafter.decode, **GREEDY)
+                output = target.generate(prompt, custom_generate=drafter.decode, **DRAFTED)
         finally:
             hook.install()
         assert_close(f"text, installed {installed}", output, expected)
@@ -224,12 +225,12 @@ def failing(place: str, call: int):
 def test_an_exception_leaves_nothing_behind(make_target, make_drafter, prompt, place, call):
     target = make_target("mistral_window_8")
     drafter, past = make_drafter(target), target(prompt[:, :3]).past_key_values
-    recording = [layer.record_past for layer in past.layers]
+    found = [(type(layer), layer.record_past) for layer in past.layers]
     with pytest.raises(InterruptError):
-        target.generate(prompt, assistant_model=drafter, past_key_values=past, **GREEDY, **failing(place, call))
+        target.generate(prompt, assistant_model=drafter, past_key_values=past, **DRAFTED, **failing(place, call))
     assert num_hooks(target) == 0
-    assert [layer.record_past for layer in past.layers] == recording
-    output, _ = speculate(target, drafter, prompt, **GREEDY)
+    assert [(type(layer), layer.record_past) for layer in past.layers] == found, "the cache is not as it was handed in"
+    output, _ = speculate(target, drafter, prompt, **DRAFTED)
     assert_close("text of the next call", output, greedy_text(target)[:, : output.shape[1]])
 
 

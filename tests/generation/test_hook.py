@@ -86,7 +86,9 @@ def depth_drafted(target, drafter, prompt, **kwargs) -> int:
 def test_precedence_of_knobs(target, prompt):
     drafter = build_drafter(target)
     config = GenerationConfig(num_assistant_tokens=4)
-    assert depth_drafted(target, drafter, prompt) == 5, "the default"
+    assert drafter.generation_config.num_assistant_tokens == "auto", "the default"
+    _, stats = speculate(target, drafter, prompt, **GREEDY)
+    assert sum(stats.choices.values()) == stats.target_forwards, "the default was not heard"
     drafter.generation_config.num_assistant_tokens = 3
     assert depth_drafted(target, drafter, prompt) == 3, "the drafter's"
     assert depth_drafted(target, drafter, prompt, generation_config=config) == 4, "the generation config's, before the drafter's"
@@ -96,12 +98,17 @@ def test_precedence_of_knobs(target, prompt):
     assert config.num_assistant_tokens == 4
 
 
-def test_a_call_may_ask_for_what_transformers_would_fill_in(target, prompt):
-    """20 tokens and a threshold of 0.4 are transformers' defaults; given in the call they are meant."""
+def test_a_call_may_ask_for_the_depth_transformers_would_fill_in(target, prompt):
+    """20 tokens are transformers' default; given in the call they are meant."""
+    assert depth_drafted(target, build_drafter(target), prompt, num_assistant_tokens=20) == 14  # all there is room for
+
+
+def test_a_call_may_ask_for_the_threshold_transformers_would_fill_in(target, prompt):
+    """The same of 0.4, and of 0."""
     drafter = build_drafter(target)
-    assert depth_drafted(target, drafter, prompt, num_assistant_tokens=20) == 14  # all there is room for
-    drafter.generation_config.assistant_confidence_threshold = 0.999
+    drafter.generation_config.update(num_assistant_tokens=5, assistant_confidence_threshold=0.999)
     assert depth_drafted(target, drafter, prompt) < 5
+    assert depth_drafted(target, drafter, prompt, assistant_confidence_threshold=0.4) == 5, "taken for the default"
     assert depth_drafted(target, drafter, prompt, assistant_confidence_threshold=0.0) == 5
 
 

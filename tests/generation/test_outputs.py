@@ -38,14 +38,14 @@ def test_sampled_outputs_have_the_shapes_of_plain_generate(make_target, make_dra
     target = make_target("llama", "eager")
     kwargs = {"max_new_tokens": LENGTH, "do_sample": True, "top_k": 4, "return_dict_in_generate": True, f"output_{name}": True}
     torch.manual_seed(0)
-    output, _ = speculate(target, make_drafter(target, "eagle31", "eager"), prompt, **kwargs)
+    output, _ = speculate(target, make_drafter(target, "eagle31", "eager"), prompt, **kwargs, num_assistant_tokens=5)
     assert shapes(getattr(output, name)) == shapes(getattr(target.generate(prompt, **kwargs), name))
     assert all(getattr(output, other) is None for other in FIELDS if other != name), "what nobody asked for"
 
 
 def test_scores_are_processed_and_logits_are_not(target, drafter, prompt):
     kwargs = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "suppress_tokens": [2, 7]}
-    output, _ = speculate(target, drafter, prompt, max_new_tokens=LENGTH, do_sample=False, **kwargs)
+    output, _ = speculate(target, drafter, prompt, max_new_tokens=LENGTH, do_sample=False, **kwargs, num_assistant_tokens=5)
     for scores, logits in zip(output.scores, output.logits, strict=True):
         assert scores[0, [2, 7]].tolist() == [float("-inf")] * 2
         assert logits.isfinite().all()
@@ -55,12 +55,12 @@ def test_scores_are_processed_and_logits_are_not(target, drafter, prompt):
 def test_attentions_that_sdpa_does_not_return(target, drafter, prompt):
     """Plain generate warns and leaves them out."""
     kwargs = {"max_new_tokens": LENGTH, "do_sample": False, "return_dict_in_generate": True, "output_attentions": True}
-    output, _ = speculate(target, drafter, prompt, **kwargs)
+    output, _ = speculate(target, drafter, prompt, **kwargs, num_assistant_tokens=5)
     assert_close("attentions", output.attentions, target.generate(prompt, **kwargs).attentions)
 
 
 def test_a_tensor_unless_a_dict_is_asked_for(target, drafter, prompt):
-    output, _ = speculate(target, drafter, prompt, max_new_tokens=LENGTH, do_sample=False, output_scores=True)
+    output, _ = speculate(target, drafter, prompt, max_new_tokens=LENGTH, do_sample=False, output_scores=True, num_assistant_tokens=5)
     assert isinstance(output, torch.Tensor)
 
 

@@ -3,6 +3,7 @@
 V target vocabulary, K drafted tokens.
 """
 
+import functools
 import itertools
 
 import pytest
@@ -23,10 +24,12 @@ from transformers import (
 
 from eagle31_hf import Eagle31Config, Eagle31DrafterModel, Eagle31DrafterOutput
 from eagle31_hf.features import target_states
-from eagle31_hf.generation.drafting import DraftSession
-from eagle31_hf.generation.verify import accept
+from eagle31_hf.generation.drafting import DraftSession, Reading
+from eagle31_hf.generation.randomness import Draws
+from eagle31_hf.generation.texts import Texts
+from eagle31_hf.generation.verify import Judge
 
-V, LENGTH, DRAWS = 4, 3, 4000
+V, LENGTH, DRAWS = 4, 3, 3000
 PROMPT = torch.tensor([[0, 2, 1]])
 
 
@@ -56,9 +59,9 @@ def texts_after(length: int) -> Tensor:
     return torch.cat((PROMPT.expand(V**length, -1), continuations), dim=1)
 
 
-def number(tokens: Tensor) -> int:
+def number(tokens: list[int]) -> int:
     """The index of a continuation in `texts_after`."""
-    return int((tokens.flatten() * V ** torch.arange(tokens.numel() - 1, -1, -1)).sum())
+    return functools.reduce(lambda index, token: index * V + token, tokens, 0)
 
 
 @torch.no_grad()
@@ -96,20 +99,21 @@ def drawn(target, drafter, processors, depth: int, monkeypatch, threshold: float
     """Counts by continuation of LENGTH tokens: one round of drafting and verifying, completed by the target alone."""
     states, _ = target_states(target, PROMPT, drafter.config.aux_hidden_state_layer_ids)
     target_logits = target(texts_after(depth)).logits[:, PROMPT.shape[1] - 1 :]
-    session = DraftSession(drafter, V, processors, do_sample=True, confidence_threshold=threshold)
     monkeypatch.setattr(drafter, "forward", Remembered(drafter), raising=False)
     next_token, counts = exact(target, processors), torch.zeros(V**LENGTH)
     torch.manual_seed(0)
+    random = Draws(1, V, torch.device("cpu"), is_coupled=False)
+    session, judge = DraftSession(drafter, V, processors, random, threshold, [0]), Judge(processors, random, set())
     for _ in range(draws):
-        proposal = session.propose_chain(PROMPT, states[:, :-1], 0, depth)
-        num_drafted = proposal.ids.shape[1]
-        row = number(torch.nn.functional.pad(proposal.ids, (0, depth - num_drafted)))
-        logits = target_logits[row : row + 1, : num_drafted + 1].clone()
-        tokens = accept(PROMPT, proposal.ids, proposal.logits, logits, processors, do_sample=True).tokens
-        while tokens.shape[1] < LENGTH:
-            p = next_token[tokens.shape[1]][number(tokens)]
-            tokens = torch.cat((tokens, torch.multinomial(p, 1)[None]), dim=1)
-        counts[number(tokens[:, :LENGTH])] += 1
+        session.lengths = [0]  # nothing is read yet
+        proposal = session.propose_chain(Reading(states[:, :-1], PROMPT[:, 1:], [PROMPT.shape[1] - 1]), [PROMPT], depth)
+        assert proposal.logits is not None, "drafts were not verified by rejection sampling"
+        drafted = proposal.ids[0].tolist()
+        row = number(drafted + [0] * (depth - len(drafted)))
+        tokens = judge.row_by_row(Texts(PROMPT, 0, [0]), proposal, target_logits[row : row + 1, : len(drafted) + 1].clone()).tokens[0]
+        while len(tokens) < LENGTH:
+            tokens.append(int(torch.multinomial(next_token[len(tokens)][number(tokens)], 1)))
+        counts[number(tokens[:LENGTH])] += 1
     return counts
 
 
@@ -151,34 +155,37 @@ def test_sequences_are_distributed_as_the_target_alone_would(target, drafters, m
     assert value < critical_value(df, len(CASES) + 1)
 
 
-def argmax_with_softmax_logits(session, draft_logits, sequence):
+def argmax_with_softmax_logits(session, *args):
     """Drafts by argmax, but says it sampled."""
-    _, logits, confident = PICK(session, draft_logits, sequence)
-    return logits.argmax(-1, keepdim=True), logits, confident
+    _, logits, trusted = PICK(session, *args)
+    return logits.argmax(-1, keepdim=True), logits, trusted
 
 
-def other_temperature(session, draft_logits, sequence):
-    token, logits, confident = PICK(session, draft_logits, sequence)
-    return token, logits / 0.7, confident
+def other_temperature(session, *args):
+    tokens, logits, trusted = PICK(session, *args)
+    return tokens, logits / 0.7, trusted
 
 
-def without_processors(session, draft_logits, sequence):
+def without_processors(session, draft_logits, *args):
     """Draws through the processors, but reports what they were given."""
-    token, _, confident = PICK(session, draft_logits, sequence)
-    return token, draft_logits, confident
+    tokens, _, trusted = PICK(session, draft_logits, *args)
+    return tokens, draft_logits, trusted
 
 
 PICK = DraftSession._pick
 MUTATIONS = {
-    "argmax": (argmax_with_softmax_logits, []),
-    "other_temperature": (other_temperature, []),
-    "unprocessed": (without_processors, [TemperatureLogitsWarper(0.6)]),
+    "argmax": (DraftSession, "_pick", argmax_with_softmax_logits, []),
+    "other_temperature": (DraftSession, "_pick", other_temperature, []),
+    "unprocessed": (DraftSession, "_pick", without_processors, [TemperatureLogitsWarper(0.6)]),
+    "always_accepts": (Draws, "uniform", lambda draws, row: torch.tensor(0.0), []),
 }
 
 
-@pytest.mark.parametrize(("pick", "processors"), MUTATIONS.values(), ids=MUTATIONS)
-def test_the_test_sees_a_q_that_was_not_sampled_from(target, drafters, monkeypatch, pick, processors):
-    monkeypatch.setattr(DraftSession, "_pick", pick)
+@pytest.mark.parametrize(("owner", "name", "replacement", "processors"), MUTATIONS.values(), ids=MUTATIONS)
+def test_the_test_sees_drafts_that_are_not_drawn_or_rejected_as_they_should(
+    target, drafters, monkeypatch, owner, name, replacement, processors
+):
+    monkeypatch.setattr(owner, name, replacement)
     processors = LogitsProcessorList(processors)
     value, df = statistic(drawn(target, drafters["full"], processors, 2, monkeypatch), joint(exact(target, processors)))
     assert value > critical_value(df, len(CASES) + 1)
@@ -192,7 +199,7 @@ def test_generate_itself(target, drafters):
     torch.manual_seed(0)
     for _ in range(400):
         output, _ = speculate(target, drafters["pruned"], PROMPT, max_new_tokens=LENGTH + 1, num_assistant_tokens=2, **kwargs)
-        counts[number(output[:, PROMPT.shape[1] :][:, :LENGTH])] += 1
+        counts[number(output[0, PROMPT.shape[1] :].tolist()[:LENGTH])] += 1
     value, df = statistic(counts, joint(exact(target, processors)))
     assert value < critical_value(df, len(CASES) + 1)
 
@@ -202,7 +209,7 @@ def test_a_processor_with_state_is_sampled_from_too(target, drafters):
     torch.manual_seed(0)
     output, stats = speculate(
         target, drafters["full"], PROMPT, max_new_tokens=40, do_sample=True, top_k=2, logits_processor=LogitsProcessorList([Diary(V)]),
-        return_dict_in_generate=True, output_scores=True,
+        num_assistant_tokens=5, return_dict_in_generate=True, output_scores=True,
     )  # fmt: skip
     tokens = output.sequences[0, PROMPT.shape[1] :]
     assert all(scores[0, token] > float("-inf") for scores, token in zip(output.scores, tokens, strict=True))

@@ -8,8 +8,10 @@ import torch
 from observers import Puts, speculate
 
 from eagle31_hf import AcceptanceStats, track_acceptance
+from eagle31_hf.generation.statistics import RowStats
 
 GREEDY = {"max_new_tokens": 24, "do_sample": False}
+DRAFTED = GREEDY | {"num_assistant_tokens": 5}
 
 
 class Recount(Puts):
@@ -54,11 +56,11 @@ def test_recounted(target, drafter, prompt, depth, kwargs):
 
 def test_calls_add_up_and_blocks_nest(target, drafter, prompt):
     with track_acceptance() as outer:
-        target.generate(prompt, assistant_model=drafter, **GREEDY)
+        target.generate(prompt, assistant_model=drafter, **DRAFTED)
         with track_acceptance() as inner:
-            target.generate(prompt, assistant_model=drafter, **GREEDY)
-        target.generate(prompt, assistant_model=drafter, **GREEDY)
-    target.generate(prompt, assistant_model=drafter, **GREEDY)  # nobody counts
+            target.generate(prompt, assistant_model=drafter, **DRAFTED)
+        target.generate(prompt, assistant_model=drafter, **DRAFTED)
+    target.generate(prompt, assistant_model=drafter, **DRAFTED)  # nobody counts
     assert (inner.prefills, outer.prefills) == (1, 3)
     assert outer.generated_tokens == 3 * inner.generated_tokens == 72
     assert outer.accepted_per_round == 3 * inner.accepted_per_round
@@ -69,7 +71,7 @@ def test_counting_goes_on_in_given_statistics(target, drafter, prompt):
     stats = AcceptanceStats()
     for calls in (1, 2):
         with track_acceptance(stats) as same:
-            target.generate(prompt, assistant_model=drafter, **GREEDY)
+            target.generate(prompt, assistant_model=drafter, **DRAFTED)
         assert same is stats
         assert stats.prefills == calls
 
@@ -77,7 +79,7 @@ def test_counting_goes_on_in_given_statistics(target, drafter, prompt):
 def test_a_block_ends_on_error_too(target, drafter, prompt):
     with pytest.raises(KeyError), track_acceptance() as stats:
         raise KeyError
-    target.generate(prompt, assistant_model=drafter, **GREEDY)
+    target.generate(prompt, assistant_model=drafter, **DRAFTED)
     assert stats == AcceptanceStats()
 
 
@@ -91,21 +93,21 @@ def test_plain_generate_and_nothing_count_nothing(target, prompt):
 
 
 def test_a_text_of_one_token_has_no_target_forward(target, drafter, prompt):
-    _, stats = speculate(target, drafter, prompt, max_new_tokens=1, do_sample=False)
+    _, stats = speculate(target, drafter, prompt, max_new_tokens=1, do_sample=False, num_assistant_tokens=5)
     assert (stats.prefills, stats.target_forwards, stats.generated_tokens) == (1, 0, 1)
     assert stats.mean_accepted_length == 0.0
 
 
 def test_a_rejected_text_counts_one_token_a_forward(target, make_drafter, prompt):
     ban = {"suppress_tokens": make_drafter(target, "pruned").draft_to_target_ids().tolist()}  # nothing is left to draft
-    _, stats = speculate(target, make_drafter(target, "pruned"), prompt, **GREEDY, **ban)
+    _, stats = speculate(target, make_drafter(target, "pruned"), prompt, **DRAFTED, **ban)
     assert stats.mean_accepted_length == 1.0
     assert stats.drafted_per_position == []
 
 
 def test_other_threads_count_only_where_their_context_says_so(target, drafter, prompt):
     def run():
-        target.generate(prompt, assistant_model=drafter, **GREEDY)
+        target.generate(prompt, assistant_model=drafter, **DRAFTED)
 
     with track_acceptance() as stats:
         context = contextvars.copy_context()
@@ -128,12 +130,40 @@ def test_summary_and_seconds(target, drafter, prompt):
 
 def test_counts_of_one_round():
     stats = AcceptanceStats()
-    stats.add_prefill(1)
-    stats.add_round(drafted=3, accepted=1, tokens=2)
-    stats.add_round(drafted=0, accepted=0, tokens=1)
-    stats.add_round(drafted=4, accepted=4, tokens=5)
+    stats.add_prefill([1])
+    stats.add_round(drafted=3, accepted=[1], tokens=[2])
+    stats.add_round(drafted=0, accepted=[0], tokens=[1])
+    stats.add_round(drafted=4, accepted=[4], tokens=[5])
     assert stats.drafted_per_position == [2, 2, 2, 1]
     assert stats.accepted_per_position == [2, 1, 1, 1]
     assert stats.accepted_per_round == [1, 0, 4]
     assert stats.mean_accepted_length == 8 / 3
     assert torch.allclose(torch.tensor(stats.acceptance_rates), torch.tensor([1.0, 0.5, 0.5, 1.0]))
+    assert stats.rows[0] == RowStats(1, 9, [2, 2, 2, 1], [2, 1, 1, 1], [1, 0, 4])
+    assert "by row" not in stats.summary()
+
+
+def test_counts_of_two_rows():
+    """A forward serves both; one that has ended counts for nothing more."""
+    stats = AcceptanceStats()
+    stats.add_prefill([1, 1])
+    stats.add_round(drafted=2, accepted=[2, 0], tokens=[3, 1])
+    stats.add_round(drafted=3, accepted=[None, 1], tokens=[0, 2])
+    assert stats.rows == [RowStats(1, 4, [1, 1], [1, 1], [2]), RowStats(1, 4, [2, 2, 1], [1, 0, 0], [0, 1])]
+    assert [row.mean_accepted_length for row in stats.rows] == [3.0, 1.5]
+    assert (stats.target_forwards, stats.prefills, stats.generated_tokens) == (2, 2, 8)
+    assert stats.accepted_per_round == [2, 0, 1]
+    assert stats.drafted_per_position == [3, 3, 1]
+    assert stats.mean_accepted_length == 2.0
+    assert "2.00 tokens per target forward and row" in stats.summary()
+    assert "by row: 3.00 1.50" in stats.summary()
+
+
+def test_what_auto_chose_is_counted_round_by_round(target, drafter, prompt):
+    _, stats = speculate(target, drafter, prompt, num_assistant_tokens="auto", **GREEDY)
+    assert sum(stats.choices.values()) == stats.target_forwards
+    assert stats.summary().endswith(stats.explanation)
+    assert "auto: " in stats.summary()
+    _, stats = speculate(target, drafter, prompt, **DRAFTED)
+    assert (sum(stats.choices.values()), stats.explanation) == (0, "")
+    assert "auto" not in stats.summary()

@@ -9,6 +9,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 LENGTH = 24
 GREEDY = {"max_new_tokens": LENGTH, "do_sample": False}
+DRAFTED = GREEDY | {"num_assistant_tokens": 5}
 DEPTHS = [3, 7]  # bursts begin and end elsewhere
 
 
@@ -42,7 +43,9 @@ def test_eos_lists(target, drafter, prompt, depth, eos, count):
 def test_eos_in_a_sampled_text(target, drafter, prompt):
     torch.manual_seed(0)
     for _ in range(25):
-        output, _ = speculate(target, drafter, prompt, max_new_tokens=LENGTH, do_sample=True, top_k=0, eos_token_id=[7, 4])
+        output, _ = speculate(
+            target, drafter, prompt, max_new_tokens=LENGTH, do_sample=True, top_k=0, eos_token_id=[7, 4], num_assistant_tokens=5
+        )
         new = output[0, prompt.shape[1] :].tolist()
         assert not {7, 4} & set(new[:-1]), "went on after the end"
         assert new[-1] in (7, 4) or len(new) == LENGTH
@@ -69,7 +72,9 @@ def test_a_custom_criterion_is_shown_every_text_once(target, drafter, prompt, co
 def test_criteria_together_with_eos_and_length(target, drafter, prompt):
     for eos, count, length, expected in ((4, 20, 20, 8), (4, 6, 20, 6), (4, 20, 3, 3)):
         kwargs = {"eos_token_id": eos, "max_new_tokens": length, "do_sample": False}
-        output, _ = speculate(target, drafter, prompt, stopping_criteria=StoppingCriteriaList([Countdown(count)]), **kwargs)
+        output, _ = speculate(
+            target, drafter, prompt, stopping_criteria=StoppingCriteriaList([Countdown(count)]), **kwargs, num_assistant_tokens=5
+        )
         assert output.shape[1] - prompt.shape[1] == expected
 
 
@@ -87,7 +92,7 @@ class Scored(StoppingCriteria):
 @pytest.mark.parametrize("asked", [{}, {"return_dict_in_generate": True, "output_scores": True}], ids=["none", "scores"])
 def test_a_criterion_gets_the_scores_plain_generate_gives_it(target, drafter, prompt, asked):
     ours, alone = Scored(), Scored()
-    speculate(target, drafter, prompt, stopping_criteria=StoppingCriteriaList([ours]), **GREEDY, **asked)
+    speculate(target, drafter, prompt, stopping_criteria=StoppingCriteriaList([ours]), **DRAFTED, **asked)
     target.generate(prompt, stopping_criteria=StoppingCriteriaList([alone]), **GREEDY, **asked)
     assert ours.counts == alone.counts
 

@@ -31,14 +31,14 @@ def test_the_same_calls_as_plain_generate(target, drafter, prompt, end):
 def test_a_sampled_text_is_streamed_as_it_is_returned(target, drafter, prompt):
     torch.manual_seed(0)
     puts = Puts()
-    output, _ = speculate(target, drafter, prompt, streamer=puts, max_new_tokens=24, do_sample=True)
+    output, _ = speculate(target, drafter, prompt, streamer=puts, max_new_tokens=24, do_sample=True, num_assistant_tokens=5)
     assert [token for _, _, (token,) in puts.calls[1:-1]] == output[0, prompt.shape[1] :].tolist()
 
 
 @pytest.mark.parametrize("skip_prompt", [False, True])
 def test_text_streamer(target, drafter, prompt, tokenizer, capsys, skip_prompt):
     printed = []
-    for assistant in ({}, {"assistant_model": drafter}):
+    for assistant in ({}, {"assistant_model": drafter, "num_assistant_tokens": 5}):
         target.generate(prompt, streamer=TextStreamer(tokenizer, skip_prompt=skip_prompt), **GREEDY, **assistant)
         printed.append(capsys.readouterr().out)
     assert printed[0] == printed[1]
@@ -47,7 +47,8 @@ def test_text_streamer(target, drafter, prompt, tokenizer, capsys, skip_prompt):
 
 def test_text_iterator_streamer(target, drafter, prompt, tokenizer):
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
-    thread = Thread(target=target.generate, args=(prompt,), kwargs={"streamer": streamer, "assistant_model": drafter} | GREEDY)
+    kwargs = GREEDY | {"streamer": streamer, "assistant_model": drafter, "num_assistant_tokens": 5}
+    thread = Thread(target=target.generate, args=(prompt,), kwargs=kwargs)
     thread.start()
     text = "".join(streamer)
     thread.join()

@@ -11,6 +11,7 @@ from observers import num_hooks, speculate
 from eagle31_hf import track_acceptance
 
 GREEDY = {"max_new_tokens": 20, "do_sample": False}
+DRAFTED = GREEDY | {"num_assistant_tokens": 5}
 PROMPTS = [torch.tensor([ids]) for ids in ([1, 2, 3, 5, 8], [4, 4], [9, 0, 7, 7, 1, 6, 2, 2, 5], [3])]
 
 
@@ -30,9 +31,9 @@ def at_once(functions):
 @pytest.mark.parametrize("name", ["eagle31", "pruned", "target_head"])
 def test_every_thread_gets_its_own_text_and_statistics(target, make_drafter, name):
     drafter = make_drafter(target, name)
-    expected = [speculate(target, drafter, prompt, **GREEDY) for prompt in PROMPTS]
+    expected = [speculate(target, drafter, prompt, **DRAFTED) for prompt in PROMPTS]
     with track_acceptance() as outside:
-        results = at_once([lambda prompt=prompt: speculate(target, drafter, prompt, **GREEDY) for prompt in PROMPTS])
+        results = at_once([lambda prompt=prompt: speculate(target, drafter, prompt, **DRAFTED) for prompt in PROMPTS])
     for i, ((text, stats), (expected_text, expected_stats)) in enumerate(zip(results, expected, strict=True)):
         assert_close(f"text {i}", text, expected_text)
         assert stats.accepted_per_round == expected_stats.accepted_per_round, "threads drafted from each other's states"
@@ -43,9 +44,9 @@ def test_every_thread_gets_its_own_text_and_statistics(target, make_drafter, nam
 
 def test_beside_threads_that_use_the_target_otherwise(target, drafter, prompt):
     """Their forwards pass the same hooks."""
-    expected, expected_stats = speculate(target, drafter, prompt, **GREEDY)
+    expected, expected_stats = speculate(target, drafter, prompt, **DRAFTED)
     functions = [
-        lambda: speculate(target, drafter, prompt, **GREEDY),
+        lambda: speculate(target, drafter, prompt, **DRAFTED),
         lambda: (target.generate(prompt, **GREEDY), None),
         lambda: (target.generate(prompt.repeat(3, 1), **GREEDY)[1:2], None),
     ]
@@ -58,6 +59,6 @@ def test_two_targets_at_once(make_target, make_drafter, prompt):
     """They share one drafter that borrows its embedding: drafts may suffer, texts may not."""
     targets = make_target("llama"), make_target("llama", rms_norm_eps=1e-3)
     drafter = make_drafter(targets[0])
-    results = at_once([lambda target=target: speculate(target, drafter, prompt, **GREEDY)[0] for target in targets])
+    results = at_once([lambda target=target: speculate(target, drafter, prompt, **DRAFTED)[0] for target in targets])
     for i, (text, target) in enumerate(zip(results, targets, strict=True)):
         assert_close(f"text of target {i}", text, target.generate(prompt, **GREEDY))

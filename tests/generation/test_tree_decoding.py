@@ -11,7 +11,7 @@ import torch
 from chi_square import critical_value, statistic
 from close import FORWARD, assert_close
 from conftest import TARGETS, VOCAB, build_target, greedy_text
-from observers import Countdown, Diary, InterruptError, Puts, num_hooks, raise_at, speculate
+from observers import Countdown, Diary, InterruptError, Puts, num_hooks, raise_at, speculate, tree_of
 from test_threads import PROMPTS, at_once
 from torch import Tensor
 from torch.nn.functional import pad
@@ -28,10 +28,13 @@ from transformers import (
 import eagle31_hf
 from eagle31_hf import Eagle31Config, Eagle31DrafterModel
 from eagle31_hf.features import target_states
-from eagle31_hf.generation import decoding, hook, verify
-from eagle31_hf.generation.drafting import DraftSession
-from eagle31_hf.generation.target import tree_masks
+from eagle31_hf.generation import hook
+from eagle31_hf.generation.drafting import DraftSession, Fixed, Proposal, Reading
+from eagle31_hf.generation.randomness import Draws
+from eagle31_hf.generation.target import slot_masks
+from eagle31_hf.generation.texts import Texts
 from eagle31_hf.generation.tree import DraftTree
+from eagle31_hf.generation.verify import Judge, Verdict
 
 LENGTH = 24
 STATES = 2e-3  # fp32: states up to 180 before any norm, rows computed together instead of one by one
@@ -48,9 +51,9 @@ def trees(monkeypatch) -> list[DraftTree]:
     drafted: list[DraftTree] = []
     original = DraftSession.propose_tree
 
-    def propose_tree(self, *args, **kwargs):
-        proposal = original(self, *args, **kwargs)
-        drafted.append(proposal.tree)
+    def propose_tree(self, reading, contexts, *shape):
+        proposal = original(self, reading, contexts, *shape)
+        drafted.append(tree_of(proposal, contexts[0]))
         return proposal
 
     monkeypatch.setattr(DraftSession, "propose_tree", propose_tree)
@@ -58,7 +61,7 @@ def trees(monkeypatch) -> list[DraftTree]:
 
 
 def branches(trees: list[DraftTree]) -> bool:
-    return any(len(children) > 1 for tree in trees for children in tree.children())
+    return any(len(children) > 1 for tree in trees for children in tree.children()[0])
 
 
 # --- greedy ---
@@ -80,7 +83,7 @@ def test_greedy_equals_the_target_alone(make_target, make_drafter, trees, prompt
         assert_close(f"text with {shape}", output, expected)
         assert stats.generated_tokens == LENGTH
         accepted += stats.accepted_per_round
-        assert max(len(tree.ids) for tree in trees) <= shape[1]
+        assert max(tree.ids.shape[1] for tree in trees) <= shape[1]
         assert max(tree.depth for tree in trees) <= shape[2]
         trees_seen, trees[:] = list(trees), []
         assert len(trees_seen) >= stats.target_forwards - 1  # nothing is left to draft for the last token
@@ -119,17 +122,21 @@ def test_the_drafter_reads_the_states_of_the_accepted_path(make_target, make_dra
     drafter, original, moved = make_drafter(target), DraftSession.propose_tree, []
     of_text, _ = target_states(target, greedy_text(target), drafter.config.resolve_layer_ids(target.config.num_hidden_layers))
 
-    def propose_tree(self, sequence, states, start, *shape):
-        assert_close(f"states from {start}", states, of_text[:, start : sequence.shape[1] - 1], STATES)
-        return original(self, sequence, states, start, *shape)
+    def propose_tree(self, reading, contexts, *shape):
+        start, end = self.lengths[0], contexts[0].shape[1] - 1
+        assert reading.counts == [end - start]
+        assert_close(f"states from {start}", reading.states, of_text[:, start:end], STATES)
+        assert_close(f"tokens from {start}", reading.tokens, contexts[0][:, start + 1 :])
+        return original(self, reading, contexts, *shape)
 
-    def accept_tree(*args):
-        verdict = verify.accept_tree(*args)
-        moved.append(verdict.path != list(range(len(verdict.path))))
+    def row_by_row(*args):
+        verdict = judged(*args)
+        moved.append(verdict.paths[0] != list(range(len(verdict.paths[0]))))
         return verdict
 
+    judged = Judge.row_by_row
     monkeypatch.setattr(DraftSession, "propose_tree", propose_tree)
-    monkeypatch.setattr(decoding, "accept_tree", accept_tree)
+    monkeypatch.setattr(Judge, "row_by_row", row_by_row)
     speculate(target, drafter, prompt, **knobs(4, 30, 5), **GREEDY)
     assert any(moved), "the path always led: nothing was to be moved"
 
@@ -326,11 +333,11 @@ def failing(place: str, call: int) -> dict:
 @pytest.mark.parametrize("place", ["processor", "criterion", "streamer"])
 def test_an_exception_leaves_nothing_behind(late, make_drafter, prompt, place, call):
     drafter, past = make_drafter(late), late(prompt[:, :3]).past_key_values
-    recording = [layer.record_past for layer in past.layers]
+    found = [(type(layer), layer.record_past) for layer in past.layers]
     with pytest.raises(InterruptError):
         late.generate(prompt, assistant_model=drafter, past_key_values=past, **knobs(), **GREEDY, **failing(place, call))
     assert num_hooks(late) == 0
-    assert [layer.record_past for layer in past.layers] == recording
+    assert [(type(layer), layer.record_past) for layer in past.layers] == found, "the cache is not as it was handed in"
     output, _ = speculate(late, drafter, prompt, **knobs(), **GREEDY)
     assert_close("text of the next call", output, greedy_text(late)[:, : output.shape[1]])
 
@@ -429,19 +436,26 @@ def joint(next_token: list[Tensor]) -> Tensor:
 
 
 @torch.inference_mode()
-def drawn(target, drafter, processors, shape: tuple[int, int, int], draws: int = DRAWS) -> Tensor:
+def drawn(target, drafter, processors, shape: tuple[int, int, int], judge_class: type[Judge] = Judge) -> Tensor:
     """Counts by continuation of SAMPLED tokens: one round with a tree, completed by the target alone."""
     top_k, total, depth = shape
     states, _ = target_states(target, START, drafter.config.aux_hidden_state_layer_ids)
-    tree = DraftSession(drafter, V, processors, True, 0.0).propose_tree(START, states[:, :-1], 0, depth, top_k, total).tree
-    past, length = DynamicCache(), START.shape[1] - 1
+    length, cpu = START.shape[1] - 1, torch.device("cpu")
+    session = DraftSession(drafter, V, processors, None, 0.0, [0])
+    reading = Reading(states[:, :-1], START[:, 1:], [length])
+    tree = tree_of(session.propose_tree(reading, [START], Fixed(depth, top_k, total), depth, total), START)
+    past = DynamicCache()
     target(START[:, :-1], past_key_values=past)
-    masks = tree_masks(target, tree, length, None)
-    logits = target(tree.ids[None], position_ids=length + tree.depths[None], attention_mask=masks, past_key_values=past).logits
+    masks = slot_masks(target, past, [length], tree.ancestors, tree.depths)
+    logits = target(tree.ids, position_ids=length + tree.depths, attention_mask=masks, past_key_values=past).logits
     next_token, counts = exact(target, processors), torch.zeros(V**SAMPLED)
     torch.manual_seed(0)
-    for _ in range(draws):
-        tokens = decoding.accept_tree(START, tree, logits.clone(), processors, True).tokens[0].tolist()
+    draws = Draws(1, V, cpu, is_coupled=True)
+    judge, texts, proposal = judge_class(processors, draws, set()), Texts(START, 0, [0]), Proposal(tree.ids[:, 1:], tree=tree)
+    for _ in range(DRAWS):
+        draws.forget([START.shape[1] + 99])  # the same slots, with other noise
+        draws.start(START.shape[1])
+        tokens = judge.row_by_row(texts, proposal, logits.clone()).tokens[0]
         while len(tokens) < SAMPLED:
             tokens.append(int(torch.multinomial(next_token[len(tokens)][number(tokens)], 1)))
         counts[number(tokens[:SAMPLED])] += 1
@@ -476,60 +490,64 @@ def test_sequences_are_distributed_as_the_target_alone_would(small, small_drafte
     assert value < critical_value(df, len(CASES) + 1)
 
 
-def changed(**differences):
-    """`accept_tree` with the coin or the tree it is given replaced."""
-
-    def accept_tree(prefix, tree, logits, processors, do_sample, eos_token_ids=None):
-        calls: list[int] = []
-
-        def sample(p_logits, candidate, q_logits):
-            calls.append(len(calls))
-            return differences["sample"](p_logits, tree, len(calls) - 1)
-
-        with pytest.MonkeyPatch.context() as patch:
-            if "sample" in differences:
-                patch.setattr(verify, "_sample", sample)
-            logits = differences.get("logits", lambda tree, logits: logits)(tree, logits)
-            processors = differences.get("processors", lambda given: given)(processors)
-            return verify.accept_tree(prefix, tree, logits, processors, do_sample, eos_token_ids)
-
-    return accept_tree
-
-
-def first_child(p_logits, tree, call):
+class FirstChild(Judge):
     """Takes the first child of the root whatever the target says."""
-    return tree.ids[1:2] if call == 0 else torch.multinomial(p_logits.softmax(-1), 1)[:, 0]
+
+    def row_by_row(self, texts: Texts, proposal: Proposal, logits: Tensor) -> Verdict:
+        self.proposal = proposal
+        return super().row_by_row(texts, proposal, logits)
+
+    def _choose(self, b, slot, *logits):
+        return self.proposal.ids[b, :1] if slot == START.shape[1] else super()._choose(b, slot, *logits)
 
 
-def argmax_at_the_root(p_logits, tree, call):
-    return p_logits.argmax(-1) if call == 0 else torch.multinomial(p_logits.softmax(-1), 1)[:, 0]
+class ArgmaxAtTheRoot(Judge):
+    def _choose(self, b, slot, p_logits, *draft):
+        return p_logits.argmax(-1) if slot == START.shape[1] else super()._choose(b, slot, p_logits, *draft)
 
 
-def prefers_a_child(p_logits, tree, call):
+class PrefersAChild(FirstChild):
     """Draws twice, and keeps the draw that is a draft."""
-    one, two = (torch.multinomial(p_logits.softmax(-1), 1)[:, 0] for _ in range(2))
-    return one if call or int(one) in tree.children()[0] else two
+
+    def _choose(self, b, slot, p_logits, *draft):
+        one, two = Judge._choose(self, b, slot, p_logits, *draft), (p_logits + self.draws.gumbel(b)).argmax(-1)
+        return one if slot > START.shape[1] or int(one) in self.proposal.children()[b][0] else two
 
 
-def of_the_parents(tree, logits):
+class OfTheParents(Judge):
     """Draws below the root from the distribution after the parent."""
-    return logits[:, tree.parents.clamp(min=0)]
+
+    def row_by_row(self, texts: Texts, proposal: Proposal, logits: Tensor) -> Verdict:
+        return super().row_by_row(texts, proposal, logits[:, proposal.tree.parents[0].clamp(min=0)])
+
+
+class Unprocessed(Judge):
+    def row_by_row(self, texts: Texts, proposal: Proposal, logits: Tensor) -> Verdict:
+        self.processors = LogitsProcessorList()
+        return super().row_by_row(texts, proposal, logits)
+
+
+class TheSameNoiseAgain(Judge):
+    """Every token is drawn with the noise of the first."""
+
+    def _choose(self, b, slot, *logits):
+        return super()._choose(b, START.shape[1], *logits)
 
 
 MUTATIONS = {
-    "first_child": ({"sample": first_child}, []),
-    "argmax_at_the_root": ({"sample": argmax_at_the_root}, []),
-    "prefers_a_child": ({"sample": prefers_a_child}, []),
-    "of_the_parents": ({"logits": of_the_parents}, []),
-    "unprocessed": ({"processors": lambda given: LogitsProcessorList()}, [TemperatureLogitsWarper(0.6)]),
+    "first_child": (FirstChild, []),
+    "argmax_at_the_root": (ArgmaxAtTheRoot, []),
+    "prefers_a_child": (PrefersAChild, []),
+    "of_the_parents": (OfTheParents, []),
+    "unprocessed": (Unprocessed, [TemperatureLogitsWarper(0.6)]),
+    "the_same_noise_again": (TheSameNoiseAgain, []),
 }
 
 
-@pytest.mark.parametrize(("differences", "processors"), MUTATIONS.values(), ids=MUTATIONS)
-def test_the_test_sees_another_acceptance(small, small_drafters, monkeypatch, differences, processors):
-    monkeypatch.setattr(decoding, "accept_tree", changed(**differences))
+@pytest.mark.parametrize(("judge_class", "processors"), MUTATIONS.values(), ids=MUTATIONS)
+def test_the_test_sees_another_acceptance(small, small_drafters, judge_class, processors):
     processors = LogitsProcessorList(processors)
-    value, df = statistic(drawn(small, small_drafters["full"], processors, (2, 7, 3)), joint(exact(small, processors)))
+    value, df = statistic(drawn(small, small_drafters["full"], processors, (2, 7, 3), judge_class), joint(exact(small, processors)))
     assert value > critical_value(df, len(CASES) + 1)
 
 
@@ -547,20 +565,58 @@ def test_generate_itself(small, small_drafters, trees):
     assert branches(trees)
 
 
-def test_the_tree_is_drawn_from_nothing(target, drafter, trees, prompt):
-    """A function of the committed text alone: no random number shapes it, or drawing at its nodes would not be exact."""
-    shapes: dict[tuple, list] = {}
-    for seed in range(12):
+SAMPLING = {"max_new_tokens": 16, "do_sample": True, "temperature": 0.8, "top_k": 0}
+
+
+def test_the_text_is_a_function_of_the_seed_alone(target, make_drafter, trees, prompt):
+    """Whatever is drafted, by whom, and however the trees look: the target draws with the noise of the slot."""
+    shapes, texts, accepted = [(3, 16, 4), (2, 6, 2), (11, 60, 1), (4, 40, 6)], set(), 0
+    for seed in range(4):
+        outputs = []
+        for name, shape in (*(("eagle31", shape) for shape in shapes), ("pruned", shapes[0]), ("window_4", shapes[0])):
+            torch.manual_seed(seed)
+            output, stats = speculate(target, make_drafter(target, name), prompt, **knobs(*shape), **SAMPLING)
+            outputs.append(output)
+            accepted += sum(stats.accepted_per_round)
+        for output in outputs[1:]:
+            assert_close(f"text of seed {seed}", output, outputs[0])
+        texts.add(tuple(outputs[0][0].tolist()))
+    assert len(texts) == 4, "the texts never differed"
+    assert accepted > 40, "hardly a draft was accepted"
+    assert branches(trees)
+
+
+def test_padding_changes_no_sampled_text(target, drafter, trees, prompt):
+    """Noise is drawn from the end of the prompt on, however long it is."""
+    padded, mask, texts = pad(prompt, (4, 0), value=6), pad(torch.ones_like(prompt), (4, 0)), []
+    for ids, kwargs in ((prompt, {}), (padded, {"attention_mask": mask, "pad_token_id": 6})):
+        torch.manual_seed(0)
+        texts.append(speculate(target, drafter, ids, **knobs(), **SAMPLING, **kwargs)[0][:, -16:])
+    assert_close("text", texts[1], texts[0])
+    assert branches(trees)
+
+
+def test_the_tree_is_drawn_with_the_noise_of_its_slots(target, drafter, trees, prompt):
+    """A function of the committed text and that noise: the same again for the same seed, other trees for another."""
+    drawn_by_seed = []
+    for seed in (0, 0, 1, 2):
         torch.manual_seed(seed)
         trees.clear()
-        output, stats = speculate(target, drafter, prompt, max_new_tokens=12, do_sample=True, temperature=0.8, **knobs())
-        length = prompt.shape[1] + 1
-        for tree, accepted in zip(trees, stats.accepted_per_round, strict=False):
-            text = tuple(output[0, :length].tolist())
-            assert text[-1] == tree.ids[0]
-            assert shapes.setdefault(text, tree.ids.tolist()) == tree.ids.tolist()
-            length += accepted + 1
-    assert len(shapes) > 12, "the texts never differed"
+        speculate(target, drafter, prompt, **knobs(), **SAMPLING | {"temperature": 4.0})
+        drawn_by_seed.append([tree.ids.tolist() for tree in trees])
+    assert drawn_by_seed[0] == drawn_by_seed[1]
+    assert drawn_by_seed[0] != drawn_by_seed[2] != drawn_by_seed[3]
+
+
+def test_a_cold_tree_is_the_greedy_one(target, drafter, trees, prompt):
+    """The colder the draw, the less its noise may shape what is drafted."""
+    greedy, _ = speculate(target, drafter, prompt, **knobs(), max_new_tokens=16, do_sample=False)
+    expected = list(trees)
+    trees.clear()
+    output, _ = speculate(target, drafter, prompt, **knobs(), **SAMPLING | {"temperature": 1e-5})
+    assert_close("text", output, greedy)
+    assert_close("drafts", [tree.ids for tree in trees], [tree.ids for tree in expected])
+    assert_close("log-probabilities", [tree.log_probs for tree in trees], [tree.log_probs for tree in expected], 1e-3)
 
 
 # --- accepted length: only what holds for any pair of models ---

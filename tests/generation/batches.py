@@ -1,0 +1,101 @@
+"""Batches for the tests: rows of different lengths, what the target alone makes of them, and how the rows went along."""
+
+import torch
+from conftest import NO_SPECIAL_TOKENS, VOCAB, WIDTH, greedy_text
+from observers import speculate
+from torch import Tensor
+from transformers import AutoModelForCausalLM, BloomConfig, LogitsProcessor, MptConfig, OPTConfig, PreTrainedModel, StoppingCriteria
+
+from eagle31_hf import AcceptanceStats, Eagle31DrafterModel
+
+PAD = 6  # a token of its own right, so that padding that is not hidden changes the text
+FOREIGN = ([4], [9, 0, 7, 7, 1, 2, 2], [3, 3])  # prompts no drafter knows anything about
+
+# Targets beside those of conftest: alibi, which goes by row of the cache, and positions a model works out from the mask.
+OTHERS = {
+    "bloom": (BloomConfig, {"hidden_size": WIDTH, "n_layer": 3, "n_head": 3}),
+    "mpt": (MptConfig, {"d_model": WIDTH, "n_heads": 3, "n_layers": 3, "max_seq_len": 128, "use_cache": True}),
+    "opt": (
+        OPTConfig,
+        {"hidden_size": WIDTH, "num_hidden_layers": 3, "num_attention_heads": 3, "ffn_dim": 40, "word_embed_proj_dim": WIDTH,
+         "max_position_embeddings": 128},
+    ),
+}  # fmt: skip
+
+
+def build_other(kind: str) -> PreTrainedModel:
+    """One of OTHERS: see `conftest.build_target`."""
+    config_class, fields = OTHERS[kind]
+    torch.manual_seed(0)
+    config = config_class(**{"vocab_size": VOCAB, "tie_word_embeddings": False, "initializer_range": 0.5} | NO_SPECIAL_TOKENS | fields)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+def left_padded(rows: list[list[int]], pad: int = PAD) -> tuple[Tensor, Tensor]:
+    """Token ids and attention mask (B, L)."""
+    longest = max(map(len, rows))
+    ids = torch.tensor([[pad] * (longest - len(row)) + list(row) for row in rows])
+    return ids, torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+
+
+def known_rows(target: PreTrainedModel, *lengths: int) -> list[list[int]]:
+    """Beginnings of the text the drafters know."""
+    return [greedy_text(target)[0, :length].tolist() for length in lengths]
+
+
+def mixed_rows(target: PreTrainedModel) -> list[list[int]]:
+    """Five rows of different lengths: the longest but one is foreign to the drafters, and one is a single token."""
+    return [*known_rows(target, 5, 9), FOREIGN[0], *known_rows(target, 11), FOREIGN[1]]
+
+
+def alone(target: PreTrainedModel, rows: list[list[int]], **kwargs):
+    """What plain generate makes of the rows."""
+    ids, mask = left_padded(rows)
+    return target.generate(ids, attention_mask=mask, **{"pad_token_id": PAD, "do_sample": False} | kwargs)
+
+
+def together(target: PreTrainedModel, drafter: Eagle31DrafterModel, rows: list[list[int]], pad: int = PAD, **kwargs):
+    """What generate makes of them with the drafter, and the statistics. `pad`: what stands before a shorter prompt."""
+    ids, mask = left_padded(rows, pad)
+    return speculate(target, drafter, ids, attention_mask=mask, **{"pad_token_id": PAD, "do_sample": False} | kwargs)
+
+
+def keeps_step(stats: AcceptanceStats) -> bool:
+    """Whether every round of drafting committed as many tokens to every row as to the others."""
+    rounds = [row.accepted_per_round for row in stats.rows]
+    return all(len({row[i] for row in rounds if i < len(row)}) == 1 for i in range(max(map(len, rounds))))
+
+
+class Idle(StoppingCriteria):
+    """Never stops, and is no criterion the library knows: rows keep step. Notes all texts it is shown."""
+
+    def __init__(self):
+        self.texts: list[list[list[int]]] = []
+
+    def __call__(self, input_ids: Tensor, scores, **kwargs) -> Tensor:
+        self.texts.append(input_ids.tolist())
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+class EndsWith(Idle):
+    """Stops a row at a token of its own: row b at `tokens[b]`."""
+
+    def __init__(self, tokens: list[int]):
+        super().__init__()
+        self.tokens = torch.tensor(tokens)
+
+    def __call__(self, input_ids: Tensor, scores, **kwargs) -> Tensor:
+        super().__call__(input_ids, scores)
+        return input_ids[:, -1] == self.tokens
+
+
+class Notebook(LogitsProcessor):
+    """Keeps state, as a grammar does: what it favours depends on how often it was called. Notes all texts it is shown."""
+
+    def __init__(self, vocab_size: int = VOCAB, strength: float = 3.0):
+        self.texts: list[list[list[int]]] = []
+        self.favours = strength * torch.randn(128, vocab_size, generator=torch.Generator().manual_seed(0))
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.texts.append(input_ids.tolist())
+        return scores + self.favours[len(self.texts)]

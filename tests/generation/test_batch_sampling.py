@@ -1,0 +1,348 @@
+"""Sampling a batch: every row is distributed as the target alone would have it, independently of the others, and depends on the seed, the
+target and its own text only.
+
+B rows, V target vocabulary.
+"""
+
+import pytest
+import torch
+from batches import FOREIGN, Idle, alone, keeps_step, known_rows, left_padded, mixed_rows, together
+from chi_square import critical_value, statistic
+from close import assert_close
+from conftest import VOCAB
+from sequences import V, likelihoods, numbers, small_drafter, small_target
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from eagle31_hf.generation.randomness import Draws
+from eagle31_hf.generation.verify import Judge
+
+LENGTH, SEED = 20, 5
+SAMPLED = {"max_new_tokens": LENGTH, "do_sample": True, "top_k": 0}
+CHAIN = {"num_assistant_tokens": 4}
+TREE = {"num_assistant_tokens": 4, "draft_tree_top_k": 3, "draft_tree_total_tokens": 12}
+DRAFTINGS = {
+    "chain": CHAIN,
+    "chain_1": {"num_assistant_tokens": 1},
+    "confidence": {"num_assistant_tokens": 6, "assistant_confidence_threshold": 0.3},
+    "tree": TREE,
+    "auto": {},
+}
+each_drafting = pytest.mark.parametrize("drafting", DRAFTINGS.values(), ids=DRAFTINGS)
+
+
+# --- what a text depends on ---
+
+
+class Noise(LogitsProcessor):
+    """Makes the argmax a draw, with the noise of the slot."""
+
+    def __init__(self, num_rows: int):
+        self.draws = Draws(num_rows, VOCAB, torch.device("cpu"), is_coupled=True)
+        self.is_first = True
+
+    def __call__(self, input_ids, scores):
+        if self.is_first:
+            self.draws.start(input_ids.shape[1])
+        self.is_first = False
+        return scores + torch.stack([self.draws.noise(b, input_ids.shape[1]) for b in range(len(input_ids))])
+
+
+def drawn_alone(target, rows, processors=(), seed=SEED, **kwargs):
+    """The text the target alone draws, one token at a time: transformers' greedy search over noisy scores."""
+    torch.manual_seed(seed)
+    return alone(target, rows, max_new_tokens=LENGTH, logits_processor=LogitsProcessorList([*processors, Noise(len(rows))]), **kwargs)
+
+
+def drawn(target, drafter, rows, seed=SEED, **kwargs):
+    torch.manual_seed(seed)
+    return together(target, drafter, rows, **SAMPLED | kwargs)
+
+
+PROCESSORS = {
+    "none": ([], {}),
+    "temperature": ([TemperatureLogitsWarper(0.6)], {"temperature": 0.6}),
+    "warpers": (
+        [TemperatureLogitsWarper(1.4), TopKLogitsWarper(5), TopPLogitsWarper(0.9)], {"temperature": 1.4, "top_k": 5, "top_p": 0.9},
+    ),
+    "penalty": (
+        [RepetitionPenaltyLogitsProcessor(1.5)], {"logits_processor": LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.5)])},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("processors", "kwargs"), PROCESSORS.values(), ids=PROCESSORS)
+@each_drafting
+def test_the_seed_and_the_target_decide(target, drafter, processors, kwargs, drafting):
+    """Whatever is drafted, and however it is verified."""
+    rows = mixed_rows(target)
+    output, stats = drawn(target, drafter, rows, eos_token_id=[3], **kwargs, **drafting)
+    assert_close("text", output, drawn_alone(target, rows, processors, eos_token_id=[3]))
+    assert not drafting or not keeps_step(stats)
+
+
+@pytest.mark.parametrize("name", ["pruned", "eagle3", "padded_vocabulary"])
+@pytest.mark.parametrize("kind", ["mistral_window_8", "gemma3_window_8", "gpt2"])
+@pytest.mark.parametrize("drafting", [CHAIN, TREE], ids=["chain", "tree"])
+def test_other_targets_and_drafters(make_target, make_drafter, kind, name, drafting):
+    target = make_target(kind)
+    rows = mixed_rows(target)
+    output, _ = drawn(target, make_drafter(target, name), rows, **drafting)
+    assert_close("text", output, drawn_alone(target, rows))
+
+
+@pytest.mark.parametrize("eos", [{}, {"eos_token_id": [3, 1]}], ids=["length", "eos"])
+@each_drafting
+def test_keeping_step_does_not_matter(target, drafter, eos, drafting):
+    rows = known_rows(target, 5, 9)  # few and likely, so that both accept at once
+    criteria = StoppingCriteriaList([Idle()])
+    output, stats = drawn(target, drafter, rows, temperature=0.5, stopping_criteria=criteria, **eos, **drafting)
+    assert_close("text", output, drawn_alone(target, rows, [TemperatureLogitsWarper(0.5)], **eos))
+    assert keeps_step(stats)
+    assert not drafting or max(stats.accepted_per_round) >= 1
+
+
+@pytest.mark.parametrize("drafting", [TREE, {}], ids=["tree", "auto"])
+def test_one_row(target, drafter, drafting):
+    """Not so chains of a given length, which are sampled by rejection."""
+    for rows in (known_rows(target, 9), [FOREIGN[1]]):
+        output, _ = drawn(target, drafter, rows, **drafting)
+        assert_close("text", output, drawn_alone(target, rows))
+
+
+@pytest.mark.parametrize("place", [0, 2])
+@each_drafting
+def test_neighbours_do_not_matter(target, drafter, place, drafting):
+    """The text of a row depends on its place, and on nothing in the others: not even on how long they are or when they end."""
+    (row,) = known_rows(target, 9)
+    neighbours = [[*known_rows(target, 5, 7), FOREIGN[1]], [FOREIGN[0], FOREIGN[2], FOREIGN[0]], known_rows(target, 16, 9, 3)]
+    texts = []
+    for others in neighbours:
+        rows = [*others[:place], row, *others[place:]]
+        output, _ = drawn(target, drafter, rows, eos_token_id=0, pad_token_id=0, **drafting)
+        texts.append(output[place, left_padded(rows)[0].shape[1] :].tolist())
+    ends = [text.index(0) + 1 if 0 in text else LENGTH for text in texts]
+    assert [text[:end] for text, end in zip(texts, ends, strict=True)] == [texts[0][: ends[0]]] * 3
+    assert ends[0] > 5
+
+
+def test_places_matter(target, drafter):
+    """The same prompt, the same round: other texts."""
+    output, _ = drawn(target, drafter, known_rows(target, 9) * 4, **CHAIN)
+    assert len({tuple(row) for row in output.tolist()}) == 4
+
+
+@each_drafting
+def test_repeated_rows(target, drafter, drafting):
+    """`num_return_sequences` is a batch of the same row, each with a text of its own."""
+    rows = [*known_rows(target, 9), FOREIGN[1]]
+    output, stats = drawn(target, drafter, rows, num_return_sequences=3, **drafting)
+    repeated = [row for row in rows for _ in range(3)]
+    assert_close("text", output, drawn_alone(target, repeated))
+    assert len({tuple(row) for row in output.tolist()}) == 6
+    assert len(stats.rows) == 6
+
+
+@each_drafting
+def test_seeds(target, drafter, drafting):
+    rows = mixed_rows(target)
+    texts = [drawn(target, drafter, rows, seed, **drafting)[0].tolist() for seed in (1, 2, 1)]
+    assert texts[0] == texts[2]
+    assert all(one != two for one, two in zip(texts[0], texts[1], strict=True))
+
+
+def test_calls_after_a_seed_differ(target, drafter):
+    first, _ = drawn(target, drafter, mixed_rows(target), **CHAIN)
+    second, _ = together(target, drafter, mixed_rows(target), **SAMPLED, **CHAIN)
+    assert not first.equal(second)
+
+
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_a_call_takes_as_much_from_the_global_generator_whatever_is_drafted(target, make_drafter, num_rows):
+    """So what the caller draws afterwards does not depend on the drafter, nor on whether its tokens were accepted."""
+    states = []
+    step = {"stopping_criteria": StoppingCriteriaList([Idle()])}
+    for name, kwargs in [("eagle31", one) for one in (*DRAFTINGS.values(), {"max_new_tokens": 3}, step)] + [("pruned", CHAIN)]:
+        drawn(target, make_drafter(target, name), mixed_rows(target)[:num_rows], **kwargs)
+        states.append(torch.get_rng_state())
+    assert all(state.equal(states[0]) for state in states)
+    torch.manual_seed(SEED)
+    assert not torch.get_rng_state().equal(states[0])
+
+
+def test_greedy_takes_nothing_from_the_global_generator(target, drafter):
+    torch.manual_seed(SEED)
+    before = torch.get_rng_state()
+    together(target, drafter, mixed_rows(target), max_new_tokens=LENGTH, **CHAIN)
+    assert torch.get_rng_state().equal(before)
+
+
+# --- how texts are distributed ---
+
+PROMPTS = ([2, 2, 2], [3, 3, 1, 0, 2], [1])  # of different lengths, so that rows are padded; the first has no token that can be drafted
+COPIES, COUNTED = 1200, 3  # texts a prompt; tokens counted of each, of which all but the first were drafted
+
+
+@pytest.fixture(scope="module")
+def small():
+    target = small_target()
+    return target, small_drafter(target)
+
+
+def sampled(small, copies=COPIES, prompts=PROMPTS[:1], **kwargs):
+    """Numbers (prompts, copies) of the continuations drawn in one batch, and the statistics."""
+    rows = [prompt for prompt in prompts for _ in range(copies)]
+    torch.manual_seed(0)
+    output, stats = together(*small, rows, 0, pad_token_id=0, **SAMPLED | {"max_new_tokens": COUNTED + 2} | kwargs)
+    start = max(map(len, rows))
+    return numbers(output[:, start : start + COUNTED]).unflatten(0, (len(prompts), copies)), stats
+
+
+def deviation(found, probabilities) -> tuple[float, int]:
+    return statistic(torch.bincount(found, minlength=len(probabilities)), probabilities)
+
+
+SMALL_TREE = {"num_assistant_tokens": 3, "draft_tree_top_k": 2, "draft_tree_total_tokens": 7}
+EVERYTHING = {"num_assistant_tokens": 2, "draft_tree_top_k": 4, "draft_tree_total_tokens": 21}
+WARPERS = [RepetitionPenaltyLogitsProcessor(1.8), TemperatureLogitsWarper(0.7), TopKLogitsWarper(3), TopPLogitsWarper(0.9)]
+WARPED = {"logits_processor": LogitsProcessorList(WARPERS[:1]), "temperature": 0.7, "top_k": 3, "top_p": 0.9}
+PENALTY = [RepetitionPenaltyLogitsProcessor(6.0)]  # along the path: what it does to a draft depends on the drafts before
+PENALIZED = {"logits_processor": LogitsProcessorList(PENALTY)}
+CASES = {  # what the target alone would do, how generate is asked for it
+    "chain": ([], {"num_assistant_tokens": 3}),
+    "chain_1": ([], {"num_assistant_tokens": 1}),
+    "tree": ([], SMALL_TREE),
+    "tree_of_everything": ([], EVERYTHING),
+    "auto": ([], {}),
+    "warpers-tree": (WARPERS, WARPED | SMALL_TREE),
+    "penalty-tree": (PENALTY, PENALIZED | EVERYTHING),
+}
+NUM_TESTS = len(CASES) + 6  # comparisons with chance
+
+
+@pytest.mark.parametrize(("processors", "kwargs"), CASES.values(), ids=CASES)
+def test_sequences_are_distributed_as_the_target_alone_would(small, processors, kwargs):
+    found, stats = sampled(small, **kwargs)
+    value, df = deviation(found[0], likelihoods(small[0], PROMPTS[0], processors, COUNTED))
+    assert df >= 4, "too few continuations are likely for a test"
+    assert value < critical_value(df, NUM_TESTS)
+    assert "num_assistant_tokens" not in kwargs or sum(stats.accepted_per_round) > COPIES / 2
+
+
+@pytest.mark.parametrize("kwargs", [{"num_assistant_tokens": 3}, SMALL_TREE], ids=["chain", "tree"])
+def test_rows_of_different_prompts(small, kwargs):
+    found, _ = sampled(small, 600, PROMPTS, **kwargs)
+    for row, prompt in zip(found, PROMPTS, strict=True):
+        value, df = deviation(row, likelihoods(small[0], prompt, [], COUNTED))
+        assert value < critical_value(df, NUM_TESTS)
+
+
+def test_repeated_rows_are_distributed_so_too(small):
+    torch.manual_seed(0)
+    kwargs = {"num_return_sequences": COPIES, "num_assistant_tokens": 3} | SAMPLED | {"max_new_tokens": COUNTED + 2}
+    output, _ = together(*small, PROMPTS[:1], pad_token_id=0, **kwargs)
+    found = numbers(output[:, len(PROMPTS[0]) :][:, :COUNTED])
+    value, df = deviation(found, likelihoods(small[0], PROMPTS[0], [], COUNTED))
+    assert value < critical_value(df, NUM_TESTS)
+
+
+def neighbours_joint(found, target) -> tuple[float, int]:
+    """Rows 2i and 2i + 1 (as many pairs as there are) against the product of their distributions; two tokens of each."""
+    p = likelihoods(target, PROMPTS[0], [], 2)
+    pairs = found[0].div(V ** (COUNTED - 2), rounding_mode="floor").unflatten(0, (-1, 2))
+    return deviation(pairs[:, 0] * V**2 + pairs[:, 1], (p[:, None] * p).flatten())
+
+
+@pytest.mark.parametrize("kwargs", [{"num_assistant_tokens": 3}, SMALL_TREE], ids=["chain", "tree"])
+def test_rows_are_independent(small, kwargs):
+    value, df = neighbours_joint(sampled(small, 2 * COPIES, **kwargs)[0], small[0])
+    assert value < critical_value(df, NUM_TESTS)
+
+
+# --- what these tests see ---
+
+
+def shared_between_two(self, *args, original=Draws.__init__, **kwargs):
+    """Odd rows draw with the noise of the row before them: each text by itself is right."""
+    original(self, *args, **kwargs)
+    for even, odd in zip(self.generators[::2], self.generators[1::2], strict=False):
+        odd.set_state(even.get_state())
+
+
+def reused(self, row, original=Draws.gumbel):
+    """Every noise serves two slots."""
+    held = self.__dict__.setdefault("held", {})
+    if row in held:
+        return held.pop(row)
+    held[row] = original(self, row)
+    return held[row]
+
+
+def walk(choose, context_of=lambda prefix, context: context):
+    """`Judge._walk` with another choice of the token, or other texts for the processors."""
+
+    def _walk(self, b, texts, proposal, children, logits, row_processors, chosen):
+        prefix, tokens, path, scores = texts.row(b), [], [0], []
+        while True:
+            node = path[-1]
+            context = torch.cat((prefix, prefix.new_tensor([tokens], dtype=prefix.dtype)), dim=1)
+            scores.append(row_processors(context_of(prefix, context), logits[node : node + 1]))
+            tokens.append(choose(self.draws, b, context.shape[1], scores[-1], children[node]))
+            if tokens[-1] not in children[node]:
+                return tokens, path, scores
+            path.append(children[node][tokens[-1]])
+
+    return _walk
+
+
+def honest(draws, b, slot, scores, children):
+    return int(draws.pick(b, slot, scores))
+
+
+def redrawn_when_rejected(draws, b, slot, scores, children):
+    token = honest(draws, b, slot, scores, children)
+    return token if token in children or not children else int((scores + draws.gumbel(b)).argmax())
+
+
+def draft_among_the_two_best(draws, b, slot, scores, children):
+    best = (scores + draws.noise(b, slot)).topk(2).indices[0].tolist()
+    return next((token for token in best if token in children), best[0])
+
+
+MUTATIONS = {
+    "reused-chain": (Draws, "gumbel", reused, [], {"num_assistant_tokens": 3}),
+    "reused-tree": (Draws, "gumbel", reused, [], SMALL_TREE),
+    "redrawn_when_rejected-chain": (Judge, "_walk", walk(redrawn_when_rejected), [], {"num_assistant_tokens": 3}),
+    "redrawn_when_rejected-tree": (Judge, "_walk", walk(redrawn_when_rejected), [], SMALL_TREE),
+    "draft_among_the_two_best": (Judge, "_walk", walk(draft_among_the_two_best), [], {"num_assistant_tokens": 3}),
+    "only_the_committed_prefix": (Judge, "_walk", walk(honest, lambda prefix, context: prefix), PENALTY, PENALIZED | EVERYTHING),
+    "a_token_behind": (Judge, "_walk", walk(honest, lambda prefix, context: context[:, :-1]), PENALTY, PENALIZED | SMALL_TREE),
+}
+
+
+@pytest.mark.parametrize(("owner", "name", "mutation", "processors", "kwargs"), MUTATIONS.values(), ids=MUTATIONS)
+def test_the_test_sees_other_distributions(small, monkeypatch, owner, name, mutation, processors, kwargs):
+    monkeypatch.setattr(owner, name, mutation)
+    value, df = deviation(sampled(small, **kwargs)[0][0], likelihoods(small[0], PROMPTS[0], processors, COUNTED))
+    assert value > critical_value(df, NUM_TESTS)
+
+
+def test_the_copy_of_the_walk_is_right(small, monkeypatch):
+    """What the mutations are made of samples correctly by itself."""
+    expected, _ = sampled(small, 100, **SMALL_TREE)
+    monkeypatch.setattr(Judge, "_walk", walk(honest))
+    assert_close("texts", sampled(small, 100, **SMALL_TREE)[0], expected)
+
+
+def test_the_test_of_independence_sees_shared_noise(small, monkeypatch):
+    monkeypatch.setattr(Draws, "__init__", shared_between_two)
+    found, _ = sampled(small, 2 * COPIES, num_assistant_tokens=3)
+    value, df = neighbours_joint(found, small[0])
+    assert value > critical_value(df, NUM_TESTS)

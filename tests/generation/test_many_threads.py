@@ -1,0 +1,69 @@
+"""A server's load: eight threads take two hundred requests from one list, for one target and one drafter."""
+
+import random
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from close import assert_close
+from observers import num_hooks, speculate
+from test_slots import DRAFTINGS
+
+from eagle31_hf import AcceptanceStats, track_acceptance
+
+NUM_THREADS, NUM_CALLS, LENGTH = 8, 200, 9
+GREEDY = {"max_new_tokens": LENGTH, "do_sample": False}
+PROMPTS = ([[1, 2, 3, 5, 8]], [[4, 4]], [[9, 0, 7, 7, 1, 6, 2, 2, 5]], [[3]], [[1, 2, 3], [4, 4, 4], [9, 0, 7]])
+REQUESTS = [(torch.tensor(prompt), way) for prompt in PROMPTS for way in DRAFTINGS]
+
+
+def counts(stats: AcceptanceStats) -> tuple:
+    """Everything counted, in all and row by row; not the seconds."""
+    rows = [(row.generated_tokens, row.drafted_per_position, row.accepted_per_round) for row in stats.rows]
+    return stats.prefills, stats.generated_tokens, stats.target_forwards, stats.drafted_per_position, stats.accepted_per_round, rows
+
+
+def test_every_call_says_and_counts_what_it_does_alone(make_target, make_drafter):
+    """Caches, masks' placements, captured states, random numbers and statistics belong to a call; only what auto learns is shared."""
+    target = make_target("qwen3")
+    drafter = make_drafter(target)
+    alone = [speculate(target, drafter, prompt, **DRAFTINGS[way], **GREEDY) for prompt, way in REQUESTS]
+    plain = [target.generate(prompt, **GREEDY) for prompt, _ in REQUESTS]
+    order = [i % len(REQUESTS) for i in range(NUM_CALLS)]
+    random.Random(0).shuffle(order)
+
+    def serve(i: int):
+        torch.set_num_threads(1)
+        prompt, way = REQUESTS[i]
+        return speculate(target, drafter, prompt, **DRAFTINGS[way], **GREEDY)
+
+    with track_acceptance() as outside, ThreadPoolExecutor(NUM_THREADS) as pool:
+        results = list(pool.map(serve, order))
+    for i, (text, stats) in zip(order, results, strict=True):
+        prompt, way = REQUESTS[i]
+        name = f"{way} after {prompt.tolist()}"
+        assert_close(name, text, plain[i])
+        assert stats.generated_tokens == LENGTH * len(prompt), name
+        if way != "auto":  # it goes by the clock
+            assert counts(stats) == counts(alone[i][1]), name
+    assert outside.prefills == outside.generated_tokens == 0, "threads have statistics of their own"
+    assert num_hooks(target) == num_hooks(drafter) == 0
+
+
+def test_one_tracker_counts_all_threads_that_share_it(target, drafter, prompt):
+    """No count is lost when several add to it at once."""
+    stats, alone = AcceptanceStats(), speculate(target, drafter, prompt, **DRAFTINGS["chain"], **GREEDY)[1]
+
+    def serve(_) -> None:
+        torch.set_num_threads(1)
+        with track_acceptance(stats):
+            target.generate(prompt, assistant_model=drafter, **DRAFTINGS["chain"], **GREEDY)
+
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        list(pool.map(serve, range(24)))
+    assert stats.prefills == 24
+    assert stats.generated_tokens == 24 * alone.generated_tokens
+    assert stats.target_forwards == 24 * alone.target_forwards
+    assert stats.drafted_per_position == [24 * count for count in alone.drafted_per_position]
+    assert stats.accepted_per_position == [24 * count for count in alone.accepted_per_position]
+    assert Counter(stats.accepted_per_round) == Counter(alone.accepted_per_round * 24)

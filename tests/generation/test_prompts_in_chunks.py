@@ -1,0 +1,258 @@
+"""A prompt in pieces is the same prompt: `prefill_chunk_size` saves memory and changes nothing else.
+
+B rows, L tokens of the prompt, n captured layers of width ht.
+"""
+
+import pytest
+import torch
+import transformers
+from close import FORWARD, assert_close
+from conftest import WIDTH, build_drafter, build_target, greedy_text
+from observers import num_hooks, speculate
+from test_slots import DRAFTINGS, steady_clock
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import LogitsProcessorList
+
+from eagle31_hf import Eagle31DrafterModel
+from eagle31_hf.features import CapturedStates, target_states
+from eagle31_hf.generation import chain, drafting
+from eagle31_hf.generation.drafting import DraftSession, Reading
+
+CHUNKS = (1, 3, 13, 50)
+LONG = 600
+# Of three rows with 0, 4 and 12 tokens of padding.
+PADDED = torch.tensor([[1, 2, 3, 5, 8, 2, 7, 10, 2, 10, 6, 8, 2], [0, 0, 0, 0, 9, 0, 7, 7, 1, 6, 2, 2, 5], [0] * 12 + [3]])
+MASK = torch.tensor([[1] * 13, [0] * 4 + [1] * 9, [0] * 12 + [1]])
+
+
+def knobs(way: str) -> dict:
+    return {**DRAFTINGS[way], "max_new_tokens": 15, "do_sample": False}
+
+
+@pytest.fixture
+def sessions(monkeypatch) -> list[DraftSession]:
+    """The drafter's side of every call."""
+    made, original = [], DraftSession.__init__
+
+    def note(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        made.append(self)
+
+    monkeypatch.setattr(DraftSession, "__init__", note)
+    return made
+
+
+@pytest.fixture
+def fused(monkeypatch) -> list[int]:
+    """How many tokens a row the drafter takes at once."""
+    counts, original = [], Eagle31DrafterModel.fuse_target_states
+
+    def note(self, states: Tensor) -> Tensor:
+        counts.append(states.shape[1])
+        return original(self, states)
+
+    monkeypatch.setattr(Eagle31DrafterModel, "fuse_target_states", note)
+    return counts
+
+
+@pytest.fixture
+def held(monkeypatch) -> list[int]:
+    """How many tokens' states are held, noted whenever one is captured."""
+    counts, original = [], CapturedStates.append
+
+    def note(self, index: int, states: Tensor) -> None:
+        original(self, index, states)
+        counts.append(max(sum(part.shape[1] for part in parts) for parts in self._chunks))
+
+    monkeypatch.setattr(CapturedStates, "append", note)
+    return counts
+
+
+# --- the same text ---
+
+
+@pytest.mark.parametrize("size", CHUNKS)
+@pytest.mark.parametrize("way", DRAFTINGS)
+@pytest.mark.parametrize("kind", ["llama", "gemma3_window_8"])
+def test_text_is_that_of_the_target_alone(make_target, make_drafter, kind, way, size):
+    target = make_target(kind)
+    prompt, drafter = greedy_text(target)[:, :13], make_drafter(target)
+    with steady_clock(target, drafter):
+        output, stats = speculate(target, drafter, prompt, prefill_chunk_size=size, **knobs(way))
+    assert_close("text", output, target.generate(prompt, max_new_tokens=15, do_sample=False))
+    assert sum(stats.accepted_per_round) > 0
+    assert num_hooks(target) == 0
+
+
+@pytest.mark.parametrize("size", CHUNKS)
+@pytest.mark.parametrize("way", DRAFTINGS)
+@pytest.mark.parametrize("kind", ["qwen3", "mistral_window_8"])
+def test_a_batch_with_padding(make_target, make_drafter, kind, way, size):
+    """The first chunks of a row may be padding alone, which is not read."""
+    target = make_target(kind)
+    drafter, common = make_drafter(target), {"attention_mask": MASK, "pad_token_id": 0}
+    with steady_clock(target, drafter):
+        output, stats = speculate(target, drafter, PADDED, prefill_chunk_size=size, **common, **knobs(way))
+    assert_close("text", output, target.generate(PADDED, max_new_tokens=15, do_sample=False, **common))
+    assert sum(stats.accepted_per_round) > 0
+
+
+@pytest.mark.skipif(transformers.__version__ < "5.23", reason="transformers itself then runs the cached tokens once more")
+@pytest.mark.parametrize("cached", [1, 7, 12])
+def test_behind_a_cache_from_an_earlier_turn(target, drafter, cached):
+    """Only what the cache does not hold is cut into chunks, and only that is read."""
+    prompt = greedy_text(target)[:, :13]
+    past = target(prompt[:, :cached]).past_key_values
+    output, _ = speculate(target, drafter, prompt, past_key_values=past, prefill_chunk_size=3, **knobs("chain"))
+    assert_close("text", output, target.generate(prompt, max_new_tokens=15, do_sample=False))
+
+
+def test_with_a_static_cache(target, drafter):
+    """transformers then fills the cache before the first chunk."""
+    prompt = greedy_text(target)[:, :13]
+    output, _ = speculate(target, drafter, prompt, cache_implementation="static", prefill_chunk_size=5, **knobs("chain"))
+    assert_close("text", output, target.generate(prompt, max_new_tokens=15, do_sample=False))
+
+
+# --- the same drafts ---
+
+
+@pytest.mark.parametrize("size", CHUNKS)
+@pytest.mark.parametrize("name", ["eagle31", "two_layers", "window_4", "mla"])
+def test_the_drafters_cache_is_that_of_the_whole_prompt(target, make_drafter, sessions, name, size):
+    """Else drafts would be worse after a chunked prompt, and nobody would notice."""
+    drafter, prompt = make_drafter(target, name), greedy_text(target)[:, :13]
+    whole = speculate(target, drafter, prompt, **knobs("chain"))[1]
+    pieces = speculate(target, drafter, prompt, prefill_chunk_size=size, **knobs("chain"))[1]
+    assert pieces.accepted_per_round == whole.accepted_per_round
+    assert_same_readings(*sessions)
+
+
+@pytest.mark.parametrize("size", CHUNKS)
+def test_the_drafters_cache_of_a_batch(target, drafter, sessions, size):
+    for chunk in (None, size):
+        common = {"attention_mask": MASK, "pad_token_id": 0, "prefill_chunk_size": chunk}
+        speculate(target, drafter, PADDED, **common, **knobs("chain"))
+    assert_same_readings(*sessions)
+
+
+def assert_same_readings(whole: DraftSession, pieces: DraftSession) -> None:
+    """What the drafter has read of every row, and the keys it holds of it."""
+    assert pieces.lengths == whole.lengths
+    layers = zip(pieces.past_key_values.layers, whole.past_key_values.layers, strict=True)
+    for i, (got, expected) in enumerate(layers):
+        window = expected.window or 100
+        for b, length in enumerate(whole.lengths):
+            first = max(0, length - window + 1)
+            for name, ours, theirs in zip(("keys", "values"), got.buffers, expected.buffers, strict=True):
+                ours, theirs = (
+                    ours[b, :, first - got.first : length - got.first],
+                    theirs[b, :, first - expected.first : length - expected.first],
+                )
+                assert_close(f"{name} of layer {i}, row {b}", ours, theirs, 10 * FORWARD)
+
+
+# --- memory ---
+
+
+@pytest.mark.parametrize("size", CHUNKS)
+@pytest.mark.parametrize("way", DRAFTINGS)
+def test_states_are_read_as_soon_as_their_chunk_has_run(target, drafter, fused, held, way, size):
+    """Held until the prompt has ended, they would take the memory the chunks were to save."""
+    prompt = greedy_text(target)[:, :13]
+    with steady_clock(target, drafter):
+        output, _ = speculate(target, drafter, prompt, prefill_chunk_size=size, **(knobs(way) | {"max_new_tokens": 1}))
+    assert output.shape[1] == 14
+    num_chunks, chunk = -(-13 // size), min(size, 13)
+    assert sum(fused) == 12, "the state of the last token waits for the token after it"
+    assert max(fused) <= chunk
+    assert max(held) == chunk
+    assert len(held) == 3 * num_chunks
+
+
+@pytest.mark.parametrize("batch", [False, True], ids=["alone", "batch"])
+def test_a_long_prompt_is_read_in_pieces(target, drafter, sessions, fused, monkeypatch, batch):
+    """A drafter's forward over all of it at once would be the largest of the whole call."""
+    prompt, common = (PADDED, {"attention_mask": MASK, "pad_token_id": 0}) if batch else (greedy_text(target)[:, :13], {})
+    whole = speculate(target, drafter, prompt, **common, **knobs("chain"))[1]
+    assert max(fused) == 12
+    fused.clear()
+    for module in (chain, drafting):
+        monkeypatch.setattr(module, "READ_AT_ONCE", 5)
+    pieces = speculate(target, drafter, prompt, **common, **knobs("chain"))[1]
+    assert max(fused) == 5
+    assert pieces.accepted_per_round == whole.accepted_per_round
+    assert_same_readings(*sessions)
+
+
+@pytest.mark.parametrize("way", DRAFTINGS)
+def test_drafting_goes_on_after_long_bursts_were_read_ahead(target, drafter, fused, monkeypatch, prompt, way):
+    """As they are where nothing has been drafted for long: states are not held until drafting pays again."""
+    monkeypatch.setattr(chain, "READ_AT_ONCE", 2)
+    with steady_clock(target, drafter):
+        output, stats = speculate(target, drafter, prompt, **knobs(way))
+    assert_close("text", output, target.generate(prompt, max_new_tokens=15, do_sample=False))
+    assert max(stats.accepted_per_round) > 2
+
+
+@pytest.mark.parametrize("counts", [[12], [12, 7], [3, 12]], ids=str)
+@pytest.mark.parametrize("at_once", [1, 4, 11])
+def test_pieces_end_in_the_same_state_and_logits(target, drafter, monkeypatch, counts, at_once):
+    """Of every row's own last token, be it in the last piece or long before."""
+    text = greedy_text(target)[:, :13]
+    states, _ = target_states(target, text, drafter.config.resolve_layer_ids(target.config.num_hidden_layers))
+    rows = len(counts)
+    reading = Reading(states[:, :-1].expand(rows, -1, -1), text[:, 1:].expand(rows, -1), counts)
+    results = []
+    for size in (100, at_once):
+        monkeypatch.setattr(drafting, "READ_AT_ONCE", size)
+        session = DraftSession(drafter, 11, LogitsProcessorList(), None, 0.0, [0] * rows)
+        results.append((*session.read(reading), session.lengths))
+    assert results[1][2] == results[0][2] == counts
+    for name, got, expected in zip(("states", "logits"), results[1], results[0], strict=False):
+        assert_close(name, got, expected, 10 * FORWARD)
+
+
+class LivingBytes(TorchDispatchMode):
+    """The most bytes that tensors made within it took at the same time."""
+
+    def __init__(self):
+        super().__init__()
+        self.peak, self._living = 0, {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        for x in tree_leaves(output):
+            if isinstance(x, Tensor):
+                storage = x.untyped_storage()
+                self._living.setdefault(storage.data_ptr(), (StorageWeakRef(storage), storage.nbytes()))
+        self._living = {where: entry for where, entry in self._living.items() if not entry[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._living.values()))
+        return output
+
+
+@torch.no_grad()
+def peak(target, prompt: Tensor, **kwargs) -> int:
+    with LivingBytes() as living:
+        target.generate(prompt, max_new_tokens=1, do_sample=False, **kwargs)
+    return living.peak
+
+
+def test_the_drafter_adds_its_cache_and_a_chunks_states_to_the_peak():
+    """Not the states of the prompt, of which a chunk is a small part."""
+    target = build_target("qwen3", max_position_embeddings=1024)
+    drafter = build_drafter(target, max_position_embeddings=1024)
+    prompt = torch.randint(0, 11, (1, LONG), generator=torch.Generator().manual_seed(0))
+    drafting = {"assistant_model": drafter, "num_assistant_tokens": 4}
+    speculate(target, drafter, prompt[:, :2], max_new_tokens=2)  # what is made once, is made
+    added = peak(target, prompt, prefill_chunk_size=25, **drafting) - peak(target, prompt, prefill_chunk_size=25)
+    whole = peak(target, prompt, **drafting) - peak(target, prompt)
+    states = 4 * LONG * 3 * WIDTH
+    config = drafter.config
+    own_keys = 4 * (LONG + 256 + LONG // 4) * 2 * config.num_key_value_heads * config.head_dim
+    target_keys = 4 * (LONG // 4 + 256) * 4 * 2 * target.config.head_dim  # the headroom of the target's buffers
+    assert added < own_keys + target_keys
+    assert whole > states, "the measure does not see the states"

@@ -1,0 +1,196 @@
+"""A static cache: the text is the target's own, its tensors stay where they are, and attention always sees all of them.
+
+B rows, R tokens of a forward.
+"""
+
+import pytest
+import torch
+from close import FORWARD, assert_close
+from conftest import TARGETS, build_target, greedy_text
+from observers import num_hooks, speculate
+from test_slots import DRAFTINGS, steady_clock
+from torch import Tensor
+from transformers import StaticCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from eagle31_hf.generation.drafting import DraftSession
+
+LENGTH = 24
+PROMPTS = {1: [[1, 2, 3, 5, 8]], 4: [[1, 2, 3, 5, 8], [4, 4, 4, 4, 4], [9, 0, 7, 7, 1], [3, 1, 2, 2, 6]]}
+
+
+@pytest.fixture
+def sizes(monkeypatch) -> list[int]:
+    """How many tokens, with the root, every drafted tree has."""
+    drafted: list[int] = []
+    original = DraftSession.propose_tree
+
+    def propose_tree(self, *args, **kwargs):
+        proposal = original(self, *args, **kwargs)
+        if proposal.tree is not None:
+            drafted.append(proposal.num_rows)
+        return proposal
+
+    monkeypatch.setattr(DraftSession, "propose_tree", propose_tree)
+    return drafted
+
+
+def decode(target, drafter, prompt: Tensor, drafting: str | None, count: int, **kwargs) -> Tensor:
+    """`count` new tokens, with the drafter or, where no way of drafting is named, without."""
+    knobs = {} if drafting is None else {"assistant_model": drafter, **DRAFTINGS[drafting]}
+    with steady_clock(target, drafter):
+        return target.generate(prompt, max_new_tokens=count, do_sample=False, **knobs, **kwargs)
+
+
+@pytest.mark.parametrize("rows", PROMPTS, ids="{}_rows".format)
+@pytest.mark.parametrize("drafting", DRAFTINGS)
+@pytest.mark.parametrize("kind", TARGETS)
+def test_text_is_that_of_the_target_alone(make_target, make_drafter, kind, drafting, rows):
+    """Twice, and for a shorter text: transformers makes every cache as long as the longest before."""
+    target, prompt = make_target(kind), torch.tensor(PROMPTS[rows])
+    drafter = make_drafter(target)
+    for count in (LENGTH, LENGTH, 7):
+        got = decode(target, drafter, prompt, drafting, count, cache_implementation="static")
+        assert_close(f"{count} tokens", got, target.generate(prompt, max_new_tokens=count, do_sample=False))
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_a_token_alone_in_its_forward_sees_the_text_only(make_target, make_drafter, prompt, kind):
+    """As the last one before the end is. Unused slots hold zeros, to which attention would give weight."""
+    target = make_target(kind)
+    steps = {"max_new_tokens": 2, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    got = target.generate(prompt, assistant_model=make_drafter(target), cache_implementation="static", num_assistant_tokens=4, **steps)
+    assert_close("logits", got.logits, target.generate(prompt, **steps).logits, 10 * FORWARD)
+
+
+@pytest.mark.parametrize("drafting", DRAFTINGS)
+def test_a_dynamic_cache_asked_for_by_name(target, drafter, drafting):
+    for rows in PROMPTS.values():
+        prompt = torch.tensor(rows)
+        got = decode(target, drafter, prompt, drafting, LENGTH, cache_implementation="dynamic")
+        assert_close("text", got, target.generate(prompt, max_new_tokens=LENGTH, do_sample=False))
+
+
+# --- addresses and shapes ---
+
+
+@pytest.fixture
+def attended(monkeypatch) -> list:
+    """What every call of attention gets: the layer, where its keys are, how many of them, and how many its mask is for."""
+    calls, original = [], ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def watching(module, query, key, value, attention_mask, *args, **kwargs):
+        calls.append((module, key.data_ptr(), key.shape[2], None if attention_mask is None else attention_mask.shape[3]))
+        return original(module, query, key, value, attention_mask, *args, **kwargs)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", watching)
+    return calls
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+@pytest.mark.parametrize("drafting", DRAFTINGS)
+def test_addresses_and_shapes_never_change(make_target, make_drafter, attended, prompt, kind, drafting):
+    """What a captured graph of the forward relies on. An earlier turn has filled the cache and so decided where it is."""
+    target, past = make_target(kind), StaticCache(config=make_target(kind).config, max_cache_len=60)
+    target(prompt[:, :3], past_key_values=past)
+    homes = [(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in past.layers]
+    attended.clear()
+    decode(target, make_drafter(target), prompt, drafting, LENGTH, past_key_values=past)
+    assert [(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in past.layers] == homes
+    target_modules = set(target.modules())
+    of_target = [call for call in attended if call[0] in target_modules]
+    for module, home in zip(dict.fromkeys(call[0] for call in of_target), homes, strict=True):
+        own = [call[1:] for call in of_target if call[0] is module]
+        assert len(own) > 5
+        assert len({address for address, _, _ in own}) == 1, "keys moved between forwards"
+        assert len({length for _, length, _ in own}) == 1, "attention saw different numbers of keys"
+        assert {size for _, length, size in own} <= {None, own[0][1]}, "masks are not for all of the keys"
+        if "window" not in kind:  # the ring of a windowed layer cannot take drafts, they go to a buffer beside it
+            assert own[0][0] == home[0]
+
+
+# --- caches of the caller's own ---
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "mistral_window_8", "gemma3_window_8"])
+@pytest.mark.parametrize("size", [28, 29, 60], ids="{}_slots".format)
+@pytest.mark.parametrize("drafting", ["chain", "tree"])
+def test_any_cache_that_is_long_enough(make_target, make_drafter, prompt, kind, size, drafting):
+    """The last token of a text is never read: 28 slots are enough for 29 tokens."""
+    target = make_target(kind)
+    past = StaticCache(config=target.config, max_cache_len=size)
+    got = decode(target, make_drafter(target), prompt, drafting, LENGTH, past_key_values=past)
+    assert_close("text", got, greedy_text(target)[:, : 5 + LENGTH])
+    assert int(past.get_seq_length()) == 28
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3_window_8"])
+@pytest.mark.parametrize("first", ["chain", "tree", None])
+@pytest.mark.parametrize("second", ["chain", "tree", None])
+def test_a_second_turn(make_target, make_drafter, prompt, kind, first, second):
+    """Whoever filled the cache, with a drafter or without, the next goes on from it; at its end too."""
+    target = make_target(kind)
+    texts = []
+    for turns in ((first, second), (None, None)):
+        past = StaticCache(config=target.config, max_cache_len=39)
+        one = decode(target, make_drafter(target), prompt, turns[0], 14, past_key_values=past)
+        more = torch.cat((one, torch.tensor([[4, 9, 1]])), dim=1)
+        texts.append((one, decode(target, make_drafter(target), more, turns[1], 40 - more.shape[1], past_key_values=past)))
+        assert int(past.get_seq_length()) == 39
+    assert_close("turns", *texts)
+
+
+def test_trees_are_cut_to_the_slots_that_are_left(target, drafter, prompt, sizes):
+    """A tree has more nodes than the text will have tokens, and none of them may be written past the end."""
+    past = StaticCache(config=target.config, max_cache_len=28)
+    knobs = {"num_assistant_tokens": 6, "draft_tree_top_k": 4, "draft_tree_total_tokens": 40}
+    got, _ = speculate(target, drafter, prompt, past_key_values=past, max_new_tokens=LENGTH, do_sample=False, **knobs)
+    assert_close("text", got, greedy_text(target)[:, : 5 + LENGTH])
+    assert len(sizes) > 3
+    assert sizes[0] == 28 - 5
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[-1] < sizes[0]
+
+
+def test_a_cache_that_is_too_short_for_the_prompt(target, drafter, prompt):
+    past = StaticCache(config=target.config, max_cache_len=3)
+    with pytest.raises(RuntimeError, match="static cache of 3 tokens"):
+        speculate(target, drafter, prompt, past_key_values=past, max_new_tokens=LENGTH, do_sample=False)
+
+
+def test_a_cache_that_is_too_short_for_the_text(target, drafter, prompt):
+    """An error, as without the drafter, and the layers are given back."""
+    past = StaticCache(config=target.config, max_cache_len=20)
+    kinds = [type(layer) for layer in past.layers]
+    with pytest.raises(RuntimeError, match="20"):
+        decode(target, drafter, prompt, "chain", LENGTH, past_key_values=past)
+    assert [type(layer) for layer in past.layers] == kinds
+    assert num_hooks(target) == 0
+
+
+# --- refused ---
+
+
+@pytest.fixture
+def forwards():
+    """Counts the forwards of a target of its own."""
+    target, calls = build_target(), []
+    target.register_forward_pre_hook(lambda *args: calls.append(args))
+    return target, calls
+
+
+@pytest.mark.parametrize("name", ["offloaded_static", "quantized"])
+def test_what_cannot_take_drafts_back_is_refused_before_anything_runs(forwards, drafter, prompt, name):
+    target, calls = forwards
+    with pytest.raises(ValueError, match=f"cache_implementation is '{name}'; expected one of .*'static'"):
+        speculate(target, drafter, prompt, cache_implementation=name, max_new_tokens=4)
+    assert calls == []
+
+
+def test_an_offloaded_static_cache_is_refused_before_anything_runs(forwards, drafter, prompt):
+    target, calls = forwards
+    past = StaticCache(config=target.config, max_cache_len=40, offloading=True)
+    with pytest.raises(ValueError, match="StaticCache that is offloaded"):
+        speculate(target, drafter, prompt, past_key_values=past, max_new_tokens=4, do_sample=False)
+    assert calls == []
+    assert int(past.get_seq_length()) == 0
