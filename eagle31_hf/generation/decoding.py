@@ -18,7 +18,7 @@ from . import cache, processors
 from .chain import Eagle31CandidateGenerator
 from .checks import Knobs, check_inputs, check_request, resolve_knobs
 from .drafting import Proposal
-from .outputs import OutputCollector, wants_steps
+from .outputs import OutputCollector
 from .randomness import Draws
 from .selftest import why_no_trees
 from .statistics import Recorder
@@ -57,7 +57,7 @@ def speculative_decoding(
         alone = len(input_ids) == 1
         in_step = not alone and not (
             sees_trees and stopping.is_rowwise and processors.are(logits_processor, processors.ROWWISE) and streamer is None
-            and not wants_steps(generation_config)
+            and not (generation_config.return_dict_in_generate or runner.cache_outlives_call)
         )  # fmt: skip
         draws_trees = sees_trees and wishes.may_draw_trees and not in_step
         draws = None

@@ -12,12 +12,6 @@ from .cache import windows
 from .verify import Verdict
 
 
-def wants_steps(config: GenerationConfig) -> bool:
-    """Whether anything is asked for that plain generate returns step by step, all rows together."""
-    steps = (config.output_scores, config.output_logits, config.output_hidden_states, config.output_attentions)
-    return bool(config.return_dict_in_generate and any(steps))
-
-
 class OutputCollector:
     """Collects scores, logits, hidden states and attentions as far as the generation config asks for them. (B is 1 or rows keep step.)"""
 

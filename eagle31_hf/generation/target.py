@@ -47,6 +47,11 @@ class TargetRunner:
         """Whether its cache can hold trees and rows of different lengths."""
         return self.placement is not None
 
+    @property
+    def cache_outlives_call(self) -> bool:
+        """Whether the caller has it: what rows hold that end before others must then be what plain decoding writes."""
+        return getattr(self.past_key_values, "_is_user_defined", False)
+
     def prefill(self, input_ids: Tensor) -> CausalLMOutputWithPast:
         """Runs the prompt (B, L), less what the cache already holds."""
         if self.placement is not None:

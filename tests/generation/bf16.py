@@ -8,7 +8,8 @@ second best, it is the target's top-2 margin; it is never less.) A margin of 2 u
 
 That is fair where the target itself moves no more between two ways of computing the same. "alone" is how far its top-2 margins move when
 its own text is run in one forward instead of single steps, without any drafter: the median, the 99th percentile and the most. It grows with
-`initializer_range`: random weights as large as those of `families.py` amplify a rounding to 9 ulp.
+`initializer_range`: random weights as large as those of `families.py` amplify a rounding to 9 ulp. A failure is printed with its margin in
+fp32, of the same weights: a small one says that plain decoding's own rounding made the margin, a large one that verification is wrong.
 """
 
 import argparse
@@ -104,10 +105,23 @@ def check_call(
     tally.same += len(sequences) - len(departed)
     tally.accepted += sum(stats.accepted_per_position)
     for row, step, difference in departed:
-        margin = difference / float(ulp(alone.logits[step][row].max()))
-        tally.margins.append(margin)
-        if margin >= LIMIT:
-            tally.failures.append(f"{drafting}, row {row} of {len(sequences)}, token {step}: {margin:.2f} ulp")
+        unit = float(ulp(alone.logits[step][row].max()))
+        tally.margins.append(difference / unit)
+        if difference >= LIMIT * unit:
+            exact = exact_difference(target, prompts, alone, sequences, row, step) / unit
+            tally.failures.append(
+                f"{drafting}, row {row} of {len(sequences)}, token {step}: {difference / unit:.2f} ulp, in fp32 {exact:.2f}"
+            )
+
+
+@torch.no_grad()
+def exact_difference(
+    target: PreTrainedModel, prompts: dict[str, Tensor], alone: ModelOutput, sequences: Tensor, row: int, step: int
+) -> float:
+    """By how much the same weights in fp32 prefer the target's own token to ours."""
+    num_padding, place = int((prompts["attention_mask"][row] == 0).sum()), prompts["input_ids"].shape[1] + step
+    logits = copy.deepcopy(target).float()(alone.sequences[row : row + 1, num_padding:place]).logits[0, -1]
+    return float(logits[alone.sequences[row, place]] - logits[sequences[row, place]])
 
 
 def ulp(x: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from eagle31_hf.features import decoder_layers
 from eagle31_hf.generation import selftest
 from eagle31_hf.generation.drafting import Proposal
 from eagle31_hf.generation.texts import Texts
-from eagle31_hf.generation.verify import Judge, Verdict
+from eagle31_hf.generation.verify import Judge
 
 LOSSLESS, CHAINS, IN_STEP, REFUSED, DIFFERENT = "same text", "chains", "in step", "refused", "different"
 ATTENTIONS = ("eager", "sdpa")
@@ -36,9 +36,9 @@ DRAFTINGS = {
     "chain": {"num_assistant_tokens": 4},
     "tree": {"num_assistant_tokens": 4, "draft_tree_top_k": 3, "draft_tree_total_tokens": 10},
 }
-LOGITS = {"output_logits": True}
-ASKED = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True} | LOGITS
-ASKED_OF_A_BATCH = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}  # logits would keep its rows in step
+LOGITS = {"return_dict_in_generate": True, "output_logits": True}
+ASKED = {"max_new_tokens": 24, "do_sample": False} | LOGITS
+ASKED_OF_A_BATCH = {"max_new_tokens": 12, "do_sample": False}  # for more than tokens its rows would keep step
 VOCAB, WINDOW = 29, 8  # the text outgrows the window twice or more
 # A batch is PROMPT and these: PROMPT with so many tokens of the text the drafter knows, so that its errors, and with them the bursts, come
 # at other times in every row; and a stranger, of which it knows nothing. In step a stranger would keep all rows from accepting anything.
@@ -362,7 +362,7 @@ def decode_alone(name: str, attention: str, num_prompts: int) -> ModelOutput:
     )
 
 
-def difference(ours: ModelOutput, alone: ModelOutput) -> str:
+def difference(ours: ModelOutput | Tensor, alone: ModelOutput) -> str:
     """What is not the target's own, "" where all is.
 
     Logits, which say more of a wrong mask than a few tokens do, are compared where they were asked for. Where tokens differ, it is said
@@ -370,9 +370,9 @@ def difference(ours: ModelOutput, alone: ModelOutput) -> str:
     """
     expected = torch.stack(alone.logits)
     spread = float(expected.std())
-    for row, step, margin in departures(ours.sequences, alone):
+    for row, step, margin in departures(ours if isinstance(ours, Tensor) else ours.sequences, alone):
         return f"row {row} departs at token {step}, which the target scores {margin / spread:.1e} of its logits' spread below its own"
-    if ours.logits is None:
+    if isinstance(ours, Tensor):
         return ""
     error = float((torch.stack(ours.logits) - expected).abs().max()) / spread
     return "" if error <= LOGITS_TOLERANCE else f"logits differ by {error:.1e} of their spread"
@@ -404,11 +404,11 @@ class Observed(logging.Handler):
     def noting(self, judge: Callable, is_in_step: bool) -> Callable:
         """The same judge, who lets us see what is judged."""
 
-        def judged(self_: Judge, texts: Texts, proposal: Proposal, logits: Tensor) -> Verdict:
+        def judged(self_: Judge, texts: Texts, proposal: Proposal, *args):
             self.num_trees += proposal.tree is not None
             self.num_ragged += not texts.is_uniform
             self.num_in_step += is_in_step
-            return judge(self_, texts, proposal, logits)
+            return judge(self_, texts, proposal, *args)
 
         return judged
 

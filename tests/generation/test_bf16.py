@@ -25,10 +25,10 @@ def test_a_wrong_verification_is_reported(monkeypatch, method):
     """By margins of many ulp, though every token is the target's second best: a tie now and then cannot hide it."""
     original = getattr(Judge, method)
 
-    def second_best(self, texts, proposal, logits):
+    def second_best(self, texts, proposal, logits, *args):
         if proposal.num_rows > 1:  # the prompt's own token stays right
             logits.scatter_(-1, logits.argmax(-1, keepdim=True), float("-inf"))
-        return original(self, texts, proposal, logits)
+        return original(self, texts, proposal, logits, *args)
 
     monkeypatch.setattr(Judge, method, second_best)
     name = {"row_by_row": "Qwen3", "together": "Falcon, alibi"}[method]

@@ -80,8 +80,7 @@ def assert_clean(target, drafter, prompt: Tensor, way: str) -> None:
 
 @pytest.mark.parametrize("call", [1, 4])
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("way", DRAFTINGS)
-@pytest.mark.parametrize("prompts", ["alone", "batch"])
+@pytest.mark.parametrize(("prompts", "way"), [("alone", "chain"), ("alone", "auto"), ("batch", "chain"), ("batch", "tree")])
 def test_nothing_is_left_behind(make_target, make_drafter, prompt, prompts, way, place, call):
     """Not even by an error in the midst of a forward, or between a draft and its verification."""
     target = make_target("gemma3_window_8")

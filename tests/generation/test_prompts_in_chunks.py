@@ -22,7 +22,7 @@ from eagle31_hf.generation import chain, drafting
 from eagle31_hf.generation.drafting import DraftSession, Reading
 
 CHUNKS = (1, 3, 13, 50)
-LONG = 600
+LONG = 400
 # Of three rows with 0, 4 and 12 tokens of padding.
 PADDED = torch.tensor([[1, 2, 3, 5, 8, 2, 7, 10, 2, 10, 6, 8, 2], [0, 0, 0, 0, 9, 0, 7, 7, 1, 6, 2, 2, 5], [0] * 12 + [3]])
 MASK = torch.tensor([[1] * 13, [0] * 4 + [1] * 9, [0] * 12 + [1]])
@@ -87,7 +87,7 @@ def test_text_is_that_of_the_target_alone(make_target, make_drafter, kind, way, 
     assert num_hooks(target) == 0
 
 
-@pytest.mark.parametrize("size", CHUNKS)
+@pytest.mark.parametrize("size", [1, 3, 50])
 @pytest.mark.parametrize("way", DRAFTINGS)
 @pytest.mark.parametrize("kind", ["qwen3", "mistral_window_8"])
 def test_a_batch_with_padding(make_target, make_drafter, kind, way, size):
