@@ -103,7 +103,9 @@ class Recording:
     def _add(self, i: int, args: tuple, kwargs: dict[str, Any]) -> None:
         past = kwargs["past_key_values"]
         place = past.layers[0].placement
-        self.calls.append((i, args, {**kwargs, "past_key_values": None}, past.get_seq_length(), (place.slots, place.low, place.high)))
+        self.calls.append(
+            (i, args, {**kwargs, "past_key_values": None}, past.get_seq_length(), (place.slots, place.written, place.low, place.high))
+        )
 
     @torch.no_grad()
     def replay(self, num_rows: int, num_tokens: int) -> float:
@@ -120,7 +122,7 @@ class Recording:
             if end == 0:
                 continue
             past, place = filled[i]
-            place.slots, place.low, place.high = placed
+            place.slots, place.written, place.low, place.high = placed
             for layer in past.layers:
                 layer.settle(end)
             began = time.perf_counter()

@@ -3,7 +3,6 @@
 Source: vLLM's `rejection_sample_method="synthetic"` replaces the same comparison and leaves everything around it.
 """
 
-import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -13,7 +12,7 @@ from transformers import PreTrainedModel
 from ..generation import decoding
 from ..generation.drafting import Proposal
 from ..generation.texts import Texts
-from ..generation.verify import Judge, Verdict
+from ..generation.verify import Judge, Verdict, likeliest
 
 MARK = "_eagle31_benchmark"  # on models built to be timed; no other may be decoded with
 
@@ -31,24 +30,22 @@ def synthetic_acceptance(survival: Sequence[float], seed: int = 0) -> Iterator[N
     """
     if not all(1 >= before >= after >= 0 for before, after in zip([1.0, *survival], survival, strict=False)):
         raise ValueError(f"got the survival schedule {list(survival)}; expected chances from 1 to 0, none above the one before.")
-    conditional = [after / before if before else 0.0 for before, after in zip([1.0, *survival], survival, strict=False)]
-    generator = random.Random(seed)
+    draws = _evenly_spread(seed)
 
     class Synthetic(Judge):
         def row_by_row(self, texts: Texts, proposal: Proposal, logits: Tensor) -> Verdict:
-            chosen, children = logits.argmax(-1).tolist(), proposal.children()
-            rows = [([], [], []) if texts.finished[b] else _walk(b, chosen[b], children[b], logits) for b in range(texts.num_rows)]
+            chosen, children = likeliest(logits), proposal.children()
+            rows = [([], [], []) if texts.finished[b] else _walk(next(draws), chosen[b], children[b]) for b in range(texts.num_rows)]
             return Verdict(*(list(part) for part in zip(*rows, strict=True)))
 
-    def _walk(b: int, chosen: list[int], children: list[dict[int, int]], logits: Tensor):
-        tokens, path, scores = list[int](), [0], list[Tensor]()
+    def _walk(drawn: float, chosen: list[int], children: list[dict[int, int]]) -> tuple[list[int], list[int], list[Tensor]]:
+        tokens, path = list[int](), [0]
         while True:
-            node = path[-1]
-            scores.append(logits[b, node : node + 1])
-            depth = len(path) - 1
-            if not children[node] or depth >= len(conditional) or generator.random() >= conditional[depth]:
-                tokens.append(next(token for token in (chosen[node], 0, 1, 2, 3, 4, 5, 6, 7, 8) if token not in children[node]))
-                return tokens, path, scores
+            node, depth = path[-1], len(path) - 1
+            if not children[node] or depth >= len(survival) or drawn >= survival[depth]:
+                others = (chosen[node], *range(len(children[node]) + 1))
+                tokens.append(next(token for token in others if token not in children[node]))
+                return tokens, path, []
             token, child = next(iter(children[node].items()))
             tokens.append(token)
             path.append(child)
@@ -63,3 +60,11 @@ def synthetic_acceptance(survival: Sequence[float], seed: int = 0) -> Iterator[N
         yield
     finally:
         decoding.judge_of.reset(token)
+
+
+def _evenly_spread(seed: int) -> Iterator[float]:
+    """Numbers in [0, 1), one a row and round, that fill the interval evenly, so that a short run has the mean length of a long one."""
+    n = 37 * seed
+    while True:
+        yield n * 0.6180339887498949 % 1.0
+        n += 1

@@ -66,13 +66,14 @@ def speculative_decoding(
             is_coupled = wishes.is_auto or draws_trees or not alone
             draws = Draws(len(input_ids), target.config.get_text_config().vocab_size, input_ids.device, is_coupled)
             draws.start(input_ids.shape[1])
+        keeps_scores = bool(generation_config.return_dict_in_generate and generation_config.output_scores)
         loop = Loop(
             runner,
             Eagle31CandidateGenerator(
                 drafter, target, wishes.depth or 1, stopping.max_length, logits_processor, bool(draws), wishes.threshold,
                 runner.num_padding, runner.num_cached, draws,
             ),
-            judge_of.get()(target, logits_processor, draws, stopping.eos_token_ids),
+            judge_of.get()(target, logits_processor, draws, stopping.eos_token_ids, keeps_scores),
             stopping,
             Texts(input_ids, pad_token(generation_config), runner.num_padding),
             OutputCollector(generation_config, runner.past_key_values),
@@ -108,7 +109,7 @@ class Loop:
         with self.drafting:
             with recorder.timed("prefill"), self.drafting.reading_prompt(texts.rows()):
                 outputs = self.runner.prefill(texts.rows())
-                logits = last_logits(outputs, 1, texts.device)
+                logits = self.logits_of(outputs, 1)
             proposal = Proposal(texts.rows()[:, :0])
             verdict, _ = self.accept(outputs, logits, proposal, is_prefill=True)
             recorder.prefill([len(tokens) for tokens in verdict.tokens])
@@ -117,7 +118,7 @@ class Loop:
                     proposal = self.propose()
                 with recorder.timed("verify"):
                     outputs = self.runner.verify(texts, proposal)
-                    logits = last_logits(outputs, proposal.num_rows, texts.device)
+                    logits = self.logits_of(outputs, proposal.num_rows)
                 with recorder.timed("accept"):
                     verdict, accepted = self.accept(outputs, logits, proposal)
                 num_tokens = [len(tokens) for tokens in verdict.tokens]
@@ -128,6 +129,11 @@ class Loop:
             self.streamer.end()
         recorder.choices(self.pilot.choices, self.pilot.explain())
         return self.collector.result(texts.rows().clone())
+
+    def logits_of(self, outputs: CausalLMOutputWithPast, num_rows: int) -> Tensor:
+        """The last rows' logits (B, num_rows, V), in fp32 unless the largest of them is all that matters."""
+        are_read_only = self.judge.only_compares and not self.in_step and self.collector.logits is None
+        return last_logits(outputs, num_rows, self.texts.device, are_read_only)
 
     def propose(self) -> Proposal:
         """What this round verifies: nothing where a row is at its end, or the pilot says so."""

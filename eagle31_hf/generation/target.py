@@ -149,6 +149,7 @@ def slot_masks(
     return {kind: mask(windows[kind]) for kind in set(kinds)}
 
 
-def last_logits(outputs: CausalLMOutputWithPast, num_rows: int, device: torch.device) -> Tensor:
-    """The logits of the last `num_rows` rows as a fresh fp32 tensor (B, num_rows, V), safe to write to."""
-    return outputs.logits[:, -num_rows:].to(copy=True, dtype=torch.float32, device=device)
+def last_logits(outputs: CausalLMOutputWithPast, num_rows: int, device: torch.device, are_read_only: bool = False) -> Tensor:
+    """The logits of the last `num_rows` rows as a fresh fp32 tensor (B, num_rows, V), safe to write to, or just as they are."""
+    logits = outputs.logits[:, -num_rows:]
+    return logits if are_read_only else logits.to(copy=True, dtype=torch.float32, device=device)

@@ -20,8 +20,8 @@ from .texts import Texts
 @dataclass
 class Verdict:
     """By row: `tokens`, the accepted drafts, then the target's own token unless a draft ended the text; `paths`: the rows of the
-    verifying forward that hold the root and the accepted drafts; `scores`: one processed row (1, V) a token, empty where nothing
-    processed them. A finished row has none of them.
+    verifying forward that hold the root and the accepted drafts; `scores`: one processed row (1, V) a token, where they are kept. A
+    finished row has none of them.
     """
 
     tokens: list[list[int]]
@@ -46,14 +46,22 @@ class Judge:
     processors: LogitsProcessorList
     draws: Draws | None
     eos_token_ids: set[int]
+    keeps_scores: bool = False
+
+    @property
+    def only_compares(self) -> bool:
+        """Whether logits need be neither fp32 nor its own."""
+        return self.draws is None and not self.processors and not self.keeps_scores
 
     def row_by_row(self, texts: Texts, proposal: Proposal, logits: Tensor) -> Verdict:
         """Target logits (B, R, V) in fp32, overwritten -> as much of every row as it accepts by itself."""
-        chosen = logits.argmax(-1).tolist() if self.draws is None and not self.processors else None  # all nodes at once
+        chosen = likeliest(logits) if self.draws is None and not self.processors else None  # all nodes at once
         children = proposal.children()
         each = processors.by_row(self.processors, texts.num_rows)
         rows = [
-            ([], [], []) if texts.finished[b] else self._walk(b, texts, proposal, children[b], logits[b], each[b], chosen and chosen[b])
+            ([], [], [])
+            if texts.finished[b]
+            else self._walk(b, texts, proposal, children[b], logits[b], each[b], None if chosen is None else chosen[b])
             for b in range(texts.num_rows)
         ]
         return Verdict(*(list(part) for part in zip(*rows, strict=True)))
@@ -73,14 +81,16 @@ class Judge:
         while True:
             node = path[-1]
             if chosen is not None:
-                scores.append(logits[node : node + 1])
+                row_scores = logits[node : node + 1]
                 token = chosen[node]
             else:
                 context = torch.cat((prefix, prefix.new_tensor([tokens], dtype=prefix.dtype)), dim=1)
-                scores.append(row_processors(context, logits[node : node + 1]))  # type: ignore[arg-type]
+                row_scores = row_processors(context, logits[node : node + 1])  # type: ignore[arg-type]
                 draft = None if proposal.logits is None or node >= proposal.ids.shape[1] else proposal.ids[b, node : node + 1]
-                token = int(self._choose(b, context.shape[1], scores[-1], draft, None if draft is None else proposal.logits[b, node]))
+                token = int(self._choose(b, context.shape[1], row_scores, draft, None if draft is None else proposal.logits[b, node]))
             tokens.append(token)
+            if self.keeps_scores:
+                scores.append(row_scores)
             if token not in children[node]:
                 return tokens, path, scores
             path.append(children[node][token])
@@ -126,3 +136,8 @@ class Judge:
         residual = (p - q).clamp(min=0)
         # Where p and q agree to the last bit nothing is left to draw from; p itself is then the right distribution.
         return self.draws.pick(b, slot, (residual if residual.sum() > 0 else p).log())
+
+
+def likeliest(logits: Tensor) -> list[list[int]]:
+    """(B, R, V) -> the first of the largest in every row, as argmax finds it in fp32; four times as fast in bf16."""
+    return logits.max(-1).indices.tolist()

@@ -126,11 +126,29 @@ def test_rows_in_step_go_as_far_as_all_of_them(do_sample):
     logits = torch.cat([logits_choosing(1, 2, 4), logits_choosing(1, 5, 4), logits_choosing(4, 4, 4)])
     processors = LogitsProcessorList([lambda ids, scores: seen.append(ids.tolist()) or 1000 * scores])
     drafted = torch.tensor([[1, 2], [1, 2], [5, 5]])
-    verdict = judge(processors, do_sample, eos=[3], num_rows=3).together(texts, Proposal(drafted), logits.clone())
+    verdict, finished = judge(processors, do_sample, eos=[3], num_rows=3).together(
+        texts, Proposal(drafted), logits.clone(), lambda rows, scores: texts.finished
+    )
+    assert finished == [False, False, True]
     assert verdict.tokens == [[1, 2], [1, 5], [0, 0]]
     assert verdict.paths == [[0, 1]] * 3
     assert seen == [[[4, 2], [1, 5], [3, 3]], [[4, 2, 1], [1, 5, 1], [3, 3, 0]]]
     assert_close("scores", verdict.scores, [[1000 * logits[b : b + 1, i] for i in range(2)] for b in range(3)])
+
+
+def test_rows_in_step_stop_where_one_ends():
+    """Though the drafts go on to be right; and a criterion is shown every length once, with the scores up to there."""
+    texts, shown = Texts(torch.tensor([[4, 2], [1, 5]]), 0, [0, 0]), list[tuple[list[list[int]], int]]()
+
+    def ended(rows: Tensor, scores: list[Tensor]) -> list[bool]:
+        shown.append((rows.tolist(), len(scores)))
+        return [False, rows.shape[1] == 4]
+
+    logits = logits_choosing(1, 2, 3, 0).repeat(2, 1, 1)
+    verdict, finished = judge(num_rows=2).together(texts, Proposal(torch.tensor([[1, 2, 3]] * 2)), logits, ended)
+    assert (verdict.tokens, verdict.paths, finished) == ([[1, 2]] * 2, [[0, 1]] * 2, [False, True])
+    assert [len(row) for row in verdict.scores] == [2, 2]
+    assert shown == [([[4, 2, 1], [1, 5, 1]], 1), ([[4, 2, 1, 2], [1, 5, 1, 2]], 2)]
 
 
 def test_a_cut_verdict_keeps_what_comes_first():
