@@ -6,6 +6,7 @@ import pytest
 
 from eagle31_hf import demo
 from eagle31_hf.cli import COMMANDS, main
+from eagle31_hf.generation.tuning import MAX_DEPTH
 
 TARGET, DRAFTER = str(demo.FOLDER / "target"), str(demo.FOLDER / "eagle31")
 
@@ -15,8 +16,9 @@ def test_demo_json_has_the_names_of_the_contract(capsys):
     result = json.loads(capsys.readouterr().out)
     assert set(result) == {"target", "runs", "environment"}
     assert result["target"]["tokens_per_second"] > 0
-    shapes = [(3, False), (5, False), (7, False), (7, True)]
-    assert [(run["drafter"], run["depth"], run["tree"]) for run in result["runs"]] == [(d, *s) for d in demo.DRAFTERS for s in shapes]
+    shapes = [(3, False, False), (5, False, False), (7, False, False), (7, True, False), (MAX_DEPTH, False, True)]
+    runs = [(run["drafter"], run["depth"], run["tree"], run["auto"]) for run in result["runs"]]
+    assert runs == [(drafter, *shape) for drafter in demo.DRAFTERS for shape in shapes]
     names = {"tokens_per_second", "speedup", "mean_accepted_length", "accepted_per_position", "drafted_per_position", "overhead"}
     for run in result["runs"]:
         assert names <= set(run)
@@ -30,7 +32,7 @@ def test_demo_shows_the_table_and_the_profile(capsys):
     out = capsys.readouterr().out
     assert "with the EAGLE 3.1 drafter" in out
     assert "target forwards" in out
-    assert out.count(" yes") == 8
+    assert out.count(" yes") == 10
 
 
 def test_generate_streams_what_json_returns(capsys):
@@ -57,10 +59,11 @@ def test_info_says_what_a_drafter_is(capsys, name, kind):
     [
         (["info", "/nowhere/at/all"], "/nowhere/at/all"),
         (["info", TARGET], "llama"),
-        (["generate", "--target", TARGET, "--drafter", DRAFTER, "--num-assistant-tokens", "0", "x"], "num_assistant_tokens is 0"),
+        (["generate", "--target", TARGET, "--drafter", DRAFTER, "--num-assistant-tokens", "0", "x"], "--num-assistant-tokens: got '0'"),
+        (["generate", "--target", TARGET, "--drafter", DRAFTER, "--draft-tree-total-tokens", "1", "x"], "draft_tree_total_tokens is 1"),
         (["demo", "--prompts", "0"], "--prompts"),
     ],
-    ids=["no such drafter", "target passed as drafter", "no depth", "no prompts"],
+    ids=["no such drafter", "target passed as drafter", "no depth", "no tree", "no prompts"],
 )
 def test_bad_input_is_one_line_and_status_two(capsys, arguments, words):
     assert main(arguments) == 2

@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from .. import demo
+from ..modeling import Eagle31DrafterModel
 from . import AUTO_SHAPE, Shape, measure
 
 FIXED = (
@@ -24,26 +25,29 @@ heavy; now and then a bird went up from the hedge and was gone. She thought of w
 """
 
 
-def prompts_by_kind(tokenizer: Any, count: int, length: int = 96) -> dict[str, list[Tensor]]:
-    """code: held-out files; prose: English; noise: random ids of the vocabulary. Each (1, length)."""
+def prompts_by_kind(tokenizer: Any, code: list[Tensor], count: int, length: int = 96) -> dict[str, list[Tensor]]:
+    """code: as given; prose: English; noise: random ids of the vocabulary. Each (1, length)."""
     paragraphs = tokenizer(PROSE, return_tensors="pt").input_ids[0]
     starts = torch.linspace(0, len(paragraphs) - length, count).long().tolist()
     generator = torch.Generator().manual_seed(0)
     return {
-        "code": demo.prompts(tokenizer, count),
+        "code": code[:count],
         "prose": [paragraphs[None, start : start + length] for start in starts],
         "noise": [torch.randint(0, len(tokenizer), (1, length), generator=generator) for _ in range(count)],
     }
 
 
 def measure_auto(
-    count: int = 6, max_new_tokens: int = 96, rounds: int = 2, progress: Callable[[str], None] = lambda message: None
+    target: PreTrainedModel,
+    drafter: Eagle31DrafterModel,
+    prompts_of: dict[str, list[Tensor]],
+    max_new_tokens: int = 96,
+    rounds: int = 2,
+    progress: Callable[[str], None] = lambda message: None,
 ) -> dict[str, Any]:
     """-> by kind of prompt what `measure` returns, the `best` fixed setting, and auto's tokens a second over its and over the target's."""
-    target, tokenizer = demo.load_target("cpu")
-    drafters = {"eagle31": demo.load_drafter("eagle31", "cpu")}
-    kinds = {}
-    for kind, prompts in prompts_by_kind(tokenizer, count).items():
+    drafters, kinds = {"eagle31": drafter}, {}
+    for kind, prompts in prompts_of.items():
 
         def tell(message: str, kind: str = kind) -> None:
             progress(f"{kind}, {message}")

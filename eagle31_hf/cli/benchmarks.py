@@ -71,9 +71,12 @@ def _memory(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 
 def _auto(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    from ..bench.auto import measure_auto
+    from .. import demo
+    from ..bench.auto import measure_auto, prompts_by_kind
 
-    result = measure_auto(rounds=args.rounds, progress=progress)
+    target, tokenizer = demo.load_target()
+    prompts = prompts_by_kind(tokenizer, demo.prompts(tokenizer, 6), 6)
+    result = measure_auto(target, demo.load_drafter("eagle31"), prompts, rounds=args.rounds, progress=progress)
     lines = []
     for kind, figures in result.items():
         lines += [

@@ -59,6 +59,19 @@ def fused(monkeypatch) -> list[int]:
 
 
 @pytest.fixture
+def handed(monkeypatch) -> list[int]:
+    """How many tokens' states are put together for the drafter, in which pieces it then takes them."""
+    counts, original = [], DraftSession.read
+
+    def note(self, reading: Reading):
+        counts.append(reading.states.shape[1])
+        return original(self, reading)
+
+    monkeypatch.setattr(DraftSession, "read", note)
+    return counts
+
+
+@pytest.fixture
 def held(monkeypatch) -> list[int]:
     """How many tokens' states are held, noted whenever one is captured."""
     counts, original = [], CapturedStates.append
@@ -174,16 +187,17 @@ def test_states_are_read_as_soon_as_their_chunk_has_run(target, drafter, fused, 
 
 
 @pytest.mark.parametrize("batch", [False, True], ids=["alone", "batch"])
-def test_a_long_prompt_is_read_in_pieces(target, drafter, sessions, fused, monkeypatch, batch):
-    """A drafter's forward over all of it at once would be the largest of the whole call."""
+def test_a_long_prompt_is_read_in_pieces(target, drafter, sessions, fused, handed, monkeypatch, batch):
+    """A drafter's forward over all of it at once would be the largest of the whole call, and so would a copy of all the states."""
     prompt, common = (PADDED, {"attention_mask": MASK, "pad_token_id": 0}) if batch else (greedy_text(target)[:, :13], {})
     whole = speculate(target, drafter, prompt, **common, **knobs("chain"))[1]
-    assert max(fused) == 12
+    assert max(fused) == max(handed) == 12
     fused.clear()
+    handed.clear()
     for module in (chain, drafting):
         monkeypatch.setattr(module, "READ_AT_ONCE", 5)
     pieces = speculate(target, drafter, prompt, **common, **knobs("chain"))[1]
-    assert max(fused) == 5
+    assert max(fused) == max(handed) == 5
     assert pieces.accepted_per_round == whole.accepted_per_round
     assert_same_readings(*sessions)
 

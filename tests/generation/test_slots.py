@@ -309,13 +309,15 @@ def test_where_the_end_is_known_memory_is_taken_once():
 @pytest.mark.parametrize("count", [1, 3, 10], ids="{}_at_once".format)
 def test_a_window_bounds_the_memory_of_a_long_text(count):
     """Old slots are given up, and their place is used again, however much is written at once."""
-    layer, homes = SlotLayer(Placement(), limit=10**6, window=WINDOW), set()
+    layer, homes, text = SlotLayer(Placement(), limit=10**6, window=WINDOW), set(), states(1, 0)
     for step in range(1500):
-        keys, values = layer.update(*states(1, count))
+        text = joined(text, states(1, count))
+        seen = layer.update(*row(text, 0, slice(text[0].shape[2] - count, None)))
+        assert_close("keys and values seen", seen, row(text, 0, slice(-(WINDOW - 1 + count), None)))
         layer.settle(layer.end - count // 2)
+        text = row(text, 0, slice(-2 * WINDOW - count, text[0].shape[2] - count // 2))
         if step > 100:
             homes.add(address(layer))
-        assert keys.shape[2] == values.shape[2] <= WINDOW - 1 + count
         assert layer.buffers[0].shape[2] <= WINDOW + count + HEADROOM
     assert len(homes) == 1, "the buffer of a window is still being moved"
 

@@ -12,18 +12,20 @@ from eagle31_hf.generation.drafting import Proposal
 from eagle31_hf.generation.randomness import Draws
 from eagle31_hf.generation.texts import Texts
 from eagle31_hf.generation.tree import DraftTree
-from eagle31_hf.generation.verify import Judge, Verdict
+from eagle31_hf.generation.verify import Judge, Verdict, likeliest
 
 PREFIX = torch.tensor([[4, 2]])
 NONE = LogitsProcessorList()
 CPU = torch.device("cpu")
 
 
-def judge(processors=NONE, do_sample: bool = False, is_coupled: bool = False, vocab_size: int = 6, eos=(), num_rows: int = 1) -> Judge:
+def judge(
+    processors=NONE, do_sample: bool = False, is_coupled: bool = False, vocab_size: int = 6, eos=(), num_rows: int = 1, keeps_scores=True
+) -> Judge:
     draws = Draws(num_rows, vocab_size, CPU, is_coupled) if do_sample else None
     if draws is not None:
         draws.start(PREFIX.shape[1])
-    return Judge(processors, draws, set(eos))
+    return Judge(processors, draws, set(eos), keeps_scores)
 
 
 def accept(judge: Judge, drafted: Tensor, draft_logits: Tensor | None, logits: Tensor) -> Verdict:
@@ -82,6 +84,29 @@ def test_scores_are_processed_with_their_own_prefix():
     for i in range(4):
         prefix = torch.cat((PREFIX, drafted[:, :i]), dim=1)
         assert_close(f"score {i}", verdict.scores[0][i], RepetitionPenaltyLogitsProcessor(2.0)(prefix, logits[:, i]))
+
+
+@pytest.mark.parametrize("processors", [NONE, LogitsProcessorList([TemperatureLogitsWarper(0.5)])], ids=["plain", "processed"])
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+def test_scores_nobody_asked_for_are_not_kept(do_sample, processors):
+    """A score is as long as the vocabulary; and where none is read, the target's logits need not be copied."""
+    logits, drafted, verdicts, judges = 30 * logits_choosing(1, 2, 3), torch.tensor([[1, 2]]), [], []
+    for keeps_scores in (False, True):
+        torch.manual_seed(0)
+        judges.append(judge(processors, do_sample, keeps_scores=keeps_scores))
+        verdicts.append(accept(judges[-1], drafted, None, logits))
+    assert [len(verdict.scores[0]) for verdict in verdicts] == [0, 3]
+    assert verdicts[0].tokens == verdicts[1].tokens == [[1, 2, 3]]
+    assert [one.only_compares for one in judges] == [not do_sample and not processors, False]
+
+
+def test_the_first_of_the_largest_in_every_type():
+    """bf16 ties often; plain generate compares in fp32, where the first of equals wins."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        logits = torch.tensor([[[1.0, 3.0, 3.0, 2.0], [5.0, 5.0, 5.0, 5.0], [-1.0, -2.0, -1.0, -1.0]]], dtype=dtype)
+        assert likeliest(logits) == [[1, 0, 0]]
+        random = torch.randn(2, 40, 999, generator=torch.Generator().manual_seed(0)).to(dtype)
+        assert likeliest(random) == random.float().argmax(-1).tolist()
 
 
 TREE = DraftTree.from_parents(torch.tensor([[2, 3, 1, 5, 4]]), torch.tensor([[-1, 0, 0, 2, 2]]), max_depth=2)
