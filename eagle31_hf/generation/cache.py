@@ -148,10 +148,9 @@ class SlotLayer(DynamicLayer):
         return 0 if self.window is None or self.fixed else max(0, slot - self.window + 1)
 
     def move(self, rows: Tensor, source: Tensor, goal: Tensor) -> None:
-        """Copies slots `source` (W, M) of the W `rows` to slots `goal` (W, M)."""
+        """Copies places `source` (W, M) of the buffers to places `goal` (W, M), in the W `rows` (W, 1)."""
         for buffer in self.buffers:
-            index, (source, goal) = rows.to(buffer.device)[:, None], (slots.to(buffer.device) for slots in (source, goal))
-            buffer[index, :, goal - self.first] = buffer[index, :, source - self.first]
+            buffer[rows, :, goal] = buffer[rows, :, source]
 
     def settle(self, end: int) -> None:
         """The longest row ends before slot `end`."""
@@ -308,10 +307,15 @@ def keep_paths(cache: Cache, starts: list[int], paths: list[list[int]]) -> None:
         longest = max(len(path) for path in paths)
         rows = [b for b, path in enumerate(paths) if path]  # the others have ended
         padded = [[*paths[b], *range(len(paths[b]), longest)] for b in rows]  # the rest stays where it is
-        first = torch.tensor([starts[b] for b in rows])[:, None]
-        source, goal = first + torch.tensor(padded), first + torch.arange(longest)
+        begin = torch.tensor([starts[b] for b in rows])[:, None]
+        indices = torch.tensor(rows)[:, None], begin + torch.tensor(padded), begin + torch.arange(longest)
+        by_place: dict[tuple, list[Tensor]] = {}  # layers have few first slots and devices
         for layer in cache.layers:
-            layer.move(torch.tensor(rows), source, goal)
+            if layer.buffers:
+                place = layer.first, layer.device
+                if place not in by_place:
+                    by_place[place] = [index.to(layer.device) for index in (indices[0], *(slots - layer.first for slots in indices[1:]))]
+                layer.move(*by_place[place])
     end = max(start + len(path) for start, path in zip(starts, paths, strict=True))
     for layer in cache.layers:
         layer.settle(end)

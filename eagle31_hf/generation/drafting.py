@@ -16,7 +16,7 @@ from ..vocab import scatter_logits
 from . import cache, processors
 from .masks import additive_mask
 from .randomness import Draws
-from .tree import Candidates, DraftTree
+from .tree import Candidates, DraftTree, Paths, pick
 
 READ_AT_ONCE = 1024  # prompt tokens a drafter's forward takes
 # A drafter's logits are scored as if the target drew at this temperature: greedy text is drawn at 0 (and a sampled one, its noise given),
@@ -59,24 +59,31 @@ class Policy(Protocol):
     """How far an expansion goes, decided as it goes."""
 
     @property
-    def top_k(self) -> int: ...
+    def top_k(self) -> int:
+        """Children a node may have."""
+        ...
+
+    @property
+    def max_width(self) -> int:
+        """Nodes a level may start from."""
+        ...
 
     @property
     def shares(self) -> list[float] | None:
         """Filled, unless None: by level, the share of its attention a node gives to what is not committed."""
         ...
 
-    def scores(self, log_probs: Tensor, level: int, growth: Tensor) -> Tensor:
-        """Log-probabilities (B, F, k) of the children of a level's nodes, the first level being 0, -> the logs of their chances to be
-        accepted; `growth` (B, F, 1): the log of how much larger the nodes' states are than the one drafting began with."""
+    def scores(self, log_probs: Tensor, level: int, states: Tensor) -> Tensor:
+        """Log-probabilities (B, F, k) of the children of a level's nodes, the first level being 0, and the nodes' states (B, F, h) -> the
+        logs of the children's chances to be accepted."""
         ...
 
-    def width(self, survivals: Tensor, level: int) -> int:
-        """Chances (B, C) that candidates of a level are reached and accepted -> how many of them the next level starts from."""
+    def width(self, scores: Tensor, level: int) -> int:
+        """Log-chances (B, C) that a level's best candidates are reached and accepted, best first -> how many the next level starts from."""
         ...
 
-    def count(self, survivals: Tensor) -> int:
-        """The same of all candidates, best first -> how many are worth verifying."""
+    def count(self, scores: Tensor) -> int:
+        """The same of all candidates, in any order -> how many are worth verifying."""
         ...
 
 
@@ -89,13 +96,17 @@ class Fixed:
     total_tokens: int
     shares: None = None
 
-    def scores(self, log_probs: Tensor, level: int, growth: Tensor) -> Tensor:
+    @property
+    def max_width(self) -> int:
+        return self.top_k
+
+    def scores(self, log_probs: Tensor, level: int, states: Tensor) -> Tensor:
         return log_probs
 
-    def width(self, survivals: Tensor, level: int) -> int:
-        return min(self.top_k, survivals.shape[1]) if level + 1 < self.depth else 0
+    def width(self, scores: Tensor, level: int) -> int:
+        return scores.shape[1] if level + 1 < self.depth else 0
 
-    def count(self, survivals: Tensor) -> int:
+    def count(self, scores: Tensor) -> int:
         return self.total_tokens - 1
 
 
@@ -222,44 +233,34 @@ class DraftSession:
         """
         contexts = [context.to(self.like.device) for context in contexts]
         candidates = Candidates(torch.cat([context[:, -1:] for context in contexts]))
-        rows, device = len(contexts), self.like.device
-        paths = torch.zeros(rows, 1, 0, dtype=torch.bool, device=device)  # which of the drafter's own rows a frontier node descends from
-        own_depths, path_ids = torch.zeros(rows, 0, dtype=torch.long, device=device), candidates.ids[0].new_zeros(rows, 1, 0)
+        paths, path_ids = Paths(len(contexts), self.like.device), candidates.ids[0].new_zeros(len(contexts), 1, 0)
         try:
             state, logits = self.read(reading)
-            first_state = state
             if policy.shares is not None:
                 self.past_key_values.layers[0].watch = (self.lengths[0], policy.shares)
             for level in range(max_depth):
-                log_probs, ids = self._likeliest(logits, policy.top_k, contexts, path_ids)
-                scores = policy.scores(log_probs, level, log_norms(state) - log_norms(first_state))
-                totals = (scores + candidates.frontier_scores[..., None]).flatten(1)
-                width = policy.width(totals.exp(), level)
-                width = width if level + 1 < max_depth else 0
-                from_row = candidates.extend(log_probs, ids, max(width, 1), scores)
-                if width == 0:
+                log_probs, ids = self._likeliest(logits, policy.top_k, contexts, level, path_ids)
+                from_row = candidates.extend(log_probs, ids, policy.max_width, policy.scores(log_probs, level, state))
+                width = policy.width(candidates.frontier_scores, level)
+                if width == 0 or level + 1 == max_depth:
                     break
-                frontier = candidates.frontier_ids
-                pick = from_row[..., None]
-                path_ids = torch.cat((path_ids.gather(1, pick.expand(-1, -1, path_ids.shape[2])), frontier[..., None]), dim=2)
-                itself = torch.eye(width, dtype=torch.bool, device=device).expand(rows, -1, -1)
-                paths = torch.cat((paths.gather(1, pick.expand(-1, -1, paths.shape[2])), itself), dim=2)
-                depths = torch.full((rows, width), level, device=device)
-                own_depths = torch.cat((own_depths, depths), dim=1)
-                state = state.gather(1, pick.expand(-1, -1, state.shape[2]))
-                starts = [length + own_depths.shape[1] - width for length in self.lengths]
-                own = None if own_depths.shape[1] == level + 1 else paths  # a chain so far
-                out = self._forward(frontier, {"hidden_states": state}, starts, depths, own, own_depths)
+                from_row, frontier = from_row[:, :width], candidates.narrow(width)
+                if self.reads_text:
+                    path_ids = torch.cat((pick(path_ids, from_row), frontier[..., None]), dim=2)
+                state, first = pick(state, from_row), paths.count
+                own, own_depths = paths.extend(from_row)
+                depths = torch.full_like(frontier, level)
+                out = self._forward(
+                    frontier, {"hidden_states": state}, [length + first for length in self.lengths], depths, own, own_depths
+                )
                 state, logits = out.last_hidden_state, out.logits
         finally:
             self._settle()
-        best = torch.cat(candidates.scores, dim=1)[:, 1:].exp().sort(dim=1, descending=True).values
-        tree = candidates.best(min(policy.count(best), max_nodes - 1))
-        chain = bool((tree.parents[:, 1:] == torch.arange(tree.parents.shape[1] - 1, device=device)).all())
+        tree = candidates.best(min(policy.count(torch.cat(candidates.scores, dim=1)[:, 1:]), max_nodes - 1))
         guesses = None
         if tree.ids.shape[1] == 1:
             guesses = list(zip(candidates.ids[1][:, 0].tolist(), candidates.log_probs[1][:, 0].tolist(), strict=True))
-        return Proposal(tree.ids[:, 1:], tree=None if chain else tree, log_probs=tree.log_probs, guesses=guesses)
+        return Proposal(tree.ids[:, 1:], tree=None if tree.is_chain else tree, log_probs=tree.log_probs, guesses=guesses)
 
     def _forward(
         self,
@@ -275,7 +276,7 @@ class DraftSession:
 
         `own` (B, R, N): which of the N tokens after what has been read, standing at `own_depths` (B, N), they see; None: all before them.
         """
-        num_new, mask = tokens.shape[1], None
+        num_new, mask = tokens.shape[1], None  # the drafter's own, of a sequence
         self.placement.rows(starts, num_new, tokens.device)
         if own is not None:
             self.placement.low = min(self.lengths)
@@ -285,6 +286,8 @@ class DraftSession:
             own = torch.ones(num_new, num_own, dtype=torch.bool, device=tokens.device).tril(num_own - num_new).expand(len(tokens), -1, -1)
             own_depths = torch.arange(num_own, device=tokens.device).expand(len(tokens), -1)
             mask = self._masks(own, depths, own_depths, max(starts) + num_new)
+        elif num_new == 1:  # sees all its cache returns
+            mask = dict.fromkeys(self.drafter.config.layer_types)
         read = torch.tensor([first + length for first, length in zip(self.starts, self.lengths, strict=True)], device=tokens.device)
         return self.drafter(
             tokens, **source, position_ids=read[:, None] + depths, attention_mask=mask, past_key_values=self.past_key_values,
@@ -333,10 +336,10 @@ class DraftSession:
             tokens = self.draft_ids[tokens]
         return tokens, logits, trusted
 
-    def _likeliest(self, logits: Tensor, top_k: int, contexts: list[Tensor], path_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def _likeliest(self, logits: Tensor, top_k: int, contexts: list[Tensor], level: int, path_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Draft logits (B, F, Vd) -> log-probabilities and target ids (B, F, k) of the tokens the target is likeliest to choose.
 
-        `path_ids` (B, F, depth): what every node's parents say after the text.
+        `path_ids` (B, F, level), where processors read the text: what follows it up to every node.
         """
         rows, width, _ = logits.shape
         logits, ids = logits.float(), self.draft_ids
@@ -347,20 +350,18 @@ class DraftSession:
         else:
             if not self.in_range:
                 logits = logits.masked_fill(self.out_of_range, float("-inf"))
-            logits = processors.apply(self.processors, contexts, logits.flatten(0, 1)).unflatten(0, (rows, width))
+            if self.processors[0]:
+                logits = processors.apply(self.processors, contexts, logits.flatten(0, 1)).unflatten(0, (rows, width))
         if self.draws is not None:
-            slots = [context.shape[1] + path_ids.shape[2] for context in contexts]
+            slots = [context.shape[1] + level for context in contexts]
             noise = torch.stack([self.draws.noise(b, slot) for b, slot in enumerate(slots)]).to(logits.device)
             # Times the temperature, so that the colder the draw, the less the noise counts: at 0 this is greedy text.
             if not self.reads_text:
                 noise = noise[:, self.noise_ids]
             logits = (logits + noise[:, None]) * self.temperature
-        log_probs = (logits / TREE_TEMPERATURE).log_softmax(-1).nan_to_num(nan=float("-inf"))  # NaN: processors left nothing
+        log_probs = (logits / TREE_TEMPERATURE).log_softmax(-1)
+        if self.processors[0]:
+            log_probs = log_probs.nan_to_num(nan=float("-inf"))  # they have left nothing
         count = min(top_k, log_probs.shape[-1] if self.in_range else int((~self.out_of_range).sum()))
         best = log_probs.topk(count, dim=-1)
         return best.values, best.indices if ids is None else ids[best.indices]
-
-
-def log_norms(states: Tensor) -> Tensor:
-    """(B, F, h) -> (B, F, 1)."""
-    return states.float().norm(dim=-1, keepdim=True).log()

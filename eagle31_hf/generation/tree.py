@@ -47,6 +47,11 @@ class DraftTree:
     def depth(self) -> int:
         return int(self.depths.max())
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether every node hangs on the one before it."""
+        return bool((self.depths[:, -1] == self.depths.shape[1] - 1).all())
+
 
 class Candidates:
     """What an expansion has scored so far, for B rows alike: candidate 0 is the root; every level adds children of the frontier.
@@ -72,13 +77,20 @@ class Candidates:
         own = log_probs if scores is None else scores
         totals, flat = (own + self.frontier_scores[..., None]).flatten(1), ids.flatten(1)
         self.ids.append(flat)
-        self.parents.append(self.frontier.repeat_interleave(ids.shape[2], dim=1))
+        self.parents.append(self.frontier[..., None].expand(ids.shape).flatten(1))
         self.scores.append(totals)
         self.log_probs.append(log_probs.flatten(1))
         self.frontier_scores, best = totals.topk(min(width, totals.shape[1]), dim=1)
         self.frontier, self.frontier_ids = best + self.count, flat.gather(1, best)
         self.count, self.levels = self.count + totals.shape[1], self.levels + 1
         return best // ids.shape[2]
+
+    def narrow(self, width: int) -> Tensor:
+        """Keeps but the best `width` of the frontier. Returns their ids (B, F')."""
+        self.frontier, self.frontier_ids, self.frontier_scores = (
+            part[:, :width] for part in (self.frontier, self.frontier_ids, self.frontier_scores)
+        )
+        return self.frontier_ids
 
     def best(self, count: int) -> DraftTree:
         """The root and the `count` best candidates. A stable sort: a child never scores above its parent, and in a tie comes after."""
@@ -89,3 +101,33 @@ class Candidates:
         old = parents.gather(1, kept)
         parents = torch.where(old < 0, old, place.gather(1, old.clamp(min=0)))
         return DraftTree.from_parents(ids.gather(1, kept), parents, self.levels, log_probs.gather(1, kept))
+
+
+class Paths:
+    """Which of the nodes a drafter has run each node of the last level descends from, the node itself included; in the order they ran."""
+
+    def __init__(self, num_rows: int, device: torch.device):
+        self.num_rows, self.device = num_rows, device
+        self.depths: list[int] = []  # by node
+        self._seen: Tensor | None = None  # of a chain, every node sees all
+
+    @property
+    def count(self) -> int:
+        return len(self.depths)
+
+    def extend(self, from_row: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Runs a level whose nodes hang on those (B, F) of the last one. Returns which nodes each of them sees (B, F, count), and the
+        depths (B, count) of these; None, None for a chain."""
+        width, level, before = from_row.shape[1], 1 + max(self.depths, default=-1), self.count
+        self.depths += [level] * width
+        if self._seen is None and width == 1:
+            return None, None
+        seen = torch.ones(self.num_rows, 1, before, dtype=torch.bool, device=self.device) if self._seen is None else self._seen
+        itself = torch.eye(width, dtype=torch.bool, device=self.device).expand(self.num_rows, -1, -1)
+        self._seen = torch.cat((pick(seen, from_row), itself), dim=2)
+        return self._seen, torch.tensor(self.depths, device=self.device).expand(self.num_rows, -1)
+
+
+def pick(x: Tensor, rows: Tensor) -> Tensor:
+    """Of x (B, F, n) the rows (B, F') of dimension 1."""
+    return x if x.shape[1] == rows.shape[1] == 1 else x.gather(1, rows[..., None].expand(-1, -1, x.shape[2]))

@@ -17,20 +17,22 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 from transformers import PreTrainedModel
 
 from ..modeling import Eagle31DrafterModel
 from .drafting import Fixed, Policy, Proposal
 from .verify import Verdict
 
-MAX_DEPTH, TOP_K, WIDTHS = 12, 4, (1, 2, 3, 4, 6, 8)
+MAX_DEPTH, TOP_K, WIDTHS = 16, 4, (1, 2, 3, 4, 6, 8)
 COUNTS = (*range(17), 20, 24, 28, 32, 40, 48, 60)  # drafts worth considering to verify
-FIRST_ROUNDS, FIRST_DEPTH = 6, 4  # chains drafted before there is anything to go by
+FIRST = (4, 8, 16, 32, 8, 16)  # drafts verified in the first rounds, before there is anything to go by
 PLAIN_EVERY = 64  # rounds after which a plain one measures what drafting is compared with
 PAUSES = (8, 512)  # plain rounds after drafting has lost: at first, and at most; each loss doubles them
 WATCH_EVERY = 8  # rounds of which one measures where the drafter looks
-LEAST, MOST = -8.0, -3e-4  # log-probabilities beyond these say no more
+EXTREME = 3e-4  # probabilities closer to 0 or 1 say no more
 PROBE = 3  # rounds drafted after a pause
+FORESIGHT = 1.15  # a level is worth this much more than what it brings itself: it shows whether the next one pays
 
 
 @dataclass(frozen=True)
@@ -69,21 +71,26 @@ class Costs:
 
     def __init__(self):
         self.seconds: dict[int, deque[float]] = {}
+        self.medians: dict[int, float] = {}
+        self.known: list[tuple[int, float]] = []  # by size; a larger forward is never taken to be the faster one
 
     def add(self, rows: int, seconds: float) -> None:
-        self.seconds.setdefault(rows, deque(maxlen=9)).append(seconds)
-
-    def known(self) -> list[tuple[int, float]]:
-        """Sizes and medians, by size; a larger forward is never taken to be the faster one."""
-        points, highest = [], 0.0
-        for rows in sorted(self.seconds):
-            highest = max(highest, statistics.median(self.seconds[rows]))
-            points.append((rows, highest))
-        return points
+        lately = self.seconds.setdefault(rows, deque(maxlen=9))
+        lately.append(seconds)
+        self.medians[rows] = statistics.median(lately)
+        pooled: list[list[float]] = []  # weights, means and how many sizes have it: isotonic regression by pooling adjacent violators
+        for size in sorted(self.medians):
+            pooled.append([len(self.seconds[size]), self.medians[size], 1])
+            while len(pooled) > 1 and pooled[-2][1] > pooled[-1][1]:
+                weight, mean, sizes = pooled.pop()
+                before = pooled[-1]
+                pooled[-1] = [before[0] + weight, (before[0] * before[1] + weight * mean) / (before[0] + weight), before[2] + sizes]
+        levels = [mean for _, mean, sizes in pooled for _ in range(int(sizes))]
+        self.known = list(zip(sorted(self.medians), levels, strict=True))
 
     def estimate(self, sizes: tuple[int, ...]) -> list[float]:
         """For every size, in ascending order; beyond what is known each row costs as much as on average, or a twentieth of the smallest."""
-        points = self.known()
+        points = self.known
         if not points:
             return [0.0] * len(sizes)
         first, last = points[0], points[-1]
@@ -119,7 +126,7 @@ class Drift:
 
 
 class Calibration:
-    """Chance that the target accepts a draft, given its parent: a logistic function of the drafter's log-odds, with an intercept for every
+    """Chance that the target accepts a draft, given its parent: a logistic function of the drafter's log-odds, with an offset for every
     depth, which takes up what the drafter loses from step to step, and two signs of drift that can only lower it, learnt from what they
     have foretold: how much the state has grown (log), and how much attention has left the committed text for the drafter's own tokens.
 
@@ -127,39 +134,30 @@ class Calibration:
     """
 
     def __init__(self):
-        self.slope, self.growth_weight, self.share_weight = 1.0, -1.0, -1.0
-        self.intercepts, self.seen = [0.0] * MAX_DEPTH, [0] * MAX_DEPTH
+        self.slope, self.intercept, self.growth_weight, self.share_weight = 1.0, 0.0, -1.0, -1.0
+        self.offsets, self.seen = [0.0] * MAX_DEPTH, [0] * MAX_DEPTH
         self.growth, self.share = Drift(), Drift()
         self.going_on = [0.7] * MAX_DEPTH  # share of accepted nodes with an accepted child, by depth
 
-    def __call__(self, log_probs: Tensor, depth: int, growth: Tensor) -> Tensor:
-        """Log-probabilities (B, F, k) and log growth of the parents' states (B, F, 1) -> log-chances."""
-        rest = self.intercept(depth) + self.share_weight * self.share.rise(depth)
-        drift = self.growth_weight * (growth - self.growth.usual[depth])
-        return torch.nn.functional.logsigmoid(self.slope * log_odds(log_probs) + rest + drift)
+    def __call__(self, log_probs: Tensor, depth: int) -> Tensor:
+        """Log-probabilities (B, F, k) of children -> log-chances."""
+        return logsigmoid(torch.logit(log_probs.exp(), EXTREME) * self.slope + self.rest(depth))
 
-    def intercept(self, depth: int) -> float:
-        """That of the deepest depth known, for depths not yet seen."""
-        while depth > 0 and not self.seen[depth]:
-            depth -= 1
-        return self.intercepts[depth]
+    def rest(self, depth: int) -> float:
+        """What the drafter's own probability does not say."""
+        drift = self.growth_weight * self.growth.rise(depth) + self.share_weight * self.share.rise(depth)
+        return self.intercept + self.offsets[depth] + drift
 
-    def learn(self, log_prob: float, depth: int, growth: float, accepted: bool) -> None:
-        log_prob = min(max(log_prob, LEAST), MOST)
-        odds, start = log_prob - math.log1p(-math.exp(log_prob)), self.intercept(depth)
-        grown, left = growth - self.growth.usual[depth], self.share.rise(depth)
-        score = self.slope * odds + start + self.growth_weight * grown + self.share_weight * left
-        error = accepted - 1 / (1 + math.exp(-score))
+    def learn(self, log_prob: float, depth: int, accepted: bool) -> None:
+        chance = min(max(math.exp(log_prob), EXTREME), 1 - EXTREME)
+        odds = math.log(chance / (1 - chance))
+        error = accepted - 1 / (1 + math.exp(-self.slope * odds - self.rest(depth)))
         self.seen[depth] += 1
-        self.intercepts[depth] = start + error * max(0.05, 2 / (3 + self.seen[depth]))
-        self.slope = min(max(self.slope + 0.005 * error * odds, 0.05), 2.0)
-        self.growth_weight = min(max(self.growth_weight + 0.05 * error * grown, -4.0), 0.0)
-        self.share_weight = min(max(self.share_weight + 0.05 * error * left, -8.0), 0.0)
-
-
-def log_odds(log_probs: Tensor) -> Tensor:
-    log_probs = log_probs.clamp(LEAST, MOST)
-    return log_probs - torch.log1p(-log_probs.exp())
+        self.intercept += error * max(0.02, 4 / (20 + sum(self.seen)))
+        self.offsets[depth] += error * 0.03
+        self.slope = min(max(self.slope + 0.02 * error * odds, 0.05), 4.0)
+        self.growth_weight = min(max(self.growth_weight + 0.05 * error * self.growth.rise(depth), -4.0), 0.0)
+        self.share_weight = min(max(self.share_weight + 0.05 * error * self.share.rise(depth), -8.0), 0.0)
 
 
 class Rate:
@@ -198,7 +196,7 @@ class Tuner:
 
     @property
     def drafting_loses(self) -> bool:
-        return self.drafting.rounds >= FIRST_ROUNDS and self.plain.rounds > 0 and self.drafting.value < self.plain.value
+        return self.drafting.rounds >= len(FIRST) and self.plain.rounds > 0 and self.drafting.value < self.plain.value
 
 
 _tuners: WeakKeyDictionary[Eagle31DrafterModel, WeakKeyDictionary[PreTrainedModel, dict[tuple, Tuner]]] = WeakKeyDictionary()
@@ -216,17 +214,26 @@ class AutoPolicy:
 
     def __init__(self, tuner: Tuner, top_k: int, num_rows: int, num_unread: int, watches: bool):
         self.tuner, self.top_k, self.num_rows, self.num_unread = tuner, top_k, num_rows, num_unread
-        self.is_first = tuner.drafting.rounds < FIRST_ROUNDS
+        self.first = dict(enumerate(FIRST)).get(tuner.drafting.rounds)
         self.widths: list[int] = []
-        self.growths: list[float] = []  # by level, the first node's: how much larger its state is than the one drafting began with, log
         self.shares: list[float] | None = [] if watches else None
+        self.norms: list[float] = []  # where shares are filled: by level, how large the first node's state is
+        low, high = tuner.verify.estimate((2, 10))
+        self._rate = tuner.rate
+        self._draft_tokens = self._rate * max(high - low, 0.0) / 8 / num_rows  # what verifying one more draft of a row costs
         self._clock, self._timed = time.perf_counter(), 0.0
 
-    def scores(self, log_probs: Tensor, level: int, growth: Tensor) -> Tensor:
-        self.growths.append(float(growth[0, 0, 0]))
-        return self.tuner.calibration(log_probs, level, growth)
+    @property
+    def max_width(self) -> int:
+        return WIDTHS[-1] if self.top_k > 1 else 1
 
-    def width(self, survivals: Tensor, level: int) -> int:
+    def scores(self, log_probs: Tensor, level: int, states: Tensor) -> Tensor:
+        if self.shares is not None:
+            self.norms.append(float(states[0, 0].float().norm()))
+        return self.tuner.calibration(log_probs, level)
+
+    def width(self, scores: Tensor, level: int) -> int:
+        best = scores.exp().tolist()
         now = time.perf_counter()
         if level == 0:
             self.tuner.read.add(self.num_unread, now - self._clock)
@@ -234,27 +241,23 @@ class AutoPolicy:
             self.tuner.step.add(self.widths[-1], now - self._clock)
         self._timed += now - self._clock
         self._clock = now
-        best = survivals.sort(dim=1, descending=True).values[:, : WIDTHS[-1]].tolist()
         width = self._best_width(best, level)
         self.widths.append(width)
         return width
 
     def _best_width(self, best: list[list[float]], level: int) -> int:
-        if self.is_first:
-            return 1 if level + 1 < FIRST_DEPTH else 0
-        per_node, rate = self._seconds_a_draft() * self.tuner.rate, self.tuner.rate
-        hope = self.tuner.calibration.going_on[min(level + 1, MAX_DEPTH - 1)]
-        widths = [width for width in WIDTHS if width <= len(best[0]) and (width == 1 or self.top_k > 1)]
+        if self.first is not None:
+            wide = self.first // 4 if self.top_k > 1 else 1
+            return min(wide, len(best[0])) if (level + 1) * wide < self.first else 0
+        rate, per_node = self._rate, self._draft_tokens
+        hope = FORESIGHT * self.tuner.calibration.going_on[min(level + 1, MAX_DEPTH - 1)]
+        widths = [width for width in WIDTHS if width <= len(best[0])]
         values, gained, done = [], 0.0, 0
         for width, seconds in zip(widths, self.tuner.step.estimate(tuple(widths)), strict=True):
             gained += sum(max(0.0, chance * hope - per_node) for row in best for chance in row[done:width])
             done = width
             values.append(gained - rate * seconds)
         return widths[values.index(max(values))] if max(values) > 0 else 0
-
-    def _seconds_a_draft(self) -> float:
-        low, high = self.tuner.verify.estimate((2, 10))
-        return max(high - low, 0.0) / 8 / self.num_rows
 
     def usual_seconds(self, seconds: float) -> float:
         """What drafting like this, which took so long, usually takes."""
@@ -263,13 +266,13 @@ class AutoPolicy:
         steps = sum(tuner.step.estimate((width,))[0] for width in widths)
         return tuner.read.estimate((self.num_unread,))[0] + steps + tuner.rest.estimate((0,))[0]
 
-    def count(self, survivals: Tensor) -> int:
-        if self.is_first:
-            return len(self.widths)
-        sums = survivals[:, : COUNTS[-1]].sum(0).cumsum(0).tolist()
+    def count(self, scores: Tensor) -> int:
+        if self.first is not None:
+            return self.first
+        sums = scores.topk(min(COUNTS[-1], scores.shape[1])).values.exp().sum(0).cumsum(0).tolist()
         counts = [count for count in COUNTS if count <= len(sums)]
         seconds = self.tuner.verify.estimate(tuple(count + 1 for count in counts))
-        values = [(sums[count - 1] if count else 0.0) - self.tuner.rate * cost for count, cost in zip(counts, seconds, strict=True)]
+        values = [(sums[count - 1] if count else 0.0) - self._rate * cost for count, cost in zip(counts, seconds, strict=True)]
         return counts[values.index(max(values))]
 
 
@@ -328,25 +331,25 @@ class AutoPilot:
         assert self.policy is not None
         assert proposal.log_probs is not None
         calibration, log_probs = self.tuner.calibration, proposal.log_probs.tolist()
-        for depth, growth in enumerate(self.policy.growths):
-            calibration.growth.add(depth, growth)
+        for depth, norm in enumerate(self.policy.norms):
+            calibration.growth.add(depth, math.log(norm / self.policy.norms[0]))
         for depth, share in enumerate(self.policy.shares or []):
             calibration.share.add(depth + 1, share)
         for b, guess in enumerate(proposal.guesses or []):  # drafted, but not worth verifying: seen all the same
             if verdict.tokens[b]:
-                calibration.learn(guess[1], 0, self.policy.growths[0], verdict.tokens[b][0] == guess[0])
+                calibration.learn(guess[1], 0, verdict.tokens[b][0] == guess[0])
         for b, (children, path) in enumerate(zip(proposal.children(), verdict.paths, strict=True)):
             for depth, node in enumerate(path):
                 if children[node]:
                     calibration.going_on[depth] += 0.05 * ((depth + 1 < len(path)) - calibration.going_on[depth])
                 for child in children[node].values():
                     accepted = depth + 1 < len(path) and path[depth + 1] == child
-                    calibration.learn(log_probs[b][child], depth, self.policy.growths[depth], accepted)
+                    calibration.learn(log_probs[b][child], depth, accepted)
 
     def explain(self) -> str:
         """Figures behind the choices, for people."""
         tuner, calibration = self.tuner, self.tuner.calibration
-        rows = tuner.verify.known()
+        rows = tuner.verify.known
         verify = ", ".join(f"{1000 * seconds:.1f} ms for {count}" for count, seconds in (rows[:1] + rows[-1:] if len(rows) > 1 else rows))
         step = tuner.step.estimate((1,))[0]
         typical = ", ".join(f"{count} ({times} times)" for count, times in self.drafts_by_count.most_common(3)) or "none"
