@@ -31,7 +31,7 @@ PLAIN_EVERY = 64  # rounds after which a plain one measures what drafting is com
 PAUSES = (8, 512)  # plain rounds after drafting has lost: at first, and at most; each loss doubles them
 WATCH_EVERY = 8  # rounds of which one measures where the drafter looks
 EXTREME = 3e-4  # probabilities closer to 0 or 1 say no more
-PROBE = 3  # rounds drafted after a pause
+PROBE = 6  # rounds drafted after a pause
 FORESIGHT = 1.15  # a level is worth this much more than what it brings itself: it shows whether the next one pays
 
 
@@ -127,8 +127,8 @@ class Drift:
 
 class Calibration:
     """Chance that the target accepts a draft, given its parent: a logistic function of the drafter's log-odds, with an offset for every
-    depth, which takes up what the drafter loses from step to step, and two signs of drift that can only lower it, learnt from what they
-    have foretold: how much the state has grown (log), and how much attention has left the committed text for the drafter's own tokens.
+    depth, which takes up what the drafter loses from step to step, and two signs of drift, whose rise can only lower it, by as much as it
+    has foretold: how much the state has grown (log), and how much attention has left the committed text for the drafter's own tokens.
 
     Source: vLLM's adaptive verification fits the first three; the signs of drift are those of EAGLE 3.1's analysis.
     """
@@ -163,12 +163,16 @@ class Calibration:
 class Rate:
     """Tokens a second, recent rounds counting more."""
 
-    def __init__(self, memory: float = 0.92):
+    def __init__(self, memory: float = 0.97):
         self.memory, self.tokens, self.seconds, self.rounds = memory, 0.0, 0.0, 0
 
     def add(self, tokens: int, seconds: float) -> None:
         self.tokens, self.seconds = self.memory * self.tokens + tokens, self.memory * self.seconds + seconds
         self.rounds += 1
+
+    def fade(self) -> None:
+        """What comes now counts for more than all before."""
+        self.tokens, self.seconds = 0.1 * self.tokens, 0.1 * self.seconds
 
     @property
     def value(self) -> float:
@@ -306,6 +310,7 @@ class AutoPilot:
         if self.tuner.drafting_loses:
             self.left, self.tuner.pause = self.tuner.pause - 1, min(2 * self.tuner.pause, PAUSES[1])
             self.probing = PROBE
+            self.tuner.drafting.fade()
             return True
         self.tuner.pause = PAUSES[0]
         return False
@@ -321,7 +326,10 @@ class AutoPilot:
                 tuner.plain.add(num_tokens, usual)
                 self.choices["plain"] += 1
                 return
-            tuner.drafting.add(num_tokens, usual + self.policy.usual_seconds(seconds["draft"]))
+            usual += self.policy.usual_seconds(seconds["draft"])
+            if self.policy.first is not None:  # not drafted to be fast
+                tuner.drafting.fade()
+            tuner.drafting.add(num_tokens, usual)
             drafted = "of chains" if proposal.ids.shape[1] else "with drafts not worth verifying"
             self.choices[drafted if proposal.tree is None else "of trees"] += 1
             self.drafts_by_count[proposal.ids.shape[1]] += 1
