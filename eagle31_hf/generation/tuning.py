@@ -2,12 +2,11 @@
 
 Auto maximises tokens a second. A step that takes t seconds pays when it brings more tokens than are committed in t at the present rate
 (Dinkelbach's method: the rate is what the steps taken lately have achieved, so it converges to the best there is). Tokens are
-foreseen by the drafter's own probabilities, calibrated depth by depth on what the target accepted; seconds by the median of what forwards
-of that size have taken.
+foreseen by the drafter's own probabilities, calibrated depth by depth on what the target accepted; seconds by what forwards of that
+size usually take.
 """
 
 import math
-import statistics
 import threading
 import time
 from collections import Counter, deque
@@ -25,7 +24,7 @@ from .drafting import Fixed, Policy, Proposal
 from .verify import Verdict
 
 MAX_DEPTH, TOP_K, WIDTHS = 16, 4, (1, 2, 3, 4, 6, 8)
-COUNTS = (*range(17), 20, 24, 28, 32, 40, 48, 60)  # drafts worth considering to verify
+COUNTS = (*range(9), 10, 12, 16, 24, 32, 48, 60)  # drafts worth considering to verify: few sizes, so that each is soon known
 FIRST = (4, 8, 16, 32, 8, 16)  # drafts verified in the first rounds, before there is anything to go by
 PLAIN_EVERY = 64  # rounds after which a plain one measures what drafting is compared with
 PAUSES = (8, 512)  # plain rounds after drafting has lost: at first, and at most; each loss doubles them
@@ -67,26 +66,27 @@ class FixedPilot:
 
 
 class Costs:
-    """Seconds a forward takes by its number of rows: the median of the last ones, between sizes a straight line."""
+    """Seconds a forward takes by its number of rows: the lower quartile of the last ones (what else runs on the machine only ever makes it
+    slower), between sizes a straight line."""
 
     def __init__(self):
         self.seconds: dict[int, deque[float]] = {}
-        self.medians: dict[int, float] = {}
+        self.usual: dict[int, float] = {}
         self.known: list[tuple[int, float]] = []  # by size; a larger forward is never taken to be the faster one
 
     def add(self, rows: int, seconds: float) -> None:
         lately = self.seconds.setdefault(rows, deque(maxlen=9))
         lately.append(seconds)
-        self.medians[rows] = statistics.median(lately)
+        self.usual[rows] = sorted(lately)[(len(lately) - 1) // 4]
         pooled: list[list[float]] = []  # weights, means and how many sizes have it: isotonic regression by pooling adjacent violators
-        for size in sorted(self.medians):
-            pooled.append([len(self.seconds[size]), self.medians[size], 1])
+        for size in sorted(self.usual):
+            pooled.append([len(self.seconds[size]), self.usual[size], 1])
             while len(pooled) > 1 and pooled[-2][1] > pooled[-1][1]:
                 weight, mean, sizes = pooled.pop()
                 before = pooled[-1]
                 pooled[-1] = [before[0] + weight, (before[0] * before[1] + weight * mean) / (before[0] + weight), before[2] + sizes]
         levels = [mean for _, mean, sizes in pooled for _ in range(int(sizes))]
-        self.known = list(zip(sorted(self.medians), levels, strict=True))
+        self.known = list(zip(sorted(self.usual), levels, strict=True))
 
     def estimate(self, sizes: tuple[int, ...]) -> list[float]:
         """For every size, in ascending order; beyond what is known each row costs as much as on average, or a twentieth of the smallest."""
@@ -117,6 +117,8 @@ class Drift:
         self.seen = [0] * MAX_DEPTH
 
     def add(self, depth: int, value: float) -> None:
+        if not math.isfinite(value):
+            return
         self.seen[depth] += 1
         self.usual[depth] += (value - self.usual[depth]) / min(self.seen[depth], 200)
         self.lately[depth] += (value - self.lately[depth]) / min(self.seen[depth], 4)
@@ -233,7 +235,7 @@ class AutoPolicy:
 
     def scores(self, log_probs: Tensor, level: int, states: Tensor) -> Tensor:
         if self.shares is not None:
-            self.norms.append(float(states[0, 0].float().norm()))
+            self.norms.append(max(float(states[0, 0].float().norm()), 1e-30))
         return self.tuner.calibration(log_probs, level)
 
     def width(self, scores: Tensor, level: int) -> int:
