@@ -131,7 +131,10 @@ class MLAttention(nn.Module):
 
 
 def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Tensor:
-    """Queries (B, H, T, D) over keys (B, Hkv, S, D) and values (B, Hkv, S, V) -> (B, T, H, V), with the configured implementation."""
+    """Queries (B, H, T, D) over keys (B, Hkv, S, D) and values (B, Hkv, S, V) -> (B, T, H, V), with the configured implementation, or by
+    what stands in the mask's place."""
+    if callable(mask):
+        return mask(module, q, k, v)
     config: Any = module.config
     attention = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager_attention_forward)
     dropout = config.attention_dropout if module.training else 0.0

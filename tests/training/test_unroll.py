@@ -141,13 +141,14 @@ def test_the_loss_is_its_definition(kind, decay):
     tokens, states = inputs(drafter, LENGTH)
     target_logits = 2 * torch.randn(2, LENGTH, VOCAB, generator=torch.Generator().manual_seed(2))
     ids = range(VOCAB) if drafter.d2t is None else drafter.draft_to_target_ids().tolist()
-    p = target_logits[..., list(ids)].softmax(-1)
+    best, p = target_logits.argmax(-1), target_logits.softmax(-1)[..., list(ids)]
     kl, accuracy, accepted = ([[] for _ in range(DEPTH)] for _ in range(3))
     for slot in range(LENGTH - 1):
         for k, (logits, _) in enumerate(chain(drafter, tokens, states, slot, min(DEPTH, LENGTH - 1 - slot))):
             wanted, q = p[:, slot + 1 + k], logits.softmax(-1)
-            kl[k].append(kl_div(q.log(), wanted, reduction="none").sum(-1))
-            accuracy[k].append((q.argmax(-1) == wanted.argmax(-1)).float())
+            covered = wanted.sum(-1)
+            kl[k].append(covered * kl_div(q.log(), wanted / covered[:, None], reduction="none").sum(-1))
+            accuracy[k].append((torch.tensor(list(ids))[q.argmax(-1)] == best[:, slot + 1 + k]).float())
             accepted[k].append(q.minimum(wanted).sum(-1))
     result = drafting_loss(drafter, tokens, states, target_logits, DEPTH, decay)
     mean = [[torch.cat(rows).mean().item() for rows in depths] for depths in (kl, accuracy, accepted)]

@@ -1,0 +1,95 @@
+"""The loss over the rows of all depths without the logits of all rows: memory grows with the rows in work at once, not with the vocabulary.
+
+Gradients are taken chunk by chunk while the loss is computed, as in Liger Kernel's fused losses; backward only hands them on.
+N rows, each a draft state (h) and the place of the target state it is compared with.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import log_softmax
+
+from .losses import DISTANCES, Goal, overlap
+
+BYTES_AT_ONCE = 2**27  # of one fp32 matrix of logits
+
+
+@dataclass
+class RowFigures:
+    """Of every row, each (N,), no gradient: `loss`; `acceptance`, the chance that rejection sampling keeps a token drawn from q;
+    `greedy_acceptance`, that the target draws q's likeliest token; `coverage`; `guess`, the draft id of q's likeliest token; `is_right`: it
+    is p's too."""
+
+    loss: Tensor
+    acceptance: Tensor
+    greedy_acceptance: Tensor
+    coverage: Tensor
+    is_right: Tensor
+    guess: Tensor
+
+
+def chunked_loss(
+    mixture: dict[str, float],
+    states: Tensor,
+    weights: Tensor,
+    places: Tensor,
+    goal_of: Callable[[Tensor], Goal],
+    score: Callable[[Tensor], Tensor],
+    parameters: Sequence[Tensor],
+    draft_vocab_size: int,
+    bytes_at_once: int = BYTES_AT_ONCE,
+) -> tuple[Tensor, RowFigures]:
+    """-> sum over rows of weight times distance, a scalar, and the figures of every row.
+
+    `states` (N, h) draft states after the norm; `weights` (N,); `places` (N,) what `goal_of` (places -> Goal) is asked for; `score`: states
+    -> draft logits (n, Vd), by `parameters` alone, which get gradients where they require any.
+    """
+    order = places.argsort(stable=True)  # rows of one place together: its goal is computed once
+    rows_at_once = max(1, bytes_at_once // (4 * draft_vocab_size))
+    parts = list[tuple[Tensor, ...]]()
+
+    def loss_of(part: Tensor, rows: Tensor) -> Tensor:
+        asked, which = places[rows].unique_consecutive(return_inverse=True)
+        with torch.no_grad():
+            goal = goal_of(asked)[which]
+        log_q = log_softmax(score(part).float(), dim=-1)
+        losses = sum(weight * DISTANCES[name](goal, log_q) for name, weight in mixture.items())
+        with torch.no_grad():
+            guess = log_q.argmax(-1)
+            greedy = goal.log_p.gather(1, guess[:, None])[:, 0].exp()
+            parts.append((losses.detach(), overlap(goal, log_q), greedy, goal.log_coverage.exp(), guess == goal.best, guess))
+        return (weights[rows] * losses).sum()
+
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    loss = _Chunked.apply(states, order, rows_at_once, loss_of, torch.is_grad_enabled(), *trained)
+    back = order.argsort()
+    return loss, RowFigures(*(torch.cat(column)[back] for column in zip(*parts, strict=True)))
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, states: Tensor, order: Tensor, rows_at_once: int, loss_of: Callable, with_grad: bool, *parameters: Tensor) -> Tensor:
+        total = states.new_zeros((), dtype=torch.float32)
+        state_grads = torch.zeros_like(states) if with_grad else None
+        grads = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in parameters] if with_grad else []
+        for rows in order.split(rows_at_once):
+            part = states[rows].detach()
+            if not with_grad:
+                total += loss_of(part, rows)
+                continue
+            with torch.enable_grad():
+                loss = loss_of(part.requires_grad_(), rows)
+                part_grad, *found = torch.autograd.grad(loss, (part, *parameters))
+            total += loss.detach()
+            state_grads[rows] = part_grad
+            for grad, new in zip(grads, found, strict=True):
+                grad += new
+        ctx.save_for_backward(state_grads, *(grad.to(parameter.dtype) for grad, parameter in zip(grads, parameters, strict=bool(grads))))
+        return total
+
+    @staticmethod
+    def backward(ctx, upstream: Tensor):
+        state_grads, *grads = ctx.saved_tensors
+        return upstream * state_grads, None, None, None, None, *(upstream * grad for grad in grads)
