@@ -218,14 +218,14 @@ class Eagle31DrafterModel(PreTrainedModel):
         attention_mask: Tensor | dict | None = None,
         past_key_values: Cache | None = None,
         use_cache: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
+        logits_to_keep: int | Tensor | None = 0,
     ) -> Eagle31DrafterOutput:
         """One drafting step over T rows; row t stands at a position whose *next* token is `input_ids[:, t]` (B, T).
 
         Exactly one of `target_hidden_states` (B, T, n*ht), captured from the target, and `hidden_states` (B, T, h), the state an
         earlier call returned. `attention_mask` is 2-D over cached and new rows, 4-D in the form of the attention implementation,
-        or a dict of 4-D masks by layer type. `logits_to_keep`: score the last so many rows only (0: all), or one
-        row of every sequence (B,).
+        or a dict of 4-D masks by layer type. `logits_to_keep`: score the last so many rows only (0: all; None: none), or
+        one row of every sequence (B,).
         Raises ValueError when neither or both states are given.
         """
         if (target_hidden_states is None) == (hidden_states is None):
@@ -244,12 +244,13 @@ class Eagle31DrafterModel(PreTrainedModel):
             kind: Any = layer.attention_type
             x = layer(x, embeds, cos, sin, masks[kind], past_key_values)
         normed = self.norm(x)
+        scored = None
         if isinstance(logits_to_keep, Tensor):
             scored = normed[torch.arange(len(normed), device=normed.device), logits_to_keep.to(normed.device)][:, None]
-        else:
+        elif logits_to_keep is not None:
             scored = normed[:, -logits_to_keep:]
         return Eagle31DrafterOutput(
-            logits=self.score(scored),
+            logits=None if scored is None else self.score(scored),
             last_hidden_state=normed if self.config.norm_output else x,
             past_key_values=past_key_values,
         )

@@ -23,7 +23,7 @@ from eagle31_hf.features import target_states
 from eagle31_hf.modeling import Eagle31DrafterModel
 from eagle31_hf.training.unroll import drafting_loss
 
-LENGTH, PROMPT, BATCH, DEPTH, METRICS_EVERY = 256, 64, 8, 5, 5
+LENGTH, PROMPT, BATCH, DEPTH = 256, 64, 8, 5
 TOTALS = ("rows", "rows_continued_by_target", "steps", "tokens_trained", "minutes_both")
 FLAGS = {"eagle31": {"fc_norm": True, "norm_output": True}, "eagle3": {"fc_norm": False, "norm_output": False}}
 
@@ -115,14 +115,13 @@ def main() -> None:
             optimizer = optimizers[name]
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(progress)
-            result = drafting_loss(drafter, batch, states, logits, DEPTH, with_metrics=step % METRICS_EVERY == 0)
+            result = drafting_loss(drafter, batch, states, logits, DEPTH)
             result.loss.backward()
             torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            if result.accuracy:
-                figures = torch.tensor([result.kl, result.accuracy, result.acceptance])
-                running[name] = figures if name not in running else 0.9 * running[name] + 0.1 * figures
+            figures = torch.tensor([result.distance, result.accuracy, result.acceptance])
+            running[name] = figures if name not in running else 0.98 * running[name] + 0.02 * figures
         if step % 25 == 0:
             accuracy = {name: [round(v, 2) for v in figures[1].tolist()] for name, figures in running.items()}
             print(f"step {step}/{len(batches)} {accuracy} {(time.time() - start) / 60:.1f} min", flush=True)

@@ -91,11 +91,7 @@ def fit_head(drafter: Eagle31DrafterModel, target: PreTrainedModel, depth: int =
     chosen[:, ::ERROR_EVERY] += 1  # possibly an id the target does not have
     wanted = one_hot(chosen, VOCAB + 64)[..., : drafter.config.vocab_size].float()
     wanted = wanted if drafter.d2t is None else wanted[..., drafter.draft_to_target_ids()]
-    normed: list[Tensor] = []
-    handle = drafter.norm.register_forward_hook(lambda module, args, output: normed.append(output))
-    num_rows = [draft_logits.shape[1] for draft_logits, _ in unroll(drafter, text, states, depth)]
-    handle.remove()
-    x = torch.cat([normed[k][0, :rows] for k, rows in enumerate(num_rows)])
+    x = torch.cat([normed[0] for normed, _ in unroll(drafter, text, states, depth)])
     y = torch.cat([wanted[0, 1 + k :] for k in range(depth)])
     drafter.lm_head.weight.copy_(8 * torch.linalg.lstsq(x.T @ x + 0.003 * torch.eye(x.shape[1]), x.T @ y).solution.T)
 

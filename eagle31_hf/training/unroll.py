@@ -9,17 +9,19 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import log_softmax, pad
+from torch.nn.functional import pad
 
 from ..modeling import Eagle31DrafterModel
 from .attention import UnrollAttention
-from .losses import Goal, forward_kl, overlap
+from .chunked import chunked_loss
+from .losses import Goal
+from .rows import supervised
 
 
 def unroll(
     drafter: Eagle31DrafterModel, input_ids: Tensor, states: Tensor, depth: int, documents: Tensor | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Tokens (B, T) and captured states (B, T, n*ht) -> per depth k the logits (B, S - k, Vd) and fed-back states (B, S - k, h).
+    """Tokens (B, T) and captured states (B, T, n*ht) -> per depth k the states to score and those fed back, both (B, S - k, h).
 
     Row t of depth k is slot t; slots whose tokens would lie past the end are left out. `documents` (B, T): the number of the packed text
     each token belongs to; they do not see each other. Gradients flow through all depths.
@@ -37,17 +39,19 @@ def unroll(
     attention = UnrollAttention(None if documents is None else documents[:, :num_slots])
     masks, source = dict.fromkeys(drafter.config.layer_types, attention), {"target_hidden_states": states[:, :num_slots]}
     for k in range(depth):
-        out = drafter(pad(input_ids[:, 1 + k :], (0, k)), **source, position_ids=positions + k, attention_mask=masks)
-        source = {"hidden_states": out.last_hidden_state}
-        yield out.logits[:, : num_slots - k], out.last_hidden_state[:, : num_slots - k]
+        tokens = pad(input_ids[:, 1 + k :], (0, k))
+        state = drafter(tokens, **source, position_ids=positions + k, attention_mask=masks, logits_to_keep=None).last_hidden_state
+        source = {"hidden_states": state}
+        state = state[:, : num_slots - k]
+        yield state if drafter.config.norm_output else drafter.norm(state), state
 
 
 @dataclass
 class DraftingLoss:
-    """`loss` is what to minimise; the lists hold one figure per depth, averaged over rows."""
+    """`loss` is what to minimise; the lists hold one figure per depth, averaged over the rows supervised there (0 where there are none)."""
 
     loss: Tensor
-    kl: list[float]
+    distance: list[float]
     accuracy: list[float]  # argmax q == argmax p, which the draft vocabulary may lack
     acceptance: list[float]  # expected under rejection sampling
 
@@ -59,22 +63,33 @@ def drafting_loss(
     target_logits: Tensor,
     depth: int,
     depth_decay: float = 0.8,
-    with_metrics: bool = True,
+    mixture: dict[str, float] | None = None,
+    answers: Tensor | None = None,
+    documents: Tensor | None = None,
+    convention: str = "serving",
 ) -> DraftingLoss:
-    """Forward KL to the target at every depth, weighted `depth_decay ** k` and averaged over all supervised slots.
+    """A mixture of distances to the target (by default forward KL) at every depth, averaged over its rows, weighted `depth_decay ** k`.
 
-    Tokens (B, T), captured states (B, T, n*ht), target logits (B, T, V). Every token counts as text to predict.
-    `with_metrics=False` leaves accuracy and acceptance empty and saves their time.
+    Tokens (B, T), captured states (B, T, n*ht), target logits (B, T, V). `answers` (B, T): which tokens are the target's to say, by default
+    all; `documents` and `convention` as `rows.supervised` has them.
     """
-    goal = Goal.of(target_logits, drafter.draft_to_target_ids())
-    result = DraftingLoss(target_logits.new_zeros((), dtype=torch.float32), [], [], [])
-    for k, (logits, _) in enumerate(unroll(drafter, input_ids, states, depth)):
-        wanted, log_q = goal[:, 1 + k :], log_softmax(logits.float(), dim=-1)
-        kl = forward_kl(wanted, log_q).mean()
-        result.loss = result.loss + depth_decay**k * kl
-        result.kl.append(kl.item())
-        if with_metrics:
-            with torch.no_grad():
-                result.accuracy.append((log_q.argmax(-1) == wanted.best).float().mean().item())
-                result.acceptance.append(overlap(wanted, log_q).mean().item())
-    return result
+    length, ids = input_ids.shape[1], drafter.draft_to_target_ids()
+    answers = torch.ones_like(input_ids) if answers is None else answers
+    targets = target_logits.flatten(0, 1)
+    kept, places, weights = list[Tensor](), list[Tensor](), list[Tensor]()
+    for k, (normed, _) in enumerate(unroll(drafter, input_ids, states, depth, documents)):
+        row, slot = supervised(answers, k, convention, documents).nonzero(as_tuple=True)
+        kept.append(normed[row, slot])
+        places.append(row * length + slot + 1 + k)
+        weights.append(torch.full((len(row),), depth_decay**k / max(1, len(row)), device=row.device))
+    head = drafter.get_output_embeddings()
+    loss, figures = chunked_loss(
+        {"kl": 1.0} if mixture is None else mixture, torch.cat(kept), torch.cat(weights), torch.cat(places),
+        lambda asked: Goal.of(targets[asked], ids), drafter.score, list(head.parameters()), drafter.config.draft_vocab_size,
+    )  # fmt: skip
+    counts = [len(rows) for rows in kept]
+
+    def by_depth(figure: Tensor) -> list[float]:
+        return [part.float().mean().item() if len(part) else 0.0 for part in figure.split(counts)]
+
+    return DraftingLoss(loss, by_depth(figures.loss), by_depth(figures.is_right), by_depth(figures.acceptance))
