@@ -13,7 +13,8 @@ from torch.nn.functional import log_softmax
 
 from .losses import DISTANCES, Goal, overlap
 
-BYTES_AT_ONCE = 2**27  # of one fp32 matrix of logits
+# Of one fp32 matrix of logits: on a CPU what its allocator uses again and its caches nearly hold.
+BYTES_AT_ONCE = {"cpu": 2**23, "cuda": 2**28}
 
 
 @dataclass
@@ -39,7 +40,7 @@ def chunked_loss(
     score: Callable[[Tensor], Tensor],
     parameters: Sequence[Tensor],
     draft_vocab_size: int,
-    bytes_at_once: int = BYTES_AT_ONCE,
+    bytes_at_once: int | None = None,
 ) -> tuple[Tensor, RowFigures]:
     """-> sum over rows of weight times distance, a scalar, and the figures of every row.
 
@@ -47,6 +48,7 @@ def chunked_loss(
     -> draft logits (n, Vd), by `parameters` alone, which get gradients where they require any.
     """
     order = places.argsort(stable=True)  # rows of one place together: its goal is computed once
+    bytes_at_once = bytes_at_once or BYTES_AT_ONCE.get(states.device.type, BYTES_AT_ONCE["cuda"])
     rows_at_once = max(1, bytes_at_once // (4 * draft_vocab_size))
     parts = list[tuple[Tensor, ...]]()
 
