@@ -66,8 +66,8 @@ class FixedPilot:
 
 
 class Costs:
-    """Seconds a forward takes by its number of rows: the lower quartile of the last ones (what else runs on the machine only ever makes it
-    slower), between sizes a straight line."""
+    """Seconds a forward takes by its number of rows: the mean of the last ones but the slowest quarter (what else runs on the machine only
+    ever makes it slower), between sizes a straight line."""
 
     def __init__(self):
         self.seconds: dict[int, deque[float]] = {}
@@ -77,7 +77,8 @@ class Costs:
     def add(self, rows: int, seconds: float) -> None:
         lately = self.seconds.setdefault(rows, deque(maxlen=9))
         lately.append(seconds)
-        self.usual[rows] = sorted(lately)[(len(lately) - 1) // 4]
+        kept = sorted(lately)[: max(1, 3 * len(lately) // 4)]
+        self.usual[rows] = sum(kept) / len(kept)
         pooled: list[list[float]] = []  # weights, means and how many sizes have it: isotonic regression by pooling adjacent violators
         for size in sorted(self.usual):
             pooled.append([len(self.seconds[size]), self.usual[size], 1])

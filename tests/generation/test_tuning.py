@@ -29,7 +29,7 @@ def costs(samples: dict[int, list[float]]) -> Costs:
     return known
 
 
-def test_costs_are_medians_and_lines_between_them():
+def test_costs_are_what_is_usual_and_lines_between():
     known = costs({1: [10.0] * 4 + [500.0], 5: [14.0] * 5})
     assert known.estimate((1, 2, 3, 5, 9)) == [10.0, 11.0, 12.0, 14.0, 18.0]
     assert Costs().estimate((1, 7)) == [0.0, 0.0]
