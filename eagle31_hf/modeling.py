@@ -244,11 +244,10 @@ class Eagle31DrafterModel(PreTrainedModel):
             kind: Any = layer.attention_type
             x = layer(x, embeds, cos, sin, masks[kind], past_key_values)
         normed = self.norm(x)
-        scored = None
         if isinstance(logits_to_keep, Tensor):
             scored = normed[torch.arange(len(normed), device=normed.device), logits_to_keep.to(normed.device)][:, None]
-        elif logits_to_keep is not None:
-            scored = normed[:, -logits_to_keep:]
+        else:
+            scored = None if logits_to_keep is None else normed[:, -logits_to_keep:]
         return Eagle31DrafterOutput(
             logits=None if scored is None else self.score(scored),
             last_hidden_state=normed if self.config.norm_output else x,
