@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eagle31_hf.configuration import Eagle31Config
 from eagle31_hf.demo.corpus import training_files
-from eagle31_hf.features import target_states
 from eagle31_hf.modeling import Eagle31DrafterModel
-from eagle31_hf.training.unroll import drafting_loss
+from eagle31_hf.training.objective import Batch, DraftingObjective, Settings, Sums
+from eagle31_hf.training.target import TargetReader
 
 LENGTH, PROMPT, BATCH, DEPTH = 256, 64, 8, 5
 TOTALS = ("rows", "rows_continued_by_target", "steps", "tokens_trained", "minutes_both")
@@ -103,24 +103,28 @@ def main() -> None:
             drafter.load_state_dict(saved.state_dict())
             earlier[name] = json.loads((args.start_from / name / "training.json").read_text())
     optimizers = {name: torch.optim.AdamW(drafter.parameters(), betas=(0.9, 0.95), weight_decay=0.01) for name, drafter in drafters.items()}
-    layer_ids = drafters["eagle31"].config.aux_hidden_state_layer_ids
+    reader = TargetReader(target, drafters["eagle31"].config.aux_hidden_state_layer_ids)
+    settings = Settings(DEPTH, tuple(0.8**k for k in range(DEPTH)))
+    objectives = {name: DraftingObjective(drafter, settings, reader.logits) for name, drafter in drafters.items()}
     start, running = time.time(), {}
     for step, indices in enumerate(batches):
         progress = max(step / len(batches), (time.time() - start) / (60 * args.minutes))
         if progress >= 1:
             break
-        batch = rows[indices]
-        states, logits = target_states(target, batch, layer_ids)
+        ids = rows[indices]
+        all_of_it, one_text = torch.ones_like(ids, dtype=torch.bool), torch.ones_like(ids)
+        batch = Batch(ids, all_of_it, one_text, *reader.read(ids, one_text))
         for name, drafter in drafters.items():
             optimizer = optimizers[name]
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(progress)
-            result = drafting_loss(drafter, batch, states, logits, DEPTH)
-            result.loss.backward()
+            result = objectives[name](batch)
+            result["loss"].backward()
             torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            figures = torch.tensor([result.distance, result.accuracy, result.acceptance])
+            means = Sums.means(result["sums"])
+            figures = torch.tensor([means["distance"], means["accuracy"], means["acceptance"]])
             running[name] = figures if name not in running else 0.98 * running[name] + 0.02 * figures
         if step % 25 == 0:
             accuracy = {name: [round(v, 2) for v in figures[1].tolist()] for name, figures in running.items()}

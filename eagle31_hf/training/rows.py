@@ -1,5 +1,6 @@
 """Which rows are supervised. B texts, T tokens; slot t at depth k embeds x[t+1+k] and predicts x[t+2+k]."""
 
+import torch
 from torch import Tensor
 
 CONVENTIONS = {  # answer mask (B, T) -> (B, T - 2 - k): is slot t supervised at depth k
@@ -22,3 +23,31 @@ def supervised(mask: Tensor, depth: int, convention: str = "serving", documents:
     if documents is not None:
         kept = kept & (documents[:, : kept.shape[1]] == documents[:, 2 + depth :])
     return kept
+
+
+def places(mask: Tensor, depth: int, convention: str, documents: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Row and slot of everything supervised at this depth, both (N,)."""
+    row, slot = supervised(mask, depth, convention, documents).nonzero(as_tuple=True)
+    return row, slot
+
+
+def by_token(row: Tensor, slot: Tensor, documents: Tensor) -> tuple[Tensor, int]:
+    """All rows weigh alike; there are as many shares as rows."""
+    return torch.ones(len(row), device=row.device), len(row)
+
+
+def by_sequence(row: Tensor, slot: Tensor, documents: Tensor) -> tuple[Tensor, int]:
+    """Every text with a supervised row has one share, which its rows split: long answers do not drown short ones."""
+    _, text, counts = (row * (documents.max() + 1) + documents[row, slot]).unique(return_inverse=True, return_counts=True)
+    return 1 / counts[text].float(), len(counts)
+
+
+# How a depth's rows are averaged: rows (N,), slots (N,), documents (B, T) -> weights (N,) and the shares they add up to.
+NORMALISATIONS = {"token": by_token, "sequence": by_sequence}
+
+
+def total_shares(mask: Tensor, documents: Tensor, depth: int, convention: str, normalisation: str) -> Tensor:
+    """How many shares a batch (B, T) has at each of `depth` depths (depth,): what its sums are divided by, added up over all batches that
+    make one optimizer step."""
+    shares = [NORMALISATIONS[normalisation](*places(mask, k, convention, documents), documents)[1] for k in range(depth)]
+    return torch.tensor(shares)

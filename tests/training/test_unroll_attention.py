@@ -37,6 +37,13 @@ def depths(width=D):
     return [(drawn(B, H, S, D, seed=k), drawn(B, HKV, S, D, seed=10 + k), drawn(B, HKV, S, width, seed=20 + k)) for k in range(DEPTH)]
 
 
+def attended(attend, layer, all_depths):
+    outs = []
+    for attend.depth, depth in enumerate(all_depths):
+        outs.append(attend(layer, *depth))
+    return outs
+
+
 def dense(all_depths, window=None, documents=None):
     outs = []
     for depth, (q, _, _) in enumerate(all_depths):
@@ -65,7 +72,7 @@ def test_as_the_dense_mask(monkeypatch, window, documents, width, at_once):
     monkeypatch.setattr(attention, "QUERIES_AT_ONCE", at_once)
     all_depths, attend = depths(width), UnrollAttention(documents)
     layer = Layer(window=window)
-    outs = [attend(layer, *depth) for depth in all_depths]
+    outs = attended(attend, layer, all_depths)
     expected = dense(all_depths, window, documents)
     for depth, (out, wanted) in enumerate(zip(outs, expected, strict=True)):
         assert_close(f"output at depth {depth}", out, wanted, 1e-5)
@@ -84,14 +91,10 @@ def test_layers_keep_their_own_keys():
 def test_later_keys_of_other_slots_are_not_seen():
     """What a chain drafts never shows up in another."""
     first, second = depths()[:2]
-    attend = UnrollAttention()
-    attend(Layer(), *first)
-    before = attend(Layer(), *second)
+    _, before = attended(UnrollAttention(), Layer(), (first, second))
     changed = tuple(x.detach().clone() for x in second)
     changed[1][:, :, 7], changed[2][:, :, 7] = 5.0, 5.0
-    attend = UnrollAttention()
-    attend(Layer(), *first)
-    after = attend(Layer(), *changed)
+    _, after = attended(UnrollAttention(), Layer(), (first, changed))
     differs = (before - after).abs().amax((0, 2, 3)) > 0
     assert differs.nonzero().flatten().tolist() == [7]
 
@@ -100,7 +103,7 @@ def test_in_bfloat16():
     all_depths = depths()
     half = [tuple(x.detach().bfloat16() for x in depth) for depth in all_depths]
     attend, layer = UnrollAttention(), Layer()
-    outs = [attend(layer, *depth) for depth in half]
+    outs = attended(attend, layer, half)
     for depth, (out, wanted) in enumerate(zip(outs, dense(all_depths), strict=True)):
         assert out.dtype == torch.bfloat16
         assert_close(f"depth {depth}", out.float(), wanted.detach(), 0.05)

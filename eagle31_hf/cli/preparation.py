@@ -1,0 +1,129 @@
+"""`eagle31 prepare-data`: training data into a store, in the target's own words and with its states where asked."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from .parsing import add_device, positive, progress
+
+QUANTIZATIONS = {"4bit": {"load_in_4bit": True}, "8bit": {"load_in_8bit": True}}
+SAMPLING = ("top_p", "top_k")  # of generate()
+
+
+def prepare_data(args: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from transformers import AutoTokenizer
+
+    from ..training.prepare import prepare_data as prepare
+
+    generation = _generation(args)
+    if not args.regenerate and (generation or args.max_new_tokens is not None):
+        raise ValueError("--max-new-tokens, --temperature, --top-p and --top-k are of regenerated answers; expected --regenerate too.")
+    progress(f"loading {args.target}")
+    target, tokenizer = _target(args), AutoTokenizer.from_pretrained(args.target, revision=args.revision)
+    prepared = prepare(
+        target, tokenizer, args.data, args.output, max_length=args.max_length, states=args.states, layer_ids=args.layers,
+        dtype=args.states_dtype, regenerate=args.regenerate, generation=generation, batch_size=args.batch_size,
+        records_per_shard=args.records_per_shard, part=args.part, template_augmentation=args.template_augmentation,
+        chat_template=None if args.chat_template is None else Path(args.chat_template).read_text(encoding="utf-8"),
+        seed=args.seed, split=args.split, mask=args.mask, progress=progress,
+        **({} if args.max_new_tokens is None else {"max_new_tokens": args.max_new_tokens}),
+    )  # fmt: skip
+    report = asdict(prepared)
+    print(json.dumps(report) if args.json else "\n".join(_lines(report)))
+    return 0
+
+
+def _target(args: argparse.Namespace) -> Any:
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    options: dict[str, Any] = {"dtype": args.dtype, "revision": args.revision}
+    if args.load_in is not None:
+        options["quantization_config"] = BitsAndBytesConfig(**QUANTIZATIONS[args.load_in])
+    if args.device_map is None and args.load_in is None:
+        return AutoModelForCausalLM.from_pretrained(args.target, **options).to(args.device).eval()
+    # A quantized model cannot be moved once it is loaded.
+    return AutoModelForCausalLM.from_pretrained(args.target, device_map=args.device_map or args.device, **options).eval()
+
+
+def _generation(args: argparse.Namespace) -> dict[str, Any]:
+    """Options of generate(); what is not given here is as the target's own generation config has it."""
+    given = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
+    if args.temperature is not None:
+        given["do_sample"] = args.temperature > 0
+    if args.temperature:
+        given["temperature"] = args.temperature
+    return given
+
+
+def _lines(report: dict[str, Any]) -> list[str]:
+    rows = [
+        ("store", f"{report['folder']}: {report['shards']} of {report['num_shards']} shards"),
+        ("rows", f"{report['rows']:,} of {report['tokens']:,} tokens"),
+        *(("skipped", f"{count:,}: {reason}") for reason, count in sorted(report["skipped"].items())),
+    ]
+    return [f"{name:<8} {text}" for name, text in rows]
+
+
+def part_of(text: str) -> tuple[int, int]:
+    """`I/N`, the I-th of N processes, counted from 0."""
+    index, _, count = text.partition("/")
+    if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected I/N with I from 0 to N - 1, e.g. 0/4")
+    return int(index), int(count)
+
+
+def add_prepare_data(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--target", required=True, help="folder or Hub repository of the model to train a drafter for")
+    parser.add_argument("--data", required=True, help=".jsonl, .json, .parquet or text file, a folder of them, or a dataset of the Hub")
+    parser.add_argument("--output", required=True, help="the store's folder; run again with the same arguments, what is missing is added")
+    parser.add_argument("--split", default="train", help="of a dataset (default: train)")
+    parser.add_argument("--regenerate", action="store_true", help="replace answers by the target's own")
+    parser.add_argument("--states", action="store_true", help="store the target's states too, to train without it")
+    _add_rows(parser)
+    _add_generation(parser)
+    _add_states(parser)
+    parser.add_argument("--part", type=part_of, default=(0, 1), metavar="I/N", help="make only the shards of process I of N (default: 0/1)")
+    parser.add_argument("--records-per-shard", type=positive, default=64, help="records of the data in a shard (default: 64)")
+    parser.add_argument("--batch-size", type=positive, default=8, help="rows the target reads at once (default: 8)")
+    parser.add_argument("--seed", type=int, default=0)
+    _add_loading(parser)
+
+
+def _add_rows(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--max-length", type=positive, default=2048, help="tokens of a row (default: 2048)")
+    parser.add_argument("--mask", choices=("answers", "all"), default="answers", help="which tokens are trained on (default: answers)")
+    parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template instead of the tokenizer's")
+    parser.add_argument(
+        "--template-augmentation",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="share of chats without template or BOS (default: 0)",
+    )
+
+
+def _add_generation(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--max-new-tokens", type=positive, help="of a regenerated answer (default: 1024)")
+    parser.add_argument("--temperature", type=float, help="0: greedy (default: as the target's generation config has it)")
+    parser.add_argument("--top-p", type=float)
+    parser.add_argument("--top-k", type=positive)
+
+
+def _add_states(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--layers", type=int, nargs="+", metavar="ID", help="hidden_states indices to store (default: 2, L // 2, L - 3 of L layers)"
+    )
+    parser.add_argument(
+        "--states-dtype", choices=("float32", "bfloat16", "float16", "fp8"), help="how states are stored (default: as the target has them)"
+    )
+
+
+def _add_loading(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--revision", help="branch, tag or commit of the target's Hub repository")
+    parser.add_argument("--dtype", default="auto", help="of the target: auto, float32, bfloat16, float16")
+    parser.add_argument("--device-map", help="spread the target over devices, as transformers does: auto, balanced, ...")
+    parser.add_argument("--load-in", choices=QUANTIZATIONS, help="quantize the target with bitsandbytes while loading")
+    add_device(parser)

@@ -1,0 +1,97 @@
+"""What a training run can be told besides what transformers' TrainingArguments say."""
+
+from dataclasses import dataclass, field
+
+from transformers import TrainingArguments
+from transformers.trainer_utils import SaveStrategy
+
+from .losses import parse_mixture
+from .objective import Settings
+from .rows import CONVENTIONS, NORMALISATIONS
+
+BEST = "accepted_length"  # loss goes on falling where acceptance no longer rises
+
+
+@dataclass
+class Eagle31TrainingArguments(TrainingArguments):
+    """`transformers.TrainingArguments` with defaults that suit drafters, and what only drafters have. Raises ValueError for others.
+
+    `depth`: steps unrolled; an EAGLE 3.1 drafter serves deeper than it was trained (arXiv 2605.09992, table of training depths).
+    """
+
+    learning_rate: float = 1e-4
+    lr_scheduler_type: str = "cosine"
+    warmup_steps: float = 0.02
+    adam_beta2: float = 0.95
+    per_device_train_batch_size: int = 1
+    per_device_eval_batch_size: int = 1
+    num_train_epochs: float = 2.0
+    logging_steps: float = 10
+    remove_unused_columns: bool | None = False
+    ddp_find_unused_parameters: bool | None = False
+
+    depth: int = field(default=4, metadata={"help": "steps the drafter is unrolled, at least 1"})
+    depth_decay: float = field(default=0.8, metadata={"help": "depth k weighs depth_decay ** k"})
+    depth_weights: list[float] | None = field(default=None, metadata={"help": "a weight for each depth, instead of depth_decay"})
+    loss: str = field(default="kl", metadata={"help": "distance to the target, or a mixture as in kl=0.9,tv=0.1"})
+    loss_mask: str = field(default="serving", metadata={"help": f"which rows are supervised: {', '.join(CONVENTIONS)}"})
+    normalisation: str = field(default="token", metadata={"help": f"what is averaged over: {', '.join(NORMALISATIONS)}"})
+    attention_alignment: float = field(
+        default=0.0, metadata={"help": "weight of the loss between the drafter's and the target's attention"}
+    )
+    alignment_slots: int = field(default=16, metadata={"help": "slots a row whose attention is aligned"})
+    drift_regulariser: float = field(default=0.0, metadata={"help": "weight of the penalty on states that grow with depth"})
+    max_length: int = field(default=4096, metadata={"help": "tokens a packed row holds"})
+    packing: bool = field(default=True, metadata={"help": "several texts to a row, which do not see each other"})
+    train_embeddings: bool = field(default=False, metadata={"help": "also train the drafter's own table, where it has one"})
+    train_head: bool = field(default=True, metadata={"help": "also train the drafter's own head, where it has one"})
+    shard_target: bool = field(default=False, metadata={"help": "each process keeps a part of every layer of the target (FSDP2)"})
+    eval_depth: int | None = field(default=None, metadata={"help": "tokens drafted a round when evaluating, by default as many as depth"})
+    eval_prompts: int = field(default=4, metadata={"help": "prompts that generate() decodes at an evaluation; 0: none"})
+    eval_max_new_tokens: int = field(default=64, metadata={"help": "tokens of each"})
+
+    def __post_init__(self):
+        chooses_best = self.load_best_model_at_end or SaveStrategy(self.save_strategy) == SaveStrategy.BEST
+        if chooses_best and self.metric_for_best_model is None:
+            self.metric_for_best_model, self.greater_is_better = BEST, True
+        super().__post_init__()
+        self.check()
+
+    def check(self) -> None:
+        """Raises ValueError for what contradicts itself."""
+        weights = self.depth_weights
+        rules = (
+            (self.depth >= 1, f"depth is {self.depth}; expected at least 1"),
+            (weights is None or len(weights) == self.depth, f"depth_weights are {weights} and depth is {self.depth}; expected as many"),
+            (self.loss_mask in CONVENTIONS, f"loss_mask is {self.loss_mask!r}; expected one of {', '.join(CONVENTIONS)}"),
+            (
+                self.normalisation in NORMALISATIONS,
+                f"normalisation is {self.normalisation!r}; expected one of {', '.join(NORMALISATIONS)}",
+            ),
+            (self.alignment_slots >= 1, f"alignment_slots is {self.alignment_slots}; expected at least 1"),
+            (self.max_length >= 4, f"max_length is {self.max_length}; expected at least 4"),
+            (self.eval_depth is None or self.eval_depth >= 1, f"eval_depth is {self.eval_depth}; expected at least 1"),
+            (self.label_smoothing_factor == 0, "label_smoothing_factor is set; expected 0, a drafter's labels are distributions"),
+            (not self.remove_unused_columns, "remove_unused_columns is set; expected False, the columns are a drafter's own"),
+        )  # fmt: skip
+        for holds, message in rules:
+            if not holds:
+                raise ValueError(f"Eagle31TrainingArguments: {message}.")
+        parse_mixture(self.loss)
+
+    def settings(self) -> Settings:
+        """Of the loss that is minimised."""
+        weights = self.depth_weights or self._decaying(self.depth)
+        return Settings(
+            self.depth, tuple(weights), parse_mixture(self.loss), self.loss_mask, self.normalisation, self.attention_alignment,
+            self.drift_regulariser,
+        )  # fmt: skip
+
+    def eval_settings(self) -> Settings:
+        """Of an evaluation: rows that serving can reach, each token alike, as deep as it will be served."""
+        depth = self.eval_depth or self.depth
+        weights = self.depth_weights if self.depth_weights and depth == self.depth else self._decaying(depth)
+        return Settings(depth, tuple(weights), parse_mixture(self.loss))
+
+    def _decaying(self, depth: int) -> list[float]:
+        return [self.depth_decay**k for k in range(depth)]

@@ -1,0 +1,196 @@
+"""Records into rows of tokens, rendered as serving renders them. T tokens."""
+
+import random
+import re
+from dataclasses import dataclass
+from itertools import groupby, takewhile
+from typing import Any
+
+import jinja2
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from .records import Chat, Record, Tokens, parse_record
+from .rows import supervised
+
+MASKS = ("answers", "all")
+RENDERINGS = {  # of a chat -> whether through the template, and whether with BOS
+    "regular": (True, True), "no_bos": (True, False), "no_template": (False, True), "no_bos_no_template": (False, False),
+}  # fmt: skip
+LEAST_TEXT = 4  # tokens, of a piece of plain text
+GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+SAID = ("content", "tool_calls", "reasoning_content", "reasoning", "thinking")  # what an assistant's message may consist of
+
+
+class Skipped(ValueError):  # noqa: N818 -- nothing is wrong but the one record
+    """This record makes no row; the text is a short reason, to be counted."""
+
+
+@dataclass
+class RowMaker:
+    """Makes rows, {"input_ids": (T,) long, "answers": (T,) bool}, of at most `max_length` tokens.
+
+    mask: "answers", or "all" where every token counts. template_augmentation: the share of chats rendered in another of RENDERINGS, the
+    same ones for the same `seed`. stop_ids: the ids a turn of the target's may end with, by default its EOS. Raises ValueError for others.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    max_length: int
+    vocab_size: int | None = None
+    mask: str = "answers"
+    template_augmentation: float = 0.0
+    seed: int = 0
+    chat_template: str | None = None
+    stop_ids: set[int] | None = None
+
+    def __post_init__(self):
+        if self.mask not in MASKS:
+            raise ValueError(f"mask is {self.mask!r}; expected one of {', '.join(MASKS)}.")
+        if not 0 <= self.template_augmentation <= 1:
+            raise ValueError(f"template_augmentation is {self.template_augmentation}; expected a share, 0 to 1.")
+        if self.max_length < LEAST_TEXT:
+            raise ValueError(f"max_length is {self.max_length}; expected at least {LEAST_TEXT}.")
+        if self.stop_ids is None:
+            self.stop_ids = {self.tokenizer.eos_token_id}
+
+    def rows(self, record: Record, index: int = 0) -> list[dict[str, Tensor]]:
+        """`index`: the record's place in the data, which decides about its augmentation.
+
+        Raises Skipped for a record without a row, ValueError for what is wrong with more than the record.
+        """
+        texts = self._texts(parse_record(record), index)
+        for text in texts:
+            self._check_ids(text.input_ids)
+            if self.mask == "all":
+                text.answers = torch.ones_like(text.answers)
+        # Once unrolled, a row is supervised where the target says two tokens one after the other: the first of them is never drafted.
+        rows = [{name: part[: self.max_length].clone() for name, part in vars(text).items()} for text in texts]
+        kept = [row for row in rows if supervised(row["answers"][None], 0).any()]
+        if not kept:
+            is_long = any(len(text.input_ids) > self.max_length for text in texts)
+            is_silent = not any(text.answers.any() for text in texts)
+            raise Skipped("no answer" if is_silent else "over-long prompt" if is_long else "too short")
+        return kept
+
+    def _texts(self, parsed: Chat | str | Tokens, index: int) -> list[Tokens]:
+        if isinstance(parsed, Chat):
+            return self._chat(parsed, index)
+        return self._pieces(parsed) if isinstance(parsed, str) else [parsed]
+
+    def _check_ids(self, ids: Tensor) -> None:
+        if self.vocab_size is not None and len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
+            raise ValueError(
+                f"token ids go from {int(ids.min())} to {int(ids.max())}; expected 0 to {self.vocab_size - 1}, the target's. They are of "
+                "another tokenizer: use the one that belongs to the target."
+            )
+
+    def _pieces(self, text: str) -> list[Tokens]:
+        ids = torch.tensor(self.tokenizer(text)["input_ids"], dtype=torch.long)
+        pieces = [piece for piece in ids.split(self.max_length) if len(piece) >= LEAST_TEXT]
+        if not pieces:
+            raise Skipped("too short")
+        return [Tokens(piece, torch.ones_like(piece, dtype=torch.bool)) for piece in pieces]
+
+    def _chat(self, chat: Chat, index: int) -> list[Tokens]:
+        if not chat.messages:
+            raise Skipped("no answer")
+        has_template, has_bos = RENDERINGS[self._rendering(index)]
+        texts = self._templated(chat) if has_template else [self._bare(chat)]
+        bos = self.tokenizer.bos_token_id
+        if has_bos or bos is None:
+            return texts
+        return [Tokens(t.input_ids[1:], t.answers[1:]) if t.input_ids[:1].tolist() == [bos] else t for t in texts]
+
+    def _rendering(self, index: int) -> str:
+        draw = random.Random(f"{self.seed}/{index}")
+        regular, *others = RENDERINGS
+        return draw.choice(others) if draw.random() < self.template_augmentation else regular
+
+    def _bare(self, chat: Chat) -> Tokens:
+        """Contents alone, a line each; the line break after an answer is not part of it."""
+        bos = self.tokenizer.bos_token_id
+        ids = [bos] if bos is not None and self.tokenizer("")["input_ids"][:1] == [bos] else []
+        answers = [False] * len(ids)
+        for number, message in enumerate(chat.messages):
+            parts = ["\n"] if number else []
+            for part in [*parts, _text_of(message)]:
+                piece = self.tokenizer(part, add_special_tokens=False)["input_ids"]
+                ids += piece
+                answers += [part != "\n" and message["role"] == "assistant"] * len(piece)
+        return _tokens(ids, answers)
+
+    def _templated(self, chat: Chat) -> list[Tokens]:
+        if self.chat_template is None and self.tokenizer.chat_template is None:
+            raise ValueError(
+                "the record is a chat and the tokenizer has no chat template; expected one. Pass chat_template, or use the tokenizer "
+                "of the instruction-tuned target."
+            )
+        try:
+            if self.mask == "all":
+                ids = self._render(chat)["input_ids"]
+                return [_tokens(ids, [False] * len(ids))]
+            # Slow tokenizers do not know where in the text their tokens lie, which the template's own marks are in.
+            template = self.tokenizer.get_chat_template(self.chat_template, chat.tools)
+            return [self._by_marks(chat)] if self.tokenizer.is_fast and GENERATION.search(template) else self._by_prefixes(chat)
+        except (jinja2.TemplateError, TypeError) as error:
+            raise Skipped(f"template refused it: {error}") from None
+
+    def _render(self, chat: Chat, num_messages: int | None = None, **options: Any) -> Any:
+        return self.tokenizer.apply_chat_template(
+            chat.messages[:num_messages], tools=chat.tools, chat_template=self.chat_template, tokenize=True, return_dict=True, **options
+        )
+
+    def _by_marks(self, chat: Chat) -> Tokens:
+        """Answers are what the template marks as generated."""
+        rendered = self._render(chat, return_assistant_tokens_mask=True)
+        ids, answers, end = rendered["input_ids"], [False] * len(rendered["input_ids"]), 0
+        for is_answer, run in groupby(rendered["assistant_masks"]):
+            begin, end = end, end + len([*run])
+            if is_answer:
+                self._mark(ids, answers, begin, end)
+        return _tokens(ids, answers)
+
+    def _by_prefixes(self, chat: Chat) -> list[Tokens]:
+        """Answers are what a message adds to the prompt before it: one row where no later message changes that, else a row for each."""
+        whole = self._render(chat)["input_ids"]
+        turns = []
+        for number, message in enumerate(chat.messages):
+            # Nobody asks a target to speak first.
+            if number and message["role"] == "assistant" and any(message.get(name) for name in SAID):
+                turns.append(self._turn(chat, number))
+        if any(whole[: len(ids)] != ids for ids, _ in turns):
+            return [_tokens(ids, answers) for ids, answers in turns]
+        answers = [False] * len(whole)
+        for _, marks in turns:
+            answers[: len(marks)] = [old or new for old, new in zip(answers, marks, strict=False)]
+        return [_tokens(whole, answers)]
+
+    def _turn(self, chat: Chat, number: int) -> tuple[list[int], list[bool]]:
+        """The chat up to the end of the message, which is the only answer, as it is when the target has just given it."""
+        prompt = self._render(chat, number, add_generation_prompt=True)["input_ids"]
+        ids = self._render(chat, number + 1)["input_ids"]
+        begin = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, ids, strict=False)))
+        # Within the header of the answer they may part: a line break of the prompt's may be one token with what follows it.
+        if begin < len(prompt) and begin < len(self._render(chat, number)["input_ids"]):
+            raise Skipped("template refused it: it renders a prompt otherwise once it is answered")
+        answers = [False] * len(ids)
+        end = self._mark(ids, answers, begin, len(ids))
+        return ids[:end], answers[:end]
+
+    def _mark(self, ids: list[int], answers: list[bool], begin: int, end: int) -> int:
+        """Marks an answer up to the token that ends the turn, which may be the next; templates go on with a line break."""
+        stops = [place for place in range(begin, min(end + 1, len(ids))) if ids[place] in self.stop_ids]
+        end = stops[-1] + 1 if stops else end
+        if any(token not in self.stop_ids for token in ids[begin:end]):
+            answers[begin:end] = [True] * (end - begin)
+        return end
+
+
+def _text_of(message: dict[str, Any]) -> str:
+    content = message.get("content", "")
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+
+def _tokens(ids: list[int], answers: list[bool]) -> Tokens:
+    return Tokens(torch.tensor(ids, dtype=torch.long), torch.tensor(answers, dtype=torch.bool))

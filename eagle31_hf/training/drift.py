@@ -1,0 +1,91 @@
+"""Attention drift while training: where layer 0 looks, how its states grow, and losses against both.
+
+B rows, H heads, S slots, R chosen slots a row, K depths. Shares are of one softmax, averaged over heads: of the `sink`, the text's first
+key; of the `prompt`, other keys of depth 0 before the slot; of its `own` key of depth 0; of its later keys, which it made `self`. They add
+up to 1. Source: Attention Drift (arXiv 2605.09992).
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .attention import Attended
+from .unroll import positions_of
+
+
+class AttentionMass:
+    """Observes an unroll, and answers for supervised rows; costs a few products a slot, not a dense attention."""
+
+    def __init__(self, documents: Tensor):
+        slots = torch.arange(documents.shape[1], device=documents.device)
+        self.first = slots - positions_of(documents, documents.shape[1], documents.device)  # (B, S): where the slot's text begins
+        self._shares: dict[int, Tensor] = {}
+
+    @torch.no_grad()
+    def observe(self, seen: Attended) -> None:
+        """Keeps the shares (B, S, 4) of one depth."""
+
+        def share(keys: Tensor) -> Tensor:  # (B, H, S, D) -> (B, H, S)
+            return ((seen.queries.float() * keys.float()).sum(-1) * seen.scale - seen.lse).exp()
+
+        keys = seen.first_keys
+        index = self.first.expand(keys.shape[0], -1)[:, None, :, None].expand(-1, keys.shape[1], -1, keys.shape[3])
+        sink, own = share(keys.gather(2, index)), share(keys)
+        if seen.mask is not None:
+            mask = seen.mask.expand(keys.shape[0], 1, -1, -1)
+            sink = sink * mask.gather(3, index[:, :1, :, :1])[..., 0]
+            own = own * mask.diagonal(dim1=2, dim2=3)
+        slots = torch.arange(keys.shape[2], device=keys.device)
+        own = own * (self.first != slots)[:, None]  # a text's first key is its sink
+        later = sum((share(key) for key in seen.later_keys), torch.zeros_like(own))
+        shares = torch.stack((sink, 1 - sink - own - later, own, later), dim=-1)
+        self._shares[seen.depth] = shares.mean(1)
+
+    def of(self, depth: int, row: Tensor, slot: Tensor) -> Tensor:
+        """Shares (N, 4): sink, prompt, own, self."""
+        return self._shares[depth][row, slot]
+
+
+def norm_growth(norms: Tensor, first: Tensor) -> Tensor:
+    """Root mean squares of a depth's states (B, S - k) and of the first depth's (B, S) -> squared log of their growth, 0 if they shrink."""
+    growth = norms.clamp(min=1e-12).log() - first[:, : norms.shape[1]].detach().clamp(min=1e-12).log()
+    return growth.clamp(min=0).square()
+
+
+@dataclass
+class Alignment:
+    """Pulls the drafter's attention over the prompt toward the target's, at every depth, on R slots a row.
+
+    `slots` (B, R); `goal` (B, R, K, S): the target's attention, averaged over heads and layers, of the token embedded at depth k, from
+    the state at slot's position + 1 + k, over positions up to the slot's, adding up to 1; all zero where there is none.
+    """
+
+    slots: Tensor
+    goal: Tensor
+    _losses: dict[int, Tensor] = field(default_factory=dict)
+
+    def observe(self, seen: Attended) -> None:
+        """Keeps the divergences (B, R) of the target's distribution over the keys of depth 0 from the drafter's."""
+        queries = seen.queries.gather(2, self._index(self.slots[:, None, :, None], seen.queries))
+        scores = (queries.float() @ seen.first_keys.float().mT) * seen.scale  # (B, H, R, S)
+        goal = self.goal[:, :, seen.depth]
+        goal = pad(goal, (0, scores.shape[-1] - goal.shape[-1]))
+        is_seen = torch.arange(scores.shape[-1], device=scores.device) <= self.slots[:, :, None]
+        if seen.mask is not None:
+            rows = seen.mask.expand(len(scores), 1, -1, -1)[:, 0]
+            is_seen = is_seen & rows.gather(1, self.slots[:, :, None].expand(-1, -1, rows.shape[-1]))
+        is_seen = is_seen & (goal > 0)  # what the target cannot see, another text, is left out
+        scores = scores.masked_fill(~is_seen[:, None], -1e30)
+        mixed = scores.log_softmax(-1).logsumexp(1) - torch.log(torch.tensor(float(scores.shape[1])))  # of the heads' mean
+        self._losses[seen.depth] = torch.where(is_seen, goal * (goal.clamp(min=1e-30).log() - mixed), 0.0).sum(-1)
+
+    @staticmethod
+    def _index(index: Tensor, like: Tensor) -> Tensor:
+        return index.expand(-1, like.shape[1], -1, like.shape[3])
+
+    def loss(self, depth: int) -> Tensor:
+        """Mean divergence (nats) over the slots that have a goal at this depth."""
+        has_goal = self.goal[:, :, depth].any(-1)
+        return (self._losses[depth] * has_goal).sum() / has_goal.sum().clamp(min=1)

@@ -1,0 +1,189 @@
+"""Training data as a store: records become rows, in the target's own words where asked, with its states where asked.
+
+Shards are made one by one from the records that are theirs, and from nothing else: a run that was stopped goes on, and several processes
+can make some each. T tokens of a row, n captured states, ht target width.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..configuration import Eagle31Config
+from ..features import decoder_layers
+from . import regenerate as on_policy
+from .chats import RowMaker, Skipped
+from .identity import digest, tokenizer_fingerprint, weights_fingerprint
+from .records import Chat, Record, identity, parse_record, read_records
+from .store import HiddenStateStore, Manifest, Row, missing_shards, open_store, save_target_parts, write_shard
+from .target import TargetReader
+
+MAX_LENGTH, MAX_NEW_TOKENS, BATCH_SIZE, RECORDS_PER_SHARD = 2048, 1024, 8, 64
+
+
+@dataclass
+class Prepared:
+    """What a store holds by now: rows, their tokens, and what made none, by reason. `shards` of `num_shards` are there."""
+
+    folder: str
+    rows: int
+    tokens: int
+    skipped: dict[str, int]
+    shards: int
+    num_shards: int
+
+
+@dataclass
+class _Workshop:
+    """Makes the rows of one shard after the other."""
+
+    records: Sequence[Record]
+    records_per_shard: int
+    maker: RowMaker
+    speaker: on_policy.Speaker | None
+    reader: TargetReader | None
+    mask: str
+    seed: int
+    batch_size: int
+
+    def shard(self, index: int) -> tuple[list[Row], Counter[str]]:
+        first = index * self.records_per_shard
+        numbers = range(first, min(first + self.records_per_shard, len(self.records)))
+        skipped = Counter[str]()
+        if self.speaker is None:
+            rows = [row for number in numbers for row in self._rows(number, skipped)]
+        else:
+            with on_policy.seeded(self.seed, index):
+                rows = self._regenerated(self.speaker, numbers, skipped)
+        return (rows if self.reader is None else self._with_states(self.reader, rows)), skipped
+
+    def _rows(self, number: int, skipped: Counter[str]) -> list[Row]:
+        try:
+            return self.maker.rows(self.records[number], number)
+        except Skipped as reason:
+            skipped[str(reason)] += 1
+            return []
+
+    def _regenerated(self, speaker: on_policy.Speaker, numbers: range, skipped: Counter[str]) -> list[Row]:
+        """Chats are answered; of what is no chat, all before the first answer is the prompt, or the first half of a plain text."""
+        chats, prompts = list[Chat](), list[Tensor]()
+        for number in numbers:
+            parsed = parse_record(self.records[number])
+            if isinstance(parsed, Chat):
+                chats.append(parsed)
+            else:
+                prompts += [row["input_ids"][: _end_of_prompt(row)] for row in self._rows(number, skipped)]
+        talks = on_policy.regenerate(speaker, chats, skipped, self.maker.chat_template)
+        rows = [row for made in (*talks, *on_policy.continue_texts(speaker, prompts, skipped)) for row in made]
+        if self.mask == "all":
+            rows = [row | {"answers": torch.ones_like(row["answers"])} for row in rows]
+        return rows
+
+    def _with_states(self, reader: TargetReader, rows: list[Row]) -> list[Row]:
+        order = sorted(rows, key=lambda row: -len(row["input_ids"]))
+        for start in range(0, len(order), self.batch_size):
+            batch = order[start : start + self.batch_size]
+            ids = pad_sequence([row["input_ids"] for row in batch], batch_first=True)
+            documents = pad_sequence([torch.ones_like(row["input_ids"]) for row in batch], batch_first=True)
+            for row, *both in zip(batch, *reader.read(ids, documents), strict=True):
+                row |= {name: states[: len(row["input_ids"])] for name, states in zip(("states", "last_states"), both, strict=True)}
+        return rows
+
+
+def _end_of_prompt(row: Row) -> int:
+    return int(row["answers"].int().argmax()) or len(row["answers"]) // 2
+
+
+def prepare_data(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    source: str,
+    output: str | Path,
+    *,
+    max_length: int = MAX_LENGTH,
+    states: bool = False,
+    layer_ids: list[int] | None = None,
+    dtype: str | None = None,
+    regenerate: bool = False,
+    max_new_tokens: int = MAX_NEW_TOKENS,
+    generation: dict[str, Any] | None = None,
+    batch_size: int = BATCH_SIZE,
+    records_per_shard: int = RECORDS_PER_SHARD,
+    part: tuple[int, int] = (0, 1),
+    template_augmentation: float = 0.0,
+    chat_template: str | None = None,
+    seed: int = 0,
+    split: str = "train",
+    mask: str = "answers",
+    progress: Callable[[str], None] | None = None,
+) -> Prepared:
+    """Makes the shards of `output` that are missing, of them those whose number is part[0] modulo part[1]; run again, it goes on.
+
+    `states`: with the target's, at `layer_ids` (by default where drafters read) and in `dtype`, one of STORED_DTYPES (by default the
+    target's). `regenerate`: answers are the target's own, by generate() with the options `generation`. The others are RowMaker's.
+    Raises ValueError for options that do not go together, and where `output` holds what was made from something else.
+    """
+    _check(states, layer_ids, dtype, regenerate, template_augmentation, part)
+    records, generation, stops = read_records(source, split), generation or {}, on_policy.stop_ids(target, tokenizer)
+    made_of: dict[str, Any] = {
+        "data": identity(source, split), "max_length": max_length, "mask": mask, "seed": seed, "regenerate": regenerate,
+        "template_augmentation": template_augmentation, "chat_template": None if chat_template is None else digest(chat_template),
+        "stop_ids": stops,
+    }  # fmt: skip
+    if regenerate:
+        made_of |= {"max_new_tokens": max_new_tokens, "batch_size": batch_size, "generation": generation}
+    if states:
+        layer_ids = Eagle31Config(aux_hidden_state_layer_ids=layer_ids).resolve_layer_ids(len(decoder_layers(target)))
+        dtype = dtype or str(target.dtype).removeprefix("torch.")
+    open_store(output, _manifest(target, tokenizer, made_of, len(records), records_per_shard, layer_ids, dtype))
+    embedding: Any = target.get_input_embeddings()
+    own_mask = "answers" if regenerate else mask
+    maker = RowMaker(tokenizer, max_length, len(embedding.weight), own_mask, template_augmentation, seed, chat_template, set(stops))
+    speaker = on_policy.Speaker(target, tokenizer, max_length, max_new_tokens, batch_size, generation) if regenerate else None
+    reader = TargetReader(target, layer_ids) if states else None
+    if reader is not None and part[0] == 0:
+        save_target_parts(output, target, reader.scoring.as_dict())
+    workshop = _Workshop(records, records_per_shard, maker, speaker, reader, mask, seed, batch_size)
+    _make(workshop, output, part, progress or (lambda message: None))
+    return _summary(output)
+
+
+def _check(states: bool, layer_ids: Any, dtype: Any, regenerate: bool, template_augmentation: float, part: tuple[int, int]) -> None:
+    if not 0 <= part[0] < part[1]:
+        raise ValueError(f"part is {part[0]}/{part[1]}; expected 0/n to n-1/n for n processes.")
+    if not states and (layer_ids, dtype) != (None, None):
+        raise ValueError(f"layer_ids is {layer_ids} and dtype {dtype!r} without states; expected neither, or states.")
+    if regenerate and template_augmentation:
+        raise ValueError(f"template_augmentation is {template_augmentation}; expected 0 with regenerate: prompts are as they are served.")
+
+
+def _manifest(
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, made_of: dict[str, Any], num_records: int, records_per_shard: int,
+    layer_ids: list[int] | None, dtype: str | None,
+) -> Manifest:  # fmt: skip
+    width = target.config.get_text_config(decoder=True).hidden_size
+    commit = getattr(target.config, "_commit_hash", None)  # only those of the Hub have one
+    return Manifest(
+        target.name_or_path, weights_fingerprint(target), tokenizer_fingerprint(tokenizer), made_of, width, num_records, records_per_shard,
+        commit, layer_ids, dtype,
+    )  # fmt: skip
+
+
+def _make(workshop: _Workshop, output: str | Path, part: tuple[int, int], progress: Callable[[str], None]) -> None:
+    mine = [index for index in missing_shards(output) if index % part[1] == part[0]]
+    for done, index in enumerate(mine, 1):
+        rows, skipped = workshop.shard(index)
+        write_shard(output, index, rows, skipped)
+        progress(f"shard {done} of {len(mine)}: {len(rows)} rows, {sum(len(row['input_ids']) for row in rows)} tokens")
+
+
+def _summary(output: str | Path) -> Prepared:
+    store = HiddenStateStore(output, allow_partial=True)
+    total = store.manifest.num_shards
+    return Prepared(str(output), len(store), sum(store.lengths), dict(store.skipped), total - len(missing_shards(output)), total)

@@ -1,0 +1,160 @@
+"""Answers in the target's own words, token for token as it says them: what a drafter meets when serving. B prompts, T tokens."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import jinja2
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .chats import SAID
+from .identity import digest
+from .records import Chat
+from .store import Row
+
+LEAST_ANSWER = 2  # tokens: the first is never drafted
+OVER_LONG, TOO_SHORT = "over-long prompt", "too short"
+
+
+@contextmanager
+def seeded(*numbers: int) -> Iterator[None]:
+    """Within it, random numbers follow from these alone; those drawn afterwards are as if it had not been."""
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        torch.manual_seed(int(digest(*map(str, numbers))[:15], 16))
+        yield
+
+
+def stop_ids(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids that end a turn: those the target is generated with, and its tokenizer's."""
+    own = target.generation_config.eos_token_id
+    found = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id}
+    return sorted(token for token in found if token is not None)
+
+
+@dataclass
+class Speaker:
+    """How the target is asked: rows have at most `max_length` tokens, answers `max_new_tokens`, `generation` is what generate() takes."""
+
+    target: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    max_length: int
+    max_new_tokens: int
+    batch_size: int = 8
+    generation: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.stops = stop_ids(self.target, self.tokenizer)
+        pads = (self.tokenizer.pad_token_id, *self.stops, 0)
+        self.pad = next(token for token in pads if token is not None)
+
+    def answers(self, prompts: list[Tensor]) -> list[Tensor]:
+        """Ids of each answer through the end of its turn. The longest prompts come first: what does not fit in memory fails at once."""
+        order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+        found = dict[int, Tensor]()
+        for start in range(0, len(order), self.batch_size):
+            chosen = order[start : start + self.batch_size]
+            found |= zip(chosen, self._batch([prompts[i] for i in chosen]), strict=True)
+        return [found[i] for i in range(len(prompts))]
+
+    @torch.no_grad()
+    def _batch(self, prompts: list[Tensor]) -> list[Tensor]:
+        lengths = [len(prompt) for prompt in prompts]
+        ids = torch.full((len(prompts), max(lengths)), self.pad)
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):
+            ids[row, -len(prompt) :], mask[row, -len(prompt) :] = prompt, 1
+        device, room = self.target.device, self.max_length - min(lengths)
+        said = self.target.generate(
+            input_ids=ids.to(device), attention_mask=mask.to(device), max_new_tokens=min(self.max_new_tokens, room),
+            pad_token_id=self.pad, eos_token_id=self.stops or None, return_dict_in_generate=False, **self.generation,
+        )  # fmt: skip
+        return [self._through_end(answer) for answer in said[:, ids.shape[1] :].cpu()]
+
+    def _through_end(self, answer: Tensor) -> Tensor:
+        ends = torch.isin(answer, torch.tensor(self.stops, dtype=torch.long)).nonzero()
+        return answer[: int(ends[0]) + 1] if len(ends) else answer
+
+    def text(self, answer: Tensor) -> str:
+        said = answer[:-1] if answer[-1] in self.stops else answer
+        return str(self.tokenizer.decode(said, skip_special_tokens=True))
+
+    def fits(self, prompt: Tensor) -> bool:
+        return len(prompt) + LEAST_ANSWER <= self.max_length
+
+    def row(self, prompt: Tensor, answer: Tensor) -> Row:
+        ids = torch.cat([prompt, answer])[: self.max_length]
+        return {"input_ids": ids, "answers": torch.arange(len(ids)) >= len(prompt)}
+
+
+@dataclass
+class _Talk:
+    """A chat under way: `said` is what the next prompt is made of, `ahead` the messages of the original yet to come."""
+
+    ahead: list[dict[str, Any]]
+    tools: list[Any] | None
+    said: list[dict[str, Any]] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+
+    def goes_on(self) -> bool:
+        """Takes over what others say, up to the target's next turn. Calls of tools stay as they are: what follows answers them."""
+        while self.ahead:
+            message = self.ahead.pop(0)
+            if message["role"] == "assistant" and self.said and not message.get("tool_calls") and any(map(message.get, SAID)):
+                return True
+            self.said.append(message)
+            if message["role"] == "user" and not self.ahead:
+                return True
+        return False
+
+
+def regenerate(speaker: Speaker, chats: list[Chat], skipped: Counter[str], chat_template: str | None = None) -> list[list[Row]]:
+    """Chat by chat a row for every turn of the assistant, and for the one after a last message of the user's, as the target says it.
+
+    A row is the prompt as it is served and what the target said to it; its words replace the original in later prompts. `skipped` counts
+    by reason the chats that could not go on and the answers too short to learn from.
+    """
+    talks = [_Talk([*chat.messages], chat.tools) for chat in chats]
+    while True:
+        turns = [(talk, prompt) for talk in talks if talk.goes_on() for prompt in _prompts(speaker, talk, skipped, chat_template)]
+        if not turns:
+            return [talk.rows for talk in talks]
+        answers = speaker.answers([prompt for _, prompt in turns])
+        for (talk, prompt), answer in zip(turns, answers, strict=True):
+            talk.rows += _rows(speaker, prompt, answer, skipped)
+            talk.said.append({"role": "assistant", "content": speaker.text(answer)})
+
+
+def continue_texts(speaker: Speaker, prompts: list[Tensor], skipped: Counter[str]) -> list[list[Row]]:
+    """Prompt ids (T,) -> a row of the prompt and what the target goes on with, or none; `skipped` counts the reasons."""
+    fitting = [i for i, prompt in enumerate(prompts) if speaker.fits(prompt)]
+    skipped.update([OVER_LONG] * (len(prompts) - len(fitting)))
+    answers = dict(zip(fitting, speaker.answers([prompts[i] for i in fitting]), strict=True))
+    return [_rows(speaker, prompt, answers[i], skipped) if i in answers else [] for i, prompt in enumerate(prompts)]
+
+
+def _rows(speaker: Speaker, prompt: Tensor, answer: Tensor, skipped: Counter[str]) -> list[Row]:
+    if len(answer) >= LEAST_ANSWER:
+        return [speaker.row(prompt, answer)]
+    skipped[TOO_SHORT] += 1
+    return []
+
+
+def _prompts(speaker: Speaker, talk: _Talk, skipped: Counter[str], chat_template: str | None) -> list[Tensor]:
+    """The prompt of the next turn, or none: the chat ends there."""
+    try:
+        rendered: Any = speaker.tokenizer.apply_chat_template(
+            talk.said, tools=talk.tools, chat_template=chat_template, add_generation_prompt=True, tokenize=True, return_dict=True
+        )
+        prompt = torch.tensor(rendered["input_ids"], dtype=torch.long)
+        if speaker.fits(prompt):
+            return [prompt]
+        reason = OVER_LONG
+    except (jinja2.TemplateError, TypeError) as error:
+        reason = f"template refused it: {error}"
+    skipped[reason] += 1
+    talk.ahead.clear()
+    return []

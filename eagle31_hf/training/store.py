@@ -1,0 +1,234 @@
+"""A folder of rows, with or without the target's states: `manifest.json`, what it was made from, and numbered safetensors shards.
+
+T tokens of a row, n captured states, ht target width. A row is {"input_ids" (T,), "answers" (T,) bool}, and with states also {"states"
+(T, n*ht), "last_states" (T, ht)}: the captured ones, and the one that enters the target's head. A shard holds the rows one after another.
+"""
+
+import json
+import os
+import uuid
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import PreTrainedModel
+
+from ..checkpoints.files import read_json
+from ..checkpoints.write import write_json
+from .identity import FP8, Pieces, open_sealed, write_sealed
+
+Row = dict[str, Tensor]
+Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # a tensor's dtype, and the shape of what it has of a token
+MANIFEST, TARGET_PARTS = "manifest.json", "target.safetensors"
+FP8_MAX = torch.finfo(FP8).max
+STORED_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": FP8}
+NOT_FINITE = "states are not finite"
+
+
+@dataclass
+class Manifest:
+    """`revision` is the target's `weights_fingerprint`, `commit` that of its repository; `source` says what the rows were made of, and how.
+
+    Without `layer_ids` and `dtype` the store has tokens only.
+    """
+
+    target: str
+    revision: str
+    tokenizer: str
+    source: dict[str, Any]
+    target_hidden_size: int
+    num_records: int
+    records_per_shard: int
+    commit: str | None = None
+    layer_ids: list[int] | None = None
+    dtype: str | None = None
+
+    def __post_init__(self):
+        if (self.layer_ids is None) != (self.dtype is None):
+            raise ValueError(f"layer_ids is {self.layer_ids} and dtype {self.dtype}; expected both, or None for both: tokens only.")
+        if self.dtype is not None and self.dtype not in STORED_DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}; expected one of {', '.join(STORED_DTYPES)}.")
+
+    @property
+    def num_shards(self) -> int:
+        return -(-self.num_records // self.records_per_shard)
+
+    def layout(self) -> Layout:
+        """Name of every tensor that has an entry per token -> dtype and shape of an entry."""
+        layout: Layout = {"input_ids": (torch.int32, ()), "answers": (torch.uint8, ())}
+        if self.layer_ids is None:
+            return layout
+        num_states, dtype = len(self.layer_ids), STORED_DTYPES[self.dtype]
+        layout["states"] = (dtype, (num_states * self.target_hidden_size,))
+        layout["last_states"] = (torch.bfloat16 if dtype == FP8 else dtype, (self.target_hidden_size,))
+        return layout | ({"scales": (torch.float32, (num_states,))} if dtype == FP8 else {})
+
+
+def _flat(manifest: Manifest) -> dict[str, Any]:
+    values = asdict(manifest)
+    source = values.pop("source")
+    return values | {f"source.{name}": value for name, value in source.items()}
+
+
+def read_manifest(folder: str | Path) -> Manifest:
+    """Raises ValueError where there is none, or one of another version."""
+    path = Path(folder, MANIFEST)
+    if not path.is_file():
+        raise ValueError(f"{folder}: holds no {MANIFEST}; expected a folder that prepare-data has made.")
+    values, names = read_json(path), {field.name for field in fields(Manifest)}
+    if values.keys() != names:
+        others = ", ".join(sorted(values.keys() ^ names))
+        raise ValueError(f"{path}: has other fields than this version writes ({others}). Prepare the data again, into another folder.")
+    return Manifest(**values)
+
+
+def open_store(folder: str | Path, manifest: Manifest) -> None:
+    """Makes the folder with its manifest, or compares with the one there; several processes may do so at once.
+
+    Raises ValueError naming the first field in which they differ.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    staged = folder / f"{MANIFEST}.{uuid.uuid4().hex}.partial"
+    try:
+        write_json(staged, asdict(manifest))
+        os.link(staged, folder / MANIFEST)  # unlike a rename, it fails for all but the first
+    except FileExistsError:
+        found, expected = _flat(read_manifest(folder)), _flat(manifest)
+        for name in sorted(found.keys() | expected.keys()):
+            if found.get(name) != expected.get(name):
+                raise ValueError(
+                    f"{folder / MANIFEST}: {name} is {found.get(name)!r}, expected {expected.get(name)!r}: the data there was made from "
+                    "something else. Name another folder, or go back to what it was made from."
+                ) from None
+    finally:
+        staged.unlink(missing_ok=True)
+
+
+def shard_path(folder: str | Path, index: int) -> Path:
+    return Path(folder, f"shard-{index:05d}.safetensors")
+
+
+def missing_shards(folder: str | Path) -> list[int]:
+    return [index for index in range(read_manifest(folder).num_shards) if not shard_path(folder, index).is_file()]
+
+
+def write_shard(folder: str | Path, index: int, rows: Iterable[Row], skipped: Mapping[str, int]) -> None:
+    """Writes a shard, whole or not at all; `skipped` counts by reason what gave no row. Rows with NaN or infinite states join them.
+
+    Raises OSError naming the shard when it cannot be written.
+    """
+    layout, skips, encoded = read_manifest(folder).layout(), Counter(skipped), list[Row]()
+    for row in rows:
+        stored = _encode(row, layout)
+        if all(stored[name].isfinite().all() for name in ("states", "last_states", "scales") if name in stored and layout[name][0] != FP8):
+            encoded.append(stored)
+        else:
+            skips[NOT_FINITE] += 1
+    offsets = torch.tensor([0] + [len(row["input_ids"]) for row in encoded]).cumsum(0)
+    tensors: dict[str, Pieces] = {"offsets": (torch.int64, (len(offsets),), [offsets])}
+    for name, (dtype, shape) in layout.items():
+        tensors[name] = (dtype, (int(offsets[-1]), *shape), [row[name] for row in encoded])
+    facts = {"rows": str(len(encoded)), "tokens": str(int(offsets[-1])), "skipped": json.dumps(skips, sort_keys=True)}
+    write_sealed(shard_path(folder, index), tensors, facts)
+
+
+def _encode(row: Row, layout: Layout) -> Row:
+    """A row as it is stored. fp8 has one scale per token and captured state: they differ in size by orders of magnitude."""
+    row = dict(row)
+    if "scales" in layout:
+        states = row["states"].float().unflatten(-1, (*layout["scales"][1], -1))
+        scales = (states.abs().amax(-1) / FP8_MAX).clamp(min=torch.finfo(torch.float32).tiny)
+        row |= {"states": (states / scales[..., None]).flatten(-2), "scales": scales}
+    stored = {name: row[name].to(dtype) for name, (dtype, _) in layout.items()}
+    for name, (_, shape) in layout.items():
+        if stored[name].shape != (len(row["input_ids"]), *shape):
+            raise ValueError(f"{name} of a row has shape {tuple(stored[name].shape)}; expected {(len(row['input_ids']), *shape)}.")
+    return stored
+
+
+class HiddenStateStore(Dataset):
+    """The rows of a store, read one by one; every process opens the files for itself. fp8 states are given as bfloat16.
+
+    Raises ValueError when shards are missing, or when one that is opened for the first time has changed since it was written.
+    """
+
+    def __init__(self, folder: str | Path, allow_partial: bool = False, verify: bool = True):
+        self.folder, self.manifest, self.verify = Path(folder), read_manifest(folder), verify
+        total, missing = self.manifest.num_shards, missing_shards(folder)
+        if missing and not allow_partial:
+            raise ValueError(
+                f"{folder}: holds {total - len(missing)} of {total} shards; expected all. Run the same prepare-data command again."
+            )
+        self._paths = [shard_path(folder, index) for index in sorted({*range(total)} - {*missing})]
+        self._offsets, self.skipped, self._files = list[list[int]](), Counter[str](), dict[int, Any]()
+        for path in self._paths:
+            with open_sealed(path, verify=False) as file:
+                self._offsets.append(file.get_tensor("offsets").tolist())
+                self.skipped.update(json.loads(file.metadata()["skipped"]))
+        self._starts = list(accumulate((len(offsets) - 1 for offsets in self._offsets), initial=0))[:-1]
+        self.lengths = [end - start for offsets in self._offsets for start, end in pairwise(offsets)]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_files": {}}
+
+    def __getitem__(self, i: int) -> Row:
+        i = range(len(self))[i]
+        shard = bisect_right(self._starts, i) - 1
+        start, end = self._offsets[shard][i - self._starts[shard] :][:2]
+        if shard not in self._files:
+            with open_sealed(self._paths[shard], self.verify) as file:
+                self._files[shard] = file
+        layout = self.manifest.layout()
+        # A slice is a view of the whole mapped tensor, which is what would be sent between processes.
+        row = {name: self._files[shard].get_slice(name)[start:end].clone() for name in layout}
+        return _decode(row)
+
+    def check(self, target_fingerprint: str | None = None, layer_ids: list[int] | None = None, tokenizer_fingerprint: str | None = None):
+        """Raises ValueError naming what of these the rows were not made with."""
+        for name, expected in (("revision", target_fingerprint), ("layer_ids", layer_ids), ("tokenizer", tokenizer_fingerprint)):
+            found = getattr(self.manifest, name)
+            if expected is not None and found != expected:
+                raise ValueError(f"{self.folder}: {name} is {found!r}, expected {expected!r}. Prepare the data with what you train with.")
+
+
+def _decode(row: Row) -> Row:
+    row |= {"input_ids": row["input_ids"].long(), "answers": row["answers"].bool()}
+    if "scales" in row:
+        scales = row.pop("scales")
+        states = row["states"].float().unflatten(-1, (scales.shape[-1], -1)) * scales[..., None]
+        row["states"] = states.flatten(-2).bfloat16()
+    return row
+
+
+def save_target_parts(folder: str | Path, target: PreTrainedModel, scoring: dict[str, Any]) -> None:
+    """The target's input embedding and output head, with which a drafter is trained where the target is not."""
+    head, embedding = target.get_output_embeddings(), target.get_input_embeddings().weight
+    parts = {"embedding": embedding} if head.weight is embedding else {"embedding": embedding, "head": head.weight}
+    if getattr(head, "bias", None) is not None:
+        parts["head_bias"] = head.bias
+    for name, weight in parts.items():
+        if weight.is_meta or not weight.is_floating_point():
+            raise ValueError(f"the target's {name} is {weight.dtype} on {weight.device}; expected it loaded, and not quantized.")
+    tensors = {name: (weight.dtype, tuple(weight.shape), [weight]) for name, weight in parts.items()}
+    write_sealed(Path(folder, TARGET_PARTS), tensors, {"scoring": json.dumps(scoring, sort_keys=True)})
+
+
+def load_target_parts(folder: str | Path) -> tuple[Row, dict[str, Any]]:
+    """{"embedding" (V, ht), "head" (V, ht), and "head_bias" (V,) if any}, and the `scoring` they were saved with.
+
+    A tied head is the same tensor. Raises OSError where there are none, ValueError when they are damaged.
+    """
+    with open_sealed(Path(folder, TARGET_PARTS), verify=True) as file:
+        parts = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return {"head": parts["embedding"]} | parts, json.loads(file.metadata()["scoring"])

@@ -1,0 +1,164 @@
+"""The frozen target as training reads it: the states the drafter is fed, the state its own head reads, and what it says.
+
+B rows of packed texts, T tokens, n captured states, ht target width, V target vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
+
+from ..features import capture_states, decoder_layers
+
+PROBE_TOKENS = 24
+CLOSE = {torch.float32: 5e-3, torch.float64: 5e-3}  # of the logits' spread; others round more
+CLOSE_IN_HALF = 0.05
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """What a target does to its head's output y: cap * tanh(scale y / cap), or scale y without a cap."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    def __call__(self, scores: Tensor) -> Tensor:
+        scores = scores.float() * self.scale
+        return scores if self.cap is None else torch.tanh(scores / self.cap) * self.cap
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@torch.no_grad()
+def find_scoring(target: PreTrainedModel) -> Scoring:
+    """How logits follow from the decoder's last state: found on a probe, not looked up by family.
+
+    Raises ValueError for a target whose logits are no function of its head's output of this form.
+    """
+    head, config = target.get_output_embeddings(), target.config.get_text_config(decoder=True)
+    name = type(target).__name__
+    if head is None:
+        raise ValueError(f"{name} has no output head; expected a causal language model.")
+    tokens = torch.arange(PROBE_TOKENS, device=target.device)[None] % config.vocab_size
+    logits = target(input_ids=tokens, use_cache=False).logits.double()
+    scores = head(last_state(target, tokens).to(head.weight.device)).double().to(logits.device)
+    cap = getattr(config, "final_logit_softcapping", None)
+    uncapped = logits if cap is None else cap * torch.atanh((logits / cap).clamp(-0.999999, 0.999999))
+    scale = ((uncapped * scores).sum() / scores.square().sum()).item()
+    found = Scoring(1.0 if abs(scale - 1) < 1e-3 else scale, cap)
+    away = (found(scores) - logits).abs().max() / logits.std()
+    if not away < CLOSE.get(target.dtype, CLOSE_IN_HALF):
+        raise ValueError(
+            f"{name}: its logits do not follow from its last state by head, scale and cap (off by {away:.2g} of their spread); training "
+            "cannot ask it what it would say without all logits at once. It does not work with this architecture."
+        )
+    return found
+
+
+def last_state(target: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """What enters the head (B, T, ht), after the target's final norm."""
+    owner: Any = target
+    decoder = next((part for part in (owner.get_decoder(), owner.base_model) if part is not owner), None) or owner.model
+    return decoder(input_ids=tokens, use_cache=False).last_hidden_state
+
+
+def texts_of(documents: Tensor) -> list[tuple[int, int, int]]:
+    """Numbers of packed texts (B, T), 0 padding, -> row, start and end of each."""
+    found = []
+    for row, numbers in enumerate(documents.cpu()):
+        values, counts = numbers.unique_consecutive(return_counts=True)
+        ends = counts.cumsum(0)
+        found += [(row, int(end - count), int(end)) for value, count, end in zip(values, counts, ends, strict=True) if value > 0]
+    return found
+
+
+def groups_of(texts: list[tuple[int, int, int]], num_tokens: int) -> list[list[tuple[int, int, int]]]:
+    """Texts of like length together, at most `num_tokens` tokens a group, padding included."""
+    groups = list[list[tuple[int, int, int]]]()
+    for text in sorted(texts, key=lambda text: text[1] - text[2]):
+        longest = groups[-1][0][2] - groups[-1][0][1] if groups else 0
+        if groups and 2 * (text[2] - text[1]) >= longest and (len(groups[-1]) + 1) * longest <= num_tokens:
+            groups[-1].append(text)
+        else:
+            groups.append([text])
+    return groups
+
+
+class TargetReader:
+    """Runs the target over packed texts, each as a row of its own: every architecture can do that, and none sees its neighbour.
+
+    `in_step`: other processes hold parts of the target, so all have to run it equally often.
+    """
+
+    def __init__(self, target: PreTrainedModel, layer_ids: list[int], in_step: bool = False):
+        self.target, self.layer_ids, self.in_step = target, layer_ids, in_step
+        self.scoring = find_scoring(target)
+
+    @torch.no_grad()
+    def read(self, input_ids: Tensor, documents: Tensor, watch: Callable[[list[tuple[int, int, int]]], Any] | None = None):
+        """Tokens (B, T) and the numbers of their texts (B, T), 0 padding -> captured states (B, T, n*ht), last states (B, T, ht).
+
+        Padding has states of zero. `watch(group)`: a context around the forward of those texts (row, start, end).
+        """
+        groups = groups_of(texts_of(documents), documents.numel())
+        states = last = None
+        for group in self._same_number(groups):
+            length = max((end - start for _, start, end in group), default=1)
+            tokens = input_ids.new_zeros(max(1, len(group)), length)
+            for i, (row, start, end) in enumerate(group):
+                tokens[i, : end - start] = input_ids[row, start:end]
+            with capture_states(self.target, self.layer_ids) as captured, watch(group) if watch and group else torch.no_grad():
+                final = last_state(self.target, tokens.to(self.target.device)).to(input_ids.device)
+            found = captured.take().to(input_ids.device)
+            if states is None:
+                states = found.new_zeros(*input_ids.shape, found.shape[-1])
+                last = final.new_zeros(*input_ids.shape, final.shape[-1])
+            for i, (row, start, end) in enumerate(group):
+                states[row, start:end], last[row, start:end] = found[i, : end - start], final[i, : end - start]
+        return states, last
+
+    def _same_number(self, groups: list) -> list:
+        """The groups, and as many empty ones as another process has more."""
+        count = torch.tensor(max(1, len(groups)), device=self.target.device)
+        if self.in_step:
+            torch.distributed.all_reduce(count, torch.distributed.ReduceOp.MAX)
+        return groups + [[]] * (int(count) - len(groups))
+
+    @torch.no_grad()
+    def logits(self, last_states: Tensor) -> Tensor:
+        """Last states (N, ht) -> the target's logits (N, V) in fp32."""
+        head: Any = self.target.get_output_embeddings()
+        return self.scoring(head(last_states.to(head.weight.device))).to(last_states.device)
+
+
+class StoredTarget(nn.Module):
+    """What is left of a target whose states lie in a store: its embedding and its head."""
+
+    def __init__(self, parts: dict[str, Tensor], scoring: Scoring):
+        super().__init__()
+        self.embedding = nn.Embedding.from_pretrained(parts["embedding"], freeze=True)
+        self.head = nn.Linear(*reversed(parts["head"].shape), bias="head_bias" in parts, device="meta")
+        self.head.weight = nn.Parameter(parts["head"], requires_grad=False)
+        if "head_bias" in parts:
+            self.head.bias = nn.Parameter(parts["head_bias"], requires_grad=False)
+        self.scoring = scoring
+
+    def logits(self, last_states: Tensor) -> Tensor:
+        """Last states (N, ht) -> the target's logits (N, V) in fp32."""
+        return self.scoring(linear(last_states.to(self.head.weight), self.head.weight, self.head.bias))
+
+
+def shard(target: PreTrainedModel) -> None:
+    """Each process keeps its part of every decoder layer, gathered while the layer runs; embedding and head stay whole, as the drafter
+    reads them. Raises RuntimeError without several processes."""
+    from torch.distributed.fsdp import fully_shard
+
+    if not torch.distributed.is_initialized():
+        raise RuntimeError("shard_target needs several processes; start with `accelerate launch`, or leave it off.")
+    for layer in decoder_layers(target):
+        fully_shard(layer)

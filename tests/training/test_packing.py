@@ -1,0 +1,124 @@
+"""Packing loses no token and mixes no texts; batches mark what is padding."""
+
+import pickle
+import random
+
+import pytest
+import torch
+
+from eagle31_hf.training.packing import Collator, PackedRows, Rows, pack
+from eagle31_hf.training.rows import supervised
+
+WIDTH = 3
+
+
+def row(length: int, seed: int = 0, **states) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "input_ids": torch.randint(1, 90, (length,), generator=generator),
+        "answers": torch.rand(length, generator=generator) > 0.3,
+    } | states
+
+
+def with_states(length: int, dtype=torch.bfloat16) -> dict[str, torch.Tensor]:
+    return row(length, states=torch.randn(length, 2 * WIDTH, dtype=dtype), last_states=torch.randn(length, WIDTH, dtype=dtype))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_packs_hold_every_row_once_and_fit(seed):
+    draw = random.Random(seed)
+    lengths = [draw.choice((1, 3, 17, draw.randint(1, 64))) for _ in range(500)]
+    packs = pack(lengths, 64)
+    assert sorted(index for indices in packs for index in indices) == [*range(500)]
+    totals = [sum(lengths[index] for index in indices) for indices in packs]
+    assert max(totals) <= 64
+    # No two packs could be one: best fit opens a pack only for what fits into none.
+    assert sum(sorted(totals)[:2]) > 64
+    assert packs == pack(lengths, 64) == sorted(packs)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "packs"),
+    [([], []), ([8], [[0]]), ([8, 1], [[0], [1]]), ([5, 6, 2, 3], [[0, 3], [1, 2]]), ([2, 4, 4, 2, 4], [[0, 3, 4], [1, 2]])],
+)
+def test_packs(lengths, packs):
+    assert pack(lengths, 8) == packs
+
+
+def test_long_rows_are_refused():
+    with pytest.raises(ValueError, match="row 1 has 9 tokens; expected at most 8"):
+        pack([3, 9], 8)
+
+
+def test_rows_in_memory_are_what_they_were_made_of():
+    given = [row(length, length) for length in (5, 1, 9)]
+    rows = Rows.from_rows(iter(given))
+    assert (len(rows), rows.lengths, rows.input_ids.dtype) == (3, [5, 1, 9], torch.int32)
+    for index in (0, 1, 2, -1):
+        torch.testing.assert_close(rows[index], given[index])
+    assert [len(got["answers"]) for got in pickle.loads(pickle.dumps(rows))] == [5, 1, 9]
+    with pytest.raises(IndexError):
+        rows[3]
+    with pytest.raises(ValueError, match="there are no rows"):
+        Rows.from_rows([])
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["lengths known", "lengths measured"])
+def test_packed_rows(known):
+    given = [row(length, length) for length in (5, 6, 2, 3)]
+    packed = PackedRows(Rows.from_rows(given) if known else given, 8)
+    assert (len(packed), packed.lengths) == (2, [8, 8])
+    torch.testing.assert_close(packed[1], [given[1], given[2]])
+
+
+def test_a_batch_spelt_out():
+    batch = Collator()([
+        [{"input_ids": [5, 6, 7], "answers": [0, 1, 1]}, {"input_ids": [8, 9], "labels": [-100, 9]}],
+        {"input_ids": torch.tensor([4]), "loss_mask": torch.tensor([1])},
+    ])  # fmt: skip
+    expected = {
+        "input_ids": torch.tensor([[5, 6, 7, 8, 9], [4, 0, 0, 0, 0]]),
+        "answers": torch.tensor([[0, 1, 1, 0, 1], [1, 0, 0, 0, 0]]).bool(),
+        "documents": torch.tensor([[1, 1, 1, 2, 2], [1, 0, 0, 0, 0]]),
+    }
+    torch.testing.assert_close(batch, expected)
+
+
+@pytest.mark.parametrize(("multiple", "length"), [(None, 7), (1, 7), (7, 7), (4, 8), (16, 16)])
+def test_states_are_padded_with_zeros(multiple, length):
+    items = [[with_states(2), with_states(4)], with_states(7), with_states(3)]
+    batch = Collator(multiple)(items)
+    for name, width in (("states", 2 * WIDTH), ("last_states", WIDTH)):
+        assert batch[name].shape == (3, length, width)
+        torch.testing.assert_close(batch[name][0, :6], torch.cat([part[name] for part in items[0]]))
+        torch.testing.assert_close(batch[name][1, :7], items[1][name])
+        assert not batch[name][batch["documents"] == 0].any()
+    assert {name: part.dtype for name, part in batch.items()} == {
+        "input_ids": torch.int64, "answers": torch.bool, "documents": torch.int64, "states": torch.bfloat16, "last_states": torch.bfloat16,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("depth", range(3))
+def test_packed_and_padded_texts_are_supervised_as_alone(depth):
+    """Nothing in the padding, nothing across two documents."""
+    texts = [row(length, length) for length in (7, 9, 20)]
+    batch = Collator(pad_to_multiple_of=8)([texts[:2], texts[2]])
+    kept = supervised(batch["answers"], depth, documents=batch["documents"])
+    alone = [supervised(text["answers"][None], depth)[0].nonzero().flatten() for text in texts]
+    torch.testing.assert_close(kept[0].nonzero().flatten(), torch.cat([alone[0], 7 + alone[1]]))
+    torch.testing.assert_close(kept[1].nonzero().flatten(), alone[2])
+
+
+@pytest.mark.parametrize(
+    ("items", "problem"),
+    [
+        ([{"input_ids": [1, 2]}], "a row has input_ids; expected input_ids and one of"),
+        ([{"answers": [1, 1]}], "a row has answers; expected input_ids"),
+        ([with_states(3), row(3)], "rows have .*; expected the same in all of a batch"),
+        ([[with_states(3), row(2)]], r"rows of \[3, 2\] tokens have states of \[3, 0\]"),
+        ([row(4, states=torch.zeros(3, 6))], r"rows of \[4\] tokens have states of \[3\]"),
+    ],
+)
+def test_bad_rows(items, problem):
+    with pytest.raises(ValueError, match=problem):
+        Collator()(items)

@@ -1,0 +1,322 @@
+"""`eagle31 prepare-data`: one set of arguments gives one store, whoever makes it and however often they are stopped."""
+
+import argparse
+import copy
+import json
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from close import assert_close
+from test_regenerate import END, build_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from eagle31_hf.cli.preparation import add_prepare_data
+from eagle31_hf.cli.preparation import prepare_data as command
+from eagle31_hf.features import target_states
+from eagle31_hf.training.chats import RowMaker
+from eagle31_hf.training.prepare import prepare_data
+from eagle31_hf.training.store import HiddenStateStore, load_target_parts, missing_shards
+
+LENGTH, LAYERS = 48, [0, 2, 4]
+STATES = 1e-4  # fp32, states of up to 50, over rows computed together instead of one by one
+SAMPLING = {"do_sample": True, "temperature": 2.0}
+REGENERATED = {"max_length": LENGTH, "regenerate": True, "max_new_tokens": 10, "generation": SAMPLING, "batch_size": 3}
+WITH_STATES = {"states": True, "layer_ids": LAYERS, "records_per_shard": 3}
+
+
+def write_data(path, records: list[dict]) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def conversations(count: int = 14) -> list[dict]:
+    draw = random.Random(0)
+    words = lambda least: "".join(draw.choices("abcdefg", k=draw.randrange(least, 12)))  # noqa: E731
+    turns = [[("human", words(1)), ("gpt", words(3)), ("human", words(1)), ("gpt", words(3))][: draw.choice([2, 4])] for _ in range(count)]
+    return [{"conversations": [{"from": role, "value": text} for role, text in made]} for made in turns]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, make_target) -> str:
+    """A target with its tokenizer in a folder."""
+    folder = str(tmp_path_factory.mktemp("target"))
+    make_target("qwen3", eos_token_id=END).save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target(saved):
+    return AutoModelForCausalLM.from_pretrained(saved).eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(saved):
+    return AutoTokenizer.from_pretrained(saved)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> str:
+    return write_data(tmp_path_factory.mktemp("data") / "chats.jsonl", conversations())
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, target, tokenizer, data):
+    """A store of sampled answers and states that was made in one go."""
+    folder = tmp_path_factory.mktemp("whole")
+    prepare_data(target, tokenizer, data, folder, **REGENERATED, **WITH_STATES)
+    return folder
+
+
+def contents(folder) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_rows_are_those_of_the_records(tmp_path, target, tokenizer, data):
+    prepared = prepare_data(target, tokenizer, data, tmp_path, max_length=20, records_per_shard=4)
+    maker = RowMaker(tokenizer, 20)
+    expected = []
+    for index, record in enumerate(conversations()):
+        expected += maker.rows(record, index)
+    store = HiddenStateStore(tmp_path)
+    assert (prepared.rows, prepared.tokens, prepared.shards, prepared.num_shards) == (len(expected), sum(store.lengths), 4, 4)
+    for found, row in zip(store, expected, strict=True):
+        assert found.keys() == row.keys()
+        assert all(torch.equal(found[name], row[name]) for name in row)
+
+
+@pytest.mark.parametrize("regenerate", [False, True])
+def test_states_are_those_of_each_row_alone(tmp_path, target, tokenizer, data, regenerate):
+    options = REGENERATED if regenerate else {"max_length": LENGTH}
+    prepare_data(target, tokenizer, data, tmp_path, **options, **WITH_STATES)
+    store = HiddenStateStore(tmp_path)
+    assert len(store) >= 14
+    for row in store:
+        states, logits = target_states(target, row["input_ids"][None], LAYERS)
+        assert_close("states", row["states"], states[0], STATES)
+        assert_close("logits", target.lm_head(row["last_states"]).detach(), logits[0], STATES)
+
+
+def test_stored_parts_say_what_the_target_said(tmp_path, target, tokenizer, data):
+    """A final norm applied twice, or never, would show."""
+    prepare_data(target, tokenizer, data, tmp_path, **REGENERATED | {"generation": {"do_sample": False}}, **WITH_STATES)
+    parts, scoring = load_target_parts(tmp_path)
+    assert scoring == {"scale": 1.0, "cap": None}
+    for row in HiddenStateStore(tmp_path):
+        predicted = (row["last_states"] @ parts["head"].T).argmax(-1)[:-1]
+        answered = row["answers"][1:]
+        assert torch.equal(predicted[answered], row["input_ids"][1:][answered])
+
+
+def test_by_default_states_are_those_drafters_read_in_the_target_s_dtype(tmp_path, make_target, tokenizer, data):
+    target = make_target("llama").bfloat16()
+    prepare_data(target, tokenizer, data, tmp_path, max_length=LENGTH, states=True)
+    target.float()
+    manifest = HiddenStateStore(tmp_path).manifest
+    assert (manifest.layer_ids, manifest.dtype) == ([2, 3, 4], "bfloat16")
+
+
+def test_what_makes_no_row_is_counted(tmp_path, target, tokenizer):
+    records = [*conversations(3), {"messages": [{"role": "user", "content": "abc"}]}, {"text": "ab"}, {"messages": []}]
+    data = write_data(tmp_path / "data.jsonl", records)
+    prepared = prepare_data(target, tokenizer, data, tmp_path / "store", max_length=LENGTH, records_per_shard=1)
+    assert prepared.rows == 3
+    assert prepared.skipped == {"no answer": 2, "too short": 1}
+    assert prepared.shards == 6
+
+
+def test_states_that_are_not_finite_are_counted(tmp_path, make_target, tokenizer):
+    target = copy.deepcopy(make_target("qwen3", vocab_size=40))
+    target.get_input_embeddings().weight.data[30, 0] = float("nan")
+    records = [{"input_ids": [1, 2, token, 3, 4], "answers": [1] * 5} for token in (5, 30, 6, 31)]
+    data = write_data(tmp_path / "data.jsonl", records)
+    prepared = prepare_data(target, tokenizer, data, tmp_path / "store", max_length=LENGTH, **WITH_STATES)
+    assert prepared.skipped == {"states are not finite": 1}
+    assert [int(row["input_ids"][2]) for row in HiddenStateStore(tmp_path / "store")] == [5, 6, 31]
+
+
+@pytest.mark.parametrize("mask", ["answers", "all"])
+def test_texts_and_tokens_are_gone_on_with(tmp_path, target, tokenizer, mask):
+    tokens = {"input_ids": [1, 2, 3, 4, 5, 6], "answers": [0, 0, 0, 0, 1, 1]}
+    data = write_data(tmp_path / "data.jsonl", [{"text": "abcdefgh"}, tokens, *conversations(1)])
+    prepare_data(target, tokenizer, data, tmp_path / "store", mask=mask, **REGENERATED)
+    rows = [*HiddenStateStore(tmp_path / "store")]
+    *_, text, pretokenized = rows
+    assert text["input_ids"][:4].tolist() == [0, 1, 2, 3]
+    assert pretokenized["input_ids"][:4].tolist() == [1, 2, 3, 4]
+    for row in (text, pretokenized):
+        begin = 0 if mask == "all" else 4
+        assert row["answers"].tolist() == [i >= begin for i in range(len(row["input_ids"]))]
+        assert len(row["input_ids"]) > 5
+
+
+def test_a_missing_shard_is_made_again_as_it_was(tmp_path, target, tokenizer, data, whole):
+    """Its samples too: they do not depend on what was sampled before."""
+    prepare_data(target, tokenizer, data, tmp_path, **REGENERATED, **WITH_STATES)
+    removed = tmp_path / "shard-00002.safetensors"
+    removed.unlink()
+    messages = []
+    prepare_data(target, tokenizer, data, tmp_path, **REGENERATED, **WITH_STATES, progress=messages.append)
+    assert len(messages) == 1
+    assert contents(tmp_path) == contents(whole)
+
+
+def test_other_seeds_give_other_answers(tmp_path, target, tokenizer, data, whole):
+    prepare_data(target, tokenizer, data, tmp_path, **REGENERATED, **WITH_STATES, seed=1)
+    found, other = HiddenStateStore(tmp_path), HiddenStateStore(whole)
+    assert [row["input_ids"].tolist() for row in found] != [row["input_ids"].tolist() for row in other]
+
+
+def test_parts_make_the_same_store(tmp_path, target, tokenizer, data, whole):
+    for index in (2, 0, 1):
+        prepared = prepare_data(target, tokenizer, data, tmp_path, **REGENERATED, **WITH_STATES, part=(index, 3))
+    assert (prepared.shards, prepared.num_shards) == (5, 5)
+    assert contents(tmp_path) == contents(whole)
+
+
+DIFFERENT = {
+    "max_length": 47, "max_new_tokens": 11, "generation": {"do_sample": False}, "batch_size": 2, "seed": 1, "mask": "all",
+    "records_per_shard": 4, "layer_ids": [1, 2, 3], "states": None, "regenerate": None, "dtype": "fp8", "chat_template": "{{ messages }}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("option", DIFFERENT)
+def test_other_options_need_another_folder(tmp_path, target, tokenizer, data, option):
+    options = REGENERATED | WITH_STATES
+    prepare_data(target, tokenizer, data, tmp_path, **options, part=(9, 10))
+    dropped = {"states": ("states", "layer_ids"), "regenerate": ("regenerate", "max_new_tokens", "generation")}.get(option, ())
+    changed = options if dropped else options | {option: DIFFERENT[option]}
+    with pytest.raises(ValueError, match=r"manifest.json: .* Name another folder"):
+        prepare_data(target, tokenizer, data, tmp_path, **{name: value for name, value in changed.items() if name not in dropped})
+
+
+def test_other_data_targets_and_tokenizers_need_another_folder(tmp_path, target, tokenizer, data):
+    prepare_data(target, tokenizer, data, tmp_path, max_length=LENGTH)
+    with pytest.raises(ValueError, match=r"source.data is"):
+        prepare_data(target, tokenizer, write_data(tmp_path / "other.jsonl", conversations()[::-1]), tmp_path, max_length=LENGTH)
+    trained = copy.deepcopy(target)
+    trained.get_output_embeddings().weight.data[0, 0] += 1
+    with pytest.raises(ValueError, match="revision is"):
+        prepare_data(trained, tokenizer, data, tmp_path, max_length=LENGTH)
+    other = build_tokenizer()
+    other.chat_template += " "
+    with pytest.raises(ValueError, match="tokenizer is"):
+        prepare_data(target, other, data, tmp_path, max_length=LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"part": (2, 2)}, "part is 2/2; expected 0/n to n-1/n"),
+        ({"layer_ids": [1, 2, 3]}, "without states; expected neither, or states"),
+        ({"dtype": "fp8"}, "without states"),
+        ({"states": True, "layer_ids": [1, 2, 9]}, "reach past the target"),
+        ({"states": True, "layer_ids": LAYERS, "dtype": "int8"}, "dtype is 'int8'; expected one of float32"),
+        ({"regenerate": True, "template_augmentation": 0.5}, "template_augmentation is 0.5; expected 0 with regenerate"),
+    ],
+)
+def test_options_that_do_not_go_together(tmp_path, target, tokenizer, data, options, words):
+    with pytest.raises(ValueError, match=words):
+        prepare_data(target, tokenizer, data, tmp_path / "store", **options)
+    assert not (tmp_path / "store").exists()
+
+
+def _prepare(target, tokenizer, data, folder) -> None:
+    prepare_data(target, tokenizer, data, folder, **REGENERATED, **WITH_STATES)
+
+
+def _num_shards(folder, suffix: str) -> int:
+    return sum(path.name.endswith(suffix) for path in folder.glob("shard-*"))
+
+
+MOMENTS = {
+    "after the first shard": lambda folder: _num_shards(folder, ".safetensors") >= 1,
+    "while a shard is written": lambda folder: _num_shards(folder, ".partial") or _num_shards(folder, ".safetensors") >= 4,
+    "after the third shard": lambda folder: _num_shards(folder, ".safetensors") >= 3,
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_killed_again_and_again_it_ends_with_the_same_bytes(tmp_path, target, tokenizer, data, whole, seed):
+    """SIGKILL, of which no process hears."""
+    context, draw, kills = multiprocessing.get_context("fork"), random.Random(seed), 0
+    for moment in (*MOMENTS.values(), None):
+        delay, start = draw.uniform(0, 0.4), time.monotonic()
+        reached = moment or (lambda folder, delay=delay, start=start: time.monotonic() - start > delay)
+        process = context.Process(target=_prepare, args=(target, tokenizer, data, tmp_path))
+        process.start()
+        while process.is_alive() and not reached(tmp_path):
+            pass
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        kills += process.exitcode == -signal.SIGKILL
+    assert kills >= 2
+    (tmp_path / "shard-00004.safetensors").unlink(missing_ok=True)
+    (tmp_path / "shard-00004.safetensors.00ff.partial").write_bytes(b"half")
+    assert 4 in missing_shards(tmp_path)
+    _prepare(target, tokenizer, data, tmp_path)
+    assert {name: value for name, value in contents(tmp_path).items() if not name.startswith("manifest.json.")} == contents(whole)
+
+
+RUN = f"import sys; sys.path[:0] = ['{os.path.dirname(__file__)}']; from test_prepare import run; sys.exit(run(sys.argv[1:]))"
+
+
+def run(arguments: list[str]) -> int:
+    torch.set_num_threads(1)
+    parser = argparse.ArgumentParser()
+    add_prepare_data(parser)
+    return command(parser.parse_args(arguments))
+
+
+def arguments(saved: str, data: str, folder) -> list[str]:
+    return [
+        "--target", saved, "--data", data, "--output", str(folder), "--regenerate", "--states", "--max-length", "48",
+        "--max-new-tokens", "10", "--temperature", "2", "--batch-size", "3", "--records-per-shard", "3", "--layers", "0", "2", "4",
+    ]  # fmt: skip
+
+
+def test_two_processes_at_once_make_the_same_store(tmp_path, saved, data, whole):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    processes = [
+        subprocess.Popen([sys.executable, "-c", RUN, *arguments(saved, data, tmp_path), "--part", f"{index}/2"], env=environment)
+        for index in range(2)
+    ]
+    assert [process.wait() for process in processes] == [0, 0]
+    assert contents(tmp_path) == contents(whole)
+
+
+def test_the_command_prints_what_was_made(tmp_path, saved, data, whole, capsys):
+    assert run([*arguments(saved, data, tmp_path), "--json"]) == 0
+    out, err = capsys.readouterr()
+    report = json.loads(out)
+    assert set(report) == {"folder", "rows", "tokens", "skipped", "shards", "num_shards"}
+    assert report["rows"] == len(HiddenStateStore(whole))
+    assert "shard 5 of 5: " in err
+    assert contents(tmp_path) == contents(whole)
+    assert run(arguments(saved, data, tmp_path)) == 0
+    assert "5 of 5 shards\nrows     " in capsys.readouterr().out
+
+
+def test_the_command_without_regeneration(tmp_path, saved, data, capsys):
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}h{{ m.content }}{{ 'k' if m.role == 'assistant' }}{% endfor %}")
+    plain = ["--target", saved, "--data", data, "--output", str(tmp_path / "store"), "--chat-template", str(template)]
+    assert run(plain) == 0
+    assert HiddenStateStore(tmp_path / "store")[0]["input_ids"][0] == 7
+    for option in (["--temperature", "0"], ["--top-k", "3"], ["--max-new-tokens", "5"]):
+        with pytest.raises(ValueError, match="expected --regenerate too"):
+            run([*plain, *option])
+
+
+@pytest.mark.parametrize("text", ["2/2", "1", "a/b", "-1/2", "1/"])
+def test_parts_that_are_none(capsys, text):
+    with pytest.raises(SystemExit):
+        run(["--target", "t", "--data", "d", "--output", "o", f"--part={text}"])
+    assert "expected I/N with I from 0 to N - 1" in capsys.readouterr().err

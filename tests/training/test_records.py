@@ -1,0 +1,191 @@
+"""What files, folders and records hold."""
+
+import importlib.util
+import json
+import pickle
+
+import pytest
+import torch
+
+from eagle31_hf.training.records import JsonLines, Tokens, identity, parse_record, read_records
+
+ASKED, SAID = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+RECORDS = [{"text": "one"}, {"text": "two ü"}, {"text": "three"}]
+LINES = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in RECORDS)
+FILES = {
+    "data.jsonl": LINES, "unended.jsonl": LINES.rstrip("\n"), "list.json": json.dumps(RECORDS, indent=2), "lines.json": LINES,
+    "blank_lines.jsonl": "\n\n" + LINES.replace("\n", "\r\n \n"), "marked.jsonl": "\ufeff" + LINES,
+    "marked.json": "\ufeff" + json.dumps(RECORDS),
+}  # fmt: skip
+
+
+def written(folder, name: str, content: str) -> str:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.encode())
+    return str(path)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_of_records(tmp_path, name):
+    records = read_records(written(tmp_path, name, FILES[name]))
+    assert [*records] == RECORDS
+    assert (len(records), records[-1]) == (3, RECORDS[2])
+    assert [*pickle.loads(pickle.dumps(records))] == RECORDS
+
+
+def test_any_other_file_is_one_text(tmp_path):
+    assert [*read_records(written(tmp_path, "poem.md", "roses\n\nred"))] == [{"text": "roses\n\nred"}]
+
+
+def test_a_folder_is_its_files_in_the_order_of_their_paths(tmp_path):
+    for name, content in {
+        "b.jsonl": LINES,
+        "a/z.txt": "first",
+        "a/empty.jsonl": "",
+        "c.json": '[{"text": "last"}]',
+        ".git/x.txt": "no",
+    }.items():
+        written(tmp_path, name, content)
+    records = read_records(str(tmp_path))
+    assert [*records] == [{"text": "first"}, *RECORDS, {"text": "last"}]
+    assert [records[-1], records[-5]] == [{"text": "last"}, {"text": "first"}]
+    with pytest.raises(IndexError):
+        records[5]
+
+
+def test_lines_are_parsed_when_asked_for(tmp_path):
+    path = tmp_path / "data.jsonl"
+    written(tmp_path, path.name, LINES + "\n{broken\n[1]\n")
+    records = JsonLines(path)
+    assert records[2] == RECORDS[2]
+    for index, line, problem in ((3, 5, "Expecting property name"), (4, 6, "holds a list")):
+        with pytest.raises(ValueError, match=rf"data\.jsonl, line {line}: {problem}.*expected one JSON object a line"):
+            records[index]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("a.jsonl", "\n", "holds no records"), ("a.json", "[]", "holds no records"), ("a.txt", " \n", "holds no records"),
+        ("a.json", '[{"text": 1},', r"a\.json: Expecting .* expected a list of JSON objects"), ("a.json", "[3]", "holds a int"),
+    ],
+)  # fmt: skip
+def test_bad_files(tmp_path, name, content, problem):
+    with pytest.raises(ValueError, match=problem):
+        read_records(written(tmp_path, name, content))
+
+
+def test_bytes_and_empty_folders(tmp_path):
+    with pytest.raises(ValueError, match="a folder without files"):
+        read_records(str(tmp_path))
+    (tmp_path / "weights.bin").write_bytes(b"ab\xff\x00")
+    with pytest.raises(ValueError, match="byte 2 is no UTF-8"):
+        read_records(str(tmp_path))
+
+
+@pytest.mark.parametrize("source", ["missing.jsonl", "missing.txt", "./missing", "/a/b/missing", "a/b/missing", "~/x"])
+def test_missing_files(source):
+    for reader in (read_records, identity):
+        with pytest.raises(FileNotFoundError, match="not found; expected a file, a folder, or a dataset"):
+            reader(source)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("datasets") is not None, reason="the library is there")
+def test_datasets_name_the_extra(tmp_path):
+    written(tmp_path, "saved/state.json", "{}")
+    for source in ("owner/name", "name:config", str(tmp_path / "saved"), written(tmp_path, "data.parquet", "PAR1")):
+        with pytest.raises(ImportError, match=r"pip install eagle31_hf\[train\]"):
+            read_records(source)
+
+
+def test_saved_datasets(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    data = datasets.Dataset.from_list(RECORDS)
+    both = datasets.DatasetDict({"train": data, "test": data.select([0])})
+    data.save_to_disk(tmp_path / "one")
+    both.save_to_disk(tmp_path / "two")
+    data.to_parquet(tmp_path / "data.parquet")
+    for name in ("one", "two", "data.parquet"):
+        assert [*read_records(str(tmp_path / name))] == RECORDS
+    assert [*read_records(str(tmp_path / "two"), "test")] == RECORDS[:1]
+    assert identity(str(tmp_path / "two")) != identity(str(tmp_path / "two"), "test")
+    with pytest.raises(ValueError, match="has no split 'dev'; expected one of train, test"):
+        read_records(str(tmp_path / "two"), "dev")
+
+
+def test_identity_is_of_the_contents(tmp_path):
+    first, moved, other = (written(tmp_path, name, text) for name, text in (("a.txt", "x"), ("b/c.txt", "x"), ("d.txt", "y")))
+    assert identity(first) == identity(moved) != identity(other)
+    assert identity(first) != identity(written(tmp_path, "a.jsonl", "x"))
+    for name, text in (("e/1.txt", "ab"), ("e/2.txt", "c"), ("f/1.txt", "a"), ("f/2.txt", "bc")):
+        written(tmp_path, name, text)
+    assert identity(str(tmp_path / "e")) != identity(str(tmp_path / "f"))
+
+
+@pytest.mark.parametrize(
+    ("record", "messages"),
+    [
+        ({"messages": [ASKED, SAID | {"tool_calls": None}], "id": 3}, [ASKED, SAID]),
+        ({"prompt": "a", "messages": [ASKED, SAID]}, [ASKED, SAID]),
+        ({"messages": None, "prompt": "a", "completion": "b"}, [ASKED, SAID]),
+        ({"prompt": "a", "response": "b"}, [ASKED, SAID]),
+        ({"prompt": [{"role": "system", "content": "s"}, ASKED], "completion": [SAID]}, [{"role": "system", "content": "s"}, ASKED, SAID]),
+        ({"instruction": "a", "output": "b"}, [ASKED, SAID]),
+        ({"instruction": "a", "input": "", "output": "b"}, [ASKED, SAID]),
+        ({"instruction": "a", "input": "x", "output": "b"}, [{"role": "user", "content": "a\n\nx"}, SAID]),
+        ({"conversations": [ASKED, SAID]}, [ASKED, SAID]),
+    ],
+)
+def test_chats(record, messages):
+    chat = parse_record(record)
+    assert (chat.messages, chat.tools) == (messages, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "role"),
+    [("human", "user"), ("user", "user"), ("gpt", "assistant"), ("ChatGPT", "assistant"), ("bing", "assistant"), ("system", "system"),
+     ("assistant", "assistant"), ("tool", "tool")],
+)  # fmt: skip
+def test_names_of_sharegpt(name, role):
+    assert parse_record({"conversations": [{"from": name, "value": "a"}]}).messages == [{"role": role, "content": "a"}]
+
+
+def test_tools_and_their_calls_are_kept():
+    calls = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": None}}}],
+    }
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for given in (tools, json.dumps(tools)):
+        chat = parse_record({"messages": [ASKED, calls], "tools": given})
+        assert chat.tools == tools
+        assert chat.messages[1] == {"role": "assistant", "tool_calls": calls["tool_calls"]}
+
+
+@pytest.mark.parametrize(
+    "answers", [{"answers": [False, True, True]}, {"loss_mask": [0, 1, 1]}, {"assistant_masks": [0, 1, 1]}, {"labels": [-100, 0, 7]}]
+)
+def test_tokens(answers):
+    tokens = parse_record({"input_ids": [5, 0, 7]} | answers)
+    assert isinstance(tokens, Tokens)
+    torch.testing.assert_close(tokens.input_ids, torch.tensor([5, 0, 7]))
+    torch.testing.assert_close(tokens.answers, torch.tensor([False, True, True]))
+
+
+@pytest.mark.parametrize(
+    ("record", "problem"),
+    [
+        ({"question": "a", "answer": "b"}, "a record has answer, question; expected one of: input_ids; messages;"),
+        ({"text": None}, "a record has nothing; expected"),
+        ({"input_ids": [1]}, "a row has input_ids; expected input_ids and one of answers, loss_mask"),
+        ({"input_ids": [1, 2], "answers": [1]}, r"input_ids are \(2,\) and answers \(1,\); expected one mark"),
+        ({"messages": [{"content": "a"}]}, "expected an object with role and content, or from and value"),
+        ({"messages": "hello"}, "a message is 'h'; expected an object"),
+        ({"conversations": [{"from": "alien", "value": "a"}]}, "a message is from 'alien'; expected one of system"),
+    ],
+)
+def test_records_of_no_kind(record, problem):
+    with pytest.raises(ValueError, match=problem):
+        parse_record(record)

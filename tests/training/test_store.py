@@ -1,0 +1,426 @@
+"""Stores of rows: what is read is what was written, and what was not wholly written is not there."""
+
+import json
+import multiprocessing
+import pickle
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from eagle31_hf.training.identity import digest, tokenizer_fingerprint, weights_fingerprint
+from eagle31_hf.training.store import (
+    NOT_FINITE,
+    HiddenStateStore,
+    Manifest,
+    load_target_parts,
+    missing_shards,
+    open_store,
+    save_target_parts,
+    shard_path,
+    write_shard,
+)
+
+WIDTH, LAYERS = 5, [1, 2, 4]
+TOKENS_ONLY = Manifest("me/target", "weights", "tokenizer", {"data": "hash", "max_length": 9}, WIDTH, num_records=10, records_per_shard=3)
+MANIFEST = replace(TOKENS_ONLY, layer_ids=LAYERS, dtype="float32")
+EXACT = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FP8_STEP = 2.0**-4  # of a value: three bits of mantissa, rounded
+BF16_STEP = 2.0**-9
+
+
+def rows(lengths: list[int], seed: int = 0, dtype: torch.dtype = torch.float32) -> list[dict]:
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for n in lengths:
+        states = torch.randn(n, len(LAYERS), WIDTH, generator=generator) * torch.tensor([0.01, 1.0, 900.0])[:, None]
+        last = torch.randn(n, WIDTH, generator=generator)
+        ids = torch.randint(0, 150_000, (n,), generator=generator)
+        made.append({"input_ids": ids, "answers": ids % 2 == 0, "states": states.flatten(1).to(dtype), "last_states": last.to(dtype)})
+    return made
+
+
+def fill(folder, manifest: Manifest = MANIFEST, shards=((4, 1, 7), (), (2, 3), (5,)), **options) -> list[dict]:
+    """A store of these shards of rows of these lengths; its rows."""
+    open_store(folder, manifest)
+    written = [rows([*lengths], seed, **options) for seed, lengths in enumerate(shards)]
+    for index, made in enumerate(written):
+        write_shard(folder, index, made, Counter({"too short": index}))
+    return [row for made in written for row in made]
+
+
+def assert_same(found: dict, expected: dict) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("dtype", EXACT)
+def test_rows_are_read_as_they_were_written(tmp_path, dtype):
+    expected = fill(tmp_path, replace(MANIFEST, dtype=dtype), dtype=EXACT[dtype])
+    store = HiddenStateStore(tmp_path)
+    assert len(store) == len(expected) == 6
+    assert store.lengths == [4, 1, 7, 2, 3, 5]
+    assert store.skipped == Counter({"too short": 6})
+    for i in (5, 0, 3, 2, 4, 1, -1):
+        assert_same(store[i], expected[i])
+    with pytest.raises(IndexError):
+        store[6]
+
+
+def test_tokens_alone(tmp_path):
+    expected = fill(tmp_path, TOKENS_ONLY)
+    store = HiddenStateStore(tmp_path)
+    for found, row in zip(store, expected, strict=True):
+        assert_same(found, {name: row[name] for name in ("input_ids", "answers")})
+
+
+def test_only_the_row_is_held(tmp_path):
+    """And not the shard it is a part of, which would be sent along between processes."""
+    fill(tmp_path)
+    for value in HiddenStateStore(tmp_path)[0].values():
+        assert value.untyped_storage().nbytes() == value.nbytes
+
+
+def test_fp8_rounds_within_a_step_of_each_value_or_of_its_state(tmp_path):
+    """Three states of very different size: each has a scale of its own."""
+    expected = fill(tmp_path, replace(MANIFEST, dtype="fp8"))
+    for found, row in zip(HiddenStateStore(tmp_path), expected, strict=True):
+        assert found["states"].dtype == found["last_states"].dtype == torch.bfloat16
+        assert torch.equal(found["last_states"], row["last_states"].bfloat16())
+        values = row["states"].unflatten(-1, (len(LAYERS), WIDTH))
+        smallest = values.abs().amax(-1, keepdim=True) / 448 * 2.0**-10  # half of the least fp8 holds
+        bound = values.abs() * (FP8_STEP + 2 * BF16_STEP) + smallest
+        assert ((found["states"].float().unflatten(-1, (len(LAYERS), WIDTH)) - values).abs() <= bound).all()
+
+
+def test_fp8_of_a_state_of_zeros(tmp_path):
+    open_store(tmp_path, replace(MANIFEST, dtype="fp8", num_records=1))
+    (row,) = rows([3])
+    row["states"][1] = 0
+    write_shard(tmp_path, 0, [row], {})
+    assert (HiddenStateStore(tmp_path)[0]["states"][1] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "fp8"])
+@pytest.mark.parametrize("name", ["states", "last_states"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_states_that_are_not_finite_are_counted_and_left_out(tmp_path, dtype, name, value):
+    open_store(tmp_path, replace(MANIFEST, dtype=dtype, num_records=3))
+    made = rows([4, 6, 5])
+    made[1][name][3, 2] = value
+    skipped = Counter({"too short": 2})
+    write_shard(tmp_path, 0, made, skipped)
+    store = HiddenStateStore(tmp_path)
+    assert store.lengths == [4, 5]
+    assert torch.equal(store[1]["input_ids"], made[2]["input_ids"])
+    assert store.skipped == {"too short": 2, NOT_FINITE: 1}
+    assert skipped == {"too short": 2}
+
+
+def test_states_too_large_for_fp16_are_not_finite(tmp_path):
+    open_store(tmp_path, replace(MANIFEST, dtype="float16", num_records=1))
+    (row,) = rows([3])
+    row["states"][0, 0] = 1e5
+    write_shard(tmp_path, 0, [row], {})
+    assert HiddenStateStore(tmp_path).skipped == {NOT_FINITE: 1}
+
+
+def test_states_of_another_width_are_refused(tmp_path):
+    open_store(tmp_path, MANIFEST)
+    (row,) = rows([3])
+    row["states"] = row["states"][:, :-1]
+    with pytest.raises(ValueError, match=r"states of a row has shape \(3, 14\); expected \(3, 15\)"):
+        write_shard(tmp_path, 0, [row], {})
+    assert missing_shards(tmp_path) == [0, 1, 2, 3]
+
+
+def test_workers_of_a_loader_read_the_same(tmp_path):
+    expected = fill(tmp_path)
+    store = HiddenStateStore(tmp_path)
+    store[0]
+    loader = DataLoader(store, batch_size=None, num_workers=2, multiprocessing_context="fork")
+    for found, row in zip(loader, expected, strict=True):
+        assert_same(found, row)
+
+
+def test_pickled_while_files_are_open(tmp_path):
+    expected = fill(tmp_path)
+    store = HiddenStateStore(tmp_path)
+    store[0]
+    assert_same(pickle.loads(pickle.dumps(store))[2], expected[2])
+
+
+DIFFERENT = {
+    "target": "me/other", "revision": "other weights", "tokenizer": "other", "target_hidden_size": 6, "num_records": 11,
+    "records_per_shard": 4, "commit": "abc", "layer_ids": [1, 2, 3], "dtype": "fp8",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", DIFFERENT)
+def test_a_store_of_something_else_is_refused(tmp_path, field):
+    open_store(tmp_path, MANIFEST)
+    before = (tmp_path / "manifest.json").read_bytes()
+    with pytest.raises(ValueError, match=rf"manifest.json: {field} is .*, expected .*Name another folder") as error:
+        open_store(tmp_path, replace(MANIFEST, **{field: DIFFERENT[field]}))
+    assert f"{field} is {getattr(MANIFEST, field)!r}, expected {DIFFERENT[field]!r}" in str(error.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
+    assert (tmp_path / "manifest.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ({"data": "other", "max_length": 9}, "source.data is 'hash', expected 'other'"),
+        ({"data": "hash", "max_length": 10}, "source.max_length is 9, expected 10"),
+        ({"data": "hash"}, "source.max_length is 9, expected None"),
+        ({"data": "hash", "max_length": 9, "mask": "all"}, "source.mask is None, expected 'all'"),
+    ],
+)
+def test_a_store_made_in_another_way_is_refused(tmp_path, source, words):
+    open_store(tmp_path, MANIFEST)
+    with pytest.raises(ValueError, match=words):
+        open_store(tmp_path, replace(MANIFEST, source=source))
+
+
+def test_every_field_of_the_manifest_was_tried():
+    assert {*DIFFERENT, "source"} == set(vars(MANIFEST))
+
+
+def test_the_same_manifest_opens_the_store_again(tmp_path):
+    fill(tmp_path / "new" / "store")
+    open_store(tmp_path / "new" / "store", MANIFEST)
+    assert missing_shards(tmp_path / "new" / "store") == []
+
+
+def _open(folder, number, barrier, results) -> None:
+    barrier.wait()
+    try:
+        open_store(folder, replace(MANIFEST, target=f"me/target-{number % 2}"))
+        results.put(number % 2)
+    except ValueError as error:
+        results.put(str(error))
+
+
+def test_one_of_many_that_open_at_once_decides(tmp_path):
+    context = multiprocessing.get_context("fork")
+    for attempt in range(5):
+        barrier, results, folder = context.Barrier(6), context.Queue(), tmp_path / str(attempt)
+        processes = [context.Process(target=_open, args=(folder, number, barrier, results)) for number in range(6)]
+        for process in processes:
+            process.start()
+        found = [results.get(timeout=60) for _ in processes]
+        for process in processes:
+            process.join()
+        winner = int(json.loads((folder / "manifest.json").read_text())["target"][-1])
+        assert found.count(winner) == 3
+        assert sum("target is" in str(answer) for answer in found) == 3
+        assert [path.name for path in folder.iterdir()] == ["manifest.json"]
+
+
+@pytest.mark.parametrize(("fields", "words"), [({"dtype": None}, "expected both"), ({"dtype": "int8"}, "expected one of float32")])
+def test_manifests_that_make_no_sense(fields, words):
+    with pytest.raises(ValueError, match=words):
+        replace(MANIFEST, **fields)
+
+
+def test_an_incomplete_store_says_so(tmp_path):
+    fill(tmp_path)
+    shard_path(tmp_path, 0).unlink()
+    assert missing_shards(tmp_path) == [0]
+    with pytest.raises(ValueError, match=r"holds 3 of 4 shards; expected all. Run the same prepare-data command again"):
+        HiddenStateStore(tmp_path)
+    assert HiddenStateStore(tmp_path, allow_partial=True).lengths == [2, 3, 5]
+
+
+def test_a_folder_without_a_store(tmp_path):
+    with pytest.raises(ValueError, match=r"holds no manifest.json; expected a folder that prepare-data has made"):
+        HiddenStateStore(tmp_path)
+    (tmp_path / "manifest.json").write_text('{"target": "me/target"}')
+    with pytest.raises(ValueError, match="other fields than this version writes"):
+        HiddenStateStore(tmp_path)
+
+
+@pytest.mark.parametrize("place", [0.0, 0.01, 0.2, 0.4, 0.6, 0.8, 0.999])
+def test_a_flipped_byte_is_caught_when_the_shard_is_first_read(tmp_path, place):
+    fill(tmp_path)
+    path = shard_path(tmp_path, 2)
+    data = bytearray(path.read_bytes())
+    data[int(place * len(data))] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"shard-00002.safetensors: is damaged .*Delete it and run the same prepare-data command again"):
+        HiddenStateStore(tmp_path)[3]
+
+
+def test_every_byte_counts(tmp_path):
+    fill(tmp_path, TOKENS_ONLY, shards=((2,), (), (), ()))
+    path = shard_path(tmp_path, 0)
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        with pytest.raises(ValueError, match="is damaged"):
+            HiddenStateStore(tmp_path)[0]
+
+
+def test_other_shards_of_a_damaged_store_are_read(tmp_path):
+    expected = fill(tmp_path)
+    path = shard_path(tmp_path, 2)
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    store = HiddenStateStore(tmp_path)
+    assert_same(store[0], expected[0])
+    assert_same(HiddenStateStore(tmp_path, verify=False)[0], expected[0])
+    assert HiddenStateStore(tmp_path, verify=False)[4]["input_ids"].shape == (3,)
+
+
+def test_a_shortened_shard_is_damaged(tmp_path):
+    fill(tmp_path)
+    path = shard_path(tmp_path, 2)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"shard-00002.safetensors: is damaged"):
+        HiddenStateStore(tmp_path)
+
+
+def test_what_a_killed_writer_left_is_not_a_shard_and_goes_when_it_is_written(tmp_path):
+    open_store(tmp_path, MANIFEST)
+    leftovers = [tmp_path / f"shard-0000{index}.safetensors.0abc.partial" for index in (0, 1)]
+    for leftover in leftovers:
+        leftover.write_bytes(b"half")
+    assert missing_shards(tmp_path) == [0, 1, 2, 3]
+    write_shard(tmp_path, 0, rows([3]), {})
+    assert [leftover.exists() for leftover in leftovers] == [False, True]
+    assert missing_shards(tmp_path) == [1, 2, 3]
+
+
+FULL = f"""
+import resource, signal, sys
+sys.path[:0] = {sys.path!r}
+from test_store import rows, write_shard
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+made = rows([50, 60])
+resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))
+try:
+    write_shard(sys.argv[1], 2, made, {{}})
+except OSError as error:
+    print(error.errno, error)
+"""
+
+
+def test_a_full_disk(tmp_path):
+    """A limit on the size of files, which a write runs into half way."""
+    open_store(tmp_path, MANIFEST)
+    write_shard(tmp_path, 0, rows([3]), {})
+    done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert "shard-00002.safetensors: could not be written (File too large)" in done.stdout
+    assert "run the same command again: finished files are kept" in done.stdout
+    assert {path.name for path in tmp_path.iterdir()} == {"manifest.json", "shard-00000.safetensors"}
+    assert missing_shards(tmp_path) == [1, 2, 3]
+
+
+def test_one_set_of_rows_has_one_file(tmp_path):
+    """Whoever writes it, and whichever way the tensors lie in memory."""
+    made = rows([4, 7])
+    for name, written in (("a", made), ("b", [{key: value.t().contiguous().t() for key, value in row.items()} for row in made])):
+        open_store(tmp_path / name, MANIFEST)
+        write_shard(tmp_path / name, 0, written, {"b": 1, "a": 2})
+    assert shard_path(tmp_path / "a", 0).read_bytes() == shard_path(tmp_path / "b", 0).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "words"),
+    [
+        ({"target_fingerprint": "other"}, "revision is 'weights', expected 'other'"),
+        ({"layer_ids": [1, 2, 3]}, r"layer_ids is \[1, 2, 4\], expected \[1, 2, 3\]"),
+        ({"tokenizer_fingerprint": "other"}, "tokenizer is 'tokenizer', expected 'other'"),
+    ],
+)
+def test_a_store_is_checked_against_what_is_trained_with(tmp_path, wanted, words):
+    fill(tmp_path)
+    store = HiddenStateStore(tmp_path)
+    store.check()
+    store.check("weights", LAYERS, "tokenizer")
+    with pytest.raises(ValueError, match=words):
+        store.check(**wanted)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_of_the_target(tmp_path, make_target, tied, dtype):
+    target = make_target("llama", tie_word_embeddings=tied).to(dtype)
+    save_target_parts(tmp_path, target, {"scale": 0.5, "cap": None})
+    parts, scoring = load_target_parts(tmp_path)
+    assert scoring == {"scale": 0.5, "cap": None}
+    assert parts.keys() == {"embedding", "head"}
+    assert torch.equal(parts["embedding"], target.get_input_embeddings().weight)
+    assert torch.equal(parts["head"], target.get_output_embeddings().weight)
+    assert (parts["head"] is parts["embedding"]) == tied
+    target.float()
+
+
+def test_parts_of_a_target_with_a_bias(tmp_path, make_target):
+    target = make_target("llama", num_hidden_layers=1)
+    head = target.lm_head
+    target.lm_head = torch.nn.Linear(head.in_features, head.out_features)
+    save_target_parts(tmp_path, target, {})
+    assert torch.equal(load_target_parts(tmp_path)[0]["head_bias"], target.lm_head.bias)
+    target.lm_head = head
+    path = tmp_path / "target.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    with pytest.raises(ValueError, match=r"target.safetensors: is damaged"):
+        load_target_parts(tmp_path)
+
+
+def test_weights_that_are_elsewhere_are_refused(tmp_path, make_target):
+    with torch.device("meta"):
+        target = type(make_target())(make_target().config)
+    with pytest.raises(ValueError, match=r"embedding is torch.float32 on meta; expected it loaded"):
+        save_target_parts(tmp_path, target, {})
+
+
+def test_fingerprints_of_weights(make_target):
+    target = make_target("qwen3")
+    before = weights_fingerprint(target)
+    assert before == weights_fingerprint(make_target("qwen3"))
+    assert before != weights_fingerprint(make_target("llama"))
+    for name, weight in target.named_parameters():
+        for place in (0, -1):
+            value = weight.data.flatten()[place].item()
+            weight.data.view(-1)[place] = value + 1
+            assert weights_fingerprint(target) != before, name
+            weight.data.view(-1)[place] = value
+    assert weights_fingerprint(target) == before
+
+
+def test_fingerprint_of_a_wider_dtype_and_of_integers(make_target):
+    target = make_target("qwen3", num_hidden_layers=1).bfloat16()
+    narrow = weights_fingerprint(target)
+    assert weights_fingerprint(target.float()) == narrow
+    weight = target.model.layers[0].mlp.up_proj
+    weight.weight = torch.nn.Parameter(torch.zeros(7, 3, dtype=torch.int8), requires_grad=False)
+    zeros = weights_fingerprint(target)
+    weight.weight.data[0, 0] = 1
+    assert weights_fingerprint(target) != zeros
+
+
+def test_fingerprints_of_tokenizers(tokenizer):
+    before = tokenizer_fingerprint(tokenizer)
+    again = pickle.loads(pickle.dumps(tokenizer))
+    assert tokenizer_fingerprint(again) == before
+    again.chat_template = "{{ messages }}"
+    assert tokenizer_fingerprint(again) != before
+    for change in ({"eos_token": "a"}, {"additional_special_tokens": ["<x>"]}):
+        again = pickle.loads(pickle.dumps(tokenizer))
+        again.add_special_tokens(change)
+        assert tokenizer_fingerprint(again) != before
+    again = pickle.loads(pickle.dumps(tokenizer))
+    again.add_tokens(["zz"])
+    assert tokenizer_fingerprint(again) != before
+
+
+def test_digests_tell_where_a_part_ends():
+    assert digest("ab", "c") != digest("a", "bc")
+    assert digest("ab") == digest(b"ab")
