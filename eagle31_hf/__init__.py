@@ -3,6 +3,8 @@
 `import eagle31_hf` makes `target.generate(**inputs, assistant_model=drafter)` understand an `Eagle31DrafterModel`.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from transformers import AutoConfig, AutoModel
 
 from .checkpoints import convert_checkpoint, export_checkpoint
@@ -14,12 +16,18 @@ from .modeling import Eagle31DrafterModel, Eagle31DrafterOutput
 from .upgrade import UpgradeReport, upgrade_to_eagle31
 from .version import __version__
 
+if TYPE_CHECKING:
+    from .training.arguments import Eagle31TrainingArguments
+    from .training.trainer import Eagle31Trainer
+
 __all__ = [
     "AcceptanceStats",
     "Eagle31CandidateGenerator",
     "Eagle31Config",
     "Eagle31DrafterModel",
     "Eagle31DrafterOutput",
+    "Eagle31Trainer",
+    "Eagle31TrainingArguments",
     "UpgradeReport",
     "__version__",
     "convert_checkpoint",
@@ -29,6 +37,18 @@ __all__ = [
     "uninstall",
     "upgrade_to_eagle31",
 ]
+
+# transformers' Trainer takes seconds to import, which who only decodes need not wait for.
+LAZY = {"Eagle31Trainer": "trainer", "Eagle31TrainingArguments": "arguments"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f".training.{LAZY[name]}", __name__), name)
+
 
 AutoConfig.register("eagle31", Eagle31Config)
 AutoModel.register(Eagle31Config, Eagle31DrafterModel)

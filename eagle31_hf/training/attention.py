@@ -155,7 +155,7 @@ def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor, scale: float, spans: list[Span]
 ) -> tuple[Tensor, Tensor, Tensor]:
     if mask is None:
-        grads = tuple(torch.empty_like(x) for x in (q, k, v))
+        grads = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
         for rows, slots in spans:
             part = (x[rows, :, slots] for x in (grad, q, k, v, out, lse))
             found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*part, 0.0, True, scale=scale)

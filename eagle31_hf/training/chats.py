@@ -98,7 +98,7 @@ class RowMaker:
         has_template, has_bos = RENDERINGS[self._rendering(index)]
         texts = self._templated(chat) if has_template else [self._bare(chat)]
         bos = self.tokenizer.bos_token_id
-        if has_bos or bos is None:
+        if has_bos:
             return texts
         return [Tokens(t.input_ids[1:], t.answers[1:]) if t.input_ids[:1].tolist() == [bos] else t for t in texts]
 
@@ -110,7 +110,7 @@ class RowMaker:
     def _bare(self, chat: Chat) -> Tokens:
         """Contents alone, a line each; the line break after an answer is not part of it."""
         bos = self.tokenizer.bos_token_id
-        ids = [bos] if bos is not None and self.tokenizer("")["input_ids"][:1] == [bos] else []
+        ids = [bos] if self.tokenizer("")["input_ids"][:1] == [bos] else []
         answers = [False] * len(ids)
         for number, message in enumerate(chat.messages):
             parts = ["\n"] if number else []

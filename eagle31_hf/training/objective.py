@@ -79,12 +79,16 @@ class Batch:
     def padded(self, length: int) -> "Batch":
         """At least `length` tokens long, so that every batch unrolls all depths."""
         missing = max(0, length - self.input_ids.shape[1])
-        rows = (pad(x, (0, missing)) for x in (self.input_ids, self.answers, self.documents))
-        return Batch(*rows, *(pad(x, (0, 0, 0, missing)) for x in (self.states, self.last_states)), self.alignment)
+        ids, answers, documents = (pad(x, (0, missing)) for x in (self.input_ids, self.answers, self.documents))
+        states, last_states = (pad(x, (0, 0, 0, missing)) for x in (self.states, self.last_states))
+        return Batch(ids, answers, documents, states, last_states, self.alignment)
 
 
 class DraftingObjective(nn.Module):
-    """The drafter and its loss, exact whatever the batch is a part of. `logits_of`: the states the target's head reads (N, ht) -> the target's logits (N, V)."""
+    """The drafter and its loss, exact whatever the batch is a part of.
+
+    `logits_of`: the states the target's head reads (N, ht) -> the target's logits (N, V).
+    """
 
     accepts_loss_kwargs = True  # it is given what to divide by: the Trainer need not
 

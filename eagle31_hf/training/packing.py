@@ -135,3 +135,16 @@ class Collator:
                     )
                 text[name] = torch.cat([torch.as_tensor(row[name]) for row in rows])
         return text
+
+
+class Part(Dataset):
+    """Rows from `start` to `end` of others, with their lengths."""
+
+    def __init__(self, rows: Any, start: int, end: int):
+        self.rows, self.start, self.lengths = rows, start, rows.lengths[start:end]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> Row:
+        return self.rows[self.start + range(len(self))[index]]

@@ -142,7 +142,8 @@ class StoredTarget(nn.Module):
     def __init__(self, parts: dict[str, Tensor], scoring: Scoring):
         super().__init__()
         self.embedding = nn.Embedding.from_pretrained(parts["embedding"], freeze=True)
-        self.head = nn.Linear(*reversed(parts["head"].shape), bias="head_bias" in parts, device="meta")
+        rows, width = parts["head"].shape
+        self.head = nn.Linear(width, rows, bias="head_bias" in parts, device="meta")
         self.head.weight = nn.Parameter(parts["head"], requires_grad=False)
         if "head_bias" in parts:
             self.head.bias = nn.Parameter(parts["head_bias"], requires_grad=False)

@@ -30,7 +30,7 @@ class Walk:
         self.accepted_per_position = [a + b for a, b in zip(*both, strict=True)]
 
     def metrics(self) -> dict[str, float]:
-        """`accepted_length`: tokens a target forward, bonus included, what `stats.mean_accepted_length` measures; `_no_bonus`: drafts of it;
+        """`accepted_length`: tokens a target forward, bonus included, as `stats.mean_accepted_length` has it; `_no_bonus`: drafts of it;
         `_sampled`: with the bonus, expected of drafts that are sampled."""
         if not self.rounds:
             return {}

@@ -131,10 +131,12 @@ def test_other_ends_of_a_turn(make_tokenizer):
     assert rows_of(tokenizer, messages(*CHAT), stop_ids={0})[0][1] == ["abc<end>\n", "de<end>\n"]
 
 
-@pytest.mark.parametrize("template", ["chatml", "marked", "marked_inside"])
+@pytest.mark.parametrize("template", ["chatml", "marked", "marked_inside", "thinking"])
 def test_silent_turns_are_no_answers(make_tokenizer, template):
     chat = [("user", "hi"), ("assistant", ""), ("user", "yo")]
-    assert rows_of(make_tokenizer(template), messages(*chat, ("assistant", "ab")))[0][1] == ["ab<end>"]
+    assert rows_of(make_tokenizer(template), messages(*chat, ("assistant", "ab")))[0][1] == [
+        "\n\n</think>" * (template == "thinking") + "ab<end>"
+    ]
     with pytest.raises(Skipped, match="no answer"):
         rows_of(make_tokenizer(template), messages(*chat))
 
@@ -244,8 +246,9 @@ def test_perturbed_renderings(make_tokenizer):
     assert {rows_of(tokenizer, chat, index)[0][0] for index in range(50)} == {PERTURBED["regular"][0]}
 
 
-def test_a_target_without_bos_is_not_robbed_of_its_first_token(make_tokenizer):
-    tokenizer, chat = make_tokenizer("chatml", has_bos=False), messages(("user", "hi"), ("assistant", "ab"))
+@pytest.mark.parametrize("special", [{}, {"bos_token": "<bos>"}], ids=["no BOS", "BOS not used"])
+def test_a_target_without_bos_is_not_robbed_of_its_first_token(make_tokenizer, special):
+    tokenizer, chat = make_tokenizer("chatml", has_bos=False, **special), messages(("user", "hi"), ("assistant", "ab"))
     texts = {rows_of(tokenizer, chat, index, template_augmentation=1)[0][0] for index in range(40)}
     assert texts == {"<im>user\nhi<end>\n<im>assistant\nab<end>\n", "hi\nab"}
 

@@ -173,5 +173,5 @@ def test_positions_begin_anew_with_each_text():
 def test_dropout_in_attention_is_refused():
     drafter = build(attention_dropout=0.1).train()
     tokens, states = inputs(drafter, LENGTH)
-    with pytest.raises(ValueError, match="attention_dropout is 0.1; expected 0"):
+    with pytest.raises(ValueError, match=r"attention_dropout is 0\.1; expected 0"):
         list(unroll(drafter, tokens, states, 2))

@@ -1,0 +1,75 @@
+"""Drafters to begin with, and draft vocabularies."""
+
+import pytest
+import torch
+from close import assert_close
+from conftest import VOCAB, build_target
+from torch.nn.functional import softmax
+
+from eagle31_hf.features import target_states
+from eagle31_hf.training.fresh import choose_vocabulary, count_answers, mass_covered, new_drafter
+from eagle31_hf.training.target import TargetReader
+
+KINDS = ("llama", "qwen3", "gpt2", "gemma3_window_8", "mistral_window_8")
+SOME = torch.tensor([9, 2, 5, 0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_drafter_of_any_targets_shape_drafts_for_it(kind):
+    target = build_target(kind)
+    drafter = new_drafter(target)
+    assert drafter.config.is_eagle31
+    assert drafter.dtype == torch.float32
+    prompt = torch.arange(5)[None]
+    options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 8, "do_sample": False}
+    assert target.generate(prompt, assistant_model=drafter.eval(), **options).equal(target.generate(prompt, **options))
+
+
+def test_its_head_begins_as_the_targets_rows():
+    target = build_target()
+    head = target.get_output_embeddings().weight
+    assert_close("all", new_drafter(target).lm_head.weight, head, 0.0)
+    pruned = new_drafter(target, SOME)
+    assert pruned.draft_to_target_ids().tolist() == SOME.tolist()
+    assert_close("some", pruned.lm_head.weight, head[SOME], 0.0)
+    scratch = new_drafter(target, SOME, head="scratch")
+    assert (scratch.lm_head.weight - head[SOME]).abs().max() > 0.01
+
+
+def test_the_same_seed_gives_the_same_drafter():
+    target = build_target()
+    one, same, other = (new_drafter(target, seed=seed).fc.weight for seed in (0, 0, 1))
+    assert one.equal(same)
+    assert not one.equal(other)
+
+
+def test_an_unknown_head_is_refused():
+    with pytest.raises(ValueError, match="head is 'random'; expected one of target, scratch"):
+        new_drafter(build_target(), head="random")
+
+
+def test_the_vocabulary_is_the_most_frequent_answers_and_what_ends_a_text():
+    rows = [
+        {"input_ids": torch.tensor([7, 3, 3, 4]), "answers": torch.tensor([False, True, True, True])},
+        {"input_ids": [7, 7, 5, 3], "answers": [False, False, True, True]},
+    ]
+    counts = count_answers(rows, VOCAB)
+    assert counts.tolist() == [0, 0, 0, 3, 1, 1, 0, 0, 0, 0, 0]
+    ids, share = choose_vocabulary(counts, 3, always=[9])
+    assert ids.tolist() == [3, 4, 9]
+    assert share == pytest.approx(4 / 5)
+
+
+@pytest.mark.parametrize("size", [1, VOCAB + 1])
+def test_a_size_that_cannot_be_is_refused(size):
+    with pytest.raises(ValueError, match=f"to have {size} ids; expected 2 to {VOCAB}"):
+        choose_vocabulary(torch.ones(VOCAB), size, always=[1, 2])
+
+
+def test_covered_mass_is_the_targets_on_the_answers():
+    target = build_target()
+    tokens = torch.arange(9)[None] % VOCAB
+    _, logits = target_states(target, tokens, [1])
+    p = softmax(logits[0].float(), -1)[:, SOME].sum(-1)
+    row = {"input_ids": tokens[0], "answers": torch.tensor([False] * 4 + [True] * 5)}
+    assert mass_covered([row], SOME, TargetReader(target, [1])) == pytest.approx(p[3:8].mean().item(), abs=1e-5)

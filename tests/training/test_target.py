@@ -1,0 +1,80 @@
+"""What training reads of a target: states and logits as the target alone has them, texts packed or not.
+
+B rows, T tokens.
+"""
+
+import pytest
+import torch
+from close import assert_close
+from conftest import VOCAB, build_target
+from torch import nn
+
+from eagle31_hf.features import target_states
+from eagle31_hf.training.target import Scoring, StoredTarget, TargetReader, find_scoring, groups_of, texts_of
+
+CLOSE = 1e-4
+DOCUMENTS = torch.tensor([[1] * 9 + [2] * 11, [1] * 14 + [0] * 6, [1] * 3 + [2] * 2 + [3] * 15])
+SCALED = {"gemma3_window_8": ({"final_logit_softcapping": 3.0}, Scoring(1.0, 3.0)), "llama": ({}, Scoring())}
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma3_window_8", "mistral_window_8"])
+def test_every_text_is_read_as_it_is_alone(kind):
+    target = build_target(kind)
+    layers = len(next(module for module in target.modules() if isinstance(module, nn.ModuleList)))
+    reader = TargetReader(target, [0, 1, layers])
+    tokens = torch.randint(VOCAB, DOCUMENTS.shape, generator=torch.Generator().manual_seed(0))
+    states, last = reader.read(tokens, DOCUMENTS)
+    for row, start, end in texts_of(DOCUMENTS):
+        wanted, logits = target_states(target, tokens[row : row + 1, start:end], [0, 1, layers])
+        assert_close("states", states[row, start:end], wanted[0], CLOSE)
+        assert_close("logits", reader.logits(last[row, start:end]), logits[0].float(), CLOSE)
+    assert not states[1, 14:].any()
+    assert not last[1, 14:].any()
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_how_logits_are_made_is_found(kind):
+    fields, wanted = SCALED[kind]
+    assert find_scoring(build_target(kind, **fields)) == wanted
+
+
+def test_a_scale_is_found():
+    from transformers import AutoModelForCausalLM, CohereConfig
+
+    config = CohereConfig(
+        vocab_size=VOCAB, hidden_size=36, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        logit_scale=0.25, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    assert find_scoring(AutoModelForCausalLM.from_config(config).eval()).scale == pytest.approx(0.25, abs=1e-4)
+
+
+def test_a_target_that_does_something_else_with_its_head_is_refused():
+    target = build_target("llama", vocab_size=VOCAB + 1)  # another vocabulary: this model is changed
+    head = target.lm_head
+    target.lm_head = nn.Sequential(head, nn.Softmax(dim=-1))
+    target.lm_head.weight = head.weight
+    target.forward = lambda input_ids, use_cache: type("Output", (), {"logits": head(target.model(input_ids).last_hidden_state) ** 2})
+    with pytest.raises(ValueError, match="do not follow from its last state"):
+        find_scoring(target)
+
+
+def test_groups_hold_texts_of_like_length_within_bounds():
+    texts = [(0, 0, 100), (0, 100, 110), (1, 0, 60), (1, 60, 111), (2, 0, 9)]
+    groups = groups_of(texts, 200)
+    assert sorted(text for group in groups for text in group) == sorted(texts)
+    for group in groups:
+        lengths = [end - start for _, start, end in group]
+        assert 2 * min(lengths) >= max(lengths)
+        assert len(group) * max(lengths) <= 200
+    assert len(groups) == 3
+
+
+def test_a_stored_target_says_what_the_target_says():
+    target = build_target("llama")
+    reader = TargetReader(target, [1])
+    tokens = torch.arange(8)[None] % VOCAB
+    _, last = reader.read(tokens, torch.ones_like(tokens))
+    parts = {"embedding": target.get_input_embeddings().weight.detach(), "head": target.lm_head.weight.detach()}
+    kept = StoredTarget(parts, reader.scoring)
+    assert_close("logits", kept.logits(last[0]), reader.logits(last[0]), CLOSE)
+    assert not any(weight.requires_grad for weight in kept.parameters())

@@ -1,0 +1,73 @@
+"""Walking an answer against drafting it step by step."""
+
+import random
+
+import pytest
+import torch
+
+from eagle31_hf.training.walk import Walk, answers_of, expected_rounds, walk
+
+
+def drafted(hits, stops):
+    """The same, token by token as a decoder goes: accept hits one after the other, then the bonus token, until the text ends."""
+    depth, left = hits.shape
+    rounds, tokens, accepted, at = 0, 0, 0, 0
+    while at < left:
+        rounds, number = rounds + 1, 0
+        while number < depth and at + number < left - (not stops) and hits[number, at]:
+            number += 1
+        accepted += number
+        made = number + (at + number < left)  # nothing comes after the end of the text
+        tokens, at = tokens + made, at + made
+    return rounds, tokens, accepted
+
+
+@pytest.mark.parametrize("stops", [True, False])
+@pytest.mark.parametrize(("depth", "left"), [(1, 1), (3, 1), (3, 7), (5, 23)])
+def test_as_drafted_step_by_step(depth, left, stops):
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        hits = torch.rand(depth, left, generator=generator) < 0.8
+        found = walk(hits, torch.ones(depth, left), stops)
+        assert (found.rounds, found.tokens, found.accepted) == drafted(hits, stops)
+        assert found.tokens == left
+        assert sum(found.accepted_per_position) == found.accepted
+
+
+def test_expected_rounds_are_those_of_many_drawn_ones():
+    draw, depth, left = random.Random(0), 3, 9
+    chances = torch.rand(depth, left, generator=torch.Generator().manual_seed(1))
+
+    def once():
+        at = rounds = 0
+        while at < left:
+            number = 0
+            while number < depth and at + number < left and draw.random() < chances[number, at]:
+                number += 1
+            at, rounds = at + number + 1, rounds + 1
+        return rounds
+
+    assert expected_rounds(chances) == pytest.approx(sum(once() for _ in range(20000)) / 20000, abs=0.03)
+
+
+def test_certain_drafts_leave_nothing_to_chance():
+    hits = torch.rand(4, 20, generator=torch.Generator().manual_seed(3)) < 0.7
+    found = walk(hits, hits.float())
+    assert found.expected_rounds == found.rounds
+
+
+def test_walks_add_up():
+    walks = [walk(torch.rand(3, n) < 0.5, torch.rand(3, n)) for n in (5, 9)]
+    total = Walk()
+    for one in walks:
+        total.add(one)
+    assert total.metrics()["accepted_length"] == 14 / sum(one.rounds for one in walks)
+    assert total.accepted_per_position == [sum(parts) for parts in zip(*(one.accepted_per_position for one in walks), strict=True)]
+    assert Walk().metrics() == {}
+
+
+def test_where_answers_are():
+    """Those of one token have nothing to draft; a text without a prompt is drafted from its second token on."""
+    answers = torch.tensor([[0, 0, 1, 1, 1, 0, 1, 0, 1, 1], [1, 1, 1, 1, 1, 1, 0, 0, 0, 0]]).bool()
+    documents = torch.tensor([[1] * 10, [1, 1, 1, 2, 2, 2, 2, 0, 0, 0]])
+    assert list(answers_of(answers, documents)) == [(0, 2, 5), (0, 8, 10), (1, 1, 3), (1, 4, 6)]
