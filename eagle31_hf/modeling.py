@@ -139,7 +139,7 @@ class Eagle31DrafterModel(PreTrainedModel):
             return self.lm_head
         return self._target_modules[1] if self._target_modules else None
 
-    def load_target_embeddings(self, target: PreTrainedModel) -> None:
+    def load_target_embeddings(self, target: Any) -> None:
         """Ties the drafter to the target's input embedding, and to its head where the checkpoint has none, without a copy.
 
         Raises ValueError when the target's width or vocabulary is not the one the drafter was made for.

@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from . import benchmarks, checkpoints, run
+from . import benchmarks, checkpoints, preparation, run, training
 from .parsing import Parser
 
 # name: (function, what adds its arguments, one line, example)
@@ -41,6 +41,18 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Callable[[argpars
         "eagle31 publish model_cards/EAGLE3-LLaMA3.1-Instruct-8B --repo-id me/EAGLE3-LLaMA3.1-Instruct-8B",
     ),
     "bench": (benchmarks.bench, benchmarks.add_bench, "measure what the library costs", "eagle31 bench engine --shape qwen3-0.6b"),
+    "prepare-data": (
+        preparation.prepare_data,
+        preparation.add_prepare_data,
+        "turn chats or texts into training data, in the target's own words and with its states where asked",
+        "eagle31 prepare-data --target Qwen/Qwen3-8B --data sharegpt.jsonl --output prepared --regenerate",
+    ),
+    "train": (
+        training.train,
+        training.add_train,
+        "train a drafter for a causal language model",
+        "eagle31 train --target Qwen/Qwen3-8B --data prepared --output my-drafter --draft-vocab-size 32000 --bf16 --device cuda",
+    ),
     "upgrade": (
         checkpoints.upgrade,
         checkpoints.add_upgrade,

@@ -22,7 +22,7 @@ def prepare_data(args: argparse.Namespace) -> int:
     if not args.regenerate and (generation or args.max_new_tokens is not None):
         raise ValueError("--max-new-tokens, --temperature, --top-p and --top-k are of regenerated answers; expected --regenerate too.")
     progress(f"loading {args.target}")
-    target, tokenizer = _target(args), AutoTokenizer.from_pretrained(args.target, revision=args.revision)
+    target, tokenizer = load_target(args), AutoTokenizer.from_pretrained(args.target, revision=args.revision)
     prepared = prepare(
         target, tokenizer, args.data, args.output, max_length=args.max_length, states=args.states, layer_ids=args.layers,
         dtype=args.states_dtype, regenerate=args.regenerate, generation=generation, batch_size=args.batch_size,
@@ -36,7 +36,8 @@ def prepare_data(args: argparse.Namespace) -> int:
     return 0
 
 
-def _target(args: argparse.Namespace) -> Any:
+def load_target(args: argparse.Namespace) -> Any:
+    """The target as it is asked for: where, in which dtype, quantized or spread over devices."""
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     options: dict[str, Any] = {"dtype": args.dtype, "revision": args.revision}
@@ -89,7 +90,7 @@ def add_prepare_data(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--records-per-shard", type=positive, default=64, help="records of the data in a shard (default: 64)")
     parser.add_argument("--batch-size", type=positive, default=8, help="rows the target reads at once (default: 8)")
     parser.add_argument("--seed", type=int, default=0)
-    _add_loading(parser)
+    add_loading(parser)
 
 
 def _add_rows(parser: argparse.ArgumentParser) -> None:
@@ -121,7 +122,7 @@ def _add_states(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_loading(parser: argparse.ArgumentParser) -> None:
+def add_loading(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--revision", help="branch, tag or commit of the target's Hub repository")
     parser.add_argument("--dtype", default="auto", help="of the target: auto, float32, bfloat16, float16")
     parser.add_argument("--device-map", help="spread the target over devices, as transformers does: auto, balanced, ...")

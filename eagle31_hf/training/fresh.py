@@ -9,10 +9,9 @@ from transformers import PreTrainedModel
 
 from .. import vocab
 from ..configuration import Eagle31Config, default_layer_ids
-from ..features import decoder_layers
 from ..modeling import Eagle31DrafterModel
 from .losses import Goal
-from .target import TargetReader
+from .target import StoredTarget, TargetReader
 
 # Fields a drafter takes from its target's config under the same name, where it has them.
 SHAPE = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "rms_norm_eps", "max_position_embeddings")
@@ -21,9 +20,9 @@ HEADS = ("target", "scratch")
 ROWS_AT_ONCE = 256  # of the target's logits
 
 
-def layer_ids_for(target: PreTrainedModel) -> list[int]:
+def layer_ids_for(shape: Any) -> list[int]:
     """Captured states for a new drafter: `[2, L // 2, L - 3]`, or an early, a middle and the last state where that is too deep."""
-    num_layers = len(decoder_layers(target))
+    num_layers = shape.num_hidden_layers
     try:
         return default_layer_ids(num_layers)
     except ValueError:
@@ -31,7 +30,7 @@ def layer_ids_for(target: PreTrainedModel) -> list[int]:
 
 
 def new_drafter(
-    target: PreTrainedModel, draft_ids: Tensor | None = None, head: str = "target", seed: int = 0, **fields: Any
+    target: PreTrainedModel | StoredTarget, draft_ids: Tensor | None = None, head: str = "target", seed: int = 0, **fields: Any
 ) -> Eagle31DrafterModel:
     """An untrained EAGLE 3.1 drafter in fp32, one layer of the target's shape, tied to the target's embedding.
 
@@ -40,11 +39,12 @@ def new_drafter(
     """
     if head not in HEADS:
         raise ValueError(f"head is {head!r}; expected one of {', '.join(HEADS)}.")
-    shape, table = target.config.get_text_config(decoder=True), target.get_input_embeddings().weight
+    embedding: Any = target.get_input_embeddings()
+    shape = target.config.get_text_config(decoder=True)
     values: dict[str, Any] = {name: getattr(shape, name) for name in SHAPE + SPECIAL if getattr(shape, name, None) is not None}
     values |= {
-        "vocab_size": table.shape[0], "draft_vocab_size": None if draft_ids is None else len(draft_ids),
-        "hidden_size": shape.hidden_size, "aux_hidden_state_layer_ids": layer_ids_for(target), "rope_parameters": rope_of(shape),
+        "vocab_size": embedding.weight.shape[0], "draft_vocab_size": None if draft_ids is None else len(draft_ids),
+        "hidden_size": shape.hidden_size, "aux_hidden_state_layer_ids": layer_ids_for(shape), "rope_parameters": rope_of(shape),
         "target_model": target.name_or_path or None,
     }  # fmt: skip
     config = Eagle31Config(**values | fields)
@@ -67,9 +67,10 @@ def rope_of(shape: Any) -> dict[str, Any] | None:
 
 
 @torch.no_grad()
-def copy_head(drafter: Eagle31DrafterModel, target: PreTrainedModel) -> None:
+def copy_head(drafter: Eagle31DrafterModel, target: PreTrainedModel | StoredTarget) -> None:
     """The target's head rows, those of the draft vocabulary. Raises ValueError where they do not fit or are quantized."""
-    weight = target.get_output_embeddings().weight
+    head: Any = target.get_output_embeddings()
+    weight = head.weight
     if not weight.is_floating_point() or weight.is_meta or weight.shape[1] != drafter.lm_head.weight.shape[1]:
         raise ValueError(
             f"the target's head is {tuple(weight.shape)} {weight.dtype} on {weight.device}, the drafter's "
@@ -104,12 +105,12 @@ def choose_vocabulary(counts: Tensor, size: int, always: Iterable[int]) -> tuple
 
 
 @torch.no_grad()
-def mass_covered(rows: Iterable[dict[str, Tensor]], draft_ids: Tensor, reader: TargetReader) -> float:
+def mass_covered(rows: Iterable[dict[str, Tensor]], draft_ids: Tensor, reader: TargetReader | StoredTarget) -> float:
     """The probability that the target gives to a draft vocabulary (Vd,), mean over the answers' tokens of these rows."""
     masses = list[Tensor]()
     for row in rows:
         ids, answers = torch.as_tensor(row["input_ids"])[None], torch.as_tensor(row["answers"]).bool()
-        _, last = reader.read(ids, torch.ones_like(ids))
-        said = last[0, :-1][answers[1:]]  # states that an answer's tokens were said from
+        last = row["last_states"] if "last_states" in row else reader.read(ids, torch.ones_like(ids))[1][0]
+        said = last[:-1][answers[1:]]  # the states an answer's tokens were said from
         masses += [Goal.of(reader.logits(part), draft_ids).log_coverage.exp().cpu() for part in said.split(ROWS_AT_ONCE)]
     return float(torch.cat(masses).mean()) if masses else 0.0

@@ -20,6 +20,7 @@ from ..features import decoder_layers
 from . import regenerate as on_policy
 from .chats import RowMaker, Skipped
 from .identity import digest, tokenizer_fingerprint, weights_fingerprint
+from .packing import Rows
 from .records import Chat, Record, identity, parse_record, read_records
 from .store import HiddenStateStore, Manifest, Row, missing_shards, open_store, save_target_parts, write_shard
 from .target import TargetReader
@@ -152,6 +153,23 @@ def prepare_data(
     workshop = _Workshop(records, records_per_shard, maker, speaker, reader, mask, seed, batch_size)
     _make(workshop, output, part, progress or (lambda message: None))
     return _summary(output)
+
+
+def rows_in_memory(
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: str, *, max_length: int, split: str = "train", seed: int = 0
+) -> tuple[Rows, dict[str, int]]:
+    """Rows of a source as it is, and what made none, by reason. Raises ValueError where nothing did."""
+    records, skipped, rows = read_records(source, split), Counter[str](), list[Row]()
+    table: Any = target.get_input_embeddings()
+    maker = RowMaker(tokenizer, max_length, len(table.weight), seed=seed, stop_ids=set(on_policy.stop_ids(target, tokenizer)))
+    for number, record in enumerate(records):
+        try:
+            rows += maker.rows(record, number)
+        except Skipped as reason:
+            skipped[str(reason)] += 1
+    if not rows:
+        raise ValueError(f"{source}: none of its {len(records)} records makes a row ({dict(skipped)}); expected some with answers.")
+    return Rows.from_rows(rows), skipped
 
 
 def _check(states: bool, layer_ids: Any, dtype: Any, regenerate: bool, template_augmentation: float, part: tuple[int, int]) -> None:

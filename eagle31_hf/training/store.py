@@ -212,7 +212,7 @@ def _decode(row: Row) -> Row:
 
 
 def save_target_parts(folder: str | Path, target: PreTrainedModel, scoring: dict[str, Any]) -> None:
-    """The target's input embedding and output head, with which a drafter is trained where the target is not."""
+    """What a drafter is made from and trained with where the target is not: its input embedding, its output head, its configs."""
     head, embedding = target.get_output_embeddings(), target.get_input_embeddings().weight
     parts = {"embedding": embedding} if head.weight is embedding else {"embedding": embedding, "head": head.weight}
     if getattr(head, "bias", None) is not None:
@@ -222,6 +222,8 @@ def save_target_parts(folder: str | Path, target: PreTrainedModel, scoring: dict
             raise ValueError(f"the target's {name} is {weight.dtype} on {weight.device}; expected it loaded, and not quantized.")
     tensors = {name: (weight.dtype, tuple(weight.shape), [weight]) for name, weight in parts.items()}
     write_sealed(Path(folder, TARGET_PARTS), tensors, {"scoring": json.dumps(scoring, sort_keys=True)})
+    target.config.save_pretrained(folder)
+    target.generation_config.save_pretrained(folder)
 
 
 def load_target_parts(folder: str | Path) -> tuple[Row, dict[str, Any]]:

@@ -5,14 +5,16 @@ B rows of packed texts, T tokens, n captured states, ht target width, V target v
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from transformers import PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from ..features import capture_states, decoder_layers
+from .store import load_target_parts
 
 PROBE_TOKENS = 24
 CLOSE = {torch.float32: 5e-3, torch.float64: 5e-3}  # of the logits' spread; others round more
@@ -133,21 +135,31 @@ class TargetReader:
     def logits(self, last_states: Tensor) -> Tensor:
         """Last states (N, ht) -> the target's logits (N, V) in fp32."""
         head: Any = self.target.get_output_embeddings()
-        return self.scoring(head(last_states.to(head.weight.device))).to(last_states.device)
+        kind = head.weight if head.weight.is_floating_point() else head.weight.device  # FSDP gives them in its own precision
+        return self.scoring(head(last_states.to(kind))).to(last_states.device)
 
 
 class StoredTarget(nn.Module):
-    """What is left of a target whose states lie in a store: its embedding and its head."""
+    """What a store has kept of a target: configs, embedding and head, which a drafter is made from and tied to as to the target."""
 
-    def __init__(self, parts: dict[str, Tensor], scoring: Scoring):
+    def __init__(self, folder: str | Path, name: str):
         super().__init__()
+        parts, scoring = load_target_parts(folder)
+        self.name_or_path, self.config = name, AutoConfig.from_pretrained(folder)
+        self.generation_config = GenerationConfig.from_pretrained(folder)
         self.embedding = nn.Embedding.from_pretrained(parts["embedding"], freeze=True)
         rows, width = parts["head"].shape
         self.head = nn.Linear(width, rows, bias="head_bias" in parts, device="meta")
         self.head.weight = nn.Parameter(parts["head"], requires_grad=False)
         if "head_bias" in parts:
             self.head.bias = nn.Parameter(parts["head_bias"], requires_grad=False)
-        self.scoring = scoring
+        self.scoring = Scoring(**scoring)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
 
     def logits(self, last_states: Tensor) -> Tensor:
         """Last states (N, ht) -> the target's logits (N, V) in fp32."""

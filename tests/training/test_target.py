@@ -10,6 +10,8 @@ from conftest import VOCAB, build_target
 from torch import nn
 
 from eagle31_hf.features import target_states
+from eagle31_hf.training.fresh import new_drafter
+from eagle31_hf.training.store import save_target_parts
 from eagle31_hf.training.target import Scoring, StoredTarget, TargetReader, find_scoring, groups_of, texts_of
 
 CLOSE = 1e-4
@@ -69,12 +71,16 @@ def test_groups_hold_texts_of_like_length_within_bounds():
     assert len(groups) == 3
 
 
-def test_a_stored_target_says_what_the_target_says():
+def test_a_stored_target_says_what_the_target_says(tmp_path):
     target = build_target("llama")
     reader = TargetReader(target, [1])
     tokens = torch.arange(8)[None] % VOCAB
     _, last = reader.read(tokens, torch.ones_like(tokens))
-    parts = {"embedding": target.get_input_embeddings().weight.detach(), "head": target.lm_head.weight.detach()}
-    kept = StoredTarget(parts, reader.scoring)
+    save_target_parts(tmp_path, target, reader.scoring.as_dict())
+    kept = StoredTarget(tmp_path, "me/target")
     assert_close("logits", kept.logits(last[0]), reader.logits(last[0]), CLOSE)
     assert not any(weight.requires_grad for weight in kept.parameters())
+    ours, theirs = new_drafter(kept), new_drafter(target)
+    for name, weight in theirs.state_dict().items():
+        assert_close(name, ours.state_dict()[name], weight, 0.0)
+    assert ours.get_input_embeddings().weight.equal(target.get_input_embeddings().weight)
