@@ -138,7 +138,8 @@ def prepare_data(
         "stop_ids": stops,
     }  # fmt: skip
     if regenerate:
-        made_of |= {"max_new_tokens": max_new_tokens, "batch_size": batch_size, "generation": generation}
+        own = digest(target.generation_config.to_json_string(use_diff=False))  # what is not given is as it says
+        made_of |= {"max_new_tokens": max_new_tokens, "batch_size": batch_size, "generation": generation, "generation_config": own}
     if states:
         layer_ids = Eagle31Config(aux_hidden_state_layer_ids=layer_ids).resolve_layer_ids(len(decoder_layers(target)))
         dtype = dtype or str(target.dtype).removeprefix("torch.")
