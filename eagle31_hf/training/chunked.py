@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import log_softmax
 
-from .losses import DISTANCES, Goal, overlap
+from .losses import Drafts, Goal, mixed, overlap
 
 # Of one fp32 matrix of logits: on a CPU what its allocator uses again and its caches nearly hold.
 BYTES_AT_ONCE = {"cpu": 2**23, "cuda": 2**28}
@@ -19,16 +18,16 @@ BYTES_AT_ONCE = {"cpu": 2**23, "cuda": 2**28}
 
 @dataclass
 class RowFigures:
-    """Of every row, each (N,), no gradient: `loss`; `acceptance`, the chance that rejection sampling keeps a token drawn from q;
-    `greedy_acceptance`, that the target draws q's likeliest token; `coverage`; `guess`, the draft id of q's likeliest token; `is_right`: it
-    is p's too."""
+    """Of every row, each (N,), no gradient: `loss`; `acceptance`, the chance that rejection sampling keeps a token drawn from q; `coverage`;
+    `is_right`: q's likeliest token is p's. Where they are asked for: `guess`, the draft id of that token, and `greedy_acceptance`, the
+    chance that the target draws it."""
 
     loss: Tensor
     acceptance: Tensor
-    greedy_acceptance: Tensor
     coverage: Tensor
     is_right: Tensor
-    guess: Tensor
+    guess: Tensor | None = None
+    greedy_acceptance: Tensor | None = None
 
 
 def chunked_loss(
@@ -40,6 +39,7 @@ def chunked_loss(
     score: Callable[[Tensor], Tensor],
     parameters: Sequence[Tensor],
     draft_vocab_size: int,
+    with_guesses: bool = True,
     bytes_at_once: int | None = None,
 ) -> tuple[Tensor, RowFigures]:
     """-> sum over rows of weight times distance, a scalar, and the figures of every row.
@@ -52,46 +52,48 @@ def chunked_loss(
     rows_at_once = max(1, bytes_at_once // (4 * draft_vocab_size))
     parts = list[tuple[Tensor, ...]]()
 
-    def loss_of(part: Tensor, rows: Tensor) -> Tensor:
+    def loss_of(logits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         asked, which = places[rows].unique_consecutive(return_inverse=True)
-        with torch.no_grad():
-            goal = goal_of(asked)[which]
-        log_q = log_softmax(score(part).float(), dim=-1)
-        losses = sum(weight * DISTANCES[name](goal, log_q) for name, weight in mixture.items())
-        with torch.no_grad():
-            guess = log_q.argmax(-1)
-            greedy = goal.log_p.gather(1, guess[:, None])[:, 0].exp()
-            parts.append((losses.detach(), overlap(goal, log_q), greedy, goal.log_coverage.exp(), guess == goal.best, guess))
-        return (weights[rows] * losses).sum()
+        goal, drafts = goal_of(asked)[which], Drafts(logits)
+        losses, pull = mixed(mixture, goal, drafts)
+        parts.append((losses, overlap(goal, drafts), goal.coverage, drafts.is_likeliest(goal.best), *guesses(goal, drafts)))
+        return weights[rows] @ losses, pull.mul_(-weights[rows, None])
+
+    def guesses(goal: Goal, drafts: Drafts) -> tuple[Tensor, ...]:
+        if not with_guesses:
+            return ()
+        guess = drafts.logits.argmax(-1)
+        return guess, goal.p.gather(1, guess[:, None])[:, 0]
 
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    loss = _Chunked.apply(states, order, rows_at_once, loss_of, torch.is_grad_enabled(), *trained)
+    loss = _Chunked.apply(states, order, rows_at_once, score, loss_of, torch.is_grad_enabled(), *trained)
     back = order.argsort()
     return loss, RowFigures(*(torch.cat(column)[back] for column in zip(*parts, strict=True)))
 
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, states: Tensor, order: Tensor, rows_at_once: int, loss_of: Callable, with_grad: bool, *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx, states: Tensor, order: Tensor, rows_at_once: int, score: Callable, loss_of: Callable, with_grad: bool, *parameters: Tensor
+    ) -> Tensor:
         total = states.new_zeros((), dtype=torch.float32)
         state_grads = torch.zeros_like(states) if with_grad else None
         grads = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in parameters] if with_grad else []
         for rows in order.split(rows_at_once):
             part = states[rows].detach()
-            if not with_grad:
-                total += loss_of(part, rows)
-                continue
-            with torch.enable_grad():
-                loss = loss_of(part.requires_grad_(), rows)
-                part_grad, *found = torch.autograd.grad(loss, (part, *parameters))
-            total += loss.detach()
-            state_grads[rows] = part_grad
-            for grad, new in zip(grads, found, strict=True):
-                grad += new
+            with torch.set_grad_enabled(with_grad):
+                logits = score(part.requires_grad_(with_grad))
+            loss, by_logits = loss_of(logits, rows)
+            total += loss
+            if with_grad:
+                part_grad, *found = torch.autograd.grad(logits, (part, *parameters), by_logits.to(logits.dtype))
+                state_grads[rows] = part_grad
+                for grad, new in zip(grads, found, strict=True):
+                    grad += new
         ctx.save_for_backward(state_grads, *(grad.to(parameter.dtype) for grad, parameter in zip(grads, parameters, strict=bool(grads))))
         return total
 
     @staticmethod
     def backward(ctx, upstream: Tensor):
         state_grads, *grads = ctx.saved_tensors
-        return upstream * state_grads, None, None, None, None, *(upstream * grad for grad in grads)
+        return upstream * state_grads, None, None, None, None, None, *(upstream * grad for grad in grads)

@@ -112,5 +112,5 @@ def mass_covered(rows: Iterable[dict[str, Tensor]], draft_ids: Tensor, reader: T
         ids, answers = torch.as_tensor(row["input_ids"])[None], torch.as_tensor(row["answers"]).bool()
         last = row["last_states"] if "last_states" in row else reader.read(ids, torch.ones_like(ids))[1][0]
         said = last[:-1][answers[1:]]  # the states an answer's tokens were said from
-        masses += [Goal.of(reader.logits(part), draft_ids).log_coverage.exp().cpu() for part in said.split(ROWS_AT_ONCE)]
+        masses += [Goal.of(reader.logits(part), draft_ids).coverage.cpu() for part in said.split(ROWS_AT_ONCE)]
     return float(torch.cat(masses).mean()) if masses else 0.0

@@ -33,19 +33,22 @@ class Settings:
     drift_regulariser: float = 0.0
 
 
+CLOSER = ("greedy_acceptance", "sink_mass", "prompt_mass", "own_mass", "self_mass")
+
+
 @dataclass
 class Sums:
-    """Over the supervised rows of each depth, each (K,): `rows` their number, `watched` the number of those whose attention was looked at,
-    the others sums, see `RowFigures` and `drift`."""
+    """Over the supervised rows of each depth, each (K,): `rows` their number, `watched` the number of those looked at more closely (guesses,
+    attention); the others are sums, see `RowFigures` and `drift`."""
 
     rows: Tensor
     watched: Tensor
     distance: Tensor
     accuracy: Tensor
     acceptance: Tensor
-    greedy_acceptance: Tensor
     coverage: Tensor
     state_norm: Tensor
+    greedy_acceptance: Tensor
     sink_mass: Tensor
     prompt_mass: Tensor
     own_mass: Tensor
@@ -60,7 +63,7 @@ class Sums:
         """Added-up sums -> the mean of every figure by depth, 0 where there was no row."""
         columns = dict(zip((f.name for f in fields(cls)), stacked, strict=True))
         rows, watched = columns.pop("rows"), columns.pop("watched")
-        counts = {name: watched if name.endswith("_mass") else rows for name in columns}
+        counts = {name: watched if name in CLOSER else rows for name in columns}
         return {name: (column / counts[name].clamp(min=1)).tolist() for name, column in columns.items() if counts[name].any()}
 
 
@@ -96,7 +99,7 @@ class DraftingObjective(nn.Module):
         super().__init__()
         self.drafter, self.settings = drafter, settings
         self.logits_of = (logits_of,)  # a tuple, so that a target is no part of what is trained
-        self.recomputes, self.watches = False, False  # computes depths again in the backward pass; looks at attention
+        self.recomputes, self.watches = False, False  # computes depths again in the backward pass; looks at guesses and attention
         self._no_split_modules = drafter._no_split_modules
 
     def activation_checkpointing_enable(self, **kwargs: Any) -> None:
@@ -158,7 +161,7 @@ class DraftingObjective(nn.Module):
 
         return chunked_loss(
             mixture, torch.cat(found.states), torch.cat(found.weights), found.places(batch.input_ids.shape[1]),
-            goal_of, drafter.score, list(head.parameters()), drafter.config.draft_vocab_size,
+            goal_of, drafter.score, list(head.parameters()), drafter.config.draft_vocab_size, with_guesses=self.watches,
         )  # fmt: skip
 
 
@@ -188,8 +191,9 @@ class Found:
         def total(figure: Tensor) -> Tensor:
             return torch.stack([part.double().sum() for part in self.by_depth(figure)])
 
-        columns = (figures.loss, figures.is_right, figures.acceptance, figures.greedy_acceptance, figures.coverage, torch.cat(self.norms))
+        columns = (figures.loss, figures.is_right, figures.acceptance, figures.coverage, torch.cat(self.norms))
         rows = torch.tensor([float(len(row)) for row in self.row], device=figures.loss.device)
-        masses = torch.cat(self.masses) if self.masses else figures.loss.new_zeros(len(figures.loss), 4)
-        watched = rows if self.masses else torch.zeros_like(rows)
-        return Sums(rows, watched, *(total(column) for column in columns), *(total(column) for column in masses.T))
+        watched, closer = torch.zeros_like(rows), figures.loss.new_zeros(5, len(figures.loss))
+        if self.masses:
+            watched, closer = rows, torch.cat([figures.greedy_acceptance[None], torch.cat(self.masses).T])
+        return Sums(rows, watched, *(total(column) for column in (*columns, *closer)))

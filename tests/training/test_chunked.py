@@ -4,10 +4,9 @@ import pytest
 import torch
 from close import assert_close
 from torch import nn
-from torch.nn.functional import log_softmax
 
 from eagle31_hf.training.chunked import chunked_loss
-from eagle31_hf.training.losses import DISTANCES, Goal, overlap
+from eagle31_hf.training.losses import Drafts, Goal, mixed, overlap
 
 N, PLACES, H, HT, V, VD = 40, 13, 6, 5, 31, 11
 DRAFT_IDS = torch.randperm(V, generator=torch.Generator().manual_seed(5))[:VD]
@@ -41,23 +40,25 @@ class Setting:
         )  # fmt: skip
 
     def whole(self, mixture):
-        goal, log_q = self.goal_of(self.places), log_softmax(self.head(self.states), dim=-1)
-        losses = sum(weight * DISTANCES[name](goal, log_q) for name, weight in mixture.items())
-        return (self.weights * losses).sum(), losses, goal, log_q
+        """The same without chunks: gradients by hand, from pulls on the logits of all rows."""
+        logits = self.head(self.states)
+        goal, drafts = self.goal_of(self.places), Drafts(logits)
+        losses, pull = mixed(mixture, goal, drafts)
+        gradients = torch.autograd.grad(logits, (self.states, self.head.weight), -pull * self.weights[:, None])
+        return (self.weights * losses).sum(), losses, gradients, goal, drafts
 
 
 @pytest.mark.parametrize("mixture", MIXTURES, ids=lambda mixture: "+".join(mixture))
 @pytest.mark.parametrize("rows_at_once", [1, 7, 1000])
 def test_loss_and_gradients_are_those_of_all_rows_at_once(mixture, rows_at_once):
     setting = Setting()
-    wanted, losses, *_ = setting.whole(mixture)
-    expected = torch.autograd.grad(3 * wanted, (setting.states, setting.head.weight))
+    wanted, losses, expected, *_ = setting.whole(mixture)
     loss, figures = setting.chunked(mixture, rows_at_once)
     found = torch.autograd.grad(3 * loss, (setting.states, setting.head.weight))
     assert_close("loss", loss, wanted, 1e-5)
-    assert_close("loss by row", figures.loss, losses.detach(), 1e-5)
-    assert_close("gradient of the states", found[0], expected[0], 1e-5)
-    assert_close("gradient of the head", found[1], expected[1], 1e-5)
+    assert_close("loss by row", figures.loss, losses, 1e-5)
+    assert_close("gradient of the states", found[0], 3 * expected[0], 1e-5)
+    assert_close("gradient of the head", found[1], 3 * expected[1], 2e-5)
 
 
 def test_no_more_rows_than_asked_for_are_scored_at_once():
@@ -69,12 +70,12 @@ def test_no_more_rows_than_asked_for_are_scored_at_once():
 
 def test_figures():
     setting = Setting()
-    *_, goal, log_q = setting.whole({"kl": 1.0})
+    *_, goal, drafts = setting.whole({"kl": 1.0})
     _, figures = setting.chunked({"kl": 1.0}, 7)
-    guess = log_q.argmax(-1)
-    assert_close("acceptance", figures.acceptance, overlap(goal, log_q).detach(), 1e-6)
-    assert_close("coverage", figures.coverage, goal.log_p.exp().sum(-1), 1e-6)
-    assert_close("greedy acceptance", figures.greedy_acceptance, goal.log_p.exp()[torch.arange(N), guess], 1e-6)
+    guess = drafts.logits.argmax(-1)
+    assert_close("acceptance", figures.acceptance, overlap(goal, drafts), 1e-6)
+    assert_close("coverage", figures.coverage, goal.coverage, 1e-6)
+    assert_close("greedy acceptance", figures.greedy_acceptance, goal.p[torch.arange(N), guess], 1e-6)
     assert figures.guess.equal(guess)
     assert figures.is_right.tolist() == [int(g) == int(b) for g, b in zip(guess, goal.best, strict=True)]
 
