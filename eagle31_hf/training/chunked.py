@@ -18,9 +18,9 @@ BYTES_AT_ONCE = {"cpu": 2**23, "cuda": 2**28}
 
 @dataclass
 class RowFigures:
-    """Of every row, each (N,), no gradient: `loss`; `acceptance`, the chance that rejection sampling keeps a token drawn from q; `coverage`;
-    `is_right`: q's likeliest token is p's. Where they are asked for: `guess`, the draft id of that token, and `greedy_acceptance`, the
-    chance that the target draws it."""
+    """Of every row, each (N,), no gradient: `loss`; `acceptance`, the chance that rejection sampling keeps a token drawn from q;
+    `coverage`; `is_right`: q's likeliest token is p's. Where they are asked for: `guess`, the draft id of that token, and
+    `greedy_acceptance`, the chance that the target draws it."""
 
     loss: Tensor
     acceptance: Tensor
@@ -83,7 +83,8 @@ class _Chunked(torch.autograd.Function):
             part = states[rows].detach()
             with torch.set_grad_enabled(with_grad):
                 logits = score(part.requires_grad_(with_grad))
-            loss, by_logits = loss_of(logits, rows)
+            with torch.autocast(logits.device.type, enabled=False):  # p - q is a difference of nearly equal numbers
+                loss, by_logits = loss_of(logits, rows)
             total += loss
             if with_grad:
                 part_grad, *found = torch.autograd.grad(logits, (part, *parameters), by_logits.to(logits.dtype))

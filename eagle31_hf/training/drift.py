@@ -69,7 +69,8 @@ class Alignment:
     def observe(self, seen: Attended) -> None:
         """Keeps the divergences (B, R) of the target's distribution over the keys of depth 0 from the drafter's."""
         queries = seen.queries.gather(2, self._index(self.slots[:, None, :, None], seen.queries))
-        scores = (queries.float() @ seen.first_keys.float().mT) * seen.scale  # (B, H, R, S)
+        with torch.autocast(queries.device.type, enabled=False):
+            scores = (queries.float() @ seen.first_keys.float().mT) * seen.scale  # (B, H, R, S)
         goal = self.goal[:, :, seen.depth]
         goal = pad(goal, (0, scores.shape[-1] - goal.shape[-1]))
         is_seen = torch.arange(scores.shape[-1], device=scores.device) <= self.slots[:, :, None]

@@ -140,7 +140,10 @@ def mixed(mixture: dict[str, float], goal: Goal, drafts: Drafts) -> Distance:
     parts = [(weight, *DISTANCES[name](goal, drafts)) for name, weight in mixture.items()]
     if len(parts) == 1 and parts[0][0] == 1.0:
         return parts[0][1:]
-    return sum(weight * distance for weight, distance, _ in parts), sum(weight * pull for weight, _, pull in parts)
+    distance = torch.stack([weight * distance for weight, distance, _ in parts]).sum(0)
+    for weight, _, pull in parts:
+        pull.mul_(weight)
+    return distance, sum((pull for _, _, pull in parts[1:]), parts[0][2])
 
 
 def parse_mixture(text: str) -> dict[str, float]:

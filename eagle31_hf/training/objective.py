@@ -38,8 +38,8 @@ CLOSER = ("greedy_acceptance", "sink_mass", "prompt_mass", "own_mass", "self_mas
 
 @dataclass
 class Sums:
-    """Over the supervised rows of each depth, each (K,): `rows` their number, `watched` the number of those looked at more closely (guesses,
-    attention); the others are sums, see `RowFigures` and `drift`."""
+    """Over the supervised rows of each depth, each (K,): `rows` their number, `watched` the number of those looked at more closely
+    (guesses, attention); the others are sums, see `RowFigures` and `drift`."""
 
     rows: Tensor
     watched: Tensor
@@ -67,17 +67,29 @@ class Sums:
         return {name: (column / counts[name].clamp(min=1)).tolist() for name, column in columns.items() if counts[name].any()}
 
 
-@dataclass
 class Batch:
     """Tokens, answer mask and document numbers (B, T), 0 padding; captured states (B, T, n*ht), the states the target's head reads
-    (B, T, ht), and its attention where it is to be aligned with."""
+    (B, T, ht), and its attention where it is to be aligned with.
 
-    input_ids: Tensor
-    answers: Tensor
-    documents: Tensor
-    states: Tensor
-    last_states: Tensor
-    alignment: Alignment | None = None
+    No dataclass: FSDP would look into it, and round what the target said to the dtype it trains in.
+    """
+
+    def __init__(
+        self, input_ids: Tensor, answers: Tensor, documents: Tensor, states: Tensor, last_states: Tensor, alignment: Alignment | None = None
+    ):
+        self.input_ids, self.answers, self.documents = input_ids, answers, documents
+        self.states, self.last_states, self.alignment = states, last_states, alignment
+
+    def without_broken(self) -> tuple["Batch", Tensor]:
+        """Texts with a state that is not finite lose their answers, and all their states are zero; and how many there were."""
+        is_broken = ~(self.states.isfinite().all(-1) & self.last_states.isfinite().all(-1))  # (B, T)
+        numbers = self.documents
+        by_text = torch.zeros(len(numbers), int(numbers.max()) + 1, device=numbers.device)
+        by_text = by_text.scatter_reduce(1, numbers, is_broken.float(), "amax")
+        dropped = by_text.gather(1, numbers).bool()
+        states, last_states = (x.masked_fill(dropped[..., None], 0.0) for x in (self.states, self.last_states))
+        answers = self.answers & ~dropped
+        return Batch(self.input_ids, answers, self.documents, states, last_states, self.alignment), by_text.sum()
 
     def padded(self, length: int) -> "Batch":
         """At least `length` tokens long, so that every batch unrolls all depths."""
@@ -156,8 +168,7 @@ class DraftingObjective(nn.Module):
         logits_of, head = self.logits_of[0], drafter.get_output_embeddings()
 
         def goal_of(asked: Tensor) -> Goal:
-            with torch.autocast(targets.device.type, enabled=False):  # p is what the target says, in its own precision
-                return Goal.of(logits_of(targets[asked])[..., : drafter.config.vocab_size], ids)
+            return Goal.of(logits_of(targets[asked])[..., : drafter.config.vocab_size], ids)
 
         return chunked_loss(
             mixture, torch.cat(found.states), torch.cat(found.weights), found.places(batch.input_ids.shape[1]),
@@ -169,8 +180,12 @@ class Found:
     """What the unroll found at the supervised rows, depth by depth: states to score (N, h), weights (N,), row and slot (N,)."""
 
     def __init__(self):
-        self.states, self.weights, self.row, self.slot = (list[Tensor]() for _ in range(4))
-        self.norms, self.masses = list[Tensor](), list[Tensor]()
+        self.states: list[Tensor] = []
+        self.weights: list[Tensor] = []
+        self.row: list[Tensor] = []
+        self.slot: list[Tensor] = []
+        self.norms: list[Tensor] = []
+        self.masses: list[Tensor] = []
         self.growth: Tensor | float = 0.0
         self.alignment: Tensor | float = 0.0
 

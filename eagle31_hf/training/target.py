@@ -14,7 +14,9 @@ from torch.nn.functional import linear
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from ..features import capture_states, decoder_layers
-from .store import load_target_parts
+from ..modeling import Eagle31DrafterModel
+from .packing import PackedRows, Part
+from .store import HiddenStateStore, load_target_parts
 
 PROBE_TOKENS = 24
 CLOSE = {torch.float32: 5e-3, torch.float64: 5e-3}  # of the logits' spread; others round more
@@ -48,6 +50,8 @@ def find_scoring(target: PreTrainedModel) -> Scoring:
         raise ValueError(f"{name} has no output head; expected a causal language model.")
     tokens = torch.arange(PROBE_TOKENS, device=target.device)[None] % config.vocab_size
     logits = target(input_ids=tokens, use_cache=False).logits.double()
+    if not logits.isfinite().all():
+        raise ValueError(f"{name}: its logits are not finite on a probe in {target.dtype}; load it in another dtype, or mend its weights.")
     scores = head(last_state(target, tokens).to(head.weight.device)).double().to(logits.device)
     cap = getattr(config, "final_logit_softcapping", None)
     uncapped = logits if cap is None else cap * torch.atanh((logits / cap).clamp(-0.999999, 0.999999))
@@ -174,4 +178,25 @@ def shard(target: PreTrainedModel) -> None:
     if not torch.distributed.is_initialized():
         raise RuntimeError("shard_target needs several processes; start with `accelerate launch`, or leave it off.")
     for layer in decoder_layers(target):
-        fully_shard(layer)
+        fully_shard(layer, reshard_after_forward=True)  # by default what is sharded by itself stays gathered
+
+
+def stored_target(drafter: Eagle31DrafterModel, rows: Any) -> StoredTarget:
+    """The head and embedding kept beside stored states. Raises ValueError where there are none, or they are not what the drafter reads."""
+    store = rows
+    while isinstance(store, PackedRows | Part):
+        store = store.rows
+    if not isinstance(store, HiddenStateStore) or store.manifest.layer_ids is None:
+        raise ValueError(
+            "there is neither a target nor a store with its states; pass target=, or data that prepare-data wrote with --states."
+        )
+    store.check(layer_ids=drafter.config.aux_hidden_state_layer_ids)
+    if drafter.config.num_aux_states != len(store.manifest.layer_ids):
+        raise ValueError(
+            f"{store.folder}: has {len(store.manifest.layer_ids)} states a token, the drafter reads {drafter.config.num_aux_states}. "
+            "Prepare the data with what you train with."
+        )
+    drafter.config.aux_hidden_state_layer_ids = store.manifest.layer_ids  # serving must not take defaults for them
+    kept = StoredTarget(store.folder, store.manifest.target)
+    drafter.load_target_embeddings(kept)
+    return kept

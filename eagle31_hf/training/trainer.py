@@ -1,35 +1,29 @@
 """`Eagle31Trainer`: transformers' Trainer for a drafter beside its frozen target. K depths."""
 
-import json
-import logging
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
-from transformers.trainer_utils import EvalLoopOutput
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, SchedulerType
 
-from .. import vocab
 from ..features import decoder_layers
 from ..hub import CARD, render_card
 from ..modeling import Eagle31DrafterModel
 from .alignment import AlignmentReader
 from .arguments import Eagle31TrainingArguments
-from .evaluation import Evaluation, EvalShare, served
-from .identity import digest
+from .evaluation import EvalShare, Evaluation, served
 from .objective import Batch, DraftingObjective, Sums
-from .packing import Collator, PackedRows
+from .packing import Collator, PackedRows, tokens_of
 from .rows import total_shares
-from .store import HiddenStateStore, load_target_parts
-from .target import Scoring, StoredTarget, TargetReader, shard
+from .saving import check_vocabulary, last_checkpoint, write_record
+from .target import StoredTarget, TargetReader, shard, stored_target
 
-logger = logging.getLogger(__name__)
-RECORD = "training.json"
+SEEN = 4  # rows that are looked at before anything begins
 
 
 class Eagle31Trainer(Trainer):
@@ -58,8 +52,10 @@ class Eagle31Trainer(Trainer):
         args._n_gpu = min(args.n_gpu, 1)  # several devices without a launcher are the target's
         self.target, self.reader = target, self._reader(model, target, args, train_dataset)
         freeze(model, args)
-        if args.packing and train_dataset is not None and not isinstance(train_dataset, PackedRows):
+        if args.packing and hasattr(train_dataset, "__len__") and not isinstance(train_dataset, PackedRows):
             train_dataset = PackedRows(train_dataset, args.max_length)
+        for rows in (train_dataset, eval_dataset):
+            check_ids(rows, model.config.vocab_size)
         objective = DraftingObjective(model, args.settings(), self.reader.logits)
         super().__init__(
             model=objective, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, processing_class=processing_class,
@@ -69,12 +65,17 @@ class Eagle31Trainer(Trainer):
             self.reader.to(args.device)
         self.facts: dict[str, Any] = {}  # about the data, written with every checkpoint
         self._sums: Tensor | None = None
+        self._num_broken = torch.zeros((), device=args.device)
 
     @staticmethod
     def _reader(drafter: Eagle31DrafterModel, target: PreTrainedModel | None, args: Eagle31TrainingArguments, rows: Any):
         """What says what the target would: the target itself, or what a store has kept of it."""
         if target is None:
-            return stored_target(drafter, rows, args)
+            if args.attention_alignment:
+                raise ValueError(
+                    "attention_alignment reads the target's attention, which a store does not hold; pass target=, or leave it at 0."
+                )
+            return stored_target(drafter, rows)
         target.eval().requires_grad_(False)
         drafter.load_target_embeddings(target)
         if args.shard_target:
@@ -110,20 +111,28 @@ class Eagle31Trainer(Trainer):
     def batch(self, inputs: dict[str, Tensor], aligns: bool = False) -> Batch:
         """A collated batch with the target's states: those of the store, or read now."""
         ids, answers, documents = inputs["input_ids"], inputs["answers"], inputs["documents"]
-        if isinstance(self.reader, StoredTarget):
-            return Batch(ids, answers, documents, inputs["states"], inputs["last_states"])
         alignment = watch = None
+        if isinstance(self.reader, StoredTarget):
+            return self._sound(Batch(ids, answers, documents, inputs["states"], inputs["last_states"]))
         if aligns:
             reader = AlignmentReader(self.reader.target, self.reader.layer_ids, self.args.depth, self.args.alignment_slots)
             alignment, watch = reader.choose(answers, documents, self.args.loss_mask), reader.watch
         states, last = self.reader.read(ids, documents, watch)
-        return Batch(ids, answers, documents, states, last, alignment)
+        return self._sound(Batch(ids, answers, documents, states, last, alignment))
+
+    def _sound(self, batch: Batch) -> Batch:
+        batch, count = batch.without_broken()
+        self._num_broken += count
+        return batch
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds the figures of training since the last time, by depth: `accuracy_1` is of the first drafted token."""
+        """Adds the figures of training since the last time, by depth: `accuracy_1` is of the first drafted token. Texts whose states the
+        target gives as NaN or infinite are left out and counted."""
         if "loss" in logs and self._sums is not None:
             stacked = self.accelerator.reduce(self._sums, "sum")
             logs |= by_depth(Sums.means(stacked.cpu()))
+            num_broken = int(self.accelerator.reduce(self._num_broken.clone(), "sum"))
+            logs |= {"texts_with_broken_states": num_broken} if num_broken else {}
             self._sums = None
         super().log(logs, start_time)
 
@@ -154,7 +163,8 @@ class Eagle31Trainer(Trainer):
                 batch = self.batch(self._prepare_inputs(inputs))
                 evaluation.add(batch, model(batch, settings=self.args.eval_settings()))
         metrics = evaluation.metrics(self.accelerator)
-        rows = dataloader.dataset.rows
+        share: Any = dataloader.dataset
+        rows = share.rows
         if self.target is not None and not self.args.shard_target and not self.is_fsdp_enabled and self.args.eval_prompts:
             metrics |= served(
                 self.target, self.drafter, rows, self.args.eval_prompts, evaluation.settings.depth, self.args.eval_max_new_tokens,
@@ -177,7 +187,20 @@ class Eagle31Trainer(Trainer):
             resume_from_checkpoint = last_checkpoint(self.args.output_dir)
             if resume_from_checkpoint is None:
                 raise ValueError(f"{self.args.output_dir}: holds no complete checkpoint to resume from; train without resuming.")
+        self._sums = None
+        self._num_broken.zero_()
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """The Trainer's state, written last, says that a checkpoint is whole: that of an earlier run must not say it of this one."""
+        if self.args.should_save:
+            folder = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+            (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
+        super()._save_checkpoint(model, trial)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        self.accelerator.wait_for_everyone()  # nor may it be written before every process has written its part
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """The drafter in the native format, whole also where its training state is sharded."""
@@ -197,8 +220,7 @@ class Eagle31Trainer(Trainer):
         self._note_training()
         self.drafter.save_pretrained(folder, state_dict=state_dict)
         self._write_card(folder)
-        record = {"draft_vocabulary": vocabulary_digest(self.drafter.d2t), "settings": self.args.settings().__dict__, **self.facts}
-        (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        write_record(folder, self.drafter, self.args.settings(), self.facts)
         if self.processing_class is not None:
             self.processing_class.save_pretrained(folder)
         torch.save(self.args, folder / "training_args.bin")
@@ -208,7 +230,8 @@ class Eagle31Trainer(Trainer):
             self._write_card(Path(self.args.output_dir))
 
     def _write_card(self, folder: Path) -> None:
-        card = render_card(self.drafter.config, self.drafter.card_facts, self.hub_model_id or folder.name)
+        config: Any = self.drafter.config
+        card = render_card(config, self.drafter.card_facts, self.hub_model_id or folder.name)
         (folder / CARD).write_text(card, encoding="utf-8")
 
     def _note_training(self) -> None:
@@ -218,7 +241,7 @@ class Eagle31Trainer(Trainer):
         facts.training |= {
             "Steps": f"{steps:,} of {batch} rows of up to {args.max_length:,} tokens",
             "Loss": f"{args.loss}, {args.depth} deep, normalised by {args.normalisation}, rows: {args.loss_mask}",
-            "Optimizer": f"learning rate {args.learning_rate:g}, {args.lr_scheduler_type.value}",
+            "Optimizer": f"learning rate {args.learning_rate:g}, {SchedulerType(args.lr_scheduler_type).value}",
         }
         evaluated = next((entry for entry in reversed(self.state.log_history) if "eval_accepted_length" in entry), None)
         if evaluated is not None:
@@ -247,57 +270,20 @@ def freeze(drafter: Eagle31DrafterModel, args: Eagle31TrainingArguments) -> None
             module.requires_grad_(is_trained)
 
 
-def stored_target(drafter: Eagle31DrafterModel, rows: Any, args: Eagle31TrainingArguments) -> StoredTarget:
-    """The head and embedding kept beside stored states. Raises ValueError where there are none, or they are not what the drafter reads."""
-    store = rows.rows if isinstance(rows, PackedRows) else rows
-    if not isinstance(store, HiddenStateStore) or store.manifest.layer_ids is None:
-        raise ValueError(
-            "there is neither a target nor a store with its states; pass target=, or data that prepare-data wrote with --states."
-        )
-    if args.attention_alignment:
-        raise ValueError("attention_alignment reads the target's attention, which a store does not hold; pass target=, or leave it at 0.")
-    store.check(layer_ids=drafter.config.aux_hidden_state_layer_ids)
-    parts, scoring = load_target_parts(store.folder)
-    kept = StoredTarget(parts, Scoring(**scoring))
-    drafter._target_modules = (kept.embedding, kept.head)
-    return kept
+def check_ids(rows: Any, vocab_size: int) -> None:
+    """Looks at a few rows. Raises ValueError for ids the target does not have, which a GPU would only call an assertion of its own."""
+    if not hasattr(rows, "__len__") or isinstance(rows, dict):
+        return
+    for index in range(min(SEEN, len(rows))):
+        item = rows[index]
+        for row in item if isinstance(item, list) else [item]:
+            ids = tokens_of(row).input_ids
+            if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+                raise ValueError(
+                    f"row {index} of a dataset has token ids from {int(ids.min())} to {int(ids.max())}; expected 0 to {vocab_size - 1}, "
+                    "the target's. Tokenize with the target's own tokenizer."
+                )
 
 
 def by_depth(figures: dict[str, list[float]]) -> dict[str, float]:
     return {f"{name}_{k + 1}": round(value, 5) for name, values in figures.items() for k, value in enumerate(values)}
-
-
-def vocabulary_digest(d2t: Tensor | None) -> str | None:
-    return None if d2t is None else digest(repr(vocab.target_ids(d2t.cpu()).tolist()))
-
-
-def check_vocabulary(drafter: Eagle31DrafterModel, checkpoint: str) -> None:
-    """Raises ValueError where a checkpoint's head stands for other tokens than the drafter's: trained weights would be taken for others."""
-    weights = Path(checkpoint, "model.safetensors")
-    if not weights.exists():
-        return
-    with safe_open(weights, framework="pt") as file:
-        theirs = file.get_tensor("d2t") if "d2t" in file.keys() else None  # noqa: SIM118 -- no mapping
-    mine = None if drafter.d2t is None else vocab.target_ids(drafter.d2t.cpu())
-    same = theirs is None if mine is None else theirs is not None and torch.equal(vocab.target_ids(theirs), mine)
-    if not same:
-        raise ValueError(
-            f"{checkpoint}: its draft vocabulary ({vocabulary_digest(theirs)}) is not the drafter's ({vocabulary_digest(drafter.d2t)}); "
-            "expected the same. Build the drafter with the vocabulary of the checkpoint to resume."
-        )
-
-
-def last_checkpoint(folder: str | Path) -> str | None:
-    """The newest checkpoint that was written to its end: the Trainer's state, which is written last, can be read, and so can the weights."""
-
-    def is_complete(path: Path) -> bool:
-        try:
-            json.loads((path / "trainer_state.json").read_text())
-            load_file(path / "model.safetensors")
-        except (OSError, ValueError, RuntimeError) as error:
-            logger.warning("%s is left out: it was not written to its end (%s)", path, error)
-            return False
-        return True
-
-    found = sorted(Path(folder).glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
-    return next((str(path) for path in found if is_complete(path)), None)

@@ -133,6 +133,23 @@ def test_a_batch_shorter_than_the_unroll_is_padded():
     assert torch.isfinite(outputs["loss"])
 
 
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_a_text_with_broken_states_is_left_out_whole(broken):
+    """And its neighbours in the row stay as they were."""
+    drafter = build()
+    documents = torch.tensor([[1] * 5 + [2] * 6, [1] * 11])
+    whole = batch_of(drafter, documents=documents)
+    whole.states[0, 7, 3] = broken
+    batch, count = whole.without_broken()
+    assert int(count) == 1
+    assert batch.answers[0].tolist() == [True] * 5 + [False] * 6
+    assert batch.answers[1].all()
+    without = batch_of(drafter, documents=documents)
+    without.answers[0, 5:] = False
+    assert_close("loss", objective_of(drafter)(batch)["loss"], objective_of(drafter)(without)["loss"], SUMMED)
+    assert int(batch.without_broken()[1]) == 0
+
+
 def test_padding_changes_nothing():
     drafter = build()
     short = batch_of(drafter)

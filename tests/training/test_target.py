@@ -60,6 +60,13 @@ def test_a_target_that_does_something_else_with_its_head_is_refused():
         find_scoring(target)
 
 
+def test_a_target_that_overflows_is_refused():
+    target = build_target("llama", vocab_size=VOCAB + 2)  # another vocabulary: this model is changed
+    target.lm_head.weight.data[0] = float("inf")
+    with pytest.raises(ValueError, match=r"not finite on a probe in torch.float32; load it in another dtype"):
+        find_scoring(target)
+
+
 def test_groups_hold_texts_of_like_length_within_bounds():
     texts = [(0, 0, 100), (0, 100, 110), (1, 0, 60), (1, 60, 111), (2, 0, 9)]
     groups = groups_of(texts, 200)

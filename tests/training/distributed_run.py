@@ -1,0 +1,104 @@
+"""The runs of test_distributed.py. `distributed_run.py FOLDER`, started in two processes, does them one after the other.
+
+`distributed_run.py FOLDER NAME` begins the one of that name.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate.state import PartialState
+from packaging.version import Version
+from torch.distributed.tensor import DTensor
+from training_runs import CHECKPOINTING, PLAIN, InterruptAfter, LostMachineError, make_rows, make_trainer, outcome
+
+from eagle31_hf.features import decoder_layers
+
+EMPTY = (0, 2, 3, 7, 11)  # an odd number: with a row a process, in some step one process has no answers and the other has
+EVALUATED = {"eval_rows": 5, "eval_strategy": "epoch", "per_device_eval_batch_size": 2, "eval_prompts": 3, "eval_max_new_tokens": 6}
+ADAM = {"save_strategy": "steps", "save_steps": 1, "num_train_epochs": 2, "lr_scheduler_type": "cosine", "load_best_model_at_end": True}
+ADAM |= EVALUATED | {"eval_strategy": "steps", "eval_steps": 1}
+FSDP = {"fsdp": True, "fsdp_config": {"version": 2}}
+SHARDS = {"fsdp_config": {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}}
+RUNS: dict[str, dict[str, Any]] = {
+    "token": PLAIN | EVALUATED,
+    "sequence": PLAIN | {"normalisation": "sequence", "gradient_accumulation_steps": 2, "num_train_epochs": 2},
+    "packed": PLAIN | {"packing": True, "per_device_train_batch_size": 1, "max_length": 24},
+    "one_empty": PLAIN | {"empty": EMPTY, "per_device_train_batch_size": 1},
+    "one_empty_by_sequence": PLAIN | {"empty": EMPTY, "per_device_train_batch_size": 1, "normalisation": "sequence"},
+    "sharded_target": PLAIN | EVALUATED | {"shard_target": True, "packing": True, "max_length": 40, "per_device_train_batch_size": 1},
+    "fsdp": FSDP | PLAIN | EVALUATED | {"gradient_accumulation_steps": 2, "num_train_epochs": 2},
+    "fsdp_sharded_target": FSDP | PLAIN | {"shard_target": True},
+    "fsdp_recomputed": FSDP | PLAIN | {CHECKPOINTING: True},
+    "fsdp_bf16": FSDP | PLAIN | {"bf16": True},
+    "adam": ADAM,
+    "fsdp_adam": FSDP | ADAM,
+    "fsdp_adam_shards": FSDP | SHARDS | ADAM,
+}
+OLD = Version(transformers.__version__) < Version("5.23")  # 5.17 cannot read an optimizer's state onto "cpu:0", as DDP on CPUs asks it to
+RESUMED = [name for name in RUNS if "adam" in name and not (OLD and "fsdp" not in name)]
+STOPPED_AT = 2  # of three steps an epoch
+
+
+def trainer_of(folder: Path, name: str, processes: int = 2, **others: Any):
+    """Of a run of RUNS; one process alone has the batch of both, and nothing sharded."""
+    options = dict(RUNS[name])
+    rows, count = make_rows(empty=options.pop("empty", ())), options.pop("eval_rows", 0)
+    if processes == 1:
+        options = {k: v for k, v in options.items() if k not in (*FSDP, "shard_target", CHECKPOINTING, "bf16")}
+        options["per_device_train_batch_size"] = 2 * options.get("per_device_train_batch_size", 2)
+    options |= {"eval_dataset": make_rows(count, seed=1)} if count else {}
+    return make_trainer(folder, rows, **options, **others)
+
+
+def launched(folder: Path, *arguments: str) -> list[subprocess.Popen]:
+    """This script in two processes, as `accelerate launch` starts it; their errors go to `folder`."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    shared = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2]), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    shared |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    return [
+        subprocess.Popen(
+            [sys.executable, __file__, str(folder), *arguments], env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.DEVNULL, stderr=(folder / f"errors-{rank}.txt").open("w"),
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+
+
+def main(folder: Path) -> None:
+    for name in RUNS:
+        trainer = trainer_of(folder / name, name)
+        trainer.train()
+        finish(trainer, folder / name)
+    for name in RESUMED:
+        with suppress(LostMachineError):
+            trainer_of(folder / f"{name}_resumed", name, callbacks=[InterruptAfter(STOPPED_AT)]).train()
+        trainer = trainer_of(folder / f"{name}_resumed", name)
+        trainer.train(resume_from_checkpoint=True)
+        finish(trainer, folder / f"{name}_resumed")
+
+
+def finish(trainer, folder: Path) -> None:
+    """Leaves the model, and what every process saw."""
+    if trainer.args.shard_target:
+        weights = [weight for layer in decoder_layers(trainer.target) for weight in layer.parameters()]
+        assert all(isinstance(weight, DTensor) for weight in weights), "the target stayed gathered"
+    trainer.save_model(str(folder / "final"))
+    torch.save(outcome(trainer).logs, folder / f"logs-{PartialState().process_index}.pt")
+    PartialState().wait_for_everyone()
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 2:
+        trainer_of(Path(sys.argv[1]), sys.argv[2]).train()
+    else:
+        main(Path(sys.argv[1]))
+    torch.distributed.destroy_process_group()

@@ -1,0 +1,86 @@
+"""Two processes train what one process does: the same losses, figures and weights, whatever is sharded, and whoever has no answers."""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from close import EXACT, assert_close
+from distributed_run import RESUMED, RUNS, STOPPED_AT, launched, trainer_of
+from training_runs import Run, run
+
+from eagle31_hf import Eagle31DrafterModel
+
+SUMMED = 1e-5  # fp32: gradients of two processes are added up in another order
+ADAPTED = 2e-3  # Adam divides gradients by their size: where they are nearly zero, what rounding left of them counts in full
+BF16 = 0.02
+FIGURE = 3e-5  # training's are logged to five digits
+LONGEST = 240  # seconds
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """What two processes left of all runs."""
+    made = tmp_path_factory.mktemp("two")
+    processes = launched(made)
+    try:
+        for rank, process in enumerate(processes):
+            assert process.wait(LONGEST) == 0, (made / f"errors-{rank}.txt").read_text()[-4000:]
+    finally:
+        for process in processes:  # the one waits for the other
+            process.kill()
+    return made
+
+
+@cache
+def alone(folder: Path, name: str) -> Run:
+    """The run in this process."""
+    return run(trainer_of(folder / "alone" / name, name, processes=1))
+
+
+def left(folder: Path, name: str) -> Run:
+    """The run of the two: the logs of both are one."""
+    weights = Eagle31DrafterModel.from_pretrained(folder / name / "final").state_dict()
+    logs = [torch.load(folder / name / f"logs-{index}.pt") for index in range(2)]
+    assert logs[0] == logs[1]
+    return Run(weights, logs[0], [])
+
+
+def assert_same(found: Run, expected: Run, tolerance: float) -> None:
+    assert found.weights.keys() == expected.weights.keys()
+    for name, weight in expected.weights.items():
+        assert_close(name, found.weights[name], weight, tolerance)
+    assert_close("losses", found.losses, expected.losses, tolerance)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_two_processes_are_one(folder, name):
+    found, expected = left(folder, name), alone(folder, name)
+    if "bf16" in name:
+        assert found.losses.tolist() == pytest.approx(expected.losses.tolist(), rel=BF16)
+        return
+    assert_same(found, expected, ADAPTED if "adam" in name else SUMMED)
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if "eval_rows" in RUNS[name] and name not in RESUMED])
+def test_figures_of_all_processes_are_those_of_one(folder, name):
+    """Of training and of five rows held out: a mean of means would be another number, as would a row that is counted twice."""
+    for found, expected in zip(left(folder, name).logs, alone(folder, name).logs, strict=True):
+        is_served = {key for key in expected if "served" in key}
+        assert found.keys() == expected.keys() - (is_served if "target" in name or "fsdp" in name else set())
+        assert found == pytest.approx({key: expected[key] for key in found}, abs=FIGURE, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_resumed_run_is_the_run_bit_for_bit(folder, name):
+    assert (folder / f"{name}_resumed" / f"checkpoint-{STOPPED_AT}").is_dir()
+    found, expected = left(folder, f"{name}_resumed"), left(folder, name)
+    assert_same(found, expected, EXACT)
+    assert found.logs == expected.logs
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_every_checkpoint_is_a_whole_drafter(folder, name):
+    for path in (folder / name).glob("checkpoint-*"):
+        saved = Eagle31DrafterModel.from_pretrained(path).state_dict()
+        assert saved.keys() == alone(folder, name).weights.keys()

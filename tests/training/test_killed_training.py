@@ -1,0 +1,156 @@
+"""Training that is killed, wherever it is, goes on from the newest checkpoint that is whole as if nothing had happened."""
+
+import fcntl
+import multiprocessing
+import os
+import random
+import select
+import shutil
+import signal
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from close import assert_close
+from distributed_run import launched
+from training_runs import Run, make_rows, make_trainer, run
+
+from eagle31_hf.training.saving import last_checkpoint
+
+OPTIONS = {
+    "save_strategy": "steps", "save_steps": 1, "gradient_accumulation_steps": 2, "num_train_epochs": 3, "attention_alignment": 0.5,
+    "alignment_slots": 3, "lr_scheduler_type": "cosine", "eval_strategy": "steps", "eval_steps": 2,
+}  # fmt: skip
+STEPS = 9
+PIPE_BYTES = 4096  # the least a pipe can be made to hold: a longer file stops its writer in the middle
+LONGEST = 60  # seconds a run may take
+
+# By the step: the file that was being written when it was killed. Of the first checkpoint none is whole to resume from. safetensors
+# writes beside and renames: weights are whole or not there.
+TORN = {1: "optimizer.pt", 2: "training_args.bin", 3: "optimizer.pt", 6: "rng_state.pth", 9: "optimizer.pt"}
+
+
+def trainer_in(folder: Path):
+    return make_trainer(folder, eval_dataset=make_rows(3, seed=1), **OPTIONS)
+
+
+def train(folder: Path, resumes: bool = True) -> None:
+    """What a person, or a queue, starts again after every end but the good one."""
+    resume = resumes and last_checkpoint(folder) is not None
+    torch.save(tuple(run(trainer_in(folder), resume)), folder / "outcome.pt")
+
+
+@pytest.fixture(scope="module")
+def start():
+    """`start(folder, resumes)`: a process that trains."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["transformers.trainer", "eagle31_hf.training.trainer"])  # seconds, once instead of at every start
+    started = []
+
+    def begin(*arguments: Any):
+        started.append(context.Process(target=train, args=arguments))
+        started[-1].start()
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.kill()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> Run:
+    return run(trainer_in(tmp_path_factory.mktemp("undisturbed")))
+
+
+def kill(process) -> None:
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+
+
+def assert_finishes(process, folder: Path, expected: Run) -> None:
+    process.join(LONGEST)
+    assert process.exitcode == 0
+    found = Run(*torch.load(folder / "outcome.pt"))
+    assert found.logs == expected.logs
+    assert_close("optimizer", found.optimizer, expected.optimizer)
+    for name, weight in expected.weights.items():
+        assert_close(name, found.weights[name], weight)
+
+
+@contextmanager
+def half_written(path: Path):
+    """Stops whoever writes the file in the middle of it; in the block it has got there. Afterwards the file is what was written."""
+    path.parent.mkdir(exist_ok=True, parents=True)
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    reader, head = os.open(path, os.O_RDONLY | os.O_NONBLOCK), b""
+    fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    yield lambda: select.select([reader], [], [], LONGEST)[0]
+    while more := os.read(reader, PIPE_BYTES):
+        head += more
+    os.close(reader)
+    path.unlink()
+    path.write_bytes(head)
+
+
+def test_runs_killed_while_they_write_a_checkpoint_come_to_the_same(tmp_path, start, undisturbed):
+    for step, name in TORN.items():
+        with half_written(tmp_path / f"checkpoint-{step}" / name) as is_begun:
+            process = start(tmp_path)
+            assert is_begun(), f"{name} was never written"
+            kill(process)
+        assert last_checkpoint(tmp_path) == (None if step == 1 else str(tmp_path / f"checkpoint-{step - 1}"))
+    assert_finishes(start(tmp_path), tmp_path, undisturbed)
+
+
+def test_a_checkpoint_is_whole_once_all_processes_have_written_their_part(tmp_path):
+    with half_written(tmp_path / "checkpoint-1" / "rng_state_1.pth") as is_begun:
+        processes = launched(tmp_path, "adam")
+        assert is_begun(), "the second process never wrote its part"
+        time.sleep(0.5)  # the first has time to go on
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert (tmp_path / "checkpoint-1" / "optimizer.pt").exists()
+    assert last_checkpoint(tmp_path) is None
+
+
+def test_what_an_earlier_run_left_does_not_count(tmp_path, start):
+    """A run that begins anew in the same folder, and is killed before its first checkpoint is whole."""
+    train(tmp_path)
+    for step in range(2, STEPS + 1):
+        shutil.rmtree(tmp_path / f"checkpoint-{step}")
+    with half_written(tmp_path / "checkpoint-1" / "optimizer.pt") as is_begun:
+        process = start(tmp_path, False)
+        assert is_begun()
+        kill(process)
+    assert last_checkpoint(tmp_path) is None
+
+
+@pytest.mark.parametrize("name", ["trainer_state.json", "model.safetensors"])
+@pytest.mark.parametrize("size", [None, 0, 100])
+def test_a_checkpoint_that_was_not_written_to_its_end_is_passed_over(tmp_path, name, size):
+    """Also where the machine went, and what had been written last with it."""
+    make_trainer(tmp_path, **OPTIONS | {"eval_strategy": "no", "num_train_epochs": 1}).train()
+    assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-3")
+    path = tmp_path / "checkpoint-3" / name
+    data = path.read_bytes()
+    path.unlink()
+    if size is not None:
+        path.write_bytes(data[:size])
+    assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
+
+
+def test_runs_killed_at_any_moment_come_to_the_same(tmp_path, start, undisturbed):
+    draw, process = random.Random(0), start(tmp_path)
+    for step in range(1, STEPS, 2):
+        until = time.monotonic() + LONGEST
+        while not (tmp_path / f"checkpoint-{step}").exists() and time.monotonic() < until:
+            time.sleep(0.001)
+        time.sleep(draw.uniform(0, 0.1))
+        kill(process)
+        process = start(tmp_path)
+    assert_finishes(process, tmp_path, undisturbed)

@@ -1,0 +1,369 @@
+"""What `Eagle31Trainer` promises, on tiny real runs: exact accumulation, bit-exact resumption, figures that serving would measure."""
+
+import pytest
+import torch
+from close import EXACT, assert_close
+from conftest import PROMPT, build_drafter, build_target
+from factories import VOCAB, build, target
+from hub.conftest import hub  # noqa: F401 -- a fixture
+from safetensors.torch import load_file
+from training_runs import CHECKPOINTING, PLAIN, InterruptAfter, LostMachineError, make_rows, make_trainer, run
+from transformers import TrainerCallback
+
+from eagle31_hf import Eagle31DrafterModel
+from eagle31_hf.generation.statistics import track_acceptance
+from eagle31_hf.training.identity import weights_fingerprint
+from eagle31_hf.training.store import HiddenStateStore, Manifest, open_store, save_target_parts, write_shard
+from eagle31_hf.training.target import TargetReader, find_scoring
+
+SUMMED = 1e-5  # fp32: sums over the rows of a step in another order, over a few plain gradient steps
+FIGURE = 2e-5  # figures are logged to five digits
+BF16_LOSS = 0.02  # of the loss: logits of eight bits
+SAVING = {"save_strategy": "steps", "save_steps": 1}
+
+
+def assert_same(found, expected, tolerance=EXACT):
+    """Of two runs."""
+    assert found.weights.keys() == expected.weights.keys()
+    for name, weight in expected.weights.items():
+        assert_close(name, found.weights[name], weight, tolerance)
+    assert_close("losses", found.losses, expected.losses, tolerance)
+
+
+@pytest.mark.parametrize("normalisation", ["token", "sequence"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_accumulated_batches_are_one_batch(tmp_path, normalisation, batch):
+    """Rows differ in length and number of answer tokens; the last step of an epoch has fewer of them."""
+    options = PLAIN | {"normalisation": normalisation, "num_train_epochs": 2}
+    rows = make_rows(10)
+    whole = run(make_trainer(tmp_path, rows, per_device_train_batch_size=4, **options))
+    parts = run(make_trainer(tmp_path, rows, per_device_train_batch_size=batch, gradient_accumulation_steps=4 // batch, **options))
+    assert len(whole.losses) == 6
+    assert_same(parts, whole, SUMMED)
+    for found, expected in zip(parts.logs, whole.logs, strict=True):
+        assert found | {"epoch": 0} == pytest.approx(expected | {"epoch": 0}, rel=1e-4, abs=FIGURE)  # it counts batches
+
+
+@pytest.mark.parametrize("normalisation", ["token", "sequence"])
+def test_packed_rows_are_rows(tmp_path, normalisation):
+    options = PLAIN | {"normalisation": normalisation, "num_train_epochs": 3, "per_device_train_batch_size": 12}
+    packed = make_trainer(tmp_path, packing=True, **options)
+    assert len(packed.train_dataset) < 6
+    assert_same(run(packed), run(make_trainer(tmp_path, **options)), SUMMED)
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 5])  # three steps are an epoch
+def test_a_resumed_run_is_the_run_bit_for_bit(tmp_path, step):
+    """The alignment draws slots at random, evaluations lie in between, and the learning rate follows a schedule."""
+    options = SAVING | {
+        "gradient_accumulation_steps": 2, "num_train_epochs": 2, "attention_alignment": 0.5, "alignment_slots": 3,
+        "lr_scheduler_type": "cosine", "eval_strategy": "steps", "eval_steps": 2, "eval_dataset": make_rows(3, seed=7),
+    }  # fmt: skip
+    whole = run(make_trainer(tmp_path / "whole", **options))
+    assert len(whole.losses) == 6
+    with pytest.raises(LostMachineError):
+        make_trainer(tmp_path / "parts", callbacks=[InterruptAfter(step)], **options).train()
+    resumed = run(make_trainer(tmp_path / "parts", **options), resume=True)
+    assert_same(resumed, whole)
+    assert_close("optimizer", resumed.optimizer, whole.optimizer)
+    assert resumed.logs == whole.logs
+
+
+def test_nothing_to_resume_from_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="no complete checkpoint"):
+        make_trainer(tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_another_draft_vocabulary_is_refused(tmp_path):
+    make_trainer(tmp_path, max_steps=1, **SAVING).train()
+    with pytest.raises(ValueError, match="draft vocabulary"):
+        make_trainer(tmp_path, drafter=build(seed=1)).train(resume_from_checkpoint=True)
+    with pytest.raises(ValueError, match="draft vocabulary"):
+        make_trainer(tmp_path, drafter=build(draft_vocab_size=VOCAB)).train(resume_from_checkpoint=True)
+
+
+def test_bf16_autocast_trains(tmp_path):
+    expected = run(make_trainer(tmp_path, **PLAIN))
+    found = run(make_trainer(tmp_path, bf16=True, **PLAIN))
+    assert {weight.dtype for weight in found.weights.values() if weight.is_floating_point()} == {torch.float32}
+    assert found.losses.tolist() == pytest.approx(expected.losses.tolist(), rel=BF16_LOSS)
+    assert not torch.equal(found.losses, expected.losses)
+
+
+def test_the_loss_is_computed_in_fp32_under_autocast(tmp_path):
+    """A head of zeros gives logits without rounding: what is left is the rounding of the loss and of the target's distribution."""
+    drafter = build()
+    drafter.lm_head.weight.data.zero_()
+    losses = [run(make_trainer(tmp_path, drafter=drafter, max_steps=1, learning_rate=0.0, bf16=bf16)).losses for bf16 in (True, False)]
+    assert_close("loss", *losses, SUMMED)
+
+
+def test_recomputed_depths_give_the_same_weights(tmp_path):
+    trainers, forwards = [make_trainer(tmp_path, **{CHECKPOINTING: recomputes}) for recomputes in (True, False)], []
+    for trainer in trainers:
+        trainer.drafter.register_forward_pre_hook(lambda *_, trainer=trainer: forwards.append(trainer))
+    assert_same(*map(run, trainers), SUMMED)
+    assert forwards.count(trainers[0]) == 2 * forwards.count(trainers[1])
+
+
+def test_a_compiled_objective_gives_the_same_weights(tmp_path):
+    options = PLAIN | {"max_steps": 1, "depth": 2}
+    compiled = run(make_trainer(tmp_path, torch_compile=True, torch_compile_backend="aot_eager", **options))
+    assert_same(compiled, run(make_trainer(tmp_path, **options)), SUMMED)
+
+
+class Listener(TrainerCallback):
+    def __init__(self):
+        self.seen = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.seen.append(("log", set(logs)))
+
+    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+        self.seen.append(("evaluate", set(metrics)))
+
+
+def test_callbacks_see_every_figure(tmp_path):
+    listener = Listener()
+    make_trainer(tmp_path, callbacks=[listener], eval_dataset=make_rows(2), eval_strategy="epoch", eval_prompts=1).train()
+    names = ("distance", "accuracy", "acceptance", "greedy_acceptance", "coverage", "state_norm")
+    names += tuple(f"{place}_mass" for place in ("sink", "prompt", "own", "self"))
+    by_depth = {f"{name}_{k}" for name in names for k in (1, 2, 3)}
+    assert listener.seen[0] == ("log", by_depth | {"loss", "grad_norm", "learning_rate", "epoch"})
+    lengths = {"accepted_length", "accepted_length_no_bonus", "accepted_length_sampled", "served_accepted_length"}
+    expected = {f"eval_{name}" for name in by_depth | lengths | {"loss"} | {f"served_acceptance_{k}" for k in (1, 2, 3)}}
+    (evaluated,) = [found for kind, found in listener.seen if kind == "evaluate"]
+    assert expected <= evaluated
+
+
+def test_a_second_run_begins_its_figures_anew(tmp_path):
+    """Six steps are logged by fours: two are left over."""
+    trainer = make_trainer(tmp_path, logging_steps=4, learning_rate=0.0)
+    assert run(trainer).logs == run(trainer).logs
+
+
+def test_tensorboard_gets_the_figures(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    make_trainer(tmp_path, report_to=["tensorboard"]).train()
+    (folder,) = {path.parent for path in tmp_path.rglob("events.out.*")}
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    assert {"train/loss", "train/acceptance_1", "train/sink_mass_3"} <= set(events.Tags()["scalars"])
+
+
+def test_a_run_that_pushes_to_the_hub(tmp_path, hub):  # noqa: F811
+    trainer = make_trainer(tmp_path / "run", push_to_hub=True, hub_model_id="tester/trained", **SAVING)
+    trainer.train()
+    trainer.push_to_hub()
+    files = hub.files("tester/trained")
+    assert {"config.json", "generation_config.json", "model.safetensors", "README.md", "training.json"} <= files.keys()
+    assert not any(name.startswith("checkpoint") or "optimizer" in name for name in files)
+    card = files["README.md"].decode()
+    assert 'from_pretrained("tester/trained"' in card
+    assert "6 of 2 rows" in card
+    loaded = Eagle31DrafterModel.from_pretrained("tester/trained")
+    for name, weight in trainer.drafter.state_dict().items():
+        assert_close(name, loaded.state_dict()[name], weight)
+
+
+# Evaluation.
+
+
+def greedy(teller, prompt: list[int], num_tokens: int, **options) -> list[int]:
+    ids = torch.tensor([prompt])
+    return teller.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False, **options)[0].tolist()
+
+
+def greedy_rows(teller, prompts: list[list[int]], num_tokens: int) -> list[dict]:
+    """The target's own texts."""
+    texts = [greedy(teller, prompt, num_tokens) for prompt in prompts]
+    return [
+        {"input_ids": ids, "answers": [at >= len(prompt) for at in range(len(ids))]} for prompt, ids in zip(prompts, texts, strict=True)
+    ]
+
+
+PROMPTS = [[1, 2, 3, 5, 8], [1, 2, 3, 5], [9, 9, 4], [7, 1, 0, 2, 6, 5], [3, 3], [0, 4, 10, 1]]
+STOP = 4
+
+
+@pytest.mark.parametrize("depth", [1, 3, 6])
+@pytest.mark.parametrize("stop", [None, STOP])
+def test_the_accepted_length_is_that_of_generate(tmp_path, depth, stop):
+    """Walking the target's own greedy texts counts what decoding them again counts."""
+    teller, num_tokens = build_target("qwen3", eos_token_id=stop), 24
+    drafter = build_drafter(teller)
+    rows = greedy_rows(teller, PROMPTS, num_tokens)
+    ends = {row["input_ids"][-1] == stop for row in rows}
+    assert ends == ({True, False} if stop else {False}), "some texts end by themselves, others by their length"
+    trainer = make_trainer(
+        tmp_path, rows, drafter, target=teller, eval_dataset=rows, eval_depth=depth, eval_prompts=len(rows),
+        eval_max_new_tokens=num_tokens, per_device_eval_batch_size=4,
+    )  # fmt: skip
+    metrics = trainer.evaluate()
+    with track_acceptance() as stats:
+        for prompt in PROMPTS:
+            greedy(teller, prompt, num_tokens, assistant_model=drafter, num_assistant_tokens=depth)
+    assert metrics["eval_accepted_length"] == stats.mean_accepted_length > 1
+    assert metrics["eval_served_accepted_length"] == stats.mean_accepted_length
+    rounds = stats.target_forwards
+    assert metrics["eval_accepted_length_no_bonus"] == sum(stats.accepted_per_round) / rounds
+    accepted = [*stats.accepted_per_position, *[0] * depth][:depth]
+    assert [metrics[f"eval_served_acceptance_{k + 1}"] for k in range(depth)] == [n / rounds for n in accepted]
+
+
+class Weights(TrainerCallback):
+    """Sets the head after each step: the weights an optimizer might have come to."""
+
+    def __init__(self, heads):
+        self.heads = heads
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        model.drafter.lm_head.weight.data.copy_(self.heads[state.global_step - 1])
+
+
+@pytest.mark.parametrize("strategy", ["steps", "best"])
+def test_the_best_checkpoint_is_the_one_that_drafts_best(tmp_path, strategy):
+    """A head that is sure of itself, also where it errs, drafts well and has a high loss; one that says nothing has a lower one."""
+    teller = build_target("qwen3")
+    drafter, rows = build_drafter(teller), greedy_rows(teller, [list(PROMPT[0])] * 3, 24)
+    sure = 10 * drafter.lm_head.weight.detach().clone()
+    options = {"learning_rate": 0.0, "per_device_train_batch_size": 1, "eval_strategy": "steps", "eval_steps": 1, "save_steps": 1}
+    trainer = make_trainer(
+        tmp_path, rows, drafter, target=teller, eval_dataset=rows[:1], callbacks=[Weights([sure * 0, sure, sure * -1])],
+        load_best_model_at_end=True, save_strategy=strategy, **PLAIN | options,
+    )  # fmt: skip
+    trainer.train()
+    losses, lengths = ([e[name] for e in trainer.state.log_history if name in e] for name in ("eval_loss", "eval_accepted_length"))
+    assert losses[0] < losses[1]
+    assert lengths[1] > max(lengths[0], lengths[2])
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+    assert_close("head", trainer.drafter.lm_head.weight.detach(), sure)
+
+
+# Data and targets.
+
+
+def write_store(folder, teller, drafter, rows: list[dict]) -> HiddenStateStore:
+    """The rows with the target's states, in fp32."""
+    ids = drafter.config.aux_hidden_state_layer_ids
+    reader, made = TargetReader(teller, ids), []
+    for row in rows:
+        tokens = torch.tensor([row["input_ids"]])
+        states, last = reader.read(tokens, torch.ones_like(tokens))
+        made.append({"input_ids": tokens[0], "answers": torch.tensor(row["answers"]), "states": states[0], "last_states": last[0]})
+    manifest = Manifest(
+        "me/target", weights_fingerprint(teller), "tokenizer", {}, teller.config.hidden_size, num_records=len(rows), records_per_shard=5,
+        layer_ids=ids, dtype="float32",
+    )  # fmt: skip
+    open_store(folder, manifest)
+    for index in range(manifest.num_shards):
+        write_shard(folder, index, made[5 * index : 5 * index + 5], {})
+    save_target_parts(folder, teller, find_scoring(teller).as_dict())
+    return HiddenStateStore(folder)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("fields", [{}, {"share_target_embeddings": True, "draft_vocab_size": VOCAB, "share_target_head": True}])
+def test_stored_states_train_as_the_target_does(tmp_path, fields, packing):
+    rows, options = make_rows(), PLAIN | {"packing": packing, "max_length": 32}
+    store = write_store(tmp_path / "store", target(), build(**fields), rows)
+    online = make_trainer(tmp_path / "online", rows, build(**fields), eval_dataset=rows[:3], **options)
+    offline = make_trainer(tmp_path / "offline", store, build(**fields), target=None, eval_dataset=[store[i] for i in range(3)], **options)
+    assert_same(run(offline), run(online), SUMMED)
+    found, expected = ({k: v for k, v in t.evaluate().items() if "_per_second" not in k and "runtime" not in k} for t in (offline, online))
+    assert found == pytest.approx(expected, abs=FIGURE)
+
+
+def test_a_store_that_does_not_belong_to_the_run_is_refused(tmp_path):
+    drafter = build()
+    store = write_store(tmp_path / "store", target(), drafter, make_rows(2))
+    with pytest.raises(ValueError, match="attention_alignment"):
+        make_trainer(tmp_path, store, drafter, target=None, attention_alignment=0.1)
+    with pytest.raises(ValueError, match=r"layer_ids is \[1, 2, 4\], expected \[0, 2, 4\]"):
+        make_trainer(tmp_path, store, build(aux_hidden_state_layer_ids=[0, 2, 4]), target=None)
+    with pytest.raises(ValueError, match="neither a target nor a store"):
+        make_trainer(tmp_path, make_rows(2), drafter, target=None)
+
+
+def test_a_drafter_is_served_with_the_layers_it_was_trained_on(tmp_path):
+    """One that names none takes defaults, which need not be those of the store."""
+    store = write_store(tmp_path / "store", target(), build(aux_hidden_state_layer_ids=[0, 2, 4]), make_rows(2))
+    trainer = make_trainer(tmp_path, store, build(aux_hidden_state_layer_ids=None), target=None)
+    assert trainer.drafter.config.aux_hidden_state_layer_ids == [0, 2, 4]
+    fewer = write_store(tmp_path / "fewer", target(), build(aux_hidden_state_layer_ids=[0, 4]), make_rows(2))
+    with pytest.raises(ValueError, match="has 2 states a token, the drafter reads 3"):
+        make_trainer(tmp_path, fewer, build(aux_hidden_state_layer_ids=None), target=None)
+
+
+@pytest.mark.parametrize("normalisation", ["token", "sequence"])
+@pytest.mark.parametrize("packing", [True, False])
+def test_rows_without_answers_are_nothing(tmp_path, normalisation, packing):
+    """Alone they are a loss of zero; beside others they change nothing."""
+    rows, options = make_rows(6, empty=(1, 2, 5)), PLAIN | {"normalisation": normalisation, "packing": packing, "attention_alignment": 0.1}
+    drafter = build()
+    before = {name: value.clone() for name, value in drafter.state_dict().items()}
+    none = make_trainer(tmp_path, [rows[1], rows[2]], drafter, eval_dataset=[rows[5]], eval_prompts=1, drift_regulariser=0.1, **options)
+    assert set(run(none).losses.tolist()) == {0.0}
+    for name, value in before.items():
+        assert_close(name, drafter.state_dict()[name], value)
+    assert none.evaluate()["eval_loss"] == 0.0
+    options |= {"per_device_train_batch_size": 6, "num_train_epochs": 3, "attention_alignment": 0.0}
+    assert_same(run(make_trainer(tmp_path, rows, **options)), run(make_trainer(tmp_path, [rows[0], rows[3], rows[4]], **options)), SUMMED)
+
+
+@pytest.mark.parametrize(
+    ("fields", "options", "frozen"),
+    [
+        ({}, {}, {"embed_tokens.weight"}),
+        ({}, {"train_embeddings": True}, set()),
+        ({}, {"train_head": False}, {"embed_tokens.weight", "lm_head.weight"}),
+        ({"share_target_embeddings": True, "share_target_head": True, "draft_vocab_size": VOCAB}, {"train_embeddings": True}, set()),
+    ],
+    ids=["head", "head_and_embeddings", "neither", "both_are_the_targets"],
+)
+def test_what_is_trained_and_what_is_not(tmp_path, fields, options, frozen):
+    drafter, teller = build(**fields), target()
+    before, told = ({name: value.clone() for name, value in model.state_dict().items()} for model in (drafter, teller))
+    trainer = make_trainer(tmp_path, drafter=drafter, target=teller, max_steps=1, weight_decay=0.1, **options, **SAVING)
+    trainer.train()
+    parameters, saved = dict(drafter.named_parameters()), load_file(tmp_path / "checkpoint-1" / "model.safetensors")
+    for name, weight in drafter.state_dict().items():
+        assert torch.equal(weight, before[name]) == (name in frozen or name not in parameters), name
+    assert saved.keys() == drafter.state_dict().keys()
+    assert {"d2t", "t2d"} <= saved.keys() or drafter.d2t is None
+    optimizer = torch.load(tmp_path / "checkpoint-1" / "optimizer.pt")
+    assert len(optimizer["state"]) == len(parameters) - len(frozen)
+    assert all(torch.equal(value, told[name]) for name, value in teller.state_dict().items())
+    assert not any(weight.requires_grad or weight.grad is not None for weight in teller.parameters())
+    assert not teller.training
+
+
+def test_a_checkpoint_is_a_drafter(tmp_path):
+    trainer = make_trainer(tmp_path, max_steps=2, **SAVING)
+    trainer.train()
+    loaded = Eagle31DrafterModel.from_pretrained(tmp_path / "checkpoint-2")
+    for name, weight in trainer.drafter.state_dict().items():
+        assert_close(name, loaded.state_dict()[name], weight)
+
+
+@pytest.mark.parametrize("where", ["rows", "eval_dataset"])
+def test_rows_of_another_tokenizer_are_refused(tmp_path, where):
+    foreign = [{"input_ids": [1, 2, VOCAB + 3], "answers": [True] * 3}]
+    with pytest.raises(ValueError, match=rf"token ids from 1 to {VOCAB + 3}; expected 0 to {VOCAB - 1}"):
+        make_trainer(tmp_path, **{where: foreign})
+
+
+def test_texts_a_target_breaks_on_are_left_out_and_counted(tmp_path):
+    """One token's embedding is NaN, so every text with it has NaN states from there on."""
+    theirs, token = target(), 50
+    theirs.get_input_embeddings().weight.data[token] = float("nan")
+    rows = make_rows()
+    num_broken = sum(token in row["input_ids"] for row in rows)
+    assert 0 < num_broken < len(rows)
+    drafter = build()  # its own embedding is whole
+    found = run(make_trainer(tmp_path, rows, drafter, target=theirs))
+    assert found.logs[-2]["texts_with_broken_states"] == num_broken
+    assert all(weight.isfinite().all() for weight in found.weights.values())
+    assert found.losses.isfinite().all()
