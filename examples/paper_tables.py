@@ -1,0 +1,473 @@
+"""Tables A to G of "Attention Drift" (arXiv 2605.09992) in small: the demo's target, our figures beside the paper's.
+
+    python examples/paper_tables.py [--work FOLDER] [--output examples/results]
+
+On two CPU cores half an hour of training (table E) and half an hour of decoding; what is done is kept in FOLDER, and a rerun goes on.
+The paper's drafters serve targets a thousand times larger: what may carry over is the direction of a difference, not its size.
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from train import own_words, train
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from eagle31_hf import Eagle31DrafterModel, demo, track_acceptance
+from eagle31_hf.bench import environment
+from eagle31_hf.demo.corpus import HELD_OUT
+
+NAMES = {"eagle3": "EAGLE 3", "eagle31": "EAGLE 3.1"}  # the paper's pre-norm and post-norm
+FLAGS = {"eagle3": {"fc_norm": False, "norm_output": False}, "eagle31": {}}
+DRAFTED, WATCHED = 10, 16  # tokens a round: of acceptance; of states, attention and table E
+NEW_TOKENS, WINDOW = 96, 192
+PLAIN = "as it is"
+RECORDS, DEPTHS = 1536, (2, 8)  # of table E's trainings
+NO_CHECKPOINTS = {"eval_strategy": "no", "save_strategy": "no", "load_best_model_at_end": False, "eval_prompts": 0, "disable_tqdm": True}
+
+Install = Callable[[Eagle31DrafterModel], list[Any]]  # puts hooks on a drafter, and returns their handles
+
+
+def rms(x: Tensor) -> Tensor:
+    """(..., h) -> (..., 1)"""
+    return x.float().square().mean(-1, keepdim=True).sqrt()
+
+
+# What is done to a drafter.
+
+
+def noisy(part: int, scale: float) -> Install:
+    """Noise of `scale` times its root mean square on what layer 0 reads, at every depth and in the prompt: 0 the state, 1 the embedding."""
+
+    def install(drafter: Eagle31DrafterModel) -> list[Any]:
+        generator = torch.Generator().manual_seed(0)
+
+        def add(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            noise = torch.randn(args[part].shape, generator=generator)
+            return (*args[:part], args[part] + scale * rms(args[part]) * noise, *args[part + 1 :])
+
+        return [drafter.layers[0].register_forward_pre_hook(add)]
+
+    return install
+
+
+def fed_back(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    """A hook that changes the state a drafter is fed of its own, and nothing where it reads the target's."""
+
+    def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        state = kwargs.get("hidden_states")
+        return args, kwargs if state is None else kwargs | {"hidden_states": change(state)}
+
+    return hook
+
+
+def noisy_feedback(scale: float) -> Install:
+    """The same noise, on nothing but the state fed back: the first drafted token never meets it."""
+
+    def install(drafter: Eagle31DrafterModel) -> list[Any]:
+        generator = torch.Generator().manual_seed(0)
+        hook = fed_back(lambda state: state + scale * rms(state) * torch.randn(state.shape, generator=generator))
+        return [drafter.register_forward_pre_hook(hook, with_kwargs=True)]
+
+    return install
+
+
+def pinned(drafter: Eagle31DrafterModel) -> list[Any]:
+    """Every state fed back is scaled to the magnitude of what `fc` gave where its chain began."""
+    magnitude = dict[str, Tensor]()
+
+    def note(module: nn.Module, args: Any, fused: Tensor) -> None:
+        magnitude["fc"] = rms(fused[:, -1:])
+
+    hook = fed_back(lambda state: state * magnitude["fc"] / rms(state))
+    return [drafter.fc.register_forward_hook(note), drafter.register_forward_pre_hook(hook, with_kwargs=True)]
+
+
+def untouched(drafter: Eagle31DrafterModel) -> list[Any]:
+    return []
+
+
+def attending_with(function: Callable[..., Any]) -> Install:
+    """The drafter's attention is `function`, called as transformers calls one."""
+
+    def install(drafter: Eagle31DrafterModel) -> list[Any]:
+        ALL_ATTENTION_FUNCTIONS.register("paper_tables", function)
+        ALL_MASK_ATTENTION_FUNCTIONS.register("paper_tables", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+        drafter.config._attn_implementation = "paper_tables"
+        return []
+
+    return install
+
+
+def window_and_first(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> tuple[Tensor, None]:
+    """The last WINDOW keys and the text's first, which a window alone loses."""
+    key, value = (x.repeat_interleave(module.num_key_value_groups, dim=1) for x in (key, value))
+    keys = torch.arange(key.shape[2])
+    at = keys[-query.shape[2] :, None]
+    seen = (keys <= at) & ((keys > at - WINDOW) | (keys == 0))
+    return scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=options["scaling"]).transpose(1, 2), None
+
+
+# What is measured of it.
+
+
+@dataclass
+class Chain:
+    """`scales`: RMS of the captured states and of what fc makes of them, where the chain begins. By depth: RMS of the state that scores
+    and is fed back; shares and entropy (nats) of layer 0's attention, see `Watch`."""
+
+    scales: list[float] = field(default_factory=list)
+    states: list[float] = field(default_factory=list)
+    attention: list[list[float]] = field(default_factory=list)
+
+
+class Watch:
+    """Notes every chain that is drafted while a drafter serves one text at a time; means of the chains of full depth.
+
+    Attention is the mean over heads: on the text's first key (sink), on other keys read from the target's states before the chain's own
+    (prompt), on that one (own), on keys the chain itself made (self).
+    """
+
+    COLUMNS = ("sink", "prompt", "own", "self", "entropy")
+
+    def __init__(self):
+        self.chains = list[Chain]()
+
+    def install(self, drafter: Eagle31DrafterModel) -> list[Any]:
+        attending_with(self.attend)(drafter)
+        handles = (drafter.register_forward_pre_hook(self.begin, with_kwargs=True), drafter.register_forward_hook(self.end))
+        return list(handles)
+
+    def begin(self, drafter: Eagle31DrafterModel, args: Any, kwargs: dict[str, Any]) -> None:
+        states = kwargs.get("target_hidden_states")
+        if states is not None:
+            parts = states[:, -1].split(drafter.config.target_hidden_size, dim=-1)
+            self.chains.append(Chain([float(rms(x)) for x in (*parts, drafter.fuse_target_states(states[:, -1:]))]))
+
+    def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
+        keys, num_own = key.repeat_interleave(module.num_key_value_groups, dim=1), len(self.chains[-1].states)
+        weights = (query[:, :, -1:] @ keys.mT * options["scaling"]).softmax(-1)[0, :, 0]  # (H, S)
+        sizes = (1, weights.shape[1] - num_own - 2, 1, num_own)
+        shares = [float(part.sum(-1).mean()) for part in weights.split(sizes, dim=-1)]
+        entropy = float(-(weights * weights.clamp(min=1e-30).log()).sum(-1).mean())
+        self.chains[-1].attention.append([*shares, entropy])
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **options)
+
+    def end(self, drafter: Eagle31DrafterModel, args: Any, output: Any) -> None:
+        self.chains[-1].states.append(float(rms(output.last_hidden_state[:, -1])))
+
+    def figures(self) -> dict[str, Any]:
+        full = [chain for chain in self.chains if len(chain.states) == WATCHED]
+
+        def mean(name: str) -> Tensor:
+            return torch.tensor([getattr(chain, name) for chain in full]).mean(0)
+
+        attention = dict(zip(self.COLUMNS, mean("attention").T.tolist(), strict=True))
+        return {"chains": len(full), "scales": mean("scales").tolist(), "states": mean("states").tolist()} | attention
+
+
+@contextmanager
+def changed(drafter: Eagle31DrafterModel, install: Install) -> Iterator[None]:
+    handles = install(drafter)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class Bench:
+    """The target, its drafters, and the figures found so far, which a file keeps."""
+
+    def __init__(self, work: Path, num_prompts: int, steps: int):
+        self.target, self.tokenizer = demo.load_target()
+        self.work, self.num_prompts, self.steps = work, num_prompts, steps
+        self.file = work / "figures.json"
+        self.found: dict[str, Any] = json.loads(self.file.read_text()) if self.file.exists() else {}
+
+    def once(self, name: str, measure: Callable[[], Any]) -> Any:
+        name = f"{name}, {self.num_prompts} prompts"
+        if name not in self.found:
+            self.found[name] = measure()
+            self.file.write_text(json.dumps(self.found, indent=1))
+            print(name, self.found[name].get("accepted_length", ""), flush=True)
+        return self.found[name]
+
+    def prompts(self, num_tokens: int = 96, has_bos: bool = False) -> list[Tensor]:
+        bos = torch.full((1, int(has_bos)), self.tokenizer.bos_token_id)
+        return [torch.cat((bos, prompt), dim=1) for prompt in demo.prompts(self.tokenizer, self.num_prompts, num_tokens)]
+
+    def ids(self, text: str) -> Tensor:
+        return self.tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+
+    def decode(self, drafter: Eagle31DrafterModel, prompts: list[Tensor], depth: int) -> dict[str, Any]:
+        """Greedy; `standard_error` of the accepted length takes rounds for independent."""
+        with track_acceptance() as stats:
+            for prompt in prompts:
+                self.target.generate(
+                    prompt, attention_mask=torch.ones_like(prompt), assistant_model=drafter, num_assistant_tokens=depth,
+                    max_new_tokens=NEW_TOKENS, do_sample=False,
+                )  # fmt: skip
+        spread = torch.tensor(stats.accepted_per_round).double().std() / math.sqrt(stats.target_forwards)
+        return {
+            "accepted_length": stats.mean_accepted_length, "standard_error": float(spread), "rounds": stats.target_forwards,
+            "no_bonus": sum(stats.accepted_per_round) / stats.target_forwards, "by_position": stats.acceptance_rates,
+        }  # fmt: skip
+
+    def accepted(
+        self, name: str, condition: str, install: Install = untouched, prompts: list[Tensor] | None = None, **fields: Any
+    ) -> dict[str, Any]:
+        """Of a demo drafter, with other `fields` of its config, to which something is done."""
+
+        def measure() -> dict[str, Any]:
+            drafter: Any = Eagle31DrafterModel.from_pretrained(demo.FOLDER / name, dtype=torch.float32, **fields)
+            with changed(drafter.eval(), install):
+                return self.decode(drafter, prompts or self.prompts(), DRAFTED)
+
+        return self.once(f"{name}: {condition}, {DRAFTED} deep", measure)
+
+    def watched(self, folder: Path, has_bos: bool = False) -> dict[str, Any]:
+        """The same of a drafter that drafts WATCHED deep, with its states and attention."""
+
+        def measure() -> dict[str, Any]:
+            drafter: Any = Eagle31DrafterModel.from_pretrained(folder, dtype=torch.float32)
+            watch = Watch()
+            with changed(drafter.eval(), watch.install):
+                return self.decode(drafter, self.prompts(has_bos=has_bos), WATCHED) | watch.figures()
+
+        return self.once(f"{folder.name}, {WATCHED} deep" + ", BOS in front" * has_bos, measure)
+
+    def train(self, name: str, depth: int) -> Path:
+        """A drafter for table E, unless it is there already."""
+        folder = self.work / f"{name}-depth{depth}-steps{self.steps}"
+        if not (folder / "model.safetensors").exists():
+            rows = own_words(self.target, self.tokenizer, self.work / "data", RECORDS)
+            train(self.target, self.tokenizer, rows, folder, FLAGS[name], max_steps=self.steps, depth=depth, **NO_CHECKPOINTS)
+        return folder
+
+
+# The tables: a title, what was measured, a header and rows.
+
+
+@dataclass
+class Table:
+    title: str
+    what: str
+    header: list[str]
+    rows: list[list[Any]]
+
+    def markdown(self) -> str:
+        lines = [self.header, ["---"] * len(self.header), *self.rows]
+        return "\n".join([f"## {self.title}", "", self.what, "", *("| " + " | ".join(map(shown, line)) + " |" for line in lines)])
+
+
+def shown(value: Any) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def length(found: dict[str, Any]) -> str:
+    return f"{found['accepted_length']:.2f} ± {found['standard_error']:.2f}"
+
+
+def table_a(bench: Bench) -> Table:
+    paper = [
+        ["paper: EAGLE 3, Llama-3.1-8B", 0.56, 0.58, 0.78, 12.46, 3.92, 4.87, 5.86, 14.02],
+        ["paper: EAGLE 3, Qwen3.5-35B", 0.03, 0.12, 0.21, 0.89, 3.47, 4.03, 4.42, 5.92],
+        ["paper: EAGLE 3, gpt-oss-120b", 3.0, 163.0, 1455.0, 583.0, 497.0, 511.0, 537.0, 647.0],
+    ]
+    ours = []
+    for name, title in NAMES.items():
+        found = bench.watched(demo.FOLDER / name)
+        ours.append([f"{title}, {found['chains']} chains", *found["scales"], *(found["states"][d - 1] for d in (1, 2, 3, 8))])
+    what = (
+        "Root mean square of captured states, of fc's output and of the state at depth d, which is fed to depth d + 1, of chains "
+        f"drafted {WATCHED} deep by generate(), at the token they begin at."
+    )
+    return Table("A: magnitudes", what, ["", "low", "mid", "high", "fc", "h1", "h2", "h3", "h8"], paper + ours)
+
+
+def table_norms(bench: Bench) -> Table:
+    depths = range(1, WATCHED + 1)
+    rows = [[title, *bench.watched(demo.FOLDER / name)["states"]] for name, title in NAMES.items()]
+    return Table("A, further: the state's root mean square to depth 16", "Chains as in A.", ["depth", *map(str, depths)], rows)
+
+
+def table_b(bench: Bench) -> Table:
+    paper = [
+        ["paper: EAGLE 3", "3.92 → 14.02", "2.04 → 2.73", ".46 → .08", "", "", "", ".14 → .31"],
+        ["paper: post-norm", "1.21 → 1.20", "2.24 → 2.29", ".11 → .10", "", "", "", ".50 → .53"],
+    ]
+    ours = []
+    for name, has_bos in ((name, has_bos) for has_bos in (False, True) for name in NAMES):
+        found = bench.watched(demo.FOLDER / name, has_bos)
+        found = found | {"recent": [own + later for own, later in zip(found["own"], found["self"], strict=True)]}
+        columns = ("states", "entropy", "sink", "prompt", "own", "self", "recent")
+        ours.append([NAMES[name] + ", BOS in front" * has_bos, *(f"{found[column][0]:.2f} → {found[column][7]:.2f}" for column in columns)])
+    what = (
+        "Depth 1 → depth 8, chains as in A. Attention is the mean over heads and chains, entropy in nats; sink (the text's first key), "
+        "prompt, own (the chain's last key read from the target) and self (keys the chain made) add up to 1; recent is own + self, our "
+        "reading of the paper's recent mass. The paper's rows are Llama-3.1-8B."
+    )
+    return Table("B: attention", what, ["", "RMS", "entropy", "sink", "prompt", "own", "self", "recent"], paper + ours)
+
+
+NOISE = (0.1, 0.5, 1.0)
+NOISES: dict[str, Callable[[float], Install]] = {
+    "state, wherever layer 0 reads one": lambda scale: noisy(0, scale),
+    "state, only where fed back": noisy_feedback,
+    "embedding": lambda scale: noisy(1, scale),
+}
+PAPER_NOISE = {
+    ("eagle3", "state, wherever layer 0 reads one"): "82 / 5 / 0", ("eagle3", "embedding"): "99 / 86 / 64",
+    ("eagle31", "state, wherever layer 0 reads one"): "99 / 58 / 22", ("eagle31", "embedding"): "98 / 93 / 75",
+}  # fmt: skip
+
+
+def table_c(bench: Bench) -> Table:
+    rows = []
+    for name, title in NAMES.items():
+        base = bench.accepted(name, PLAIN)
+        for where, noise in NOISES.items():
+            found = [bench.accepted(name, f"noise {scale} on {where}", noise(scale)) for scale in NOISE]
+            kept = " / ".join(f"{100 * one['no_bonus'] / base['no_bonus']:.0f}" for one in found)
+            lengths = " / ".join(f"{one['accepted_length']:.2f}" for one in found)
+            rows.append([title, where, f"{base['accepted_length']:.2f}", lengths, kept, PAPER_NOISE.get((name, where), "")])
+    what = (
+        "Gaussian noise of .1 / .5 / 1 times the root mean square of what it is added to. On the state that layer 0 reads, fused or fed "
+        "back, prompt included: only so can the paper's 5% and 0% come about, as a chain's first token never meets noise on the fed-back "
+        "state alone. For the same reason per cent are of drafts accepted a round, without the bonus token. Ten drafts a round."
+    )
+    header = ["", "noise on", "length without", "length at .1 / .5 / 1", "% of drafts", "paper, %"]
+    return Table("C: noise", what, header, rows)
+
+
+def table_d(bench: Bench) -> Table:
+    rows, paper = [], {"eagle3": "3.06 → 1.33 (-56%)", "eagle31": "3.15 → 2.09 (-34%)"}
+    for name, title in NAMES.items():
+        base, found = bench.accepted(name, PLAIN), bench.accepted(name, "fed-back state pinned", pinned)
+        change = 100 * (found["accepted_length"] / base["accepted_length"] - 1)
+        rows.append([title, length(base), length(found), f"{change:+.0f}%", paper[name]])
+    what = "The state fed back is scaled, at serving only, to the magnitude of fc's output where the chain began. Ten drafts a round."
+    return Table("D: magnitude pinned", what, ["", "accepted length", "pinned", "change", "paper"], rows)
+
+
+PLACES = (1, 2, 4, 8, 16)
+
+
+def table_e(bench: Bench) -> Table:
+    paper = {("eagle3", 8): ".91 / .50, 7.12", ("eagle3", 2): ".93 / .00, 2.64", ("eagle31", 2): ".93 / .53, 5.05"}
+    folders = {(name, depth): bench.train(name, depth) for name in NAMES for depth in DEPTHS}
+    rows = []
+    for (name, depth), folder in (folders | {(name, "5, the demo's"): demo.FOLDER / name for name in NAMES}).items():
+        found = bench.watched(folder)
+        positions = [found["by_position"][place - 1] for place in PLACES]
+        growth = found["states"][-1] / found["states"][0]
+        rows.append([NAMES[name], depth, *positions, length(found), found["rounds"], growth, paper.get((name, depth), "")])
+    what = (
+        f"Trained here, {bench.steps} steps of 8 rows, same rows, order and seed; the demo's took 1,565. Share of rounds that accept "
+        f"positions 1 to 16, and accepted length, drafting {WATCHED} deep; growth of the state's RMS from depth 1 to 16. Paper: positions "
+        "1 / 16, accepted length."
+    )
+    header = ["", "depth", *map(str, PLACES), "accepted length", "rounds", "growth", "paper"]
+    return Table("E: trained depth", what, header, rows)
+
+
+HEADER = '# Copyright 2001 by the authors. All Rights Reserved.\n# Licensed to PSF under a Contributor Agreement.\n\n"""Utilities."""\n\n'
+BEFORE = (
+    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nContinue this file.<|im_end|>\n<|im_start|>assistant\n"
+)
+
+
+def templates(bench: Bench) -> dict[str, tuple[list[Tensor], str]]:
+    """Prompts by what is around them, and the paper's row that is nearest."""
+    bos, plain = torch.tensor([[bench.tokenizer.bos_token_id]]), bench.prompts()
+    header, before = bench.ids(HEADER), bench.ids(BEFORE)
+    return {
+        PLAIN: (plain, "regular: 2.74 / 2.73"),
+        "BOS in front": (bench.prompts(has_bos=True), "no BOS: 2.28 / 2.65"),
+        "BOS and a file's header in front": ([torch.cat((bos, header, x), 1) for x in plain], ""),
+        "a chat's beginning in front": ([torch.cat((before, x), 1) for x in plain], "no template: 1.69 / 2.61"),
+        "BOS and a chat's beginning in front": ([torch.cat((bos, before, x), 1) for x in plain], "neither: 1.34 / 2.59"),
+    }
+
+
+def table_f(bench: Bench) -> Table:
+    rows = []
+    for condition, (prompts, paper) in templates(bench).items():
+        found = [bench.accepted(name, condition, prompts=prompts) for name in NAMES]
+        rows.append([condition, *map(length, found), f"{found[1]['accepted_length'] / found[0]['accepted_length']:.2f}", paper])
+    what = (
+        "The demo's target has no chat template: its drafters were trained on windows of source code, few of which begin with BOS. As it "
+        "is, a prompt is such a window; perturbed is what they have not seen: BOS before the middle of a file, a header that does not "
+        "belong there, the letters of a foreign chat template. The paper's rows (Llama-3.1-8B, EAGLE 3 / 3.1) take away what was "
+        "trained; beside each condition stands the nearest. A whole turn around the prompt is left out: the target then repeats one token, "
+        "which any drafter guesses."
+    )
+    return Table("F: template", what, ["", *NAMES.values(), "ratio", "paper"], rows)
+
+
+WINDOWED = {"layer_types": ["sliding_attention"], "sliding_window": WINDOW}
+PAST = (400, 768)  # up to 96 tokens and as many new ones a window of 192 sees everything
+CONTEXTS: dict[str, tuple[tuple[int, ...], bool, Install, dict[str, Any], str]] = {  # tokens, BOS, what is done, config, paper's row
+    "full attention": ((96, *PAST), False, untouched, {}, ".05 / .83"),
+    f"window of {WINDOW}": (PAST, False, untouched, WINDOWED, "2.43 / 2.97"),
+    f"window of {WINDOW}, BOS in front": (PAST, True, untouched, WINDOWED, "2.53 / 2.99"),
+    f"window of {WINDOW}, BOS in front and kept in sight": (PAST, True, attending_with(window_and_first), {}, "2.53 / 2.99"),
+}
+
+
+def table_g(bench: Bench) -> Table:
+    rows = []
+    for condition, (lengths, has_bos, install, fields, paper) in CONTEXTS.items():
+        for num_tokens in lengths:
+            prompts, where = bench.prompts(num_tokens, has_bos)[: len(HELD_OUT)], f"{num_tokens} tokens, {condition}"
+            found = [bench.accepted(name, where, install, prompts, **fields) for name in NAMES]
+            ratio = found[1]["accepted_length"] / found[0]["accepted_length"]
+            rows.append([condition, num_tokens, *map(length, found), f"{ratio:.2f}", paper if num_tokens == 768 else ""])
+    what = (
+        f"One prompt of each of the {len(HELD_OUT)} held-out files, as later parts of short ones do not hold 768 tokens. The drafters were "
+        "trained on rows of 256 tokens, the target on rows of 512. Paper: EAGLE 3 / 3.1 on contexts past the trained length; which of "
+        "the two ways of adding BOS to a window it means is not said."
+    )
+    return Table("G: context", what, ["drafter", "tokens of prompt", *NAMES.values(), "ratio", "paper"], rows)
+
+
+TABLES = (table_a, table_norms, table_b, table_c, table_d, table_e, table_f, table_g)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, default=Path("paper-tables"), help="where drafters and figures are kept")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=256, help="of each of table E's four trainings")
+    args = parser.parse_args()
+    args.work.mkdir(parents=True, exist_ok=True)
+    bench = Bench(args.work, args.prompts, args.steps)
+    tables = [make(bench) for make in TABLES]
+    settings = environment(bench.target, args.prompts, NEW_TOKENS) | {"steps_of_table_e": args.steps}
+    counts = f"{args.prompts} held-out prompts of 96 tokens unless said otherwise, {NEW_TOKENS} new tokens each, greedy generate(), fp32."
+    head = [
+        '# Tables of "Attention Drift" in small', "", "Written by `python examples/paper_tables.py`. " + counts,
+        "Accepted length counts the bonus token; ± is its standard error over rounds. Of the paper, figures as relayed.",
+        "Settings: " + ", ".join(f"{name} {value}" for name, value in settings.items()) + ".",
+    ]  # fmt: skip
+    args.output.mkdir(parents=True, exist_ok=True)
+    text = "\n".join(head) + "\n\n" + "\n\n".join(table.markdown() for table in tables) + "\n"
+    (args.output / "paper_tables.md").write_text(text, encoding="utf-8")
+    record = {"settings": settings, "tables": {table.title: [table.header, *table.rows] for table in tables}, "figures": bench.found}
+    (args.output / "paper_tables.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
