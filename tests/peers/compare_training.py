@@ -1,0 +1,288 @@
+"""Our training beside that of speculators: the same target, data, batches, steps, optimizer, schedule, first weights and parameters.
+
+    python tests/peers/compare_training.py --speculators-python PYTHON_WITH_SPECULATORS --vllm-python PYTHON_WITH_VLLM \
+        [--steps 100] [--output compare_training.json]
+
+For installing them see `speculators_fixtures.py` and `vllm_counts.py`; both want the torch we run on. Nothing else should be busy. Parts:
+
+- `losses`: of equal weights on the first batch, by depth, and the gradient of every parameter, over the rows both sides count. What
+  differs is which rows: speculators also trains the row whose target says what follows a text's last token, and, packed, rows at a text's
+  end that go on with the next text's tokens.
+- `speed`: seconds of a step (forward, loss, backward, clipping, AdamW) and memory above what the process held before its first step, in
+  each of SETTINGS. The sides take turns in short blocks, so that whatever else the machine does meets all of them; the processor's seconds
+  show it least. `by row` gives either side one row at a time and adds up gradients: less memory, and less attention for speculators, which
+  otherwise packs a batch into one row and on a CPU computes what it then masks.
+- `acceptance`: both train `--steps` steps, vLLM serves both and counts accepted drafts for the same held-out prompts.
+
+In both, the target has run beforehand: its states lie in a file. All is fp32, full vocabulary, all tokens are answers, embedding and head
+are the target's and frozen, as speculators has them.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from compare_acceptance import vllm_counts
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from eagle31_hf import demo
+from eagle31_hf.training.target import TargetReader
+
+HERE = Path(__file__).parent
+sys.path.append(str(HERE.parents[1] / "examples"))
+import train_demo_drafters as example  # noqa: E402 -- an example is no package
+
+BY_ROW = ("--batching", "rows")
+SIDES = {  # name -> script and its options
+    "ours": ("our_training.py", ()),
+    "speculators": ("speculators_training.py", ()),
+    "ours, by row": ("our_training.py", BY_ROW),
+    "speculators, by row": ("speculators_training.py", BY_ROW),
+}
+TRAINED = ("ours", "speculators")
+PARTS = ("losses", "speed", "acceptance")
+OPTIMIZER = {"betas": [0.9, 0.95], "weight_decay": 0.01}
+CLIP = 1.0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Rows a batch, tokens a row, and the vocabulary of a target of random weights, or None for the demo's."""
+
+    rows: int
+    length: int
+    vocab_size: int | None = None
+
+
+SETTINGS = {
+    "demo, 8 x 256": Setting(8, 256),
+    "demo, 2 x 1024": Setting(2, 1024),
+    "32,000 tokens of vocabulary, 8 x 256": Setting(8, 256, 32_000),
+}
+SPEED_BATCHES = 4  # taken in turn
+DEMO = next(iter(SETTINGS))
+
+
+# The data both sides read.
+
+
+def load_target(setting: Setting):
+    """The demo's target, or one of its shape with another vocabulary."""
+    if setting.vocab_size is None:
+        return demo.load_target()[0]
+    config = AutoConfig.from_pretrained(demo.FOLDER / "target", vocab_size=setting.vocab_size)
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def draw_rows(target, setting: Setting, count: int) -> torch.Tensor:
+    """Text of the demo (N, T), half of it continued by the target where rows are as long as the demo's; else any tokens."""
+    if setting.vocab_size is not None:
+        return torch.randint(setting.vocab_size, (count, setting.length))
+    _, tokenizer = demo.load_target()
+    pieces = setting.length // example.LENGTH
+    rows = example.text_rows(tokenizer, count * pieces)
+    if pieces > 1:
+        return rows.view(count, setting.length)
+    continued = example.continued_rows(target, rows[count // 2 :, : example.PROMPT])
+    return torch.cat([rows[: count // 2], continued])
+
+
+def read_states(target, layer_ids: list[int], rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What the target says: captured states (N, T, n*h), and its last state before and after its norm (N, T, h)."""
+    reader = TargetReader(target, [*layer_ids, target.config.num_hidden_layers])
+    parts = [reader.read(part, torch.ones_like(part)) for part in rows.split(16)]
+    states, last = (torch.cat(column) for column in zip(*parts, strict=True))
+    states, before_norm = states.split([len(layer_ids) * last.shape[-1], last.shape[-1]], dim=-1)
+    return {"rows": rows, "states": states.contiguous(), "before_norm": before_norm.contiguous(), "last_states": last}
+
+
+def prepare(workspace: Path, setting: Setting, steps: int, args: argparse.Namespace) -> None:
+    """Writes the target's parts, the data, the drafter to begin with and the plan."""
+    torch.manual_seed(args.seed)
+    target = load_target(setting)
+    drafter = example.new_drafter(target, example.FLAGS["eagle31"])
+    drafter.save_pretrained(workspace / "initial")
+    head, table = target.get_output_embeddings().weight, target.get_input_embeddings().weight
+    parts = {"embedding": table, "head": head, "norm": target.model.norm.weight}
+    save_file({name: part.detach().clone() for name, part in parts.items()}, workspace / "target.safetensors")
+    rows = draw_rows(target, setting, steps * setting.rows)
+    save_file(read_states(target, drafter.config.aux_hidden_state_layer_ids, rows), workspace / "data.safetensors")
+    plan = {
+        "batches": torch.randperm(len(rows)).view(steps, setting.rows).tolist(),
+        "learning_rates": [example.learning_rate(step / steps) for step in range(steps)],
+        "optimizer": OPTIMIZER,
+        "clip": CLIP,
+        "depth": args.depth,
+        "decay": args.decay,
+    }
+    (workspace / "plan.json").write_text(json.dumps(plan))
+
+
+# The sides.
+
+
+class Running:
+    """A side in a process of its own."""
+
+    def __init__(self, name: str, workspace: Path, args: argparse.Namespace):
+        script, options = SIDES[name]
+        python = sys.executable if script == "our_training.py" else args.speculators_python
+        environment = os.environ | {"OMP_NUM_THREADS": str(args.threads)}
+        command = [python, HERE / script, "--workspace", workspace, *options]
+        self.name = name
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+
+    def ask(self, command: str, **arguments) -> dict:
+        """Raises RuntimeError where the side has ended instead of answering."""
+        print(json.dumps({"command": command} | arguments), file=self.process.stdin, flush=True)
+        answer = self.process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"{self.name} ended with status {self.process.wait()} when asked to {command}; its errors stand above.")
+        return json.loads(answer)
+
+    def __enter__(self) -> "Running":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def print_table(head: tuple[str, ...], rows: list[tuple]) -> None:
+    print("\n| " + " | ".join(head) + " |\n|" + "---|" * len(head))
+    for row in rows:
+        print("| " + " | ".join(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row) + " |", flush=True)
+
+
+# The parts of the comparison.
+
+
+def compare_losses(workspace: Path, args: argparse.Namespace) -> dict:
+    """Loss by depth and gradients of the first batch. Raises ValueError where the sides do not train the same parameters."""
+    found = {}
+    for name in TRAINED:
+        with Running(name, workspace, args) as side:
+            found[name] = side.ask("describe") | side.ask("first_batch")
+    ours, theirs = found.values()
+    if ours["parameters"] != theirs["parameters"]:
+        raise ValueError(f"ours trains {ours['parameters']}, speculators {theirs['parameters']}; expected the same.")
+    norms = ours["gradient_norms"], theirs["gradient_norms"]
+    away = max(abs(norms[0][name] / norms[1][name] - 1) for name in norms[0])
+    rows = [(k + 1, *pair, abs(pair[0] - pair[1])) for k, pair in enumerate(zip(ours["losses"], theirs["losses"], strict=True))]
+    print_table(("depth", "our loss", "speculators' loss", "apart"), rows)
+    print(f"\nGradient norms of {len(norms[0])} parameters are at most {away:.1e} apart (relative).")
+    return found | {"gradient_norms_apart": away}
+
+
+def take_turns(sides: dict[str, Running], args: argparse.Namespace) -> dict[str, dict]:
+    """Seconds of every step and memory of each side."""
+    found: dict[str, dict] = {name: {"seconds": [], "processor": []} for name in sides}
+    for block in range(args.blocks + 1):
+        for name, side in sides.items():
+            took = side.ask("train", count=args.block_steps if block else 1)
+            for kind in ("seconds", "processor") if block else ():  # the first step warms up
+                found[name][kind] += took[kind]
+    return {name: figures | sides[name].ask("memory") for name, figures in found.items()}
+
+
+def measure(setting: Setting, args: argparse.Namespace) -> dict:
+    """Seconds and memory of a step on each side, and how many times ours."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        prepare(Path(folder), setting, SPEED_BATCHES, args)
+        found = take_turns(
+            {name: stack.enter_context(Running(name, Path(folder), args)) for name in dict.fromkeys(("ours", *args.sides))}, args
+        )
+    for side in found.values():
+        side |= {f"median_{kind}": statistics.median(side[kind]) for kind in ("seconds", "processor")}
+    for side in found.values():
+        side["times_ours"] = {kind: side[kind] / found["ours"][kind] for kind in ("median_seconds", "median_processor", "steps")}
+    return found
+
+
+def compare_speed(args: argparse.Namespace) -> dict:
+    found = {name: measure(SETTINGS[name], args) for name in args.settings}
+    rows = []
+    for setting, sides in found.items():
+        for name, side in sides.items():
+            figures = [figure for kind, times in side["times_ours"].items() for figure in (side[kind], times)]
+            rows.append((setting, name, *figures))
+    print_table(("setting", "side", "s/step", "times ours", "processor s/step", "times ours", "memory (MiB)", "times ours"), rows)
+    return found
+
+
+def train_both(workspace: Path, args: argparse.Namespace) -> dict:
+    """Trains a drafter on each side, in turn, and writes it to the workspace."""
+    found = {}
+    for name in TRAINED:
+        with Running(name, workspace, args) as side:
+            found[name] = side.ask("train", count=args.steps)
+            side.ask("write", folder=str(workspace / name))
+    return found
+
+
+def compare_acceptance(workspace: Path, args: argparse.Namespace) -> dict:
+    """Accepted drafts in vLLM of what both sides trained, each served from the files its own library wrote."""
+    found = {"training": train_both(workspace, args)}
+    prompts = demo.prompts(demo.load_target()[1], args.prompts)
+    rows = []
+    for depth in args.served_depths:
+        for name in TRAINED:
+            counts = vllm_counts(args.vllm_python, workspace / name, prompts, depth, args.max_new_tokens)
+            accepted = counts["accepted_per_position"]
+            counts["accepted_length"] = 1 + sum(accepted) / counts["drafts"]
+            found[f"{name}, K={depth}"] = counts
+            shares = " ".join(f"{100 * count / counts['drafts']:.1f}" for count in accepted)
+            rows.append((depth, name, counts["drafts"], shares, counts["accepted_length"]))
+    print_table(("K", "trained by", "drafts", "accepted at 1 to K (%)", "tokens a target forward"), rows)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--speculators-python", required=True)
+    parser.add_argument("--vllm-python", help="needed for acceptance")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--steps", type=int, default=100, help="of the training whose acceptance is counted")
+    parser.add_argument("--seed", type=int, default=0, help="of the data and its order")
+    parser.add_argument("--depth", type=int, default=5)
+    parser.add_argument("--decay", type=float, default=1.0, help="depth k weighs decay**k; speculators' default")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=tuple(SIDES), help="whose speed is measured, beside ours")
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=SETTINGS)
+    parser.add_argument("--blocks", type=int, default=4)
+    parser.add_argument("--block-steps", type=int, default=3)
+    parser.add_argument("--served-depths", nargs="+", type=int, default=(5, 7))
+    parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--workspace", type=Path, help="keep data and trained drafters in this folder")
+    parser.add_argument("--output", type=Path, help="everything measured, as JSON")
+    args = parser.parse_args()
+    result: dict = {"arguments": {name: str(value) for name, value in vars(args).items()}}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.workspace or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        if {"losses", "acceptance"} & set(args.parts):
+            prepare(folder, SETTINGS[DEMO], args.steps, args)
+        parts = {
+            "losses": lambda: compare_losses(folder, args),
+            "speed": lambda: compare_speed(args),
+            "acceptance": lambda: compare_acceptance(folder, args),
+        }
+        for part in args.parts:
+            result[part] = parts[part]()
+    if args.output:
+        args.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Our side of `compare_training.py`: the drafter and `DraftingObjective`, by the plain loop of `training_side.py`."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from training_side import Side, arguments, load_tensors, serve
+
+from eagle31_hf import Eagle31DrafterModel
+from eagle31_hf.training.objective import Batch, DraftingObjective, Settings, Sums
+from eagle31_hf.training.rows import total_shares
+
+
+class Ours(Side):
+    library = "eagle31_hf"
+
+    def __init__(self, workspace: Path, batching: str):
+        super().__init__(workspace, batching)
+        self.data = load_tensors(workspace / "data.safetensors", ("rows", "states", "last_states"))
+        parts = load_tensors(workspace / "target.safetensors", ("embedding", "head"))
+        self.model = Eagle31DrafterModel.from_pretrained(workspace / "initial", dtype=torch.float32).train()
+        self.model.set_input_embeddings(nn.Embedding.from_pretrained(parts["embedding"], freeze=True))
+        self.model.lm_head.requires_grad_(False)  # speculators never trains it
+        depth, decay = self.plan["depth"], self.plan["decay"]
+
+        def logits_of(last_states: Tensor) -> Tensor:
+            return linear(last_states, parts["head"])
+
+        self.objective = DraftingObjective(self.model, Settings(depth, tuple(decay**k for k in range(depth))), logits_of)
+
+    def part(self, rows: list[int]) -> Batch:
+        ids = self.data["rows"][rows]
+        answers, documents = torch.ones_like(ids, dtype=torch.bool), torch.ones_like(ids)
+        return Batch(ids, answers, documents, self.data["states"][rows], self.data["last_states"][rows])
+
+    def batch(self, rows: list[int]) -> list[Batch]:
+        """What to run forward and backward before a step."""
+        return [self.part(rows)] if self.batching == "whole" else [self.part([row]) for row in rows]
+
+    def backward(self, batch: list[Batch]) -> float:
+        settings, total = self.objective.settings, 0.0
+        ways = settings.depth, settings.convention, settings.normalisation
+        shares = sum(total_shares(part.answers, part.documents, *ways) for part in batch)
+        for part in batch:
+            loss = self.objective(part, shares)["loss"]
+            loss.backward()
+            total += loss.item()
+        return total
+
+    def exact_losses(self, rows: list[int]) -> list[float]:
+        result = self.objective(self.part(rows))
+        result["loss"].backward()
+        return Sums.means(result["sums"])["distance"]
+
+    def save(self, folder: Path) -> None:
+        self.model.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    args = arguments(__doc__).parse_args()
+    serve(Ours(args.workspace, args.batching))
