@@ -206,8 +206,8 @@ class Eagle31DrafterModel(PreTrainedModel):
             raise RuntimeError(
                 "the drafter has no head yet: its checkpoint shares the target's. Call drafter.load_target_embeddings(target)."
             )
-        x = normed.to(head.weight) if head.weight.is_floating_point() else normed
-        return head(x).to(normed) * self.config.logit_scale
+        logits = head(normed.to(head.weight) if head.weight.is_floating_point() else normed).to(normed)
+        return logits if self.config.logit_scale == 1.0 else logits * self.config.logit_scale
 
     def forward(
         self,

@@ -30,6 +30,9 @@ class RowFigures:
     greedy_acceptance: Tensor | None = None
 
 
+FIGURE_DTYPES = (torch.float32, torch.float32, torch.float32, torch.bool, torch.long, torch.float32)  # of RowFigures
+
+
 def chunked_loss(
     mixture: dict[str, float],
     states: Tensor,
@@ -48,27 +51,26 @@ def chunked_loss(
     -> draft logits (n, Vd), by `parameters` alone, which get gradients where they require any.
     """
     order = places.argsort(stable=True)  # rows of one place together: its goal is computed once
+    # Made before the first chunk: what a chunk leaves would stand between the blocks that the next could use again.
+    found = RowFigures(
+        *(torch.zeros(len(states), dtype=dtype, device=states.device) for dtype in FIGURE_DTYPES[: 6 if with_guesses else 4])
+    )
     bytes_at_once = bytes_at_once or BYTES_AT_ONCE.get(states.device.type, BYTES_AT_ONCE["cuda"])
     rows_at_once = max(1, bytes_at_once // (4 * draft_vocab_size))
-    parts = list[tuple[Tensor, ...]]()
 
     def loss_of(logits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         asked, which = places[rows].unique_consecutive(return_inverse=True)
         goal, drafts = goal_of(asked)[which], Drafts(logits)
         losses, pull = mixed(mixture, goal, drafts)
-        parts.append((losses, overlap(goal, drafts), goal.coverage, drafts.is_likeliest(goal.best), *guesses(goal, drafts)))
+        found.loss[rows], found.acceptance[rows], found.coverage[rows] = losses, overlap(goal, drafts), goal.coverage
+        found.is_right[rows] = drafts.is_likeliest(goal.best)
+        if found.guess is not None and found.greedy_acceptance is not None:
+            guess = drafts.logits.argmax(-1)
+            found.guess[rows], found.greedy_acceptance[rows] = guess, goal.p.gather(1, guess[:, None])[:, 0]
         return weights[rows] @ losses, pull.mul_(-weights[rows, None])
 
-    def guesses(goal: Goal, drafts: Drafts) -> tuple[Tensor, ...]:
-        if not with_guesses:
-            return ()
-        guess = drafts.logits.argmax(-1)
-        return guess, goal.p.gather(1, guess[:, None])[:, 0]
-
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    loss = _Chunked.apply(states, order, rows_at_once, score, loss_of, torch.is_grad_enabled(), *trained)
-    back = order.argsort()
-    return loss, RowFigures(*(torch.cat(column)[back] for column in zip(*parts, strict=True)))
+    return _Chunked.apply(states, order, rows_at_once, score, loss_of, torch.is_grad_enabled(), *trained), found
 
 
 class _Chunked(torch.autograd.Function):

@@ -23,8 +23,8 @@ Distance = tuple[Tensor, Tensor]  # of every row (N,), and its pull on the draft
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
-    """Row by row, without a product of their size: (N, Vd), (N, Vd) -> (N,)."""
-    return torch.bmm(a[:, None], b[:, :, None])[:, 0, 0]
+    """Row by row: (N, Vd), (N, Vd) -> (N,)."""
+    return (a * b).sum(-1)
 
 
 @dataclass
