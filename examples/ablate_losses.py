@@ -83,6 +83,8 @@ def against_none(ablation: Ablation, drafter: str, losses: str, figure: str, num
 
 def verdict(difference: float, error: float, num_seeds: int) -> str:
     number, bar = f"{difference:+.3f} ± {error:.3f}", T95.get(num_seeds, 2.0)
+    if abs(difference) < 5e-4:
+        return "unchanged to three digits"
     if not abs(difference) > 2 * error:
         return f"no effect shown ({number})"
     direction = "up" if difference > 0 else "down"
