@@ -143,7 +143,7 @@ def main() -> None:
         for drafter in DRAFTERS:
             for losses in LOSSES:
                 ablation.run(drafter, losses, seed)
-    settings = environment(ablation.target, NUM_HELD_OUT, NEW_TOKENS)
+    settings = environment(ablation.target, prompts=NUM_HELD_OUT, max_new_tokens=NEW_TOKENS)
     text = report(ablation, args.seeds, settings)
     args.output.mkdir(parents=True, exist_ok=True)
     (args.output / "ablate_losses.md").write_text(text, encoding="utf-8")

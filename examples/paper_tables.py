@@ -456,7 +456,7 @@ def main() -> None:
     args.work.mkdir(parents=True, exist_ok=True)
     bench = Bench(args.work, args.prompts, args.steps)
     tables = [make(bench) for make in TABLES]
-    settings = environment(bench.target, args.prompts, NEW_TOKENS) | {"steps_of_table_e": args.steps}
+    settings = environment(bench.target, prompts=args.prompts, max_new_tokens=NEW_TOKENS, steps_of_table_e=args.steps)
     counts = f"{args.prompts} held-out prompts of 96 tokens unless said otherwise, {NEW_TOKENS} new tokens each, greedy generate(), fp32."
     head = [
         '# Tables of "Attention Drift" in small', "", "Written by `python examples/paper_tables.py`. " + counts,

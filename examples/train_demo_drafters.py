@@ -15,11 +15,12 @@ import time
 from pathlib import Path
 
 import torch
+from train import SHAPE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from eagle31_hf.configuration import Eagle31Config
 from eagle31_hf.demo.corpus import training_files
 from eagle31_hf.modeling import Eagle31DrafterModel
+from eagle31_hf.training.fresh import new_drafter
 from eagle31_hf.training.objective import Batch, DraftingObjective, Settings, Sums
 from eagle31_hf.training.target import TargetReader
 
@@ -44,23 +45,6 @@ def continued_rows(target, prompts: torch.Tensor, batch: int = 128) -> torch.Ten
         rows.append(target.generate(input_ids=chunk, attention_mask=torch.ones_like(chunk), **length))
         print(f"generated {sum(map(len, rows))} of {len(prompts)} rows", flush=True)
     return torch.cat(rows)
-
-
-def new_drafter(target, flags: dict) -> Eagle31DrafterModel:
-    """A drafter of the target's shape; its head starts from the target's."""
-    shape = target.config
-    torch.manual_seed(0)
-    drafter = Eagle31DrafterModel(
-        Eagle31Config(
-            vocab_size=shape.vocab_size, hidden_size=shape.hidden_size, intermediate_size=512, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=32, rms_norm_eps=shape.rms_norm_eps, rope_parameters=dict(shape.rope_parameters),
-            max_position_embeddings=shape.max_position_embeddings, aux_hidden_state_layer_ids=[2, 12, 21], target_model="demo target",
-            bos_token_id=shape.bos_token_id, eos_token_id=shape.eos_token_id, pad_token_id=shape.pad_token_id, **flags,
-        )
-    )  # fmt: skip
-    drafter.load_target_embeddings(target)
-    drafter.lm_head.weight.data.copy_(target.get_output_embeddings().weight)
-    return drafter
 
 
 def learning_rate(progress: float, peak: float = 2e-3, warmup: float = 0.03) -> float:
@@ -95,7 +79,7 @@ def main() -> None:
     order = torch.cat([torch.randperm(len(rows)) for _ in range(args.epochs)])
     batches = order[: len(order) // BATCH * BATCH].view(-1, BATCH)
 
-    drafters = {name: new_drafter(target, flags) for name, flags in FLAGS.items()}
+    drafters = {name: new_drafter(target, target_model="demo target", **SHAPE | flags) for name, flags in FLAGS.items()}
     earlier: dict[str, dict] = {name: {} for name in FLAGS}
     if args.start_from:
         for name, drafter in drafters.items():

@@ -77,11 +77,11 @@ class AlignmentReader:
         text, row, chosen, offset = (torch.tensor(column, device=self.slots.device) for column in zip(*index, strict=True))
         starts = torch.tensor([start for _, start, _ in group], device=self.slots.device)[text]
         lengths = torch.tensor([end - start for _, start, end in group], device=self.slots.device)[text]
-        total = torch.zeros((), device=self.slots.device)
+        seen = set[int]()
 
         def see(module: Any, query: Tensor, key: Tensor, options: dict[str, Any]) -> None:
             if module.layer_idx in self.layers:
-                total.add_(1)
+                seen.add(module.layer_idx)
                 found = attention_rows(query, key, options, text, offset, self.depth).to(self.goal)  # (M, K, L)
                 for m in range(len(text)):
                     begin, count = int(starts[m]), int(offset[m]) + 1
@@ -90,8 +90,7 @@ class AlignmentReader:
         with observing(self.target, see):
             yield
         reaches = offset[:, None] + 1 + torch.arange(self.depth, device=offset.device) < lengths[:, None] - 1  # its guess has a token
-        goals = self.goal[row, chosen] * reaches[:, :, None]
-        self.goal[row, chosen] = goals / goals.sum(-1, keepdim=True).clamp(min=1e-30)
+        self.goal[row, chosen] *= reaches[:, :, None] / max(1, len(seen))
 
     def _index(self, group: list[tuple[int, int, int]]) -> list[tuple[int, int, int, int]]:
         """Of every chosen slot in the group: text, row, which of the row's slots, offset in the text."""

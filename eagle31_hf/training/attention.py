@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .rows import runs
+
 QUERIES_AT_ONCE = 512  # where no kernel gives what the backward pass needs
 
 
@@ -25,19 +27,6 @@ def first_mask(num_slots: int, depth: int, window: int | None, device: torch.dev
 Span = tuple[slice, slice]  # of rows and of slots
 
 
-def spans_of(documents: Tensor) -> list[Span]:
-    """Where each packed text stands: numbers (B, S), the same from its first slot to its last, -> one span a text and row."""
-    is_last = torch.ones_like(documents, dtype=torch.bool)
-    is_last[:, :-1] = documents[:, 1:] != documents[:, :-1]
-    spans = list[Span]()
-    for row, ends in enumerate(is_last.cpu()):
-        start = 0
-        for end in (ends.nonzero().flatten() + 1).tolist():
-            spans.append((slice(row, row + 1), slice(start, end)))
-            start = end
-    return spans
-
-
 class UnrollAttention:
     """Stands where a mask does, and attends itself, keeping the keys and values of every depth and layer.
 
@@ -47,7 +36,9 @@ class UnrollAttention:
 
     def __init__(self, documents: Tensor | None = None, observers: Sequence[Callable[["Attended"], None]] = ()):
         self.documents, self.observers = documents, observers
-        self.spans = [(slice(None), slice(None))] if documents is None else spans_of(documents)
+        self.spans: list[Span] = [(slice(None), slice(None))]
+        if documents is not None:
+            self.spans = [(slice(row, row + 1), slice(start, end)) for row, _, start, end in runs(documents)]
         self.depth = 0
         self._layers: dict[int, list[tuple[Tensor, Tensor]]] = {}
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from .records import Chat, Record, Tokens, parse_record
+from .records import Chat, Record, Tokens, check_ids, parse_record
 from .rows import supervised
 
 MASKS = ("answers", "all")
@@ -61,7 +61,8 @@ class RowMaker:
         """
         texts = self._texts(parse_record(record), index)
         for text in texts:
-            self._check_ids(text.input_ids)
+            if self.vocab_size is not None:
+                check_ids(text.input_ids, self.vocab_size)
             if self.mask == "all":
                 text.answers = torch.ones_like(text.answers)
         # Once unrolled, a row is supervised where the target says two tokens one after the other: the first of them is never drafted.
@@ -77,13 +78,6 @@ class RowMaker:
         if isinstance(parsed, Chat):
             return self._chat(parsed, index)
         return self._pieces(parsed) if isinstance(parsed, str) else [parsed]
-
-    def _check_ids(self, ids: Tensor) -> None:
-        if self.vocab_size is not None and len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
-            raise ValueError(
-                f"token ids go from {int(ids.min())} to {int(ids.max())}; expected 0 to {self.vocab_size - 1}, the target's. They are of "
-                "another tokenizer: use the one that belongs to the target."
-            )
 
     def _pieces(self, text: str) -> list[Tokens]:
         ids = torch.tensor(self.tokenizer(text)["input_ids"], dtype=torch.long)

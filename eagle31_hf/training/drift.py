@@ -5,6 +5,7 @@ key; of the `prompt`, other keys of depth 0 before the slot; of its `own` key of
 up to 1. Source: Attention Drift (arXiv 2605.09992).
 """
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -58,8 +59,9 @@ def norm_growth(norms: Tensor, first: Tensor) -> Tensor:
 class Alignment:
     """Pulls the drafter's attention over the prompt toward the target's, at every depth, on R slots a row.
 
-    `slots` (B, R); `goal` (B, R, K, S): the target's attention, averaged over heads and layers, of the token embedded at depth k, from
-    the state at slot's position + 1 + k, over positions up to the slot's, adding up to 1; all zero where there is none.
+    `slots` (B, R); `goal` (B, R, K, S): the target's attention, averaged over heads and layers, of the token embedded at depth k, which
+    lies at the slot's position + 1 + k, over positions up to the slot's; all zero where there is none. What it lacks to 1 the target gives
+    to the tokens after the slot; the drafter is to give it to the keys it made, whichever of them.
     """
 
     slots: Tensor
@@ -67,24 +69,27 @@ class Alignment:
     _losses: dict[int, Tensor] = field(default_factory=dict)
 
     def observe(self, seen: Attended) -> None:
-        """Keeps the divergences (B, R) of the target's distribution over the keys of depth 0 from the drafter's."""
-        queries = seen.queries.gather(2, self._index(self.slots[:, None, :, None], seen.queries))
+        """Keeps the divergences (B, R) of the target's distribution over the keys of depth 0, and all others as one, from the drafter's."""
+        index = self.slots[:, None, :, None].expand(-1, seen.queries.shape[1], -1, seen.queries.shape[3])
+        queries = seen.queries.gather(2, index).float()
         with torch.autocast(queries.device.type, enabled=False):
-            scores = (queries.float() @ seen.first_keys.float().mT) * seen.scale  # (B, H, R, S)
+            scores = (queries @ seen.first_keys.float().mT) * seen.scale  # (B, H, R, S)
+            made = [(queries * keys.gather(2, index).float()).sum(-1) * seen.scale for keys in seen.later_keys]  # each (B, H, R)
         goal = self.goal[:, :, seen.depth]
+        rest = (1 - goal.sum(-1, keepdim=True)).clamp(min=0)
         goal = pad(goal, (0, scores.shape[-1] - goal.shape[-1]))
         is_seen = torch.arange(scores.shape[-1], device=scores.device) <= self.slots[:, :, None]
         if seen.mask is not None:
             rows = seen.mask.expand(len(scores), 1, -1, -1)[:, 0]
             is_seen = is_seen & rows.gather(1, self.slots[:, :, None].expand(-1, -1, rows.shape[-1]))
         is_seen = is_seen & (goal > 0)  # what the target cannot see, another text, is left out
-        scores = scores.masked_fill(~is_seen[:, None], -1e30)
-        mixed = scores.log_softmax(-1).logsumexp(1) - torch.log(torch.tensor(float(scores.shape[1])))  # of the heads' mean
-        self._losses[seen.depth] = torch.where(is_seen, goal * (goal.clamp(min=1e-30).log() - mixed), 0.0).sum(-1)
-
-    @staticmethod
-    def _index(index: Tensor, like: Tensor) -> Tensor:
-        return index.expand(-1, like.shape[1], -1, like.shape[3])
+        scores, goal = scores.masked_fill(~is_seen[:, None], -1e30), goal * is_seen
+        if made:
+            scores = torch.cat([scores, torch.stack(made, dim=-1).logsumexp(-1, keepdim=True)], dim=-1)
+            goal = torch.cat([goal, rest], dim=-1)
+        goal = goal / goal.sum(-1, keepdim=True).clamp(min=1e-30)
+        ours = scores.log_softmax(-1).logsumexp(1) - math.log(scores.shape[1])  # of the heads' mean
+        self._losses[seen.depth] = torch.where(goal > 0, goal * (goal.clamp(min=1e-30).log() - ours), 0.0).sum(-1)
 
     def loss(self, depth: int) -> Tensor:
         """Mean divergence (nats) over the slots that have a goal at this depth."""

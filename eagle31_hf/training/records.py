@@ -200,6 +200,15 @@ def tokens_of(record: Record) -> Tokens:
     return Tokens(ids, ANSWER_COLUMNS[column](marks))
 
 
+def check_ids(ids: Tensor, vocab_size: int) -> None:
+    """Raises ValueError for ids (T,) the target does not have, which a GPU would only call an assertion of its own."""
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        raise ValueError(
+            f"token ids go from {int(ids.min())} to {int(ids.max())}; expected 0 to {vocab_size - 1}, the target's. They are of another "
+            "tokenizer: use the one that belongs to the target."
+        )
+
+
 def _message(turn: Any) -> dict[str, Any]:
     if not isinstance(turn, Mapping) or not ("role" in turn or {"from", "value"} <= turn.keys()):
         raise ValueError(f"a message is {str(turn)[:80]!r}; expected an object with role and content, or from and value.")

@@ -28,10 +28,10 @@ def seeded(*numbers: int) -> Iterator[None]:
         yield
 
 
-def stop_ids(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The ids that end a turn: those the target is generated with, and its tokenizer's."""
+def stop_ids(target: Any, tokenizer: Any) -> list[int]:
+    """The ids that end a turn: those the target, or what a store has kept of it, is generated with, and its tokenizer's, if any."""
     own = target.generation_config.eos_token_id
-    found = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id}
+    found = {*(own if isinstance(own, list) else [own]), tokenizer and tokenizer.eos_token_id}
     return sorted(token for token in found if token is not None)
 
 

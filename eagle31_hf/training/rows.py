@@ -12,6 +12,16 @@ CONVENTIONS = {  # answer mask (B, T) -> (B, T - 2 - k): is slot t supervised at
 }
 
 
+def runs(numbers: Tensor) -> list[tuple[int, int, int, int]]:
+    """(B, T) -> row, number, start and end of every run of equal numbers, in order."""
+    found = []
+    for row, line in enumerate(numbers.cpu()):
+        values, counts = line.unique_consecutive(return_counts=True)
+        ends = counts.cumsum(0)
+        found += [(row, *one) for one in zip(values.tolist(), (ends - counts).tolist(), ends.tolist(), strict=True)]
+    return found
+
+
 def supervised(mask: Tensor, depth: int, convention: str = "serving", documents: Tensor | None = None) -> Tensor:
     """Answer mask (B, T) and `documents` (B, T), numbering packed texts, -> (B, T - 2 - depth): whether a slot's row counts at this depth.
 

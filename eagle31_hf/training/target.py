@@ -16,6 +16,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from ..features import capture_states, decoder_layers
 from ..modeling import Eagle31DrafterModel
 from .packing import PackedRows, Part
+from .rows import runs
 from .store import HiddenStateStore, load_target_parts
 
 PROBE_TOKENS = 24
@@ -75,12 +76,7 @@ def last_state(target: PreTrainedModel, tokens: Tensor) -> Tensor:
 
 def texts_of(documents: Tensor) -> list[tuple[int, int, int]]:
     """Numbers of packed texts (B, T), 0 padding, -> row, start and end of each."""
-    found = []
-    for row, numbers in enumerate(documents.cpu()):
-        values, counts = numbers.unique_consecutive(return_counts=True)
-        ends = counts.cumsum(0)
-        found += [(row, int(end - count), int(end)) for value, count, end in zip(values, counts, ends, strict=True) if value > 0]
-    return found
+    return [(row, start, end) for row, number, start, end in runs(documents) if number > 0]
 
 
 def groups_of(texts: list[tuple[int, int, int]], num_tokens: int) -> list[list[tuple[int, int, int]]]:

@@ -18,7 +18,9 @@ from .alignment import AlignmentReader
 from .arguments import Eagle31TrainingArguments
 from .evaluation import EvalShare, Evaluation, served
 from .objective import Batch, DraftingObjective, Sums
-from .packing import Collator, PackedRows, tokens_of
+from .packing import Collator, PackedRows
+from .records import check_ids, tokens_of
+from .regenerate import stop_ids
 from .rows import total_shares
 from .saving import check_vocabulary, last_checkpoint, write_record
 from .target import StoredTarget, TargetReader, shard, stored_target
@@ -55,7 +57,7 @@ class Eagle31Trainer(Trainer):
         if args.packing and hasattr(train_dataset, "__len__") and not isinstance(train_dataset, PackedRows):
             train_dataset = PackedRows(train_dataset, args.max_length)
         for rows in (train_dataset, eval_dataset):
-            check_ids(rows, model.config.vocab_size)
+            check_rows(rows, model.config.vocab_size)
         objective = DraftingObjective(model, args.settings(), self.reader.logits)
         super().__init__(
             model=objective, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, processing_class=processing_class,
@@ -157,7 +159,8 @@ class Eagle31Trainer(Trainer):
             self.model = model if self.is_fsdp_enabled else self.model
         model.eval()
         self.accelerator.unwrap_model(model, keep_torch_compile=False).watches = True
-        evaluation = Evaluation(self.args.eval_settings(), self.drafter.draft_to_target_ids(), self.stop_ids())
+        stops = stop_ids(self.reader if self.target is None else self.target, self.processing_class)
+        evaluation = Evaluation(self.args.eval_settings(), self.drafter.draft_to_target_ids(), {*stops})
         with torch.no_grad():
             for inputs in dataloader:
                 batch = self.batch(self._prepare_inputs(inputs))
@@ -172,12 +175,6 @@ class Eagle31Trainer(Trainer):
             )  # fmt: skip
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=len(rows))
-
-    def stop_ids(self) -> set[int]:
-        """What ends a text of the target's."""
-        owner: Any = self.target.generation_config if self.target is not None else self.processing_class
-        ids = getattr(owner, "eos_token_id", None)
-        return set() if ids is None else {ids} if isinstance(ids, int) else set(ids)
 
     # Saving and loading.
 
@@ -270,19 +267,14 @@ def freeze(drafter: Eagle31DrafterModel, args: Eagle31TrainingArguments) -> None
             module.requires_grad_(is_trained)
 
 
-def check_ids(rows: Any, vocab_size: int) -> None:
-    """Looks at a few rows. Raises ValueError for ids the target does not have, which a GPU would only call an assertion of its own."""
+def check_rows(rows: Any, vocab_size: int) -> None:
+    """Looks at a few rows. Raises ValueError for ids the target does not have."""
     if not hasattr(rows, "__len__") or isinstance(rows, dict):
         return
     for index in range(min(SEEN, len(rows))):
         item = rows[index]
         for row in item if isinstance(item, list) else [item]:
-            ids = tokens_of(row).input_ids
-            if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
-                raise ValueError(
-                    f"row {index} of a dataset has token ids from {int(ids.min())} to {int(ids.max())}; expected 0 to {vocab_size - 1}, "
-                    "the target's. Tokenize with the target's own tokenizer."
-                )
+            check_ids(tokens_of(row).input_ids, vocab_size)
 
 
 def by_depth(figures: dict[str, list[float]]) -> dict[str, float]:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from .rows import runs
+
 
 @dataclass
 class Walk:
@@ -31,13 +33,15 @@ class Walk:
 
     def metrics(self) -> dict[str, float]:
         """`accepted_length`: tokens a target forward, bonus included, as `stats.mean_accepted_length` has it; `_no_bonus`: drafts of it;
-        `_sampled`: with the bonus, expected of drafts that are sampled."""
+        `_sampled`: with the bonus, expected of drafts that are sampled. `walked_acceptance_1` on: the share of rounds that accept each
+        position."""
         if not self.rounds:
             return {}
         return {
             "accepted_length": self.tokens / self.rounds,
             "accepted_length_no_bonus": self.accepted / self.rounds,
             "accepted_length_sampled": self.tokens / self.expected_rounds,
+            **{f"walked_acceptance_{k}": count / self.rounds for k, count in enumerate(self.accepted_per_position, 1)},
         }
 
 
@@ -84,12 +88,7 @@ def answers_of(answers: Tensor, documents: Tensor) -> Iterator[tuple[int, int, i
 
     A text without a prompt begins with a token that no drafter has a state before: there the second one counts as the first.
     """
-    kinds = torch.where(answers.bool(), documents, 0)
-    for row, numbers in enumerate(kinds.cpu()):
-        values, counts = numbers.unique_consecutive(return_counts=True)
-        end = 0
-        for value, count in zip(values.tolist(), counts.tolist(), strict=True):
-            start, end = end, end + count
-            has_prompt = start > 0 and int(documents[row, start - 1]) == value
-            if value > 0 and end - start > 1 + (not has_prompt):
-                yield row, start + (not has_prompt), end
+    for row, number, start, end in runs(torch.where(answers.bool(), documents, 0)):
+        has_prompt = start > 0 and int(documents[row, start - 1]) == number
+        if number > 0 and end - start > 1 + (not has_prompt):
+            yield row, start + (not has_prompt), end

@@ -35,6 +35,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from eagle31_hf import demo
+from eagle31_hf.training.fresh import new_drafter
 from eagle31_hf.training.target import TargetReader
 
 HERE = Path(__file__).parent
@@ -110,7 +111,7 @@ def prepare(workspace: Path, setting: Setting, steps: int, args: argparse.Namesp
     """Writes the target's parts, the data, the drafter to begin with and the plan."""
     torch.manual_seed(args.seed)
     target = load_target(setting)
-    drafter = example.new_drafter(target, example.FLAGS["eagle31"])
+    drafter = new_drafter(target, **example.SHAPE)
     drafter.save_pretrained(workspace / "initial")
     head, table = target.get_output_embeddings().weight, target.get_input_embeddings().weight
     parts = {"embedding": table, "head": head, "norm": target.model.norm.weight}

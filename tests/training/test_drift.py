@@ -110,8 +110,7 @@ def test_goals_are_the_attention_of_the_target(documents):
             for k in range(DEPTH):
                 goal = torch.zeros(LENGTH - 1)
                 if slot + 2 + k < end:  # there is a token to guess
-                    part = mean[slot + 1 + k - start, : slot + 1 - start]
-                    goal[start : slot + 1] = part / part.sum()
+                    goal[start : slot + 1] = mean[slot + 1 + k - start, : slot + 1 - start]
                 assert_close(f"row {row}, slot {slot}, depth {k}", alignment.goal[row, i, k], goal, CLOSE)
 
 
@@ -125,15 +124,16 @@ def test_the_alignment_loss_is_its_definition(kind, window):
     found = []
     list(unroll(drafter, tokens, states, DEPTH, observers=[found.append, alignment.observe]))
     for seen in found:
-        full = full_attention(seen, documents, window)[..., : LENGTH - 1]
+        first, made = full_attention(seen, documents, window).split([LENGTH - 1, seen.depth], dim=-1)
+        full = torch.cat([first, made.sum(-1, keepdim=True)], dim=-1)
         losses = []
         for row in range(2):
             for i, slot in enumerate(alignment.slots[row].tolist()):
                 goal = alignment.goal[row, i, seen.depth]
                 if goal.any():
-                    ours = full[row, :, slot] / full[row, :, slot].sum(-1, keepdim=True)
-                    kept = (goal > 0) & (ours.sum(0) > 0)
-                    losses.append(kl_div(ours.mean(0)[kept].log(), goal[kept], reduction="sum"))
+                    goal = torch.cat([goal, 1 - goal.sum()[None]])
+                    goal = torch.where(full[row, :, slot].sum(0) > 0, goal, 0.0)  # what the drafter can see
+                    losses.append(kl_div(full[row, :, slot].mean(0)[goal > 0].log(), (goal / goal.sum())[goal > 0], reduction="sum"))
         assert_close(f"depth {seen.depth}", alignment.loss(seen.depth), torch.stack(losses).mean(), CLOSE)
 
 

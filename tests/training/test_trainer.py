@@ -131,7 +131,8 @@ def test_callbacks_see_every_figure(tmp_path):
     by_depth = {f"{name}_{k}" for name in names for k in (1, 2, 3)}
     assert listener.seen[0] == ("log", by_depth | {"loss", "grad_norm", "learning_rate", "epoch"})
     lengths = {"accepted_length", "accepted_length_no_bonus", "accepted_length_sampled", "served_accepted_length"}
-    expected = {f"eval_{name}" for name in by_depth | lengths | {"loss"} | {f"served_acceptance_{k}" for k in (1, 2, 3)}}
+    by_position = {f"{way}_acceptance_{k}" for way in ("served", "walked") for k in (1, 2, 3)}
+    expected = {f"eval_{name}" for name in by_depth | lengths | by_position | {"loss"}}
     (evaluated,) = [found for kind, found in listener.seen if kind == "evaluate"]
     assert expected <= evaluated
 
@@ -210,7 +211,11 @@ def test_the_accepted_length_is_that_of_generate(tmp_path, depth, stop):
     rounds = stats.target_forwards
     assert metrics["eval_accepted_length_no_bonus"] == sum(stats.accepted_per_round) / rounds
     accepted = [*stats.accepted_per_position, *[0] * depth][:depth]
-    assert [metrics[f"eval_served_acceptance_{k + 1}"] for k in range(depth)] == [n / rounds for n in accepted]
+    for way in ("served", "walked"):
+        assert [metrics[f"eval_{way}_acceptance_{k + 1}"] for k in range(depth)] == [n / rounds for n in accepted]
+    store = write_store(tmp_path / "store", teller, drafter, rows)
+    offline = make_trainer(tmp_path, store, drafter, target=None, eval_dataset=store, eval_depth=depth)
+    assert offline.evaluate()["eval_accepted_length"] == stats.mean_accepted_length, "a store knows what ends a text"
 
 
 class Weights(TrainerCallback):
@@ -351,7 +356,7 @@ def test_a_checkpoint_is_a_drafter(tmp_path):
 @pytest.mark.parametrize("where", ["rows", "eval_dataset"])
 def test_rows_of_another_tokenizer_are_refused(tmp_path, where):
     foreign = [{"input_ids": [1, 2, VOCAB + 3], "answers": [True] * 3}]
-    with pytest.raises(ValueError, match=rf"token ids from 1 to {VOCAB + 3}; expected 0 to {VOCAB - 1}"):
+    with pytest.raises(ValueError, match=rf"token ids go from 1 to {VOCAB + 3}; expected 0 to {VOCAB - 1}"):
         make_trainer(tmp_path, **{where: foreign})
 
 
