@@ -7,6 +7,8 @@ import torch
 from conftest import build_target
 
 from eagle31_hf import Eagle31DrafterModel, track_acceptance
+from eagle31_hf.bench.engine import build
+from eagle31_hf.bench.training import Step
 from eagle31_hf.cli import main
 
 QUICK = ["--depth", "2", "--max-length", "40", "--accumulate", "1", "--batch-size", "2", "--learning-rate", "0.01", "--eval-every", "4"]
@@ -103,3 +105,24 @@ def test_bad_input_is_one_line(capsys, folder, arguments, message):
     assert status == 2
     assert out == ""
     assert message in err.splitlines()[-1]
+
+
+def test_bench_train_says_what_a_step_takes(capsys):
+    status, out, err = run(
+        capsys, "bench", "train", "--shape", "tiny", "--dtype", "float32", "--prompt-tokens", 48, "--rounds", 2, "--json"
+    )
+    assert status == 0, err
+    runs = json.loads(out)["runs"]
+    assert [found["activations"] for found in runs] == ["computed again", "kept"]
+    for found in runs:
+        assert found["step"] == pytest.approx(sum(found["seconds"].values()))
+        assert found["tokens_per_second"] == pytest.approx(48 / found["step"])
+        assert all(seconds > 0 for seconds in found["seconds"].values())
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_benched_step_trains(recomputes):
+    step = Step(build("tiny", torch.float32, "cpu")[0], tokens=48, depth=3, recomputes=recomputes)
+    before = [parameter.detach().clone() for parameter in step.trained]
+    step.run()
+    assert not any(torch.equal(old, new) for old, new in zip(before, step.trained, strict=True))

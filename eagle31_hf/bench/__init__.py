@@ -149,7 +149,7 @@ def measure(
     return {
         "target": {"tokens_per_second": alone.tokens_per_second},
         "runs": [_figures(contestant, alone) for contestant in contestants],
-        "environment": environment(target, len(prompts), max_new_tokens),
+        "environment": environment(target, prompts=len(prompts), max_new_tokens=max_new_tokens),
     }
 
 
@@ -173,7 +173,7 @@ def _figures(contestant: Contestant, alone: Contestant) -> dict[str, Any]:
     }
 
 
-def environment(target: PreTrainedModel, num_prompts: int, max_new_tokens: int) -> dict[str, Any]:
+def environment(target: PreTrainedModel, **sizes: Any) -> dict[str, Any]:
     """Hardware, versions and sizes a figure needs beside it."""
     device = target.device
     return {
@@ -186,8 +186,7 @@ def environment(target: PreTrainedModel, num_prompts: int, max_new_tokens: int) 
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "eagle31_hf": __version__,
-        "prompts": num_prompts,
-        "max_new_tokens": max_new_tokens,
+        **sizes,
     }
 
 

@@ -154,7 +154,7 @@ def measure_engine(
     return {
         "target": {"shape": shape, "tokens_per_second": max(run["tokens_per_second_alone"] for run in runs if run["rows"] == 1)},
         "runs": runs,
-        "environment": environment(target, 1, max_new_tokens) | {"prompt_tokens": prompt_length, "rounds": rounds},
+        "environment": environment(target, prompts=1, max_new_tokens=max_new_tokens, prompt_tokens=prompt_length, rounds=rounds),
     }
 
 

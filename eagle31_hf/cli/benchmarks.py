@@ -87,7 +87,29 @@ def _auto(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     return result, "\n".join(lines)
 
 
-MEASUREMENTS = {"auto": _auto, "convert": _convert, "engine": _engine, "memory": _memory}
+def _train(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    import torch
+
+    from ..bench.training import PARTS, measure_training
+
+    tokens = 2048 if args.prompt_tokens is None else args.prompt_tokens
+    result = measure_training(args.shape, getattr(torch, args.dtype), args.device, tokens, args.depth, args.rounds, progress)
+    env = result["environment"]
+    lines = [
+        f"{args.shape}, random weights, {env['dtype']}, {env['device']}, {env['threads']} threads; steps of {tokens} tokens, {args.depth} "
+        f"deep, medians of {args.rounds}",
+        "activations     tokens/s" + "".join(f"{name:>12}" for name in ("step", *PARTS)) + "  step / target  peak memory",
+    ]
+    for run in result["runs"]:
+        seconds = "".join(f"{value:>10.3g} s" for value in (run["step"], *run["seconds"].values()))
+        lines.append(
+            f"{run['activations']:<15} {run['tokens_per_second']:>8.0f}{seconds}{run['times_target']:>14.2f}x "
+            f"{run['peak_memory'] / 1e9:>9.2f} GB"
+        )
+    return result, "\n".join(lines)
+
+
+MEASUREMENTS = {"auto": _auto, "convert": _convert, "engine": _engine, "memory": _memory, "train": _train}
 
 
 def add_bench(parser: argparse.ArgumentParser) -> None:
@@ -95,15 +117,17 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
         "what", choices=tuple(MEASUREMENTS),
         help="auto: the demo pair beside every fixed setting; convert: converting a checkpoint, beside copying it; "
         "engine: decoding with made-up acceptance, beside the bare forwards; "
-        "memory: a long prompt, with and without a drafter",
+        "memory: a long prompt, with and without a drafter; "
+        "train: a step of training, by part",
     )  # fmt: skip
     parser.add_argument("--rounds", type=positive, default=3, help="convert: the fastest counts; engine: the median (default: 3)")
-    convert, engine = parser.add_argument_group("convert"), parser.add_argument_group("engine, memory")
+    convert, engine = parser.add_argument_group("convert"), parser.add_argument_group("engine, memory, train")
     convert.add_argument("--megabytes", type=positive, default=1000, help="size of the checkpoint (default: 1000)")
     convert.add_argument("--folder", help="where to write (default: the system's temporary folder)")
     engine.add_argument("--shape", choices=("tiny", "qwen3-0.6b", "qwen3-8b"), default="qwen3-0.6b", help="(default: qwen3-0.6b)")
     engine.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of the weights (default: bfloat16)")
     engine.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default: cpu)")
-    engine.add_argument("--prompt-tokens", type=positive, help="(default: 128; memory: 16384)")
+    engine.add_argument("--prompt-tokens", type=positive, help="(default: 128; memory: 16384; train: 2048)")
+    engine.add_argument("--depth", type=positive, default=4, help="train: steps unrolled (default: 4)")
     engine.add_argument("--max-new-tokens", type=positive, default=64, help="tokens a row (default: 64)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

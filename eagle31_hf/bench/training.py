@@ -1,0 +1,104 @@
+"""What a step of training takes, by part, and the memory it needs: real shapes, random weights, random text.
+
+The drafter is in fp32, under autocast where the target's dtype is another one, as `eagle31 train --bf16` has it.
+"""
+
+import resource
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..features import decoder_layers
+from ..modeling import Eagle31DrafterModel
+from ..training.fresh import new_drafter
+from ..training.objective import Batch, DraftingObjective, Settings
+from ..training.target import TargetReader
+from . import environment, synchronize
+from .engine import DRAFT_VOCABULARY, build
+
+PARTS = ("target", "forward", "backward", "optimizer")
+WAYS = {"computed again": True, "kept": False}  # activations of the unroll; the frugal first
+
+
+class Step:
+    """Training steps over one packed row of `tokens`; `seconds` of every part, step by step."""
+
+    def __init__(self, target: PreTrainedModel, tokens: int, depth: int, recomputes: bool):
+        self.target, self.seconds = target, {part: list[float]() for part in PARTS}
+        table: Any = target.get_input_embeddings()
+        drafter: Any = new_drafter(target, torch.arange(min(DRAFT_VOCABULARY, len(table.weight) // 2)))
+        self.drafter: Eagle31DrafterModel = drafter.to(target.device)
+        self.drafter.load_target_embeddings(target)
+        self.reader = TargetReader(target, self.drafter.config.resolve_layer_ids(len(decoder_layers(target))))
+        self.objective = DraftingObjective(self.drafter, Settings(depth, (1.0,) * depth), self.reader.logits).train()
+        self.objective.recomputes = recomputes
+        self.trained: list[nn.Parameter] = [p for p in self.drafter.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.trained, lr=1e-5)
+        self.ids = torch.randint(len(table.weight), (1, tokens), device=target.device)
+
+    def run(self) -> None:
+        one_text, device = torch.ones_like(self.ids), self.ids.device.type
+        states, last = self._timed("target", lambda: self.reader.read(self.ids, one_text))
+        batch = Batch(self.ids, one_text.bool(), one_text, states, last)
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=self.target.dtype != torch.float32):
+            loss: Tensor = self._timed("forward", lambda: self.objective(batch)["loss"])
+        self._timed("backward", loss.backward)
+        self._timed("optimizer", self._update)
+
+    def _update(self) -> None:
+        nn.utils.clip_grad_norm_(self.trained, 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _timed(self, part: str, work: Callable[[], Any]) -> Any:
+        synchronize()
+        began = time.perf_counter()
+        result = work()
+        synchronize()
+        self.seconds[part].append(time.perf_counter() - began)
+        return result
+
+
+def measure_training(
+    shape: str,
+    dtype: torch.dtype,
+    device: str,
+    tokens: int,
+    depth: int,
+    rounds: int,
+    progress: Callable[[str], None] = lambda message: None,
+) -> dict[str, Any]:
+    """-> `runs`, one for each of WAYS: median seconds of each part and of a step, tokens a second, how many times the target's forward a
+    step takes, and the peak memory in bytes, weights and optimizer included. On a CPU that is the process's, so the second is no less."""
+    target, _ = build(shape, dtype, device)
+    runs = []
+    for name, recomputes in WAYS.items():
+        progress(f"activations {name}: {1 + rounds} steps of {tokens} tokens, {depth} deep")
+        runs.append({"activations": name} | measure_steps(target, tokens, depth, recomputes, rounds))
+    return {"runs": runs, "environment": environment(target, shape=shape, tokens=tokens, depth=depth, rounds=rounds)}
+
+
+def measure_steps(target: PreTrainedModel, tokens: int, depth: int, recomputes: bool, rounds: int) -> dict[str, Any]:
+    if target.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(target.device)
+    step = Step(target, tokens, depth, recomputes)
+    for _ in range(1 + rounds):
+        step.run()
+    seconds = {part: median(times[1:]) for part, times in step.seconds.items()}  # the first warms up
+    whole = sum(seconds.values())
+    return {
+        "seconds": seconds, "step": whole, "tokens_per_second": tokens / whole, "times_target": whole / seconds["target"],
+        "peak_memory": peak(target.device),
+    }  # fmt: skip
+
+
+def peak(device: torch.device) -> int:
+    """Bytes, of the device or of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
