@@ -61,7 +61,7 @@ class Ablation:
         trainer = train(
             self.target, self.tokenizer, self.rows, self.work / "ablation" / name.replace(", ", "-").replace(" ", ""),
             DRAFTERS[drafter] | {"seed": seed}, seed=seed, max_steps=self.steps, depth=DEPTH, eval_depth=EVAL_DEPTH, eval_prompts=0,
-            eval_strategy="no", save_strategy="no", load_best_model_at_end=False, disable_tqdm=True, logging_steps=50, **LOSSES[losses],
+            eval_strategy="no", save_strategy="no", load_best_model_at_end=False, logging_steps=50, **LOSSES[losses],
         )  # fmt: skip
         self.found[name] = {figure: value for figure, value in trainer.evaluate(self.held_out).items() if figure.startswith("eval_")}
         self.file.write_text(json.dumps(self.found, indent=1))

@@ -32,7 +32,7 @@ DRAFTED, WATCHED = 10, 16  # tokens a round: of acceptance; of states, attention
 NEW_TOKENS, WINDOW = 96, 192
 PLAIN = "as it is"
 RECORDS, DEPTHS = 1536, (2, 8)  # of table E's trainings
-NO_CHECKPOINTS = {"eval_strategy": "no", "save_strategy": "no", "load_best_model_at_end": False, "eval_prompts": 0, "disable_tqdm": True}
+NO_CHECKPOINTS = {"eval_strategy": "no", "save_strategy": "no", "load_best_model_at_end": False, "eval_prompts": 0}
 
 Install = Callable[[Eagle31DrafterModel], list[Any]]  # puts hooks on a drafter, and returns their handles
 

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .parsing import add_device, positive, progress
+from .parsing import add_device, field, positive, progress
 
 QUANTIZATIONS = {"4bit": {"load_in_4bit": True}, "8bit": {"load_in_8bit": True}}
 SAMPLING = ("top_p", "top_k")  # of generate()
@@ -27,6 +27,7 @@ def prepare_data(args: argparse.Namespace) -> int:
         target, tokenizer, args.data, args.output, max_length=args.max_length, states=args.states, layer_ids=args.layers,
         dtype=args.states_dtype, regenerate=args.regenerate, generation=generation, batch_size=args.batch_size,
         records_per_shard=args.records_per_shard, part=args.part, template_augmentation=args.template_augmentation,
+        template_options=dict(args.template_option),
         chat_template=None if args.chat_template is None else Path(args.chat_template).read_text(encoding="utf-8"),
         seed=args.seed, split=args.split, mask=args.mask, progress=progress,
         **({} if args.max_new_tokens is None else {"max_new_tokens": args.max_new_tokens}),
@@ -97,6 +98,7 @@ def _add_rows(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-length", type=positive, default=2048, help="tokens of a row (default: 2048)")
     parser.add_argument("--mask", choices=("answers", "all"), default="answers", help="which tokens are trained on (default: answers)")
     parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template instead of the tokenizer's")
+    add_template_option(parser)
     parser.add_argument(
         "--template-augmentation",
         type=float,
@@ -120,6 +122,13 @@ def _add_states(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--states-dtype", choices=("float32", "bfloat16", "float16", "fp8"), help="how states are stored (default: as the target has them)"
     )
+
+
+def add_template_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--template-option", type=field, action="append", default=[], metavar="NAME=VALUE",
+        help="what the chat template reads besides, as enable_thinking=false",
+    )  # fmt: skip
 
 
 def add_loading(parser: argparse.ArgumentParser) -> None:

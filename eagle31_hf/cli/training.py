@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .parsing import field, positive, progress
-from .preparation import add_loading, load_target
+from .preparation import add_loading, add_template_option, load_target
 
 SEEN_FOR_COVERAGE, SEEN_FOR_UPGRADE = 16, 16  # rows
 
@@ -59,6 +59,7 @@ def arguments(args: argparse.Namespace) -> Any:
         "learning_rate": args.learning_rate, "per_device_train_batch_size": args.batch_size, "num_train_epochs": args.epochs,
         "gradient_accumulation_steps": args.accumulate, "max_steps": args.steps or -1, "bf16": args.bf16, "use_cpu": args.device == "cpu",
         "save_total_limit": 2, "seed": args.seed, "report_to": args.report_to, "disable_tqdm": args.json,
+        "dataloader_pin_memory": args.device != "cpu",
     }  # fmt: skip
     try:
         return Eagle31TrainingArguments(**options | every | evaluates | dict(args.set))
@@ -103,7 +104,10 @@ def rows_of(args: argparse.Namespace, source: str, target: Any, tokenizer: Any, 
     elif args.regenerate:
         store = regenerated(args, source, target, tokenizer, Path(args.output, name))
     else:
-        rows, skipped = rows_in_memory(target, tokenizer, source, max_length=args.max_length, split=args.split, seed=args.seed)
+        rows, skipped = rows_in_memory(
+            target, tokenizer, source, max_length=args.max_length, split=args.split, seed=args.seed,
+            template_options=dict(args.template_option),
+        )  # fmt: skip
         return rows, described(source, rows, skipped)
     return store, described(source, store, store.skipped)
 
@@ -119,7 +123,7 @@ def regenerated(args: argparse.Namespace, source: str, target: Any, tokenizer: A
     part = (state.process_index, state.num_processes)
     prepare_data(
         target, tokenizer, source, str(folder), max_length=args.max_length, regenerate=True, split=args.split, seed=args.seed, part=part,
-        progress=progress,
+        progress=progress, template_options=dict(args.template_option),
     )  # fmt: skip
     state.wait_for_everyone()
     return HiddenStateStore(folder)
@@ -221,6 +225,7 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", required=True, help="folder of the drafter and its checkpoints")
     parser.add_argument("--split", default="train", help="of a dataset (default: train)")
     parser.add_argument("--regenerate", action="store_true", help="replace answers by the target's own first; more is accepted so")
+    add_template_option(parser)
     parser.add_argument("--eval-data", help="rows to evaluate on (default: some of the data)")
     parser.add_argument("--eval-rows", type=int, default=32, help="rows of the data held out for it, at most a tenth (default: 32)")
     parser.add_argument("--eval-every", type=positive, default=200, metavar="STEPS", help="evaluate and save so often (default: 200)")

@@ -2,7 +2,7 @@
 
 import random
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby, takewhile
 from typing import Any
 
@@ -32,7 +32,8 @@ class RowMaker:
     """Makes rows, {"input_ids": (T,) long, "answers": (T,) bool}, of at most `max_length` tokens.
 
     mask: "answers", or "all" where every token counts. template_augmentation: the share of chats rendered in another of RENDERINGS, the
-    same ones for the same `seed`. stop_ids: the ids a turn of the target's may end with, by default its EOS. Raises ValueError for others.
+    same ones for the same `seed`. stop_ids: the ids a turn of the target's may end with, by default its EOS. template_options: what the
+    chat template reads besides, as `enable_thinking`. Raises ValueError for others.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -43,6 +44,7 @@ class RowMaker:
     seed: int = 0
     chat_template: str | None = None
     stop_ids: set[int] | None = None
+    template_options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
         if self.mask not in MASKS:
@@ -132,8 +134,9 @@ class RowMaker:
 
     def _render(self, chat: Chat, num_messages: int | None = None, **options: Any) -> Any:
         return self.tokenizer.apply_chat_template(
-            chat.messages[:num_messages], tools=chat.tools, chat_template=self.chat_template, tokenize=True, return_dict=True, **options
-        )
+            chat.messages[:num_messages], tools=chat.tools, chat_template=self.chat_template, tokenize=True, return_dict=True,
+            **self.template_options | options,
+        )  # fmt: skip
 
     def _by_marks(self, chat: Chat) -> Tokens:
         """Answers are what the template marks as generated."""

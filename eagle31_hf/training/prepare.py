@@ -80,7 +80,7 @@ class _Workshop:
                 chats.append(parsed)
             else:
                 prompts += [row["input_ids"][: _end_of_prompt(row)] for row in self._rows(number, skipped)]
-        talks = on_policy.regenerate(speaker, chats, skipped, self.maker.chat_template)
+        talks = on_policy.regenerate(speaker, chats, skipped, chat_template=self.maker.chat_template, **self.maker.template_options)
         rows = [row for made in (*talks, *on_policy.continue_texts(speaker, prompts, skipped)) for row in made]
         if self.mask == "all":
             rows = [row | {"answers": torch.ones_like(row["answers"])} for row in rows]
@@ -119,6 +119,7 @@ def prepare_data(
     part: tuple[int, int] = (0, 1),
     template_augmentation: float = 0.0,
     chat_template: str | None = None,
+    template_options: dict[str, Any] | None = None,
     seed: int = 0,
     split: str = "train",
     mask: str = "answers",
@@ -137,6 +138,8 @@ def prepare_data(
         "template_augmentation": template_augmentation, "chat_template": None if chat_template is None else digest(chat_template),
         "stop_ids": stops,
     }  # fmt: skip
+    if template_options:
+        made_of["template_options"] = template_options
     if regenerate:
         own = digest(target.generation_config.to_json_string(use_diff=False))  # what is not given is as it says
         made_of |= {"max_new_tokens": max_new_tokens, "batch_size": batch_size, "generation": generation, "generation_config": own}
@@ -146,7 +149,17 @@ def prepare_data(
     open_store(output, _manifest(target, tokenizer, made_of, len(records), records_per_shard, layer_ids, dtype))
     embedding: Any = target.get_input_embeddings()
     own_mask = "answers" if regenerate else mask
-    maker = RowMaker(tokenizer, max_length, len(embedding.weight), own_mask, template_augmentation, seed, chat_template, set(stops))
+    maker = RowMaker(
+        tokenizer,
+        max_length,
+        len(embedding.weight),
+        own_mask,
+        template_augmentation,
+        seed,
+        chat_template,
+        set(stops),
+        template_options or {},
+    )
     speaker = on_policy.Speaker(target, tokenizer, max_length, max_new_tokens, batch_size, generation) if regenerate else None
     reader = TargetReader(target, layer_ids) if states else None
     if reader is not None and part[0] == 0:
@@ -157,12 +170,20 @@ def prepare_data(
 
 
 def rows_in_memory(
-    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: str, *, max_length: int, split: str = "train", seed: int = 0
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    source: str,
+    *,
+    max_length: int,
+    split: str = "train",
+    seed: int = 0,
+    template_options: dict[str, Any] | None = None,
 ) -> tuple[Rows, dict[str, int]]:
     """Rows of a source as it is, and what made none, by reason. Raises ValueError where nothing did."""
     records, skipped, rows = read_records(source, split), Counter[str](), list[Row]()
     table: Any = target.get_input_embeddings()
-    maker = RowMaker(tokenizer, max_length, len(table.weight), seed=seed, stop_ids=set(on_policy.stop_ids(target, tokenizer)))
+    stops = set(on_policy.stop_ids(target, tokenizer))
+    maker = RowMaker(tokenizer, max_length, len(table.weight), seed=seed, stop_ids=stops, template_options=template_options or {})
     for number, record in enumerate(records):
         try:
             rows += maker.rows(record, number)

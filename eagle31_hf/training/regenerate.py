@@ -111,15 +111,15 @@ class _Talk:
         return False
 
 
-def regenerate(speaker: Speaker, chats: list[Chat], skipped: Counter[str], chat_template: str | None = None) -> list[list[Row]]:
+def regenerate(speaker: Speaker, chats: list[Chat], skipped: Counter[str], **template: Any) -> list[list[Row]]:
     """Chat by chat a row for every turn of the assistant, and for the one after a last message of the user's, as the target says it.
 
     A row is the prompt as it is served and what the target said to it; its words replace the original in later prompts. `skipped` counts
-    by reason the chats that could not go on and the answers too short to learn from.
+    by reason the chats that could not go on and the answers too short to learn from. `template`: options of `apply_chat_template`.
     """
     talks = [_Talk([*chat.messages], chat.tools) for chat in chats]
     while True:
-        turns = [(talk, prompt) for talk in talks if talk.goes_on() for prompt in _prompts(speaker, talk, skipped, chat_template)]
+        turns = [(talk, prompt) for talk in talks if talk.goes_on() for prompt in _prompts(speaker, talk, skipped, template)]
         if not turns:
             return [talk.rows for talk in talks]
         answers = speaker.answers([prompt for _, prompt in turns])
@@ -143,11 +143,11 @@ def _rows(speaker: Speaker, prompt: Tensor, answer: Tensor, skipped: Counter[str
     return []
 
 
-def _prompts(speaker: Speaker, talk: _Talk, skipped: Counter[str], chat_template: str | None) -> list[Tensor]:
+def _prompts(speaker: Speaker, talk: _Talk, skipped: Counter[str], template: dict[str, Any]) -> list[Tensor]:
     """The prompt of the next turn, or none: the chat ends there."""
     try:
         rendered: Any = speaker.tokenizer.apply_chat_template(
-            talk.said, tools=talk.tools, chat_template=chat_template, add_generation_prompt=True, tokenize=True, return_dict=True
+            talk.said, tools=talk.tools, add_generation_prompt=True, tokenize=True, return_dict=True, **template
         )
         prompt = torch.tensor(rendered["input_ids"], dtype=torch.long)
         if speaker.fits(prompt):

@@ -1,7 +1,7 @@
 """Our training beside that of speculators: the same target, data, batches, steps, optimizer, schedule, first weights and parameters.
 
     python tests/peers/compare_training.py --speculators-python PYTHON_WITH_SPECULATORS --vllm-python PYTHON_WITH_VLLM \
-        [--steps 100] [--output compare_training.json]
+        [--steps 100] [--seeds 0 1 2] [--output compare_training.json]
 
 For installing them see `speculators_fixtures.py` and `vllm_counts.py`; both want the torch we run on. Nothing else should be busy. Parts:
 
@@ -12,7 +12,8 @@ For installing them see `speculators_fixtures.py` and `vllm_counts.py`; both wan
   each of SETTINGS. The sides take turns in short blocks, so that whatever else the machine does meets all of them; the processor's seconds
   show it least. `by row` gives either side one row at a time and adds up gradients: less memory, and less attention for speculators, which
   otherwise packs a batch into one row and on a CPU computes what it then masks.
-- `acceptance`: both train `--steps` steps, vLLM serves both and counts accepted drafts for the same held-out prompts.
+- `acceptance`: both train `--steps` steps, vLLM serves both and counts accepted drafts for the same held-out prompts; once for each of
+  `--seeds`, which draw the rows and their order.
 
 In both, the target has run beforehand: its states lie in a file. All is fp32, full vocabulary, all tokens are answers, embedding and head
 are the target's and frozen, as speculators has them.
@@ -107,9 +108,10 @@ def read_states(target, layer_ids: list[int], rows: torch.Tensor) -> dict[str, t
     return {"rows": rows, "states": states.contiguous(), "before_norm": before_norm.contiguous(), "last_states": last}
 
 
-def prepare(workspace: Path, setting: Setting, steps: int, args: argparse.Namespace) -> None:
+def prepare(workspace: Path, setting: Setting, steps: int, args: argparse.Namespace, seed: int = 0) -> None:
     """Writes the target's parts, the data, the drafter to begin with and the plan."""
-    torch.manual_seed(args.seed)
+    workspace.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(seed)
     target = load_target(setting)
     drafter = new_drafter(target, **example.SHAPE)
     drafter.save_pretrained(workspace / "initial")
@@ -171,6 +173,7 @@ def print_table(head: tuple[str, ...], rows: list[tuple]) -> None:
 def compare_losses(workspace: Path, args: argparse.Namespace) -> dict:
     """Loss by depth and gradients of the first batch. Raises ValueError where the sides do not train the same parameters."""
     found = {}
+    prepare(workspace, SETTINGS[DEMO], SPEED_BATCHES, args)
     for name in TRAINED:
         with Running(name, workspace, args) as side:
             found[name] = side.ask("describe") | side.ask("first_batch")
@@ -231,20 +234,35 @@ def train_both(workspace: Path, args: argparse.Namespace) -> dict:
     return found
 
 
-def compare_acceptance(workspace: Path, args: argparse.Namespace) -> dict:
-    """Accepted drafts in vLLM of what both sides trained, each served from the files its own library wrote."""
-    found = {"training": train_both(workspace, args)}
-    prompts = demo.prompts(demo.load_target()[1], args.prompts)
-    rows = []
+def served(workspace: Path, prompts: list[torch.Tensor], args: argparse.Namespace) -> dict:
+    """What vLLM accepts, each side served from the files its own library wrote."""
+    found = {}
     for depth in args.served_depths:
         for name in TRAINED:
             counts = vllm_counts(args.vllm_python, workspace / name, prompts, depth, args.max_new_tokens)
-            accepted = counts["accepted_per_position"]
-            counts["accepted_length"] = 1 + sum(accepted) / counts["drafts"]
+            counts["accepted_length"] = 1 + sum(counts["accepted_per_position"]) / counts["drafts"]
             found[f"{name}, K={depth}"] = counts
-            shares = " ".join(f"{100 * count / counts['drafts']:.1f}" for count in accepted)
-            rows.append((depth, name, counts["drafts"], shares, counts["accepted_length"]))
-    print_table(("K", "trained by", "drafts", "accepted at 1 to K (%)", "tokens a target forward"), rows)
+    return found
+
+
+def compare_acceptance(workspace: Path, args: argparse.Namespace) -> dict:
+    """Accepted drafts in vLLM of what both sides trained, seed by seed, and how far ours is above, with its standard error."""
+    prompts, found = demo.prompts(demo.load_target()[1], args.prompts), dict[str, dict]()
+    for seed in args.seeds:
+        folder = workspace / f"seed-{seed}"
+        prepare(folder, SETTINGS[DEMO], args.steps, args, seed)
+        found[f"seed {seed}"] = {"training": train_both(folder, args), "served": served(folder, prompts, args)}
+        lengths = {name: counts["accepted_length"] for name, counts in found[f"seed {seed}"]["served"].items()}
+        print(f"seed {seed}:", ", ".join(f"{name}: {length:.3f}" for name, length in lengths.items()), flush=True)
+    rows = []
+    for depth in args.served_depths:
+        ours, theirs = (
+            torch.tensor([one["served"][f"{name}, K={depth}"]["accepted_length"] for one in found.values()]).double() for name in TRAINED
+        )
+        above = ours - theirs
+        error = float(above.std()) / len(above) ** 0.5 if len(above) > 1 else float("nan")
+        rows.append((depth, float(ours.mean()), float(theirs.mean()), f"{float(above.mean()):+.3f} ± {error:.3f}"))
+    print_table(("K", "ours: tokens a target forward", "speculators", "ours above"), rows)
     return found
 
 
@@ -254,7 +272,7 @@ def main() -> None:
     parser.add_argument("--vllm-python", help="needed for acceptance")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--steps", type=int, default=100, help="of the training whose acceptance is counted")
-    parser.add_argument("--seed", type=int, default=0, help="of the data and its order")
+    parser.add_argument("--seeds", nargs="+", type=int, default=(0,), help="of the data and its order, for acceptance")
     parser.add_argument("--depth", type=int, default=5)
     parser.add_argument("--decay", type=float, default=1.0, help="depth k weighs decay**k; speculators' default")
     parser.add_argument("--threads", type=int, default=2)
@@ -271,11 +289,8 @@ def main() -> None:
     result: dict = {"arguments": {name: str(value) for name, value in vars(args).items()}}
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.workspace or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        if {"losses", "acceptance"} & set(args.parts):
-            prepare(folder, SETTINGS[DEMO], args.steps, args)
         parts = {
-            "losses": lambda: compare_losses(folder, args),
+            "losses": lambda: compare_losses(folder / "losses", args),
             "speed": lambda: compare_speed(args),
             "acceptance": lambda: compare_acceptance(folder, args),
         }

@@ -27,6 +27,9 @@ TEMPLATES = {
     "thinking": CHATML.replace("{{ m.content }}", "{{ '<think>\n' + (m.thinking or '') + '\n</think>' if m.role == 'assistant' }}"
                                "{{ m.content }}").replace("<im>assistant\n", "<im>assistant\n<think>\n"),
     "strict": "{% if messages[0].role != 'user' %}{{ raise_exception('who asks?') }}{% endif %}" + CHATML,
+    # Qwen3: a switch decides whether the prompt asks for thoughts.
+    "switched": CHATML.replace("{{ m.content }}", "{{ '<think></think>' if m.role == 'assistant' and not thinks | default(true) }}"
+                               "{{ m.content }}").replace("<im>assistant\n", "<im>assistant\n{{ '<think></think>' if not thinks }}"),
     "rewriting": "{{ messages | length }}" + CHATML,
     "tools": "{{ tools[0].name if tools }}" + CHATML.replace("{{ m.content }}", "{{ m.content or m.tool_calls[0].name }}"),
 }  # fmt: skip
@@ -121,6 +124,12 @@ def test_a_prompt_may_begin_the_thinking(make_tokenizer):
     ask = {"role": "user", "content": "hi"}
     ((_, answers),) = rows_of(tokenizer, {"messages": [ask, thought, ask, thought | {"thinking": None}]})
     assert answers == ["xy\n</think>a<end>", "\n\n</think>a<end>"]
+
+
+def test_switches_of_the_template(make_tokenizer):
+    ((text, answers),) = rows_of(make_tokenizer("switched"), messages(*CHAT), template_options={"thinks": False})
+    assert text.count("<im>assistant\n<think></think>") == 2
+    assert answers == ["abc<end>", "de<end>"], "what the prompt holds is no part of the answer"
 
 
 def test_other_ends_of_a_turn(make_tokenizer):

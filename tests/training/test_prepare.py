@@ -137,6 +137,17 @@ def test_by_default_states_are_those_drafters_read_in_the_target_s_dtype(tmp_pat
     assert (manifest.layer_ids, manifest.dtype) == ([2, 3, 4], "bfloat16")
 
 
+@pytest.mark.parametrize("options", [{"max_length": LENGTH}, REGENERATED], ids=["as_they_are", "regenerated"])
+def test_templates_are_told_their_options(tmp_path, target, data, options):
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = "{{ 'gfg' if loud }}" + tokenizer.chat_template
+    prepare_data(target, tokenizer, data, tmp_path / "loud", template_options={"loud": True}, **options)
+    prepare_data(target, tokenizer, data, tmp_path / "still", **options)
+    beginnings = [{tuple(row["input_ids"][:4].tolist()) for row in HiddenStateStore(tmp_path / name)} for name in ("loud", "still")]
+    assert {beginning[:3] for beginning in beginnings[0]} == {(6, 5, 6)}
+    assert {beginning[0] for beginning in beginnings[1]} == {8}
+
+
 def test_what_makes_no_row_is_counted(tmp_path, target, tokenizer):
     records = [*conversations(3), {"messages": [{"role": "user", "content": "abc"}]}, {"text": "ab"}, {"messages": []}]
     data = write_data(tmp_path / "data.jsonl", records)
@@ -205,6 +216,7 @@ def test_parts_make_the_same_store(tmp_path, target, tokenizer, data, whole):
 DIFFERENT = {
     "max_length": 47, "max_new_tokens": 11, "generation": {"do_sample": False}, "batch_size": 2, "seed": 1, "mask": "all",
     "records_per_shard": 4, "layer_ids": [1, 2, 3], "states": None, "regenerate": None, "dtype": "fp8", "chat_template": "{{ messages }}",
+    "template_options": {"loud": True},
 }  # fmt: skip
 
 
@@ -327,10 +339,12 @@ def test_the_command_prints_what_was_made(tmp_path, saved, data, whole, capsys):
 
 def test_the_command_without_regeneration(tmp_path, saved, data, capsys):
     template = tmp_path / "template.jinja"
-    template.write_text("{% for m in messages %}h{{ m.content }}{{ 'k' if m.role == 'assistant' }}{% endfor %}")
+    template.write_text("{{ 'g' if loud }}{% for m in messages %}h{{ m.content }}{{ 'k' if m.role == 'assistant' }}{% endfor %}")
     plain = ["--target", saved, "--data", data, "--output", str(tmp_path / "store"), "--chat-template", str(template)]
     assert run(plain) == 0
     assert HiddenStateStore(tmp_path / "store")[0]["input_ids"][0] == 7
+    assert run([*plain, "--output", str(tmp_path / "loud"), "--template-option", "loud=true"]) == 0
+    assert HiddenStateStore(tmp_path / "loud")[0]["input_ids"][:2].tolist() == [6, 7]
     for option in (["--temperature", "0"], ["--top-k", "3"], ["--max-new-tokens", "5"]):
         with pytest.raises(ValueError, match="expected --regenerate too"):
             run([*plain, *option])
