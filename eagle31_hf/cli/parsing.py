@@ -2,12 +2,15 @@
 
 import argparse
 import json
+import os
 import sys
 from typing import Any
 
 
 def progress(message: str) -> None:
-    print(f"eagle31: {message}", file=sys.stderr, flush=True)
+    """To stderr; of several processes that do one thing together, the first speaks."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"eagle31: {message}", file=sys.stderr, flush=True)
 
 
 class Parser(argparse.ArgumentParser):

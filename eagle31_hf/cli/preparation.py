@@ -40,10 +40,13 @@ def prepare_data(args: argparse.Namespace) -> int:
 def load_target(args: argparse.Namespace) -> Any:
     """The target as it is asked for: where, in which dtype, quantized or spread over devices."""
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers.distributed import DistributedConfig
 
     options: dict[str, Any] = {"dtype": args.dtype, "revision": args.revision}
     if args.load_in is not None:
         options["quantization_config"] = BitsAndBytesConfig(**QUANTIZATIONS[args.load_in])
+    if args.tensor_parallel:
+        return AutoModelForCausalLM.from_pretrained(args.target, distributed_config=DistributedConfig(tp_plan="auto"), **options).eval()
     if args.device_map is None and args.load_in is None:
         return AutoModelForCausalLM.from_pretrained(args.target, **options).to(args.device).eval()
     # A quantized model cannot be moved once it is loaded.
@@ -135,5 +138,6 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--revision", help="branch, tag or commit of the target's Hub repository")
     parser.add_argument("--dtype", default="auto", help="of the target: auto, float32, bfloat16, float16")
     parser.add_argument("--device-map", help="spread the target over devices, as transformers does: auto, balanced, ...")
+    parser.add_argument("--tensor-parallel", action="store_true", help="each process of `accelerate launch` holds a part of every weight")
     parser.add_argument("--load-in", choices=QUANTIZATIONS, help="quantize the target with bitsandbytes while loading")
     add_device(parser)

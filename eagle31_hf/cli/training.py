@@ -44,7 +44,8 @@ def train(args: argparse.Namespace) -> int:
     # Checkpoints keep fp32 to go on from; what is served has the target's dtype.
     trainer.drafter.to(target.get_input_embeddings().weight.dtype)
     trainer.save_model()
-    report(args, trainer, result.metrics)
+    if trainer.is_world_process_zero():
+        report(args, trainer, result.metrics)
     return 0
 
 

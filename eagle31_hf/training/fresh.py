@@ -11,7 +11,7 @@ from .. import vocab
 from ..configuration import Eagle31Config, default_layer_ids
 from ..modeling import Eagle31DrafterModel
 from .losses import Goal
-from .target import StoredTarget, TargetReader
+from .target import StoredTarget, TargetReader, ends_of
 
 # Fields a drafter takes from its target's config under the same name, where it has them.
 SHAPE = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "rms_norm_eps", "max_position_embeddings")
@@ -39,6 +39,7 @@ def new_drafter(
     """
     if head not in HEADS:
         raise ValueError(f"head is {head!r}; expected one of {', '.join(HEADS)}.")
+    target = ends_of(target)
     embedding: Any = target.get_input_embeddings()
     shape = target.config.get_text_config(decoder=True)
     values: dict[str, Any] = {name: getattr(shape, name) for name in SHAPE + SPECIAL if getattr(shape, name, None) is not None}

@@ -23,7 +23,7 @@ from .identity import digest, tokenizer_fingerprint, weights_fingerprint
 from .packing import Rows
 from .records import Chat, Record, identity, parse_record, read_records
 from .store import HiddenStateStore, Manifest, Row, missing_shards, open_store, save_target_parts, write_shard
-from .target import TargetReader
+from .target import TargetReader, tensor_parallel_group
 
 MAX_LENGTH, MAX_NEW_TOKENS, BATCH_SIZE, RECORDS_PER_SHARD = 2048, 1024, 8, 64
 
@@ -132,6 +132,11 @@ def prepare_data(
     Raises ValueError for options that do not go together, and where `output` holds what was made from something else.
     """
     _check(states, layer_ids, dtype, regenerate, template_augmentation, part)
+    if tensor_parallel_group(target) is not None:
+        raise ValueError(
+            "the target is tensor-parallel, whose processes cannot each make their own shards; expected a whole one in every process, or "
+            "one that device_map spreads over devices."
+        )
     records, generation, stops = read_records(source, split), generation or {}, on_policy.stop_ids(target, tokenizer)
     made_of: dict[str, Any] = {
         "data": identity(source, split), "max_length": max_length, "mask": mask, "seed": seed, "regenerate": regenerate,

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 
@@ -211,8 +212,11 @@ def _decode(row: Row) -> Row:
     return row
 
 
-def save_target_parts(folder: str | Path, target: PreTrainedModel, scoring: dict[str, Any]) -> None:
-    """What a drafter is made from and trained with where the target is not: its input embedding, its output head, its configs."""
+def parts_of(target: PreTrainedModel) -> Row:
+    """What a drafter is made from and trained with: {"embedding" (V, ht), "head" (V, ht) unless it is tied, "head_bias" (V,) if any}.
+
+    Raises ValueError where one is quantized or offloaded. Of a tensor-parallel target whole ones, which all its processes have to ask for.
+    """
     head, embedding = target.get_output_embeddings(), target.get_input_embeddings().weight
     parts = {"embedding": embedding} if head.weight is embedding else {"embedding": embedding, "head": head.weight}
     if getattr(head, "bias", None) is not None:
@@ -220,6 +224,12 @@ def save_target_parts(folder: str | Path, target: PreTrainedModel, scoring: dict
     for name, weight in parts.items():
         if weight.is_meta or not weight.is_floating_point():
             raise ValueError(f"the target's {name} is {weight.dtype} on {weight.device}; expected it loaded, and not quantized.")
+    return {name: weight.full_tensor().detach() if isinstance(weight, DTensor) else weight for name, weight in parts.items()}
+
+
+def save_target_parts(folder: str | Path, target: PreTrainedModel, scoring: dict[str, Any]) -> None:
+    """What stands in for the target where only its states are: `parts_of` it, and its configs."""
+    parts = parts_of(target)
     tensors = {name: (weight.dtype, tuple(weight.shape), [weight]) for name, weight in parts.items()}
     write_sealed(Path(folder, TARGET_PARTS), tensors, {"scoring": json.dumps(scoring, sort_keys=True)})
     target.config.save_pretrained(folder)
@@ -227,9 +237,9 @@ def save_target_parts(folder: str | Path, target: PreTrainedModel, scoring: dict
 
 
 def load_target_parts(folder: str | Path) -> tuple[Row, dict[str, Any]]:
-    """{"embedding" (V, ht), "head" (V, ht), and "head_bias" (V,) if any}, and the `scoring` they were saved with.
+    """`parts_of` a target, a tied head too, and the `scoring` they were saved with.
 
-    A tied head is the same tensor. Raises OSError where there are none, ValueError when they are damaged.
+    Raises OSError where there are none, ValueError when they are damaged.
     """
     with open_sealed(Path(folder, TARGET_PARTS), verify=True) as file:
         parts = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

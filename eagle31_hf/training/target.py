@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
@@ -17,7 +18,7 @@ from ..features import capture_states, decoder_layers
 from ..modeling import Eagle31DrafterModel
 from .packing import PackedRows, Part
 from .rows import runs
-from .store import HiddenStateStore, load_target_parts
+from .store import HiddenStateStore, load_target_parts, parts_of
 
 PROBE_TOKENS = 24
 CLOSE = {torch.float32: 5e-3, torch.float64: 5e-3}  # of the logits' spread; others round more
@@ -94,12 +95,15 @@ def groups_of(texts: list[tuple[int, int, int]], num_tokens: int) -> list[list[t
 class TargetReader:
     """Runs the target over packed texts, each as a row of its own: every architecture can do that, and none sees its neighbour.
 
-    `in_step`: other processes hold parts of the target, so all have to run it equally often.
+    `in_step`: other processes hold parts of the target, so all have to run it equally often. A tensor-parallel one wants more: all of its
+    processes run the texts of each in turn. `ends`: what a drafter is tied to, the target, or whole copies of what is spread.
     """
 
     def __init__(self, target: PreTrainedModel, layer_ids: list[int], in_step: bool = False):
-        self.target, self.layer_ids, self.in_step = target, layer_ids, in_step
+        self.target, self.layer_ids, self.group = target, layer_ids, tensor_parallel_group(target)
+        self.in_step = in_step or self.group is not None
         self.scoring = find_scoring(target)
+        self.ends = ends_of(target)
 
     @torch.no_grad()
     def read(self, input_ids: Tensor, documents: Tensor, watch: Callable[[list[tuple[int, int, int]]], Any] | None = None):
@@ -114,9 +118,8 @@ class TargetReader:
             tokens = input_ids.new_zeros(max(1, len(group)), length)
             for i, (row, start, end) in enumerate(group):
                 tokens[i, : end - start] = input_ids[row, start:end]
-            with capture_states(self.target, self.layer_ids) as captured, watch(group) if watch and group else torch.no_grad():
-                final = last_state(self.target, tokens.to(self.target.device)).to(input_ids.device)
-            found = captured.take().to(input_ids.device)
+            with watch(group) if watch and group else torch.no_grad():
+                found, final = (x.to(input_ids.device) for x in self._run(tokens))
             if states is None:
                 states = found.new_zeros(*input_ids.shape, found.shape[-1])
                 last = final.new_zeros(*input_ids.shape, final.shape[-1])
@@ -124,36 +127,49 @@ class TargetReader:
                 states[row, start:end], last[row, start:end] = found[i, : end - start], final[i, : end - start]
         return states, last
 
+    def _run(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Texts (M, L) -> captured states (M, L, n*ht), last states (M, L, ht). Others' texts are run too where they have to be."""
+        own, of_all = 0, [tokens]
+        if self.group is not None:
+            own, of_all = torch.distributed.get_rank(self.group), [tokens] * torch.distributed.get_world_size(self.group)
+            torch.distributed.all_gather_object(of_all, tokens.cpu(), self.group)
+        for rank, texts in enumerate(of_all):
+            with capture_states(self.target, self.layer_ids) as captured:
+                final = last_state(self.target, texts.to(self.target.device))
+            if rank == own:
+                found = captured.take(), final
+        return found
+
     def _same_number(self, groups: list) -> list:
         """The groups, and as many empty ones as another process has more."""
         count = torch.tensor(max(1, len(groups)), device=self.target.device)
         if self.in_step:
-            torch.distributed.all_reduce(count, torch.distributed.ReduceOp.MAX)
+            torch.distributed.all_reduce(count, torch.distributed.ReduceOp.MAX, group=self.group)
         return groups + [[]] * (int(count) - len(groups))
 
     @torch.no_grad()
     def logits(self, last_states: Tensor) -> Tensor:
         """Last states (N, ht) -> the target's logits (N, V) in fp32."""
-        head: Any = self.target.get_output_embeddings()
+        head: Any = self.ends.get_output_embeddings()
         kind = head.weight if head.weight.is_floating_point() else head.weight.device  # FSDP gives them in its own precision
         return self.scoring(head(last_states.to(kind))).to(last_states.device)
 
 
-class StoredTarget(nn.Module):
-    """What a store has kept of a target: configs, embedding and head, which a drafter is made from and tied to as to the target."""
+class TargetEnds(nn.Module):
+    """A target's configs, embedding and head, without what lies between: a drafter is made from it and tied to it as to the target.
 
-    def __init__(self, folder: str | Path, name: str):
+    `parts` as `store.parts_of` gives them.
+    """
+
+    def __init__(self, name: str, config: Any, generation_config: Any, parts: dict[str, Tensor], scoring: Scoring):
         super().__init__()
-        parts, scoring = load_target_parts(folder)
-        self.name_or_path, self.config = name, AutoConfig.from_pretrained(folder)
-        self.generation_config = GenerationConfig.from_pretrained(folder)
+        self.name_or_path, self.config, self.generation_config, self.scoring = name, config, generation_config, scoring
         self.embedding = nn.Embedding.from_pretrained(parts["embedding"], freeze=True)
-        rows, width = parts["head"].shape
-        self.head = nn.Linear(width, rows, bias="head_bias" in parts, device="meta")
-        self.head.weight = nn.Parameter(parts["head"], requires_grad=False)
+        weight = parts.get("head", parts["embedding"])
+        self.head = nn.Linear(weight.shape[1], weight.shape[0], bias="head_bias" in parts, device="meta")
+        self.head.weight = nn.Parameter(weight, requires_grad=False)
         if "head_bias" in parts:
             self.head.bias = nn.Parameter(parts["head_bias"], requires_grad=False)
-        self.scoring = Scoring(**scoring)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embedding
@@ -166,11 +182,36 @@ class StoredTarget(nn.Module):
         return self.scoring(linear(last_states.to(self.head.weight), self.head.weight, self.head.bias))
 
 
+class StoredTarget(TargetEnds):
+    """What a store has kept of a target."""
+
+    def __init__(self, folder: str | Path, name: str):
+        parts, scoring = load_target_parts(folder)
+        configs = AutoConfig.from_pretrained(folder), GenerationConfig.from_pretrained(folder)
+        super().__init__(name, *configs, parts, Scoring(**scoring))
+
+
+def tensor_parallel_group(target: PreTrainedModel) -> Any:
+    """The processes that hold a part of every weight of the target and run it together, or None."""
+    if (getattr(target, "tp_size", None) or 1) == 1:
+        return None
+    return next(weight for weight in target.parameters() if isinstance(weight, DTensor)).device_mesh.get_group()
+
+
+def ends_of(target: Any) -> Any:
+    """The target itself, or whole copies of the embedding and head that its processes share."""
+    if isinstance(target, TargetEnds) or tensor_parallel_group(target) is None:
+        return target
+    return TargetEnds(target.name_or_path, target.config, target.generation_config, parts_of(target), Scoring())
+
+
 def shard(target: PreTrainedModel) -> None:
     """Each process keeps its part of every decoder layer, gathered while the layer runs; embedding and head stay whole, as the drafter
-    reads them. Raises RuntimeError without several processes."""
+    reads them. Raises RuntimeError without several processes, ValueError for a target that is in parts already."""
     from torch.distributed.fsdp import fully_shard
 
+    if tensor_parallel_group(target) is not None:
+        raise ValueError("shard_target is set and the target is tensor-parallel; expected one of the two.")
     if not torch.distributed.is_initialized():
         raise RuntimeError("shard_target needs several processes; start with `accelerate launch`, or leave it off.")
     for layer in decoder_layers(target):

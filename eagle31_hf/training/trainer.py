@@ -79,10 +79,16 @@ class Eagle31Trainer(Trainer):
                 )
             return stored_target(drafter, rows)
         target.eval().requires_grad_(False)
-        drafter.load_target_embeddings(target)
         if args.shard_target:
             shard(target)
-        return TargetReader(target, drafter.config.resolve_layer_ids(len(decoder_layers(target))), args.shard_target)
+        reader = TargetReader(target, drafter.config.resolve_layer_ids(len(decoder_layers(target))), args.shard_target)
+        if args.attention_alignment and reader.group is not None:
+            raise ValueError(
+                "attention_alignment reads all heads of the target's attention, which are spread over processes; leave it at 0, or load "
+                "the target without tensor parallelism."
+            )
+        drafter.load_target_embeddings(reader.ends)
+        return reader
 
     @property
     def drafter(self) -> Eagle31DrafterModel:
@@ -168,7 +174,7 @@ class Eagle31Trainer(Trainer):
         metrics = evaluation.metrics(self.accelerator)
         share: Any = dataloader.dataset
         rows = share.rows
-        if self.target is not None and not self.args.shard_target and not self.is_fsdp_enabled and self.args.eval_prompts:
+        if self.target is not None and not self.reader.in_step and not self.is_fsdp_enabled and self.args.eval_prompts:
             metrics |= served(
                 self.target, self.drafter, rows, self.args.eval_prompts, evaluation.settings.depth, self.args.eval_max_new_tokens,
                 self.accelerator,

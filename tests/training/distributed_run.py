@@ -3,6 +3,7 @@
 `distributed_run.py FOLDER NAME` begins the one of that name.
 """
 
+import json
 import os
 import socket
 import subprocess
@@ -16,9 +17,12 @@ import transformers
 from accelerate.state import PartialState
 from packaging.version import Version
 from torch.distributed.tensor import DTensor
-from training_runs import CHECKPOINTING, PLAIN, InterruptAfter, LostMachineError, make_rows, make_trainer, outcome
+from training_runs import CHECKPOINTING, PLAIN, VOCAB, InterruptAfter, LostMachineError, make_rows, make_trainer, outcome, target
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
 
 from eagle31_hf.features import decoder_layers
+from eagle31_hf.training.prepare import prepare_data
 
 EMPTY = (0, 2, 3, 7, 11)  # an odd number: with a row a process, in some step one process has no answers and the other has
 EVALUATED = {"eval_rows": 5, "eval_strategy": "epoch", "per_device_eval_batch_size": 2, "eval_prompts": 3, "eval_max_new_tokens": 6}
@@ -33,6 +37,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "one_empty": PLAIN | {"empty": EMPTY, "per_device_train_batch_size": 1},
     "one_empty_by_sequence": PLAIN | {"empty": EMPTY, "per_device_train_batch_size": 1, "normalisation": "sequence"},
     "sharded_target": PLAIN | EVALUATED | {"shard_target": True, "packing": True, "max_length": 40, "per_device_train_batch_size": 1},
+    "tensor_parallel_target": PLAIN | EVALUATED | {"tensor_parallel": True, "gradient_accumulation_steps": 2, "num_train_epochs": 2},
     "fsdp": FSDP | PLAIN | EVALUATED | {"gradient_accumulation_steps": 2, "num_train_epochs": 2},
     "fsdp_sharded_target": FSDP | PLAIN | {"shard_target": True},
     "fsdp_recomputed": FSDP | PLAIN | {CHECKPOINTING: True},
@@ -43,6 +48,7 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 OLD = Version(transformers.__version__) < Version("5.23")  # 5.17 cannot read an optimizer's state onto "cpu:0", as DDP on CPUs asks it to
 RESUMED = [name for name in RUNS if "adam" in name and not (OLD and "fsdp" not in name)]
+EVEN = {"vocab_size": VOCAB + 1}  # 5.17 splits nothing else
 STOPPED_AT = 2  # of three steps an epoch
 
 
@@ -50,11 +56,21 @@ def trainer_of(folder: Path, name: str, processes: int = 2, **others: Any):
     """Of a run of RUNS; one process alone has the batch of both, and nothing sharded."""
     options = dict(RUNS[name])
     rows, count = make_rows(empty=options.pop("empty", ())), options.pop("eval_rows", 0)
+    if options.pop("tensor_parallel", False):
+        options["target"] = tensor_parallel_target(folder / "target") if processes > 1 else target(**EVEN)
     if processes == 1:
         options = {k: v for k, v in options.items() if k not in (*FSDP, "shard_target", CHECKPOINTING, "bf16")}
         options["per_device_train_batch_size"] = 2 * options.get("per_device_train_batch_size", 2)
     options |= {"eval_dataset": make_rows(count, seed=1)} if count else {}
     return make_trainer(folder, rows, **options, **others)
+
+
+def tensor_parallel_target(folder: Path):
+    """A target, a part of every weight in each process."""
+    if PartialState().is_main_process:
+        target(**EVEN).save_pretrained(folder)
+    PartialState().wait_for_everyone()
+    return AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_plan="auto"), dtype=torch.float32).eval()
 
 
 def launched(folder: Path, *arguments: str) -> list[subprocess.Popen]:
@@ -78,6 +94,7 @@ def main(folder: Path) -> None:
         trainer = trainer_of(folder / name, name)
         trainer.train()
         finish(trainer, folder / name)
+    (folder / f"refused-{PartialState().process_index}.json").write_text(json.dumps(refused(folder / "refused")))
     for name in RESUMED:
         with suppress(LostMachineError):
             trainer_of(folder / f"{name}_resumed", name, callbacks=[InterruptAfter(STOPPED_AT)]).train()
@@ -86,10 +103,26 @@ def main(folder: Path) -> None:
         finish(trainer, folder / f"{name}_resumed")
 
 
+def refused(folder: Path) -> dict[str, str]:
+    """What is not done with a tensor-parallel target, and what is said."""
+    spread, said = tensor_parallel_target(folder / "target"), {}
+    asked = {
+        "alignment": lambda: make_trainer(folder, target=spread, attention_alignment=0.1),
+        "shard_target": lambda: make_trainer(folder, target=spread, shard_target=True),
+        "prepare_data": lambda: prepare_data(spread, None, "data.jsonl", folder / "store"),
+    }
+    for name, ask in asked.items():
+        try:
+            ask()
+        except ValueError as error:
+            said[name] = str(error)
+    return said
+
+
 def finish(trainer, folder: Path) -> None:
     """Leaves the model, and what every process saw."""
-    if trainer.args.shard_target:
-        weights = [weight for layer in decoder_layers(trainer.target) for weight in layer.parameters()]
+    if trainer.reader.in_step:
+        weights = [weight for layer in decoder_layers(trainer.target) for weight in layer.parameters() if weight.dim() > 1]
         assert all(isinstance(weight, DTensor) for weight in weights), "the target stayed gathered"
     trainer.save_model(str(folder / "final"))
     torch.save(outcome(trainer).logs, folder / f"logs-{PartialState().process_index}.pt")

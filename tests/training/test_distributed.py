@@ -1,5 +1,6 @@
 """Two processes train what one process does: the same losses, figures and weights, whatever is sharded, and whoever has no answers."""
 
+import json
 from functools import cache
 from pathlib import Path
 
@@ -71,6 +72,14 @@ def test_figures_of_all_processes_are_those_of_one(folder, name):
         is_served = {key for key in expected if "served" in key}
         assert found.keys() == expected.keys() - (is_served if "target" in name or "fsdp" in name else set())
         assert found == pytest.approx({key: expected[key] for key in found}, abs=FIGURE, rel=1e-4)
+
+
+def test_what_a_tensor_parallel_target_cannot_do_is_said(folder):
+    for rank in range(2):
+        said = json.loads((folder / f"refused-{rank}.json").read_text())
+        assert "expected one of the two" in said["shard_target"]
+        assert "spread over processes; leave it at 0" in said["alignment"]
+        assert "expected a whole one in every process" in said["prepare_data"]
 
 
 @pytest.mark.parametrize("name", RESUMED)
