@@ -42,7 +42,8 @@ def new_drafter(
     target = ends_of(target)
     embedding: Any = target.get_input_embeddings()
     shape = target.config.get_text_config(decoder=True)
-    values: dict[str, Any] = {name: getattr(shape, name) for name in SHAPE + SPECIAL if getattr(shape, name, None) is not None}
+    values: dict[str, Any] = {name: of_one_layer(shape, name) for name in SHAPE} | {name: getattr(shape, name, None) for name in SPECIAL}
+    values = {name: value for name, value in values.items() if value is not None}
     values |= {
         "vocab_size": embedding.weight.shape[0], "draft_vocab_size": None if draft_ids is None else len(draft_ids),
         "hidden_size": shape.hidden_size, "aux_hidden_state_layer_ids": layer_ids_for(shape), "rope_parameters": rope_of(shape),
@@ -57,6 +58,15 @@ def new_drafter(
     if head == "target" and drafter.lm_head is not None:
         copy_head(drafter, target)
     return drafter
+
+
+def of_one_layer(shape: Any, name: str) -> Any:
+    """A field of a config, or None; where layers have one each, as in Gemma 3n and 4, that of the first."""
+    try:
+        value = getattr(shape, name, None)
+    except RuntimeError:  # how a config says that its layers differ in it
+        value = getattr(shape.per_layer_config[0], name)
+    return value[0] if isinstance(value, list | tuple) else value
 
 
 def rope_of(shape: Any) -> dict[str, Any] | None:

@@ -104,6 +104,8 @@ class TargetReader:
         self.in_step = in_step or self.group is not None
         self.scoring = find_scoring(target)
         self.ends = ends_of(target)
+        probe = torch.zeros(1, 2, dtype=torch.long)
+        self.read(probe, torch.ones_like(probe))  # whether its layers have states to read shows before anything is trained
 
     @torch.no_grad()
     def read(self, input_ids: Tensor, documents: Tensor, watch: Callable[[list[tuple[int, int, int]]], Any] | None = None):

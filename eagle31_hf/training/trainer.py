@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, SchedulerType
+from transformers.utils import logging
 
 from ..features import decoder_layers
 from ..hub import CARD, render_card
@@ -25,6 +26,8 @@ from .rows import total_shares
 from .saving import check_vocabulary, last_checkpoint, write_record
 from .target import StoredTarget, TargetReader, shard, stored_target
 
+logger = logging.get_logger(__name__)
+REFUSAL = "EAGLE drafting: "  # how generate() begins to say that it cannot
 SEEN = 4  # rows that are looked at before anything begins
 
 
@@ -175,12 +178,19 @@ class Eagle31Trainer(Trainer):
         share: Any = dataloader.dataset
         rows = share.rows
         if self.target is not None and not self.reader.in_step and not self.is_fsdp_enabled and self.args.eval_prompts:
-            metrics |= served(
-                self.target, self.drafter, rows, self.args.eval_prompts, evaluation.settings.depth, self.args.eval_max_new_tokens,
-                self.accelerator,
-            )  # fmt: skip
+            metrics |= self._served(rows, evaluation.settings.depth)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=len(rows))
+
+    def _served(self, rows: Any, depth: int) -> dict[str, float]:
+        """What generate() accepts; nothing for a target it cannot draft for, which another server may."""
+        try:
+            return served(self.target, self.drafter, rows, self.args.eval_prompts, depth, self.args.eval_max_new_tokens, self.accelerator)
+        except ValueError as error:
+            if not str(error).startswith(REFUSAL):
+                raise
+            logger.warning_once("there are no served_ figures, as generate() refuses to draft for this target: %s", error)
+            return {}
 
     # Saving and loading.
 
