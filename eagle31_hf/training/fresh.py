@@ -50,8 +50,9 @@ def new_drafter(
         "target_model": target.name_or_path or None,
     }  # fmt: skip
     config = Eagle31Config(**values | fields)
-    torch.manual_seed(seed)
-    drafter = Eagle31DrafterModel(config).float()
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):  # what is drawn afterwards is not of this seed
+        torch.manual_seed(seed)
+        drafter = Eagle31DrafterModel(config).float()
     if draft_ids is not None:
         drafter.set_draft_vocabulary(draft_ids)
     drafter.load_target_embeddings(target)

@@ -43,6 +43,15 @@ def test_the_same_seed_gives_the_same_drafter():
     assert not one.equal(other)
 
 
+def test_what_is_drawn_afterwards_is_not_of_its_seed():
+    target = build_target("llama")
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    new_drafter(target, seed=1)
+    assert torch.equal(torch.rand(3), expected)
+
+
 def test_an_unknown_head_is_refused():
     with pytest.raises(ValueError, match="head is 'random'; expected one of target, scratch"):
         new_drafter(build_target(), head="random")
