@@ -73,8 +73,9 @@ class Manifest:
 
 
 def _flat(manifest: Manifest) -> dict[str, Any]:
+    """What two stores of the same rows have in common; where the target was found does not count, `revision` says which it was."""
     values = asdict(manifest)
-    source = values.pop("source")
+    source, _, _ = values.pop("source"), values.pop("target"), values.pop("commit")
     return values | {f"source.{name}": value for name, value in source.items()}
 
 

@@ -160,9 +160,10 @@ def test_pickled_while_files_are_open(tmp_path):
 
 
 DIFFERENT = {
-    "target": "me/other", "revision": "other weights", "tokenizer": "other", "target_hidden_size": 6, "num_records": 11,
-    "records_per_shard": 4, "commit": "abc", "layer_ids": [1, 2, 3], "dtype": "fp8",
+    "revision": "other weights", "tokenizer": "other", "target_hidden_size": 6, "num_records": 11, "records_per_shard": 4,
+    "layer_ids": [1, 2, 3], "dtype": "fp8",
 }  # fmt: skip
+ELSEWHERE = {"target": "/moved/target", "commit": "abc"}
 
 
 @pytest.mark.parametrize("field", DIFFERENT)
@@ -192,7 +193,7 @@ def test_a_store_made_in_another_way_is_refused(tmp_path, source, words):
 
 
 def test_every_field_of_the_manifest_was_tried():
-    assert {*DIFFERENT, "source"} == set(vars(MANIFEST))
+    assert {*DIFFERENT, *ELSEWHERE, "source"} == set(vars(MANIFEST))
 
 
 def test_the_same_manifest_opens_the_store_again(tmp_path):
@@ -201,10 +202,17 @@ def test_the_same_manifest_opens_the_store_again(tmp_path):
     assert missing_shards(tmp_path / "new" / "store") == []
 
 
+def test_the_same_target_from_elsewhere_opens_the_store_again(tmp_path):
+    open_store(tmp_path, MANIFEST)
+    before = (tmp_path / "manifest.json").read_bytes()
+    open_store(tmp_path, replace(MANIFEST, **ELSEWHERE))
+    assert (tmp_path / "manifest.json").read_bytes() == before
+
+
 def _open(folder, number, barrier, results) -> None:
     barrier.wait()
     try:
-        open_store(folder, replace(MANIFEST, target=f"me/target-{number % 2}"))
+        open_store(folder, replace(MANIFEST, revision=f"weights-{number % 2}"))
         results.put(number % 2)
     except ValueError as error:
         results.put(str(error))
@@ -220,9 +228,9 @@ def test_one_of_many_that_open_at_once_decides(tmp_path):
         found = [results.get(timeout=60) for _ in processes]
         for process in processes:
             process.join()
-        winner = int(json.loads((folder / "manifest.json").read_text())["target"][-1])
+        winner = int(json.loads((folder / "manifest.json").read_text())["revision"][-1])
         assert found.count(winner) == 3
-        assert sum("target is" in str(answer) for answer in found) == 3
+        assert sum("revision is" in str(answer) for answer in found) == 3
         assert [path.name for path in folder.iterdir()] == ["manifest.json"]
 
 
