@@ -33,7 +33,6 @@ class Step:
         table: Any = target.get_input_embeddings()
         drafter: Any = new_drafter(target, torch.arange(min(DRAFT_VOCABULARY, len(table.weight) // 2)))
         self.drafter: Eagle31DrafterModel = drafter.to(target.device)
-        self.drafter.load_target_embeddings(target)
         self.reader = TargetReader(target, self.drafter.config.resolve_layer_ids(len(decoder_layers(target))))
         self.objective = DraftingObjective(self.drafter, Settings(depth, (1.0,) * depth), self.reader.logits).train()
         self.objective.recomputes = recomputes
@@ -65,13 +64,7 @@ class Step:
 
 
 def measure_training(
-    shape: str,
-    dtype: torch.dtype,
-    device: str,
-    tokens: int,
-    depth: int,
-    rounds: int,
-    progress: Callable[[str], None] = lambda message: None,
+    shape: str, dtype: torch.dtype, device: str, tokens: int, depth: int, rounds: int, progress: Callable[[str], None] = print
 ) -> dict[str, Any]:
     """-> `runs`, one for each of WAYS: median seconds of each part and of a step, tokens a second, how many times the target's forward a
     step takes, and the peak memory in bytes, weights and optimizer included. On a CPU that is the process's, so the second is no less."""

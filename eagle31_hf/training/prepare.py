@@ -155,16 +155,9 @@ def prepare_data(
     embedding: Any = target.get_input_embeddings()
     own_mask = "answers" if regenerate else mask
     maker = RowMaker(
-        tokenizer,
-        max_length,
-        len(embedding.weight),
-        own_mask,
-        template_augmentation,
-        seed,
-        chat_template,
-        set(stops),
+        tokenizer, max_length, len(embedding.weight), own_mask, template_augmentation, seed, chat_template, set(stops),
         template_options or {},
-    )
+    )  # fmt: skip
     speaker = on_policy.Speaker(target, tokenizer, max_length, max_new_tokens, batch_size, generation) if regenerate else None
     reader = TargetReader(target, layer_ids) if states else None
     if reader is not None and part[0] == 0:
