@@ -1,13 +1,13 @@
 """Peak memory of a long prompt with and without a drafter, each in a process of its own (on a GPU: torch's peak)."""
 
 import json
-import resource
 import subprocess
 import sys
 from typing import Any
 
 import torch
 
+from . import peak_memory
 from .engine import build
 
 
@@ -33,9 +33,7 @@ def peak(way: str, shape: str, dtype: str, device: str, prompt_tokens: int, chun
     options = {"assistant_model": drafter, "num_assistant_tokens": 5} if way == "drafted" else {}
     chunked = {"prefill_chunk_size": chunk} if chunk else {}
     target.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=32, do_sample=False, **options, **chunked)
-    if device.startswith("cuda"):
-        return torch.cuda.max_memory_allocated() - weights
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - weights
+    return peak_memory(target.device) - weights
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 The drafter is in fp32, under autocast where the target's dtype is another one, as `eagle31 train --bf16` has it.
 """
 
-import resource
 import time
 from collections.abc import Callable
 from statistics import median
@@ -18,7 +17,7 @@ from ..modeling import Eagle31DrafterModel
 from ..training.fresh import new_drafter
 from ..training.objective import Batch, DraftingObjective, Settings
 from ..training.target import TargetReader
-from . import environment, synchronize
+from . import environment, peak_memory, synchronize
 from .engine import DRAFT_VOCABULARY, build
 
 PARTS = ("target", "forward", "backward", "optimizer")
@@ -86,12 +85,5 @@ def measure_steps(target: PreTrainedModel, tokens: int, depth: int, recomputes: 
     whole = sum(seconds.values())
     return {
         "seconds": seconds, "step": whole, "tokens_per_second": tokens / whole, "times_target": whole / seconds["target"],
-        "peak_memory": peak(target.device),
+        "peak_memory": peak_memory(target.device),
     }  # fmt: skip
-
-
-def peak(device: torch.device) -> int:
-    """Bytes, of the device or of the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
