@@ -1,5 +1,6 @@
-"""Tiny real targets and drafters for them, built from configs and seeds."""
+"""Tiny real targets and drafters for them, built from configs and seeds; and which tests belong to which marker."""
 
+import os
 from functools import cache
 
 import pytest
@@ -22,7 +23,28 @@ from eagle31_hf import Eagle31Config, Eagle31DrafterModel
 from eagle31_hf.features import decoder_layers, target_states
 from eagle31_hf.training.unroll import unroll
 
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # pytest's workers share the processor's cores
+
+# Test modules of every part of the library that take seconds together: `pytest -m quick`, for a developer between two edits.
+QUICK = set(
+    """
+    test_attention test_close test_configuration test_features test_latent_attention test_layering test_model_cards test_modeling test_vocab
+    test_formats test_golden test_producers
+    test_cache test_chain test_checks test_drafting test_hook test_outputs test_statistics test_stopping test_streaming test_verify
+    test_chats test_chunked test_drift test_fresh test_losses test_objective test_packing test_records test_rows test_target
+    test_unroll_attention test_walk
+    """.split()
+)
+
+
+def pytest_collection_modifyitems(items):
+    """Marks tests: `quick` by the list above, `numeric` where a module compares tensors within a tolerance."""
+    for item in items:
+        if item.module.__name__.rpartition(".")[2] in QUICK:
+            item.add_marker("quick")
+        if {"FORWARD", "TARGET_FORWARD", "assert_close"} & vars(item.module).keys():
+            item.add_marker("numeric")
+
 
 VOCAB, WIDTH = 11, 36
 PROMPT = ((1, 2, 3, 5, 8),)

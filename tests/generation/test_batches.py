@@ -3,7 +3,7 @@
 import pytest
 import torch
 from batches import FOREIGN, PAD, EndsWith, Idle, Notebook, alone, build_other, keeps_step, known_rows, left_padded, mixed_rows, together
-from close import FORWARD, assert_close
+from close import TARGET_FORWARD, assert_close
 from conftest import TARGETS, VOCAB, build_drafter, build_target
 from observers import Puts, num_hooks
 from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
@@ -16,7 +16,6 @@ GREEDY = {"max_new_tokens": LENGTH, "do_sample": False}
 CHAIN = {"num_assistant_tokens": 4}
 TREE = {"num_assistant_tokens": 4, "draft_tree_top_k": 3, "draft_tree_total_tokens": 12}
 DRAFTINGS = {"chain": CHAIN, "tree": TREE}
-DEEP = 50 * FORWARD  # hidden states and logits of these targets reach 30, and pass up to seven layers
 
 each_drafting = pytest.mark.parametrize("drafting", DRAFTINGS.values(), ids=DRAFTINGS)
 and_auto = pytest.mark.parametrize("drafting", [*DRAFTINGS.values(), {}], ids=[*DRAFTINGS, "auto"])  # it may draft nothing, or much
@@ -294,7 +293,7 @@ def test_the_cache_holds_the_token_a_row_ended_with(target, drafter, drafting):
     assert ours.sequences[0, ids.shape[1] :][:3].tolist() == [2, 10, 1]
     end = ids.shape[1] + 3
     for layer, expected in zip(ours.past_key_values.layers, theirs.past_key_values.layers, strict=True):
-        assert_close("keys", layer.keys[0, :, ids.shape[1] - 1 : end], expected.keys[0, :, ids.shape[1] - 1 : end], DEEP)
+        assert_close("keys", layer.keys[0, :, ids.shape[1] - 1 : end], expected.keys[0, :, ids.shape[1] - 1 : end], TARGET_FORWARD)
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["whole_prompt", "new_tokens"])
@@ -370,7 +369,7 @@ def test_outputs_are_those_of_plain_generate(make_target, make_drafter, kind, eo
     assert max(stats.accepted_per_round) >= 1
     assert_close("sequences", output.sequences, expected.sequences)
     for name in FIELDS:
-        assert_close(name, getattr(output, name), getattr(expected, name), DEEP)
+        assert_close(name, getattr(output, name), getattr(expected, name), TARGET_FORWARD)
 
 
 @pytest.mark.parametrize("eos", [None, 7, 3, 1, 10], ids=lambda eos: f"eos_{eos}")

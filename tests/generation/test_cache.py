@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from close import FORWARD, assert_close
+from close import TARGET_FORWARD, assert_close
 from conftest import TARGETS, greedy_text
 from observers import speculate
 from torch.nn.functional import pad
@@ -69,8 +69,8 @@ def test_the_cache_equals_that_of_the_target_alone(make_target, make_drafter, pr
         assert type(ours) is type(theirs)
         assert ours.get_seq_length() == theirs.get_seq_length() == output.sequences.shape[1] - 1
         shared = min(ours.keys.shape[-2], theirs.keys.shape[-2])  # of a window, a layer may keep more than it will look at
-        assert_close(f"keys of layer {i}", ours.keys[:, :, -shared:], theirs.keys[:, :, -shared:], 10 * FORWARD)
-        assert_close(f"values of layer {i}", ours.values[:, :, -shared:], theirs.values[:, :, -shared:], 10 * FORWARD)
+        assert_close(f"keys of layer {i}", ours.keys[:, :, -shared:], theirs.keys[:, :, -shared:], TARGET_FORWARD)
+        assert_close(f"values of layer {i}", ours.values[:, :, -shared:], theirs.values[:, :, -shared:], TARGET_FORWARD)
 
 
 @pytest.mark.parametrize("eos", [2, 10, 6, 8])
@@ -103,7 +103,7 @@ def test_crop(make_target, prompt, kind, removed):
     assert past.get_seq_length() == 15 - removed
     after = target(torch.tensor([[3]]), past_key_values=past).logits
     whole = torch.cat((ids[:, : 15 - removed], torch.tensor([[3]])), dim=1)
-    assert_close("logits of the next token", after, target(whole).logits[:, -1:], 10 * FORWARD)
+    assert_close("logits of the next token", after, target(whole).logits[:, -1:], TARGET_FORWARD)
 
 
 def test_recording_ends_with_its_block_also_on_error(make_target, prompt):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from close import FORWARD, assert_close
+from close import TARGET_FORWARD, assert_close
 from conftest import TARGETS
 from observers import Countdown, speculate
 from transformers import StoppingCriteriaList
@@ -11,7 +11,6 @@ from transformers.generation import GenerateDecoderOnlyOutput
 FIELDS = ("scores", "logits", "hidden_states", "attentions")
 ASKED = {"return_dict_in_generate": True} | {f"output_{name}": True for name in FIELDS}
 LENGTH = 17
-DEEP = 50 * FORWARD  # hidden states and logits of these targets reach 30, and pass up to seven layers
 
 
 @pytest.mark.parametrize("stop", [None, 7], ids=["length", "inside_a_burst"])
@@ -26,7 +25,7 @@ def test_greedy_outputs_equal_those_of_plain_generate(make_target, make_drafter,
     assert type(output) is type(expected) is GenerateDecoderOnlyOutput
     assert_close("sequences", output.sequences, expected.sequences)
     for name in FIELDS:
-        assert_close(name, getattr(output, name), getattr(expected, name), DEEP)
+        assert_close(name, getattr(output, name), getattr(expected, name), TARGET_FORWARD)
 
 
 def shapes(value):

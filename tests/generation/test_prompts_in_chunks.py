@@ -6,7 +6,7 @@ B rows, L tokens of the prompt, n captured layers of width ht.
 import pytest
 import torch
 import transformers
-from close import FORWARD, assert_close
+from close import TARGET_FORWARD, assert_close
 from conftest import WIDTH, build_drafter, build_target, greedy_text
 from observers import num_hooks, speculate
 from test_slots import DRAFTINGS, steady_clock
@@ -165,7 +165,7 @@ def assert_same_readings(whole: DraftSession, pieces: DraftSession) -> None:
                     ours[b, :, first - got.first : length - got.first],
                     theirs[b, :, first - expected.first : length - expected.first],
                 )
-                assert_close(f"{name} of layer {i}, row {b}", ours, theirs, 10 * FORWARD)
+                assert_close(f"{name} of layer {i}, row {b}", ours, theirs, TARGET_FORWARD)
 
 
 # --- memory ---
@@ -227,7 +227,7 @@ def test_pieces_end_in_the_same_state_and_logits(target, drafter, monkeypatch, c
         results.append((*session.read(reading), session.lengths))
     assert results[1][2] == results[0][2] == counts
     for name, got, expected in zip(("states", "logits"), results[1], results[0], strict=False):
-        assert_close(name, got, expected, 10 * FORWARD)
+        assert_close(name, got, expected, TARGET_FORWARD)
 
 
 class LivingBytes(TorchDispatchMode):

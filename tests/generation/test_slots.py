@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 import pytest
 import torch
-from close import FORWARD, assert_close
+from close import TARGET_FORWARD, assert_close
 from conftest import TARGETS, greedy_text
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -373,7 +373,7 @@ def test_a_callers_cache_is_left_as_the_target_alone_leaves_it(make_target, make
         layers = ours.layers
         got, expected = decode(target, drafter, text, ours, drafting), decode(target, drafter, text, alone, None)
         assert_close(f"text, {filled} filled", got.sequences, expected.sequences)
-        assert_close(f"logits, {filled} filled", got.logits, expected.logits, 100 * FORWARD)
+        assert_close(f"logits, {filled} filled", got.logits, expected.logits, TARGET_FORWARD)
         assert ours.layers is layers
         assert_same_cache(ours, alone, got.sequences.shape[1] - 1)
         more = torch.cat((got.sequences, torch.tensor([[4, 9, 1]])), dim=1)
@@ -387,8 +387,8 @@ def assert_same_cache(ours: Cache, alone: Cache, length: int) -> None:
         assert int(layer.get_seq_length()) == int(expected.get_seq_length()) == length
         assert layer.is_sliding == expected.is_sliding
         held = slice(0, length) if type(layer) is StaticLayer else slice(None)  # what comes after the end is for the mask to hide
-        assert_close(f"keys of layer {i}", layer.keys[:, :, held], expected.keys[:, :, held], 10 * FORWARD)
-        assert_close(f"values of layer {i}", layer.values[:, :, held], expected.values[:, :, held], 10 * FORWARD)
+        assert_close(f"keys of layer {i}", layer.keys[:, :, held], expected.keys[:, :, held], TARGET_FORWARD)
+        assert_close(f"values of layer {i}", layer.values[:, :, held], expected.values[:, :, held], TARGET_FORWARD)
 
 
 @pytest.mark.parametrize("kind", LAYERS)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from close import FORWARD, assert_close
+from close import TARGET_FORWARD, assert_close
 from conftest import NO_SPECIAL_TOKENS, PRUNED_IDS, TARGETS, VOCAB, WIDTH, build_drafter, build_target, greedy_text
 from observers import InterruptError, raise_at, speculate, tree_of
 from safetensors.torch import load_file
@@ -37,7 +37,6 @@ from eagle31_hf.generation.target import slot_masks
 from eagle31_hf.generation.tree import Candidates, DraftTree
 
 GOLDEN = Path(__file__).parents[1] / "fixtures" / "original-eagle3"
-SCORES = 2e-4  # fp32: sums of six log-probabilities of logits up to 30, over states that were fed back five times
 NAMES = ["eagle31", "eagle3", "norm_before_fc", "two_layers", "window_4", "pruned", "own_embedding", "mla", "padded_vocabulary"]
 
 OTHERS = {"vocab_size": VOCAB, "initializer_range": 0.5, "use_cache": True} | NO_SPECIAL_TOKENS
@@ -329,10 +328,9 @@ def test_every_node_is_scored_as_its_path_run_as_a_chain(target, make_drafter, m
 
     scored = DraftTree.from_parents(torch.cat(Kept.last.ids, dim=1), torch.cat(Kept.last.parents, dim=1), 6)
     found = torch.cat(Kept.last.scores, dim=1)[0]
-    for node in range(1, scored.ids.shape[1]):
-        path = path_of(scored, node)
-        expected = sum(float(oracle(path[:i])[token]) for i, token in enumerate(path))
-        assert abs(float(found[node]) - expected) < SCORES, f"score of {path}"
+    paths = [path_of(scored, node) for node in range(1, scored.ids.shape[1])]
+    expected = [sum(float(oracle(path[:i])[token]) for i, token in enumerate(path)) for path in paths]
+    assert_close("scores", found[1:], torch.tensor(expected), TARGET_FORWARD)
 
     _, frontiers = expand(oracle, 6, 3, 3)
     shown = {path_of(scored, int(parent)) for parent in scored.parents[0, 1:]}
@@ -439,7 +437,7 @@ def test_a_tree_is_read_as_its_paths_are(make_target, kind, attention, length, p
         mask = (torch.arange(padding + committed.shape[1]) >= padding).long()[None]
         last = torch.tensor([[committed.shape[1] - 1]])
         after = target(committed[:, -1:], attention_mask=mask, position_ids=last, past_key_values=past, use_cache=True).logits
-        assert_close("logits after the path", after[0, -1], target(committed).logits[0, -1], 20 * FORWARD)
+        assert_close("logits after the path", after[0, -1], target(committed).logits[0, -1], TARGET_FORWARD)
 
     with slots(past, total + 64) as placement:
         placement.is_final = True
@@ -451,7 +449,7 @@ def test_a_tree_is_read_as_its_paths_are(make_target, kind, attention, length, p
         placement.slots = placement.low = placement.high = None
         for node in range(num_nodes):
             whole = torch.cat((text, TREE.ids[:, TREE.ancestors[0, node]]), dim=1)
-            assert_close(f"logits at node {node}", logits[0, node], target(whole).logits[0, -1], 20 * FORWARD)
+            assert_close(f"logits at node {node}", logits[0, node], target(whole).logits[0, -1], TARGET_FORWARD)
         keep_paths(past, [total], [BRANCH])
         assert past.get_seq_length() == total + len(BRANCH)
         check_next(6)

@@ -5,7 +5,7 @@ B rows, H heads, S slots, K depths.
 
 import pytest
 import torch
-from close import assert_close
+from close import FORWARD, assert_close
 from factories import VARIANTS, build, inputs, target
 from torch.nn.functional import kl_div
 
@@ -16,7 +16,6 @@ from eagle31_hf.training.target import TargetReader
 from eagle31_hf.training.unroll import unroll
 
 DEPTH, LENGTH = 3, 11
-CLOSE = 1e-5
 PACKED = torch.tensor([[1] * 5 + [2] * 6, [1] * 11])
 
 
@@ -56,12 +55,12 @@ def test_shares_are_those_of_the_full_attention(kind, window, documents):
                 own = full[row, slot, slot] if slot > start else torch.tensor(0.0)
                 wanted = torch.stack([sink, 1 - sink - own - later, own, later])
                 found = mass.of(seen.depth, torch.tensor([row]), torch.tensor([slot]))[0]
-                assert_close(f"depth {seen.depth}, row {row}, slot {slot}", found, wanted, CLOSE)
+                assert_close(f"depth {seen.depth}, row {row}, slot {slot}", found, wanted, FORWARD)
 
 
 def test_only_growth_is_penalised():
     first, norms = torch.tensor([[1.0, 2.0, 4.0]]), torch.tensor([[2.0, 1.0]])
-    assert_close("growth", norm_growth(norms, first), torch.tensor([[torch.log(torch.tensor(2.0)) ** 2, 0.0]]), CLOSE)
+    assert_close("growth", norm_growth(norms, first), torch.tensor([[torch.log(torch.tensor(2.0)) ** 2, 0.0]]), FORWARD)
 
 
 def test_the_regulariser_pulls_states_back():
@@ -78,7 +77,7 @@ def test_the_regulariser_pulls_states_back():
 
     loss, grown = growth(0.5)
     assert grown > 0.01
-    assert_close("loss", loss, growth(0.0)[0] + 0.5 * grown, CLOSE)
+    assert_close("loss", loss, growth(0.0)[0] + 0.5 * grown, FORWARD)
     optimizer = torch.optim.Adam(drafter.parameters(), lr=1e-2)
     for _ in range(20):
         optimizer.zero_grad()
@@ -111,7 +110,7 @@ def test_goals_are_the_attention_of_the_target(documents):
                 goal = torch.zeros(LENGTH - 1)
                 if slot + 2 + k < end:  # there is a token to guess
                     goal[start : slot + 1] = mean[slot + 1 + k - start, : slot + 1 - start]
-                assert_close(f"row {row}, slot {slot}, depth {k}", alignment.goal[row, i, k], goal, CLOSE)
+                assert_close(f"row {row}, slot {slot}, depth {k}", alignment.goal[row, i, k], goal, FORWARD)
 
 
 @pytest.mark.parametrize(("kind", "window"), [("eagle31", None), ("window_5", 5)])
@@ -134,7 +133,7 @@ def test_the_alignment_loss_is_its_definition(kind, window):
                     goal = torch.cat([goal, 1 - goal.sum()[None]])
                     goal = torch.where(full[row, :, slot].sum(0) > 0, goal, 0.0)  # what the drafter can see
                     losses.append(kl_div(full[row, :, slot].mean(0)[goal > 0].log(), (goal / goal.sum())[goal > 0], reduction="sum"))
-        assert_close(f"depth {seen.depth}", alignment.loss(seen.depth), torch.stack(losses).mean(), CLOSE)
+        assert_close(f"depth {seen.depth}", alignment.loss(seen.depth), torch.stack(losses).mean(), FORWARD)
 
 
 def test_training_on_it_alone_aligns_attention():

@@ -67,10 +67,10 @@ def test_the_loss_is_its_definition(kind, decay):
     outputs = objective_of(drafter, Settings(DEPTH, tuple(decay**k for k in range(DEPTH))))(batch)
     figures = Sums.means(outputs["sums"])
     mean = [[torch.cat(rows).mean().item() for rows in depths] for depths in (kl, accuracy, accepted)]
-    assert figures["distance"] == pytest.approx(mean[0], abs=FORWARD)
-    assert figures["accuracy"] == pytest.approx(mean[1], abs=FORWARD)
-    assert figures["acceptance"] == pytest.approx(mean[2], abs=FORWARD)
-    assert outputs["loss"].item() == pytest.approx(sum(decay**k * value for k, value in enumerate(mean[0])), abs=10 * FORWARD)
+    assert figures["distance"] == pytest.approx(mean[0], rel=FORWARD)
+    assert figures["accuracy"] == pytest.approx(mean[1], rel=FORWARD)
+    assert figures["acceptance"] == pytest.approx(mean[2], rel=FORWARD)
+    assert outputs["loss"].item() == pytest.approx(sum(decay**k * value for k, value in enumerate(mean[0])), rel=FORWARD)
 
 
 @pytest.mark.parametrize("normalisation", ["token", "sequence"])
@@ -89,7 +89,7 @@ def test_a_batch_in_parts_adds_up_to_the_whole(convention, normalisation):
     assert_close("figures", sum(part["sums"] for part in found), expected["sums"], SUMMED)
     parts = [gradients(objective, part) for part in found]
     for name, gradient in gradients(objective, expected).items():
-        assert_close(name, sum(part[name] for part in parts), gradient, SUMMED * max(1.0, gradient.abs().max().item()))
+        assert_close(name, sum(part[name] for part in parts), gradient, SUMMED)
 
 
 @pytest.mark.parametrize("normalisation", ["token", "sequence"])
@@ -102,7 +102,7 @@ def test_packed_texts_have_the_loss_they_have_as_rows(normalisation):
     packed = Batch(*(column.reshape(1, 2 * LENGTH, *column.shape[2:]) for column in columns))
     theirs, ours = objective(rows), objective(packed)
     assert_close("loss", ours["loss"], theirs["loss"], SUMMED)
-    assert_close("figures", ours["sums"], theirs["sums"], 10 * SUMMED)
+    assert_close("figures", ours["sums"], theirs["sums"], SUMMED)
 
 
 def test_by_sequence_every_text_weighs_alike():
@@ -179,7 +179,7 @@ def test_the_loss_is_in_fp32_under_autocast():
     assert seen, "the target was not asked"
     assert not any(seen), "the target's logits are rounded"
     assert outputs["loss"].dtype == outputs["figures"].loss.dtype == torch.float32
-    assert_close("loss", outputs["loss"], expected["loss"], 0.05 * expected["loss"].item())
+    assert_close("loss", outputs["loss"], expected["loss"], 0.05)
 
 
 def test_the_target_is_no_part_of_what_is_trained():

@@ -5,7 +5,7 @@ B rows, T tokens.
 
 import pytest
 import torch
-from close import assert_close
+from close import FORWARD, assert_close
 from conftest import VOCAB, build_target
 from torch import nn
 
@@ -14,7 +14,6 @@ from eagle31_hf.training.fresh import new_drafter
 from eagle31_hf.training.store import save_target_parts
 from eagle31_hf.training.target import Scoring, StoredTarget, TargetReader, find_scoring, groups_of, texts_of
 
-CLOSE = 1e-4
 DOCUMENTS = torch.tensor([[1] * 9 + [2] * 11, [1] * 14 + [0] * 6, [1] * 3 + [2] * 2 + [3] * 15])
 SCALED = {"gemma3_window_8": ({"final_logit_softcapping": 3.0}, Scoring(1.0, 3.0)), "llama": ({}, Scoring())}
 
@@ -28,8 +27,8 @@ def test_every_text_is_read_as_it_is_alone(kind):
     states, last = reader.read(tokens, DOCUMENTS)
     for row, start, end in texts_of(DOCUMENTS):
         wanted, logits = target_states(target, tokens[row : row + 1, start:end], [0, 1, layers])
-        assert_close("states", states[row, start:end], wanted[0], CLOSE)
-        assert_close("logits", reader.logits(last[row, start:end]), logits[0].float(), CLOSE)
+        assert_close("states", states[row, start:end], wanted[0], FORWARD)
+        assert_close("logits", reader.logits(last[row, start:end]), logits[0].float(), FORWARD)
     assert not states[1, 14:].any()
     assert not last[1, 14:].any()
 
@@ -85,7 +84,7 @@ def test_a_stored_target_says_what_the_target_says(tmp_path):
     _, last = reader.read(tokens, torch.ones_like(tokens))
     save_target_parts(tmp_path, target, reader.scoring.as_dict())
     kept = StoredTarget(tmp_path, "me/target")
-    assert_close("logits", kept.logits(last[0]), reader.logits(last[0]), CLOSE)
+    assert_close("logits", kept.logits(last[0]), reader.logits(last[0]), FORWARD)
     assert not any(weight.requires_grad for weight in kept.parameters())
     ours, theirs = new_drafter(kept), new_drafter(target)
     for name, weight in theirs.state_dict().items():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from close import assert_close
+from close import FORWARD, assert_close, scale_of
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -75,10 +75,12 @@ def test_as_the_dense_mask(monkeypatch, window, documents, width, at_once):
     outs = attended(attend, layer, all_depths)
     expected = dense(all_depths, window, documents)
     for depth, (out, wanted) in enumerate(zip(outs, expected, strict=True)):
-        assert_close(f"output at depth {depth}", out, wanted, 1e-5)
+        assert_close(f"output at depth {depth}", out, wanted, FORWARD)
     for i, (found, wanted) in enumerate(zip(gradients(outs, all_depths), gradients(expected, all_depths), strict=True)):
         found, wanted = (torch.zeros(1) if x is None else x for x in (found, wanted))
-        assert_close(f"gradient {i}", found.expand_as(wanted) if found.numel() == 1 else found, wanted, 1e-5)
+        # A window of one token leaves nothing to choose between: the gradients of queries and keys are what rounding leaves of such sums.
+        scale = max(1.0, scale_of(wanted))
+        assert_close(f"gradient {i}", found.expand_as(wanted) if found.numel() == 1 else found, wanted, FORWARD, scale)
 
 
 def test_layers_keep_their_own_keys():
