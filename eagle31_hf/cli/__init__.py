@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from . import benchmarks, checkpoints, preparation, run, training
+from . import benchmarks, checking, checkpoints, preparation, run, training
 from .parsing import Parser
 
 # name: (function, what adds its arguments, one line, example)
@@ -15,6 +15,12 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Callable[[argpars
         run.add_generate,
         "stream a completion with any target and drafter",
         'eagle31 generate --target Qwen/Qwen3-8B --drafter ./my-drafter --chat "Why is the sky blue?"',
+    ),
+    "check": (
+        checking.check,
+        checking.add_check,
+        "say what will work with a target, and whether a drafter fits it, before anything large is downloaded (0: works, 1: does not)",
+        "eagle31 check Qwen/Qwen3-8B RedHatAI/Qwen3-8B-speculator.eagle3",
     ),
     "info": (
         checkpoints.info,

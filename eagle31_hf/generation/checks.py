@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from transformers import Cache, GenerationConfig, PreTrainedModel, StaticCache
+from transformers import Cache, GenerationConfig, PreTrainedConfig, PreTrainedModel, StaticCache
 from transformers.generation import GenerationMode
 
 from ..features import decoder_layers
@@ -65,16 +65,22 @@ def resolve_knobs(drafter: Eagle31DrafterModel, generation_config: GenerationCon
     return Knobs(depth, threshold, top_k, total)
 
 
+def why_no_target(model_class: type, config: PreTrainedConfig) -> str | None:
+    """Why no drafter can work for models of a class, whatever is asked of them; None where nothing is known against it."""
+    name = model_class.__name__
+    if config.is_encoder_decoder:
+        return f"{name} is an encoder-decoder; expected a decoder-only causal LM"
+    if getattr(model_class, "_is_stateful", False):
+        return f"{name} keeps a recurrent state that cannot drop rejected tokens; expected an attention-only target"
+    return None
+
+
 def check_request(target: PreTrainedModel, drafter: Eagle31DrafterModel, config: GenerationConfig, mode: GenerationMode) -> None:
     """Raises ValueError where drafter and target do not fit, or the generation config asks for what is not supported."""
-    name = type(target).__name__
     caches = (None, "dynamic", "static", "offloaded")
+    refusal = why_no_target(type(target), target.config)
     rules = (
-        (not target.config.is_encoder_decoder, f"{name} is an encoder-decoder; expected a decoder-only causal LM"),
-        (
-            not getattr(target, "_is_stateful", False),
-            f"{name} keeps a recurrent state that cannot drop rejected tokens; expected an attention-only target",
-        ),
+        (refusal is None, refusal),
         (config.num_beams == 1, f"num_beams is {config.num_beams}; expected 1: use greedy search or sampling, or drop assistant_model"),
         (mode in SUPPORTED_MODES, f"generation mode is {mode.value}; expected greedy search or sampling"),
         (

@@ -1,0 +1,65 @@
+"""`eagle31 check`: what will work with a target and a drafter, before either is downloaded."""
+
+import argparse
+import json
+from typing import Any
+
+from .parsing import add_json, add_reading, progress
+
+UNITS = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
+LINES = {
+    "chain": "chains", "tree": "trees", "auto": "auto", "batch": "batches", "static_cache": "static cache", "prompt_in_chunks": "prompt in chunks",
+    "sampling": "sampling", "training": "training",
+}  # fmt: skip
+
+
+def check(args: argparse.Namespace) -> int:
+    from transformers.utils import logging
+
+    from ..targets import check_target
+
+    logging.set_verbosity_error()  # what generate logs of a tiny model is in the report
+    logging.get_logger("eagle31_hf").setLevel("ERROR")
+    report = check_target(
+        args.target, args.drafter, revision=args.target_revision, drafter_revision=args.revision, overrides=dict(args.set),
+        aux_layer_convention=args.aux_layer_convention, progress=progress,
+    )  # fmt: skip
+    print(json.dumps(report.as_dict(), default=str) if args.json else "\n".join(_lines(report)))
+    return 0 if report.works else 1
+
+
+def _lines(report: Any) -> list[str]:
+    rows = [("target", f"{report.target}{_about(report)}")]
+    rows += [("tried", report.tried)] if report.tried else []
+    rows += [(LINES[each.name], f"{each.answer}: {each.text}" if each.text else each.answer) for each in report.capabilities]
+    rows += [("note", note) for note in report.notes]
+    if report.drafter is not None:
+        drafter = report.drafter
+        size = f": {drafter.num_parameters:,} parameters, {_size(drafter.num_bytes)}" if drafter.num_bytes else ""
+        beside = f" beside the target's {_size(report.num_bytes)}" if drafter.num_bytes and report.num_bytes else ""
+        rows += [("drafter", f"{drafter.name}{size}{beside}")]
+        rows += [(f"  {each.name}", f"{'does not fit: ' if each.fits is False else ''}{each.text}") for each in drafter.findings]
+    rows += [("verdict", report.verdict)]
+    return [f"{name:<17} {text}" for name, text in rows]
+
+
+def _about(report: Any) -> str:
+    if report.architecture is None:
+        return ""
+    parts = [f"{report.architecture}, {report.num_layers} layers of width {report.hidden_size}, {report.vocab_size:,} ids"]
+    parts += [f"{report.num_parameters:,} parameters"] if report.num_parameters else []
+    parts += [f"{_size(report.num_bytes)}{' in ' + report.dtype if report.dtype else ''}"] if report.num_bytes else []
+    return ": " + ", ".join(parts)
+
+
+def _size(num_bytes: int) -> str:
+    unit, name = next(((unit, name) for unit, name in UNITS if num_bytes >= unit), UNITS[-1])
+    return f"{num_bytes / unit:.1f} {name}"
+
+
+def add_check(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", help="Hub repository (only its config.json is fetched), folder, or config.json")
+    parser.add_argument("drafter", nargs="?", help="folder or Hub repository of a drafter, of any format (config and headers are read)")
+    parser.add_argument("--target-revision", help="branch, tag or commit of the target's Hub repository")
+    add_reading(parser)
+    add_json(parser)

@@ -1,0 +1,253 @@
+"""The config of a tiny model that is built as a given one: the same class, kinds of layers, attention, experts and windows, small sizes.
+
+Sizes are told by the names that configs of transformers give them, whatever the architecture; what has no size in its name stays as it is.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+VOCAB, WIDTH, HEADS, HEAD_DIM, WINDOW, POSITIONS = 64, 64, 4, 16, 8, 4096
+LEAST_LAYERS, MOST_LAYERS = 4, 16
+MOST_KINDS = 4  # a list with more different entries says a number for every layer, not a kind
+
+LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+PER_LAYER = "per_layer_config"  # fields in which a layer differs from the others, by its number
+ROPES = ("rope_parameters", "rope_scaling")
+NEVER_TAKEN_OVER = (
+    "quantization_config", "_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "auto_map", "architectures",
+    "attn_implementation", "_attn_implementation", "_attn_implementation_internal", "experts_implementation", "_experts_implementation",
+    "id2label", "label2id", "num_labels", "mtp_layers", "layers_to_transform",
+)  # fmt: skip
+Rule = Callable[[Any, dict[str, Any]], Any]
+
+
+def at_most(limit: int) -> Rule:
+    return lambda value, config: min(value, limit)
+
+
+def always(size: int) -> Rule:
+    return lambda value, config: size
+
+
+def key_value_heads(value: int, config: dict[str, Any]) -> int:
+    """One, half as many as there are heads, or as many: as in the original."""
+    heads = next((config[name] for name in ("num_attention_heads", "n_head", "num_heads", "n_heads") if config.get(name)), value)
+    return HEADS if value >= heads else 1 if value == 1 else HEADS // 2
+
+
+def part_of_head(value: int, config: dict[str, Any]) -> int:
+    """An even share of the head, as in the original."""
+    whole = config.get("head_dim") or value * 4
+    return max(2, HEAD_DIM * value // whole // 2 * 2)
+
+
+def tiny_head(value: int, config: dict[str, Any]) -> int:
+    """Latent attention calls the part of its heads that is rotated the head."""
+    return 8 if config.get("qk_rope_head_dim") == value else HEAD_DIM
+
+
+def wide_head(value: int, config: dict[str, Any]) -> int:
+    return HEAD_DIM if value == config.get("head_dim") else 2 * HEAD_DIM
+
+
+def groups(value: int, config: dict[str, Any]) -> int:
+    return 1 if value <= 1 else 2
+
+
+# The first pattern that a name matches in full says how its size shrinks.
+RULES: tuple[tuple[str, Rule], ...] = (
+    (r"(text_)?vocab_size(_per_layer_input)?|padded_vocab_size", always(VOCAB)),
+    (r"hidden_size|n_embd|d_model|dim|embed_dim|lru_width|word_embed_proj_dim|embedding_size|dense_hidden_size|out_hidden_size"
+     r"|projection_dim|text_hidden_size|embedding_dim|emb_dim|vision_output_dim", always(WIDTH)),
+    (r"(\w+_)?(num_key_value_heads|num_kv_heads|kv_n_heads|n_kv_heads|num_global_key_value_heads)", key_value_heads),
+    (r"linear_num_key_heads|mamba_n_groups|n_groups", at_most(2)),
+    (r"linear_num_value_heads", at_most(HEADS)),
+    (r"mamba_n_heads|mamba_num_heads", always(2 * HEADS)),
+    (r"index_n_heads", at_most(24)),  # indexers rank by a sum of ReLUs: with many heads none is 0, and no tie is broken by chance
+    (r"(\w+_)?(num_attention_heads|n_head|n_heads|num_heads|attention_heads)", always(HEADS)),
+    (r"head_dim|attention_head_dim|d_head", tiny_head),
+    (r"qk_head_dim", always(HEAD_DIM + 8)),
+    (r"qk_nope_head_dim", at_most(HEAD_DIM)),
+    (r"qk_rope_head_dim", at_most(8)),
+    (r"v_head_dim|swa_v_head_dim", at_most(12)),
+    (r"global_head_dim", wide_head),
+    (r"rotary_dim|rotary_ndims", part_of_head),
+    (r"index_topk|block_topk|msa_topk_blocks", at_most(WINDOW)),
+    (r"\w*head_dim|mamba_d_head|mamba_headdim", at_most(HEAD_DIM)),
+    (r"kv_lora_rank", at_most(20)),
+    (r"q_lora_rank", at_most(24)),
+    (r"laurel_rank|\w+_rank|hidden_size_per_layer_input", at_most(8)),
+    (r"moe_(\w+_)?intermediate_size|\w*expert\w*_intermediate_size|shared_intermediate_size|expert_ffn_hidden_size|ffn_hidden_size", at_most(32)),
+    (r"\w*intermediate_size\w*|n_inner|dff|d_ff|\w*ffn_dim|\w*ffn_hidden_size|mlp_dim", at_most(96)),
+    (r"num_experts_per_tok(en)?|num_experts_per_topk|moe_top_?k|moe_k|top_k_experts|experts_per_token|moe_num_experts_per_tok", at_most(2)),
+    (r"n_shared_experts|num_shared_experts|moe_num_shared_experts", at_most(1)),
+    (r"num_experts|num_local_experts|n_routed_experts|moe_num_experts|num_routed_experts|zero_expert_num", at_most(8)),
+    (r"n_group|num_expert_group", groups),
+    (r"topk_group|num_limited_groups", at_most(1)),
+    (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|seq_length|max_sequence_length", at_most(POSITIONS)),
+    (r"(\w+_)?sliding_window(_size)?|window_size|attention_window_size|attention_chunk_size|local_attention", at_most(WINDOW)),
+    (r"state_size|ssm_state_size|mamba_d_state|time_step_rank|mamba_dt_rank", at_most(HEAD_DIM)),
+)  # fmt: skip
+
+
+def tiny_config(config: PreTrainedConfig) -> tuple[PreTrainedConfig, list[str]]:
+    """A config of the same class with small sizes, and what of the original a model of it does not show.
+
+    Raises whatever the config's own class raises where the small sizes do not go together.
+    """
+    notes: list[str] = []
+    values = config.to_dict()
+    if values.get("quantization_config"):
+        method = values["quantization_config"].get("quant_method", "an unnamed method")
+        notes.append(f"tried without its quantization ({method})")
+    text_key = _decoder_key(config)
+    values = _tiny(values, notes, is_decoder=text_key is None, text_key=text_key)
+    _number_special_tokens(values)
+    values |= {"dtype": "float32"}
+    return type(config).from_dict(values), notes
+
+
+def _decoder_key(config: PreTrainedConfig) -> str | None:
+    """The name under which a multimodal config holds its decoder's."""
+    decoder = config.get_text_config(decoder=True)
+    return next((name for name in getattr(config, "sub_configs", ()) if getattr(config, name, None) is decoder), None)
+
+
+def _tiny(values: dict[str, Any], notes: list[str], is_decoder: bool, text_key: str | None = None) -> dict[str, Any]:
+    counts = [name for name in LAYER_COUNTS if isinstance(values.get(name), int)] if is_decoder else []
+    num_layers = values[counts[0]] if counts else 0
+    kept = _kept_layers(values, num_layers, notes)  # what reads images beside the decoder keeps all of its layers
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if name in NEVER_TAKEN_OVER or not isinstance(name, str):
+            continue
+        if name == PER_LAYER and value:
+            layers = {int(layer): fields for layer, fields in value.items()}
+            found[name] = {i: _tiny_layer(layers[layer], values) for i, layer in enumerate(kept) if layer in layers}
+        elif isinstance(value, dict):
+            found[name] = value if name in ROPES or not _is_named(value) else _tiny(value, notes, name == text_key)
+        elif name in counts:
+            found[name] = len(kept)
+        elif isinstance(value, list) and num_layers:
+            found[name] = _of_layers(name, value, num_layers, kept, values)
+        else:
+            found[name] = _size(name, value, values)
+    if values.get("num_kv_shared_layers"):
+        found["num_kv_shared_layers"] = sum(i >= num_layers - values["num_kv_shared_layers"] for i in kept)
+    if isinstance(values.get("attention_layers"), list) and "attention_types" in values:  # GPT-Neo says the kinds twice
+        found["attention_types"] = [[[values["attention_layers"][i] for i in kept], 1]]
+    for name in ROPES:
+        if isinstance(values.get(name), dict):
+            found[name] = _tiny_rope(values[name], found)
+    for name, value in (("initializer_range", 0.5), ("tie_word_embeddings", False)):  # lest its text repeat one token
+        if name in found and (is_decoder or text_key):
+            found[name] = value
+    return found
+
+
+def _is_named(value: dict) -> bool:
+    return all(isinstance(name, str) for name in value)
+
+
+def _tiny_layer(fields: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Fields in which one layer differs from the others (Gemma 4: full attention has wider heads)."""
+    return {name: wide_head(size, values) if name == "head_dim" else _size(name, size, values) for name, size in fields.items()}
+
+
+def _size(name: str, value: Any, values: dict[str, Any]) -> Any:
+    if isinstance(value, list):
+        return [_size(name, item, values) for item in value] if all(type(item) is int for item in value) else value
+    if type(value) is not int or value < 1:
+        return value
+    rule = next((rule for pattern, rule in RULES if re.fullmatch(pattern, name)), None)
+    return value if rule is None else rule(value, values)
+
+
+def _kept_layers(values: dict[str, Any], num_layers: int, notes: list[str]) -> list[int]:
+    """The first layers, as many as show every kind there is; and of those that share others' keys, at the end, as many again."""
+    if not num_layers:
+        return []
+    shared = values.get("num_kv_shared_layers") or 0
+    front = num_layers - shared
+    kinds = [_kind(values, num_layers, layer) for layer in range(num_layers)]
+    needed = max((kinds.index(kind) + 1 for kind in set(kinds[:front])), default=0)
+    for name, period in values.items():  # a period shows in its first round
+        if re.search(r"(_interval|_period|_step|_freq|_pattern)$", name) and type(period) is int and 1 < period <= front:
+            needed = max(needed, period)
+    count = min(max(needed, LEAST_LAYERS), front)
+    if count > MOST_LAYERS:
+        notes.append(f"kinds of layers that begin after the first {MOST_LAYERS} were not tried")
+        count = MOST_LAYERS
+    missing = len(set(kinds[front:])) and next(n for n in range(1, shared + 1) if set(kinds[num_layers - n :]) == set(kinds[front:]))
+    return [*range(count), *range(num_layers - missing, num_layers)]
+
+
+def _kind(values: dict[str, Any], num_layers: int, layer: int) -> tuple:
+    """What a config says of one layer: by lists with an entry a layer, lists of layers, and numbers of first layers that are different."""
+    kind: list[Any] = []
+    for name, value in values.items():
+        if isinstance(value, list) and len(value) == num_layers and not name.endswith("_id") and len(set(map(str, value))) <= MOST_KINDS:
+            kind.append(str(value[layer]))
+        elif _lists_layers(name, value, num_layers):
+            kind.append(layer in value)
+        elif name in ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers") and type(value) is int:
+            kind.append(layer < value)
+    by_layer = {int(i): fields for i, fields in (values.get(PER_LAYER) or {}).items()}
+    kind.append(str(by_layer.get(layer)))
+    return tuple(kind)
+
+
+def _lists_layers(name: str, value: Any, num_layers: int) -> bool:
+    named = re.search(r"layers|indices|indexes|idxs|layer_ids", name)
+    return bool(named) and isinstance(value, list) and all(type(i) is int and 0 <= i < num_layers for i in value)
+
+
+def _of_layers(name: str, value: list, num_layers: int, kept: list[int], values: dict[str, Any]) -> list:
+    if len(value) == num_layers and not name.endswith("_id"):
+        return _size(name, [value[i] for i in kept], values)
+    if _lists_layers(name, value, num_layers):
+        return [kept.index(i) for i in value if i in kept]
+    return _size(name, value, values)
+
+
+def _tiny_rope(rope: dict[str, Any], tiny: dict[str, Any]) -> dict[str, Any]:
+    """Factors and sections for the frequencies of a tiny head; the kind of rope and its numbers stay. By layer type where it is so."""
+    if any(isinstance(value, dict) for value in rope.values()):
+        return {name: _tiny_rope(value, tiny) if isinstance(value, dict) else value for name, value in rope.items()}
+    head = tiny.get("qk_rope_head_dim") or tiny.get("head_dim") or HEAD_DIM
+    share = rope.get("partial_rotary_factor") or tiny.get("partial_rotary_factor") or 1.0
+    count = int(head * share) // 2
+    found = dict(rope)
+    for name in ("long_factor", "short_factor"):
+        if isinstance(rope.get(name), list):
+            found[name] = rope[name][:count]
+    if isinstance(rope.get("mrope_section"), list):
+        found["mrope_section"] = _sections(rope["mrope_section"], count)
+    return found
+
+
+def _sections(sizes: list[int], total: int) -> list[int]:
+    """Sizes in these proportions that add up to `total`, each at least 1."""
+    parts = [max(1, total * size // sum(sizes)) for size in sizes]
+    parts[-1] += total - sum(parts)
+    return parts
+
+
+def _number_special_tokens(values: dict[str, Any]) -> None:
+    """Tokens that stand for something else than text are the last ones, each its own."""
+    taken: dict[int, int] = {}
+
+    def renumber(part: dict[str, Any]) -> None:
+        for name, value in part.items():
+            if isinstance(value, dict) and _is_named(value):
+                renumber(value)
+            elif re.search(r"token_(id|index)$", name):
+                ids = value if isinstance(value, list) else [value]
+                if all(type(token) is int and token >= 0 for token in ids):
+                    new = [taken.setdefault(token, VOCAB - 1 - len(taken) % (VOCAB // 2)) for token in ids]
+                    part[name] = new if isinstance(value, list) else new[0]
+
+    renumber(values)

@@ -1,0 +1,182 @@
+"""A target by its config alone: what was named, its class in transformers, its size. No weights are read, no code of a repository is run."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers.utils import cached_file
+
+from ..checkpoints.files import read_json
+
+MOST_LAYERS, MOST_IDS = 2000, 2**24  # what no target has; configs are files from anywhere
+NUMBERS_OF_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth", "encoder_layers", "decoder_layers")
+# Fields that lead to code of others, or to tables as long as somebody wrote, and that no language model needs.
+NOT_READ = ("attn_implementation", "_attn_implementation", "experts_implementation", "num_labels", "id2label", "label2id")
+MAPPINGS = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
+CONTRADICTIONS = (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, IndexError, ZeroDivisionError, OverflowError)
+WEIGHT_SUFFIXES = (".safetensors", ".bin")
+
+
+@dataclass(frozen=True)
+class TargetSource:
+    """A target as it was named. `model_class` is None where `why_unknown` says why transformers has none for it.
+
+    `attention`: the implementation its model was loaded with, None for transformers' own choice; `num_bytes`: of its weights, where they
+    are here.
+    """
+
+    name: str
+    config: PreTrainedConfig | None
+    model_class: type[PreTrainedModel] | None = None
+    why_unknown: str | None = None
+    attention: str | None = None
+    num_bytes: int | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def decoder(self) -> Any:
+        """The config of what decodes, in a multimodal target one of several."""
+        return self.config.get_text_config(decoder=True)
+
+
+def read_target(target: Any, revision: str | None = None) -> TargetSource:
+    """A model, a config, a folder, a config file, or a Hub repository, of which only config.json is fetched.
+
+    Raises OSError where there is none or the Hub cannot be reached, ValueError for a config that is unsound or a drafter's.
+    """
+    if isinstance(target, PreTrainedConfig):
+        return _named(target.name_or_path or target.model_type, target, getattr(target, "architectures", None))
+    if isinstance(target, torch.nn.Module):
+        return _of_model(target)
+    name = str(target)
+    path = config_path(name, revision)
+    values = read_json(path)
+    source = _understood(name, values, path)
+    return source if not os.path.exists(name) else _with_weights(source, path.parent)
+
+
+def config_path(name: str, revision: str | None = None) -> Path:
+    """The config.json of a folder, the file itself, or what the Hub has. Raises OSError where there is none."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise OSError(f"{name}: holds no config.json; expected a target's folder, its config.json, or a Hub repository.")
+        return path / "config.json"
+    if path.is_file():
+        return path
+    if name.count("/") > 1 or name.startswith((".", "~", "/")) or name.endswith(".json"):
+        raise OSError(f"{name}: is not there; expected a folder with a config.json, a config.json, or a Hub repository, owner/name.")
+    try:
+        found = cached_file(name, "config.json", revision=revision)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise OSError(
+            f"{name}: is no folder here, and its config.json could not be had from the Hub ({first}). Without network pass a local "
+            "config.json."
+        ) from None
+    return Path(str(found))
+
+
+def _of_model(model: Any) -> TargetSource:
+    model = model.get_base_model() if hasattr(model, "get_base_model") else getattr(model, "_orig_mod", model)
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"target is a {type(model).__name__}; expected a transformers model, its config, a folder or a Hub repository.")
+    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    name = model.name_or_path or type(model).__name__
+    return TargetSource(name, model.config, type(model), attention=str(model.config._attn_implementation), num_bytes=num_bytes)
+
+
+def _understood(name: str, values: dict[str, Any], path: Path) -> TargetSource:
+    kind, architectures = values.get("model_type"), values.get("architectures")
+    if kind == "eagle31" or "speculators_model_type" in values or "eagle" in str(architectures).lower():
+        raise ValueError(f"{name}: is a drafter's checkpoint; expected the target first, then the drafter: eagle31 check TARGET {name}")
+    if not isinstance(kind, str):
+        raise ValueError(f"{path}: model_type is {kind!r}; expected the name of an architecture, as transformers writes it.")
+    if kind not in CONFIG_MAPPING:
+        return TargetSource(name, None, why_unknown=_why_unknown(kind, values))
+    _check_sizes(values, path)
+    notes = []
+    if values.get("auto_map"):
+        notes.append(f"transformers' own {kind} is meant; the repository's code (auto_map), taken with trust_remote_code, was not looked at")
+    try:
+        config = CONFIG_MAPPING[kind].from_dict({name: value for name, value in values.items() if name not in NOT_READ})
+    except CONTRADICTIONS as error:
+        raise ValueError(f"{path}: {str(error)[:500]}") from error
+    return _named(name, config, architectures, notes)
+
+
+def _why_unknown(kind: str, values: dict[str, Any]) -> str:
+    if values.get("auto_map"):
+        return (
+            f"its architecture, {kind}, is code in its repository (auto_map), which transformers {transformers.__version__} does not have "
+            "and which is not run here; where you trust it, load the model with trust_remote_code=True and ask check_target(model)"
+        )
+    return f"transformers {transformers.__version__} does not know the architecture {kind}; a newer one may"
+
+
+def _check_sizes(values: dict[str, Any], path: Path) -> None:
+    """Raises ValueError before lists of as many entries are made as somebody wrote into a config."""
+    for name, value in _fields(values):
+        most = MOST_LAYERS if name in NUMBERS_OF_LAYERS else MOST_IDS if name == "vocab_size" else 2**40
+        if isinstance(value, int) and value > most:
+            raise ValueError(f"{path}: {name} is {value}; expected at most {most}.")
+
+
+def _fields(values: Any) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _fields(value)
+        else:
+            yield name, value
+
+
+def _named(name: str, config: PreTrainedConfig, architectures: Any, notes: list[str] | None = None) -> TargetSource:
+    model_class = model_class_of(config, architectures)
+    reason = None if model_class else f"transformers has no model for {config.model_type} that generates text"
+    return TargetSource(name, config, model_class, reason, notes=notes or [])
+
+
+def model_class_of(config: PreTrainedConfig, architectures: Any = None) -> Any:
+    """The class that the checkpoint names where it can generate, else the one `AutoModelForCausalLM` or its kin would take, else None."""
+    for architecture in architectures if isinstance(architectures, list) else ():
+        named = getattr(transformers, str(architecture), None) if str(architecture).isidentifier() else None
+        if isinstance(named, type) and issubclass(named, PreTrainedModel) and named.can_generate():
+            return named
+    for mapping in MAPPINGS:
+        if type(config) in mapping:
+            found = mapping[type(config)]
+            return found[0] if isinstance(found, tuple) else found
+    return None
+
+
+def _with_weights(source: TargetSource, folder: Path) -> TargetSource:
+    """The same with the size of the weights that lie beside its config, if any do."""
+    sizes = {suffix: sum(file.stat().st_size for file in folder.glob(f"*{suffix}")) for suffix in WEIGHT_SUFFIXES}
+    num_bytes = next((size for size in sizes.values() if size), None)
+    return TargetSource(source.name, source.config, source.model_class, source.why_unknown, num_bytes=num_bytes, notes=source.notes)
+
+
+def build(model_class: type[PreTrainedModel], config: PreTrainedConfig, attention: str | None = None) -> PreTrainedModel:
+    """A model of random weights. A class that takes only the decoder's config of a multimodal one gets that."""
+    wanted = getattr(model_class, "config_class", None)
+    if wanted is not None and not isinstance(config, wanted):
+        config = config.get_text_config(decoder=True)
+    options = {} if attention is None else {"attn_implementation": attention}
+    return model_class._from_config(config, **options).eval()
+
+
+def count_parameters(source: TargetSource) -> int | None:
+    """Parameters of the whole target, counted without any memory; None where it cannot be built so."""
+    try:
+        with torch.device("meta"):
+            return sum(parameter.numel() for parameter in build(source.model_class, source.config).parameters())
+    except Exception:  # whatever a class of transformers makes of a config: a number less in the report
+        return None

@@ -1,0 +1,303 @@
+"""A tiny target and a drafter that knows its text by heart, decoded in every way there is and compared with the target alone.
+
+What is run is the library's own `generate`, on a model of the very class: what it refuses or does otherwise shows as it would on the large one.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import ModelOutput
+
+from ..configuration import Eagle31Config
+from ..features import decoder_layers, target_states
+from ..generation import decoding
+from ..generation.drafting import Proposal
+from ..generation.selftest import why_no_trees
+from ..generation.statistics import track_acceptance
+from ..generation.texts import Texts
+from ..generation.verify import Judge
+from ..modeling import Eagle31DrafterModel
+from ..training.objective import Batch, DraftingObjective, Settings
+from ..training.target import TargetReader
+from ..training.unroll import unroll
+from .shrink import VOCAB, tiny_config
+from .source import TargetSource, build
+
+SAME_TEXT, CHAINS, IN_STEP, REFUSED, DIFFERENT, UNTRIED = "same text", "chains", "in step", "refused", "different", "not tried"
+PROMPT, KNOWN_TOKENS, ERROR_EVERY = (1, 2, 3, 5, 8), 32, 6
+CHAIN = {"num_assistant_tokens": 4}
+TREE = CHAIN | {"draft_tree_top_k": 3, "draft_tree_total_tokens": 10}
+AUTO = {"num_assistant_tokens": "auto"}
+GREEDY = {"max_new_tokens": 24, "do_sample": False}
+LOGITS = {"return_dict_in_generate": True, "output_logits": True}
+# Ways to decode greedily: name -> how it drafts, what else `generate` is told, and whether there are two prompts.
+WAYS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
+    "chain": (CHAIN, LOGITS, False),
+    "tree": (TREE, LOGITS, False),
+    "auto": (AUTO, {}, False),
+    "batch": (TREE, {"max_new_tokens": 16}, True),
+    "static_cache": (TREE, {"cache_implementation": "static"}, False),
+    "prompt_in_chunks": (CHAIN, {"prefill_chunk_size": 2}, False),
+}
+LOGITS_TOLERANCE = 1e-3  # of their spread; fp32 rows of different shapes differ by 1e-5, a row that sees a wrong token by tenths
+MOST_PARAMETERS = 30_000_000  # of a tiny target: a second's work on a CPU
+# What a drafter's own config says of how it is built, as far as a tiny one can be built so.
+BUILD = (
+    "fc_norm", "norm_output", "norm_before_fc", "norm_before_residual", "num_hidden_layers", "attention_bias", "qk_norm", "fc_bias",
+    "mlp_bias", "hidden_act", "logit_scale",
+)  # fmt: skip
+LATENT = {"q_lora_rank": 18, "kv_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`word`: "same text" (as the target alone gives), "chains" (the same, but chains where trees were asked for), "in step" (the same, but
+    rows of a batch keep one length), "refused" (a ValueError before anything is decoded), "different" or "not tried"; `reason`: why, where
+    it is not the first. `accepted`, `rejected`: drafted tokens of a prompt's text."""
+
+    word: str
+    reason: str = ""
+    accepted: int = 0
+    rejected: int = 0
+
+
+class CannotTryError(Exception):
+    """No tiny model could be made of a config; the text says why."""
+
+
+def build_tiny(source: TargetSource) -> tuple[PreTrainedModel, list[str]]:
+    """A tiny model of the target's class with random weights, and what it does not show. Raises CannotTryError."""
+    try:
+        config, notes = tiny_config(source.config)
+        return _sound(source.model_class, config, source.attention), notes
+    except CannotTryError:
+        raise
+    except Exception as error:  # a class of transformers, or of others, may fail on sizes in any way
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    if source.decoder is source.config:
+        raise CannotTryError(reason)
+    try:  # what reads images may need packages that are not there; drafting is about the decoder
+        from transformers import AutoModelForCausalLM
+
+        config, notes = tiny_config(source.decoder)
+        decoder = _sound(AutoModelForCausalLM._model_mapping[type(source.decoder)], config, source.attention)
+    except Exception:
+        raise CannotTryError(reason) from None
+    return decoder, [*notes, f"its decoder was tried by itself ({reason})"]
+
+
+def _sound(model_class: Any, config: PreTrainedConfig, attention: str | None) -> PreTrainedModel:
+    with torch.device("meta"):
+        count = sum(parameter.numel() for parameter in build(model_class, config).parameters())
+    if count > MOST_PARAMETERS:
+        raise CannotTryError(f"even with small sizes it has {count:,} parameters")
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        torch.manual_seed(0)
+        target = build(model_class, config, attention)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):  # no text ends early
+        setattr(target.generation_config, name, None)
+    with torch.no_grad():
+        logits = target(input_ids=torch.tensor([PROMPT]), use_cache=False).logits
+    if not logits.isfinite().all():
+        raise CannotTryError("its logits are not finite with small random weights")
+    return target
+
+
+def build_drafter(target: PreTrainedModel, like: Eagle31Config | None = None, layer_ids: list[int] | None = None) -> Eagle31DrafterModel:
+    """A tiny drafter for a tiny target, built as the one it is to be like. `layer_ids`: the states of the tiny target it reads."""
+    num_layers, table = len(decoder_layers(target)), target.get_input_embeddings().weight
+    fields: dict[str, Any] = {
+        "vocab_size": table.shape[0], "hidden_size": table.shape[1], "intermediate_size": 40, "num_attention_heads": 2,
+        "target_hidden_size": target.config.get_text_config(decoder=True).hidden_size, "num_key_value_heads": 1,
+        "max_position_embeddings": 128, "initializer_range": 0.3,
+        "aux_hidden_state_layer_ids": layer_ids or sorted({1, num_layers // 2, num_layers}),
+    }  # fmt: skip
+    if like is not None:
+        fields |= {name: getattr(like, name) for name in BUILD}
+        fields |= LATENT if like.kv_lora_rank is not None else {}
+        fields |= {"draft_vocab_size": 3 * table.shape[0] // 4} if like.draft_vocab_size < like.vocab_size else {}
+        fields |= {"layer_types": like.layer_types, "sliding_window": 8} if "sliding_attention" in like.layer_types else {}
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        torch.manual_seed(1)
+        drafter = Eagle31DrafterModel._from_config(Eagle31Config(**fields), attn_implementation="sdpa").eval()
+    if drafter.d2t is not None:
+        drafter.set_draft_vocabulary(torch.tensor([i for i in range(fields["vocab_size"]) if i % 4 != 3][: len(drafter.d2t)]))
+    return drafter
+
+
+@torch.no_grad()
+def fit_head(drafter: Eagle31DrafterModel, target: PreTrainedModel, text: Tensor, depth: int = 4) -> None:
+    """Learns a text (1, T) of the target's by heart, errors included: least squares from states to next tokens."""
+    drafter.load_target_embeddings(target)
+    states, logits = target_states(target, text, drafter.config.resolve_layer_ids(len(decoder_layers(target))))
+    chosen = logits.argmax(-1)
+    chosen[:, ::ERROR_EVERY] += 1  # possibly an id the target does not have
+    wanted = one_hot(chosen, max(logits.shape[-1], drafter.config.vocab_size) + 64)[..., : drafter.config.vocab_size].float()
+    wanted = wanted if drafter.d2t is None else wanted[..., drafter.draft_to_target_ids()]
+    x = torch.cat([normed[0] for normed, _ in unroll(drafter, text, states, depth)])
+    y = torch.cat([wanted[0, 1 + k :] for k in range(depth)])
+    drafter.lm_head.weight.copy_(8 * torch.linalg.lstsq(x.T @ x + 0.003 * torch.eye(x.shape[1]), x.T @ y).solution.T)
+
+
+@dataclass
+class Seen:
+    """The verifying forwards of a call: `trees`, of them; `ragged`, of rows of different lengths; `in_step`, of rows that keep one."""
+
+    trees: int = 0
+    ragged: int = 0
+    in_step: int = 0
+
+
+@contextmanager
+def watching() -> Iterator[Seen]:
+    """Counts what is verified, and how, by the calls of this context."""
+    seen = Seen()
+
+    class Watched(Judge):
+        def row_by_row(self, texts: Texts, proposal: Proposal, logits: Tensor):
+            seen.trees += proposal.tree is not None
+            seen.ragged += not texts.is_uniform
+            return super().row_by_row(texts, proposal, logits)
+
+        def together(self, *args: Any):
+            seen.in_step += 1
+            return super().together(*args)
+
+    token = decoding.judge_of.set(lambda target, *rules: Watched(*rules))
+    try:
+        yield seen
+    finally:
+        decoding.judge_of.reset(token)
+
+
+def departures(sequences: Tensor, alone: ModelOutput) -> Iterator[tuple[int, int, float]]:
+    """Of every row (B, L) that is not what the target says alone: its number, its first other token, and by how much the target's logits
+    there prefer its own."""
+    num_given = alone.sequences.shape[1] - len(alone.logits)
+    for row, (ours, own) in enumerate(zip(sequences, alone.sequences, strict=True)):
+        places = (ours != own).nonzero()
+        if len(places):
+            place = int(places[0])
+            logits = alone.logits[place - num_given][row].float()
+            yield row, place - num_given, float(logits[own[place]] - logits[ours[place]])
+
+
+def difference(ours: ModelOutput | Tensor, alone: ModelOutput) -> str:
+    """What is not the target's own, "" where all is.
+
+    Logits, which say more of a wrong mask than a few tokens do, are compared where they were asked for. Where tokens differ, it is said
+    by how much the target prefers its own: by nothing to speak of in a tie.
+    """
+    expected = torch.stack(alone.logits)
+    spread = float(expected.std())
+    for row, step, margin in departures(ours if isinstance(ours, Tensor) else ours.sequences, alone):
+        return f"row {row} departs at token {step}, which the target scores {margin / spread:.1e} of its logits' spread below its own"
+    if isinstance(ours, Tensor):
+        return ""
+    error = float((torch.stack(ours.logits) - expected).abs().max()) / spread
+    return "" if error <= LOGITS_TOLERANCE else f"logits differ by {error:.1e} of their spread"
+
+
+class Trial:
+    """A tiny target and its drafter. Each method tries one thing and returns its `Outcome`; only errors of our own or of transformers' code
+    that are no refusal end as "different"."""
+
+    def __init__(self, target: PreTrainedModel, drafter: Eagle31DrafterModel):
+        self.target, self.drafter = target, drafter
+        self.prompt = {"input_ids": torch.tensor([PROMPT]), "attention_mask": torch.ones(1, len(PROMPT), dtype=torch.long)}
+        self.text = self._alone(self.prompt, GREEDY | {"max_new_tokens": KNOWN_TOKENS}).sequences
+        try:
+            fit_head(drafter, target, self.text)
+        except ValueError:  # there are no states to learn from, which generate says in a moment
+            pass
+
+    def _alone(self, prompt: dict[str, Tensor], options: dict[str, Any]) -> Any:
+        return self.target.generate(**prompt, **options | LOGITS)
+
+    def _batch(self) -> dict[str, Tensor]:
+        """Two prompts of different lengths, padded on the left."""
+        longer, shorter = self.text[0, : len(PROMPT) + 3], torch.tensor([0] * 3 + list(PROMPT))
+        mask = torch.ones(2, len(longer), dtype=torch.long)
+        mask[1, :3] = 0
+        return {"input_ids": torch.stack((longer, shorter)), "attention_mask": mask}
+
+    def greedy(self, way: str) -> Outcome:
+        """One of WAYS, beside the target alone. Options that the target alone refuses are "not tried"."""
+        drafting, options, has_two = WAYS[way]
+        prompt = self._batch() if has_two else self.prompt
+        asked = GREEDY | options
+        try:
+            alone = self._alone(prompt, asked)
+        except (ValueError, TypeError, RuntimeError, AttributeError, IndexError, KeyError, NotImplementedError) as error:
+            return Outcome(UNTRIED, f"the target alone fails, too ({type(error).__name__}: {_first_line(error)})")
+        with track_acceptance() as stats, watching() as seen:
+            try:
+                ours = self.target.generate(**prompt, assistant_model=self.drafter, **asked, **drafting)
+            except ValueError as refusal:
+                return Outcome(REFUSED, _plain(refusal))
+            except (TypeError, RuntimeError, AttributeError, IndexError, KeyError, NotImplementedError) as error:
+                return Outcome(DIFFERENT, f"{type(error).__name__}: {_first_line(error)}")
+        accepted, drafted = sum(stats.accepted_per_position), sum(stats.drafted_per_position)
+        wrong = difference(ours, alone)
+        if wrong:
+            return Outcome(DIFFERENT, wrong, accepted, drafted - accepted)
+        word = IN_STEP if seen.in_step else CHAINS if drafting is TREE and not seen.trees else SAME_TEXT
+        return Outcome(word, "" if word == SAME_TEXT else self.why_otherwise(), accepted, drafted - accepted)
+
+    def why_otherwise(self) -> str:
+        return why_no_trees(self.target) or "its cache is not of layers that hold trees and rows of different lengths"
+
+    def sampling(self) -> Outcome:
+        """With one seed the text has to be one, whatever is drafted."""
+        texts = []
+        for threshold in (0.0, 0.9):
+            with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+                torch.manual_seed(3)
+                try:
+                    texts.append(
+                        self.target.generate(
+                            **self.prompt, assistant_model=self.drafter, max_new_tokens=16, do_sample=True,
+                            assistant_confidence_threshold=threshold, **AUTO,
+                        )
+                    )  # fmt: skip
+                except ValueError as refusal:
+                    return Outcome(REFUSED, _plain(refusal))
+                except (TypeError, RuntimeError, AttributeError, IndexError, KeyError) as error:
+                    return Outcome(DIFFERENT, f"{type(error).__name__}: {_first_line(error)}")
+        return Outcome(SAME_TEXT) if torch.equal(*texts) else Outcome(DIFFERENT, "with one seed the text depends on what is drafted")
+
+    def training(self) -> Outcome:
+        """One batch's loss and gradients for a copy of the drafter."""
+        drafter = copy.deepcopy(self.drafter).train()
+        try:
+            drafter.load_target_embeddings(self.target)
+            ids = drafter.config.resolve_layer_ids(len(decoder_layers(self.target)))
+            reader = TargetReader(self.target.requires_grad_(False), ids)
+            ones = torch.ones_like(self.text)
+            batch = Batch(self.text, ones.bool(), ones, *reader.read(self.text, ones))
+            DraftingObjective(drafter, Settings(2, (1.0, 0.8)), reader.logits)(batch)["loss"].backward()
+        except ValueError as refusal:
+            return Outcome(REFUSED, _plain(refusal))
+        except (TypeError, RuntimeError, AttributeError, IndexError, KeyError) as error:
+            return Outcome(REFUSED, f"{type(error).__name__}: {_first_line(error)}")
+        gradients = [parameter.grad for parameter in drafter.parameters() if parameter.grad is not None]
+        is_sound = bool(gradients) and all(gradient.isfinite().all() for gradient in gradients)
+        return Outcome(SAME_TEXT) if is_sound else Outcome(REFUSED, "the gradients of a first step are not finite")
+
+
+def _plain(refusal: Exception) -> str:
+    return " ".join(str(refusal).removeprefix("EAGLE drafting: ").split())
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0][:160]
+
+
+assert VOCAB > max(PROMPT)
