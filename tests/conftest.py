@@ -7,7 +7,6 @@ import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from torch.nn.functional import one_hot
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
@@ -20,8 +19,8 @@ from transformers import (
 )
 
 from eagle31_hf import Eagle31Config, Eagle31DrafterModel
-from eagle31_hf.features import decoder_layers, target_states
-from eagle31_hf.training.unroll import unroll
+from eagle31_hf.features import decoder_layers
+from eagle31_hf.targets import trial
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # pytest's workers share the processor's cores
 
@@ -46,7 +45,7 @@ def pytest_collection_modifyitems(items):
 
 VOCAB, WIDTH = 11, 36
 PROMPT = ((1, 2, 3, 5, 8),)
-KNOWN_TOKENS, ERROR_EVERY = 32, 6  # what a drafter knows of the text after PROMPT, and how often it errs: bursts of 0 to 5 tokens
+KNOWN_TOKENS = 32  # what a drafter knows of the text after PROMPT; it errs often enough for bursts of 0 to 5 tokens
 
 NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 ROPED = {
@@ -101,19 +100,9 @@ def build_drafter(target: PreTrainedModel, name: str = "eagle31", attention: str
     return drafter
 
 
-@torch.no_grad()
 def fit_head(drafter: Eagle31DrafterModel, target: PreTrainedModel, depth: int = 4) -> None:
-    """Learns the target's greedy text after PROMPT by heart, errors included: least squares from states to next tokens."""
-    drafter.load_target_embeddings(target)
-    text = greedy_text(target)
-    states, logits = target_states(target, text, drafter.config.resolve_layer_ids(len(decoder_layers(target))))
-    chosen = logits.argmax(-1)
-    chosen[:, ::ERROR_EVERY] += 1  # possibly an id the target does not have
-    wanted = one_hot(chosen, VOCAB + 64)[..., : drafter.config.vocab_size].float()
-    wanted = wanted if drafter.d2t is None else wanted[..., drafter.draft_to_target_ids()]
-    x = torch.cat([normed[0] for normed, _ in unroll(drafter, text, states, depth)])
-    y = torch.cat([wanted[0, 1 + k :] for k in range(depth)])
-    drafter.lm_head.weight.copy_(8 * torch.linalg.lstsq(x.T @ x + 0.003 * torch.eye(x.shape[1]), x.T @ y).solution.T)
+    """Learns the target's greedy text after PROMPT by heart, errors included."""
+    trial.fit_head(drafter, target, greedy_text(target), depth)
 
 
 @cache

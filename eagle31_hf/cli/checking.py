@@ -14,12 +14,14 @@ LINES = {
 
 
 def check(args: argparse.Namespace) -> int:
+    import torch
     from transformers.utils import logging
 
     from ..targets import check_target
 
     logging.set_verbosity_error()  # what generate logs of a tiny model is in the report
     logging.get_logger("eagle31_hf").setLevel("ERROR")
+    torch.set_num_threads(1)  # more only wait for each other over sizes as small as these
     report = check_target(
         args.target, args.drafter, revision=args.target_revision, drafter_revision=args.revision, overrides=dict(args.set),
         aux_layer_convention=args.aux_layer_convention, progress=progress,
@@ -31,7 +33,10 @@ def check(args: argparse.Namespace) -> int:
 def _lines(report: Any) -> list[str]:
     rows = [("target", f"{report.target}{_about(report)}")]
     rows += [("tried", report.tried)] if report.tried else []
-    rows += [(LINES[each.name], f"{each.answer}: {each.text}" if each.text else each.answer) for each in report.capabilities]
+    said: dict[str, str] = {}  # a reason is said in full once
+    for each in report.capabilities:
+        again = said.setdefault(each.text, each.name) != each.name and each.answer != "works"
+        rows += [(LINES[each.name], f"{each.answer}: {f'as {LINES[said[each.text]]}' if again else each.text}")]
     rows += [("note", note) for note in report.notes]
     if report.drafter is not None:
         drafter = report.drafter

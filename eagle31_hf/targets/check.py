@@ -137,6 +137,8 @@ def _try(source: TargetSource, drafter: DrafterReport | None, notes: list[str]) 
     try:
         tiny, small = build_tiny(source)
         notes += small
+        if not getattr(source.decoder, "use_cache", True):
+            notes.append("its config says use_cache false, and generate would refuse to draft: tried with use_cache=True, which you pass, too")
         like = None if drafter is None else drafter.config
         trial = Trial(tiny, build_drafter(tiny, like, tiny_layer_ids(source, tiny, like)))
     except (CannotTryError, ValueError) as error:
@@ -207,6 +209,7 @@ def _verdict(capabilities: list[Capability], drafter: DrafterReport | None) -> t
     if drafter is not None and not drafter.fits:
         problem = next(finding for finding in drafter.findings if finding.fits is False)
         return False, f"this drafter does not fit: {problem.name}: {problem.text.rstrip('.')}"
-    limits = [f"{answer}: {', '.join(by_answer[answer])}" for answer in (OTHERWISE, REFUSED, UNTRIED) if answer in by_answer]
+    said = {OTHERWISE: "in another way", REFUSED: "but not", UNTRIED: "not tried"}
+    limits = [f"{words}: {', '.join(by_answer[answer])}" for answer, words in said.items() if answer in by_answer]
     with_whom = "" if drafter is None else ", and the drafter fits"
     return True, f"works{with_whom}" + (f" ({'; '.join(limits)})" if limits else "")

@@ -145,7 +145,7 @@ def _ends(config: Eagle31Config, source: TargetSource, draft_ids: Tensor | None)
 
 def _shared(config: Eagle31Config) -> Finding:
     parts = {"embedding": config.share_target_embeddings, "head": config.share_target_head}
-    return Finding("shares", None, ", ".join(f"{part}: {'the target' if shared else 'it'}{chr(39)}s own" for part, shared in parts.items()))
+    return Finding("weights", None, ", ".join(f"{part} {'of the target' if shared else 'of its own'}" for part, shared in parts.items()))
 
 
 def _positions(config: Eagle31Config, decoder: Any) -> Finding:

@@ -10,10 +10,11 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 VOCAB, WIDTH, HEADS, HEAD_DIM, WINDOW, POSITIONS = 64, 64, 4, 16, 8, 4096
-LEAST_LAYERS, MOST_LAYERS = 4, 16
+LEAST_LAYERS = 4
 MOST_KINDS = 4  # a list with more different entries says a number for every layer, not a kind
 
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+FIRST_LAYERS = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers", "max_window_layers")  # so many are of another kind
 PER_LAYER = "per_layer_config"  # fields in which a layer differs from the others, by its number
 ROPES = ("rope_parameters", "rope_scaling")
 NEVER_TAKEN_OVER = (
@@ -46,7 +47,16 @@ def part_of_head(value: int, config: dict[str, Any]) -> int:
 
 def tiny_head(value: int, config: dict[str, Any]) -> int:
     """Latent attention calls the part of its heads that is rotated the head."""
-    return 8 if config.get("qk_rope_head_dim") == value else HEAD_DIM
+    return min(value, 8) if config.get("qk_rope_head_dim") == value else HEAD_DIM
+
+
+def heads(value: int, config: dict[str, Any]) -> int:
+    """Mamba's heads are as many as fill its inner width."""
+    return config["expand"] * WIDTH // HEAD_DIM if "expand" in config and "state_size" in config else HEADS
+
+
+def mamba_heads(value: int, config: dict[str, Any]) -> int:
+    return config.get("mamba_expand", 2) * WIDTH // HEAD_DIM
 
 
 def wide_head(value: int, config: dict[str, Any]) -> int:
@@ -65,9 +75,11 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (r"(\w+_)?(num_key_value_heads|num_kv_heads|kv_n_heads|n_kv_heads|num_global_key_value_heads)", key_value_heads),
     (r"linear_num_key_heads|mamba_n_groups|n_groups", at_most(2)),
     (r"linear_num_value_heads", at_most(HEADS)),
-    (r"mamba_n_heads|mamba_num_heads", always(2 * HEADS)),
+    (r"mamba_n_heads|mamba_num_heads", mamba_heads),
+    (r"mamba_d_head|mamba_head_?dim", always(HEAD_DIM)),
+    (r"mamba_d_ssm", always(2 * WIDTH)),
     (r"index_n_heads", at_most(24)),  # indexers rank by a sum of ReLUs: with many heads none is 0, and no tie is broken by chance
-    (r"(\w+_)?(num_attention_heads|n_head|n_heads|num_heads|attention_heads)", always(HEADS)),
+    (r"(\w+_)?(num_attention_heads|n_head|n_heads|num_heads|attention_heads)", heads),
     (r"head_dim|attention_head_dim|d_head", tiny_head),
     (r"qk_head_dim", always(HEAD_DIM + 8)),
     (r"qk_nope_head_dim", at_most(HEAD_DIM)),
@@ -76,7 +88,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (r"global_head_dim", wide_head),
     (r"rotary_dim|rotary_ndims", part_of_head),
     (r"index_topk|block_topk|msa_topk_blocks", at_most(WINDOW)),
-    (r"\w*head_dim|mamba_d_head|mamba_headdim", at_most(HEAD_DIM)),
+    (r"\w*head_dim", at_most(HEAD_DIM)),
     (r"kv_lora_rank", at_most(20)),
     (r"q_lora_rank", at_most(24)),
     (r"laurel_rank|\w+_rank|hidden_size_per_layer_input", at_most(8)),
@@ -119,7 +131,7 @@ def _decoder_key(config: PreTrainedConfig) -> str | None:
 def _tiny(values: dict[str, Any], notes: list[str], is_decoder: bool, text_key: str | None = None) -> dict[str, Any]:
     counts = [name for name in LAYER_COUNTS if isinstance(values.get(name), int)] if is_decoder else []
     num_layers = values[counts[0]] if counts else 0
-    kept = _kept_layers(values, num_layers, notes)  # what reads images beside the decoder keeps all of its layers
+    kept = _kept_layers(values, num_layers)  # what reads images beside the decoder keeps all of its layers
     found: dict[str, Any] = {}
     for name, value in values.items():
         if name in NEVER_TAKEN_OVER or not isinstance(name, str):
@@ -135,6 +147,9 @@ def _tiny(values: dict[str, Any], notes: list[str], is_decoder: bool, text_key: 
             found[name] = _of_layers(name, value, num_layers, kept, values)
         else:
             found[name] = _size(name, value, values)
+    for name in FIRST_LAYERS:
+        if type(values.get(name)) is int and num_layers:
+            found[name] = sum(i < values[name] for i in kept)
     if values.get("num_kv_shared_layers"):
         found["num_kv_shared_layers"] = sum(i >= num_layers - values["num_kv_shared_layers"] for i in kept)
     if isinstance(values.get("attention_layers"), list) and "attention_types" in values:  # GPT-Neo says the kinds twice
@@ -166,23 +181,18 @@ def _size(name: str, value: Any, values: dict[str, Any]) -> Any:
     return value if rule is None else rule(value, values)
 
 
-def _kept_layers(values: dict[str, Any], num_layers: int, notes: list[str]) -> list[int]:
-    """The first layers, as many as show every kind there is; and of those that share others' keys, at the end, as many again."""
-    if not num_layers:
-        return []
-    shared = values.get("num_kv_shared_layers") or 0
-    front = num_layers - shared
-    kinds = [_kind(values, num_layers, layer) for layer in range(num_layers)]
-    needed = max((kinds.index(kind) + 1 for kind in set(kinds[:front])), default=0)
-    for name, period in values.items():  # a period shows in its first round
-        if re.search(r"(_interval|_period|_step|_freq|_pattern)$", name) and type(period) is int and 1 < period <= front:
-            needed = max(needed, period)
-    count = min(max(needed, LEAST_LAYERS), front)
-    if count > MOST_LAYERS:
-        notes.append(f"kinds of layers that begin after the first {MOST_LAYERS} were not tried")
-        count = MOST_LAYERS
-    missing = len(set(kinds[front:])) and next(n for n in range(1, shared + 1) if set(kinds[num_layers - n :]) == set(kinds[front:]))
-    return [*range(count), *range(num_layers - missing, num_layers)]
+def _kept_layers(values: dict[str, Any], num_layers: int) -> list[int]:
+    """The first layers, as many as a period has, and the first of every other kind; those that share others' keys are kinds of their own."""
+    front = num_layers - (values.get("num_kv_shared_layers") or 0)
+    periods = [
+        period for name, period in values.items() if re.search(r"_(interval|period|step|freq|pattern)$", name) and type(period) is int
+    ]
+    kept = list(range(min(front, max([LEAST_LAYERS, *(period for period in periods if period <= front)]))))
+    kinds = [(_kind(values, num_layers, layer), layer >= front) for layer in range(num_layers)]
+    for layer, kind in enumerate(kinds):
+        if kind not in {kinds[i] for i in kept}:
+            kept.append(layer)
+    return kept
 
 
 def _kind(values: dict[str, Any], num_layers: int, layer: int) -> tuple:
@@ -193,7 +203,7 @@ def _kind(values: dict[str, Any], num_layers: int, layer: int) -> tuple:
             kind.append(str(value[layer]))
         elif _lists_layers(name, value, num_layers):
             kind.append(layer in value)
-        elif name in ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers") and type(value) is int:
+        elif name in FIRST_LAYERS and type(value) is int:
             kind.append(layer < value)
     by_layer = {int(i): fields for i, fields in (values.get(PER_LAYER) or {}).items()}
     kind.append(str(by_layer.get(layer)))

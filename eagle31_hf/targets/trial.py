@@ -103,6 +103,7 @@ def _sound(model_class: Any, config: PreTrainedConfig, attention: str | None) ->
         target = build(model_class, config, attention)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):  # no text ends early
         setattr(target.generation_config, name, None)
+    target.generation_config.use_cache = True
     with torch.no_grad():
         logits = target(input_ids=torch.tensor([PROMPT]), use_cache=False).logits
     if not logits.isfinite().all():
@@ -237,6 +238,9 @@ class Trial:
             alone = self._alone(prompt, asked)
         except (ValueError, TypeError, RuntimeError, AttributeError, IndexError, KeyError, NotImplementedError) as error:
             return Outcome(UNTRIED, f"the target alone fails, too ({type(error).__name__}: {_first_line(error)})")
+        length = alone.sequences.shape[1]
+        if not has_two and not torch.equal(alone.sequences, self.text[:, :length]):
+            return Outcome(UNTRIED, "the target alone gives another text with it than without")
         with track_acceptance() as stats, watching() as seen:
             try:
                 ours = self.target.generate(**prompt, assistant_model=self.drafter, **asked, **drafting)

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # of conftest.py
 import torch
 import transformers
 from conftest import PROMPT, greedy_text
-from families import DRAFTINGS, VOCAB, build_drafter, build_target, departures, padded
+from families import DRAFTINGS, VOCAB, build_drafter, build_target, padded
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput

@@ -9,7 +9,7 @@ refused: generate raises ValueError before anything is decoded.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -25,11 +25,9 @@ from transformers.utils import ModelOutput
 from eagle31_hf import Eagle31Config, Eagle31DrafterModel, track_acceptance
 from eagle31_hf.features import decoder_layers
 from eagle31_hf.generation import selftest
-from eagle31_hf.generation.drafting import Proposal
-from eagle31_hf.generation.texts import Texts
-from eagle31_hf.generation.verify import Judge
+from eagle31_hf.targets.trial import CHAINS, DIFFERENT, IN_STEP, REFUSED, Seen, difference, watching
+from eagle31_hf.targets.trial import SAME_TEXT as LOSSLESS
 
-LOSSLESS, CHAINS, IN_STEP, REFUSED, DIFFERENT = "same text", "chains", "in step", "refused", "different"
 ATTENTIONS = ("eager", "sdpa")
 BATCHES = (1, 4)  # prompts a call
 DRAFTINGS = {
@@ -43,7 +41,6 @@ VOCAB, WINDOW = 29, 8  # the text outgrows the window twice or more
 # A batch is PROMPT and these: PROMPT with so many tokens of the text the drafter knows, so that its errors, and with them the bursts, come
 # at other times in every row; and a stranger, of which it knows nothing. In step a stranger would keep all rows from accepting anything.
 AHEAD, AHEAD_IN_STEP, STRANGER = (3, 7), (3, 7, 1), (7, 6)
-LOGITS_TOLERANCE = 1e-3  # of their spread; fp32 rows of different shapes differ by 1e-5, a row that sees a wrong token by tenths
 
 SHAPE = ROPED | {"num_hidden_layers": 3}
 GPT = {"n_embd": WIDTH, "n_layer": 3, "n_head": 3, "n_positions": 128}
@@ -347,7 +344,7 @@ def decode(name: str, attention: str, drafting: str, num_prompts: int = 1, promp
     by_row = tuple(sum(row.accepted_per_position) for row in stats.rows)
     wrong = difference(ours, alone)
     word = DIFFERENT if wrong else seen.word(drafting)
-    return Outcome(word, wrong or "; ".join(seen.warnings), accepted, drafted - accepted, by_row, seen.num_trees, seen.num_ragged)
+    return Outcome(word, wrong or "; ".join(seen.warnings), accepted, drafted - accepted, by_row, seen.verified.trees, seen.verified.ragged)
 
 
 def prompts(name: str, num_prompts: int) -> dict[str, Tensor]:
@@ -362,70 +359,30 @@ def decode_alone(name: str, attention: str, num_prompts: int) -> ModelOutput:
     )
 
 
-def difference(ours: ModelOutput | Tensor, alone: ModelOutput) -> str:
-    """What is not the target's own, "" where all is.
-
-    Logits, which say more of a wrong mask than a few tokens do, are compared where they were asked for. Where tokens differ, it is said
-    by how much the target prefers its own: by nothing to speak of in a tie.
-    """
-    expected = torch.stack(alone.logits)
-    spread = float(expected.std())
-    for row, step, margin in departures(ours if isinstance(ours, Tensor) else ours.sequences, alone):
-        return f"row {row} departs at token {step}, which the target scores {margin / spread:.1e} of its logits' spread below its own"
-    if isinstance(ours, Tensor):
-        return ""
-    error = float((torch.stack(ours.logits) - expected).abs().max()) / spread
-    return "" if error <= LOGITS_TOLERANCE else f"logits differ by {error:.1e} of their spread"
-
-
-def departures(sequences: Tensor, alone: ModelOutput) -> Iterator[tuple[int, int, float]]:
-    """Of every row (B, L) that is not what the target says alone: its number, its first other token, and by how much the target's logits
-    there prefer its own."""
-    num_given = alone.sequences.shape[1] - len(alone.logits)
-    for row, (ours, own) in enumerate(zip(sequences, alone.sequences, strict=True)):
-        places = (ours != own).nonzero()
-        if len(places):
-            place = int(places[0])
-            logits = alone.logits[place - num_given][row].float()
-            yield row, place - num_given, float(logits[own[place]] - logits[ours[place]])
-
-
 class Observed(logging.Handler):
     """What a call did beside its output: the reasons it logged and what it verified, how."""
 
-    def __init__(self):
+    def __init__(self, verified: Seen):
         super().__init__()
         self.warnings: list[str] = []
-        self.num_trees = self.num_ragged = self.num_in_step = 0
+        self.verified = verified
 
     def emit(self, record: logging.LogRecord) -> None:
         self.warnings.append(record.getMessage())
 
-    def noting(self, judge: Callable, is_in_step: bool) -> Callable:
-        """The same judge, who lets us see what is judged."""
-
-        def judged(self_: Judge, texts: Texts, proposal: Proposal, *args):
-            self.num_trees += proposal.tree is not None
-            self.num_ragged += not texts.is_uniform
-            self.num_in_step += is_in_step
-            return judge(self_, texts, proposal, *args)
-
-        return judged
-
     def word(self, drafting: str) -> str:
-        if self.num_in_step:
+        if self.verified.in_step:
             return IN_STEP
-        return CHAINS if drafting == "tree" and self.num_trees == 0 else LOSSLESS
+        return CHAINS if drafting == "tree" and self.verified.trees == 0 else LOSSLESS
 
 
 @contextmanager
 def observed() -> Iterator[Observed]:
     """Within it, no verdict about a target is remembered from earlier calls."""
-    seen = Observed()
-    row_by_row, together = seen.noting(Judge.row_by_row, False), seen.noting(Judge.together, True)
-    selftest.logger.addHandler(seen)
-    try:
-        with patch.dict(selftest._verdicts, clear=True), patch.multiple(Judge, row_by_row=row_by_row, together=together):
+    with patch.dict(selftest._verdicts, clear=True), watching() as verified:
+        seen = Observed(verified)
+        selftest.logger.addHandler(seen)
+        try:
             yield seen
-    finally:
-        selftest.logger.removeHandler(seen)
+        finally:
+            selftest.logger.removeHandler(seen)
