@@ -8,8 +8,8 @@ from .parsing import add_json, add_reading, progress
 
 UNITS = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 LINES = {
-    "chain": "chains", "tree": "trees", "auto": "auto", "batch": "batches", "static_cache": "static cache", "prompt_in_chunks": "prompt in chunks",
-    "sampling": "sampling", "training": "training",
+    "chain": "chains", "tree": "trees", "auto": "auto", "batch": "batches", "static_cache": "static cache",
+    "prompt_in_chunks": "prompt in chunks", "sampling": "sampling", "training": "training",
 }  # fmt: skip
 
 
@@ -20,7 +20,7 @@ def check(args: argparse.Namespace) -> int:
     from ..targets import check_target
 
     logging.set_verbosity_error()  # what generate logs of a tiny model is in the report
-    logging.get_logger("eagle31_hf").setLevel("ERROR")
+    logging.get_logger("eagle31_hf").setLevel(logging.ERROR)
     torch.set_num_threads(1)  # more only wait for each other over sizes as small as these
     report = check_target(
         args.target, args.drafter, revision=args.target_revision, drafter_revision=args.revision, overrides=dict(args.set),

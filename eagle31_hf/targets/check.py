@@ -41,7 +41,7 @@ class TargetReport:
 
     `works`: whether the target decodes with a drafter, and with this one where one was named; `verdict` says it in a sentence.
     `architecture`: the class in transformers; `num_parameters`, `num_bytes`, `dtype`: of the whole target, None where they are not known;
-    `tried`: what was run; `capabilities`: in the order of CAPABILITIES; `drafter`: None where none was named; `notes`: what else is to be known.
+    `tried`: what was run; `capabilities`: in the order of CAPABILITIES; `drafter`: None where none was named; `notes`: what else to know.
     """
 
     target: str
@@ -138,7 +138,9 @@ def _try(source: TargetSource, drafter: DrafterReport | None, notes: list[str]) 
         tiny, small = build_tiny(source)
         notes += small
         if not getattr(source.decoder, "use_cache", True):
-            notes.append("its config says use_cache false, and generate would refuse to draft: tried with use_cache=True, which you pass, too")
+            notes.append(
+                "its config says use_cache false, and generate would refuse to draft: tried with use_cache=True, which you pass, too"
+            )
         like = None if drafter is None else drafter.config
         trial = Trial(tiny, build_drafter(tiny, like, tiny_layer_ids(source, tiny, like)))
     except (CannotTryError, ValueError) as error:
@@ -174,8 +176,8 @@ def _capability(name: str, outcome: Outcome) -> Capability:
 
 
 def tiny_layer_ids(source: TargetSource, tiny: Any, like: Any) -> list[int] | None:
-    """Where in the tiny target the states are that a drafter reads in the large one: by their share of the depth, and of the layers that share
-    others' keys. None where neither says."""
+    """Where in the tiny target the states are that a drafter reads in the large one: by their share of the depth, and of the layers that
+    share others' keys. None where neither says."""
     config, small = source.decoder, tiny.config.get_text_config(decoder=True)
     whole, count = config.num_hidden_layers, small.num_hidden_layers
     try:
@@ -184,9 +186,7 @@ def tiny_layer_ids(source: TargetSource, tiny: Any, like: Any) -> list[int] | No
         return None
     shared, tiny_shared = (getattr(each, "num_kv_shared_layers", 0) or 0 for each in (config, small))
     front, tiny_front = whole - shared, count - tiny_shared
-    scaled = [
-        round(i * tiny_front / front) if i <= front else tiny_front + max(1, round((i - front) * tiny_shared / shared)) for i in ids
-    ]
+    scaled = [round(i * tiny_front / front) if i <= front else tiny_front + max(1, round((i - front) * tiny_shared / shared)) for i in ids]
     for n in range(1, len(scaled)):
         scaled[n] = max(scaled[n], scaled[n - 1] + 1)
     overlap = max(0, scaled[-1] - count)

@@ -18,12 +18,12 @@ from transformers.utils import cached_file
 from transformers.utils.hub import extract_commit_hash
 
 from .. import vocab
-from ..checkpoints.files import MAX_JSON_BYTES, WEIGHTS, WEIGHTS_INDEX, check_file_name, read_index, read_json
+from ..checkpoints.files import MAX_JSON_BYTES, SIDE_FILES, WEIGHTS, WEIGHTS_INDEX, check_file_name, read_index, read_json
 from ..checkpoints.read import Checkpoint, read_checkpoint
 from ..configuration import Eagle31Config
 from ..hub import kind
 from ..modeling import Eagle31DrafterModel
-from .source import TargetSource
+from .source import TargetSource, refuse_missing_path
 
 MAPS = ("d2t", "t2d")  # the only tensors whose values are read
 
@@ -57,21 +57,31 @@ class DrafterReport:
 
 
 def check_drafter(
-    drafter: Any, source: TargetSource, overrides: Mapping[str, Any] | None = None, convention: str | None = None, revision: str | None = None
+    drafter: Any,
+    source: TargetSource,
+    overrides: Mapping[str, Any] | None = None,
+    convention: str | None = None,
+    revision: str | None = None,
 ) -> DrafterReport:
     """What the drafter is, and every way in which it fits the target or does not.
 
-    `drafter`: a folder, a Hub repository, or an `Eagle31DrafterModel`. A checkpoint that cannot be read, or may mean two things, is a finding.
-    Raises OSError where there is none.
+    `drafter`: a folder, a Hub repository, or an `Eagle31DrafterModel`. That a checkpoint cannot be read, or may mean two things, is a
+    finding.
+    Raises OSError where there is none, ValueError for `overrides` that are no fields.
     """
+    unknown = sorted((overrides or {}).keys() - Eagle31Config.__annotations__.keys())
+    if unknown:
+        raise ValueError(f"got {', '.join(unknown)}; expected fields of Eagle31Config.")
     if isinstance(drafter, Eagle31DrafterModel):
-        parameters = list(drafter.parameters())
+        parameters, config = list(drafter.parameters()), drafter.config
+        assert isinstance(config, Eagle31Config)
         report = DrafterReport(
-            drafter.name_or_path or type(drafter).__name__, drafter.config, sum(p.numel() for p in parameters),
+            drafter.name_or_path or type(drafter).__name__, config, sum(p.numel() for p in parameters),
             sum(p.numel() * p.element_size() for p in parameters),
         )  # fmt: skip
-        return replace(report, findings=_findings(drafter.config, source, drafter.draft_to_target_ids()))
+        return replace(report, findings=_findings(config, source, drafter.draft_to_target_ids()))
     name = str(drafter)
+    refuse_missing_path(name)
     try:
         checkpoint = read_headers(name, overrides, convention, revision)
     except ValueError as error:
@@ -167,17 +177,17 @@ def read_headers(
         return read_checkpoint(name, overrides, convention, revision=revision)
     try:
         with headers_of(name, revision) as folder:
-            checkpoint = read_checkpoint(str(folder), overrides, convention)
-            return replace(checkpoint, source=name)
-    except ValueError as error:
-        raise ValueError(str(error).replace(str(folder), name)) from None
+            try:
+                return replace(read_checkpoint(str(folder), overrides, convention), source=name)
+            except ValueError as error:
+                raise ValueError(str(error).replace(str(folder), name)) from None
     except RangeError:
         return read_checkpoint(name, overrides, convention, revision=revision)
 
 
 @contextmanager
 def headers_of(name: str, revision: str | None) -> Iterator[Path]:
-    """A folder as the repository's, whose weight files have their length, their header and their vocabulary maps, and holes for the rest."""
+    """A folder as the repository's, whose weight files have their length, header and vocabulary maps, and holes for the rest."""
     config = cached_file(name, "config.json", revision=revision)
     commit = extract_commit_hash(config, None) or revision
     if read_json(Path(str(config))).get("weights_from") is not None:
@@ -194,6 +204,10 @@ def headers_of(name: str, revision: str | None) -> Iterator[Path]:
                 check_file_name(shard, folder / WEIGHTS_INDEX, "weight_map")
                 if not _fetch_header(name, shard, commit, folder):
                     raise RangeError
+        for side_file in SIDE_FILES:
+            found = cached_file(name, side_file, revision=commit, _raise_exceptions_for_missing_entries=False)
+            if found is not None:
+                (folder / side_file).write_bytes(Path(found).read_bytes())
         yield folder
 
 

@@ -92,7 +92,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (r"kv_lora_rank", at_most(20)),
     (r"q_lora_rank", at_most(24)),
     (r"laurel_rank|\w+_rank|hidden_size_per_layer_input", at_most(8)),
-    (r"moe_(\w+_)?intermediate_size|\w*expert\w*_intermediate_size|shared_intermediate_size|expert_ffn_hidden_size|ffn_hidden_size", at_most(32)),
+    (r"moe_(\w+_)?intermediate_size|\w*expert\w*_intermediate_size|shared_intermediate_size|(expert_)?ffn_hidden_size", at_most(32)),
     (r"\w*intermediate_size\w*|n_inner|dff|d_ff|\w*ffn_dim|\w*ffn_hidden_size|mlp_dim", at_most(96)),
     (r"num_experts_per_tok(en)?|num_experts_per_topk|moe_top_?k|moe_k|top_k_experts|experts_per_token|moe_num_experts_per_tok", at_most(2)),
     (r"n_shared_experts|num_shared_experts|moe_num_shared_experts", at_most(1)),
@@ -182,7 +182,7 @@ def _size(name: str, value: Any, values: dict[str, Any]) -> Any:
 
 
 def _kept_layers(values: dict[str, Any], num_layers: int) -> list[int]:
-    """The first layers, as many as a period has, and the first of every other kind; those that share others' keys are kinds of their own."""
+    """The first layers, as many as a period has, and the first of every other kind; sharing others' keys is a kind, too."""
     front = num_layers - (values.get("num_kv_shared_layers") or 0)
     periods = [
         period for name, period in values.items() if re.search(r"_(interval|period|step|freq|pattern)$", name) and type(period) is int

@@ -1,4 +1,4 @@
-"""A target by its config alone: what was named, its class in transformers, its size. No weights are read, no code of a repository is run."""
+"""A target by its config alone: what was named, its class in transformers, its size. No weights are read, no repository's code is run."""
 
 import os
 from collections.abc import Iterator
@@ -72,8 +72,7 @@ def config_path(name: str, revision: str | None = None) -> Path:
         return path / "config.json"
     if path.is_file():
         return path
-    if name.count("/") > 1 or name.startswith((".", "~", "/")) or name.endswith(".json"):
-        raise OSError(f"{name}: is not there; expected a folder with a config.json, a config.json, or a Hub repository, owner/name.")
+    refuse_missing_path(name)
     try:
         found = cached_file(name, "config.json", revision=revision)
     except (OSError, ValueError) as error:
@@ -83,6 +82,13 @@ def config_path(name: str, revision: str | None = None) -> Path:
             "config.json."
         ) from None
     return Path(str(found))
+
+
+def refuse_missing_path(name: str) -> None:
+    """Raises OSError for what can only be a path here, and is not there."""
+    is_path = name.count("/") > 1 or name.startswith((".", "~", "/")) or name.endswith(".json")
+    if is_path and not Path(name).expanduser().exists():
+        raise OSError(f"{name}: is not there; expected a folder with a config.json, a config.json, or a Hub repository, owner/name.")
 
 
 def _of_model(model: Any) -> TargetSource:
@@ -105,7 +111,9 @@ def _understood(name: str, values: dict[str, Any], path: Path) -> TargetSource:
     _check_sizes(values, path)
     notes = []
     if values.get("auto_map"):
-        notes.append(f"transformers' own {kind} is meant; the repository's code (auto_map), taken with trust_remote_code, was not looked at")
+        notes.append(
+            f"transformers' own {kind} is meant; the repository's code (auto_map), taken with trust_remote_code, was not looked at"
+        )
     try:
         config = CONFIG_MAPPING[kind].from_dict({name: value for name, value in values.items() if name not in NOT_READ})
     except CONTRADICTIONS as error:

@@ -1,11 +1,11 @@
 """A tiny target and a drafter that knows its text by heart, decoded in every way there is and compared with the target alone.
 
-What is run is the library's own `generate`, on a model of the very class: what it refuses or does otherwise shows as it would on the large one.
+What is run is the library's own `generate`, on a model of the very class: what it refuses or does otherwise shows as on the large one.
 """
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils import ModelOutput
+from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..configuration import Eagle31Config
 from ..features import decoder_layers, target_states
@@ -27,7 +27,7 @@ from ..modeling import Eagle31DrafterModel
 from ..training.objective import Batch, DraftingObjective, Settings
 from ..training.target import TargetReader
 from ..training.unroll import unroll
-from .shrink import VOCAB, tiny_config
+from .shrink import tiny_config
 from .source import TargetSource, build
 
 SAME_TEXT, CHAINS, IN_STEP, REFUSED, DIFFERENT, UNTRIED = "same text", "chains", "in step", "refused", "different", "not tried"
@@ -35,16 +35,16 @@ PROMPT, KNOWN_TOKENS, ERROR_EVERY = (1, 2, 3, 5, 8), 32, 6
 CHAIN = {"num_assistant_tokens": 4}
 TREE = CHAIN | {"draft_tree_top_k": 3, "draft_tree_total_tokens": 10}
 AUTO = {"num_assistant_tokens": "auto"}
-GREEDY = {"max_new_tokens": 24, "do_sample": False}
+GREEDY, SHORT = {"max_new_tokens": 24, "do_sample": False}, {"max_new_tokens": 14}
 LOGITS = {"return_dict_in_generate": True, "output_logits": True}
 # Ways to decode greedily: name -> how it drafts, what else `generate` is told, and whether there are two prompts.
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "chain": (CHAIN, LOGITS, False),
     "tree": (TREE, LOGITS, False),
-    "auto": (AUTO, {}, False),
-    "batch": (TREE, {"max_new_tokens": 16}, True),
-    "static_cache": (TREE, {"cache_implementation": "static"}, False),
-    "prompt_in_chunks": (CHAIN, {"prefill_chunk_size": 2}, False),
+    "auto": (AUTO, SHORT, False),
+    "batch": (TREE, SHORT, True),
+    "static_cache": (TREE, SHORT | {"cache_implementation": "static"}, False),
+    "prompt_in_chunks": (CHAIN, SHORT | {"prefill_chunk_size": 2}, False),
 }
 LOGITS_TOLERANCE = 1e-3  # of their spread; fp32 rows of different shapes differ by 1e-5, a row that sees a wrong token by tenths
 MOST_PARAMETERS = 30_000_000  # of a tiny target: a second's work on a CPU
@@ -113,7 +113,8 @@ def _sound(model_class: Any, config: PreTrainedConfig, attention: str | None) ->
 
 def build_drafter(target: PreTrainedModel, like: Eagle31Config | None = None, layer_ids: list[int] | None = None) -> Eagle31DrafterModel:
     """A tiny drafter for a tiny target, built as the one it is to be like. `layer_ids`: the states of the tiny target it reads."""
-    num_layers, table = len(decoder_layers(target)), target.get_input_embeddings().weight
+    table: Any = target.get_input_embeddings().weight
+    num_layers = len(decoder_layers(target))
     fields: dict[str, Any] = {
         "vocab_size": table.shape[0], "hidden_size": table.shape[1], "intermediate_size": 40, "num_attention_heads": 2,
         "target_hidden_size": target.config.get_text_config(decoder=True).hidden_size, "num_key_value_heads": 1,
@@ -178,7 +179,7 @@ def watching() -> Iterator[Seen]:
         decoding.judge_of.reset(token)
 
 
-def departures(sequences: Tensor, alone: ModelOutput) -> Iterator[tuple[int, int, float]]:
+def departures(sequences: Tensor, alone: GenerateDecoderOnlyOutput) -> Iterator[tuple[int, int, float]]:
     """Of every row (B, L) that is not what the target says alone: its number, its first other token, and by how much the target's logits
     there prefer its own."""
     num_given = alone.sequences.shape[1] - len(alone.logits)
@@ -190,7 +191,7 @@ def departures(sequences: Tensor, alone: ModelOutput) -> Iterator[tuple[int, int
             yield row, place - num_given, float(logits[own[place]] - logits[ours[place]])
 
 
-def difference(ours: ModelOutput | Tensor, alone: ModelOutput) -> str:
+def difference(ours: GenerateDecoderOnlyOutput | Tensor, alone: GenerateDecoderOnlyOutput) -> str:
     """What is not the target's own, "" where all is.
 
     Logits, which say more of a wrong mask than a few tokens do, are compared where they were asked for. Where tokens differ, it is said
@@ -214,10 +215,8 @@ class Trial:
         self.target, self.drafter = target, drafter
         self.prompt = {"input_ids": torch.tensor([PROMPT]), "attention_mask": torch.ones(1, len(PROMPT), dtype=torch.long)}
         self.text = self._alone(self.prompt, GREEDY | {"max_new_tokens": KNOWN_TOKENS}).sequences
-        try:
+        with suppress(ValueError):  # there are no states to learn from, which generate says in a moment
             fit_head(drafter, target, self.text)
-        except ValueError:  # there are no states to learn from, which generate says in a moment
-            pass
 
     def _alone(self, prompt: dict[str, Tensor], options: dict[str, Any]) -> Any:
         return self.target.generate(**prompt, **options | LOGITS)
@@ -267,7 +266,7 @@ class Trial:
                 try:
                     texts.append(
                         self.target.generate(
-                            **self.prompt, assistant_model=self.drafter, max_new_tokens=16, do_sample=True,
+                            **self.prompt, assistant_model=self.drafter, max_new_tokens=10, do_sample=True,
                             assistant_confidence_threshold=threshold, **AUTO,
                         )
                     )  # fmt: skip
@@ -302,6 +301,3 @@ def _plain(refusal: Exception) -> str:
 
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [""])[0][:160]
-
-
-assert VOCAB > max(PROMPT)

@@ -1,0 +1,73 @@
+"""`check_target` on a Hub: of a target only config.json is fetched, of a drafter only config, headers and vocabulary."""
+
+import json
+
+import pytest
+import torch
+from factories import build
+from huggingface_hub import constants
+from safetensors.torch import load
+
+from eagle31_hf.targets.drafters import check_drafter, read_headers
+from eagle31_hf.targets.source import read_target
+
+TARGET, DRAFTER = "org/target", "tester/drafter"
+CONFIG = {"model_type": "llama", "vocab_size": 61, "hidden_size": 20, "num_hidden_layers": 4, "num_attention_heads": 2}
+
+
+@pytest.fixture
+def files(tmp_path) -> dict[str, bytes]:
+    """A drafter of two shards, most of whose bytes are weights."""
+    drafter = build(num_attention_heads=2, intermediate_size=3000)
+    drafter.save_pretrained(tmp_path, max_shard_size="200kB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    return {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+
+def test_of_a_target_only_its_config_is_fetched(hub):
+    hub.add(TARGET, {"config.json": json.dumps(CONFIG).encode(), "model.safetensors": b"0" * 10**6})
+    source = read_target(TARGET)
+    assert (source.name, source.decoder.num_hidden_layers) == (TARGET, 4)
+    assert {request.path.rpartition("/")[2] for request in hub.requests("GET", TARGET)} == {"config.json"}
+
+
+@pytest.mark.parametrize("is_sharded", [True, False], ids=["shards", "one file"])
+def test_of_a_drafter_no_weights_are_fetched(hub, files, tmp_path, is_sharded):
+    if not is_sharded:
+        build(num_attention_heads=2, intermediate_size=3000).save_pretrained(tmp_path / "whole")
+        files = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
+    hub.add(DRAFTER, files)
+    checkpoint = read_headers(DRAFTER)
+    sent = sum(request.sent for request in hub.requests("GET") if not request.path.endswith(".json"))
+    weights = sum(len(data) for name, data in files.items() if name.endswith(".safetensors"))
+    assert 0 < sent < weights / 20
+    loaded = {name: tensor for data in files.items() if data[0].endswith(".safetensors") for name, tensor in load(data[1]).items()}
+    assert {name: stored.shape for name, stored in checkpoint.tensors.items()} == {name: tuple(x.shape) for name, x in loaded.items()}
+    assert checkpoint.made["d2t"].tolist() == loaded["d2t"].tolist()
+    assert checkpoint.source == DRAFTER
+
+
+def test_what_is_wrong_with_a_drafter_names_its_repository(hub, files):
+    config = json.loads(files["config.json"])
+    hub.add(DRAFTER, files | {"config.json": json.dumps(config | {"intermediate_size": 77}).encode()})
+    hub.add(TARGET, {"config.json": json.dumps(CONFIG).encode()})
+    report = check_drafter(DRAFTER, read_target(TARGET))
+    assert not report.fits
+    assert report.findings[0].text.startswith(f"{DRAFTER}/")
+
+
+def test_weights_that_are_only_pickled_are_read_whole(hub, files, tmp_path):
+    drafter = build(num_attention_heads=2)
+    torch.save(drafter.state_dict(), tmp_path / "pytorch_model.bin")
+    drafter.save_pretrained(tmp_path / "native")
+    config = (tmp_path / "native" / "config.json").read_bytes()
+    hub.add(DRAFTER, {"config.json": config, "pytorch_model.bin": (tmp_path / "pytorch_model.bin").read_bytes()})
+    assert read_headers(DRAFTER).config.vocab_size == 61
+
+
+def test_without_the_hub_it_says_what_to_do(hub, monkeypatch):
+    with pytest.raises(OSError, match="could not be had from the Hub"):
+        read_target("org/nothing")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(OSError, match=r"Without network pass a local config\.json"):
+        read_target(TARGET)

@@ -1,0 +1,78 @@
+"""`eagle31 check` as a user meets it."""
+
+import json
+
+import pytest
+from transformers.utils import logging
+
+from eagle31_hf import demo
+from eagle31_hf.cli import main
+from eagle31_hf.targets.check import CAPABILITIES
+
+TARGET, DRAFTER = str(demo.FOLDER / "target"), str(demo.FOLDER / "eagle31")
+
+
+@pytest.fixture(autouse=True)
+def logs_again():
+    """The command silences transformers in its process."""
+    levels = logging.get_verbosity(), logging.get_logger("eagle31_hf").level
+    yield
+    logging.set_verbosity(levels[0])
+    logging.get_logger("eagle31_hf").setLevel(levels[1])
+
+
+def test_a_line_for_each_capability_then_the_drafter_then_the_verdict(capsys):
+    assert main(["check", TARGET, DRAFTER]) == 0
+    captured = capsys.readouterr()
+    lines = captured.out.splitlines()
+    assert [line.partition("  ")[0] for line in lines[:10]] == [
+        "target", "tried", "chains", "trees", "auto", "batches", "static cache", "prompt in chunks", "sampling", "training",
+    ]  # fmt: skip
+    assert "24 layers of width 128, 2,048 ids, 4,397,184 parameters, 8.8 MB in bfloat16" in lines[0]
+    assert any("590,720 parameters, 1.2 MB beside the target's 8.8 MB" in line for line in lines)
+    assert lines[-1].split() == ["verdict", "works,", "and", "the", "drafter", "fits"]
+    assert "trying a tiny LlamaForCausalLM" in captured.err
+
+
+def test_json_has_its_keys_and_a_drafter_that_does_not_fit_is_status_one(capsys, tmp_path):
+    config = json.loads((demo.FOLDER / "target" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 32000}))
+    assert main(["check", str(tmp_path / "config.json"), DRAFTER, "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert set(report) == {
+        "target", "works", "verdict", "architecture", "num_layers", "hidden_size", "vocab_size", "num_parameters", "num_bytes", "dtype",
+        "tried", "capabilities", "drafter", "notes",
+    }  # fmt: skip
+    assert list(report["capabilities"]) == list(CAPABILITIES)
+    assert report["capabilities"]["tree"] == {"answer": "works", "text": "same text as the target alone"}
+    assert set(report["drafter"]) == {"name", "fits", "num_parameters", "num_bytes", "config", "findings"}
+    assert (report["works"], report["drafter"]["fits"]) == (False, False)
+    assert report["verdict"].startswith("this drafter does not fit: vocabulary: made for 2,048 ids, the target has 32,000")
+
+
+def test_a_reason_is_said_once_and_what_does_not_work_is_status_one(capsys, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "homemade", "auto_map": {"AutoConfig": "code.Config"}}))
+    assert main(["check", str(tmp_path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("chains            refused: its architecture, homemade, is code in its repository")
+    assert lines[2] == "trees             refused: as chains"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["/no/such/target"], "/no/such/target: is not there"),
+        ([str(demo.FOLDER)], "holds no config.json"),
+        ([DRAFTER], "expected the target first, then the drafter"),
+        ([TARGET, "/no/such/drafter"], "/no/such/drafter"),
+        ([TARGET, DRAFTER, "--set", "nope=1"], "nope"),
+    ],
+    ids=["no target", "no config", "a drafter as target", "no drafter", "no such field"],
+)
+def test_bad_input_is_one_line_and_status_two(capsys, arguments, words):
+    assert main(["check", *arguments]) == 2
+    captured = capsys.readouterr()
+    errors = [line for line in captured.err.splitlines() if line.startswith("eagle31: error:")]
+    assert len(errors) == 1
+    assert words in errors[0]
+    assert captured.out == ""
