@@ -31,7 +31,8 @@ QWEN3_8B = ROPE | {
 GPT_OSS_20B = {
     "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880,
     "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
-    "num_local_experts": 32, "num_experts_per_tok": 4, "layer_types": ["sliding_attention", "full_attention"] * 12, "sliding_window": 128, "vocab_size": 201088, "rope_theta": 150000,
+    "num_local_experts": 32, "num_experts_per_tok": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 12, "sliding_window": 128, "vocab_size": 201088, "rope_theta": 150000,
     "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0},
     "quantization_config": {"quant_method": "mxfp4"}, "max_position_embeddings": 131072,
 }  # fmt: skip
