@@ -111,7 +111,8 @@ def _made_for(config: Eagle31Config, source: TargetSource) -> Finding:
     named, given = config.target_model, source.name
     if named is None:
         return Finding("made for", None, "a target it does not name")
-    if Path(named).name.lower() == Path(given).name.lower():
+    folder = Path(given).parent if given.endswith(".json") else Path(given)
+    if Path(named).name.lower() == folder.name.lower():
         return Finding("made for", True, named)
     return Finding("made for", None, f"{named}; this is {given}: with another model's weights fewer drafts are accepted")
 

@@ -221,6 +221,8 @@ def test_the_demo_pair_fits_and_no_other_target(tmp_path):
     assert 0 < (folder / "model.safetensors").stat().st_size - report.drafter.num_bytes < 10_000  # its header
     drafter = check_drafter(str(folder), read_target(write(tmp_path, QWEN3_8B)))
     wrong = {finding.name: finding.text for finding in drafter.findings if finding.fits is False}
+    named = check_drafter(str(folder), read_target(write(tmp_path / "Demo target", QWEN3_8B) + "/config.json"))
+    assert [finding.fits for each in (drafter, named) for finding in each.findings if finding.name == "made for"] == [None, True]
     assert set(wrong) == {"width", "vocabulary"}
     assert wrong["width"].startswith("reads states of width 128, the target's are 4096 wide")
 
