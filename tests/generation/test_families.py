@@ -106,6 +106,7 @@ def best_attention(name: str) -> str:
 
 def image_prompt(name: str) -> dict[str, torch.Tensor]:
     """An image and text around it. Qwen's positions fall behind the number of tokens, as an image takes fewer of them."""
+    config = build_target(name, "eager").config  # seeds torch where the model is not built yet: before the seed of the picture
     torch.manual_seed(3)
     num_tokens = {"LLaVA": 4, "Gemma3 multimodal, window": 4}.get(name, 6)
     ids = torch.tensor([[*TEXT_AROUND[0], *[IMAGE_TOKEN] * num_tokens, *TEXT_AROUND[1]]])
@@ -114,7 +115,7 @@ def image_prompt(name: str) -> dict[str, torch.Tensor]:
         return {"input_ids": ids, "pixel_values": torch.randn(1, 3, 28, 28)}
     if name == "Gemma3 multimodal, window":
         return {"input_ids": ids, "pixel_values": torch.randn(1, 3, 28, 28), "token_type_ids": types}
-    vision = build_target(name, "eager").config.vision_config
+    vision = config.vision_config
     patches = torch.randn(4 * num_tokens, 3 * vision.temporal_patch_size * vision.patch_size**2)
     return {"input_ids": ids, "pixel_values": patches, "image_grid_thw": torch.tensor([[1, 4, 6]]), "mm_token_type_ids": types}
 
