@@ -166,6 +166,7 @@ class Loop:
             else:
                 verdict = self.judge.row_by_row(texts, proposal, logits)
                 counts, finished = self.stopping.row_by_row(texts, verdict, scores)
+                verdict.check(finished)
         accepted = [
             None if ended else min(len(path) - 1, count) for path, count, ended in zip(verdict.paths, counts, texts.finished, strict=True)
         ]

@@ -360,8 +360,8 @@ class DraftSession:
                 noise = noise[:, self.noise_ids]
             logits = (logits + noise[:, None]) * self.temperature
         log_probs = (logits / TREE_TEMPERATURE).log_softmax(-1)
-        if self.processors[0]:
-            log_probs = log_probs.nan_to_num(nan=float("-inf"))  # they have left nothing
         count = min(top_k, log_probs.shape[-1] if self.in_range else int((~self.out_of_range).sum()))
         best = log_probs.topk(count, dim=-1)
-        return best.values, best.indices if ids is None else ids[best.indices]
+        # Where processors have left nothing, or the drafter's numbers overflow, it knows nothing.
+        values = best.values.nan_to_num(nan=float("-inf"))
+        return values, best.indices if ids is None else ids[best.indices]

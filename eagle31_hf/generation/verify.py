@@ -21,12 +21,18 @@ from .texts import Texts
 class Verdict:
     """By row: `tokens`, the accepted drafts, then the target's own token unless a draft ended the text; `paths`: the rows of the
     verifying forward that hold the root and the accepted drafts; `scores`: one processed row (1, V) a token, where they are kept. A
-    finished row has none of them.
+    finished row has none of them. A row of scores from which nothing can be drawn ends the tokens too, one short of the path.
     """
 
     tokens: list[list[int]]
     paths: list[list[int]]
     scores: list[list[Tensor]]
+
+    def check(self, finished: list[bool]) -> None:
+        """Raises what plain generate raises where a row that has not `finished` had nothing to draw its next token from."""
+        for tokens, path, has_finished in zip(self.tokens, self.paths, finished, strict=True):
+            if len(tokens) < len(path) and not has_finished:
+                raise_no_distribution()
 
     def cut(self, counts: list[int]) -> "Verdict":
         """Only the first `counts[b]` tokens of row b."""
@@ -86,6 +92,8 @@ class Judge:
             else:
                 context = torch.cat((prefix, prefix.new_tensor([tokens], dtype=prefix.dtype)), dim=1)
                 row_scores = row_processors(context, logits[node : node + 1])  # type: ignore[arg-type]
+                if not self._can_choose(row_scores):  # an error, unless the text has ended before it
+                    return tokens, path, scores
                 draft = None if proposal.logits is None or node >= proposal.ids.shape[1] else proposal.ids[b, node : node + 1]
                 token = int(self._choose(b, context.shape[1], row_scores, draft, None if draft is None else proposal.logits[b, node]))
             tokens.append(token)
@@ -110,6 +118,8 @@ class Judge:
         for node in range(proposal.num_rows):
             context = torch.cat((texts.rows(), *tokens), dim=1)
             scores.append(self.processors(context, logits[:, node]))  # type: ignore[arg-type]
+            if not self._can_choose(scores[-1]):  # no text has ended, or the walk would have
+                raise_no_distribution()
             if self.draws is None:
                 token = scores[-1].argmax(-1)
             else:
@@ -122,6 +132,10 @@ class Judge:
                 break
         ids, each_scores = torch.cat(tokens, dim=1).tolist(), [[row[b : b + 1] for row in scores] for b in rows]
         return Verdict(ids, [list(range(len(tokens))) for _ in rows], each_scores), finished
+
+    def _can_choose(self, scores: Tensor) -> bool:
+        """Whether the scores (B, V) have a largest token each or, where one is drawn, are a distribution."""
+        return self.draws is None or bool(scores.amax(-1).isfinite().all())
 
     def _choose(self, b: int, slot: int, p_logits: Tensor, candidate: Tensor | None, q_logits: Tensor | None) -> Tensor:
         """One token (1,): the argmax, or one distributed as p (1, V): the candidate with chance min(1, p/q), else drawn from the residual
@@ -141,3 +155,8 @@ class Judge:
 def likeliest(logits: Tensor) -> list[list[int]]:
     """(B, R, V) -> the first of the largest in every row, as argmax finds it in fp32; four times as fast in bf16."""
     return logits.max(-1).indices.tolist()
+
+
+def raise_no_distribution() -> None:
+    """Has torch raise its error for scores that are no distribution; on the CPU, since on a GPU it would end the whole process's work."""
+    torch.multinomial(torch.tensor([float("nan")]), 1)
