@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import logging
 
 from ..modeling import Eagle31DrafterModel
 from . import cache, processors
@@ -27,6 +28,8 @@ from .target import TargetRunner, last_logits
 from .texts import Texts
 from .tuning import TOP_K, AutoPilot, FixedPilot, tuner_of
 from .verify import Judge, Verdict
+
+logger = logging.get_logger(__name__)
 
 # What judges a call's drafts; benchmarks put another in its place.
 judge_of: ContextVar[Callable[..., Judge]] = ContextVar("eagle31_judge", default=lambda target, *rules: Judge(*rules))
@@ -53,7 +56,7 @@ def speculative_decoding(
     limit = runner.num_before + generation_config.max_length + max(SPARE_SLOTS, wishes.total_tokens or 0)
     generation_config.disable_compile = True  # of a prompt in chunks over a static cache: hooks would be traced, and our layers
     with cache.slots(runner.past_key_values, limit) as runner.placement:
-        sees_trees = can_see_trees(target, drafter, generation_config, wishes, runner)
+        sees_trees = can_see_trees(target, drafter, generation_config, wishes, runner, input_ids)
         alone = len(input_ids) == 1
         in_step = not alone and not (
             sees_trees and stopping.is_rowwise and processors.are(logits_processor, processors.ROWWISE) and streamer is None
@@ -210,7 +213,7 @@ def pilot_of(
 
 
 def can_see_trees(
-    target: PreTrainedModel, drafter: Eagle31DrafterModel, config: GenerationConfig, wishes: Knobs, runner: TargetRunner
+    target: PreTrainedModel, drafter: Eagle31DrafterModel, config: GenerationConfig, wishes: Knobs, runner: TargetRunner, input_ids: Tensor
 ) -> bool:
     """Whether trees, and rows of different lengths, can be verified; asked only where they are wanted.
 
@@ -219,5 +222,11 @@ def can_see_trees(
     if len(runner.num_padding) == 1 and not wishes.may_draw_trees:
         return False
     if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
+        return False
+    if not runner.passes_positions(input_ids):
+        logger.warning_once(
+            f"EAGLE drafting: chains instead of trees for {type(target).__name__}: its forward's signature hides position_ids, or "
+            "prepare_inputs_for_generation drops them (functools.wraps keeps the signature of a forward)."
+        )
         return False
     return runner.takes_slots and drafter.config._attn_implementation in ("eager", "sdpa") and why_no_trees(target) is None

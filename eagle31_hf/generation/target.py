@@ -47,6 +47,13 @@ class TargetRunner:
         """Whether its cache can hold trees and rows of different lengths."""
         return self.placement is not None
 
+    def passes_positions(self, input_ids: Tensor) -> bool:
+        """Whether the forwards `generate` makes are told positions. A model that is not told finds its own, by a rule that nobody knows
+        but it: sequences are then the same as in plain decoding, trees and rows of different lengths are not."""
+        if self._last_position is None:
+            return False
+        return "position_ids" in self.target.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **self.model_kwargs)
+
     @property
     def cache_outlives_call(self) -> bool:
         """Whether the caller has it: what rows hold that end before others must then be what plain decoding writes."""
