@@ -4,19 +4,18 @@ Hooks leave the user's own `output_hidden_states` alone and mean the same in eve
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 
 def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
     """The target's decoder layers, found by their number. Raises ValueError where there is no such list."""
     num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
-    decoder = target.get_decoder() if hasattr(target, "get_decoder") else target
-    for module in decoder.modules():
+    for module in _decoder(target).modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return module
     raise ValueError(
@@ -24,26 +23,41 @@ def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
     )
 
 
+def _decoder(target: PreTrainedModel) -> nn.Module:
+    return target.get_decoder() if hasattr(target, "get_decoder") else target
+
+
 class CapturedStates:
-    """The states of one generate() call, in ascending layer order; filled by hooks, emptied by `take`."""
+    """The states of one generate() call, in ascending layer order; filled by hooks, emptied by `take`.
 
-    def __init__(self, num_states: int):
+    The target's modules, and so these hooks, are shared by all threads that generate with it, and by what runs the target in the midst
+    of a call: the user's streamers, processors, criteria and hooks. A call's own forwards are those that write to its cache,
+    `past_key_values`; None: all forwards of this thread are. `on_forward` is called after each of its own.
+    """
+
+    def __init__(self, num_states: int, past_key_values: Cache | None = None):
         self._chunks: list[list[Tensor]] = [[] for _ in range(num_states)]
-        self._thread = threading.get_ident()
-        self._is_paused = False
+        self._thread, self._past_key_values = threading.get_ident(), past_key_values
+        self._forwards: list[bool] = []  # those under way, the innermost last: whether it is one of ours
+        self.on_forward: Callable[[], None] | None = None
 
-    @contextmanager
-    def paused(self):
-        """Within it forwards are not captured: a logits processor or stopping criterion may run the target itself."""
-        self._is_paused = True
-        try:
-            yield
-        finally:
-            self._is_paused = False
+    def begin(self, arguments: Iterable[object]) -> None:
+        """A forward of the decoder begins."""
+        if threading.get_ident() == self._thread:
+            self._forwards.append(any(argument is self._past_key_values for argument in arguments))
+
+    def end(self, has_failed: bool) -> None:
+        """The innermost one ends."""
+        if threading.get_ident() == self._thread and self._forwards.pop() and not has_failed and self.on_forward is not None:
+            self.on_forward()
+
+    @property
+    def _is_capturing(self) -> bool:
+        is_ours = self._past_key_values is None or (bool(self._forwards) and self._forwards[-1])
+        return is_ours and threading.get_ident() == self._thread
 
     def append(self, index: int, states: Tensor) -> None:
-        # The target's modules, and so these hooks, are shared by all threads that generate with it.
-        if threading.get_ident() == self._thread and not self._is_paused:
+        if self._is_capturing:
             if states.dim() != 3:
                 raise ValueError(
                     f"EAGLE drafting: the target's layers pass states of shape {tuple(states.shape)} on; expected (batch, tokens, width). "
@@ -72,18 +86,33 @@ class CapturedStates:
 
 
 @contextmanager
-def capture_states(target: PreTrainedModel, layer_ids: list[int]):
-    """Within it, every forward of this thread adds its states at `layer_ids` to the yielded `CapturedStates`."""
+def capture_states(target: PreTrainedModel, layer_ids: list[int], past_key_values: Cache | None = None) -> Iterator[CapturedStates]:
+    """Within it, every forward of this thread, or those alone that write to this cache, adds its states at `layer_ids` to the yielded
+    `CapturedStates`."""
     layers = decoder_layers(target)
-    captured = CapturedStates(len(layer_ids))
+    captured = CapturedStates(len(layer_ids), past_key_values)
     handles = []
     try:
+        if past_key_values is not None:
+            handles += _forward_hooks(_decoder(target), captured)
         for index, layer_id in enumerate(layer_ids):
             handles.append(_hook(layers, layer_id, index, captured))
         yield captured
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _forward_hooks(decoder: nn.Module, captured: CapturedStates) -> list:
+    """Tell where each forward of the decoder begins and ends, also by an error."""
+
+    def before(module, args, kwargs):
+        captured.begin((*args, *kwargs.values()))
+
+    def after(module, args, output):
+        captured.end(has_failed=output is None)
+
+    return [decoder.register_forward_pre_hook(before, with_kwargs=True), decoder.register_forward_hook(after, always_call=True)]
 
 
 def _hook(layers: nn.ModuleList, layer_id: int, index: int, captured: CapturedStates):

@@ -1,12 +1,11 @@
 """`Eagle31CandidateGenerator`: what drafts, in this library's loop and in transformers' own assisted loop."""
 
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, PreTrainedModel
+from transformers import Cache, LogitsProcessorList, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..features import capture_states, decoder_layers
@@ -21,7 +20,8 @@ class Eagle31CandidateGenerator(CandidateGenerator):
     `num_assistant_tokens`: longest chain. `confidence_threshold`: chains end after a token the drafter gives less probability in every
     row. `max_length`: no draft reaches past it. `num_padding`: left-padding tokens of each row of the prompt. `num_cached`: tokens of the
     prompt the target's cache already held; the drafter starts after them. `draws`: where sampled drafts come from, by default a source of
-    their own. Raises ValueError when drafter and target do not fit.
+    their own. `past_key_values`: the cache that the target's forwards write to if they are this call's; None: all of them are.
+    Raises ValueError when drafter and target do not fit.
     """
 
     requires_model_outputs = True
@@ -38,9 +38,10 @@ class Eagle31CandidateGenerator(CandidateGenerator):
         num_padding: tuple[int, ...] | list[int] = (0,),
         num_cached: int = 0,
         draws: Draws | None = None,
+        past_key_values: Cache | None = None,
     ):
         drafter.load_target_embeddings(target)
-        self.target = target
+        self.target, self.past_key_values = target, past_key_values
         self.layer_ids = drafter.config.resolve_layer_ids(len(decoder_layers(target)))
         self.num_assistant_tokens, self.max_length = num_assistant_tokens, max_length
         self._first = [max(padding, num_cached) for padding in num_padding]  # the first slot of each row the drafter reads
@@ -56,7 +57,7 @@ class Eagle31CandidateGenerator(CandidateGenerator):
         self._stack = ExitStack()
 
     def __enter__(self) -> "Eagle31CandidateGenerator":
-        self._captured = self._stack.enter_context(capture_states(self.target, self.layer_ids))
+        self._captured = self._stack.enter_context(capture_states(self.target, self.layer_ids, self.past_key_values))
         return self
 
     def __exit__(self, *exc_info) -> None:
@@ -98,18 +99,16 @@ class Eagle31CandidateGenerator(CandidateGenerator):
     @contextmanager
     def reading_prompt(self, input_ids: Tensor) -> Iterator[None]:
         """Within it every forward of the target is a piece of the prompt (B, L), read as soon as it has run."""
-        thread = threading.get_ident()
 
-        def read(*_) -> None:
-            if threading.get_ident() == thread:
-                for reading in self._captured_readings(input_ids):
-                    self.session.read(reading)
+        def read() -> None:
+            for reading in self._captured_readings(input_ids):
+                self.session.read(reading)
 
-        handle = self.target.register_forward_hook(read)
+        self._captured.on_forward = read
         try:
             yield
         finally:
-            handle.remove()
+            self._captured.on_forward = None
 
     def _captured_readings(self, input_ids: Tensor) -> Iterator[Reading]:
         """What has been captured of the texts (B, L), piece by piece, as far as the tokens after it are known. The state of their last
@@ -131,10 +130,6 @@ class Eagle31CandidateGenerator(CandidateGenerator):
         if self._unread:
             self.session.read(Reading.joined(self._unread))
             self._unread = []
-
-    def not_capturing(self):
-        """Within it forwards of the target are somebody else's."""
-        return self._captured.paused()
 
     def keep(self, paths: list[list[int]], tokens: list[list[int]]) -> None:
         """Of the rows of the last forward `paths[b]` were accepted in row b, and `tokens[b]`, as many, come after them."""

@@ -74,7 +74,7 @@ def speculative_decoding(
             runner,
             Eagle31CandidateGenerator(
                 drafter, target, wishes.depth or 1, stopping.max_length, logits_processor, bool(draws), wishes.threshold,
-                runner.num_padding, runner.num_cached, draws,
+                runner.num_padding, runner.num_cached, draws, runner.past_key_values,
             ),
             judge_of.get()(target, logits_processor, draws, stopping.eos_token_ids, keeps_scores),
             stopping,
@@ -162,14 +162,13 @@ class Loop:
         """
         texts, scores = self.texts, self.collector.scores
         raw_logits = logits.clone() if self.collector.logits is not None else None
-        with self.drafting.not_capturing():  # processors and criteria may run the target
-            if self.in_step:
-                verdict, finished = self.judge.together(texts, proposal, logits, self.stopping.together(texts, scores))
-                counts = [len(tokens) for tokens in verdict.tokens]
-            else:
-                verdict = self.judge.row_by_row(texts, proposal, logits)
-                counts, finished = self.stopping.row_by_row(texts, verdict, scores)
-                verdict.check(finished)
+        if self.in_step:
+            verdict, finished = self.judge.together(texts, proposal, logits, self.stopping.together(texts, scores))
+            counts = [len(tokens) for tokens in verdict.tokens]
+        else:
+            verdict = self.judge.row_by_row(texts, proposal, logits)
+            counts, finished = self.stopping.row_by_row(texts, verdict, scores)
+            verdict.check(finished)
         accepted = [
             None if ended else min(len(path) - 1, count) for path, count, ended in zip(verdict.paths, counts, texts.finished, strict=True)
         ]
