@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.utils import logging
 
 from ..modeling import Eagle31DrafterModel
 from . import cache, processors
@@ -28,8 +27,6 @@ from .target import TargetRunner, last_logits
 from .texts import Texts
 from .tuning import TOP_K, AutoPilot, FixedPilot, tuner_of
 from .verify import Judge, Verdict
-
-logger = logging.get_logger(__name__)
 
 # What judges a call's drafts; benchmarks put another in its place.
 judge_of: ContextVar[Callable[..., Judge]] = ContextVar("eagle31_judge", default=lambda target, *rules: Judge(*rules))
@@ -222,10 +219,6 @@ def can_see_trees(
         return False
     if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
         return False
-    if not runner.passes_positions(input_ids):
-        logger.warning_once(
-            f"EAGLE drafting: chains instead of trees for {type(target).__name__}: its forward's signature hides position_ids, or "
-            "prepare_inputs_for_generation drops them (functools.wraps keeps the signature of a forward)."
-        )
+    if not runner.takes_slots or drafter.config._attn_implementation not in ("eager", "sdpa"):
         return False
-    return runner.takes_slots and drafter.config._attn_implementation in ("eager", "sdpa") and why_no_trees(target) is None
+    return why_no_trees(target, runner.passes_positions(input_ids)) is None

@@ -16,18 +16,26 @@ PARENTS = (-1, 0, 0, 1, 2, 3)  # two branches that go on
 # Shares of the logits' spread. In fp32 right targets are off by 3e-6 at most, wrong ones by 0.06 and more; in bf16 rounding adds up.
 TOLERANCE, LOW_PRECISION_TOLERANCE = 1e-3, 0.05
 
-# Verdicts outlive the calls that needed them: (class, implementation, dtype, config) -> why not, or None. Filled by equal values only.
+HIDDEN = (
+    "its forward's signature hides position_ids, or prepare_inputs_for_generation drops them (functools.wraps keeps the signature of a "
+    "forward)"
+)
+
+# Verdicts outlive the calls that needed them: (class, implementation, dtype, config, positions) -> why not. Filled by equal values only.
 _verdicts: dict[tuple, str | None] = {}
 
 
-def why_no_trees(target: PreTrainedModel) -> str | None:
-    """None where trees are verified as sequences would be, else the reason, logged the first time it is found."""
+def why_no_trees(target: PreTrainedModel, is_told_positions: bool = True) -> str | None:
+    """None where trees are verified as sequences would be, else the reason, logged the first time it is found.
+
+    `is_told_positions`: whether `generate` hands positions to its forward; one that a user has wrapped may hide that it takes them.
+    """
     config = target.config.get_text_config(decoder=True)
     implementation = str(target.config._attn_implementation)
     kinds = tuple(sorted(set(getattr(config, "layer_types", None) or ())))
-    key = (type(target), implementation, target.dtype, config.to_json_string(use_diff=False))
+    key = (type(target), implementation, target.dtype, config.to_json_string(use_diff=False), is_told_positions)
     if key not in _verdicts:
-        _verdicts[key] = _try(target, implementation, set(kinds))
+        _verdicts[key] = _try(target, implementation, set(kinds)) or (None if is_told_positions else HIDDEN)
         if _verdicts[key]:
             logger.warning("EAGLE drafting: chains instead of trees for %s: %s.", type(target).__name__, _verdicts[key])
     return _verdicts[key]
