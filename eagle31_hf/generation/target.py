@@ -60,14 +60,23 @@ class TargetRunner:
         return getattr(self.past_key_values, "_is_user_defined", False)
 
     def prefill(self, input_ids: Tensor) -> CausalLMOutputWithPast:
-        """Runs the prompt (B, L), less what the cache already holds."""
+        """Runs the prompt (B, L), less what the cache already holds. Raises ValueError where the cache then holds anything else."""
         if self.placement is not None:
             self.placement.is_final = True
         try:
-            return self.target._prefill(input_ids, self.generation_config, self.model_kwargs)
+            outputs = self.target._prefill(input_ids, self.generation_config, self.model_kwargs)
         finally:
             if self.placement is not None:
                 self.placement.is_final = False
+        found, expected = outputs.past_key_values, self.num_before + input_ids.shape[1]
+        if found is not self.past_key_values or int(found.get_seq_length()) != expected:
+            length = "none" if found is None else int(found.get_seq_length())
+            raise ValueError(
+                f"EAGLE drafting: after a prompt of {expected} tokens the target's cache holds {length}; expected the prompt and nothing "
+                "else, in the cache that generate handed in. Tokens that no text knows of, as of PEFT's prompt tuning, p-tuning and prefix "
+                "tuning, cannot be drafted from: drop assistant_model, or use an adapter that changes weights (LoRA, IA3)."
+            )
+        return outputs
 
     def verify(self, texts: Texts, proposal: Proposal) -> CausalLMOutputWithPast:
         """Runs the last token of every row and the drafts after it, whatever the rows' lengths. Chains of rows that are equally long are
