@@ -53,7 +53,7 @@ class GQAttention(nn.Module):
         """(B, T, input_size) -> (B, T, h); the keys and values of `x` are appended to `past_key_values`."""
         q, k, v = self.project(x, cos, sin)
         if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer_idx, query=q)  # the drafter's own cache may watch where queries look
+            k, v = past_key_values.update(k, v, self.layer_idx)
         return self.attend(q, k, v, mask)
 
 

@@ -69,7 +69,6 @@ class SlotLayer(DynamicLayer):
         self.is_compileable = fixed  # transformers then masks unused slots, also for a single token
         self.buffers: list[Tensor] = []  # keys, values
         self.first = self.end = self.settled = 0  # settled: as far as tokens have been accepted
-        self.watch: tuple[int, list[float]] | None = None  # a slot, and how much each forward attends to slots from there on
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -103,8 +102,6 @@ class SlotLayer(DynamicLayer):
         if self.fixed:
             return self.buffers[0], self.buffers[1]
         self.keys, self.values = (buffer[..., seen_from - self.first : self.end - self.first, :] for buffer in self.buffers)
-        if self.watch is not None and "query" in kwargs:
-            self.watch[1].append(share_from(kwargs["query"], self.keys, self.watch[0] - seen_from))
         return self.keys, self.values
 
     def _pass_by(self, new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -174,14 +171,6 @@ class SlotLayer(DynamicLayer):
     def held(self, count: int) -> list[Tensor]:
         """Keys and values of the last `count` tokens."""
         return [buffer[..., self.end - count - self.first : self.end - self.first, :] for buffer in self.buffers]
-
-
-def share_from(query: Tensor, keys: Tensor, first: int) -> float:
-    """How much of its attention the first query (B, H, R, D) of the first row gives to keys (B, Hkv, S, D) from the `first` on, 0 to 1, the
-    mean over heads."""
-    heads = query[0, :, 0].unflatten(0, (keys.shape[1], -1))  # (Hkv, H / Hkv, D)
-    weights = (heads @ keys[0].mT * query.shape[-1] ** -0.5).softmax(-1)
-    return float(weights[..., first:].sum(-1).mean())
 
 
 # How a stock layer becomes a `SlotLayer` and gets its tokens back. Only these very classes: what derives from them keeps more than keys.

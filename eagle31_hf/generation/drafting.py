@@ -68,14 +68,9 @@ class Policy(Protocol):
         """Nodes a level may start from."""
         ...
 
-    @property
-    def shares(self) -> list[float] | None:
-        """Filled, unless None: by level, the share of its attention a node gives to what is not committed."""
-        ...
-
-    def scores(self, log_probs: Tensor, level: int, states: Tensor) -> Tensor:
-        """Log-probabilities (B, F, k) of the children of a level's nodes, the first level being 0, and the nodes' states (B, F, h) -> the
-        logs of the children's chances to be accepted."""
+    def scores(self, log_probs: Tensor, level: int) -> Tensor:
+        """Log-probabilities (B, F, k) of the children of a level's nodes, the first level being 0 -> the logs of the children's chances to
+        be accepted."""
         ...
 
     def width(self, scores: Tensor, level: int) -> int:
@@ -94,13 +89,12 @@ class Fixed:
     depth: int
     top_k: int
     total_tokens: int
-    shares: None = None
 
     @property
     def max_width(self) -> int:
         return self.top_k
 
-    def scores(self, log_probs: Tensor, level: int, states: Tensor) -> Tensor:
+    def scores(self, log_probs: Tensor, level: int) -> Tensor:
         return log_probs
 
     def width(self, scores: Tensor, level: int) -> int:
@@ -236,11 +230,9 @@ class DraftSession:
         paths, path_ids = Paths(len(contexts), self.like.device), candidates.ids[0].new_zeros(len(contexts), 1, 0)
         try:
             state, logits = self.read(reading)
-            if policy.shares is not None:
-                self.past_key_values.layers[0].watch = (self.lengths[0], policy.shares)
             for level in range(max_depth):
                 log_probs, ids = self._likeliest(logits, policy.top_k, contexts, level, path_ids)
-                from_row = candidates.extend(log_probs, ids, policy.max_width, policy.scores(log_probs, level, state))
+                from_row = candidates.extend(log_probs, ids, policy.max_width, policy.scores(log_probs, level))
                 width = policy.width(candidates.frontier_scores, level)
                 if width == 0 or level + 1 == max_depth:
                     break
@@ -308,7 +300,6 @@ class DraftSession:
 
     def _settle(self) -> None:
         """Forgets what no target state stands behind."""
-        self.past_key_values.layers[0].watch = None
         for layer in self.past_key_values.layers:
             layer.settle(max(self.lengths))
 

@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -28,7 +28,6 @@ COUNTS = (*range(9), 10, 12, 16, 24, 32, 48, 60)  # drafts worth considering to 
 FIRST = (4, 8, 16, 32, 8, 16)  # drafts verified in the first rounds, before there is anything to go by
 PLAIN_EVERY = 64  # rounds after which a plain one measures what drafting is compared with
 PAUSES = (8, 512)  # plain rounds after drafting has lost: at first, and at most; each loss doubles them
-WATCH_EVERY = 8  # rounds of which one measures where the drafter looks
 EXTREME = 3e-4  # probabilities closer to 0 or 1 say no more
 PROBE = 6  # rounds drafted after a pause
 FORESIGHT = 1.15  # a level is worth this much more than what it brings itself: it shows whether the next one pays
@@ -90,77 +89,62 @@ class Costs:
         self.known = list(zip(sorted(self.usual), levels, strict=True))
 
     def estimate(self, sizes: tuple[int, ...]) -> list[float]:
-        """For every size, in ascending order; beyond what is known each row costs as much as on average, or a twentieth of the smallest."""
-        points = self.known
-        if not points:
-            return [0.0] * len(sizes)
-        first, last = points[0], points[-1]
-        slope = (last[1] - first[1]) / (last[0] - first[0]) if last[0] > first[0] else first[1] / 20
-        estimates, i = [], 0
-        for size in sizes:
-            while i < len(points) and points[i][0] < size:
-                i += 1
-            if i == len(points):
-                estimates.append(last[1] + slope * (size - last[0]))
-            elif points[i][0] == size or i == 0:
-                estimates.append(points[i][1])
-            else:
-                (low, below), (high, above) = points[i - 1], points[i]
-                estimates.append(below + (above - below) * (size - low) / (high - low))
-        return estimates
+        """See `estimate`."""
+        return estimate(self.known, sizes)
 
 
-class Drift:
-    """One sign of drift, by depth: how far it lies above what is usual there."""
-
-    def __init__(self):
-        self.usual, self.lately = [0.0] * MAX_DEPTH, [0.0] * MAX_DEPTH
-        self.seen = [0] * MAX_DEPTH
-
-    def add(self, depth: int, value: float) -> None:
-        if not math.isfinite(value):
-            return
-        self.seen[depth] += 1
-        self.usual[depth] += (value - self.usual[depth]) / min(self.seen[depth], 200)
-        self.lately[depth] += (value - self.lately[depth]) / min(self.seen[depth], 4)
-
-    def rise(self, depth: int) -> float:
-        return self.lately[depth] - self.usual[depth]
+def estimate(points: Sequence[tuple[int, float]], sizes: tuple[int, ...]) -> list[float]:
+    """Seconds for every size, in ascending order, by the known points, in ascending order too; beyond these each row costs as much as on
+    average, or a twentieth of the smallest."""
+    if not points:
+        return [0.0] * len(sizes)
+    first, last = points[0], points[-1]
+    slope = (last[1] - first[1]) / (last[0] - first[0]) if last[0] > first[0] else first[1] / 20
+    estimates, i = [], 0
+    for size in sizes:
+        while i < len(points) and points[i][0] < size:
+            i += 1
+        if i == len(points):
+            estimates.append(last[1] + slope * (size - last[0]))
+        elif points[i][0] == size or i == 0:
+            estimates.append(points[i][1])
+        else:
+            (low, below), (high, above) = points[i - 1], points[i]
+            estimates.append(below + (above - below) * (size - low) / (high - low))
+    return estimates
 
 
 class Calibration:
     """Chance that the target accepts a draft, given its parent: a logistic function of the drafter's log-odds, with an offset for every
-    depth, which takes up what the drafter loses from step to step, and two signs of drift, whose rise can only lower it, by as much as it
-    has foretold: how much the state has grown (log), and how much attention has left the committed text for the drafter's own tokens.
+    depth, which takes up what the drafter loses from step to step.
 
-    Source: vLLM's adaptive verification fits the first three; the signs of drift are those of EAGLE 3.1's analysis.
+    Source: vLLM's adaptive verification.
     """
 
     def __init__(self):
-        self.slope, self.intercept, self.growth_weight, self.share_weight = 1.0, 0.0, -1.0, -1.0
+        self.slope, self.intercept = 1.0, 0.0
         self.offsets, self.seen = [0.0] * MAX_DEPTH, [0] * MAX_DEPTH
-        self.growth, self.share = Drift(), Drift()
         self.going_on = [0.7] * MAX_DEPTH  # share of accepted nodes with an accepted child, by depth
 
     def __call__(self, log_probs: Tensor, depth: int) -> Tensor:
         """Log-probabilities (B, F, k) of children -> log-chances."""
-        return logsigmoid(torch.logit(log_probs.exp(), EXTREME) * self.slope + self.rest(depth))
-
-    def rest(self, depth: int) -> float:
-        """What the drafter's own probability does not say."""
-        drift = self.growth_weight * self.growth.rise(depth) + self.share_weight * self.share.rise(depth)
-        return self.intercept + self.offsets[depth] + drift
+        return logsigmoid(torch.logit(log_probs.exp(), EXTREME) * self.slope + self.intercept + self.offsets[depth])
 
     def learn(self, log_prob: float, depth: int, accepted: bool) -> None:
         chance = min(max(math.exp(log_prob), EXTREME), 1 - EXTREME)
         odds = math.log(chance / (1 - chance))
-        error = accepted - 1 / (1 + math.exp(-self.slope * odds - self.rest(depth)))
+        error = accepted - 1 / (1 + math.exp(-self.slope * odds - self.intercept - self.offsets[depth]))
         self.seen[depth] += 1
         self.intercept += error * max(0.02, 4 / (20 + sum(self.seen)))
         self.offsets[depth] += error * 0.03
         self.slope = min(max(self.slope + 0.02 * error * odds, 0.05), 4.0)
-        self.growth_weight = min(max(self.growth_weight + 0.05 * error * self.growth.rise(depth), -4.0), 0.0)
-        self.share_weight = min(max(self.share_weight + 0.05 * error * self.share.rise(depth), -8.0), 0.0)
+
+    def copy(self) -> "Calibration":
+        """As it is now."""
+        copied = Calibration()
+        copied.slope, copied.intercept = self.slope, self.intercept
+        copied.offsets, copied.seen, copied.going_on = [*self.offsets], [*self.seen], [*self.going_on]
+        return copied
 
 
 class Rate:
@@ -184,7 +168,11 @@ class Rate:
 
 @dataclass
 class Tuner:
-    """What is known of a drafter and a target working together on batches of one size; outlives calls, shared by threads."""
+    """What is known of a drafter and a target working together on batches of one size; outlives calls.
+
+    Shared by threads: it is read and written by `AutoPilot` alone, and with its lock. A round under way goes by what its `AutoPolicy` took
+    from it when the round began, and hands its own observations over when it is over.
+    """
 
     calibration: Calibration = field(default_factory=Calibration)
     verify: Costs = field(default_factory=Costs)
@@ -205,6 +193,15 @@ class Tuner:
     def drafting_loses(self) -> bool:
         return self.drafting.rounds >= len(FIRST) and self.plain.rounds > 0 and self.drafting.value < self.plain.value
 
+    def usual_seconds(self, policy: "AutoPolicy", seconds: float) -> float:
+        """Takes over how long a round of drafting took, `seconds` in all, and returns what drafting like this usually takes."""
+        self.read.add(policy.num_unread, policy.read_seconds)
+        for width, taken in policy.step_seconds:
+            self.step.add(width, taken)
+        self.rest.add(0, seconds - policy.read_seconds - sum(taken for _, taken in policy.step_seconds))
+        steps = sum(self.step.estimate((width,))[0] for width, _ in policy.step_seconds)
+        return self.read.estimate((policy.num_unread,))[0] + steps + self.rest.estimate((0,))[0]
+
 
 _tuners: WeakKeyDictionary[Eagle31DrafterModel, WeakKeyDictionary[PreTrainedModel, dict[tuple, Tuner]]] = WeakKeyDictionary()
 _tuners_lock = threading.Lock()
@@ -217,36 +214,36 @@ def tuner_of(drafter: Eagle31DrafterModel, target: PreTrainedModel, *kind: objec
 
 
 class AutoPolicy:
-    """One round of drafting by what pays. `top_k`: children a node may have."""
+    """One round of drafting by what pays, as far as the tuner knew when it began. `top_k`: children a node may have.
 
-    def __init__(self, tuner: Tuner, top_k: int, num_rows: int, num_unread: int, watches: bool):
-        self.tuner, self.top_k, self.num_rows, self.num_unread = tuner, top_k, num_rows, num_unread
+    `read_seconds`, and `step_seconds` of every number of nodes, are for the tuner to learn from when the round is over.
+    """
+
+    def __init__(self, tuner: Tuner, top_k: int, num_rows: int, num_unread: int):
+        self.top_k, self.num_rows, self.num_unread = top_k, num_rows, num_unread
         self.first = dict(enumerate(FIRST)).get(tuner.drafting.rounds)
+        self.calibration, self.rate = tuner.calibration.copy(), tuner.rate
+        self.verify, self.step = tuner.verify.known, tuner.step.known  # lists that are replaced, never changed
         self.widths: list[int] = []
-        self.shares: list[float] | None = [] if watches else None
-        self.norms: list[float] = []  # where shares are filled: by level, how large the first node's state is
-        low, high = tuner.verify.estimate((2, 10))
-        self._rate = tuner.rate
-        self._draft_tokens = self._rate * max(high - low, 0.0) / 8 / num_rows  # what verifying one more draft of a row costs
-        self._clock, self._timed = time.perf_counter(), 0.0
+        self.read_seconds, self.step_seconds = 0.0, list[tuple[int, float]]()
+        low, high = estimate(self.verify, (2, 10))
+        self._draft_tokens = self.rate * max(high - low, 0.0) / 8 / num_rows  # what verifying one more draft of a row costs
+        self._clock = time.perf_counter()
 
     @property
     def max_width(self) -> int:
         return WIDTHS[-1] if self.top_k > 1 else 1
 
-    def scores(self, log_probs: Tensor, level: int, states: Tensor) -> Tensor:
-        if self.shares is not None:
-            self.norms.append(max(float(states[0, 0].float().norm()), 1e-30))
-        return self.tuner.calibration(log_probs, level)
+    def scores(self, log_probs: Tensor, level: int) -> Tensor:
+        return self.calibration(log_probs, level)
 
     def width(self, scores: Tensor, level: int) -> int:
         best = scores.exp().tolist()
         now = time.perf_counter()
         if level == 0:
-            self.tuner.read.add(self.num_unread, now - self._clock)
+            self.read_seconds = now - self._clock
         else:
-            self.tuner.step.add(self.widths[-1], now - self._clock)
-        self._timed += now - self._clock
+            self.step_seconds.append((self.widths[-1], now - self._clock))
         self._clock = now
         width = self._best_width(best, level)
         self.widths.append(width)
@@ -256,30 +253,22 @@ class AutoPolicy:
         if self.first is not None:
             wide = self.first // 4 if self.top_k > 1 else 1
             return min(wide, len(best[0])) if (level + 1) * wide < self.first else 0
-        rate, per_node = self._rate, self._draft_tokens
-        hope = FORESIGHT * self.tuner.calibration.going_on[min(level + 1, MAX_DEPTH - 1)]
+        hope = FORESIGHT * self.calibration.going_on[min(level + 1, MAX_DEPTH - 1)]
         widths = [width for width in WIDTHS if width <= len(best[0])]
         values, gained, done = [], 0.0, 0
-        for width, seconds in zip(widths, self.tuner.step.estimate(tuple(widths)), strict=True):
-            gained += sum(max(0.0, chance * hope - per_node) for row in best for chance in row[done:width])
+        for width, seconds in zip(widths, estimate(self.step, tuple(widths)), strict=True):
+            gained += sum(max(0.0, chance * hope - self._draft_tokens) for row in best for chance in row[done:width])
             done = width
-            values.append(gained - rate * seconds)
+            values.append(gained - self.rate * seconds)
         return widths[values.index(max(values))] if max(values) > 0 else 0
-
-    def usual_seconds(self, seconds: float) -> float:
-        """What drafting like this, which took so long, usually takes."""
-        tuner, widths = self.tuner, self.widths[:-1]
-        tuner.rest.add(0, seconds - self._timed)
-        steps = sum(tuner.step.estimate((width,))[0] for width in widths)
-        return tuner.read.estimate((self.num_unread,))[0] + steps + tuner.rest.estimate((0,))[0]
 
     def count(self, scores: Tensor) -> int:
         if self.first is not None:
             return self.first
         sums = scores.topk(min(COUNTS[-1], scores.shape[1])).values.exp().sum(0).cumsum(0).tolist()
         counts = [count for count in COUNTS if count <= len(sums)]
-        seconds = self.tuner.verify.estimate(tuple(count + 1 for count in counts))
-        values = [(sums[count - 1] if count else 0.0) - self._rate * cost for count, cost in zip(counts, seconds, strict=True)]
+        seconds = estimate(self.verify, tuple(count + 1 for count in counts))
+        values = [(sums[count - 1] if count else 0.0) - self.rate * cost for count, cost in zip(counts, seconds, strict=True)]
         return counts[values.index(max(values))]
 
 
@@ -296,9 +285,10 @@ class AutoPilot:
     def plan(self, max_depth: int, num_rows: int, num_unread: int) -> Plan:
         self.rounds += 1
         self.policy = None
-        if max_depth < 1 or self._is_plain():
-            return PLAIN
-        self.policy = AutoPolicy(self.tuner, self.top_k, num_rows, num_unread, self.rounds % WATCH_EVERY == 0)
+        with self.tuner.lock:
+            if max_depth < 1 or self._is_plain():
+                return PLAIN
+            self.policy = AutoPolicy(self.tuner, self.top_k, num_rows, num_unread)
         return Plan(min(MAX_DEPTH, max_depth), self.policy, self.max_nodes)
 
     def _is_plain(self) -> bool:
@@ -329,7 +319,7 @@ class AutoPilot:
                 tuner.plain.add(num_tokens, usual)
                 self.choices["plain"] += 1
                 return
-            usual += self.policy.usual_seconds(seconds["draft"])
+            usual += tuner.usual_seconds(self.policy, seconds["draft"])
             if self.policy.first is not None:  # not drafted to be fast
                 tuner.drafting.fade()
             tuner.drafting.add(num_tokens, usual)
@@ -339,13 +329,8 @@ class AutoPilot:
             self._calibrate(proposal, verdict)
 
     def _calibrate(self, proposal: Proposal, verdict: Verdict) -> None:
-        assert self.policy is not None
         assert proposal.log_probs is not None
         calibration, log_probs = self.tuner.calibration, proposal.log_probs.tolist()
-        for depth, norm in enumerate(self.policy.norms):
-            calibration.growth.add(depth, math.log(norm / self.policy.norms[0]))
-        for depth, share in enumerate(self.policy.shares or []):
-            calibration.share.add(depth + 1, share)
         for b, guess in enumerate(proposal.guesses or []):  # drafted, but not worth verifying: seen all the same
             if verdict.tokens[b]:
                 calibration.learn(guess[1], 0, verdict.tokens[b][0] == guess[0])
@@ -359,7 +344,10 @@ class AutoPilot:
 
     def explain(self) -> str:
         """Figures behind the choices, for people."""
-        tuner, calibration = self.tuner, self.tuner.calibration
+        with self.tuner.lock:
+            return self._explain(self.tuner, self.tuner.calibration)
+
+    def _explain(self, tuner: Tuner, calibration: Calibration) -> str:
         rows = tuner.verify.known
         verify = ", ".join(f"{1000 * seconds:.1f} ms for {count}" for count, seconds in (rows[:1] + rows[-1:] if len(rows) > 1 else rows))
         step = tuner.step.estimate((1,))[0]
@@ -369,11 +357,5 @@ class AutoPilot:
             f"auto knows: target forwards take {verify} tokens; a draft step {1000 * step:.1f} ms, which pays where it brings "
             f"{tuner.rate * step:.2f} tokens or more at {tuner.rate:.1f} tokens/s\n"
             f"auto knows: drafting gives {tuner.drafting.value:.1f} tokens/s, plain decoding {tuner.plain.value:.1f}; drafts a round: "
-            f"{typical}; rounds that go on, by depth: {chances or 'not known'}\n"
-            f"auto knows: drift by depth, state growth {_figures(calibration.growth, math.exp)}, attention on own drafts "
-            f"{_figures(calibration.share)}"
+            f"{typical}; rounds that go on, by depth: {chances or 'not known'}"
         )
-
-
-def _figures(drift: Drift, scale: Callable[[float], float] = float) -> str:
-    return " ".join(f"{scale(value):.2f}" for value, seen in zip(drift.lately, drift.seen, strict=True) if seen) or "not seen"
