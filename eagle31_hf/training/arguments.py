@@ -27,6 +27,7 @@ class Eagle31TrainingArguments(TrainingArguments):
     per_device_eval_batch_size: int = 1
     num_train_epochs: float = 2.0
     logging_steps: float = 10
+    logging_nan_inf_filter: bool = False  # it shows the mean of earlier losses instead, and waits for the device at every step
     remove_unused_columns: bool | None = False
     ddp_find_unused_parameters: bool | None = False
 

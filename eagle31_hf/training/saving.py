@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import TrainerState
 
 from .. import vocab
 from ..modeling import Eagle31DrafterModel
@@ -43,6 +45,24 @@ def check_vocabulary(drafter: Eagle31DrafterModel, checkpoint: str) -> None:
             f"{checkpoint}: its draft vocabulary ({vocabulary_digest(theirs)}) is not the drafter's ({vocabulary_digest(drafter.d2t)}); "
             "expected the same. Build the drafter with the vocabulary of the checkpoint to resume."
         )
+
+
+def check_finite(folder: Path, weights: Mapping[str, Tensor]) -> None:
+    """Raises RuntimeError where a weight that is about to be written to `folder` is NaN or infinite."""
+    for name, weight in weights.items():
+        if weight.is_floating_point() and weight.numel() and not torch.stack(torch.aminmax(weight)).isfinite().all():
+            raise RuntimeError(
+                f"{folder}: {name} holds NaN or infinity as {weight.dtype}; expected finite weights, and wrote none. The checkpoints of the "
+                "run are finite; where it is the dtype that is too narrow, save in bfloat16 or float32."
+            )
+
+
+def ended_state(folder: Path) -> TrainerState | None:
+    """The state of a run that came to its end in the folder; None where none did, or it cannot be read."""
+    try:
+        return TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def last_checkpoint(folder: str | Path) -> str | None:

@@ -1,5 +1,6 @@
 """`Eagle31Trainer`: transformers' Trainer for a drafter beside its frozen target. K depths."""
 
+import math
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, SchedulerType
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, SaveStrategy, SchedulerType
 from transformers.utils import logging
 
 from ..features import decoder_layers
@@ -17,13 +18,14 @@ from ..hub import CARD, render_card
 from ..modeling import Eagle31DrafterModel
 from .alignment import AlignmentReader
 from .arguments import Eagle31TrainingArguments
+from .divergence import DivergenceWatch
 from .evaluation import EvalShare, Evaluation, served
 from .objective import Batch, DraftingObjective, Sums
 from .packing import Collator, PackedRows
 from .records import check_ids, tokens_of
 from .regenerate import stop_ids
 from .rows import total_shares
-from .saving import check_vocabulary, last_checkpoint, write_record
+from .saving import check_finite, check_vocabulary, ended_state, last_checkpoint, write_record
 from .target import StoredTarget, TargetReader, shard, stored_target
 
 logger = logging.get_logger(__name__)
@@ -71,6 +73,7 @@ class Eagle31Trainer(Trainer):
         self.facts: dict[str, Any] = {}  # about the data, written with every checkpoint
         self._sums: Tensor | None = None
         self._num_broken = torch.zeros((), device=args.device)
+        self._watch = DivergenceWatch(self.accelerator, args)
 
     @staticmethod
     def _reader(drafter: Eagle31DrafterModel, target: PreTrainedModel | None, args: Eagle31TrainingArguments, rows: Any):
@@ -101,6 +104,8 @@ class Eagle31Trainer(Trainer):
 
     def get_batch_samples(self, epoch_iterator, num_batches: int, device: torch.device):
         """The batches of one optimizer step, and how many shares their losses are divided by at each depth (K,), over all processes."""
+        if self._watch.is_due:
+            self._watch.check_steps()
         samples = list(islice(epoch_iterator, num_batches))
         settings = self.args.settings()
         shares = [
@@ -118,6 +123,24 @@ class Eagle31Trainer(Trainer):
         self._sums = outputs["sums"] if self._sums is None else self._sums + outputs["sums"]
         loss = outputs["loss"] * self.accelerator.num_processes
         return (loss, outputs) if return_outputs else loss
+
+    def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self._watch.add_loss(loss)
+        return loss
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """Called once in a step, before the weights change."""
+        norm = super()._get_grad_norm(model, grad_norm)
+        self._watch.end_step(self.state.global_step + 1, norm)
+        return norm
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing where all steps are done: the Trainer itself only stops after a step, so a finished run that is resumed would take one."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+        else:
+            super()._run_epoch(*args, **kwargs)
 
     def batch(self, inputs: dict[str, Tensor], aligns: bool = False) -> Batch:
         """A collated batch with the target's states: those of the store, or read now."""
@@ -146,6 +169,14 @@ class Eagle31Trainer(Trainer):
             logs |= {"texts_with_broken_states": num_broken} if num_broken else {}
             self._sums = None
         super().log(logs, start_time)
+        if "loss" in logs and self.is_in_train:
+            self._tr_loss.zero_()  # the Trainer subtracts it from itself, which of one that is not finite leaves NaN for ever
+            self._watch.check_steps()
+        if "train_loss" in logs:  # the end, before the best checkpoint takes the place of the last weights
+            self._check_weights()
+
+    def _check_weights(self) -> None:
+        self._watch.check_weights((weight for weight in self.model.parameters() if weight.requires_grad), self.state.global_step)
 
     # Evaluation.
 
@@ -162,6 +193,8 @@ class Eagle31Trainer(Trainer):
         self, dataloader: DataLoader, description: str, prediction_loss_only=None, ignore_keys=None, metric_key_prefix: str = "eval"
     ) -> EvalLoopOutput:
         """Teacher-forced figures by depth, accepted length by walking the answers, and what generate() accepts after a few prompts."""
+        if self.is_in_train:
+            self._check_weights()
         model = self.model
         if not self.accelerator._models:
             model = self.accelerator.prepare_model(model, evaluation_mode=not self.is_fsdp_enabled)
@@ -202,10 +235,39 @@ class Eagle31Trainer(Trainer):
                 raise ValueError(f"{self.args.output_dir}: holds no complete checkpoint to resume from; train without resuming.")
         self._sums = None
         self._num_broken.zero_()
-        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        self._watch = DivergenceWatch(self.accelerator, self.args)
+        if resume_from_checkpoint in (None, False) and self.args.should_save:
+            Path(self.args.output_dir, TRAINER_STATE_NAME).unlink(missing_ok=True)  # an earlier run's, which says that it is finished
+        output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        if self.args.save_strategy != SaveStrategy.NO:
+            self.save_state()
+        return output
+
+    def _init_training_state(
+        self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, resume_from_checkpoint: Any, trial: Any
+    ) -> tuple[int, int]:
+        """A finished run stays finished where its last checkpoint is gone, and its best one is found where the folder was moved to."""
+        begun = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial)
+        if resume_from_checkpoint is not None:
+            folder = Path(resume_from_checkpoint).parent
+            ended = ended_state(folder)
+            if ended is not None and ended.global_step >= max_steps:
+                self.state = ended
+                self.state.init_training_references(self, max_steps, num_train_epochs, trial)
+            best = folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
+            if best.is_dir():  # spelled as the folder is now: what rotates checkpoints compares names
+                self.state.best_model_checkpoint = str(best)
+        return begun
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """The Trainer's state, written last, says that a checkpoint is whole: that of an earlier run must not say it of this one."""
+        """The Trainer's state, written last, says that a checkpoint is whole: that of an earlier run must not say it of this one.
+
+        Weights that are not finite are never written; nor are those with which the loss is not, as a finite checkpoint would go for them.
+        """
+        self._check_weights()
+        if self._watch.last is not None and not math.isfinite(self._watch.last.loss):
+            logger.warning("step %d: the loss is not finite; no checkpoint is written.", self.state.global_step)
+            return
         if self.args.should_save:
             folder = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
             (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
@@ -228,6 +290,7 @@ class Eagle31Trainer(Trainer):
         if not self.args.should_save:
             return
         folder = Path(output_dir or self.args.output_dir)
+        check_finite(folder, self.drafter.state_dict() if state_dict is None else state_dict)
         if state_dict is not None:
             state_dict = {name.removeprefix("drafter."): value for name, value in state_dict.items()}
         self._note_training()
