@@ -17,6 +17,7 @@ from eagle31_hf import Eagle31Trainer, Eagle31TrainingArguments, demo
 from eagle31_hf.cli.training import speak_plainly
 from eagle31_hf.demo.corpus import training_files
 from eagle31_hf.training.fresh import new_drafter
+from eagle31_hf.training.output import check_output, discard_replaced, set_aside
 from eagle31_hf.training.packing import Part
 from eagle31_hf.training.prepare import prepare_data
 from eagle31_hf.training.store import HiddenStateStore
@@ -41,8 +42,11 @@ def own_words(target, tokenizer, folder: Path, count: int, seed: int = 0) -> Hid
     return HiddenStateStore(folder / "rows")
 
 
-def train(target, tokenizer, rows, output: Path, flags: dict | None = None, num_held_out: int = 32, **options) -> Eagle31Trainer:
-    """A new drafter on all but the last rows, which it is evaluated on; `flags` of its config, `options` of the trainer."""
+def train(
+    target, tokenizer, rows, output: Path, flags: dict | None = None, num_held_out: int = 32, checkpoint=None, **options
+) -> Eagle31Trainer:
+    """A new drafter on all but the last rows, which it is evaluated on; `flags` of its config, `options` of the trainer. It goes on from
+    `checkpoint`, if any."""
     drafter = new_drafter(target, **SHAPE | (flags or {}))
     split = len(rows) - num_held_out
     defaults = {
@@ -56,7 +60,7 @@ def train(target, tokenizer, rows, output: Path, flags: dict | None = None, num_
         target=target, processing_class=tokenizer,
     )  # fmt: skip
     speak_plainly(trainer)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
     return trainer
 
@@ -66,11 +70,17 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--rows", type=int, default=1024)
     parser.add_argument("--epochs", type=float, default=3)
+    parser.add_argument("--resume", action="store_true", help="go on from the last complete checkpoint in the folder")
+    parser.add_argument("--overwrite", action="store_true", help="replace the drafter that is in the folder")
     args = parser.parse_args()
+    checkpoint = check_output(args.output, args.resume, args.overwrite)
     torch.manual_seed(0)
     target, tokenizer = demo.load_target()
     rows = own_words(target, tokenizer, args.output / "data", args.rows)
-    trainer = train(target, tokenizer, rows, args.output, num_train_epochs=args.epochs)
+    if args.overwrite:
+        set_aside(args.output)
+    trainer = train(target, tokenizer, rows, args.output, num_train_epochs=args.epochs, checkpoint=checkpoint)
+    discard_replaced(args.output)
     last = next(entry for entry in reversed(trainer.state.log_history) if "eval_accepted_length" in entry)
     served = last["eval_served_accepted_length"]
     print(f"{last['eval_accepted_length']:.2f} tokens a target forward on rows held out, {served:.2f} in generate()")

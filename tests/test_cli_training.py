@@ -1,6 +1,7 @@
 """`eagle31 train`: from data to a drafter that generates, online and from stored states, stopped and resumed."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -81,6 +82,68 @@ def test_resumed_is_as_if_never_stopped(capsys, folder):
         assert status == 0, err
     part, straight = (Eagle31DrafterModel.from_pretrained(folder / name).state_dict() for name in ("part", "straight"))
     assert all(weight.equal(part[name]) for name, weight in straight.items())
+
+
+def contents(folder) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_training_that_diverges_is_no_success(capsys, folder):
+    status, out, err = trained(
+        capsys, folder, "--steps", "30", "--learning-rate", "1e9", "--set", "max_grad_norm=0", "--set", "logging_steps=1",
+        "--set", 'lr_scheduler_type="constant"', "--set", "save_steps=1", "--set", "eval_steps=1",
+    )  # fmt: skip
+    assert (status, out) == (1, "")
+    found = re.search(r"eagle31: failed: step \d+: .* Training has diverged and was stopped; the last .* is (.*/checkpoint-\d+)\.", err)
+    assert found, err
+    assert "a lower learning_rate (now 1e+09) or max_grad_norm=1 (now 0: gradients are not clipped)" in err
+    assert not (folder / "drafter" / "model.safetensors").exists()
+    status, _, err = trained(capsys, folder, "--steps", "2", "--drafter", found[1], output="anew")
+    assert status == 0 or "diverged" in err, "what is called the last finite checkpoint is none"
+    assert all(weight.isfinite().all() for weight in Eagle31DrafterModel.from_pretrained(found[1]).state_dict().values())
+
+
+@pytest.mark.parametrize("command", ["train", "prepare-data"])
+def test_a_folder_of_somebody_is_refused_before_anything_is_read(capsys, folder, command):
+    (folder / "theirs").mkdir()
+    (folder / "theirs" / "model.safetensors").write_bytes(b"weights of years")
+    status, out, err = run(capsys, command, "--target", "no/such-target", "--data", "no-data.jsonl", "--output", folder / "theirs")
+    assert (status, out) == (2, "")
+    assert "expected a folder that is new or empty" in err
+    assert "loading" not in err
+    assert contents(folder / "theirs") == {"model.safetensors": b"weights of years"}
+
+
+def test_an_earlier_drafter_goes_when_the_new_one_is_there(capsys, folder):
+    assert trained(capsys, folder, "--steps", "4")[0] == 0
+    earlier = contents(folder / "drafter")
+    (folder / "drafter" / "notes.txt").write_text("mine")
+    status, _, err = trained(capsys, folder, "--steps", "2")
+    assert (status, "go on with the run in it by --resume, or replace what is there by --overwrite" in err) == (2, True)
+    status, _, err = trained(capsys, folder, "--steps", "2", "--overwrite", "--learning-rate", "1e38", "--set", "max_grad_norm=0")
+    assert (status, "what an earlier run wrote is in" in err) == (1, True)
+    assert contents(folder / "drafter" / "eagle31-replaced" / "1") == earlier
+    assert trained(capsys, folder, "--steps", "2", "--overwrite")[0] == 0
+    assert contents(folder / "drafter")["model.safetensors"] != earlier["model.safetensors"]
+    left = {name.partition("/")[0] for name in contents(folder / "drafter")}
+    assert left == {name.partition("/")[0] for name in earlier} - {"checkpoint-4"} | {"checkpoint-2", "notes.txt"}
+
+
+def test_a_finished_run_is_finished(capsys, folder):
+    """Resumed, it trains nothing and writes what is there already; asked for more steps, it goes on."""
+    asked = ["--steps", "8", "--set", "eval_steps=3", "--set", "save_steps=3"]
+    status, out, _ = trained(capsys, folder, *asked)
+    assert (status, json.loads(out)["steps"]) == (0, 8)
+    before = contents(folder / "drafter")
+    status, out, err = trained(capsys, folder, *asked, "--resume")
+    assert (status, json.loads(out)["steps"]) == (0, 8)
+    assert "the run was finished after step 8: there is nothing left to train" in err
+    after = contents(folder / "drafter")
+    clocked = {name for name in before if name.endswith(("training_args.bin", "trainer_state.json"))}
+    assert after.keys() == before.keys()
+    assert {name for name in before if before[name] != after[name]} <= clocked
+    status, out, _ = trained(capsys, folder, "--steps", "10", *asked[2:], "--resume")
+    assert (status, json.loads(out)["steps"]) == (0, 10)
 
 
 def test_going_on_from_a_published_drafter(capsys, folder):

@@ -93,14 +93,19 @@ def write_json(path: Path, value: Any) -> None:
         os.fsync(file.fileno())
 
 
+def check_new_folder(destination: Path, remedy: str = "Name another, or remove it.") -> None:
+    """Raises ValueError when something is at `destination` already; `remedy` says what to do about it."""
+    if destination.is_symlink() or destination.is_file() or (destination.is_dir() and any(destination.iterdir())):
+        raise ValueError(f"{destination}: is there already; expected a folder that is new or empty. {remedy}")
+
+
 @contextmanager
 def new_folder(destination: Path) -> Iterator[Path]:
     """A folder to write into that becomes `destination` when the block ends well, and nothing at all otherwise.
 
     Raises ValueError when something is at `destination` already.
     """
-    if destination.is_symlink() or destination.is_file() or (destination.is_dir() and any(destination.iterdir())):
-        raise ValueError(f"{destination}: is there already; expected a folder that is new or empty. Name another, or remove it.")
+    check_new_folder(destination)
     destination.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
     try:

@@ -129,10 +129,11 @@ def upgrade(args: argparse.Namespace) -> int:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from .. import Eagle31DrafterModel, upgrade_to_eagle31
+    from ..checkpoints.write import check_new_folder
 
     texts = read_texts(Path(args.texts))
-    if args.output is not None and Path(args.output).exists() and any(Path(args.output).iterdir()):
-        raise ValueError(f"{args.output}: is there already; expected a folder that is new or empty.")
+    if args.output is not None:
+        check_new_folder(Path(args.output))
     progress(f"loading {args.target} and {args.drafter}")
     target: Any = AutoModelForCausalLM.from_pretrained(args.target, dtype="auto")
     target = target.to(args.device).eval()

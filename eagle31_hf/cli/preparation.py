@@ -17,10 +17,12 @@ def prepare_data(args: argparse.Namespace) -> int:
     from transformers import AutoTokenizer
 
     from ..training.prepare import prepare_data as prepare
+    from ..training.store import check_store_folder
 
     generation = _generation(args)
     if not args.regenerate and (generation or args.max_new_tokens is not None):
         raise ValueError("--max-new-tokens, --temperature, --top-p and --top-k are of regenerated answers; expected --regenerate too.")
+    check_store_folder(args.output)
     progress(f"loading {args.target}")
     target, tokenizer = load_target(args), AutoTokenizer.from_pretrained(args.target, revision=args.revision)
     prepared = prepare(

@@ -25,9 +25,12 @@ class Data:
 def train(args: argparse.Namespace) -> int:
     from transformers import AutoTokenizer
 
+    from ..training.output import check_output, discard_replaced, in_all_processes
     from ..training.trainer import Eagle31Trainer
 
     settings = arguments(args)
+    output = settings.output_dir
+    checkpoint = in_all_processes(lambda: check_output(output, args.resume, args.overwrite))
     progress(f"loading {args.target}")
     tokenizer = AutoTokenizer.from_pretrained(args.target, revision=args.revision)
     kept = stored(args)
@@ -40,13 +43,25 @@ def train(args: argparse.Namespace) -> int:
     trainer.facts = {"data": data.facts, "draft_vocabulary_coverage": vocabulary}
     progress(f"training on {len(data.train):,} rows, evaluating on {len(data.held_out) if data.held_out else 0:,}")
     speak_plainly(trainer)
-    result = trainer.train(resume_from_checkpoint=True if args.resume else None)
+    if args.overwrite:
+        in_all_processes(lambda: replace(output))
+    result = trainer.train(resume_from_checkpoint=checkpoint)
     # Checkpoints keep fp32 to go on from; what is served has the target's dtype.
     trainer.drafter.to(target.get_input_embeddings().weight.dtype)
     trainer.save_model()
     if trainer.is_world_process_zero():
+        discard_replaced(output)
         report(args, trainer, result.metrics)
     return 0
+
+
+def replace(output: str) -> None:
+    """Makes room for a run in the folder of an earlier one, whose result stays until there is a new one."""
+    from ..training.output import set_aside
+
+    aside = set_aside(output)
+    if aside is not None:
+        progress(f"what an earlier run wrote is in {aside} until the new drafter is saved")
 
 
 def arguments(args: argparse.Namespace) -> Any:
@@ -179,6 +194,10 @@ def speak_plainly(trainer: Any) -> None:
     from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
     class Lines(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            if state.is_world_process_zero and state.global_step >= state.max_steps:
+                progress(f"the run was finished after step {state.global_step:,}: there is nothing left to train")
+
         def on_log(self, args, state, control, logs=None, **kwargs):
             if state.is_world_process_zero:
                 line = line_of(logs or {})
@@ -230,7 +249,14 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--eval-data", help="rows to evaluate on (default: some of the data)")
     parser.add_argument("--eval-rows", type=int, default=32, help="rows of the data held out for it, at most a tenth (default: 32)")
     parser.add_argument("--eval-every", type=positive, default=200, metavar="STEPS", help="evaluate and save so often (default: 200)")
-    parser.add_argument("--resume", action="store_true", help="go on from the last complete checkpoint in OUTPUT")
+    parser.add_argument(
+        "--resume", action="store_true",
+        help="go on from the last complete checkpoint in OUTPUT; a finished run stays as it is, unless more steps or epochs are asked for",
+    )  # fmt: skip
+    parser.add_argument(
+        "--overwrite", action="store_true",
+        help="train anew where OUTPUT is not empty: the drafter and checkpoints there are removed once the new drafter is saved",
+    )  # fmt: skip
     _add_drafter(parser)
     _add_optimisation(parser)
     add_loading(parser)

@@ -52,8 +52,8 @@ def check_finite(folder: Path, weights: Mapping[str, Tensor]) -> None:
     for name, weight in weights.items():
         if weight.is_floating_point() and weight.numel() and not torch.stack(torch.aminmax(weight)).isfinite().all():
             raise RuntimeError(
-                f"{folder}: {name} holds NaN or infinity as {weight.dtype}; expected finite weights, and wrote none. The checkpoints of the "
-                "run are finite; where it is the dtype that is too narrow, save in bfloat16 or float32."
+                f"{folder}: {name} holds NaN or infinity as {weight.dtype}; expected finite weights, and wrote none. The checkpoints "
+                "of the run are finite; where it is the dtype that is too narrow, save in bfloat16 or float32."
             )
 
 

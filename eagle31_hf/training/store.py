@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
+from fnmatch import fnmatch
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -91,12 +92,26 @@ def read_manifest(folder: str | Path) -> Manifest:
     return Manifest(**values)
 
 
+def check_store_folder(folder: str | Path) -> None:
+    """Raises ValueError for a folder that holds something else than a store; several processes may be making one there."""
+    folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder}: is a file; expected a folder that is new or empty, or one that prepare-data has made.")
+    others = sorted(path.name for path in folder.glob("*") if not fnmatch(path.name, f"{MANIFEST}.*.partial"))
+    if others and not (folder / MANIFEST).is_file():  # looked for last: a store has its manifest before anything else
+        raise ValueError(
+            f"{folder}: holds {others[0]} and no {MANIFEST}; expected a folder that is new or empty, or one that prepare-data has made. "
+            "Name another."
+        )
+
+
 def open_store(folder: str | Path, manifest: Manifest) -> None:
     """Makes the folder with its manifest, or compares with the one there; several processes may do so at once.
 
-    Raises ValueError naming the first field in which they differ.
+    Raises ValueError naming the first field in which they differ, and for a folder that holds something else.
     """
     folder = Path(folder)
+    check_store_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     staged = folder / f"{MANIFEST}.{uuid.uuid4().hex}.partial"
     try:

@@ -136,7 +136,7 @@ class Eagle31Trainer(Trainer):
         return norm
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing where all steps are done: the Trainer itself only stops after a step, so a finished run that is resumed would take one."""
+        """Does nothing where all steps are done: the Trainer itself only looks after a step, so a finished run would take one more."""
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
         else:

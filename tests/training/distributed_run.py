@@ -22,6 +22,8 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from eagle31_hf.features import decoder_layers
+from eagle31_hf.training.divergence import TrainingDivergedError
+from eagle31_hf.training.output import check_output, in_all_processes
 from eagle31_hf.training.prepare import prepare_data
 
 EMPTY = (0, 2, 3, 7, 11)  # an odd number: with a row a process, in some step one process has no answers and the other has
@@ -56,13 +58,14 @@ def trainer_of(folder: Path, name: str, processes: int = 2, **others: Any):
     """Of a run of RUNS; one process alone has the batch of both, and nothing sharded."""
     options = dict(RUNS[name])
     rows, count = make_rows(empty=options.pop("empty", ())), options.pop("eval_rows", 0)
+    options |= others
     if options.pop("tensor_parallel", False):
         options["target"] = tensor_parallel_target(folder / "target") if processes > 1 else target(**EVEN)
     if processes == 1:
         options = {k: v for k, v in options.items() if k not in (*FSDP, "shard_target", CHECKPOINTING, "bf16")}
         options["per_device_train_batch_size"] = 2 * options.get("per_device_train_batch_size", 2)
     options |= {"eval_dataset": make_rows(count, seed=1)} if count else {}
-    return make_trainer(folder, rows, **options, **others)
+    return make_trainer(folder, rows, **options)
 
 
 def tensor_parallel_target(folder: Path):
@@ -94,7 +97,8 @@ def main(folder: Path) -> None:
         trainer = trainer_of(folder / name, name)
         trainer.train()
         finish(trainer, folder / name)
-    (folder / f"refused-{PartialState().process_index}.json").write_text(json.dumps(refused(folder / "refused")))
+    said = refused(folder / "refused") | stopped(folder / "stopped")
+    (folder / f"refused-{PartialState().process_index}.json").write_text(json.dumps(said))
     for name in RESUMED:
         with suppress(LostMachineError):
             trainer_of(folder / f"{name}_resumed", name, callbacks=[InterruptAfter(STOPPED_AT)]).train()
@@ -116,6 +120,24 @@ def refused(folder: Path) -> dict[str, str]:
             ask()
         except ValueError as error:
             said[name] = str(error)
+    return said
+
+
+def stopped(folder: Path) -> dict[str, str]:
+    """What ends a run in all processes at once, and what is said."""
+    said = {}
+    for name in ("token", "fsdp"):
+        try:
+            trainer_of(folder / name, name, learning_rate=3e38, num_train_epochs=20, eval_strategy="no").train()
+        except TrainingDivergedError as error:
+            said[f"diverged_{name}"] = str(error)
+    mine = folder / f"of-process-{PartialState().process_index}"  # only the first has a folder that is not empty
+    if PartialState().is_main_process:
+        (mine / "somebody").mkdir(parents=True)
+    try:
+        in_all_processes(lambda: check_output(mine))
+    except ValueError as error:
+        said["output"] = str(error)
     return said
 
 

@@ -82,6 +82,15 @@ def test_what_a_tensor_parallel_target_cannot_do_is_said(folder):
         assert "expected a whole one in every process" in said["prepare_data"]
 
 
+def test_all_processes_stop_where_one_has_to(folder):
+    said = [json.loads((folder / f"refused-{rank}.json").read_text()) for rank in range(2)]
+    for name in ("diverged_token", "diverged_fsdp", "output"):
+        assert said[0][name] == said[1][name]
+    assert "of-process-0: is there already; expected a folder that is new or empty" in said[1]["output"]
+    for name in ("token", "fsdp"):
+        assert "5 steps in a row are not finite" in said[1][f"diverged_{name}"]
+
+
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_resumed_run_is_the_run_bit_for_bit(folder, name):
     assert (folder / f"{name}_resumed" / f"checkpoint-{STOPPED_AT}").is_dir()

@@ -48,7 +48,7 @@ def assert_finite_checkpoints(folder, expected: list[str]):
 
 @pytest.mark.parametrize("options", [{"logging_steps": 1}, {"logging_steps": 500}, {"logging_strategy": "no"}], ids=str)
 def test_it_stops_after_some_steps_in_a_row(tmp_path, options):
-    trainer, steps, said = diverged(tmp_path, **options)
+    _, steps, said = diverged(tmp_path, **options)
     latest = BREAKS_AT + (PATIENCE if options.get("logging_steps") == 1 else PATIENCE + READ_EVERY)
     assert BREAKS_AT + PATIENCE - 1 <= steps <= latest
     assert f"step {BREAKS_AT + 1}: the loss is nan, the norm of the gradient nan, and" in said

@@ -1,0 +1,77 @@
+"""The folder of a training run: what may be in it when a run begins, and what becomes of an earlier run's files."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+
+from ..checkpoints.write import check_new_folder
+from .saving import last_checkpoint
+from .store import MANIFEST
+
+REPLACED = "eagle31-replaced"
+# What a run writes, and what a loader would take for a part of it. Everything else in a folder is left alone, as are prepared rows.
+WRITTEN = (
+    "checkpoint-*", "model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin",
+    "pytorch_model.bin.index.json", "config.json", "generation_config.json", "README.md", "training.json", "training_args.bin",
+    "trainer_state.json", "tokenizer*.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "chat_template*",
+    "vocab.*", "merges.txt",
+)  # fmt: skip
+Found = TypeVar("Found")
+
+
+def check_output(folder: str | Path, resume: bool = False, overwrite: bool = False) -> str | None:
+    """Returns the checkpoint a run in `folder` goes on from, None where it begins; writes nothing.
+
+    Raises ValueError for a folder that is not empty without `resume` or `overwrite`, and for one without anything to resume.
+    """
+    folder = Path(folder)
+    if resume and overwrite:
+        raise ValueError(f"{folder}: to be resumed and to be overwritten; expected one of --resume and --overwrite.")
+    has_rows = any(path for depth in ("*", "*/*") for path in folder.glob(f"{depth}/{MANIFEST}"))
+    has_checkpoints = any(folder.glob("checkpoint-*"))
+    if resume:
+        checkpoint = last_checkpoint(folder)
+        if checkpoint is None and (has_checkpoints or not has_rows):  # rows alone are of a run that was stopped before its first one
+            raise ValueError(f"{folder}: holds no complete checkpoint to resume from; begin anew, without --resume or with --overwrite.")
+        return checkpoint
+    goes_on = "go on with the run in it by --resume, " if has_rows or has_checkpoints else ""
+    if not overwrite or folder.is_file():
+        check_new_folder(folder.resolve(), f"Name another, {goes_on}or replace what is there by --overwrite.")
+    return None
+
+
+def in_all_processes(find: Callable[[], Found]) -> Found:
+    """Returns what the first process finds in all of them, or raises its error there: one may already write where another looks."""
+    outcome: list[Any] = [None, None]
+    if PartialState().is_main_process:
+        try:
+            outcome[0] = find()
+        except (ValueError, OSError) as error:
+            outcome[1] = str(error)
+    broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise ValueError(outcome[1])
+    return outcome[0]
+
+
+def set_aside(folder: str | Path) -> Path | None:
+    """Moves what an earlier run wrote to a folder of its own in `folder`, and returns that; None where there was nothing."""
+    folder = Path(folder)
+    found = sorted({path for pattern in WRITTEN for path in folder.glob(pattern)})
+    if not found:
+        return None
+    numbers = [int(path.name) for path in (folder / REPLACED).glob("[0-9]*")]
+    aside = folder / REPLACED / str(max(numbers, default=0) + 1)
+    aside.mkdir(parents=True)
+    for path in found:
+        path.rename(aside / path.name)
+    return aside
+
+
+def discard_replaced(folder: str | Path) -> None:
+    """Removes what has been set aside, once what replaces it is written."""
+    shutil.rmtree(Path(folder, REPLACED), ignore_errors=True)
