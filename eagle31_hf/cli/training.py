@@ -122,7 +122,7 @@ def rows_of(args: argparse.Namespace, source: str, target: Any, tokenizer: Any, 
     else:
         rows, skipped = rows_in_memory(
             target, tokenizer, source, max_length=args.max_length, split=args.split, seed=args.seed,
-            template_options=dict(args.template_option),
+            template_options=dict(args.template_option), progress=progress,
         )  # fmt: skip
         return rows, described(source, rows, skipped)
     return store, described(source, store, store.skipped)

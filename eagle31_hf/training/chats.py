@@ -6,13 +6,14 @@ from dataclasses import dataclass, field
 from itertools import groupby, takewhile
 from typing import Any
 
-import jinja2
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from .records import Chat, Record, Tokens, check_ids, parse_record
+from .kinds import Chat, Tokens, check_ids, parse_record
+from .records import Record
 from .rows import supervised
+from .skipped import Skipped, refused_by
 
 MASKS = ("answers", "all")
 RENDERINGS = {  # of a chat -> whether through the template, and whether with BOS
@@ -21,10 +22,6 @@ RENDERINGS = {  # of a chat -> whether through the template, and whether with BO
 LEAST_TEXT = 4  # tokens, of a piece of plain text
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 SAID = ("content", "tool_calls", "reasoning_content", "reasoning", "thinking")  # what an assistant's message may consist of
-
-
-class Skipped(ValueError):  # noqa: N818 -- nothing is wrong but the one record
-    """This record makes no row; the text is a short reason, to be counted."""
 
 
 @dataclass
@@ -82,7 +79,8 @@ class RowMaker:
         return self._pieces(parsed) if isinstance(parsed, str) else [parsed]
 
     def _pieces(self, text: str) -> list[Tokens]:
-        ids = torch.tensor(self.tokenizer(text)["input_ids"], dtype=torch.long)
+        with refused_by("tokenizer"):
+            ids = torch.tensor(self.tokenizer(text)["input_ids"], dtype=torch.long)
         pieces = [piece for piece in ids.split(self.max_length) if len(piece) >= LEAST_TEXT]
         if not pieces:
             raise Skipped("too short")
@@ -111,7 +109,8 @@ class RowMaker:
         for number, message in enumerate(chat.messages):
             parts = ["\n"] if number else []
             for part in [*parts, _text_of(message)]:
-                piece = self.tokenizer(part, add_special_tokens=False)["input_ids"]
+                with refused_by("tokenizer"):
+                    piece = self.tokenizer(part, add_special_tokens=False)["input_ids"]
                 ids += piece
                 answers += [part != "\n" and message["role"] == "assistant"] * len(piece)
         return _tokens(ids, answers)
@@ -122,21 +121,19 @@ class RowMaker:
                 "the record is a chat and the tokenizer has no chat template; expected one. Pass chat_template, or use the tokenizer "
                 "of the instruction-tuned target."
             )
-        try:
-            if self.mask == "all":
-                ids = self._render(chat)["input_ids"]
-                return [_tokens(ids, [False] * len(ids))]
-            # Slow tokenizers do not know where in the text their tokens lie, which the template's own marks are in.
-            template = self.tokenizer.get_chat_template(self.chat_template, chat.tools)
-            return [self._by_marks(chat)] if self.tokenizer.is_fast and GENERATION.search(template) else self._by_prefixes(chat)
-        except (jinja2.TemplateError, TypeError) as error:
-            raise Skipped(f"template refused it: {error}") from None
+        if self.mask == "all":
+            ids = self._render(chat)["input_ids"]
+            return [_tokens(ids, [False] * len(ids))]
+        # Slow tokenizers do not know where in the text their tokens lie, which the template's own marks are in.
+        template = self.tokenizer.get_chat_template(self.chat_template, chat.tools)
+        return [self._by_marks(chat)] if self.tokenizer.is_fast and GENERATION.search(template) else self._by_prefixes(chat)
 
     def _render(self, chat: Chat, num_messages: int | None = None, **options: Any) -> Any:
-        return self.tokenizer.apply_chat_template(
-            chat.messages[:num_messages], tools=chat.tools, chat_template=self.chat_template, tokenize=True, return_dict=True,
-            **self.template_options | options,
-        )  # fmt: skip
+        with refused_by("template"):
+            return self.tokenizer.apply_chat_template(
+                chat.messages[:num_messages], tools=chat.tools, chat_template=self.chat_template, tokenize=True, return_dict=True,
+                **self.template_options | options,
+            )  # fmt: skip
 
     def _by_marks(self, chat: Chat) -> Tokens:
         """Answers are what the template marks as generated."""
@@ -186,7 +183,7 @@ class RowMaker:
 
 def _text_of(message: dict[str, Any]) -> str:
     content = message.get("content", "")
-    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+    return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)
 
 
 def _tokens(ids: list[int], answers: list[bool]) -> Tokens:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from .records import tokens_of
+from .kinds import tokens_of
 
 Row = Mapping[str, Any]
 STATE_COLUMNS = ("states", "last_states")  # (T, n*ht) and (T, ht)

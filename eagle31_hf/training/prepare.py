@@ -5,7 +5,7 @@ can make some each. T tokens of a row, n captured states, ht target width.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..configuration import Eagle31Config
 from ..features import decoder_layers
 from . import regenerate as on_policy
-from .chats import RowMaker, Skipped
+from .chats import RowMaker
 from .identity import digest, tokenizer_fingerprint, weights_fingerprint
 from .packing import Rows
-from .records import Chat, Record, identity, parse_record, read_records
+from .kinds import Chat, parse_record
+from .records import Records, identity, read_records
+from .skipped import Skipped, Skips
 from .store import HiddenStateStore, Manifest, Row, missing_shards, open_store, save_target_parts, write_shard
 from .target import TargetReader, tensor_parallel_group
 
 MAX_LENGTH, MAX_NEW_TOKENS, BATCH_SIZE, RECORDS_PER_SHARD = 2048, 1024, 8, 64
+MOST_REASONS = 5  # in an error
 
 
 @dataclass
@@ -44,7 +47,7 @@ class Prepared:
 class _Workshop:
     """Makes the rows of one shard after the other."""
 
-    records: Sequence[Record]
+    records: Records
     records_per_shard: int
     maker: RowMaker
     speaker: on_policy.Speaker | None
@@ -52,36 +55,38 @@ class _Workshop:
     mask: str
     seed: int
     batch_size: int
+    skips: Skips
 
     def shard(self, index: int) -> tuple[list[Row], Counter[str]]:
         first = index * self.records_per_shard
         numbers = range(first, min(first + self.records_per_shard, len(self.records)))
-        skipped = Counter[str]()
         if self.speaker is None:
-            rows = [row for number in numbers for row in self._rows(number, skipped)]
+            rows = [row for number in numbers for row in rows_of_record(self.records, number, self.maker, self.skips)]
         else:
             with on_policy.seeded(self.seed, index):
-                rows = self._regenerated(self.speaker, numbers, skipped)
-        return (rows if self.reader is None else self._with_states(self.reader, rows)), skipped
+                rows = self._regenerated(self.speaker, numbers)
+        return (rows if self.reader is None else self._with_states(self.reader, rows)), self.skips.taken()
 
-    def _rows(self, number: int, skipped: Counter[str]) -> list[Row]:
-        try:
-            return self.maker.rows(self.records[number], number)
-        except Skipped as reason:
-            skipped[str(reason)] += 1
-            return []
-
-    def _regenerated(self, speaker: on_policy.Speaker, numbers: range, skipped: Counter[str]) -> list[Row]:
+    def _regenerated(self, speaker: on_policy.Speaker, numbers: range) -> list[Row]:
         """Chats are answered; of what is no chat, all before the first answer is the prompt, or the first half of a plain text."""
-        chats, prompts = list[Chat](), list[Tensor]()
+        chats, prompts = list[tuple[int, Chat]](), list[tuple[int, Tensor]]()
         for number in numbers:
-            parsed = parse_record(self.records[number])
-            if isinstance(parsed, Chat):
-                chats.append(parsed)
-            else:
-                prompts += [row["input_ids"][: _end_of_prompt(row)] for row in self._rows(number, skipped)]
-        talks = on_policy.regenerate(speaker, chats, skipped, chat_template=self.maker.chat_template, **self.maker.template_options)
-        rows = [row for made in (*talks, *on_policy.continue_texts(speaker, prompts, skipped)) for row in made]
+            try:
+                parsed = parse_record(self.records[number])
+                if isinstance(parsed, Chat):
+                    chats.append((number, parsed))
+                else:
+                    prompts += [(number, row["input_ids"][: _end_of_prompt(row)]) for row in self.maker.rows(self.records[number], number)]
+            except Skipped as refusal:
+                self.skips.add(number, refusal)
+        talks = on_policy.regenerate(
+            speaker, [chat for _, chat in chats], lambda i, refusal: self.skips.add(chats[i][0], refusal),
+            chat_template=self.maker.chat_template, **self.maker.template_options,
+        )  # fmt: skip
+        continued = on_policy.continue_texts(
+            speaker, [prompt for _, prompt in prompts], lambda i, refusal: self.skips.add(prompts[i][0], refusal)
+        )
+        rows = [row for made in (*talks, *continued) for row in made]
         if self.mask == "all":
             rows = [row | {"answers": torch.ones_like(row["answers"])} for row in rows]
         return rows
@@ -95,6 +100,15 @@ class _Workshop:
             for row, *both in zip(batch, *reader.read(ids, documents), strict=True):
                 row |= {name: states[: len(row["input_ids"])] for name, states in zip(("states", "last_states"), both, strict=True)}
         return rows
+
+
+def rows_of_record(records: Records, number: int, maker: RowMaker, skips: Skips) -> list[Row]:
+    """The rows of one record; none where it cannot be read or makes none, which is counted with its reason and goes no further."""
+    try:
+        return maker.rows(records[number], number)
+    except Skipped as refusal:
+        skips.add(number, refusal)
+        return []
 
 
 def _end_of_prompt(row: Row) -> int:
@@ -129,7 +143,8 @@ def prepare_data(
 
     `states`: with the target's, at `layer_ids` (by default where drafters read) and in `dtype`, one of STORED_DTYPES (by default the
     target's). `regenerate`: answers are the target's own, by generate() with the options `generation`. The others are RowMaker's.
-    Raises ValueError for options that do not go together, and where `output` holds what was made from something else.
+    A record that makes no row is counted with its reason, and the first of each reason are told to `progress`, with file and line.
+    Raises ValueError for options that do not go together, where `output` holds something else, and where no record makes a row.
     """
     _check(states, layer_ids, dtype, regenerate, template_augmentation, part)
     if tensor_parallel_group(target) is not None:
@@ -162,9 +177,13 @@ def prepare_data(
     reader = TargetReader(target, layer_ids) if states else None
     if reader is not None and part[0] == 0:
         save_target_parts(output, target, reader.scoring.as_dict())
-    workshop = _Workshop(records, records_per_shard, maker, speaker, reader, mask, seed, batch_size)
+    skips = Skips(records.where, progress)
+    workshop = _Workshop(records, records_per_shard, maker, speaker, reader, mask, seed, batch_size, skips)
     _make(workshop, output, part, progress or (lambda message: None))
-    return _summary(output)
+    prepared = _summary(output)
+    if prepared.shards == prepared.num_shards and not prepared.rows:
+        raise _no_rows(source, records, skips, prepared.skipped)
+    return prepared
 
 
 def rows_in_memory(
@@ -176,20 +195,32 @@ def rows_in_memory(
     split: str = "train",
     seed: int = 0,
     template_options: dict[str, Any] | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> tuple[Rows, dict[str, int]]:
-    """Rows of a source as it is, and what made none, by reason. Raises ValueError where nothing did."""
-    records, skipped, rows = read_records(source, split), Counter[str](), list[Row]()
+    """Rows of a source as it is, and what made none, by reason; `progress` is told where the first of each reason are.
+
+    Raises ValueError where no record makes a row.
+    """
+    records, rows = read_records(source, split), list[Row]()
+    skips = Skips(records.where, progress)
     table: Any = target.get_input_embeddings()
     stops = set(on_policy.stop_ids(target, tokenizer))
     maker = RowMaker(tokenizer, max_length, len(table.weight), seed=seed, stop_ids=stops, template_options=template_options or {})
-    for number, record in enumerate(records):
-        try:
-            rows += maker.rows(record, number)
-        except Skipped as reason:
-            skipped[str(reason)] += 1
+    for number in range(len(records)):
+        rows += rows_of_record(records, number, maker, skips)
+    skipped = dict(skips.taken())
     if not rows:
-        raise ValueError(f"{source}: none of its {len(records)} records makes a row ({dict(skipped)}); expected some with answers.")
+        raise _no_rows(source, records, skips, skipped)
     return Rows.from_rows(rows), skipped
+
+
+def _no_rows(source: str, records: Records, skips: Skips, counts: dict[str, int]) -> ValueError:
+    reasons = ", ".join(f"{count:,}: {reason}" for reason, count in sorted(counts.items())[:MOST_REASONS])
+    first = "".join(f" {number}) {text}" for number, text in enumerate(skips.first, 1))
+    return ValueError(
+        f"{source}: none of its {len(records):,} records makes a row ({reasons}); expected some with answers."
+        + (f" The first:{first}" if first else "")
+    )
 
 
 def _check(states: bool, layer_ids: Any, dtype: Any, regenerate: bool, template_augmentation: float, part: tuple[int, int]) -> None:

@@ -1,23 +1,23 @@
 """Answers in the target's own words, token for token as it says them: what a drafter meets when serving. B prompts, T tokens."""
 
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import jinja2
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .chats import SAID
 from .identity import digest
-from .records import Chat
+from .kinds import Chat
+from .skipped import Skipped, refused_by
 from .store import Row
 
 LEAST_ANSWER = 2  # tokens: the first is never drafted
 OVER_LONG, TOO_SHORT = "over-long prompt", "too short"
+Refuse = Callable[[int, Skipped | str], None]  # told the place in the list of what could not go on, and why
 
 
 @contextmanager
@@ -94,6 +94,7 @@ class Speaker:
 class _Talk:
     """A chat under way: `said` is what the next prompt is made of, `ahead` the messages of the original yet to come."""
 
+    index: int
     ahead: list[dict[str, Any]]
     tools: list[Any] | None
     said: list[dict[str, Any]] = field(default_factory=list)
@@ -111,50 +112,51 @@ class _Talk:
         return False
 
 
-def regenerate(speaker: Speaker, chats: list[Chat], skipped: Counter[str], **template: Any) -> list[list[Row]]:
+def regenerate(speaker: Speaker, chats: list[Chat], refuse: Refuse, **template: Any) -> list[list[Row]]:
     """Chat by chat a row for every turn of the assistant, and for the one after a last message of the user's, as the target says it.
 
-    A row is the prompt as it is served and what the target said to it; its words replace the original in later prompts. `skipped` counts
-    by reason the chats that could not go on and the answers too short to learn from. `template`: options of `apply_chat_template`.
+    A row is the prompt as it is served and what the target said to it; its words replace the original in later prompts. `refuse` is told
+    of chats that could not go on and of answers too short to learn from. `template`: options of `apply_chat_template`.
     """
-    talks = [_Talk([*chat.messages], chat.tools) for chat in chats]
+    talks = [_Talk(index, [*chat.messages], chat.tools) for index, chat in enumerate(chats)]
     while True:
-        turns = [(talk, prompt) for talk in talks if talk.goes_on() for prompt in _prompts(speaker, talk, skipped, template)]
+        turns = [(talk, prompt) for talk in talks if talk.goes_on() for prompt in _prompts(speaker, talk, refuse, template)]
         if not turns:
             return [talk.rows for talk in talks]
         answers = speaker.answers([prompt for _, prompt in turns])
         for (talk, prompt), answer in zip(turns, answers, strict=True):
-            talk.rows += _rows(speaker, prompt, answer, skipped)
+            talk.rows += _rows(speaker, talk.index, prompt, answer, refuse)
             talk.said.append({"role": "assistant", "content": speaker.text(answer)})
 
 
-def continue_texts(speaker: Speaker, prompts: list[Tensor], skipped: Counter[str]) -> list[list[Row]]:
-    """Prompt ids (T,) -> a row of the prompt and what the target goes on with, or none; `skipped` counts the reasons."""
+def continue_texts(speaker: Speaker, prompts: list[Tensor], refuse: Refuse) -> list[list[Row]]:
+    """Prompt ids (T,) -> a row of the prompt and what the target goes on with, or none; `refuse` is told of those."""
     fitting = [i for i, prompt in enumerate(prompts) if speaker.fits(prompt)]
-    skipped.update([OVER_LONG] * (len(prompts) - len(fitting)))
+    for i in sorted({*range(len(prompts))} - {*fitting}):
+        refuse(i, OVER_LONG)
     answers = dict(zip(fitting, speaker.answers([prompts[i] for i in fitting]), strict=True))
-    return [_rows(speaker, prompt, answers[i], skipped) if i in answers else [] for i, prompt in enumerate(prompts)]
+    return [_rows(speaker, i, prompt, answers[i], refuse) if i in answers else [] for i, prompt in enumerate(prompts)]
 
 
-def _rows(speaker: Speaker, prompt: Tensor, answer: Tensor, skipped: Counter[str]) -> list[Row]:
+def _rows(speaker: Speaker, index: int, prompt: Tensor, answer: Tensor, refuse: Refuse) -> list[Row]:
     if len(answer) >= LEAST_ANSWER:
         return [speaker.row(prompt, answer)]
-    skipped[TOO_SHORT] += 1
+    refuse(index, TOO_SHORT)
     return []
 
 
-def _prompts(speaker: Speaker, talk: _Talk, skipped: Counter[str], template: dict[str, Any]) -> list[Tensor]:
+def _prompts(speaker: Speaker, talk: _Talk, refuse: Refuse, template: dict[str, Any]) -> list[Tensor]:
     """The prompt of the next turn, or none: the chat ends there."""
     try:
-        rendered: Any = speaker.tokenizer.apply_chat_template(
-            talk.said, tools=talk.tools, add_generation_prompt=True, tokenize=True, return_dict=True, **template
-        )
+        with refused_by("template"):
+            rendered: Any = speaker.tokenizer.apply_chat_template(
+                talk.said, tools=talk.tools, add_generation_prompt=True, tokenize=True, return_dict=True, **template
+            )
         prompt = torch.tensor(rendered["input_ids"], dtype=torch.long)
-        if speaker.fits(prompt):
-            return [prompt]
-        reason = OVER_LONG
-    except (jinja2.TemplateError, TypeError) as error:
-        reason = f"template refused it: {error}"
-    skipped[reason] += 1
+        if not len(prompt) or not speaker.fits(prompt):
+            raise Skipped(OVER_LONG if len(prompt) else "empty prompt")
+        return [prompt]
+    except Skipped as refusal:
+        refuse(talk.index, refusal)
     talk.ahead.clear()
     return []

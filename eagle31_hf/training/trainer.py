@@ -22,7 +22,7 @@ from .divergence import DivergenceWatch
 from .evaluation import EvalShare, Evaluation, served
 from .objective import Batch, DraftingObjective, Sums
 from .packing import Collator, PackedRows
-from .records import check_ids, tokens_of
+from .kinds import check_ids, tokens_of
 from .regenerate import stop_ids
 from .rows import total_shares
 from .saving import check_finite, check_vocabulary, ended_state, last_checkpoint, write_record

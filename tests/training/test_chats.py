@@ -5,7 +5,8 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from eagle31_hf.training.chats import RENDERINGS, RowMaker, Skipped
+from eagle31_hf.training.chats import RENDERINGS, RowMaker
+from eagle31_hf.training.skipped import Skipped
 from eagle31_hf.training.rows import supervised
 
 SPECIAL = ["<bos>", "<eos>", "<im>", "<end>", "<think>", "</think>"]
@@ -192,6 +193,8 @@ def test_one_question_is_a_chat(make_tokenizer):
         ("chatml", {"input_ids": [5, 6, 7], "answers": [0, 0, 1]}, "too short", {}),
         ("chatml", {"input_ids": [5, 6, 7], "answers": [0, 0, 0]}, "no answer", {}),
         ("chatml", {"text": "ab"}, "too short", {}),
+        ("chatml", {"text": "hello"}, r"token ids go from 1 to \d+; expected 0 to 49, the target's", {"vocab_size": 50}),
+        ("chatml", {"input_ids": [3, -1, 4], "answers": [1, 1, 1]}, "token ids go from -1 to 4; expected 0 to 49", {"vocab_size": 50}),
     ],
 )  # fmt: skip
 def test_skipped(make_tokenizer, template, record, reason, options):
@@ -266,9 +269,6 @@ def test_what_is_wrong_with_everything(make_tokenizer):
     tokenizer = make_tokenizer(None)
     for record, options, problem in (
         (messages(*CHAT), {}, "the tokenizer has no chat template; expected one. Pass chat_template"),
-        ({"text": "hello"}, {"vocab_size": 50}, r"token ids go from 1 to \d+; expected 0 to 49, the target's"),
-        ({"input_ids": [3, -1, 4], "answers": [1, 1, 1]}, {"vocab_size": 50}, "token ids go from -1 to 4; expected 0 to 49"),
-        ({"hello": 1}, {}, "a record has hello; expected one of"),
         ({"text": "hello"}, {"mask": "most"}, "mask is 'most'; expected one of answers, all"),
         ({"text": "hello"}, {"template_augmentation": 2}, "template_augmentation is 2; expected a share"),
         ({"text": "hello"}, {"max_length": 3}, "max_length is 3; expected at least 4"),

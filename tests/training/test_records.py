@@ -7,7 +7,9 @@ import pickle
 import pytest
 import torch
 
-from eagle31_hf.training.records import JsonLines, Tokens, identity, parse_record, read_records
+from eagle31_hf.training.kinds import Tokens, parse_record
+from eagle31_hf.training.records import JsonLines, identity, read_records
+from eagle31_hf.training.skipped import Skipped
 
 ASKED, SAID = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 RECORDS = [{"text": "one"}, {"text": "two ü"}, {"text": "three"}]
@@ -60,7 +62,7 @@ def test_lines_are_parsed_when_asked_for(tmp_path):
     records = JsonLines(path)
     assert records[2] == RECORDS[2]
     for index, line, problem in ((3, 5, "Expecting property name"), (4, 6, "holds a list")):
-        with pytest.raises(ValueError, match=rf"data\.jsonl, line {line}: {problem}.*expected one JSON object a line"):
+        with pytest.raises(Skipped, match=rf"data\.jsonl, line {line}: {problem}.*expected one JSON object a line"):
             records[index]
 
 
@@ -68,7 +70,7 @@ def test_lines_are_parsed_when_asked_for(tmp_path):
     ("name", "content", "problem"),
     [
         ("a.jsonl", "\n", "holds no records"), ("a.json", "[]", "holds no records"), ("a.txt", " \n", "holds no records"),
-        ("a.json", '[{"text": 1},', r"a\.json: Expecting .* expected a list of JSON objects"), ("a.json", "[3]", "holds a int"),
+        ("a.json", '[{"text": 1},', r"a\.json: Expecting .* expected a list of JSON objects"), ("a.jsonl.gz", "x", "is compressed; expected .jsonl"),
     ],
 )  # fmt: skip
 def test_bad_files(tmp_path, name, content, problem):
@@ -182,7 +184,7 @@ def test_tokens(answers):
         ({"input_ids": [1]}, "a row has input_ids; expected input_ids and one of answers, loss_mask"),
         ({"input_ids": [1, 2], "answers": [1]}, r"input_ids are \(2,\) and answers \(1,\); expected one mark"),
         ({"messages": [{"content": "a"}]}, "expected an object with role and content, or from and value"),
-        ({"messages": "hello"}, "a message is 'h'; expected an object"),
+        ({"messages": "hello"}, "messages is 'hello'; expected a list of messages"),
         ({"conversations": [{"from": "alien", "value": "a"}]}, "a message is from 'alien'; expected one of system"),
     ],
 )

@@ -8,7 +8,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from eagle31_hf.training.records import Chat
+from eagle31_hf.training.kinds import Chat
 from eagle31_hf.training.regenerate import Speaker, continue_texts, regenerate, seeded, stop_ids
 
 END, NEW_TOKENS, LENGTH = 10, 12, 60
@@ -64,7 +64,11 @@ def alone(target, prompt: list[int], num_tokens: int = NEW_TOKENS) -> list[int]:
 
 def make(speaker: Speaker, chats: list[Chat]) -> tuple[list[list[dict]], Counter]:
     skipped = Counter()
-    return regenerate(speaker, copy.deepcopy(chats), skipped), skipped
+    return regenerate(speaker, copy.deepcopy(chats), counting(skipped)), skipped
+
+
+def counting(skipped: Counter):
+    return lambda index, refusal: skipped.update([str(refusal)])
 
 
 def ids_of(found: list[list[dict]]) -> list[list[list[int]]]:
@@ -186,7 +190,7 @@ def test_texts_are_gone_on_with(target, tokenizer, batch_size):
     prompts = [[1, 2, 3], [8, 1], [5, 2] * 4, [4] * 59, [2, 0]]
     skipped = Counter()
     speaker = Speaker(target, tokenizer, LENGTH, NEW_TOKENS, batch_size, GREEDY)
-    found = continue_texts(speaker, [torch.tensor(prompt) for prompt in prompts], skipped)
+    found = continue_texts(speaker, [torch.tensor(prompt) for prompt in prompts], counting(skipped))
     assert skipped["over-long prompt"] == 1
     assert found[3] == []
     for rows, prompt in zip(found, prompts, strict=True):

@@ -1,0 +1,202 @@
+"""What a record holds, by its kind: a chat, plain text or tokens. Its fields may have any type JSON has. T tokens."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from numbers import Integral
+from reprlib import Repr
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .records import Record
+from .skipped import Skipped
+
+SHORT = Repr()
+SHORT.maxstring = SHORT.maxother = 60
+
+
+@dataclass
+class Chat:
+    """Messages as chat templates take them, and the tools offered in it."""
+
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None = None
+
+
+@dataclass
+class Tokens:
+    """Ids (T,) long; `answers` (T,) bool: which of them are the target's to say."""
+
+    input_ids: Tensor
+    answers: Tensor
+
+
+ROLES = {name: name for name in ("system", "developer", "user", "assistant", "tool")} | {
+    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "claude": "assistant",
+    "model": "assistant", "chatbot": "assistant", "observation": "tool",
+}  # fmt: skip
+MARKS: dict[str, Callable[[Tensor], Tensor]] = {name: Tensor.bool for name in ("answers", "loss_mask", "assistant_masks")}
+ANSWER_COLUMNS = MARKS | {"labels": lambda labels: labels != -100}  # a column -> which tokens are answers
+
+
+def tokens_of(record: Record) -> Tokens:
+    """What has been tokenized already, its answers under any of ANSWER_COLUMNS. Raises ValueError where something is missing or short."""
+    column = next((name for name in ANSWER_COLUMNS if record.get(name) is not None), None)
+    if column is None or record.get("input_ids") is None:
+        names = SHORT.repr([*record]) if len(record) > 8 else ", ".join(map(str, record)) or "nothing"
+        raise Skipped("input_ids without answers", f"a row has {names}; expected input_ids and one of {', '.join(ANSWER_COLUMNS)}.")
+    ids, marks = _whole_numbers(record, "input_ids"), (_zeros_and_ones if column in MARKS else _whole_numbers)(record, column)
+    if ids.dim() != 1 or ids.shape != marks.shape:
+        raise Skipped(
+            "input_ids and answers differ in number",
+            f"input_ids are {tuple(ids.shape)} and {column} {tuple(marks.shape)}; expected one mark for each id.",
+        )
+    return Tokens(ids, ANSWER_COLUMNS[column](marks))
+
+
+def _whole_numbers(record: Record, column: str) -> Tensor:
+    """A column of integers, long; one without any is empty. Of floats none is taken for an integer, whatever its value."""
+    values = record[column]
+    refusal = Skipped(f"{column} are no integers", f"{column} are {SHORT.repr(values)}; expected a list of integers.")
+    if isinstance(values, list | tuple) and not {*map(type, values)} <= {int}:
+        if any(isinstance(value, bool) or not isinstance(value, Integral) for value in values):
+            raise refusal
+    numbers = _tensor(values, refusal)
+    if numbers.numel() and (numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool):
+        raise refusal
+    return numbers.long()
+
+
+def _zeros_and_ones(record: Record, column: str) -> Tensor:
+    refusal = Skipped(f"{column} are not 0 or 1", f"{column} are {SHORT.repr(record[column])}; expected true or false, or 1 or 0, each.")
+    marks = _tensor(record[column], refusal)
+    if not ((marks == 0) | (marks == 1)).all():
+        raise refusal
+    return marks
+
+
+def _tensor(values: Any, refusal: Skipped) -> Tensor:
+    try:
+        return torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError):  # text, lists of several lengths, integers of more than 64 bits
+        raise refusal from None
+
+
+def check_ids(ids: Tensor, vocab_size: int) -> None:
+    """Raises ValueError for ids (T,) the target does not have, which a GPU would only call an assertion of its own."""
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        raise Skipped(
+            "token ids the target does not have",
+            f"token ids go from {int(ids.min())} to {int(ids.max())}; expected 0 to {vocab_size - 1}, the target's. They are of another "
+            "tokenizer: use the one that belongs to the target.",
+        )
+
+
+def _string(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise Skipped(f"{name} is no text", f"{name} is {SHORT.repr(value)}; expected text.")
+    return value
+
+
+def _check_text(parsed: Any) -> None:
+    """Raises Skipped for half a surrogate pair, which no tokenizer reads, anywhere in it."""
+    left = [parsed]
+    while left:
+        value = left.pop()
+        if isinstance(value, str) and not value.isascii():
+            try:
+                value.encode()
+            except UnicodeEncodeError:
+                raise Skipped("text is not Unicode", f"text holds half a surrogate pair ({SHORT.repr(value)}); expected Unicode.") from None
+        elif isinstance(value, Mapping):
+            left += [*value.keys(), *value.values()]
+        elif isinstance(value, list | tuple):
+            left += value
+
+
+def _message(turn: Any) -> dict[str, Any]:
+    is_native = isinstance(turn, Mapping) and turn.get("role") is not None
+    if not is_native and not (isinstance(turn, Mapping) and {"from", "value"} <= turn.keys()):
+        expected = "expected an object with role and content, or from and value"
+        raise Skipped("a message without role and content", f"a message is {SHORT.repr(turn)}; {expected}.")
+    # Columns of a dataset hold None where a message has no such field; templates take it for there being one.
+    if is_native:
+        return _sound({name: value for name, value in turn.items() if value is not None})
+    speaker = _string(turn["from"], "from").lower()
+    if speaker not in ROLES:
+        raise Skipped("a message from nobody known", f"a message is from {SHORT.repr(turn['from'])}; expected one of {', '.join(ROLES)}.")
+    return _sound({"role": ROLES[speaker], "content": "" if turn["value"] is None else turn["value"]})
+
+
+def _sound(message: dict[str, Any]) -> dict[str, Any]:
+    """The message, whose fields have the types that templates read."""
+    _string(message["role"], "role")
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        _string(message.get(name, ""), name)
+    calls, content = message.get("tool_calls", []), message.get("content", "")
+    if not (isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls)):
+        raise Skipped("tool_calls are no list of objects", f"tool_calls are {SHORT.repr(calls)}; expected a list of objects.")
+    if isinstance(content, list):
+        if not all(isinstance(part, Mapping) and isinstance(part.get("text") or "", str) for part in content):
+            raise Skipped("content is no text", f"content is {SHORT.repr(content)}; expected text, or a list of objects with text.")
+    else:
+        _string(content, "content")
+    return message
+
+
+def _chat(record: Record, turns: Any, name: str) -> Chat:
+    if not isinstance(turns, list | tuple):
+        raise Skipped(f"{name} is no list", f"{name} is {SHORT.repr(turns)}; expected a list of messages.")
+    return Chat([_message(turn) for turn in turns], _tools(record.get("tools")))
+
+
+def _tools(tools: Any) -> list[Any] | None:
+    refusal = Skipped("tools are no list of objects", f"tools are {SHORT.repr(tools)}; expected a list of objects, or that as JSON.")
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except (ValueError, RecursionError):
+            raise refusal from None
+    if tools and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
+        raise refusal
+    return tools or None
+
+
+def _answered(record: Record, asked: str, answer: str) -> Chat:
+    """One question and its answer, in these columns: each is text, or messages."""
+    turns = []
+    for role, name in (("user", asked), ("assistant", answer)):
+        side = record[name]
+        turns += side if isinstance(side, list | tuple) else [{"role": role, "content": _string(side, name)}]
+    return _chat(record, turns, asked)
+
+
+def _instruction(record: Record) -> Chat:
+    parts = [_string(record["instruction"], "instruction"), _string(record.get("input") or "", "input")]
+    return _answered({**record, "instruction": "\n\n".join(part for part in parts if part)}, "instruction", "output")
+
+
+KINDS: dict[tuple[str, ...], Callable[[Record], Chat | str | Tokens]] = {  # the columns that tell a kind of record, the first that fits
+    ("input_ids",): tokens_of,
+    ("messages",): lambda record: _chat(record, record["messages"], "messages"),
+    ("conversations",): lambda record: _chat(record, record["conversations"], "conversations"),
+    ("prompt", "completion"): lambda record: _answered(record, "prompt", "completion"),
+    ("prompt", "response"): lambda record: _answered(record, "prompt", "response"),
+    ("instruction", "output"): _instruction,
+    ("text",): lambda record: _string(record["text"], "text"),
+}
+
+
+def parse_record(record: Record) -> Chat | str | Tokens:
+    """What a record holds: a chat, plain text or tokens. Raises Skipped for a record of no kind in KINDS, and for fields of other types."""
+    found = {name for name, value in record.items() if value is not None}
+    for columns, read in KINDS.items():
+        if found.issuperset(columns):
+            parsed = read(record)
+            _check_text([parsed.messages, parsed.tools] if isinstance(parsed, Chat) else parsed)
+            return parsed
+    kinds = "; ".join(" and ".join(columns) for columns in KINDS)
+    names = SHORT.repr(sorted(found)) if len(found) > 8 else ", ".join(sorted(found)) or "nothing"
+    raise Skipped("of no known kind", f"a record has {names}; expected one of: {kinds}.")

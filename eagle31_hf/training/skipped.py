@@ -1,0 +1,67 @@
+"""Records that make no row: why, counted by reason, and where the first of each are."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+SHOWN = 3  # records of a reason that are named
+LONGEST = 100  # characters of what a template or a tokenizer says
+
+
+class Skipped(ValueError):  # noqa: N818 -- nothing is wrong but the one record
+    """This record makes no row.
+
+    `reason`: a few words, the same for all records that fail so, to be counted by. `details`: the text, by default the reason.
+    `place`: the file and line, where they are known already.
+    """
+
+    def __init__(self, reason: str, details: str | None = None, place: str = ""):
+        super().__init__(reason, details, place)
+        self.reason, self.place = reason, place
+        self.details = (details or reason).encode("utf-8", "backslashreplace").decode()  # it may quote what is no Unicode
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.details}" if self.place else self.details
+
+
+@contextmanager
+def refused_by(what: str) -> Iterator[None]:
+    """Whatever a template or a tokenizer raises in the block is a reason to skip the record: the one is a program that came with the model,
+    the other raises plain `Exception`."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        said = " ".join(str(error).encode("ascii", "backslashreplace").decode().split()) or type(error).__name__
+        raise Skipped(f"{what} refused it: {said[:LONGEST]}") from None
+
+
+class Skips:
+    """Counts what made no row by reason, and reports where the first records of each reason are.
+
+    `place_of`: a record's number -> its file and line.
+    """
+
+    def __init__(self, place_of: Callable[[int], str], report: Callable[[str], None] | None = None):
+        self.place_of, self.report = place_of, report
+        self.first: list[str] = []  # where the first few are, and why they are skipped
+        self._counts, self._reported = Counter[str](), Counter[str]()
+
+    def add(self, number: int, refusal: Skipped | str) -> None:
+        """Counts the record of that number."""
+        refusal = Skipped(refusal) if isinstance(refusal, str) else refusal
+        self._counts[refusal.reason] += 1
+        self._reported[refusal.reason] += 1
+        if self._reported[refusal.reason] > SHOWN:
+            return
+        refusal.place = refusal.place or self.place_of(number)
+        if len(self.first) < SHOWN:
+            self.first.append(str(refusal))
+        if self.report is not None:
+            self.report(f"skipped {refusal}")
+
+    def taken(self) -> Counter[str]:
+        """The counts since they were last taken."""
+        counts, self._counts = self._counts, Counter[str]()
+        return counts
