@@ -37,7 +37,7 @@ ROLES = {name: name for name in ("system", "developer", "user", "assistant", "to
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "claude": "assistant",
     "model": "assistant", "chatbot": "assistant", "observation": "tool",
 }  # fmt: skip
-MARKS: dict[str, Callable[[Tensor], Tensor]] = {name: Tensor.bool for name in ("answers", "loss_mask", "assistant_masks")}
+MARKS: dict[str, Callable[[Tensor], Tensor]] = dict.fromkeys(("answers", "loss_mask", "assistant_masks"), Tensor.bool)
 ANSWER_COLUMNS = MARKS | {"labels": lambda labels: labels != -100}  # a column -> which tokens are answers
 
 
@@ -60,9 +60,9 @@ def _whole_numbers(record: Record, column: str) -> Tensor:
     """A column of integers, long; one without any is empty. Of floats none is taken for an integer, whatever its value."""
     values = record[column]
     refusal = Skipped(f"{column} are no integers", f"{column} are {SHORT.repr(values)}; expected a list of integers.")
-    if isinstance(values, list | tuple) and not {*map(type, values)} <= {int}:
-        if any(isinstance(value, bool) or not isinstance(value, Integral) for value in values):
-            raise refusal
+    others = {*map(type, values)} - {int} if isinstance(values, list | tuple) else ()
+    if any(kind is bool or not issubclass(kind, Integral) for kind in others):
+        raise refusal
     numbers = _tensor(values, refusal)
     if numbers.numel() and (numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool):
         raise refusal
@@ -166,7 +166,7 @@ def _tools(tools: Any) -> list[Any] | None:
 
 def _answered(record: Record, asked: str, answer: str) -> Chat:
     """One question and its answer, in these columns: each is text, or messages."""
-    turns = []
+    turns = list[Any]()
     for role, name in (("user", asked), ("assistant", answer)):
         side = record[name]
         turns += side if isinstance(side, list | tuple) else [{"role": role, "content": _string(side, name)}]

@@ -20,8 +20,8 @@ from ..features import decoder_layers
 from . import regenerate as on_policy
 from .chats import RowMaker
 from .identity import digest, tokenizer_fingerprint, weights_fingerprint
-from .packing import Rows
 from .kinds import Chat, parse_record
+from .packing import Rows
 from .records import Records, identity, read_records
 from .skipped import Skipped, Skips
 from .store import HiddenStateStore, Manifest, Row, missing_shards, open_store, save_target_parts, write_shard

@@ -20,9 +20,9 @@ from .alignment import AlignmentReader
 from .arguments import Eagle31TrainingArguments
 from .divergence import DivergenceWatch
 from .evaluation import EvalShare, Evaluation, served
+from .kinds import check_ids, tokens_of
 from .objective import Batch, DraftingObjective, Sums
 from .packing import Collator, PackedRows
-from .kinds import check_ids, tokens_of
 from .regenerate import stop_ids
 from .rows import total_shares
 from .saving import check_finite, check_vocabulary, ended_state, last_checkpoint, write_record

@@ -191,10 +191,11 @@ def test_where_no_row_is_left_the_first_reasons_are_named(tmp_path, tokenizer, t
 
 # Rows at random.
 
-SCALARS = [None, True, False, 0, 1, -1, 5, 60, 61, 2**63, 10**30, 0.0, 1.0, 2.5, float("nan"), float("inf"), "", "a", "abcdefgh", "k", "bad",
-           "xyz", "\ud800", "\x00", "user", "assistant", "text", "é", "a" * 99]  # fmt: skip
-FIELDS = sorted({name for columns in KINDS for name in columns}) + [
-    "answers", "labels", "loss_mask", "assistant_masks", "tools", "role", "content", "from", "value", "tool_calls", "input", "type", "\udfff",
+SCALARS = [None, True, False, 0, 1, -1, 5, 60, 61, 2**63, 10**30, 0.0, 1.0, 2.5, float("nan"), float("inf"), "", "a", "abcdefgh", "k",
+           "bad", "xyz", "\ud800", "\x00", "user", "assistant", "text", "é", "a" * 99]  # fmt: skip
+FIELDS = [
+    *sorted({name for columns in KINDS for name in columns}), "answers", "labels", "loss_mask", "assistant_masks", "tools", "role",
+    "content", "from", "value", "tool_calls", "input", "type", "\udfff",
 ]  # fmt: skip
 SOUND = [
     GOOD, {"input_ids": [1, 2, 3, 4], "labels": [-100, 2, 3, 4]}, {"messages": [ASKED, SAID]}, {"text": "abcdefgh"},

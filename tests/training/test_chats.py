@@ -6,8 +6,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers, pro
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from eagle31_hf.training.chats import RENDERINGS, RowMaker
-from eagle31_hf.training.skipped import Skipped
 from eagle31_hf.training.rows import supervised
+from eagle31_hf.training.skipped import Skipped
 
 SPECIAL = ["<bos>", "<eos>", "<im>", "<end>", "<think>", "</think>"]
 CHATML = (

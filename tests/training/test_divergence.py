@@ -98,8 +98,10 @@ class Spoil(TrainerCallback):
 
 @pytest.fixture
 def scaled_trainer(tmp_path, monkeypatch):
-    """`scaled_trainer(init_scale, **options)`: a run in fp16, which skips a step that overflows and halves its scale; accelerate knows it on
-    accelerators only, and torch on CPUs too."""
+    """`scaled_trainer(init_scale, **options)`: a run in fp16, which skips a step that overflows and halves its scale.
+
+    accelerate offers it on accelerators only, but torch on CPUs too.
+    """
     monkeypatch.setitem(AcceleratorState._shared_state, "_mixed_precision", "fp16")
 
     def make(init_scale: float, **options):

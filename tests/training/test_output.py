@@ -43,7 +43,7 @@ STRANGER, OURS, ROWS = ("model.safetensors", "config.json"), ("checkpoint-4/trai
 def test_refused(tmp_path, names, asked, words):
     folder = written(tmp_path, *names)
     before = contents(folder)
-    with pytest.raises(ValueError, match="[^ ]+: .*") as caught:
+    with pytest.raises(ValueError, match=folder.name) as caught:
         check_output(folder, **asked)
     assert words in str(caught.value)
     assert contents(folder) == before

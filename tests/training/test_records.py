@@ -70,7 +70,8 @@ def test_lines_are_parsed_when_asked_for(tmp_path):
     ("name", "content", "problem"),
     [
         ("a.jsonl", "\n", "holds no records"), ("a.json", "[]", "holds no records"), ("a.txt", " \n", "holds no records"),
-        ("a.json", '[{"text": 1},', r"a\.json: Expecting .* expected a list of JSON objects"), ("a.jsonl.gz", "x", "is compressed; expected .jsonl"),
+        ("a.json", '[{"text": 1},', r"a\.json: Expecting .* expected a list of JSON objects"),
+        ("a.jsonl.gz", "x", "is compressed; expected .jsonl"),
     ],
 )  # fmt: skip
 def test_bad_files(tmp_path, name, content, problem):
