@@ -1,5 +1,10 @@
 """`Eagle31Config`: what a drafter is. The only place that knows the norm flags and the layer-id convention."""
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
@@ -7,6 +12,19 @@ from transformers.modeling_rope_utils import RopeParameters
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 MAX_LAYERS = 256  # a drafter has one or two; a config that asks for a million is refused before anything is built
+
+# Options of the `from_pretrained` under way. transformers drops them before `from_dict`, where a config with `weights_from` is completed.
+HUB_OPTIONS_GIVEN: ContextVar[Mapping[str, Any]] = ContextVar("HUB_OPTIONS_GIVEN")
+
+
+@contextmanager
+def hub_options(options: Mapping[str, Any]) -> Iterator[None]:
+    """Makes the keyword arguments of a `from_pretrained` known to every `Eagle31Config.from_dict` within the block."""
+    token = HUB_OPTIONS_GIVEN.set(options)
+    try:
+        yield
+    finally:
+        HUB_OPTIONS_GIVEN.reset(token)
 
 
 def default_layer_ids(num_target_layers: int) -> list[int]:
@@ -48,7 +66,9 @@ class Eagle31Config(PreTrainedConfig):
         kv_lora_rank: set for MLA layers (DeepSeek, Kimi): keys and values are cached as one latent of this width. `q_lora_rank` (None: no
             query latent), `qk_nope_head_dim`, `qk_rope_head_dim` and `v_head_dim` are MLA's other sizes; rope is interleaved.
         target_model: name of the target this drafter was trained for.
-        weights_from: `{"repo_id", "revision"}` of the EAGLE 3 weights a repository with only a config refers to.
+        weights_from: `{"repo_id", "revision"}` of the EAGLE 3 weights a repository with only a config refers to. They are fetched with
+            the `token`, `cache_dir`, `local_files_only`, `force_download` and `proxies` given to `from_pretrained`, always at the revision
+            named here (without one, "main"): `revision` and `subfolder` given there say where this config is.
 
     Raises huggingface_hub's StrictDataclassError for contradicting fields.
     Source: EAGLE-3 (arXiv 2503.01840), Attention Drift (arXiv 2605.09992).
@@ -119,17 +139,21 @@ class Eagle31Config(PreTrainedConfig):
     def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
         """As in transformers; fields that contradict each other or have the wrong type are a ValueError that names the file."""
         try:
-            return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+            with hub_options(kwargs):
+                return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
         except StrictDataclassError as error:
             raise ValueError(f"{pretrained_model_name_or_path}: config.json: {error}") from error
 
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
-        """As in transformers; a config that only points to its weights (`weights_from`) is completed by the checkpoint it points to."""
+        """As in transformers; a config that only points to its weights (`weights_from`) is completed by the checkpoint it points to.
+
+        That is fetched with the Hub options of the `from_pretrained` that calls this; in a call of its own, with those given here.
+        """
         if config_dict.get("weights_from") is not None:
             from .checkpoints.read import complete_config  # the config does not depend on formats, this one completion does
 
-            config_dict = complete_config(config_dict).to_dict()
+            config_dict = complete_config(config_dict, HUB_OPTIONS_GIVEN.get({}) | kwargs).to_dict()
         return super().from_dict(config_dict, **kwargs)
 
     @classmethod

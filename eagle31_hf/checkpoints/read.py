@@ -21,6 +21,8 @@ from .infer import build_config, check_computable, foreign_config
 from .producers import NATIVE, identify
 from .tensors import Shapes, expected_tensors, native_names, refuse_other_graphs
 
+# Options that hold for the weights a config points to as well; `revision` and `subfolder` are of the repository with the config.
+LINK_OPTIONS = tuple(name for name in HUB_OPTIONS if name not in ("revision", "subfolder"))
 NOT_OVERRIDES = ("model_type", "architectures", "weights_from", "transformers_version", "dtype", "torch_dtype", "auto_map")
 
 MAX_VOCAB = 2**24  # ids; the largest vocabularies have a sixtieth of it
@@ -88,9 +90,12 @@ def read_checkpoint(
     return _understand(str(source), files, overrides, aux_layer_convention)
 
 
-def complete_config(values: Mapping[str, Any]) -> Eagle31Config:
-    """The whole config of a drafter whose `config.json` only points to its weights and states some fields over theirs."""
-    files, stated = _follow(CheckpointFiles("config.json with weights_from", Path(), dict(values)), {}, {})
+def complete_config(values: Mapping[str, Any], hub: Mapping[str, Any]) -> Eagle31Config:
+    """The whole config of a drafter whose `config.json` only points to its weights and states some fields over theirs.
+
+    `hub`: keyword arguments of a `from_pretrained`; those that LINK_OPTIONS names are used for the weights, too.
+    """
+    files, stated = _follow(CheckpointFiles("config.json with weights_from", Path(), dict(values)), {}, hub)
     return _understand(files.source, files, stated, None).config
 
 
@@ -125,7 +130,7 @@ def _follow(files: CheckpointFiles, overrides: dict[str, Any], hub: Mapping[str,
         raise ValueError(f"{where} names {repo_id!r}, which is a local path or no owner/name; expected a Hub repository.")
     if repo_id == files.source:
         raise ValueError(f"{where} names the repository itself, {repo_id}; expected the one that holds the weights.")
-    options = {name: hub[name] for name in ("token", "cache_dir", "local_files_only", "force_download", "proxies") if name in hub}
+    options = {name: hub[name] for name in LINK_OPTIONS if name in hub}
     base = open_files(repo_id, revision=link.get("revision"), **options)
     if base.config.get("weights_from") is not None:
         raise ValueError(f"{where} names {repo_id}, which holds no weights but points on; expected the repository that holds them.")

@@ -1,15 +1,17 @@
 """Makes `target.generate(assistant_model=drafter)` enter this library's loop. Installed by `import eagle31_hf`.
 
 Three methods of `GenerationMixin` are wrapped on the class. Each wrapper acts only where the assistant is an `Eagle31DrafterModel`
-and leaves every other call as it was. Installing twice changes nothing; `uninstall` restores what was found.
+and leaves every other call as it was. A fourth, of `AutoConfig`, only notes the call's keyword arguments for `Eagle31Config`.
+Installing twice changes nothing; `uninstall` restores what was found.
 """
 
 import functools
 from collections.abc import Callable
 from typing import Any
 
-from transformers import GenerationMixin
+from transformers import AutoConfig, GenerationMixin
 
+from ..configuration import hub_options
 from ..modeling import Eagle31DrafterModel
 from .checks import KNOBS, check_request, resolve_knobs
 from .decoding import speculative_decoding
@@ -44,29 +46,48 @@ def _assisted_decoding(original: Callable, self, *args, inputs_tensor=None, assi
     return speculative_decoding(self, assistant_model, *args, **kwargs)
 
 
-WRAPPERS = (_extract_generation_mode_kwargs, _validate_generation_mode, _assisted_decoding)
+def from_pretrained(original: Callable, cls, *args, **kwargs):
+    """Keeps the Hub options for `Eagle31Config.from_dict`, which may have more to fetch: AutoConfig drops them once it has config.json."""
+    with hub_options(kwargs):
+        return original(cls, *args, **kwargs)
+
+
+WRAPPERS = (
+    (GenerationMixin, _extract_generation_mode_kwargs),
+    (GenerationMixin, _validate_generation_mode),
+    (GenerationMixin, _assisted_decoding),
+    (AutoConfig, from_pretrained),
+)
 
 
 def install() -> None:
     """Wraps the methods; a second call does nothing."""
-    for wrapper in WRAPPERS:
-        original = getattr(GenerationMixin, wrapper.__name__)
-        if getattr(original, "_eagle31_original", None) is None:
-            setattr(GenerationMixin, wrapper.__name__, _wrap(wrapper, original))
+    for owner, wrapper in WRAPPERS:
+        if _original(owner, wrapper) is None:
+            setattr(owner, wrapper.__name__, _wrap(wrapper, vars(owner)[wrapper.__name__]))
 
 
 def uninstall() -> None:
     """Restores the methods found by `install`; without it does nothing."""
-    for wrapper in WRAPPERS:
-        original = getattr(getattr(GenerationMixin, wrapper.__name__), "_eagle31_original", None)
+    for owner, wrapper in WRAPPERS:
+        original = _original(owner, wrapper)
         if original is not None:
-            setattr(GenerationMixin, wrapper.__name__, original)
+            setattr(owner, wrapper.__name__, original)
 
 
-def _wrap(wrapper: Callable, original: Callable) -> Callable:
-    @functools.wraps(original)
+def _original(owner: type, wrapper: Callable) -> Any:
+    """The method `install` found, None while it is not installed."""
+    return getattr(getattr(owner, wrapper.__name__), "_eagle31_original", None)
+
+
+def _wrap(wrapper: Callable, original: Any) -> Any:
+    """`wrapper` in place of a method or class method, with its signature."""
+    is_classmethod = isinstance(original, classmethod)
+    function = original.__func__ if is_classmethod else original
+
+    @functools.wraps(function)
     def method(self, *args, **kwargs):
-        return wrapper(original, self, *args, **kwargs)
+        return wrapper(function, self, *args, **kwargs)
 
     method._eagle31_original = original  # type: ignore[attr-defined]
-    return method
+    return classmethod(method) if is_classmethod else method

@@ -7,17 +7,21 @@ import torch
 from close import assert_close
 from conftest import build_drafter
 from observers import speculate
-from transformers import GenerationConfig, GenerationMixin
+from transformers import GenerationConfig
 
 import eagle31_hf
 from eagle31_hf.generation import hook
 
 GREEDY = {"max_new_tokens": 16, "do_sample": False}
-NAMES = [wrapper.__name__ for wrapper in hook.WRAPPERS]
 
 
 def methods():
-    return [getattr(GenerationMixin, name) for name in NAMES]
+    return [getattr(owner, wrapper.__name__) for owner, wrapper in hook.WRAPPERS]
+
+
+def found():
+    """The methods as the classes hold them, class methods unbound."""
+    return [vars(owner)[wrapper.__name__] for owner, wrapper in hook.WRAPPERS]
 
 
 @pytest.fixture
@@ -31,19 +35,20 @@ def test_installed_by_the_import_once():
     installed = methods()
     eagle31_hf.install()
     assert methods() == installed
-    assert not any(hasattr(method._eagle31_original, "_eagle31_original") for method in installed)
+    originals = [method._eagle31_original for method in installed]
+    assert not any(hasattr(getattr(original, "__func__", original), "_eagle31_original") for original in originals)
 
 
 def test_uninstall_restores_what_was_found(uninstalled):
-    originals = methods()
-    assert not any(hasattr(method, "_eagle31_original") for method in originals)
-    assert all(method.__module__.startswith("transformers.") for method in originals)
+    originals = found()
+    assert not any(hasattr(method, "_eagle31_original") for method in methods())
+    assert all(method.__module__.startswith("transformers.") for method in methods())
     eagle31_hf.uninstall()
-    assert methods() == originals
+    assert found() == originals
     eagle31_hf.install()
     assert [method._eagle31_original for method in methods()] == originals
     eagle31_hf.uninstall()
-    assert methods() == originals
+    assert found() == originals
 
 
 def test_signatures_stay(uninstalled):
