@@ -12,7 +12,8 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, Mo
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from .checkpoints import Checkpoint, convert_checkpoint, launch_line, read_checkpoint
-from .checkpoints.files import read_json
+from .checkpoints.files import STAGED, read_json
+from .checkpoints.sharing import stamps, unchanged
 from .checkpoints.write import write_json
 from .configuration import Eagle31Config
 
@@ -145,28 +146,35 @@ def publish(
     """Uploads a native checkpoint, or a config that points to its weights, whose revision is pinned to today's commit.
 
     A card is written where the folder has none; a card the repository has already is kept. What an interrupted upload has brought
-    over is not sent again. Returns the commit's URL. Raises ValueError for a folder that is neither, OSError when the Hub refuses.
+    over is not sent again. Returns the commit's URL. Raises ValueError for a folder that is neither, or half converted, OSError when the
+    folder changes meanwhile or the Hub refuses.
     """
     folder, api = Path(folder), HfApi(token=token)
+    before = stamps(folder)
     values = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
     if values.get("model_type") != Eagle31Config.model_type:
         raise ValueError(f"{folder}: config.json says model_type {values.get('model_type')!r}; expected 'eagle31'. Convert it first.")
     with TemporaryDirectory() as staging:
-        staged = Path(staging)
-        if values.get("weights_from") is None or any(folder.glob("*.safetensors")):
-            checkpoint = read_checkpoint(str(folder))
-            if not checkpoint.is_native:
-                raise ValueError(f"{folder}: is not the native format yet; run `eagle31 convert {folder}` first.")
-            config, names = checkpoint.config, [*(file.name for file in checkpoint.files.weight_files), "generation_config.json"]
-        else:
-            values["weights_from"] = _pinned(api, values["weights_from"], folder)
-            config, names = Eagle31Config.from_dict({name: value for name, value in values.items() if name != "weights_from"}), []
-        write_json(staged / "config.json", values)
-        for name in names:
-            if (folder / name).is_file():
-                (staged / name).symlink_to((folder / name).resolve())
-        _stage_card(folder, staged, config, repo_id)
-        return upload(api, staged, repo_id, private, revision, create_pr, commit_message or "Upload drafter with eagle31_hf")
+        with unchanged(before, folder):
+            _stage(api, folder, values, Path(staging), repo_id)
+        return upload(api, Path(staging), repo_id, private, revision, create_pr, commit_message or "Upload drafter with eagle31_hf")
+
+
+def _stage(api: HfApi, folder: Path, values: dict[str, Any], staged: Path, repo_id: str) -> None:
+    """Puts what is to be uploaded of a folder, whose config.json holds `values`, into `staged`: weights as links, the rest as files."""
+    if values.get("weights_from") is None or any(folder.glob("*.safetensors")):
+        checkpoint = read_checkpoint(str(folder))
+        if not checkpoint.is_native or values.get("transformers_weights") == STAGED:
+            raise ValueError(f"{folder}: is not the native format yet; run `eagle31 convert {folder}` first.")
+        config, names = checkpoint.config, [*(file.name for file in checkpoint.files.weight_files), "generation_config.json"]
+    else:
+        values["weights_from"] = _pinned(api, values["weights_from"], folder)
+        config, names = Eagle31Config.from_dict({name: value for name, value in values.items() if name != "weights_from"}), []
+    write_json(staged / "config.json", values)
+    for name in names:
+        if (folder / name).is_file():
+            (staged / name).symlink_to((folder / name).resolve())
+    _stage_card(folder, staged, config, repo_id)
 
 
 def _pinned(api: HfApi, link: Any, folder: Path) -> dict[str, str]:

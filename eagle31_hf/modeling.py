@@ -27,6 +27,7 @@ from .attention import GQAttention, MLAttention
 from .checkpoints.files import HUB_OPTIONS
 from .checkpoints.producers import NATIVE
 from .checkpoints.read import Checkpoint, read_checkpoint
+from .checkpoints.sharing import settled
 from .configuration import Eagle31Config
 from .hub import CARD, CardFacts, render_card, upload
 
@@ -264,6 +265,7 @@ class Eagle31DrafterModel(PreTrainedModel):
         }
 
     @classmethod
+    @settled("pretrained_model_name_or_path")
     def from_pretrained(
         cls, pretrained_model_name_or_path, *args, config=None, aux_layer_convention=None, output_loading_info: bool = False, **kwargs
     ):
@@ -271,8 +273,8 @@ class Eagle31DrafterModel(PreTrainedModel):
 
         Fields of `Eagle31Config` given as keywords win over the checkpoint's. `aux_layer_convention`, "boundary" or "output", says how
         a checkpoint counts the target's layers where it does not say so itself. `drafter.checkpoint` keeps what was found.
-        Raises OSError when something is not there; ValueError when tensors are missing, extra, misshapen or not finite, when the
-        checkpoint is no EAGLE 3 drafter, or when it may mean two things (the text names the argument that decides).
+        A folder converted meanwhile is read as it was before or is after. Raises OSError when something is not there; ValueError when
+        tensors are missing, extra, misshapen or not finite, it is no EAGLE 3 drafter, or may mean two things (the text names what decides).
         """
         if pretrained_model_name_or_path is None:  # weights are in kwargs["state_dict"]
             return super().from_pretrained(None, *args, config=config, output_loading_info=output_loading_info, **kwargs)
@@ -306,11 +308,8 @@ class Eagle31DrafterModel(PreTrainedModel):
         """Writes the native format, whatever was loaded: config, weights under their native names, drafting knobs, and a model card
         (`drafter.card_facts` adds license, data, training and acceptance to it) where the folder has none yet.
         """
-        hub = {
-            name: kwargs.pop(name)
-            for name in ("repo_id", "commit_message", "commit_description", "private", "create_pr", "revision", "tags")
-            if name in kwargs
-        }
+        names = ("repo_id", "commit_message", "commit_description", "private", "create_pr", "revision", "tags")
+        hub = {name: kwargs.pop(name) for name in names if name in kwargs}
         super().save_pretrained(save_directory, *args, **kwargs | {"save_original_format": False})
         self.generation_config.save_pretrained(save_directory)
         config: Any = self.config

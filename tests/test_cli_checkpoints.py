@@ -93,6 +93,7 @@ def test_upgrade_saves_and_reports(capsys, tmp_path):
     report = json_of(capsys, *options, "--output", str(tmp_path / "upgraded"))
     assert report["before"]["generated_tokens"] == report["after"]["generated_tokens"] == 8
     assert Eagle31DrafterModel.from_pretrained(tmp_path / "upgraded").config.is_eagle31
+    assert 'from_pretrained("upgraded"' in (tmp_path / "upgraded" / "README.md").read_text()
     assert "is there already" in error_of(capsys, *options, "--output", str(tmp_path / "upgraded"))
     texts.write_text('{"words": 1}\n')
     assert "line 1" in error_of(capsys, *options)

@@ -2,17 +2,19 @@
 
 import os
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from ..configuration import Eagle31Config
 from .files import HUB_OPTIONS, STAGED, WEIGHT_NAMES, WEIGHTS, check_file_name, read_json
 from .read import Checkpoint, read_checkpoint
+from .sharing import Stamps, folder_lock, stamps, unchanged
 from .write import Entry, new_folder, write_json, write_safetensors
 
 ORIGINAL = "original"  # where an in-place conversion puts what it replaced
 RECORD = "conversion.json"
-SECURED = ("conversion.json.partial", "config.json.partial", "config.json", RECORD)  # what is in it besides the weights
+SECURED = ("config.json", RECORD)  # what is in it besides the weights
 
 
 def convert_checkpoint(
@@ -27,18 +29,21 @@ def convert_checkpoint(
 
     `destination=None` converts a local folder in place: the originals go to its `original/`, or away with `discard_original`. Whenever
     the process dies, `from_pretrained` on the folder loads either the old or the new checkpoint, and a second call finishes the
-    work; on a finished folder it does nothing. `source` may be a Hub repository when a destination is given. `options`: `revision`,
-    `token` and the like, and fields of `Eagle31Config` that win over the checkpoint's.
+    work; on a finished folder it does nothing. Of several calls at once one converts, and the others wait until it has. `source` may be
+    a Hub repository when a destination is given. `options`: `revision`, `token` and the like, and fields of `Eagle31Config` that win
+    over the checkpoint's.
     Returns the native checkpoint, as `read_checkpoint` sees it, with the reasons and notes of the conversion.
-    Raises OSError when something is not there, ValueError (before anything is written) when the checkpoint cannot be converted.
+    Raises OSError when something is not there, cannot be written to or locked, or changes meanwhile, ValueError (before anything is
+    written) when the checkpoint cannot be converted.
     """
     hub = {name: options.pop(name) for name in HUB_OPTIONS if name in options}
     if destination is None:
         if not os.path.isdir(source):
             raise ValueError(f"{source}: is no local folder, so it cannot be converted in place; name a destination.")
         return _convert_in_place(Path(source), options, aux_layer_convention, discard_original)
+    before = stamps(source, hub.get("subfolder"))
     checkpoint = read_checkpoint(str(source), options, aux_layer_convention, **hub)
-    with new_folder(Path(destination)) as folder:
+    with new_folder(Path(destination)) as folder, unchanged(before, source, hub.get("subfolder")):
         write_safetensors(folder / WEIGHTS, entries(checkpoint), checkpoint.source)
         _copy_knobs(checkpoint, folder)
         write_json(folder / RECORD, record(checkpoint))
@@ -86,19 +91,32 @@ def _with_history(native: Checkpoint, checkpoint: Checkpoint) -> Checkpoint:
 #   stage   config.json*, old weights*; eagle31-converting/model.safetensors, original/config.json
 #   commit  config.json* pointing to eagle31-converting/model.safetensors*; old weights, original/config.json
 #   tidy    config.json*, model.safetensors*; everything old in original/
-# The commit is one rename. Before it the folder is the old checkpoint, from it on the new one.
+# The commit is one rename. Before it the folder is the old checkpoint, from it on the new one. All of it is done under the folder's lock,
+# and whatever a killed process left in eagle31-converting/ is removed by the next.
 
 
 def _convert_in_place(folder: Path, overrides: dict[str, Any], convention: str | None, discard: bool) -> Checkpoint:
+    if os.access(folder, os.W_OK | os.X_OK):
+        with folder_lock(folder):
+            return _convert_alone(folder, overrides, convention, discard)
+    checkpoint = read_checkpoint(str(folder), overrides, convention)
+    if not _is_done(folder, checkpoint) or (discard and (folder / ORIGINAL).exists()):
+        raise PermissionError(f"{folder}: cannot be written to, so it cannot be converted in place; name a destination.")
+    return checkpoint
+
+
+def _convert_alone(folder: Path, overrides: dict[str, Any], convention: str | None, discard: bool) -> Checkpoint:
+    before = stamps(folder)
     checkpoint = read_checkpoint(str(folder), overrides, convention)
     if checkpoint.folder != folder:
         raise ValueError(f"{folder}: its weights are in {checkpoint.folder}; convert that folder, or name a destination.")
-    if checkpoint.files.config.get("transformers_weights") == STAGED:  # an earlier call came as far as its commit
+    if _is_committed(checkpoint):  # an earlier call came that far
         _tidy(folder)
+        before = stamps(folder)
         checkpoint = read_checkpoint(str(folder), overrides, convention)
-    is_done = checkpoint.is_native and checkpoint.config.to_dict() == read_checkpoint(str(folder)).config.to_dict()
+    is_done = _is_done(folder, checkpoint)
     if not is_done:
-        _stage(folder, checkpoint)
+        _stage(folder, checkpoint, before)
         _commit(folder, checkpoint)
         _tidy(folder)
     shutil.rmtree((folder / STAGED).parent, ignore_errors=True)
@@ -108,10 +126,40 @@ def _convert_in_place(folder: Path, overrides: dict[str, Any], convention: str |
     return native if is_done else _with_history(native, checkpoint)
 
 
-def _stage(folder: Path, checkpoint: Checkpoint) -> None:
+def _is_committed(checkpoint: Checkpoint) -> bool:
+    return checkpoint.files.config.get("transformers_weights") == STAGED
+
+
+def _is_done(folder: Path, checkpoint: Checkpoint) -> bool:
+    """Whether a folder is native and says what was asked for; `checkpoint` is how it reads with that."""
+    is_native = checkpoint.folder == folder and checkpoint.is_native and not _is_committed(checkpoint)
+    return is_native and checkpoint.config.to_dict() == read_checkpoint(str(folder)).config.to_dict()
+
+
+def _stage(folder: Path, checkpoint: Checkpoint, before: Stamps) -> None:
     """Writes the new weights where nobody reads them yet, and secures the old config."""
     original, staged = folder / ORIGINAL, folder / STAGED
     names = {file.name for file in checkpoint.files.weight_files} | {name for name in WEIGHT_NAMES if (folder / name).is_file()}
+    _check_room(folder, names)
+    shutil.rmtree(staged.parent, ignore_errors=True)
+    work = _new_work(folder)
+    try:
+        with unchanged(before, folder):
+            write_safetensors(work / WEIGHTS, entries(checkpoint), checkpoint.source)
+            write_json(work / RECORD, record(checkpoint) | {"weight_files": sorted(names)})
+            shutil.copyfile(folder / "config.json", work / "config.json")
+    except BaseException:
+        shutil.rmtree(staged.parent, ignore_errors=True)
+        raise
+    os.replace(work / WEIGHTS, staged)
+    original.mkdir(exist_ok=True)
+    for name in (RECORD, "config.json"):
+        os.replace(work / name, original / name)
+
+
+def _check_room(folder: Path, names: set[str]) -> None:
+    """Raises ValueError when what lies in the folder does not let the weights `names` be moved to original/."""
+    original = folder / ORIGINAL
     kept = sorted(path.name for path in original.iterdir()) if original.is_dir() else []
     if RECORD in kept or "config.json" not in kept:  # of a call that died before its commit, these are copies; the record comes first
         kept = [name for name in kept if name not in SECURED]
@@ -120,21 +168,17 @@ def _stage(folder: Path, checkpoint: Checkpoint) -> None:
     links = sorted(name for name in names if (folder / name).is_symlink())
     if links:
         raise ValueError(f"{folder / links[0]}: is a link; name a destination, so that what it points to stays where it is.")
-    staged.parent.mkdir(exist_ok=True)
-    try:
-        write_safetensors(staged, entries(checkpoint), checkpoint.source)
-    except BaseException:
-        shutil.rmtree(staged.parent, ignore_errors=True)
-        raise
-    original.mkdir(exist_ok=True)
-    write_json(original / "conversion.json.partial", record(checkpoint) | {"weight_files": sorted(names)})
-    shutil.copyfile(folder / "config.json", original / "config.json.partial")
-    for name in (RECORD, "config.json"):
-        os.replace(original / f"{name}.partial", original / name)
+
+
+def _new_work(folder: Path) -> Path:
+    """A new folder of our own in eagle31-converting/: files are finished there, then renamed to where they belong."""
+    parent = (folder / STAGED).parent
+    parent.mkdir(exist_ok=True)
+    return Path(tempfile.mkdtemp(dir=parent))
 
 
 def _commit(folder: Path, checkpoint: Checkpoint) -> None:
-    config = (folder / STAGED).with_name("config.json")
+    config = _new_work(folder) / "config.json"
     checkpoint.config.architectures = ["Eagle31DrafterModel"]
     write_json(config, checkpoint.config.to_diff_dict() | {"transformers_weights": STAGED})
     os.replace(config, folder / "config.json")
@@ -142,19 +186,16 @@ def _commit(folder: Path, checkpoint: Checkpoint) -> None:
 
 def _tidy(folder: Path) -> None:
     """From the commit to the final layout. Every step may find itself already done."""
-    original, staged = folder / ORIGINAL, folder / STAGED
+    original, staged, work = folder / ORIGINAL, folder / STAGED, _new_work(folder)
     for name in _recorded(original / RECORD):
         if (folder / name).is_file() and not (original / name).exists():  # once it is there, the name may be the new file's
             os.replace(folder / name, original / name)
-    link = staged.with_name("link")
-    link.unlink(missing_ok=True)
-    _link_or_copy(staged, link)
-    os.replace(link, folder / WEIGHTS)
+    _link_or_copy(staged, work / WEIGHTS)
+    os.replace(work / WEIGHTS, folder / WEIGHTS)
     stated = read_json(folder / "config.json")
     del stated["transformers_weights"]
-    config = staged.with_name("config.json")
-    write_native_config(Eagle31Config.from_dict(stated), config)
-    os.replace(config, folder / "config.json")
+    write_native_config(Eagle31Config.from_dict(stated), work / "config.json")
+    os.replace(work / "config.json", folder / "config.json")
 
 
 def _recorded(path: Path) -> list[str]:

@@ -19,6 +19,7 @@ from .files import DTYPES, HUB_OPTIONS, WEIGHTS
 from .keys import FLAGS, write_geometry
 from .producers import EXPORTED_BY, NATIVE
 from .read import read_checkpoint
+from .sharing import stamps, unchanged
 from .write import Entry, new_folder, write_json, write_safetensors
 
 Rule = tuple[Callable[[Eagle31Config], bool], str]  # what is true of a config that cannot be expressed, and why
@@ -198,8 +199,10 @@ def export_checkpoint(
     `target_type`: the target's `model_type`, where SGLang's layer ids depend on it (gpt_oss, deepseek_v3, kimi_k2); without it, it is
     told from `target_model`. speculators takes draft vocabularies in ascending order only: rows of the head are put so.
     Returns the new folder. Raises ValueError (before anything is written) when the engine cannot express the drafter, or the
-    destination is not empty; `options` are those of `convert_checkpoint`.
+    destination is not empty; OSError when the checkpoint is not there or changes meanwhile. `options` are those of `convert_checkpoint`.
     """
+    path, subfolder = None if isinstance(drafter_or_path, PreTrainedModel) else drafter_or_path, options.get("subfolder")
+    before = stamps(path, subfolder)
     if isinstance(drafter_or_path, PreTrainedModel):
         config, tensors, source = _of_model(drafter_or_path)
     else:
@@ -214,7 +217,7 @@ def export_checkpoint(
     if row.ascending_vocabulary and "d2t" in tensors:
         tensors = _ascending(tensors, config.vocab_size)
     named = {name: entry for native, entry in tensors.items() for name in row.names(config, native)}
-    with new_folder(destination) as folder:
+    with new_folder(destination) as folder, unchanged(before, path, subfolder):
         write_safetensors(folder / WEIGHTS, named, source)
         write_json(folder / "config.json", values)
     return destination

@@ -19,6 +19,7 @@ from . import keys, layer_ids
 from .files import FLOATS, HUB_OPTIONS, SIDE_FILES, CheckpointFiles, StoredTensor, open_files, unpickle
 from .infer import build_config, check_computable, foreign_config
 from .producers import NATIVE, identify
+from .sharing import settled
 from .tensors import Shapes, expected_tensors, native_names, refuse_other_graphs
 
 # Options that hold for the weights a config points to as well; `revision` and `subfolder` are of the repository with the config.
@@ -62,6 +63,7 @@ class Checkpoint:
         return mapping or None
 
 
+@settled("source")
 def read_checkpoint(
     source: str,
     overrides: Mapping[str, Any] | None = None,

@@ -1,5 +1,6 @@
 """Safetensors files and folders, written as streams: no more than one tensor is in memory, and nothing is half there afterwards."""
 
+import errno
 import json
 import os
 import shutil
@@ -44,7 +45,8 @@ class Entry:
 def write_safetensors(path: Path, entries: Mapping[str, Entry], source: str) -> None:
     """Writes `path`, byte for byte as safetensors' `save_file` would, and syncs it to disk.
 
-    Raises ValueError naming the first tensor with a NaN or an infinity; `source` is whose it is.
+    `path` must be new: what another process links to or reads is never written into. Raises FileExistsError if it is not, ValueError
+    naming the first tensor with a NaN or an infinity; `source` is whose it is.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     names = sorted(entries, key=lambda name: (ORDER.index(entries[name].dtype), name))
@@ -54,7 +56,7 @@ def write_safetensors(path: Path, entries: Mapping[str, Entry], source: str) -> 
         header[name] = {"dtype": entries[name].dtype, "shape": list(entries[name].shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    with open(path, "wb", buffering=0) as file:
+    with open(path, "xb", buffering=0) as file:
         _write(file, len(text).to_bytes(8, "little") + text)
         for name in names:
             check = not_finite(entries[name].dtype)
@@ -93,17 +95,24 @@ def write_json(path: Path, value: Any) -> None:
         os.fsync(file.fileno())
 
 
-def check_new_folder(destination: Path, remedy: str = "Name another, or remove it.") -> None:
+NAME_ANOTHER = "Name another, or remove it."
+
+
+def check_new_folder(destination: Path, remedy: str = NAME_ANOTHER) -> None:
     """Raises ValueError when something is at `destination` already; `remedy` says what to do about it."""
     if destination.is_symlink() or destination.is_file() or (destination.is_dir() and any(destination.iterdir())):
-        raise ValueError(f"{destination}: is there already; expected a folder that is new or empty. {remedy}")
+        raise _taken(destination, remedy)
+
+
+def _taken(destination: Path, remedy: str = NAME_ANOTHER) -> ValueError:
+    return ValueError(f"{destination}: is there already; expected a folder that is new or empty. {remedy}")
 
 
 @contextmanager
 def new_folder(destination: Path) -> Iterator[Path]:
     """A folder to write into that becomes `destination` when the block ends well, and nothing at all otherwise.
 
-    Raises ValueError when something is at `destination` already.
+    Raises ValueError when something is at `destination` already, or another process was there first.
     """
     check_new_folder(destination)
     destination.parent.mkdir(parents=True, exist_ok=True)
@@ -111,7 +120,12 @@ def new_folder(destination: Path) -> Iterator[Path]:
     try:
         staging.chmod(0o777 & ~_umask())  # mkdtemp's are private
         yield staging
-        os.replace(staging, destination)
+        try:
+            os.replace(staging, destination)
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTDIR, errno.ENOTEMPTY):
+                raise
+            raise _taken(destination) from None
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise

@@ -129,7 +129,7 @@ def upgrade(args: argparse.Namespace) -> int:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from .. import Eagle31DrafterModel, upgrade_to_eagle31
-    from ..checkpoints.write import check_new_folder
+    from ..checkpoints.write import check_new_folder, new_folder
 
     texts = read_texts(Path(args.texts))
     if args.output is not None:
@@ -144,7 +144,8 @@ def upgrade(args: argparse.Namespace) -> int:
     upgraded = upgrade_to_eagle31(drafter, target, texts, tokenizer=tokenizer, num_prompts=args.prompts, max_new_tokens=args.max_new_tokens)
     report = upgraded.upgrade_report
     if args.output is not None:
-        upgraded.save_pretrained(args.output)
+        with new_folder(Path(args.output)) as folder:
+            upgraded.save_pretrained(folder, repo_id=Path(args.output).name)  # the name on its card
     print(json.dumps(report.as_dict() | {"output": args.output}) if args.json else report.summary())
     return 0
 

@@ -1,8 +1,9 @@
-"""A forked process that kills itself right before its n-th step towards the disk."""
+"""Forked processes: one that kills itself right before its n-th step towards the disk, one disturbed at its n-th look, several at once."""
 
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -10,13 +11,25 @@ from typing import Any
 
 WRITES = ("write", "flush", "fsync")  # of files; every other step that changes something has an audit event of its own
 READS = ("os.listdir", "os.scandir", "os.walk", "os.fwalk")
+LOOKS = ("stat", "get_slice")  # at files and at tensors of a file, besides opening them
 
 
 def killed_at(n: int, work: Callable[[], Any], folder: Path) -> bool:
     """Runs `work` in a process of its own that is killed at its n-th step under `folder`. Whether it came that far."""
+    return was_killed(start(work, folder, n))
+
+
+def start(work: Callable[[], Any], folder: Path, n: int = 0, delay: float = 0.0) -> int:
+    """The id of a process that runs `work` after `delay` seconds and is killed at its n-th step under `folder`; at none for 0."""
     pid = os.fork()
     if pid == 0:
+        time.sleep(delay)
         _run(n, work, str(folder))
+    return pid
+
+
+def was_killed(pid: int) -> bool:
+    """Waits for a process of `start`. Whether it was killed; if not, it has to have ended well."""
     status = os.waitpid(pid, 0)[1]
     if os.WIFSIGNALED(status):
         assert os.WTERMSIG(status) == signal.SIGKILL
@@ -25,30 +38,60 @@ def killed_at(n: int, work: Callable[[], Any], folder: Path) -> bool:
     return False
 
 
+def disturbed_at(n: int, work: Callable[[], Any], folder: Path, disturbance: Callable[[], Any]) -> bool:
+    """Runs `work` in a process of its own, and `disturbance` right before its n-th look at files. Whether it came that far."""
+    pid = os.fork()
+    if pid == 0:
+        came_that_far = False
+
+        def disturb() -> None:
+            nonlocal came_that_far
+            came_that_far = True
+            disturbance()
+
+        _watch(n, disturb, lambda event, args: event == "open" and _is_under(str(folder), args), LOOKS)
+        _end(work, lambda: 1 + came_that_far)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert code in (1, 2), "the process failed: see stderr"
+    return code == 2
+
+
 def _run(n: int, work: Callable[[], Any], folder: str) -> None:
+    def changes(event: str, args: tuple) -> bool:
+        is_open = event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        return bool(is_open or (event.startswith(("os.", "shutil.")) and event not in READS)) and _is_under(folder, args)
+
+    if n:
+        _watch(n, lambda: os.kill(os.getpid(), signal.SIGKILL), changes, WRITES)
+    _end(work, lambda: 0)
+
+
+def _watch(n: int, act: Callable[[], Any], is_step: Callable[[str, tuple], bool], calls: tuple[str, ...]) -> None:
+    """Calls `act` right before the n-th step of this process: an audit event that is one, or a call of a builtin of that name."""
     left = n
 
     def step() -> None:
         nonlocal left
         left -= 1
         if left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def audit(event: str, args: tuple) -> None:
-        is_open = event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-        changes = is_open or (event.startswith(("os.", "shutil.")) and event not in READS)
-        if changes and any(isinstance(arg, (str, os.PathLike)) and os.fspath(arg).startswith(folder) for arg in args):
-            step()
+            act()
 
     def profile(frame: Any, event: str, arg: Any) -> None:
-        if event == "c_call" and arg.__name__ in WRITES:
+        if event == "c_call" and arg.__name__ in calls:
             step()
 
-    sys.addaudithook(audit)
+    sys.addaudithook(lambda event, args: step() if is_step(event, args) else None)
     sys.setprofile(profile)
+
+
+def _is_under(folder: str, args: tuple) -> bool:
+    return any(isinstance(arg, (str, os.PathLike)) and os.fspath(arg).startswith(folder) for arg in args)
+
+
+def _end(work: Callable[[], Any], code: Callable[[], int]) -> None:
     try:
         work()
     except BaseException:
         traceback.print_exc()
-        os._exit(1)
-    os._exit(0)
+        os._exit(100)
+    os._exit(code())

@@ -1,0 +1,142 @@
+"""One folder, several processes: those that change it in place take turns, those that read it see what was there before or after."""
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from transformers.utils import logging
+
+from .files import SIDE_FILES, SUBFOLDERS
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+logger = logging.get_logger(__name__)
+Function = TypeVar("Function", bound=Callable[..., Any])
+LOCK = ".eagle31.lock"  # there while somebody changes the folder, and after a kill until the next one does
+ATTEMPTS = 5  # a conversion in place changes what is read twice: with its commit, and with the final layout
+
+
+@contextmanager
+def folder_lock(folder: Path) -> Iterator[None]:
+    """A lock on a folder: processes, and threads of one process, hold it in turn. It ends with its owner, however that dies.
+
+    The lock file is removed by its owner, before the lock ends. Who waited for the removed file then holds a lock that nobody else
+    looks for; it notices that another file, or none, is in its place, and starts again.
+    Raises PermissionError where the lock file cannot be opened, OSError where the file system has no locks.
+    """
+    path = folder / LOCK
+    descriptor = _locked(path)
+    while not _is_in_place(descriptor, path):
+        os.close(descriptor)
+        descriptor = _locked(path)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child forked meanwhile has the descriptor, too, so closing it may not be enough
+        os.close(descriptor)
+
+
+def _locked(path: Path) -> int:
+    """A descriptor of the file, made if need be, once its lock is ours."""
+    remedy = "Name a destination: a new folder needs no lock."
+    if fcntl is None:
+        raise OSError(f"{path.parent}: cannot be locked, because this system has no flock. {remedy}")
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)  # to write: NFS grants no other exclusive locks
+    except OSError as error:
+        found = f"{path}: cannot be opened to lock the folder ({error.strerror})"
+        raise type(error)(f"{found}; expected a file of your own or none. {remedy}") from None
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.warning("%s: another process is changing this folder; waiting for it to finish.", path.parent)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError as error:
+        os.close(descriptor)
+        raise OSError(f"{path}: its file system does not lock files ({error.strerror}), so others could interfere. {remedy}") from None
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _is_in_place(descriptor: int, path: Path) -> bool:
+    """Whether that file still has this name. It is opened anew, because a network file system may remember names that are gone."""
+    try:
+        other = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.fstat(other))
+    finally:
+        os.close(other)
+
+
+Stamps = dict[str, tuple[int, ...]]
+
+
+def stamps(source: str | os.PathLike | None, subfolder: str | None = None) -> Stamps:
+    """Inode, time and size of each file in a folder that a drafter is read from; of what is no folder, nothing."""
+    found: Stamps = {}
+    for sub in SUBFOLDERS if source is not None else ():
+        for path in Path(source, subfolder or "", sub).glob("*"):
+            if path.name in ("config.json", *SIDE_FILES) or path.name.endswith((".safetensors", ".bin", ".index.json")):
+                with suppress(FileNotFoundError):  # a broken link, or gone this moment
+                    stat = path.stat()
+                    found[str(path)] = (stat.st_dev, stat.st_ino, stat.st_mtime_ns, stat.st_size)
+    return found
+
+
+@contextmanager
+def unchanged(before: Stamps, source: str | os.PathLike | None, subfolder: str | None = None) -> Iterator[None]:
+    """A block that reads a folder. Raises OSError, whatever the block raised, when the folder then is not as it was `before`."""
+    failure = None
+    try:
+        yield
+    except Exception as error:  # whatever it is: of a folder that changed, it says nothing
+        failure = error
+    now = stamps(source, subfolder)
+    changed = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+    if changed:
+        message = f"{changed[0]}: was changed while it was read; expected it to stay as it is. Nothing was written; run it again."
+        raise OSError(message) from failure
+    if failure is not None:
+        raise failure
+
+
+def settled(argument: str) -> Callable[[Function], Function]:
+    """A decorator of functions that read the folder in their argument of that name: called again when it was changed meanwhile.
+
+    The function then returns, or fails, for one state of the folder. Raises OSError when it is changed again and again.
+    """
+
+    def decorate(function: Function) -> Function:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def read(*args: Any, **kwargs: Any) -> Any:
+            source, failure = signature.bind(*args, **kwargs).arguments.get(argument), None
+            for _ in range(ATTEMPTS):
+                before = stamps(source, kwargs.get("subfolder"))
+                try:
+                    result, failure = function(*args, **kwargs), None
+                except Exception as error:  # as in `unchanged`
+                    result, failure = None, error
+                if stamps(source, kwargs.get("subfolder")) == before:
+                    if failure is not None:
+                        raise failure
+                    return result
+            raise OSError(f"{source}: was changed while it was read, {ATTEMPTS} times in a row; expected it to settle.") from failure
+
+        return read  # type: ignore[return-value]
+
+    return decorate
