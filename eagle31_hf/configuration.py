@@ -159,7 +159,8 @@ class Eagle31Config(PreTrainedConfig):
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
         """Raises ValueError where the folder or repository holds something else, a target passed by mistake for one."""
-        values, unused = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        token = {name: value for name, value in HUB_OPTIONS_GIVEN.get({}).items() if name == "token"}  # transformers 5.17 loses it
+        values, unused = super().get_config_dict(pretrained_model_name_or_path, **token | kwargs)
         if values.get("model_type") != cls.model_type:
             raise ValueError(
                 f"{pretrained_model_name_or_path}: config.json says model_type {values.get('model_type')!r}; expected 'eagle31', a drafter "
