@@ -5,6 +5,10 @@
 
 from typing import TYPE_CHECKING, Any
 
+from . import starting  # noqa: F401 -- first: the imports below take seconds, and may be stopped
+
+# isort: split
+
 from transformers import AutoConfig, AutoModel
 
 from .checkpoints import convert_checkpoint, export_checkpoint

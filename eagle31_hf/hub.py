@@ -9,17 +9,19 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCardData
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
+from huggingface_hub.utils import validate_repo_id
 
 from .checkpoints import Checkpoint, convert_checkpoint, launch_line, read_checkpoint
 from .checkpoints.files import STAGED, read_json
 from .checkpoints.sharing import stamps, unchanged
+from .checkpoints.sources import HUB_ERRORS, HubError, first_line
 from .checkpoints.write import write_json
 from .configuration import Eagle31Config
 
 CARD = "README.md"
-# What the client raises when the Hub or the way to it fails: HTTP errors of whichever httpx it uses, bad names, uploads that broke off.
-HUB_ERRORS = (HfHubHTTPError.__mro__[1], HfHubHTTPError, HFValidationError, RuntimeError)
+# What the client raises besides where an upload fails: bad names, uploads that broke off, a Hub that is not to be asked.
+UPLOAD_ERRORS = (*HUB_ERRORS, HFValidationError, RuntimeError, OfflineModeIsEnabled)
 TAGS = ["eagle31_hf", "speculative-decoding", "draft-model"]
 
 
@@ -150,8 +152,14 @@ def publish(
     folder changes meanwhile or the Hub refuses.
     """
     folder, api = Path(folder), HfApi(token=token)
+    _check_repo_id(repo_id)
+    if not folder.is_dir():
+        found = "is a file" if folder.exists() else "there is no such folder"
+        raise OSError(f"{folder}: {found}; expected the folder of a native checkpoint, or of a config with weights_from.")
+    if not (folder / "config.json").is_file():
+        raise OSError(f"{folder}: holds no config.json; expected that of a native checkpoint, or one with weights_from.")
     before = stamps(folder)
-    values = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    values = read_json(folder / "config.json")
     if values.get("model_type") != Eagle31Config.model_type:
         raise ValueError(f"{folder}: config.json says model_type {values.get('model_type')!r}; expected 'eagle31'. Convert it first.")
     with TemporaryDirectory() as staging:
@@ -177,13 +185,20 @@ def _stage(api: HfApi, folder: Path, values: dict[str, Any], staged: Path, repo_
     _stage_card(folder, staged, config, repo_id)
 
 
+def _check_repo_id(repo_id: str) -> None:
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise ValueError(f"repo_id is {repo_id!r}; expected OWNER/NAME ({' '.join(str(error).split())})") from None
+
+
 def _pinned(api: HfApi, link: Any, folder: Path) -> dict[str, str]:
     if not isinstance(link, dict) or not isinstance(link.get("repo_id"), str):
         raise ValueError(f'{folder}: config.json: weights_from is {link!r}; expected {{"repo_id": "owner/name", "revision": "commit"}}.')
     try:
         commit = api.model_info(link["repo_id"], revision=link.get("revision")).sha
-    except HUB_ERRORS as error:
-        raise OSError(f"{folder}: weights_from {link}: the Hub does not have it ({str(error).splitlines()[0]}).") from None
+    except UPLOAD_ERRORS as error:
+        raise OSError(f"{folder}: weights_from {link}: the Hub does not have it ({first_line(error)}).") from None
     return {"repo_id": link["repo_id"], "revision": str(commit)}
 
 
@@ -214,10 +229,8 @@ def upload(
             repo_id=repo_id, folder_path=folder, commit_message=commit_message, revision=revision, create_pr=create_pr,
             commit_description=commit_description, ignore_patterns=[CARD] if has_card else None,
         )  # fmt: skip
-    except HUB_ERRORS as error:
-        raise OSError(
-            f"{repo_id}: the upload failed: {str(error).splitlines()[0]} Nothing was committed; run it again to resume."
-        ) from None
+    except UPLOAD_ERRORS as error:
+        raise HubError(f"{repo_id}: the upload failed: {first_line(error)} Nothing was committed; run it again to resume.") from None
     return commit.pr_url or commit.commit_url
 
 
@@ -250,6 +263,6 @@ def convert_on_hub(
                 repo_id, operations, commit_message="Convert to the native format of eagle31_hf", create_pr=True, revision=revision,
                 commit_description=f"Read as {'; '.join(found.reasons)}. The tensors are the same, under their native names.",
             )  # fmt: skip
-        except HUB_ERRORS as error:
-            raise OSError(f"{repo_id}: the pull request failed: {str(error).splitlines()[0]} Nothing was changed.") from None
+        except UPLOAD_ERRORS as error:
+            raise HubError(f"{repo_id}: the pull request failed: {first_line(error)} Nothing was changed.") from None
     return checkpoint, commit.pr_url

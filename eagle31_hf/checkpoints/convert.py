@@ -10,6 +10,7 @@ from ..configuration import Eagle31Config
 from .files import HUB_OPTIONS, STAGED, WEIGHT_NAMES, WEIGHTS, check_file_name, read_json
 from .read import Checkpoint, read_checkpoint
 from .sharing import Stamps, folder_lock, stamps, unchanged
+from .sources import check_name
 from .write import Entry, new_folder, write_json, write_safetensors
 
 ORIGINAL = "original"  # where an in-place conversion puts what it replaced
@@ -38,9 +39,12 @@ def convert_checkpoint(
     """
     hub = {name: options.pop(name) for name in HUB_OPTIONS if name in options}
     if destination is None:
+        check_name(str(source))
         if not os.path.isdir(source):
             raise ValueError(f"{source}: is no local folder, so it cannot be converted in place; name a destination.")
         return _convert_in_place(Path(source), options, aux_layer_convention, discard_original)
+    if discard_original:
+        raise ValueError("discard_original removes what a conversion in place keeps; expected no destination with it.")
     before = stamps(source, hub.get("subfolder"))
     checkpoint = read_checkpoint(str(source), options, aux_layer_convention, **hub)
     with new_folder(Path(destination)) as folder, unchanged(before, source, hub.get("subfolder")):

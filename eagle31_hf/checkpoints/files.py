@@ -12,6 +12,7 @@ import re
 import struct
 import zipfile
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers.utils import cached_file
 from transformers.utils.hub import extract_commit_hash
+
+from .sources import HubError, check_name, fetch, find_config
 
 # Safetensors' names for the dtypes a drafter may hold.
 DTYPES = {
@@ -96,27 +98,38 @@ def tensor_chunks(tensor: Tensor) -> Iterator[memoryview]:
 
 def find(source: str, **hub: Any) -> Path:
     """The folder with the config and weights of a folder or Hub repository, downloaded if need be. Raises OSError if there is none."""
+    check_name(source)
     if os.path.isdir(source):
         folder = Path(source, hub.get("subfolder") or "")
         for sub in SUBFOLDERS:
             if any((folder / sub / name).is_file() for name in ("config.json", *WEIGHT_NAMES)):
                 return folder / sub
         raise OSError(f"{source}: holds no config.json; expected a drafter's folder or the name of a Hub repository.")
-    options: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False} | hub
-    config = cached_file(source, "config.json", **options)
-    if config is None:
-        raise OSError(f"{source}: has no config.json at revision {hub.get('revision') or 'main'}; expected a drafter's repository.")
+    config, options = find_config(source, **hub), dict(hub)
     options["revision"] = extract_commit_hash(config, None) or hub.get("revision")  # "main" may move while files are fetched
-    for name in WEIGHT_NAMES:
-        found = cached_file(source, name, **options)
-        if found is not None:
-            if name.endswith("index.json"):
-                for shard in sorted(set(read_index(Path(found)).values())):
-                    if cached_file(source, shard, **options) is None:
-                        raise OSError(f"{source}: {name} names {shard}, which the repository does not have. It is incomplete.")
-            break
-    cached_file(source, "generation_config.json", **options)
+    _fetch_weights(source, Path(config), options)
+    with suppress(HubError):  # the file is optional
+        fetch(source, "generation_config.json", **options)
     return Path(config).parent
+
+
+def _fetch_weights(source: str, config: Path, hub: dict[str, Any]) -> None:
+    """The first of WEIGHT_NAMES a repository has, with its shards. Raises OSError where one is missing, or may be there unseen."""
+    unseen = None
+    for name in WEIGHT_NAMES:
+        try:
+            found = fetch(source, name, **hub)
+        except HubError as error:  # it may be there or not; another may be in the cache
+            unseen = unseen or error
+            continue
+        if found is not None:
+            shards = sorted(set(read_index(Path(found)).values())) if name.endswith("index.json") else []
+            for shard in shards:
+                if fetch(source, shard, **hub) is None:
+                    raise OSError(f"{source}: {name} names {shard}, which the repository does not have. It is incomplete.")
+            return
+    if unseen is not None and read_json(config).get("weights_from") is None:
+        raise unseen
 
 
 def read_config(source: str, folder: Path) -> dict[str, Any]:

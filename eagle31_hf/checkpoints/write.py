@@ -99,9 +99,12 @@ NAME_ANOTHER = "Name another, or remove it."
 
 
 def check_new_folder(destination: Path, remedy: str = NAME_ANOTHER) -> None:
-    """Raises ValueError when something is at `destination` already; `remedy` says what to do about it."""
+    """Raises ValueError when something is at `destination` already, or in the way to it; `remedy` says what to do about it."""
     if destination.is_symlink() or destination.is_file() or (destination.is_dir() and any(destination.iterdir())):
         raise _taken(destination, remedy)
+    above = next((parent for parent in destination.parents if parent.exists()), None)
+    if above is not None and not above.is_dir():
+        raise ValueError(f"{destination}: {above} is a file; expected a folder to write into.")
 
 
 def _taken(destination: Path, remedy: str = NAME_ANOTHER) -> ValueError:

@@ -1,11 +1,14 @@
-"""`eagle31`: one table, command -> function. Exit status 0; 1: something failed; 2: the user's input was at fault."""
+"""`eagle31`: one table, command -> function. Exit status 0; 1: something failed; 2: the user's input was at fault.
+
+Ctrl-C, SIGTERM and a reader that goes away end the process by their signal.
+"""
 
 import argparse
 import sys
 from collections.abc import Callable
 
-from . import benchmarks, checking, checkpoints, preparation, run, training
-from .parsing import Parser
+from . import benchmarks, checking, checkpoints, endings, preparation, run, training
+from .parsing import Parser, progress
 
 # name: (function, what adds its arguments, one line, example)
 COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Callable[[argparse.ArgumentParser], None], str, str]] = {
@@ -79,16 +82,28 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Parses and runs; input errors are one line on stderr and status 2, other failures status 1."""
+    """The program, or with `arguments` a function like any other: signals and the process stay the caller's."""
+    return endings.as_program(lambda: answer(sys.argv[1:])) if arguments is None else answer(arguments)
+
+
+def answer(arguments: list[str]) -> int:
+    """Parses and runs. What goes wrong is one line on stderr, and the exit status."""
+    args = None
     try:
         args = parser().parse_args(arguments)
-        return args.function(args)
-    except (ValueError, OSError) as error:
-        print("eagle31: error: " + " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    except (RuntimeError, ImportError) as error:
-        print("eagle31: failed: " + " ".join(str(error).split()), file=sys.stderr)
-        return 1
+        status = args.function(args)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return status
+    except endings.Stopped as stop:
+        progress(f"stopped by {stop}. {endings.sentence(args)}" if args is not None else f"stopped by {stop}.")
+        raise
+    except Exception as error:
+        explained = endings.explain(error, args)
+        if explained is None:
+            raise
+        print(explained[0], file=sys.stderr)
+        return explained[1]
 
 
 if __name__ == "__main__":

@@ -1,21 +1,23 @@
 """`eagle31 bench`: measurements that are reported as ratios within one run."""
 
 import argparse
-import json
+from pathlib import Path
 from typing import Any
 
-from .parsing import positive, progress
+from .parsing import device, path, positive, progress, show
 
 
 def bench(args: argparse.Namespace) -> int:
     result, table = MEASUREMENTS[args.what](args)
-    print(json.dumps(result) if args.json else table)
+    show(args, result, table)
     return 0
 
 
 def _convert(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     from ..bench.conversion import measure_conversion
 
+    if args.folder is not None and not Path(args.folder).is_dir():
+        raise ValueError(f"--folder: {args.folder} is no folder; expected one that is there.")
     progress(f"converting {args.megabytes} MB of random weights, {args.rounds} rounds beside a plain copy")
     result = measure_conversion(args.megabytes, args.rounds, args.folder)
     lines = ["source       size     copy       convert    convert / copy speed"]
@@ -123,10 +125,10 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=positive, default=3, help="convert: the fastest counts; engine: the median (default: 3)")
     convert, engine = parser.add_argument_group("convert"), parser.add_argument_group("engine, memory, train")
     convert.add_argument("--megabytes", type=positive, default=1000, help="size of the checkpoint (default: 1000)")
-    convert.add_argument("--folder", help="where to write (default: the system's temporary folder)")
+    convert.add_argument("--folder", type=path, help="where to write (default: the system's temporary folder)")
     engine.add_argument("--shape", choices=("tiny", "qwen3-0.6b", "qwen3-8b"), default="qwen3-0.6b", help="(default: qwen3-0.6b)")
     engine.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of the weights (default: bfloat16)")
-    engine.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default: cpu)")
+    engine.add_argument("--device", type=device, default="cpu", help="cpu, cuda, cuda:1, ... (default: cpu)")
     engine.add_argument("--prompt-tokens", type=positive, help="(default: 128; memory: 16384; train: 2048)")
     engine.add_argument("--depth", type=positive, default=4, help="train: steps unrolled (default: 4)")
     engine.add_argument("--max-new-tokens", type=positive, default=64, help="tokens a row (default: 64)")

@@ -5,7 +5,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .parsing import add_json, add_reading, positive, progress, reading_options
+from . import kept
+from .loading import load_causal_lm, load_tokenizer
+from .parsing import add_json, add_reading, device, path, positive, progress, reading_options, show
 
 FLAGS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")
 
@@ -19,7 +21,7 @@ def _read(args: argparse.Namespace, source: str) -> Any:
 def info(args: argparse.Namespace) -> int:
     checkpoint = _read(args, args.drafter)
     report = _report(checkpoint)
-    print(json.dumps(report) if args.json else "\n".join(_info_lines(args.drafter, checkpoint, report)))
+    show(args, report, "\n".join(_info_lines(args.drafter, checkpoint, report)))
     return 0
 
 
@@ -52,9 +54,11 @@ def _exports(config: Any) -> dict[str, str]:
 
 
 def _info_lines(source: str, checkpoint: Any, report: dict[str, Any]) -> list[str]:
+    from ..checkpoints.files import read_json
+
     config = checkpoint.config
     knobs = checkpoint.folder / "generation_config.json"
-    depth = json.loads(knobs.read_text()).get("num_assistant_tokens") if checkpoint.is_native and knobs.is_file() else None
+    depth = read_json(knobs).get("num_assistant_tokens") if checkpoint.is_native and knobs.is_file() else None
     attention = f"MLA latent {config.kv_lora_rank}" if config.kv_lora_rank is not None else (
         f"{config.num_key_value_heads} key-value heads of {config.head_dim}{', q/k norm' if config.qk_norm else ''}"
     )  # fmt: skip
@@ -97,10 +101,8 @@ def convert(args: argparse.Namespace) -> int:
             options.pop("revision", None)
         checkpoint = convert_checkpoint(args.source, args.destination, discard_original=args.discard_original, **options)
         where = str(checkpoint.folder)
-    if args.json:
-        print(json.dumps({"result": where, "reasons": checkpoint.reasons, "notes": checkpoint.notes}))
-    else:
-        print("\n".join([f"native checkpoint: {where}", *checkpoint.reasons, *(f"note: {note}" for note in checkpoint.notes)]))
+    lines = [f"native checkpoint: {where}", *checkpoint.reasons, *(f"note: {note}" for note in checkpoint.notes)]
+    show(args, {"result": where, "reasons": checkpoint.reasons, "notes": checkpoint.notes}, "\n".join(lines))
     return 0
 
 
@@ -112,7 +114,7 @@ def export(args: argparse.Namespace) -> int:
     export_checkpoint(args.drafter, args.destination, args.format, target_type=args.target_type, **options)
     config = read_checkpoint(args.destination).config
     line = launch_line(config, args.destination, args.format, args.num_speculative_tokens)
-    print(json.dumps({"folder": args.destination, "format": args.format, "command": line}) if args.json else line)
+    show(args, {"folder": args.destination, "format": args.format, "command": line}, line)
     return 0
 
 
@@ -121,13 +123,11 @@ def publish(args: argparse.Namespace) -> int:
 
     progress(f"uploading {args.folder} to {args.repo_id}")
     url = upload_folder(args.folder, args.repo_id, private=args.private or None, revision=args.revision, create_pr=args.create_pr)
-    print(json.dumps({"url": url}) if args.json else url)
+    show(args, {"url": url}, url)
     return 0
 
 
 def upgrade(args: argparse.Namespace) -> int:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     from .. import Eagle31DrafterModel, upgrade_to_eagle31
     from ..checkpoints.write import check_new_folder, new_folder
 
@@ -135,18 +135,16 @@ def upgrade(args: argparse.Namespace) -> int:
     if args.output is not None:
         check_new_folder(Path(args.output))
     progress(f"loading {args.target} and {args.drafter}")
-    target: Any = AutoModelForCausalLM.from_pretrained(args.target, dtype="auto")
-    target = target.to(args.device).eval()
+    tokenizer, target = load_tokenizer(args.target), load_causal_lm(args.target, dtype="auto").to(args.device)
     options = reading_options(args)
     drafter = Eagle31DrafterModel.from_pretrained(args.drafter, dtype=target.dtype, **options).to(args.device).eval()
     progress(f"calibrating on {len(texts)} texts, then measuring acceptance before and after")
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
     upgraded = upgrade_to_eagle31(drafter, target, texts, tokenizer=tokenizer, num_prompts=args.prompts, max_new_tokens=args.max_new_tokens)
     report = upgraded.upgrade_report
     if args.output is not None:
         with new_folder(Path(args.output)) as folder:
             upgraded.save_pretrained(folder, repo_id=Path(args.output).name)  # the name on its card
-    print(json.dumps(report.as_dict() | {"output": args.output}) if args.json else report.summary())
+    show(args, report.as_dict() | {"output": args.output}, report.summary())
     return 0
 
 
@@ -167,14 +165,15 @@ def read_texts(path: Path) -> list[str]:
 
 
 def add_info(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("drafter", help="folder or Hub repository")
+    parser.add_argument("drafter", type=path, help="folder or Hub repository")
     add_reading(parser)
     add_json(parser)
 
 
 def add_convert(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", help="folder or Hub repository")
-    parser.add_argument("destination", nargs="?", help="a new folder (default: in place, the originals kept in SOURCE/original)")
+    parser.set_defaults(kept=kept.conversion)
+    parser.add_argument("source", type=path, help="folder or Hub repository")
+    parser.add_argument("destination", type=path, nargs="?", help="a new folder (default: in place, the originals kept in SOURCE/original)")
     parser.add_argument("--discard-original", action="store_true", help="remove what an in-place conversion keeps")
     parser.add_argument("--create-pr", action="store_true", help="open a pull request on the Hub repository SOURCE")
     add_reading(parser)
@@ -182,33 +181,38 @@ def add_convert(parser: argparse.ArgumentParser) -> None:
 
 
 def add_export(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("drafter", help="folder or Hub repository, of any format")
-    parser.add_argument("destination", help="a new folder")
+    parser.set_defaults(kept=lambda args: kept.new_folder(args.destination))
+    parser.add_argument("drafter", type=path, help="folder or Hub repository, of any format")
+    parser.add_argument("destination", type=path, help="a new folder")
     parser.add_argument("--format", choices=("vllm", "sglang", "speculators"), default="vllm")
-    parser.add_argument("--target-type", help="the target's model_type, where SGLang's layer ids depend on it (gpt_oss, deepseek_v3, ...)")
+    parser.add_argument(
+        "--target-type", type=path, help="the target's model_type, where SGLang's layer ids depend on it (gpt_oss, deepseek_v3, ...)"
+    )
     parser.add_argument("--num-speculative-tokens", type=positive, default=5, help="in the printed line (default: 5)")
     add_reading(parser)
     add_json(parser)
 
 
 def add_publish(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", help="a native checkpoint, or a config with weights_from")
-    parser.add_argument("--repo-id", required=True, help="OWNER/NAME")
+    parser.set_defaults(kept=kept.upload)
+    parser.add_argument("folder", type=path, help="a native checkpoint, or a config with weights_from")
+    parser.add_argument("--repo-id", type=path, required=True, help="OWNER/NAME")
     parser.add_argument("--private", action="store_true")
-    parser.add_argument("--revision", help="branch to upload to")
+    parser.add_argument("--revision", type=path, help="branch to upload to")
     parser.add_argument("--create-pr", action="store_true")
     add_json(parser)
 
 
 def add_upgrade(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--target", required=True, help="folder or Hub repository of the target")
-    parser.add_argument("--drafter", required=True, help="folder or Hub repository of its EAGLE 3 drafter, of any format")
+    parser.set_defaults(kept=lambda args: kept.new_folder(args.output))
+    parser.add_argument("--target", type=path, required=True, help="folder or Hub repository of the target")
+    parser.add_argument("--drafter", type=path, required=True, help="folder or Hub repository of its EAGLE 3 drafter, of any format")
     parser.add_argument(
-        "--texts", required=True, help='.jsonl with {"text": ...} on every line, or a plain text file; some thousand tokens'
+        "--texts", type=path, required=True, help='.jsonl with {"text": ...} on every line, or a plain text file; some thousand tokens'
     )
-    parser.add_argument("--output", help="where to save the upgraded drafter")
+    parser.add_argument("--output", type=path, help="where to save the upgraded drafter")
     parser.add_argument("--prompts", type=positive, default=8, help="texts to measure acceptance on (default: 8)")
     parser.add_argument("--max-new-tokens", type=positive, default=64, help="tokens generated per text (default: 64)")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, mps (default: cpu)")
+    parser.add_argument("--device", type=device, default="cpu", help="cpu, cuda, cuda:1, mps (default: cpu)")
     add_reading(parser)
     add_json(parser)

@@ -1,16 +1,42 @@
-"""What all commands share: how arguments are read and how progress is shown."""
+"""What all commands share: how arguments are read, how progress is shown, and how results are printed."""
 
 import argparse
+import difflib
 import json
+import math
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+PLACEMENTS = ("auto", "balanced", "balanced_low_0", "sequential")  # of transformers' device_map
+LARGEST = 2**31 - 1  # what a count may be: more fits into no memory, and into few of the counters below us
+MAX_SEED = 2**32 - 1  # NumPy's, which transformers seeds too
 
 
 def progress(message: str) -> None:
     """To stderr; of several processes that do one thing together, the first speaks."""
     if os.environ.get("RANK", "0") == "0":
         print(f"eagle31: {message}", file=sys.stderr, flush=True)
+
+
+def show(args: argparse.Namespace, result: dict[str, Any], text: str) -> None:
+    """The result, for a machine with --json and else for a person."""
+    print(to_json(result) if args.json else text)
+
+
+def to_json(value: Any) -> str:
+    """JSON as its standard has it: a figure that is not finite is null."""
+    return json.dumps(_finite(value), allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Parser(argparse.ArgumentParser):
@@ -20,18 +46,91 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"{message} (see {self.prog} --help)")
 
 
-def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected an integer of at least 1")
-    return int(text)
+def whole(least: int, most: int = LARGEST) -> Callable[[str], int]:
+    """Reads an integer from `least` to `most`."""
+
+    def read(text: str) -> int:
+        number = int(text) if text.isascii() and text.removeprefix("-").isdecimal() and len(text) < 20 else None
+        if number is None or not least <= number <= most:
+            upper = "" if number is not None and number < least else f" and at most {most}"
+            raise argparse.ArgumentTypeError(f"got {text[:40]!r}, expected an integer of at least {least}{upper}")
+        return number
+
+    return read
+
+
+def real(least: float, most: float = math.inf, above: bool = False) -> Callable[[str], float]:
+    """Reads a finite number from `least`, or `above` it, to `most`."""
+    upper = "" if most == math.inf else f" and at most {most:g}"
+
+    def read(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not (math.isfinite(number) and least <= number <= most) or (above and number == least):
+            raise argparse.ArgumentTypeError(f"got {text[:40]!r}, expected a number {'above' if above else 'of at least'} {least:g}{upper}")
+        return number
+
+    return read
+
+
+positive, count, seed = whole(1), whole(0), whole(0, MAX_SEED)
+temperature, share, top_p = real(0), real(0, 1), real(0, 1, above=True)
 
 
 def positive_or_auto(text: str) -> int | str:
     return text if text == "auto" else positive(text)
 
 
+def path(text: str) -> str:
+    """A folder, a file, or what else has a name. An empty one, of a variable that is not set maybe, would be the current folder."""
+    if not text.strip() or "\0" in text:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a name")
+    return text
+
+
+def words(text: str) -> str:
+    """Text for a tokenizer. What is no UTF-8 on the command line arrives as lone surrogates, of which no tokenizer knows."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise argparse.ArgumentTypeError(f"character {error.start + 1} is no UTF-8; expected text in UTF-8") from None
+    return text
+
+
+def device(text: str) -> str:
+    """A device that this machine has and this build of PyTorch can use."""
+    import torch
+
+    try:
+        wanted = torch.device(text)
+    except RuntimeError:
+        raise argparse.ArgumentTypeError(f"got {text[:40]!r}, expected a device: {_devices()}") from None
+    if wanted.type != "cpu" and f"{wanted.type}:{wanted.index or 0}" not in _accelerators():
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}, which this PyTorch ({torch.__version__}) does not find here; expected {_devices()}"
+        )
+    return text
+
+
+def device_map(text: str) -> str:
+    return text if text in PLACEMENTS else device(text)
+
+
+def _accelerators() -> list[str]:
+    import torch
+
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return [] if found is None else [f"{found.type}:{index}" for index in range(torch.accelerator.device_count())]
+
+
+def _devices() -> str:
+    return " or ".join(["cpu", *_accelerators()])
+
+
 def add_device(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, mps (default: cpu)")
+    parser.add_argument("--device", type=device, default="cpu", help="cpu, cuda, cuda:1, mps (default: cpu)")
     add_json(parser)
 
 
@@ -42,8 +141,10 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 def add_reading(parser: argparse.ArgumentParser) -> None:
     """What decides where a checkpoint leaves a question open."""
     parser.add_argument("--aux-layer-convention", choices=("boundary", "output"), help="how the checkpoint counts the target's layers")
-    parser.add_argument("--set", type=field, action="append", default=[], metavar="FIELD=VALUE", help="a field of Eagle31Config that wins")
-    parser.add_argument("--revision", help="branch, tag or commit of the drafter's Hub repository")
+    parser.add_argument(
+        "--set", type=config_field, action="append", default=[], metavar="FIELD=VALUE", help="a field of Eagle31Config that wins"
+    )
+    parser.add_argument("--revision", type=path, help="branch, tag or commit of the drafter's Hub repository")
 
 
 def reading_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -55,8 +156,24 @@ def field(text: str) -> tuple[str, Any]:
     """`NAME=VALUE`, the value in JSON, or a plain string."""
     name, sign, value = text.partition("=")
     if not sign or not name.isidentifier():
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected NAME=VALUE, e.g. norm_output=false")
+        raise argparse.ArgumentTypeError(f"got {text[:80]!r}, expected NAME=VALUE, e.g. norm_output=false")
     try:
-        return name, json.loads(value)
-    except ValueError:
+        return name, json.loads(value, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
         return name, value
+
+
+def _no_constant(text: str) -> float:
+    raise ValueError(f"{text} is not JSON")
+
+
+def config_field(text: str) -> tuple[str, Any]:
+    """`FIELD=VALUE` of a field that Eagle31Config has."""
+    from ..configuration import Eagle31Config
+
+    name, value = field(text)
+    if name not in Eagle31Config.__annotations__:
+        near = difflib.get_close_matches(name, Eagle31Config.__annotations__, 1)
+        hint = f"; the nearest is {near[0]}" if near else ""
+        raise argparse.ArgumentTypeError(f"{name[:80]!r} is no field of Eagle31Config{hint}")
+    return name, value

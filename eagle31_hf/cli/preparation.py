@@ -1,11 +1,12 @@
 """`eagle31 prepare-data`: training data into a store, in the target's own words and with its states where asked."""
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
-from .parsing import add_device, field, positive, progress
+from . import kept
+from .loading import load_causal_lm, load_tokenizer
+from .parsing import DTYPES, add_device, count, device_map, field, path, positive, progress, seed, share, show, temperature, top_p
 
 QUANTIZATIONS = {"4bit": {"load_in_4bit": True}, "8bit": {"load_in_8bit": True}}
 SAMPLING = ("top_p", "top_k")  # of generate()
@@ -13,8 +14,6 @@ SAMPLING = ("top_p", "top_k")  # of generate()
 
 def prepare_data(args: argparse.Namespace) -> int:
     from dataclasses import asdict
-
-    from transformers import AutoTokenizer
 
     from ..training.prepare import prepare_data as prepare
     from ..training.store import check_store_folder
@@ -24,35 +23,37 @@ def prepare_data(args: argparse.Namespace) -> int:
         raise ValueError("--max-new-tokens, --temperature, --top-p and --top-k are of regenerated answers; expected --regenerate too.")
     check_store_folder(args.output)
     progress(f"loading {args.target}")
-    target, tokenizer = load_target(args), AutoTokenizer.from_pretrained(args.target, revision=args.revision)
+    template = None if args.chat_template is None else Path(args.chat_template).read_text(encoding="utf-8")
+    tokenizer, target = load_tokenizer(args.target, args.revision), load_target(args)
     prepared = prepare(
         target, tokenizer, args.data, args.output, max_length=args.max_length, states=args.states, layer_ids=args.layers,
         dtype=args.states_dtype, regenerate=args.regenerate, generation=generation, batch_size=args.batch_size,
         records_per_shard=args.records_per_shard, part=args.part, template_augmentation=args.template_augmentation,
         template_options=dict(args.template_option),
-        chat_template=None if args.chat_template is None else Path(args.chat_template).read_text(encoding="utf-8"),
-        seed=args.seed, split=args.split, mask=args.mask, progress=progress,
+        chat_template=template, seed=args.seed, split=args.split, mask=args.mask, progress=progress,
         **({} if args.max_new_tokens is None else {"max_new_tokens": args.max_new_tokens}),
     )  # fmt: skip
     report = asdict(prepared)
-    print(json.dumps(report) if args.json else "\n".join(_lines(report)))
+    show(args, report, "\n".join(_lines(report)))
     return 0
 
 
 def load_target(args: argparse.Namespace) -> Any:
     """The target as it is asked for: where, in which dtype, quantized or spread over devices."""
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers import BitsAndBytesConfig
     from transformers.distributed import DistributedConfig
 
+    if args.tensor_parallel and (args.device_map or args.load_in):
+        raise ValueError("--tensor-parallel splits every weight over processes; expected neither --device-map nor --load-in with it.")
     options: dict[str, Any] = {"dtype": args.dtype, "revision": args.revision}
     if args.load_in is not None:
         options["quantization_config"] = BitsAndBytesConfig(**QUANTIZATIONS[args.load_in])
     if args.tensor_parallel:
-        return AutoModelForCausalLM.from_pretrained(args.target, distributed_config=DistributedConfig(tp_plan="auto"), **options).eval()
+        return load_causal_lm(args.target, distributed_config=DistributedConfig(tp_plan="auto"), **options)
     if args.device_map is None and args.load_in is None:
-        return AutoModelForCausalLM.from_pretrained(args.target, **options).to(args.device).eval()
+        return load_causal_lm(args.target, **options).to(args.device)
     # A quantized model cannot be moved once it is loaded.
-    return AutoModelForCausalLM.from_pretrained(args.target, device_map=args.device_map or args.device, **options).eval()
+    return load_causal_lm(args.target, device_map=args.device_map or args.device, **options)
 
 
 def _generation(args: argparse.Namespace) -> dict[str, Any]:
@@ -83,9 +84,14 @@ def part_of(text: str) -> tuple[int, int]:
 
 
 def add_prepare_data(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--target", required=True, help="folder or Hub repository of the model to train a drafter for")
-    parser.add_argument("--data", required=True, help=".jsonl, .json, .parquet or text file, a folder of them, or a dataset of the Hub")
-    parser.add_argument("--output", required=True, help="the store's folder; run again with the same arguments, what is missing is added")
+    parser.set_defaults(kept=kept.shards)
+    parser.add_argument("--target", type=path, required=True, help="folder or Hub repository of the model to train a drafter for")
+    parser.add_argument(
+        "--data", type=path, required=True, help=".jsonl, .json, .parquet or text file, a folder of them, or a dataset of the Hub"
+    )
+    parser.add_argument(
+        "--output", type=path, required=True, help="the store's folder; run again with the same arguments, what is missing is added"
+    )
     parser.add_argument("--split", default="train", help="of a dataset (default: train)")
     parser.add_argument("--regenerate", action="store_true", help="replace answers by the target's own")
     parser.add_argument("--states", action="store_true", help="store the target's states too, to train without it")
@@ -95,18 +101,18 @@ def add_prepare_data(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--part", type=part_of, default=(0, 1), metavar="I/N", help="make only the shards of process I of N (default: 0/1)")
     parser.add_argument("--records-per-shard", type=positive, default=64, help="records of the data in a shard (default: 64)")
     parser.add_argument("--batch-size", type=positive, default=8, help="rows the target reads at once (default: 8)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=seed, default=0)
     add_loading(parser)
 
 
 def _add_rows(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-length", type=positive, default=2048, help="tokens of a row (default: 2048)")
     parser.add_argument("--mask", choices=("answers", "all"), default="answers", help="which tokens are trained on (default: answers)")
-    parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template instead of the tokenizer's")
+    parser.add_argument("--chat-template", type=path, metavar="FILE", help="a Jinja template instead of the tokenizer's")
     add_template_option(parser)
     parser.add_argument(
         "--template-augmentation",
-        type=float,
+        type=share,
         default=0.0,
         metavar="SHARE",
         help="share of chats without template or BOS (default: 0)",
@@ -115,14 +121,14 @@ def _add_rows(parser: argparse.ArgumentParser) -> None:
 
 def _add_generation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=positive, help="of a regenerated answer (default: 1024)")
-    parser.add_argument("--temperature", type=float, help="0: greedy (default: as the target's generation config has it)")
-    parser.add_argument("--top-p", type=float)
+    parser.add_argument("--temperature", type=temperature, help="0: greedy (default: as the target's generation config has it)")
+    parser.add_argument("--top-p", type=top_p)
     parser.add_argument("--top-k", type=positive)
 
 
 def _add_states(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--layers", type=int, nargs="+", metavar="ID", help="hidden_states indices to store (default: 2, L // 2, L - 3 of L layers)"
+        "--layers", type=count, nargs="+", metavar="ID", help="hidden_states indices to store (default: 2, L // 2, L - 3 of L layers)"
     )
     parser.add_argument(
         "--states-dtype", choices=("float32", "bfloat16", "float16", "fp8"), help="how states are stored (default: as the target has them)"
@@ -137,9 +143,9 @@ def add_template_option(parser: argparse.ArgumentParser) -> None:
 
 
 def add_loading(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--revision", help="branch, tag or commit of the target's Hub repository")
-    parser.add_argument("--dtype", default="auto", help="of the target: auto, float32, bfloat16, float16")
-    parser.add_argument("--device-map", help="spread the target over devices, as transformers does: auto, balanced, ...")
+    parser.add_argument("--revision", type=path, help="branch, tag or commit of the target's Hub repository")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the target (default: auto, its own)")
+    parser.add_argument("--device-map", type=device_map, help="spread the target over devices, as transformers does: auto, balanced, ...")
     parser.add_argument("--tensor-parallel", action="store_true", help="each process of `accelerate launch` holds a part of every weight")
     parser.add_argument("--load-in", choices=QUANTIZATIONS, help="quantize the target with bitsandbytes while loading")
     add_device(parser)

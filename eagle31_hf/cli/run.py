@@ -1,11 +1,24 @@
 """`eagle31 demo` and `eagle31 generate`: decoding with a drafter, beside the target alone."""
 
 import argparse
-import json
 import sys
 from typing import Any
 
-from .parsing import add_device, add_reading, positive, positive_or_auto, progress, reading_options
+from .loading import load_causal_lm, load_tokenizer
+from .parsing import (
+    DTYPES,
+    add_device,
+    add_reading,
+    path,
+    positive,
+    positive_or_auto,
+    progress,
+    reading_options,
+    seed,
+    show,
+    temperature,
+    words,
+)
 
 DEPTHS = (3, 5, 7)
 
@@ -22,26 +35,21 @@ def demo(args: argparse.Namespace) -> int:
         _show_completion(target, tokenizer, drafters["eagle31"], prompts[0], args.max_new_tokens)
     shapes = [*(Shape(depth) for depth in DEPTHS), Shape(7, top_k=4, total_tokens=24), AUTO_SHAPE]
     result = measure(target, drafters, prompts, shapes, args.max_new_tokens, progress)
-    print(json.dumps(result) if args.json else _table(result, args.profile))
+    show(args, result, "" if args.json else _table(result, args.profile))
     return 0 if all(run["identical"] for run in result["runs"]) else 1
 
 
 def generate(args: argparse.Namespace) -> int:
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+    from transformers import TextStreamer
 
     from .. import Eagle31DrafterModel, track_acceptance
 
     progress(f"loading {args.target} and {args.drafter}")
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
-    target: Any = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype)
-    target = target.to(args.device).eval()
+    tokenizer = load_tokenizer(args.target)
+    inputs = _inputs(tokenizer, args)
+    target = load_causal_lm(args.target, dtype=args.dtype).to(args.device)
     drafter = Eagle31DrafterModel.from_pretrained(args.drafter, dtype=target.dtype, **reading_options(args)).to(args.device).eval()
-    if args.chat:
-        messages = [{"role": "user", "content": args.prompt}]
-        inputs: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    else:
-        inputs = tokenizer(args.prompt, return_tensors="pt")
     options: dict[str, Any] = {"do_sample": args.temperature > 0} | ({"temperature": args.temperature} if args.temperature > 0 else {})
     for knob in ("num_assistant_tokens", "draft_tree_top_k", "draft_tree_total_tokens"):
         if getattr(args, knob) is not None:
@@ -49,16 +57,42 @@ def generate(args: argparse.Namespace) -> int:
     if args.seed is not None:
         torch.manual_seed(args.seed)
     streamer = None if args.json else TextStreamer(tokenizer, skip_prompt=True)
+    new_tokens = _room(target, inputs["input_ids"].shape[1], args.max_new_tokens)
     with track_acceptance() as stats:
         sequence = target.generate(
-            **inputs.to(args.device), assistant_model=drafter, max_new_tokens=args.max_new_tokens, streamer=streamer, **options
+            **inputs.to(args.device), assistant_model=drafter, max_new_tokens=new_tokens, streamer=streamer, **options
         )
     if args.json:
         text = tokenizer.decode(sequence[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        print(json.dumps({"text": text, **_counts(stats)}))
+        show(args, {"text": text, **_counts(stats)}, "")
     else:
         print(stats.summary(), file=sys.stderr)
     return 0
+
+
+def _inputs(tokenizer: Any, args: argparse.Namespace) -> Any:
+    """The prompt as the target reads it. Raises ValueError where nothing comes of it."""
+    if args.chat and tokenizer.chat_template is None:
+        raise ValueError(f"--chat: {args.target} has no chat template; expected a target for chats, or the prompt without --chat.")
+    if args.chat:
+        messages = [{"role": "user", "content": args.prompt}]
+        inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    else:
+        inputs = tokenizer(args.prompt, return_tensors="pt")
+    if inputs["input_ids"].numel() == 0:
+        raise ValueError(f"prompt: {args.prompt[:40]!r} makes no tokens; expected text.")
+    return inputs
+
+
+def _room(target: Any, prompt_tokens: int, max_new_tokens: int) -> int:
+    """As many new tokens as the target's context has room for. Raises ValueError for a prompt that fills it."""
+    context = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if not isinstance(context, int) or prompt_tokens + max_new_tokens <= context:
+        return max_new_tokens
+    if prompt_tokens >= context:
+        raise ValueError(f"prompt: has {prompt_tokens} tokens; expected fewer than {context}, which is all the target reads.")
+    progress(f"at most {context - prompt_tokens} new tokens: the target reads {context}, and the prompt has {prompt_tokens}")
+    return context - prompt_tokens
 
 
 def _show_completion(target, tokenizer, drafter, prompt, max_new_tokens: int) -> None:
@@ -111,17 +145,17 @@ def add_demo(parser: argparse.ArgumentParser) -> None:
 
 def add_generate(parser: argparse.ArgumentParser) -> None:
     add_device(parser)
-    parser.add_argument("--target", required=True, help="folder or Hub repository of the model to speed up")
-    parser.add_argument("--drafter", required=True, help="folder or Hub repository of an EAGLE 3 or 3.1 drafter for it")
-    parser.add_argument("prompt")
+    parser.add_argument("--target", type=path, required=True, help="folder or Hub repository of the model to speed up")
+    parser.add_argument("--drafter", type=path, required=True, help="folder or Hub repository of an EAGLE 3 or 3.1 drafter for it")
+    parser.add_argument("prompt", type=words)
     parser.add_argument("--max-new-tokens", type=positive, default=256)
     parser.add_argument(
         "--num-assistant-tokens", type=positive_or_auto, help="tokens drafted a round, or auto (default: the drafter's own)"
     )
     parser.add_argument("--draft-tree-top-k", type=positive_or_auto, help="children of a node; above 1 trees are drafted instead of chains")
     parser.add_argument("--draft-tree-total-tokens", type=positive_or_auto, help="nodes of a tree, the root included")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 (default): greedy")
-    parser.add_argument("--seed", type=int)
-    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16")
+    parser.add_argument("--temperature", type=temperature, default=0.0, help="0 (default): greedy")
+    parser.add_argument("--seed", type=seed)
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of both models (default: auto, the target's own)")
     parser.add_argument("--chat", action="store_true", help="wrap the prompt in the target's chat template")
     add_reading(parser)

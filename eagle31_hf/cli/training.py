@@ -1,12 +1,13 @@
 """`eagle31 train`: a drafter for any causal language model, from data to a folder worth pushing."""
 
 import argparse
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .parsing import field, positive, progress
+from . import kept
+from .loading import load_tokenizer
+from .parsing import config_field, count, field, path, positive, progress, real, seed, to_json
 from .preparation import add_loading, add_template_option, load_target
 
 SEEN_FOR_COVERAGE, SEEN_FOR_UPGRADE = 16, 16  # rows
@@ -23,22 +24,26 @@ class Data:
 
 
 def train(args: argparse.Namespace) -> int:
-    from transformers import AutoTokenizer
+    from transformers.trainer_utils import IntervalStrategy
 
     from ..training.output import check_output, discard_replaced, in_all_processes
     from ..training.trainer import Eagle31Trainer
 
+    check_options(args)
     settings = arguments(args)
     output = settings.output_dir
     checkpoint = in_all_processes(lambda: check_output(output, args.resume, args.overwrite))
     progress(f"loading {args.target}")
-    tokenizer = AutoTokenizer.from_pretrained(args.target, revision=args.revision)
-    kept = stored(args)
-    target = kept or load_target(args)
+    tokenizer = load_tokenizer(args.target, args.revision)
+    states = stored(args)
+    target = states or load_target(args)
     data = read_data(args, target, tokenizer)
+    if data.held_out is None and args.eval_rows:
+        progress("too few rows to hold any out: nothing is evaluated, and the last checkpoint is kept")
+        settings.eval_strategy, settings.load_best_model_at_end = IntervalStrategy.NO, False
     drafter, vocabulary = begin(args, target, tokenizer, data)
     trainer = Eagle31Trainer(
-        drafter, settings, data.train, data.held_out, target=None if kept else target, processing_class=tokenizer
+        drafter, settings, data.train, data.held_out, target=None if states else target, processing_class=tokenizer
     )  # fmt: skip
     trainer.facts = {"data": data.facts, "draft_vocabulary_coverage": vocabulary}
     progress(f"training on {len(data.train):,} rows, evaluating on {len(data.held_out) if data.held_out else 0:,}")
@@ -64,6 +69,15 @@ def replace(output: str) -> None:
         progress(f"what an earlier run wrote is in {aside} until the new drafter is saved")
 
 
+def check_options(args: argparse.Namespace) -> None:
+    """Raises ValueError for options that mean nothing beside each other."""
+    fresh = [name for name in ("--draft-vocab-size", "--head") if getattr(args, name[2:].replace("-", "_")) not in (None, "target")]
+    if args.upgrade and args.drafter is None:
+        raise ValueError("--upgrade makes an EAGLE 3 drafter an EAGLE 3.1 one; expected --drafter with it.")
+    if args.drafter is not None and fresh:
+        raise ValueError(f"{fresh[0]} is of a new drafter, and --drafter names one that has its own; expected one of the two.")
+
+
 def arguments(args: argparse.Namespace) -> Any:
     """The command's own options, then --set, as arguments of the trainer."""
     from ..training.arguments import Eagle31TrainingArguments
@@ -79,8 +93,8 @@ def arguments(args: argparse.Namespace) -> Any:
     }  # fmt: skip
     try:
         return Eagle31TrainingArguments(**options | every | evaluates | dict(args.set))
-    except TypeError as error:
-        raise ValueError(f"--set: {error}; expected a field of Eagle31TrainingArguments.") from None
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"--set: {error}; expected a field of Eagle31TrainingArguments, and a value of its type.") from None
 
 
 def stored(args: argparse.Namespace) -> Any:
@@ -230,7 +244,7 @@ def report(args: argparse.Namespace, trainer: Any, metrics: dict[str, Any]) -> N
     evaluated = [entry for entry in trainer.state.log_history if "eval_accepted_length" in entry]
     best: dict[str, Any] = max(evaluated, key=lambda entry: entry["eval_accepted_length"], default={})
     if args.json:
-        print(json.dumps({"output": args.output, "steps": trainer.state.global_step, **metrics, "best": best}))
+        print(to_json({"output": args.output, "steps": trainer.state.global_step, **metrics, "best": best}))
         return
     print(f"drafter  {args.output}, after {trainer.state.global_step:,} steps in {metrics['train_runtime'] / 60:.1f} minutes")
     if best:
@@ -240,14 +254,17 @@ def report(args: argparse.Namespace, trainer: Any, metrics: dict[str, Any]) -> N
 
 
 def add_train(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--target", required=True, help="folder or Hub repository of the model to train a drafter for")
-    parser.add_argument("--data", required=True, help="chats or texts: a file, a folder, a dataset of the Hub, or what prepare-data wrote")
-    parser.add_argument("--output", required=True, help="folder of the drafter and its checkpoints")
+    parser.set_defaults(kept=kept.checkpoint)
+    parser.add_argument("--target", type=path, required=True, help="folder or Hub repository of the model to train a drafter for")
+    parser.add_argument(
+        "--data", type=path, required=True, help="chats or texts: a file, a folder, a dataset of the Hub, or what prepare-data wrote"
+    )
+    parser.add_argument("--output", type=path, required=True, help="folder of the drafter and its checkpoints")
     parser.add_argument("--split", default="train", help="of a dataset (default: train)")
     parser.add_argument("--regenerate", action="store_true", help="replace answers by the target's own first; more is accepted so")
     add_template_option(parser)
-    parser.add_argument("--eval-data", help="rows to evaluate on (default: some of the data)")
-    parser.add_argument("--eval-rows", type=int, default=32, help="rows of the data held out for it, at most a tenth (default: 32)")
+    parser.add_argument("--eval-data", type=path, help="rows to evaluate on (default: some of the data)")
+    parser.add_argument("--eval-rows", type=count, default=32, help="rows of the data held out for it, at most a tenth (default: 32)")
     parser.add_argument("--eval-every", type=positive, default=200, metavar="STEPS", help="evaluate and save so often (default: 200)")
     parser.add_argument(
         "--resume", action="store_true",
@@ -263,24 +280,26 @@ def add_train(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_drafter(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--drafter", help="begin with this one, of any EAGLE 3 or 3.1 format (default: a new one)")
+    parser.add_argument("--drafter", type=path, help="begin with this one, of any EAGLE 3 or 3.1 format (default: a new one)")
     parser.add_argument("--upgrade", action="store_true", help="make an EAGLE 3 drafter an EAGLE 3.1 one first")
     parser.add_argument("--head", choices=("target", "scratch"), default="target", help="how a new drafter's head begins (default: target)")
     parser.add_argument("--draft-vocab-size", type=positive, help="tokens a new drafter can propose, the most frequent (default: all)")
-    parser.add_argument("--field", type=field, action="append", default=[], metavar="NAME=VALUE", help="a field of Eagle31Config that wins")
+    parser.add_argument(
+        "--field", type=config_field, action="append", default=[], metavar="NAME=VALUE", help="a field of Eagle31Config that wins"
+    )
 
 
 def _add_optimisation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--depth", type=positive, default=4, help="steps unrolled (default: 4)")
     parser.add_argument("--loss", default="kl", help="kl, reverse_kl, jsd, tv, lk_alpha, lk_lambda, ce, or a mixture as kl=0.9,tv=0.1")
     parser.add_argument("--max-length", type=positive, default=2048, help="tokens of a packed row (default: 2048)")
-    parser.add_argument("--epochs", type=float, default=2.0)
+    parser.add_argument("--epochs", type=real(0, above=True), default=2.0)
     parser.add_argument("--steps", type=positive, help="instead of epochs")
     parser.add_argument("--batch-size", type=positive, default=1, help="packed rows of each process (default: 1)")
     parser.add_argument("--accumulate", type=positive, default=8, help="batches a step (default: 8)")
-    parser.add_argument("--learning-rate", type=float, default=1e-4)
+    parser.add_argument("--learning-rate", type=real(0), default=1e-4)
     parser.add_argument("--bf16", action="store_true", help="mixed precision")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=seed, default=0)
     parser.add_argument("--report-to", default="none", help="trackio, wandb, tensorboard")
     parser.add_argument(
         "--set", type=field, action="append", default=[], metavar="NAME=VALUE", help="an argument of Eagle31TrainingArguments that wins"

@@ -1,6 +1,7 @@
 """What this library cannot do yet, refused before anything is generated, with the reason and what to do instead."""
 
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +20,7 @@ OWN_DEFAULTS = {
 }  # fmt: skip
 STOCK_DEFAULTS = {"num_assistant_tokens": 20, "assistant_confidence_threshold": 0.4}
 LEAST = {"num_assistant_tokens": 1, "draft_tree_top_k": 1, "draft_tree_total_tokens": 2}
+MOST = 2**16  # tokens drafted a round: more than any target verifies at once, and few enough to count with
 
 
 @dataclass(frozen=True)
@@ -50,19 +52,36 @@ def resolve_knobs(drafter: Eagle31DrafterModel, generation_config: GenerationCon
     values: dict[str, Any] = {}
     for name in KNOBS:
         configured = getattr(generation_config, name, None)
-        configured = None if configured == STOCK_DEFAULTS.get(name) else configured
-        wishes = (given.get(name), configured, getattr(drafter.generation_config, name, None), OWN_DEFAULTS[name])
-        values[name] = next(wish for wish in wishes if wish is not None)
-    threshold = values["assistant_confidence_threshold"]
-    if not 0.0 <= threshold < 1.0:
-        raise ValueError(f"assistant_confidence_threshold is {threshold!r}; expected 0 (never stop a chain early) to less than 1.")
-    for name, least in LEAST.items():
-        value = values[name]
-        if value != AUTO and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-            hint = " (to decode without drafts, drop assistant_model)" if name == "num_assistant_tokens" else ""
-            raise ValueError(f"{name} is {value!r}; expected 'auto' or an integer of at least {least}{hint}.")
-    depth, top_k, total = (None if values[name] == AUTO else values[name] for name in LEAST)
-    return Knobs(depth, threshold, top_k, total)
+        configured = None if _is(configured, STOCK_DEFAULTS.get(name)) else configured
+        wishes = {
+            "": given.get(name), ", in the generation config": configured,
+            ", in the drafter's generation_config": getattr(drafter.generation_config, name, None), "the defaults": OWN_DEFAULTS[name],
+        }  # fmt: skip
+        origin, values[name] = next((origin, wish) for origin, wish in wishes.items() if wish is not None)
+        _check_knob(name, values[name], origin)
+    depth, top_k, total = (None if values[name] == AUTO else int(values[name]) for name in LEAST)
+    return Knobs(depth, float(values["assistant_confidence_threshold"]), top_k, total)
+
+
+def _is(value: Any, stock: Any) -> bool:
+    """Whether a value is what transformers fills in. An array, say, would compare as an array."""
+    return isinstance(value, Real) and value == stock
+
+
+def _check_knob(name: str, value: Any, origin: str) -> None:
+    """Raises ValueError for a value of the wrong type or range: True counts as no number, and NaN lies in no range."""
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if name not in LEAST:
+        holds, expected = is_number and 0.0 <= value < 1.0, "0 (never stop a chain early) to less than 1"
+    else:
+        is_auto = isinstance(value, str) and value == AUTO
+        holds = is_auto or (is_number and isinstance(value, Integral) and LEAST[name] <= value <= MOST)
+        hint = " (to decode without drafts, drop assistant_model)" if name == "num_assistant_tokens" else ""
+        expected = f"'auto' or an integer of at least {LEAST[name]}{hint}"
+        if is_number and value > MOST:
+            expected = f"'auto' or an integer of at most {MOST}"
+    if not holds:
+        raise ValueError(f"{name} is {repr(value)[:80]}{origin}; expected {expected}.")
 
 
 def why_no_target(model_class: type, config: PreTrainedConfig) -> str | None:

@@ -166,7 +166,6 @@ def prepare_data(
     if states:
         layer_ids = Eagle31Config(aux_hidden_state_layer_ids=layer_ids).resolve_layer_ids(len(decoder_layers(target)))
         dtype = dtype or str(target.dtype).removeprefix("torch.")
-    open_store(output, _manifest(target, tokenizer, made_of, len(records), records_per_shard, layer_ids, dtype))
     embedding: Any = target.get_input_embeddings()
     own_mask = "answers" if regenerate else mask
     maker = RowMaker(
@@ -175,6 +174,7 @@ def prepare_data(
     )  # fmt: skip
     speaker = on_policy.Speaker(target, tokenizer, max_length, max_new_tokens, batch_size, generation) if regenerate else None
     reader = TargetReader(target, layer_ids) if states else None
+    open_store(output, _manifest(target, tokenizer, made_of, len(records), records_per_shard, layer_ids, dtype))
     if reader is not None and part[0] == 0:
         save_target_parts(output, target, reader.scoring.as_dict())
     skips = Skips(records.where, progress)

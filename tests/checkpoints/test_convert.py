@@ -264,7 +264,10 @@ def test_what_is_no_folder_cannot_be_converted_in_place(tmp_path):
     SPECFORGE.write(tmp_path / "drafter")
     with pytest.raises(ValueError, match="is no local folder, so it cannot be converted in place; name a destination"):
         convert_checkpoint("owner/name")
-    refused(tmp_path / "drafter" / "config.json", None, "is no local folder")
+    refused(tmp_path / "drafter" / "config.json", None, "is a file; expected the folder", OSError)
+    refused(tmp_path / "draft", None, "there is no such folder", OSError)
+    with pytest.raises(ValueError, match=r"discard_original .* expected no destination"):
+        convert_checkpoint(tmp_path / "drafter", tmp_path / "other", discard_original=True)
 
 
 def test_an_empty_folder(tmp_path):

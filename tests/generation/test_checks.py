@@ -200,7 +200,7 @@ def test_the_next_call_is_none_the_worse(target, drafter, prompt):
 def test_a_drafters_own_bad_knob_is_refused_too(target, prompt):
     drafter = build_drafter(target)
     drafter.generation_config.num_assistant_tokens = 0
-    refused(target, drafter, with_drafter, r"num_assistant_tokens is 0; expected", inputs=prompt)
+    refused(target, drafter, with_drafter, r"num_assistant_tokens is 0, in the drafter.s generation_config; expected", inputs=prompt)
 
 
 KNOBS = {  # given in the call, generation config, drafter's own: the result

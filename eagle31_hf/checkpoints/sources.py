@@ -1,0 +1,99 @@
+"""What a checkpoint's name stands for: a folder, or a repository of the Hub; and in which words one of them cannot be had."""
+
+import os
+from typing import Any
+
+from huggingface_hub import constants
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils import validate_repo_id
+from transformers.utils import cached_file
+
+# What the client raises when the Hub or the way to it fails: HTTP errors of whichever httpx it uses.
+HUB_ERRORS = (HfHubHTTPError.__mro__[1], HfHubHTTPError)
+
+
+class HubError(OSError):
+    """The Hub, or the way to it, failed; what was asked for may be right."""
+
+
+def check_name(source: str, expected: str = "drafter") -> None:
+    """Raises OSError for what is neither a folder nor a name that a Hub repository can have."""
+    if os.path.isdir(source):
+        return
+    if os.path.lexists(source):
+        raise OSError(f"{source}: is a file; expected the folder of a {expected}, or a Hub repository as in owner/name.")
+    try:
+        validate_repo_id(source)
+    except HFValidationError:
+        name = source[:200] or "''"
+        raise OSError(f"{name}: there is no such folder; expected that of a {expected}, or a Hub repository as in owner/name.") from None
+
+
+def find_config(source: str, expected: str = "drafter", **hub: Any) -> str:
+    """The path of `config.json` in a folder, or in a Hub repository, from where it is downloaded. Raises OSError that says why not."""
+    check_name(source, expected)
+    if os.path.isdir(source):
+        path = os.path.join(source, hub.get("subfolder") or "", "config.json")
+        if not os.path.isfile(path):
+            raise OSError(f"{source}: holds no config.json; expected the folder of a {expected}, or the name of a Hub repository.")
+        return path
+    path = fetch(source, "config.json", **hub)
+    if path is None:
+        raise OSError(f"{source}: has no config.json at revision {hub.get('revision') or 'main'}; expected a {expected}'s repository.")
+    return path
+
+
+def fetch(source: str, name: str, **hub: Any) -> str | None:
+    """The path of a repository's file in the Hub's cache, downloaded if need be; None where the repository has no such file.
+
+    Raises OSError, which names the repository and the remedy, where that cannot be known; `HubError` where the Hub did not answer.
+    """
+    try:
+        return cached_file(source, name, **hub)
+    except OSError as error:
+        cause = error.__cause__
+        if cause is None and error.errno is None and not isinstance(error, HfHubHTTPError):  # the repository answered: there is none
+            return None
+        raise _diagnosed(source, name, hub.get("revision"), error, cause) from error
+    except HUB_ERRORS as error:
+        raise HubError(f"{source}: {name}: the download broke off ({first_line(error)}). Run it again to go on.") from error
+
+
+def _diagnosed(source: str, name: str, revision: str | None, error: OSError, cause: BaseException | None) -> OSError:
+    """`error` in words that name what was asked for: of an exception of the Hub's client, else the error itself."""
+    page = f"{constants.ENDPOINT}/{source}"
+    if isinstance(cause, GatedRepoError):
+        return OSError(f"{source}: is gated. Ask for access at {page}, then log in with `hf auth login` or set HF_TOKEN.")
+    if isinstance(cause, RepositoryNotFoundError):
+        return OSError(
+            f"{source}: there is no such folder, and {constants.ENDPOINT} has no such repository, or hides it. Check the name; if it is "
+            "private, log in with `hf auth login` or set HF_TOKEN."
+        )
+    if isinstance(cause, RevisionNotFoundError):
+        return OSError(f"{source}: has no revision {revision!r}; expected a branch, a tag or a commit of {page}.")
+    if isinstance(cause, LocalEntryNotFoundError):
+        reason = cause.__cause__
+        if reason is None:
+            return HubError(
+                f"{source}: there is no such folder, its {name} is not in the Hub's cache, and nothing is downloaded: HF_HUB_OFFLINE or "
+                "local_files_only is set."
+            )
+        return HubError(
+            f"{source}: there is no such folder, its {name} is not in the Hub's cache, and {constants.ENDPOINT} does not answer: {first_line(reason)}"
+        )
+    if isinstance(cause, HfHubHTTPError):
+        return HubError(f"{source}: {name}: the Hub refused: {first_line(cause)}")
+    return error
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an exception says; some of the client's say nothing."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,155 @@
+"""How a command ends: its exit status, the one line that says what went wrong, and what is left when it is stopped."""
+
+import errno
+import os
+import select
+import signal
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from huggingface_hub.errors import OfflineModeIsEnabled, StrictDataclassError
+from safetensors import SafetensorError
+
+from ..checkpoints.sources import HUB_ERRORS, HubError
+from ..starting import STOPPING, die
+
+FAILED, BAD_INPUT = 1, 2
+# The kinds of error a command may end with, the first that fits; any other is a defect of ours, and keeps its traceback.
+KINDS: tuple[tuple[tuple[type[BaseException], ...], str, int], ...] = (
+    ((HubError, OfflineModeIsEnabled, MemoryError, SafetensorError), "failed", FAILED),
+    ((ValueError, OSError, StrictDataclassError), "error", BAD_INPUT),
+    ((RuntimeError, ImportError, *HUB_ERRORS), "failed", FAILED),
+)
+# What the system says about a file, and what to do about it.
+FILE_ERRORS = {
+    errno.ENOENT: "there is no such file or folder. Check the path.",
+    errno.EISDIR: "is a folder; expected a file.",
+    errno.ENOTDIR: "is a file, or lies below one; expected a folder.",
+    errno.EEXIST: "is there already. Name another, or remove it.",
+    errno.EACCES: "this user may not read or write it. Check its permissions.",
+    errno.EPERM: "this user may not read or write it. Check its permissions.",
+    errno.ENAMETOOLONG: "the name is too long for a file.",
+    errno.ELOOP: "is a link that leads back to itself.",
+}
+MACHINE_ERRORS = {
+    errno.ENOSPC: "the disk is full. Free some space and run the same command again.",
+    errno.EDQUOT: "the disk quota is used up. Free some space and run the same command again.",
+    errno.EROFS: "the file system is read-only. Name a place that can be written.",
+    errno.EIO: "the disk failed to read or write.",
+    errno.EMFILE: "too many files are open; raise the limit (ulimit -n).",
+}
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal that asks the program to stop: raised where the program is, so that everything on the way out is tidied."""
+
+    def __init__(self, number: int):
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+def explain(error: BaseException, args: Namespace | None) -> tuple[str, int] | None:
+    """The line for stderr and the exit status; None where the error is not the command's to report."""
+    if isinstance(error, BrokenPipeError) and output_is_closed():
+        return None
+    for types, word, status in KINDS:
+        if isinstance(error, types):
+            text, of_machine = _text(error)
+            word, status = ("failed", FAILED) if of_machine else (word, status)
+            return f"eagle31: {word}: {text}" + (f" {sentence(args)}" if of_machine and args is not None else ""), status
+    return None
+
+
+def _text(error: BaseException) -> tuple[str, bool]:
+    """One line, and whether the machine is at fault rather than what was asked for."""
+    number = getattr(error, "errno", None)
+    known: dict[int | None, str] = {**FILE_ERRORS, **MACHINE_ERRORS}
+    if isinstance(error, OSError) and number in known:
+        where = error.filename2 or error.filename
+        return f"{os.fsdecode(where) if isinstance(where, str | bytes) else 'writing'}: {known[number]}", number in MACHINE_ERRORS
+    cause = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ is not None else error
+    is_full = f"os error {errno.ENOSPC}" in str(error)  # of libraries written in Rust, which have errors of their own
+    return " ".join(str(cause).split()) or type(error).__name__, is_full
+
+
+def sentence(args: Namespace) -> str:
+    """What a command that was stopped leaves behind. A command says so itself by `set_defaults(kept=...)`."""
+    kept: Callable[[Namespace], str] = getattr(args, "kept", lambda args: "Nothing was written.")
+    sources = [getattr(args, name, None) for name in ("target", "drafter", "source")]
+    is_remote = any(source and not os.path.exists(source) for source in sources)
+    return kept(args) + (" What was downloaded stays in the Hub's cache." if is_remote else "")
+
+
+def listen() -> None:
+    """From now on the first signal of STOPPING raises Stopped; the second one ends the process at once."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        forget()
+        raise Stopped(number)
+
+    for number in STOPPING:
+        if signal.getsignal(number) not in (signal.SIG_IGN, None):
+            signal.signal(number, stop)
+
+
+def forget() -> None:
+    for number in STOPPING:
+        if signal.getsignal(number) not in (signal.SIG_IGN, None):
+            signal.signal(number, signal.SIG_DFL)
+
+
+def as_program(run: Callable[[], int]) -> int:
+    """Runs what a process is for. Returns its exit status, unless a signal or a reader that went away ends the process."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # of a locale that cannot write what a model says
+    listen()
+    try:
+        return _status(run)
+    except Stopped as stop:
+        silence()
+        die(stop.number)
+    except BrokenPipeError:
+        if not output_is_closed():
+            raise
+        silence()
+        die(getattr(signal, "SIGPIPE", signal.SIGTERM))  # as what is written in C ends
+    finally:
+        forget()
+        silence()
+
+
+def _status(run: Callable[[], int]) -> Any:
+    try:
+        return run()
+    except SystemExit as end:  # argparse's, once it has shown its help
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return end.code
+
+
+def output_is_closed() -> bool:
+    """Whether nobody reads stdout or stderr any more, as after `| head`."""
+    return any(_is_abandoned(stream) for stream in (sys.stdout, sys.stderr))
+
+
+def _is_abandoned(stream: Any) -> bool:
+    try:
+        poll = select.poll()
+        poll.register(stream.fileno(), select.POLLOUT)
+        return any(event & select.POLLERR for _, event in poll.poll(0))
+    except (AttributeError, OSError, ValueError):  # no file behind it, or a system without poll
+        return False
+
+
+def silence() -> None:
+    """Writes out what is left; where that cannot be, drops it, which Python would complain about at its exit."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except (OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -1,0 +1,49 @@
+"""Targets and tokenizers for the commands: refused in plain words where they are not there or cannot be read."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ..checkpoints.files import read_json
+from ..checkpoints.sources import find_config
+from ..configuration import Eagle31Config
+
+
+def check_target(source: str, revision: str | None = None) -> None:
+    """Raises OSError where there is no such model, ValueError where it is a drafter: before seconds are spent on loading anything."""
+    from pathlib import Path
+
+    kind = read_json(Path(find_config(source, "target", revision=revision))).get("model_type")
+    if kind == Eagle31Config.model_type:
+        raise ValueError(f"{source}: is a drafter (model_type {kind!r}); expected the target, which it drafts for.")
+
+
+def load_tokenizer(source: str, revision: str | None = None) -> Any:
+    from transformers import AutoTokenizer
+
+    check_target(source, revision)
+    with reading(source, "its tokenizer cannot be read", "tokenizer.json and what belongs to it beside config.json"):
+        return AutoTokenizer.from_pretrained(source, revision=revision)
+
+
+def load_causal_lm(source: str, **options: Any) -> Any:
+    """The model, for evaluation. `options` are those of `from_pretrained`."""
+    from transformers import AutoModelForCausalLM
+
+    check_target(source, options.get("revision"))
+    with reading(source, "cannot be loaded as a causal language model", "a model that transformers' AutoModelForCausalLM reads"):
+        return AutoModelForCausalLM.from_pretrained(source, **options).eval()
+
+
+@contextmanager
+def reading(source: str, failure: str, expected: str) -> Iterator[None]:
+    """Names the source in whatever goes wrong while transformers and tokenizers read files of any origin: their readers let
+    KeyError, TypeError and bare exceptions through. What the machine is at fault for passes as it is.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, ImportError, MemoryError):
+        raise
+    except Exception as error:
+        found = " ".join(str(error).split())[:200]
+        raise ValueError(f"{source}: {failure} ({type(error).__name__}: {found}); expected {expected}.") from error

@@ -1,0 +1,41 @@
+"""The program `eagle31` while it starts: its imports take seconds, in which Ctrl-C means one line and no traceback."""
+
+import os
+import signal
+import sys
+from itertools import pairwise
+from types import FrameType
+from typing import NoReturn
+
+# A key, a queue or a system that shuts down, and a terminal that is closed; the last is not known everywhere.
+STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+
+
+def is_program() -> bool:
+    """Whether this process is the program, by its own name or as `python -m eagle31_hf`, and not one that imports the library."""
+    return os.path.basename(sys.argv[0]) in ("eagle31", "eagle31.exe") or (
+        sys.argv[0] == "-m" and ("-m", "eagle31_hf") in pairwise(sys.orig_argv)
+    )
+
+
+def die(number: int) -> NoReturn:
+    """Ends the process by a signal, as if it had never been caught: who started it sees what ended it (a shell: 128 + number)."""
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+    os._exit(128 + number)  # where a signal is blocked, or does not end a process
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    os.write(2, b"eagle31: stopped while starting; nothing was done\n")
+    die(number)
+
+
+def watch() -> None:
+    """Until the command itself runs. A signal that the process was started to ignore, as by `nohup`, stays ignored."""
+    if is_program():
+        for number in STOPPING:
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                signal.signal(number, _end)
+
+
+watch()

@@ -1,0 +1,93 @@
+"""`eagle31` as a process of its own, without the seconds of its imports each time: forked from a server that has done them."""
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+ABANDONED = "a pipe that nobody reads"
+LONGEST = 120  # seconds a command may take on a machine that does much else
+
+
+class Program:
+    """A command that runs. Its stdout and stderr go to files of these names in `folder`, or stdout to another path or ABANDONED."""
+
+    def __init__(self, context, folder: Path, arguments: Sequence[str], stdout: str | None, encoding: str, ignored: Sequence[int]):
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        where = (str(folder / "stdout") if stdout is None else stdout, str(folder / "stderr"))
+        self.process = context.Process(target=be, args=(list(arguments), where, encoding, ignored))
+        self.process.start()
+
+    @property
+    def out(self) -> str:
+        return (self.folder / "stdout").read_text(errors="replace")
+
+    @property
+    def err(self) -> str:
+        path = self.folder / "stderr"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def wait_for(self, words: str) -> None:
+        """Until stderr has them (or is there, if they are none), or the command has ended."""
+        until = time.monotonic() + LONGEST
+        while not (words in self.err and (self.folder / "stderr").exists()) and self.process.is_alive():
+            assert time.monotonic() < until, f"no {words!r} in: {self.err}"
+            time.sleep(0.005)
+
+    def signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.process.pid, number)
+
+    def wait(self) -> int:
+        """The exit status; minus the number of the signal that ended it."""
+        self.process.join(LONGEST)
+        assert self.process.exitcode is not None, f"still running: {self.err}"
+        return self.process.exitcode
+
+
+def be(arguments: list[str], where: tuple[str, str], encoding: str, ignored: Sequence[int]) -> None:
+    """In the new process: what the system and Python do before the program is called."""
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+    for number, path in enumerate(where, 1):
+        os.dup2(opened(path), number)
+    sys.stdout = open(1, "w", encoding=encoding, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding=encoding, errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
+    sys.argv[:] = ["eagle31", *arguments]
+    from eagle31_hf.cli import main
+
+    sys.exit(main())
+
+
+def opened(path: str) -> int:
+    if path != ABANDONED:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    reader, writer = os.pipe()
+    os.close(reader)
+    return writer
+
+
+@contextmanager
+def programs(*modules: str) -> Iterator:
+    """`start(folder, arguments)` in the block; what still runs at its end is killed.
+
+    `modules` are loaded by the server besides the command line's own. `ignored`: signals that the command is started to ignore.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["eagle31_hf.cli", *modules])
+    started: list[Program] = []
+
+    def start(
+        folder: Path, arguments: Sequence[object], stdout: str | None = None, encoding: str = "utf-8", ignored: Sequence[int] = ()
+    ) -> Program:
+        started.append(Program(context, folder, [str(argument) for argument in arguments], stdout, encoding, ignored))
+        return started[-1]
+
+    yield start
+    for program in started:
+        program.process.kill()

@@ -1,0 +1,153 @@
+"""A command that is stopped: by a signal, wherever it is, by a reader that goes away, or by a disk that is full."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import build_target
+from programs import ABANDONED, programs
+
+from eagle31_hf import Eagle31DrafterModel, demo, starting
+from eagle31_hf.checkpoints import export_checkpoint
+
+DRAFTER, EAGLE3 = (str(demo.FOLDER / name) for name in ("eagle31", "eagle3"))
+QUICK = ["--depth", "1", "--max-length", "40", "--accumulate", "1", "--eval-every", "2", "--eval-rows", "0"]
+
+
+@pytest.fixture(scope="module")
+def start():
+    with programs("transformers.trainer", "eagle31_hf.training.trainer", "eagle31_hf.training.prepare") as begin:
+        yield begin
+
+
+@pytest.fixture
+def folder(tmp_path, tokenizer) -> Path:
+    """A target with its tokenizer, and texts it can read."""
+    build_target("llama").save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"text": "abcdefghij"[i % 7 :] + "abcdef"}) for i in range(64)))
+    return tmp_path
+
+
+def reading(folder: Path) -> list:
+    return ["--target", folder / "target", "--data", folder / "texts.jsonl"]
+
+
+def stopped(program, number: int) -> str:
+    """The line a program that a signal ended has left; there is no other that tells of it."""
+    assert program.wait() == -number, program.err
+    assert "Traceback" not in program.err
+    [line] = [line for line in program.err.splitlines() if "stopped" in line]
+    return line
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopped_while_torch_is_imported(number):
+    """Python itself says what it imports; the program's own first module has just been loaded when the signal comes."""
+    command = [sys.executable, "-X", "importtime", "-m", "eagle31_hf", "info", DRAFTER]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        for line in process.stderr:
+            if line.endswith("eagle31_hf.starting\n"):
+                process.send_signal(number)
+                break
+        left = [line for line in process.stderr if not line.startswith("import time:")]
+    assert process.returncode == -number
+    assert left == ["eagle31: stopped while starting; nothing was done\n"]
+
+
+def test_importing_the_library_leaves_signals_alone():
+    assert signal.getsignal(signal.SIGTERM) is not starting._end
+    assert signal.getsignal(signal.SIGINT) is not starting._end
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_stopped_while_it_generates(start, tmp_path, number):
+    program = start(tmp_path, ["demo", "--prompts", "2000"])
+    program.wait_for("loading")
+    program.signal(number)
+    assert stopped(program, number).endswith(f"stopped by {number.name}. Nothing was written.")
+
+
+def test_a_signal_that_is_to_be_ignored_is(start, tmp_path):
+    """As under `nohup`."""
+    program = start(tmp_path, ["info", DRAFTER], ignored=[signal.SIGHUP])
+    program.wait_for("")
+    while program.process.is_alive():
+        program.signal(signal.SIGHUP)
+        program.process.join(0.002)
+    assert program.wait() == 0, program.err
+
+
+def test_prepared_shards_are_kept(start, folder):
+    arguments = ["prepare-data", *reading(folder), "--output", folder / "store", "--records-per-shard", "1", "--states"]
+    program = start(folder / "first", arguments)
+    program.wait_for("shard 2 of 64")
+    program.signal(signal.SIGINT)
+    line = stopped(program, signal.SIGINT)
+    count = len(list((folder / "store").glob("shard-*")))
+    assert 2 <= count < 64
+    assert f"{count} of 64 shards are kept in {folder / 'store'}" in line
+    again = start(folder / "again", arguments)
+    assert again.wait() == 0, again.err
+    assert f"shard {64 - count} of {64 - count}" in again.err
+
+
+def test_the_last_checkpoint_is_kept_and_resumed(start, folder):
+    training = ["train", *reading(folder), "--output", folder / "drafter", *QUICK, "--steps"]
+    program = start(folder / "first", [*training, 5000])
+    while not list((folder / "drafter").glob("checkpoint-*/trainer_state.json")) and program.process.is_alive():
+        time.sleep(0.01)
+    program.signal(signal.SIGTERM)
+    line = stopped(program, signal.SIGTERM)
+    kept = Path(line.split(" is kept")[0].split()[-1])
+    assert (kept / "model.safetensors").is_file()
+    assert "--resume" in line
+    steps = json.loads((kept / "trainer_state.json").read_text())["global_step"]
+    again = start(folder / "again", [*training, steps + 2, "--resume", "--json"])
+    assert again.wait() == 0, again.err
+    assert json.loads(again.out)["steps"] == steps + 2
+
+
+def test_a_conversion_in_place_that_is_stopped_leaves_a_drafter(start, tmp_path):
+    foreign = export_checkpoint(EAGLE3, tmp_path / "foreign", "speculators")
+    for i in range(4):
+        copy = tmp_path / f"copy-{i}"
+        shutil.copytree(foreign, copy)
+        program = start(tmp_path / f"run-{i}", ["convert", copy])
+        program.wait_for("converting")
+        program.process.join(0.005 * i)
+        program.signal(signal.SIGINT)
+        if program.wait() != 0:
+            assert str(copy) in stopped(program, signal.SIGINT)
+        Eagle31DrafterModel.from_pretrained(copy)
+        assert start(tmp_path / f"again-{i}", ["convert", copy]).wait() == 0
+        assert json.loads((copy / "config.json").read_text())["model_type"] == "eagle31"
+
+
+@pytest.mark.parametrize("arguments", [["info", DRAFTER], ["info", DRAFTER, "--json"], ["--help"], ["info", "--help"]])
+def test_a_reader_that_went_away_ends_it_quietly(start, tmp_path, arguments):
+    program = start(tmp_path, arguments, stdout=ABANDONED)
+    assert program.wait() == -signal.SIGPIPE
+    assert program.err == ""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a system without /dev/full")
+def test_output_that_cannot_be_written_is_one_line(start, tmp_path):
+    program = start(tmp_path, ["info", DRAFTER], stdout="/dev/full")
+    assert program.wait() == 1
+    assert (
+        program.err == "eagle31: failed: writing: the disk is full. Free some space and run the same command again. Nothing was written.\n"
+    )
+
+
+def test_a_terminal_that_knows_only_ascii_gets_all_there_is(start, tmp_path):
+    copy = tmp_path / "dräfter"
+    shutil.copytree(DRAFTER, copy)
+    program = start(tmp_path, ["info", copy], encoding="ascii")
+    assert program.wait() == 0, program.err
+    assert "dr\\xe4fter" in program.out
