@@ -80,14 +80,9 @@ def _diagnosed(source: str, name: str, revision: str | None, error: OSError, cau
         return OSError(f"{source}: has no revision {revision!r}; expected a branch, a tag or a commit of {page}.")
     if isinstance(cause, LocalEntryNotFoundError):
         reason = cause.__cause__
-        if reason is None:
-            return HubError(
-                f"{source}: there is no such folder, its {name} is not in the Hub's cache, and nothing is downloaded: HF_HUB_OFFLINE or "
-                "local_files_only is set."
-            )
-        return HubError(
-            f"{source}: there is no such folder, its {name} is not in the Hub's cache, and {constants.ENDPOINT} does not answer: {first_line(reason)}"
-        )
+        refusal = "HF_HUB_OFFLINE or local_files_only forbids downloads."
+        why = refusal if reason is None else f"{constants.ENDPOINT} does not answer: {first_line(reason)}"
+        return HubError(f"{source}: there is no such folder, the Hub's cache does not hold its {name}, and {why}")
     if isinstance(cause, HfHubHTTPError):
         return HubError(f"{source}: {name}: the Hub refused: {first_line(cause)}")
     return error

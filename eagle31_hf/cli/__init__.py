@@ -4,6 +4,7 @@ Ctrl-C, SIGTERM and a reader that goes away end the process by their signal.
 """
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Callable
 
@@ -91,9 +92,11 @@ def answer(arguments: list[str]) -> int:
     args = None
     try:
         args = parser().parse_args(arguments)
-        status = args.function(args)
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        args.out = sys.stdout
+        with contextlib.redirect_stdout(sys.stderr if getattr(args, "json", False) else sys.stdout):  # libraries print, too
+            status = args.function(args)
+        if args.out is not None:
+            args.out.flush()
         return status
     except endings.Stopped as stop:
         progress(f"stopped by {stop}. {endings.sentence(args)}" if args is not None else f"stopped by {stop}.")

@@ -17,6 +17,7 @@ from ..checkpoints.sources import HUB_ERRORS, HubError
 from ..starting import STOPPING, die
 
 FAILED, BAD_INPUT = 1, 2
+LONGEST = 1000  # characters of a line, however long what it quotes is
 # The kinds of error a command may end with, the first that fits; any other is a defect of ours, and keeps its traceback.
 KINDS: tuple[tuple[tuple[type[BaseException], ...], str, int], ...] = (
     ((HubError, OfflineModeIsEnabled, MemoryError, SafetensorError), "failed", FAILED),
@@ -58,6 +59,7 @@ def explain(error: BaseException, args: Namespace | None) -> tuple[str, int] | N
     for types, word, status in KINDS:
         if isinstance(error, types):
             text, of_machine = _text(error)
+            text = text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
             word, status = ("failed", FAILED) if of_machine else (word, status)
             return f"eagle31: {word}: {text}" + (f" {sentence(args)}" if of_machine and args is not None else ""), status
     return None

@@ -22,8 +22,8 @@ def progress(message: str) -> None:
 
 
 def show(args: argparse.Namespace, result: dict[str, Any], text: str) -> None:
-    """The result, for a machine with --json and else for a person."""
-    print(to_json(result) if args.json else text)
+    """The result, for a machine with --json and else for a person; on stdout, where with --json nothing else is."""
+    print(to_json(result) if args.json else text, file=args.out)
 
 
 def to_json(value: Any) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from . import kept
 from .loading import load_tokenizer
-from .parsing import config_field, count, field, path, positive, progress, real, seed, to_json
+from .parsing import config_field, count, field, path, positive, progress, real, seed, show
 from .preparation import add_loading, add_template_option, load_target
 
 SEEN_FOR_COVERAGE, SEEN_FOR_UPGRADE = 16, 16  # rows
@@ -244,7 +244,7 @@ def report(args: argparse.Namespace, trainer: Any, metrics: dict[str, Any]) -> N
     evaluated = [entry for entry in trainer.state.log_history if "eval_accepted_length" in entry]
     best: dict[str, Any] = max(evaluated, key=lambda entry: entry["eval_accepted_length"], default={})
     if args.json:
-        print(to_json({"output": args.output, "steps": trainer.state.global_step, **metrics, "best": best}))
+        show(args, {"output": args.output, "steps": trainer.state.global_step, **metrics, "best": best}, "")
         return
     print(f"drafter  {args.output}, after {trainer.state.global_step:,} steps in {metrics['train_runtime'] / 60:.1f} minutes")
     if best:

@@ -1,6 +1,8 @@
 """What a training run can be told besides what transformers' TrainingArguments say."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
+from typing import Any
 
 from transformers import TrainingArguments
 from transformers.trainer_utils import SaveStrategy
@@ -52,11 +54,22 @@ class Eagle31TrainingArguments(TrainingArguments):
     eval_max_new_tokens: int = field(default=64, metadata={"help": "tokens of each"})
 
     def __post_init__(self):
+        self._check_numbers()
         chooses_best = self.load_best_model_at_end or SaveStrategy(self.save_strategy) == SaveStrategy.BEST
         if chooses_best and self.metric_for_best_model is None:
             self.metric_for_best_model, self.greater_is_better = BEST, True
         super().__post_init__()
         self.check()
+
+    def _check_numbers(self) -> None:
+        """Raises ValueError where a number is expected, of this class or of transformers', and something else was given."""
+        for declared in fields(self):
+            value, usual = getattr(self, declared.name), declared.default
+            if isinstance(usual, int | float) and not isinstance(usual, bool):
+                kind: Any = Integral if isinstance(usual, int) else Real
+                if isinstance(value, bool) or not isinstance(value, kind) or value != value:
+                    expected = "an integer" if kind is Integral else "a number"
+                    raise ValueError(f"Eagle31TrainingArguments: {declared.name} is {value!r}; expected {expected}.")
 
     def check(self) -> None:
         """Raises ValueError for what contradicts itself."""

@@ -1,0 +1,139 @@
+"""What a command says of arguments that cannot be: before anything is loaded or written, and never by a traceback."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import build_drafter, build_target
+from fuzz_commands import fuzz, prepared
+
+from eagle31_hf import demo
+from eagle31_hf.cli import main
+from eagle31_hf.cli.parsing import to_json
+
+TARGET, DRAFTER = str(demo.FOLDER / "target"), str(demo.FOLDER / "eagle31")
+
+
+@pytest.fixture
+def folder(tmp_path, tokenizer, monkeypatch) -> Path:
+    """A target with its tokenizer, a drafter, and texts; and the current folder."""
+    target = build_target("llama")
+    target.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    build_drafter(target).save_pretrained(tmp_path / "drafter")
+    (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"text": "abcdefghij"[i % 7 :] + "abcdef"}) for i in range(6)))
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+GENERATE = ["generate", "--target", "target", "--drafter", "drafter", "--max-new-tokens", "4"]
+PREPARE = ["prepare-data", "--target", "target", "--data", "texts.jsonl", "--output", "out"]
+TRAIN = ["train", "--target", "target", "--data", "texts.jsonl", "--output", "out", "--steps", "1"]
+UPGRADE = ["upgrade", "--target", "target", "--drafter", "drafter", "--texts", "texts.jsonl"]
+BAD = {
+    "no cuda": ([*GENERATE, "--device", "cuda:99", "abc"], "--device: got 'cuda:99'"),
+    "no such device": (["demo", "--device", "gpu"], "--device: got 'gpu', expected a device: cpu"),
+    "no memory": ([*GENERATE, "--device", "meta", "abc"], "--device: got 'meta'"),
+    "bench's device": (["bench", "engine", "--device", "cuda:99"], "--device: got 'cuda:99'"),
+    "a device map": ([*PREPARE, "--device-map", "nonsense"], "--device-map: got 'nonsense'"),
+    "no such dtype": ([*GENERATE, "--dtype", "float99", "abc"], "--dtype: invalid choice: 'float99'"),
+    "no such dtype in training": ([*TRAIN, "--dtype", "float99"], "--dtype: invalid choice: 'float99'"),
+    "no UTF-8": ([*GENERATE, "ab\udcff"], "prompt: character 3 is no UTF-8"),
+    "no prompt": ([*GENERATE, ""], "makes no tokens"),
+    "too long a prompt": ([*GENERATE, "abc" * 50], "prompt: has 150 tokens; expected fewer than 128"),
+    "no chat template": ([*GENERATE, "--chat", "abc"], "has no chat template"),
+    "negative temperature": ([*GENERATE, "--temperature", "-1", "abc"], "--temperature: got '-1', expected a number of at least 0"),
+    "no temperature": ([*GENERATE, "--temperature", "nan", "abc"], "--temperature: got 'nan'"),
+    "endless temperature": ([*GENERATE, "--temperature", "inf", "abc"], "--temperature: got 'inf'"),
+    "prepare-data's temperature": ([*PREPARE, "--regenerate", "--temperature", "-1"], "--temperature: got '-1'"),
+    "top-p": ([*PREPARE, "--regenerate", "--top-p", "0"], "--top-p: got '0', expected a number above 0 and at most 1"),
+    "a share": ([*PREPARE, "--template-augmentation", "2"], "--template-augmentation: got '2'"),
+    "a layer": ([*PREPARE, "--states", "--layers", "-5"], "--layers: got '-5'"),
+    "layers in no order": ([*PREPARE, "--states", "--layers", "5", "3"], "expected distinct ids >= 0 in ascending order"),
+    "too short": ([*PREPARE, "--max-length", "1"], "max_length is 1; expected at least 4"),
+    "seed": ([*TRAIN, "--seed", "-1"], "--seed: got '-1'"),
+    "a large seed": ([*GENERATE, "--seed", str(2**64), "abc"], "expected an integer of at least 0 and at most 4294967295"),
+    "a number of 5,000 digits": (["demo", "--prompts", "9" * 5000], "--prompts: got '9999"),
+    "epochs": ([*TRAIN, "--epochs", "nan"], "--epochs: got 'nan'"),
+    "learning rate": ([*TRAIN, "--learning-rate", "inf"], "--learning-rate: got 'inf'"),
+    "rows": ([*TRAIN, "--eval-rows", "-3"], "--eval-rows: got '-3'"),
+    "a size": ([*TRAIN, "--field", "hidden_size=-1"], "hidden_size is -1"),
+    "a misspelt field": ([*GENERATE, "--set", "norm_ouput=true", "abc"], "'norm_ouput' is no field of Eagle31Config; the nearest is norm_output"),
+    "a setting of another type": ([*TRAIN, "--set", "max_grad_norm=x"], "max_grad_norm"),
+    "upgrading nothing": ([*TRAIN, "--upgrade"], "expected --drafter with it"),
+    "a vocabulary of a drafter": ([*TRAIN, "--drafter", "drafter", "--draft-vocab-size", "5"], "expected one of the two"),
+    "two ways to split": ([*TRAIN, "--tensor-parallel", "--device-map", "auto"], "expected neither --device-map nor --load-in"),
+    "discarding from elsewhere": (["convert", "drafter", "out", "--discard-original"], "expected no destination with it"),
+    "a drafter for a target": (["generate", "--target", "drafter", "--drafter", "drafter", "abc"], "is a drafter (model_type 'eagle31')"),
+    "no tokenizer": (["generate", "--target", "bare", "--drafter", "drafter", "abc"], "its tokenizer cannot be read"),
+    "an empty name": (["convert", "drafter", ""], "destination: got '', expected a name"),
+    "a name too long": (["info", "x" * 500], "there is no such folder"),
+    "below a file": (["convert", "drafter", "texts.jsonl/out"], "texts.jsonl is a file; expected a folder"),
+    "a folder of texts": ([*UPGRADE[:-1], "empty"], "empty: is a folder; expected a file."),
+    "output is a file": ([*UPGRADE, "--output", "texts.jsonl"], "texts.jsonl: is there already"),
+    "no template": ([*PREPARE, "--chat-template", "nope"], "nope: there is no such file or folder."),
+    "no folder to bench in": (["bench", "convert", "--folder", "nope"], "nope is no folder"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "words"), BAD.values(), ids=BAD)
+@pytest.mark.parametrize("json", [False, True], ids=["text", "json"])
+def test_is_refused_in_one_line_and_nothing_is_written(capsys, folder, arguments, words, json):
+    shutil.copytree(folder / "target", folder / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
+    before = sorted(folder.rglob("*"))
+    assert main([arguments[0], "--json", *arguments[1:]] if json else arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    [line] = [line for line in captured.err.splitlines() if line.startswith("eagle31: error:")]
+    assert words in line
+    assert len(line) < 1100
+    assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("knobs", "words"),
+    [
+        ('{"assistant_confidence_threshold": "x"}', "threshold is 'x', in the drafter's"),
+        ('{"num_assistant_tokens": true}', "tokens is True"),
+    ],
+)
+def test_a_drafters_own_knobs_are_refused_in_one_line(capsys, folder, knobs, words):
+    (folder / "drafter" / "generation_config.json").write_text(knobs)
+    assert main([*GENERATE, "abc"]) == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("eagle31: error:")]
+    assert words in line
+
+
+def test_info_refuses_knobs_that_are_none(capsys, folder):
+    (folder / "drafter" / "generation_config.json").write_text("[1]")
+    assert main(["info", "drafter"]) == 2
+    assert "generation_config.json: holds a list; expected one JSON object" in capsys.readouterr().err
+
+
+def test_a_prompt_takes_the_room_there_is(capsys, folder):
+    assert main(["generate", "--target", "target", "--drafter", "drafter", "--json", "abcdefghij" * 12 + "abc"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["generated_tokens"] <= 5
+    assert "at most 5 new tokens: the target reads 128, and the prompt has 123" in captured.err
+
+
+def test_too_few_rows_to_evaluate_on_are_trained_on(capsys, folder):
+    assert main([*TRAIN, "--depth", "1", "--max-length", "40", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["steps"] == 1
+    assert "too few rows to hold any out" in captured.err
+
+
+def test_figures_that_are_not_finite_are_null():
+    assert to_json({"loss": float("nan"), "rates": [1.0, float("inf")], "steps": 3}) == '{"loss": null, "rates": [1.0, null], "steps": 3}'
+
+
+def test_random_command_lines(tmp_path, monkeypatch):
+    """A share of `python tests/fuzz_commands.py`."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with prepared():
+        problems, statuses = fuzz(60, 0, tmp_path / "world", seconds=15)
+    assert not problems, "\n".join(problems)
+    assert sum(statuses.values()) > 5
