@@ -286,10 +286,11 @@ if __name__ == "__main__":
     options.add_argument("--runs", type=int, default=1000)
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--programs", type=int, default=100, help="every so many runs one is a program of its own; 0: none")
+    options.add_argument("--seconds", type=float, default=float("inf"), help="begin no run after so many")
     chosen = options.parse_args()
     start = time.monotonic()
     with prepared(), tempfile.TemporaryDirectory() as temporary:
-        wrong, counted = fuzz(chosen.runs, chosen.seed, Path(temporary, "world"), chosen.programs)
+        wrong, counted = fuzz(chosen.runs, chosen.seed, Path(temporary, "world"), chosen.programs, chosen.seconds)
     print("\n".join([*wrong, *(f"{times:>5} {name}" for name, times in sorted(counted.items()))]))
     print(f"{sum(counted.values())} runs, seed {chosen.seed}, {time.monotonic() - start:.0f} s: {len(wrong)} problems")
     sys.exit(bool(wrong))

@@ -60,7 +60,7 @@ BAD = {
     "learning rate": ([*TRAIN, "--learning-rate", "inf"], "--learning-rate: got 'inf'"),
     "rows": ([*TRAIN, "--eval-rows", "-3"], "--eval-rows: got '-3'"),
     "a size": ([*TRAIN, "--field", "hidden_size=-1"], "hidden_size is -1"),
-    "a misspelt field": ([*GENERATE, "--set", "norm_ouput=true", "abc"], "'norm_ouput' is no field of Eagle31Config; the nearest is norm_output"),
+    "a misspelt field": ([*GENERATE, "--set", "norm_ouput=true", "abc"], "no field of Eagle31Config; the nearest is norm_output"),
     "a setting of another type": ([*TRAIN, "--set", "max_grad_norm=x"], "max_grad_norm"),
     "upgrading nothing": ([*TRAIN, "--upgrade"], "expected --drafter with it"),
     "a vocabulary of a drafter": ([*TRAIN, "--drafter", "drafter", "--draft-vocab-size", "5"], "expected one of the two"),
