@@ -4,7 +4,7 @@ import argparse
 import json
 from typing import Any
 
-from .parsing import add_json, add_reading, progress
+from .parsing import add_json, add_reading, path, progress, show
 
 UNITS = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 LINES = {
@@ -26,7 +26,7 @@ def check(args: argparse.Namespace) -> int:
         args.target, args.drafter, revision=args.target_revision, drafter_revision=args.revision, overrides=dict(args.set),
         aux_layer_convention=args.aux_layer_convention, progress=progress,
     )  # fmt: skip
-    print(json.dumps(report.as_dict(), default=str) if args.json else "\n".join(_lines(report)))
+    show(args, json.loads(json.dumps(report.as_dict(), default=str)), "\n".join(_lines(report)))
     return 0 if report.works else 1
 
 
@@ -63,8 +63,10 @@ def _size(num_bytes: int) -> str:
 
 
 def add_check(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", help="Hub repository (only its config.json is fetched), folder, or config.json")
-    parser.add_argument("drafter", nargs="?", help="folder or Hub repository of a drafter, of any format (config and headers are read)")
-    parser.add_argument("--target-revision", help="branch, tag or commit of the target's Hub repository")
+    parser.add_argument("target", type=path, help="Hub repository (only its config.json is fetched), folder, or config.json")
+    parser.add_argument(
+        "drafter", type=path, nargs="?", help="folder or Hub repository of a drafter, of any format (config and headers are read)"
+    )
+    parser.add_argument("--target-revision", type=path, help="branch, tag or commit of the target's Hub repository")
     add_reading(parser)
     add_json(parser)
