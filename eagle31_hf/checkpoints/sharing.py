@@ -88,7 +88,8 @@ def stamps(source: str | os.PathLike | None, subfolder: str | None = None) -> St
     """Inode, time and size of each file in a folder that a drafter is read from; of what is no folder, nothing."""
     found: Stamps = {}
     for sub in SUBFOLDERS if source is not None else ():
-        for path in Path(source, subfolder or "", sub).glob("*"):
+        folder = Path(source, subfolder or "", sub)
+        for path in folder.glob("*") if os.path.isdir(folder) else ():
             if path.name in ("config.json", *SIDE_FILES) or path.name.endswith((".safetensors", ".bin", ".index.json")):
                 with suppress(FileNotFoundError):  # a broken link, or gone this moment
                     stat = path.stat()
