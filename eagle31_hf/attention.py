@@ -45,16 +45,13 @@ class GQAttention(nn.Module):
         q, k = apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
         return q, k, v.transpose(1, 2)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
-        """Queries over keys and values under a mask of the configured implementation -> (B, T, h)."""
-        return self.o_proj(attend(self, q, k, v, mask).flatten(2))
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any, past_key_values: Cache | None) -> Tensor:
-        """(B, T, input_size) -> (B, T, h); the keys and values of `x` are appended to `past_key_values`."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any, past_key_values: Cache | None) -> tuple[Tensor, Tensor | None]:
+        """(B, T, input_size) -> (B, T, h) and attention weights, see `attend`; keys and values of `x` are appended to `past_key_values`."""
         q, k, v = self.project(x, cos, sin)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
-        return self.attend(q, k, v, mask)
+        out, weights = attend(self, q, k, v, mask)
+        return self.o_proj(out.flatten(2)), weights
 
 
 class MLAttention(nn.Module):
@@ -93,14 +90,14 @@ class MLAttention(nn.Module):
         latent, k_rope = self.kv_a_proj_with_mqa(x)[:, None].split((self.sizes["rank"], self.sizes["rope"]), dim=-1)
         return q_nope, rotate_pairs(q_rope, cos, sin), self.kv_a_layernorm(latent), rotate_pairs(k_rope, cos, sin)
 
-    def expanded(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Any) -> Tensor:
-        """Attention with the keys (B, H, S, N + P) and values (B, H, S, V) of every head -> (B, T, H, V)."""
+    def expanded(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Any) -> tuple[Tensor, Tensor | None]:
+        """Attention with the keys (B, H, S, N + P) and values (B, H, S, V) of every head -> (B, T, H, V) and weights."""
         kv = self.kv_b_proj(latent[:, 0]).view(*k_rope.shape[::2], self.num_heads, -1).transpose(1, 2)
         k_nope, v = kv.split((self.sizes["nope"], self.sizes["value"]), dim=-1)
         k = torch.cat((k_nope, k_rope.expand(-1, self.num_heads, -1, -1)), dim=-1)
         return attend(self, torch.cat((q_nope, q_rope), dim=-1), k, v, mask)
 
-    def absorbed(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Any) -> Tensor:
+    def absorbed(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Any) -> tuple[Tensor, Tensor | None]:
         """The same, with `kv_b_proj` moved to the queries and the output: all heads share the latent as key and value.
 
         The heads become rows of one head, (B, 1, H T, R + P), so that nothing repeats the latent for each of them.
@@ -110,8 +107,9 @@ class MLAttention(nn.Module):
         if mask is not None:
             mask = mask.expand(-1, self.num_heads, -1, -1).flatten(1, 2)[:, None]  # (B, 1, H T, S)
         k = torch.cat((latent, k_rope), dim=-1)
-        out = attend(self, q.flatten(1, 2)[:, None], k, latent, mask, is_causal=False)[:, :, 0]  # (B, H T, R)
-        return torch.matmul(out.view(*q.shape[:3], -1), up_v.mT).transpose(1, 2)
+        out, weights = attend(self, q.flatten(1, 2)[:, None], k, latent, mask, is_causal=False)  # (B, H T, 1, R), (B, 1, H T, S)
+        out = torch.matmul(out[:, :, 0].view(*q.shape[:3], -1), up_v.mT).transpose(1, 2)
+        return out, None if weights is None else weights.view(*q.shape[:3], -1)
 
     def absorbs(self, num_queries: int, mask: Any) -> bool:
         """Whether the absorbed form is possible, and multiplies less: a query costs it 2 R - N - V more a head and key, while expanding
@@ -121,27 +119,28 @@ class MLAttention(nn.Module):
         rank, out = self.sizes["rank"], self.sizes["nope"] + self.sizes["value"]
         return repeatable and self.kv_b_proj.weight.is_floating_point() and num_queries * (2 * rank - out) <= rank * out
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any, past_key_values: Cache | None) -> Tensor:
-        """(B, T, input_size) -> (B, T, h); latent and key part of `x` are appended to `past_key_values`."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any, past_key_values: Cache | None) -> tuple[Tensor, Tensor | None]:
+        """(B, T, input_size) -> (B, T, h) and attention weights, see `attend`; latent and key part of `x` are appended to
+        `past_key_values`."""
         q_nope, q_rope, latent, k_rope = self.project(x, cos, sin)
         if past_key_values is not None:
             latent, k_rope = past_key_values.update(latent, k_rope, self.layer_idx)
         form = self.absorbed if self.absorbs(x.shape[1], mask) else self.expanded
-        return self.o_proj(form(q_nope, q_rope, latent, k_rope, mask).flatten(2))
+        out, weights = form(q_nope, q_rope, latent, k_rope, mask)
+        return self.o_proj(out.flatten(2)), weights
 
 
-def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Tensor:
+def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
     """Queries (B, H, T, D) over keys (B, Hkv, S, D) and values (B, Hkv, S, V) -> (B, T, H, V), with the configured implementation, or by
-    what stands in the mask's place."""
+    what stands in the mask's place; and the attention weights (B, H, T, S) where the implementation has them (eager), else None."""
     if callable(mask):
-        return mask(module, q, k, v)
+        return mask(module, q, k, v), None
     config: Any = module.config
     attention = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager_attention_forward)
     dropout = config.attention_dropout if module.training else 0.0
     if module.sliding_window is not None:
         options["sliding_window"] = module.sliding_window
-    out, _ = attention(module, q, k, v, mask, dropout=dropout, scaling=module.scaling, **options)
-    return out
+    return attention(module, q, k, v, mask, dropout=dropout, scaling=module.scaling, **options)
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

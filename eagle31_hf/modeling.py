@@ -3,17 +3,12 @@
 B batch, T tokens, h drafter width, ht target width, n captured states, V target vocabulary, Vd draft vocabulary.
 """
 
-from contextlib import suppress
-from copy import deepcopy
-from dataclasses import dataclass, replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi
 from torch import Tensor, nn
-from torch.nn.functional import cosine_similarity, embedding
+from torch.nn.functional import cosine_similarity
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
@@ -21,15 +16,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 from transformers.utils import ModelOutput, logging
+from transformers.utils.output_capturing import capture_outputs
 
 from . import vocab
 from .attention import GQAttention, MLAttention
-from .checkpoints.files import HUB_OPTIONS
-from .checkpoints.producers import NATIVE
-from .checkpoints.read import Checkpoint, read_checkpoint
-from .checkpoints.sharing import settled
 from .configuration import Eagle31Config
-from .hub import CARD, CardFacts, render_card, upload
+from .pretrained import Eagle31PreTrainedModel
+from .tying import TargetTie, check_loaded, execution_device, rows_of, scores_of, shape_of
 
 logger = logging.get_logger(__name__)
 MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
@@ -37,11 +30,18 @@ MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_slidi
 
 @dataclass
 class Eagle31DrafterOutput(ModelOutput):
-    """Draft logits (B, T, Vd), the state the next step is fed (B, T, h), and the drafter's cache."""
+    """Draft logits (B, T, Vd), the state the next step is fed (B, T, h), and the drafter's cache.
 
+    Where they are asked for: the loss; the fused states and each layer's, the last being `last_hidden_state` (layers + 1, each (B, T, h));
+    and the attention weights of each layer (B, H, T, S).
+    """
+
+    loss: Tensor | None = None
     logits: Tensor | None = None
     last_hidden_state: Tensor | None = None
     past_key_values: Cache | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
 
 
 class Eagle31DecoderLayer(GradientCheckpointingLayer):
@@ -68,19 +68,18 @@ class Eagle31DecoderLayer(GradientCheckpointingLayer):
             normed = self.hidden_norm(x)
             residual = normed if self.norm_before_residual else x
             x = torch.cat((self.input_layernorm(embeds), normed), dim=-1)  # (B, T, 2h), embedding half first
-        x = residual + self.self_attn(x, cos, sin, mask, past_key_values)
+        attended, _ = self.self_attn(x, cos, sin, mask, past_key_values)
+        x = residual + attended
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Eagle31DrafterModel(PreTrainedModel):
+class Eagle31DrafterModel(Eagle31PreTrainedModel):
     """EAGLE 3.1 (or EAGLE 3) drafter of a frozen target; see `Eagle31Config` for what its flags mean.
 
     `num_assistant_tokens` ("auto", the default: chosen as it goes), `assistant_confidence_threshold`, `draft_tree_top_k` (1: chains) and
     `draft_tree_total_tokens` of `generation_config` are its drafting knobs.
     """
 
-    config_class = Eagle31Config
-    base_model_prefix = "model"
     main_input_name = "input_ids"
     _no_split_modules = ["Eagle31DecoderLayer"]
     _skip_keys_device_placement = ["past_key_values"]
@@ -89,9 +88,8 @@ class Eagle31DrafterModel(PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
     supports_gradient_checkpointing = True
-    # Headers are compared with the config before anything is loaded; of these, what a file lacks is made, see Checkpoint.made.
-    _keys_to_ignore_on_load_missing = [r"^d2t$", r"^t2d$", r"o_proj\.bias$"]
-    _keys_to_ignore_on_load_unexpected = [r".*"]
+    accepts_loss_kwargs = True  # a Trainer says how many labels of several batches the loss is the mean of
+    _can_record_outputs = {"hidden_states": Eagle31DecoderLayer, "attentions": [GQAttention, MLAttention]}
 
     def __init__(self, config: Eagle31Config):
         super().__init__(config)
@@ -110,11 +108,8 @@ class Eagle31DrafterModel(PreTrainedModel):
             self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
         else:
             self.d2t = self.t2d = None
-        # A tuple, so that the target's modules are neither saved, moved nor trained with the drafter.
-        self._target_modules: tuple[nn.Module, nn.Module | None] | None = None
-        self.generation_config = default_generation_config()
-        self.checkpoint: Checkpoint | None = None  # what it was loaded from
-        self.card_facts = CardFacts()
+        self.loss_type = "ForCausalLM"
+        self.tie = TargetTie()  # no module of the drafter's: it is neither saved, moved nor trained with it
         self.upgrade_report: Any = None  # of `upgrade_to_eagle31`
         self.post_init()
 
@@ -125,10 +120,8 @@ class Eagle31DrafterModel(PreTrainedModel):
             init.copy_(self.t2d, torch.arange(self.config.vocab_size) < self.config.draft_vocab_size)
 
     def get_input_embeddings(self) -> nn.Module | None:
-        """Its own table, else the target's, else None while no target has been seen."""
-        if self.embed_tokens is not None:
-            return self.embed_tokens
-        return self._target_modules[0] if self._target_modules else None
+        """Its own table, else the target's, else None while no target has been seen, or when it is gone."""
+        return self.tie.get()[0] if self.embed_tokens is None else self.embed_tokens
 
     def set_input_embeddings(self, value: nn.Module) -> None:
         """Gives the drafter a table (V, h) of its own."""
@@ -136,18 +129,20 @@ class Eagle31DrafterModel(PreTrainedModel):
         self.config.share_target_embeddings = False
 
     def get_output_embeddings(self) -> nn.Module | None:
-        if self.lm_head is not None:
-            return self.lm_head
-        return self._target_modules[1] if self._target_modules else None
+        """Its own head, else the target's, else None while no target has been seen, or when it is gone."""
+        return self.tie.get()[1] if self.lm_head is None else self.lm_head
 
     def load_target_embeddings(self, target: Any) -> None:
         """Ties the drafter to the target's input embedding, and to its head where the checkpoint has none, without a copy.
 
-        Raises ValueError when the target's width or vocabulary is not the one the drafter was made for.
+        Both are held weakly, for this thread and for those that have tied no other: keep the target yourself. They may be quantized,
+        offloaded, or wrapped by an adapter.
+        Raises ValueError when the target's width or vocabulary is not the one the drafter was made for, and when weights that are needed
+        are on the meta device with nothing to load them.
         """
         embedding: Any = target.get_input_embeddings()
         head = target.get_output_embeddings()
-        rows, width = embedding.weight.shape
+        rows, width = shape_of(embedding)
         trained_for = f"the drafter was made for {self.config.target_model or 'a target it does not name'}; pass that target."
         target_width = target.config.get_text_config().hidden_size
         if target_width != self.config.target_hidden_size:
@@ -158,8 +153,13 @@ class Eagle31DrafterModel(PreTrainedModel):
             raise ValueError(
                 f"the target's vocabulary has {rows} ids, the drafter's {self.config.vocab_size} (more than padding apart): {trained_for}"
             )
-        if self._target_modules is None or self._target_modules[0] is not embedding:
-            self._target_modules = (embedding, head)
+        check_loaded(self, "the drafter")
+        if self.embed_tokens is None:
+            check_loaded(embedding, "the target's embedding, which the drafter shares,")
+        if self.lm_head is None and head is not None:
+            check_loaded(head, "the target's head, which the drafter shares,")
+        if self.tie.get() != (embedding, head):
+            self.tie.set(embedding, head)
             if self.embed_tokens is not None and unrelated(self.embed_tokens.weight, embedding.weight):
                 logger.warning(
                     "the drafter's own embedding has nothing in common with the target's, as in checkpoints of TorchSpec before March "
@@ -188,28 +188,34 @@ class Eagle31DrafterModel(PreTrainedModel):
             states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
         return self.fc(states)
 
+    @property
+    def like(self) -> Tensor:
+        """A tensor of the device and dtype that the drafter's activations have, quantized or offloaded as it may be."""
+        weight = self.norm.weight  # a norm is never quantized
+        return weight if not weight.is_meta else weight.new_empty(0, device=execution_device(self))
+
     def embed(self, input_ids: Tensor) -> Tensor:
         """Token ids (B, T) -> embeddings (B, T, h) on the drafter's device, unscaled even where the target scales its own."""
         table: Any = self.get_input_embeddings()
         if table is None:
             raise RuntimeError(
-                "the drafter has no embedding yet: its checkpoint shares the target's. Call drafter.load_target_embeddings(target)."
+                "the drafter has no embedding yet, or no longer: its checkpoint shares the target's, which has to be kept. "
+                "Call drafter.load_target_embeddings(target)."
             )
-        input_ids = input_ids.to(table.weight.device)
-        # Gemma's table multiplies its rows; drafters read the rows themselves.
-        embeds = embedding(input_ids, table.weight) if hasattr(table, "embed_scale") else table(input_ids)
-        return embeds.to(self.norm.weight)  # a norm is never quantized: its device and dtype are the activations'
+        return rows_of(table, input_ids).to(self.like)
 
     def score(self, normed: Tensor) -> Tensor:
         """Post-norm states (B, T, h) -> draft logits (B, T, Vd)."""
         head: Any = self.get_output_embeddings()
         if head is None:
             raise RuntimeError(
-                "the drafter has no head yet: its checkpoint shares the target's. Call drafter.load_target_embeddings(target)."
+                "the drafter has no head yet, or no longer: its checkpoint shares the target's, which has to be kept. "
+                "Call drafter.load_target_embeddings(target)."
             )
-        logits = head(normed.to(head.weight) if head.weight.is_floating_point() else normed).to(normed)
+        logits = scores_of(head, normed).to(normed)
         return logits if self.config.logit_scale == 1.0 else logits * self.config.logit_scale
 
+    @capture_outputs
     def forward(
         self,
         input_ids: Tensor,
@@ -220,6 +226,11 @@ class Eagle31DrafterModel(PreTrainedModel):
         past_key_values: Cache | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor | None = 0,
+        labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        output_hidden_states: bool | int | list[int] | None = None,
+        output_attentions: bool | None = None,
+        return_dict: bool | None = None,
     ) -> Eagle31DrafterOutput:
         """One drafting step over T rows; row t stands at a position whose *next* token is `input_ids[:, t]` (B, T).
 
@@ -227,7 +238,13 @@ class Eagle31DrafterModel(PreTrainedModel):
         earlier call returned. `attention_mask` is 2-D over cached and new rows, 4-D in the form of the attention implementation,
         or a dict of 4-D masks by layer type. `logits_to_keep`: score the last so many rows only (0: all; None: none), or
         one row of every sequence (B,).
-        Raises ValueError when neither or both states are given.
+
+        `labels` (B, T) are target ids aligned with `input_ids`, usually `input_ids` themselves, or -100 for a token that does not count.
+        Logits at row t predict the token after `input_ids[:, t]`, so they are scored against `labels[:, t + 1]`. `loss` is the mean
+        cross-entropy over the labels that count and are in the draft vocabulary; NaN where there is none. With `num_items_in_batch` it is
+        their sum divided by that. `output_hidden_states`, `output_attentions` (with the attention implementation "eager") and
+        `return_dict` are as in transformers.
+        Raises ValueError when neither or both states are given, and when labels do not fit the logits.
         """
         if (target_hidden_states is None) == (hidden_states is None):
             given = "neither" if hidden_states is None else "both"
@@ -245,15 +262,32 @@ class Eagle31DrafterModel(PreTrainedModel):
             kind: Any = layer.attention_type
             x = layer(x, embeds, cos, sin, masks[kind], past_key_values)
         normed = self.norm(x)
-        if isinstance(logits_to_keep, Tensor):
-            scored = normed[torch.arange(len(normed), device=normed.device), logits_to_keep.to(normed.device)][:, None]
-        else:
-            scored = None if logits_to_keep is None else normed[:, -logits_to_keep:]
+        logits = self._logits(normed, logits_to_keep)
         return Eagle31DrafterOutput(
-            logits=None if scored is None else self.score(scored),
+            loss=None if labels is None else self._loss(logits, labels, num_items_in_batch),
+            logits=logits,
             last_hidden_state=normed if self.config.norm_output else x,
             past_key_values=past_key_values,
         )
+
+    def _logits(self, normed: Tensor, logits_to_keep: int | Tensor | None) -> Tensor | None:
+        """Post-norm states (B, T, h) -> the logits of those of them that are wanted."""
+        if logits_to_keep is None:
+            return None
+        if isinstance(logits_to_keep, Tensor):
+            rows = torch.arange(len(normed), device=normed.device)
+            return self.score(normed[rows, logits_to_keep.to(normed.device)][:, None])
+        return self.score(normed[:, -logits_to_keep:])
+
+    def _loss(self, logits: Tensor | None, labels: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
+        """Draft logits (B, T, Vd) and labels (B, T) as `forward` takes them -> the loss, a scalar in fp32."""
+        if logits is None or logits.shape[:2] != labels.shape:
+            found = "none" if logits is None else f"of shape {tuple(logits.shape)}"
+            raise ValueError(f"labels are of shape {tuple(labels.shape)}, logits {found}; expected a label and logits for every token.")
+        labels = labels.to(logits.device)
+        if self.d2t is not None:
+            labels = vocab.draft_labels(labels, self.draft_to_target_ids(), self.config.vocab_size)
+        return self.loss_function(logits, labels, vocab_size=self.config.draft_vocab_size, num_items_in_batch=num_items_in_batch)
 
     def _masks(self, x: Tensor, mask: Tensor | dict | None, past: Cache | None, position_ids: Tensor) -> dict[str, Any]:
         """The attention mask of each layer type in use, in the form of the attention implementation."""
@@ -263,86 +297,6 @@ class Eagle31DrafterModel(PreTrainedModel):
             kind: MASKS[kind](self.config, inputs_embeds=x, attention_mask=mask, past_key_values=past, position_ids=position_ids)
             for kind in set(self.config.layer_types)
         }
-
-    @classmethod
-    @settled("pretrained_model_name_or_path")
-    def from_pretrained(
-        cls, pretrained_model_name_or_path, *args, config=None, aux_layer_convention=None, output_loading_info: bool = False, **kwargs
-    ):
-        """As `PreTrainedModel.from_pretrained`, for every EAGLE 3 and 3.1 format and for configs that only point to their weights.
-
-        Fields of `Eagle31Config` given as keywords win over the checkpoint's. `aux_layer_convention`, "boundary" or "output", says how
-        a checkpoint counts the target's layers where it does not say so itself. `drafter.checkpoint` keeps what was found.
-        A folder converted meanwhile is read as it was before or is after. Raises OSError when something is not there; ValueError when
-        tensors are missing, extra, misshapen or not finite, it is no EAGLE 3 drafter, or may mean two things (the text names what decides).
-        """
-        if pretrained_model_name_or_path is None:  # weights are in kwargs["state_dict"]
-            return super().from_pretrained(None, *args, config=config, output_loading_info=output_loading_info, **kwargs)
-        hub = {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
-        overrides = {name: kwargs.pop(name) for name in Eagle31Config.__annotations__ if name in kwargs}
-        if isinstance(config, Eagle31Config):
-            overrides = {name: getattr(config, name) for name in Eagle31Config.__annotations__} | overrides
-        checkpoint = read_checkpoint(pretrained_model_name_or_path, overrides, aux_layer_convention, **hub)
-        for note in checkpoint.notes:
-            logger.warning("%s: %s.", checkpoint.source, note)
-        kwargs["ignore_mismatched_sizes"] = True  # shapes are known to fit, but for a t2d of another size, which is rebuilt
-        config = deepcopy(checkpoint.config)
-        config.transformers_weights = checkpoint.files.config.get("transformers_weights")  # where weights have another name
-        loaded: Any = super().from_pretrained(
-            str(checkpoint.folder), *args, config=config, key_mapping=checkpoint.key_mapping, output_loading_info=True, **kwargs
-        )
-        model, info = loaded
-        del model.config.transformers_weights
-        model.config.name_or_path = str(pretrained_model_name_or_path)
-        fill_in(model, checkpoint)
-        check_finite(model, checkpoint)
-        if checkpoint.format == NATIVE:
-            with suppress(OSError):  # the file is optional
-                model.generation_config = GenerationConfig.from_pretrained(str(checkpoint.folder))
-        model.checkpoint = checkpoint
-        info["missing_keys"] = set(info["missing_keys"]) - checkpoint.made.keys()
-        info["unexpected_keys"] = set(info["unexpected_keys"]) - checkpoint.dropped.keys()
-        return (model, info) if output_loading_info else model
-
-    def save_pretrained(self, save_directory, *args, push_to_hub: bool = False, **kwargs):
-        """Writes the native format, whatever was loaded: config, weights under their native names, drafting knobs, and a model card
-        (`drafter.card_facts` adds license, data, training and acceptance to it) where the folder has none yet.
-        """
-        names = ("repo_id", "commit_message", "commit_description", "private", "create_pr", "revision", "tags")
-        hub = {name: kwargs.pop(name) for name in names if name in kwargs}
-        super().save_pretrained(save_directory, *args, **kwargs | {"save_original_format": False})
-        self.generation_config.save_pretrained(save_directory)
-        config: Any = self.config
-        card = Path(save_directory, CARD)
-        if not card.exists():
-            card.write_text(render_card(config, self.card_facts, hub.get("repo_id", card.parent.name)), encoding="utf-8")
-        if push_to_hub:
-            self.push_to_hub(hub.pop("repo_id", card.parent.name), token=kwargs.get("token"), **hub)
-
-    def push_to_hub(
-        self,
-        repo_id: str,
-        *,
-        commit_message: str | None = None,
-        commit_description: str | None = None,
-        private: bool | None = None,
-        token: str | bool | None = None,
-        revision: str | None = None,
-        create_pr: bool = False,
-        max_shard_size: int | str = "50GB",
-        tags: list[str] | None = None,
-    ) -> str:
-        """Saves and uploads in one commit, the card included unless the repository has one. Returns the commit's URL.
-
-        Raises OSError when the Hub refuses; what an interrupted upload has brought over is not sent again.
-        """
-        with TemporaryDirectory() as folder:
-            self.save_pretrained(folder, max_shard_size=max_shard_size)
-            config: Any = self.config
-            facts = replace(self.card_facts, tags=[*self.card_facts.tags, *(tags or [])])
-            Path(folder, CARD).write_text(render_card(config, facts, repo_id), encoding="utf-8")
-            message = commit_message or "Upload drafter with eagle31_hf"
-            return upload(HfApi(token=token), Path(folder), repo_id, private, revision, create_pr, message, commit_description)
 
     def decode(
         self,
@@ -385,10 +339,6 @@ class Eagle31DrafterModel(PreTrainedModel):
         )
 
 
-def default_generation_config() -> GenerationConfig:
-    return GenerationConfig(num_assistant_tokens="auto", assistant_confidence_threshold=0.0)
-
-
 @torch.no_grad()
 def unrelated(table: Tensor, other: Tensor) -> bool:
     """Whether rows of two embeddings (V, h) of one width point in unrelated directions, seen on up to 256 rows."""
@@ -397,23 +347,3 @@ def unrelated(table: Tensor, other: Tensor) -> bool:
     rows = torch.linspace(0, min(len(table), len(other)) - 1, 256, dtype=torch.long).unique()
     similarity = cosine_similarity(table[rows.to(table.device)].float(), other[rows.to(other.device)].float().to(table.device))
     return bool(similarity.mean() < 4 / (len(rows) * table.shape[1]) ** 0.5)  # four standard deviations of random directions
-
-
-@torch.no_grad()
-def fill_in(model: Eagle31DrafterModel, checkpoint: Checkpoint) -> None:
-    """Writes the tensors that the files lack, or hold in a form that is not trusted, into the loaded model."""
-    for name, value in checkpoint.made.items():
-        tensor = model.get_buffer(name) if name in ("d2t", "t2d") else model.get_parameter(name)
-        if tensor.device.type != "meta":
-            tensor.copy_(value)
-
-
-def check_finite(model: Eagle31DrafterModel, checkpoint: Checkpoint) -> None:
-    """Raises ValueError naming the first parameter with a NaN or an infinity in it."""
-    for name, tensor in model.named_parameters():
-        if tensor.is_floating_point() and tensor.device.type != "meta" and not tensor.isfinite().all():
-            hint = {
-                "embed_tokens.weight": "speculators writes NaN where the verifier's table was never filled in",
-                "lm_head.weight": "speculators writes NaN where the verifier's head was never filled in",
-            }.get(name, "save or download it again")
-            raise ValueError(f"{checkpoint.source}: {name} holds NaN or infinite values; expected finite weights: {hint}.")

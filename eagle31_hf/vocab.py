@@ -5,6 +5,7 @@ from torch import Tensor
 
 # Targets pad their embedding to a round number of rows; checkpoints of one model differ by that padding (Qwen: 151936 and 152064).
 PADDING_ROWS, PADDING_SHARE = 64, 0.005
+IGNORED = -100  # a label that does not count, in torch and transformers
 
 
 def target_ids(d2t: Tensor) -> Tensor:
@@ -22,6 +23,16 @@ def membership(ids: Tensor, vocab_size: int) -> Tensor:
     t2d = torch.zeros(vocab_size, dtype=torch.bool, device=ids.device)
     t2d[ids] = True
     return t2d
+
+
+def draft_labels(labels: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
+    """Labels of any shape in target ids, -100 ignored -> the same in draft ids, -100 too where the drafter cannot propose the id.
+
+    `ids` (Vd,) are the target ids of the draft ids. Raises IndexError for a label outside the target vocabulary.
+    """
+    draft_ids = ids.new_full((vocab_size,), IGNORED)
+    draft_ids[ids] = torch.arange(len(ids), device=ids.device)
+    return torch.where(labels < 0, labels, draft_ids[labels.clamp(min=0)])
 
 
 def most_frequent_ids(counts: Tensor, draft_vocab_size: int) -> Tensor:

@@ -65,7 +65,7 @@ def test_latent_attention_is_its_definition(fields, rope, attention):
     layer, (x, cos, sin, mask) = drafter.layers[0].self_attn, layer_inputs(drafter)
     mscale = rope["rope_parameters"].get("mscale_all_dim")
     temperature = 1.0 if mscale is None else (0.1 * mscale * torch.log(torch.tensor(64.0)).item() + 1) ** 2
-    assert_close("output", layer(x, cos, sin, mask, None), plain_attention(layer, x, cos, sin, temperature), FORWARD)
+    assert_close("output", layer(x, cos, sin, mask, None)[0], plain_attention(layer, x, cos, sin, temperature), FORWARD)
 
 
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
@@ -84,7 +84,7 @@ def test_latent_attention_is_that_of_transformers_deepseek(rope):
     theirs.load_state_dict(ours.state_dict())
     positions = torch.arange(7)[None] + 3
     theirs_out = theirs(x, DeepseekV3RotaryEmbedding(config)(x, positions), mask)[0]
-    assert_close("output", ours(x, *drafter.rotary_emb(x, positions), mask, None), theirs_out, FORWARD)
+    assert_close("output", ours(x, *drafter.rotary_emb(x, positions), mask, None)[0], theirs_out, FORWARD)
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
@@ -96,10 +96,10 @@ def test_absorbed_equals_expanded(rope, num_queries, attention):
     layer, (x, cos, sin, mask) = drafter.layers[0].self_attn, layer_inputs(drafter, 17)
     q_nope, q_rope, latent, k_rope = layer.project(x, cos, sin)
     q_nope, q_rope, mask = q_nope[:, :, -num_queries:], q_rope[:, :, -num_queries:], mask[:, :, -num_queries:]
-    one, other = (form(q_nope, q_rope, latent, k_rope, mask) for form in (layer.absorbed, layer.expanded))
+    one, other = (form(q_nope, q_rope, latent, k_rope, mask)[0] for form in (layer.absorbed, layer.expanded))
     assert_close("output", one, other, FORWARD)
     if num_queries == 1:
-        assert_close("without a mask", layer.absorbed(q_nope, q_rope, latent, k_rope, None), other, FORWARD)
+        assert_close("without a mask", layer.absorbed(q_nope, q_rope, latent, k_rope, None)[0], other, FORWARD)
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)

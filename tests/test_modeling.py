@@ -137,7 +137,7 @@ def test_attention_reads_the_embedding_half_first(half):
         projection.weight[:, columns] = 0
     tokens, states = inputs(drafter)
     attended = []
-    attention.register_forward_hook(lambda module, args, output: attended.append(output))
+    attention.register_forward_hook(lambda module, args, output: attended.append(output[0]))
     drafter(tokens, target_hidden_states=states)
     drafter(tokens.flip(1), target_hidden_states=states)
     drafter(tokens, target_hidden_states=states.flip(1))
@@ -238,8 +238,8 @@ def test_gradient_checkpointing_gives_the_same_gradients(use_reentrant):
 @pytest.mark.parametrize("shared", [False, True], ids=["own_embedding", "targets_embedding"])
 @torch.no_grad()
 def test_a_deep_copy_computes_the_same_with_weights_of_its_own(shared):
-    drafter = build(share_target_embeddings=shared)
-    drafter.load_target_embeddings(target())
+    drafter, theirs = build(share_target_embeddings=shared), target()
+    drafter.load_target_embeddings(theirs)
     tokens, states = inputs(drafter)
     expected = drafter(tokens, target_hidden_states=states).logits
     other = copy.deepcopy(drafter)

@@ -1,0 +1,143 @@
+"""Loading, saving and publishing of drafters: every EAGLE 3 and 3.1 format in, the native one out."""
+
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from huggingface_hub import HfApi
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import logging
+
+from .checkpoints.files import HUB_OPTIONS
+from .checkpoints.producers import NATIVE
+from .checkpoints.read import Checkpoint, read_checkpoint
+from .checkpoints.sharing import settled
+from .configuration import Eagle31Config
+from .hub import CARD, CardFacts, render_card, upload
+
+logger = logging.get_logger(__name__)
+
+
+class Eagle31PreTrainedModel(PreTrainedModel):
+    """What a drafter is to files and to the Hub; the network is `Eagle31DrafterModel`'s."""
+
+    config_class = Eagle31Config
+    base_model_prefix = "model"
+    # Headers are compared with the config before anything is loaded; of these, what a file lacks is made, see Checkpoint.made.
+    _keys_to_ignore_on_load_missing = [r"^d2t$", r"^t2d$", r"o_proj\.bias$"]
+    _keys_to_ignore_on_load_unexpected = [r".*"]
+
+    def __init__(self, config: Eagle31Config):
+        super().__init__(config)
+        self.generation_config = default_generation_config()
+        self.checkpoint: Checkpoint | None = None  # what it was loaded from
+        self.card_facts = CardFacts()
+
+    @classmethod
+    @settled("pretrained_model_name_or_path")
+    def from_pretrained(
+        cls, pretrained_model_name_or_path, *args, config=None, aux_layer_convention=None, output_loading_info: bool = False, **kwargs
+    ):
+        """As `PreTrainedModel.from_pretrained`, for every EAGLE 3 and 3.1 format and for configs that only point to their weights.
+
+        Fields of `Eagle31Config` given as keywords win over the checkpoint's. `aux_layer_convention`, "boundary" or "output", says how
+        a checkpoint counts the target's layers where it does not say so itself. `drafter.checkpoint` keeps what was found.
+        A folder converted meanwhile is read as it was before or is after. Raises OSError when something is not there; ValueError when
+        tensors are missing, extra, misshapen or not finite, it is no EAGLE 3 drafter, or may mean two things (the text names what decides).
+        """
+        if pretrained_model_name_or_path is None:  # weights are in kwargs["state_dict"]
+            return super().from_pretrained(None, *args, config=config, output_loading_info=output_loading_info, **kwargs)
+        hub = {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
+        overrides = {name: kwargs.pop(name) for name in Eagle31Config.__annotations__ if name in kwargs}
+        if isinstance(config, Eagle31Config):
+            overrides = {name: getattr(config, name) for name in Eagle31Config.__annotations__} | overrides
+        with torch.device("cpu"):  # whatever the caller's default device, "meta" included, which transformers refuses by its own words
+            checkpoint = read_checkpoint(pretrained_model_name_or_path, overrides, aux_layer_convention, **hub)
+        for note in checkpoint.notes:
+            logger.warning("%s: %s.", checkpoint.source, note)
+        kwargs["ignore_mismatched_sizes"] = True  # shapes are known to fit, but for a t2d of another size, which is rebuilt
+        config = deepcopy(checkpoint.config)
+        config.transformers_weights = checkpoint.files.config.get("transformers_weights")  # where weights have another name
+        loaded: Any = super().from_pretrained(
+            str(checkpoint.folder), *args, config=config, key_mapping=checkpoint.key_mapping, output_loading_info=True, **kwargs
+        )
+        model, info = loaded
+        del model.config.transformers_weights
+        model.config.name_or_path = str(pretrained_model_name_or_path)
+        fill_in(model, checkpoint)
+        check_finite(model, checkpoint)
+        if checkpoint.format == NATIVE:
+            with suppress(OSError):  # the file is optional
+                model.generation_config = GenerationConfig.from_pretrained(str(checkpoint.folder))
+        model.checkpoint = checkpoint
+        info["missing_keys"] = set(info["missing_keys"]) - checkpoint.made.keys()
+        info["unexpected_keys"] = set(info["unexpected_keys"]) - checkpoint.dropped.keys()
+        return (model, info) if output_loading_info else model
+
+    def save_pretrained(self, save_directory, *args, push_to_hub: bool = False, **kwargs):
+        """Writes the native format, whatever was loaded: config, weights under their native names, drafting knobs, and a model card
+        (`drafter.card_facts` adds license, data, training and acceptance to it) where the folder has none yet.
+        """
+        names = ("repo_id", "commit_message", "commit_description", "private", "create_pr", "revision", "tags")
+        hub = {name: kwargs.pop(name) for name in names if name in kwargs}
+        super().save_pretrained(save_directory, *args, **kwargs | {"save_original_format": False})
+        self.generation_config.save_pretrained(save_directory)
+        config: Any = self.config
+        card = Path(save_directory, CARD)
+        if not card.exists():
+            card.write_text(render_card(config, self.card_facts, hub.get("repo_id", card.parent.name)), encoding="utf-8")
+        if push_to_hub:
+            self.push_to_hub(hub.pop("repo_id", card.parent.name), token=kwargs.get("token"), **hub)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        commit_message: str | None = None,
+        commit_description: str | None = None,
+        private: bool | None = None,
+        token: str | bool | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+        max_shard_size: int | str = "50GB",
+        tags: list[str] | None = None,
+    ) -> str:
+        """Saves and uploads in one commit, the card included unless the repository has one. Returns the commit's URL.
+
+        Raises OSError when the Hub refuses; what an interrupted upload has brought over is not sent again.
+        """
+        with TemporaryDirectory() as folder:
+            self.save_pretrained(folder, max_shard_size=max_shard_size)
+            config: Any = self.config
+            facts = replace(self.card_facts, tags=[*self.card_facts.tags, *(tags or [])])
+            Path(folder, CARD).write_text(render_card(config, facts, repo_id), encoding="utf-8")
+            message = commit_message or "Upload drafter with eagle31_hf"
+            return upload(HfApi(token=token), Path(folder), repo_id, private, revision, create_pr, message, commit_description)
+
+
+def default_generation_config() -> GenerationConfig:
+    return GenerationConfig(num_assistant_tokens="auto", assistant_confidence_threshold=0.0)
+
+
+@torch.no_grad()
+def fill_in(model: Eagle31PreTrainedModel, checkpoint: Checkpoint) -> None:
+    """Writes the tensors that the files lack, or hold in a form that is not trusted, into the loaded model."""
+    for name, value in checkpoint.made.items():
+        tensor = model.get_buffer(name) if name in ("d2t", "t2d") else model.get_parameter(name)
+        if tensor.device.type != "meta":
+            tensor.copy_(value)
+
+
+def check_finite(model: Eagle31PreTrainedModel, checkpoint: Checkpoint) -> None:
+    """Raises ValueError naming the first parameter with a NaN or an infinity in it."""
+    for name, tensor in model.named_parameters():
+        if tensor.is_floating_point() and tensor.device.type != "meta" and not tensor.isfinite().all():
+            hint = {
+                "embed_tokens.weight": "speculators writes NaN where the verifier's table was never filled in",
+                "lm_head.weight": "speculators writes NaN where the verifier's head was never filled in",
+            }.get(name, "save or download it again")
+            raise ValueError(f"{checkpoint.source}: {name} holds NaN or infinite values; expected finite weights: {hint}.")

@@ -1,0 +1,121 @@
+"""The target's embedding and head as a drafter uses them: held weakly, and read wherever and in whatever form they lie.
+
+V target vocabulary, h drafter width.
+"""
+
+import threading
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+from accelerate.utils import align_module_device, has_offloaded_params
+from torch import Tensor, nn
+from torch.nn.functional import embedding
+
+Pair = tuple[ReferenceType, ReferenceType | None]
+ACTIVATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # a weight of another dtype is a quantized one
+
+
+class TargetTie:
+    """Weak references to the embedding and head of the target a drafter works for: the drafter keeps no target alive.
+
+    Threads that generate with one drafter and different targets each have their own; a thread that has tied nothing has what was tied
+    last. A deep copy is tied as the original is; pickled it is empty, and `generate` ties it again.
+    """
+
+    def __init__(self) -> None:
+        self._own, self._last = threading.local(), list[Pair]()
+
+    def set(self, table: nn.Module, head: nn.Module | None) -> None:
+        """Ties the drafter, in this thread, to a target's embedding and head."""
+        pair = ref(table), None if head is None else ref(head)
+        self._own.pair, self._last = pair, [pair]
+
+    def get(self) -> tuple[nn.Module | None, nn.Module | None]:
+        """The embedding and head; None where there are none, or their target is gone."""
+        for pair in (getattr(self._own, "pair", None), *self._last):
+            table = None if pair is None else pair[0]()
+            if table is not None:
+                return table, None if pair[1] is None else pair[1]()
+        return None, None
+
+    def __deepcopy__(self, memo: dict) -> "TargetTie":
+        copied, (table, head) = TargetTie(), self.get()
+        if table is not None:
+            copied.set(table, head)
+        return copied
+
+    def __reduce__(self) -> tuple:
+        return TargetTie, ()
+
+
+def shape_of(table: Any) -> tuple[int, int]:
+    """Rows and width of an embedding, packed into fewer bytes or not."""
+    if hasattr(table, "num_embeddings"):
+        return table.num_embeddings, table.embedding_dim
+    return tuple(table.weight.shape)
+
+
+def rows_of(table: Any, input_ids: Tensor) -> Tensor:
+    """Token ids (...) -> rows (..., h) of an embedding, unscaled even where it multiplies what it returns, as Gemma's does."""
+    weight = table.weight
+    if not isinstance(table, nn.Embedding):  # wrapped: an adapter adds to the rows
+        scale = getattr(getattr(table, "base_layer", None), "embed_scale", None)
+        rows = table(_on_device_of(input_ids, weight))
+        return rows if scale is None else rows / scale
+    if weight.is_meta and has_offloaded_params(table):  # read where they are kept: the whole table need not travel for a few of its rows
+        with align_module_device(table, torch.device("cpu")):
+            return embedding(input_ids.cpu(), table.weight)
+    if hasattr(table, "embed_scale") and not weight.is_meta:
+        return embedding(input_ids.to(weight.device), weight)
+    return table(_on_device_of(input_ids, weight))
+
+
+def scores_of(head: Any, states: Tensor) -> Tensor:
+    """States (..., h) -> what a head makes of them (..., V), where it runs: quantized, offloaded and adapted ones included."""
+    weight = head.weight
+    states = _on_device_of(states, weight)
+    return head(states.to(weight.dtype) if weight.dtype in ACTIVATION_DTYPES else states)
+
+
+@torch.no_grad()
+def weight_of(module: Any) -> Tensor:
+    """The weight of an embedding or head, brought to the CPU where it is offloaded.
+
+    Raises ValueError where it is quantized, or not loaded at all.
+    """
+    if has_offloaded_params(module):
+        with align_module_device(module, torch.device("cpu")):
+            return module.weight.detach().clone()
+    weight = module.weight
+    if weight.is_meta or weight.dtype not in ACTIVATION_DTYPES:
+        raise ValueError(
+            f"the target's {type(module).__name__} is {weight.dtype} on {weight.device}; expected it loaded, and not quantized."
+        )
+    return weight.detach()
+
+
+def execution_device(model: nn.Module) -> torch.device:
+    """Where a model's first module computes: the device of its weights, or, where they are offloaded, the one they are brought to."""
+    for module in model.modules():
+        hook: Any = getattr(module, "_hf_hook", None)
+        if has_offloaded_params(module) and hook.execution_device is not None:
+            return torch.device(hook.execution_device)
+        for weight in module.parameters(recurse=False):
+            if not weight.is_meta:
+                return weight.device
+    return torch.device("meta")
+
+
+def check_loaded(module: nn.Module, name: str) -> None:
+    """Raises ValueError where a module's weight is on the meta device and no hook of its own brings it back."""
+    if any(weight.is_meta for weight in module.parameters()) and not any(hasattr(part, "_hf_hook") for part in module.modules()):
+        raise ValueError(
+            f"{name} is on the meta device, and nothing loads it when it is called; expected weights on a device, or offloaded by "
+            "accelerate module by module (a device_map, cpu_offload or disk_offload without preload_module_classes)."
+        )
+
+
+def _on_device_of(inputs: Tensor, weight: Tensor) -> Tensor:
+    """What a module with this weight is called with; hooks of offloaded ones move their inputs themselves."""
+    return inputs if weight.is_meta else inputs.to(weight.device)
