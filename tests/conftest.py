@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 import torch
+import transformers_suite
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
@@ -41,6 +42,12 @@ def pytest_collection_modifyitems(items):
             item.add_marker("quick")
         if {"FORWARD", "TARGET_FORWARD", "assert_close"} & vars(item.module).keys():
             item.add_marker("numeric")
+
+
+
+def pytest_configure(config):
+    for name in transformers_suite.MARKERS:
+        config.addinivalue_line("markers", f"{name}: of transformers' own tests, see transformers_suite.py")
 
 
 VOCAB, WIDTH = 11, 36
