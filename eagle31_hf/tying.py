@@ -79,20 +79,20 @@ def scores_of(head: Any, states: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def weight_of(module: Any) -> Tensor:
-    """The weight of an embedding or head, brought to the CPU where it is offloaded.
+def weight_of(module: Any, name: str = "weight") -> Tensor:
+    """The weight, or bias, of an embedding or head, brought to the CPU where it is offloaded.
 
     Raises ValueError where it is quantized, or not loaded at all.
     """
     if has_offloaded_params(module):
         with align_module_device(module, torch.device("cpu")):
-            return module.weight.detach().clone()
-    weight = module.weight
+            return getattr(module, name).detach().clone()
+    weight = getattr(module, name)
     if weight.is_meta or weight.dtype not in ACTIVATION_DTYPES:
         raise ValueError(
             f"the target's {type(module).__name__} is {weight.dtype} on {weight.device}; expected it loaded, and not quantized."
         )
-    return weight.detach()
+    return weight
 
 
 def execution_device(model: nn.Module) -> torch.device:

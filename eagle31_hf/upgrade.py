@@ -18,6 +18,7 @@ from .features import decoder_layers, target_states
 from .generation.statistics import AcceptanceStats, track_acceptance
 from .modeling import Eagle31DrafterModel
 from .training.unroll import unroll
+from .tying import execution_device, weight_of
 
 MAX_ROWS, MIN_ROWS, ROW_TOKENS = 4096, 32, 512
 ITERATIONS = 60
@@ -127,7 +128,7 @@ def _token_rows(
             text = tokenizer(text, return_tensors="pt")["input_ids"]
         if not isinstance(text, Tensor) or text.dim() != 2 or text.shape[0] != 1:
             raise ValueError(f"texts hold a {type(text).__name__}; expected strings or token ids of shape (1, T).")
-        rows += [row for row in text.to(target.device).split(ROW_TOKENS, dim=1) if row.shape[1] >= 4]
+        rows += [row for row in text.to(execution_device(target)).split(ROW_TOKENS, dim=1) if row.shape[1] >= 4]
     kept, total = [], 0
     for row in rows:
         if total < MAX_ROWS:
@@ -144,12 +145,12 @@ def _with_new_modules(drafter: Eagle31DrafterModel) -> Eagle31DrafterModel:
     config = Eagle31Config(**fields | {"fc_norm": True, "norm_output": True, "norm_before_fc": False, "share_target_head": False})
     config.dtype, config._attn_implementation = drafter.config.dtype, drafter.config._attn_implementation
     upgraded: Any = Eagle31DrafterModel(config)
-    upgraded = upgraded.to(device=drafter.fc.weight.device, dtype=drafter.norm.weight.dtype).eval()
+    upgraded = upgraded.to(drafter.like).eval()
     missing, unexpected = upgraded.load_state_dict(drafter.state_dict(), strict=False)
     assert all(name.startswith("fc_norm.") or name == "lm_head.weight" for name in missing), missing
     assert all(name.startswith("input_norm.") for name in unexpected), unexpected
     if "lm_head.weight" in missing:
-        upgraded.lm_head.weight.copy_(drafter.get_output_embeddings().weight)
+        upgraded.lm_head.weight.copy_(weight_of(drafter.get_output_embeddings()))
     upgraded.generation_config, upgraded.card_facts = deepcopy(drafter.generation_config), deepcopy(drafter.card_facts)
     return upgraded
 

@@ -170,13 +170,14 @@ def begin(args: argparse.Namespace, target: Any, tokenizer: Any, data: Data) -> 
     """The drafter to train, and what its draft vocabulary covers."""
     from ..modeling import Eagle31DrafterModel
     from ..training.fresh import new_drafter
+    from ..tying import execution_device
     from ..upgrade import upgrade_to_eagle31
 
     if args.drafter is None:
         ids, coverage = vocabulary(args, target, tokenizer, data)
         fields = {"aux_hidden_state_layer_ids": data.layer_ids} if data.layer_ids else {}
         return new_drafter(target, ids, args.head, args.seed, **fields | dict(args.field)), coverage
-    drafter: Any = Eagle31DrafterModel.from_pretrained(args.drafter, **dict(args.field)).float().to(target.device)
+    drafter: Any = Eagle31DrafterModel.from_pretrained(args.drafter, **dict(args.field)).float().to(execution_device(target))
     if args.upgrade and not drafter.config.is_eagle31:
         progress("making the EAGLE 3 drafter an EAGLE 3.1 one, by calibration")
         texts = [data.train[i]["input_ids"][None] for i in range(min(SEEN_FOR_UPGRADE, len(data.train)))]
@@ -189,8 +190,9 @@ def vocabulary(args: argparse.Namespace, target: Any, tokenizer: Any, data: Data
     from ..training.fresh import choose_vocabulary, count_answers, layer_ids_for, mass_covered
     from ..training.regenerate import stop_ids
     from ..training.target import StoredTarget, TargetReader
+    from ..tying import shape_of
 
-    size = len(target.get_input_embeddings().weight)
+    size = shape_of(target.get_input_embeddings())[0]
     if args.draft_vocab_size is None or args.draft_vocab_size == size:
         return None, None
     ids, tokens = choose_vocabulary(count_answers(data.train, size), args.draft_vocab_size, stop_ids(target, tokenizer))

@@ -10,6 +10,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..features import capture_states, decoder_layers
 from ..modeling import Eagle31DrafterModel
+from ..wrappers import drafter_in
 from .drafting import READ_AT_ONCE, DraftSession, Policy, Proposal, Reading
 from .randomness import Draws
 
@@ -40,6 +41,7 @@ class Eagle31CandidateGenerator(CandidateGenerator):
         draws: Draws | None = None,
         past_key_values: Cache | None = None,
     ):
+        drafter = drafter_in(drafter)
         drafter.load_target_embeddings(target)
         self.target, self.past_key_values = target, past_key_values
         self.layer_ids = drafter.config.resolve_layer_ids(len(decoder_layers(target)))
@@ -48,7 +50,7 @@ class Eagle31CandidateGenerator(CandidateGenerator):
         self._captured_from = num_cached
         vocab_size = target.config.get_text_config().vocab_size
         if do_sample and draws is None:
-            draws = Draws(len(num_padding), vocab_size, drafter.norm.weight.device, is_coupled=False)
+            draws = Draws(len(num_padding), vocab_size, drafter.like.device, is_coupled=False)
         processors = logits_processor if logits_processor is not None else LogitsProcessorList()
         starts = [first - padding for first, padding in zip(self._first, num_padding, strict=True)]
         self.session = DraftSession(drafter, vocab_size, processors, draws, confidence_threshold, starts)

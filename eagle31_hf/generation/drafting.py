@@ -164,7 +164,7 @@ class DraftSession:
         self.confidence_threshold = confidence_threshold
         self.past_key_values, self.placement = cache.slot_cache(drafter.config)
         self.starts, self.lengths = starts, [0] * len(starts)
-        self.like = drafter.norm.weight  # never quantized: its device and dtype are the activations'
+        self.like = drafter.like  # of the device and dtype of the activations
         self.draft_ids = drafter.draft_to_target_ids()
         ids = torch.arange(drafter.config.draft_vocab_size) if self.draft_ids is None else self.draft_ids
         self.out_of_range = (ids >= vocab_size).to(self.like.device)  # padding rows of the drafter's vocabulary
@@ -283,7 +283,7 @@ class DraftSession:
         read = torch.tensor([first + length for first, length in zip(self.starts, self.lengths, strict=True)], device=tokens.device)
         return self.drafter(
             tokens, **source, position_ids=read[:, None] + depths, attention_mask=mask, past_key_values=self.past_key_values,
-            logits_to_keep=logits_to_keep,
+            logits_to_keep=logits_to_keep, return_dict=True,
         )  # fmt: skip
 
     def _masks(self, own: Tensor, query_depths: Tensor, own_depths: Tensor, end: int) -> dict[str, Tensor]:

@@ -1,8 +1,8 @@
 """Makes `target.generate(assistant_model=drafter)` enter this library's loop. Installed by `import eagle31_hf`.
 
-Three methods of `GenerationMixin` are wrapped on the class. Each wrapper acts only where the assistant is an `Eagle31DrafterModel`
-and leaves every other call as it was. A fourth, of `AutoConfig`, only notes the call's keyword arguments for `Eagle31Config`.
-Installing twice changes nothing; `uninstall` restores what was found.
+Three methods of `GenerationMixin` are wrapped on the class. Each wrapper acts only where the assistant is an `Eagle31DrafterModel`,
+however wrapped, and leaves every other call as it was. A fourth, of `AutoConfig`, only notes the call's keyword arguments for
+`Eagle31Config`. Installing twice changes nothing; `uninstall` restores what was found.
 """
 
 import functools
@@ -12,7 +12,7 @@ from typing import Any
 from transformers import AutoConfig, GenerationMixin
 
 from ..configuration import hub_options
-from ..modeling import Eagle31DrafterModel
+from ..wrappers import drafter_in
 from .checks import KNOBS, check_request, resolve_knobs
 from .decoding import speculative_decoding
 
@@ -20,17 +20,18 @@ from .decoding import speculative_decoding
 def _extract_generation_mode_kwargs(
     original: Callable, self, custom_generate, kwargs: dict[str, Any], synced_gpus, assistant_model, streamer
 ):
-    """Takes the knobs out of generate's keyword arguments before its generation config can fill in stock defaults."""
-    result = original(self, custom_generate, kwargs, synced_gpus, assistant_model, streamer)
-    if isinstance(assistant_model, Eagle31DrafterModel):
+    """Unwraps the drafter, and takes the knobs out of generate's keyword arguments before its config can fill in stock defaults."""
+    drafter = drafter_in(assistant_model)
+    result = original(self, custom_generate, kwargs, synced_gpus, assistant_model if drafter is None else drafter, streamer)
+    if drafter is not None:
         result["knobs"] = {name: kwargs.pop(name) for name in KNOBS if name in kwargs}
     return result
 
 
 def _validate_generation_mode(original: Callable, self, generation_mode, generation_config, generation_mode_kwargs: dict[str, Any]):
     """Our own checks in place of transformers', which would demand equal vocabulary sizes and let beams pass."""
-    drafter = generation_mode_kwargs.get("assistant_model")
-    if not isinstance(drafter, Eagle31DrafterModel):
+    drafter = drafter_in(generation_mode_kwargs.get("assistant_model"))
+    if drafter is None:
         return original(self, generation_mode, generation_config, generation_mode_kwargs)
     check_request(self, drafter, generation_config, generation_mode)
     resolve_knobs(drafter, generation_config, generation_mode_kwargs["knobs"])
@@ -39,11 +40,12 @@ def _validate_generation_mode(original: Callable, self, generation_mode, generat
 
 def _assisted_decoding(original: Callable, self, *args, inputs_tensor=None, assistant_model=None, **kwargs):
     """`inputs_tensor` is named because `generate` looks for it in the signature."""
-    if not isinstance(assistant_model, Eagle31DrafterModel):
+    drafter = drafter_in(assistant_model)
+    if drafter is None:
         return original(self, *args, inputs_tensor=inputs_tensor, assistant_model=assistant_model, **kwargs)
     for name in ("tokenizer", "assistant_tokenizer"):  # stop strings were prepared with it; the drafter speaks the target's ids
         kwargs.pop(name, None)
-    return speculative_decoding(self, assistant_model, *args, **kwargs)
+    return speculative_decoding(self, drafter, *args, **kwargs)
 
 
 def from_pretrained(original: Callable, cls, *args, **kwargs):

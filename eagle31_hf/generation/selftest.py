@@ -1,11 +1,10 @@
 """Whether a target can verify trees: tried once for every target class and attention implementation, on a few random tokens."""
 
-from typing import Any
-
 import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.utils import logging
 
+from ..tying import execution_device
 from .target import slot_masks
 from .tree import DraftTree
 
@@ -61,8 +60,7 @@ def _try(target: PreTrainedModel, implementation: str, kinds: set[str]) -> str |
 def _error(target: PreTrainedModel) -> float:
     """The largest difference of logits between a tree and its paths taken one by one, in units of the logits' standard deviation."""
     config = target.config.get_text_config(decoder=True)
-    table: Any = target.get_input_embeddings()
-    device = table.weight.device
+    device = execution_device(target.get_input_embeddings())
     generator = torch.Generator().manual_seed(0)
     draw = torch.randint(0, config.vocab_size, (PREFIX + len(PARENTS),), generator=generator).to(device)
     prefix, nodes = draw[:PREFIX], draw[PREFIX:]

@@ -9,6 +9,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 
 from ..modeling import Eagle31DrafterModel
+from ..tying import execution_device
 from .chunked import RowFigures
 from .objective import Batch, Found, Settings, Sums
 from .packing import tokens_of
@@ -107,7 +108,7 @@ def served(
 
     counts = torch.zeros(2 + depth, dtype=torch.float64, device=accelerator.device)
     for index in range(accelerator.process_index, min(num_prompts, len(rows)), accelerator.num_processes):
-        prompt = prompt_of(rows[index]).to(target.device)
+        prompt = prompt_of(rows[index]).to(execution_device(target))
         with track_acceptance() as stats:
             target.generate(
                 prompt, attention_mask=torch.ones_like(prompt), custom_generate=drafter.decode, max_new_tokens=max_new_tokens,

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from .. import vocab
 from ..configuration import Eagle31Config, default_layer_ids
 from ..modeling import Eagle31DrafterModel
+from ..tying import shape_of, weight_of
 from .losses import Goal
 from .target import StoredTarget, TargetReader, ends_of
 
@@ -45,7 +46,7 @@ def new_drafter(
     values: dict[str, Any] = {name: of_one_layer(shape, name) for name in SHAPE} | {name: getattr(shape, name, None) for name in SPECIAL}
     values = {name: value for name, value in values.items() if value is not None}
     values |= {
-        "vocab_size": embedding.weight.shape[0], "draft_vocab_size": None if draft_ids is None else len(draft_ids),
+        "vocab_size": shape_of(embedding)[0], "draft_vocab_size": None if draft_ids is None else len(draft_ids),
         "hidden_size": shape.hidden_size, "aux_hidden_state_layer_ids": layer_ids_for(shape), "rope_parameters": rope_of(shape),
         "target_model": target.name_or_path or None,
     }  # fmt: skip
@@ -82,11 +83,14 @@ def rope_of(shape: Any) -> dict[str, Any] | None:
 def copy_head(drafter: Eagle31DrafterModel, target: PreTrainedModel | StoredTarget) -> None:
     """The target's head rows, those of the draft vocabulary. Raises ValueError where they do not fit or are quantized."""
     head: Any = target.get_output_embeddings()
-    weight = head.weight
-    if not weight.is_floating_point() or weight.is_meta or weight.shape[1] != drafter.lm_head.weight.shape[1]:
+    try:
+        weight = weight_of(head)
+    except ValueError as error:
+        raise ValueError(f"{error} It cannot be copied: begin with head='scratch'.") from None
+    if weight.shape[1] != drafter.lm_head.weight.shape[1]:
         raise ValueError(
-            f"the target's head is {tuple(weight.shape)} {weight.dtype} on {weight.device}, the drafter's "
-            f"{tuple(drafter.lm_head.weight.shape)}; it cannot be copied. Begin with head='scratch'."
+            f"the target's head is {tuple(weight.shape)}, the drafter's {tuple(drafter.lm_head.weight.shape)}; it cannot be copied. Begin "
+            "with head='scratch'."
         )
     ids = drafter.draft_to_target_ids()
     rows = weight if ids is None else weight[ids.to(weight.device)]

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..configuration import Eagle31Config
 from ..features import decoder_layers
+from ..tying import shape_of
 from . import regenerate as on_policy
 from .chats import RowMaker
 from .identity import digest, tokenizer_fingerprint, weights_fingerprint
@@ -169,7 +170,7 @@ def prepare_data(
     embedding: Any = target.get_input_embeddings()
     own_mask = "answers" if regenerate else mask
     maker = RowMaker(
-        tokenizer, max_length, len(embedding.weight), own_mask, template_augmentation, seed, chat_template, set(stops),
+        tokenizer, max_length, shape_of(embedding)[0], own_mask, template_augmentation, seed, chat_template, set(stops),
         template_options or {},
     )  # fmt: skip
     speaker = on_policy.Speaker(target, tokenizer, max_length, max_new_tokens, batch_size, generation) if regenerate else None
@@ -205,7 +206,7 @@ def rows_in_memory(
     skips = Skips(records.where, progress)
     table: Any = target.get_input_embeddings()
     stops = set(on_policy.stop_ids(target, tokenizer))
-    maker = RowMaker(tokenizer, max_length, len(table.weight), seed=seed, stop_ids=stops, template_options=template_options or {})
+    maker = RowMaker(tokenizer, max_length, shape_of(table)[0], seed=seed, stop_ids=stops, template_options=template_options or {})
     for number in range(len(records)):
         rows += rows_of_record(records, number, maker, skips)
     skipped = dict(skips.taken())

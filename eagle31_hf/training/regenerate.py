@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..tying import execution_device
 from .chats import SAID
 from .identity import digest
 from .kinds import Chat
@@ -67,7 +68,7 @@ class Speaker:
         mask = torch.zeros_like(ids)
         for row, prompt in enumerate(prompts):
             ids[row, -len(prompt) :], mask[row, -len(prompt) :] = prompt, 1
-        device, room = self.target.device, self.max_length - min(lengths)
+        device, room = execution_device(self.target), self.max_length - min(lengths)
         said = self.target.generate(
             input_ids=ids.to(device), attention_mask=mask.to(device), max_new_tokens=min(self.max_new_tokens, room),
             pad_token_id=self.pad, eos_token_id=self.stops or None, return_dict_in_generate=False, **self.generation,

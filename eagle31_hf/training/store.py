@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from ..checkpoints.files import read_json
 from ..checkpoints.write import write_json
+from ..tying import weight_of
 from .identity import FP8, Pieces, open_sealed, write_sealed
 
 Row = dict[str, Tensor]
@@ -231,15 +232,14 @@ def _decode(row: Row) -> Row:
 def parts_of(target: PreTrainedModel) -> Row:
     """What a drafter is made from and trained with: {"embedding" (V, ht), "head" (V, ht) unless it is tied, "head_bias" (V,) if any}.
 
-    Raises ValueError where one is quantized or offloaded. Of a tensor-parallel target whole ones, which all its processes have to ask for.
+    Raises ValueError where one is quantized. Of a tensor-parallel target whole ones, which all its processes have to ask for.
     """
-    head, embedding = target.get_output_embeddings(), target.get_input_embeddings().weight
-    parts = {"embedding": embedding} if head.weight is embedding else {"embedding": embedding, "head": head.weight}
+    head, embedding = target.get_output_embeddings(), target.get_input_embeddings()
+    parts = {"embedding": weight_of(embedding)}
+    if head.weight is not embedding.weight:
+        parts["head"] = weight_of(head)
     if getattr(head, "bias", None) is not None:
-        parts["head_bias"] = head.bias
-    for name, weight in parts.items():
-        if weight.is_meta or not weight.is_floating_point():
-            raise ValueError(f"the target's {name} is {weight.dtype} on {weight.device}; expected it loaded, and not quantized.")
+        parts["head_bias"] = weight_of(head, "bias")
     return {name: weight.full_tensor().detach() if isinstance(weight, DTensor) else weight for name, weight in parts.items()}
 
 

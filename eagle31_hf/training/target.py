@@ -16,6 +16,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from ..features import capture_states, decoder_layers
 from ..modeling import Eagle31DrafterModel
+from ..tying import execution_device, scores_of
 from .packing import PackedRows, Part
 from .rows import runs
 from .store import HiddenStateStore, load_target_parts, parts_of
@@ -50,11 +51,11 @@ def find_scoring(target: PreTrainedModel) -> Scoring:
     name = type(target).__name__
     if head is None:
         raise ValueError(f"{name} has no output head; expected a causal language model.")
-    tokens = torch.arange(PROBE_TOKENS, device=target.device)[None] % config.vocab_size
+    tokens = torch.arange(PROBE_TOKENS, device=execution_device(target))[None] % config.vocab_size
     logits = target(input_ids=tokens, use_cache=False).logits.double()
     if not logits.isfinite().all():
         raise ValueError(f"{name}: its logits are not finite on a probe in {target.dtype}; load it in another dtype, or mend its weights.")
-    scores = head(last_state(target, tokens).to(head.weight.device)).double().to(logits.device)
+    scores = scores_of(head, last_state(target, tokens)).double().to(logits.device)
     cap = getattr(config, "final_logit_softcapping", None)
     uncapped = logits if cap is None else cap * torch.atanh((logits / cap).clamp(-0.999999, 0.999999))
     scale = ((uncapped * scores).sum() / scores.square().sum()).item()
@@ -101,6 +102,7 @@ class TargetReader:
 
     def __init__(self, target: PreTrainedModel, layer_ids: list[int], in_step: bool = False):
         self.target, self.layer_ids, self.group = target, layer_ids, tensor_parallel_group(target)
+        self.device = execution_device(target)
         self.in_step = in_step or self.group is not None
         self.scoring = find_scoring(target)
         self.ends = ends_of(target)
@@ -137,14 +139,14 @@ class TargetReader:
             torch.distributed.all_gather_object(of_all, tokens.cpu(), self.group)
         for rank, texts in enumerate(of_all):
             with capture_states(self.target, self.layer_ids) as captured:
-                final = last_state(self.target, texts.to(self.target.device))
+                final = last_state(self.target, texts.to(self.device))
             if rank == own:
                 found = captured.take(), final
         return found
 
     def _same_number(self, groups: list) -> list:
         """The groups, and as many empty ones as another process has more."""
-        count = torch.tensor(max(1, len(groups)), device=self.target.device)
+        count = torch.tensor(max(1, len(groups)), device=self.device)
         if self.in_step:
             torch.distributed.all_reduce(count, torch.distributed.ReduceOp.MAX, group=self.group)
         return groups + [[]] * (int(count) - len(groups))
@@ -152,9 +154,8 @@ class TargetReader:
     @torch.no_grad()
     def logits(self, last_states: Tensor) -> Tensor:
         """Last states (N, ht) -> the target's logits (N, V) in fp32."""
-        head: Any = self.ends.get_output_embeddings()
-        kind = head.weight if head.weight.is_floating_point() else head.weight.device  # FSDP gives them in its own precision
-        return self.scoring(head(last_states.to(kind))).to(last_states.device)
+        # FSDP gives them in its own precision.
+        return self.scoring(scores_of(self.ends.get_output_embeddings(), last_states)).to(last_states.device)
 
 
 class TargetEnds(nn.Module):

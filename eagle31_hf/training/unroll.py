@@ -44,7 +44,9 @@ def unroll(
 
     def step(k: int, source: dict[str, Tensor]) -> Tensor:
         attention.depth, tokens = k, pad(input_ids[:, 1 + k :], (0, k))
-        return drafter(tokens, **source, position_ids=positions + k, attention_mask=masks, logits_to_keep=None).last_hidden_state
+        return drafter(
+            tokens, **source, position_ids=positions + k, attention_mask=masks, logits_to_keep=None, return_dict=True
+        ).last_hidden_state
 
     for k in range(depth):
         state = checkpoint(step, k, source, use_reentrant=False) if recompute else step(k, source)
