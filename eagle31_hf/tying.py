@@ -79,8 +79,8 @@ def scores_of(head: Any, states: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def weight_of(module: Any, name: str = "weight") -> Tensor:
-    """The weight, or bias, of an embedding or head, brought to the CPU where it is offloaded.
+def weight_of(module: Any, what: str, name: str = "weight") -> Tensor:
+    """The weight, or bias, of a target's module (`what`: embedding or head), brought to the CPU where it is offloaded.
 
     Raises ValueError where it is quantized, or not loaded at all.
     """
@@ -89,9 +89,7 @@ def weight_of(module: Any, name: str = "weight") -> Tensor:
             return getattr(module, name).detach().clone()
     weight = getattr(module, name)
     if weight.is_meta or weight.dtype not in ACTIVATION_DTYPES:
-        raise ValueError(
-            f"the target's {type(module).__name__} is {weight.dtype} on {weight.device}; expected it loaded, and not quantized."
-        )
+        raise ValueError(f"the target's {what} is {weight.dtype} on {weight.device}; expected it loaded, and not quantized.")
     return weight
 
 

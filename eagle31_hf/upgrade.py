@@ -150,7 +150,7 @@ def _with_new_modules(drafter: Eagle31DrafterModel) -> Eagle31DrafterModel:
     assert all(name.startswith("fc_norm.") or name == "lm_head.weight" for name in missing), missing
     assert all(name.startswith("input_norm.") for name in unexpected), unexpected
     if "lm_head.weight" in missing:
-        upgraded.lm_head.weight.copy_(weight_of(drafter.get_output_embeddings()))
+        upgraded.lm_head.weight.copy_(weight_of(drafter.get_output_embeddings(), "head"))
     upgraded.generation_config, upgraded.card_facts = deepcopy(drafter.generation_config), deepcopy(drafter.card_facts)
     return upgraded
 

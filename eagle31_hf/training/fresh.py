@@ -84,7 +84,7 @@ def copy_head(drafter: Eagle31DrafterModel, target: PreTrainedModel | StoredTarg
     """The target's head rows, those of the draft vocabulary. Raises ValueError where they do not fit or are quantized."""
     head: Any = target.get_output_embeddings()
     try:
-        weight = weight_of(head)
+        weight = weight_of(head, "head")
     except ValueError as error:
         raise ValueError(f"{error} It cannot be copied: begin with head='scratch'.") from None
     if weight.shape[1] != drafter.lm_head.weight.shape[1]:

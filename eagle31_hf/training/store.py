@@ -235,11 +235,11 @@ def parts_of(target: PreTrainedModel) -> Row:
     Raises ValueError where one is quantized. Of a tensor-parallel target whole ones, which all its processes have to ask for.
     """
     head, embedding = target.get_output_embeddings(), target.get_input_embeddings()
-    parts = {"embedding": weight_of(embedding)}
+    parts = {"embedding": weight_of(embedding, "embedding")}
     if head.weight is not embedding.weight:
-        parts["head"] = weight_of(head)
+        parts["head"] = weight_of(head, "head")
     if getattr(head, "bias", None) is not None:
-        parts["head_bias"] = weight_of(head, "bias")
+        parts["head_bias"] = weight_of(head, "head's bias", "bias")
     return {name: weight.full_tensor().detach() if isinstance(weight, DTensor) else weight for name, weight in parts.items()}
 
 

@@ -422,8 +422,9 @@ def test_parts_of_a_target_with_a_bias(tmp_path, make_target):
 
 
 def test_weights_that_are_elsewhere_are_refused(tmp_path, make_target):
+    whole = make_target()  # outside: it is made when first asked for, and kept
     with torch.device("meta"):
-        target = type(make_target())(make_target().config)
+        target = type(whole)(whole.config)
     with pytest.raises(ValueError, match=r"embedding is torch.float32 on meta; expected it loaded"):
         save_target_parts(tmp_path, target, {})
 

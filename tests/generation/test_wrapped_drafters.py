@@ -1,0 +1,125 @@
+"""A drafter that others have wrapped drafts as it does alone, with what the wrapper adds; what cannot draft is refused at once."""
+
+import pytest
+import torch
+from close import assert_close
+from conftest import build_drafter
+from observers import speculate
+from torch import nn
+
+from eagle31_hf import Eagle31DrafterModel
+from eagle31_hf.wrappers import drafter_in
+
+GREEDY = {"max_new_tokens": 16, "do_sample": False}
+CHAIN, TREE = {"num_assistant_tokens": 4}, {"num_assistant_tokens": 4, "draft_tree_top_k": 2}
+
+
+class Subclass(Eagle31DrafterModel):
+    pass
+
+
+def as_subclass(drafter: Eagle31DrafterModel) -> Eagle31DrafterModel:
+    other = Subclass(drafter.config).eval()
+    other.load_state_dict(drafter.state_dict())
+    return other
+
+
+WRAPPERS = {
+    "data_parallel": nn.DataParallel,
+    "subclass": as_subclass,
+    "training_mode": lambda drafter: drafter.train(),
+}
+
+
+@pytest.mark.parametrize("drafting", [CHAIN, TREE, {}], ids=["chain", "tree", "auto"])
+@pytest.mark.parametrize("wrapper", WRAPPERS.values(), ids=WRAPPERS)
+def test_a_wrapped_drafter_drafts_as_alone(target, prompt, wrapper, drafting):
+    drafter = build_drafter(target)
+    expected, stats = speculate(target, drafter, prompt, **GREEDY, **drafting)
+    output, same = speculate(target, wrapper(drafter), prompt, **GREEDY, **drafting)
+    assert_close("text", output, expected)
+    if drafting:  # auto goes by the clock
+        assert same.accepted_per_round == stats.accepted_per_round
+
+
+def test_an_accelerator_prepares_a_drafter(target, prompt):
+    from accelerate import Accelerator
+
+    drafter = build_drafter(target)
+    expected, stats = speculate(target, drafter, prompt, **GREEDY, **CHAIN)
+    output, same = speculate(target, Accelerator(cpu=True, mixed_precision="no").prepare(drafter), prompt, **GREEDY, **CHAIN)
+    assert_close("text", output, expected)
+    assert same.accepted_per_round == stats.accepted_per_round
+
+
+@pytest.mark.parametrize("how", ["wrapped", "in_place"])
+def test_a_compiled_forward_is_the_one_that_runs(target, prompt, how):
+    drafter, graphs = build_drafter(target), []
+    expected, stats = speculate(target, drafter, prompt, **GREEDY, **CHAIN)
+
+    def backend(graph: torch.fx.GraphModule, inputs: list) -> torch.fx.GraphModule:
+        def run(*args):
+            graphs.append(graph)
+            return graph(*args)
+
+        return run
+
+    if how == "wrapped":
+        compiled = torch.compile(drafter, backend=backend, dynamic=True)
+    else:
+        compiled = drafter
+        drafter.compile(backend=backend, dynamic=True)
+    output, same = speculate(target, compiled, prompt, **GREEDY, **CHAIN)
+    assert_close("text", output, expected)
+    assert same.accepted_per_round == stats.accepted_per_round
+    assert len(graphs) >= sum(stats.drafted_per_position)
+    # Its methods are the drafter's own.
+    assert_close("text of its decode", target.generate(prompt, custom_generate=compiled.decode, **GREEDY, **CHAIN), expected)
+
+
+def test_a_compiled_drafter_reads_the_target_it_is_tied_to(make_target, make_drafter, prompt):
+    targets = make_target(), make_target("llama", initializer_range=0.4)
+    drafter = build_drafter(targets[0], "target_head")
+    compiled = torch.compile(drafter, backend="eager")
+    tokens, states = prompt, torch.randn(1, prompt.shape[1], 3 * drafter.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    options = {"target_hidden_states": states, "attention_mask": dict.fromkeys(drafter.config.layer_types)}
+    found = []
+    with torch.no_grad():
+        for i in (0, 1, 0):
+            drafter.load_target_embeddings(targets[i])
+            found.append(drafter(tokens, **options).logits)
+            assert_close(f"logits for target {i}", compiled(tokens, **options).logits, found[-1], 1e-5)
+    assert not torch.equal(found[0], found[1])
+
+
+def test_an_adapted_drafter_drafts_with_its_adapter(target, prompt):
+    peft = pytest.importorskip("peft")
+    drafter = build_drafter(target)
+    expected, stats = speculate(target, drafter, prompt, **GREEDY, **CHAIN)
+    torch.manual_seed(0)
+    adapted = peft.get_peft_model(drafter, peft.LoraConfig(target_modules=["fc"], r=8, lora_alpha=64, init_lora_weights=False))
+    output, other = speculate(target, adapted, prompt, **GREEDY, **CHAIN)
+    assert_close("text", output, expected)
+    assert other.accepted_per_round != stats.accepted_per_round, "the adapter changes nothing"
+    with adapted.disable_adapter():
+        output, same = speculate(target, adapted, prompt, **GREEDY, **CHAIN)
+    assert_close("text without the adapter", output, expected)
+    assert same.accepted_per_round == stats.accepted_per_round
+
+
+def test_virtual_tokens_are_refused(target, prompt):
+    peft = pytest.importorskip("peft")
+    config = peft.PrefixTuningConfig(num_virtual_tokens=2, num_layers=1, token_dim=36, num_attention_heads=2)
+    adapted = peft.PeftModel(build_drafter(target), config)
+    with pytest.raises(ValueError, match="virtual tokens have no target states"):
+        target.generate(prompt, assistant_model=adapted, **GREEDY)
+
+
+def test_a_drafter_in_anything_else_is_refused(target, drafter, prompt):
+    with pytest.raises(ValueError, match="assistant_model is a Sequential around a drafter; expected the drafter itself"):
+        target.generate(prompt, assistant_model=nn.Sequential(drafter), **GREEDY)
+
+
+def test_what_holds_no_drafter_is_left_alone(target):
+    for other in (None, "a name", target, nn.DataParallel(target), torch.compile(target, backend="eager")):
+        assert drafter_in(other) is None
