@@ -109,7 +109,7 @@ class Eagle31DrafterModel(Eagle31PreTrainedModel):
         else:
             self.d2t = self.t2d = None
         self.loss_type = "ForCausalLM"
-        self.tie = TargetTie()  # no module of the drafter's: it is neither saved, moved nor trained with it
+        self.tie = TargetTie()  # to modules that are none of the drafter's: not saved, moved or trained with it
         self.upgrade_report: Any = None  # of `upgrade_to_eagle31`
         self.post_init()
 
@@ -158,13 +158,13 @@ class Eagle31DrafterModel(Eagle31PreTrainedModel):
             check_loaded(embedding, "the target's embedding, which the drafter shares,")
         if self.lm_head is None and head is not None:
             check_loaded(head, "the target's head, which the drafter shares,")
-        if self.tie.get() != (embedding, head):
-            self.tie.set(embedding, head)
-            if self.embed_tokens is not None and unrelated(self.embed_tokens.weight, embedding.weight):
-                logger.warning(
-                    "the drafter's own embedding has nothing in common with the target's, as in checkpoints of TorchSpec before March "
-                    "2026, where it is random. If it was not trained from scratch, load with share_target_embeddings=True."
-                )
+        before, _ = self.tie.get()
+        self.tie.set(embedding, head)
+        if before is not embedding and self.embed_tokens is not None and unrelated(self.embed_tokens.weight, embedding.weight):
+            logger.warning(
+                "the drafter's own embedding has nothing in common with the target's, as in checkpoints of TorchSpec before March "
+                "2026, where it is random. If it was not trained from scratch, load with share_target_embeddings=True."
+            )
 
     def draft_to_target_ids(self) -> Tensor | None:
         """The target id of every draft id (Vd,); None for a full draft vocabulary, where the two are the same."""
