@@ -44,7 +44,6 @@ def pytest_collection_modifyitems(items):
             item.add_marker("numeric")
 
 
-
 def pytest_configure(config):
     for name in transformers_suite.MARKERS:
         config.addinivalue_line("markers", f"{name}: of transformers' own tests, see transformers_suite.py")

@@ -41,10 +41,10 @@ def assert_same(loaded: Eagle31DrafterModel, drafter: Eagle31DrafterModel) -> No
         assert_close(name, loaded.state_dict()[name], tensor)
     tokens, states = inputs(drafter)
     states = states.repeat(1, 1, 2)[..., : drafter.config.num_aux_states * drafter.config.target_hidden_size].to(drafter.dtype)
-    logits = []
+    logits, theirs = [], target(hidden_size=drafter.config.target_hidden_size)
     for model in (loaded, drafter):
         if model.config.share_target_embeddings:
-            model.load_target_embeddings(target(hidden_size=model.config.hidden_size))
+            model.load_target_embeddings(theirs)
         first = model(tokens, target_hidden_states=states)
         logits.append((first.logits, model(tokens, hidden_states=first.last_hidden_state).logits))
     assert_close("logits", *logits)
