@@ -1,8 +1,11 @@
 """`Eagle31Config`: what a drafter is. The only place that knows the norm flags and the layer-id convention."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import fields
+from math import isfinite
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
@@ -10,8 +13,28 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import RopeParameters
 
+from .json_file import read_json
+from .names import refuse_unknown
+
 LAYER_TYPES = ("full_attention", "sliding_attention")
-MAX_LAYERS = 256  # a drafter has one or two; a config that asks for a million is refused before anything is built
+# Bounds of what is built from a config before a tensor has shown its size: a drafter has one layer or two, the largest vocabularies have a
+# sixtieth of MAX_SIZE, and no rope has ten parameters.
+MAX_LAYERS, MAX_SIZE, MAX_LENGTH, MAX_ROPE_PARAMETERS = 256, 2**24, 2**31, 32
+DTYPES = ("float32", "float16", "bfloat16", "float64")
+FLOATS = ("attention_dropout", "rms_norm_eps", "initializer_range", "logit_scale")
+# What `PreTrainedConfig` takes besides its fields, from a person or out of its own `to_dict()`.
+BASE_NAMES = (
+    "model_type", "name_or_path", "torch_dtype", "num_labels", "output_attentions", "attn_implementation", "experts_implementation",
+    "per_layer_config", "rope_theta", "rope_scaling", "partial_rotary_factor", "quantization_config", "transformers_weights", "auto_map",
+    "use_return_dict", "use_cache",
+)  # fmt: skip
+# What a config.json may set besides this class's own fields. All else is left unread: it may not size a table of labels, name code for
+# attention, or turn this model's outputs into tuples.
+FILE_NAMES = (
+    "model_type", "architectures", "dtype", "torch_dtype", "transformers_version", "name_or_path", "_name_or_path",
+    "rope_theta", "rope_scaling", "partial_rotary_factor",
+)  # fmt: skip
+FROM_DICT_NAMES = ("return_unused_kwargs", "_from_auto", "_from_pipeline", *BASE_NAMES)
 
 # Options of the `from_pretrained` under way. transformers drops them before `from_dict`, where a config with `weights_from` is completed.
 HUB_OPTIONS_GIVEN: ContextVar[Mapping[str, Any]] = ContextVar("HUB_OPTIONS_GIVEN")
@@ -70,7 +93,8 @@ class Eagle31Config(PreTrainedConfig):
             the `token`, `cache_dir`, `local_files_only`, `force_download` and `proxies` given to `from_pretrained`, always at the revision
             named here (without one, "main"): `revision` and `subfolder` given there say where this config is.
 
-    Raises huggingface_hub's StrictDataclassError for contradicting fields.
+    Raises huggingface_hub's StrictDataclassError for contradicting fields and ValueError for a keyword that is none; of a config.json,
+    fields of other models are left unread.
     Source: EAGLE-3 (arXiv 2503.01840), Attention Drift (arXiv 2605.09992).
     """
 
@@ -119,6 +143,8 @@ class Eagle31Config(PreTrainedConfig):
     pad_token_id: int | None = None
 
     def __post_init__(self, **kwargs):
+        self._refuse_unknown(name for name in kwargs if not name.startswith("_"))
+        self._check_bounds()
         if self.draft_vocab_size is None:
             self.draft_vocab_size = self.vocab_size
         if self.target_hidden_size is None:
@@ -129,8 +155,6 @@ class Eagle31Config(PreTrainedConfig):
             self.head_dim = self.qk_rope_head_dim  # what transformers' rope functions read
         elif self.head_dim is None and self.num_attention_heads > 0:
             self.head_dim = self.hidden_size // self.num_attention_heads
-        if self.num_hidden_layers > MAX_LAYERS:
-            raise ValueError(f"Eagle31Config: num_hidden_layers is {self.num_hidden_layers}; expected at most {MAX_LAYERS}.")
         if self.layer_types is None:
             self.layer_types = ["full_attention"] * self.num_hidden_layers
         super().__post_init__(**kwargs)
@@ -149,12 +173,28 @@ class Eagle31Config(PreTrainedConfig):
         """As in transformers; a config that only points to its weights (`weights_from`) is completed by the checkpoint it points to.
 
         That is fetched with the Hub options of the `from_pretrained` that calls this; in a call of its own, with those given here.
+        Of `config_dict` only this class's fields are read. Raises ValueError for a keyword that is none of them, unless
+        `return_unused_kwargs` asks for those.
         """
+        if not kwargs.get("return_unused_kwargs"):
+            cls._refuse_unknown(kwargs.keys() - set(FROM_DICT_NAMES))
         if config_dict.get("weights_from") is not None:
             from .checkpoints.read import complete_config  # the config does not depend on formats, this one completion does
 
             config_dict = complete_config(config_dict, HUB_OPTIONS_GIVEN.get({}) | kwargs).to_dict()
-        return super().from_dict(config_dict, **kwargs)
+        return super().from_dict(cls._read_part(config_dict), **kwargs)
+
+    @classmethod
+    def from_json_file(cls, json_file):
+        """As in transformers, within bounds: see `from_dict`."""
+        return cls.from_dict(cls._dict_from_json_file(json_file))
+
+    @classmethod
+    def _dict_from_json_file(cls, json_file) -> dict[str, Any]:
+        """What transformers reads a config.json with; this one refuses a file that could exhaust memory or the stack."""
+        values = read_json(Path(json_file))
+        values.pop("configuration_files", None)  # would name other files to read instead
+        return values
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
@@ -167,6 +207,32 @@ class Eagle31Config(PreTrainedConfig):
                 "in this library's format. Is this the target rather than its drafter, or an EAGLE 3 checkpoint of another library?"
             )
         return values, unused
+
+    @classmethod
+    def _own_names(cls) -> set[str]:
+        """The fields this class adds to `PreTrainedConfig`, a subclass's too."""
+        inherited = {field.name for field in fields(PreTrainedConfig)} - Eagle31Config.__annotations__.keys()
+        return {field.name for field in fields(cls)} - inherited
+
+    @classmethod
+    def base_names(cls) -> set[str]:
+        """The names `PreTrainedConfig` takes, which this class's constructor does, too."""
+        return {*(field.name for field in fields(PreTrainedConfig)), *BASE_NAMES}
+
+    @classmethod
+    def _refuse_unknown(cls, names: Iterable[str]) -> None:
+        unknown = set(names) - cls.base_names()
+        refuse_unknown(unknown, cls._own_names(), "fields of Eagle31Config")
+
+    @classmethod
+    def _read_part(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The part of a config.json that is read. Raises ValueError for a dtype that weights do not have."""
+        read = {name: value for name, value in values.items() if name in cls._own_names() or name in FILE_NAMES}
+        for name in ("dtype", "torch_dtype"):
+            dtype = str(read.get(name)).removeprefix("torch.")
+            if dtype not in (*DTYPES, "None"):
+                raise ValueError(f"Eagle31Config: {name} is {dtype[:80]}; expected {', '.join(DTYPES)}.")
+        return read
 
     @property
     def num_aux_states(self) -> int:
@@ -186,6 +252,17 @@ class Eagle31Config(PreTrainedConfig):
                 f"{num_target_layers}. Is this the target the drafter was trained for ({self.target_model or 'not named'})?"
             )
         return ids
+
+    def _check_bounds(self) -> None:
+        """Raises ValueError for sizes no drafter has, before anything is as long as one of them says."""
+        limits = {"num_hidden_layers": MAX_LAYERS, "sliding_window": MAX_LENGTH, "max_position_embeddings": MAX_LENGTH}
+        for name in self._own_names():
+            value = getattr(self, name)
+            if type(value) is int and not name.endswith("_token_id") and value > limits.get(name, MAX_SIZE):
+                raise ValueError(f"Eagle31Config: {name} is {value}; expected at most {limits.get(name, MAX_SIZE)}.")
+        if isinstance(self.rope_parameters, dict) and len(self.rope_parameters) > MAX_ROPE_PARAMETERS:
+            count = len(self.rope_parameters)
+            raise ValueError(f"Eagle31Config: rope_parameters are {count}; expected a rope of transformers, at most {MAX_ROPE_PARAMETERS}.")
 
     def _sizes(self) -> dict[str, int | None]:
         """What has to be above 0."""
@@ -207,6 +284,10 @@ class Eagle31Config(PreTrainedConfig):
                 f"MLA layers (kv_lora_rank={self.kv_lora_rank}) with qk_norm={self.qk_norm}, qk_rope_head_dim={self.qk_rope_head_dim}; "
                 "expected no qk_norm and an even qk_rope_head_dim",
             ),
+            (
+                all(isfinite(getattr(self, name)) for name in FLOATS),
+                f"{', '.join(f'{name} is {getattr(self, name)}' for name in FLOATS)}; expected finite numbers",
+            ),
             (self.num_hidden_layers >= 1, f"num_hidden_layers is {self.num_hidden_layers}; expected at least 1"),
             (
                 0 < self.draft_vocab_size <= self.vocab_size,
@@ -223,11 +304,11 @@ class Eagle31Config(PreTrainedConfig):
             ),
             (
                 ids is None or (len(ids) > 0 and min(ids) >= 0 and sorted(set(ids)) == list(ids)),
-                f"aux_hidden_state_layer_ids is {ids}; expected distinct ids >= 0 in ascending order",
+                f"aux_hidden_state_layer_ids is {str(ids)[:200]}; expected distinct ids >= 0 in ascending order",
             ),
             (
                 len(self.layer_types) == self.num_hidden_layers and set(self.layer_types) <= set(LAYER_TYPES),
-                f"layer_types is {self.layer_types}; expected {self.num_hidden_layers} of {LAYER_TYPES}",
+                f"layer_types is {str(self.layer_types)[:200]}; expected {self.num_hidden_layers} of {LAYER_TYPES}",
             ),
             (
                 "sliding_attention" not in self.layer_types or (self.sliding_window or 0) > 0,

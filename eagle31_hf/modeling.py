@@ -21,6 +21,7 @@ from transformers.utils.output_capturing import capture_outputs
 from . import vocab
 from .attention import GQAttention, MLAttention
 from .configuration import Eagle31Config
+from .names import refuse_unknown
 from .pretrained import Eagle31PreTrainedModel
 from .tying import TargetTie, check_loaded, execution_device, rows_of, scores_of, shape_of
 
@@ -91,7 +92,8 @@ class Eagle31DrafterModel(Eagle31PreTrainedModel):
     accepts_loss_kwargs = True  # a Trainer says how many labels of several batches the loss is the mean of
     _can_record_outputs = {"hidden_states": Eagle31DecoderLayer, "attentions": [GQAttention, MLAttention]}
 
-    def __init__(self, config: Eagle31Config):
+    def __init__(self, config: Eagle31Config, **unknown: Any):
+        refuse_unknown(unknown, Eagle31Config.__annotations__, "fields of Eagle31Config or arguments of from_pretrained")
         super().__init__(config)
         h, eps, n = config.hidden_size, config.rms_norm_eps, config.num_aux_states
         fused_width = n * config.target_hidden_size
@@ -105,7 +107,8 @@ class Eagle31DrafterModel(Eagle31PreTrainedModel):
         self.rotary_emb = Phi3RotaryEmbedding(config)  # type: ignore[arg-type]
         if config.draft_vocab_size < config.vocab_size:
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
-            self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
+            self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
+            self.t2d[: config.draft_vocab_size] = True
         else:
             self.d2t = self.t2d = None
         self.loss_type = "ForCausalLM"

@@ -1,6 +1,5 @@
 """Loading, saving and publishing of drafters: every EAGLE 3 and 3.1 format in, the native one out."""
 
-from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,6 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
 from .checkpoints.files import HUB_OPTIONS
-from .checkpoints.producers import NATIVE
 from .checkpoints.read import Checkpoint, read_checkpoint
 from .checkpoints.sharing import settled
 from .configuration import Eagle31Config
@@ -70,9 +68,8 @@ class Eagle31PreTrainedModel(PreTrainedModel):
         model.config.name_or_path = str(pretrained_model_name_or_path)
         fill_in(model, checkpoint)
         check_finite(model, checkpoint)
-        if checkpoint.format == NATIVE:
-            with suppress(OSError):  # the file is optional
-                model.generation_config = GenerationConfig.from_pretrained(str(checkpoint.folder))
+        if checkpoint.knobs:
+            model.generation_config = GenerationConfig.from_dict(dict(checkpoint.knobs))
         model.checkpoint = checkpoint
         info["missing_keys"] = set(info["missing_keys"]) - checkpoint.made.keys()
         info["unexpected_keys"] = set(info["unexpected_keys"]) - checkpoint.dropped.keys()

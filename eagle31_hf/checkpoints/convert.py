@@ -8,6 +8,7 @@ from typing import Any
 
 from ..configuration import Eagle31Config
 from .files import HUB_OPTIONS, STAGED, WEIGHT_NAMES, WEIGHTS, check_file_name, read_json
+from .knobs import KNOBS_FILE
 from .read import Checkpoint, read_checkpoint
 from .sharing import Stamps, folder_lock, stamps, unchanged
 from .sources import check_name
@@ -80,9 +81,8 @@ def write_native_config(config: Eagle31Config, path: Path) -> None:
 
 
 def _copy_knobs(checkpoint: Checkpoint, folder: Path) -> None:
-    knobs = checkpoint.folder / "generation_config.json"
-    if checkpoint.is_native and knobs.is_file():
-        shutil.copyfile(knobs, folder / knobs.name)
+    if checkpoint.knobs:
+        write_json(folder / KNOBS_FILE, checkpoint.knobs)
 
 
 def _with_history(native: Checkpoint, checkpoint: Checkpoint) -> Checkpoint:

@@ -1,16 +1,9 @@
 """A checkpoint's files: found in a folder or on the Hub, and described from their headers before any weight is read.
 
-Nothing here executes what a file says: configs and indices are parsed as JSON, pickles with torch's tensor-only unpickler.
+Nothing here executes what a file says: configs and indices are parsed as JSON, pickles by `pickles`.
 """
 
-import json
-import math
 import os
-import pickle
-import pickletools
-import re
-import struct
-import zipfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,6 +15,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils.hub import extract_commit_hash
 
+from ..json_file import NOT_TEXT, parse_json, read_json, show
+from .pickles import stored_sizes, unpickle
 from .sources import HubError, check_name, fetch, find_config
 
 # Safetensors' names for the dtypes a drafter may hold.
@@ -38,7 +33,10 @@ SIDE_FILES = ("eagle_meta.pt", "eagle3_meta.pt")  # NeMo's draft vocabulary, whe
 SUBFOLDERS = ("", "model/consolidated")  # NeMo writes into the latter
 STAGED = "eagle31-converting/model.safetensors"  # where a conversion in place has the new weights until the old ones are moved
 HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies", "subfolder")
-MAX_JSON_BYTES, CHUNK_BYTES = 16 * 2**20, 2**20  # a chunk stays in a core's cache between reading, checking and writing
+ADAPTER = "adapter_config.json"  # what transformers, where peft is installed, adds the adapter of to any weights beside it
+CHUNK_BYTES = 2**20  # stays in a core's cache between reading, checking and writing
+# A drafter has some forty tensors, described in a few kilobytes; what is built of a header may be a hundred times its size.
+MAX_HEADER_BYTES, MAX_CONFIG_VALUES, MAX_NAME, MAX_SHARDS = 2**20, 100_000, 500, 1000
 
 
 @dataclass(frozen=True)
@@ -136,7 +134,9 @@ def read_config(source: str, folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{source}: has weights but no config.json; expected the config.json its trainer wrote beside them.")
-    return read_json(path)
+    if (folder / ADAPTER).exists():
+        raise ValueError(f"{folder / ADAPTER}: marks a LoRA adapter, which is not read; expected a drafter it has been merged into.")
+    return read_json(path, MAX_CONFIG_VALUES)
 
 
 def open_files(source: str, **hub: Any) -> CheckpointFiles:
@@ -179,36 +179,7 @@ def weights_name(folder: Path, config: dict[str, Any]) -> str | None:
 
 def check_file_name(name: Any, where: Path, key: str) -> None:
     if not isinstance(name, str) or name != os.path.basename(name) or name in ("", ".", "..") or "\\" in name or "\0" in name:
-        raise ValueError(f"{where}: {key} names the file {name!r}; expected a plain file name beside it, without folders.")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of at most 16 MiB."""
-    if path.stat().st_size > MAX_JSON_BYTES:
-        raise ValueError(f"{path}: is {path.stat().st_size} bytes; expected at most {MAX_JSON_BYTES}. This is not a config or an index.")
-    try:
-        value = json.loads(path.read_bytes(), parse_constant=_no_constant, parse_float=_finite, parse_int=_integer)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: is not valid JSON ({error}); expected one JSON object. Download it again.") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: holds a {type(value).__name__}; expected one JSON object.")
-    return value
-
-
-def _no_constant(text: str) -> float:
-    raise ValueError(f"{text} is not JSON")
-
-
-def _finite(text: str) -> float:
-    if math.isinf(float(text)):
-        raise ValueError(f"{text} is larger than any number")
-    return float(text)
-
-
-def _integer(text: str) -> int:
-    if abs(int(text)) >= 2**64:
-        raise ValueError(f"{text[:20]}... has {len(text)} digits")
-    return int(text)
+        raise ValueError(f"{where}: {key} names the file {repr(name)[:80]}; expected a plain file name beside it, without folders.")
 
 
 def read_index(path: Path) -> dict[str, str]:
@@ -220,7 +191,9 @@ def read_index(path: Path) -> dict[str, str]:
     if not isinstance(index, dict) or not index:
         raise ValueError(f"{path}: has no weight_map; expected an object of tensor names and the files that hold them.")
     for name, shard in index.items():
-        check_file_name(shard, path, f"weight_map[{name!r}]")
+        check_file_name(shard, path, f"weight_map[{show(name)}]")
+    if len(set(index.values())) > MAX_SHARDS:
+        raise ValueError(f"{path}: names {len(set(index.values()))} files; expected at most {MAX_SHARDS}.")
     return index
 
 
@@ -239,21 +212,30 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _safetensors_header(path: Path) -> dict[str, StoredTensor]:
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        text = file.read(min(length, MAX_HEADER_BYTES))
     try:
+        if length > MAX_HEADER_BYTES:
+            raise ValueError(f"its header is to have {length} bytes, more than {MAX_HEADER_BYTES}")
         with safe_open(path, "pt"):  # refuses truncated, oversized, overlapping and gappy files
             pass
     except (SafetensorError, OSError, ValueError) as error:
         raise ValueError(f"{path}: is not a sound safetensors file ({error}); expected one. Download it again.") from None
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
+    header = parse_json(text, f"{path}: its header")
     header.pop("__metadata__", None)
     for name, entry in header.items():
+        _check_name(path, name)
         _check_dtype(path, name, entry["dtype"])
     return {
         name: StoredTensor(name, entry["dtype"], tuple(entry["shape"]), path, 8 + length + entry["data_offsets"][0])
         for name, entry in header.items()
     }
+
+
+def _check_name(path: Path, name: str) -> None:
+    if len(name) > MAX_NAME or NOT_TEXT.search(name):
+        raise ValueError(f"{path}: a tensor is named {show(name)}...; expected at most {MAX_NAME} printable characters.")
 
 
 def _metadata(path: Path) -> dict[str, str]:
@@ -271,53 +253,16 @@ def _check_dtype(path: Path, name: str, dtype: str) -> None:
 
 
 def _pickle_header(path: Path) -> dict[str, StoredTensor]:
-    values = unpickle(path)
+    values, sizes = unpickle(path), stored_sizes(path)
     for name, value in values.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
             hint = " Save the tensors themselves: the value of that key, say." if isinstance(value, dict) else ""
-            raise ValueError(f"{path}: {name!r} is a {type(value).__name__}; expected names and tensors only.{hint}")
-        if value.layout != torch.strided or value.is_quantized or value.is_nested:
-            raise ValueError(f"{path}: {name} is not a plain dense tensor; expected one.")
-        if value.numel() * value.element_size() > value.untyped_storage().nbytes():
+            raise ValueError(f"{path}: {repr(name)[:80]} is a {type(value).__name__}; expected names and tensors only.{hint}")
+        _check_name(path, name)
+        if value.is_neg() or value.is_conj():  # torch marks the sign and computes it later; bytes on disk would lack it
+            raise ValueError(f"{path}: {name} is a view with its sign turned; expected the values themselves: save {name}.clone().")
+        stored = value.untyped_storage().nbytes()
+        if stored not in sizes or value.numel() * value.element_size() > stored:
             raise ValueError(f"{path}: {name} of shape {tuple(value.shape)} is larger than what is stored; expected every element.")
         _check_dtype(path, name, NAME_OF_DTYPE.get(value.dtype, str(value.dtype)))
     return {name: StoredTensor(name, NAME_OF_DTYPE[value.dtype], tuple(value.shape), path) for name, value in values.items()}
-
-
-def unpickle(path: Path) -> dict[Any, Any]:
-    """A pickle's tensors, mapped rather than read, by torch's tensor-only unpickler. Only the format of PyTorch 1.6 (2020) and later."""
-    try:
-        if not zipfile.is_zipfile(path):
-            raise ValueError("not a zip archive, as PyTorch has written since 1.6; load it in a process you trust and save it again")
-        _check_archive(path)
-        values = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError as error:
-        raise ValueError(
-            f"{path}: asks to run code when loaded, and was not ({_reason(error)}). Expected tensors only; do not load this file elsewhere."
-        ) from None
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, AssertionError,
-            OverflowError, MemoryError, RecursionError, struct.error, zipfile.BadZipFile) as error:  # fmt: skip
-        raise ValueError(f"{path}: is not a sound PyTorch file ({type(error).__name__}: {_reason(error)}). Download it again.") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{path}: holds a {type(values).__name__}; expected a dictionary of names and tensors.")
-    return values
-
-
-def _reason(error: Exception) -> str:
-    """What torch found, without its advice to load the file as code."""
-    text = str(error).partition("WeightsUnpickler error:")[2] or str(error)
-    return re.split(r"\n| In PyTorch 2\.6|\. Please ", text.strip())[0][:200]
-
-
-def _check_archive(path: Path) -> None:
-    """Refuses what could fill memory before torch looks at it: compressed entries, and the bytearray of any size its unpickler grants."""
-    with zipfile.ZipFile(path) as archive:
-        for entry in archive.infolist():
-            if entry.compress_type != zipfile.ZIP_STORED:
-                raise ValueError(f"{entry.filename} is compressed, as PyTorch never writes it")
-            if entry.filename.endswith("data.pkl"):
-                if entry.file_size > MAX_JSON_BYTES:
-                    raise ValueError(f"{entry.filename} is {entry.file_size} bytes, too many for names and shapes")
-                for operation, argument, _ in pickletools.genops(archive.read(entry)):
-                    if "bytearray" in f"{operation.name} {argument}".lower():
-                        raise ValueError("it holds a bytearray, which no tensor needs")

@@ -15,9 +15,12 @@ from torch import Tensor
 
 from .. import vocab
 from ..configuration import Eagle31Config
+from ..json_file import show
+from ..names import nearest, refuse_unknown
 from . import keys, layer_ids
 from .files import FLOATS, HUB_OPTIONS, SIDE_FILES, CheckpointFiles, StoredTensor, open_files, unpickle
 from .infer import build_config, check_computable, foreign_config
+from .knobs import read_knobs
 from .producers import NATIVE, identify
 from .sharing import settled
 from .tensors import Shapes, expected_tensors, native_names, refuse_other_graphs
@@ -26,7 +29,7 @@ from .tensors import Shapes, expected_tensors, native_names, refuse_other_graphs
 LINK_OPTIONS = tuple(name for name in HUB_OPTIONS if name not in ("revision", "subfolder"))
 NOT_OVERRIDES = ("model_type", "architectures", "weights_from", "transformers_version", "dtype", "torch_dtype", "auto_map")
 
-MAX_VOCAB = 2**24  # ids; the largest vocabularies have a sixtieth of it
+FIELDS = frozenset(Eagle31Config.__annotations__)
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class Checkpoint:
     dropped: dict[str, str] = field(default_factory=dict)  # name on disk -> why it is not needed
     reasons: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    knobs: dict[str, Any] = field(default_factory=dict)  # of generation_config.json, where the checkpoint is native
 
     @property
     def folder(self) -> Path:
@@ -79,9 +83,7 @@ def read_checkpoint(
     if aux_layer_convention not in (None, *layer_ids.CONVENTIONS):
         raise ValueError(f"aux_layer_convention is {aux_layer_convention!r}; expected one of {tuple(layer_ids.CONVENTIONS)} or None.")
     overrides = dict(overrides or {})
-    unknown = sorted(overrides.keys() - Eagle31Config.__annotations__.keys())
-    if unknown:
-        raise ValueError(f"got {', '.join(unknown)}; expected fields of Eagle31Config, or {', '.join(HUB_OPTIONS)}.")
+    refuse_unknown(overrides, FIELDS, f"fields of Eagle31Config, or {', '.join(HUB_OPTIONS)}")
     files = open_files(str(source), **hub)
     if files.config.get("weights_from") is not None and not files.tensors:
         files, overrides = _follow(files, overrides, hub)
@@ -108,13 +110,15 @@ def _understand(source: str, files: CheckpointFiles, overrides: dict[str, Any], 
     tensors = {names[name]: stored for name, stored in files.tensors.items() if name in names}
     shapes = {name: stored.shape for name, stored in tensors.items()}
     notes: list[str] = []
+    keys.refuse_other_graphs(files.config, files.source)
+    knobs: dict[str, Any] = {}
     if producer.name == NATIVE:
-        config = _native_config(files, overrides)
+        notes += _misspelt(files.config)
+        config, knobs = build_config(files.config | overrides, files.source), read_knobs(files.folder)
     else:
         refuse_other_graphs(shapes, files.source, files.config.get("model_type"))
-        keys.refuse_other_graphs(files.config, files.source)
         config = foreign_config(files, producer, shapes, overrides, aux_layer_convention, reasons, notes)
-    checkpoint = Checkpoint(source, files, producer.name, config, tensors, {}, dropped, reasons, notes)
+    checkpoint = Checkpoint(source, files, producer.name, config, tensors, {}, dropped, reasons, notes, knobs)
     return _checked(checkpoint)
 
 
@@ -137,13 +141,15 @@ def _follow(files: CheckpointFiles, overrides: dict[str, Any], hub: Mapping[str,
     if base.config.get("weights_from") is not None:
         raise ValueError(f"{where} names {repo_id}, which holds no weights but points on; expected the repository that holds them.")
     stated = {name: value for name, value in files.config.items() if name not in NOT_OVERRIDES and not name.startswith("_")}
+    refuse_unknown(stated, FIELDS, "fields of Eagle31Config, which win over those of the weights", f"{files.source}: config.json: ")
     return base, stated | overrides
 
 
-def _native_config(files: CheckpointFiles, overrides: Mapping[str, Any]) -> Eagle31Config:
-    return build_config(
-        {name: value for name, value in files.config.items() if name != "transformers_weights"} | dict(overrides), files.source
-    )
+def _misspelt(values: Mapping[str, Any]) -> list[str]:
+    """A note on every key of a native config.json that is no field but is spelt almost like one."""
+    unknown = sorted(values.keys() - FIELDS - Eagle31Config.base_names())
+    meant = {name: nearest(name, FIELDS) for name in unknown}
+    return [f"config.json has {show(name)}, which is no field and not read: is {other} meant" for name, other in meant.items() if other]
 
 
 def _checked(checkpoint: Checkpoint) -> Checkpoint:
@@ -202,8 +208,6 @@ def _some(names: Collection[str]) -> str:
 def _vocabulary_map(checkpoint: Checkpoint, notes: list[str]) -> dict[str, Tensor]:
     """`d2t` int64 and `t2d` bool: the first decides, the second is always rebuilt from it."""
     source, config, tensors = checkpoint.files.source, checkpoint.config, checkpoint.tensors
-    if config.vocab_size > MAX_VOCAB:
-        raise ValueError(f"{source}: config.json: vocab_size is {config.vocab_size}; expected at most {MAX_VOCAB}.")
     if "d2t" in tensors:
         d2t, where = _load_map(tensors["d2t"]), f"{tensors['d2t'].file}: "
     else:

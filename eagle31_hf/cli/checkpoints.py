@@ -54,11 +54,8 @@ def _exports(config: Any) -> dict[str, str]:
 
 
 def _info_lines(source: str, checkpoint: Any, report: dict[str, Any]) -> list[str]:
-    from ..checkpoints.files import read_json
-
     config = checkpoint.config
-    knobs = checkpoint.folder / "generation_config.json"
-    depth = read_json(knobs).get("num_assistant_tokens") if checkpoint.is_native and knobs.is_file() else None
+    depth = checkpoint.knobs.get("num_assistant_tokens")
     attention = f"MLA latent {config.kv_lora_rank}" if config.kv_lora_rank is not None else (
         f"{config.num_key_value_heads} key-value heads of {config.head_dim}{', q/k norm' if config.qk_norm else ''}"
     )  # fmt: skip

@@ -104,20 +104,45 @@ def sparse() -> torch.Tensor:
     return torch.ones(20).to_sparse()
 
 
+def with_attribute(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.note = "mine"
+    return tensor
+
+
 PICKLED: dict[str, tuple[Any, tuple[str, ...]]] = {
     "nested_state_dict": ({"state_dict": {"fc.weight": torch.ones(2)}}, ("'state_dict' is a dict", "expected names and tensors", "Save")),
     "a_list": ([torch.ones(2)], ("holds a list", "expected a dictionary of names and tensors")),
     "a_tensor": (torch.ones(2), ("holds a Tensor", "expected a dictionary")),
     "a_number": ({"fc.weight": 3}, ("'fc.weight' is a int", "expected names and tensors only")),
     "a_number_as_name": ({3: torch.ones(2)}, ("3 is a Tensor", "expected names and tensors only")),
-    "sparse": ({"norm.weight": sparse()}, ("norm.weight is not a plain dense tensor", "expected one")),
+    "sparse": ({"norm.weight": sparse()}, ("holds a sparse tensor", "expected plain dense tensors")),
+    "sparse_rows": ({"norm.weight": torch.ones(4, 4).to_sparse_csr()}, ("holds a sparse tensor", "expected plain dense tensors")),
+    "nested": ({"norm.weight": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])}, ("holds a nested tensor", "expected plain")),
+    "jagged": (
+        {"norm.weight": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)},
+        ("a tensor of another class", "expected plain"),
+    ),
+    "attributes": ({"norm.weight": with_attribute(torch.ones(20))}, ("with attributes", "expected plain dense tensors")),
+    "parameter_with_attributes": (
+        {"norm.weight": with_attribute(nn.Parameter(torch.ones(20)))}, ("a parameter with attributes", "expected plain dense tensors"),
+    ),
+    "negative_view": ({"norm.weight": torch._neg_view(torch.ones(20))}, ("norm.weight is a view with its sign turned", "clone")),
+    "imaginary_part": (
+        {"norm.weight": torch.ones(20, dtype=torch.complex64).conj().imag}, ("norm.weight is a view with its sign turned", "clone"),
+    ),
+    "conjugated": ({"fc.weight": torch.ones(20, 60, dtype=torch.complex64).conj()}, ("fc.weight", "expected")),
+    "a_set": ({"fc.weight": torch.ones(20, 60), "more": {1, 2}}, ("holds more than tensors", "set", "expected plain dense tensors")),
+    "a_size": ({"fc.weight": torch.ones(20, 60), "more": torch.Size([2])}, ("holds more than tensors", "torch.Size")),
     "stride_0": ({"fc.weight": torch.ones(1).expand(20, 60)}, ("fc.weight of shape", "larger than what is stored")),
     "stride_0_of_a_terabyte": ({"fc.weight": torch.ones(1).expand(2**30, 2**10)}, ("fc.weight of shape", "larger than what is stored")),
-    "no_memory_at_all": ({"fc.weight": torch.ones(20, 60, device="meta")}, ("fc.weight", "expected")),
+    "no_memory_at_all": ({"fc.weight": torch.ones(20, 60, device="meta")}, ("without memory, of the device meta", "expected plain")),
     "complex": ({"fc.weight": torch.ones(20, 60, dtype=torch.complex64)}, ("fc.weight is stored as torch.complex64", "expected one of")),
     "int8": ({"fc.weight": torch.ones(20, 60, dtype=torch.int8)}, ("fc.weight is stored as torch.int8", "Quantized")),
-    "fp8": ({"fc.weight": torch.ones(20, 60).to(torch.float8_e4m3fn)}, ("fc.weight is stored as torch.float8_e4m3fn", "Quantized")),
-    "quantized": ({"fc.weight": torch.quantize_per_tensor(torch.ones(20, 60), 0.1, 0, torch.qint8)}, ("fc.weight", "expected")),
+    "fp8": ({"fc.weight": torch.ones(20, 60).to(torch.float8_e4m3fn)}, ("torch.float8_e4m3fn", "quantized", "expected")),
+    "unsigned": ({"fc.weight": torch.ones(20, 60).to(torch.uint16)}, ("a dtype drafters do not have", "torch.uint16", "expected plain")),
+    "quantized": (
+        {"fc.weight": torch.quantize_per_tensor(torch.ones(20, 60), 0.1, 0, torch.qint8)}, ("holds a quantized tensor", "expected plain"),
+    ),
     "empty": ({}, ("expected",)),
 }  # fmt: skip
 
@@ -301,7 +326,7 @@ def index_edited(folder: Path, edit: Callable[[dict], Any]) -> Path:
 
 @pytest.mark.parametrize(
     "shard",
-    ["../outside.safetensors", "/etc/passwd", "a/b.safetensors", "a\\b.safetensors", "..", ".", "", "a\0b", 3, None, ["a"], {"a": "b"}],
+    ["../outside.safetensors", "/etc/passwd", "a/b.safetensors", "a\\b.safetensors", "..", ".", "", 3, None, ["a"], {"a": "b"}],
     ids=str,
 )
 def test_a_shard_outside_the_folder(shard, folder):
@@ -419,7 +444,7 @@ KEYS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "ids_of_words": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": "1,2,3"}}, ("1,2,3", "expected 1 to 16 distinct layer ids")),
     "ids_of_flags": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [False, True, 2]}}, ("expected 1 to 16 distinct layer ids",)),
     "too_many_ids": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [*range(1, 5)]}}, ("fc.weight reads 60", "4 states")),
-    "very_many_ids": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [*range(10**5)]}}, ("expected 1 to 16 distinct layer ids",)),
+    "very_many_ids": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [*range(10**4)]}}, ("expected 1 to 16 distinct layer ids",)),
     "an_eagle_config_of_words": ({"eagle_config": "none"}, ()),  # as good as none
     "without_states": ({"eagle_config": {"use_aux_hidden_state": False}}, ("use_aux_hidden_state is False", "no fc", "expected True")),
     "parallel": ({"parallel_drafting": True}, ("parallel_drafting is True", "P-EAGLE", "expected False")),
@@ -453,8 +478,8 @@ def test_a_key_that_cannot_be(name, folder):
 
 NATIVE_KEYS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "a_billion_layers": ({"num_hidden_layers": 10**9, "layer_types": None}, ("num_hidden_layers is 1000000000", "expected at most 256")),
-    "very_many_states": ({"aux_hidden_state_layer_ids": [*range(10**5)]}, ("expected 1 to 16 distinct layer ids",)),
-    "a_draft_vocabulary_of_a_trillion": ({"draft_vocab_size": 10**12}, ("draft_vocab_size is 1000000000000", r"expected 1 to vocab_size")),
+    "very_many_states": ({"aux_hidden_state_layer_ids": [*range(10**4)]}, ("expected 1 to 16 distinct layer ids",)),
+    "a_draft_vocabulary_of_a_trillion": ({"draft_vocab_size": 10**12}, ("draft_vocab_size is 1000000000000", "expected at most 16777216")),
     "both_vocabularies_of_a_trillion": ({"draft_vocab_size": 10**12, "vocab_size": 10**12}, ("expected",)),
     "a_vocabulary_of_a_trillion": ({"vocab_size": 10**12}, ("expected",)),
     "a_size_of_words": ({"hidden_size": "20"}, ("hidden_size", "config.json")),

@@ -1,0 +1,87 @@
+"""JSON from files that anybody may have written: read within bounds of size, depth and numbers, or refused."""
+
+import json
+import math
+import re
+import stat
+from pathlib import Path
+from typing import Any
+
+MAX_BYTES = 16 * 2**20
+MAX_VALUES = 200_000  # a few hundred bytes of memory each; the index of a target of 91,000 tensors has as many
+MAX_DEPTH = 32  # configs nest three or four deep; what copies and prints them recurses
+DIGITS = 20
+NOT_TEXT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")  # moves a terminal's cursor, or is half a character
+
+
+def read_json(path: Path, max_values: int = MAX_VALUES) -> dict[str, Any]:
+    """Returns the JSON object in a file. Raises ValueError, which begins with the path, for anything else."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):  # reading from a pipe would wait for ever
+        raise ValueError(f"{path}: is a folder or a device; expected a file.")
+    if found.st_size > MAX_BYTES:
+        raise ValueError(f"{path}: is {found.st_size} bytes; expected at most {MAX_BYTES}. This is not a config or an index.")
+    return parse_json(path.read_bytes(), str(path), max_values)
+
+
+def parse_json(data: bytes, where: str, max_values: int = MAX_VALUES) -> dict[str, Any]:
+    """Returns the JSON object in `data`. Raises ValueError, which begins with `where`."""
+    if sum(data.count(sign) for sign in (b",", b"[", b"{")) > max_values:
+        raise ValueError(f"{where}: holds more than {max_values} values; expected fewer. This is not a config or an index.")
+    try:
+        value = json.loads(
+            data, parse_constant=_no_constant, parse_float=_finite, parse_int=_integer, object_pairs_hook=_without_repetition
+        )
+        _check(value)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: is not valid JSON ({error}); expected one JSON object. Download it again.") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: holds a {type(value).__name__}; expected one JSON object.")
+    return value
+
+
+def _no_constant(text: str) -> float:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _finite(text: str) -> float:
+    if math.isinf(float(text)):
+        raise ValueError(f"{text[:DIGITS]} is larger than any number")
+    return float(text)
+
+
+def _integer(text: str) -> int:
+    if len(text) > DIGITS + 1 or abs(int(text)) >= 2**64:
+        raise ValueError(f"{text[:DIGITS]}... has {len(text)} digits")
+    return int(text)
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object, whose keys are each there once: readers differ in which of two they believe."""
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        seen = set[str]()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"it has {show(twice)} twice")
+    return value
+
+
+def _check(value: Any) -> None:
+    level, depth = [value], 0
+    while level:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
+        for text in level:
+            if isinstance(text, str) and NOT_TEXT.search(text):
+                raise ValueError(f"{show(text)} holds control characters")
+        level = [child for parent in level if isinstance(parent, list | dict) for child in _children(parent)]
+
+
+def _children(parent: list | dict) -> list[Any]:
+    return [*parent, *parent.values()] if isinstance(parent, dict) else parent
+
+
+def show(text: str) -> str:
+    """The beginning of a text that is not trusted, as it may be printed."""
+    return ascii(text[:80])
