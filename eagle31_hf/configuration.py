@@ -34,7 +34,10 @@ FILE_NAMES = (
     "model_type", "architectures", "dtype", "torch_dtype", "transformers_version", "name_or_path", "_name_or_path",
     "rope_theta", "rope_scaling", "partial_rotary_factor",
 )  # fmt: skip
-FROM_DICT_NAMES = ("return_unused_kwargs", "_from_auto", "_from_pipeline", *BASE_NAMES)
+FROM_DICT_NAMES = (
+    "return_unused_kwargs", "_from_auto", "_from_pipeline", "revision", "token", "cache_dir", "local_files_only", "force_download", "proxies",
+    "subfolder",
+)  # fmt: skip
 
 # Options of the `from_pretrained` under way. transformers drops them before `from_dict`, where a config with `weights_from` is completed.
 HUB_OPTIONS_GIVEN: ContextVar[Mapping[str, Any]] = ContextVar("HUB_OPTIONS_GIVEN")
@@ -288,6 +291,10 @@ class Eagle31Config(PreTrainedConfig):
                 all(isfinite(getattr(self, name)) for name in FLOATS),
                 f"{', '.join(f'{name} is {getattr(self, name)}' for name in FLOATS)}; expected finite numbers",
             ),
+            (
+                _is_share((self.rope_parameters or {}).get("partial_rotary_factor", 1.0)),
+                f"rope_parameters are {str(self.rope_parameters)[:200]}; expected a partial_rotary_factor above 0 and at most 1",
+            ),
             (self.num_hidden_layers >= 1, f"num_hidden_layers is {self.num_hidden_layers}; expected at least 1"),
             (
                 0 < self.draft_vocab_size <= self.vocab_size,
@@ -329,3 +336,7 @@ class Eagle31Config(PreTrainedConfig):
         for holds, message in rules:
             if not holds:
                 raise ValueError(f"Eagle31Config: {message}.")
+
+
+def _is_share(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value <= 1

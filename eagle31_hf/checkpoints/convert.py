@@ -114,6 +114,9 @@ def _convert_alone(folder: Path, overrides: dict[str, Any], convention: str | No
     checkpoint = read_checkpoint(str(folder), overrides, convention)
     if checkpoint.folder != folder:
         raise ValueError(f"{folder}: its weights are in {checkpoint.folder}; convert that folder, or name a destination.")
+    for path in (folder / ORIGINAL, (folder / STAGED).parent):
+        if path.is_symlink() or (path.exists() and not path.is_dir()):  # through a link, files elsewhere would be overwritten
+            raise ValueError(f"{path}: is a link or a file; expected nothing, or a folder of an earlier conversion. Move it away.")
     if _is_committed(checkpoint):  # an earlier call came that far
         _tidy(folder)
         before = stamps(folder)
