@@ -35,8 +35,8 @@ FILE_NAMES = (
     "rope_theta", "rope_scaling", "partial_rotary_factor",
 )  # fmt: skip
 FROM_DICT_NAMES = (
-    "return_unused_kwargs", "_from_auto", "_from_pipeline", "revision", "token", "cache_dir", "local_files_only", "force_download", "proxies",
-    "subfolder",
+    "return_unused_kwargs", "_from_auto", "_from_pipeline",
+    "revision", "token", "cache_dir", "local_files_only", "force_download", "proxies", "subfolder",
 )  # fmt: skip
 
 # Options of the `from_pretrained` under way. transformers drops them before `from_dict`, where a config with `weights_from` is completed.

@@ -107,8 +107,7 @@ class Eagle31DrafterModel(Eagle31PreTrainedModel):
         self.rotary_emb = Phi3RotaryEmbedding(config)  # type: ignore[arg-type]
         if config.draft_vocab_size < config.vocab_size:
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
-            self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
-            self.t2d[: config.draft_vocab_size] = True
+            self.register_buffer("t2d", first_ids(config))
         else:
             self.d2t = self.t2d = None
         self.loss_type = "ForCausalLM"
@@ -120,7 +119,7 @@ class Eagle31DrafterModel(Eagle31PreTrainedModel):
         super()._init_weights(module)
         if module is self and self.d2t is not None:
             init.zeros_(self.d2t)
-            init.copy_(self.t2d, torch.arange(self.config.vocab_size) < self.config.draft_vocab_size)
+            init.copy_(self.t2d, first_ids(self.config))
 
     def get_input_embeddings(self) -> nn.Module | None:
         """Its own table, else the target's, else None while no target has been seen, or when it is gone."""
@@ -340,6 +339,13 @@ class Eagle31DrafterModel(Eagle31PreTrainedModel):
             streamer=streamer,
             **model_kwargs,
         )
+
+
+def first_ids(config: Eagle31Config) -> Tensor:
+    """`t2d` of the draft vocabulary that is the first ids of the target's; one byte an id, where comparing numbers takes nine."""
+    marks = torch.zeros(config.vocab_size, dtype=torch.bool)
+    marks[: config.draft_vocab_size] = True
+    return marks
 
 
 @torch.no_grad()

@@ -1,7 +1,10 @@
 """Every field is written out and read back; every contradiction is refused with what was found and what was expected."""
 
 import json
+import pickle
+from copy import deepcopy
 from dataclasses import fields
+from functools import partial
 
 import pytest
 from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDataclassFieldValidationError
@@ -50,6 +53,14 @@ REFUSALS = {
     "no_ids": ({"aux_hidden_state_layer_ids": []}, "aux_hidden_state_layer_ids is []", "distinct ids >= 0 in ascending order"),
     "ids_descend": ({"aux_hidden_state_layer_ids": [5, 3]}, "is [5, 3]", "ascending order"),
     "ids_repeat": ({"aux_hidden_state_layer_ids": [3, 3]}, "is [3, 3]", "distinct ids"),
+    "a_vocabulary_of_a_billion": ({"vocab_size": 10**9}, "vocab_size is 1000000000", "at most 16777216"),
+    "a_width_of_a_trillion": ({"hidden_size": 10**12}, "hidden_size is 1000000000000", "at most 16777216"),
+    "a_window_of_2**63": ({"sliding_window": 2**63}, "sliding_window is 9223372036854775808", "at most 2147483648"),
+    "a_rope_of_a_million": ({"rope_parameters": {str(i): i for i in range(10**6)}}, "rope_parameters are 1000000", "a rope of"),
+    "a_rope_over_more_than_a_head": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1e9}}, "1000000000.0", "at most 1",
+    ),
+    "a_scale_that_is_not_finite": ({"logit_scale": float("nan")}, "logit_scale is nan", "finite numbers"),
     "negative_id": ({"aux_hidden_state_layer_ids": [-1, 3]}, "is [-1, 3]", "ids >= 0"),
     "layer_types_too_many": ({"layer_types": ["full_attention"] * 2}, "['full_attention', 'full_attention']", "expected 1 of"),
     "layer_type_unknown": ({"layer_types": ["chunked_attention"]}, "is ['chunked_attention']", "'full_attention', 'sliding_attention'"),
@@ -150,3 +161,87 @@ def test_layer_ids_that_do_not_fit_the_target(given, num_layers, fragments):
     with pytest.raises(ValueError, match="layers") as error:
         Eagle31Config(**given).resolve_layer_ids(num_layers)
     assert all(fragment in str(error.value) for fragment in fragments)
+
+
+# What a person misspelt -> what was meant.
+MISSPELT = {
+    "norm_ouput": "norm_output",
+    "fc_nrom": "fc_norm",
+    "num_layers_hidden": None,
+    "draft_vocabsize": "draft_vocab_size",
+    "nope": None,
+}
+
+
+@pytest.mark.parametrize(("name", "meant"), MISSPELT.items(), ids=MISSPELT)
+def test_a_keyword_that_is_no_field_is_refused_with_the_nearest_name(name, meant, tmp_path):
+    Eagle31Config().save_pretrained(tmp_path)
+    hint = f": did you mean {meant}" if meant else "$"
+    readers = [partial(reader.from_pretrained, tmp_path) for reader in (Eagle31Config, AutoConfig)]
+    for way in (Eagle31Config, *readers, partial(Eagle31Config.from_dict, {})):
+        with pytest.raises(ValueError, match=f"got {name}; expected fields of Eagle31Config{hint}"):
+            way(**{name: False})
+    config, unused = Eagle31Config.from_pretrained(tmp_path, return_unused_kwargs=True, **{name: False})
+    assert unused == {name: False}
+    assert not hasattr(config, name)
+
+
+def test_what_transformers_takes_is_taken(tmp_path):
+    given = {"name_or_path": "a/b", "torch_dtype": "bfloat16", "num_labels": 3, "output_attentions": True, "attn_implementation": "eager",
+             "architectures": ["A"], "return_dict": False, "rope_theta": 5.0, "use_cache": False}  # fmt: skip
+    config = Eagle31Config(**given)
+    assert (str(config.dtype), config.num_labels, config.rope_parameters["rope_theta"]) == ("torch.bfloat16", 3, 5.0)
+    for again in (Eagle31Config(**config.to_dict()), deepcopy(config), pickle.loads(pickle.dumps(config))):
+        assert again.to_dict() == config.to_dict()
+    plain = Eagle31Config(norm_output=False, name_or_path="a/b")
+    assert Eagle31Config.from_dict(plain.to_dict()).to_dict() == plain.to_dict()
+    plain.save_pretrained(tmp_path)
+    read = Eagle31Config.from_pretrained(tmp_path, attn_implementation="eager", dtype="auto", norm_output=True)
+    assert (read._attn_implementation, read.norm_output) == ("eager", True)
+    assert Eagle31Config.from_json_file(tmp_path / "config.json").norm_output is False
+
+
+# Fields of a config.json that would fill memory, name code, or change what the model returns.
+UNREAD = {
+    "num_labels": 1_000_000_000, "id2label": {str(i): "x" for i in range(1000)}, "attn_implementation": "someone/kernel",
+    "_attn_implementation": "someone/kernel", "_attn_implementation_internal": "someone/kernel", "experts_implementation": "someone/kernel",
+    "auto_map": {"AutoModel": "modeling.Model"}, "quantization_config": {"quant_method": "gptq"}, "return_dict": False,
+    "output_hidden_states": True, "is_encoder_decoder": True, "chunk_size_feed_forward": 10**9, "per_layer_config": {"0": {"head_dim": 3}},
+    "problem_type": "x", "transformers_weights": "other.safetensors", "configuration_files": ["config.4.0.0.json"], "to_dict": 3,
+    "some_other_models_field": [1, 2],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNREAD)
+@pytest.mark.parametrize("reader", [Eagle31Config, AutoConfig])
+def test_a_file_sets_this_models_fields_only(name, reader, tmp_path):
+    if (reader, name) == (AutoConfig, "configuration_files"):
+        pytest.skip("transformers reads the other file before this class is asked")
+    expected = Eagle31Config(hidden_size=64, num_attention_heads=4)
+    expected.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(written | {name: UNREAD[name]}))
+    read = reader.from_pretrained(tmp_path)
+    assert read.to_dict() | {"_name_or_path": ""} == expected.to_dict()
+    assert read._attn_implementation is None
+
+
+NOT_READ: dict[str, tuple[str, str]] = {
+    "deep": ('{"model_type": "eagle31", "a": ' + "[" * 900 + "]" * 900 + "}", "nested more than 32 deep"),
+    "deeper": ('{"model_type": "eagle31", "a": ' + "[" * 100_000 + "]" * 100_000 + "}", "is not valid JSON|more than"),
+    "a_long_number": ('{"model_type": "eagle31", "vocab_size": ' + "9" * 5000 + "}", "has 5000 digits"),
+    "nan": ('{"model_type": "eagle31", "logit_scale": NaN}', "NaN is not JSON"),
+    "twice": ('{"model_type": "eagle31", "vocab_size": 11, "vocab_size": 12}', "'vocab_size' twice"),
+    "half_a_character": ('{"model_type": "eagle31", "target_model": "\\ud800"}', "control characters"),
+    "a_terminals_code": ('{"model_type": "eagle31", "target_model": "\\u001b[2J"}', "control characters"),
+    "a_million_values": ('{"model_type": "eagle31", "a": [' + "0," * 10**6 + "0]}", "more than 200000 values"),
+    "a_list": ("[1]", "holds a list"),
+    "a_dtype_that_is_a_function": ('{"model_type": "eagle31", "dtype": "ones"}', "dtype is ones; expected float32"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "words"), NOT_READ.values(), ids=NOT_READ)
+def test_a_file_that_is_not_sound_is_refused(text, words, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=words):
+        Eagle31Config.from_pretrained(tmp_path)

@@ -137,11 +137,11 @@ def _follow(files: CheckpointFiles, overrides: dict[str, Any], hub: Mapping[str,
     if repo_id == files.source:
         raise ValueError(f"{where} names the repository itself, {repo_id}; expected the one that holds the weights.")
     options = {name: hub[name] for name in LINK_OPTIONS if name in hub}
+    stated = {name: value for name, value in files.config.items() if name not in NOT_OVERRIDES and not name.startswith("_")}
+    refuse_unknown(stated, FIELDS, "fields of Eagle31Config, which win over those of the weights", f"{files.source}: config.json: ")
     base = open_files(repo_id, revision=link.get("revision"), **options)
     if base.config.get("weights_from") is not None:
         raise ValueError(f"{where} names {repo_id}, which holds no weights but points on; expected the repository that holds them.")
-    stated = {name: value for name, value in files.config.items() if name not in NOT_OVERRIDES and not name.startswith("_")}
-    refuse_unknown(stated, FIELDS, "fields of Eagle31Config, which win over those of the weights", f"{files.source}: config.json: ")
     return base, stated | overrides
 
 

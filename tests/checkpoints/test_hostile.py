@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 import struct
+import tracemalloc
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,9 +20,12 @@ from safetensors.torch import load_file, save_file
 from test_convert import contents
 from test_formats import edited
 from torch import nn
+from transformers import AutoModel
 from writers import LAYOUTS, LLAMA, SIZES, write_weights
 
 from eagle31_hf import Eagle31DrafterModel, convert_checkpoint, export_checkpoint
+from eagle31_hf.checkpoints import read_checkpoint
+from eagle31_hf.cli import main
 
 SPECFORGE, WEIGHTS, PICKLE = LAYOUTS["specforge"], "model.safetensors", "pytorch_model.bin"
 BIN = replace(SPECFORGE, file=PICKLE)
@@ -34,10 +38,16 @@ class Attack:
     """What a pickle makes of itself when it is loaded: a file, if it gets that far."""
 
     def __init__(self, path: Path):
-        self.path = path
+        self.call: tuple = (open, (str(path), "w"))
+
+    @classmethod
+    def of(cls, function: Callable, *arguments: Any) -> "Attack":
+        attack = cls(Path())
+        attack.call = (function, arguments)
+        return attack
 
     def __reduce__(self):
-        return open, (str(self.path), "w")
+        return self.call
 
 
 def refused(folder: Path, *patterns: str, error=(ValueError, OSError), **options) -> None:
@@ -168,6 +178,55 @@ def test_parameters_load_and_the_format_before_1_6_does_not(folder):
     (folder / PICKLE).unlink()  # it is mapped
     torch.save(tensors, folder / PICKLE, _use_new_zipfile_serialization=False)
     refused(folder, PICKLE, "not a zip archive", "save it again")
+
+
+def test_tensors_of_one_storage_load(folder):
+    """Views that share memory, or lie in it in another order, are what they show."""
+    drafter = BIN.write(folder)
+    tensors = torch.load(folder / PICKLE)
+    names = [name for name, tensor in tensors.items() if tensor.is_floating_point()]
+    shared = torch.cat([tensors[name].flatten() for name in names])
+    views = dict(zip(names, shared.split([tensors[name].numel() for name in names]), strict=True))
+    tensors |= {name: view.view(tensors[name].shape) for name, view in views.items()}
+    tensors["fc.weight"] = tensors["fc.weight"].T.contiguous().T
+    (folder / PICKLE).unlink()  # it is mapped
+    torch.save(tensors, folder / PICKLE)
+    loaded = Eagle31DrafterModel.from_pretrained(folder)
+    convert_checkpoint(folder, folder.parent / "converted")
+    for name, tensor in drafter.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor)
+        assert torch.equal(load_file(folder.parent / "converted" / WEIGHTS)[name], tensor)
+
+
+def test_a_storage_that_is_cut_off_inside_its_archive(folder):
+    """torch maps as many bytes as the pickle says, the next record's among them."""
+    BIN.write(folder)
+    with zipfile.ZipFile(folder / PICKLE) as archive:
+        records = {entry.filename: archive.read(entry) for entry in archive.infolist()}
+    name = max((name for name in records if "/data/" in name), key=lambda name: len(records[name]))
+    with zipfile.ZipFile(folder / PICKLE, "w") as archive:
+        for record, data in records.items():
+            archive.writestr(record, data[:-8] if record == name else data)
+    refused(folder, PICKLE, "larger than what is stored")
+
+
+BOMBS = {
+    "a_tensor_without_data": pickle.dumps({"a": Attack.of(torch.Tensor, 2**20, 2**12)}, 2),
+    "a_storage_without_data": pickle.dumps({"a": Attack.of(torch.UntypedStorage, 2**40)}, 2),
+    "a_million_lists": b"\x80\x02" + b"]" * 10**6 + b".",
+    "a_hundred_thousand_sets": b"\x80\x02" + b"c__builtin__\nset\nq\x00" + b"h\x00]\x85R" * 10**5 + b".",
+}
+
+
+@pytest.mark.parametrize("data", BOMBS.values(), ids=BOMBS)
+def test_a_small_pickle_builds_nothing_large(data, folder):
+    BIN.write(folder)
+    (folder / PICKLE).write_bytes(archived(data))
+    tracemalloc.start()
+    refused(folder, PICKLE)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**25
 
 
 def test_a_compressed_pickle_is_not_unpacked(folder):
@@ -474,6 +533,120 @@ def test_a_key_that_cannot_be(name, folder):
         refused(folder, *patterns)
     else:
         Eagle31DrafterModel.from_pretrained(folder)
+
+
+# Fields another model has, with an effect on transformers or on memory: a drafter's config has none of them.
+UNREAD = {
+    "a_billion_labels": {"num_labels": 10**9},
+    "code_for_attention": {"attn_implementation": "someone/kernel", "_attn_implementation": "someone/kernel"},
+    "code_for_experts": {"experts_implementation": "someone/kernel"},
+    "tuples": {"return_dict": False, "output_hidden_states": True},
+    "another_kind_of_model": {"is_encoder_decoder": True, "chunk_size_feed_forward": 10**9, "problem_type": "x", "id2label": {"a": "b"}},
+    "layers_that_differ": {"per_layer_config": {"0": {"hidden_size": 8}}},
+    "other_files": {"configuration_files": ["config.4.0.0.json"], "auto_map": {"AutoModel": "modeling.Model"}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["native", "specforge"])
+@pytest.mark.parametrize("config", UNREAD.values(), ids=UNREAD)
+def test_fields_of_other_models_are_not_read(config, layout, folder):
+    drafter = replace(LAYOUTS[layout], shards=1).write(folder)
+    expected = read_checkpoint(folder).config.to_dict()
+    loaded = Eagle31DrafterModel.from_pretrained(edited(folder, **config))
+    assert read_checkpoint(folder).config.to_dict() == expected
+    assert loaded.config._attn_implementation == "sdpa"
+    for name, tensor in drafter.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor)
+
+
+def test_a_misspelt_field_of_a_native_config_is_told(folder):
+    replace(LAYOUTS["native"], shards=1).write(folder)
+    edited(folder, norm_ouput=False, some_other_models_field=1)
+    assert read_checkpoint(folder).notes == ["config.json has 'norm_ouput', which is no field and not read: is norm_output meant"]
+
+
+def test_a_misspelt_argument_is_refused_with_the_nearest_name(folder):
+    replace(LAYOUTS["native"], shards=1).write(folder)
+    for way in (Eagle31DrafterModel.from_pretrained, AutoModel.from_pretrained, convert_checkpoint):
+        with pytest.raises(ValueError, match=r"got norm_ouput; expected fields of Eagle31Config.*: did you mean norm_output"):
+            way(folder, norm_ouput=False)
+    with pytest.raises(ValueError, match="got nope; expected fields of Eagle31Config"):
+        AutoModel.from_config(Eagle31DrafterModel.from_pretrained(folder).config, nope=1)
+
+
+def test_a_misspelt_field_over_weights_elsewhere_is_refused_before_they_are_fetched(folder):
+    folder.mkdir()
+    link = {"model_type": "eagle31", "weights_from": {"repo_id": "owner/name"}, "norm_ouput": False}
+    (folder / "config.json").write_text(json.dumps(link))
+    refused(folder, r"config\.json: got norm_ouput; expected fields of Eagle31Config", "did you mean norm_output")
+
+
+KNOBS: dict[str, tuple[bytes, str]] = {
+    "a_list": (b"[1]", "holds a list; expected one JSON object"),
+    "no_json": (b"{", "is not valid JSON"),
+    "deep": (b'{"a": ' + b"[" * 900 + b"]" * 900 + b"}", "nested more than 32 deep"),
+    "a_depth_of_words": (b'{"num_assistant_tokens": "many"}', "num_assistant_tokens is 'many'; expected 'auto' or an integer from 1"),
+    "a_depth_of_a_trillion": (b'{"num_assistant_tokens": 1000000000000}', "expected 'auto' or an integer from 1 to 4096"),
+    "a_tree_of_a_trillion": (b'{"draft_tree_total_tokens": 1000000000000}', "draft_tree_total_tokens is '1000000000000'"),
+    "a_flag_as_depth": (b'{"draft_tree_top_k": true}', "draft_tree_top_k is 'True'"),
+    "a_threshold_of_words": (
+        b'{"assistant_confidence_threshold": "x"}',
+        "assistant_confidence_threshold is 'x'; expected 0 to less than 1",
+    ),
+    "what_transformers_refuses": (b'{"max_new_tokens": -5}', "max_new_tokens"),
+}
+
+
+@pytest.mark.parametrize(("data", "words"), KNOBS.values(), ids=KNOBS)
+def test_knobs_that_cannot_be(data, words, folder, capsys):
+    replace(LAYOUTS["native"], shards=1).write(folder)
+    (folder / "generation_config.json").write_bytes(data)
+    refused(folder, r"generation_config\.json", words)
+    assert main(["info", str(folder)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_knobs_are_read_and_nothing_else_of_their_file(folder):
+    replace(LAYOUTS["native"], shards=1).write(folder)
+    stated = {"num_assistant_tokens": 4, "draft_tree_top_k": 2, "watermarking_config": {"a": 1}, "to_dict": 3, "nobody_knows": 1}
+    (folder / "generation_config.json").write_text(json.dumps(stated))
+    config = Eagle31DrafterModel.from_pretrained(folder).generation_config
+    assert (config.num_assistant_tokens, config.draft_tree_top_k, config.watermarking_config) == (4, 2, None)
+    assert not hasattr(config, "nobody_knows")
+    convert_checkpoint(folder, folder.parent / "again")
+    assert json.loads((folder.parent / "again" / "generation_config.json").read_text()) == {
+        "num_assistant_tokens": 4,
+        "draft_tree_top_k": 2,
+    }
+
+
+def test_an_adapter_beside_the_weights_is_not_added_to_them(folder):
+    SPECFORGE.write(folder)
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "/etc"}')
+    refused(folder, "adapter_config.json", "LoRA adapter")
+
+
+@pytest.mark.parametrize("name", ["original", "eagle31-converting"])
+def test_a_link_in_place_of_a_folder_that_conversion_writes_to(name, folder, tmp_path):
+    """Through it, a file of that name elsewhere would be overwritten."""
+    SPECFORGE.write(folder)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / WEIGHTS).write_text("mine")
+    (folder / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=f"{name}: is a link or a file"):
+        convert_checkpoint(folder)
+    assert {path.name: path.read_text() for path in (tmp_path / "elsewhere").iterdir()} == {WEIGHTS: "mine"}
+
+
+NO_VALUES = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+NAMES = {"many": [f"x{i}" for i in range(30_000)], "long": ["x" * 1000], "code_of_a_terminal": ["\x1b[2J"]}
+
+
+@pytest.mark.parametrize("names", NAMES.values(), ids=NAMES)
+def test_a_header_of_names_nobody_gives(names, folder):
+    SPECFORGE.write(folder)
+    (folder / WEIGHTS).write_bytes(stored(dict.fromkeys(names, NO_VALUES), 0))
+    refused(folder, WEIGHTS, "its header is to have|a tensor is named|control characters")
 
 
 NATIVE_KEYS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {

@@ -57,6 +57,11 @@ def test_an_unknown_head_is_refused():
         new_drafter(build_target(), head="random")
 
 
+def test_a_misspelt_field_is_refused():
+    with pytest.raises(ValueError, match="got norm_ouput; expected fields of Eagle31Config: did you mean norm_output"):
+        new_drafter(build_target(), norm_ouput=False)
+
+
 def test_the_vocabulary_is_the_most_frequent_answers_and_what_ends_a_text():
     rows = [
         {"input_ids": torch.tensor([7, 3, 3, 4]), "answers": torch.tensor([False, True, True, True])},
