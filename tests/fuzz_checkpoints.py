@@ -145,9 +145,8 @@ def agree(refusals: dict[str, Exception | None], folder: Path) -> str:
 
 def bases() -> dict[str, Layout | Path]:
     """Every producer's layout, of safetensors and of pickles, and the folders that the producers themselves wrote."""
-    layouts = {
-        name + suffix: made for name, layout in LAYOUTS.items() for suffix, made in (("", layout), (".bin", replace(layout, file=PICKLE)))
-    }
+    layouts: dict[str, Layout | Path] = dict(LAYOUTS)
+    layouts |= {f"{name}.bin": replace(layout, file=PICKLE) for name, layout in LAYOUTS.items()}
     written = {f"written by {path.parent.name}": path.parent for path in sorted(FIXTURES.glob("formats/*/config.json"))}
     return layouts | written
 
