@@ -217,6 +217,7 @@ if __name__ == "__main__":
     for (kind, outcome), count in sorted(outcomes.items()):
         print(f"{count:7} {kind:10} {outcome}")
     print(
-        f"{args.runs} folders from seed {args.seed}: {len(findings)} findings, {time.time() - start:.0f} s, {time.process_time():.0f} s of processor time"
+        seconds = f"{time.time() - start:.0f} s, {time.process_time():.0f} s of processor time"
+        print(f"{args.runs} folders from seed {args.seed}: {len(findings)} findings, {seconds}")
     )
     sys.exit(bool(findings))
