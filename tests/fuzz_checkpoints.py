@@ -216,8 +216,6 @@ if __name__ == "__main__":
     outcomes, findings = run_all(args.seed, args.runs, lambda text: print(text, flush=True))
     for (kind, outcome), count in sorted(outcomes.items()):
         print(f"{count:7} {kind:10} {outcome}")
-    print(
-        seconds = f"{time.time() - start:.0f} s, {time.process_time():.0f} s of processor time"
-        print(f"{args.runs} folders from seed {args.seed}: {len(findings)} findings, {seconds}")
-    )
+    seconds = f"{time.time() - start:.0f} s, {time.process_time():.0f} s of processor time"
+    print(f"{args.runs} folders from seed {args.seed}: {len(findings)} findings, {seconds}")
     sys.exit(bool(findings))
