@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils.hub import extract_commit_hash
 
+from ..json_file import MAX_BYTES as MAX_JSON_BYTES  # noqa: F401
 from ..json_file import NOT_TEXT, parse_json, read_json, show
 from .pickles import stored_sizes, unpickle
 from .sources import HubError, check_name, fetch, find_config
@@ -221,7 +222,7 @@ def _safetensors_header(path: Path) -> dict[str, StoredTensor]:
         with safe_open(path, "pt"):  # refuses truncated, oversized, overlapping and gappy files
             pass
     except (SafetensorError, OSError, ValueError) as error:
-        raise ValueError(f"{path}: is not a sound safetensors file ({error}); expected one. Download it again.") from None
+        raise ValueError(f"{path}: is not a sound safetensors file ({str(error)[:300]}); expected one. Download it again.") from None
     header = parse_json(text, f"{path}: its header")
     header.pop("__metadata__", None)
     for name, entry in header.items():
