@@ -67,7 +67,7 @@ FILES = {
 }  # fmt: skip
 BROKEN = (
     ("config.json", "[1]"), ("config.json", "{"), ("config.json", '{"model_type": "llama"}'), ("tokenizer.json", "{}"),
-    ("model.safetensors", "x" * 90),
+    ("model.safetensors", "x" * 90), ("generation_config.json", "[1]"),
 )  # fmt: skip
 
 
@@ -94,7 +94,9 @@ class World:
         mixed = [
             *records[:2],
             {"messages": [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "defg"}]},
-        ]
+            {"text": 5}, {"text": "\ud800"}, {"text": float("nan")}, {"input_ids": [1.5, 2]}, {"input_ids": [True]},
+            {"messages": [{}]}, 7, None,
+        ]  # fmt: skip
         (self.made / "mixed.jsonl").write_text("\n".join(map(json.dumps, mixed)))
 
     def _break(self) -> None:
