@@ -92,7 +92,7 @@ def build_drafter(target: PreTrainedModel, name: str = "eagle31", attention: str
     """One of DRAFTERS, fitted to the target."""
     num_layers = len(decoder_layers(target))
     fields = {
-        "vocab_size": target.config.vocab_size, "hidden_size": WIDTH, "intermediate_size": 40, "num_attention_heads": 2,
+        "vocab_size": target.config.get_text_config().vocab_size, "hidden_size": WIDTH, "intermediate_size": 40, "num_attention_heads": 2,
         "num_key_value_heads": 1, "max_position_embeddings": 128, "initializer_range": 0.3,
         "aux_hidden_state_layer_ids": None if num_layers >= 7 else [0, num_layers // 2, num_layers],
     }  # fmt: skip

@@ -1,0 +1,320 @@
+"""One run of the soak: drawn from a seed and a number, generated with the drafter and without, compared in everything a caller can see."""
+
+import json
+import random
+import time as clock
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import GenerationMixin
+
+from eagle31_hf import AcceptanceStats, track_acceptance
+from eagle31_hf.features import decoder_layers
+from eagle31_hf.generation import selftest, statistics, tuning
+
+from . import axes, callbacks
+from .callbacks import ERRORS, LAYERS, PLACES, Fuse, Notes, Setting
+from .compare import Difference, differences
+from .models import bare_target, conftest, drafter_of, target_of
+
+FAULTS = 0.3  # of the runs fail on purpose
+EXPECTED_REFUSAL = "use_cache is False"
+
+
+@dataclass
+class Trial:
+    """What is tried. `choices`: an entry of every axis; `fault`: place, kind and call of a failure, or None."""
+
+    seed: int
+    number: int
+    choices: dict[str, str] = field(default_factory=dict)
+    batch: int = 1
+    fault: tuple[str, str, int] | None = None
+
+    def rng(self, purpose: str) -> random.Random:
+        """The same for every call with this purpose."""
+        return random.Random(f"{self.seed}/{self.number}/{purpose}")
+
+    def __str__(self) -> str:
+        told = [f"{axis}={entry}" for axis, entry in self.choices.items() if axis == "family" or entry != usual(axis)]
+        told += [f"batch={self.batch}"] * (self.batch > 1)
+        told += [f"fault={'/'.join(map(str, self.fault))}"] if self.fault else []
+        return "; ".join(told)
+
+    @property
+    def is_sampled(self) -> bool:
+        return self.choices["choice"] != "greedy"
+
+    @property
+    def num_turns(self) -> int:
+        return 1 + self.rng("turns").randrange(1, 3) if self.choices["cache"].startswith("conversation") else 1
+
+
+def usual(axis: str) -> str:
+    return next(iter(axes.AXES[axis]))
+
+
+def draw(seed: int, number: int) -> Trial:
+    """The usual entry of every axis every second time, else any."""
+    trial = Trial(seed, number)
+    rng = trial.rng("axes")
+    trial.choices = {axis: usual(axis) if rng.random() < 0.5 else rng.choice(list(table)) for axis, table in axes.AXES.items()}
+    trial.choices |= {axis: rng.choice(list(axes.AXES[axis])) for axis in ("family", "drafting", "drafter", "attention")}
+    for axis, entry in trial.choices.items():
+        if entry in axes.SELDOM.get(axis, ()) and rng.random() < 0.9:
+            trial.choices[axis] = usual(axis)
+    trial.batch = 1 if rng.random() < 0.5 else rng.randrange(2, 5)
+    if rng.random() < FAULTS:
+        trial.fault = rng.choice(list(PLACES)), rng.choice(list(ERRORS)), rng.randrange(1, 14)
+    return without_contradictions(trial)
+
+
+def without_contradictions(trial: Trial) -> Trial:
+    """Nothing plain generate refuses, or a callback of ours cannot do."""
+    choices, place = trial.choices, trial.fault[0] if trial.fault else ""
+    if place == "streamer":
+        choices["streamer"] = "notes"
+    if trial.batch > 1 or choices["choice"] == "returned twice":
+        choices["streamer"] = "none" if choices["streamer"] == "text" else choices["streamer"]  # takes one text
+    if choices["extra"] == "decode" and choices["stop"].startswith("stop string"):
+        choices["extra"] = "none"  # it is not handed the tokenizer
+    if choices["extra"] == "no cache":
+        choices["cache"] = "default"
+    if choices["choice"] == "returned twice" and choices["cache"].startswith("conversation"):
+        choices["choice"] = "sampled"
+    return trial
+
+
+@dataclass
+class Outcome:
+    """`outputs`: of every turn; `error`: what ended it; `past`: the caller's cache, if it has one."""
+
+    outputs: list[Any]
+    error: BaseException | None
+    past: Any
+    notes: Notes
+    stats: AcceptanceStats | None = None
+    spoilt: list[str] = field(default_factory=list)
+
+
+class Run:
+    """A trial and its models."""
+
+    def __init__(self, trial: Trial):
+        choices = trial.choices
+        self.trial = trial
+        self.target = target_of(choices["family"], choices["attention"], choices["wrapper"])
+        self.drafter = drafter_of(choices["family"], choices["drafter"], choices["drafter attention"])
+        self.bare = bare_target(choices["family"], "eager")
+        self.vocab_size = self.bare.config.get_text_config().vocab_size
+
+    def padding(self) -> list[int]:
+        """Tokens before every row of the output."""
+        given = axes.prompts(self.setting("prompts"), conftest.greedy_text(self.bare))
+        mask = given.get("attention_mask", torch.ones_like(given["input_ids"]))
+        times = 2 if self.trial.choices["choice"] == "returned twice" else 1
+        return (mask == 0).sum(1).repeat_interleave(times).tolist()
+
+    def setting(self, purpose: str, notes: Notes | None = None) -> Setting:
+        return Setting(self.target, self.drafter, self.trial.rng(purpose), notes or Notes(), self.vocab_size, self.trial.batch)
+
+    def converse(self, drafting: str | None, fails: bool = True, **more) -> Outcome:
+        """All turns, with the drafter or (`drafting` None) without; `fails`: where the trial has a fault."""
+        trial, notes = self.trial, Notes()
+        setting = self.setting("calls", notes)
+        kwargs = self.asked(setting) | more
+        with ExitStack() as stack:
+            if fails and trial.fault:
+                stack.enter_context(self.failing(kwargs, setting, drafting is not None))
+            if drafting is not None:
+                kwargs |= self.assistance(drafting, kwargs)
+                stack.enter_context(own_clock(trial.rng(f"clock of {drafting}")))
+            stats = stack.enter_context(track_acceptance())
+            return self.turns(kwargs, notes, stats)
+
+    def asked(self, setting: Setting) -> dict[str, Any]:
+        kwargs: dict[str, Any] = {"pad_token_id": setting.token(), "max_new_tokens": setting.rng.randrange(1, 25)}
+        for axis, table in axes.OF_CALLS.items():
+            kwargs |= table[self.trial.choices[axis]](setting)
+        return axes.as_object(kwargs) if self.trial.choices["extra"] == "config object" else kwargs
+
+    def assistance(self, drafting: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+        knobs = axes.DRAFTINGS[drafting.removeprefix("other ")](self.setting(drafting))
+        if self.trial.choices["extra"] != "decode":
+            return {"assistant_model": self.drafter} | knobs
+        streamer = kwargs.pop("streamer", None)
+        return {"custom_generate": partial(self.drafter.decode, streamer=streamer) if streamer else self.drafter.decode} | knobs
+
+    @contextmanager
+    def failing(self, kwargs: dict[str, Any], setting: Setting, is_drafting: bool) -> Iterator[None]:
+        """Within it the trial's fault happens; the places of the caller's callbacks are added where they are missing."""
+        place, kind, call = self.trial.fault
+        fuse = setting.notes.fuses[place] = Fuse(call, ERRORS[kind]())
+        for name, value in PLACES[place](setting).items():
+            kwargs[name] = type(value)([*kwargs.get(name, ()), *value]) if isinstance(value, list) else kwargs.get(name, value)
+        if place not in LAYERS or not is_drafting:
+            yield
+            return
+        layer = self.drafter.layers[0] if place == "drafter" else decoder_layers(self.target)[1]
+        handle = layer.register_forward_pre_hook(fuse)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def turns(self, kwargs: dict[str, Any], notes: Notes, stats: AcceptanceStats) -> Outcome:
+        given = axes.prompts(self.setting("prompts"), conftest.greedy_text(self.bare))
+        outcome = Outcome([], None, kwargs.get("past_key_values"), notes, stats)
+        torch.manual_seed(self.trial.number)
+        for turn in range(self.trial.num_turns):
+            before = self.state(kwargs, given)
+            try:
+                outcome.outputs.append(self.target.generate(**given, **kwargs))
+            except BaseException as error:  # KeyboardInterrupt too: it is among the faults
+                if isinstance(error, KeyboardInterrupt) and "keyboard" not in (self.trial.fault or ()):
+                    raise
+                outcome.error = error.with_traceback(None) if notes.fuses else error
+            after = self.state(kwargs, given)
+            outcome.spoilt += [f"turn {turn}: {name} changed" for name, was in before.items() if after[name] != was]
+            if outcome.error:
+                break
+            given, past = self.next_turn(turn, given, outcome.outputs[-1])
+            if self.trial.choices["cache"] == "conversation, dict":
+                kwargs["past_key_values"] = outcome.past = past
+        return outcome
+
+    def next_turn(self, turn: int, given: dict[str, Tensor], output: Any) -> tuple[dict[str, Tensor], Any]:
+        """What was said, and a few tokens more."""
+        setting = self.setting(f"turn {turn}")
+        ids = output if isinstance(output, Tensor) else output.sequences
+        more = torch.tensor([[setting.token() for _ in range(setting.rng.randrange(1, 5))]]).expand(len(ids), -1)
+        mask = given.get("attention_mask")
+        goes_on = {"input_ids": torch.cat((ids, more), dim=1)}
+        if mask is not None:
+            goes_on["attention_mask"] = torch.cat((mask, mask.new_ones(len(mask), goes_on["input_ids"].shape[1] - mask.shape[1])), dim=1)
+        return goes_on, None if isinstance(output, Tensor) else output.past_key_values
+
+    def state(self, kwargs: dict[str, Any], given: dict[str, Tensor]) -> dict[str, Any]:
+        """All a call must leave as it found it."""
+        found: dict[str, Any] = {
+            "what was given": [(name, value.tolist()) for name, value in given.items()],
+            "the lists of callbacks": [list(value) for value in kwargs.values() if isinstance(value, list)],
+            "the generation config given": kwargs["generation_config"].to_dict() if "generation_config" in kwargs else None,
+            "methods of GenerationMixin": [id(value) for value in vars(GenerationMixin).values()],
+            "whether gradients are on": torch.is_grad_enabled(),
+            "open trackers": len(statistics._trackers.get()),
+        }
+        if not self.trial.is_sampled:
+            found["random numbers"] = torch.get_rng_state().numpy().tobytes()
+        for name, model in (("target", self.target), ("drafter", self.drafter)):
+            found[f"config of the {name}"] = [json.dumps(model.config.to_dict(), default=str), model.config._attn_implementation]
+            found[f"generation config of the {name}"] = str(model.generation_config.to_dict())
+            found[f"modules of the {name}"] = [module_state(module) for module in model.modules()]
+        return found
+
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks")
+
+
+def module_state(module: torch.nn.Module) -> tuple:
+    """Its hooks (transformers leaves some where states were asked for), whether it is in training, and which forwards it has of its own."""
+    hooks = [
+        [key for key, hook in getattr(module, name).items() if not getattr(hook, "__module__", "").startswith("transformers")] for name in HOOKS
+    ]
+    return *hooks, module.training, id(vars(module).get("forward")), id(vars(module).get("_old_forward"))
+
+
+@contextmanager
+def own_clock(rng: random.Random) -> Iterator[None]:
+    """Time of its own, and nothing known of earlier calls: what auto drafts is then drawn, erratic, and the same whenever it is drawn again."""
+    now = [0.0]
+
+    def read() -> float:
+        now[0] += rng.lognormvariate(-4, 1.5)
+        return now[0]
+
+    with ExitStack() as stack:
+        for module in (statistics, tuning):
+            stack.enter_context(patch.object(module, "time", SimpleNamespace(perf_counter=read)))
+        stack.enter_context(patch.object(tuning, "_tuners", WeakKeyDictionary()))
+        stack.enter_context(patch.dict(selftest._verdicts, clear=True))
+        yield
+
+
+@dataclass
+class Result:
+    """`differences`: what went wrong, [] where nothing did; `outcome`: of the side with the drafter; `word`: what kind of result it is."""
+
+    differences: list[Difference]
+    outcome: Outcome
+    word: str
+    seconds: float
+
+
+def run(trial: Trial) -> Result:
+    began = clock.perf_counter()
+    each = Run(trial)
+    drafting = trial.choices["drafting"]
+    ours = each.converse(drafting)
+    if trial.choices["extra"] == "no cache":
+        told = [] if EXPECTED_REFUSAL in str(ours.error) else [Difference(f"expected a refusal, got {ours.error!r}")]
+        return Result(told + spoilt(ours), ours, "refused", clock.perf_counter() - began)
+    reference = each.converse(partner(drafting, trial))
+    found = differences(each, reference, ours) + spoilt(ours)
+    word = "same"
+    if trial.fault and ours.error is not None:
+        word = "failed alike"
+        again = each.converse(drafting, fails=False)
+        whole = each.converse(partner(drafting, trial), fails=False)
+        found += [Difference(f"after the failure: {one}", one.is_tie) for one in differences(each, whole, again) + spoilt(again)]
+        found += goes_on(each, ours, whole)
+    if trial.choices["wrapper"].startswith("compiled"):
+        torch._dynamo.reset()
+    return Result(found, ours, word, clock.perf_counter() - began)
+
+
+def spoilt(outcome: Outcome) -> list[Difference]:
+    return [Difference(what) for what in outcome.spoilt]
+
+
+def partner(drafting: str, trial: Trial) -> str | None:
+    """What the other side does: nothing with the drafter when greedy; when sampling it drafts otherwise, where the text may not depend on
+    it, else the same again.
+    """
+    if not trial.is_sampled:
+        return None
+    if drafting.startswith("auto") or trial.batch > 1 or trial.choices["choice"] == "returned twice":
+        return "auto" if drafting != "auto" else "auto, chains"
+    return drafting
+
+
+def goes_on(each: Run, ours: Outcome, whole: Outcome) -> list[Difference]:
+    """The caller's cache after a failure holds a beginning of what was to be said, and nothing else: the target alone goes on from it as from a
+    cache that has just read as much."""
+    if ours.past is None or whole.error or each.trial.is_sampled or each.trial.num_turns > 1:
+        return []
+    said = whole.outputs[0] if isinstance(whole.outputs[0], Tensor) else whole.outputs[0].sequences
+    length = int(ours.past.get_seq_length())
+    if length > said.shape[1]:
+        return [Difference(f"after the failure: the cache holds {length} tokens of {said.shape[1]}")]
+    given = axes.prompts(each.setting("prompts"), conftest.greedy_text(each.bare))
+    whole_mask = torch.cat((given.get("attention_mask", torch.ones_like(given["input_ids"])), torch.ones_like(said)), dim=1)
+    kwargs = {"do_sample": False, "pad_token_id": 0}
+
+    def after(past: Any) -> Tensor:
+        more, _ = each.next_turn(0, {"attention_mask": whole_mask[:, : length + 1]}, said[:, : length + 1])
+        return each.target.generate(**more, **kwargs, past_key_values=past, max_new_tokens=4)
+
+    fresh = axes.CACHES[each.trial.choices["cache"]](each.setting("calls"))["past_key_values"]
+    if length:
+        each.target.generate(said[:, :length], attention_mask=whole_mask[:, :length], past_key_values=fresh, max_new_tokens=1, **kwargs)
+    mine, other = after(ours.past), after(fresh)
+    return [] if torch.equal(mine, other) else [Difference(f"after the failure: the target goes on {mine.tolist()}, alone {other.tolist()}")]
