@@ -50,6 +50,8 @@ def _try(target: PreTrainedModel, implementation: str, kinds: set[str]) -> str |
         return "its windows go by row of the cache, not by position"  # GPT-Neo; seen only past the window
     try:
         error = _error(target)
+    except torch.OutOfMemoryError:  # says nothing about the target
+        raise
     except (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError) as failure:
         return f"its forward refuses a tree ({type(failure).__name__}: {str(failure).splitlines()[0][:100]})"
     tolerance = TOLERANCE if target.dtype == torch.float32 else LOW_PRECISION_TOLERANCE

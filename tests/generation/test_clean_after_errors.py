@@ -119,10 +119,11 @@ def test_without_the_hook(target, drafter, prompt, place):
     assert_clean(target, drafter, prompt, "tree")
 
 
-def test_while_the_target_is_tried_out(target, drafter, prompt, monkeypatch):
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
+def test_while_the_target_is_tried_out(target, drafter, prompt, monkeypatch, error):
     """An interrupted self-test is no verdict: the next call tries again."""
     monkeypatch.setattr(selftest, "_verdicts", {})
-    failing_generate(target, drafter, prompt, "target", 1, KeyboardInterrupt, **DRAFTINGS["tree"])
+    failing_generate(target, drafter, prompt, "target", 1, error, **DRAFTINGS["tree"])
     assert selftest._verdicts == {}
     assert_clean(target, drafter, prompt, "tree")
     assert list(selftest._verdicts.values()) == [None]
