@@ -335,6 +335,18 @@ def windows(cache: Cache) -> list[int | None]:
     return [layer.sliding_window if layer.is_sliding else None for layer in cache.layers]
 
 
+def static_spans(cache: Cache, num_after: int, num_new: int) -> list[slice | None]:
+    """By layer, the slots a stock static layer would show to `num_new` tokens, after which `num_after` more are in the cache; None for layers
+    that are not static."""
+    return [_static_span(layer, layer.end - num_after, num_new) if getattr(layer, "fixed", False) else None for layer in cache.layers]
+
+
+def _static_span(layer: SlotLayer, end: int, num_new: int) -> slice:
+    if layer.window is None:
+        return slice(None)
+    return slice(layer.window) if end <= layer.window else slice(max(0, end - num_new - layer.window + 1), end)
+
+
 @contextmanager
 def recording_past(cache: Cache):
     """Within it, windowed layers keep what `crop` may have to bring back; after it they are as they were found."""

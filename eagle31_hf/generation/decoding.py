@@ -158,7 +158,6 @@ class Loop:
         Returns it, with the number of drafts accepted in every row, None for one that had ended before.
         """
         texts, scores = self.texts, self.collector.scores
-        raw_logits = logits.clone() if self.collector.logits is not None else None
         if self.in_step:
             verdict, finished = self.judge.together(texts, proposal, logits, self.stopping.together(texts, scores))
             counts = [len(tokens) for tokens in verdict.tokens]
@@ -176,7 +175,7 @@ class Loop:
         texts.finished = finished
         if self.judge.draws is not None:
             self.judge.draws.forget(texts.lengths)
-        self.collector.add(outputs, raw_logits, verdict, is_prefill)
+        self.collector.add(outputs, logits, verdict, is_prefill)
         if self.streamer is not None:
             for step in torch.tensor(verdict.tokens).T:  # one at a time, as plain generate does
                 self.streamer.put(step)

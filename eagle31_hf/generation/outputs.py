@@ -8,12 +8,15 @@ from transformers import Cache, GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from .cache import windows
+from .cache import static_spans, windows
 from .verify import Verdict
 
 
 class OutputCollector:
-    """Collects scores, logits, hidden states and attentions as far as the generation config asks for them. (B is 1 or rows keep step.)"""
+    """Collects scores, logits, hidden states and attentions as far as the generation config asks for them. (B is 1 or rows keep step.)
+
+    `logits` are the very tensors the processors were handed: one that writes to them writes to these, as in plain generate.
+    """
 
     def __init__(self, generation_config: GenerationConfig, past_key_values: Cache):
         self.past_key_values = past_key_values
@@ -23,21 +26,20 @@ class OutputCollector:
         self.hidden_states: tuple[Any, ...] | None = () if self.wanted and generation_config.output_hidden_states else None
         self.attentions: tuple[Any, ...] | None = () if self.wanted and generation_config.output_attentions else None
 
-    def add(self, outputs: CausalLMOutputWithPast, raw_logits: Tensor | None, verdict: Verdict, is_prefill: bool) -> None:
-        """One forward of whose R tokens a row those of `verdict` were committed, as many in every row; `raw_logits` (B, R, V)."""
+    def add(self, outputs: CausalLMOutputWithPast, logits: Tensor, verdict: Verdict, is_prefill: bool) -> None:
+        """One forward of whose R tokens a row those of `verdict` were committed, as many in every row; `logits` (B, R, V)."""
         num_tokens, path = len(verdict.tokens[0]), verdict.paths[0]
         if self.scores is not None:
             self.scores += tuple(torch.cat(step) for step in zip(*verdict.scores, strict=True))
-        if self.logits is not None and raw_logits is not None:
-            self.logits += tuple(raw_logits[:, row] for row in path)
+        if self.logits is not None:
+            self.logits += tuple(logits[:, row] for row in path)
         if self.hidden_states is not None:
             layers = outputs.hidden_states
             rows = (tuple(layer[:, i : i + 1] for layer in layers) for i in range(num_tokens))
             self.hidden_states += (layers,) if is_prefill else tuple(rows)
         if self.attentions is not None:
-            self.attentions += (
-                (outputs.attentions,) if is_prefill else _attention_rows(outputs.attentions, num_tokens, windows(self.past_key_values))
-            )
+            cut = _prompt_attention if is_prefill else _attention_rows
+            self.attentions += cut(outputs.attentions, num_tokens, self.past_key_values)
 
     def result(self, sequences: Tensor) -> Tensor | GenerateDecoderOnlyOutput:
         """What generate() returns."""
@@ -47,16 +49,27 @@ class OutputCollector:
         return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=self.past_key_values, **collected)  # type: ignore[arg-type]
 
 
-def _attention_rows(layers: tuple, num_tokens: int, layer_windows: list[int | None]) -> tuple[tuple, ...]:
-    """Layers (1, H, R, keys) -> per token (1, H, 1, keys it saw).
-
-    The keys after a token's own belong to the tokens after it; a windowed layer still holds keys that have left its window.
-    """
+def _prompt_attention(layers: tuple, num_tokens: int, cache: Cache) -> tuple[tuple]:
+    """Layers (B, H, R, keys) -> the same, of static layers the slots that stock ones show."""
     if not layers or layers[0] is None:  # an attention implementation that returns none
+        return (layers,)
+    spans = static_spans(cache, 0, layers[0].shape[2])
+    return (tuple(layer if span is None else layer[..., span] for layer, span in zip(layers, spans, strict=True)),)
+
+
+def _attention_rows(layers: tuple, num_tokens: int, cache: Cache) -> tuple[tuple, ...]:
+    """Layers (B, H, R, keys) -> per token (B, H, 1, keys it saw).
+
+    The keys after a token's own belong to the tokens after it; a windowed layer still holds keys that have left its window. Static layers
+    show all their slots.
+    """
+    if not layers or layers[0] is None:
         return (layers,) * num_tokens
-    tokens = []
+    tokens, layer_windows = [], windows(cache)
     for i in range(num_tokens):
         ends = [layer.shape[3] - (layer.shape[2] - 1 - i) for layer in layers]
-        starts = [max(0, end - window) if window else 0 for end, window in zip(ends, layer_windows, strict=True)]
-        tokens.append(tuple(layer[:, :, i : i + 1, start:end] for layer, start, end in zip(layers, starts, ends, strict=True)))
+        spans = [slice(max(0, end - window) if window else 0, end) for end, window in zip(ends, layer_windows, strict=True)]
+        static = static_spans(cache, num_tokens - 1 - i, 1)
+        spans = [span if fixed is None else fixed for span, fixed in zip(spans, static, strict=True)]
+        tokens.append(tuple(layer[:, :, i : i + 1, span] for layer, span in zip(layers, spans, strict=True)))
     return tuple(tokens)

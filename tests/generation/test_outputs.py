@@ -3,9 +3,9 @@
 import pytest
 import torch
 from close import TARGET_FORWARD, assert_close
-from conftest import TARGETS
+from conftest import TARGETS, greedy_text
 from observers import Countdown, speculate
-from transformers import StoppingCriteriaList
+from transformers import LogitsProcessor, StaticCache, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput
 
 FIELDS = ("scores", "logits", "hidden_states", "attentions")
@@ -26,6 +26,39 @@ def test_greedy_outputs_equal_those_of_plain_generate(make_target, make_drafter,
     assert_close("sequences", output.sequences, expected.sequences)
     for name in FIELDS:
         assert_close(name, getattr(output, name), getattr(expected, name), TARGET_FORWARD)
+
+
+@pytest.mark.parametrize("chunk", [None, 3])
+@pytest.mark.parametrize("tokens", [5, 9])
+@pytest.mark.parametrize("kind", ["qwen3", "mistral_window_8"])
+def test_attentions_over_a_static_cache(make_target, make_drafter, kind, tokens, chunk):
+    """Over all its slots, used or not; windowed layers have as many as the window, and show a longer prompt whole."""
+    target = make_target(kind, "eager")
+    text = greedy_text(target)
+    pasts = [StaticCache(config=target.config, max_cache_len=40) for _ in range(2)]
+    kwargs = {"max_new_tokens": 7, "do_sample": False, "prefill_chunk_size": chunk, "return_dict_in_generate": True, "output_attentions": True}
+    for length in (tokens, tokens + 11):  # a turn, and another one
+        output, stats = speculate(target, make_drafter(target), text[:, :length], num_assistant_tokens=4, past_key_values=pasts[0], **kwargs)
+        assert sum(stats.accepted_per_round) >= 1 or length > tokens
+        expected = target.generate(text[:, :length], past_key_values=pasts[1], **kwargs)
+        assert_close("attentions", output.attentions, expected.attentions, TARGET_FORWARD)
+
+
+class Forbids(LogitsProcessor):
+    """The last token again, by writing to the scores."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.scatter_(1, input_ids[:, -1:], float("-inf"))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_processor_that_writes_to_the_scores(target, drafter, prompt, rows):
+    """Plain generate hands it the tensor that is the step's logits."""
+    kwargs = {"max_new_tokens": LENGTH, "do_sample": False, "return_dict_in_generate": True, "output_logits": True, "output_scores": True}
+    output, _ = speculate(target, drafter, prompt.repeat(rows, 1), logits_processor=[Forbids()], num_assistant_tokens=5, **kwargs)
+    expected = target.generate(prompt.repeat(rows, 1), logits_processor=[Forbids()], **kwargs)
+    for name in ("sequences", "scores", "logits"):
+        assert_close(name, output[name], expected[name], TARGET_FORWARD)
 
 
 def shapes(value):
