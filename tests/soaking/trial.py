@@ -26,7 +26,7 @@ from .compare import Difference, differences
 from .models import bare_target, conftest, drafter_of, target_of
 
 FAULTS = 0.3  # of the runs fail on purpose
-EXPECTED_REFUSAL = "use_cache is False"
+REFUSALS = ("use_cache is False", "has layers that are not attention's")  # of ours, before anything is generated
 
 
 @dataclass
@@ -115,10 +115,11 @@ class Run:
         self.drafter = drafter_of(choices["family"], choices["drafter"], choices["drafter attention"])
         self.bare = bare_target(choices["family"], "eager")
         self.vocab_size = self.bare.config.get_text_config().vocab_size
+        self.given = axes.prompts(self.setting("prompts"), conftest.greedy_text(self.bare))
 
     def padding(self) -> list[int]:
         """Tokens before every row of the output."""
-        given = axes.prompts(self.setting("prompts"), conftest.greedy_text(self.bare))
+        given = self.given
         mask = given.get("attention_mask", torch.ones_like(given["input_ids"]))
         times = 2 if self.trial.choices["choice"] == "returned twice" else 1
         return (mask == 0).sum(1).repeat_interleave(times).tolist()
@@ -132,8 +133,8 @@ class Run:
         setting = self.setting("calls", notes)
         kwargs = self.asked(setting) | more
         with ExitStack() as stack:
-            if fails and trial.fault:
-                stack.enter_context(self.failing(kwargs, setting, drafting is not None))
+            if trial.fault:
+                stack.enter_context(self.failing(kwargs, setting, fails, drafting is not None))
             if drafting is not None:
                 kwargs |= self.assistance(drafting, kwargs)
                 stack.enter_context(own_clock(trial.rng(f"clock of {drafting}")))
@@ -154,12 +155,15 @@ class Run:
         return {"custom_generate": partial(self.drafter.decode, streamer=streamer) if streamer else self.drafter.decode} | knobs
 
     @contextmanager
-    def failing(self, kwargs: dict[str, Any], setting: Setting, is_drafting: bool) -> Iterator[None]:
-        """Within it the trial's fault happens; the places of the caller's callbacks are added where they are missing."""
+    def failing(self, kwargs: dict[str, Any], setting: Setting, fails: bool, is_drafting: bool) -> Iterator[None]:
+        """Within it the trial's fault happens, if it `fails` this time; a callback that may fail is added where there is none."""
         place, kind, call = self.trial.fault
-        fuse = setting.notes.fuses[place] = Fuse(call, ERRORS[kind]())
         for name, value in PLACES[place](setting).items():
             kwargs[name] = type(value)([*kwargs.get(name, ()), *value]) if isinstance(value, list) else kwargs.get(name, value)
+        if not fails:
+            yield
+            return
+        fuse = setting.notes.fuses[place] = Fuse(call, ERRORS[kind]())
         if place not in LAYERS or not is_drafting:
             yield
             return
@@ -171,7 +175,7 @@ class Run:
             handle.remove()
 
     def turns(self, kwargs: dict[str, Any], notes: Notes, stats: AcceptanceStats) -> Outcome:
-        given = axes.prompts(self.setting("prompts"), conftest.greedy_text(self.bare))
+        given = self.given
         outcome = Outcome([], None, kwargs.get("past_key_values"), notes, stats)
         torch.manual_seed(self.trial.number)
         for turn in range(self.trial.num_turns):
@@ -264,8 +268,8 @@ def run(trial: Trial) -> Result:
     each = Run(trial)
     drafting = trial.choices["drafting"]
     ours = each.converse(drafting)
-    if trial.choices["extra"] == "no cache":
-        told = [] if EXPECTED_REFUSAL in str(ours.error) else [Difference(f"expected a refusal, got {ours.error!r}")]
+    if any(refusal in str(ours.error) for refusal in REFUSALS):
+        told = [Difference(f"refused after {who} was called") for who in ours.notes.seen if who != "streamer"]  # it is put the prompt
         return Result(told + spoilt(ours), ours, "refused", clock.perf_counter() - began)
     reference = each.converse(partner(drafting, trial))
     found = differences(each, reference, ours) + spoilt(ours)
@@ -305,8 +309,8 @@ def goes_on(each: Run, ours: Outcome, whole: Outcome) -> list[Difference]:
     length = int(ours.past.get_seq_length())
     if length > said.shape[1]:
         return [Difference(f"after the failure: the cache holds {length} tokens of {said.shape[1]}")]
-    given = axes.prompts(each.setting("prompts"), conftest.greedy_text(each.bare))
-    whole_mask = torch.cat((given.get("attention_mask", torch.ones_like(given["input_ids"])), torch.ones_like(said)), dim=1)
+    ids = each.given["input_ids"]
+    whole_mask = torch.cat((each.given.get("attention_mask", torch.ones_like(ids)), torch.ones_like(said)), dim=1)
     kwargs = {"do_sample": False, "pad_token_id": 0}
 
     def after(past: Any) -> Tensor:
