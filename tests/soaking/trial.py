@@ -127,14 +127,14 @@ class Run:
     def setting(self, purpose: str, notes: Notes | None = None) -> Setting:
         return Setting(self.target, self.drafter, self.trial.rng(purpose), notes or Notes(), self.vocab_size, self.trial.batch)
 
-    def converse(self, drafting: str | None, fails: bool = True, **more) -> Outcome:
-        """All turns, with the drafter or (`drafting` None) without; `fails`: where the trial has a fault."""
+    def converse(self, drafting: str | None, fails: bool = True, is_reference: bool = False, **more) -> Outcome:
+        """All turns, with the drafter or (`drafting` None) without; `fails`: where the trial has a fault, in a layer not of a reference."""
         trial, notes = self.trial, Notes()
         setting = self.setting("calls", notes)
         kwargs = self.asked(setting) | more
         with ExitStack() as stack:
             if trial.fault:
-                stack.enter_context(self.failing(kwargs, setting, fails, drafting is not None))
+                stack.enter_context(self.failing(kwargs, setting, fails and not (is_reference and trial.fault[0] in LAYERS)))
             if drafting is not None:
                 kwargs |= self.assistance(drafting, kwargs)
                 stack.enter_context(own_clock(trial.rng(f"clock of {drafting}")))
@@ -155,7 +155,7 @@ class Run:
         return {"custom_generate": partial(self.drafter.decode, streamer=streamer) if streamer else self.drafter.decode} | knobs
 
     @contextmanager
-    def failing(self, kwargs: dict[str, Any], setting: Setting, fails: bool, is_drafting: bool) -> Iterator[None]:
+    def failing(self, kwargs: dict[str, Any], setting: Setting, fails: bool) -> Iterator[None]:
         """Within it the trial's fault happens, if it `fails` this time; a callback that may fail is added where there is none."""
         place, kind, call = self.trial.fault
         for name, value in PLACES[place](setting).items():
@@ -164,7 +164,7 @@ class Run:
             yield
             return
         fuse = setting.notes.fuses[place] = Fuse(call, ERRORS[kind]())
-        if place not in LAYERS or not is_drafting:
+        if place not in LAYERS:
             yield
             return
         layer = self.drafter.layers[0] if place == "drafter" else decoder_layers(self.target)[1]
@@ -271,7 +271,7 @@ def run(trial: Trial) -> Result:
     if any(refusal in str(ours.error) for refusal in REFUSALS):
         told = [Difference(f"refused after {who} was called") for who in ours.notes.seen if who != "streamer"]  # it is put the prompt
         return Result(told + spoilt(ours), ours, "refused", clock.perf_counter() - began)
-    reference = each.converse(partner(drafting, trial))
+    reference = each.converse(partner(drafting, trial), is_reference=True)
     found = differences(each, reference, ours) + spoilt(ours)
     word = "same"
     if trial.fault and ours.error is not None:
