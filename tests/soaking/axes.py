@@ -79,7 +79,7 @@ AXES: dict[str, Any] = {
     "outputs": OUTPUTS, "extra": EXTRAS,
 }  # fmt: skip
 SELDOM = {  # what takes seconds, or has one outcome
-    "wrapper": ("compiled in place", "compiled forward"), "extra": ("no cache",),
+    "wrapper": ("compiled", "compiled in place", "compiled forward"), "extra": ("no cache",),
 }  # fmt: skip
 OF_CALLS = {name: AXES[name] for name in ("cache", "choice", "processors", "stop", "streamer", "outputs", "extra")}
 
