@@ -25,6 +25,10 @@ import transformers
 from soaking import models
 from soaking.trial import Result, Trial, draw, run
 
+SETTLING = 30  # runs before memory is measured
+GROWTH = 0.01
+COUNTED = ("blocks", "tensors")
+
 
 @dataclass
 class Report:
@@ -36,6 +40,7 @@ class Report:
     runs: int = 0
     drafted: int = 0
     accepted: int = 0
+    runs_with_accepted: int = 0
 
     def add(self, trial: Trial, result: Result) -> None:
         self.runs += 1
@@ -43,8 +48,16 @@ class Report:
         stats = result.outcome.stats
         self.drafted += sum(stats.drafted_per_position)
         self.accepted += sum(stats.accepted_per_position)
+        self.runs_with_accepted += any(stats.accepted_per_position)
         for one in result.differences:
             (self.ties if one.is_tie else self.failures).append(f"{one}\n  {again(trial)}\n  {trial}")
+
+    def summary(self, seed: int, seconds: float) -> str:
+        words = ", ".join(f"{count} {word}" for word, count in self.words.most_common())
+        return (
+            f"seed {seed}: {self.runs} runs in {seconds:.0f} s ({words}): {len(self.failures)} differences, {len(self.ties)} ties; "
+            f"{self.accepted} of {self.drafted} drafted levels accepted, some in {self.runs_with_accepted} runs"
+        )
 
 
 def again(trial: Trial) -> str:
@@ -64,26 +77,46 @@ def one(trial: Trial, report: Report) -> None:
         models.forget_models()  # whatever was spoilt
 
 
-def soak(seed: int, numbers, seconds: float | None = None, tell=print) -> Report:
-    """Runs these numbers, as many as begin within so many seconds."""
-    report, began = Report(), time.monotonic()
+def soak(seed: int, numbers, seconds: float | None = None, report: Report | None = None) -> Report:
+    """Runs these numbers, as many as begin within so many seconds, and says at once what fails."""
+    report, began = report or Report(), time.monotonic()
     for number in numbers:
         if seconds is not None and time.monotonic() - began > seconds:
             break
-        known = len(report.failures)
+        told = len(report.failures), len(report.ties)
         one(draw(seed, number), report)
-        for failure in report.failures[known:]:
-            tell(f"FAILED {failure}")
+        for failure in report.failures[told[0] :]:
+            print(f"FAILED {failure}", flush=True)
+        for tie in report.ties[told[1] :]:
+            print(f"a tie, which rounding decided: {tie}", flush=True)
     return report
 
 
 def memory() -> dict[str, int]:
-    """What is held when no model is. Blocks are Python's own count of its objects, tensors the bytes of all that Python can reach."""
+    """What is held when no model is: `blocks`, Python's own count of what its objects take, and the bytes of all `tensors` Python can reach.
+
+    Both are counts, the same on every machine whatever its allocator gives back to the system. `resident` bytes are what the system says; they
+    also show what is lost outside Python, but move by a few percent by themselves.
+    """
     models.forget_models()
-    torch._dynamo.reset()
     gc.collect()
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in gc.get_objects() if type(x) is torch.Tensor}
-    return {"blocks": sys.getallocatedblocks(), "tensors": sum(storages.values()), "rss": psutil.Process().memory_info().rss}
+    return {"blocks": sys.getallocatedblocks(), "tensors": sum(storages.values()), "resident": psutil.Process().memory_info().rss}
+
+
+def flat(seed: int, numbers: list[int], report: Report, seconds: float | None = None) -> dict[str, tuple[int, int]]:
+    """Runs `numbers`; memory after the first half of them and after all. The same few runs go before either measurement, so that both find the
+    same in caches that keep what came last; the first half has met all code that is read when it is needed first.
+    """
+    half = len(numbers) // 2
+    found = []
+    for some in (numbers[:half], numbers[half:]):
+        soak(seed, some, None if seconds is None else seconds / 2, report)
+        for family in models.FAMILIES if not found else ():
+            models.bare_target(family, "eager")
+        soak(seed, numbers[:SETTLING], report=Report())
+        found.append(memory())
+    return {name: (was, found[1][name]) for name, was in found[0].items()}
 
 
 def main() -> int:
@@ -95,20 +128,32 @@ def main() -> int:
     parser.add_argument("--only", type=int, help="this run alone")
     arguments = parser.parse_args()
     quiet()
+    for package, entries in models.ABSENT.items():
+        print(f"without {package}: no {', '.join(entries)}")
     if arguments.only is not None:
-        trial = draw(arguments.seed, arguments.only)
-        print(trial)
-        report = soak(arguments.seed, [arguments.only])
-    else:
-        report = soak(arguments.seed, range(arguments.first, arguments.first + arguments.runs), arguments.seconds)
-    print(dict(report.words), report.runs, report.drafted, report.accepted, len(report.failures), len(report.ties))
-    return bool(report.failures)
+        print(draw(arguments.seed, arguments.only))
+        return bool(soak(arguments.seed, [arguments.only]).failures)
+    began, report = time.monotonic(), Report()
+    numbers = range(arguments.first, arguments.first + arguments.runs)
+    compiled = [number for number in numbers if draw(arguments.seed, number).choices["wrapper"].startswith("compiled")]
+    held = flat(arguments.seed, sorted({*numbers} - {*compiled}), report, arguments.seconds)
+    left = None if arguments.seconds is None else arguments.seconds - (time.monotonic() - began)
+    soak(arguments.seed, compiled, left, report)  # last: a compiler keeps what it has compiled
+    print(report.summary(arguments.seed, time.monotonic() - began))
+    for name, (was, now) in held.items():
+        print(f"{name} held: {was:,} before, {now:,} after ({(now - was) / max(was, 1):+.2%})")
+    grown = [name for name in COUNTED if held[name][1] > held[name][0] * (1 + GROWTH)]
+    if grown:
+        print(f"FAILED {', '.join(grown)} grew by more than {GROWTH:.0%}")
+    return bool(report.failures or grown)
 
 
 def quiet() -> None:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
-    logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
+    for name in ("torch._dynamo", "eagle31_hf"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    transformers.logging.get_logger("eagle31_hf").setLevel(logging.ERROR)
     torch.set_num_threads(1)
 
 
