@@ -3,8 +3,9 @@
 Source: vLLM's `rejection_sample_method="synthetic"` replaces the same comparison and leaves everything around it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 from ..generation import decoding
 from ..generation.drafting import Proposal
 from ..generation.texts import Texts
-from ..generation.verify import Judge, Verdict, likeliest
+from ..generation.verify import Ends, Judge, Verdict, likeliest
 
 MARK = "_eagle31_benchmark"  # on models built to be timed; no other may be decoded with
 
@@ -33,22 +34,29 @@ def synthetic_acceptance(survival: Sequence[float], seed: int = 0) -> Iterator[N
     draws = _evenly_spread(seed)
 
     class Synthetic(Judge):
-        def row_by_row(self, texts: Texts, proposal: Proposal, logits: Tensor) -> Verdict:
+        def row_by_row(self, texts: Texts, proposal: Proposal, logits: Tensor, ends: Ends | None = None) -> Verdict:
             chosen, children = likeliest(logits), proposal.children()
-            rows = [([], [], []) if texts.finished[b] else _walk(next(draws), chosen[b], children[b]) for b in range(texts.num_rows)]
+            assert ends is not None
+            rows = [
+                ([], [], []) if texts.finished[b] else _walk(next(draws), chosen[b], children[b], partial(ends, b)) for b in range(texts.num_rows)
+            ]
             return Verdict(*(list(part) for part in zip(*rows, strict=True)))
 
-    def _walk(drawn: float, chosen: list[int], children: list[dict[int, int]]) -> tuple[list[int], list[int], list[Tensor]]:
+    def _walk(
+        drawn: float, chosen: list[int], children: list[dict[int, int]], ends: Callable[[list[int], list[Tensor]], bool]
+    ) -> tuple[list[int], list[int], list[Tensor]]:
         tokens, path = list[int](), [0]
-        while True:
+        while not tokens or not ends(tokens, []):
             node, depth = path[-1], len(path) - 1
             if not children[node] or depth >= len(survival) or drawn >= survival[depth]:
                 others = (chosen[node], *range(len(children[node]) + 1))
                 tokens.append(next(token for token in others if token not in children[node]))
+                ends(tokens, [])
                 return tokens, path, []
             token, child = next(iter(children[node].items()))
             tokens.append(token)
             path.append(child)
+        return tokens, path, []
 
     def judge(target: PreTrainedModel, *rules) -> Judge:
         if not getattr(target, MARK, False):

@@ -160,11 +160,11 @@ class Loop:
         texts, scores = self.texts, self.collector.scores
         if self.in_step:
             verdict, finished = self.judge.together(texts, proposal, logits, self.stopping.together(texts, scores))
-            counts = [len(tokens) for tokens in verdict.tokens]
         else:
-            verdict = self.judge.row_by_row(texts, proposal, logits)
-            counts, finished = self.stopping.row_by_row(texts, verdict, scores)
-            verdict.check(finished)
+            ends = self.stopping.row_by_row(texts, scores)
+            verdict = self.judge.row_by_row(texts, proposal, logits, ends)
+            finished = ends.rows
+        counts = [len(tokens) for tokens in verdict.tokens]
         accepted = [
             None if ended else min(len(path) - 1, count) for path, count, ended in zip(verdict.paths, counts, texts.finished, strict=True)
         ]

@@ -8,7 +8,6 @@ from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaLi
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from .texts import Texts
-from .verify import Verdict
 
 
 class Stopping:
@@ -19,21 +18,13 @@ class Stopping:
         self.max_length = min([max_length, *(one.max_length for one in criteria if isinstance(one, MaxLengthCriteria))])
         self.eos_token_ids = {int(i) for one in criteria if isinstance(one, EosTokenCriteria) for i in one.eos_token_id}
         kinds = {type(one) for one in criteria}
-        self._usual = kinds <= {MaxLengthCriteria, EosTokenCriteria}
+        self.is_usual = kinds <= {MaxLengthCriteria, EosTokenCriteria}
         # A row that has met another criterion goes on as long as any row does, unless there is a token that ends rows.
-        self.is_rowwise = self._usual or (kinds <= {MaxLengthCriteria, EosTokenCriteria, StopStringCriteria} and bool(self.eos_token_ids))
+        self.is_rowwise = self.is_usual or (kinds <= {MaxLengthCriteria, EosTokenCriteria, StopStringCriteria} and bool(self.eos_token_ids))
 
-    def row_by_row(self, texts: Texts, verdict: Verdict, scores: tuple[Tensor, ...] | None) -> tuple[list[int], list[bool]]:
-        """How many of a verdict's tokens come before and with the one that ends each row, and which rows have ended."""
-        counts, ended = [], []
-        for b, tokens in enumerate(verdict.tokens):
-            count, end = len(tokens), True
-            if not texts.finished[b]:
-                look = self._first_stop if self._usual else self._first_stop_of_any
-                count, end = look(texts.row(b), tokens, None if scores is None else (scores, verdict.scores[b]))
-            counts.append(count)
-            ended.append(end)
-        return counts, ended
+    def row_by_row(self, texts: Texts, scores: tuple[Tensor, ...] | None) -> "RowEnds":
+        """Where every row goes at its own pace: says after each of its new tokens whether it ends."""
+        return RowEnds(self, texts, scores)
 
     def together(self, texts: Texts, scores: tuple[Tensor, ...] | None) -> Callable[[Tensor, list[Tensor]], list[bool]]:
         """Where rows keep step: which have ended, by the texts (B, L) with some new tokens and the scores (B, V) of each of these."""
@@ -44,17 +35,22 @@ class Stopping:
 
         return ended
 
-    def _first_stop(self, text: Tensor, tokens: list[int], scores: object) -> tuple[int, bool]:
-        """The usual case, length and EOS, without building the text token by token."""
-        for i, token in enumerate(tokens):
-            if token in self.eos_token_ids or text.shape[1] + i + 1 >= self.max_length:
-                return i + 1, True
-        return len(tokens), False
 
-    def _first_stop_of_any(self, text: Tensor, tokens: list[int], scores: tuple | None) -> tuple[int, bool]:
-        new = torch.tensor([tokens], device=text.device)
-        for count in range(1, len(tokens) + 1):
-            so_far = None if scores is None else (*scores[0], *scores[1][:count])
-            if self.criteria(torch.cat((text, new[:, :count]), dim=1), so_far).all():
-                return count, True
-        return len(tokens), False
+class RowEnds:
+    """Which rows have ended, in `rows`, as far as it has been asked. `scores`: of all tokens so far, where they are kept."""
+
+    def __init__(self, stopping: Stopping, texts: Texts, scores: tuple[Tensor, ...] | None):
+        self.stopping, self.texts, self.scores = stopping, texts, scores
+        self.rows = list(texts.finished)
+
+    def __call__(self, b: int, tokens: list[int], new_scores: list[Tensor]) -> bool:
+        """Whether row b ends with the last of its new tokens; asked once for each of them, in their order. `new_scores`: a row (1, V) a token."""
+        self.rows[b] = self._is_met(b, tokens, new_scores)
+        return self.rows[b]
+
+    def _is_met(self, b: int, tokens: list[int], new_scores: list[Tensor]) -> bool:
+        stopping, texts = self.stopping, self.texts
+        if stopping.is_usual:  # without building the text
+            return tokens[-1] in stopping.eos_token_ids or texts.lengths[b] + len(tokens) >= stopping.max_length
+        text = torch.cat((texts.row(b), torch.tensor([tokens], device=texts.device)), dim=1)
+        return bool(stopping.criteria(text, None if self.scores is None else (*self.scores, *new_scores)).all())

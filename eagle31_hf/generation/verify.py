@@ -16,23 +16,20 @@ from .drafting import Proposal
 from .randomness import Draws
 from .texts import Texts
 
+# Whether a row ends with the last of its new tokens, whose scores (1, V) are given too where they are kept; asked once for each of them.
+Ends = Callable[[int, list[int], list[Tensor]], bool]
+
 
 @dataclass
 class Verdict:
     """By row: `tokens`, the accepted drafts, then the target's own token unless a draft ended the text; `paths`: the rows of the
     verifying forward that hold the root and the accepted drafts; `scores`: one processed row (1, V) a token, where they are kept. A
-    finished row has none of them. A row of scores from which nothing can be drawn ends the tokens too, one short of the path.
+    finished row has none of them.
     """
 
     tokens: list[list[int]]
     paths: list[list[int]]
     scores: list[list[Tensor]]
-
-    def check(self, finished: list[bool]) -> None:
-        """Raises what plain generate raises where a row that has not `finished` had nothing to draw its next token from."""
-        for tokens, path, has_finished in zip(self.tokens, self.paths, finished, strict=True):
-            if len(tokens) < len(path) and not has_finished:
-                raise_no_distribution()
 
     def cut(self, counts: list[int]) -> "Verdict":
         """Only the first `counts[b]` tokens of row b."""
@@ -59,15 +56,16 @@ class Judge:
         """Whether logits need be neither fp32 nor its own."""
         return self.draws is None and not self.processors and not self.keeps_scores
 
-    def row_by_row(self, texts: Texts, proposal: Proposal, logits: Tensor) -> Verdict:
-        """Target logits (B, R, V) in fp32, overwritten -> as much of every row as it accepts by itself."""
+    def row_by_row(self, texts: Texts, proposal: Proposal, logits: Tensor, ends: Ends | None = None) -> Verdict:
+        """Target logits (B, R, V) in fp32, overwritten -> as much of every row as it accepts by itself, up to the token with which it ends
+        (by default one of `eos_token_ids`)."""
         chosen = likeliest(logits) if self.draws is None and not self.processors else None  # all nodes at once
         children = proposal.children()
         each = processors.by_row(self.processors, texts.num_rows)
         rows = [
             ([], [], [])
             if texts.finished[b]
-            else self._walk(b, texts, proposal, children[b], logits[b], each[b], None if chosen is None else chosen[b])
+            else self._walk(b, texts, proposal, children[b], logits[b], each[b], None if chosen is None else chosen[b], ends)
             for b in range(texts.num_rows)
         ]
         return Verdict(*(list(part) for part in zip(*rows, strict=True)))
@@ -81,6 +79,7 @@ class Judge:
         logits: Tensor,
         row_processors: LogitsProcessorList,
         chosen: list[int] | None,
+        ends: Ends | None,
     ) -> tuple[list[int], list[int], list[Tensor]]:
         prefix, tokens = texts.row(b), list[int]()
         path, scores = [0], list[Tensor]()
@@ -92,17 +91,19 @@ class Judge:
             else:
                 context = torch.cat((prefix, prefix.new_tensor([tokens], dtype=prefix.dtype)), dim=1)
                 row_scores = row_processors(context, logits[node : node + 1])  # type: ignore[arg-type]
-                if not self._can_choose(row_scores):  # an error, unless the text has ended before it
-                    return tokens, path, scores
+                if not self._can_choose(row_scores):
+                    raise_no_distribution()
                 draft = None if proposal.logits is None or node >= proposal.ids.shape[1] else proposal.ids[b, node : node + 1]
                 token = int(self._choose(b, context.shape[1], row_scores, draft, None if draft is None else proposal.logits[b, node]))
             tokens.append(token)
             if self.keeps_scores:
                 scores.append(row_scores)
-            if token not in children[node]:
-                return tokens, path, scores
-            path.append(children[node][token])
-            if token in self.eos_token_ids:  # the text ends with an accepted draft
+            is_draft = token in children[node]
+            if is_draft:
+                path.append(children[node][token])
+            # Asked before the next prefix is shown to a processor: plain decoding shows none that goes past the end.
+            has_ended = token in self.eos_token_ids if ends is None else ends(b, tokens, scores)
+            if has_ended or not is_draft:
                 return tokens, path, scores
 
     def together(

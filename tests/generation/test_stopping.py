@@ -4,7 +4,7 @@ import pytest
 import torch
 from close import assert_close
 from conftest import greedy_text
-from observers import Countdown, speculate
+from observers import Countdown, Diary, speculate
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 LENGTH = 24
@@ -108,3 +108,18 @@ def test_max_time_ends_inside_a_burst(target, drafter, prompt, monkeypatch):
     output, stats = speculate(target, drafter, prompt, num_assistant_tokens=5, max_time=6.5, **GREEDY)
     assert output.shape[1] - prompt.shape[1] == 7
     assert max(stats.accepted_per_round) >= 2
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 8])
+@pytest.mark.parametrize("knobs", [{"num_assistant_tokens": 5}, {"num_assistant_tokens": 5, "draft_tree_top_k": 3}], ids=["chain", "tree"])
+def test_processors_are_shown_nothing_past_the_end(target, drafter, prompt, knobs, count):
+    """One that keeps state would go into the next turn otherwise than with the target alone."""
+    seen = []
+    for assistance in ({"assistant_model": drafter} | knobs, {}):
+        order, diary, countdown = [], Diary(target.config.vocab_size), Countdown(count)
+        diary.favours *= 0.0
+        processors = [lambda ids, scores, order=order, diary=diary: order.append("processor") or diary(ids, scores)]
+        criteria = StoppingCriteriaList([lambda ids, scores, order=order, countdown=countdown: order.append("criterion") or countdown(ids, scores)])
+        target.generate(prompt, logits_processor=processors, stopping_criteria=criteria, **GREEDY, **assistance)
+        seen.append((diary.prefixes, countdown.texts, order))
+    assert seen[0] == seen[1]

@@ -492,9 +492,9 @@ def test_sequences_are_distributed_as_the_target_alone_would(small, small_drafte
 class FirstChild(Judge):
     """Takes the first child of the root whatever the target says."""
 
-    def row_by_row(self, texts: Texts, proposal: Proposal, logits: Tensor) -> Verdict:
+    def row_by_row(self, texts: Texts, proposal: Proposal, logits: Tensor, *ends) -> Verdict:
         self.proposal = proposal
-        return super().row_by_row(texts, proposal, logits)
+        return super().row_by_row(texts, proposal, logits, *ends)
 
     def _choose(self, b, slot, *logits):
         return self.proposal.ids[b, :1] if slot == START.shape[1] else super()._choose(b, slot, *logits)
@@ -516,14 +516,14 @@ class PrefersAChild(FirstChild):
 class OfTheParents(Judge):
     """Draws below the root from the distribution after the parent."""
 
-    def row_by_row(self, texts: Texts, proposal: Proposal, logits: Tensor) -> Verdict:
-        return super().row_by_row(texts, proposal, logits[:, proposal.tree.parents[0].clamp(min=0)])
+    def row_by_row(self, texts: Texts, proposal: Proposal, logits: Tensor, *ends) -> Verdict:
+        return super().row_by_row(texts, proposal, logits[:, proposal.tree.parents[0].clamp(min=0)], *ends)
 
 
 class Unprocessed(Judge):
-    def row_by_row(self, texts: Texts, proposal: Proposal, logits: Tensor) -> Verdict:
+    def row_by_row(self, texts: Texts, proposal: Proposal, logits: Tensor, *ends) -> Verdict:
         self.processors = LogitsProcessorList()
-        return super().row_by_row(texts, proposal, logits)
+        return super().row_by_row(texts, proposal, logits, *ends)
 
 
 class TheSameNoiseAgain(Judge):
