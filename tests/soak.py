@@ -1,8 +1,8 @@
 """Random calls of `generate`, with a drafter and without, which must not differ in anything a caller can see.
 
-    python tests/soak.py --runs 2000 --seed 0
-    python tests/soak.py --seconds 60 --seed 0
-    python tests/soak.py --seed 0 --only 317        one run again, with its description
+python tests/soak.py --runs 2000 --seed 0
+python tests/soak.py --seconds 60 --seed 0
+python tests/soak.py --seed 0 --only 317        one run again, with its description
 """
 
 import argparse
@@ -13,11 +13,12 @@ import time
 import traceback
 import warnings
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-TESTS = Path(__file__).resolve().parent
-sys.path[:0] = [str(TESTS), str(TESTS / "generation")]
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(1, str(Path(__file__).parent / "generation"))  # of families.py
 
 import psutil
 import torch
@@ -77,7 +78,7 @@ def one(trial: Trial, report: Report) -> None:
         models.forget_models()  # whatever was spoilt
 
 
-def soak(seed: int, numbers, seconds: float | None = None, report: Report | None = None) -> Report:
+def soak(seed: int, numbers: Iterable[int], seconds: float | None = None, report: Report | None = None) -> Report:
     """Runs these numbers, as many as begin within so many seconds, and says at once what fails."""
     report, began = report or Report(), time.monotonic()
     for number in numbers:
@@ -93,10 +94,11 @@ def soak(seed: int, numbers, seconds: float | None = None, report: Report | None
 
 
 def memory() -> dict[str, int]:
-    """What is held when no model is: `blocks`, Python's own count of what its objects take, and the bytes of all `tensors` Python can reach.
+    """What is held when no model is: `blocks`, Python's own count of what its objects take, and the bytes of all `tensors` Python can
+    reach.
 
-    Both are counts, the same on every machine whatever its allocator gives back to the system. `resident` bytes are what the system says; they
-    also show what is lost outside Python, but move by a few percent by themselves.
+    Both are counts, the same on every machine whatever its allocator gives back to the system. `resident` bytes are what the system says;
+    they also show what is lost outside Python, but move by a few percent by themselves.
     """
     models.forget_models()
     gc.collect()
@@ -105,8 +107,8 @@ def memory() -> dict[str, int]:
 
 
 def flat(seed: int, numbers: list[int], report: Report, seconds: float | None = None) -> dict[str, tuple[int, int]]:
-    """Runs `numbers`; memory after the first half of them and after all. The same few runs go before either measurement, so that both find the
-    same in caches that keep what came last; the first half has met all code that is read when it is needed first.
+    """Runs `numbers`; memory after the first half of them and after all. The same few runs go before either measurement, so that both
+    find the same in caches that keep what came last; the first half has met all code that is read when it is needed first.
     """
     half = len(numbers) // 2
     found = []

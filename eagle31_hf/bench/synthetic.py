@@ -38,7 +38,8 @@ def synthetic_acceptance(survival: Sequence[float], seed: int = 0) -> Iterator[N
             chosen, children = likeliest(logits), proposal.children()
             assert ends is not None
             rows = [
-                ([], [], []) if texts.finished[b] else _walk(next(draws), chosen[b], children[b], partial(ends, b)) for b in range(texts.num_rows)
+                ([], [], []) if texts.finished[b] else _walk(next(draws), chosen[b], children[b], partial(ends, b))
+                for b in range(texts.num_rows)
             ]
             return Verdict(*(list(part) for part in zip(*rows, strict=True)))
 

@@ -8,6 +8,7 @@ Caches whose layers are of other kinds keep them, and can only append and crop, 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -336,12 +337,12 @@ def windows(cache: Cache) -> list[int | None]:
 
 
 def static_spans(cache: Cache, num_after: int, num_new: int) -> list[slice | None]:
-    """By layer, the slots a stock static layer would show to `num_new` tokens, after which `num_after` more are in the cache; None for layers
-    that are not static."""
+    """By layer, the slots a stock static layer would show to `num_new` tokens, after which `num_after` more are in the cache; None for
+    layers that are not static."""
     return [_static_span(layer, layer.end - num_after, num_new) if getattr(layer, "fixed", False) else None for layer in cache.layers]
 
 
-def _static_span(layer: SlotLayer, end: int, num_new: int) -> slice:
+def _static_span(layer: Any, end: int, num_new: int) -> slice:
     if layer.window is None:
         return slice(None)
     return slice(layer.window) if end <= layer.window else slice(max(0, end - num_new - layer.window + 1), end)

@@ -44,7 +44,7 @@ class RowEnds:
         self.rows = list(texts.finished)
 
     def __call__(self, b: int, tokens: list[int], new_scores: list[Tensor]) -> bool:
-        """Whether row b ends with the last of its new tokens; asked once for each of them, in their order. `new_scores`: a row (1, V) a token."""
+        """Whether row b ends with the last of its new tokens; asked once for each of them, in order. `new_scores`: (1, V) a token."""
         self.rows[b] = self._is_met(b, tokens, new_scores)
         return self.rows[b]
 

@@ -36,9 +36,17 @@ def test_attentions_over_a_static_cache(make_target, make_drafter, kind, tokens,
     target = make_target(kind, "eager")
     text = greedy_text(target)
     pasts = [StaticCache(config=target.config, max_cache_len=40) for _ in range(2)]
-    kwargs = {"max_new_tokens": 7, "do_sample": False, "prefill_chunk_size": chunk, "return_dict_in_generate": True, "output_attentions": True}
+    kwargs = {
+        "max_new_tokens": 7,
+        "do_sample": False,
+        "prefill_chunk_size": chunk,
+        "return_dict_in_generate": True,
+        "output_attentions": True,
+    }
     for length in (tokens, tokens + 11):  # a turn, and another one
-        output, stats = speculate(target, make_drafter(target), text[:, :length], num_assistant_tokens=4, past_key_values=pasts[0], **kwargs)
+        output, stats = speculate(
+            target, make_drafter(target), text[:, :length], num_assistant_tokens=4, past_key_values=pasts[0], **kwargs
+        )
         assert sum(stats.accepted_per_round) >= 1 or length > tokens
         expected = target.generate(text[:, :length], past_key_values=pasts[1], **kwargs)
         assert_close("attentions", output.attentions, expected.attentions, TARGET_FORWARD)

@@ -119,7 +119,9 @@ def test_processors_are_shown_nothing_past_the_end(target, drafter, prompt, knob
         order, diary, countdown = [], Diary(target.config.vocab_size), Countdown(count)
         diary.favours *= 0.0
         processors = [lambda ids, scores, order=order, diary=diary: order.append("processor") or diary(ids, scores)]
-        criteria = StoppingCriteriaList([lambda ids, scores, order=order, countdown=countdown: order.append("criterion") or countdown(ids, scores)])
+        criteria = StoppingCriteriaList(
+            [lambda ids, scores, order=order, countdown=countdown: order.append("criterion") or countdown(ids, scores)]
+        )
         target.generate(prompt, logits_processor=processors, stopping_criteria=criteria, **GREEDY, **assistance)
         seen.append((diary.prefixes, countdown.texts, order))
     assert seen[0] == seen[1]

@@ -1,4 +1,4 @@
-"""What is asked of generate besides callbacks: how to draft, caches, prompts, choices of tokens, outputs. A table each, the usual entry first.
+"""What is asked of generate besides callbacks: how to draft, caches, prompts, choices of tokens, outputs; tables, the usual entry first.
 
 An entry's builder takes a `callbacks.Setting` and returns keyword arguments for `generate`.
 """
@@ -17,10 +17,6 @@ LONGEST = 100  # tokens a row may come to have
 
 def text_config(setting: Setting):
     return setting.target.config.get_text_config(decoder=True)
-
-
-def primed(setting: Setting, past: Any) -> dict:
-    return {"past_key_values": past}
 
 
 DRAFTINGS = {
@@ -63,8 +59,9 @@ OUTPUTS = {
     "logits": lambda setting: DICT | {"output_logits": True},
     "states": lambda setting: DICT | {"output_hidden_states": True},
     "attentions": lambda setting: DICT | {"output_attentions": True},
-    "everything": lambda setting: DICT
-    | {"output_scores": True, "output_logits": True, "output_hidden_states": True, "output_attentions": True},
+    "everything": lambda setting: (
+        DICT | {"output_scores": True, "output_logits": True, "output_hidden_states": True, "output_attentions": True}
+    ),
 }
 EXTRAS = {
     "none": lambda setting: {},

@@ -140,4 +140,3 @@ def of_notes(ours: dict[str, list], alone: dict[str, list], failed: bool) -> lis
             shown = [notes[call] if call < len(notes) else "nothing" for notes in (mine, other)]
             found.append(f"{who}, call {call}: shown {shown[0]}, alone {shown[1]}")
     return found
-

@@ -1,6 +1,6 @@
 """Targets, what users wrap them in, and drafters beside them: the first three axes of the soak.
 
-A wrapper takes a target of its own, to do with as it likes, and returns what the user calls `generate` on, or None where it cannot wrap this one.
+A wrapper takes a target of its own, to do with as it likes, and returns what the user calls `generate` on, or None where it cannot wrap it.
 """
 
 import tempfile
@@ -41,7 +41,7 @@ def bare_target(family: str, attention: str) -> PreTrainedModel:
 def target_of(family: str, attention: str, wrapper: str) -> PreTrainedModel:
     """What the user calls; the bare target where this wrapper cannot wrap it."""
     bare = bare_target(family, attention)
-    if wrapper == "none":
+    if wrapper == "none" or any(wrapper in names for names in ABSENT.values()):
         return bare
     torch.manual_seed(2)
     wrapped = WRAPPERS[wrapper](deepcopy(bare))
@@ -207,7 +207,7 @@ WRAPPERS: dict[str, Callable[[PreTrainedModel], nn.Module | None] | None] = {
     "4 bit": quantized("Linear4bit", compute_dtype=torch.float32, quant_type="nf4"),
 }
 NEEDS = {"peft": ("lora", "ia3"), "bitsandbytes": ("8 bit", "4 bit")}
-ABSENT = {package: words for package, words in NEEDS.items() if find_spec(package) is None}
-for words in ABSENT.values():
-    WRAPPERS = {name: wrapper for name, wrapper in WRAPPERS.items() if not name.startswith(words)}
+ABSENT = {  # by package, the wrappers that cannot be had
+    package: [name for name in WRAPPERS if name.startswith(words)] for package, words in NEEDS.items() if find_spec(package) is None
+}
 torch._dynamo.config.recompile_limit = 2  # seconds each; what comes after runs as it is

@@ -20,7 +20,7 @@ from eagle31_hf import AcceptanceStats, track_acceptance
 from eagle31_hf.features import decoder_layers
 from eagle31_hf.generation import selftest, statistics, tuning
 
-from . import axes, callbacks
+from . import axes
 from .callbacks import ERRORS, LAYERS, PLACES, Fuse, Notes, Setting
 from .compare import Difference, differences
 from .models import bare_target, conftest, drafter_of, target_of
@@ -231,14 +231,15 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 def module_state(module: torch.nn.Module) -> tuple:
     """Its hooks (transformers leaves some where states were asked for), whether it is in training, and which forwards it has of its own."""
     hooks = [
-        [key for key, hook in getattr(module, name).items() if not getattr(hook, "__module__", "").startswith("transformers")] for name in HOOKS
+        [key for key, hook in getattr(module, name).items() if not getattr(hook, "__module__", "").startswith("transformers")]
+        for name in HOOKS
     ]
     return *hooks, module.training, id(vars(module).get("forward")), id(vars(module).get("_old_forward"))
 
 
 @contextmanager
 def own_clock(rng: random.Random) -> Iterator[None]:
-    """Time of its own, and nothing known of earlier calls: what auto drafts is then drawn, erratic, and the same whenever it is drawn again."""
+    """Time of its own, and nothing known of earlier calls: what auto drafts is then erratic, and the same whenever it is drawn again."""
     now = [0.0]
 
     def read() -> float:
@@ -301,8 +302,8 @@ def partner(drafting: str, trial: Trial) -> str | None:
 
 
 def goes_on(each: Run, ours: Outcome, whole: Outcome) -> list[Difference]:
-    """The caller's cache after a failure holds a beginning of what was to be said, and nothing else: the target alone goes on from it as from a
-    cache that has just read as much."""
+    """The caller's cache after a failure holds a beginning of what was to be said, and nothing else: the target alone goes on from it as
+    from a cache that has just read as much."""
     if ours.past is None or whole.error or each.trial.is_sampled or each.trial.num_turns > 1:
         return []
     said = whole.outputs[0] if isinstance(whole.outputs[0], Tensor) else whole.outputs[0].sequences
@@ -321,4 +322,6 @@ def goes_on(each: Run, ours: Outcome, whole: Outcome) -> list[Difference]:
     if length:
         each.target.generate(said[:, :length], attention_mask=whole_mask[:, :length], past_key_values=fresh, max_new_tokens=1, **kwargs)
     mine, other = after(ours.past), after(fresh)
-    return [] if torch.equal(mine, other) else [Difference(f"after the failure: the target goes on {mine.tolist()}, alone {other.tolist()}")]
+    return (
+        [] if torch.equal(mine, other) else [Difference(f"after the failure: the target goes on {mine.tolist()}, alone {other.tolist()}")]
+    )

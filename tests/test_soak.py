@@ -1,0 +1,40 @@
+"""A minute's share of `python tests/soak.py --runs 2000`: bound by runs, not by time, so that it is the same wherever it runs."""
+
+import pytest
+import soak
+from soaking.trial import draw
+
+SEED, COMPILED = 0, "compiled"  # compilers keep what they have compiled, and take seconds
+RUNS = [number for number in range(130) if not draw(SEED, number).choices["wrapper"].startswith(COMPILED)][:120]
+
+
+@pytest.fixture(autouse=True)
+def forgotten():
+    yield
+    soak.models.forget_models()
+
+
+@pytest.mark.parametrize("first", [0, 40, 80])
+def test_nothing_differs_from_plain_generate(first):
+    report = soak.soak(SEED, RUNS[first : first + 40])
+    assert report.failures == []
+    assert report.ties == []
+    assert report.words["same"] > 20
+    assert report.words["failed alike"] > 4
+    assert report.runs_with_accepted > 5, "hardly a draft was accepted: nothing was tried"
+
+
+def test_memory_is_flat():
+    """The same runs over and over; the first rounds load code and fill caches."""
+    held = []
+    for _ in range(3):
+        soak.soak(SEED, RUNS[:8])
+        held.append(soak.memory())
+    for name in soak.COUNTED:
+        assert held[2][name] <= held[1][name] * (1 + soak.GROWTH / 10), f"{name}: {[memory[name] for memory in held]}"
+
+
+def test_a_run_is_drawn_again_as_it_was():
+    assert draw(3, 17) == draw(3, 17)
+    assert draw(3, 17) != draw(4, 17)
+    assert "--seed 3 --only 17" in soak.again(draw(3, 17))
