@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig, QuantizedCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
 HEADROOM = 256  # slots a buffer is allocated for beyond what is needed, at least; a quarter of it, where that is more
 
@@ -333,13 +333,20 @@ def capacity(cache: Cache) -> int | None:
 
 def windows(cache: Cache) -> list[int | None]:
     """By layer, how many tokens it attends to; None where it attends to all."""
-    return [layer.sliding_window if layer.is_sliding else None for layer in cache.layers]
+    return [layer.sliding_window if layer.is_sliding else None for layer in attention_layers(cache)]
+
+
+def attention_layers(cache: Cache) -> list[Any]:
+    """Its layers but those of convolutions and recurrences, which give no attentions."""
+    return [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
 
 
 def static_spans(cache: Cache, num_after: int, num_new: int) -> list[slice | None]:
     """By layer, the slots a stock static layer would show to `num_new` tokens, after which `num_after` more are in the cache; None for
     layers that are not static."""
-    return [_static_span(layer, layer.end - num_after, num_new) if getattr(layer, "fixed", False) else None for layer in cache.layers]
+    return [
+        _static_span(layer, layer.end - num_after, num_new) if getattr(layer, "fixed", False) else None for layer in attention_layers(cache)
+    ]
 
 
 def _static_span(layer: Any, end: int, num_new: int) -> slice:

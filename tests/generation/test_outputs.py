@@ -4,6 +4,7 @@ import pytest
 import torch
 from close import TARGET_FORWARD, assert_close
 from conftest import TARGETS, greedy_text
+from families import build_drafter, build_target
 from observers import Countdown, speculate
 from transformers import LogitsProcessor, StaticCache, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput
@@ -50,6 +51,15 @@ def test_attentions_over_a_static_cache(make_target, make_drafter, kind, tokens,
         assert sum(stats.accepted_per_round) >= 1 or length > tokens
         expected = target.generate(text[:, :length], past_key_values=pasts[1], **kwargs)
         assert_close("attentions", output.attentions, expected.attentions, TARGET_FORWARD)
+
+
+def test_attentions_where_some_layers_have_none(prompt):
+    """Of convolutions there are none."""
+    target = build_target("LFM2", "eager")
+    kwargs = {"max_new_tokens": 7, "do_sample": False, "return_dict_in_generate": True, "output_attentions": True}
+    output, stats = speculate(target, build_drafter("LFM2"), prompt, num_assistant_tokens=4, **kwargs)
+    assert sum(stats.accepted_per_round) >= 1
+    assert_close("attentions", output.attentions, target.generate(prompt, **kwargs).attentions, TARGET_FORWARD)
 
 
 class Forbids(LogitsProcessor):
