@@ -174,6 +174,8 @@ def weights_name(folder: Path, config: dict[str, Any]) -> str | None:
         return named
     if named is not None:
         check_file_name(named, folder / "config.json", "transformers_weights")
+        if not named.endswith((".safetensors", ".safetensors.index.json")):  # transformers reads no others by this key
+            raise ValueError(f"{folder / 'config.json'}: transformers_weights names {named}; expected a safetensors file, or its index.")
         return named
     return next((name for name in WEIGHT_NAMES if (folder / name).is_file()), None)
 

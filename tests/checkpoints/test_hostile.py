@@ -521,6 +521,7 @@ KEYS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "transformers_weights_absolute": ({"transformers_weights": "/etc/passwd"}, ("transformers_weights", "plain file name")),
     "transformers_weights_of_a_number": ({"transformers_weights": 3}, ("transformers_weights", "plain file name")),
     "transformers_weights_gone": ({"transformers_weights": "gone.safetensors"}, ("gone.safetensors", "not there")),
+    "transformers_weights_in_a_pickle": ({"transformers_weights": "pytorch_model.bin"}, ("transformers_weights", "safetensors")),
 }  # fmt: skip
 
 
