@@ -310,7 +310,7 @@ class Eagle31Config(PreTrainedConfig):
                 "norm_before_fc their concatenation",
             ),
             (
-                ids is None or (len(ids) > 0 and min(ids) >= 0 and sorted(set(ids)) == list(ids)),
+                ids is None or (len(ids) > 0 and min(ids) >= 0 and sorted(set(ids)) == list(ids) and bool not in map(type, ids)),
                 f"aux_hidden_state_layer_ids is {str(ids)[:200]}; expected distinct ids >= 0 in ascending order",
             ),
             (
