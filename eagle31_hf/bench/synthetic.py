@@ -35,7 +35,7 @@ def synthetic_acceptance(survival: Sequence[float], seed: int = 0) -> Iterator[N
 
     class Synthetic(Judge):
         def row_by_row(self, texts: Texts, proposal: Proposal, logits: Tensor, ends: Ends | None = None) -> Verdict:
-            chosen, children = likeliest(logits), proposal.children()
+            chosen, children = likeliest(logits).tolist(), proposal.children()
             assert ends is not None
             rows = [
                 ([], [], []) if texts.finished[b] else _walk(next(draws), chosen[b], children[b], partial(ends, b))

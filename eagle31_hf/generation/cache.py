@@ -150,6 +150,12 @@ class SlotLayer(DynamicLayer):
         for buffer in self.buffers:
             buffer[rows, :, goal] = buffer[rows, :, source]
 
+    def wipe(self, ends: list[int]) -> None:
+        """Zeros from slot `ends[b]` of every row b on."""
+        for buffer in self.buffers:
+            for b, end in enumerate(ends):
+                buffer[b, :, max(end - self.first, 0) :] = 0
+
     def settle(self, end: int) -> None:
         """The longest row ends before slot `end`."""
         self.end = self.settled = end
@@ -211,6 +217,7 @@ def _to_static(ours: SlotLayer, layer: StaticLayer) -> None:
         layer.dtype, layer.device, layer.is_initialized = ours.dtype, ours.device, True
         layer.keys, layer.values = ours.buffers
         layer.cumulative_length = layer.cumulative_length.to(ours.device)
+    ours.wipe([ours.end] * len(ours.buffers[0]))  # attention will meet them again, and rejected tokens' values may be NaN
     layer.cumulative_length.fill_(ours.end)
 
 
@@ -309,6 +316,13 @@ def keep_paths(cache: Cache, starts: list[int], paths: list[list[int]]) -> None:
     end = max(start + len(path) for start, path in zip(starts, paths, strict=True))
     for layer in cache.layers:
         layer.settle(end)
+
+
+def wipe(cache: Cache, ends: list[int]) -> None:
+    """Zeros wherever rows were rejected, from slot `ends[b]` of every row b on: a masked slot still meets the weight 0, and 0 times NaN
+    is NaN."""
+    for layer in cache.layers:
+        layer.wipe(ends)
 
 
 def key_span(cache: Cache, starts: list[int], num_new: int, window: int | None) -> tuple[int, int]:

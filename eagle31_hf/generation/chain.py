@@ -138,7 +138,7 @@ class Eagle31CandidateGenerator(CandidateGenerator):
         states = self._captured.take() if self._last_state is None else self._last_state
         self._last_state = None
         longest = max(len(row) for row in tokens)
-        padded = torch.tensor([row + [0] * (longest - len(row)) for row in tokens], device=states.device)
+        padded = torch.tensor([row + [0] * (longest - len(row)) for row in tokens], dtype=torch.long, device=states.device)
         kept = Reading(states, states.new_zeros(states.shape[:2], dtype=torch.long), []).selected(paths)
         self._unread.append(Reading(kept.states, padded, kept.counts))
         if self.num_unread > READ_AT_ONCE:  # nothing was drafted for long; the next draft begins with reading the last of it

@@ -102,6 +102,7 @@ class Loop:
         self.runner, self.drafting, self.judge, self.stopping, self.texts = runner, drafting, judge, stopping, texts
         self.collector, self.pilot, self.streamer, self.in_step = collector, pilot, streamer, in_step
         self.recorder = Recorder()
+        self.was_short = False  # drafts may have made the last round's scores NaN: the next does without
 
     def run(self):
         """The prompt, then rounds of drafting, verifying and accepting until every row has ended."""
@@ -110,7 +111,7 @@ class Loop:
             with recorder.timed("prefill"), self.drafting.reading_prompt(texts.rows()):
                 outputs = self.runner.prefill(texts.rows())
                 logits = self.logits_of(outputs, 1)
-            proposal = Proposal(texts.rows()[:, :0])
+            proposal = Proposal(texts.rows()[:, :0], is_plain=True)
             verdict, _ = self.accept(outputs, logits, proposal, is_prefill=True)
             recorder.prefill([len(tokens) for tokens in verdict.tokens])
             while not all(texts.finished):
@@ -142,9 +143,9 @@ class Loop:
         if capacity is not None:  # a static cache's last slots
             nodes = capacity - (self.runner.num_before + texts.longest - 1)
             depth = min(depth, nodes - 1)
-        plan = self.pilot.plan(depth, texts.num_rows, self.drafting.num_unread)
+        plan = self.pilot.plan(0 if self.was_short else depth, texts.num_rows, self.drafting.num_unread)
         if plan.depth < 1:
-            return Proposal(texts.rows()[:, :0])
+            return Proposal(texts.rows()[:, :0], is_plain=self.was_short)
         proposal = self.drafting.propose([texts.row(b) for b in range(texts.num_rows)], plan.depth, plan.policy, min(nodes, plan.max_nodes))
         if self.in_step and self.stopping.eos_token_ids:  # plain decoding feeds padding to rows that have ended
             proposal.ids[torch.tensor(texts.finished, device=texts.device)] = texts.pad_token_id
@@ -165,6 +166,7 @@ class Loop:
             verdict = self.judge.row_by_row(texts, proposal, logits, ends)
             finished = ends.rows
         counts = [len(tokens) for tokens in verdict.tokens]
+        self.was_short = verdict.is_short(finished)
         accepted = [
             None if ended else min(len(path) - 1, count) for path, count, ended in zip(verdict.paths, counts, texts.finished, strict=True)
         ]
@@ -173,6 +175,8 @@ class Loop:
         self.drafting.keep(verdict.paths, verdict.tokens)
         texts.append(verdict.tokens)
         texts.finished = finished
+        if self.was_short:
+            self.runner.wipe(texts)
         if self.judge.draws is not None:
             self.judge.draws.forget(texts.lengths)
         self.collector.add(outputs, logits, verdict, is_prefill)

@@ -34,6 +34,7 @@ class Proposal:
     tree: DraftTree | None = None
     log_probs: Tensor | None = None  # (B, 1 + drafts), the committed token's first, where they were scored
     guesses: list[tuple[int, float]] | None = None  # by row the likeliest next token and its log-probability, where nothing is drafted
+    is_plain: bool = False  # nothing is drafted, and no earlier draft is left in the cache: the scores are what plain decoding sees
 
     @property
     def num_rows(self) -> int:

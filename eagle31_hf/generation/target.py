@@ -127,6 +127,11 @@ class TargetRunner:
             starts = [length - 1 + self.num_before for length in texts.lengths]
             cache.keep_paths(self.past_key_values, starts, paths)
 
+    def wipe(self, texts: Texts) -> None:
+        """Leaves nothing of rejected tokens in the cache. One that can only crop keeps nothing of them anyway."""
+        if self.placement is not None:
+            cache.wipe(self.past_key_values, [length - 1 + self.num_before for length in texts.lengths])
+
     def _grown(self, model_kwargs: dict[str, Any], num_tokens: int) -> dict[str, Any]:
         """The keyword arguments for that many more tokens: longer masks and positions."""
         # transformers lengthens token types by repeating as many of the last ones as there are new tokens: right one at a time only.

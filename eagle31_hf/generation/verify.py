@@ -24,12 +24,17 @@ Ends = Callable[[int, list[int], list[Tensor]], bool]
 class Verdict:
     """By row: `tokens`, the accepted drafts, then the target's own token unless a draft ended the text; `paths`: the rows of the
     verifying forward that hold the root and the accepted drafts; `scores`: one processed row (1, V) a token, where they are kept. A
-    finished row has none of them.
+    finished row has none of them. A spoiled row of logits ends the tokens one short of the path.
     """
 
     tokens: list[list[int]]
     paths: list[list[int]]
     scores: list[list[Tensor]]
+
+    def is_short(self, finished: list[bool]) -> bool:
+        """Whether a row that has not `finished` met spoiled logits where its next token was to be chosen."""
+        rows = zip(self.tokens, self.paths, finished, strict=True)
+        return any(len(tokens) < len(path) and not has_finished for tokens, path, has_finished in rows)
 
     def cut(self, counts: list[int]) -> "Verdict":
         """Only the first `counts[b]` tokens of row b."""
@@ -59,13 +64,16 @@ class Judge:
     def row_by_row(self, texts: Texts, proposal: Proposal, logits: Tensor, ends: Ends | None = None) -> Verdict:
         """Target logits (B, R, V) in fp32, overwritten -> as much of every row as it accepts by itself, up to the token with which it ends
         (by default one of `eos_token_ids`)."""
-        chosen = likeliest(logits) if self.draws is None and not self.processors else None  # all nodes at once
+        facts = [are_spoiled(logits, proposal).long()]
+        if self.draws is None and not self.processors:
+            facts.append(likeliest(logits))  # all nodes at once
+        spoiled, *chosen = torch.stack(facts).tolist()
         children = proposal.children()
         each = processors.by_row(self.processors, texts.num_rows)
         rows = [
             ([], [], [])
             if texts.finished[b]
-            else self._walk(b, texts, proposal, children[b], logits[b], each[b], None if chosen is None else chosen[b], ends)
+            else self._walk(b, texts, proposal, children[b], logits[b], each[b], spoiled[b], chosen[0][b] if chosen else None, ends)
             for b in range(texts.num_rows)
         ]
         return Verdict(*(list(part) for part in zip(*rows, strict=True)))
@@ -78,6 +86,7 @@ class Judge:
         children: list[dict[int, int]],
         logits: Tensor,
         row_processors: LogitsProcessorList,
+        spoiled: list[int],
         chosen: list[int] | None,
         ends: Ends | None,
     ) -> tuple[list[int], list[int], list[Tensor]]:
@@ -85,6 +94,8 @@ class Judge:
         path, scores = [0], list[Tensor]()
         while True:
             node = path[-1]
+            if spoiled[node]:  # before processors see it: they are shown every prefix once
+                return tokens, path, scores
             if chosen is not None:
                 row_scores = logits[node : node + 1]
                 token = chosen[node]
@@ -115,9 +126,12 @@ class Judge:
         Of chains only. A row that has ended goes on with padding, where there is an end to find, and keeps no other from going on.
         """
         rows, drafted, tokens, scores = range(texts.num_rows), proposal.ids, list[Tensor](), list[Tensor]()
+        spoiled, finished, is_short = are_spoiled(logits, proposal).any(0).tolist(), texts.finished, False
         going = torch.tensor([not (finished and self.eos_token_ids) for finished in texts.finished], device=logits.device)
         for node in range(proposal.num_rows):
             context = torch.cat((texts.rows(), *tokens), dim=1)
+            if is_short := bool(spoiled[node]):
+                break
             scores.append(self.processors(context, logits[:, node]))  # type: ignore[arg-type]
             if not self._can_choose(scores[-1]):  # no text has ended, or the walk would have
                 raise_no_distribution()
@@ -131,8 +145,9 @@ class Judge:
             finished = ended(torch.cat((context, tokens[-1]), dim=1), scores)
             if not agrees or finished != texts.finished:
                 break
-        ids, each_scores = torch.cat(tokens, dim=1).tolist(), [[row[b : b + 1] for row in scores] for b in rows]
-        return Verdict(ids, [list(range(len(tokens))) for _ in rows], each_scores), finished
+        ids = torch.cat((drafted[:, :0], *tokens), dim=1).tolist()
+        paths, each_scores = [list(range(len(tokens) + is_short)) for _ in rows], [[row[b : b + 1] for row in scores] for b in rows]
+        return Verdict(ids, paths, each_scores), finished
 
     def _can_choose(self, scores: Tensor) -> bool:
         """Whether the scores (B, V) have a largest token each or, where one is drawn, are a distribution."""
@@ -153,9 +168,18 @@ class Judge:
         return self.draws.pick(b, slot, (residual if residual.sum() > 0 else p).log())
 
 
-def likeliest(logits: Tensor) -> list[list[int]]:
-    """(B, R, V) -> the first of the largest in every row, as argmax finds it in fp32; four times as fast in bf16."""
-    return logits.max(-1).indices.tolist()
+def likeliest(logits: Tensor) -> Tensor:
+    """(B, R, V) -> the first of the largest in every row (B, R), as argmax finds it in fp32; four times as fast in bf16."""
+    return logits.max(-1).indices
+
+
+def are_spoiled(logits: Tensor, proposal: Proposal) -> Tensor:
+    """(B, R, V) -> which rows (B, R) say nothing, since it may be drafts that made them NaN.
+
+    Where a draft's values are not finite, rows that do not see it are NaN as well: they weigh it 0, and 0 times NaN is NaN. A state that
+    is NaN makes every logit NaN, so that a few tell; more than one, since models may mask ids of their own.
+    """
+    return logits[..., :8].isnan().any(-1) & (not proposal.is_plain)
 
 
 def raise_no_distribution() -> None:

@@ -288,7 +288,7 @@ def reused(self, row, original=Draws.gumbel):
 def walk(choose, context_of=lambda prefix, context: context):
     """`Judge._walk` with another choice of the token, or other texts for the processors."""
 
-    def _walk(self, b, texts, proposal, children, logits, row_processors, chosen):
+    def _walk(self, b, texts, proposal, children, logits, row_processors, spoiled, chosen):
         prefix, tokens, path, scores = texts.row(b), [], [0], []
         while True:
             node = path[-1]

@@ -1,0 +1,148 @@
+"""A draft for which the target's numbers are not finite, and which plain decoding would never run, shows in no text: neither in the
+forward that refuses it nor, from the slot where it was written, in a later one."""
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+from batches import Idle, Notebook, known_rows, left_padded
+from close import TARGET_FORWARD, assert_close
+from conftest import PROMPT, build_drafter, build_target
+from test_slots import DRAFTINGS, steady_clock
+from transformers import Cache, DynamicCache, LogitsProcessorList, PreTrainedModel, StaticCache, StoppingCriteriaList
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from eagle31_hf import AcceptanceStats, Eagle31DrafterModel, track_acceptance
+from eagle31_hf.generation.selftest import why_no_trees
+
+HARMFUL, LENGTH = 4, 14
+TAKEN_FOR = {"llama": 8, "mistral_window_8": 5}  # the token instead of which drafters propose it
+WAYS = pytest.mark.parametrize("way", DRAFTINGS)
+
+
+class Whole(DynamicLayer):
+    """No stock layer: it can only append and crop."""
+
+
+class Windowed(DynamicSlidingWindowLayer):
+    """The same with a window."""
+
+
+def foreign_cache(target: PreTrainedModel) -> Cache:
+    layers = DynamicCache(config=target.config).layers
+    return Cache(layers=[Windowed(layer.sliding_window) if layer.is_sliding else Whole() for layer in layers])
+
+
+def rows(target: PreTrainedModel) -> dict:
+    ids, mask = left_padded(known_rows(target, 5, 7, 9))
+    return {"inputs": ids, "attention_mask": mask}
+
+
+def row(target: PreTrainedModel) -> dict:
+    return {"inputs": torch.tensor(PROMPT)}
+
+
+COMPANY: dict[str, Callable[[PreTrainedModel], dict]] = {
+    "alone": row,
+    "static": lambda target: row(target) | {"past_key_values": StaticCache(config=target.config, max_cache_len=40)},
+    "not_ours": lambda target: row(target) | {"past_key_values": foreign_cache(target)},
+    "batch": rows,
+    "static_batch": lambda target: rows(target) | {"cache_implementation": "static"},
+    "in_step": lambda target: rows(target) | {"stopping_criteria": StoppingCriteriaList([Idle()])},
+}
+
+
+@pytest.fixture(scope="module")
+def pair() -> Callable[..., tuple[PreTrainedModel, Eagle31DrafterModel]]:
+    """`pair(kind, attention, value)`: a target that never says HARMFUL, whose embedding of it is that value, and a drafter that says it
+    now and then."""
+
+    def of(kind: str = "llama", attention: str = "sdpa", value: float = float("nan")):
+        target = build_target(kind, attention)
+        assert why_no_trees(target) is None  # asked before, for it tries all tokens of so few
+        with torch.no_grad():
+            target.lm_head.weight[HARMFUL] = 0
+            drafter = build_drafter(target)
+            drafter.lm_head.weight[HARMFUL] = 1.1 * drafter.lm_head.weight[TAKEN_FOR[kind]]
+            target.get_input_embeddings().weight[HARMFUL] = value
+        return target, drafter
+
+    return cache(of)
+
+
+def generate(target, drafter=None, way: str = "chain", company: str = "alone", **kwargs):
+    """What generate returns, the statistics, and how many forwards the target made."""
+    kwargs = {"max_new_tokens": LENGTH, "do_sample": False, "pad_token_id": 6} | COMPANY[company](target) | kwargs
+    forwards = []
+    handle = target.register_forward_hook(lambda *_: forwards.append(1))
+    try:
+        with track_acceptance() as stats:
+            if drafter is None:
+                return target.generate(**kwargs), stats, len(forwards)
+            with steady_clock(target, drafter):
+                return target.generate(**kwargs, assistant_model=drafter, **DRAFTINGS[way]), stats, len(forwards)
+    finally:
+        handle.remove()
+
+
+def was_harmed(stats: AcceptanceStats) -> bool:
+    """Whether a row got, from several forwards, less than the drafts it accepted and a token more from each."""
+    return any(sum(row.accepted_per_round) + len(row.accepted_per_round) > row.generated_tokens - row.prefills + 1 for row in stats.rows)
+
+
+@pytest.mark.parametrize("company", COMPANY)
+@pytest.mark.parametrize(("kind", "attention"), [("llama", "sdpa"), ("llama", "eager"), ("mistral_window_8", "sdpa")])
+@WAYS
+def test_greedy_text(pair, way, kind, attention, company):
+    target, drafter = pair(kind, attention)
+    text, stats, forwards = generate(target, drafter, way, company)
+    assert_close("text", text, generate(target, company=company)[0])
+    assert was_harmed(stats)
+    assert (stats.target_forwards, stats.prefills) == (forwards - 1, len(text))
+
+
+@WAYS
+def test_infinite_values(pair, way):
+    target, drafter = pair(value=float("inf"))
+    text, stats, _ = generate(target, drafter, way, "batch")
+    assert_close("text", text, generate(target, company="batch")[0])
+    assert was_harmed(stats)
+
+
+@pytest.mark.parametrize("company", ["alone", "batch", "in_step"])
+@WAYS
+def test_sampled_text(pair, way, company):
+    """Whatever is drafted, noise of its own makes it the text of seed and target: that of a target which HARMFUL does no harm."""
+    texts, kwargs = [], {"do_sample": True, "top_k": 1 if (way, company) == ("chain", "alone") else 3}  # random numbers of another order
+    for value in (float("nan"), 0.0):
+        models = pair(value=value)
+        torch.manual_seed(1)
+        text, stats, _ = generate(*models, way, company, **kwargs)
+        texts.append(text)
+        assert was_harmed(stats) == (value != 0)
+    assert HARMFUL not in texts[1]
+    assert_close("text", *texts)
+
+
+@pytest.mark.parametrize("company", ["alone", "in_step"])
+@WAYS
+def test_processors_see_every_prefix_once_and_nothing_that_is_no_score(pair, way, company):
+    target, drafter = pair()
+    books = [Notebook(strength=0.5), Notebook(strength=0.5)]
+    kwargs = {"remove_invalid_values": True, "return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    expected, found = (
+        generate(*models, company=company, logits_processor=LogitsProcessorList([book]), **kwargs)[0]
+        for book, models in zip(books, [(target,), (target, drafter, way)], strict=True)
+    )
+    assert_close("texts", [*found.sequences, books[1].texts], [*expected.sequences, books[0].texts])
+    assert_close("scores", [found.scores, found.logits], [expected.scores, expected.logits], TARGET_FORWARD)
+
+
+def test_a_cache_is_handed_back_without_them(pair):
+    target, drafter = pair()
+    past = StaticCache(config=target.config, max_cache_len=40)
+    generate(target, drafter, past_key_values=past, max_new_tokens=4)
+    for layer in past.layers:
+        assert layer.keys.isfinite().all()
+        assert layer.values.isfinite().all()
