@@ -20,7 +20,7 @@ from eagle31_hf.generation.selftest import why_no_trees
 from eagle31_hf.generation.texts import Texts
 from eagle31_hf.generation.verify import Judge
 
-HARMFUL, LENGTH = 4, 11
+HARMFUL, LENGTH = 4, 14
 TAKEN_FOR = {"llama": 8, "mistral_window_8": 5}  # the token instead of which drafters propose it
 WAYS = pytest.mark.parametrize("way", DRAFTINGS)
 
