@@ -288,16 +288,16 @@ def reused(self, row, original=Draws.gumbel):
 def walk(choose, context_of=lambda prefix, context: context):
     """`Judge._walk` with another choice of the token, or other texts for the processors."""
 
-    def _walk(self, b, texts, proposal, children, logits, row_processors, spoiled, chosen):
+    def _walk(self, b, texts, proposal, children, logits, row_processors, spoiled, chosen, ends):
         prefix, tokens, path, scores = texts.row(b), [], [0], []
         while True:
             node = path[-1]
             context = torch.cat((prefix, prefix.new_tensor([tokens], dtype=prefix.dtype)), dim=1)
             scores.append(row_processors(context_of(prefix, context), logits[node : node + 1]))
             tokens.append(choose(self.draws, b, context.shape[1], scores[-1], children[node]))
-            if tokens[-1] not in children[node]:
+            path += [children[node][tokens[-1]]] if tokens[-1] in children[node] else []
+            if ends(b, tokens, scores) or path[-1] == node:
                 return tokens, path, scores
-            path.append(children[node][tokens[-1]])
 
     return _walk
 
