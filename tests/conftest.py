@@ -29,9 +29,9 @@ torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # pytest's w
 QUICK = {
     "test_attention", "test_close", "test_configuration", "test_features", "test_latent_attention", "test_layering", "test_model_cards",
     "test_modeling", "test_vocab", "test_formats", "test_golden", "test_producers", "test_cache", "test_chain", "test_checks",
-    "test_drafting", "test_hook", "test_outputs", "test_drafter_outputs", "test_statistics", "test_stopping", "test_streaming", "test_verify", "test_chats",
-    "test_chunked", "test_drift", "test_fresh", "test_losses", "test_objective", "test_packing", "test_records", "test_rows",
-    "test_target", "test_unroll_attention", "test_walk",
+    "test_drafting", "test_hook", "test_outputs", "test_drafter_outputs", "test_statistics", "test_stopping", "test_streaming",
+    "test_verify", "test_chats", "test_chunked", "test_drift", "test_fresh", "test_losses", "test_objective", "test_packing",
+    "test_records", "test_rows", "test_target", "test_unroll_attention", "test_walk",
 }  # fmt: skip
 
 
