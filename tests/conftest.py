@@ -23,9 +23,9 @@ from eagle31_hf import Eagle31Config, Eagle31DrafterModel
 from eagle31_hf.features import decoder_layers
 from eagle31_hf.targets import trial
 
-torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # pytest's workers share the processor's cores
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # pytest's workers share the CPU's cores
 
-# Test modules of every part of the library that take seconds together: `pytest -m quick`, for a developer between two edits.
+# Test modules from every part of the library that together take seconds: `pytest -m quick`, for a developer between two edits.
 QUICK = {
     "test_attention", "test_close", "test_configuration", "test_features", "test_latent_attention", "test_layering", "test_model_cards",
     "test_modeling", "test_vocab", "test_formats", "test_golden", "test_producers", "test_cache", "test_chain", "test_checks",
@@ -51,7 +51,7 @@ def pytest_configure(config):
 
 VOCAB, WIDTH = 11, 36
 PROMPT = ((1, 2, 3, 5, 8),)
-KNOWN_TOKENS = 32  # what a drafter knows of the text after PROMPT; it errs often enough for bursts of 0 to 5 tokens
+KNOWN_TOKENS = 32  # after PROMPT, to which a drafter is fitted, with errors, so that rounds commit few tokens and many
 
 NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 ROPED = {
@@ -59,13 +59,13 @@ ROPED = {
     "head_dim": 12, "max_position_embeddings": 128,
 }  # fmt: skip
 TARGETS = {
-    "llama": (LlamaConfig, ROPED | {"num_hidden_layers": 7}),  # as deep as default capture points need
+    "llama": (LlamaConfig, ROPED | {"num_hidden_layers": 7}),  # the default layer ids need so many
     "qwen3": (Qwen3Config, ROPED),
     "mistral_window_8": (MistralConfig, ROPED | {"sliding_window": 8}),
     "gemma3_window_8": (Gemma3TextConfig, ROPED | {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}),
     "gpt2": (GPT2Config, {"n_embd": WIDTH, "n_layer": 4, "n_head": 3, "n_positions": 128}),
 }
-PRUNED_IDS = (10, 0, 9, 2, 4, 5, 3, 8)  # in no order
+PRUNED_IDS = (10, 0, 9, 2, 4, 5, 3, 8)  # unsorted on purpose
 DRAFTERS = {
     "eagle31": {},
     "eagle3": {"fc_norm": False, "norm_output": False},
@@ -107,13 +107,13 @@ def build_drafter(target: PreTrainedModel, name: str = "eagle31", attention: str
 
 
 def fit_head(drafter: Eagle31DrafterModel, target: PreTrainedModel, depth: int = 4) -> None:
-    """Learns the target's greedy text after PROMPT by heart, errors included."""
+    """Fits the drafter's head to the target's greedy text after PROMPT, some tokens of it wrong."""
     trial.fit_head(drafter, target, greedy_text(target), depth)
 
 
 @cache
 def greedy_text(target: PreTrainedModel) -> Tensor:
-    """PROMPT and what the target alone says after it."""
+    """PROMPT and what the target alone generates after it."""
     return target.generate(torch.tensor(PROMPT), max_new_tokens=KNOWN_TOKENS, do_sample=False)
 
 
