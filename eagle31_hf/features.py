@@ -1,6 +1,7 @@
-"""Which target states a drafter reads, captured by forward hooks on exactly the layers needed.
+"""Captures the target states that a drafter reads, by forward hooks on exactly the layers needed.
 
 Hooks leave the user's own `output_hidden_states` alone and mean the same in every version of transformers.
+B batch, T tokens, n states read of each token, ht target width, V target vocabulary.
 """
 
 import threading
@@ -28,17 +29,17 @@ def _decoder(target: PreTrainedModel) -> nn.Module:
 
 
 class CapturedStates:
-    """The states of one generate() call, in ascending layer order; filled by hooks, emptied by `take`.
+    """The states of one generate() call, in ascending layer order; filled by hooks, emptied by `take` and `pieces`.
 
-    The target's modules, and so these hooks, are shared by all threads that generate with it, and by what runs the target in the midst
-    of a call: the user's streamers, processors, criteria and hooks. A call's own forwards are those that write to its cache,
-    `past_key_values`; None: all forwards of this thread are. `on_forward` is called after each of its own.
+    The hooks also see forwards that are not the call's own: those of other threads with the same target, and those that the user's
+    streamers, logits processors, stopping criteria and hooks make during the call. The call's own forwards are those of its thread that
+    write to its cache, `past_key_values`, or, where that is None, all of its thread. `on_forward` is called after each of them.
     """
 
     def __init__(self, num_states: int, past_key_values: Cache | None = None):
         self._chunks: list[list[Tensor]] = [[] for _ in range(num_states)]
         self._thread, self._past_key_values = threading.get_ident(), past_key_values
-        self._forwards: list[bool] = []  # those under way, the innermost last: whether it is one of ours
+        self._forwards: list[bool] = []  # whether each forward under way, the innermost last, is our own
         self.on_forward: Callable[[], None] | None = None
 
     def begin(self, arguments: Iterable[object]) -> None:
@@ -47,7 +48,7 @@ class CapturedStates:
             self._forwards.append(any(argument is self._past_key_values for argument in arguments))
 
     def end(self, has_failed: bool) -> None:
-        """The innermost one ends."""
+        """The innermost forward under way ends."""
         if threading.get_ident() == self._thread and self._forwards.pop() and not has_failed and self.on_forward is not None:
             self.on_forward()
 
@@ -70,7 +71,7 @@ class CapturedStates:
         return torch.cat([*self.pieces()], dim=1)
 
     def pieces(self, size: int | None = None) -> Iterator[Tensor]:
-        """The same in pieces of at most `size` tokens, so that no copy of all of it is made."""
+        """What `take` returns, in pieces of at most `size` tokens, so that no copy of all of it is made."""
         layers = [chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=1) for chunks in self._chunks]
         for chunks in self._chunks:
             chunks.clear()
@@ -87,8 +88,8 @@ class CapturedStates:
 
 @contextmanager
 def capture_states(target: PreTrainedModel, layer_ids: list[int], past_key_values: Cache | None = None) -> Iterator[CapturedStates]:
-    """Within it, every forward of this thread, or those alone that write to this cache, adds its states at `layer_ids` to the yielded
-    `CapturedStates`."""
+    """A context in which forwards of this thread (with `past_key_values`: those that write to that cache) add their states at `layer_ids`
+    to the yielded `CapturedStates`."""
     layers = decoder_layers(target)
     captured = CapturedStates(len(layer_ids), past_key_values)
     handles = []
@@ -104,19 +105,19 @@ def capture_states(target: PreTrainedModel, layer_ids: list[int], past_key_value
 
 
 def _forward_hooks(decoder: nn.Module, captured: CapturedStates) -> list:
-    """Tell where each forward of the decoder begins and ends, also by an error."""
+    """Hooks that tell `captured` when a forward of the decoder begins and when it ends, by an error, too."""
 
     def before(module, args, kwargs):
         captured.begin((*args, *kwargs.values()))
 
     def after(module, args, output):
-        captured.end(has_failed=output is None)
+        captured.end(has_failed=output is None)  # torch passes None where the forward raised
 
     return [decoder.register_forward_pre_hook(before, with_kwargs=True), decoder.register_forward_hook(after, always_call=True)]
 
 
 def _hook(layers: nn.ModuleList, layer_id: int, index: int, captured: CapturedStates):
-    """State 0 is what enters the first layer; state i what leaves the i-th, before any final norm."""
+    """State 0 is the input of the first layer, state i the output of the i-th (counted from 1), before any final norm."""
     if layer_id == 0:
 
         def before(module, args, kwargs):

@@ -1,4 +1,4 @@
-"""JSON from files that anybody may have written: read within bounds of size, depth and numbers, or refused."""
+"""JSON from untrusted files: read within limits on size, depth and numbers, or refused."""
 
 import json
 import math
@@ -9,13 +9,13 @@ from typing import Any
 
 MAX_BYTES = 16 * 2**20
 MAX_VALUES = 200_000  # a few hundred bytes of memory each; the index of a target of 91,000 tensors has as many
-MAX_DEPTH = 32  # configs nest three or four deep; what copies and prints them recurses
-DIGITS = 20
-NOT_TEXT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")  # moves a terminal's cursor, or is half a character
+MAX_DEPTH = 32  # configs nest three or four deep; code that copies or prints them is recursive
+DIGITS = 20  # of an integer: 2**64 has as many
+NOT_TEXT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")  # control characters (a terminal obeys them), lone surrogates
 
 
 def read_json(path: Path, max_values: int = MAX_VALUES) -> dict[str, Any]:
-    """Returns the JSON object in a file. Raises ValueError, which begins with the path, for anything else."""
+    """Returns the JSON object in a file. Raises ValueError for anything else; the message begins with the path."""
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):  # reading from a pipe would wait for ever
         raise ValueError(f"{path}: is a folder or a device; expected a file.")
@@ -25,7 +25,7 @@ def read_json(path: Path, max_values: int = MAX_VALUES) -> dict[str, Any]:
 
 
 def parse_json(data: bytes, where: str, max_values: int = MAX_VALUES) -> dict[str, Any]:
-    """Returns the JSON object in `data`. Raises ValueError, which begins with `where`."""
+    """Returns the JSON object in `data`. Raises ValueError for anything else; the message begins with `where`."""
     if sum(data.count(sign) for sign in (b",", b"[", b"{")) > max_values:
         raise ValueError(f"{where}: holds more than {max_values} values; expected fewer. This is not a config or an index.")
     try:
@@ -57,7 +57,7 @@ def _integer(text: str) -> int:
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object, whose keys are each there once: readers differ in which of two they believe."""
+    """The object. Raises ValueError for a repeated key: parsers differ in which of its values they keep."""
     value = dict(pairs)
     if len(value) != len(pairs):
         seen = set[str]()
@@ -67,14 +67,15 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check(value: Any) -> None:
+    """Raises ValueError for values nested too deep, and for text with control characters. Does not recurse."""
     level, depth = [value], 0
     while level:
         depth += 1
         if depth > MAX_DEPTH:
             raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
-        for text in level:
-            if isinstance(text, str) and NOT_TEXT.search(text):
-                raise ValueError(f"{show(text)} holds control characters")
+        for item in level:
+            if isinstance(item, str) and NOT_TEXT.search(item):
+                raise ValueError(f"{show(item)} holds control characters")
         level = [child for parent in level if isinstance(parent, list | dict) for child in _children(parent)]
 
 
@@ -83,5 +84,5 @@ def _children(parent: list | dict) -> list[Any]:
 
 
 def show(text: str) -> str:
-    """The beginning of a text that is not trusted, as it may be printed."""
+    """The beginning of an untrusted text, escaped so that it is safe to print."""
     return ascii(text[:80])

@@ -1,18 +1,18 @@
-"""Names that people write: a misspelt one is refused with the one that was meant."""
+"""Names that users write: an unknown one is refused, and the known one it resembles is suggested."""
 
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 
-ALIKE = 0.8  # of their letters, in order; norm_ouput and norm_output are 0.95 alike
+ALIKE = 0.8  # the least ratio of difflib at which a name is suggested; norm_ouput and norm_output have 0.95
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that is spelt almost like `name`, if there is one."""
+    """The known name most like `name`, or None where none is similar."""
     return next(iter(get_close_matches(name[:80], known, 1, ALIKE)), None)
 
 
 def refuse_unknown(names: Iterable[str], known: Collection[str], expected: str, where: str = "") -> None:
-    """Raises ValueError where `names` has one that is not known; the text names the nearest one, or says what was expected."""
+    """Raises ValueError where `names` has one that is not known; the message suggests the nearest known one, if any."""
     for name in sorted(set(names) - set(known)):
         meant = nearest(name, known)
         raise ValueError(f"{where}got {name[:80]}; expected {expected if meant is None else f'{expected}: did you mean {meant}?'}")

@@ -1,4 +1,4 @@
-"""Loading, saving and publishing of drafters: every EAGLE 3 and 3.1 format in, the native one out."""
+"""Loading, saving and publishing of drafters: reads every EAGLE 3 and 3.1 format, writes the native one."""
 
 from copy import deepcopy
 from dataclasses import replace
@@ -21,11 +21,11 @@ logger = logging.get_logger(__name__)
 
 
 class Eagle31PreTrainedModel(PreTrainedModel):
-    """What a drafter is to files and to the Hub; the network is `Eagle31DrafterModel`'s."""
+    """How a drafter is loaded, saved and published; its network is in `Eagle31DrafterModel`."""
 
     config_class = Eagle31Config
     base_model_prefix = "model"
-    # Headers are compared with the config before anything is loaded; of these, what a file lacks is made, see Checkpoint.made.
+    # Headers are compared with the config before anything is loaded; tensors of these names that no file holds are in Checkpoint.made.
     _keys_to_ignore_on_load_missing = [r"^d2t$", r"^t2d$", r"o_proj\.bias$"]
     _keys_to_ignore_on_load_unexpected = [r".*"]
 
@@ -44,8 +44,9 @@ class Eagle31PreTrainedModel(PreTrainedModel):
 
         Fields of `Eagle31Config` given as keywords win over the checkpoint's. `aux_layer_convention`, "boundary" or "output", says how
         a checkpoint counts the target's layers where it does not say so itself. `drafter.checkpoint` keeps what was found.
-        A folder converted meanwhile is read as it was before or is after. Raises OSError when something is not there; ValueError when
-        tensors are missing, extra, misshapen or not finite, it is no EAGLE 3 drafter, or may mean two things (the text names what decides).
+        A folder that is converted during the read is read as before or as after the conversion. Raises OSError when something is not
+        there; ValueError when tensors are missing, extra, misshapen or not finite, or the checkpoint is no EAGLE 3 drafter's or is
+        ambiguous (the message names the argument that decides).
         """
         if pretrained_model_name_or_path is None:  # weights are in kwargs["state_dict"]
             return super().from_pretrained(None, *args, config=config, output_loading_info=output_loading_info, **kwargs)
@@ -53,13 +54,13 @@ class Eagle31PreTrainedModel(PreTrainedModel):
         overrides = {name: kwargs.pop(name) for name in Eagle31Config.__annotations__ if name in kwargs}
         if isinstance(config, Eagle31Config):
             overrides = {name: getattr(config, name) for name in Eagle31Config.__annotations__} | overrides
-        with torch.device("cpu"):  # whatever the caller's default device, "meta" included, which transformers refuses by its own words
+        with torch.device("cpu"):  # not the caller's default device: "meta" is for transformers to refuse, below
             checkpoint = read_checkpoint(pretrained_model_name_or_path, overrides, aux_layer_convention, **hub)
         for note in checkpoint.notes:
             logger.warning("%s: %s.", checkpoint.source, note)
-        kwargs["ignore_mismatched_sizes"] = True  # shapes are known to fit, but for a t2d of another size, which is rebuilt
+        kwargs["ignore_mismatched_sizes"] = True  # shapes were compared above, except that of t2d, which is rebuilt
         config = deepcopy(checkpoint.config)
-        config.transformers_weights = checkpoint.files.config.get("transformers_weights")  # where weights have another name
+        config.transformers_weights = checkpoint.files.config.get("transformers_weights")  # where weights have another file name
         loaded: Any = super().from_pretrained(
             str(checkpoint.folder), *args, config=config, key_mapping=checkpoint.key_mapping, output_loading_info=True, **kwargs
         )
@@ -105,7 +106,7 @@ class Eagle31PreTrainedModel(PreTrainedModel):
     ) -> str:
         """Saves and uploads in one commit, the card included unless the repository has one. Returns the commit's URL.
 
-        Raises OSError when the Hub refuses; what an interrupted upload has brought over is not sent again.
+        Raises OSError when the Hub refuses; what an interrupted upload has already sent is not sent again.
         """
         with TemporaryDirectory() as folder:
             self.save_pretrained(folder, max_shard_size=max_shard_size)
@@ -134,7 +135,7 @@ def check_finite(model: Eagle31PreTrainedModel, checkpoint: Checkpoint) -> None:
     for name, tensor in model.named_parameters():
         if tensor.is_floating_point() and tensor.device.type != "meta" and not tensor.isfinite().all():
             hint = {
-                "embed_tokens.weight": "speculators writes NaN where the verifier's table was never filled in",
-                "lm_head.weight": "speculators writes NaN where the verifier's head was never filled in",
+                "embed_tokens.weight": "speculators writes NaN where the verifier's embedding was never copied into it",
+                "lm_head.weight": "speculators writes NaN where the verifier's head was never copied into it",
             }.get(name, "save or download it again")
             raise ValueError(f"{checkpoint.source}: {name} holds NaN or infinite values; expected finite weights: {hint}.")

@@ -1,4 +1,4 @@
-"""The program `eagle31` while it starts: its imports take seconds, in which Ctrl-C means one line and no traceback."""
+"""Signals while the program `eagle31` starts: imports take seconds, in which Ctrl-C ends it with one line, not a traceback."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ from itertools import pairwise
 from types import FrameType
 from typing import NoReturn
 
-# A key, a queue or a system that shuts down, and a terminal that is closed; the last is not known everywhere.
+# Ctrl-C; a job scheduler, or a system that shuts down; a closed terminal (Windows has no SIGHUP).
 STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
@@ -19,10 +19,10 @@ def is_program() -> bool:
 
 
 def die(number: int) -> NoReturn:
-    """Ends the process by a signal, as if it had never been caught: who started it sees what ended it (a shell: 128 + number)."""
+    """Ends the process by a signal's default action, so that its parent sees which signal ended it (a shell: status 128 + number)."""
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
-    os._exit(128 + number)  # where a signal is blocked, or does not end a process
+    os._exit(128 + number)  # reached where the signal is blocked, or does not end a process by default
 
 
 def _end(number: int, frame: FrameType | None) -> None:
@@ -31,7 +31,7 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def watch() -> None:
-    """Until the command itself runs. A signal that the process was started to ignore, as by `nohup`, stays ignored."""
+    """Catches STOPPING until the command itself runs. A signal that the process was started to ignore, as by `nohup`, stays ignored."""
     if is_program():
         for number in STOPPING:
             if signal.getsignal(number) not in (signal.SIG_IGN, None):

@@ -1,4 +1,4 @@
-"""The target's embedding and head as a drafter uses them: held weakly, and read wherever and in whatever form they lie.
+"""The target's embedding and head, which a drafter shares: weak references to them, and reads of wrapped, offloaded and quantized ones.
 
 V target vocabulary, h drafter width.
 """
@@ -13,18 +13,18 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 
 Pair = tuple[ReferenceType, ReferenceType | None]
-ACTIVATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # a weight of another dtype is a quantized one
+ACTIVATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # any other dtype: quantized
 
 
 class TargetTie:
     """Weak references to the embedding and head of the target a drafter works for: the drafter keeps no target alive.
 
-    Threads that generate with one drafter and different targets each have their own; a thread that has tied nothing has what was tied
-    last. A deep copy is tied as the original is; pickled it is empty, and `generate` ties it again.
+    Each thread has a tie of its own, since threads may generate with one drafter and different targets; a thread that has tied nothing
+    gets the latest tie of any thread. A deep copy keeps the tie; a pickled one loses it, and `generate` ties it again.
     """
 
     def __init__(self) -> None:
-        self._own, self._last = threading.local(), list[Pair]()
+        self._own, self._last = threading.local(), list[Pair]()  # the last: of any thread, at most one
 
     def set(self, table: nn.Module, head: nn.Module | None) -> None:
         """Ties the drafter, in this thread, to a target's embedding and head."""
@@ -32,7 +32,7 @@ class TargetTie:
         self._own.pair, self._last = pair, [pair]
 
     def get(self) -> tuple[nn.Module | None, nn.Module | None]:
-        """The embedding and head; None where there are none, or their target is gone."""
+        """The embedding and head, each None where it was not tied or its target is gone."""
         for pair in (getattr(self._own, "pair", None), *self._last):
             table = None if pair is None else pair[0]()
             if table is not None:
@@ -50,20 +50,20 @@ class TargetTie:
 
 
 def shape_of(table: Any) -> tuple[int, int]:
-    """Rows and width of an embedding, packed into fewer bytes or not."""
+    """An embedding's number of ids and its width, also where its quantized weight is packed into another shape."""
     if hasattr(table, "num_embeddings"):
         return table.num_embeddings, table.embedding_dim
     return tuple(table.weight.shape)
 
 
 def rows_of(table: Any, input_ids: Tensor) -> Tensor:
-    """Token ids (...) -> rows (..., h) of an embedding, unscaled even where it multiplies what it returns, as Gemma's does."""
+    """Token ids (...) -> their embedding vectors (..., h), without the factor that some embeddings (Gemma's) apply to them."""
     weight = table.weight
-    if not isinstance(table, nn.Embedding):  # wrapped: an adapter adds to the rows
+    if not isinstance(table, nn.Embedding):  # wrapped: an adapter changes the vectors, so it has to be called
         scale = getattr(getattr(table, "base_layer", None), "embed_scale", None)
         rows = table(_on_device_of(input_ids, weight))
         return rows if scale is None else rows / scale
-    if weight.is_meta and has_offloaded_params(table):  # read where they are kept: the whole table need not travel for a few of its rows
+    if weight.is_meta and has_offloaded_params(table):  # on the CPU: moving the whole table for a few vectors is slow
         with align_module_device(table, torch.device("cpu")):
             return embedding(input_ids.cpu(), table.weight)
     if hasattr(table, "embed_scale") and not weight.is_meta:
@@ -72,7 +72,7 @@ def rows_of(table: Any, input_ids: Tensor) -> Tensor:
 
 
 def scores_of(head: Any, states: Tensor) -> Tensor:
-    """States (..., h) -> what a head makes of them (..., V), where it runs: quantized, offloaded and adapted ones included."""
+    """States (..., h) -> a head's logits (..., V), on the head's device; it may be quantized, offloaded or wrapped by an adapter."""
     weight = head.weight
     states = _on_device_of(states, weight)
     return head(states.to(weight.dtype) if weight.dtype in ACTIVATION_DTYPES else states)
@@ -80,7 +80,7 @@ def scores_of(head: Any, states: Tensor) -> Tensor:
 
 @torch.no_grad()
 def weight_of(module: Any, what: str, name: str = "weight") -> Tensor:
-    """The weight, or bias, of a target's module (`what`: embedding or head), brought to the CPU where it is offloaded.
+    """The weight or bias (`name`) of a target's embedding or head (`what`, for the message); where it is offloaded, a copy on the CPU.
 
     Raises ValueError where it is quantized, or not loaded at all.
     """
@@ -94,7 +94,7 @@ def weight_of(module: Any, what: str, name: str = "weight") -> Tensor:
 
 
 def execution_device(model: nn.Module) -> torch.device:
-    """Where a model's first module computes: the device of its weights, or, where they are offloaded, the one they are brought to."""
+    """The device on which a model's first module with weights runs; "meta" where no module's weights are loaded or offloaded."""
     for module in model.modules():
         hook: Any = getattr(module, "_hf_hook", None)
         if has_offloaded_params(module) and hook.execution_device is not None:
@@ -106,7 +106,7 @@ def execution_device(model: nn.Module) -> torch.device:
 
 
 def check_loaded(module: nn.Module, name: str) -> None:
-    """Raises ValueError where a module's weight is on the meta device and no hook of its own brings it back."""
+    """Raises ValueError where a module's weight is on the meta device and no hook of accelerate loads it for the forward."""
     if any(weight.is_meta for weight in module.parameters()) and not any(hasattr(part, "_hf_hook") for part in module.modules()):
         raise ValueError(
             f"{name} is on the meta device, and nothing loads it when it is called; expected weights on a device, or offloaded by "
@@ -115,5 +115,5 @@ def check_loaded(module: nn.Module, name: str) -> None:
 
 
 def _on_device_of(inputs: Tensor, weight: Tensor) -> Tensor:
-    """What a module with this weight is called with; hooks of offloaded ones move their inputs themselves."""
+    """The inputs on the weight's device; as they are for an offloaded module, whose hook moves them itself."""
     return inputs if weight.is_meta else inputs.to(weight.device)

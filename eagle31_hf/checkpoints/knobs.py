@@ -8,7 +8,7 @@ from transformers import GenerationConfig
 from .files import read_json
 
 KNOBS_FILE = "generation_config.json"
-MAX_TOKENS = 4096  # that a file may ask to draft in one round: caches are sized by it
+MAX_TOKENS = 4096  # the most that a file may ask to draft in one round: caches are sized by it
 AUTO = "auto"
 COUNTS = ("num_assistant_tokens", "draft_tree_top_k", "draft_tree_total_tokens")
 
@@ -16,8 +16,8 @@ COUNTS = ("num_assistant_tokens", "draft_tree_top_k", "draft_tree_total_tokens")
 def read_knobs(folder: Path) -> dict[str, Any]:
     """Returns what generation_config.json sets, by the names of `GenerationConfig`; nothing where there is no such file.
 
-    Only numbers, words and lists of numbers are read: a drafter needs no more. Raises ValueError for a file that is not sound, for knobs
-    that cannot be, and for what `GenerationConfig` refuses.
+    Only numbers, words and lists of numbers are read: a drafter needs no more. Raises ValueError for a file that is damaged, for knobs
+    out of range, and for what `GenerationConfig` refuses.
     """
     path = folder / KNOBS_FILE
     if not path.is_file():

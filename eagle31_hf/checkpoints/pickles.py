@@ -10,15 +10,17 @@ from typing import Any
 
 import torch
 
-# A drafter has some forty tensors, described in a few kilobytes; what is built of a description may be a hundred times its size.
+# A drafter's some forty tensors are described by a pickle of a few kilobytes; what is built from it may be a hundred times its size.
 MAX_PICKLE_BYTES, MAX_DIRECTORY_BYTES = 2**18, 2**20
-# What a pickle of plain tensors asks torch's unpickler for. It would grant more: tensors of any size without data, sets, attributes.
+# Globals that a pickle of plain tensors names. torch's unpickler allows more: tensors of any size without data, sets, attributes.
 PLAIN = re.compile(r"torch\._utils\._rebuild_(tensor|tensor_v2|parameter)|torch\.[A-Z]\w+Storage|collections\.OrderedDict")
+# Globals that torch's unpickler allows, which run no code, but of which plain tensors have no need.
 VALUES = re.compile(
     r"torch\.(Size|device|Tensor|(float|u?int|q?u?int|bfloat|complex|bool|per_)\w*)|torch\.serialization\._get_layout"
     r"|torch\.storage\.\w+Storage"
     r"|torch\.(nested|_dynamo)\..+|(__builtin__|builtins|collections)\.(set|bytearray|complex|Counter)"
 )
+# Globals by which tensors are rebuilt that are not plain, and what to call those.
 OTHER_TENSORS = {
     "torch._utils._rebuild_meta_tensor_no_storage": "a tensor without memory, of the device meta",
     "torch._utils._rebuild_sparse_tensor": "a sparse tensor",
@@ -34,9 +36,9 @@ OTHER_TENSORS = {
 
 
 def unpickle(path: Path) -> dict[Any, Any]:
-    """Returns a pickle's tensors, mapped rather than read. Only the format of PyTorch 1.6 (2020) and later.
+    """Returns a pickle's tensors, memory-mapped. Only the format of PyTorch 1.6 (2020) and later.
 
-    Raises ValueError, which begins with the path, for what is not sound, holds more than plain tensors, or asks to run code.
+    Raises ValueError for a file that is damaged, holds more than plain tensors, or asks to run code; the message begins with the path.
     """
     try:
         _check_archive(path)
@@ -61,7 +63,7 @@ class NotPlainError(Exception):
 
 
 def stored_sizes(path: Path) -> set[int]:
-    """The sizes in bytes of an archive's records: a storage that is none of them is cut off or reaches into the next."""
+    """The sizes in bytes of an archive's records: a storage of any other size is cut off, or reaches into the next."""
     with zipfile.ZipFile(path) as archive:
         return {entry.file_size for entry in archive.infolist()}
 
@@ -87,10 +89,11 @@ def _check_archive(path: Path) -> None:
 
 
 def _check_description(path: Path) -> None:
-    """Refuses a pickle of names and shapes that is too large, or asks the unpickler for more than plain tensors need."""
+    """Refuses data.pkl, the archive's pickle of names and shapes, where it is too large or names more globals than plain tensors need."""
     reader = torch._C.PyTorchFileReader(str(path))  # finds the record that `torch.load` will find
     if reader.get_record_size("data.pkl") > MAX_PICKLE_BYTES:
         raise ValueError(f"data.pkl has {reader.get_record_size('data.pkl')} bytes, too many for names and shapes")
+    # GLOBAL is the one operation by which torch's unpickler looks up a name; it refuses the others itself.
     asked = [str(argument).replace(" ", ".") for operation, argument, _ in pickletools.genops(reader.get_record("data.pkl"))
              if operation.name == "GLOBAL"]  # fmt: skip
     others = [name for name in asked if not PLAIN.fullmatch(name)]

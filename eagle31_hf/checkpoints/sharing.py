@@ -1,4 +1,4 @@
-"""One folder, several processes: those that change it in place take turns, those that read it see what was there before or after."""
+"""Folders used by several processes: those that change one in place take turns, those that read it see it before or after a change."""
 
 import functools
 import inspect
@@ -19,16 +19,16 @@ except ImportError:  # Windows
 
 logger = logging.get_logger(__name__)
 Function = TypeVar("Function", bound=Callable[..., Any])
-LOCK = ".eagle31.lock"  # there while somebody changes the folder, and after a kill until the next one does
-ATTEMPTS = 5  # a conversion in place changes what is read twice: with its commit, and with the final layout
+LOCK = ".eagle31.lock"  # there while a process changes the folder; if it is killed, until the next one is done
+ATTEMPTS = 5  # at reading: one conversion in place changes the files twice, at its commit and with the final layout
 
 
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
-    """A lock on a folder: processes, and threads of one process, hold it in turn. It ends with its owner, however that dies.
+    """A lock on a folder: processes, and threads of one process, hold it in turn. The system releases it when its owner dies.
 
-    The lock file is removed by its owner, before the lock ends. Who waited for the removed file then holds a lock that nobody else
-    looks for; it notices that another file, or none, is in its place, and starts again.
+    The lock file is removed by its owner, before the lock is released. Who waited then gets the lock of the removed
+    file, which nobody else looks for; it notices that the path names another file, or none, and tries again.
     Raises PermissionError where the lock file cannot be opened, OSError where the file system has no locks.
     """
     path = folder / LOCK
@@ -40,17 +40,17 @@ def folder_lock(folder: Path) -> Iterator[None]:
         yield
     finally:
         path.unlink(missing_ok=True)
-        fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child forked meanwhile has the descriptor, too, so closing it may not be enough
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough: a child forked meanwhile has the descriptor, too
         os.close(descriptor)
 
 
 def _locked(path: Path) -> int:
-    """A descriptor of the file, made if need be, once its lock is ours."""
+    """Opens the lock file, made if need be, waits for its lock, and returns the descriptor that holds it."""
     remedy = "Name a destination: a new folder needs no lock."
     if fcntl is None:
         raise OSError(f"{path.parent}: cannot be locked, because this system has no flock. {remedy}")
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)  # to write: NFS grants no other exclusive locks
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)  # for writing: NFS locks no other exclusively
     except OSError as error:
         found = f"{path}: cannot be opened to lock the folder ({error.strerror})"
         raise type(error)(f"{found}; expected a file of your own or none. {remedy}") from None
@@ -70,7 +70,7 @@ def _locked(path: Path) -> int:
 
 
 def _is_in_place(descriptor: int, path: Path) -> bool:
-    """Whether that file still has this name. It is opened anew, because a network file system may remember names that are gone."""
+    """Whether the path still names the descriptor's file. It is opened anew: a network file system may remember names that are gone."""
     try:
         other = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -85,7 +85,7 @@ Stamps = dict[str, tuple[int, ...]]
 
 
 def stamps(source: str | os.PathLike | None, subfolder: str | None = None) -> Stamps:
-    """Inode, time and size of each file in a folder that a drafter is read from; of what is no folder, nothing."""
+    """Path -> device, inode, modification time and size of each file of a drafter's folder; empty for what is no folder."""
     found: Stamps = {}
     for sub in SUBFOLDERS if source is not None else ():
         folder = Path(source, subfolder or "", sub)
@@ -99,11 +99,11 @@ def stamps(source: str | os.PathLike | None, subfolder: str | None = None) -> St
 
 @contextmanager
 def unchanged(before: Stamps, source: str | os.PathLike | None, subfolder: str | None = None) -> Iterator[None]:
-    """A block that reads a folder. Raises OSError, whatever the block raised, when the folder then is not as it was `before`."""
+    """Around a block that reads a folder. Raises OSError, whatever the block raised, if the folder's stamps are no longer `before`."""
     failure = None
     try:
         yield
-    except Exception as error:  # whatever it is: of a folder that changed, it says nothing
+    except Exception as error:  # if the folder changed meanwhile, it says nothing about its content
         failure = error
     now = stamps(source, subfolder)
     changed = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
@@ -115,7 +115,7 @@ def unchanged(before: Stamps, source: str | os.PathLike | None, subfolder: str |
 
 
 def settled(argument: str) -> Callable[[Function], Function]:
-    """A decorator of functions that read the folder in their argument of that name: called again when it was changed meanwhile.
+    """Decorates a function that reads the folder in its argument of that name: it is called again when the folder changed meanwhile.
 
     The function then returns, or fails, for one state of the folder. Raises OSError when it is changed again and again.
     """

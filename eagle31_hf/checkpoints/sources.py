@@ -1,4 +1,4 @@
-"""What a checkpoint's name stands for: a folder, or a repository of the Hub; and in which words one of them cannot be had."""
+"""What a checkpoint's name stands for, a folder or a Hub repository, and errors in plain words where that cannot be read."""
 
 import os
 from typing import Any
@@ -15,12 +15,12 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import validate_repo_id
 from transformers.utils import cached_file
 
-# What the client raises when the Hub or the way to it fails: HTTP errors of whichever httpx it uses.
+# What the client raises when a request fails: its own error, and that one's base class, the error of the HTTP library it happens to use.
 HUB_ERRORS = (HfHubHTTPError.__mro__[1], HfHubHTTPError)
 
 
 class HubError(OSError):
-    """The Hub, or the way to it, failed; what was asked for may be right."""
+    """The Hub or the connection to it failed; the name that was asked for may be right."""
 
 
 def check_name(source: str, expected: str = "drafter") -> None:
@@ -37,7 +37,7 @@ def check_name(source: str, expected: str = "drafter") -> None:
 
 
 def find_config(source: str, expected: str = "drafter", **hub: Any) -> str:
-    """The path of `config.json` in a folder, or in a Hub repository, from where it is downloaded. Raises OSError that says why not."""
+    """The path of `config.json` in a folder, or downloaded from a Hub repository. Raises OSError that says why there is none."""
     check_name(source, expected)
     if os.path.isdir(source):
         path = os.path.join(source, hub.get("subfolder") or "", "config.json")
@@ -53,13 +53,13 @@ def find_config(source: str, expected: str = "drafter", **hub: Any) -> str:
 def fetch(source: str, name: str, **hub: Any) -> str | None:
     """The path of a repository's file in the Hub's cache, downloaded if need be; None where the repository has no such file.
 
-    Raises OSError, which names the repository and the remedy, where that cannot be known; `HubError` where the Hub did not answer.
+    Raises OSError, which names the repository and the remedy, where the Hub does not tell; `HubError` where the Hub did not answer.
     """
     try:
         return cached_file(source, name, **hub)
     except OSError as error:
         cause = error.__cause__
-        if cause is None and error.errno is None and not isinstance(error, HfHubHTTPError):  # the repository answered: there is none
+        if cause is None and error.errno is None and not isinstance(error, HfHubHTTPError):  # the Hub answered: no such file
             return None
         raise _diagnosed(source, name, hub.get("revision"), error, cause) from error
     except HUB_ERRORS as error:
@@ -67,7 +67,7 @@ def fetch(source: str, name: str, **hub: Any) -> str | None:
 
 
 def _diagnosed(source: str, name: str, revision: str | None, error: OSError, cause: BaseException | None) -> OSError:
-    """`error` in words that name what was asked for: of an exception of the Hub's client, else the error itself."""
+    """Where the Hub's client caused `error`, one that names what was asked for and the remedy; else `error` itself."""
     page = f"{constants.ENDPOINT}/{source}"
     if isinstance(cause, GatedRepoError):
         return OSError(f"{source}: is gated. Ask for access at {page}, then log in with `hf auth login` or set HF_TOKEN.")
@@ -89,6 +89,6 @@ def _diagnosed(source: str, name: str, revision: str | None, error: OSError, cau
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an exception says; some of the client's say nothing."""
+    """The first line of an exception's message, or its type: some of the client's have no message."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__

@@ -7,6 +7,7 @@ from typing import Any
 from .parsing import add_json, add_reading, path, progress, show
 
 UNITS = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
+# A capability -> the name of its line.
 LINES = {
     "chain": "chains", "tree": "trees", "auto": "auto", "batch": "batches", "static_cache": "static cache",
     "prompt_in_chunks": "prompt in chunks", "sampling": "sampling", "training": "training",
@@ -19,9 +20,9 @@ def check(args: argparse.Namespace) -> int:
 
     from ..targets import check_target
 
-    logging.set_verbosity_error()  # what generate logs of a tiny model is in the report
+    logging.set_verbosity_error()  # what generate would log about the tiny model is in the report
     logging.get_logger("eagle31_hf").setLevel(logging.ERROR)
-    torch.set_num_threads(1)  # more only wait for each other over sizes as small as these
+    torch.set_num_threads(1)  # at sizes this small more threads only wait for each other
     report = check_target(
         args.target, args.drafter, revision=args.target_revision, drafter_revision=args.revision, overrides=dict(args.set),
         aux_layer_convention=args.aux_layer_convention, progress=progress,

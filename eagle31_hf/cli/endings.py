@@ -24,7 +24,7 @@ KINDS: tuple[tuple[tuple[type[BaseException], ...], str, int], ...] = (
     ((ValueError, OSError, StrictDataclassError), "error", BAD_INPUT),
     ((RuntimeError, ImportError, *HUB_ERRORS), "failed", FAILED),
 )
-# What the system says about a file, and what to do about it.
+# What is wrong with a file that was named, and what to do about it.
 FILE_ERRORS = {
     errno.ENOENT: "there is no such file or folder. Check the path.",
     errno.EISDIR: "is a folder; expected a file.",
@@ -35,6 +35,7 @@ FILE_ERRORS = {
     errno.ENAMETOOLONG: "the name is too long for a file.",
     errno.ELOOP: "is a link that leads back to itself.",
 }
+# What is wrong with the machine, whatever was named.
 MACHINE_ERRORS = {
     errno.ENOSPC: "the disk is full. Free some space and run the same command again.",
     errno.EDQUOT: "the disk quota is used up. Free some space and run the same command again.",
@@ -45,7 +46,7 @@ MACHINE_ERRORS = {
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal that asks the program to stop: raised where the program is, so that everything on the way out is tidied."""
+    """A signal that asks the program to stop: raised wherever the program is then, so that it cleans up on the way out."""
 
     def __init__(self, number: int):
         super().__init__(signal.Signals(number).name)
@@ -53,7 +54,7 @@ class Stopped(KeyboardInterrupt):
 
 
 def explain(error: BaseException, args: Namespace | None) -> tuple[str, int] | None:
-    """The line for stderr and the exit status; None where the error is not the command's to report."""
+    """The line for stderr and the exit status; None for a defect, and where nobody reads the output any more."""
     if isinstance(error, BrokenPipeError) and output_is_closed():
         return None
     for types, word, status in KINDS:
@@ -73,7 +74,7 @@ def _text(error: BaseException) -> tuple[str, bool]:
         where = error.filename2 or error.filename
         return f"{os.fsdecode(where) if isinstance(where, str | bytes) else 'writing'}: {known[number]}", number in MACHINE_ERRORS
     cause = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ is not None else error
-    is_full = f"os error {errno.ENOSPC}" in str(error)  # of libraries written in Rust, which have errors of their own
+    is_full = f"os error {errno.ENOSPC}" in str(error)  # errors of libraries written in Rust have no errno
     return " ".join(str(cause).split()) or type(error).__name__, is_full
 
 
@@ -98,16 +99,17 @@ def listen() -> None:
 
 
 def forget() -> None:
+    """From now on a signal of STOPPING ends the process at once."""
     for number in STOPPING:
         if signal.getsignal(number) not in (signal.SIG_IGN, None):
             signal.signal(number, signal.SIG_DFL)
 
 
 def as_program(run: Callable[[], int]) -> int:
-    """Runs what a process is for. Returns its exit status, unless a signal or a reader that went away ends the process."""
+    """Runs the command as this process's program. Returns its exit status, unless a signal or a closed output ends the process."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")  # of a locale that cannot write what a model says
+            stream.reconfigure(errors="backslashreplace")  # a locale may be unable to encode what a model generates
     listen()
     try:
         return _status(run)
@@ -118,7 +120,7 @@ def as_program(run: Callable[[], int]) -> int:
         if not output_is_closed():
             raise
         silence()
-        die(getattr(signal, "SIGPIPE", signal.SIGTERM))  # as what is written in C ends
+        die(getattr(signal, "SIGPIPE", signal.SIGTERM))  # as C programs end
     finally:
         forget()
         silence()
@@ -148,7 +150,7 @@ def _is_abandoned(stream: Any) -> bool:
 
 
 def silence() -> None:
-    """Writes out what is left; where that cannot be, drops it, which Python would complain about at its exit."""
+    """Flushes stdout and stderr; what cannot be written is sent to the null device, or Python would complain at its exit."""
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:

@@ -1,4 +1,4 @@
-"""What a command leaves when it is stopped or the machine fails, and how to go on: a sentence each, from what is on the disk."""
+"""What each command leaves behind when it is stopped or the machine fails, and how to go on: a sentence, from what is on the disk."""
 
 import argparse
 import json
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def new_folder(folder: str | None) -> str:
-    """Of commands whose folder is there once it is complete, and not before."""
+    """For commands whose folder appears only once it is complete."""
     if folder is None:
         return "Nothing was written."
     return f"{folder} is complete." if Path(folder, "config.json").is_file() else f"Nothing was written to {folder}."

@@ -38,7 +38,7 @@ def load_causal_lm(source: str, **options: Any) -> Any:
 @contextmanager
 def reading(source: str, failure: str, expected: str) -> Iterator[None]:
     """Names the source in whatever goes wrong while transformers and tokenizers read files of any origin: their readers let
-    KeyError, TypeError and bare exceptions through. What the machine is at fault for passes as it is.
+    KeyError, TypeError and bare exceptions through. OSError, RuntimeError, ImportError and MemoryError pass as they are.
     """
     try:
         yield

@@ -11,18 +11,18 @@ from typing import Any
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 PLACEMENTS = ("auto", "balanced", "balanced_low_0", "sequential")  # of transformers' device_map
-LARGEST = 2**31 - 1  # what a count may be: more fits into no memory, and into few of the counters below us
+LARGEST = 2**31 - 1  # the largest count accepted: more fits no memory, and overflows 32-bit integers of other libraries
 MAX_SEED = 2**32 - 1  # NumPy's, which transformers seeds too
 
 
 def progress(message: str) -> None:
-    """To stderr; of several processes that do one thing together, the first speaks."""
+    """Prints to stderr; of the processes of a distributed run only the first does."""
     if os.environ.get("RANK", "0") == "0":
         print(f"eagle31: {message}", file=sys.stderr, flush=True)
 
 
 def show(args: argparse.Namespace, result: dict[str, Any], text: str) -> None:
-    """The result, for a machine with --json and else for a person; on stdout, where with --json nothing else is."""
+    """Prints the result: with --json as JSON, and then nothing else is on stdout; otherwise as text."""
     print(to_json(result) if args.json else text, file=args.out)
 
 
@@ -84,14 +84,14 @@ def positive_or_auto(text: str) -> int | str:
 
 
 def path(text: str) -> str:
-    """A folder, a file, or what else has a name. An empty one, of a variable that is not set maybe, would be the current folder."""
+    """The name of a file, a folder or a repository. Refuses an empty one, maybe of an unset variable: it would mean the current folder."""
     if not text.strip() or "\0" in text:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a name")
     return text
 
 
 def words(text: str) -> str:
-    """Text for a tokenizer. What is no UTF-8 on the command line arrives as lone surrogates, of which no tokenizer knows."""
+    """Text for a tokenizer. Invalid UTF-8 on the command line arrives as lone surrogates, which no tokenizer reads."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -139,10 +139,10 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def add_reading(parser: argparse.ArgumentParser) -> None:
-    """What decides where a checkpoint leaves a question open."""
+    """Options that decide where a checkpoint is ambiguous, and its revision."""
     parser.add_argument("--aux-layer-convention", choices=("boundary", "output"), help="how the checkpoint counts the target's layers")
     parser.add_argument(
-        "--set", type=config_field, action="append", default=[], metavar="FIELD=VALUE", help="a field of Eagle31Config that wins"
+        "--set", type=config_field, action="append", default=[], metavar="FIELD=VALUE", help="overrides a field of Eagle31Config"
     )
     parser.add_argument("--revision", type=path, help="branch, tag or commit of the drafter's Hub repository")
 
@@ -153,7 +153,7 @@ def reading_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def field(text: str) -> tuple[str, Any]:
-    """`NAME=VALUE`, the value in JSON, or a plain string."""
+    """Reads `NAME=VALUE`, the value as JSON, or else as a plain string."""
     name, sign, value = text.partition("=")
     if not sign or not name.isidentifier():
         raise argparse.ArgumentTypeError(f"got {text[:80]!r}, expected NAME=VALUE, e.g. norm_output=false")
@@ -168,7 +168,7 @@ def _no_constant(text: str) -> float:
 
 
 def config_field(text: str) -> tuple[str, Any]:
-    """`FIELD=VALUE` of a field that Eagle31Config has."""
+    """Reads `FIELD=VALUE`, a field of Eagle31Config."""
     from ..configuration import Eagle31Config
 
     name, value = field(text)

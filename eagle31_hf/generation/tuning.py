@@ -1,9 +1,9 @@
 """How far to draft: a fixed plan, or one chosen every round from what has been measured (`num_assistant_tokens="auto"`).
 
-Auto maximises tokens a second. A step that takes t seconds pays when it brings more tokens than are committed in t at the present rate
-(Dinkelbach's method: the rate is what the steps taken lately have achieved, so it converges to the best there is). Tokens are
-foreseen by the drafter's own probabilities, calibrated depth by depth on what the target accepted; seconds by what forwards of that
-size usually take.
+Auto maximises tokens a second. A step of t seconds pays when it is expected to add more tokens than are generated in t seconds at the
+present rate (Dinkelbach's method for maximising a ratio: the rate is that of recent rounds, so it converges to the best there is).
+Expected tokens come from the drafter's own probabilities, calibrated by depth on what the target accepted; expected seconds from what
+forwards of that size usually took.
 """
 
 import math
@@ -23,19 +23,19 @@ from ..modeling import Eagle31DrafterModel
 from .drafting import Fixed, Policy, Proposal
 from .verify import Verdict
 
-MAX_DEPTH, TOP_K, WIDTHS = 16, 4, (1, 2, 3, 4, 6, 8)
-COUNTS = (*range(9), 10, 12, 16, 24, 32, 48, 60)  # drafts worth considering to verify: few sizes, so that each is soon known
-FIRST = (4, 8, 16, 32, 8, 16)  # drafts verified in the first rounds, before there is anything to go by
-PLAIN_EVERY = 64  # rounds after which a plain one measures what drafting is compared with
-PAUSES = (8, 512)  # plain rounds after drafting has lost: at first, and at most; each loss doubles them
-EXTREME = 3e-4  # probabilities closer to 0 or 1 say no more
-PROBE = 6  # rounds drafted after a pause
-FORESIGHT = 1.15  # a level is worth this much more than what it brings itself: it shows whether the next one pays
+MAX_DEPTH, TOP_K, WIDTHS = 16, 4, (1, 2, 3, 4, 6, 8)  # WIDTHS: how many nodes of a level may get children
+COUNTS = (*range(9), 10, 12, 16, 24, 32, 48, 60)  # of drafts that may be verified: few, so that the time of each is soon known
+FIRST = (4, 8, 16, 32, 8, 16)  # numbers of drafts verified in the first rounds, before anything is measured
+PLAIN_EVERY = 64  # every so many rounds one without drafting measures what drafting is compared with
+PAUSES = (8, 512)  # plain rounds after drafting was slower than plain decoding: at first, and at most; doubled each time
+EXTREME = 3e-4  # probabilities are clamped to this distance from 0 and 1
+PROBE = 6  # rounds drafted after a pause, before drafting may pause again
+FORESIGHT = 1.15  # a level is worth this many times its own tokens, as it also shows whether the next one pays
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One round: `depth` 0 is plain decoding, `policy` None a chain of exactly `depth`."""
+    """One round: `depth` 0 is plain decoding, `policy` None a chain of exactly `depth`; no tree is larger than `max_nodes`."""
 
     depth: int
     policy: Policy | None = None
@@ -58,15 +58,15 @@ class FixedPilot:
         return Plan(depth, None if self.top_k == 1 else Fixed(depth, self.top_k, self.total_tokens)) if depth > 0 else PLAIN
 
     def learn(self, *args) -> None:
-        """Nothing."""
+        """Nothing to learn: the plan is fixed."""
 
     def explain(self) -> str:
         return ""
 
 
 class Costs:
-    """Seconds a forward takes by its number of rows: the mean of the last ones but the slowest quarter (what else runs on the machine only
-    ever makes it slower), between sizes a straight line."""
+    """Seconds a forward takes by its size, the tokens it runs: the mean of the last nine without the slowest quarter (other load on the
+    machine only ever makes it slower), interpolated linearly between sizes."""
 
     def __init__(self):
         self.seconds: dict[int, deque[float]] = {}
@@ -78,7 +78,7 @@ class Costs:
         lately.append(seconds)
         kept = sorted(lately)[: max(1, 3 * len(lately) // 4)]
         self.usual[rows] = sum(kept) / len(kept)
-        pooled: list[list[float]] = []  # weights, means and how many sizes have it: isotonic regression by pooling adjacent violators
+        pooled: list[list[float]] = []  # weight, mean and number of sizes of each pool: isotonic regression by pool adjacent violators
         for size in sorted(self.usual):
             pooled.append([len(self.seconds[size]), self.usual[size], 1])
             while len(pooled) > 1 and pooled[-2][1] > pooled[-1][1]:
@@ -89,13 +89,13 @@ class Costs:
         self.known = list(zip(sorted(self.usual), levels, strict=True))
 
     def estimate(self, sizes: tuple[int, ...]) -> list[float]:
-        """See `estimate`."""
+        """Seconds for sizes in ascending order; see the function `estimate`."""
         return estimate(self.known, sizes)
 
 
 def estimate(points: Sequence[tuple[int, float]], sizes: tuple[int, ...]) -> list[float]:
-    """Seconds for every size, in ascending order, by the known points, in ascending order too; beyond these each row costs as much as on
-    average, or a twentieth of the smallest."""
+    """Seconds for `sizes` from known `points` of (size, seconds), both ascending: linear between points; beyond the last one each token
+    costs the average slope or, where there is one point, a twentieth of its seconds."""
     if not points:
         return [0.0] * len(sizes)
     first, last = points[0], points[-1]
@@ -115,8 +115,8 @@ def estimate(points: Sequence[tuple[int, float]], sizes: tuple[int, ...]) -> lis
 
 
 class Calibration:
-    """Chance that the target accepts a draft, given its parent: a logistic function of the drafter's log-odds, with an offset for every
-    depth, which takes up what the drafter loses from step to step.
+    """Probability that the target accepts a draft whose parent it accepted: a logistic function of the drafter's log-odds. An offset for
+    every depth accounts for the drafter getting worse from step to step.
 
     Source: vLLM's adaptive verification.
     """
@@ -127,20 +127,21 @@ class Calibration:
         self.going_on = [0.7] * MAX_DEPTH  # share of accepted nodes with an accepted child, by depth
 
     def __call__(self, log_probs: Tensor, depth: int) -> Tensor:
-        """Log-probabilities (B, F, k) of children -> log-chances."""
+        """The drafter's log-probabilities (B, F, k) of k children of F nodes -> log-probabilities that they are accepted."""
         return logsigmoid(torch.logit(log_probs.exp(), EXTREME) * self.slope + self.intercept + self.offsets[depth])
 
     def learn(self, log_prob: float, depth: int, accepted: bool) -> None:
+        """One step of online logistic regression."""
         chance = min(max(math.exp(log_prob), EXTREME), 1 - EXTREME)
-        odds = math.log(chance / (1 - chance))
-        error = accepted - 1 / (1 + math.exp(-self.slope * odds - self.intercept - self.offsets[depth]))
+        log_odds = math.log(chance / (1 - chance))
+        error = accepted - 1 / (1 + math.exp(-self.slope * log_odds - self.intercept - self.offsets[depth]))
         self.seen[depth] += 1
         self.intercept += error * max(0.02, 4 / (20 + sum(self.seen)))
         self.offsets[depth] += error * 0.03
-        self.slope = min(max(self.slope + 0.02 * error * odds, 0.05), 4.0)
+        self.slope = min(max(self.slope + 0.02 * error * log_odds, 0.05), 4.0)
 
     def copy(self) -> "Calibration":
-        """As it is now."""
+        """A copy that what is learnt later does not change."""
         copied = Calibration()
         copied.slope, copied.intercept = self.slope, self.intercept
         copied.offsets, copied.seen, copied.going_on = [*self.offsets], [*self.seen], [*self.going_on]
@@ -148,7 +149,7 @@ class Calibration:
 
 
 class Rate:
-    """Tokens a second, recent rounds counting more."""
+    """Tokens a second, in which recent rounds count more."""
 
     def __init__(self, memory: float = 0.97):
         self.memory, self.tokens, self.seconds, self.rounds = memory, 0.0, 0.0, 0
@@ -158,7 +159,7 @@ class Rate:
         self.rounds += 1
 
     def fade(self) -> None:
-        """What comes now counts for more than all before."""
+        """Reduces the weight of all rounds so far to a tenth."""
         self.tokens, self.seconds = 0.1 * self.tokens, 0.1 * self.seconds
 
     @property
@@ -170,14 +171,14 @@ class Rate:
 class Tuner:
     """What is known of a drafter and a target working together on batches of one size; outlives calls.
 
-    Shared by threads: it is read and written by `AutoPilot` alone, and with its lock. A round under way goes by what its `AutoPolicy` took
-    from it when the round began, and hands its own observations over when it is over.
+    Shared by threads: only `AutoPilot` reads and writes it, and holds its lock. A round under way uses what its `AutoPolicy` copied when
+    the round began, and hands over what it observed when it is over.
     """
 
     calibration: Calibration = field(default_factory=Calibration)
-    verify: Costs = field(default_factory=Costs)
-    read: Costs = field(default_factory=Costs)
-    step: Costs = field(default_factory=Costs)
+    verify: Costs = field(default_factory=Costs)  # of the target's forward
+    read: Costs = field(default_factory=Costs)  # of the drafter's forward over the tokens it has not read yet
+    step: Costs = field(default_factory=Costs)  # of the drafter's forward over a level of drafts
     rest: Costs = field(default_factory=Costs)  # of drafting, what is neither reading nor a step
     drafting: Rate = field(default_factory=Rate)
     plain: Rate = field(default_factory=Rate)
@@ -186,7 +187,7 @@ class Tuner:
 
     @property
     def rate(self) -> float:
-        """What a second is worth in tokens."""
+        """Tokens a second of the faster of drafting and plain decoding: what a second has to bring."""
         return max(self.drafting.value, self.plain.value)
 
     @property
@@ -194,7 +195,7 @@ class Tuner:
         return self.drafting.rounds >= len(FIRST) and self.plain.rounds > 0 and self.drafting.value < self.plain.value
 
     def usual_seconds(self, policy: "AutoPolicy", seconds: float) -> float:
-        """Takes over how long a round of drafting took, `seconds` in all, and returns what drafting like this usually takes."""
+        """Adds the times of a round's drafting, `seconds` in all; returns the seconds that such drafting usually takes."""
         self.read.add(policy.num_unread, policy.read_seconds)
         for width, taken in policy.step_seconds:
             self.step.add(width, taken)
@@ -208,26 +209,26 @@ _tuners_lock = threading.Lock()
 
 
 def tuner_of(drafter: Eagle31DrafterModel, target: PreTrainedModel, *kind: object) -> Tuner:
-    """The one of this pair for calls of a kind: number of rows, trees or not, sampled or not."""
+    """The `Tuner` of this pair for one kind of call: number of rows, trees or not, sampled or not."""
     with _tuners_lock:
         return _tuners.setdefault(drafter, WeakKeyDictionary()).setdefault(target, {}).setdefault(kind, Tuner())
 
 
 class AutoPolicy:
-    """One round of drafting by what pays, as far as the tuner knew when it began. `top_k`: children a node may have.
+    """Decides in one round of drafting which steps pay, by what the tuner knew when the round began. `top_k`: children a node may have.
 
-    `read_seconds`, and `step_seconds` of every number of nodes, are for the tuner to learn from when the round is over.
+    `read_seconds`, and `step_seconds` with (nodes, seconds) of every step, are for the tuner to learn from when the round is over.
     """
 
     def __init__(self, tuner: Tuner, top_k: int, num_rows: int, num_unread: int):
         self.top_k, self.num_rows, self.num_unread = top_k, num_rows, num_unread
-        self.first = dict(enumerate(FIRST)).get(tuner.drafting.rounds)
+        self.first = dict(enumerate(FIRST)).get(tuner.drafting.rounds)  # None once the first rounds are over
         self.calibration, self.rate = tuner.calibration.copy(), tuner.rate
         self.verify, self.step = tuner.verify.known, tuner.step.known  # lists that are replaced, never changed
         self.widths: list[int] = []
         self.read_seconds, self.step_seconds = 0.0, list[tuple[int, float]]()
         low, high = estimate(self.verify, (2, 10))
-        self._draft_tokens = self.rate * max(high - low, 0.0) / 8 / num_rows  # what verifying one more draft of a row costs
+        self._draft_tokens = self.rate * max(high - low, 0.0) / 8 / num_rows  # tokens lost by verifying one more draft
         self._clock = time.perf_counter()
 
     @property
@@ -273,12 +274,12 @@ class AutoPolicy:
 
 
 class AutoPilot:
-    """A call's choices, round by round; no tree is larger than `max_nodes`."""
+    """Chooses the plan of every round of one call; no tree is larger than `max_nodes`."""
 
     def __init__(self, tuner: Tuner, top_k: int = TOP_K, max_nodes: int = COUNTS[-1] + 1):
         self.tuner, self.top_k, self.max_nodes = tuner, top_k, max_nodes
         self.choices: Counter[str] = Counter()
-        self.left = self.rounds = self.probing = 0  # plain rounds of a pause, all, and rounds to be drafted after it
+        self.left = self.rounds = self.probing = 0  # rounds left of a pause; rounds so far; rounds left to draft after a pause
         self.policy: AutoPolicy | None = None
         self.drafts_by_count: Counter[int] = Counter()
 
@@ -320,7 +321,7 @@ class AutoPilot:
                 self.choices["plain"] += 1
                 return
             usual += tuner.usual_seconds(self.policy, seconds["draft"])
-            if self.policy.first is not None:  # not drafted to be fast
+            if self.policy.first is not None:  # a first round, drafted to measure and not to be fast
                 tuner.drafting.fade()
             tuner.drafting.add(num_tokens, usual)
             drafted = "of chains" if proposal.ids.shape[1] else "with drafts not worth verifying"
@@ -331,7 +332,7 @@ class AutoPilot:
     def _calibrate(self, proposal: Proposal, verdict: Verdict) -> None:
         assert proposal.log_probs is not None
         calibration, log_probs = self.tuner.calibration, proposal.log_probs.tolist()
-        for b, guess in enumerate(proposal.guesses or []):  # drafted, but not worth verifying: seen all the same
+        for b, guess in enumerate(proposal.guesses or []):  # a draft not worth verifying can still be compared with the target's token
             if verdict.tokens[b]:
                 calibration.learn(guess[1], 0, verdict.tokens[b][0] == guess[0])
         for b, (children, path) in enumerate(zip(proposal.children(), verdict.paths, strict=True)):

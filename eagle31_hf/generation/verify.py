@@ -1,4 +1,5 @@
-"""Which drafted tokens the target accepts. p is the target's distribution, q the draft's; B rows, K drafted tokens, V target vocabulary.
+"""Which drafted tokens the target accepts. p is the target's distribution, q the draft's. B rows (texts of the batch), K drafted
+tokens of a row, R nodes of a row in the verifying forward (the root, which is the text's last token, and the drafts), V target vocabulary.
 
 Positions are visited in order and only while drafts are accepted, so the logits processors see exactly the prefixes, each once, that
 plain decoding would show them: processors that keep state of their own stay correct.
@@ -22,9 +23,10 @@ Ends = Callable[[int, list[int], list[Tensor]], bool]
 
 @dataclass
 class Verdict:
-    """By row: `tokens`, the accepted drafts, then the target's own token unless a draft ended the text; `paths`: the rows of the
-    verifying forward that hold the root and the accepted drafts; `scores`: one processed row (1, V) a token, where they are kept. A
-    finished row has none of them. A spoiled row of logits ends the tokens one short of the path.
+    """For every row: `tokens`, the accepted drafts, then the target's own token unless a draft ended the text; `paths`, the nodes of the
+    root and the accepted drafts; `scores`, the processed logits (1, V) of each token, where they are kept. All are empty for a row that
+    had finished. Where a draft ended the text, or the path met logits that drafts may have spoiled, tokens are one fewer than the path's
+    nodes.
     """
 
     tokens: list[list[int]]
@@ -37,7 +39,7 @@ class Verdict:
         return any(len(tokens) < len(path) and not has_finished for tokens, path, has_finished in rows)
 
     def cut(self, counts: list[int]) -> "Verdict":
-        """Only the first `counts[b]` tokens of row b."""
+        """The verdict with only the first `counts[b]` tokens of each row b."""
         kept = zip(self.tokens, self.paths, self.scores, counts, strict=True)
         cut = [(tokens[:n], path[:n], scores[:n]) for tokens, path, scores, n in kept]
         return Verdict(*(list(part) for part in zip(*cut, strict=True)))
@@ -45,7 +47,7 @@ class Verdict:
 
 @dataclass
 class Judge:
-    """How the target chooses: by argmax where `draws` is None. `eos_token_ids` end a row.
+    """Chooses the target's tokens: by argmax where `draws` is None, else by sampling. A token of `eos_token_ids` ends a row.
 
     Rejection sampling (arXiv 2211.17192) where drafts come with the logits they were drawn from; else the target's own token is drawn at
     every node, and while it is a child of the node, the walk descends. Either way tokens are distributed as the target's own.
@@ -58,12 +60,12 @@ class Judge:
 
     @property
     def only_compares(self) -> bool:
-        """Whether logits need be neither fp32 nor its own."""
+        """Whether it only compares logits, so that they may be of any dtype and are not written to."""
         return self.draws is None and not self.processors and not self.keeps_scores
 
     def row_by_row(self, texts: Texts, proposal: Proposal, logits: Tensor, ends: Ends | None = None) -> Verdict:
-        """Target logits (B, R, V) in fp32, overwritten -> as much of every row as it accepts by itself, up to the token with which it ends
-        (by default one of `eos_token_ids`)."""
+        """Target logits (B, R, V) -> for every row what it accepts, whatever the others do, up to the token with which it ends (by default
+        one of `eos_token_ids`). Logits are fp32 and overwritten, unless `only_compares`."""
         facts = [are_spoiled(logits, proposal).long()]
         if self.draws is None and not self.processors:
             facts.append(likeliest(logits))  # all nodes at once
@@ -120,10 +122,10 @@ class Judge:
     def together(
         self, texts: Texts, proposal: Proposal, logits: Tensor, ended: Callable[[Tensor, list[Tensor]], list[bool]]
     ) -> tuple[Verdict, list[bool]]:
-        """As much of every row as all of them accept, up to a token with which one ends: processors and criteria see the whole batch at
-        one length, as in plain decoding. Returns with it which rows have ended, as `ended` says of texts (B, L) and new scores (B, V).
+        """As many tokens as all rows accept, up to the first with which a row ends: processors and criteria see the whole batch at one
+        length, as in plain decoding. Also returns which rows have ended, by `ended` of the texts (B, L) and the new scores, (B, V) a token.
 
-        Of chains only. A row that has ended goes on with padding, where there is an end to find, and keeps no other from going on.
+        Only for chains. With `eos_token_ids`, a row that has ended is padded and does not hold back the others.
         """
         rows, drafted, tokens, scores = range(texts.num_rows), proposal.ids, list[Tensor](), list[Tensor]()
         spoiled, finished, is_short = are_spoiled(logits, proposal).any(0).tolist(), texts.finished, False
@@ -133,7 +135,7 @@ class Judge:
             if is_short := bool(spoiled[node]):
                 break
             scores.append(self.processors(context, logits[:, node]))  # type: ignore[arg-type]
-            if not self._can_choose(scores[-1]):  # no text has ended, or the walk would have
+            if not self._can_choose(scores[-1]):
                 raise_no_distribution()
             if self.draws is None:
                 token = scores[-1].argmax(-1)
@@ -150,12 +152,12 @@ class Judge:
         return Verdict(ids, paths, each_scores), finished
 
     def _can_choose(self, scores: Tensor) -> bool:
-        """Whether the scores (B, V) have a largest token each or, where one is drawn, are a distribution."""
+        """Whether a token can be chosen from scores (B, V): always by argmax; where it is drawn, if they are distributions."""
         return self.draws is None or bool(scores.amax(-1).isfinite().all())
 
     def _choose(self, b: int, slot: int, p_logits: Tensor, candidate: Tensor | None, q_logits: Tensor | None) -> Tensor:
-        """One token (1,): the argmax, or one distributed as p (1, V): the candidate with chance min(1, p/q), else drawn from the residual
-        max(p - q, 0)."""
+        """One token (1,): the argmax of p (1, V), or a sample of it: the candidate, a draft drawn from q, with probability min(1, p/q),
+        else a token drawn from the residual max(p - q, 0). `slot`: the length of the text before the token."""
         if self.draws is None:
             return p_logits.argmax(-1)
         if candidate is None or q_logits is None:
@@ -169,19 +171,19 @@ class Judge:
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    """(B, R, V) -> the first of the largest in every row (B, R), as argmax finds it in fp32; four times as fast in bf16."""
+    """Logits (B, R, V) -> every node's first largest id (B, R), as argmax finds it in fp32; max is four times as fast in bf16."""
     return logits.max(-1).indices
 
 
 def are_spoiled(logits: Tensor, proposal: Proposal) -> Tensor:
-    """(B, R, V) -> which rows (B, R) say nothing, since it may be drafts that made them NaN.
+    """Logits (B, R, V) -> the nodes (B, R) whose logits decide nothing, because drafts may have made them NaN.
 
-    Where a draft's values are not finite, rows that do not see it are NaN as well: they weigh it 0, and 0 times NaN is NaN. A state that
-    is NaN makes every logit NaN, so that a few tell; more than one, since models may mask ids of their own.
+    Where a draft's keys or values are not finite, nodes that do not see it become NaN too: they weigh it 0, and 0 times NaN is NaN. A state
+    that is NaN makes every logit NaN, so a few of them tell; more than one, since models may mask ids of their own.
     """
     return logits[..., :8].isnan().any(-1) & (not proposal.is_plain)
 
 
 def raise_no_distribution() -> None:
-    """Has torch raise its error for scores that are no distribution; on the CPU, since on a GPU it would end the whole process's work."""
+    """Has torch raise its error for scores that are no distribution; on the CPU, since on a GPU no later call of the process would work."""
     torch.multinomial(torch.tensor([float("nan")]), 1)

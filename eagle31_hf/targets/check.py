@@ -130,7 +130,7 @@ def _facts(source: TargetSource) -> dict[str, Any]:
 
 
 def _try(source: TargetSource, drafter: DrafterReport | None, notes: list[str]) -> tuple[list[Capability], str | None]:
-    """Every capability, and what was run for it, or None where the config alone answers."""
+    """Every capability, and what was run, None where the config alone answers. Adds to `notes`."""
     refusal = why_no_target(source.model_class, source.config)
     if source.config.is_encoder_decoder:
         return [Capability(name, REFUSED, refusal or "") for name in CAPABILITIES], None
@@ -156,7 +156,7 @@ def _try(source: TargetSource, drafter: DrafterReport | None, notes: list[str]) 
 
 
 def _outcomes(trial: Trial, refusal: str | None) -> dict[str, Outcome]:
-    """By capability. Where a chain is refused, everything is that begins with one."""
+    """The outcome of each capability. Where chains are refused, so is all other decoding."""
     first = Outcome(REFUSED, refusal) if refusal else trial.greedy("chain")
     if first.word == REFUSED:
         return dict.fromkeys((*WAYS, "sampling"), first) | {"training": trial.training()}
@@ -176,8 +176,8 @@ def _capability(name: str, outcome: Outcome) -> Capability:
 
 
 def tiny_layer_ids(source: TargetSource, tiny: Any, like: Any) -> list[int] | None:
-    """Where in the tiny target the states are that a drafter reads in the large one: by their share of the depth, and of the layers that
-    share others' keys. None where neither says."""
+    """Layer ids of the tiny target for those that the drafter, or a default one, reads in the large target: at the same share of the depth,
+    where layers that share others' keys are scaled apart. None where ids cannot be resolved, or do not fit."""
     config, small = source.decoder, tiny.config.get_text_config(decoder=True)
     whole, count = config.num_hidden_layers, small.num_hidden_layers
     try:
@@ -195,6 +195,7 @@ def tiny_layer_ids(source: TargetSource, tiny: Any, like: Any) -> list[int] | No
 
 
 def _verdict(capabilities: list[Capability], drafter: DrafterReport | None) -> tuple[bool, str]:
+    """Whether the target decodes with a drafter, with this one where one was named, and the sentence that says so."""
     by_answer: dict[str, list[str]] = {}
     for each in capabilities:
         by_answer.setdefault(each.answer, []).append(each.name.replace("_", " "))

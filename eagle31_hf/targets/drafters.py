@@ -1,4 +1,4 @@
-"""A drafter read from its config and headers, and whether it fits a target; the weights of a Hub repository stay where they are."""
+"""A drafter read from its config and headers, and whether it fits a target; from the Hub no weights are downloaded if it can be avoided."""
 
 import json
 import struct
@@ -29,12 +29,12 @@ MAPS = ("d2t", "t2d")  # the only tensors whose values are read
 
 
 class RangeError(Exception):
-    """The Hub does not give parts of a file, or not of this one."""
+    """The Hub does not serve a part of this file."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line about a drafter beside its target. `fits` is None where nothing depends on it."""
+    """One line on how a drafter fits its target. `fits` is None where the line does not decide that."""
 
     name: str
     fits: bool | None
@@ -43,7 +43,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class DrafterReport:
-    """What a drafter is and whether it fits. `config` is None where its checkpoint could not be read, which `findings` say."""
+    """What a drafter is and whether it fits. `config` is None where its checkpoint could not be read, as `findings` then say."""
 
     name: str
     config: Eagle31Config | None = None
@@ -65,9 +65,9 @@ def check_drafter(
 ) -> DrafterReport:
     """What the drafter is, and every way in which it fits the target or does not.
 
-    `drafter`: a folder, a Hub repository, or an `Eagle31DrafterModel`. That a checkpoint cannot be read, or may mean two things, is a
-    finding.
-    Raises OSError where there is none, ValueError for `overrides` that are no fields.
+    `drafter`: a folder, a Hub repository, or an `Eagle31DrafterModel`. A checkpoint that cannot be read or is ambiguous gives a
+    finding, not an error.
+    Raises OSError where there is no drafter, ValueError for `overrides` that are no fields of Eagle31Config.
     """
     unknown = sorted((overrides or {}).keys() - Eagle31Config.__annotations__.keys())
     if unknown:
@@ -170,9 +170,9 @@ def _positions(config: Eagle31Config, decoder: Any) -> Finding:
 def read_headers(
     name: str, overrides: Mapping[str, Any] | None = None, convention: str | None = None, revision: str | None = None
 ) -> Checkpoint:
-    """`read_checkpoint`, but of a Hub repository with safetensors only config and headers are fetched, and its draft vocabulary.
+    """`read_checkpoint`, but of a Hub repository with safetensors only the config, headers and draft vocabulary maps are downloaded.
 
-    What is downloaded already is read as it is; a pickle, and weights that a config refers to elsewhere, are downloaded.
+    What is in the Hub's cache is read from there; pickles, and weights in another repository that the config names, are downloaded whole.
     """
     if Path(name).exists() or isinstance(try_to_load_from_cache(name, WEIGHTS, revision=revision), str):
         return read_checkpoint(name, overrides, convention, revision=revision)
@@ -188,7 +188,10 @@ def read_headers(
 
 @contextmanager
 def headers_of(name: str, revision: str | None) -> Iterator[Path]:
-    """A folder as the repository's, whose weight files have their length, header and vocabulary maps, and holes for the rest."""
+    """A temporary copy of a repository's folder, whose weight files are sparse: full length, but only headers and vocabulary maps.
+
+    Raises RangeError where that cannot be made.
+    """
     config = cached_file(name, "config.json", revision=revision)
     commit = extract_commit_hash(config, None) or revision
     if read_json(Path(str(config))).get("weights_from") is not None:
@@ -213,7 +216,7 @@ def headers_of(name: str, revision: str | None) -> Iterator[Path]:
 
 
 def _fetch_header(name: str, file: str, commit: str | None, folder: Path) -> bool:
-    """Writes the file with holes. False where the repository has none of this name; raises RangeError where it gives no part of it."""
+    """Writes a sparse copy of the file. False where the repository has no such file; raises RangeError where no part of it is served."""
     url = hf_hub_url(name, file, revision=commit)
     try:
         size = get_hf_file_metadata(url).size
@@ -237,6 +240,7 @@ def _fetch_header(name: str, file: str, commit: str | None, folder: Path) -> boo
 
 
 def _entries(header: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The tensors of a safetensors header that have offsets."""
     try:
         for tensor, about in json.loads(header).items():
             if isinstance(about, dict) and isinstance(about.get("data_offsets"), list) and len(about["data_offsets"]) == 2:
@@ -246,7 +250,7 @@ def _entries(header: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _fetch(url: str, start: int, count: int) -> bytes:
-    """So many bytes of a file on the Hub. Raises RangeError where it answers otherwise."""
+    """`count` bytes of a file on the Hub, from `start` on. Raises RangeError where it does not send exactly these."""
     if not 0 < count <= MAX_JSON_BYTES:
         raise RangeError
     headers = build_hf_headers() | {"Range": f"bytes={start}-{start + count - 1}"}

@@ -1,6 +1,6 @@
-"""The config of a tiny model that is built as a given one: the same class, kinds of layers, attention, experts and windows, small sizes.
+"""Shrinks a config to that of a tiny model: the same class, kinds of layers, attention, experts and windows, with small sizes.
 
-Sizes are told by the names that configs of transformers give them, whatever the architecture; what has no size in its name stays as it is.
+A field is known to be a size by its name, as configs of transformers use it, whatever the architecture; other fields stay as they are.
 """
 
 import re
@@ -11,11 +11,11 @@ from transformers import PreTrainedConfig
 
 VOCAB, WIDTH, HEADS, HEAD_DIM, WINDOW, POSITIONS = 64, 64, 4, 16, 8, 4096
 LEAST_LAYERS = 4
-MOST_KINDS = 4  # a list with more different entries says a number for every layer, not a kind
+MOST_KINDS = 4  # a per-layer list with more distinct entries holds numbers, not kinds of layers
 
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
-FIRST_LAYERS = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers", "max_window_layers")  # so many are of another kind
-PER_LAYER = "per_layer_config"  # fields in which a layer differs from the others, by its number
+FIRST_LAYERS = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers", "max_window_layers")  # so many first layers differ
+PER_LAYER = "per_layer_config"  # layer number -> the fields in which it differs from the others
 ROPES = ("rope_parameters", "rope_scaling")
 NEVER_TAKEN_OVER = (
     "quantization_config", "_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "auto_map", "architectures",
@@ -34,24 +34,24 @@ def always(size: int) -> Rule:
 
 
 def key_value_heads(value: int, config: dict[str, Any]) -> int:
-    """One, half as many as there are heads, or as many: as in the original."""
+    """One, half as many as attention heads, or as many, as in the original (MQA, GQA, MHA)."""
     heads = next((config[name] for name in ("num_attention_heads", "n_head", "num_heads", "n_heads") if config.get(name)), value)
     return HEADS if value >= heads else 1 if value == 1 else HEADS // 2
 
 
 def part_of_head(value: int, config: dict[str, Any]) -> int:
-    """An even share of the head, as in the original."""
+    """The same share of the head as in the original, an even number."""
     whole = config.get("head_dim") or value * 4
     return max(2, HEAD_DIM * value // whole // 2 * 2)
 
 
 def tiny_head(value: int, config: dict[str, Any]) -> int:
-    """Latent attention calls the part of its heads that is rotated the head."""
+    """In configs of latent attention `head_dim` may be the size of a head's rotated part alone."""
     return min(value, 8) if config.get("qk_rope_head_dim") == value else HEAD_DIM
 
 
 def heads(value: int, config: dict[str, Any]) -> int:
-    """Mamba's heads are as many as fill its inner width."""
+    """HEADS; in a Mamba config as many as fill the inner width."""
     return config["expand"] * WIDTH // HEAD_DIM if "expand" in config and "state_size" in config else HEADS
 
 
@@ -60,6 +60,7 @@ def mamba_heads(value: int, config: dict[str, Any]) -> int:
 
 
 def wide_head(value: int, config: dict[str, Any]) -> int:
+    """The width of a head in some layers: twice the usual where the original's differs from its `head_dim`."""
     return HEAD_DIM if value == config.get("head_dim") else 2 * HEAD_DIM
 
 
@@ -106,9 +107,9 @@ RULES: tuple[tuple[str, Rule], ...] = (
 
 
 def tiny_config(config: PreTrainedConfig) -> tuple[PreTrainedConfig, list[str]]:
-    """A config of the same class with small sizes, and what of the original a model of it does not show.
+    """A config of the same class with small sizes, and notes on what a model of it does not show of the original.
 
-    Raises whatever the config's own class raises where the small sizes do not go together.
+    Raises whatever the config's own class raises where the small sizes contradict each other.
     """
     notes: list[str] = []
     values = config.to_dict()
@@ -123,7 +124,7 @@ def tiny_config(config: PreTrainedConfig) -> tuple[PreTrainedConfig, list[str]]:
 
 
 def _decoder_key(config: PreTrainedConfig) -> str | None:
-    """The name under which a multimodal config holds its decoder's."""
+    """The field in which a multimodal config holds its decoder's config; None in a config that is the decoder's."""
     decoder = config.get_text_config(decoder=True)
     return next((name for name in getattr(config, "sub_configs", ()) if getattr(config, name, None) is decoder), None)
 
@@ -131,7 +132,7 @@ def _decoder_key(config: PreTrainedConfig) -> str | None:
 def _tiny(values: dict[str, Any], notes: list[str], is_decoder: bool, text_key: str | None = None) -> dict[str, Any]:
     counts = [name for name in LAYER_COUNTS if isinstance(values.get(name), int)] if is_decoder else []
     num_layers = values[counts[0]] if counts else 0
-    kept = _kept_layers(values, num_layers)  # what reads images beside the decoder keeps all of its layers
+    kept = _kept_layers(values, num_layers)  # none outside the decoder: an image encoder stays as deep as it is
     found: dict[str, Any] = {}
     for name, value in values.items():
         if name in NEVER_TAKEN_OVER or not isinstance(name, str):
@@ -157,7 +158,7 @@ def _tiny(values: dict[str, Any], notes: list[str], is_decoder: bool, text_key: 
     for name in ROPES:
         if isinstance(values.get(name), dict):
             found[name] = _tiny_rope(values[name], found)
-    for name, value in (("initializer_range", 0.5), ("tie_word_embeddings", False)):  # lest its text repeat one token
+    for name, value in (("initializer_range", 0.5), ("tie_word_embeddings", False)):  # or its text would repeat one token
         if name in found and (is_decoder or text_key):
             found[name] = value
     return found
@@ -182,7 +183,8 @@ def _size(name: str, value: Any, values: dict[str, Any]) -> Any:
 
 
 def _kept_layers(values: dict[str, Any], num_layers: int) -> list[int]:
-    """The first layers, as many as a period has, and the first of every other kind; sharing others' keys is a kind, too."""
+    """Numbers of the layers to keep: the first ones, at least a whole period, then the first of every kind that these lack. Layers that
+    share others' keys are kinds of their own."""
     front = num_layers - (values.get("num_kv_shared_layers") or 0)
     periods = [
         period for name, period in values.items() if re.search(r"_(interval|period|step|freq|pattern)$", name) and type(period) is int
@@ -196,7 +198,7 @@ def _kept_layers(values: dict[str, Any], num_layers: int) -> list[int]:
 
 
 def _kind(values: dict[str, Any], num_layers: int, layer: int) -> tuple:
-    """What a config says of one layer: by lists with an entry a layer, lists of layers, and numbers of first layers that are different."""
+    """What a config says of one layer: in lists with an entry per layer, in lists of layer numbers, and in counts of first layers."""
     kind: list[Any] = []
     for name, value in values.items():
         if isinstance(value, list) and len(value) == num_layers and not name.endswith("_id") and len(set(map(str, value))) <= MOST_KINDS:
@@ -216,6 +218,7 @@ def _lists_layers(name: str, value: Any, num_layers: int) -> bool:
 
 
 def _of_layers(name: str, value: list, num_layers: int, kept: list[int], values: dict[str, Any]) -> list:
+    """A list of a decoder's config, for the kept layers where it is about layers."""
     if len(value) == num_layers and not name.endswith("_id"):
         return _size(name, [value[i] for i in kept], values)
     if _lists_layers(name, value, num_layers):
@@ -224,7 +227,7 @@ def _of_layers(name: str, value: list, num_layers: int, kept: list[int], values:
 
 
 def _tiny_rope(rope: dict[str, Any], tiny: dict[str, Any]) -> dict[str, Any]:
-    """Factors and sections for the frequencies of a tiny head; the kind of rope and its numbers stay. By layer type where it is so."""
+    """Rope parameters with factors and sections cut to a tiny head; the others stay. Those given by layer type are done one by one."""
     if any(isinstance(value, dict) for value in rope.values()):
         return {name: _tiny_rope(value, tiny) if isinstance(value, dict) else value for name, value in rope.items()}
     head = tiny.get("qk_rope_head_dim") or tiny.get("head_dim") or HEAD_DIM
@@ -247,7 +250,7 @@ def _sections(sizes: list[int], total: int) -> list[int]:
 
 
 def _number_special_tokens(values: dict[str, Any]) -> None:
-    """Tokens that stand for something else than text are the last ones, each its own."""
+    """Renumbers special tokens in place: they become the last ids of the tiny vocabulary, different ones where they were."""
     taken: dict[int, int] = {}
 
     def renumber(part: dict[str, Any]) -> None:

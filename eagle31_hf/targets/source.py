@@ -16,11 +16,12 @@ from transformers.utils import cached_file
 
 from ..checkpoints.files import read_json
 
-MOST_LAYERS, MOST_IDS = 2000, 2**24  # what no target has; configs are files from anywhere
+MOST_LAYERS, MOST_IDS = 2000, 2**24  # more than any target has: configs are untrusted
 NUMBERS_OF_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth", "encoder_layers", "decoder_layers")
-# Fields that lead to code of others, or to tables as long as somebody wrote, and that no language model needs.
+# Fields that load third-party code or make tables of any length, and that no language model needs.
 NOT_READ = ("attn_implementation", "_attn_implementation", "experts_implementation", "num_labels", "id2label", "label2id")
 MAPPINGS = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
+# What config classes raise for values that contradict each other or have the wrong type.
 CONTRADICTIONS = (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, IndexError, ZeroDivisionError, OverflowError)
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
 
@@ -43,12 +44,12 @@ class TargetSource:
 
     @property
     def decoder(self) -> Any:
-        """The config of what decodes, in a multimodal target one of several."""
+        """The config of the text decoder, in a multimodal target one of several."""
         return self.config.get_text_config(decoder=True)
 
 
 def read_target(target: Any, revision: str | None = None) -> TargetSource:
-    """A model, a config, a folder, a config file, or a Hub repository, of which only config.json is fetched.
+    """Reads a target: a model, a config, a folder, a config file, or a Hub repository, of which only config.json is fetched.
 
     Raises OSError where there is none or the Hub cannot be reached, ValueError for a config that is unsound or a drafter's.
     """
@@ -64,7 +65,7 @@ def read_target(target: Any, revision: str | None = None) -> TargetSource:
 
 
 def config_path(name: str, revision: str | None = None) -> Path:
-    """The config.json of a folder, the file itself, or what the Hub has. Raises OSError where there is none."""
+    """The path of a folder's config.json, of the file itself, or of the one downloaded from the Hub. Raises OSError where there is none."""
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -85,7 +86,7 @@ def config_path(name: str, revision: str | None = None) -> Path:
 
 
 def refuse_missing_path(name: str) -> None:
-    """Raises OSError for what can only be a path here, and is not there."""
+    """Raises OSError for a name that can only be a local path, and does not exist."""
     is_path = name.count("/") > 1 or name.startswith((".", "~", "/")) or name.endswith(".json")
     if is_path and not Path(name).expanduser().exists():
         raise OSError(f"{name}: is not there; expected a folder with a config.json, a config.json, or a Hub repository, owner/name.")
@@ -131,7 +132,7 @@ def _why_unknown(kind: str, values: dict[str, Any]) -> str:
 
 
 def _check_sizes(values: dict[str, Any], path: Path) -> None:
-    """Raises ValueError before lists of as many entries are made as somebody wrote into a config."""
+    """Raises ValueError for sizes that no target has, before a config class makes lists of that length."""
     for name, value in _fields(values):
         most = MOST_LAYERS if name in NUMBERS_OF_LAYERS else MOST_IDS if name == "vocab_size" else 2**40
         if isinstance(value, int) and value > most:
@@ -153,7 +154,7 @@ def _named(name: str, config: PreTrainedConfig, architectures: Any, notes: list[
 
 
 def model_class_of(config: PreTrainedConfig, architectures: Any = None) -> Any:
-    """The class that the checkpoint names where it can generate, else the one `AutoModelForCausalLM` or its kin would take, else None."""
+    """The class that the checkpoint names where it can generate, else that of the first auto class in MAPPINGS, else None."""
     for architecture in architectures if isinstance(architectures, list) else ():
         named = getattr(transformers, str(architecture), None) if str(architecture).isidentifier() else None
         if isinstance(named, type) and issubclass(named, PreTrainedModel) and named.can_generate():
@@ -173,7 +174,7 @@ def _with_weights(source: TargetSource, folder: Path) -> TargetSource:
 
 
 def build(model_class: type[PreTrainedModel], config: PreTrainedConfig, attention: str | None = None) -> PreTrainedModel:
-    """A model of random weights. A class that takes only the decoder's config of a multimodal one gets that."""
+    """A model with random weights. Of a multimodal config, a class of the decoder alone gets the decoder's."""
     wanted = getattr(model_class, "config_class", None)
     if wanted is not None and not isinstance(config, wanted):
         config = config.get_text_config(decoder=True)
@@ -186,5 +187,5 @@ def count_parameters(source: TargetSource) -> int | None:
     try:
         with torch.device("meta"):
             return sum(parameter.numel() for parameter in build(source.model_class, source.config).parameters())
-    except Exception:  # whatever a class of transformers makes of a config: a number less in the report
+    except Exception:  # a class may fail in any way; the report then lacks this number
         return None

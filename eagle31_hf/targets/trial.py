@@ -1,6 +1,6 @@
-"""A tiny target and a drafter that knows its text by heart, decoded in every way there is and compared with the target alone.
+"""A tiny target and a drafter fitted to its text, decoded in every way there is and compared with the target alone.
 
-What is run is the library's own `generate`, on a model of the very class: what it refuses or does otherwise shows as on the large one.
+It runs the library's own `generate` on a model of the same class, so what is refused or done otherwise is what the large one would show.
 """
 
 import copy
@@ -31,7 +31,7 @@ from .shrink import tiny_config
 from .source import TargetSource, build
 
 SAME_TEXT, CHAINS, IN_STEP, REFUSED, DIFFERENT, UNTRIED = "same text", "chains", "in step", "refused", "different", "not tried"
-PROMPT, KNOWN_TOKENS, ERROR_EVERY = (1, 2, 3, 5, 8), 32, 6
+PROMPT, KNOWN_TOKENS, ERROR_EVERY = (1, 2, 3, 5, 8), 32, 6  # the drafter is fitted to so many tokens, every sixth of them wrong
 CHAIN = {"num_assistant_tokens": 4}
 TREE = CHAIN | {"draft_tree_top_k": 3, "draft_tree_total_tokens": 10}
 AUTO = {"num_assistant_tokens": "auto"}
@@ -46,9 +46,9 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "static_cache": (TREE, SHORT | {"cache_implementation": "static"}, False),
     "prompt_in_chunks": (CHAIN, SHORT | {"prefill_chunk_size": 2}, False),
 }
-LOGITS_TOLERANCE = 1e-3  # of their spread; fp32 rows of different shapes differ by 1e-5, a row that sees a wrong token by tenths
+LOGITS_TOLERANCE = 1e-3  # of their standard deviation; other shapes differ by 1e-5 in fp32, a wrong mask by tenths
 MOST_PARAMETERS = 30_000_000  # of a tiny target: a second's work on a CPU
-# What a drafter's own config says of how it is built, as far as a tiny one can be built so.
+# Fields of a drafter's config that decide how it is built, and that a tiny one can have, too.
 BUILD = (
     "fc_norm", "norm_output", "norm_before_fc", "norm_before_residual", "num_hidden_layers", "attention_bias", "qk_norm", "fc_bias",
     "mlp_bias", "hidden_act", "logit_scale",
@@ -60,7 +60,7 @@ LATENT = {"q_lora_rank": 18, "kv_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope
 class Outcome:
     """`word`: "same text" (as the target alone gives), "chains" (the same, but chains where trees were asked for), "in step" (the same, but
     rows of a batch keep one length), "refused" (a ValueError before anything is decoded), "different" or "not tried"; `reason`: why, where
-    it is not the first. `accepted`, `rejected`: drafted tokens of a prompt's text."""
+    it is not "same text". `accepted`, `rejected`: how many drafted tokens were."""
 
     word: str
     reason: str = ""
@@ -94,6 +94,7 @@ def build_tiny(source: TargetSource) -> tuple[PreTrainedModel, list[str]]:
 
 
 def _sound(model_class: Any, config: PreTrainedConfig, attention: str | None) -> PreTrainedModel:
+    """A model with random weights. Raises CannotTryError where it is too large, or its logits are not finite."""
     with torch.device("meta"):
         count = sum(parameter.numel() for parameter in build(model_class, config).parameters())
     if count > MOST_PARAMETERS:
@@ -101,7 +102,7 @@ def _sound(model_class: Any, config: PreTrainedConfig, attention: str | None) ->
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(0)
         target = build(model_class, config, attention)
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):  # no text ends early
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):  # so that no text ends early
         setattr(target.generation_config, name, None)
     target.generation_config.use_cache = True
     with torch.no_grad():
@@ -112,7 +113,7 @@ def _sound(model_class: Any, config: PreTrainedConfig, attention: str | None) ->
 
 
 def build_drafter(target: PreTrainedModel, like: Eagle31Config | None = None, layer_ids: list[int] | None = None) -> Eagle31DrafterModel:
-    """A tiny drafter for a tiny target, built as the one it is to be like. `layer_ids`: the states of the tiny target it reads."""
+    """A tiny drafter for a tiny target, built as `like` is. `layer_ids`: the states of the tiny target it reads."""
     table: Any = target.get_input_embeddings().weight
     num_layers = len(decoder_layers(target))
     fields: dict[str, Any] = {
@@ -136,7 +137,7 @@ def build_drafter(target: PreTrainedModel, like: Eagle31Config | None = None, la
 
 @torch.no_grad()
 def fit_head(drafter: Eagle31DrafterModel, target: PreTrainedModel, text: Tensor, depth: int = 4) -> None:
-    """Learns a text (1, T) of the target's by heart, errors included: least squares from states to next tokens."""
+    """Fits the head to a text (1, T) of the target's by least squares from states to next tokens; some are made wrong, to be rejected."""
     drafter.load_target_embeddings(target)
     states, logits = target_states(target, text, drafter.config.resolve_layer_ids(len(decoder_layers(target))))
     chosen = logits.argmax(-1)
@@ -150,7 +151,7 @@ def fit_head(drafter: Eagle31DrafterModel, target: PreTrainedModel, text: Tensor
 
 @dataclass
 class Seen:
-    """The verifying forwards of a call: `trees`, of them; `ragged`, of rows of different lengths; `in_step`, of rows that keep one."""
+    """Numbers of verifying forwards: `trees`, with a tree; `ragged`, with rows of different lengths; `in_step`, with rows kept at one."""
 
     trees: int = 0
     ragged: int = 0
@@ -159,7 +160,7 @@ class Seen:
 
 @contextmanager
 def watching() -> Iterator[Seen]:
-    """Counts what is verified, and how, by the calls of this context."""
+    """Counts the verifying forwards of calls made in this context."""
     seen = Seen()
 
     class Watched(Judge):
@@ -180,8 +181,8 @@ def watching() -> Iterator[Seen]:
 
 
 def departures(sequences: Tensor, alone: GenerateDecoderOnlyOutput) -> Iterator[tuple[int, int, float]]:
-    """Of every row (B, L) that is not what the target says alone: its number, its first other token, and by how much the target's logits
-    there prefer its own."""
+    """For every row of `sequences` (B, L) that differs from what the target generates alone: the row's number, its first new token that
+    differs, and by how much the target's logits there prefer its own token."""
     num_given = alone.sequences.shape[1] - len(alone.logits)
     for row, (ours, own) in enumerate(zip(sequences, alone.sequences, strict=True)):
         places = (ours != own).nonzero()
@@ -192,10 +193,10 @@ def departures(sequences: Tensor, alone: GenerateDecoderOnlyOutput) -> Iterator[
 
 
 def difference(ours: GenerateDecoderOnlyOutput | Tensor, alone: GenerateDecoderOnlyOutput) -> str:
-    """What is not the target's own, "" where all is.
+    """Describes the first row that differs from what the target generates alone; "" where none does.
 
-    Logits, which say more of a wrong mask than a few tokens do, are compared where they were asked for. Where tokens differ, it is said
-    by how much the target prefers its own: by nothing to speak of in a tie.
+    Logits, which say more of a wrong mask than a few tokens do, are compared where they were asked for. Where tokens differ, the
+    text says by how much the target prefers its own: by almost nothing in a tie.
     """
     expected = torch.stack(alone.logits)
     spread = float(expected.std())
@@ -208,14 +209,14 @@ def difference(ours: GenerateDecoderOnlyOutput | Tensor, alone: GenerateDecoderO
 
 
 class Trial:
-    """A tiny target and its drafter. Each method tries one thing and returns its `Outcome`; only errors of our own or of transformers' code
-    that are no refusal end as "different"."""
+    """A tiny target and its drafter. Each method tries one thing and returns its `Outcome`. In decoding ValueError is a refusal; other
+    errors, of ours or of transformers' code, are "different"."""
 
     def __init__(self, target: PreTrainedModel, drafter: Eagle31DrafterModel):
         self.target, self.drafter = target, drafter
         self.prompt = {"input_ids": torch.tensor([PROMPT]), "attention_mask": torch.ones(1, len(PROMPT), dtype=torch.long)}
         self.text = self._alone(self.prompt, GREEDY | {"max_new_tokens": KNOWN_TOKENS}).sequences
-        with suppress(ValueError):  # there are no states to learn from, which generate says in a moment
+        with suppress(ValueError):  # no states can be captured, which generate will report
             fit_head(drafter, target, self.text)
 
     def _alone(self, prompt: dict[str, Tensor], options: dict[str, Any]) -> Any:
@@ -229,7 +230,7 @@ class Trial:
         return {"input_ids": torch.stack((longer, shorter)), "attention_mask": mask}
 
     def greedy(self, way: str) -> Outcome:
-        """One of WAYS, beside the target alone. Options that the target alone refuses are "not tried"."""
+        """Decodes in one of WAYS, and compares with the target alone. A way in which the target alone fails is "not tried"."""
         drafting, options, has_two = WAYS[way]
         prompt = self._batch() if has_two else self.prompt
         asked = GREEDY | options
@@ -258,7 +259,7 @@ class Trial:
         return why_no_trees(self.target) or "its cache is not of layers that hold trees and rows of different lengths"
 
     def sampling(self) -> Outcome:
-        """With one seed the text has to be one, whatever is drafted."""
+        """Samples twice with one seed but different drafting: the text has to be the same."""
         texts = []
         for threshold in (0.0, 0.9):
             with torch.random.fork_rng(devices=range(torch.cuda.device_count())):

@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 
 from .saving import last_checkpoint
 
-READ_EVERY = 10  # steps at most; they are also read where a run logs, evaluates or saves
+READ_EVERY = 10  # steps at most between two reads; a run also reads when it logs, evaluates or saves
 PATIENCE = 5  # steps in a row that are not finite
 SCALED_PATIENCE = 25  # the same where fp16 losses are scaled: the scale begins at 2**16, and is halved after each step that overflows
 
@@ -33,7 +33,7 @@ class Step(NamedTuple):
 
 
 class DivergenceWatch:
-    """Stops a run that has diverged: notes every step on the device, and reads the notes only now and then.
+    """Stops a run that has diverged: records every step on the device, and reads the records only now and then.
 
     All processes call its methods at the same steps, so they stop at the same one.
     """
@@ -41,8 +41,8 @@ class DivergenceWatch:
     def __init__(self, accelerator: Any, args: TrainingArguments):
         self.accelerator, self.args = accelerator, args
         self.last: Step | None = None
-        self.first_broken: Step | None = None  # of those up to the last in a row
-        self.num_broken = 0  # in a row
+        self.first_broken: Step | None = None  # the first of the latest steps in a row that are not finite
+        self.num_broken = 0  # how many they are
         self._loss: Tensor | None = None
         self._numbers, self._unread = list[int](), list[Tensor]()
 
@@ -52,7 +52,7 @@ class DivergenceWatch:
         self._loss = loss if self._loss is None else self._loss + loss
 
     def end_step(self, number: int, gradient_norm: Tensor | float | None) -> None:
-        """`gradient_norm`: None where the backend does not tell it."""
+        """Records the step. `gradient_norm`: None where the backend does not report it."""
         if self._loss is None:
             return
         norm = gradient_norm.full_tensor() if isinstance(gradient_norm, DTensor) else gradient_norm
@@ -79,7 +79,7 @@ class DivergenceWatch:
             raise TrainingDivergedError(self._message(f"and weights are not finite after step {step}"))
 
     def _read(self) -> None:
-        """The one place that waits for the device."""
+        """Reads the records: the one place that waits for the device."""
         if not self._unread:
             return
         values = self.accelerator.reduce(torch.stack(self._unread), "mean").tolist()
@@ -103,7 +103,7 @@ class DivergenceWatch:
 
 @torch.no_grad()
 def num_not_finite(weights: Iterable[Tensor]) -> Tensor:
-    """How many of the tensors, of a sharded one this process's part, hold NaN or infinity, as a scalar on their device. Copies none."""
+    """Number of tensors with NaN or infinity (in this process's part, where sharded), a scalar on their device. Makes no copies."""
     num_broken = torch.zeros((), dtype=torch.long)
     for weight in weights:
         local = weight.to_local() if isinstance(weight, DTensor) else weight

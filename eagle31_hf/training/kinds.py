@@ -27,7 +27,7 @@ class Chat:
 
 @dataclass
 class Tokens:
-    """Ids (T,) long; `answers` (T,) bool: which of them are the target's to say."""
+    """`input_ids` (T,) int64; `answers` (T,) bool: which of them belong to answers, not to prompts."""
 
     input_ids: Tensor
     answers: Tensor
@@ -42,7 +42,7 @@ ANSWER_COLUMNS = MARKS | {"labels": lambda labels: labels != -100}  # a column -
 
 
 def tokens_of(record: Record) -> Tokens:
-    """What has been tokenized already, its answers under any of ANSWER_COLUMNS. Raises ValueError where something is missing or short."""
+    """What has been tokenized already, its answers under any of ANSWER_COLUMNS. Raises Skipped where one is missing or too short."""
     column = next((name for name in ANSWER_COLUMNS if record.get(name) is not None), None)
     if column is None or record.get("input_ids") is None:
         names = SHORT.repr([*record]) if len(record) > 8 else ", ".join(map(str, record)) or "nothing"
@@ -57,7 +57,7 @@ def tokens_of(record: Record) -> Tokens:
 
 
 def _whole_numbers(record: Record, column: str) -> Tensor:
-    """A column of integers, long; one without any is empty. Of floats none is taken for an integer, whatever its value."""
+    """A column of integers as int64; it may be empty. Floats are refused, whole ones too."""
     values = record[column]
     refusal = Skipped(f"{column} are no integers", f"{column} are {SHORT.repr(values)}; expected a list of integers.")
     others = {*map(type, values)} - {int} if isinstance(values, list | tuple) else ()
@@ -85,7 +85,7 @@ def _tensor(values: Any, refusal: Skipped) -> Tensor:
 
 
 def check_ids(ids: Tensor, vocab_size: int) -> None:
-    """Raises ValueError for ids (T,) the target does not have, which a GPU would only call an assertion of its own."""
+    """Raises Skipped for ids (T,) the target does not have: on a GPU they would fail as an assertion that explains nothing."""
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
         raise Skipped(
             "token ids the target does not have",
@@ -101,7 +101,7 @@ def _string(value: Any, name: str) -> str:
 
 
 def _check_text(parsed: Any) -> None:
-    """Raises Skipped for half a surrogate pair, which no tokenizer reads, anywhere in it."""
+    """Raises Skipped for half a surrogate pair, which no tokenizer reads, anywhere in a parsed record."""
     left = [parsed]
     while left:
         value = left.pop()
@@ -117,11 +117,12 @@ def _check_text(parsed: Any) -> None:
 
 
 def _message(turn: Any) -> dict[str, Any]:
+    """A message as templates take it, from one with role and content, or with from and value (ShareGPT's)."""
     is_native = isinstance(turn, Mapping) and turn.get("role") is not None
     if not is_native and not (isinstance(turn, Mapping) and {"from", "value"} <= turn.keys()):
         expected = "expected an object with role and content, or from and value"
         raise Skipped("a message without role and content", f"a message is {SHORT.repr(turn)}; {expected}.")
-    # Columns of a dataset hold None where a message has no such field; templates take it for there being one.
+    # Columns of a dataset hold None where a message lacks a field; a template would take that for a value.
     if is_native:
         return _sound({name: value for name, value in turn.items() if value is not None})
     speaker = _string(turn["from"], "from").lower()
@@ -131,7 +132,7 @@ def _message(turn: Any) -> dict[str, Any]:
 
 
 def _sound(message: dict[str, Any]) -> dict[str, Any]:
-    """The message, whose fields have the types that templates read."""
+    """The message, its fields checked to have the types that templates read."""
     _string(message["role"], "role")
     for name in ("reasoning_content", "reasoning", "thinking"):
         _string(message.get(name, ""), name)
@@ -178,7 +179,7 @@ def _instruction(record: Record) -> Chat:
     return _answered({**record, "instruction": "\n\n".join(part for part in parts if part)}, "instruction", "output")
 
 
-KINDS: dict[tuple[str, ...], Callable[[Record], Chat | str | Tokens]] = {  # the columns that tell a kind of record, the first that fits
+KINDS: dict[tuple[str, ...], Callable[[Record], Chat | str | Tokens]] = {  # columns that identify a kind; the first match counts
     ("input_ids",): tokens_of,
     ("messages",): lambda record: _chat(record, record["messages"], "messages"),
     ("conversations",): lambda record: _chat(record, record["conversations"], "conversations"),

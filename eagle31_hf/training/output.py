@@ -12,8 +12,8 @@ from ..checkpoints.write import check_new_folder
 from .saving import last_checkpoint
 from .store import MANIFEST
 
-REPLACED = "eagle31-replaced"
-# What a run writes, and what a loader would take for a part of it. Everything else in a folder is left alone, as are prepared rows.
+REPLACED = "eagle31-replaced"  # the subfolder for what earlier runs wrote
+# What a run writes, and what a loader would take for a part of that. Everything else is left alone, prepared training data included.
 WRITTEN = (
     "checkpoint-*", "model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin",
     "pytorch_model.bin.index.json", "config.json", "generation_config.json", "README.md", "training.json", "training_args.bin",
@@ -24,18 +24,18 @@ Found = TypeVar("Found")
 
 
 def check_output(folder: str | Path, resume: bool = False, overwrite: bool = False) -> str | None:
-    """Returns the checkpoint a run in `folder` goes on from, None where it begins; writes nothing.
+    """Returns the checkpoint from which a run in `folder` resumes, None where it starts anew; writes nothing.
 
     Raises ValueError for a folder that is not empty without `resume` or `overwrite`, and for one without anything to resume.
     """
     folder = Path(folder)
     if resume and overwrite:
-        raise ValueError(f"{folder}: to be resumed and to be overwritten; expected one of --resume and --overwrite.")
+        raise ValueError(f"{folder}: cannot be both resumed and overwritten; expected one of --resume and --overwrite.")
     has_rows = any(path for depth in ("*", "*/*") for path in folder.glob(f"{depth}/{MANIFEST}"))
     has_checkpoints = any(folder.glob("checkpoint-*"))
     if resume:
         checkpoint = last_checkpoint(folder)
-        if checkpoint is None and (has_checkpoints or not has_rows):  # rows alone are of a run that was stopped before its first one
+        if checkpoint is None and (has_checkpoints or not has_rows):  # only rows: the run was stopped before its first checkpoint
             raise ValueError(f"{folder}: holds no complete checkpoint to resume from; begin anew, without --resume or with --overwrite.")
         return checkpoint
     goes_on = "go on with the run in it by --resume, " if has_rows or has_checkpoints else ""
@@ -45,7 +45,8 @@ def check_output(folder: str | Path, resume: bool = False, overwrite: bool = Fal
 
 
 def in_all_processes(find: Callable[[], Found]) -> Found:
-    """Returns what the first process finds in all of them, or raises its error there: one may already write where another looks."""
+    """Calls `find` in the main process only, and returns its result, or raises its error as ValueError, in all: were all to look, one might
+    already write where another looks."""
     outcome: list[Any] = [None, None]
     if PartialState().is_main_process:
         try:
@@ -59,7 +60,7 @@ def in_all_processes(find: Callable[[], Found]) -> Found:
 
 
 def set_aside(folder: str | Path) -> Path | None:
-    """Moves what an earlier run wrote to a folder of its own in `folder`, and returns that; None where there was nothing."""
+    """Moves what an earlier run wrote to a new subfolder of `folder`, and returns that; None where there was nothing."""
     folder = Path(folder)
     found = sorted({path for pattern in WRITTEN for path in folder.glob(pattern)})
     if not found:

@@ -1,4 +1,4 @@
-"""Records that make no row: why, counted by reason, and where the first of each are."""
+"""Records of which no row (training sequence) can be made: counted by reason, with the places of the first few of each reason."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -8,17 +8,17 @@ SHOWN = 3  # records of a reason that are named
 LONGEST = 100  # characters of what a template or a tokenizer says
 
 
-class Skipped(ValueError):  # noqa: N818 -- nothing is wrong but the one record
+class Skipped(ValueError):  # noqa: N818 -- no error of the program: only this record is skipped
     """This record makes no row.
 
-    `reason`: a few words, the same for all records that fail so, to be counted by. `details`: the text, by default the reason.
+    `reason`: a few words, the same for all records that fail so: they are counted by it. `details`: the text, by default the reason.
     `place`: the file and line, where they are known already.
     """
 
     def __init__(self, reason: str, details: str | None = None, place: str = ""):
         super().__init__(reason, details, place)
         self.reason, self.place = reason, place
-        self.details = (details or reason).encode("utf-8", "backslashreplace").decode()  # it may quote what is no Unicode
+        self.details = (details or reason).encode("utf-8", "backslashreplace").decode()  # it may quote invalid Unicode
 
     def __str__(self) -> str:
         return f"{self.place}: {self.details}" if self.place else self.details
@@ -26,8 +26,8 @@ class Skipped(ValueError):  # noqa: N818 -- nothing is wrong but the one record
 
 @contextmanager
 def refused_by(what: str) -> Iterator[None]:
-    """Whatever a template or a tokenizer raises in the block is a reason to skip the record: the one is a program that came with the model,
-    the other raises plain `Exception`."""
+    """Whatever a template or a tokenizer raises in the block is a reason to skip the record: a template is a program that came with the
+    model, and tokenizers raise plain `Exception`."""
     try:
         yield
     except MemoryError:
@@ -49,7 +49,7 @@ class Skips:
         self._counts, self._reported = Counter[str](), Counter[str]()
 
     def add(self, number: int, refusal: Skipped | str) -> None:
-        """Counts the record of that number."""
+        """Counts the record of that number, and reports it if it is one of the first few of its reason."""
         refusal = Skipped(refusal) if isinstance(refusal, str) else refusal
         self._counts[refusal.reason] += 1
         self._reported[refusal.reason] += 1
