@@ -3,6 +3,7 @@
 import functools
 import inspect
 import os
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -91,9 +92,10 @@ def stamps(source: str | os.PathLike | None, subfolder: str | None = None) -> St
         folder = Path(source, subfolder or "", sub)
         for path in folder.glob("*") if os.path.isdir(folder) else ():
             if path.name in ("config.json", *SIDE_FILES) or path.name.endswith((".safetensors", ".bin", ".index.json")):
-                with suppress(FileNotFoundError):  # a broken link, or gone this moment
-                    stat = path.stat()
-                    found[str(path)] = (stat.st_dev, stat.st_ino, stat.st_mtime_ns, stat.st_size)
+                with suppress(OSError):  # a broken or circular link, or gone this moment
+                    status = path.stat()
+                    if stat.S_ISREG(status.st_mode):  # not a folder or a device under such a name
+                        found[str(path)] = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
     return found
 
 

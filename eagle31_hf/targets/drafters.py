@@ -88,7 +88,7 @@ def check_drafter(
         return DrafterReport(name, findings=[Finding("format", False, " ".join(str(error).split()))])
     sizes = {key: prod(stored.shape) for key, stored in checkpoint.tensors.items() if key not in MAPS}
     num_bytes = sum(stored.nbytes for stored in checkpoint.tensors.values())
-    about = "; ".join([checkpoint.reasons[0], *checkpoint.reasons[1:]])
+    about = "; ".join(checkpoint.reasons)
     d2t = checkpoint.made.get("d2t")
     findings = [
         Finding("format", True, f"{kind(checkpoint.config)}, {'native' if checkpoint.is_native else 'converted while loading'}: {about}"),

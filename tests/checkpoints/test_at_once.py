@@ -23,7 +23,7 @@ from writers import LAYOUTS
 from eagle31_hf import Eagle31DrafterModel, convert_checkpoint, export_checkpoint
 from eagle31_hf.checkpoints import sharing
 from eagle31_hf.checkpoints.files import STAGED
-from eagle31_hf.checkpoints.sharing import LOCK, folder_lock
+from eagle31_hf.checkpoints.sharing import LOCK, folder_lock, stamps
 from eagle31_hf.checkpoints.write import new_folder, write_safetensors
 from eagle31_hf.hub import publish
 
@@ -389,3 +389,14 @@ def test_weights_are_never_written_into_a_file_that_is_there(tmp_path):
     with pytest.raises(FileExistsError):
         write_safetensors(tmp_path / WEIGHTS, {}, "source")
     assert (tmp_path / WEIGHTS).read_bytes() == b"somebody maps this"
+
+
+@pytest.mark.parametrize("goal", ["..", "/dev/null", "gone", "eagle_meta.pt"])
+def test_only_files_tell_that_a_folder_has_changed(tmp_path, goal):
+    """A folder's time changes with every file beside it, and a device's whenever somebody writes to it."""
+    folder = tmp_path / "drafter"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    before = stamps(folder)
+    (folder / "eagle_meta.pt").symlink_to(goal)
+    assert stamps(folder) == before
