@@ -49,7 +49,7 @@ def speculative_decoding(
     check_inputs(input_ids, model_kwargs, synced_gpus)
     wishes = resolve_knobs(drafter, generation_config, knobs)
     runner = TargetRunner(target, input_ids, generation_config, model_kwargs)
-    stopping = Stopping(stopping_criteria, generation_config.max_length)
+    stopping = Stopping(stopping_criteria, generation_config.max_length, streamer)
     limit = runner.num_before + generation_config.max_length + max(SPARE_SLOTS, wishes.total_tokens or 0)
     generation_config.disable_compile = True  # of a prompt in chunks over a static cache: hooks would be traced, and our layers
     with cache.slots(runner.past_key_values, limit) as runner.placement:
@@ -78,7 +78,6 @@ def speculative_decoding(
             Texts(input_ids, pad_token(generation_config), runner.num_padding),
             OutputCollector(generation_config, runner.past_key_values),
             pilot_of(drafter, target, wishes, draws_trees, len(input_ids), bool(draws)),
-            streamer,
             in_step,
         )  # fmt: skip
         return loop.run()
@@ -96,11 +95,10 @@ class Loop:
         texts: Texts,
         collector: OutputCollector,
         pilot: AutoPilot | FixedPilot,
-        streamer: BaseStreamer | None,
         in_step: bool,
     ):
         self.runner, self.drafting, self.judge, self.stopping, self.texts = runner, drafting, judge, stopping, texts
-        self.collector, self.pilot, self.streamer, self.in_step = collector, pilot, streamer, in_step
+        self.collector, self.pilot, self.in_step = collector, pilot, in_step
         self.recorder = Recorder()
         self.was_short = False  # drafts may have made the last round's scores NaN: the next does without
 
@@ -126,8 +124,8 @@ class Loop:
                 recorder.round(proposal.depth, accepted, num_tokens)
                 self.pilot.learn(proposal, verdict, recorder.last, sum(num_tokens))
                 del outputs, logits
-        if self.streamer is not None:
-            self.streamer.end()
+        if self.stopping.streamer is not None:
+            self.stopping.streamer.end()
         recorder.choices(self.pilot.choices, self.pilot.explain())
         return self.collector.result(texts.rows().clone())
 
@@ -180,9 +178,6 @@ class Loop:
         if self.judge.draws is not None:
             self.judge.draws.forget(texts.lengths)
         self.collector.add(outputs, logits, verdict, is_prefill)
-        if self.streamer is not None:
-            for step in torch.tensor(verdict.tokens).T:  # one at a time, as plain generate does
-                self.streamer.put(step)
         return verdict, accepted
 
 

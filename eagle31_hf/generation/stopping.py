@@ -1,4 +1,4 @@
-"""Where a burst of new tokens ends a text: token by token, as if they had come one at a time."""
+"""Where a burst of new tokens ends a text: criteria and streamer are told of them token by token, as if they had come one at a time."""
 
 from collections.abc import Callable
 
@@ -6,15 +6,19 @@ import torch
 from torch import Tensor
 from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.stopping_criteria import StopStringCriteria
+from transformers.generation.streamers import BaseStreamer
 
 from .texts import Texts
 
 
 class Stopping:
-    """A call's stopping criteria. `eos_token_ids`: the ids that end a row; `max_length`: of every row, padding included."""
+    """A call's stopping criteria, and its streamer, which is told of every token after them: the user's may know of each other.
 
-    def __init__(self, criteria: StoppingCriteriaList, max_length: int):
-        self.criteria = criteria
+    `eos_token_ids`: the ids that end a row; `max_length`: of every row, padding included.
+    """
+
+    def __init__(self, criteria: StoppingCriteriaList, max_length: int, streamer: BaseStreamer | None = None):
+        self.criteria, self.streamer = criteria, streamer
         self.max_length = min([max_length, *(one.max_length for one in criteria if isinstance(one, MaxLengthCriteria))])
         self.eos_token_ids = {int(i) for one in criteria if isinstance(one, EosTokenCriteria) for i in one.eos_token_id}
         kinds = {type(one) for one in criteria}
@@ -31,6 +35,8 @@ class Stopping:
 
         def ended(rows: Tensor, new_scores: list[Tensor]) -> list[bool]:
             met = self.criteria(rows, None if scores is None else (*scores, *new_scores)).tolist()
+            if self.streamer is not None:
+                self.streamer.put(rows[:, -1].cpu())
             return [was or now for was, now in zip(texts.finished, met, strict=True)]
 
         return ended
@@ -46,6 +52,8 @@ class RowEnds:
     def __call__(self, b: int, tokens: list[int], new_scores: list[Tensor]) -> bool:
         """Whether row b ends with the last of its new tokens; asked once for each of them, in order. `new_scores`: (1, V) a token."""
         self.rows[b] = self._is_met(b, tokens, new_scores)
+        if self.stopping.streamer is not None:
+            self.stopping.streamer.put(torch.tensor(tokens[-1:]))
         return self.rows[b]
 
     def _is_met(self, b: int, tokens: list[int], new_scores: list[Tensor]) -> bool:

@@ -1,8 +1,9 @@
 """Which drafted tokens the target accepts. p is the target's distribution, q the draft's. B rows (texts of the batch), K drafted
 tokens of a row, R nodes of a row in the verifying forward (the root, which is the text's last token, and the drafts), V target vocabulary.
 
-Positions are visited in order and only while drafts are accepted, so the logits processors see exactly the prefixes, each once, that
-plain decoding would show them: processors that keep state of their own stay correct.
+Positions are visited in order, while drafts are accepted and the text has not ended, so the logits processors see exactly the prefixes,
+each once, that plain decoding would show them: processors that keep state of their own stay correct. Criteria and streamer are told of
+a token before the processors are shown the next prefix, so those that know of each other stay correct too.
 """
 
 from collections.abc import Callable

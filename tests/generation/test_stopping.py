@@ -5,7 +5,9 @@ import torch
 from close import assert_close
 from conftest import greedy_text
 from observers import Countdown, Diary, speculate
-from transformers import StoppingCriteria, StoppingCriteriaList
+from test_slots import DRAFTINGS
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
 
 LENGTH = 24
 GREEDY = {"max_new_tokens": LENGTH, "do_sample": False}
@@ -125,3 +127,44 @@ def test_processors_are_shown_nothing_past_the_end(target, drafter, prompt, knob
         target.generate(prompt, logits_processor=processors, stopping_criteria=criteria, **GREEDY, **assistance)
         seen.append((diary.prefixes, countdown.texts, order))
     assert seen[0] == seen[1]
+
+
+class Confidant(BaseStreamer, LogitsProcessor, StoppingCriteria):
+    """A streamer, a processor and a criterion that know of each other: whichever of them is `heard` for the `count`-th time has the
+    processor favour one token from then on or, where it `stops`, the criterion end the text. Notes who is called, and when.
+    """
+
+    def __init__(self, heard: str, count: int, stops: bool):
+        self.heard, self.count, self.stops, self.calls = heard, count, stops, list[str]()
+
+    @property
+    def is_told(self) -> bool:
+        return self.calls.count(self.heard) >= self.count
+
+    def put(self, value):
+        self.calls.append("streamer")
+
+    def end(self):
+        self.calls.append("end")
+
+    def __call__(self, input_ids, scores):
+        if isinstance(scores, torch.Tensor):
+            self.calls.append("processor")
+            return scores.index_fill(1, torch.tensor([7]), 1e4) if self.is_told and not self.stops else scores
+        self.calls.append("criterion")
+        return torch.full((len(input_ids),), self.is_told and self.stops)
+
+
+@pytest.mark.parametrize("stops", [True, False])
+@pytest.mark.parametrize("heard", ["streamer", "processor", "criterion"])
+@pytest.mark.parametrize(("drafting", "num_rows"), [("chain", 1), ("tree", 1), ("chain", 3)])
+def test_what_the_user_plugs_in_is_called_in_plain_decodings_order(target, drafter, prompt, drafting, num_rows, heard, stops):
+    prompts = prompt.repeat(num_rows, 1)
+    for count in (1, 2, 3, 5, 8, 13):
+        texts, users = [], []
+        for assistant in ({}, {"assistant_model": drafter, **DRAFTINGS[drafting]}):
+            users.append(Confidant(heard, count, stops))
+            plugs = {"logits_processor": LogitsProcessorList(users[-1:]), "stopping_criteria": StoppingCriteriaList(users[-1:])}
+            texts.append(target.generate(prompts, streamer=users[-1], **plugs, **GREEDY, **assistant))
+        assert_close(f"text, told at {count}", texts[1], texts[0])
+        assert users[1].calls == users[0].calls
