@@ -1,5 +1,6 @@
 """`eagle31 train`: from data to a drafter that generates, online and from stored states, stopped and resumed."""
 
+import argparse
 import json
 import re
 
@@ -10,7 +11,8 @@ from conftest import build_target
 from eagle31_hf import Eagle31DrafterModel, track_acceptance
 from eagle31_hf.bench.engine import build
 from eagle31_hf.bench.training import Step
-from eagle31_hf.cli import main
+from eagle31_hf.cli import kept, main
+from eagle31_hf.training.output import set_aside
 
 QUICK = ["--depth", "2", "--max-length", "40", "--accumulate", "1", "--batch-size", "2", "--learning-rate", "0.01", "--eval-every", "4"]
 
@@ -127,6 +129,35 @@ def test_an_earlier_drafter_goes_when_the_new_one_is_there(capsys, folder):
     assert contents(folder / "drafter")["model.safetensors"] != earlier["model.safetensors"]
     left = {name.partition("/")[0] for name in contents(folder / "drafter")}
     assert left == {name.partition("/")[0] for name in earlier} - {"checkpoint-4"} | {"checkpoint-2", "notes.txt"}
+
+
+@pytest.mark.parametrize("theirs", ["the target", "an adapter", "a checkpoint of another model", "a project"])
+def test_what_no_run_wrote_is_not_replaced(capsys, folder, theirs):
+    output = folder / "target"
+    if theirs != "the target":
+        output = folder / "theirs"
+        (output / "checkpoint-2").mkdir(parents=True)
+        (output / "README.md").write_text("mine")
+    if theirs == "an adapter":
+        (output / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    elif theirs == "a checkpoint of another model":
+        (output / "checkpoint-2" / "config.json").write_text('{"model_type": "llama", "time_step_limit": [0.0, Infinity]}')
+    elif theirs == "a project":
+        (output / "checkpoint-2").rmdir()
+    before = contents(output)
+    status, _, err = trained(capsys, folder, "--steps", "2", "--overwrite", output=output.name)
+    assert (status, "was not written by a run, and --overwrite would remove it" in err) == (2, True)
+    assert contents(output) == before
+
+
+def test_a_stopped_run_names_the_drafter_it_was_to_replace(capsys, folder):
+    assert trained(capsys, folder, "--steps", "2")[0] == 0
+    asked = argparse.Namespace(output=str(folder / "drafter"))
+    assert "earlier" not in kept.checkpoint(asked)
+    aside = set_aside(folder / "drafter")
+    assert kept.checkpoint(asked).endswith(f"yet; begin anew, with --overwrite. The earlier drafter is in {aside}.")
+    assert trained(capsys, folder, "--steps", "2", "--overwrite")[0] == 0
+    assert "earlier" not in kept.checkpoint(asked)
 
 
 def test_a_finished_run_is_finished(capsys, folder):

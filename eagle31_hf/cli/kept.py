@@ -41,8 +41,12 @@ def shards(args: argparse.Namespace) -> str:
 
 
 def checkpoint(args: argparse.Namespace) -> str:
+    from ..training.output import REPLACED
+
+    aside = [path.parent for path in Path(args.output, REPLACED).glob("*/model*.safetensors*")]
+    earlier = f" The earlier drafter is in {max(aside, key=lambda path: path.stat().st_mtime)}." if aside else ""
     found = [path for path in Path(args.output).glob("checkpoint-*") if (path / "trainer_state.json").is_file()]
     if not found:
-        return f"There is no checkpoint in {args.output} yet; begin anew."
+        return f"There is no checkpoint in {args.output} yet; begin anew{', with --overwrite' if aside else ''}.{earlier}"
     newest = max(found, key=lambda path: path.stat().st_mtime)
-    return f"{newest} is kept; the same command with --resume goes on from the last complete checkpoint."
+    return f"{newest} is kept; the same command with --resume goes on from the last complete checkpoint.{earlier}"

@@ -1,7 +1,9 @@
 """The folder of a training run: what may be in it when a run begins, and what becomes of an earlier run's files."""
 
+import json
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,7 +28,8 @@ Found = TypeVar("Found")
 def check_output(folder: str | Path, resume: bool = False, overwrite: bool = False) -> str | None:
     """Returns the checkpoint from which a run in `folder` resumes, None where it starts anew; writes nothing.
 
-    Raises ValueError for a folder that is not empty without `resume` or `overwrite`, and for one without anything to resume.
+    Raises ValueError for a folder that is not empty without `resume` or `overwrite`, for one without anything to resume, and for one to
+    overwrite that holds what no run wrote: another model, the target itself maybe.
     """
     folder = Path(folder)
     if resume and overwrite:
@@ -41,7 +44,26 @@ def check_output(folder: str | Path, resume: bool = False, overwrite: bool = Fal
     goes_on = "go on with the run in it by --resume, " if has_rows or has_checkpoints else ""
     if not overwrite or folder.is_file():
         check_new_folder(folder.resolve(), f"Name another, {goes_on}or replace what is there by --overwrite.")
+    theirs = _of_no_run(folder)
+    if theirs is not None:
+        raise ValueError(
+            f"{theirs}: was not written by a run, and --overwrite would remove it; expected an earlier run's folder. Name another."
+        )
     return None
+
+
+def _of_no_run(folder: Path) -> Path | None:
+    """The first file that would be taken for an earlier run's and is another model's, or stands where no run has been."""
+    folders = [folder, *sorted(folder.glob("checkpoint-*"))]
+    configs = [path for each in folders for path in (each / "config.json", each / "adapter_config.json") if path.is_file()]
+    for path in configs:
+        with suppress(ValueError, OSError):  # a kill left half of it
+            config = json.loads(path.read_bytes())
+            if not isinstance(config, dict) or config.get("model_type") != "eagle31":
+                return path
+    if configs or len(folders) > 1 or (folder / REPLACED).is_dir():
+        return None
+    return next((path for path in _written(folder) if path.is_file()), None)
 
 
 def in_all_processes(find: Callable[[], Found]) -> Found:
@@ -62,7 +84,7 @@ def in_all_processes(find: Callable[[], Found]) -> Found:
 def set_aside(folder: str | Path) -> Path | None:
     """Moves what an earlier run wrote to a new subfolder of `folder`, and returns that; None where there was nothing."""
     folder = Path(folder)
-    found = sorted({path for pattern in WRITTEN for path in folder.glob(pattern)})
+    found = _written(folder)
     if not found:
         return None
     numbers = [int(path.name) for path in (folder / REPLACED).glob("[0-9]*")]
@@ -71,6 +93,10 @@ def set_aside(folder: str | Path) -> Path | None:
     for path in found:
         path.rename(aside / path.name)
     return aside
+
+
+def _written(folder: Path) -> list[Path]:
+    return sorted({path for pattern in WRITTEN for path in folder.glob(pattern)})
 
 
 def discard_replaced(folder: str | Path) -> None:
