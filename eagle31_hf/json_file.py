@@ -14,24 +14,28 @@ DIGITS = 20  # of an integer: 2**64 has as many
 NOT_TEXT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")  # control characters (a terminal obeys them), lone surrogates
 
 
-def read_json(path: Path, max_values: int = MAX_VALUES) -> dict[str, Any]:
-    """Returns the JSON object in a file. Raises ValueError for anything else; the message begins with the path."""
+def read_json(path: Path, max_values: int = MAX_VALUES, constants: bool = False) -> dict[str, Any]:
+    """Returns the JSON object in a file. Raises ValueError for anything else; the message begins with the path.
+
+    `constants`: NaN and Infinity are numbers, as in configs of targets, which Python wrote.
+    """
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):  # reading from a pipe would wait for ever
         raise ValueError(f"{path}: is a folder or a device; expected a file.")
     if found.st_size > MAX_BYTES:
         raise ValueError(f"{path}: is {found.st_size} bytes; expected at most {MAX_BYTES}. This is not a config or an index.")
-    return parse_json(path.read_bytes(), str(path), max_values)
+    return parse_json(path.read_bytes(), str(path), max_values, constants)
 
 
-def parse_json(data: bytes, where: str, max_values: int = MAX_VALUES) -> dict[str, Any]:
+def parse_json(data: bytes, where: str, max_values: int = MAX_VALUES, constants: bool = False) -> dict[str, Any]:
     """Returns the JSON object in `data`. Raises ValueError for anything else; the message begins with `where`."""
     if sum(data.count(sign) for sign in (b",", b"[", b"{")) > max_values:
         raise ValueError(f"{where}: holds more than {max_values} values; expected fewer. This is not a config or an index.")
     try:
         value = json.loads(
-            data, parse_constant=_no_constant, parse_float=_finite, parse_int=_integer, object_pairs_hook=_without_repetition
-        )
+            data, parse_constant=float if constants else _no_constant, parse_float=_finite, parse_int=_integer,
+            object_pairs_hook=_without_repetition,
+        )  # fmt: skip
         _check(value)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: is not valid JSON ({error}); expected one JSON object. Download it again.") from None

@@ -13,7 +13,7 @@ def check_target(source: str, revision: str | None = None) -> None:
     """Raises OSError where there is no such model, ValueError where it is a drafter: before seconds are spent on loading anything."""
     from pathlib import Path
 
-    kind = read_json(Path(find_config(source, "target", revision=revision))).get("model_type")
+    kind = read_json(Path(find_config(source, "target", revision=revision)), constants=True).get("model_type")
     if kind == Eagle31Config.model_type:
         raise ValueError(f"{source}: is a drafter (model_type {kind!r}); expected the target, which it drafts for.")
 

@@ -59,7 +59,7 @@ def read_target(target: Any, revision: str | None = None) -> TargetSource:
         return _of_model(target)
     name = str(target)
     path = config_path(name, revision)
-    values = read_json(path)
+    values = _with_floats(read_json(path, constants=True))
     source = _understood(name, values, path)
     return source if not os.path.exists(name) else _with_weights(source, path.parent)
 
@@ -120,6 +120,15 @@ def _understood(name: str, values: dict[str, Any], path: Path) -> TargetSource:
     except CONTRADICTIONS as error:
         raise ValueError(f"{path}: {str(error)[:500]}") from error
     return _named(name, config, architectures, notes)
+
+
+def _with_floats(value: Any) -> Any:
+    """The value, in which transformers has written {"__float__": "Infinity"} for what JSON has no number for."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"} and value["__float__"] in ("NaN", "Infinity", "-Infinity"):
+            return float(value["__float__"])
+        return {name: _with_floats(each) for name, each in value.items()}
+    return [_with_floats(each) for each in value] if isinstance(value, list) else value
 
 
 def _why_unknown(kind: str, values: dict[str, Any]) -> str:
