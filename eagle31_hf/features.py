@@ -72,6 +72,11 @@ class CapturedStates:
 
     def pieces(self, size: int | None = None) -> Iterator[Tensor]:
         """What `take` returns, in pieces of at most `size` tokens, so that no copy of all of it is made."""
+        if not all(self._chunks):
+            raise ValueError(
+                "EAGLE drafting: the target skipped a layer that the drafter reads (as those for images, without one); expected "
+                "every layer to run. Name others: aux_hidden_state_layer_ids."
+            )
         layers = [chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=1) for chunks in self._chunks]
         for chunks in self._chunks:
             chunks.clear()
@@ -126,7 +131,7 @@ def _hook(layers: nn.ModuleList, layer_id: int, index: int, captured: CapturedSt
         return layers[0].register_forward_pre_hook(before, with_kwargs=True)
 
     def after(module, args, output):
-        captured.append(index, output[0] if isinstance(output, tuple) else output)
+        captured.append(index, output[0] if isinstance(output, tuple | list) else output)
 
     return layers[layer_id - 1].register_forward_hook(after)
 

@@ -15,6 +15,7 @@ from transformers import (
     GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
+    OpenAIGPTConfig,
     OPTConfig,
     PreTrainedModel,
     Qwen3Config,
@@ -172,3 +173,18 @@ def test_a_model_without_such_layers_is_refused():
     )
     with pytest.raises(ValueError, match=r"T5ForConditionalGeneration has no list of 4 decoder layers.*expected a decoder-only causal LM"):
         decoder_layers(encoder_decoder)
+
+
+def test_a_layer_that_did_not_run_is_said():
+    """Of targets whose layers that look at an image are skipped without one."""
+    target = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
+    with capture_states(target, [1, 2]) as captured, pytest.raises(ValueError, match="skipped a layer that the drafter reads"):
+        captured.take()
+
+
+def test_layers_that_return_lists():
+    target = AutoModelForCausalLM.from_config(OpenAIGPTConfig(vocab_size=VOCAB, n_embd=WIDTH, n_layer=NUM_LAYERS, n_head=2)).eval()
+    ids = torch.arange(7)[None]
+    hidden_states = target(input_ids=ids, output_hidden_states=True).hidden_states
+    states, _ = target_states(target, ids, [1, 3])
+    assert torch.equal(states, torch.cat([hidden_states[1], hidden_states[3]], dim=-1))

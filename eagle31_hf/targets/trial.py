@@ -210,13 +210,16 @@ def difference(ours: GenerateDecoderOnlyOutput | Tensor, alone: GenerateDecoderO
 
 class Trial:
     """A tiny target and its drafter. Each method tries one thing and returns its `Outcome`. In decoding ValueError is a refusal; other
-    errors, of ours or of transformers' code, are "different"."""
+    errors, of ours or of transformers' code, are "different". Raises CannotTryError for a target that fails by itself."""
 
     def __init__(self, target: PreTrainedModel, drafter: Eagle31DrafterModel):
         self.target, self.drafter = target, drafter
         self.prompt = {"input_ids": torch.tensor([PROMPT]), "attention_mask": torch.ones(1, len(PROMPT), dtype=torch.long)}
-        self.text = self._alone(self.prompt, GREEDY | {"max_new_tokens": KNOWN_TOKENS}).sequences
-        with suppress(ValueError):  # no states can be captured, which generate will report
+        try:
+            self.text = self._alone(self.prompt, GREEDY | {"max_new_tokens": KNOWN_TOKENS}).sequences
+        except Exception as error:  # as in `build_tiny`
+            raise CannotTryError(f"the target alone does not decode ({type(error).__name__}: {_first_line(error)})") from None
+        with suppress(ValueError, RuntimeError):  # there are no states to learn from, which generate says in a moment
             fit_head(drafter, target, self.text)
 
     def _alone(self, prompt: dict[str, Tensor], options: dict[str, Any]) -> Any:

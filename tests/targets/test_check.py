@@ -11,6 +11,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, LlamaConfig, LlamaForCausalLM
 
 from eagle31_hf import Eagle31Config, Eagle31DrafterModel, demo
+from eagle31_hf.cli import loading
 from eagle31_hf.targets import check_target, trial
 from eagle31_hf.targets.check import ANSWERS, CAPABILITIES
 from eagle31_hf.targets.drafters import check_drafter
@@ -269,6 +270,24 @@ def test_an_unsound_config_is_refused_by_file_and_field(tmp_path, config, words)
     with pytest.raises(ValueError, match=words) as refusal:
         check_target(folder)
     assert folder in str(refusal.value)
+
+
+@pytest.mark.parametrize("written", ["Infinity", '{"__float__": "Infinity"}'], ids=["by hand", "by transformers"])
+def test_numbers_that_json_has_none_for_are_read_as_transformers_reads_them(tmp_path, written):
+    config = {"model_type": "mamba2", "time_step_limit": [0.0, "LIMIT"], "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config).replace('"LIMIT"', written))
+    assert read_target(str(tmp_path)).config.time_step_limit[1] == float("inf")
+    loading.check_target(str(tmp_path))
+
+
+def test_a_target_that_fails_alone_is_not_known():
+    class Broken(LlamaForCausalLM):
+        def generate(self, **options):
+            raise AttributeError("no such thing")
+
+    config = LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4)
+    verdict = check_target(Broken(config)).verdict
+    assert verdict == "not known: cannot be tried in small: the target alone does not decode (AttributeError: no such thing)"
 
 
 def test_fields_that_fill_memory_or_lead_to_code_are_left_out(tmp_path):
