@@ -73,7 +73,7 @@ def rows_of(table: Any, input_ids: Tensor) -> Tensor:
 
 def scores_of(head: Any, states: Tensor) -> Tensor:
     """States (..., h) -> a head's logits (..., V), on the head's device; it may be quantized, offloaded or wrapped by an adapter."""
-    weight = head.weight
+    weight = _stored(head)
     states = _on_device_of(states, weight)
     return head(states.to(weight.dtype) if weight.dtype in ACTIVATION_DTYPES else states)
 
@@ -87,7 +87,7 @@ def weight_of(module: Any, what: str, name: str = "weight") -> Tensor:
     if has_offloaded_params(module):
         with align_module_device(module, torch.device("cpu")):
             return getattr(module, name).detach().clone()
-    weight = getattr(module, name)
+    weight = _stored(module, name)
     if weight.is_meta or weight.dtype not in ACTIVATION_DTYPES:
         raise ValueError(f"the target's {what} is {weight.dtype} on {weight.device}; expected it loaded, and not quantized.")
     return weight
@@ -112,6 +112,11 @@ def check_loaded(module: nn.Module, name: str) -> None:
             f"{name} is on the meta device, and nothing loads it when it is called; expected weights on a device, or offloaded by "
             "accelerate module by module (a device_map, cpu_offload or disk_offload without preload_module_classes)."
         )
+
+
+def _stored(module: Any, name: str = "weight") -> Tensor:
+    value = getattr(module, name)
+    return value() if callable(value) else value  # a method of torch.ao's quantized modules
 
 
 def _on_device_of(inputs: Tensor, weight: Tensor) -> Tensor:

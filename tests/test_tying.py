@@ -171,3 +171,13 @@ def test_embeddings_that_an_adapter_wraps():
         assert_close("adapted rows", drafter.embed(ids), rows + change, 1e-5)
         with adapted.disable_adapter():
             assert_close("rows", drafter.embed(ids), rows, 1e-6)
+
+
+def test_a_head_of_torchs_own_quantization(recwarn):
+    """Its modules hold the weight behind a method."""
+    head = torch.nn.Sequential(torch.nn.Linear(20, VOCAB))
+    quantized = torch.ao.quantization.quantize_dynamic(head, {torch.nn.Linear}, torch.qint8)[0]
+    states = torch.randn(3, 20)
+    assert_close("scores", tying.scores_of(quantized, states), quantized(states))
+    with pytest.raises(ValueError, match=r"the target's head is torch.qint8 .* expected it loaded, and not quantized"):
+        tying.weight_of(quantized, "head")

@@ -69,13 +69,19 @@ class TargetRunner:
         finally:
             if self.placement is not None:
                 self.placement.is_final = False
-        found, expected = outputs.past_key_values, self.num_before + input_ids.shape[1]
+        found, expected = getattr(outputs, "past_key_values", None), self.num_before + input_ids.shape[1]
         if found is not self.past_key_values or int(found.get_seq_length()) != expected:
-            length = "none" if found is None else int(found.get_seq_length())
+            if found is None or int(found.get_seq_length()) == 0:
+                raise ValueError(
+                    f"EAGLE drafting: {type(self.target).__name__} kept nothing in a cache; expected one, to take rejected tokens back from. "
+                    "Gradient checkpointing switches it off in training mode (target.eval() switches it on); a model that never keeps "
+                    "one cannot be drafted for: drop assistant_model."
+                )
             raise ValueError(
-                f"EAGLE drafting: after a prompt of {expected} tokens the target's cache holds {length}; expected the prompt and nothing "
-                "else, in the cache that generate handed in. Tokens that no text knows of, as of PEFT's prompt tuning, p-tuning and prefix "
-                "tuning, cannot be drafted from: drop assistant_model, or use an adapter that changes weights (LoRA, IA3)."
+                f"EAGLE drafting: after a prompt of {expected} tokens the target's cache holds {int(found.get_seq_length())}; expected the "
+                "prompt and nothing else, in the cache that generate handed in. Tokens that no text knows of, as of PEFT's prompt tuning, "
+                "p-tuning and prefix tuning, cannot be drafted from: drop assistant_model, or use an adapter that changes weights (LoRA, "
+                "IA3)."
             )
         return outputs
 

@@ -1,5 +1,7 @@
 """Bad input gets one clear error that says what was found and what was expected, and nothing is half-done."""
 
+import copy
+
 import pytest
 import torch
 from close import assert_close
@@ -246,3 +248,10 @@ MAY_DRAW_TREES = [  # auto may, unless one child a node was asked for; a fixed d
 @pytest.mark.parametrize(("knobs", "expected"), MAY_DRAW_TREES, ids=str)
 def test_which_knobs_may_draw_trees(knobs, expected):
     assert knobs.may_draw_trees == expected
+
+
+def test_a_target_that_keeps_no_cache_is_refused(target, drafter, prompt):
+    theirs = copy.deepcopy(target).train()
+    theirs.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM kept nothing in a cache; .*target\.eval\(\)"):
+        theirs.generate(prompt, assistant_model=drafter, max_new_tokens=4)
