@@ -20,7 +20,7 @@ from .checks import Knobs, check_inputs, check_request, resolve_knobs
 from .drafting import Proposal
 from .outputs import OutputCollector
 from .randomness import Draws
-from .selftest import why_no_trees
+from .selftest import why_no_drafts_with_attentions, why_no_trees
 from .statistics import Recorder
 from .stopping import Stopping
 from .target import TargetRunner, last_logits
@@ -53,7 +53,8 @@ def speculative_decoding(
     limit = runner.num_before + generation_config.max_length + max(SPARE_SLOTS, wishes.total_tokens or 0)
     generation_config.disable_compile = True  # of a prompt in chunks over a static cache: hooks would be traced, and our layers
     with cache.slots(runner.past_key_values, limit) as runner.placement:
-        sees_trees = can_see_trees(target, drafter, generation_config, wishes, runner, input_ids)
+        may_draft = not runner.model_kwargs.get("output_attentions") or why_no_drafts_with_attentions(target) is None
+        sees_trees = may_draft and can_see_trees(target, drafter, generation_config, wishes, runner, input_ids)
         alone = len(input_ids) == 1
         in_step = not alone and not (
             sees_trees and stopping.is_rowwise and processors.are(logits_processor, processors.ROWWISE) and streamer is None
@@ -77,7 +78,7 @@ def speculative_decoding(
             stopping,
             Texts(input_ids, pad_token(generation_config), runner.num_padding),
             OutputCollector(generation_config, runner.past_key_values),
-            pilot_of(drafter, target, wishes, draws_trees, len(input_ids), bool(draws)),
+            pilot_of(drafter, target, wishes, draws_trees, len(input_ids), bool(draws)) if may_draft else FixedPilot(0, 1, 0),
             in_step,
         )  # fmt: skip
         return loop.run()

@@ -1,4 +1,7 @@
-"""Whether a target can verify trees: tried once for every target class and attention implementation, on a few random tokens."""
+"""Tries of a target, on a few random tokens, once for every class and attention implementation: whether it can verify trees, and whether
+it can verify anything while it returns attentions."""
+
+from collections.abc import Callable
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -20,7 +23,16 @@ HIDDEN = (
     "forward)"
 )
 
-# Verdicts outlive the calls that needed them: (class, implementation, dtype, config, positions) -> why not. Filled by equal values only.
+# Errors with which a forward may refuse what it is given; torch.OutOfMemoryError is a RuntimeError, but says nothing about the target.
+REFUSALS = (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError)
+
+
+class Refusal(str):
+    """A verdict read from an error. The next call tries again: the error may have been that of a caller's hook."""
+
+
+# Verdicts outlive the calls that needed them: (question, class, implementation, dtype, config, positions) -> why not. Filled by equal
+# values only.
 _verdicts: dict[tuple, str | None] = {}
 
 
@@ -29,33 +41,62 @@ def why_no_trees(target: PreTrainedModel, is_told_positions: bool = True) -> str
 
     `is_told_positions`: whether `generate` hands positions to its forward; one that a user has wrapped may hide that it takes them.
     """
-    config = target.config.get_text_config(decoder=True)
-    implementation = str(target.config._attn_implementation)
-    kinds = tuple(sorted(set(getattr(config, "layer_types", None) or ())))
-    key = (type(target), implementation, target.dtype, config.to_json_string(use_diff=False), is_told_positions)
-    if key not in _verdicts:
-        _verdicts[key] = _try(target, implementation, set(kinds)) or (None if is_told_positions else HIDDEN)
-        if _verdicts[key]:
-            logger.warning("EAGLE drafting: chains instead of trees for %s: %s.", type(target).__name__, _verdicts[key])
+    hidden = None if is_told_positions else HIDDEN
+    return _verdict("chains instead of trees", target, is_told_positions, lambda: _try_trees(target) or hidden)
+
+
+def why_no_drafts_with_attentions(target: PreTrainedModel) -> str | None:
+    """None where a forward that returns attentions reads several tokens as it reads them one by one, else the reason, logged the first time
+    it is found. Some have other code for such forwards: Falcon's adds the sdpa implementation's boolean mask, so that tokens see those
+    after them."""
+    return _verdict("nothing is drafted while attentions are returned", target, True, lambda: _try_attentions(target))
+
+
+def _verdict(meaning: str, target: PreTrainedModel, is_told_positions: bool, find: Callable[[], str | None]) -> str | None:
+    """What is known, or is now found."""
+    config, implementation = target.config.get_text_config(decoder=True), str(target.config._attn_implementation)
+    key = (meaning, type(target), implementation, target.dtype, config.to_json_string(use_diff=False), is_told_positions)
+    known = _verdicts.get(key)
+    if key not in _verdicts or isinstance(known, Refusal):
+        _verdicts[key] = find()
+        if _verdicts[key] not in (None, known):
+            logger.warning("EAGLE drafting: %s for %s: %s.", meaning, type(target).__name__, _verdicts[key])
     return _verdicts[key]
 
 
-def _try(target: PreTrainedModel, implementation: str, kinds: set[str]) -> str | None:
+def _try_trees(target: PreTrainedModel) -> str | None:
+    implementation, config = str(target.config._attn_implementation), target.config.get_text_config(decoder=True)
+    kinds = set(getattr(config, "layer_types", None) or ())
     if implementation not in ("eager", "sdpa"):
         return f"attention implementation {implementation} takes no mask of a tree"
     if kinds - {"full_attention", "sliding_attention"}:
         return f"layers of type {', '.join(sorted(kinds - {'full_attention', 'sliding_attention'}))}"
-    config = target.config.get_text_config(decoder=True)
     if "local" in (getattr(config, "attention_layers", None) or ()):
         return "its windows go by row of the cache, not by position"  # GPT-Neo; seen only past the window
+    return _judged(target, _error, "its forward refuses a tree", "its logits over a tree differ from those over its paths")
+
+
+def _try_attentions(target: PreTrainedModel) -> str | None:
+    return _judged(
+        target, _error_with_attentions, "its forward refuses to return attentions",
+        "its logits for a token then depend on the tokens after it; load it with attn_implementation='eager' to have drafts",
+    )  # fmt: skip
+
+
+def _judged(target: PreTrainedModel, error_of: Callable[[PreTrainedModel], float], refuses: str, differs: str) -> str | None:
+    """None where the error is one of rounding. An exception is a `Refusal` if it comes again; else it was not the target's, and is raised."""
     try:
-        error = _error(target)
-    except torch.OutOfMemoryError:  # says nothing about the target
+        error = error_of(target)
+    except REFUSALS as failure:
+        if isinstance(failure, torch.OutOfMemoryError):
+            raise
+        try:
+            error_of(target)
+        except REFUSALS:
+            return Refusal(f"{refuses} ({type(failure).__name__}: {(str(failure).splitlines() or [''])[0][:100]})")
         raise
-    except (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError) as failure:
-        return f"its forward refuses a tree ({type(failure).__name__}: {str(failure).splitlines()[0][:100]})"
     tolerance = TOLERANCE if target.dtype == torch.float32 else LOW_PRECISION_TOLERANCE
-    return None if error <= tolerance else f"its logits over a tree differ from those over its paths ({error:.2f} of their spread)"
+    return None if error <= tolerance else f"{differs} ({error:.2f} of their spread)"
 
 
 @torch.no_grad()
@@ -81,3 +122,23 @@ def _error(target: PreTrainedModel) -> float:
         reference[path] = target(input_ids=text[None], use_cache=False).logits[0, PREFIX:].float()
     spread = reference.std().clamp(min=1e-6)
     return float((out.logits[0].float() - reference).abs().max() / spread)
+
+
+@torch.no_grad()
+def _error_with_attentions(target: PreTrainedModel) -> float:
+    """The largest difference of a token's logits when the target reads tokens after it in the same forward, attentions being returned, in
+    units of the logits' standard deviation."""
+    config, device = target.config.get_text_config(decoder=True), execution_device(target.get_input_embeddings())
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, config.vocab_size, (1, PREFIX + 3), generator=generator).to(device)
+    found = []
+    for num_tokens in (1, 3):
+        cache = DynamicCache(config=config)
+        for begin, end in ((0, PREFIX), (PREFIX, PREFIX + num_tokens)):
+            mask = torch.ones_like(ids[:, :end])
+            out = target(
+                input_ids=ids[:, begin:end], attention_mask=mask, past_key_values=cache, use_cache=True, output_attentions=True
+            )  # fmt: skip
+        found.append(out.logits[0, -num_tokens].float())
+    alone, among = found
+    return float((among - alone).abs().max() / alone.std().clamp(min=1e-6))

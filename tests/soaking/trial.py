@@ -82,8 +82,6 @@ def without_contradictions(trial: Trial) -> Trial:
     choices, place = trial.choices, trial.fault[0] if trial.fault else ""
     if place == "streamer":
         choices["streamer"] = "notes"
-    if place == "target" and trial.fault[1] == "value error":
-        trial.fault = place, "own error", trial.fault[2]  # it might mean that the target cannot see trees
     if "GPT-Neo," in choices["family"] and "static" in choices["cache"]:
         choices["cache"] = "default"  # what transformers 5.23 makes of it depends on the buffer's length, with no drafter too
     if "sparse" in choices["family"] and choices["cache"] == "own, no config":
