@@ -5,7 +5,7 @@ import soak
 from soaking.trial import draw
 
 SEED, COMPILED = 0, "compiled"  # compilers keep what they have compiled, and take seconds
-RUNS = [number for number in range(130) if not draw(SEED, number).choices["wrapper"].startswith(COMPILED)][:120]
+RUNS = [number for number in range(100) if not draw(SEED, number).choices["wrapper"].startswith(COMPILED)][:84]
 
 
 @pytest.fixture(autouse=True)
@@ -14,24 +14,20 @@ def forgotten():
     soak.models.forget_models()
 
 
-@pytest.mark.parametrize("first", [0, 40, 80])
+@pytest.mark.parametrize("first", [0, 28, 56])
 def test_nothing_differs_from_plain_generate(first):
-    report = soak.soak(SEED, RUNS[first : first + 40])
+    report = soak.soak(SEED, RUNS[first : first + 28])
     assert report.failures == []
     assert report.ties == []
-    assert report.words["same"] > 20
-    assert report.words["failed alike"] > 4
-    assert report.runs_with_accepted > 5, "hardly a draft was accepted: nothing was tried"
+    assert report.words["same"] > 14
+    assert report.words["failed alike"] > 2
+    assert report.runs_with_accepted > 3, "hardly a draft was accepted: nothing was tried"
 
 
 def test_memory_is_flat():
-    """The same runs over and over; the first rounds load code and fill caches."""
-    held = []
-    for _ in range(3):
-        soak.soak(SEED, RUNS[:8])
-        held.append(soak.memory())
-    for name in soak.COUNTED:
-        assert held[2][name] <= held[1][name] * (1 + soak.GROWTH / 10), f"{name}: {[memory[name] for memory in held]}"
+    for name, (was, now) in soak.flat(SEED, RUNS[:8]).items():
+        if name in soak.COUNTED:
+            assert now <= was * (1 + soak.GROWTH), f"{name}: {was} before, {now} after"
 
 
 def test_a_run_is_drawn_again_as_it_was():

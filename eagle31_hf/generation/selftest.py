@@ -84,7 +84,8 @@ def _try_attentions(target: PreTrainedModel) -> str | None:
 
 
 def _judged(target: PreTrainedModel, error_of: Callable[[PreTrainedModel], float], refuses: str, differs: str) -> str | None:
-    """None where the error is one of rounding. An exception is a `Refusal` if it comes again; else it was not the target's, and is raised."""
+    """None where the error is one of rounding. An exception that comes again is a `Refusal`; one that does not was not the target's, and is
+    raised."""
     try:
         error = error_of(target)
     except REFUSALS as failure:

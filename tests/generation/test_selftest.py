@@ -1,4 +1,4 @@
-"""What is tried of a target before it verifies anything: attentions returned beside several tokens, and errors that are not the target's."""
+"""What is tried of a target before it verifies anything: attentions beside several tokens, and errors that are not the target's."""
 
 import pytest
 import torch
