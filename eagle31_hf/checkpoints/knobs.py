@@ -8,7 +8,7 @@ from transformers import GenerationConfig
 from .files import read_json
 
 KNOBS_FILE = "generation_config.json"
-MAX_TOKENS = 4096  # the most that a file may ask to draft in one round: caches are sized by it
+MAX_TOKENS = 4096  # the most that may be drafted in one round: caches are sized by it
 AUTO = "auto"
 COUNTS = ("num_assistant_tokens", "draft_tree_top_k", "draft_tree_total_tokens")
 

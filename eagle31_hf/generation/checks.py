@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import Cache, GenerationConfig, PreTrainedConfig, PreTrainedModel, StaticCache
 from transformers.generation import GenerationMode
 
+from ..checkpoints.knobs import MAX_TOKENS
 from ..features import decoder_layers
 from ..modeling import Eagle31DrafterModel
 from . import cache
@@ -20,7 +21,6 @@ OWN_DEFAULTS = {
 }  # fmt: skip
 STOCK_DEFAULTS = {"num_assistant_tokens": 20, "assistant_confidence_threshold": 0.4}
 LEAST = {"num_assistant_tokens": 1, "draft_tree_top_k": 1, "draft_tree_total_tokens": 2}
-MOST = 2**16  # tokens drafted a round: more than any target verifies at once, and few enough to count with
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,11 @@ def _check_knob(name: str, value: Any, origin: str) -> None:
         holds, expected = is_number and 0.0 <= value < 1.0, "0 (never stop a chain early) to less than 1"
     else:
         is_auto = isinstance(value, str) and value == AUTO
-        holds = is_auto or (is_number and isinstance(value, Integral) and LEAST[name] <= value <= MOST)
+        holds = is_auto or (is_number and isinstance(value, Integral) and LEAST[name] <= value <= MAX_TOKENS)
         hint = " (to decode without drafts, drop assistant_model)" if name == "num_assistant_tokens" else ""
         expected = f"'auto' or an integer of at least {LEAST[name]}{hint}"
-        if is_number and value > MOST:
-            expected = f"'auto' or an integer of at most {MOST}"
+        if is_number and value > MAX_TOKENS:
+            expected = f"'auto' or an integer of at most {MAX_TOKENS}"
     if not holds:
         raise ValueError(f"{name} is {repr(value)[:80]}{origin}; expected {expected}.")
 

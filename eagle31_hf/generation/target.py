@@ -73,9 +73,9 @@ class TargetRunner:
         if found is not self.past_key_values or int(found.get_seq_length()) != expected:
             if found is None or int(found.get_seq_length()) == 0:
                 raise ValueError(
-                    f"EAGLE drafting: {type(self.target).__name__} kept nothing in a cache; expected one, to take rejected tokens back from. "
-                    "Gradient checkpointing switches it off in training mode (target.eval() switches it on); a model that never keeps "
-                    "one cannot be drafted for: drop assistant_model."
+                    f"EAGLE drafting: {type(self.target).__name__} kept nothing in a cache; expected one, to take rejected tokens back "
+                    "from. Gradient checkpointing switches it off in training mode (target.eval() switches it on); a model that never "
+                    "keeps one cannot be drafted for: drop assistant_model."
                 )
             raise ValueError(
                 f"EAGLE drafting: after a prompt of {expected} tokens the target's cache holds {int(found.get_seq_length())}; expected the "

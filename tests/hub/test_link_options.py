@@ -4,6 +4,7 @@ import pytest
 from factories import build
 from huggingface_hub import constants
 from transformers import AutoConfig, AutoModel
+from transformers.models.auto import auto_factory
 
 from eagle31_hf import Eagle31Config, Eagle31DrafterModel
 
@@ -17,6 +18,12 @@ every_loader = pytest.mark.parametrize("loader", LOADERS, ids=lambda loader: loa
 @pytest.fixture(scope="module")
 def files() -> dict[str, bytes]:
     return original_release(build(num_attention_heads=2, fc_norm=False, norm_output=False))
+
+
+@pytest.fixture(autouse=True)
+def without_peft(monkeypatch):
+    """Where it is installed, transformers' AutoModel first looks for an adapter, without the options it was given."""
+    monkeypatch.setattr(auto_factory, "is_peft_available", lambda: False)
 
 
 def assert_complete(loaded: Eagle31Config | Eagle31DrafterModel) -> None:

@@ -304,6 +304,7 @@ def run(arguments: list[str]) -> int:
     torch.set_num_threads(1)
     parser = argparse.ArgumentParser()
     add_prepare_data(parser)
+    parser.set_defaults(out=sys.stdout)
     return command(parser.parse_args(arguments))
 
 
