@@ -169,6 +169,10 @@ class SlotLayer(DynamicLayer):
     def get_seq_length(self) -> int:
         return self.end
 
+    def get_max_length(self) -> int:
+        """As of a stock layer of its kind: how many slots a static one has (BLOOM makes its mask as long), -1 for one that grows."""
+        return self.get_mask_sizes(0)[0] if self.fixed else super().get_max_length()
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         if self.fixed:
             return (self.buffers[0].shape[-2] if self.buffers else self.limit or query_length), 0

@@ -3,6 +3,7 @@
 B rows, R tokens of a forward.
 """
 
+import families
 import pytest
 import torch
 from close import TARGET_FORWARD, assert_close
@@ -199,3 +200,14 @@ def test_an_offloaded_static_cache_is_refused_before_anything_runs(forwards, dra
         speculate(target, drafter, prompt, past_key_values=past, max_new_tokens=4, do_sample=False)
     assert calls == []
     assert int(past.get_seq_length()) == 0
+
+
+@pytest.mark.parametrize("rows", PROMPTS, ids="{}_rows".format)
+def test_a_target_whose_mask_is_as_long_as_the_cache(rows):
+    """BLOOM asks the cache for its length, to build its alibi."""
+    target, drafter = families.build_target("BLOOM", "sdpa"), families.build_drafter("BLOOM")
+    prompt, texts = torch.tensor(PROMPTS[rows]), []
+    for assistant in ({}, {"assistant_model": drafter, "num_assistant_tokens": 4}):
+        cache = StaticCache(config=target.config, max_cache_len=64)
+        texts.append(target.generate(prompt, past_key_values=cache, max_new_tokens=9, do_sample=False, **assistant))
+    assert_close("text", texts[1], texts[0])
