@@ -164,10 +164,10 @@ def watching() -> Iterator[Seen]:
     seen = Seen()
 
     class Watched(Judge):
-        def row_by_row(self, texts: Texts, proposal: Proposal, logits: Tensor):
+        def row_by_row(self, texts: Texts, proposal: Proposal, *args: Any):
             seen.trees += proposal.tree is not None
             seen.ragged += not texts.is_uniform
-            return super().row_by_row(texts, proposal, logits)
+            return super().row_by_row(texts, proposal, *args)
 
         def together(self, *args: Any):
             seen.in_step += 1
