@@ -102,7 +102,8 @@ def memory() -> dict[str, int]:
     """
     models.forget_models()
     gc.collect()
-    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in gc.get_objects() if type(x) is torch.Tensor}
+    tensors = [x for x in gc.get_objects() if type(x) is torch.Tensor and x.layout is torch.strided]
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
     return {"blocks": sys.getallocatedblocks(), "tensors": sum(storages.values()), "resident": psutil.Process().memory_info().rss}
 
 
