@@ -75,7 +75,7 @@ def _reason(error: Exception) -> str:
 
 
 def _check_archive(path: Path) -> None:
-    """Refuses what could fill memory before torch looks at it: a directory of millions of entries, compressed entries."""
+    """Refuses what could fill memory before torch looks at it: a directory of millions of entries, compressed entries, a huge pickle."""
     if not zipfile.is_zipfile(path):
         raise ValueError("not a zip archive, as PyTorch has written since 1.6; load it in a process you trust and save it again")
     with open(path, "rb") as file:  # zipfile has no other way to tell the size before it reads the directory
@@ -86,13 +86,13 @@ def _check_archive(path: Path) -> None:
         for entry in archive.infolist():
             if entry.compress_type != zipfile.ZIP_STORED:
                 raise ValueError(f"{entry.filename[:80]} is compressed, as PyTorch never writes it")
+            if entry.filename.lower().endswith("data.pkl") and entry.file_size > MAX_PICKLE_BYTES:
+                raise ValueError(f"data.pkl has {entry.file_size} bytes, too many for names and shapes")
 
 
 def _check_description(path: Path) -> None:
-    """Refuses data.pkl, the archive's pickle of names and shapes, where it is too large or names more globals than plain tensors need."""
+    """Refuses data.pkl, the archive's pickle of names and shapes, where it names more globals than plain tensors need."""
     reader = torch._C.PyTorchFileReader(str(path))  # finds the record that `torch.load` will find
-    if reader.get_record_size("data.pkl") > MAX_PICKLE_BYTES:
-        raise ValueError(f"data.pkl has {reader.get_record_size('data.pkl')} bytes, too many for names and shapes")
     # GLOBAL is the one operation by which torch's unpickler looks up a name; it refuses the others itself.
     asked = [str(argument).replace(" ", ".") for operation, argument, _ in pickletools.genops(reader.get_record("data.pkl"))
              if operation.name == "GLOBAL"]  # fmt: skip
