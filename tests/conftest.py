@@ -35,20 +35,14 @@ QUICK = {
 }  # fmt: skip
 
 
-# Modules that take half of the suite's time: continuous integration runs them with the highest releases only.
-SLOW = {
-    "test_distributed", "test_tree_decoding", "test_tuning", "test_sampling", "test_training_families", "test_killed_training", "test_demo",
-    "test_at_once", "test_cli_stopping", "test_cli_errors", "test_soak", "test_fuzz_folders", "test_examples", "test_check",
-    "test_harmful_drafts", "test_many_threads", "test_import", "test_drafters",
-}  # fmt: skip
 TOLERANCES = {"FORWARD", "TARGET_FORWARD"}
 
 
 def pytest_collection_modifyitems(items):
-    """Marks tests: `quick` and `slow` by the lists above, `numeric` where a module compares numbers within one of close's tolerances."""
+    """Marks tests: `quick` by the list above, `numeric` where a module compares numbers within one of close's tolerances."""
     for item in items:
         name = item.module.__name__.rpartition(".")[2]
-        marks = {"quick": name in QUICK, "slow": name in SLOW, "numeric": bool(TOLERANCES & vars(item.module).keys())}
+        marks = {"quick": name in QUICK, "numeric": bool(TOLERANCES & vars(item.module).keys())}
         for mark in (mark for mark, holds in marks.items() if holds):
             item.add_marker(mark)
 
