@@ -138,7 +138,7 @@ def _is_committed(checkpoint: Checkpoint) -> bool:
 
 
 def _is_done(folder: Path, checkpoint: Checkpoint) -> bool:
-    """Whether a folder is native and says what was asked for; `checkpoint` is how it reads with that."""
+    """Returns True where a folder is native already and its config has the options asked for; `checkpoint`: the folder read with them."""
     is_native = checkpoint.folder == folder and checkpoint.is_native and not _is_committed(checkpoint)
     return is_native and checkpoint.config.to_dict() == read_checkpoint(str(folder)).config.to_dict()
 

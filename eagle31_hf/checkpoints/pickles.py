@@ -69,7 +69,7 @@ def stored_sizes(path: Path) -> set[int]:
 
 
 def _reason(error: Exception) -> str:
-    """What torch found, without its advice to load the file as code."""
+    """Returns what torch says of the file, without its advice to load it as code."""
     text = str(error).partition("WeightsUnpickler error:")[2] or str(error)
     return re.split(r"\n| In PyTorch 2\.6|\. Please ", text.strip())[0][:200]
 

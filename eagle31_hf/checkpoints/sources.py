@@ -1,4 +1,4 @@
-"""What a checkpoint's name stands for, a folder or a Hub repository, and errors in plain words where that cannot be read."""
+"""Finds what a checkpoint's name stands for, a folder or a Hub repository; where that cannot be read, errors say so in plain words."""
 
 import os
 from typing import Any
@@ -67,7 +67,7 @@ def fetch(source: str, name: str, **hub: Any) -> str | None:
 
 
 def _diagnosed(source: str, name: str, revision: str | None, error: OSError, cause: BaseException | None) -> OSError:
-    """Where the Hub's client caused `error`, one that names what was asked for and the remedy; else `error` itself."""
+    """Returns an error that names what was asked for and the remedy where the Hub's client caused `error`; else `error` itself."""
     page = f"{constants.ENDPOINT}/{source}"
     if isinstance(cause, GatedRepoError):
         return OSError(f"{source}: is gated. Ask for access at {page}, then log in with `hf auth login` or set HF_TOKEN.")

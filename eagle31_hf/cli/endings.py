@@ -1,4 +1,4 @@
-"""How a command ends: its exit status, the one line that says what went wrong, and what is left when it is stopped."""
+"""The end of a command: its exit status, the one line that says what went wrong, and what is left when it is stopped."""
 
 import errno
 import os
@@ -79,7 +79,7 @@ def _text(error: BaseException) -> tuple[str, bool]:
 
 
 def sentence(args: Namespace) -> str:
-    """What a command that was stopped leaves behind. A command says so itself by `set_defaults(kept=...)`."""
+    """Sentences on what a stopped command leaves behind; each command names its own by `set_defaults(kept=...)`."""
     kept: Callable[[Namespace], str] = getattr(args, "kept", lambda args: "Nothing was written.")
     sources = [getattr(args, name, None) for name in ("target", "drafter", "source")]
     is_remote = any(source and not os.path.exists(source) for source in sources)
@@ -136,7 +136,7 @@ def _status(run: Callable[[], int]) -> Any:
 
 
 def output_is_closed() -> bool:
-    """Whether nobody reads stdout or stderr any more, as after `| head`."""
+    """Returns True where nobody reads stdout or stderr any more, as after `| head`."""
     return any(_is_abandoned(stream) for stream in (sys.stdout, sys.stderr))
 
 
