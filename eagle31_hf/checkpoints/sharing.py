@@ -71,7 +71,7 @@ def _locked(path: Path) -> int:
 
 
 def _is_in_place(descriptor: int, path: Path) -> bool:
-    """Returns True where the path still names the descriptor's file. Opens it anew: a network file system may remember names that are gone."""
+    """Returns True where the path still names the descriptor's file. Opens it anew: network file systems may remember old names."""
     try:
         other = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     except FileNotFoundError:
