@@ -129,7 +129,14 @@ def make_target():
 @pytest.fixture(scope="session")
 def make_drafter():
     """`make_drafter(target, name, attention, **config)`; the same arguments give the same model, so leave it as it was."""
-    return cache(build_drafter)
+    cached = cache(build_drafter)
+
+    def make(target: PreTrainedModel, *args, **overrides) -> Eagle31DrafterModel:
+        drafter = cached(target, *args, **overrides)
+        drafter.load_target_embeddings(target)  # another test may have tied it to a target that is gone
+        return drafter
+
+    return make
 
 
 @pytest.fixture
