@@ -33,7 +33,7 @@ def parse_json(data: bytes, where: str, max_values: int = MAX_VALUES, constants:
         raise ValueError(f"{where}: holds more than {max_values} values; expected fewer. This is not a config or an index.")
     try:
         value = json.loads(
-            data, parse_constant=float if constants else _no_constant, parse_float=_finite, parse_int=_integer,
+            data, parse_constant=float if constants else no_constant, parse_float=_finite, parse_int=_integer,
             object_pairs_hook=_without_repetition,
         )  # fmt: skip
         _check(value)
@@ -44,7 +44,8 @@ def parse_json(data: bytes, where: str, max_values: int = MAX_VALUES, constants:
     return value
 
 
-def _no_constant(text: str) -> float:
+def no_constant(text: str) -> float:
+    """For `json.loads` as `parse_constant`: refuses NaN and Infinity, which Python reads and JSON does not have."""
     raise ValueError(f"{text} is not JSON")
 
 

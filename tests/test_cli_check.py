@@ -61,7 +61,7 @@ def test_a_reason_is_said_once_and_what_does_not_work_is_status_one(capsys, tmp_
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["/no/such/target"], "/no/such/target: is not there"),
+        (["/no/such/target"], "/no/such/target: there is no such folder"),
         ([str(demo.FOLDER)], "holds no config.json"),
         ([DRAFTER], "expected the target first, then the drafter"),
         ([TARGET, "/no/such/drafter"], "/no/such/drafter"),

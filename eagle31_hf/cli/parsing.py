@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from ..json_file import no_constant
+
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 PLACEMENTS = ("auto", "balanced", "balanced_low_0", "sequential")  # of transformers' device_map
 LARGEST = 2**31 - 1  # the largest count accepted: more fits no memory, and overflows 32-bit integers of other libraries
@@ -158,13 +160,9 @@ def field(text: str) -> tuple[str, Any]:
     if not sign or not name.isidentifier():
         raise argparse.ArgumentTypeError(f"got {text[:80]!r}, expected NAME=VALUE, e.g. norm_output=false")
     try:
-        return name, json.loads(value, parse_constant=_no_constant)
+        return name, json.loads(value, parse_constant=no_constant)
     except (ValueError, RecursionError):
         return name, value
-
-
-def _no_constant(text: str) -> float:
-    raise ValueError(f"{text} is not JSON")
 
 
 def config_field(text: str) -> tuple[str, Any]:

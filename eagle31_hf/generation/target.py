@@ -1,7 +1,4 @@
-"""The target's side of a round: the same forwards `generate` makes, over several tokens at once.
-
-With `hook.py` and `cache.py` the only file that names private symbols of transformers.
-"""
+"""The target's side of a round: the same forwards `generate` makes, over several tokens at once."""
 
 import copy
 from typing import Any

@@ -20,10 +20,11 @@ from transformers.utils.hub import extract_commit_hash
 from .. import vocab
 from ..checkpoints.files import MAX_JSON_BYTES, SIDE_FILES, WEIGHTS, WEIGHTS_INDEX, check_file_name, read_index, read_json
 from ..checkpoints.read import Checkpoint, read_checkpoint
+from ..checkpoints.sources import check_name
 from ..configuration import Eagle31Config
 from ..hub import kind
 from ..modeling import Eagle31DrafterModel
-from .source import TargetSource, refuse_missing_path
+from .source import TargetSource
 
 MAPS = ("d2t", "t2d")  # the only tensors whose values are read
 
@@ -81,7 +82,7 @@ def check_drafter(
         )  # fmt: skip
         return replace(report, findings=_findings(config, source, drafter.draft_to_target_ids()))
     name = str(drafter)
-    refuse_missing_path(name)
+    check_name(name)
     try:
         checkpoint = read_headers(name, overrides, convention, revision)
     except ValueError as error:

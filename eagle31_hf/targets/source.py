@@ -12,9 +12,9 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-from transformers.utils import cached_file
 
 from ..checkpoints.files import read_json
+from ..checkpoints.sources import find_config
 
 MOST_LAYERS, MOST_IDS = 2000, 2**24  # more than any target has: configs are untrusted
 NUMBERS_OF_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth", "encoder_layers", "decoder_layers")
@@ -65,31 +65,9 @@ def read_target(target: Any, revision: str | None = None) -> TargetSource:
 
 
 def config_path(name: str, revision: str | None = None) -> Path:
-    """The path of a folder's config.json, of the file itself, or of the one downloaded from the Hub. Raises OSError where there is none."""
+    """The config file that is named, or config.json of the folder or Hub repository. Raises OSError where there is none."""
     path = Path(name).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise OSError(f"{name}: holds no config.json; expected a target's folder, its config.json, or a Hub repository.")
-        return path / "config.json"
-    if path.is_file():
-        return path
-    refuse_missing_path(name)
-    try:
-        found = cached_file(name, "config.json", revision=revision)
-    except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise OSError(
-            f"{name}: is no folder here, and its config.json could not be had from the Hub ({first}). Without network pass a local "
-            "config.json."
-        ) from None
-    return Path(str(found))
-
-
-def refuse_missing_path(name: str) -> None:
-    """Raises OSError for a name that can only be a local path, and does not exist."""
-    is_path = name.count("/") > 1 or name.startswith((".", "~", "/")) or name.endswith(".json")
-    if is_path and not Path(name).expanduser().exists():
-        raise OSError(f"{name}: is not there; expected a folder with a config.json, a config.json, or a Hub repository, owner/name.")
+    return path if path.is_file() else Path(find_config(str(path) if path.is_dir() else name, "target", revision=revision))
 
 
 def _of_model(model: Any) -> TargetSource:

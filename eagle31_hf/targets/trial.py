@@ -47,6 +47,7 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "prompt_in_chunks": (CHAIN, SHORT | {"prefill_chunk_size": 2}, False),
 }
 LOGITS_TOLERANCE = 1e-3  # of their standard deviation; other shapes differ by 1e-5 in fp32, a wrong mask by tenths
+FAILURES = (TypeError, RuntimeError, AttributeError, IndexError, KeyError)  # of code; ValueError is a refusal
 MOST_PARAMETERS = 30_000_000  # of a tiny target: a second's work on a CPU
 # Fields of a drafter's config that decide how it is built, and that a tiny one can have, too.
 BUILD = (
@@ -200,7 +201,9 @@ def difference(ours: GenerateDecoderOnlyOutput | Tensor, alone: GenerateDecoderO
     """
     expected = torch.stack(alone.logits)
     spread = float(expected.std())
-    for row, step, margin in departures(ours if isinstance(ours, Tensor) else ours.sequences, alone):
+    departed = next(departures(ours if isinstance(ours, Tensor) else ours.sequences, alone), None)
+    if departed is not None:
+        row, step, margin = departed
         return f"row {row} departs at token {step}, which the target scores {margin / spread:.1e} of its logits' spread below its own"
     if isinstance(ours, Tensor):
         return ""
@@ -239,7 +242,7 @@ class Trial:
         asked = GREEDY | options
         try:
             alone = self._alone(prompt, asked)
-        except (ValueError, TypeError, RuntimeError, AttributeError, IndexError, KeyError, NotImplementedError) as error:
+        except (ValueError, *FAILURES) as error:
             return Outcome(UNTRIED, f"the target alone fails, too ({type(error).__name__}: {_first_line(error)})")
         length = alone.sequences.shape[1]
         if not has_two and not torch.equal(alone.sequences, self.text[:, :length]):
@@ -249,7 +252,7 @@ class Trial:
                 ours = self.target.generate(**prompt, assistant_model=self.drafter, **asked, **drafting)
             except ValueError as refusal:
                 return Outcome(REFUSED, _plain(refusal))
-            except (TypeError, RuntimeError, AttributeError, IndexError, KeyError, NotImplementedError) as error:
+            except FAILURES as error:
                 return Outcome(DIFFERENT, f"{type(error).__name__}: {_first_line(error)}")
         accepted, drafted = sum(stats.accepted_per_position), sum(stats.drafted_per_position)
         wrong = difference(ours, alone)
@@ -276,7 +279,7 @@ class Trial:
                     )  # fmt: skip
                 except ValueError as refusal:
                     return Outcome(REFUSED, _plain(refusal))
-                except (TypeError, RuntimeError, AttributeError, IndexError, KeyError) as error:
+                except FAILURES as error:
                     return Outcome(DIFFERENT, f"{type(error).__name__}: {_first_line(error)}")
         return Outcome(SAME_TEXT) if torch.equal(*texts) else Outcome(DIFFERENT, "with one seed the text depends on what is drafted")
 
@@ -292,7 +295,7 @@ class Trial:
             DraftingObjective(drafter, Settings(2, (1.0, 0.8)), reader.logits)(batch)["loss"].backward()
         except ValueError as refusal:
             return Outcome(REFUSED, _plain(refusal))
-        except (TypeError, RuntimeError, AttributeError, IndexError, KeyError) as error:
+        except FAILURES as error:
             return Outcome(REFUSED, f"{type(error).__name__}: {_first_line(error)}")
         gradients = [parameter.grad for parameter in drafter.parameters() if parameter.grad is not None]
         is_sound = bool(gradients) and all(gradient.isfinite().all() for gradient in gradients)

@@ -66,8 +66,8 @@ def test_weights_that_are_only_pickled_are_read_whole(hub, files, tmp_path):
 
 
 def test_without_the_hub_it_says_what_to_do(hub, monkeypatch):
-    with pytest.raises(OSError, match="could not be had from the Hub"):
+    with pytest.raises(OSError, match="has no such repository"):
         read_target("org/nothing")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(OSError, match=r"Without network pass a local config\.json"):
+    with pytest.raises(OSError, match="HF_HUB_OFFLINE"):
         read_target(TARGET)
