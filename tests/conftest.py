@@ -21,6 +21,7 @@ from transformers import (
 
 from eagle31_hf import Eagle31Config, Eagle31DrafterModel
 from eagle31_hf.features import decoder_layers
+from eagle31_hf.generation import selftest
 from eagle31_hf.targets import trial
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # pytest's workers share the CPU's cores
@@ -147,6 +148,15 @@ def target(make_target) -> PreTrainedModel:
 @pytest.fixture
 def drafter(make_drafter, target) -> Eagle31DrafterModel:
     return make_drafter(target)
+
+
+@pytest.fixture
+def logged_by_selftest(monkeypatch) -> list[str]:
+    """What the self-test logs, beginning with nothing known."""
+    lines: list[str] = []
+    monkeypatch.setattr(selftest, "_verdicts", {})
+    monkeypatch.setattr(selftest.logger, "warning", lambda text, *values: lines.append(text % values))
+    return lines
 
 
 @pytest.fixture

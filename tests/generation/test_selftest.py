@@ -23,15 +23,6 @@ WAYS = {
 }
 
 
-@pytest.fixture
-def lines(monkeypatch) -> list[str]:
-    """What the self-test logs, beginning with nothing known."""
-    logged: list[str] = []
-    monkeypatch.setattr(selftest, "_verdicts", {})
-    monkeypatch.setattr(selftest.logger, "warning", lambda text, *values: logged.append(text % values))
-    return logged
-
-
 def build_falcon(attention: str):
     config_class, fields = OTHER_TARGETS["falcon"]
     torch.manual_seed(0)
@@ -41,7 +32,7 @@ def build_falcon(attention: str):
 @pytest.mark.parametrize("returns_dict", [True, False], ids=["dict", "ids"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("rows", [1, 2])
-def test_a_target_whose_attentions_see_the_drafts_is_given_none(lines, rows, way, returns_dict):
+def test_a_target_whose_attentions_see_the_drafts_is_given_none(logged_by_selftest, rows, way, returns_dict):
     """Falcon's own code for attentions adds sdpa's boolean mask: a token then sees the drafts after it."""
     target = build_falcon("sdpa")
     drafter = build_drafter(target)
@@ -59,20 +50,20 @@ def test_a_target_whose_attentions_see_the_drafts_is_given_none(lines, rows, way
     else:
         assert_close("text", ours, alone)
     assert sum(stats.drafted_per_position) == 0
-    assert len(lines) == 1
-    assert "nothing is drafted while attentions are returned for FalconForCausalLM" in lines[0]
-    assert "attn_implementation='eager'" in lines[0]
+    assert len(logged_by_selftest) == 1
+    assert "nothing is drafted while attentions are returned for FalconForCausalLM" in logged_by_selftest[0]
+    assert "attn_implementation='eager'" in logged_by_selftest[0]
 
 
 @pytest.mark.parametrize(("kind", "attention", "asks"), [("falcon", "eager", True), ("falcon", "sdpa", False), ("llama", "sdpa", True)])
-def test_others_are(lines, kind, attention, asks):
+def test_others_are(logged_by_selftest, kind, attention, asks):
     target = build_falcon(attention) if kind == "falcon" else build_target(kind, attention)
     with track_acceptance() as stats:
         target.generate(
             IDS, **GREEDY, output_attentions=asks, return_dict_in_generate=True, assistant_model=build_drafter(target), **WAYS["chain"]
         )  # fmt: skip
     assert sum(stats.drafted_per_position) > 0
-    assert lines == []
+    assert logged_by_selftest == []
 
 
 # --- errors that are not the target's ---
@@ -91,7 +82,7 @@ def raising(calls: range, error: type[Exception]):
 
 @pytest.mark.parametrize("error", [ValueError, RuntimeError, InterruptError])
 @pytest.mark.parametrize("first", range(5))
-def test_an_error_of_a_callers_hook_is_raised_and_is_no_verdict(lines, error, first):
+def test_an_error_of_a_callers_hook_is_raised_and_is_no_verdict(logged_by_selftest, error, first):
     """Once, in any of the forwards of the self-test or just after it."""
     target = build_target("llama")
     drafter = build_drafter(target)
@@ -103,11 +94,11 @@ def test_an_error_of_a_callers_hook_is_raised_and_is_no_verdict(lines, error, fi
     finally:
         handle.remove()
     assert_close("text", target.generate(IDS, **GREEDY, assistant_model=drafter, **WAYS["tree"]), expected)
-    assert lines == []
+    assert logged_by_selftest == []
     assert list(selftest._verdicts.values()) == [None]
 
 
-def test_a_hook_that_goes_on_failing_is_not_remembered(lines):
+def test_a_hook_that_goes_on_failing_is_not_remembered(logged_by_selftest):
     """Its error comes out of the prompt's forward; the next call tries the target again."""
     target = build_target("llama")
     drafter = build_drafter(target)
@@ -120,9 +111,9 @@ def test_a_hook_that_goes_on_failing_is_not_remembered(lines):
     assert selftest.why_no_trees(target) is None
 
 
-def test_a_target_that_refuses_trees_says_so_once(lines):
+def test_a_target_that_refuses_trees_says_so_once(logged_by_selftest):
     config_class, fields = OTHER_TARGETS["falcon_alibi"]
     target = AutoModelForCausalLM.from_config(config_class(**OTHERS | fields), attn_implementation="eager").eval()
     for _ in range(3):
         assert "its forward refuses a tree" in selftest.why_no_trees(target)
-    assert len(lines) == 1
+    assert len(logged_by_selftest) == 1

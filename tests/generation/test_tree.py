@@ -560,56 +560,47 @@ def test_keep_paths_of_a_latent_cache():
 # --- the self-test ---
 
 
-@pytest.fixture
-def warnings(monkeypatch) -> list[str]:
-    """What the self-test logs, beginning with nothing known."""
-    lines: list[str] = []
-    monkeypatch.setattr(selftest, "_verdicts", {})
-    monkeypatch.setattr(selftest.logger, "warning", lambda text, *args: lines.append(text % args))
-    return lines
-
-
 TAKEN = [(kind, dtype) for kind in (*TARGETS, "falcon") for dtype in (torch.float32, torch.bfloat16)] + [("deepseek", torch.float32)]
 
 
 @pytest.mark.parametrize(("kind", "dtype"), TAKEN, ids=[f"{kind}-{dtype}" for kind, dtype in TAKEN])
-def test_targets_that_take_trees(warnings, kind, dtype):
+def test_targets_that_take_trees(logged_by_selftest, kind, dtype):
     target = build_other(kind) if kind in OTHER_TARGETS else build_target(kind)
     try:
         assert selftest.why_no_trees(target.to(dtype)) is None
     finally:
         target.float()
-    assert warnings == []
+    assert logged_by_selftest == []
 
 
 @pytest.mark.parametrize("kind", ["bloom", "mpt", "falcon_alibi"])
-def test_targets_that_do_not(warnings, prompt, kind):
+def test_targets_that_do_not(logged_by_selftest, prompt, kind):
     """Positions counted by slot: they fall back to chains, and say so once."""
     target = build_other(kind)
     drafter = build_drafter(target)
     greedy = {"max_new_tokens": 16, "do_sample": False}
     chain, chain_stats = speculate(target, drafter, prompt, num_assistant_tokens=5, **greedy)
-    assert warnings == []
+    assert logged_by_selftest == []
     for _ in range(2):
         output, stats = speculate(target, drafter, prompt, num_assistant_tokens=5, draft_tree_top_k=4, **greedy)
         assert_close("text", output, target.generate(prompt, **greedy))
         assert_close("text of chains", output, chain)
         assert stats.accepted_per_round == chain_stats.accepted_per_round
         assert stats.drafted_per_position == chain_stats.drafted_per_position
-    assert len(warnings) == 1
-    assert f"chains instead of trees for {type(target).__name__}" in warnings[0]
+    assert len(logged_by_selftest) == 1
+    assert f"chains instead of trees for {type(target).__name__}" in logged_by_selftest[0]
 
 
 @pytest.mark.parametrize("implementation", ["flex_attention", "flash_attention_2"])
-def test_an_implementation_without_masks_is_not_even_tried(warnings, monkeypatch, implementation):
+def test_an_implementation_without_masks_is_not_even_tried(logged_by_selftest, monkeypatch, implementation):
     target = build_target("llama")
     monkeypatch.setattr(target.config, "_attn_implementation_internal", implementation)
     monkeypatch.setattr(target, "forward", lambda *args, **kwargs: pytest.fail("the target was run"))
     assert f"attention implementation {implementation}" in selftest.why_no_trees(target)
-    assert len(warnings) == 1
+    assert len(logged_by_selftest) == 1
 
 
-def test_layers_of_another_type_are_not_even_tried(warnings, monkeypatch):
+def test_layers_of_another_type_are_not_even_tried(logged_by_selftest, monkeypatch):
     target = build_target("gemma3_window_8")
     monkeypatch.setattr(target.config, "layer_types", ["chunked_attention", "full_attention"] * 2)
     monkeypatch.setattr(target, "forward", lambda *args, **kwargs: pytest.fail("the target was run"))
@@ -631,20 +622,20 @@ def wrong_mask(original):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", TARGETS)
-def test_a_tree_read_as_a_sequence_is_noticed(warnings, monkeypatch, kind, dtype):
+def test_a_tree_read_as_a_sequence_is_noticed(logged_by_selftest, monkeypatch, kind, dtype):
     target = build_target(kind).to(dtype)
     monkeypatch.setattr(target, "forward", wrong_mask(target.forward))
     assert "differ from those over its paths" in selftest.why_no_trees(target)
 
 
-def test_positions_read_by_slot_are_noticed(warnings, monkeypatch):
+def test_positions_read_by_slot_are_noticed(logged_by_selftest, monkeypatch):
     target = build_target("gpt2")
     original = target.forward
     monkeypatch.setattr(target, "forward", lambda *args, position_ids=None, **kwargs: original(*args, **kwargs))
     assert "differ from those over its paths" in selftest.why_no_trees(target)
 
 
-def test_the_self_test_runs_once_and_draws_no_random_numbers(warnings, prompt, monkeypatch):
+def test_the_self_test_runs_once_and_draws_no_random_numbers(logged_by_selftest, prompt, monkeypatch):
     target = build_target("llama")
     drafter, calls, tried = build_drafter(target), [], selftest._error
     monkeypatch.setattr(selftest, "_error", lambda model: calls.append(model) or tried(model))
@@ -658,12 +649,12 @@ def test_the_self_test_runs_once_and_draws_no_random_numbers(warnings, prompt, m
 
 
 @pytest.mark.parametrize("order", [("falcon", "falcon_alibi"), ("falcon_alibi", "falcon")], ids="-".join)
-def test_a_verdict_is_not_that_of_another_config(warnings, order):
+def test_a_verdict_is_not_that_of_another_config(logged_by_selftest, order):
     for kind in order:
         assert (selftest.why_no_trees(build_other(kind)) is None) == (kind == "falcon")
 
 
-def test_low_precision_does_not_hide_a_wrong_target(warnings):
+def test_low_precision_does_not_hide_a_wrong_target(logged_by_selftest):
     target = build_other("mpt")
     try:
         assert selftest.why_no_trees(target.bfloat16()) is not None
