@@ -97,6 +97,13 @@ def without_contradictions(trial: Trial) -> Trial:
     return trial
 
 
+def forget_positions(target: Any) -> None:
+    """Qwen's multimodal targets keep the offsets of an earlier call's rows, which another number of rows does not fit."""
+    for module in target.modules():
+        if hasattr(module, "rope_deltas"):
+            module.rope_deltas = None
+
+
 @dataclass
 class Outcome:
     """`outputs`: of every turn; `error`: what ended it; `past`: the caller's cache, if it has one."""
@@ -116,6 +123,7 @@ class Run:
         choices = trial.choices
         self.trial = trial
         self.target = target_of(choices["family"], choices["attention"], choices["wrapper"])
+        forget_positions(self.target)
         self.drafter = drafter_of(choices["family"], choices["drafter"], choices["drafter attention"])
         self.bare = bare_target(choices["family"], "eager")
         self.vocab_size = self.bare.config.get_text_config().vocab_size
