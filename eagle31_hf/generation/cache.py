@@ -70,6 +70,7 @@ class SlotLayer(DynamicLayer):
         self.is_compileable = fixed  # transformers then masks unused slots, also for a single token
         self.buffers: list[Tensor] = []  # keys, values
         self.first = self.end = self.settled = 0  # settled: as far as tokens have been accepted
+        self.taken_over: tuple[list[Tensor], int] = [], 0  # buffers and `first` it began with; with a window they are never written to
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -80,6 +81,7 @@ class SlotLayer(DynamicLayer):
         self.lazy_initialization(keys, values)
         self.buffers, self.end, self.settled = [keys, values], end, end
         self.first = 0 if self.fixed else end - keys.shape[-2]
+        self.taken_over = list(self.buffers), self.first
         return self
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
@@ -124,7 +126,7 @@ class SlotLayer(DynamicLayer):
         if self.fixed and (self.buffers or end > (self.limit or 0)):
             raise RuntimeError(f"a static cache of {capacity or self.limit} tokens got token {end}.")
         used, needed = min(self.end, end) - seen_from, end - seen_from
-        if needed > capacity:
+        if needed > capacity or any(buffer is self.buffers[0] for buffer in self.taken_over[0]):
             # Zeros, not whatever memory held: a masked slot still meets the weight 0, and 0 times NaN is NaN.
             fresh = [states.new_zeros((*states.shape[:-2], self._capacity(needed), states.shape[-1])) for states in like]
         else:
@@ -162,6 +164,13 @@ class SlotLayer(DynamicLayer):
         if self.buffers and not self.fixed:
             seen_from = max(self.seen_from(end), self.first)
             self.keys, self.values = (buffer[..., seen_from - self.first : end - self.first, :] for buffer in self.buffers)
+
+    def take_back(self) -> None:
+        """Takes back every token that was not accepted. Of a prompt that failed midway a windowed layer may have given up what the tokens
+        before it attend to, which the buffers it began with still hold."""
+        if self.first > self.seen_from(self.settled):
+            self.buffers, self.first = self.taken_over
+        self.settle(self.settled)
 
     def crop(self, tokens_to_remove: int) -> None:
         self.settle(self.end - abs(tokens_to_remove))
@@ -281,8 +290,8 @@ def slots(cache: Cache, limit: int) -> Iterator[Placement | None]:
     try:
         yield placement
     except BaseException:
-        for layer in cache.layers:  # what nobody has accepted; a windowed layer may have given up what came before it
-            layer.settle(max(layer.settled, layer.first))
+        for layer in cache.layers:
+            layer.take_back()
         raise
     finally:
         ours, cache.layers, cache.layer_class_to_replicate = cache.layers, found, replicated
@@ -317,7 +326,11 @@ def keep_paths(cache: Cache, starts: list[int], paths: list[list[int]]) -> None:
                 if place not in by_place:
                     by_place[place] = [index.to(layer.device) for index in (indices[0], *(slots - layer.first for slots in indices[1:]))]
                 layer.move(*by_place[place])
-    end = max(start + len(path) for start, path in zip(starts, paths, strict=True))
+    settle(cache, max(start + len(path) for start, path in zip(starts, paths, strict=True)))
+
+
+def settle(cache: Cache, end: int) -> None:
+    """All tokens before slot `end` are accepted, and no others are kept."""
     for layer in cache.layers:
         layer.settle(end)
 

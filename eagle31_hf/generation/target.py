@@ -80,6 +80,8 @@ class TargetRunner:
                 "p-tuning and prefix tuning, cannot be drafted from: drop assistant_model, or use an adapter that changes weights (LoRA, "
                 "IA3)."
             )
+        if self.placement is not None:
+            cache.settle(self.past_key_values, expected)
         return outputs
 
     def verify(self, texts: Texts, proposal: Proposal) -> CausalLMOutputWithPast:

@@ -179,3 +179,22 @@ def test_a_conversation_goes_on_after_an_interruption(make_target, make_drafter,
     more = torch.cat((judge.text, torch.tensor([[4, 9, 1]])), dim=1)
     expected = target.generate(more, max_new_tokens=9, do_sample=False)
     assert_close("next turn", target.generate(more, past_key_values=past, max_new_tokens=9, do_sample=False), expected)
+
+
+@pytest.mark.parametrize("call", range(1, 8))
+@pytest.mark.parametrize("chunk", [None, 3, 4, 9])
+@pytest.mark.parametrize("num_cached", [0, 3, 10])
+@pytest.mark.parametrize("kind", ["mistral_window_8", "gemma3_window_8"])
+def test_layers_agree_after_the_target_failed(make_target, make_drafter, kind, num_cached, chunk, call):
+    """A prompt longer than the window: layers that have read it have given up what came before, the others have not seen it."""
+    target = make_target(kind)
+    drafter, text, past = make_drafter(target), greedy_text(target), DynamicCache(config=make_target(kind).config)
+    if num_cached:
+        target(text[:, :num_cached], past_key_values=past)
+    failing_generate(target, drafter, text[:, :19], "target", call, past_key_values=past, prefill_chunk_size=chunk, **DRAFTINGS["chain"])
+    length = past.get_seq_length()
+    assert {layer.get_seq_length() for layer in past.layers} == {length}
+    assert length == num_cached or length >= 19
+    given = text[:, : length + 1]
+    expected = target.generate(given, max_new_tokens=9, do_sample=False)
+    assert_close("text from there", target.generate(given, past_key_values=past, max_new_tokens=9, do_sample=False), expected)

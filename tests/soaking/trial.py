@@ -282,7 +282,9 @@ def run(trial: Trial) -> Result:
     drafting = trial.choices["drafting"]
     ours = each.converse(drafting)
     if any(refusal in str(ours.error) for refusal in REFUSALS):
-        told = [Difference(f"refused after {who} was called") for who in ours.notes.seen if who != "streamer"]  # it is put the prompt
+        told = [
+            Difference(f"refused after {who} was called") for who in ours.notes.seen if not who.startswith("streamer")
+        ]  # put the prompt
         return Result(told + spoilt(ours), ours, "refused", clock.perf_counter() - began)
     reference = each.converse(partner(drafting, trial), is_reference=True)
     found = differences(each, reference, ours) + spoilt(ours)
