@@ -1,4 +1,4 @@
-"""`Eagle31Config`: what a drafter is. The only place that knows the norm flags and the layer-id convention."""
+"""`Eagle31Config`: what a drafter is, field by field, and which values are refused."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager

@@ -77,8 +77,9 @@ class Eagle31DecoderLayer(GradientCheckpointingLayer):
 class Eagle31DrafterModel(Eagle31PreTrainedModel):
     """EAGLE 3.1 (or EAGLE 3) drafter of a frozen target; see `Eagle31Config` for what its flags mean.
 
-    `num_assistant_tokens` ("auto", the default: chosen as it goes), `assistant_confidence_threshold`, `draft_tree_top_k` (1: chains) and
-    `draft_tree_total_tokens` of `generation_config` are its drafting knobs.
+    Its drafting knobs are fields of `generation_config`: `num_assistant_tokens` ("auto", the default: chosen as it goes),
+    `draft_tree_top_k` (1: chains), `draft_tree_total_tokens`, and `assistant_confidence_threshold`, which ends chains of a fixed depth
+    after a token the drafter gives less probability.
     """
 
     main_input_name = "input_ids"

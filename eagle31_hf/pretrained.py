@@ -2,6 +2,7 @@
 
 from copy import deepcopy
 from dataclasses import replace
+from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -42,7 +43,8 @@ class Eagle31PreTrainedModel(PreTrainedModel):
     ):
         """As `PreTrainedModel.from_pretrained`, for every EAGLE 3 and 3.1 format and for configs that only point to their weights.
 
-        Fields of `Eagle31Config` given as keywords win over the checkpoint's. `aux_layer_convention`, "boundary" or "output", says how
+        Fields of `Eagle31Config` given as keywords, or by `config` (one, or the folder or repository of one), win over the
+        checkpoint's. `aux_layer_convention`, "boundary" or "output", says how
         a checkpoint counts the target's layers where it does not say so itself. `drafter.checkpoint` keeps what was found.
         A folder that is converted during the read is read as before or as after the conversion. Raises OSError when something is not
         there; ValueError when tensors are missing, extra, misshapen or not finite, or the checkpoint is no EAGLE 3 drafter's or is
@@ -52,7 +54,8 @@ class Eagle31PreTrainedModel(PreTrainedModel):
             return super().from_pretrained(None, *args, config=config, output_loading_info=output_loading_info, **kwargs)
         hub = {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
         overrides = {name: kwargs.pop(name) for name in Eagle31Config.__annotations__ if name in kwargs}
-        if isinstance(config, Eagle31Config):
+        if config is not None:
+            config = given_config(config, hub)
             overrides = {name: getattr(config, name) for name in Eagle31Config.__annotations__} | overrides
         with torch.device("cpu"):  # not the caller's default device: "meta" is for transformers to refuse, below
             checkpoint = read_checkpoint(pretrained_model_name_or_path, overrides, aux_layer_convention, **hub)
@@ -115,6 +118,18 @@ class Eagle31PreTrainedModel(PreTrainedModel):
             Path(folder, CARD).write_text(render_card(config, facts, repo_id), encoding="utf-8")
             message = commit_message or "Upload drafter with eagle31_hf"
             return upload(HfApi(token=token), Path(folder), repo_id, private, revision, create_pr, message, commit_description)
+
+
+def given_config(config: Any, hub: dict[str, Any]) -> Eagle31Config:
+    """The `config` of a `from_pretrained`: itself, or what the folder or repository of that name holds, as in transformers.
+
+    Raises ValueError for anything else.
+    """
+    if isinstance(config, str | PathLike):
+        return Eagle31Config.from_pretrained(config, **hub)
+    if not isinstance(config, Eagle31Config):
+        raise ValueError(f"config is a {type(config).__name__}; expected an Eagle31Config, or the folder or Hub repository of one.")
+    return config
 
 
 def default_generation_config() -> GenerationConfig:

@@ -33,10 +33,9 @@ class TargetTie:
 
     def get(self) -> tuple[nn.Module | None, nn.Module | None]:
         """The embedding and head, each None where it was not tied or its target is gone."""
-        for pair in (getattr(self._own, "pair", None), *self._last):
-            table = None if pair is None else pair[0]()
-            if table is not None:
-                return table, None if pair[1] is None else pair[1]()
+        own = getattr(self._own, "pair", None)
+        for table, head in self._last if own is None else [own]:
+            return table(), None if head is None else head()
         return None, None
 
     def __deepcopy__(self, memo: dict) -> "TargetTie":

@@ -135,6 +135,20 @@ def test_a_thread_that_tied_nothing_has_what_was_tied_last():
     assert found == [theirs.get_input_embeddings()]
 
 
+def test_a_thread_whose_target_is_gone_is_not_given_another_threads():
+    drafter, first, second = build(**SHARED), target(), target()
+    drafter.load_target_embeddings(first)
+    thread = threading.Thread(target=drafter.load_target_embeddings, args=(second,))
+    thread.start()
+    thread.join()
+    assert drafter.get_input_embeddings() is first.get_input_embeddings()
+    del first
+    gc.collect()
+    assert drafter.get_input_embeddings() is None
+    with pytest.raises(RuntimeError, match=r"no embedding yet, or no longer.*load_target_embeddings"):
+        scores(drafter)
+
+
 # Tables in other forms.
 
 

@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..generation.checks import AUTO
+from ..checkpoints.knobs import AUTO
 from ..generation.statistics import AcceptanceStats, track_acceptance
 from ..generation.tuning import MAX_DEPTH
 from ..modeling import Eagle31DrafterModel

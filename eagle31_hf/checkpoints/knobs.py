@@ -1,5 +1,6 @@
-"""The drafting knobs a native checkpoint keeps in its generation_config.json."""
+"""The drafting knobs: what they may be, and those a native checkpoint keeps in its generation_config.json."""
 
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,25 @@ from transformers import GenerationConfig
 from .files import read_json
 
 KNOBS_FILE = "generation_config.json"
-MAX_TOKENS = 4096  # the most that may be drafted in one round: caches are sized by it
 AUTO = "auto"
-COUNTS = ("num_assistant_tokens", "draft_tree_top_k", "draft_tree_total_tokens")
+MAX_TOKENS = 4096  # the most that may be drafted in one round: caches are sized by it
+LEAST = {"num_assistant_tokens": 1, "draft_tree_top_k": 1, "draft_tree_total_tokens": 2}  # what counts tokens
+KNOBS = ("num_assistant_tokens", "assistant_confidence_threshold", "draft_tree_top_k", "draft_tree_total_tokens")
+
+
+def check_knob(name: str, value: Any, begin: str = "", origin: str = "") -> None:
+    """Raises ValueError for a value of the wrong type or range: True counts as no number, and NaN lies in no range. The message begins
+    with `begin`, and `origin` says where the value comes from."""
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if name not in LEAST:
+        holds, expected = is_number and 0.0 <= value < 1.0, "0 (never stop a chain early) to less than 1"
+    else:
+        is_auto = isinstance(value, str) and value == AUTO
+        holds = is_auto or (is_number and isinstance(value, Integral) and LEAST[name] <= value <= MAX_TOKENS)
+        hint = " (to decode without drafts, drop assistant_model)" if name == "num_assistant_tokens" else ""
+        expected = f"'auto' or an integer from {LEAST[name]} to {MAX_TOKENS}{hint}"
+    if not holds:
+        raise ValueError(f"{begin}{name} is {repr(value)[:80]}{origin}; expected {expected}.")
 
 
 def read_knobs(folder: Path) -> dict[str, Any]:
@@ -22,15 +39,11 @@ def read_knobs(folder: Path) -> dict[str, Any]:
     path = folder / KNOBS_FILE
     if not path.is_file():
         return {}
-    known = {*vars(GenerationConfig()), *COUNTS}
+    known = {*vars(GenerationConfig()), *KNOBS}
     values = {name: value for name, value in read_json(path).items() if name in known and not name.startswith("_") and _is_plain(value)}
-    for name in COUNTS:
-        value = values.get(name)
-        if value not in (None, AUTO) and (type(value) is not int or not 1 <= value <= MAX_TOKENS):
-            raise ValueError(f"{path}: {name} is {str(value)[:80]!r}; expected 'auto' or an integer from 1 to {MAX_TOKENS}.")
-    threshold = values.get("assistant_confidence_threshold")
-    if threshold is not None and (type(threshold) not in (int, float) or not 0 <= threshold < 1):
-        raise ValueError(f"{path}: assistant_confidence_threshold is {str(threshold)[:80]!r}; expected 0 to less than 1.")
+    for name in KNOBS:
+        if values.get(name) is not None:
+            check_knob(name, values[name], f"{path}: ")
     try:
         GenerationConfig.from_dict(dict(values))
     except (ValueError, TypeError, AttributeError, ArithmeticError) as error:

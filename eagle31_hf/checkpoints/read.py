@@ -94,12 +94,14 @@ def read_checkpoint(
     return _understand(str(source), files, overrides, aux_layer_convention)
 
 
-def complete_config(values: Mapping[str, Any], hub: Mapping[str, Any]) -> Eagle31Config:
+def complete_config(values: Mapping[str, Any], given: Mapping[str, Any]) -> Eagle31Config:
     """The whole config of a drafter whose `config.json` only points to its weights and states some fields over theirs.
 
-    `hub`: keyword arguments of a `from_pretrained`; those that LINK_OPTIONS names are used for the weights, too.
+    `given`: keyword arguments of a `from_pretrained`. Fields of `Eagle31Config` win over what is stated; the options that LINK_OPTIONS
+    names are used for the weights, too.
     """
-    files, stated = _follow(CheckpointFiles("config.json with weights_from", Path(), dict(values)), {}, hub)
+    overrides = {name: value for name, value in given.items() if name in FIELDS}
+    files, stated = _follow(CheckpointFiles("config.json with weights_from", Path(), dict(values)), overrides, given)
     return _understand(files.source, files, stated, None).config
 
 

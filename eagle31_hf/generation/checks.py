@@ -1,26 +1,23 @@
 """What this library cannot do yet, refused before anything is generated, with the reason and what to do instead."""
 
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
 from torch import Tensor
 from transformers import Cache, GenerationConfig, PreTrainedConfig, PreTrainedModel, StaticCache
 from transformers.generation import GenerationMode
 
-from ..checkpoints.knobs import MAX_TOKENS
+from ..checkpoints.knobs import AUTO, KNOBS, LEAST, check_knob
 from ..features import decoder_layers
 from ..modeling import Eagle31DrafterModel
 from . import cache
 
-AUTO = "auto"
-KNOBS = ("num_assistant_tokens", "assistant_confidence_threshold", "draft_tree_top_k", "draft_tree_total_tokens")
 # What transformers fills in where nobody set a knob; such a value says nothing about the caller's wish.
 OWN_DEFAULTS = {
     "num_assistant_tokens": AUTO, "assistant_confidence_threshold": 0.0, "draft_tree_top_k": AUTO, "draft_tree_total_tokens": AUTO,
 }  # fmt: skip
 STOCK_DEFAULTS = {"num_assistant_tokens": 20, "assistant_confidence_threshold": 0.4}
-LEAST = {"num_assistant_tokens": 1, "draft_tree_top_k": 1, "draft_tree_total_tokens": 2}
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,7 @@ def resolve_knobs(drafter: Eagle31DrafterModel, generation_config: GenerationCon
             ", in the drafter's generation_config": getattr(drafter.generation_config, name, None), "the defaults": OWN_DEFAULTS[name],
         }  # fmt: skip
         origin, values[name] = next((origin, wish) for origin, wish in wishes.items() if wish is not None)
-        _check_knob(name, values[name], origin)
+        check_knob(name, values[name], origin=origin)
     depth, top_k, total = (None if values[name] == AUTO else int(values[name]) for name in LEAST)
     return Knobs(depth, float(values["assistant_confidence_threshold"]), top_k, total)
 
@@ -66,22 +63,6 @@ def resolve_knobs(drafter: Eagle31DrafterModel, generation_config: GenerationCon
 def _is(value: Any, stock: Any) -> bool:
     """Whether a value is what transformers fills in. An array, say, would compare as an array."""
     return isinstance(value, Real) and value == stock
-
-
-def _check_knob(name: str, value: Any, origin: str) -> None:
-    """Raises ValueError for a value of the wrong type or range: True counts as no number, and NaN lies in no range."""
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if name not in LEAST:
-        holds, expected = is_number and 0.0 <= value < 1.0, "0 (never stop a chain early) to less than 1"
-    else:
-        is_auto = isinstance(value, str) and value == AUTO
-        holds = is_auto or (is_number and isinstance(value, Integral) and LEAST[name] <= value <= MAX_TOKENS)
-        hint = " (to decode without drafts, drop assistant_model)" if name == "num_assistant_tokens" else ""
-        expected = f"'auto' or an integer of at least {LEAST[name]}{hint}"
-        if is_number and value > MAX_TOKENS:
-            expected = f"'auto' or an integer of at most {MAX_TOKENS}"
-    if not holds:
-        raise ValueError(f"{name} is {repr(value)[:80]}{origin}; expected {expected}.")
 
 
 def why_no_target(model_class: type, config: PreTrainedConfig) -> str | None:

@@ -28,8 +28,9 @@ from .texts import Texts
 from .tuning import TOP_K, AutoPilot, FixedPilot, tuner_of
 from .verify import Judge, Verdict
 
-# What judges a call's drafts; benchmarks put another in its place.
+# What judges a call's drafts; benchmarks and `eagle31 check` put another in its place.
 judge_of: ContextVar[Callable[..., Judge]] = ContextVar("eagle31_judge", default=lambda target, *rules: Judge(*rules))
+TREE_TOKENS = 60  # of a tree of fixed depth where its size is not given, as in EAGLE-2
 SPARE_SLOTS = 64  # beyond the longest text: the largest tree auto draws, and what a row that has ended is written over with
 
 
@@ -184,7 +185,7 @@ class Loop:
 
 def decode_with(target: PreTrainedModel, drafter: Eagle31DrafterModel, input_ids: Tensor, *args: Any, **kwargs: Any):
     """`speculative_decoding` for a caller whose request nobody has checked yet: `custom_generate`."""
-    generation_config = args[2]
+    generation_config = args[2]  # after the logits processors and the stopping criteria, as generate calls a decoding method
     check_request(target, drafter, generation_config, generation_config.get_generation_mode())
     streamer = kwargs.get("streamer")
     if streamer is not None:  # generate does not know it, so the prompt is still to be put
@@ -204,7 +205,7 @@ def pilot_of(
     if wishes.depth is None:
         top_k = (wishes.top_k or TOP_K) if draws_trees else 1
         return AutoPilot(tuner_of(drafter, target, num_rows, draws_trees, do_sample), top_k, wishes.total_tokens or SPARE_SLOTS)
-    return FixedPilot(wishes.depth, (wishes.top_k or 1) if draws_trees else 1, wishes.total_tokens or 60)
+    return FixedPilot(wishes.depth, (wishes.top_k or 1) if draws_trees else 1, wishes.total_tokens or TREE_TOKENS)
 
 
 def can_see_trees(

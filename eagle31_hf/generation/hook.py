@@ -11,9 +11,10 @@ from typing import Any
 
 from transformers import AutoConfig, GenerationMixin
 
+from ..checkpoints.knobs import KNOBS
 from ..configuration import hub_options
 from ..wrappers import drafter_in
-from .checks import KNOBS, check_request, resolve_knobs
+from .checks import check_request, resolve_knobs
 from .decoding import speculative_decoding
 
 

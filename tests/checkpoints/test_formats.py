@@ -13,6 +13,7 @@ import torch
 from close import assert_close
 from factories import DRAFT_VOCAB, VOCAB, WIDTH, inputs, target
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedConfig
 from writers import LAYOUTS, write_weights
 
 from eagle31_hf import Eagle31Config, Eagle31DrafterModel
@@ -337,6 +338,22 @@ def test_fields_given_win(tmp_path):
     SPECFORGE.write(tmp_path)
     loaded = Eagle31DrafterModel.from_pretrained(tmp_path, target_model="a/target", logit_scale=0.5, rms_norm_eps=1e-4)
     assert (loaded.config.target_model, loaded.config.logit_scale, loaded.norm.eps) == ("a/target", 0.5, 1e-4)
+
+
+@pytest.mark.parametrize("as_path", [str, Path])
+def test_a_config_elsewhere_wins(as_path, tmp_path):
+    """By its folder's name, as transformers takes it."""
+    LAYOUTS["specforge_of_two_meanings"].write(tmp_path / "source")
+    Eagle31DrafterModel.from_pretrained(tmp_path / "source", norm_output=False).config.save_pretrained(tmp_path / "config")
+    loaded = Eagle31DrafterModel.from_pretrained(tmp_path / "source", config=as_path(tmp_path / "config"))
+    assert loaded.config.norm_output is False
+
+
+@pytest.mark.parametrize("config", [PreTrainedConfig(), {"norm_output": False}, 5], ids=["another class", "dict", "number"])
+def test_a_config_of_another_kind_is_refused(config, tmp_path):
+    SPECFORGE.write(tmp_path)
+    with pytest.raises(ValueError, match="expected an Eagle31Config, or the folder"):
+        Eagle31DrafterModel.from_pretrained(tmp_path, config=config)
 
 
 def test_an_unknown_convention_is_refused(tmp_path):

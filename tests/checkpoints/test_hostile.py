@@ -588,11 +588,12 @@ KNOBS: dict[str, tuple[bytes, str]] = {
     "deep": (b'{"a": ' + b"[" * 900 + b"]" * 900 + b"}", "nested more than 32 deep"),
     "a_depth_of_words": (b'{"num_assistant_tokens": "many"}', "num_assistant_tokens is 'many'; expected 'auto' or an integer from 1"),
     "a_depth_of_a_trillion": (b'{"num_assistant_tokens": 1000000000000}', "expected 'auto' or an integer from 1 to 4096"),
-    "a_tree_of_a_trillion": (b'{"draft_tree_total_tokens": 1000000000000}', "draft_tree_total_tokens is '1000000000000'"),
-    "a_flag_as_depth": (b'{"draft_tree_top_k": true}', "draft_tree_top_k is 'True'"),
+    "a_tree_of_a_trillion": (b'{"draft_tree_total_tokens": 1000000000000}', "draft_tree_total_tokens is 1000000000000"),
+    "a_tree_of_one": (b'{"draft_tree_total_tokens": 1}', "draft_tree_total_tokens is 1; expected 'auto' or an integer from 2 to 4096"),
+    "a_flag_as_depth": (b'{"draft_tree_top_k": true}', "draft_tree_top_k is True"),
     "a_threshold_of_words": (
         b'{"assistant_confidence_threshold": "x"}',
-        "assistant_confidence_threshold is 'x'; expected 0 to less than 1",
+        "assistant_confidence_threshold is 'x'; expected 0 .never stop a chain early. to less than 1",
     ),
     "what_transformers_refuses": (b'{"max_new_tokens": -5}', "max_new_tokens"),
 }

@@ -1,5 +1,7 @@
 """Hub options of a `from_pretrained` also hold for the weights its config points to, in every class that can be asked."""
 
+import json
+
 import pytest
 from factories import build
 from huggingface_hub import constants
@@ -137,3 +139,17 @@ def test_options_end_with_their_call(hub: HubServer, files, monkeypatch, tmp_pat
     AutoConfig.from_pretrained(REPO, token=token, cache_dir=tmp_path)
     with pytest.raises(OSError, match=BASE):
         AutoConfig.from_pretrained(REPO)
+
+
+@every_loader
+def test_a_field_given_decides_what_the_weights_leave_open(loader, hub: HubServer):
+    """SpecForge has written `norm_output: true` with two meanings."""
+    files = original_release(build(num_attention_heads=2))
+    stated = {"architectures": ["LlamaForCausalLMEagle3"], "fc_norm": True, "norm_output": True}
+    hub.add(BASE, files | {"config.json": json.dumps(json.loads(files["config.json"]) | stated).encode()})
+    hub.add(REPO, {"config.json": pointing()})
+    with pytest.raises(ValueError, match="Pass norm_output=False"):
+        loader.from_pretrained(REPO)
+    for norm_output in (False, True):
+        loaded = loader.from_pretrained(REPO, norm_output=norm_output)
+        assert getattr(loaded, "config", loaded).norm_output is norm_output

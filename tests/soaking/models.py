@@ -210,4 +210,4 @@ NEEDS = {"peft": ("lora", "ia3"), "bitsandbytes": ("8 bit", "4 bit")}
 ABSENT = {  # by package, the wrappers that cannot be had
     package: [name for name in WRAPPERS if name.startswith(words)] for package, words in NEEDS.items() if find_spec(package) is None
 }
-torch._dynamo.config.recompile_limit = 2  # seconds each; what comes after runs as it is
+torch._dynamo.config.cache_size_limit = 2  # recompilations, of seconds each; what comes after runs as it is
