@@ -78,7 +78,7 @@ class TargetRunner:
                 f"EAGLE drafting: after a prompt of {expected} tokens the target's cache holds {int(found.get_seq_length())}; expected the "
                 "prompt and nothing else, in the cache that generate handed in. Tokens that no text knows of, as of PEFT's prompt tuning, "
                 "p-tuning and prefix tuning, cannot be drafted from: drop assistant_model, or use an adapter that changes weights (LoRA, "
-                "IA3)."
+                "IA3). An earlier turn's cache and prefill_chunk_size together need transformers 5.23, others read the prompt twice."
             )
         if self.placement is not None:
             cache.settle(self.past_key_values, expected)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from close import assert_close
-from conftest import greedy_text
+from conftest import REREADS_IN_CHUNKS, greedy_text
 from observers import InterruptError, Puts, num_hooks
 from test_slots import CACHES, DRAFTINGS, steady_clock
 from torch import Tensor
@@ -187,6 +187,8 @@ def test_a_conversation_goes_on_after_an_interruption(make_target, make_drafter,
 @pytest.mark.parametrize("kind", ["mistral_window_8", "gemma3_window_8"])
 def test_layers_agree_after_the_target_failed(make_target, make_drafter, kind, num_cached, chunk, call):
     """A prompt longer than the window: layers that have read it have given up what came before, the others have not seen it."""
+    if num_cached and chunk and REREADS_IN_CHUNKS:
+        pytest.skip("transformers itself then runs the cached tokens once more")
     target = make_target(kind)
     drafter, text, past = make_drafter(target), greedy_text(target), DynamicCache(config=make_target(kind).config)
     if num_cached:
@@ -195,6 +197,10 @@ def test_layers_agree_after_the_target_failed(make_target, make_drafter, kind, n
     length = past.get_seq_length()
     assert {layer.get_seq_length() for layer in past.layers} == {length}
     assert length == num_cached or length >= 19
-    given = text[:, : length + 1]
-    expected = target.generate(given, max_new_tokens=9, do_sample=False)
-    assert_close("text from there", target.generate(given, past_key_values=past, max_new_tokens=9, do_sample=False), expected)
+    fresh = DynamicCache(config=target.config)
+    if length:
+        target(text[:, :length], past_key_values=fresh)
+    ours, expected = (
+        target.generate(text[:, : length + 1], past_key_values=cache, max_new_tokens=9, do_sample=False) for cache in (past, fresh)
+    )
+    assert_close("text from there, and from a cache that has just read as much", ours, expected)

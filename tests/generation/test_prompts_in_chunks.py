@@ -5,9 +5,8 @@ B rows, L tokens of the prompt, n captured layers of width ht.
 
 import pytest
 import torch
-import transformers
 from close import TARGET_FORWARD, assert_close
-from conftest import WIDTH, build_drafter, build_target, greedy_text
+from conftest import REREADS_IN_CHUNKS, WIDTH, build_drafter, build_target, greedy_text
 from observers import num_hooks, speculate
 from test_slots import DRAFTINGS, steady_clock
 from torch import Tensor
@@ -113,7 +112,7 @@ def test_a_batch_with_padding(make_target, make_drafter, kind, way, size):
     assert sum(stats.accepted_per_round) > 0
 
 
-@pytest.mark.skipif(transformers.__version__ < "5.23", reason="transformers itself then runs the cached tokens once more")
+@pytest.mark.skipif(REREADS_IN_CHUNKS, reason="transformers itself then runs the cached tokens once more")
 @pytest.mark.parametrize("cached", [1, 7, 12])
 def test_behind_a_cache_from_an_earlier_turn(target, drafter, cached):
     """Only what the cache does not hold is cut into chunks, and only that is read."""

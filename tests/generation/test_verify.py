@@ -226,7 +226,7 @@ BIASED = {
 
 @pytest.mark.parametrize(("draft_of", "q_logits"), BIASED.values(), ids=BIASED)
 def test_the_test_sees_a_wrong_q(draft_of, q_logits):
-    value, df = statistic(emitted(draft_of, q_logits, DRAWS // 4), P)
+    value, df = statistic(emitted(draft_of, q_logits, DRAWS // 2), P)
     assert value > critical_value(df, cases=3)
 
 

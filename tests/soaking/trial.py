@@ -86,6 +86,8 @@ def without_contradictions(trial: Trial) -> Trial:
         choices["cache"] = "default"  # what transformers 5.23 makes of it depends on the buffer's length, with no drafter too
     if "sparse" in choices["family"] and choices["cache"] == "own, no config":
         choices["cache"] = "own"  # it has no layers that can hold an index
+    if choices["cache"] == "conversation, chunks" and conftest.REREADS_IN_CHUNKS:
+        choices["cache"] = "conversation"
     if trial.batch > 1 or choices["choice"] == "returned twice":
         choices["streamer"] = "none" if choices["streamer"] == "text" else choices["streamer"]  # takes one text
     if choices["extra"] == "decode" and choices["stop"].startswith("stop string"):
