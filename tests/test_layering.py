@@ -7,7 +7,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "eagle31_hf"
 LAYERS = (
-    {"json_file", "names"}, {"version", "starting", "configuration", "vocab"}, {"attention", "checkpoints", "tying"}, {"hub"},
+    {"json_file", "names", "seeding"}, {"version", "starting", "configuration", "vocab"}, {"attention", "checkpoints", "tying"}, {"hub"},
     {"pretrained"}, {"modeling"}, {"features", "wrappers"}, {"generation", "training"},
     {"demo", "bench", "targets", "upgrade", "vllm_plugin"}, {"cli"}, {"__init__", "__main__"},
 )  # fmt: skip

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from .. import vocab
 from ..configuration import Eagle31Config, default_layer_ids
 from ..modeling import Eagle31DrafterModel
+from ..seeding import seeded
 from ..tying import shape_of, weight_of
 from .losses import Goal
 from .target import StoredTarget, TargetReader, ends_of
@@ -51,8 +52,7 @@ def new_drafter(
         "target_model": target.name_or_path or None,
     }  # fmt: skip
     config = Eagle31Config(**values | fields)
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):  # what is drawn afterwards is not of this seed
-        torch.manual_seed(seed)
+    with seeded(seed):
         drafter = Eagle31DrafterModel(config).float()
     if draft_ids is not None:
         drafter.set_draft_vocabulary(draft_ids)

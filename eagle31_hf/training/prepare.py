@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..configuration import Eagle31Config
 from ..features import decoder_layers
+from ..seeding import seeded
 from ..tying import shape_of
 from . import regenerate as on_policy
 from .chats import RowMaker
@@ -64,7 +65,7 @@ class _Workshop:
         if self.speaker is None:
             rows = [row for number in numbers for row in rows_of_record(self.records, number, self.maker, self.skips)]
         else:
-            with on_policy.seeded(self.seed, index):
+            with seeded(on_policy.seed_of(self.seed, index)):
                 rows = self._regenerated(self.speaker, numbers)
         return (rows if self.reader is None else self._with_states(self.reader, rows)), self.skips.taken()
 

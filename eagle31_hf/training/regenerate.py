@@ -1,7 +1,6 @@
 """Answers in the target's own words, token for token as it says them: what a drafter meets when serving. B prompts, T tokens."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,12 +20,9 @@ OVER_LONG, TOO_SHORT = "over-long prompt", "too short"
 Refuse = Callable[[int, Skipped | str], None]  # told the place in the list of what could not go on, and why
 
 
-@contextmanager
-def seeded(*numbers: int) -> Iterator[None]:
-    """Within it, random numbers follow from these alone; those drawn afterwards are as if it had not been."""
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        torch.manual_seed(int(digest(*map(str, numbers))[:15], 16))
-        yield
+def seed_of(*numbers: int) -> int:
+    """A seed that follows from these numbers, in this order, and from nothing else."""
+    return int(digest(*map(str, numbers))[:15], 16)
 
 
 def stop_ids(target: Any, tokenizer: Any) -> list[int]:

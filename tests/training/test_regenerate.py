@@ -8,8 +8,9 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from eagle31_hf.seeding import seeded
 from eagle31_hf.training.kinds import Chat
-from eagle31_hf.training.regenerate import Speaker, continue_texts, regenerate, seeded, stop_ids
+from eagle31_hf.training.regenerate import Speaker, continue_texts, regenerate, seed_of, stop_ids
 
 END, NEW_TOKENS, LENGTH = 10, 12, 60
 GREEDY = {"do_sample": False}
@@ -204,7 +205,7 @@ def test_samples_follow_from_the_seed_alone(make_target, tokenizer):
     speaker = Speaker(make_target("llama", eos_token_id=END), tokenizer, LENGTH, NEW_TOKENS, 2, {"do_sample": True, "temperature": 3.0})
 
     def sample(*seed: int) -> list[list[int]]:
-        with seeded(*seed):
+        with seeded(seed_of(*seed)):
             return [row["input_ids"].tolist() for rows in make(speaker, CHATS)[0] for row in rows]
 
     first = sample(0, 3)
@@ -218,6 +219,6 @@ def test_numbers_drawn_afterwards_are_as_without_it():
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
-    with seeded(1, 2):
+    with seeded(seed_of(1, 2)):
         torch.rand(5)
     assert torch.equal(torch.rand(3), expected)
