@@ -3,22 +3,30 @@
 import json
 
 import pytest
+import torch
 from transformers.utils import logging
 
 from eagle31_hf import demo
-from eagle31_hf.cli import main
-from eagle31_hf.targets.check import CAPABILITIES
+from eagle31_hf.cli import checking, main
+from eagle31_hf.targets.check import CAPABILITIES, TargetReport
 
 TARGET, DRAFTER = str(demo.FOLDER / "target"), str(demo.FOLDER / "eagle31")
 
 
-@pytest.fixture(autouse=True)
-def logs_again():
-    """The command silences transformers in its process."""
-    levels = logging.get_verbosity(), logging.get_logger("eagle31_hf").level
-    yield
-    logging.set_verbosity(levels[0])
-    logging.get_logger("eagle31_hf").setLevel(levels[1])
+@pytest.mark.parametrize("arguments", [[TARGET], ["/no/such/target"]], ids=["done", "refused"])
+def test_afterwards_threads_and_logs_are_as_the_caller_had_them(arguments):
+    ours, num_threads, verbosity = logging.get_logger("eagle31_hf"), torch.get_num_threads(), logging.get_verbosity()
+    level = ours.level
+    try:
+        torch.set_num_threads(2)
+        logging.set_verbosity_info()
+        ours.setLevel(logging.DEBUG)
+        main(["check", *arguments])
+        assert (torch.get_num_threads(), logging.get_verbosity(), ours.level) == (2, logging.INFO, logging.DEBUG)
+    finally:
+        torch.set_num_threads(num_threads)
+        logging.set_verbosity(verbosity)
+        ours.setLevel(level)
 
 
 def test_a_line_for_each_capability_then_the_drafter_then_the_verdict(capsys):
@@ -32,6 +40,12 @@ def test_a_line_for_each_capability_then_the_drafter_then_the_verdict(capsys):
     assert any("590,720 parameters, 1.2 MB beside the target's 8.8 MB" in line for line in lines)
     assert lines[-1].split() == ["verdict", "works,", "and", "the", "drafter", "fits"]
     assert "trying a tiny LlamaForCausalLM" in captured.err
+
+
+def test_sizes_that_are_not_known_are_left_out():
+    lines = checking._lines(TargetReport("someone/model", True, "works", "SomeForCausalLM", num_layers=3))
+    assert lines[0].split(maxsplit=1)[1] == "someone/model: SomeForCausalLM, 3 layers"
+    assert checking._about(TargetReport("someone/model", True, "works", "SomeForCausalLM")) == ": SomeForCausalLM"
 
 
 def test_json_has_its_keys_and_a_drafter_that_does_not_fit_is_status_one(capsys, tmp_path):

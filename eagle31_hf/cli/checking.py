@@ -2,6 +2,8 @@
 
 import argparse
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from .parsing import add_json, add_reading, path, progress, show
@@ -15,20 +17,36 @@ LINES = {
 
 
 def check(args: argparse.Namespace) -> int:
+    from ..targets import check_target
+
+    with _quietly():
+        report = check_target(
+            args.target, args.drafter, revision=args.target_revision, drafter_revision=args.revision, overrides=dict(args.set),
+            aux_layer_convention=args.aux_layer_convention, progress=progress,
+        )  # fmt: skip
+    # Through JSON and back: a drafter's config may hold what JSON has no word for, as a dtype, which becomes its name.
+    show(args, json.loads(json.dumps(report.as_dict(), default=str)), "\n".join(_lines(report)))
+    return 0 if report.works else 1
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """A context in which transformers and this library log errors only, as what generate would log of the tiny model is in the report, and
+    torch runs on one thread: at sizes this small more of them only wait for each other. Afterwards all is as it was."""
     import torch
     from transformers.utils import logging
 
-    from ..targets import check_target
-
-    logging.set_verbosity_error()  # what generate would log about the tiny model is in the report
-    logging.get_logger("eagle31_hf").setLevel(logging.ERROR)
-    torch.set_num_threads(1)  # at sizes this small more threads only wait for each other
-    report = check_target(
-        args.target, args.drafter, revision=args.target_revision, drafter_revision=args.revision, overrides=dict(args.set),
-        aux_layer_convention=args.aux_layer_convention, progress=progress,
-    )  # fmt: skip
-    show(args, json.loads(json.dumps(report.as_dict(), default=str)), "\n".join(_lines(report)))
-    return 0 if report.works else 1
+    ours = logging.get_logger("eagle31_hf")
+    verbosity, level, num_threads = logging.get_verbosity(), ours.level, torch.get_num_threads()
+    logging.set_verbosity_error()
+    ours.setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        ours.setLevel(level)
+        torch.set_num_threads(num_threads)
 
 
 def _lines(report: Any) -> list[str]:
@@ -52,10 +70,13 @@ def _lines(report: Any) -> list[str]:
 def _about(report: Any) -> str:
     if report.architecture is None:
         return ""
-    parts = [f"{report.architecture}, {report.num_layers} layers of width {report.hidden_size}, {report.vocab_size:,} ids"]
+    layers = f"{report.num_layers} layers" if report.num_layers else ""
+    width = f"width {report.hidden_size}" if report.hidden_size else ""
+    parts = [report.architecture, " of ".join(filter(None, (layers, width)))]
+    parts += [f"{report.vocab_size:,} ids"] if report.vocab_size else []
     parts += [f"{report.num_parameters:,} parameters"] if report.num_parameters else []
     parts += [f"{_size(report.num_bytes)}{' in ' + report.dtype if report.dtype else ''}"] if report.num_bytes else []
-    return ": " + ", ".join(parts)
+    return ": " + ", ".join(filter(None, parts))
 
 
 def _size(num_bytes: int) -> str:

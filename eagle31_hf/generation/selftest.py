@@ -23,8 +23,8 @@ HIDDEN = (
     "forward)"
 )
 
-# Errors with which a forward may refuse what it is given; torch.OutOfMemoryError is a RuntimeError, but says nothing about the target.
-REFUSALS = (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError)
+# Errors with which a model's code may fail on what it is given; torch.OutOfMemoryError is a RuntimeError, but says nothing of the target.
+FAILURES = (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError)
 
 
 class Refusal(str):
@@ -88,12 +88,12 @@ def _judged(target: PreTrainedModel, error_of: Callable[[PreTrainedModel], float
     raised."""
     try:
         error = error_of(target)
-    except REFUSALS as failure:
+    except FAILURES as failure:
         if isinstance(failure, torch.OutOfMemoryError):
             raise
         try:
             error_of(target)
-        except REFUSALS:
+        except FAILURES:
             return Refusal(f"{refuses} ({type(failure).__name__}: {(str(failure).splitlines() or [''])[0][:100]})")
         raise
     tolerance = TOLERANCE if target.dtype == torch.float32 else LOW_PRECISION_TOLERANCE

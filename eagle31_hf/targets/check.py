@@ -11,7 +11,7 @@ from ..configuration import default_layer_ids
 from ..features import decoder_layers
 from ..generation.checks import why_no_target
 from .drafters import DrafterReport, check_drafter
-from .source import TargetSource, count_parameters, read_target
+from .source import CONTRADICTIONS, TargetSource, count_parameters, read_target
 from .trial import CHAINS, DIFFERENT, IN_STEP, REFUSED, SAME_TEXT, UNTRIED, WAYS, CannotTryError, Outcome, Trial, build_drafter, build_tiny
 
 WORKS, OTHERWISE = "works", "works otherwise"
@@ -27,8 +27,9 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Capability:
-    """`name`: one of CAPABILITIES. `answer`: "works", "works otherwise" (the same text in another way), "refused" (generate or the trainer
-    says so before anything is done), "different" (it went wrong: please report) or "not tried". `text`: how, or why not."""
+    """One thing to do with a target, and whether it works. `name`: one of CAPABILITIES. `answer`: "works", "works otherwise" (the same text
+    in another way), "refused" (generate or the trainer says so before anything is done), "different" (it went wrong: please report) or
+    "not tried". `text`: how, or why not."""
 
     name: str
     answer: str
@@ -119,9 +120,10 @@ def _facts(source: TargetSource) -> dict[str, Any]:
     """Sizes of the whole target."""
     config, count = source.decoder, count_parameters(source)
     dtype = str(source.config.dtype or config.dtype or "").removeprefix("torch.") or None
-    num_bytes = source.num_bytes
-    if num_bytes is None and count is not None and dtype and not getattr(source.config, "quantization_config", None):
-        num_bytes = count * getattr(torch, dtype).itemsize
+    num_bytes, kind = source.num_bytes, getattr(torch, dtype or "", None)
+    is_known = count is not None and isinstance(kind, torch.dtype) and not getattr(source.config, "quantization_config", None)
+    if num_bytes is None and is_known:
+        num_bytes = count * kind.itemsize
     return {
         "architecture": source.model_class.__name__, "num_layers": getattr(config, "num_hidden_layers", None),
         "hidden_size": getattr(config, "hidden_size", None), "vocab_size": getattr(config, "vocab_size", None),
@@ -143,7 +145,7 @@ def _try(source: TargetSource, drafter: DrafterReport | None, notes: list[str]) 
             )
         like = None if drafter is None else drafter.config
         trial = Trial(tiny, build_drafter(tiny, like, tiny_layer_ids(source, tiny, like)))
-    except (CannotTryError, ValueError) as error:
+    except (CannotTryError, *CONTRADICTIONS) as error:
         reason = f"cannot be tried in small: {error}"
         answer, text = (UNTRIED, reason) if refusal is None else (REFUSED, refusal)
         return [Capability(name, answer if name != "training" else UNTRIED, text if name != "training" else reason)
@@ -157,6 +159,7 @@ def _try(source: TargetSource, drafter: DrafterReport | None, notes: list[str]) 
 
 def _outcomes(trial: Trial, refusal: str | None) -> dict[str, Outcome]:
     """The outcome of each capability. Where chains are refused, so is all other decoding."""
+    refusal = refusal or trial.why_no_drafts()
     first = Outcome(REFUSED, refusal) if refusal else trial.greedy("chain")
     if first.word == REFUSED:
         return dict.fromkeys((*WAYS, "sampling"), first) | {"training": trial.training()}
@@ -176,8 +179,12 @@ def _capability(name: str, outcome: Outcome) -> Capability:
 
 
 def tiny_layer_ids(source: TargetSource, tiny: Any, like: Any) -> list[int] | None:
-    """Layer ids of the tiny target for those that the drafter, or a default one, reads in the large target: at the same share of the depth,
-    where layers that share others' keys are scaled apart. None where ids cannot be resolved, or do not fit."""
+    """Layer ids of the tiny target for those that the drafter, or a default one, reads in the large target: at the same share of the depth.
+    [2, 18, 33] of 36 layers become [0, 2, 4] of 4. Layers that share others' keys are scaled apart: where these are the last 12 and the
+    last 2, ids 24 and 25 become 2 and 3.
+
+    None where ids cannot be resolved, or there are more than the tiny target has.
+    """
     config, small = source.decoder, tiny.config.get_text_config(decoder=True)
     whole, count = config.num_hidden_layers, small.num_hidden_layers
     try:
@@ -186,12 +193,12 @@ def tiny_layer_ids(source: TargetSource, tiny: Any, like: Any) -> list[int] | No
         return None
     shared, tiny_shared = (getattr(each, "num_kv_shared_layers", 0) or 0 for each in (config, small))
     front, tiny_front = whole - shared, count - tiny_shared
-    scaled = [round(i * tiny_front / front) if i <= front else tiny_front + max(1, round((i - front) * tiny_shared / shared)) for i in ids]
-    for n in range(1, len(scaled)):
-        scaled[n] = max(scaled[n], scaled[n - 1] + 1)
-    overlap = max(0, scaled[-1] - count)
-    moved = [min(i, count - (len(scaled) - 1 - n)) for n, i in enumerate(scaled)] if overlap else scaled
-    return moved if min(moved) >= 0 else None
+    found: list[int] = []
+    for n, i in enumerate(ids):
+        scaled = round(i * tiny_front / (front or 1)) if i <= front else tiny_front + max(1, round((i - front) * tiny_shared / shared))
+        least, most = found[-1] + 1 if found else 0, count - (len(ids) - 1 - n)  # ascending, with room for those that come after
+        found.append(min(max(scaled, least), most))
+    return found if found[0] >= 0 else None
 
 
 def _verdict(capabilities: list[Capability], drafter: DrafterReport | None) -> tuple[bool, str]:
@@ -199,9 +206,9 @@ def _verdict(capabilities: list[Capability], drafter: DrafterReport | None) -> t
     by_answer: dict[str, list[str]] = {}
     for each in capabilities:
         by_answer.setdefault(each.answer, []).append(each.name.replace("_", " "))
-    first = capabilities[0]
-    if DIFFERENT in by_answer:
-        return False, f"does not work: wrong in {', '.join(by_answer[DIFFERENT])}; please report it"
+    first, wrong = capabilities[0], by_answer.get(DIFFERENT, [])
+    if wrong and wrong != ["training"]:
+        return False, f"does not work: wrong in {', '.join(wrong)}; please report it"
     if first.answer == UNTRIED:
         return False, f"not known: {first.text}"
     if first.answer == REFUSED:
@@ -210,7 +217,7 @@ def _verdict(capabilities: list[Capability], drafter: DrafterReport | None) -> t
     if drafter is not None and not drafter.fits:
         problem = next(finding for finding in drafter.findings if finding.fits is False)
         return False, f"this drafter does not fit: {problem.name}: {problem.text.rstrip('.')}"
-    said = {OTHERWISE: "in another way", REFUSED: "but not", UNTRIED: "not tried"}
+    said = {OTHERWISE: "in another way", REFUSED: "but not", UNTRIED: "not tried", DIFFERENT: "wrong, please report it"}
     limits = [f"{words}: {', '.join(by_answer[answer])}" for answer, words in said.items() if answer in by_answer]
     with_whom = "" if drafter is None else ", and the drafter fits"
     return True, f"works{with_whom}" + (f" ({'; '.join(limits)})" if limits else "")

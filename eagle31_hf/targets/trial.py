@@ -4,7 +4,7 @@ It runs the library's own `generate` on a model of the same class, so what is re
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -12,18 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from ..checkpoints.sources import first_line
 from ..configuration import Eagle31Config
 from ..features import decoder_layers, target_states
 from ..generation import decoding
 from ..generation.drafting import Proposal
-from ..generation.selftest import why_no_trees
-from ..generation.statistics import track_acceptance
+from ..generation.selftest import FAILURES, why_no_trees
 from ..generation.texts import Texts
 from ..generation.verify import Judge
 from ..modeling import Eagle31DrafterModel
+from ..seeding import seeded
 from ..training.objective import Batch, DraftingObjective, Settings
 from ..training.target import TargetReader
 from ..training.unroll import unroll
@@ -36,6 +37,7 @@ CHAIN = {"num_assistant_tokens": 4}
 TREE = CHAIN | {"draft_tree_top_k": 3, "draft_tree_total_tokens": 10}
 AUTO = {"num_assistant_tokens": "auto"}
 GREEDY, SHORT = {"max_new_tokens": 24, "do_sample": False}, {"max_new_tokens": 14}
+SAMPLED_TOKENS = 14
 LOGITS = {"return_dict_in_generate": True, "output_logits": True}
 # Ways to decode greedily: name -> how it drafts, what else `generate` is told, and whether there are two prompts.
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
@@ -47,7 +49,6 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "prompt_in_chunks": (CHAIN, SHORT | {"prefill_chunk_size": 2}, False),
 }
 LOGITS_TOLERANCE = 1e-3  # of their standard deviation; other shapes differ by 1e-5 in fp32, a wrong mask by tenths
-FAILURES = (TypeError, RuntimeError, AttributeError, IndexError, KeyError)  # of code; ValueError is a refusal
 MOST_PARAMETERS = 30_000_000  # of a tiny target: a second's work on a CPU
 # Fields of a drafter's config that decide how it is built, and that a tiny one can have, too.
 BUILD = (
@@ -59,14 +60,12 @@ LATENT = {"q_lora_rank": 18, "kv_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope
 
 @dataclass(frozen=True)
 class Outcome:
-    """`word`: "same text" (as the target alone gives), "chains" (the same, but chains where trees were asked for), "in step" (the same, but
-    rows of a batch keep one length), "refused" (a ValueError before anything is decoded), "different" or "not tried"; `reason`: why, where
-    it is not "same text". `accepted`, `rejected`: how many drafted tokens were."""
+    """The result of one try. `word`: "same text" (as the target alone gives), "chains" (the same, but chains where trees were asked for),
+    "in step" (the same, but rows of a batch keep one length), "refused" (a ValueError before anything is decoded), "different" or "not
+    tried"; `reason`: why, where it is not "same text"."""
 
     word: str
     reason: str = ""
-    accepted: int = 0
-    rejected: int = 0
 
 
 class CannotTryError(Exception):
@@ -100,8 +99,7 @@ def _sound(model_class: Any, config: PreTrainedConfig, attention: str | None) ->
         count = sum(parameter.numel() for parameter in build(model_class, config).parameters())
     if count > MOST_PARAMETERS:
         raise CannotTryError(f"even with small sizes it has {count:,} parameters")
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        torch.manual_seed(0)
+    with seeded(0):
         target = build(model_class, config, attention)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):  # so that no text ends early
         setattr(target.generation_config, name, None)
@@ -117,9 +115,10 @@ def build_drafter(target: PreTrainedModel, like: Eagle31Config | None = None, la
     """A tiny drafter for a tiny target, built as `like` is. `layer_ids`: the states of the tiny target it reads."""
     table: Any = target.get_input_embeddings().weight
     num_layers = len(decoder_layers(target))
+    width = target.config.get_text_config(decoder=True).hidden_size
     fields: dict[str, Any] = {
-        "vocab_size": table.shape[0], "hidden_size": table.shape[1], "intermediate_size": 40, "num_attention_heads": 2,
-        "target_hidden_size": target.config.get_text_config(decoder=True).hidden_size, "num_key_value_heads": 1,
+        "vocab_size": table.shape[0], "hidden_size": width, "target_hidden_size": width, "intermediate_size": 40, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "share_target_embeddings": table.shape[1] == width,  # RemBERT's table is narrower than its layers
         "max_position_embeddings": 128, "initializer_range": 0.3,
         "aux_hidden_state_layer_ids": layer_ids or sorted({1, num_layers // 2, num_layers}),
     }  # fmt: skip
@@ -128,8 +127,7 @@ def build_drafter(target: PreTrainedModel, like: Eagle31Config | None = None, la
         fields |= LATENT if like.kv_lora_rank is not None else {}
         fields |= {"draft_vocab_size": 3 * table.shape[0] // 4} if like.draft_vocab_size < like.vocab_size else {}
         fields |= {"layer_types": like.layer_types, "sliding_window": 8} if "sliding_attention" in like.layer_types else {}
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        torch.manual_seed(1)
+    with seeded(1):
         drafter = Eagle31DrafterModel._from_config(Eagle31Config(**fields), attn_implementation="sdpa").eval()
     if drafter.d2t is not None:
         drafter.set_draft_vocabulary(torch.tensor([i for i in range(fields["vocab_size"]) if i % 4 != 3][: len(drafter.d2t)]))
@@ -211,22 +209,44 @@ def difference(ours: GenerateDecoderOnlyOutput | Tensor, alone: GenerateDecoderO
     return "" if error <= LOGITS_TOLERANCE else f"logits differ by {error:.1e} of their spread"
 
 
+def attempt(act: Callable[[], Any], judge: Callable[[Any], Outcome]) -> Outcome:
+    """Returns what `judge` says of the result of `act`. A ValueError of `act` is a refusal; other errors, of ours or of transformers' code,
+    are "different"."""
+    try:
+        result = act()
+    except ValueError as refusal:
+        return Outcome(REFUSED, " ".join(str(refusal).removeprefix("EAGLE drafting: ").split()))
+    except FAILURES as error:
+        return Outcome(DIFFERENT, named(error))
+    return judge(result)
+
+
+def named(error: Exception) -> str:
+    """The type of an error and the first line of its message."""
+    return f"{type(error).__name__}: {first_line(error)[:160]}"
+
+
 class Trial:
-    """A tiny target and its drafter. Each method tries one thing and returns its `Outcome`. In decoding ValueError is a refusal; other
-    errors, of ours or of transformers' code, are "different". Raises CannotTryError for a target that fails by itself."""
+    """A tiny target and its drafter. Each method tries one thing and returns its `Outcome`. Raises CannotTryError for a target that fails
+    by itself."""
 
     def __init__(self, target: PreTrainedModel, drafter: Eagle31DrafterModel):
         self.target, self.drafter = target, drafter
         self.prompt = {"input_ids": torch.tensor([PROMPT]), "attention_mask": torch.ones(1, len(PROMPT), dtype=torch.long)}
         try:
-            self.text = self._alone(self.prompt, GREEDY | {"max_new_tokens": KNOWN_TOKENS}).sequences
+            alone = self._alone(self.prompt, GREEDY | {"max_new_tokens": KNOWN_TOKENS})
         except Exception as error:  # as in `build_tiny`
-            raise CannotTryError(f"the target alone does not decode ({type(error).__name__}: {_first_line(error)})") from None
+            raise CannotTryError(f"the target alone does not decode ({named(error)})") from None
+        self.text, self.keeps_cache = alone.sequences, is_kept(alone.past_key_values)
         with suppress(ValueError, RuntimeError):  # there are no states to learn from, which generate says in a moment
             fit_head(drafter, target, self.text)
 
     def _alone(self, prompt: dict[str, Tensor], options: dict[str, Any]) -> Any:
         return self.target.generate(**prompt, **options | LOGITS)
+
+    def why_no_drafts(self) -> str | None:
+        """The reason why nothing can be drafted for a target that decodes alone; None where nothing is known against it."""
+        return None if self.keeps_cache else f"{type(self.target).__name__} keeps no cache, from which rejected drafts could be taken back"
 
     def _batch(self) -> dict[str, Tensor]:
         """Two prompts of different lengths, padded on the left."""
@@ -242,69 +262,62 @@ class Trial:
         asked = GREEDY | options
         try:
             alone = self._alone(prompt, asked)
-        except (ValueError, *FAILURES) as error:
-            return Outcome(UNTRIED, f"the target alone fails, too ({type(error).__name__}: {_first_line(error)})")
+        except FAILURES as error:
+            return Outcome(UNTRIED, f"the target alone fails, too ({named(error)})")
         length = alone.sequences.shape[1]
         if not has_two and not torch.equal(alone.sequences, self.text[:, :length]):
             return Outcome(UNTRIED, "the target alone gives another text with it than without")
-        with track_acceptance() as stats, watching() as seen:
-            try:
-                ours = self.target.generate(**prompt, assistant_model=self.drafter, **asked, **drafting)
-            except ValueError as refusal:
-                return Outcome(REFUSED, _plain(refusal))
-            except FAILURES as error:
-                return Outcome(DIFFERENT, f"{type(error).__name__}: {_first_line(error)}")
-        accepted, drafted = sum(stats.accepted_per_position), sum(stats.drafted_per_position)
-        wrong = difference(ours, alone)
-        if wrong:
-            return Outcome(DIFFERENT, wrong, accepted, drafted - accepted)
-        word = IN_STEP if seen.in_step else CHAINS if drafting is TREE and not seen.trees else SAME_TEXT
-        return Outcome(word, "" if word == SAME_TEXT else self.why_otherwise(), accepted, drafted - accepted)
+
+        def judge(ours: Any) -> Outcome:
+            wrong = difference(ours, alone)
+            word = DIFFERENT if wrong else IN_STEP if seen.in_step else CHAINS if drafting is TREE and not seen.trees else SAME_TEXT
+            return Outcome(word, wrong or ("" if word == SAME_TEXT else self.why_otherwise()))
+
+        with watching() as seen:
+            return attempt(lambda: self.target.generate(**prompt, assistant_model=self.drafter, **asked, **drafting), judge)
 
     def why_otherwise(self) -> str:
+        """The reason why chains were drafted, or rows kept step."""
         return why_no_trees(self.target) or "its cache is not of layers that hold trees and rows of different lengths"
 
     def sampling(self) -> Outcome:
-        """Samples twice with one seed but different drafting: the text has to be the same."""
-        texts = []
-        for threshold in (0.0, 0.9):
-            with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-                torch.manual_seed(3)
-                try:
-                    texts.append(
-                        self.target.generate(
-                            **self.prompt, assistant_model=self.drafter, max_new_tokens=10, do_sample=True,
-                            assistant_confidence_threshold=threshold, **AUTO,
-                        )
-                    )  # fmt: skip
-                except ValueError as refusal:
-                    return Outcome(REFUSED, _plain(refusal))
-                except FAILURES as error:
-                    return Outcome(DIFFERENT, f"{type(error).__name__}: {_first_line(error)}")
-        return Outcome(SAME_TEXT) if torch.equal(*texts) else Outcome(DIFFERENT, "with one seed the text depends on what is drafted")
+        """Samples twice with one seed: with the drafter, and in chains with one that drafts what this one holds least likely. The text
+        has to be the same, whether drafts are accepted or rejected."""
+        contrary = copy.deepcopy(self.drafter)
+        contrary.lm_head.weight.data.neg_()
+        drafters = ((self.drafter, AUTO), (contrary, AUTO | {"draft_tree_top_k": 1}))
+
+        def judge(texts: list[Tensor]) -> Outcome:
+            return Outcome(SAME_TEXT) if torch.equal(*texts) else Outcome(DIFFERENT, "with one seed the text depends on what is drafted")
+
+        return attempt(lambda: [self._sampled(drafter, drafting) for drafter, drafting in drafters], judge)
+
+    def _sampled(self, drafter: Eagle31DrafterModel, drafting: dict[str, Any]) -> Tensor:
+        with seeded(3):
+            return self.target.generate(**self.prompt, assistant_model=drafter, max_new_tokens=SAMPLED_TOKENS, do_sample=True, **drafting)
 
     def training(self) -> Outcome:
         """One batch's loss and gradients for a copy of the drafter."""
         drafter = copy.deepcopy(self.drafter).train()
-        try:
-            drafter.load_target_embeddings(self.target)
-            ids = drafter.config.resolve_layer_ids(len(decoder_layers(self.target)))
-            reader = TargetReader(self.target.requires_grad_(False), ids)
-            ones = torch.ones_like(self.text)
-            batch = Batch(self.text, ones.bool(), ones, *reader.read(self.text, ones))
-            DraftingObjective(drafter, Settings(2, (1.0, 0.8)), reader.logits)(batch)["loss"].backward()
-        except ValueError as refusal:
-            return Outcome(REFUSED, _plain(refusal))
-        except FAILURES as error:
-            return Outcome(REFUSED, f"{type(error).__name__}: {_first_line(error)}")
-        gradients = [parameter.grad for parameter in drafter.parameters() if parameter.grad is not None]
-        is_sound = bool(gradients) and all(gradient.isfinite().all() for gradient in gradients)
-        return Outcome(SAME_TEXT) if is_sound else Outcome(REFUSED, "the gradients of a first step are not finite")
+
+        def judge(_: None) -> Outcome:
+            gradients = [parameter.grad for parameter in drafter.parameters() if parameter.grad is not None]
+            is_sound = bool(gradients) and all(gradient.isfinite().all() for gradient in gradients)
+            return Outcome(SAME_TEXT) if is_sound else Outcome(DIFFERENT, "the gradients of a first step are not finite")
+
+        return attempt(lambda: self._first_step(drafter), judge)
+
+    def _first_step(self, drafter: Eagle31DrafterModel) -> None:
+        drafter.load_target_embeddings(self.target)
+        ids = drafter.config.resolve_layer_ids(len(decoder_layers(self.target)))
+        reader = TargetReader(self.target.requires_grad_(False), ids)
+        ones = torch.ones_like(self.text)
+        batch = Batch(self.text, ones.bool(), ones, *reader.read(self.text, ones))
+        DraftingObjective(drafter, Settings(2, (1.0, 0.8)), reader.logits)(batch)["loss"].backward()
 
 
-def _plain(refusal: Exception) -> str:
-    return " ".join(str(refusal).removeprefix("EAGLE drafting: ").split())
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0][:160]
+def is_kept(past_key_values: Any) -> bool:
+    """Returns True where the cache that `generate` returned holds anything. One of a class of the model's own is taken to."""
+    if type(past_key_values) is not DynamicCache:
+        return past_key_values is not None
+    return any(getattr(layer, "is_initialized", True) for layer in past_key_values.layers)  # recurrent layers do not say
