@@ -32,6 +32,20 @@ def architecture(config: dict[str, Any]) -> str:
     return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
 
 
+def drafter_sign(config: dict[str, Any]) -> str | None:
+    """Returns what in a config.json says that it is a drafter's; None where nothing does, as in a target's."""
+    if config.get("model_type") == Eagle31Config.model_type:
+        return f"model_type {Eagle31Config.model_type!r}"
+    if "speculators_model_type" in config:
+        return f"speculators_model_type {str(config['speculators_model_type'])[:80]!r}"
+    names = config.get("architectures")
+    for name in map(str, names if isinstance(names, list) else [names]):
+        # NVIDIA's Eagle models, which read images, are targets.
+        if "eagle" in name.lower() and not name.endswith("ForConditionalGeneration"):
+            return f"architecture {name[:80]!r}"
+    return None
+
+
 def has_key(*keys: str, nested: bool = False) -> Callable[[CheckpointFiles], str | None]:
     def detect(files: CheckpointFiles) -> str | None:
         places = [files.config, eagle_config(files.config)] if nested else [files.config]

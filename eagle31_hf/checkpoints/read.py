@@ -6,6 +6,7 @@ Everything that can be refused is refused here, from headers, before a weight is
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from .tensors import Shapes, expected_tensors, native_names, refuse_other_graphs
 LINK_OPTIONS = tuple(name for name in HUB_OPTIONS if name not in ("revision", "subfolder"))
 NOT_OVERRIDES = ("model_type", "architectures", "weights_from", "transformers_version", "dtype", "torch_dtype", "auto_map")
 
+MAPS = ("d2t", "t2d")  # the vocabulary maps, the only tensors whose values are read before the weights are loaded
 FIELDS = frozenset(Eagle31Config.__annotations__)
 
 
@@ -53,6 +55,11 @@ class Checkpoint:
     @property
     def folder(self) -> Path:
         return self.files.folder
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers in its tensors, vocabulary maps not among them."""
+        return sum(prod(stored.shape) for name, stored in self.tensors.items() if name not in MAPS)
 
     @property
     def is_native(self) -> bool:
@@ -164,7 +171,7 @@ def _checked(checkpoint: Checkpoint) -> Checkpoint:
     if "d2t" in expected:
         made |= _vocabulary_map(checkpoint, notes)
     else:
-        for name in ("d2t", "t2d"):
+        for name in MAPS:
             if name in tensors:
                 _check_trivial(tensors[name], source)
                 dropped[tensors.pop(name).name] = "the draft vocabulary is the target's"
@@ -194,7 +201,7 @@ def _compare(source: str, expected: Shapes, tensors: dict[str, StoredTensor], ma
                 f"{stored.file}: {stored.name} has shape {stored.shape}; expected {expected[name]}, as config.json describes. "
                 "Check the sizes there."
             )
-        if name not in ("d2t", "t2d") and stored.dtype not in FLOATS:
+        if name not in MAPS and stored.dtype not in FLOATS:
             raise ValueError(
                 f"{stored.file}: {stored.name} is stored as {stored.dtype}; expected one of {', '.join(FLOATS)}. "
                 "Quantized drafters are not read: use the original."

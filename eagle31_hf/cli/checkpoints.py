@@ -26,16 +26,12 @@ def info(args: argparse.Namespace) -> int:
 
 
 def _report(checkpoint: Any) -> dict[str, Any]:
-    from math import prod
-
     from ..hub import kind
 
-    tensors = checkpoint.tensors.items()
-    parameters = sum(prod(stored.shape) for name, stored in tensors if name not in ("d2t", "t2d"))
     return {
-        "kind": kind(checkpoint.config), "format": checkpoint.format, "native": checkpoint.is_native, "parameters": parameters,
-        "reasons": checkpoint.reasons, "notes": checkpoint.notes, "exports": _exports(checkpoint.config),
-        "config": checkpoint.config.to_dict(),
+        "kind": kind(checkpoint.config), "format": checkpoint.format, "native": checkpoint.is_native,
+        "parameters": checkpoint.num_parameters, "reasons": checkpoint.reasons, "notes": checkpoint.notes,
+        "exports": _exports(checkpoint.config), "config": checkpoint.config.to_dict(),
     }  # fmt: skip
 
 

@@ -5,23 +5,23 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..checkpoints.files import read_json
+from ..checkpoints.producers import drafter_sign
 from ..checkpoints.sources import find_config
-from ..configuration import Eagle31Config
 
 
-def check_target(source: str, revision: str | None = None) -> None:
+def refuse_drafter(source: str, revision: str | None = None) -> None:
     """Raises OSError where there is no such model, ValueError where it is a drafter: before seconds are spent on loading anything."""
     from pathlib import Path
 
-    kind = read_json(Path(find_config(source, "target", revision=revision)), constants=True).get("model_type")
-    if kind == Eagle31Config.model_type:
-        raise ValueError(f"{source}: is a drafter (model_type {kind!r}); expected the target, which it drafts for.")
+    sign = drafter_sign(read_json(Path(find_config(source, "target", revision=revision)), constants=True))
+    if sign is not None:
+        raise ValueError(f"{source}: is a drafter ({sign}); expected the target, which it drafts for.")
 
 
 def load_tokenizer(source: str, revision: str | None = None) -> Any:
     from transformers import AutoTokenizer
 
-    check_target(source, revision)
+    refuse_drafter(source, revision)
     with reading(source, "its tokenizer cannot be read", "tokenizer.json and what belongs to it beside config.json"):
         return AutoTokenizer.from_pretrained(source, revision=revision)
 
@@ -30,7 +30,7 @@ def load_causal_lm(source: str, **options: Any) -> Any:
     """The model, for evaluation. `options` are those of `from_pretrained`."""
     from transformers import AutoModelForCausalLM
 
-    check_target(source, options.get("revision"))
+    refuse_drafter(source, options.get("revision"))
     with reading(source, "cannot be loaded as a causal language model", "a model that transformers' AutoModelForCausalLM reads"):
         return AutoModelForCausalLM.from_pretrained(source, **options).eval()
 

@@ -1,11 +1,10 @@
 """A drafter read from its config and headers, and whether it fits a target; from the Hub no weights are downloaded if it can be avoided."""
 
-import json
+import os
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,19 +13,26 @@ from huggingface_hub import get_hf_file_metadata, get_session, hf_hub_url, try_t
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, OfflineModeIsEnabled
 from huggingface_hub.utils import build_hf_headers
 from torch import Tensor
-from transformers.utils import cached_file
 from transformers.utils.hub import extract_commit_hash
 
 from .. import vocab
-from ..checkpoints.files import MAX_JSON_BYTES, SIDE_FILES, WEIGHTS, WEIGHTS_INDEX, check_file_name, read_index, read_json
-from ..checkpoints.read import Checkpoint, read_checkpoint
-from ..checkpoints.sources import check_name
+from ..checkpoints.files import (
+    MAX_JSON_BYTES,
+    SIDE_FILES,
+    WEIGHTS,
+    WEIGHTS_INDEX,
+    check_file_name,
+    parse_json,
+    read_index,
+    read_json,
+)
+from ..checkpoints.read import FIELDS, MAPS, Checkpoint, read_checkpoint
+from ..checkpoints.sources import HUB_ERRORS, HubError, check_name, fetch, find_config, first_line
 from ..configuration import Eagle31Config
 from ..hub import kind
 from ..modeling import Eagle31DrafterModel
+from ..names import refuse_unknown
 from .source import TargetSource
-
-MAPS = ("d2t", "t2d")  # the only tensors whose values are read
 
 
 class RangeError(Exception):
@@ -64,15 +70,14 @@ def check_drafter(
     convention: str | None = None,
     revision: str | None = None,
 ) -> DrafterReport:
-    """What the drafter is, and every way in which it fits the target or does not.
+    """Returns what the drafter is, and every way in which it fits the target or does not; nothing of that where transformers has no model
+    for the target.
 
     `drafter`: a folder, a Hub repository, or an `Eagle31DrafterModel`. A checkpoint that cannot be read or is ambiguous gives a
     finding, not an error.
     Raises OSError where there is no drafter, ValueError for `overrides` that are no fields of Eagle31Config.
     """
-    unknown = sorted((overrides or {}).keys() - Eagle31Config.__annotations__.keys())
-    if unknown:
-        raise ValueError(f"got {', '.join(unknown)}; expected fields of Eagle31Config.")
+    refuse_unknown(overrides or {}, FIELDS, "fields of Eagle31Config")
     if isinstance(drafter, Eagle31DrafterModel):
         parameters, config = list(drafter.parameters()), drafter.config
         assert isinstance(config, Eagle31Config)
@@ -81,13 +86,12 @@ def check_drafter(
             sum(p.numel() * p.element_size() for p in parameters),
         )  # fmt: skip
         return replace(report, findings=_findings(config, source, drafter.draft_to_target_ids()))
-    name = str(drafter)
+    name = os.path.expanduser(str(drafter))
     check_name(name)
     try:
         checkpoint = read_headers(name, overrides, convention, revision)
     except ValueError as error:
         return DrafterReport(name, findings=[Finding("format", False, " ".join(str(error).split()))])
-    sizes = {key: prod(stored.shape) for key, stored in checkpoint.tensors.items() if key not in MAPS}
     num_bytes = sum(stored.nbytes for stored in checkpoint.tensors.values())
     about = "; ".join(checkpoint.reasons)
     d2t = checkpoint.made.get("d2t")
@@ -96,19 +100,33 @@ def check_drafter(
         *(Finding("note", None, note) for note in checkpoint.notes),
         *_findings(checkpoint.config, source, None if d2t is None else vocab.target_ids(d2t)),
     ]
-    return DrafterReport(name, checkpoint.config, sum(sizes.values()), num_bytes, findings)
+    return DrafterReport(name, checkpoint.config, checkpoint.num_parameters, num_bytes, findings)
 
 
 def _findings(config: Eagle31Config, source: TargetSource, draft_ids: Tensor | None) -> list[Finding]:
-    if source.config is None:
+    """Lines on how the drafter's config fits the target's. Configs of transformers need not have the fields that are compared."""
+    if source.model_class is None:
         return []
+    decoder = source.decoder
     return [
-        _made_for(config, source), _width(config, source.decoder), _layers(config, source.decoder), _vocabulary(config, source.decoder),
-        _ends(config, source, draft_ids), _shared(config), _positions(config, source.decoder),
+        _made_for(config, source), _width(config, decoder), _layers(config, decoder), _vocabulary(config, decoder),
+        _ends(config, decoder, draft_ids), _shared(config), _positions(config, decoder),
     ]  # fmt: skip
 
 
+def _size(decoder: Any, name: str) -> int | None:
+    """A size that the target's config states, or None."""
+    value = getattr(decoder, name, None)
+    return value if type(value) is int else None
+
+
+def _unstated(name: str, what: str, field: str) -> Finding:
+    """A line that decides nothing, as the target's config does not state `field`."""
+    return Finding(name, None, f"{what}; the target's config does not state its {field}")
+
+
 def _made_for(config: Eagle31Config, source: TargetSource) -> Finding:
+    """The line on the target that the drafter names: the same name is a good sign, another decides nothing."""
     named, given = config.target_model, source.name
     if named is None:
         return Finding("made for", None, "a target it does not name")
@@ -119,7 +137,10 @@ def _made_for(config: Eagle31Config, source: TargetSource) -> Finding:
 
 
 def _width(config: Eagle31Config, decoder: Any) -> Finding:
-    reads, has = config.target_hidden_size, decoder.hidden_size
+    """The line on the width of the states that the drafter reads."""
+    reads, has = config.target_hidden_size, _size(decoder, "hidden_size")
+    if has is None:
+        return _unstated("width", f"reads states of width {reads}", "hidden_size")
     if reads != has:
         return Finding("width", False, f"reads states of width {reads}, the target's are {has} wide: pass the target it was made for")
     own = "" if config.hidden_size == has else f", its own is {config.hidden_size}"
@@ -127,7 +148,10 @@ def _width(config: Eagle31Config, decoder: Any) -> Finding:
 
 
 def _layers(config: Eagle31Config, decoder: Any) -> Finding:
-    num_layers = decoder.num_hidden_layers
+    """The line on the layers whose states the drafter reads."""
+    num_layers = _size(decoder, "num_hidden_layers")
+    if num_layers is None:
+        return _unstated("layers", f"reads hidden_states {config.aux_hidden_state_layer_ids or 'by default'}", "num_hidden_layers")
     try:
         ids = config.resolve_layer_ids(num_layers)
     except ValueError as error:
@@ -137,15 +161,20 @@ def _layers(config: Eagle31Config, decoder: Any) -> Finding:
 
 
 def _vocabulary(config: Eagle31Config, decoder: Any) -> Finding:
-    if not vocab.same_vocabulary(config.vocab_size, decoder.vocab_size):
-        text = f"made for {config.vocab_size:,} ids, the target has {decoder.vocab_size:,}, more than padding apart: another tokenizer"
+    """The line on the two vocabularies, which are the same where they differ by padding only."""
+    num_ids = _size(decoder, "vocab_size")
+    if num_ids is None:
+        return _unstated("vocabulary", f"made for {config.vocab_size:,} ids", "vocab_size")
+    if not vocab.same_vocabulary(config.vocab_size, num_ids):
+        text = f"made for {config.vocab_size:,} ids, the target has {num_ids:,}, more than padding apart: another tokenizer"
         return Finding("vocabulary", False, text)
-    share = config.draft_vocab_size / decoder.vocab_size
-    return Finding("vocabulary", True, f"proposes {config.draft_vocab_size:,} of {decoder.vocab_size:,} ids ({min(share, 1.0):.0%})")
+    share = config.draft_vocab_size / max(num_ids, 1)
+    return Finding("vocabulary", True, f"proposes {config.draft_vocab_size:,} of {num_ids:,} ids ({min(share, 1.0):.0%})")
 
 
-def _ends(config: Eagle31Config, source: TargetSource, draft_ids: Tensor | None) -> Finding:
-    ends = source.decoder.eos_token_id
+def _ends(config: Eagle31Config, decoder: Any, draft_ids: Tensor | None) -> Finding:
+    """The line on the tokens that end a text, which a pruned draft vocabulary may lack."""
+    ends = getattr(decoder, "eos_token_id", None)
     ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
     if draft_ids is None or not ends:
         return Finding("ends", None, "it can propose what ends a text" if ends else "the target's config names no token that ends a text")
@@ -156,14 +185,16 @@ def _ends(config: Eagle31Config, source: TargetSource, draft_ids: Tensor | None)
 
 
 def _shared(config: Eagle31Config) -> Finding:
+    """The line on the weights that the drafter takes from the target."""
     parts = {"embedding": config.share_target_embeddings, "head": config.share_target_head}
     return Finding("weights", None, ", ".join(f"{part} {'of the target' if shared else 'of its own'}" for part, shared in parts.items()))
 
 
 def _positions(config: Eagle31Config, decoder: Any) -> Finding:
-    own, its = config.max_position_embeddings, getattr(decoder, "max_position_embeddings", None)
+    """The line on the lengths of texts that drafter and target are made for."""
+    own, its = config.max_position_embeddings, _size(decoder, "max_position_embeddings")
     text = f"made for texts of {own:,} tokens"
-    if isinstance(its, int) and own < its:
+    if its is not None and own < its:
         text += f", the target for {its:,}: past its own length it is accepted less, the text stays the target's"
     return Finding("positions", None, text)
 
@@ -171,9 +202,11 @@ def _positions(config: Eagle31Config, decoder: Any) -> Finding:
 def read_headers(
     name: str, overrides: Mapping[str, Any] | None = None, convention: str | None = None, revision: str | None = None
 ) -> Checkpoint:
-    """`read_checkpoint`, but of a Hub repository with safetensors only the config, headers and draft vocabulary maps are downloaded.
+    """Reads a checkpoint as `read_checkpoint` does, but of a Hub repository with safetensors downloads only the config, headers and draft
+    vocabulary maps.
 
     What is in the Hub's cache is read from there; pickles, and weights in another repository that the config names, are downloaded whole.
+    Raises OSError where something is not there or the Hub fails, ValueError for what is unsound.
     """
     if Path(name).exists() or isinstance(try_to_load_from_cache(name, WEIGHTS, revision=revision), str):
         return read_checkpoint(name, overrides, convention, revision=revision)
@@ -191,67 +224,79 @@ def read_headers(
 def headers_of(name: str, revision: str | None) -> Iterator[Path]:
     """A temporary copy of a repository's folder, whose weight files are sparse: full length, but only headers and vocabulary maps.
 
-    Raises RangeError where that cannot be made.
+    Raises RangeError where that cannot be made, OSError where the Hub fails.
     """
-    config = cached_file(name, "config.json", revision=revision)
-    commit = extract_commit_hash(config, None) or revision
-    if read_json(Path(str(config))).get("weights_from") is not None:
+    config = Path(find_config(name, revision=revision))
+    commit = extract_commit_hash(str(config), None) or revision
+    if read_json(config).get("weights_from") is not None:
         raise RangeError
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        (folder / "config.json").write_bytes(Path(str(config)).read_bytes())
+        (folder / "config.json").write_bytes(config.read_bytes())
         if not _fetch_header(name, WEIGHTS, commit, folder):
-            index = cached_file(name, WEIGHTS_INDEX, revision=commit, _raise_exceptions_for_missing_entries=False)
-            if index is None:
+            if not _fetch_whole(name, WEIGHTS_INDEX, commit, folder):
                 raise RangeError
-            (folder / WEIGHTS_INDEX).write_bytes(Path(index).read_bytes())
             for shard in sorted(set(read_index(folder / WEIGHTS_INDEX).values())):
                 check_file_name(shard, folder / WEIGHTS_INDEX, "weight_map")
                 if not _fetch_header(name, shard, commit, folder):
                     raise RangeError
         for side_file in SIDE_FILES:
-            found = cached_file(name, side_file, revision=commit, _raise_exceptions_for_missing_entries=False)
-            if found is not None:
-                (folder / side_file).write_bytes(Path(found).read_bytes())
+            _fetch_whole(name, side_file, commit, folder)
         yield folder
 
 
+def _fetch_whole(name: str, file: str, commit: str | None, folder: Path) -> bool:
+    """Writes a copy of the file. Returns False where the repository has no such file."""
+    found = fetch(name, file, revision=commit)
+    if found is not None:
+        (folder / file).write_bytes(Path(found).read_bytes())
+    return found is not None
+
+
 def _fetch_header(name: str, file: str, commit: str | None, folder: Path) -> bool:
-    """Writes a sparse copy of the file. False where the repository has no such file; raises RangeError where no part of it is served."""
+    """Writes a sparse copy of the file. Returns False where the repository has no such file.
+
+    Raises RangeError where no part of it is served, HubError where the connection fails.
+    """
     url = hf_hub_url(name, file, revision=commit)
     try:
         size = get_hf_file_metadata(url).size
-    except EntryNotFoundError:
-        return False
-    except (HfHubHTTPError, OfflineModeIsEnabled, OSError):
-        raise RangeError from None
-    (length,) = struct.unpack("<Q", _fetch(url, 0, 8))
-    if size is None or not 0 < length <= min(size, MAX_JSON_BYTES):
-        raise RangeError
-    header = _fetch(url, 8, length)
-    with open(folder / file, "wb") as copy:
-        copy.write(struct.pack("<Q", length) + header)
-        copy.truncate(size)
-        for tensor, about in _entries(header):
-            if tensor.split(".")[-1] in MAPS:
-                start, end = about["data_offsets"]
+        (length,) = struct.unpack("<Q", _fetch(url, 0, 8))
+        if size is None or not 0 < length <= min(size - 8, MAX_JSON_BYTES):
+            raise RangeError
+        header = _fetch(url, 8, length)
+        with open(folder / file, "wb") as copy:
+            copy.write(struct.pack("<Q", length) + header)
+            copy.truncate(size)
+            for start, end in _maps(header, size - 8 - length):
                 copy.seek(8 + length + start)
                 copy.write(_fetch(url, 8 + length + start, end - start))
+    except EntryNotFoundError:
+        return False
+    except (HfHubHTTPError, OfflineModeIsEnabled):  # what the Hub answers is said in plain words where the whole file is asked for
+        raise RangeError from None
+    except HUB_ERRORS as error:
+        raise HubError(f"{name}: {file}: the connection to the Hub broke off ({first_line(error)}). Run it again.") from error
     return True
 
 
-def _entries(header: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The tensors of a safetensors header that have offsets."""
+def _maps(header: bytes, num_bytes: int) -> Iterator[tuple[int, int]]:
+    """First byte and end of every vocabulary map in a safetensors file of so many bytes after its header. What is unsound in the header,
+    which may be a stranger's, is passed over here, and refused when the copy is read."""
     try:
-        for tensor, about in json.loads(header).items():
-            if isinstance(about, dict) and isinstance(about.get("data_offsets"), list) and len(about["data_offsets"]) == 2:
-                yield tensor, about
-    except (ValueError, AttributeError):  # read_checkpoint says what is wrong with it
+        entries = parse_json(header, "")
+    except ValueError:
         return
+    for name, entry in entries.items():
+        offsets = entry.get("data_offsets") if isinstance(entry, dict) and name.split(".")[-1] in MAPS else None
+        if isinstance(offsets, list) and len(offsets) == 2 and all(type(offset) is int for offset in offsets):
+            start, end = offsets
+            if 0 <= start < end <= num_bytes:
+                yield start, end
 
 
 def _fetch(url: str, start: int, count: int) -> bytes:
-    """`count` bytes of a file on the Hub, from `start` on. Raises RangeError where it does not send exactly these."""
+    """Returns `count` bytes of a file on the Hub, from `start` on. Raises RangeError where it does not send exactly these."""
     if not 0 < count <= MAX_JSON_BYTES:
         raise RangeError
     headers = build_hf_headers() | {"Range": f"bytes={start}-{start + count - 1}"}

@@ -5,6 +5,7 @@ A field is known to be a size by its name, as configs of transformers use it, wh
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -13,14 +14,18 @@ VOCAB, WIDTH, HEADS, HEAD_DIM, WINDOW, POSITIONS = 64, 64, 4, 16, 8, 4096
 LEAST_LAYERS = 4
 MOST_KINDS = 4  # a per-layer list with more distinct entries holds numbers, not kinds of layers
 
-LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth", "encoder_layers", "decoder_layers")
 FIRST_LAYERS = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers", "max_window_layers")  # so many first layers differ
 PER_LAYER = "per_layer_config"  # layer number -> the fields in which it differs from the others
 ROPES = ("rope_parameters", "rope_scaling")
+SPREAD = {"initializer_range": 0.5, "tie_word_embeddings": False}  # of a decoder with random weights, or its text would repeat one token
 NEVER_TAKEN_OVER = (
     "quantization_config", "_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "auto_map", "architectures",
     "attn_implementation", "_attn_implementation", "_attn_implementation_internal", "experts_implementation", "_experts_implementation",
-    "id2label", "label2id", "num_labels", "mtp_layers", "layers_to_transform",
+    "id2label", "label2id", "num_labels",
+    # Layers that other code adds to a checkpoint or changes in it (multi-token prediction, adapters). The model's class knows nothing of
+    # them, and their numbers would be taken for a kind of the decoder's layers.
+    "mtp_layers", "layers_to_transform",
 )  # fmt: skip
 Rule = Callable[[Any, dict[str, Any]], Any]
 
@@ -46,7 +51,7 @@ def part_of_head(value: int, config: dict[str, Any]) -> int:
 
 
 def tiny_head(value: int, config: dict[str, Any]) -> int:
-    """In configs of latent attention `head_dim` may be the size of a head's rotated part alone."""
+    """The size of a head; where `head_dim` is that of its rotated part alone, as in some configs of latent attention, the part's."""
     return min(value, 8) if config.get("qk_rope_head_dim") == value else HEAD_DIM
 
 
@@ -117,7 +122,7 @@ def tiny_config(config: PreTrainedConfig) -> tuple[PreTrainedConfig, list[str]]:
         method = values["quantization_config"].get("quant_method", "an unnamed method")
         notes.append(f"tried without its quantization ({method})")
     text_key = _decoder_key(config)
-    values = _tiny(values, notes, is_decoder=text_key is None, text_key=text_key)
+    values = _tiny(values, is_decoder=text_key is None, text_key=text_key)
     _number_special_tokens(values)
     values |= {"dtype": "float32"}
     return type(config).from_dict(values), notes
@@ -129,43 +134,74 @@ def _decoder_key(config: PreTrainedConfig) -> str | None:
     return next((name for name in getattr(config, "sub_configs", ()) if getattr(config, name, None) is decoder), None)
 
 
-def _tiny(values: dict[str, Any], notes: list[str], is_decoder: bool, text_key: str | None = None) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Layers:
+    """The layers of a config: how many there are, and the numbers of those that a tiny model keeps, in its order. Only a text decoder's are
+    chosen; other parts have 0 of 0, and stay as deep as they are."""
+
+    count: int = 0
+    kept: list[int] = field(default_factory=list)
+
+
+def _tiny(values: dict[str, Any], is_decoder: bool, text_key: str | None = None) -> dict[str, Any]:
+    """A config, or a part of one, with small sizes. `is_decoder`: whether it is the text decoder's; `text_key`: the field that holds that
+    part in a multimodal config, None elsewhere. Fields that follow from several others are set last."""
     counts = [name for name in LAYER_COUNTS if isinstance(values.get(name), int)] if is_decoder else []
-    num_layers = values[counts[0]] if counts else 0
-    kept = _kept_layers(values, num_layers)  # none outside the decoder: an image encoder stays as deep as it is
+    layers = Layers(values[counts[0]], _kept_layers(values, values[counts[0]])) if counts else Layers()
     found: dict[str, Any] = {}
     for name, value in values.items():
-        if name in NEVER_TAKEN_OVER or not isinstance(name, str):
+        if not isinstance(name, str) or name in NEVER_TAKEN_OVER:
             continue
-        if name == PER_LAYER and value:
-            layers = {int(layer): fields for layer, fields in value.items()}
-            found[name] = {i: _tiny_layer(layers[layer], values) for i, layer in enumerate(kept) if layer in layers}
-        elif isinstance(value, dict):
-            found[name] = value if name in ROPES or not _is_named(value) else _tiny(value, notes, name == text_key)
-        elif name in counts:
-            found[name] = len(kept)
-        elif isinstance(value, list) and num_layers:
-            found[name] = _of_layers(name, value, num_layers, kept, values)
+        if name in counts:
+            found[name] = len(layers.kept)
+        elif _is_part(name, value):
+            found[name] = _tiny(value, name == text_key)
         else:
-            found[name] = _size(name, value, values)
-    for name in FIRST_LAYERS:
-        if type(values.get(name)) is int and num_layers:
-            found[name] = sum(i < values[name] for i in kept)
-    if values.get("num_kv_shared_layers"):
-        found["num_kv_shared_layers"] = sum(i >= num_layers - values["num_kv_shared_layers"] for i in kept)
-    if isinstance(values.get("attention_layers"), list) and "attention_types" in values:  # GPT-Neo says the kinds twice
-        found["attention_types"] = [[[values["attention_layers"][i] for i in kept], 1]]
-    for name in ROPES:
-        if isinstance(values.get(name), dict):
-            found[name] = _tiny_rope(values[name], found)
-    for name, value in (("initializer_range", 0.5), ("tie_word_embeddings", False)):  # or its text would repeat one token
-        if name in found and (is_decoder or text_key):
-            found[name] = value
+            found[name] = _tiny_field(name, value, values, layers)
+    for settle in (_settle_first_layers, _settle_shared_keys, _settle_attention_types, _settle_ropes):
+        found |= settle(values, found, layers)
+    if is_decoder or text_key:
+        found |= {name: value for name, value in SPREAD.items() if name in found}
     return found
 
 
-def _is_named(value: dict) -> bool:
-    return all(isinstance(name, str) for name in value)
+def _is_part(name: str, value: Any) -> bool:
+    """Returns True where a field holds a config of its own (`text_config`), and no rope or table by layer number (`per_layer_config`)."""
+    return isinstance(value, dict) and name not in (*ROPES, PER_LAYER) and all(isinstance(key, str) for key in value)
+
+
+def _tiny_field(name: str, value: Any, values: dict[str, Any], layers: Layers) -> Any:
+    """One field of the config `values`, made small."""
+    if name == PER_LAYER and value:
+        by_layer = {int(layer): fields for layer, fields in value.items()}
+        return {i: _tiny_layer(by_layer[layer], values) for i, layer in enumerate(layers.kept) if layer in by_layer}
+    if isinstance(value, list) and layers.count:
+        return _of_layers(name, value, layers.count, layers.kept, values)
+    return value if isinstance(value, dict) else _size(name, value, values)
+
+
+def _settle_first_layers(values: dict[str, Any], found: dict[str, Any], layers: Layers) -> dict[str, Any]:
+    """Numbers of first layers that differ: as many as are kept of these."""
+    names = [name for name in FIRST_LAYERS if type(values.get(name)) is int and layers.count]
+    return {name: sum(i < values[name] for i in layers.kept) for name in names}
+
+
+def _settle_shared_keys(values: dict[str, Any], found: dict[str, Any], layers: Layers) -> dict[str, Any]:
+    """The number of last layers that share others' keys: as many as are kept of these."""
+    shared = values.get("num_kv_shared_layers")
+    return {"num_kv_shared_layers": sum(i >= layers.count - shared for i in layers.kept)} if shared else {}
+
+
+def _settle_attention_types(values: dict[str, Any], found: dict[str, Any], layers: Layers) -> dict[str, Any]:
+    """GPT-Neo's kinds of layers, which it states twice: by layer, and as repeated patterns. One pattern of all kept layers does."""
+    kinds = values.get("attention_layers")
+    says_twice = isinstance(kinds, list) and "attention_types" in values
+    return {"attention_types": [[[kinds[i] for i in layers.kept], 1]]} if says_twice else {}
+
+
+def _settle_ropes(values: dict[str, Any], found: dict[str, Any], layers: Layers) -> dict[str, Any]:
+    """Rope parameters that fit the tiny heads, whose sizes are known by now."""
+    return {name: _tiny_rope(values[name], found) for name in ROPES if isinstance(values.get(name), dict)}
 
 
 def _tiny_layer(fields: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
@@ -255,7 +291,7 @@ def _number_special_tokens(values: dict[str, Any]) -> None:
 
     def renumber(part: dict[str, Any]) -> None:
         for name, value in part.items():
-            if isinstance(value, dict) and _is_named(value):
+            if _is_part(name, value):
                 renumber(value)
             elif re.search(r"token_(id|index)$", name):
                 ids = value if isinstance(value, list) else [value]

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +13,18 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-from ..checkpoints.files import read_json
+from ..checkpoints.files import WEIGHT_NAMES, read_index, read_json
+from ..checkpoints.producers import drafter_sign
 from ..checkpoints.sources import find_config
+from .shrink import LAYER_COUNTS
 
 MOST_LAYERS, MOST_IDS = 2000, 2**24  # more than any target has: configs are untrusted
-NUMBERS_OF_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth", "encoder_layers", "decoder_layers")
 # Fields that load third-party code or make tables of any length, and that no language model needs.
 NOT_READ = ("attn_implementation", "_attn_implementation", "experts_implementation", "num_labels", "id2label", "label2id")
 MAPPINGS = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
 # What config classes raise for values that contradict each other or have the wrong type.
 CONTRADICTIONS = (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, IndexError, ZeroDivisionError, OverflowError)
-WEIGHT_SUFFIXES = (".safetensors", ".bin")
+WEIGHT_SUFFIXES = (".safetensors", ".bin")  # of files with other names than usual, as a trainer or the model's own code may give them
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def read_target(target: Any, revision: str | None = None) -> TargetSource:
         return _named(target.name_or_path or target.model_type, target, getattr(target, "architectures", None))
     if isinstance(target, torch.nn.Module):
         return _of_model(target)
-    name = str(target)
+    name = os.path.expanduser(str(target))
     path = config_path(name, revision)
     values = _with_floats(read_json(path, constants=True))
     source = _understood(name, values, path)
@@ -66,8 +67,7 @@ def read_target(target: Any, revision: str | None = None) -> TargetSource:
 
 def config_path(name: str, revision: str | None = None) -> Path:
     """The config file that is named, or config.json of the folder or Hub repository. Raises OSError where there is none."""
-    path = Path(name).expanduser()
-    return path if path.is_file() else Path(find_config(str(path) if path.is_dir() else name, "target", revision=revision))
+    return Path(name) if os.path.isfile(name) else Path(find_config(name, "target", revision=revision))
 
 
 def _of_model(model: Any) -> TargetSource:
@@ -80,9 +80,9 @@ def _of_model(model: Any) -> TargetSource:
 
 
 def _understood(name: str, values: dict[str, Any], path: Path) -> TargetSource:
-    kind, architectures = values.get("model_type"), values.get("architectures")
-    if kind == "eagle31" or "speculators_model_type" in values or "eagle" in str(architectures).lower():
-        raise ValueError(f"{name}: is a drafter's checkpoint; expected the target first, then the drafter: eagle31 check TARGET {name}")
+    kind, architectures, sign = values.get("model_type"), values.get("architectures"), drafter_sign(values)
+    if sign is not None:
+        raise ValueError(f"{name}: is a drafter ({sign}); expected the target first, then the drafter: eagle31 check TARGET {name}")
     if not isinstance(kind, str):
         raise ValueError(f"{path}: model_type is {kind!r}; expected the name of an architecture, as transformers writes it.")
     if kind not in CONFIG_MAPPING:
@@ -121,7 +121,7 @@ def _why_unknown(kind: str, values: dict[str, Any]) -> str:
 def _check_sizes(values: dict[str, Any], path: Path) -> None:
     """Raises ValueError for sizes that no target has, before a config class makes lists of that length."""
     for name, value in _fields(values):
-        most = MOST_LAYERS if name in NUMBERS_OF_LAYERS else MOST_IDS if name == "vocab_size" else 2**40
+        most = MOST_LAYERS if name in LAYER_COUNTS else MOST_IDS if name == "vocab_size" else 2**40
         if isinstance(value, int) and value > most:
             raise ValueError(f"{path}: {name} is {value}; expected at most {most}.")
 
@@ -154,10 +154,21 @@ def model_class_of(config: PreTrainedConfig, architectures: Any = None) -> Any:
 
 
 def _with_weights(source: TargetSource, folder: Path) -> TargetSource:
-    """The same with the size of the weights that lie beside its config, if any do."""
-    sizes = {suffix: sum(file.stat().st_size for file in folder.glob(f"*{suffix}")) for suffix in WEIGHT_SUFFIXES}
-    num_bytes = next((size for size in sizes.values() if size), None)
-    return TargetSource(source.name, source.config, source.model_class, source.why_unknown, num_bytes=num_bytes, notes=source.notes)
+    """The same with the size of the weights that lie beside its config, if all of them do."""
+    files = _weight_files(folder)
+    num_bytes = sum(file.stat().st_size for file in files) if files and all(file.is_file() for file in files) else None
+    return replace(source, num_bytes=num_bytes)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files transformers reads weights from, a copy in another layout (Mistral's consolidated.safetensors) not among them; else all
+    that look like weights. Raises ValueError for an index that is unsound."""
+    usual = next((name for name in WEIGHT_NAMES if (folder / name).is_file()), None)
+    if usual is not None:
+        names = set(read_index(folder / usual).values()) if usual.endswith("index.json") else {usual}
+        return [folder / name for name in names]
+    found = ([*folder.glob(f"*{suffix}")] for suffix in WEIGHT_SUFFIXES)
+    return next((files for files in found if files), [])
 
 
 def build(model_class: type[PreTrainedModel], config: PreTrainedConfig, attention: str | None = None) -> PreTrainedModel:

@@ -7,7 +7,9 @@ import torch
 from factories import build
 from huggingface_hub import constants
 from safetensors.torch import load
+from transformers import LlamaConfig
 
+from eagle31_hf.checkpoints.sources import HubError, fetch
 from eagle31_hf.targets.drafters import check_drafter, read_headers
 from eagle31_hf.targets.source import read_target
 
@@ -45,6 +47,7 @@ def test_of_a_drafter_no_weights_are_fetched(hub, files, tmp_path, is_sharded):
     assert {name: stored.shape for name, stored in checkpoint.tensors.items()} == {name: tuple(x.shape) for name, x in loaded.items()}
     assert checkpoint.made["d2t"].tolist() == loaded["d2t"].tolist()
     assert checkpoint.source == DRAFTER
+    assert checkpoint.num_parameters == sum(x.numel() for name, x in loaded.items() if name not in ("d2t", "t2d"))
 
 
 def test_what_is_wrong_with_a_drafter_names_its_repository(hub, files):
@@ -63,6 +66,44 @@ def test_weights_that_are_only_pickled_are_read_whole(hub, files, tmp_path):
     config = (tmp_path / "native" / "config.json").read_bytes()
     hub.add(DRAFTER, {"config.json": config, "pytorch_model.bin": (tmp_path / "pytorch_model.bin").read_bytes()})
     assert read_headers(DRAFTER).config.vocab_size == 61
+
+
+@pytest.mark.parametrize(
+    "offsets",
+    [["a", "b"], [8, 0], [10**18, 10**18 + 8], [10**30, 10**31], [0, True], [None], {"0": 1}],
+    ids=["words", "backwards", "past the end", "huge", "a truth", "one", "no list"],
+)
+def test_offsets_that_are_no_place_in_the_file_are_refused_by_name(hub, files, offsets):
+    header = json.dumps({"d2t": {"dtype": "I64", "shape": [1], "data_offsets": offsets}}).encode()
+    weights = len(header).to_bytes(8, "little") + header + bytes(8)
+    hub.add(DRAFTER, {"config.json": files["config.json"], "model.safetensors": weights})
+    report = check_drafter(DRAFTER, read_target(LlamaConfig(**CONFIG)))
+    assert not report.fits
+    assert report.findings[0].text.startswith(f"{DRAFTER}/model.safetensors: is not a sound safetensors file")
+
+
+@pytest.mark.parametrize("after", [0, 1000], ids=["at once", "within the header"])
+def test_a_connection_that_breaks_off_is_said_in_plain_words(hub, files, after):
+    hub.add(DRAFTER, files)
+    hub.break_download(after)
+    with pytest.raises(HubError, match=rf"{DRAFTER}: model-.*: the connection to the Hub broke off \(.*\)\. Run it again\."):
+        read_headers(DRAFTER)
+
+
+def test_a_hub_that_goes_away_after_the_config_is_said_in_plain_words(hub, files, monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # the client tries again and again
+    hub.add(DRAFTER, files)
+    fetch(DRAFTER, "config.json")
+    hub.shutdown()
+    hub.server_close()
+    with pytest.raises(HubError, match=rf"{DRAFTER}: "):
+        check_drafter(DRAFTER, read_target(LlamaConfig(**CONFIG)))
+
+
+def test_a_repository_without_a_config_is_said_in_plain_words(hub):
+    hub.add(DRAFTER, {"README.md": b"empty"})
+    with pytest.raises(OSError, match=f"{DRAFTER}: has no config.json at revision main; expected a drafter's repository"):
+        check_drafter(DRAFTER, read_target(LlamaConfig(**CONFIG)))
 
 
 def test_without_the_hub_it_says_what_to_do(hub, monkeypatch):

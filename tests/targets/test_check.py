@@ -8,15 +8,15 @@ import pytest
 import torch
 from conftest import build_drafter, build_target
 from torch import nn
-from transformers import CONFIG_MAPPING, LlamaConfig, LlamaForCausalLM
+from transformers import CONFIG_MAPPING, LlamaConfig, LlamaForCausalLM, PreTrainedConfig
 
 from eagle31_hf import Eagle31Config, Eagle31DrafterModel, demo
-from eagle31_hf.cli import loading
+from eagle31_hf.cli import checking, loading
 from eagle31_hf.targets import check_target, trial
-from eagle31_hf.targets.check import ANSWERS, CAPABILITIES
+from eagle31_hf.targets.check import ANSWERS, CAPABILITIES, tiny_layer_ids
 from eagle31_hf.targets.drafters import check_drafter
 from eagle31_hf.targets.shrink import VOCAB, WIDTH, WINDOW, tiny_config
-from eagle31_hf.targets.source import read_target
+from eagle31_hf.targets.source import TargetSource, read_target
 from eagle31_hf.targets.trial import WAYS
 
 sys.path.append(str(Path(__file__).parents[1] / "generation"))
@@ -215,6 +215,57 @@ def test_a_drafter_fits_where_generate_takes_it(fields, wrong):
             target.generate(torch.tensor([[1, 2, 3]]), assistant_model=drafter, **options)
 
 
+@pytest.mark.parametrize(
+    ("kind", "known"),
+    [
+        ("vit", False),
+        ("sam_mask_decoder", False),
+        ("wav2vec2-bert", False),
+        ("cpmant", True),
+        ("roc_bert", True),
+        ("rembert", True),
+    ],
+    ids=["no vocabulary", "no layers", "vocabulary None", "no end, no table", "no end", "a narrower embedding"],
+)
+def test_a_config_without_what_is_compared_is_answered_all_the_same(kind, known):
+    """Whatever transformers' configs lack: `known`, where it has a model for them that generates text."""
+    report = check_target(CONFIG_MAPPING[kind](), str(demo.FOLDER / "eagle31"))
+    assert not report.works
+    assert checking._lines(report)[-1].startswith("verdict")
+    assert any(finding.name == "width" for finding in report.drafter.findings) == known
+    assert report.drafter.config is not None
+
+
+def test_what_a_targets_config_does_not_state_decides_nothing():
+    target = TargetSource("bare", PreTrainedConfig(), LlamaForCausalLM)
+    findings = {finding.name: finding for finding in check_drafter(str(demo.FOLDER / "eagle31"), target).findings}
+    assert [findings[name].fits for name in ("width", "layers", "vocabulary", "ends")] == [None] * 4
+    assert findings["vocabulary"].text == "made for 2,048 ids; the target's config does not state its vocab_size"
+
+
+def test_an_unknown_override_is_refused_with_the_nearest_field():
+    with pytest.raises(ValueError, match="got norm_ouput; expected fields of Eagle31Config: did you mean norm_output"):
+        check_drafter(str(demo.FOLDER / "eagle31"), read_target(LlamaConfig()), {"norm_ouput": True})
+
+
+@pytest.mark.parametrize(
+    ("ids", "shared", "tiny_shared", "expected"),
+    [
+        ([2, 18, 33], 0, 0, [0, 2, 4]),
+        ([2, 24, 25], 12, 2, [0, 2, 3]),
+        ([34, 35, 36], 0, 0, [2, 3, 4]),
+        ([0, 1, 2], 36, 4, [0, 1, 2]),
+        ([1, 2, 3, 4, 5, 6], 0, 0, None),
+    ],
+    ids=["scaled", "shared keys", "the last ones", "all keys shared", "more than there are"],
+)
+def test_the_tiny_target_is_read_at_the_same_share_of_its_depth(ids, shared, tiny_shared, expected):
+    source = TargetSource("large", LlamaConfig(num_hidden_layers=36, num_kv_shared_layers=shared))
+    torch.manual_seed(0)
+    tiny = build_target(num_hidden_layers=4, num_kv_shared_layers=tiny_shared)
+    assert tiny_layer_ids(source, tiny, Eagle31Config(aux_hidden_state_layer_ids=ids)) == expected
+
+
 def test_the_demo_pair_fits_and_no_other_target(tmp_path):
     folder = demo.FOLDER / "eagle31"
     report = check_target(str(demo.FOLDER / "target"), str(folder))
@@ -260,8 +311,8 @@ def test_a_checkpoint_that_may_mean_two_things_names_what_decides(tmp_path):
         ({"model_type": "gemma3", "text_config": {"num_hidden_layers": 10**9}}, "num_hidden_layers is 1000000000"),
         ({"hidden_size": 5}, "model_type is None"),
         ({"model_type": "llama", "hidden_size": "wide"}, "hidden_size"),
-        ({"model_type": "eagle31"}, "is a drafter's checkpoint; expected the target first"),
-        ({"model_type": "llama", "architectures": ["LlamaForCausalLMEagle3"]}, "is a drafter's checkpoint"),
+        ({"model_type": "eagle31"}, r"is a drafter \(model_type 'eagle31'\); expected the target first"),
+        ({"model_type": "llama", "architectures": ["LlamaForCausalLMEagle3"]}, "is a drafter"),
     ],
     ids=["layers", "nested layers", "no type", "no number", "native drafter", "drafter"],
 )
@@ -277,7 +328,7 @@ def test_numbers_that_json_has_none_for_are_read_as_transformers_reads_them(tmp_
     config = {"model_type": "mamba2", "time_step_limit": [0.0, "LIMIT"], "num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps(config).replace('"LIMIT"', written))
     assert read_target(str(tmp_path)).config.time_step_limit[1] == float("inf")
-    loading.check_target(str(tmp_path))
+    loading.refuse_drafter(str(tmp_path))
 
 
 def test_a_target_that_fails_alone_is_not_known():
