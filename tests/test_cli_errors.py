@@ -96,7 +96,7 @@ def test_is_refused_in_one_line_and_nothing_is_written(capsys, folder, arguments
     ("knobs", "words"),
     [
         ('{"assistant_confidence_threshold": "x"}', "drafter/generation_config.json: assistant_confidence_threshold is 'x'"),
-        ('{"num_assistant_tokens": true}', "drafter/generation_config.json: num_assistant_tokens is 'True'"),
+        ('{"num_assistant_tokens": true}', "drafter/generation_config.json: num_assistant_tokens is True"),
     ],
 )
 def test_a_drafters_own_knobs_are_refused_in_one_line(capsys, folder, knobs, words):

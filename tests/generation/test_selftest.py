@@ -5,8 +5,8 @@ import torch
 from close import assert_close
 from conftest import build_drafter, build_target
 from observers import InterruptError
-from test_tree import OTHER_TARGETS, OTHERS
-from transformers import AutoModelForCausalLM
+from test_tree import OTHER_TARGETS, OTHERS, build_other
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from eagle31_hf import track_acceptance
 from eagle31_hf.features import decoder_layers
@@ -64,6 +64,31 @@ def test_others_are(logged_by_selftest, kind, attention, asks):
         )  # fmt: skip
     assert sum(stats.drafted_per_position) > 0
     assert logged_by_selftest == []
+
+
+# --- rounding ---
+
+
+class Coarse(LlamaForCausalLM):
+    """Rounds its logits by a tenth of their spread, otherwise for every number of tokens read: as kernels of few digits do."""
+
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        noise = torch.rand(out.logits.shape, generator=torch.Generator().manual_seed(out.logits.shape[1])) - 0.5
+        out.logits = out.logits + (self.noise * out.logits.std() * noise).to(out.logits)
+        return out
+
+
+@pytest.mark.parametrize(("dtype", "takes_trees"), [(torch.bfloat16, True), (torch.float32, False)], ids=["bf16", "fp32"])
+def test_in_low_precision_a_tree_may_be_as_coarse_as_a_sequence(logged_by_selftest, dtype, takes_trees):
+    target = Coarse(build_target("llama").config).to(dtype).eval()
+    target.noise = 0.1
+    assert selftest._error(target) > selftest.LOW_PRECISION_TOLERANCE
+    assert (selftest.why_no_trees(target) is None) == takes_trees
+
+
+def test_in_low_precision_a_wrong_mask_is_found(logged_by_selftest):
+    assert "differ from those over its paths" in selftest.why_no_trees(build_other("mpt").to(torch.bfloat16))
 
 
 # --- errors that are not the target's ---
