@@ -611,8 +611,8 @@ def wrong_mask(original):
     """A target that reads a tree as if it were a sequence."""
 
     def forward(*args, attention_mask=None, **kwargs):
-        if attention_mask is not None:
-            masks = attention_mask.values() if isinstance(attention_mask, dict) else [attention_mask]
+        masks = attention_mask.values() if isinstance(attention_mask, dict) else [attention_mask]
+        if "position_ids" in kwargs:  # a tree, not a sequence
             for mask in masks:
                 mask[..., -mask.shape[2] :] = mask.new_full((mask.shape[2],) * 2, torch.finfo(mask.dtype).min).triu(1)
         return original(*args, attention_mask=attention_mask, **kwargs)
