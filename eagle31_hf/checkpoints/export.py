@@ -1,6 +1,8 @@
 """A drafter to the formats other engines read. One row a format: what it cannot express, its config, its names."""
 
+import json
 import os
+import shlex
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -66,7 +68,7 @@ class ExportFormat:
     cannot: tuple[Rule, ...]
     config: Callable[[Eagle31Config, str | None], dict[str, Any]]
     names: Callable[[Eagle31Config, str], list[str]]  # native name -> names in the file
-    launch: str
+    command: Callable[[str, str, int], list[str]]  # target, folder, depth -> the words of the command that serves them
     ascending_vocabulary: bool = False
 
 
@@ -156,15 +158,24 @@ def sglang_names(config: Eagle31Config, name: str) -> list[str]:
     return [name, name.replace("input_layernorm", "hidden_norm")] if is_later_norm else [name]
 
 
-VLLM_LAUNCH = 'vllm serve {target} --speculative-config \'{{"method": "eagle3", "model": "{folder}", "num_speculative_tokens": {depth}}}\''
+def vllm_command(target: str, folder: str, depth: int) -> list[str]:
+    return ["vllm", "serve", target, "--speculative-config", json.dumps(
+        {"method": "eagle3", "model": folder, "num_speculative_tokens": depth}
+    )]  # fmt: skip
+
+
+def sglang_command(target: str, folder: str, depth: int) -> list[str]:
+    return [
+        "python", "-m", "sglang.launch_server", "--model-path", target, "--speculative-algorithm", "EAGLE3",
+        "--speculative-draft-model-path", folder, "--speculative-num-steps", str(depth), "--speculative-eagle-topk", "1",
+        "--speculative-num-draft-tokens", str(depth + 1),
+    ]  # fmt: skip
+
+
 EXPORT_FORMATS = {
-    "vllm": ExportFormat("vLLM", VLLM_CANNOT, flat_config, same_name, VLLM_LAUNCH),
-    "sglang": ExportFormat(
-        "SGLang", SGLANG_CANNOT, sglang_config, sglang_names,
-        "python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE3 --speculative-draft-model-path {folder} "
-        "--speculative-num-steps {depth} --speculative-eagle-topk 1 --speculative-num-draft-tokens {rows}",
-    ),
-    "speculators": ExportFormat("speculators", SPECULATORS_CANNOT, speculators_config, same_name, VLLM_LAUNCH, ascending_vocabulary=True),
+    "vllm": ExportFormat("vLLM", VLLM_CANNOT, flat_config, same_name, vllm_command),
+    "sglang": ExportFormat("SGLang", SGLANG_CANNOT, sglang_config, sglang_names, sglang_command),
+    "speculators": ExportFormat("speculators", SPECULATORS_CANNOT, speculators_config, same_name, vllm_command, ascending_vocabulary=True),
 }  # fmt: skip
 
 
@@ -180,9 +191,8 @@ def engine_config(config: Eagle31Config, format: str = "vllm", target_type: str 
 
 
 def launch_line(config: Eagle31Config, folder: str | os.PathLike, format: str, depth: int = 5) -> str:
-    """The command that serves the target with an exported drafter."""
-    target = config.target_model or "TARGET"
-    return EXPORT_FORMATS[format].launch.format(target=target, folder=folder, depth=depth, rows=depth + 1)
+    """The shell command that serves the target with an exported drafter, whatever characters their names have."""
+    return shlex.join(EXPORT_FORMATS[format].command(config.target_model or "TARGET", os.fspath(folder), depth))
 
 
 def export_checkpoint(

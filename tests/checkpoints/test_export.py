@@ -4,6 +4,7 @@ V target vocabulary, Vd draft vocabulary.
 """
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -388,6 +389,14 @@ def test_options_decide_what_is_ambiguous(tmp_path):
     export_checkpoint(tmp_path / "source", tmp_path / "exported", aux_layer_convention="boundary", norm_output=True)
     config = json.loads((tmp_path / "exported" / "config.json").read_text())
     assert (config["eagle_aux_hidden_state_layer_ids"], config["norm_output"]) == ([24, 30, 36], True)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_shell_reads_the_launch_line_as_it_is_meant(format):
+    folder, name = '/a folder/it\'s "$(x)"', "demo target; x"
+    words = shlex.split(launch_line(Eagle31Config(**LARGE, target_model=name), folder, format, 7))
+    stated = json.loads(words[-1])["model"] if format != "sglang" else words[words.index("--speculative-draft-model-path") + 1]
+    assert (name in words, stated) == (True, folder)
 
 
 @pytest.mark.parametrize("format", FORMATS)
