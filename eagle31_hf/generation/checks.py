@@ -106,8 +106,8 @@ def check_inputs(input_ids: Tensor, model_kwargs: dict[str, Any], synced_gpus: b
         raise ValueError("EAGLE drafting: the prompt is empty; expected at least one token, e.g. the BOS token.")
     if synced_gpus:
         raise ValueError(
-            "EAGLE drafting: synced_gpus is set (transformers does where ZeRO-3 or FSDP shards the target); expected False: use a device_map "
-            "to split the target."
+            "EAGLE drafting: synced_gpus is set (transformers does where ZeRO-3 or FSDP shards the target); expected False: use a "
+            "device_map to split the target."
         )
     for kind, reason in cache.UNSUPPORTED.items():
         if isinstance(past_key_values, kind):
