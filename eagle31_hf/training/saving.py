@@ -2,6 +2,8 @@
 
 import json
 import logging
+import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,20 +13,38 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .. import vocab
+from ..checkpoints.write import write_json
+from ..json_file import read_json
 from ..modeling import Eagle31DrafterModel
 from .identity import digest
 from .objective import Settings
 
 logger = logging.getLogger(__name__)
 RECORD = "training.json"
+STAGED_RECORD = f"{RECORD}.partial"  # what a kill may leave of it
+CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-([0-9]+)")  # a user's checkpoint-best or checkpoint-100.bak is none of ours
 
 
 def write_record(folder: Path, drafter: Eagle31DrafterModel, settings: Settings, facts: dict[str, Any]) -> None:
-    """`training.json`: which tokens the head stands for, hashed, how the drafter was trained, and `facts` about the data."""
+    """Writes `training.json`: which tokens the head stands for, hashed, how the drafter was trained, and `facts` about the data.
+
+    It also marks a folder as a run's own, which another run may replace; so it is whole or not there, and comes before the weights.
+    """
     record = {"draft_vocabulary": vocabulary_digest(drafter.d2t), "settings": settings.__dict__, **facts}
-    (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / STAGED_RECORD, record)
+    os.replace(folder / STAGED_RECORD, folder / RECORD)
+
+
+def has_record(folder: Path) -> bool:
+    """Returns True where a run's `training.json` lies in the folder and can be read."""
+    try:
+        return {"draft_vocabulary", "settings"} <= read_json(folder / RECORD, constants=True).keys()
+    except (OSError, ValueError):
+        return False
 
 
 def vocabulary_digest(d2t: Tensor | None) -> str | None:
@@ -61,22 +81,32 @@ def ended_state(folder: Path) -> TrainerState | None:
     """The state of a run that came to its end in the folder; None where none did, or it cannot be read."""
     try:
         return TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
 
 
+def checkpoints(folder: str | Path) -> list[Path]:
+    """The checkpoints in a folder, whole or not, by their step: the subfolders `checkpoint-<digits>`."""
+    found = {path: CHECKPOINT.fullmatch(path.name) for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.is_dir()}
+    return sorted((path for path, match in found.items() if match), key=lambda path: int(path.name.rpartition("-")[2]))
+
+
+def why_incomplete(checkpoint: Path) -> str | None:
+    """What keeps a checkpoint from being resumed, None for a whole one: the Trainer's state, which is written last, can be read, as can
+    the weights."""
+    try:
+        json.loads((checkpoint / TRAINER_STATE_NAME).read_bytes())
+        with safe_open(checkpoint / "model.safetensors", framework="pt"):  # which knows how long the file has to be
+            return None
+    except (OSError, ValueError, RecursionError, SafetensorError) as error:
+        return str(error)
+
+
 def last_checkpoint(folder: str | Path) -> str | None:
-    """The newest checkpoint that was written to its end: the Trainer's state, which is written last, can be read, as can the weights."""
-
-    def is_complete(path: Path) -> bool:
-        try:
-            json.loads((path / TRAINER_STATE_NAME).read_text())
-            with safe_open(path / "model.safetensors", framework="pt"):  # which knows how long the file has to be
-                pass
-        except (OSError, ValueError, SafetensorError) as error:
-            logger.warning("%s is left out: it was not written to its end (%s)", path, error)
-            return False
-        return True
-
-    found = sorted(Path(folder).glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
-    return next((str(path) for path in found if is_complete(path)), None)
+    """The newest checkpoint that was written to its end."""
+    for path in reversed(checkpoints(folder)):
+        reason = why_incomplete(path)
+        if reason is None:
+            return str(path)
+        logger.warning("%s is left out: it was not written to its end (%s)", path, reason)
+    return None

@@ -116,7 +116,7 @@ class Eagle31Trainer(Trainer):
         return samples, self.accelerator.reduce(totals.to(device), "sum")
 
     def compute_loss(self, model, inputs, return_outputs: bool = False, num_items_in_batch: Tensor | None = None):
-        """Of one batch; gradients of processes are averaged, so the sum over all of them is scaled by their number."""
+        """The loss of one batch; gradients of processes are averaged, so the sum over all of them is scaled by their number."""
         is_logged = (self.state.global_step + 1) % max(1, int(self.state.logging_steps or self.args.logging_steps)) == 0
         self.accelerator.unwrap_model(model, keep_torch_compile=False).watches = is_logged
         outputs = model(self.batch(inputs, aligns=self.args.attention_alignment > 0), totals=num_items_in_batch)
@@ -294,9 +294,9 @@ class Eagle31Trainer(Trainer):
         if state_dict is not None:
             state_dict = {name.removeprefix("drafter."): value for name, value in state_dict.items()}
         self._note_training()
+        write_record(folder, self.drafter, self.args.settings(), self.facts)
         self.drafter.save_pretrained(folder, state_dict=state_dict)
         self._write_card(folder)
-        write_record(folder, self.drafter, self.args.settings(), self.facts)
         if self.processing_class is not None:
             self.processing_class.save_pretrained(folder)
         torch.save(self.args, folder / "training_args.bin")

@@ -1,13 +1,20 @@
 """The folder of a run: nobody's files are written over unasked, and an earlier result stays until there is a new one."""
 
+import json
 import os
+from functools import cache
+from multiprocessing import get_context
 from pathlib import Path
+from socket import socket
 
 import pytest
+from accelerate import PartialState
+from factories import build
 from training_runs import make_rows, make_trainer
 
-from eagle31_hf.training.output import REPLACED, check_output, discard_replaced, set_aside
-from eagle31_hf.training.saving import last_checkpoint
+from eagle31_hf.training.objective import Settings
+from eagle31_hf.training.output import REPLACED, check_output, discard_replaced, in_all_processes, set_aside
+from eagle31_hf.training.saving import RECORD, STAGED_RECORD, checkpoints, last_checkpoint, write_record
 from eagle31_hf.training.store import MANIFEST, check_store_folder
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "logging_strategy": "no"}
@@ -63,24 +70,193 @@ def test_allowed(tmp_path):
     for name in ("new", "empty", "link"):
         assert check_output(tmp_path / name) is None
     assert check_output(written(tmp_path / "rows", *ROWS), resume=True) is None, "stopped before its first checkpoint"
-    assert check_output(written(tmp_path / "there", *STRANGER), overwrite=True) is None
     assert not (tmp_path / "new").exists()
+
+
+# What is a run's, and may be replaced.
+
+drafter = cache(build)
+A_CHECKPOINT = "checkpoint-2"
+
+
+def finish(folder):
+    """What `save_model` leaves: the record, then the rest."""
+    write_record(folder, drafter(), Settings(1, (1.0,)), {"data": {"source": "texts", "figure": float("nan")}})
+    drafter().save_pretrained(folder)
+
+
+def checkpoint(folder):
+    finish(folder / A_CHECKPOINT)
+    written(folder, f"{A_CHECKPOINT}/trainer_state.json")
+
+
+def break_off(folder):
+    """A run that was killed while it wrote the drafter: of its config there is half."""
+    finish(folder)
+    (folder / "config.json").write_text("{")
+    (folder / "model.safetensors").unlink()
+
+
+def of_another_trainer(folder):
+    drafter().save_pretrained(folder / A_CHECKPOINT)
+    (folder / A_CHECKPOINT / "trainer_state.json").write_text('{"log_history": [{"loss": NaN}]}')
+
+
+def ended_without_saving(folder):
+    checkpoint(folder)
+    written(folder, "trainer_state.json")
+
+
+def hardly_begun(folder):
+    written(folder, f"{A_CHECKPOINT}/{STAGED_RECORD}")
+
+
+RUNS = (finish, checkpoint, break_off, of_another_trainer, ended_without_saving, hardly_begun)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_run_may_be_replaced(tmp_path, run):
+    run(tmp_path)
+    before = contents(tmp_path)
+    assert check_output(tmp_path, overwrite=True) is None
+    aside = set_aside(tmp_path)
+    assert contents(aside) == before
+    assert [path.name for path in tmp_path.iterdir()] == [REPLACED]
+
+
+def converted(folder):
+    """A drafter that was downloaded, or converted: as native as one of ours."""
+    drafter().save_pretrained(folder)
+
+
+def beside_checkpoints(folder):
+    """A drafter somebody put where a run had left only checkpoints."""
+    checkpoint(folder)
+    drafter().save_pretrained(folder)
+
+
+def with_a_record_of_something_else(folder):
+    drafter().save_pretrained(folder)
+    (folder / RECORD).write_text('{"epochs": 3}')
+
+
+def with_a_nested_config(folder):
+    written(folder, "model.safetensors")
+    (folder / "config.json").write_text("[" * 50_000)
+
+
+def weights_alone(folder):
+    written(folder, f"{A_CHECKPOINT}/model.safetensors")
+
+
+def another_model(folder):
+    checkpoint(folder)
+    (folder / A_CHECKPOINT / "config.json").write_text('{"model_type": "llama", "time_step_limit": [0.0, Infinity]}')
+
+
+def a_state_alone(folder):
+    written(folder, "trainer_state.json")
+
+
+@pytest.mark.parametrize(
+    ("somebody", "named"),
+    [
+        (converted, "model.safetensors"),
+        (beside_checkpoints, "model.safetensors"),
+        (with_a_record_of_something_else, "model.safetensors"),
+        (with_a_nested_config, "model.safetensors"),
+        (weights_alone, A_CHECKPOINT),
+        (another_model, f"{A_CHECKPOINT}/config.json"),
+        (a_state_alone, "trainer_state.json"),
+    ],
+)
+def test_what_no_run_is_known_to_have_written_is_not_replaced(tmp_path, somebody, named):
+    somebody(tmp_path)
+    before = contents(tmp_path)
+    for replace in (lambda: check_output(tmp_path, overwrite=True), lambda: set_aside(tmp_path)):
+        with pytest.raises(ValueError, match=f"{tmp_path / named}: was not written by a run.* Name another, or move it away"):
+            replace()
+    assert contents(tmp_path) == before
+
+
+def test_the_record_comes_first(tmp_path):
+    """Whenever a run is killed, the folder is known as a run's."""
+    trainer = make_trainer(tmp_path)
+    trainer.drafter.save_pretrained = None  # the run ends where it would write the drafter
+    with pytest.raises(TypeError):
+        trainer.save_model()
+    assert [path.name for path in tmp_path.iterdir()] == [RECORD]
+    assert check_output(tmp_path, overwrite=True) is None
 
 
 def test_what_is_replaced_is_kept_until_it_is_discarded(tmp_path):
     """However often a run that replaces it is stopped; what no run writes stays where it is."""
-    written(tmp_path, *STRANGER, *OURS, *ROWS, "notes.txt")
-    first = {name: content for name, content in contents(tmp_path).items() if name in STRANGER + OURS}
+    checkpoint(tmp_path)
+    first = contents(tmp_path)
+    written(tmp_path, *ROWS, "notes.txt", "checkpoint-best/model.safetensors", "checkpoint-100.bak/model.safetensors")
+    others = {path.name for path in tmp_path.iterdir()} - {A_CHECKPOINT}
     assert set_aside(tmp_path) == tmp_path / REPLACED / "1"
     assert contents(tmp_path / REPLACED / "1") == first
-    assert {path.name for path in tmp_path.iterdir()} == {REPLACED, "data", "notes.txt"}
+    assert {path.name for path in tmp_path.iterdir()} == others | {REPLACED}
     assert set_aside(tmp_path) is None
-    written(tmp_path, "checkpoint-2/model.safetensors")
+    finish(tmp_path)
     assert set_aside(tmp_path) == tmp_path / REPLACED / "2"
     assert contents(tmp_path / REPLACED / "1") == first
     discard_replaced(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"data", "notes.txt"}
+    assert {path.name for path in tmp_path.iterdir()} == others
     discard_replaced(tmp_path)
+
+
+def test_folders_of_other_names_are_left_alone(tmp_path):
+    written(tmp_path, f"{REPLACED}/1x/notes.txt", f"{REPLACED}/3/notes.txt")
+    finish(tmp_path)
+    assert set_aside(tmp_path) == tmp_path / REPLACED / "4"
+    discard_replaced(tmp_path)
+    assert contents(tmp_path).keys() == {f"{REPLACED}/1x/notes.txt"}
+
+
+def test_only_numbered_checkpoints_count(tmp_path):
+    checkpoint(tmp_path)
+    for name in ("checkpoint-best", "checkpoint-100.bak", "checkpoint-", "checkpoint-²"):
+        written(tmp_path, f"{name}/trainer_state.json")
+    written(tmp_path, "checkpoint-10/trainer_state.json", "checkpoint-9")
+    (tmp_path / A_CHECKPOINT / "trainer_state.json").write_text("{}")
+    assert [path.name for path in checkpoints(tmp_path)] == [A_CHECKPOINT, "checkpoint-10"]
+    assert last_checkpoint(tmp_path) == str(tmp_path / A_CHECKPOINT)
+
+
+def test_a_state_nested_without_end_is_no_whole_checkpoint(tmp_path):
+    checkpoint(tmp_path)
+    (tmp_path / A_CHECKPOINT / "trainer_state.json").write_text("[" * 50_000)
+    assert last_checkpoint(tmp_path) is None
+
+
+def look(rank: int, port: int, outcomes) -> None:
+    """One of two processes of a run, of which the main one meets an error that nobody foresaw."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    PartialState._reset_state()
+    PartialState(cpu=True)
+    try:
+        in_all_processes(lambda: json.loads("[" * 50_000))
+    except Exception as error:
+        outcomes.put((rank, type(error)))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes as POSIX has them")
+def test_no_process_waits_for_one_that_failed():
+    """The others are told, whatever it was; in the process that met it the error keeps its type."""
+    context = get_context("fork")
+    outcomes = context.SimpleQueue()
+    with socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = [context.Process(target=look, args=(rank, port, outcomes)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    found = dict(outcomes.get() for _ in processes)
+    for process in processes:
+        process.join()
+    assert found == {0: RecursionError, 1: ValueError}
 
 
 @pytest.mark.parametrize("name", ["config.json", "manifest.jsonl", "shard-00000.safetensors"])
