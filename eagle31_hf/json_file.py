@@ -32,10 +32,7 @@ def parse_json(data: bytes, where: str, max_values: int = MAX_VALUES, constants:
     if sum(data.count(sign) for sign in (b",", b"[", b"{")) > max_values:
         raise ValueError(f"{where}: holds more than {max_values} values; expected fewer. This is not a config or an index.")
     try:
-        value = json.loads(
-            data, parse_constant=float if constants else no_constant, parse_float=_finite, parse_int=_integer,
-            object_pairs_hook=_without_repetition,
-        )  # fmt: skip
+        value = _decoded(data, constants)
         _check(value)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: is not valid JSON ({error}); expected one JSON object. Download it again.") from None
@@ -44,8 +41,23 @@ def parse_json(data: bytes, where: str, max_values: int = MAX_VALUES, constants:
     return value
 
 
-def no_constant(text: str) -> float:
-    """For `json.loads` as `parse_constant`: refuses NaN and Infinity, which Python reads and JSON does not have."""
+def parse_value(text: str) -> Any:
+    """Returns the JSON value in a text. Raises ValueError for what is none: NaN, infinity, and numbers larger than any are none either."""
+    try:
+        return _decoded(text, constants=False)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
+def _decoded(data: str | bytes, constants: bool) -> Any:
+    return json.loads(
+        data, parse_constant=float if constants else _no_constant, parse_float=_finite, parse_int=_integer,
+        object_pairs_hook=_without_repetition,
+    )  # fmt: skip
+
+
+def _no_constant(text: str) -> float:
+    """Refuses NaN and Infinity, which Python reads and JSON does not have."""
     raise ValueError(f"{text} is not JSON")
 
 

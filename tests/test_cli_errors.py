@@ -23,6 +23,8 @@ def folder(tmp_path, tokenizer, monkeypatch) -> Path:
     tokenizer.save_pretrained(tmp_path / "target")
     build_drafter(target).save_pretrained(tmp_path / "drafter")
     (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"text": "abcdefghij"[i % 7 :] + "abcdef"}) for i in range(6)))
+    (tmp_path / "latin.jsonl").write_bytes('{"text": "ü"}'.encode("latin-1"))
+    (tmp_path / "deep.jsonl").write_text('{"text": "a\u2028b"}\n' + "[" * 50_000)
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -73,6 +75,13 @@ BAD = {
     "below a file": (["convert", "drafter", "texts.jsonl/out"], "texts.jsonl is a file; expected a folder"),
     "a folder of texts": ([*UPGRADE[:-1], "empty"], "empty: is a folder; expected a file."),
     "output is a file": ([*UPGRADE, "--output", "texts.jsonl"], "texts.jsonl: is there already"),
+    "a rate beyond all numbers": ([*TRAIN, "--set", "learning_rate=1e999"], "learning_rate is '1e999'; expected a finite number"),
+    "a depth beyond all use": ([*TRAIN, "--depth", "100000"], "depth is 100000; expected 1 to 64"),
+    "a revision of a folder": (["convert", "drafter", "--revision", "main"], "drafter: revision is 'main', and a folder"),
+    "texts in no UTF-8": ([*UPGRADE[:-1], "drafter/model.safetensors"], "drafter/model.safetensors: byte "),
+    "lines in no UTF-8": ([*UPGRADE[:-1], "latin.jsonl"], "latin.jsonl: byte 10 is no UTF-8; expected a text file in UTF-8"),
+    "a line nested too deep": ([*UPGRADE[:-1], "deep.jsonl"], 'deep.jsonl: line 2 holds no "text" string'),
+    "a template in no UTF-8": ([*PREPARE, "--chat-template", "latin.jsonl"], "latin.jsonl: byte 10 is no UTF-8; expected a text file"),
     "no template": ([*PREPARE, "--chat-template", "nope"], "nope: there is no such file or folder."),
     "no folder to bench in": (["bench", "convert", "--folder", "nope"], "nope is no folder"),
 }  # fmt: skip

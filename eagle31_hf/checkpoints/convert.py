@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ..configuration import Eagle31Config
-from .files import HUB_OPTIONS, STAGED, WEIGHT_NAMES, WEIGHTS, check_file_name, read_json
+from ..json_file import read_json
+from .files import HUB_OPTIONS, STAGED, WEIGHT_NAMES, WEIGHTS, check_file_name
 from .knobs import KNOBS_FILE
 from .read import Checkpoint, read_checkpoint
 from .sharing import Stamps, folder_lock, stamps, unchanged
@@ -36,13 +37,19 @@ def convert_checkpoint(
     over the checkpoint's.
     Returns the native checkpoint, as `read_checkpoint` sees it, with the reasons and notes of the conversion.
     Raises OSError when something is not there, cannot be written to or locked, or changes meanwhile, ValueError (before anything is
-    written) when the checkpoint cannot be converted.
+    written) when the checkpoint cannot be converted, and for options of a Hub repository that a folder converted in place does not have.
     """
     hub = {name: options.pop(name) for name in HUB_OPTIONS if name in options}
     if destination is None:
         check_name(str(source))
         if not os.path.isdir(source):
             raise ValueError(f"{source}: is no local folder, so it cannot be converted in place; name a destination.")
+        for name in ("revision", "subfolder"):
+            if hub.get(name):
+                raise ValueError(
+                    f"{source}: {name} is {hub[name]!r}, and a folder converted in place has none; expected a Hub repository and a "
+                    f"destination with {name}, or the folder alone."
+                )
         return _convert_in_place(Path(source), options, aux_layer_convention, discard_original)
     if discard_original:
         raise ValueError("discard_original removes what a conversion in place keeps; expected no destination with it.")

@@ -1,15 +1,14 @@
 """`eagle31 info`, `convert`, `export`, `publish`, `upgrade`: what a checkpoint is, and making another of it."""
 
 import argparse
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 from . import kept
 from .loading import load_causal_lm, load_tokenizer
-from .parsing import add_json, add_reading, device, path, positive, progress, reading_options, show
-
-FLAGS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")
+from .parsing import add_json, add_reading, device, path, positive, progress, read_text, reading_options, show
 
 
 def _read(args: argparse.Namespace, source: str) -> Any:
@@ -50,6 +49,8 @@ def _exports(config: Any) -> dict[str, str]:
 
 
 def _info_lines(source: str, checkpoint: Any, report: dict[str, Any]) -> list[str]:
+    from ..checkpoints.keys import FLAGS
+
     config = checkpoint.config
     depth = checkpoint.knobs.get("num_assistant_tokens")
     attention = f"MLA latent {config.kv_lora_rank}" if config.kv_lora_rank is not None else (
@@ -90,8 +91,6 @@ def convert(args: argparse.Namespace) -> int:
         where = url or f"{args.source}: nothing to do, it is native already"
     else:
         options = reading_options(args)
-        if args.destination is None:
-            options.pop("revision", None)
         checkpoint = convert_checkpoint(args.source, args.destination, discard_original=args.discard_original, **options)
         where = str(checkpoint.folder)
     lines = [f"native checkpoint: {where}", *checkpoint.reasons, *(f"note: {note}" for note in checkpoint.notes)]
@@ -143,13 +142,14 @@ def upgrade(args: argparse.Namespace) -> int:
 
 def read_texts(path: Path) -> list[str]:
     """The `text` of every line of a .jsonl file, or any other file as one text. Raises ValueError for a line without one."""
+    content = read_text(path)
     if path.suffix != ".jsonl":
-        return [path.read_text(encoding="utf-8")]
+        return [content]
     texts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(io.StringIO(content), 1):  # splitlines() would end a line at U+2028, too, which JSON does not escape
         try:
             text = json.loads(line)["text"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             text = None
         if not isinstance(text, str):
             raise ValueError(f'{path}: line {number} holds no "text" string; expected {{"text": "..."}} on every line.')

@@ -7,9 +7,10 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from ..json_file import no_constant
+from ..json_file import parse_value
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 PLACEMENTS = ("auto", "balanced", "balanced_low_0", "sequential")  # of transformers' device_map
@@ -101,6 +102,14 @@ def words(text: str) -> str:
     return text
 
 
+def read_text(file: str | Path) -> str:
+    """The content of a text file. Raises ValueError, which names the file, where that is not UTF-8, OSError where it cannot be read."""
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: byte {error.start} is no UTF-8; expected a text file in UTF-8.") from None
+
+
 def device(text: str) -> str:
     """A device that this machine has and this build of PyTorch can use."""
     import torch
@@ -160,8 +169,8 @@ def field(text: str) -> tuple[str, Any]:
     if not sign or not name.isidentifier():
         raise argparse.ArgumentTypeError(f"got {text[:80]!r}, expected NAME=VALUE, e.g. norm_output=false")
     try:
-        return name, json.loads(value, parse_constant=no_constant)
-    except (ValueError, RecursionError):
+        return name, parse_value(value)
+    except ValueError:
         return name, value
 
 

@@ -1,12 +1,26 @@
 """`eagle31 prepare-data`: training data into a store, in the target's own words and with its states where asked."""
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from . import kept
 from .loading import load_causal_lm, load_tokenizer
-from .parsing import DTYPES, add_device, count, device_map, field, path, positive, progress, seed, share, show, temperature, top_p
+from .parsing import (
+    DTYPES,
+    add_device,
+    count,
+    device_map,
+    field,
+    path,
+    positive,
+    progress,
+    read_text,
+    seed,
+    share,
+    show,
+    temperature,
+    top_p,
+)
 
 QUANTIZATIONS = {"4bit": {"load_in_4bit": True}, "8bit": {"load_in_8bit": True}}
 SAMPLING = ("top_p", "top_k")  # of generate()
@@ -23,7 +37,7 @@ def prepare_data(args: argparse.Namespace) -> int:
         raise ValueError("--max-new-tokens, --temperature, --top-p and --top-k are of regenerated answers; expected --regenerate too.")
     check_store_folder(args.output)
     progress(f"loading {args.target}")
-    template = None if args.chat_template is None else Path(args.chat_template).read_text(encoding="utf-8")
+    template = None if args.chat_template is None else read_text(args.chat_template)
     tokenizer, target = load_tokenizer(args.target, args.revision), load_target(args)
     prepared = prepare(
         target, tokenizer, args.data, args.output, max_length=args.max_length, states=args.states, layer_ids=args.layers,

@@ -8,10 +8,11 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 
 from .losses import parse_mixture
-from .objective import Settings
+from .objective import MAX_DEPTH, Settings
 from .rows import CONVENTIONS, NORMALISATIONS
 
 BEST = "accepted_length"  # loss goes on falling where acceptance no longer rises
+UNBOUNDED = ("max_grad_norm",)  # infinity clips nothing, and the norm is logged all the same
 
 
 @dataclass
@@ -33,7 +34,7 @@ class Eagle31TrainingArguments(TrainingArguments):
     remove_unused_columns: bool | None = False
     ddp_find_unused_parameters: bool | None = False
 
-    depth: int = field(default=4, metadata={"help": "steps the drafter is unrolled, at least 1"})
+    depth: int = field(default=4, metadata={"help": f"steps the drafter is unrolled, 1 to {MAX_DEPTH}"})
     depth_decay: float = field(default=0.8, metadata={"help": "depth k weighs depth_decay ** k"})
     depth_weights: list[float] | None = field(default=None, metadata={"help": "a weight for each depth, instead of depth_decay"})
     loss: str = field(default="kl", metadata={"help": "distance to the target, or a mixture as in kl=0.9,tv=0.1"})
@@ -67,15 +68,16 @@ class Eagle31TrainingArguments(TrainingArguments):
             value, usual = getattr(self, declared.name), declared.default
             if isinstance(usual, int | float) and not isinstance(usual, bool):
                 kind: Any = Integral if isinstance(usual, int) else Real
-                if isinstance(value, bool) or not isinstance(value, kind) or value != value:
-                    expected = "an integer" if kind is Integral else "a number"
+                is_number = isinstance(value, kind) and not isinstance(value, bool) and value == value
+                if not is_number or (abs(value) == float("inf") and declared.name not in UNBOUNDED):
+                    expected = "an integer" if kind is Integral else "a finite number"
                     raise ValueError(f"Eagle31TrainingArguments: {declared.name} is {value!r}; expected {expected}.")
 
     def check(self) -> None:
         """Raises ValueError for what contradicts itself."""
         weights = self.depth_weights
         rules = (
-            (self.depth >= 1, f"depth is {self.depth}; expected at least 1"),
+            (1 <= self.depth <= MAX_DEPTH, f"depth is {self.depth}; expected 1 to {MAX_DEPTH}"),
             (weights is None or len(weights) == self.depth, f"depth_weights are {weights} and depth is {self.depth}; expected as many"),
             (self.loss_mask in CONVENTIONS, f"loss_mask is {self.loss_mask!r}; expected one of {', '.join(CONVENTIONS)}"),
             (
@@ -84,7 +86,10 @@ class Eagle31TrainingArguments(TrainingArguments):
             ),
             (self.alignment_slots >= 1, f"alignment_slots is {self.alignment_slots}; expected at least 1"),
             (self.max_length >= 4, f"max_length is {self.max_length}; expected at least 4"),
-            (self.eval_depth is None or self.eval_depth >= 1, f"eval_depth is {self.eval_depth}; expected at least 1"),
+            (
+                self.eval_depth is None or 1 <= self.eval_depth <= MAX_DEPTH,
+                f"eval_depth is {self.eval_depth}; expected 1 to {MAX_DEPTH}",
+            ),
             (self.label_smoothing_factor == 0, "label_smoothing_factor is set; expected 0, a drafter's labels are distributions"),
             (not self.remove_unused_columns, "remove_unused_columns is set; expected False, the columns are a drafter's own"),
         )  # fmt: skip
@@ -94,7 +99,7 @@ class Eagle31TrainingArguments(TrainingArguments):
         parse_mixture(self.loss)
 
     def settings(self) -> Settings:
-        """Of the loss that is minimised."""
+        """The settings of the loss that is minimised."""
         weights = self.depth_weights or self._decaying(self.depth)
         return Settings(
             self.depth, tuple(weights), parse_mixture(self.loss), self.loss_mask, self.normalisation, self.attention_alignment,
@@ -102,7 +107,7 @@ class Eagle31TrainingArguments(TrainingArguments):
         )  # fmt: skip
 
     def eval_settings(self) -> Settings:
-        """Of an evaluation: rows that serving can reach, each token alike, as deep as it will be served."""
+        """The settings of an evaluation: rows that serving can reach, each token alike, as deep as it will be served."""
         depth = self.eval_depth or self.depth
         weights = self.depth_weights if self.depth_weights and depth == self.depth else self._decaying(depth)
         return Settings(depth, tuple(weights), parse_mixture(self.loss))

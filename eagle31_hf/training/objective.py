@@ -18,11 +18,14 @@ from .losses import Goal
 from .rows import NORMALISATIONS, places, total_shares
 from .unroll import unroll
 
+MAX_DEPTH = 64  # four times as deep as anything drafts; each depth takes time and memory, and of thousands no step ever ends
+
 
 @dataclass(frozen=True)
 class Settings:
-    """What the loss is: K `depth`s, each weighted `depth_weights[k]`; a `mixture` of distances; which rows count (`convention`) and how
-    they are averaged (`normalisation`); weights of attention alignment and of the drift regulariser."""
+    """The loss in figures: K `depth`s, each weighted `depth_weights[k]`; a `mixture` of distances; which rows count (`convention`) and how
+    they are averaged (`normalisation`); weights of attention alignment and of the drift regulariser. Raises ValueError for a depth that
+    cannot be unrolled."""
 
     depth: int
     depth_weights: tuple[float, ...]
@@ -31,6 +34,10 @@ class Settings:
     normalisation: str = "token"
     attention_alignment: float = 0.0
     drift_regulariser: float = 0.0
+
+    def __post_init__(self):
+        if not 1 <= self.depth <= MAX_DEPTH:
+            raise ValueError(f"depth is {self.depth}; expected 1 to {MAX_DEPTH}.")
 
 
 CLOSER = ("greedy_acceptance", "sink_mass", "prompt_mass", "own_mass", "self_mass")

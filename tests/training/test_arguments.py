@@ -1,0 +1,41 @@
+"""Arguments of a training run: what no run can use is refused before there is a trainer, whatever it came from."""
+
+import math
+
+import pytest
+
+from eagle31_hf.training.arguments import Eagle31TrainingArguments
+from eagle31_hf.training.objective import MAX_DEPTH, Settings
+
+
+def arguments(**options) -> Eagle31TrainingArguments:
+    return Eagle31TrainingArguments(output_dir="unused", use_cpu=True, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"learning_rate": math.inf}, "learning_rate is inf; expected a finite number"),
+        ({"weight_decay": -math.inf}, "weight_decay is -inf; expected a finite number"),
+        ({"max_grad_norm": math.nan}, "max_grad_norm is nan; expected a finite number"),
+        ({"max_steps": 1.5}, "max_steps is 1.5; expected an integer"),
+        ({"learning_rate": True}, "learning_rate is True"),
+        ({"depth": 0}, f"depth is 0; expected 1 to {MAX_DEPTH}"),
+        ({"depth": 100_000}, f"depth is 100000; expected 1 to {MAX_DEPTH}"),
+        ({"eval_depth": MAX_DEPTH + 1}, f"eval_depth is {MAX_DEPTH + 1}; expected 1 to {MAX_DEPTH}"),
+    ],
+)
+def test_refused(options, words):
+    with pytest.raises(ValueError, match="Eagle31TrainingArguments") as caught:
+        arguments(**options)
+    assert words in str(caught.value)
+
+
+def test_allowed():
+    assert arguments(max_grad_norm=math.inf, depth=MAX_DEPTH, eval_depth=1).settings().depth == MAX_DEPTH
+
+
+def test_a_loss_of_no_depth_that_can_be_unrolled_is_none():
+    """Also where no trainer is between."""
+    with pytest.raises(ValueError, match=f"depth is 65; expected 1 to {MAX_DEPTH}"):
+        Settings(65, (1.0,) * 65)
