@@ -1,5 +1,6 @@
 """Loading, saving and publishing of drafters: reads every EAGLE 3 and 3.1 format, writes the native one."""
 
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from os import PathLike
@@ -9,14 +10,17 @@ from typing import Any
 
 import torch
 from huggingface_hub import HfApi
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
 from .checkpoints.files import HUB_OPTIONS
 from .checkpoints.read import Checkpoint, read_checkpoint
-from .checkpoints.sharing import settled
+from .checkpoints.sharing import folder_lock, settled
+from .checkpoints.write import remove_stale_weights
 from .configuration import Eagle31Config
 from .hub import CARD, CardFacts, render_card, upload
+from .vocab import MAPS
 
 logger = logging.get_logger(__name__)
 
@@ -27,7 +31,7 @@ class Eagle31PreTrainedModel(PreTrainedModel):
     config_class = Eagle31Config
     base_model_prefix = "model"
     # Headers are compared with the config before anything is loaded; tensors of these names that no file holds are in Checkpoint.made.
-    _keys_to_ignore_on_load_missing = [r"^d2t$", r"^t2d$", r"o_proj\.bias$"]
+    _keys_to_ignore_on_load_missing = [*(f"^{name}$" for name in MAPS), r"o_proj\.bias$"]
     _keys_to_ignore_on_load_unexpected = [r".*"]
 
     def __init__(self, config: Eagle31Config):
@@ -79,20 +83,29 @@ class Eagle31PreTrainedModel(PreTrainedModel):
         info["unexpected_keys"] = set(info["unexpected_keys"]) - checkpoint.dropped.keys()
         return (model, info) if output_loading_info else model
 
-    def save_pretrained(self, save_directory, *args, push_to_hub: bool = False, **kwargs):
+    def save_pretrained(
+        self, save_directory, is_main_process: bool = True, state_dict: dict[str, Tensor] | None = None, push_to_hub: bool = False, **kwargs
+    ):
         """Writes the native format, whatever was loaded: config, weights under their native names, drafting knobs, and a model card
         (`drafter.card_facts` adds license, data, training and acceptance to it) where the folder has none yet.
+
+        Processes that save into one folder take turns, so that it holds one drafter whole. Of a distributed run only the first one writes.
         """
         names = ("repo_id", "commit_message", "commit_description", "private", "create_pr", "revision", "tags")
         hub = {name: kwargs.pop(name) for name in names if name in kwargs}
-        super().save_pretrained(save_directory, *args, **kwargs | {"save_original_format": False})
-        self.generation_config.save_pretrained(save_directory)
+        folder, writes = Path(save_directory), self.should_save_on_this_rank(is_main_process)
         config: Any = self.config
-        card = Path(save_directory, CARD)
-        if not card.exists():
-            card.write_text(render_card(config, self.card_facts, hub.get("repo_id", card.parent.name)), encoding="utf-8")
-        if push_to_hub:
-            self.push_to_hub(hub.pop("repo_id", card.parent.name), token=kwargs.get("token"), **hub)
+        folder.mkdir(parents=True, exist_ok=True)
+        with folder_lock(folder, required=False) if writes else nullcontext():  # others take part in what the first one waits for
+            super().save_pretrained(folder, is_main_process, state_dict, **kwargs | {"save_original_format": False})
+            if writes:
+                if not (kwargs.get("variant") or kwargs.get("distributed_checkpoint") or self._hf_peft_config_loaded):
+                    remove_stale_weights(folder)
+                self.generation_config.save_pretrained(folder)
+                if not (folder / CARD).exists():
+                    (folder / CARD).write_text(render_card(config, self.card_facts, hub.get("repo_id", folder.name)), encoding="utf-8")
+        if push_to_hub and writes:
+            self.push_to_hub(hub.pop("repo_id", folder.name), token=kwargs.get("token"), **hub)
 
     def push_to_hub(
         self,
@@ -140,7 +153,7 @@ def default_generation_config() -> GenerationConfig:
 def fill_in(model: Eagle31PreTrainedModel, checkpoint: Checkpoint) -> None:
     """Writes the tensors that the files lack, or hold in a form that is not trusted, into the loaded model."""
     for name, value in checkpoint.made.items():
-        tensor = model.get_buffer(name) if name in ("d2t", "t2d") else model.get_parameter(name)
+        tensor = model.get_buffer(name) if name in MAPS else model.get_parameter(name)
         if tensor.device.type != "meta":
             tensor.copy_(value)
 

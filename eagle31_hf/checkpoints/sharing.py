@@ -4,6 +4,7 @@ import functools
 import inspect
 import os
 import stat
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,23 +26,68 @@ ATTEMPTS = 5  # at reading: one conversion in place changes the files twice, at 
 
 
 @contextmanager
-def folder_lock(folder: Path) -> Iterator[None]:
+def folder_lock(folder: Path, required: bool = True) -> Iterator[None]:
     """A lock on a folder: processes, and threads of one process, hold it in turn. The system releases it when its owner dies.
 
+    A thread that holds it and asks again, through a function it calls, goes on at once.
     The lock file is removed by its owner, before the lock is released. Who waited then gets the lock of the removed
     file, which nobody else looks for; it notices that the path names another file, or none, and tries again.
-    Raises PermissionError where the lock file cannot be opened, OSError where the file system has no locks.
+    Raises OSError where there is no lock to be had: the lock file cannot be opened or is a link, or the file system has no locks. With
+    `required=False` it goes on without one instead, and says so.
     """
+    status = os.stat(folder)
+    identity = (status.st_dev, status.st_ino)
+    if identity in _held.folders:
+        yield
+        return
     path = folder / LOCK
-    descriptor = _locked(path)
-    while not _is_in_place(descriptor, path):
-        os.close(descriptor)
-        descriptor = _locked(path)
+    try:
+        descriptor = _taken(path)
+    except OSError as error:
+        if required:
+            raise
+        logger.warning("%s Going on without a lock.", error)
+        yield
+        return
+    _held.folders.add(identity)
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)
+        _held.folders.discard(identity)
+        try:
+            path.unlink(missing_ok=True)
+        finally:
+            _release(descriptor)
+
+
+class _Held(threading.local):
+    """The folders whose lock this thread holds, by device and inode."""
+
+    def __init__(self):
+        self.folders = set[tuple[int, int]]()
+
+
+_held = _Held()
+
+
+def _taken(path: Path) -> int:
+    """The descriptor of the lock file at `path`, once this process has its lock and it is still the one that others look for."""
+    while True:
+        descriptor = _locked(path)
+        try:
+            is_in_place = _is_in_place(descriptor, path)
+        except BaseException:
+            _release(descriptor)
+            raise
+        if is_in_place:
+            return descriptor
+        _release(descriptor)
+
+
+def _release(descriptor: int) -> None:
+    try:
         fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough: a child forked meanwhile has the descriptor, too
+    finally:
         os.close(descriptor)
 
 

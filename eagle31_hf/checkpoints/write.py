@@ -3,8 +3,8 @@
 import errno
 import json
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .files import DTYPES, FLOATS, NAME_OF_DTYPE, StoredTensor, tensor_chunks
+from .files import DTYPES, FLOATS, NAME_OF_DTYPE, WEIGHTS, WEIGHTS_INDEX, StoredTensor, tensor_chunks
 
 # The order safetensors itself writes in, so that one set of tensors has one file, whoever wrote it.
 ORDER = ("F64", "I64", "F32", "I32", "BF16", "F16", "U8", "BOOL")
@@ -95,6 +95,16 @@ def write_json(path: Path, value: Any) -> None:
         os.fsync(file.fileno())
 
 
+def remove_stale_weights(folder: Path) -> None:
+    """Removes what an earlier save left that a loader would read with, or instead of, the weights just saved.
+
+    transformers removes an earlier save's shards, but neither the index of those nor, where it writes shards itself, the one file.
+    """
+    number = "[0-9]" * 5
+    has_shards = any(folder.glob(f"model-{number}-of-{number}.safetensors"))
+    (folder / (WEIGHTS if has_shards else WEIGHTS_INDEX)).unlink(missing_ok=True)
+
+
 NAME_ANOTHER = "Name another, or remove it."
 
 
@@ -119,9 +129,9 @@ def new_folder(destination: Path) -> Iterator[Path]:
     """
     check_new_folder(destination)
     destination.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
+    staging = destination.parent / f".{destination.name}.{secrets.token_hex(4)}"
+    staging.mkdir()  # as open to others as the umask lets new folders be; mkdtemp's are private
     try:
-        staging.chmod(0o777 & ~_umask())  # mkdtemp's are private
         yield staging
         try:
             os.replace(staging, destination)
@@ -132,9 +142,3 @@ def new_folder(destination: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current

@@ -182,6 +182,43 @@ def test_who_waited_for_a_removed_lock_file_waits_for_its_successor(tmp_path, wa
     assert contents(tmp_path) == {}
 
 
+def test_a_lock_file_that_became_a_link_is_an_error_and_the_lock_is_let_go(tmp_path, waiting):
+    """While one waits for it. Else whoever has the file under its new name would wait for ever."""
+
+    def wait() -> None:
+        with pytest.raises(OSError, match=LOCK), folder_lock(tmp_path):
+            pass
+        refused.append(True)
+
+    refused: list[bool] = []
+    descriptor = os.open(tmp_path / LOCK, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert waiting.acquire(timeout=60)
+    (tmp_path / LOCK).rename(tmp_path / "moved")
+    (tmp_path / LOCK).symlink_to("moved")
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    thread.join()
+    assert refused
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(descriptor)
+
+
+def test_a_lock_whose_file_cannot_be_removed_is_let_go(tmp_path):
+    """Here a folder stands in its place by then."""
+
+    def work() -> None:
+        with folder_lock(tmp_path):
+            (tmp_path / LOCK).rename(tmp_path / "moved")
+            (tmp_path / LOCK).mkdir()
+
+    with pytest.raises(OSError, match=LOCK):
+        work()
+    with open(tmp_path / "moved", "r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
 def test_a_lock_ends_with_its_owner_and_its_file_is_no_part_of_the_checkpoint(prepare):
     prepared = prepare("safetensors")
 
@@ -382,6 +419,20 @@ def test_the_second_of_two_writers_of_a_new_folder_is_refused(tmp_path):
     with pytest.raises(ValueError, match="is there already; expected a folder that is new or empty"):
         write()
     assert contents(tmp_path) == {"new/first": b""}
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+def test_a_new_folder_is_as_open_as_the_umask_lets_it_be(tmp_path, umask, monkeypatch):
+    """And the umask, which is the whole process's, stays: files of other threads would have other modes meanwhile."""
+    before = os.umask(umask)
+    try:
+        with monkeypatch.context() as patched:
+            patched.delattr(os, "umask")
+            with new_folder(tmp_path / "new"):
+                pass
+    finally:
+        os.umask(before)
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o777 & ~umask
 
 
 def test_weights_are_never_written_into_a_file_that_is_there(tmp_path):
