@@ -13,11 +13,13 @@ from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 from huggingface_hub.utils import validate_repo_id
 
 from .checkpoints import Checkpoint, convert_checkpoint, launch_line, read_checkpoint
-from .checkpoints.files import STAGED, read_json
+from .checkpoints.files import STAGED
+from .checkpoints.keys import FLAGS
 from .checkpoints.sharing import stamps, unchanged
 from .checkpoints.sources import HUB_ERRORS, HubError, first_line
 from .checkpoints.write import write_json
 from .configuration import Eagle31Config
+from .json_file import read_json
 
 CARD = "README.md"
 # What the client raises besides where an upload fails: bad names, uploads that broke off, a Hub that is not to be asked.
@@ -43,6 +45,7 @@ class CardFacts:
 
 
 def kind(config: Eagle31Config) -> str:
+    """The generation of EAGLE a drafter is of, by its norms, as its card and `eagle31 info` call it."""
     if config.is_eagle31 or (config.norm_before_fc and config.norm_output):
         return "EAGLE 3.1"
     return "EAGLE 3" if not (config.fc_norm or config.norm_output) else "between EAGLE 3 and 3.1"
@@ -107,7 +110,7 @@ def _flags(config: Eagle31Config) -> str:
     states = c.aux_hidden_state_layer_ids or "[2, L // 2, L - 3]"
     rows = [
         ("captured target states", f"`hidden_states` {states}, {c.target_hidden_size} wide"),
-        *((name, str(getattr(c, name)).lower()) for name in ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")),
+        *((name, str(getattr(c, name)).lower()) for name in FLAGS),
         ("layers", f"{c.num_hidden_layers}, {c.hidden_size} wide, MLP {c.intermediate_size}, {sizes}"),
         ("vocabulary", f"proposes {c.draft_vocab_size:,} of {c.vocab_size:,} ids"),
         ("embedding, head", f"{'the target' if c.share_target_embeddings else 'own'}, {'the target' if c.share_target_head else 'own'}"),
@@ -148,8 +151,8 @@ def publish(
     """Uploads a native checkpoint, or a config that points to its weights, whose revision is pinned to today's commit.
 
     A card is written where the folder has none; a card the repository has already is kept. What an interrupted upload has brought
-    over is not sent again. Returns the commit's URL. Raises ValueError for a folder that is neither, or half converted, OSError when the
-    folder changes meanwhile or the Hub refuses.
+    over is not sent again. Returns the commit's URL. Raises ValueError for a folder that is neither, is half converted or holds links that
+    lead out of it, OSError when the folder changes meanwhile or the Hub refuses.
     """
     folder, api = Path(folder), HfApi(token=token)
     _check_repo_id(repo_id)
@@ -178,11 +181,25 @@ def _stage(api: HfApi, folder: Path, values: dict[str, Any], staged: Path, repo_
     else:
         values["weights_from"] = _pinned(api, values["weights_from"], folder)
         config, names = Eagle31Config.from_dict({name: value for name, value in values.items() if name != "weights_from"}), []
+    _own_file(folder, "config.json")
     write_json(staged / "config.json", values)
     for name in names:
         if (folder / name).is_file():
-            (staged / name).symlink_to((folder / name).resolve())
+            (staged / name).symlink_to(_own_file(folder, name))
     _stage_card(folder, staged, config, repo_id)
+
+
+def _own_file(folder: Path, name: str) -> Path:
+    """Where a file of the folder lies: in it, or where the Hub's cache keeps the files of a snapshot that was downloaded.
+
+    Raises ValueError for a link to anything else: what it names may be private, and whoever made the folder chose it.
+    """
+    home, file = folder.resolve(), (folder / name).resolve()
+    snapshots = next((parent for parent in home.parents if parent.name == "snapshots"), None)
+    blobs = None if snapshots is None else snapshots.parent / "blobs"
+    if home not in file.parents and file.parent != blobs:
+        raise ValueError(f"{folder / name}: is a link to {file}, outside the folder; expected a file. Copy it there to publish it.")
+    return file
 
 
 def _check_repo_id(repo_id: str) -> None:
@@ -204,7 +221,7 @@ def _pinned(api: HfApi, link: Any, folder: Path) -> dict[str, str]:
 
 def _stage_card(folder: Path, staged: Path, config: Eagle31Config, repo_id: str) -> None:
     if (folder / CARD).is_file():
-        shutil.copyfile(folder / CARD, staged / CARD)
+        shutil.copyfile(_own_file(folder, CARD), staged / CARD)
     else:
         (staged / CARD).write_text(render_card(config, None, repo_id), encoding="utf-8")
 
@@ -255,7 +272,8 @@ def convert_on_hub(
         folder = Path(staging, "native")
         checkpoint = convert_checkpoint(repo_id, folder, **hub, **options)
         added = {path.name: path for path in sorted(folder.iterdir())}
-        replaced = sorted({file.name for file in found.files.weight_files} - added.keys())
+        is_linked = found.files.source != repo_id  # the weights are another repository's, which weights_from names
+        replaced = [] if is_linked else sorted({file.name for file in found.files.weight_files} - added.keys())
         operations: list[Any] = [CommitOperationAdd(name, path) for name, path in added.items()]
         operations += [CommitOperationDelete(name) for name in replaced]
         try:

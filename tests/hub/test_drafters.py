@@ -1,5 +1,6 @@
 """Drafters on the Hub: pushed, published, fetched from where a config points to, converted by pull request; interrupted and refused."""
 
+import io
 import json
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from factories import build
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, snapshot_download
 from safetensors.torch import load_file, save
 from transformers import AutoConfig, AutoModel
 
@@ -226,6 +227,60 @@ def test_a_pull_request_converts_a_repository(hub, drafter):
     assert after["README.md"] == b"# theirs"
     assert read_checkpoint(BASE, revision="refs/pr/1").is_native
     assert_same(Eagle31DrafterModel.from_pretrained(BASE, revision="refs/pr/1"), drafter)
+
+
+def test_a_pull_request_removes_only_what_the_repository_has(hub, drafter):
+    """The weights it is converted from are another repository's, and lie there in a file of another name."""
+    config = original_release(drafter)["config.json"]
+    weights = io.BytesIO()
+    torch.save({name.replace("layers.0.", "midlayer."): tensor for name, tensor in drafter.state_dict().items()}, weights)
+    hub.add(BASE, {"config.json": config, "pytorch_model.bin": weights.getvalue()})
+    hub.add(REPO, {"config.json": pointing(), "README.md": b"# mine"})
+    assert convert_on_hub(REPO)[1]
+    after = hub.files(REPO, "refs/pr/1")
+    assert after.keys() == {"config.json", "model.safetensors", "conversion.json", "README.md", ".gitattributes"}
+    assert_same(Eagle31DrafterModel.from_pretrained(REPO, revision="refs/pr/1"), drafter)
+
+
+LINKED = ("README.md", "generation_config.json", "config.json", "model.safetensors")
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_a_link_out_of_the_folder_is_not_followed(hub, drafter, tmp_path, name):
+    """Whoever made the folder could have anything published that its publisher can read."""
+    drafter.save_pretrained(tmp_path / "saved")
+    (tmp_path / "saved" / name).rename(tmp_path / "private")
+    (tmp_path / "saved" / name).symlink_to("../private")
+    with pytest.raises(ValueError, match=rf"{name}: is a link to .*private, outside the folder; expected a file\. Copy it there"):
+        publish(tmp_path / "saved", REPO)
+    assert REPO not in hub.repos
+
+
+@pytest.mark.parametrize("where", ["blobs", "snapshots/other"])
+def test_a_folder_that_looks_like_the_cache_is_no_way_out(hub, drafter, tmp_path, where):
+    """`blobs` is a link itself, or the file is another snapshot's."""
+    folder = tmp_path / "fake" / "snapshots" / "0123"
+    drafter.save_pretrained(folder)
+    (tmp_path / "private").mkdir()
+    (folder / "README.md").rename(tmp_path / "private" / "notes")
+    (tmp_path / "fake" / where).symlink_to(tmp_path / "private")
+    (folder / "README.md").symlink_to(tmp_path / "fake" / where / "notes")
+    with pytest.raises(ValueError, match="outside the folder"):
+        publish(folder, REPO)
+
+
+def test_links_of_the_cache_and_within_the_folder_are_followed(hub, drafter, tmp_path):
+    drafter.push_to_hub(BASE.replace("yuhuili", "tester"))
+    snapshot = Path(snapshot_download(BASE.replace("yuhuili", "tester")))
+    assert (snapshot / "model.safetensors").is_symlink()
+    publish(snapshot, REPO)
+    assert_same(Eagle31DrafterModel.from_pretrained(REPO), drafter)
+    drafter.save_pretrained(tmp_path / "saved")
+    (tmp_path / "saved" / "README.md").rename(tmp_path / "saved" / "card.md")
+    (tmp_path / "saved" / "README.md").symlink_to("card.md")
+    (tmp_path / "link").symlink_to("saved")
+    publish(tmp_path / "link", "tester/another")
+    assert hub.files("tester/another").keys() == NATIVE
 
 
 def test_a_native_repository_needs_no_pull_request(hub, drafter):
