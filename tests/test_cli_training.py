@@ -152,12 +152,37 @@ def test_what_no_run_wrote_is_not_replaced(capsys, folder, theirs):
 
 def test_a_stopped_run_names_the_drafter_it_was_to_replace(capsys, folder):
     assert trained(capsys, folder, "--steps", "2")[0] == 0
-    asked = argparse.Namespace(output=str(folder / "drafter"))
+    asked = argparse.Namespace(output=str(folder / "drafter"), overwrite=True)
     assert "earlier" not in kept.checkpoint(asked)
     aside = set_aside(folder / "drafter")
     assert kept.checkpoint(asked).endswith(f"yet; begin anew, with --overwrite. The earlier drafter is in {aside}.")
     assert trained(capsys, folder, "--steps", "2", "--overwrite")[0] == 0
     assert "earlier" not in kept.checkpoint(asked)
+
+
+def test_a_run_stopped_while_it_regenerates_goes_on_by_resume(capsys, folder):
+    """With the rows it has made, which are as prepare-data makes them; without --resume it is refused, as the sentence says."""
+    asked = argparse.Namespace(output=str(folder / "drafter"), overwrite=False)
+    assert kept.checkpoint(asked).endswith("yet; begin anew.")
+    status, _, err = run(
+        capsys, "prepare-data", "--target", folder / "target", "--data", folder / "texts.jsonl", "--output", folder / "drafter" / "data",
+        "--max-length", "40", "--regenerate",
+    )  # fmt: skip
+    assert status == 0, err
+    assert kept.checkpoint(asked).endswith("yet, but rows, which are kept; the same command with --resume goes on with them.")
+    status, _, err = trained(capsys, folder, "--steps", "2", "--regenerate")
+    assert (status, "go on with the run in it by --resume" in err) == (2, True)
+    status, _, err = trained(capsys, folder, "--steps", "2", "--regenerate", "--resume")
+    assert (status, "shard 1 of" in err) == (0, False), err
+    asked.overwrite = True
+    assert "the same command with --resume instead of --overwrite goes on from the last" in kept.checkpoint(asked)
+
+
+def test_a_stopped_conversion_says_of_any_config_what_it_is(tmp_path):
+    asked = argparse.Namespace(source=str(tmp_path), destination=None, create_pr=False)
+    for text, state in (("[" * 50_000, "is as it was"), ("[]", "is as it was"), ('{"model_type": "eagle31"}', "is native by now")):
+        (tmp_path / "config.json").write_text(text)
+        assert kept.conversion(asked) == f"{tmp_path} {state}; the same command finishes the work."
 
 
 def test_a_finished_run_is_finished(capsys, folder):
@@ -189,6 +214,10 @@ def test_going_on_from_a_published_drafter(capsys, folder):
     ("arguments", "message"),
     [
         (["--set", "depht=3"], "--set: "),
+        (["--set", "learning_rate=1e999"], "learning_rate is '1e999'; expected a finite number"),
+        (["--set", "max_steps=" + "9" * 400], "expected an integer"),
+        (["--depth", "100000"], "depth is 100000; expected 1 to 64"),
+        (["--set", "eval_depth=65"], "eval_depth is 65; expected 1 to 64"),
         (["--loss", "mse"], "names 'mse'; expected some of kl"),
         (["--resume"], "holds no complete checkpoint"),
         (["--draft-vocab-size", "99"], "to have 99 ids; expected 1 to 11"),

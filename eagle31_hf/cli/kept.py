@@ -1,8 +1,9 @@
 """What each command leaves behind when it is stopped or the machine fails, and how to go on: a sentence, from what is on the disk."""
 
 import argparse
-import json
 from pathlib import Path
+
+from ..json_file import read_json
 
 
 def new_folder(folder: str | None) -> str:
@@ -18,8 +19,8 @@ def conversion(args: argparse.Namespace) -> str:
     if args.destination is not None:
         return new_folder(args.destination)
     try:
-        is_native = json.loads(Path(args.source, "config.json").read_bytes()).get("model_type") == "eagle31"
-    except (OSError, ValueError, AttributeError):
+        is_native = read_json(Path(args.source, "config.json")).get("model_type") == "eagle31"
+    except (OSError, ValueError):
         is_native = False
     state = "is native by now" if is_native else "is as it was"
     return f"{args.source} {state}; the same command finishes the work."
@@ -41,12 +42,17 @@ def shards(args: argparse.Namespace) -> str:
 
 
 def checkpoint(args: argparse.Namespace) -> str:
-    from ..training.output import REPLACED
+    from ..training.output import REPLACED, holds_rows
+    from ..training.saving import checkpoints
 
     aside = [path.parent for path in Path(args.output, REPLACED).glob("*/model*.safetensors*")]
     earlier = f" The earlier drafter is in {max(aside, key=lambda path: path.stat().st_mtime)}." if aside else ""
-    found = [path for path in Path(args.output).glob("checkpoint-*") if (path / "trainer_state.json").is_file()]
-    if not found:
-        return f"There is no checkpoint in {args.output} yet; begin anew{', with --overwrite' if aside else ''}.{earlier}"
-    newest = max(found, key=lambda path: path.stat().st_mtime)
-    return f"{newest} is kept; the same command with --resume goes on from the last complete checkpoint.{earlier}"
+    begun = checkpoints(args.output)
+    found = [path for path in begun if (path / "trainer_state.json").is_file()]
+    resumed = f"the same command with --resume{' instead of --overwrite' if args.overwrite else ''} goes on"
+    if found:
+        newest = max(found, key=lambda path: path.stat().st_mtime)
+        return f"{newest} is kept; {resumed} from the last complete checkpoint.{earlier}"
+    if holds_rows(args.output) and not begun:
+        return f"There is no checkpoint in {args.output} yet, but rows, which are kept; {resumed} with them.{earlier}"
+    return f"There is no checkpoint in {args.output} yet; begin anew{', with --overwrite' if aside or begun else ''}.{earlier}"

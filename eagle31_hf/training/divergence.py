@@ -70,13 +70,13 @@ class DivergenceWatch:
         self._read()
         scaler = self.accelerator.scaler
         if self.num_broken >= (PATIENCE if scaler is None else SCALED_PATIENCE):
-            raise TrainingDivergedError(self._message(f"and {self.num_broken} steps in a row are not finite"))
+            raise TrainingDivergedError(self._message(f"{self.num_broken} steps in a row are not finite"))
 
     def check_weights(self, weights: Iterable[Tensor], step: int) -> None:
         """Raises TrainingDivergedError where a weight is NaN or infinite after `step`, or where `check_steps` does."""
         self.check_steps()
         if int(self.accelerator.reduce(num_not_finite(weights).to(self.args.device), "sum")):
-            raise TrainingDivergedError(self._message(f"and weights are not finite after step {step}"))
+            raise TrainingDivergedError(self._message(f"weights are not finite after step {step}"))
 
     def _read(self) -> None:
         """Reads the records: the one place that waits for the device."""
@@ -92,13 +92,14 @@ class DivergenceWatch:
     def _message(self, consequence: str) -> str:
         """Where it began, what is left, and what to change."""
         step, kept, args = self.first_broken or self.last, last_checkpoint(self.args.output_dir), self.args
-        begun = f"step {step.number}: the loss is {step.loss:g}, the norm of the gradient {step.gradient_norm:g}, " if step else ""
+        begun = [f"step {step.number}: the loss is {step.loss:g}, the norm of the gradient {step.gradient_norm:g}"] if step else []
+        broken = ", and ".join([*begun, consequence])
         found = f"the last checkpoint with finite weights is {kept}" if kept else "no checkpoint was written before"
         again = "train its drafter on in a new run (eagle31 train --drafter)" if kept else "begin anew"
         changes = [f"a lower learning_rate (now {args.learning_rate:g})"]
         changes += [] if args.max_grad_norm > 0 else ["max_grad_norm=1 (now 0: gradients are not clipped)"]
         changes += ["bf16 instead of fp16"] if args.fp16 else []
-        return f"{begun}{consequence}. Training has diverged and was stopped; {found}. To go on, {again} with {' or '.join(changes)}."
+        return f"{broken}. Training has diverged and was stopped; {found}. To go on, {again} with {' or '.join(changes)}."
 
 
 @torch.no_grad()

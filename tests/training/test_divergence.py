@@ -152,6 +152,15 @@ def test_weights_that_a_dtype_cannot_hold_are_not_written(tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
+def test_weights_broken_before_the_first_step(tmp_path):
+    """There is no step to tell of, and folders that are no checkpoints do not get in the way."""
+    (tmp_path / "checkpoint-best").mkdir()
+    trainer = make_trainer(tmp_path)
+    trainer.drafter.norm.weight.data[0] = float("nan")
+    with pytest.raises(TrainingDivergedError, match=r"^weights are not finite after step 0\. Training .* no checkpoint was written before"):
+        trainer._check_weights()
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_one_value_is_enough(value):
     weights = [torch.zeros(3, 4), torch.zeros(0), torch.zeros(2, dtype=torch.long), torch.zeros(5).bfloat16()]
