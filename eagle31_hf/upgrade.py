@@ -46,10 +46,8 @@ class UpgradeReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        names = ("mean_accepted_length", "accepted_per_position", "drafted_per_position", "target_forwards", "generated_tokens")
-        sides = {side: {name: getattr(getattr(self, side), name) for name in names} for side in ("before", "after")}
         moved = {name: getattr(self, name) for name in ("fused_movement", "fused_movement_scalar", "feedback_movement")}
-        return moved | sides | {"needs_fine_tuning": self.needs_fine_tuning}
+        return moved | {"before": self.before.as_dict(), "after": self.after.as_dict(), "needs_fine_tuning": self.needs_fine_tuning}
 
     def summary(self) -> str:
         def row(name: str, stats: AcceptanceStats) -> str:
@@ -103,16 +101,19 @@ def upgrade_to_eagle31(
     depth = num_assistant_tokens or (own if isinstance(own, int) else DEFAULT_DEPTH)  # auto has no one depth to be compared at
     before, after = (_acceptance(target, model, prompts, depth, max_new_tokens) for model in (drafter, upgraded))
     upgraded.upgrade_report = UpgradeReport(fused, scalar, feedback, before, after)
-    for name, stats in (("before the upgrade", before), ("after it", after)):
-        upgraded.card_facts.acceptance.append({
-            "data": f"{len(prompts)} calibration texts, {name}", "depth": depth, "mean_accepted_length": stats.mean_accepted_length,
-            "accepted_per_position": stats.accepted_per_position, "drafted_per_position": stats.drafted_per_position,
-        })  # fmt: skip
-    upgraded.card_facts.training["Upgrade"] = (
-        f"from EAGLE 3 by calibration on {sum(ids.shape[1] for ids in rows):,} tokens; the fused state moved by {fused:.1%}, "
-        f"the fed-back state by {feedback:.1%}"
-    )
+    _note_on_card(upgraded, sum(ids.shape[1] for ids in rows), len(prompts), depth)
     return upgraded
+
+
+def _note_on_card(upgraded: Eagle31DrafterModel, num_tokens: int, num_prompts: int, depth: int) -> None:
+    """Adds to the facts of the model card how the drafter was upgraded, and the acceptance `depth` deep before and after."""
+    report, facts = upgraded.upgrade_report, upgraded.card_facts
+    for name, stats in (("before the upgrade", report.before), ("after it", report.after)):
+        facts.acceptance.append({"data": f"{num_prompts} calibration texts, {name}", "depth": depth, **stats.as_dict()})
+    facts.training["Upgrade"] = (
+        f"from EAGLE 3 by calibration on {num_tokens:,} tokens; the fused state moved by {report.fused_movement:.1%}, "
+        f"the fed-back state by {report.feedback_movement:.1%}"
+    )
 
 
 def _token_rows(

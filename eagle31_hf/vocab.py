@@ -5,7 +5,7 @@ from torch import Tensor
 
 # Targets pad their embedding to a round number of rows; checkpoints of one model differ by that padding (Qwen: 151936 and 152064).
 PADDING_ROWS, PADDING_SHARE = 64, 0.005
-MAPS = ("d2t", "t2d")  # the tensors of a draft vocabulary, in a drafter and in its checkpoint
+MAPS = ("d2t", "t2d")  # the maps of a draft vocabulary: the only tensors whose values are read before weights are loaded
 IGNORED = -100  # a label that does not count, in torch and transformers
 
 

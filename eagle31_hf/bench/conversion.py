@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from ..checkpoints import convert_checkpoint
 from ..checkpoints.tensors import expected_tensors
 from ..configuration import Eagle31Config
+from ..vocab import MAPS
 
 # Llama-3.1-8B's drafter, its MLP widened or narrowed to the wanted size; named as the original release names it.
 GEOMETRY: dict[str, Any] = {
@@ -25,14 +26,14 @@ GEOMETRY: dict[str, Any] = {
 def write_checkpoint(folder: Path, megabytes: int, form: str) -> int:
     """A random bf16 EAGLE 3 checkpoint in the original release's layout, `form` "safetensors" or "bin"; its size in bytes."""
     fixed = Eagle31Config(**GEOMETRY, fc_norm=False, norm_output=False, intermediate_size=1)
-    others = sum(2 * torch.Size(shape).numel() for name, shape in expected_tensors(fixed).items() if name not in ("d2t", "t2d"))
+    others = sum(2 * torch.Size(shape).numel() for name, shape in expected_tensors(fixed).items() if name not in MAPS)
     width = max(64, (megabytes * 10**6 - others) // (3 * 4096 * 2) // 64 * 64)
     config = Eagle31Config(**GEOMETRY, fc_norm=False, norm_output=False, intermediate_size=width)
     generator = torch.Generator().manual_seed(0)
     tensors = {
         name.replace("layers.0.", "midlayer."): (torch.randn(min(torch.Size(shape).numel(), 2**22), generator=generator) * 0.02).bfloat16()
         .repeat(-(-torch.Size(shape).numel() // 2**22))[: torch.Size(shape).numel()].view(shape)
-        for name, shape in expected_tensors(config).items() if name not in ("d2t", "t2d")
+        for name, shape in expected_tensors(config).items() if name not in MAPS
     }  # fmt: skip
     tensors["d2t"] = torch.arange(32000) * 3
     values = GEOMETRY | {"intermediate_size": width, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}

@@ -15,7 +15,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils.hub import extract_commit_hash
 
-from ..json_file import MAX_BYTES as MAX_JSON_BYTES  # noqa: F401
 from ..json_file import NOT_TEXT, parse_json, read_json, show
 from .pickles import stored_sizes, unpickle
 from .sources import HubError, check_name, fetch, find_config

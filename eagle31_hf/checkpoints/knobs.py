@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from .files import read_json
+from ..json_file import read_json
 
 KNOBS_FILE = "generation_config.json"
 AUTO = "auto"

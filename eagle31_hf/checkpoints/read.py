@@ -30,7 +30,6 @@ from .tensors import Shapes, expected_tensors, native_names, refuse_other_graphs
 LINK_OPTIONS = tuple(name for name in HUB_OPTIONS if name not in ("revision", "subfolder"))
 NOT_OVERRIDES = ("model_type", "architectures", "weights_from", "transformers_version", "dtype", "torch_dtype", "auto_map")
 
-MAPS = ("d2t", "t2d")  # the vocabulary maps, the only tensors whose values are read before the weights are loaded
 FIELDS = frozenset(Eagle31Config.__annotations__)
 
 
@@ -59,13 +58,13 @@ class Checkpoint:
     @property
     def num_parameters(self) -> int:
         """Numbers in its tensors, vocabulary maps not among them."""
-        return sum(prod(stored.shape) for name, stored in self.tensors.items() if name not in MAPS)
+        return sum(prod(stored.shape) for name, stored in self.tensors.items() if name not in vocab.MAPS)
 
     @property
     def is_native(self) -> bool:
         """Whether the files are a native checkpoint as they stand."""
         renamed = any(name != stored.name for name, stored in self.tensors.items())
-        return self.format == NATIVE and not renamed and not self.dropped and not self.made.keys() - {"t2d", "d2t"}
+        return self.format == NATIVE and not renamed and not self.dropped and not self.made.keys() - {*vocab.MAPS}
 
     @property
     def key_mapping(self) -> dict[str, str] | None:
@@ -171,7 +170,7 @@ def _checked(checkpoint: Checkpoint) -> Checkpoint:
     if "d2t" in expected:
         made |= _vocabulary_map(checkpoint, notes)
     else:
-        for name in MAPS:
+        for name in vocab.MAPS:
             if name in tensors:
                 _check_trivial(tensors[name], source)
                 dropped[tensors.pop(name).name] = "the draft vocabulary is the target's"
@@ -201,7 +200,7 @@ def _compare(source: str, expected: Shapes, tensors: dict[str, StoredTensor], ma
                 f"{stored.file}: {stored.name} has shape {stored.shape}; expected {expected[name]}, as config.json describes. "
                 "Check the sizes there."
             )
-        if name not in MAPS and stored.dtype not in FLOATS:
+        if name not in vocab.MAPS and stored.dtype not in FLOATS:
             raise ValueError(
                 f"{stored.file}: {stored.name} is stored as {stored.dtype}; expected one of {', '.join(FLOATS)}. "
                 "Quantized drafters are not read: use the original."

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..checkpoints.files import read_json
 from ..checkpoints.producers import drafter_sign
 from ..checkpoints.sources import find_config
+from ..json_file import read_json
 
 
 def refuse_drafter(source: str, revision: str | None = None) -> None:

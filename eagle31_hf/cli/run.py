@@ -64,7 +64,7 @@ def generate(args: argparse.Namespace) -> int:
         )
     if args.json:
         text = tokenizer.decode(sequence[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        show(args, {"text": text, **_counts(stats)}, "")
+        show(args, {"text": text, **stats.as_dict()}, "")
     else:
         print(stats.summary(), file=sys.stderr)
     return 0
@@ -129,11 +129,6 @@ def _table(result: dict[str, Any], with_profile: bool) -> str:
         lines += [f"{'':<28}" + "".join(f"{run['drafter'] + ' ' + run['name']:>20}" for run in result["runs"])]
         lines += [f"{part:<28}" + "".join(f"{1000 * run['profile'][part]:>20.1f}" for run in result["runs"]) for part in parts]
     return "\n".join(lines)
-
-
-def _counts(stats) -> dict[str, Any]:
-    names = ("generated_tokens", "target_forwards", "mean_accepted_length", "accepted_per_position", "drafted_per_position")
-    return {name: getattr(stats, name) for name in names}
 
 
 def add_demo(parser: argparse.ArgumentParser) -> None:

@@ -41,11 +41,11 @@ def train(args: argparse.Namespace) -> int:
     if data.held_out is None and args.eval_rows:
         progress("too few rows to hold any out: nothing is evaluated, and the last checkpoint is kept")
         settings.eval_strategy, settings.load_best_model_at_end = IntervalStrategy.NO, False
-    drafter, vocabulary = begin(args, target, tokenizer, data)
+    drafter, coverage = begin(args, target, tokenizer, data)
     trainer = Eagle31Trainer(
         drafter, settings, data.train, data.held_out, target=None if states else target, processing_class=tokenizer
     )  # fmt: skip
-    trainer.facts = {"data": data.facts, "draft_vocabulary_coverage": vocabulary}
+    trainer.facts = {"data": data.facts, "draft_vocabulary_coverage": coverage}
     progress(f"training on {len(data.train):,} rows, evaluating on {len(data.held_out) if data.held_out else 0:,}")
     speak_plainly(trainer)
     if args.overwrite:
@@ -114,16 +114,18 @@ def read_data(args: argparse.Namespace, target: Any, tokenizer: Any) -> Data:
     from ..training.packing import Part
     from ..training.store import HiddenStateStore
 
-    rows, facts = rows_of(args, args.data, target, tokenizer, "data")
+    rows, facts = rows_of_source(args, args.data, target, tokenizer, "data")
     layer_ids = rows.manifest.layer_ids if isinstance(rows, HiddenStateStore) else None
     if args.eval_data:
-        held_out, _ = rows_of(args, args.eval_data, target, tokenizer, "eval-data")
+        held_out, _ = rows_of_source(args, args.eval_data, target, tokenizer, "eval-data")
         return Data(rows, held_out, facts, layer_ids)
     split = len(rows) - min(args.eval_rows, len(rows) // 10)
     return Data(Part(rows, 0, split), Part(rows, split, len(rows)) if split < len(rows) else None, facts, layer_ids)
 
 
-def rows_of(args: argparse.Namespace, source: str, target: Any, tokenizer: Any, name: str) -> tuple[Any, dict[str, Any]]:
+def rows_of_source(args: argparse.Namespace, source: str, target: Any, tokenizer: Any, name: str) -> tuple[Any, dict[str, Any]]:
+    """The rows of one source, and the facts about them: of a store as they are, else made of its records now. Regenerated ones go into
+    the subfolder `name` of the output. Raises ValueError for a store of another tokenizer."""
     from ..training.identity import tokenizer_fingerprint
     from ..training.prepare import rows_in_memory
     from ..training.store import MANIFEST, HiddenStateStore
@@ -138,8 +140,8 @@ def rows_of(args: argparse.Namespace, source: str, target: Any, tokenizer: Any, 
             target, tokenizer, source, max_length=args.max_length, split=args.split, seed=args.seed,
             template_options=dict(args.template_option), progress=progress,
         )  # fmt: skip
-        return rows, described(source, rows, skipped)
-    return store, described(source, store, store.skipped)
+        return rows, facts_of(source, rows, skipped)
+    return store, facts_of(source, store, store.skipped)
 
 
 def regenerated(args: argparse.Namespace, source: str, target: Any, tokenizer: Any, folder: Path) -> Any:
@@ -159,7 +161,8 @@ def regenerated(args: argparse.Namespace, source: str, target: Any, tokenizer: A
     return HiddenStateStore(folder)
 
 
-def described(source: str, rows: Any, skipped: dict[str, int]) -> dict[str, Any]:
+def facts_of(source: str, rows: Any, skipped: dict[str, int]) -> dict[str, Any]:
+    """Counts of rows, tokens and skipped records, as training.json keeps them; says them to the user, too."""
     facts = {"source": source, "rows": len(rows), "tokens": sum(rows.lengths), "skipped": dict(skipped)}
     left_out = "".join(f", {count:,} skipped ({reason})" for reason, count in sorted(skipped.items()))
     progress(f"{source}: {facts['rows']:,} rows of {facts['tokens']:,} tokens{left_out}")
@@ -174,7 +177,7 @@ def begin(args: argparse.Namespace, target: Any, tokenizer: Any, data: Data) -> 
     from ..upgrade import upgrade_to_eagle31
 
     if args.drafter is None:
-        ids, coverage = vocabulary(args, target, tokenizer, data)
+        ids, coverage = draft_vocabulary(args, target, tokenizer, data)
         fields = {"aux_hidden_state_layer_ids": data.layer_ids} if data.layer_ids else {}
         return new_drafter(target, ids, args.head, args.seed, **fields | dict(args.field)), coverage
     drafter: Any = Eagle31DrafterModel.from_pretrained(args.drafter, **dict(args.field)).float().to(execution_device(target))
@@ -186,7 +189,9 @@ def begin(args: argparse.Namespace, target: Any, tokenizer: Any, data: Data) -> 
     return drafter, None
 
 
-def vocabulary(args: argparse.Namespace, target: Any, tokenizer: Any, data: Data) -> tuple[Any, dict[str, float] | None]:
+def draft_vocabulary(args: argparse.Namespace, target: Any, tokenizer: Any, data: Data) -> tuple[Any, dict[str, float] | None]:
+    """The target ids a new drafter is to propose, and the shares they cover of the answers' tokens and of the target's probability; None
+    for both where it proposes all."""
     from ..training.fresh import choose_vocabulary, count_answers, layer_ids_for, mass_covered
     from ..training.regenerate import stop_ids
     from ..training.target import StoredTarget, TargetReader

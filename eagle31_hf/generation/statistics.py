@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
 _trackers: ContextVar[tuple["AcceptanceStats", ...]] = ContextVar("eagle31_trackers", default=())
 
@@ -59,6 +60,11 @@ class AcceptanceStats(RowStats):
     choices: Counter[str] = field(default_factory=Counter)
     explanation: str = ""
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The figures of all rows taken together as plain values, for JSON."""
+        names = ("generated_tokens", "target_forwards", "mean_accepted_length", "accepted_per_position", "drafted_per_position")
+        return {name: getattr(self, name) for name in names}
 
     def summary(self) -> str:
         """A few lines for people."""

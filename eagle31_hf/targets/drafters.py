@@ -16,20 +16,13 @@ from torch import Tensor
 from transformers.utils.hub import extract_commit_hash
 
 from .. import vocab
-from ..checkpoints.files import (
-    MAX_JSON_BYTES,
-    SIDE_FILES,
-    WEIGHTS,
-    WEIGHTS_INDEX,
-    check_file_name,
-    parse_json,
-    read_index,
-    read_json,
-)
-from ..checkpoints.read import FIELDS, MAPS, Checkpoint, read_checkpoint
+from ..checkpoints.files import SIDE_FILES, WEIGHTS, WEIGHTS_INDEX, check_file_name, read_index
+from ..checkpoints.read import FIELDS, Checkpoint, read_checkpoint
 from ..checkpoints.sources import HUB_ERRORS, HubError, check_name, fetch, find_config, first_line
 from ..configuration import Eagle31Config
 from ..hub import kind
+from ..json_file import MAX_BYTES as MAX_JSON_BYTES
+from ..json_file import parse_json, read_json
 from ..modeling import Eagle31DrafterModel
 from ..names import refuse_unknown
 from .source import TargetSource
@@ -288,7 +281,7 @@ def _maps(header: bytes, num_bytes: int) -> Iterator[tuple[int, int]]:
     except ValueError:
         return
     for name, entry in entries.items():
-        offsets = entry.get("data_offsets") if isinstance(entry, dict) and name.split(".")[-1] in MAPS else None
+        offsets = entry.get("data_offsets") if isinstance(entry, dict) and name.split(".")[-1] in vocab.MAPS else None
         if isinstance(offsets, list) and len(offsets) == 2 and all(type(offset) is int for offset in offsets):
             start, end = offsets
             if 0 <= start < end <= num_bytes:

@@ -13,9 +13,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-from ..checkpoints.files import WEIGHT_NAMES, read_index, read_json
+from ..checkpoints.files import WEIGHT_NAMES, read_index
 from ..checkpoints.producers import drafter_sign
 from ..checkpoints.sources import find_config
+from ..json_file import read_json
 from .shrink import LAYER_COUNTS
 
 MOST_LAYERS, MOST_IDS = 2000, 2**24  # more than any target has: configs are untrusted

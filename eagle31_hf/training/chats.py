@@ -54,8 +54,9 @@ class RowMaker:
             self.stop_ids = {self.tokenizer.eos_token_id}
 
     def rows(self, record: Record, index: int = 0) -> list[dict[str, Tensor]]:
-        """`index`: the record's place in the data, which decides about its augmentation.
+        """Makes the rows of one record: one of a chat, or one for each answer, and of a text one for each piece of it.
 
+        `index`: the record's place in the data, which decides about its augmentation.
         Raises Skipped for a record without a row, ValueError for what is wrong with more than the record.
         """
         texts = self._texts(parse_record(record), index)

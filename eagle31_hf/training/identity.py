@@ -106,7 +106,7 @@ def _replace(path: Path, *parts: Iterable[bytes | memoryview]) -> None:
 
 @contextmanager
 def open_sealed(path: Path, verify: bool) -> Iterator[Any]:
-    """Raises ValueError, here or in the block, when the file is damaged."""
+    """A file of `write_sealed`, open for reading. Raises ValueError, here or in the block, when it is damaged."""
     try:
         file = safe_open(path, "pt")
         if verify and _checksum(path, file.metadata()["sha256"]) != file.metadata()["sha256"]:

@@ -26,7 +26,7 @@ class Rows(Dataset):
 
     @classmethod
     def from_rows(cls, rows: Iterable[Row]) -> "Rows":
-        """Raises ValueError where there are none."""
+        """Copies rows of any kind into memory, end to end. Raises ValueError where there are none."""
         ids, answers, offsets = list[Tensor](), list[Tensor](), [0]
         for row in rows:
             tokens = tokens_of(row)

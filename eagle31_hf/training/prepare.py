@@ -148,34 +148,18 @@ def prepare_data(
     A record that makes no row is counted with its reason, and the first of each reason are told to `progress`, with file and line.
     Raises ValueError for options that do not go together, where `output` holds something else, and where no record makes a row.
     """
-    _check(states, layer_ids, dtype, regenerate, template_augmentation, part)
-    if tensor_parallel_group(target) is not None:
-        raise ValueError(
-            "the target is tensor-parallel, whose processes cannot each make their own shards; expected a whole one in every process, or "
-            "one that device_map spreads over devices."
-        )
-    records, generation, stops = read_records(source, split), generation or {}, on_policy.stop_ids(target, tokenizer)
-    made_of: dict[str, Any] = {
-        "data": identity(source, split), "max_length": max_length, "mask": mask, "seed": seed, "regenerate": regenerate,
-        "template_augmentation": template_augmentation, "chat_template": None if chat_template is None else digest(chat_template),
-        "stop_ids": stops,
-    }  # fmt: skip
-    if template_options:
-        made_of["template_options"] = template_options
-    if regenerate:
-        own = digest(target.generation_config.to_json_string(use_diff=False))  # what is not given is as it says
-        made_of |= {"max_new_tokens": max_new_tokens, "batch_size": batch_size, "generation": generation, "generation_config": own}
+    _check(target, states, layer_ids, dtype, regenerate, template_augmentation, part)
+    records, stops, embedding = read_records(source, split), on_policy.stop_ids(target, tokenizer), target.get_input_embeddings()
     if states:
         layer_ids = Eagle31Config(aux_hidden_state_layer_ids=layer_ids).resolve_layer_ids(len(decoder_layers(target)))
         dtype = dtype or str(target.dtype).removeprefix("torch.")
-    embedding: Any = target.get_input_embeddings()
-    own_mask = "answers" if regenerate else mask
     maker = RowMaker(
-        tokenizer, max_length, shape_of(embedding)[0], own_mask, template_augmentation, seed, chat_template, set(stops),
-        template_options or {},
+        tokenizer, max_length, shape_of(embedding)[0], "answers" if regenerate else mask, template_augmentation, seed, chat_template,
+        set(stops), template_options or {},
     )  # fmt: skip
-    speaker = on_policy.Speaker(target, tokenizer, max_length, max_new_tokens, batch_size, generation) if regenerate else None
+    speaker = on_policy.Speaker(target, tokenizer, max_length, max_new_tokens, batch_size, generation or {}) if regenerate else None
     reader = TargetReader(target, layer_ids) if states else None
+    made_of = _made_of(source, split, mask, maker, speaker)
     open_store(output, _manifest(target, tokenizer, made_of, len(records), records_per_shard, layer_ids, dtype))
     if reader is not None and part[0] == 0:
         save_target_parts(output, target, reader.scoring.as_dict())
@@ -225,13 +209,37 @@ def _no_rows(source: str, records: Records, skips: Skips, counts: dict[str, int]
     )
 
 
-def _check(states: bool, layer_ids: Any, dtype: Any, regenerate: bool, template_augmentation: float, part: tuple[int, int]) -> None:
+def _check(
+    target: PreTrainedModel, states: bool, layer_ids: Any, dtype: Any, regenerate: bool, template_augmentation: float, part: tuple[int, int]
+) -> None:  # fmt: skip
+    """Raises ValueError for options that do not go together, and for a target whose processes depend on each other."""
     if not 0 <= part[0] < part[1]:
         raise ValueError(f"part is {part[0]}/{part[1]}; expected 0/n to n-1/n for n processes.")
     if not states and (layer_ids, dtype) != (None, None):
         raise ValueError(f"layer_ids is {layer_ids} and dtype {dtype!r} without states; expected neither, or states.")
     if regenerate and template_augmentation:
         raise ValueError(f"template_augmentation is {template_augmentation}; expected 0 with regenerate: prompts are as they are served.")
+    if tensor_parallel_group(target) is not None:
+        raise ValueError(
+            "the target is tensor-parallel, whose processes cannot each make their own shards; expected a whole one in every process, or "
+            "one that device_map spreads over devices."
+        )
+
+
+def _made_of(source: str, split: str, mask: str, maker: RowMaker, speaker: on_policy.Speaker | None) -> dict[str, Any]:
+    """All that rows follow from besides the target and its tokenizer, as the manifest keeps it."""
+    made_of: dict[str, Any] = {
+        "data": identity(source, split), "max_length": maker.max_length, "mask": mask, "seed": maker.seed,
+        "regenerate": speaker is not None, "template_augmentation": maker.template_augmentation,
+        "chat_template": None if maker.chat_template is None else digest(maker.chat_template), "stop_ids": sorted(maker.stop_ids or ()),
+    }  # fmt: skip
+    if maker.template_options:
+        made_of["template_options"] = maker.template_options
+    if speaker is not None:
+        own = digest(speaker.target.generation_config.to_json_string(use_diff=False))  # what is not given is as it says
+        made_of |= {"max_new_tokens": speaker.max_new_tokens, "batch_size": speaker.batch_size, "generation": speaker.generation}
+        made_of["generation_config"] = own
+    return made_of
 
 
 def _manifest(

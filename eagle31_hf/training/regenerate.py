@@ -34,7 +34,8 @@ def stop_ids(target: Any, tokenizer: Any) -> list[int]:
 
 @dataclass
 class Speaker:
-    """How the target is asked: rows have at most `max_length` tokens, answers `max_new_tokens`, `generation` is what generate() takes."""
+    """The target as the author of answers: rows have at most `max_length` tokens, answers `max_new_tokens`; `generation` is what generate()
+    takes."""
 
     target: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -76,13 +77,16 @@ class Speaker:
         return answer[: int(ends[0]) + 1] if len(ends) else answer
 
     def text(self, answer: Tensor) -> str:
+        """The words of an answer (T,), without the token that ends the turn, as a later prompt quotes them."""
         said = answer[:-1] if answer[-1] in self.stops else answer
         return str(self.tokenizer.decode(said, skip_special_tokens=True))
 
     def fits(self, prompt: Tensor) -> bool:
+        """Returns True where a row has room for the prompt (T,) and the shortest answer to learn from."""
         return len(prompt) + LEAST_ANSWER <= self.max_length
 
     def row(self, prompt: Tensor, answer: Tensor) -> Row:
+        """The row of a prompt (T,) and its answer, cut to `max_length` tokens."""
         ids = torch.cat([prompt, answer])[: self.max_length]
         return {"input_ids": ids, "answers": torch.arange(len(ids)) >= len(prompt)}
 

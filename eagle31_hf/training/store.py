@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 
-from ..checkpoints.files import read_json
 from ..checkpoints.write import write_json
+from ..json_file import read_json
 from ..tying import weight_of
 from .identity import FP8, Pieces, open_sealed, write_sealed
 
@@ -37,8 +37,9 @@ NOT_FINITE = "states are not finite"
 
 @dataclass
 class Manifest:
-    """`revision` is the target's `weights_fingerprint`, `commit` that of its repository; `source` says what the rows were made of, and how.
+    """A record of what a store's rows were made from, so that others are not mixed with them, and how they lie in its shards.
 
+    `revision` is the target's `weights_fingerprint`, `commit` that of its repository; `source` says what the rows were made of, and how.
     Without `layer_ids` and `dtype` the store has tokens only.
     """
 
@@ -82,7 +83,7 @@ def _flat(manifest: Manifest) -> dict[str, Any]:
 
 
 def read_manifest(folder: str | Path) -> Manifest:
-    """Raises ValueError where there is none, or one of another version."""
+    """The manifest of the store in a folder. Raises ValueError where there is none, or one of another version."""
     path = Path(folder, MANIFEST)
     if not path.is_file():
         raise ValueError(f"{folder}: holds no {MANIFEST}; expected a folder that prepare-data has made.")
