@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 from .. import vocab
 from ..checkpoints.write import write_json
@@ -89,6 +90,15 @@ def checkpoints(folder: str | Path) -> list[Path]:
     """The checkpoints in a folder, whole or not, by their step: the subfolders `checkpoint-<digits>`."""
     found = {path: CHECKPOINT.fullmatch(path.name) for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.is_dir()}
     return sorted((path for path, match in found.items() if match), key=lambda path: int(path.name.rpartition("-")[2]))
+
+
+def remove_oldest(folder: str | Path, limit: int | None, best: str | None) -> None:
+    """Removes the oldest checkpoints of those beyond `limit`, but neither the newest nor the best; with None or 0 none."""
+    found = [path for path in sort_checkpoints(str(folder), use_mtime=True) if CHECKPOINT.fullmatch(Path(path).name)]
+    kept = {*found[-1:], str(Path(best)) if best else None}
+    excess = len(found) - max(limit, len(kept.intersection(found))) if limit else 0
+    for path in [path for path in found if path not in kept][: max(0, excess)]:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def why_incomplete(checkpoint: Path) -> str | None:

@@ -1,6 +1,9 @@
 """`Eagle31Trainer`: transformers' Trainer for a drafter beside its frozen target. K depths."""
 
 import math
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,7 +28,7 @@ from .objective import Batch, DraftingObjective, Sums
 from .packing import Collator, PackedRows
 from .regenerate import stop_ids
 from .rows import total_shares
-from .saving import check_finite, check_vocabulary, ended_state, last_checkpoint, write_record
+from .saving import check_finite, check_vocabulary, checkpoints, ended_state, last_checkpoint, remove_oldest, write_record
 from .target import StoredTarget, TargetReader, shard, stored_target
 
 logger = logging.get_logger(__name__)
@@ -271,7 +274,30 @@ class Eagle31Trainer(Trainer):
         if self.args.should_save:
             folder = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
             (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
-        super()._save_checkpoint(model, trial)
+        with self._no_rotation() as limit:
+            super()._save_checkpoint(model, trial)
+        if self.args.should_save:
+            remove_oldest(self._get_output_dir(trial), limit, self.state.best_model_checkpoint)
+
+    def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
+        """With a limit of one checkpoint, the best one is what is kept."""
+        with self._no_rotation() as limit:
+            output = super()._finalize_training(trial, num_train_samples, start_time)
+        best = self.state.best_model_checkpoint
+        if self.args.should_save and limit == 1 and best is not None:
+            for path in checkpoints(self._get_output_dir(trial)):
+                if not path.samefile(best):
+                    shutil.rmtree(path, ignore_errors=True)
+        return output
+
+    @contextmanager
+    def _no_rotation(self) -> Iterator[int | None]:
+        """The limit on checkpoints, hidden from the Trainer, which would take folders such as checkpoint-best for old ones."""
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            yield limit
+        finally:
+            self.args.save_total_limit = limit
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)

@@ -225,6 +225,25 @@ def test_only_numbered_checkpoints_count(tmp_path):
     assert last_checkpoint(tmp_path) == str(tmp_path / A_CHECKPOINT)
 
 
+@pytest.mark.parametrize("limit", [1, 2])
+@pytest.mark.parametrize("best", [False, True])
+def test_a_limit_removes_only_numbered_checkpoints(tmp_path, limit, best):
+    """transformers takes the others for old ones."""
+    others = ("checkpoint-best/model.safetensors", "checkpoint-1.bak/model.safetensors")
+    options = SAVING | {"save_total_limit": limit, "max_steps": 8}
+    if best:  # which is the first: the learning rate is far too high
+        options |= {"eval_dataset": make_rows(3, seed=1), "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+        options |= {"learning_rate": 0.3, "metric_for_best_model": "loss", "greater_is_better": False}
+    make_trainer(tmp_path / "alone", **options).train()
+    written(tmp_path / "beside", *others)
+    before = contents(tmp_path / "beside")
+    make_trainer(tmp_path / "beside", **options).train()
+    assert before.items() <= contents(tmp_path / "beside").items()
+    alone, beside = ([path.name for path in checkpoints(tmp_path / name)] for name in ("alone", "beside"))
+    assert alone == beside
+    assert len(alone) == limit
+
+
 def test_a_state_nested_without_end_is_no_whole_checkpoint(tmp_path):
     checkpoint(tmp_path)
     (tmp_path / A_CHECKPOINT / "trainer_state.json").write_text("[" * 50_000)
