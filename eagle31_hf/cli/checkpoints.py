@@ -11,14 +11,10 @@ from .loading import load_causal_lm, load_tokenizer
 from .parsing import add_json, add_reading, device, path, positive, progress, read_text, reading_options, show
 
 
-def _read(args: argparse.Namespace, source: str) -> Any:
-    from ..checkpoints import read_checkpoint
-
-    return read_checkpoint(source, dict(args.set), args.aux_layer_convention, revision=args.revision)
-
-
 def info(args: argparse.Namespace) -> int:
-    checkpoint = _read(args, args.drafter)
+    from ..checkpoints.headers import read_headers
+
+    checkpoint = read_headers(args.drafter, dict(args.set), args.aux_layer_convention, args.revision)
     report = _report(checkpoint)
     show(args, report, "\n".join(_info_lines(args.drafter, checkpoint, report)))
     return 0

@@ -1,0 +1,136 @@
+"""A checkpoint read from its headers: of a Hub repository with safetensors nothing large is downloaded."""
+
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from huggingface_hub import get_hf_file_metadata, get_session, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, OfflineModeIsEnabled
+from huggingface_hub.utils import build_hf_headers
+from transformers.utils.hub import extract_commit_hash
+
+from .. import vocab
+from ..json_file import MAX_BYTES, parse_json, read_json
+from .files import SIDE_FILES, WEIGHTS, WEIGHTS_INDEX, check_file_name, read_index
+from .knobs import KNOBS_FILE
+from .read import Checkpoint, read_checkpoint
+from .sources import HUB_ERRORS, HubError, check_name, fetch, find_config, first_line
+
+
+class RangeError(Exception):
+    """The Hub does not serve a part of this file."""
+
+
+def read_headers(
+    name: str, overrides: Mapping[str, Any] | None = None, convention: str | None = None, revision: str | None = None
+) -> Checkpoint:
+    """Reads a checkpoint as `read_checkpoint` does, but of a Hub repository with safetensors downloads only the config, headers and draft
+    vocabulary maps.
+
+    What is in the Hub's cache is read from there; pickles, and weights in another repository that the config names, are downloaded whole.
+    Raises OSError where something is not there or the Hub fails, ValueError for what is unsound.
+    """
+    check_name(name)
+    if Path(name).exists() or isinstance(try_to_load_from_cache(name, WEIGHTS, revision=revision), str):
+        return read_checkpoint(name, overrides, convention, revision=revision)
+    try:
+        with headers_of(name, revision) as folder:
+            try:
+                return replace(read_checkpoint(str(folder), overrides, convention), source=name)
+            except ValueError as error:
+                raise ValueError(str(error).replace(str(folder), name)) from None
+    except RangeError:
+        return read_checkpoint(name, overrides, convention, revision=revision)
+
+
+@contextmanager
+def headers_of(name: str, revision: str | None) -> Iterator[Path]:
+    """A temporary copy of a repository's folder, whose weight files are sparse: full length, but only headers and vocabulary maps.
+
+    Raises RangeError where that cannot be made, OSError where the Hub fails.
+    """
+    config = Path(find_config(name, revision=revision))
+    commit = extract_commit_hash(str(config), None) or revision
+    if read_json(config).get("weights_from") is not None:
+        raise RangeError
+    with TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        (folder / "config.json").write_bytes(config.read_bytes())
+        if not _fetch_header(name, WEIGHTS, commit, folder):
+            if not _fetch_whole(name, WEIGHTS_INDEX, commit, folder):
+                raise RangeError
+            for shard in sorted(set(read_index(folder / WEIGHTS_INDEX).values())):
+                check_file_name(shard, folder / WEIGHTS_INDEX, "weight_map")
+                if not _fetch_header(name, shard, commit, folder):
+                    raise RangeError
+        for side_file in (*SIDE_FILES, KNOBS_FILE):
+            _fetch_whole(name, side_file, commit, folder)
+        yield folder
+
+
+def _fetch_whole(name: str, file: str, commit: str | None, folder: Path) -> bool:
+    """Writes a copy of the file. Returns False where the repository has no such file."""
+    found = fetch(name, file, revision=commit)
+    if found is not None:
+        (folder / file).write_bytes(Path(found).read_bytes())
+    return found is not None
+
+
+def _fetch_header(name: str, file: str, commit: str | None, folder: Path) -> bool:
+    """Writes a sparse copy of the file. Returns False where the repository has no such file.
+
+    Raises RangeError where no part of it is served, HubError where the connection fails.
+    """
+    url = hf_hub_url(name, file, revision=commit)
+    try:
+        size = get_hf_file_metadata(url).size
+        (length,) = struct.unpack("<Q", _fetch(url, 0, 8))
+        if size is None or not 0 < length <= min(size - 8, MAX_BYTES):
+            raise RangeError
+        header = _fetch(url, 8, length)
+        with open(folder / file, "wb") as copy:
+            copy.write(struct.pack("<Q", length) + header)
+            copy.truncate(size)
+            for start, end in _maps(header, size - 8 - length):
+                copy.seek(8 + length + start)
+                copy.write(_fetch(url, 8 + length + start, end - start))
+    except EntryNotFoundError:
+        return False
+    except (HfHubHTTPError, OfflineModeIsEnabled):  # what the Hub answers is said in plain words where the whole file is asked for
+        raise RangeError from None
+    except HUB_ERRORS as error:
+        raise HubError(f"{name}: {file}: the connection to the Hub broke off ({first_line(error)}). Run it again.") from error
+    return True
+
+
+def _maps(header: bytes, num_bytes: int) -> Iterator[tuple[int, int]]:
+    """First byte and end of every vocabulary map in a safetensors file of so many bytes after its header. What is unsound in the header,
+    which may be a stranger's, is passed over here, and refused when the copy is read."""
+    try:
+        entries = parse_json(header, "")
+    except ValueError:
+        return
+    for name, entry in entries.items():
+        offsets = entry.get("data_offsets") if isinstance(entry, dict) and name.split(".")[-1] in vocab.MAPS else None
+        if isinstance(offsets, list) and len(offsets) == 2 and all(type(offset) is int for offset in offsets):
+            start, end = offsets
+            if 0 <= start < end <= num_bytes:
+                yield start, end
+
+
+def _fetch(url: str, start: int, count: int) -> bytes:
+    """Returns `count` bytes of a file on the Hub, from `start` on. Raises RangeError where it does not send exactly these."""
+    if not 0 < count <= MAX_BYTES:
+        raise RangeError
+    headers = build_hf_headers() | {"Range": f"bytes={start}-{start + count - 1}"}
+    with get_session().stream("GET", url, headers=headers, follow_redirects=True) as response:
+        if response.status_code != 206:
+            raise RangeError
+        found = response.read()
+    if len(found) != count:
+        raise RangeError
+    return found
