@@ -17,7 +17,7 @@ from eagle31_hf import Eagle31Trainer, Eagle31TrainingArguments, demo
 from eagle31_hf.cli.training import speak_plainly
 from eagle31_hf.demo.corpus import training_files
 from eagle31_hf.training.fresh import new_drafter
-from eagle31_hf.training.output import check_output, discard_replaced, set_aside
+from eagle31_hf.training.output import check_output, claim, discard_replaced, set_aside
 from eagle31_hf.training.packing import Part
 from eagle31_hf.training.prepare import prepare_data
 from eagle31_hf.training.store import HiddenStateStore
@@ -73,14 +73,15 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="go on from the last complete checkpoint in the folder")
     parser.add_argument("--overwrite", action="store_true", help="replace the drafter that is in the folder")
     args = parser.parse_args()
-    checkpoint = check_output(args.output, args.resume, args.overwrite)
-    torch.manual_seed(0)
-    target, tokenizer = demo.load_target()
-    rows = own_words(target, tokenizer, args.output / "data", args.rows)
-    if args.overwrite:
-        set_aside(args.output)
-    trainer = train(target, tokenizer, rows, args.output, num_train_epochs=args.epochs, checkpoint=checkpoint)
-    discard_replaced(args.output)
+    with claim(args.output):
+        checkpoint = check_output(args.output, args.resume, args.overwrite)
+        torch.manual_seed(0)
+        target, tokenizer = demo.load_target()
+        rows = own_words(target, tokenizer, args.output / "data", args.rows)
+        if args.overwrite:
+            set_aside(args.output)
+        trainer = train(target, tokenizer, rows, args.output, num_train_epochs=args.epochs, checkpoint=checkpoint)
+        discard_replaced(args.output)
     last = next(entry for entry in reversed(trainer.state.log_history) if "eval_accepted_length" in entry)
     served = last["eval_served_accepted_length"]
     print(f"{last['eval_accepted_length']:.2f} tokens a target forward on rows held out, {served:.2f} in generate()")

@@ -12,7 +12,7 @@ from eagle31_hf import Eagle31DrafterModel, track_acceptance
 from eagle31_hf.bench.engine import build
 from eagle31_hf.bench.training import Step
 from eagle31_hf.cli import kept, main
-from eagle31_hf.training.output import set_aside
+from eagle31_hf.training.output import claim, set_aside
 
 QUICK = ["--depth", "2", "--max-length", "40", "--accumulate", "1", "--batch-size", "2", "--learning-rate", "0.01", "--eval-every", "4"]
 
@@ -114,6 +114,15 @@ def test_a_folder_of_somebody_is_refused_before_anything_is_read(capsys, folder,
     assert "expected a folder that is new or empty" in err
     assert "loading" not in err
     assert contents(folder / "theirs") == {"model.safetensors": b"weights of years"}
+
+
+def test_a_second_run_into_one_folder_is_refused(capsys, folder):
+    with claim(folder / "drafter"):
+        status, out, err = trained(capsys, folder, "--steps", "1")
+        assert contents(folder / "drafter") == {}
+    assert (status, out) == (2, "")
+    assert "drafter: another run is writing into it" in err
+    assert "loading" not in err
 
 
 def test_an_earlier_drafter_goes_when_the_new_one_is_there(capsys, folder):

@@ -24,13 +24,21 @@ class Data:
 
 
 def train(args: argparse.Namespace) -> int:
+    from ..training.output import claim
+
+    check_options(args)
+    settings = arguments(args)
+    with claim(settings.output_dir):
+        return run(args, settings)
+
+
+def run(args: argparse.Namespace, settings: Any) -> int:
+    """The whole run, in a folder that no other run writes into meanwhile."""
     from transformers.trainer_utils import IntervalStrategy
 
     from ..training.output import check_output, discard_replaced, in_all_processes
     from ..training.trainer import Eagle31Trainer
 
-    check_options(args)
-    settings = arguments(args)
     output = settings.output_dir
     checkpoint = in_all_processes(lambda: check_output(output, args.resume, args.overwrite))
     progress(f"loading {args.target}")

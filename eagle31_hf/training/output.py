@@ -1,9 +1,10 @@
 """The folder of a training run: what may be in it when a run begins, and what becomes of an earlier run's files."""
 
+import os
 import re
 import shutil
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +18,11 @@ from ..json_file import read_json
 from .saving import RECORD, STAGED_RECORD, checkpoints, has_record, last_checkpoint, why_incomplete
 from .store import MANIFEST
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
 REPLACED = "eagle31-replaced"  # the subfolder for what earlier runs wrote
 # What a run writes besides checkpoints, and what a loader would take for a part of that. Everything else is left alone, prepared training
 # data and folders such as checkpoint-best included.
@@ -27,6 +33,51 @@ WRITTEN = (
     "vocab.*", "merges.txt",
 )  # fmt: skip
 Found = TypeVar("Found")
+
+
+@contextmanager
+def claim(folder: str | Path) -> Iterator[None]:
+    """Keeps the runs of other processes out of a run's folder, which is made if need be, until the block ends or the process dies.
+
+    The main process holds a lock on the folder itself, so that no file of it is left behind. A file system without such locks keeps nobody
+    out. Raises ValueError, in all processes of a distributed run, where another run holds it, or where it cannot be written to.
+    """
+    folder, held, made = Path(folder), list[int](), list[Path]()
+    in_all_processes(lambda: held.extend(_claimed(folder, made)))
+    try:
+        yield
+    finally:
+        for path in made:
+            with suppress(OSError):  # the run has begun
+                path.rmdir()
+        for descriptor in held:
+            os.close(descriptor)
+
+
+def _claimed(folder: Path, made: list[Path]) -> Iterator[int]:
+    """Makes the folder, adding it to `made`, and gives the descriptor that holds its lock; none where there are no locks."""
+    if not folder.is_dir():
+        if os.path.lexists(folder):
+            return  # `check_output` says what it is
+        try:
+            folder.mkdir(parents=True)
+        except OSError as error:
+            raise ValueError(f"{folder}: cannot be made ({error.strerror}); expected a folder that you may write to.") from None
+        made.append(folder)
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"{folder}: this user may not write to it; expected a folder that you may write to.")
+    if fcntl is None:
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ValueError(f"{folder}: another run is writing into it; name another folder, or wait until that run has ended.") from None
+    except OSError:
+        os.close(descriptor)
+        return
+    yield descriptor
 
 
 def check_output(folder: str | Path, resume: bool = False, overwrite: bool = False) -> str | None:

