@@ -56,6 +56,7 @@ BAD = {
     "layers in no order": ([*PREPARE, "--states", "--layers", "5", "3"], "expected distinct ids >= 0 in ascending order"),
     "too short": ([*PREPARE, "--max-length", "1"], "max_length is 1; expected at least 4"),
     "seed": ([*TRAIN, "--seed", "-1"], "--seed: got '-1'"),
+    "no value at all": (["train", "--target", "t", "--data=--", "--output", "o"], "argument --data: expected a value, got '--'"),
     "a large seed": ([*GENERATE, "--seed", str(2**64), "abc"], "expected an integer of at least 0 and at most 4294967295"),
     "a number of 5,000 digits": (["demo", "--prompts", "9" * 5000], "--prompts: got '9999"),
     "epochs": ([*TRAIN, "--epochs", "nan"], "--epochs: got 'nan'"),

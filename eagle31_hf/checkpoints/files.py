@@ -37,6 +37,7 @@ ADAPTER = "adapter_config.json"  # what transformers, where peft is installed, a
 CHUNK_BYTES = 2**20  # stays in a core's cache between reading, checking and writing
 # A drafter has some forty tensors, described in a few kilobytes; what is built of a header may be a hundred times its size.
 MAX_HEADER_BYTES, MAX_CONFIG_VALUES, MAX_NAME, MAX_SHARDS = 2**20, 100_000, 500, 1000
+MAX_FILE_NAME = 255  # bytes, of most file systems
 
 
 @dataclass(frozen=True)
@@ -180,8 +181,12 @@ def weights_name(folder: Path, config: dict[str, Any]) -> str | None:
 
 
 def check_file_name(name: Any, where: Path, key: str) -> None:
-    if not isinstance(name, str) or name != os.path.basename(name) or name in ("", ".", "..") or "\\" in name or "\0" in name:
-        raise ValueError(f"{where}: {key} names the file {repr(name)[:80]}; expected a plain file name beside it, without folders.")
+    is_plain = isinstance(name, str) and name == os.path.basename(name) and name not in ("", ".", "..") and not {"\\", "\0"} & set(name)
+    if not is_plain or len(os.fsencode(name)) > MAX_FILE_NAME:
+        raise ValueError(
+            f"{where}: {key} names the file {repr(name)[:80]}; expected a plain file name beside it, without folders, of at most "
+            f"{MAX_FILE_NAME} bytes."
+        )
 
 
 def read_index(path: Path) -> dict[str, str]:

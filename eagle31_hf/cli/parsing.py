@@ -48,6 +48,13 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str):
         raise ValueError(f"{message} (see {self.prog} --help)")
 
+    def parse_known_args(self, args=None, namespace=None):
+        """As usual; `--name=--`, of which argparse before Python 3.13 makes an empty list, is refused."""
+        for word in args or ():
+            if word.startswith("--") and word.endswith("=--"):
+                self.error(f"argument {word[:-3][:80]}: expected a value, got '--'")
+        return super().parse_known_args(args, namespace)
+
 
 def whole(least: int, most: int = LARGEST) -> Callable[[str], int]:
     """Reads an integer from `least` to `most`."""
