@@ -1,12 +1,14 @@
 """What a command says of arguments that cannot be: before anything is loaded or written, and never by a traceback."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 from conftest import build_drafter, build_target
 from fuzz_commands import fuzz, prepared
+from transformers import AutoModelForCausalLM
 
 from eagle31_hf import demo
 from eagle31_hf.cli import main
@@ -114,6 +116,15 @@ def test_a_drafters_own_knobs_are_refused_in_one_line(capsys, folder, knobs, wor
     assert main([*GENERATE, "abc"]) == 2
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("eagle31: error:")]
     assert words in line
+
+
+def test_a_config_of_many_times_the_weights_is_refused_before_they_are_made_up(capsys, folder, monkeypatch):
+    """A Llama of no stated sizes has 6.7 billion parameters."""
+    (folder / "target" / "config.json").write_text('{"model_type": "llama"}')
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *args, **kwargs: pytest.fail("it was loaded"))
+    assert main([*GENERATE, "abc"]) == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("eagle31: error:")]
+    assert re.search(r"target: its weights are [0-9,]+ bytes, its config.json describes 6,738,415,616 parameters; expected", line)
 
 
 def test_info_refuses_knobs_that_are_none(capsys, folder):

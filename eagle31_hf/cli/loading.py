@@ -1,5 +1,6 @@
 """Targets and tokenizers for the commands: refused in plain words where they are not there or cannot be read."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,22 @@ def refuse_drafter(source: str, revision: str | None = None) -> None:
         raise ValueError(f"{source}: is a drafter ({sign}); expected the target, which it drafts for.")
 
 
+def refuse_missing_weights(source: str) -> None:
+    """Raises ValueError where a folder's weights are less than a bit for every parameter of its config: transformers would make up the
+    rest, tens of gigabytes maybe, before it finds that some are missing."""
+    from ..targets.source import count_parameters, read_target
+
+    if not os.path.isdir(source):
+        return
+    target = read_target(source)
+    count = count_parameters(target) if target.num_bytes else None
+    if count is not None and 8 * target.num_bytes < count:
+        raise ValueError(
+            f"{source}: its weights are {target.num_bytes:,} bytes, its config.json describes {count:,} parameters; expected the "
+            "weights of that config. Download it again."
+        )
+
+
 def load_tokenizer(source: str, revision: str | None = None) -> Any:
     from transformers import AutoTokenizer
 
@@ -31,6 +48,7 @@ def load_causal_lm(source: str, **options: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     refuse_drafter(source, options.get("revision"))
+    refuse_missing_weights(source)
     with reading(source, "cannot be loaded as a causal language model", "a model that transformers' AutoModelForCausalLM reads"):
         return AutoModelForCausalLM.from_pretrained(source, **options).eval()
 
