@@ -375,20 +375,20 @@ def test_an_earlier_run_s_end_is_not_this_one_s(tmp_path):
 def held_by_another_process(folder: Path):
     """Gives the process, which has claimed the folder."""
     context = get_context("fork")
-    is_held, is_over = context.Event(), context.Event()
+    here, there = context.Pipe()  # and no Event: setting one waits for a waiting process to wake, also for one that was killed
 
     def hold() -> None:
         with claim(folder):
-            is_held.set()
-            is_over.wait()
+            there.send("it is held")
+            there.recv()
 
     process = context.Process(target=hold)
     process.start()
     try:
-        assert is_held.wait(60)
+        assert here.poll(60)
         yield process
     finally:
-        is_over.set()
+        here.send("it is over")
         process.join()
 
 
