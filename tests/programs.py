@@ -50,8 +50,15 @@ class Program:
         return self.process.exitcode
 
 
+def heeded() -> None:
+    """Undoes what a shell does to commands it starts in the background, and `nohup` to any: signals that they ignore."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def be(arguments: list[str], where: tuple[str, str], encoding: str, ignored: Sequence[int]) -> None:
     """In the new process: what the system and Python do before the program is called."""
+    heeded()
     for number in ignored:
         signal.signal(number, signal.SIG_IGN)
     for number, path in enumerate(where, 1):

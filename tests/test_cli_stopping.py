@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import build_target
-from programs import ABANDONED, programs
+from programs import ABANDONED, heeded, programs
 
 from eagle31_hf import Eagle31DrafterModel, demo, starting
 from eagle31_hf.checkpoints import export_checkpoint
@@ -50,7 +50,7 @@ def stopped(program, number: int) -> str:
 def test_stopped_while_torch_is_imported(number):
     """Python itself says what it imports; the program's own first module has just been loaded when the signal comes."""
     command = [sys.executable, "-X", "importtime", "-m", "eagle31_hf", "info", DRAFTER]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heeded) as process:
         for line in process.stderr:
             if line.endswith("eagle31_hf.starting\n"):
                 process.send_signal(number)
