@@ -1,7 +1,7 @@
 """A drafter layer's attention, grouped-query or latent (MLA), run through transformers' attention interface.
 
-B batch, T query tokens, S key tokens, H heads, D head_dim. MLA: R width of the cached latent, N and P the parts of a query and key
-without and with rope, V value width.
+B batch, T query tokens, S key tokens, H heads, D head_dim. MLA: R width of the cached latent, N and P the parts of a
+query and key without and with rope, V value width.
 """
 
 import math
@@ -45,8 +45,11 @@ class GQAttention(nn.Module):
         q, k = apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
         return q, k, v.transpose(1, 2)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any, past_key_values: Cache | None) -> tuple[Tensor, Tensor | None]:
-        """(B, T, input_size) -> (B, T, h) and attention weights, see `attend`; keys and values of `x` are appended to `past_key_values`."""
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any, past_key_values: Cache | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """(B, T, input_size) -> (B, T, h) and attention weights, see `attend`; keys and values of `x` are appended to
+        `past_key_values`."""
         q, k, v = self.project(x, cos, sin)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
@@ -55,10 +58,12 @@ class GQAttention(nn.Module):
 
 
 class MLAttention(nn.Module):
-    """Multi-head latent attention: the cache holds one latent (R wide) and one rotated key part (P wide) a token, for all heads.
+    """Multi-head latent attention: the cache holds one latent (R wide) and one rotated key part (P wide) a token, for
+    all heads.
 
-    Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1. Few queries are attended in the latent space (absorbed), which never builds
-    the keys and values of all heads; many queries, a prompt's, with keys and values expanded from it, which costs less a query.
+    Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1. Few queries are attended in the latent space (absorbed), which
+    never builds the keys and values of all heads; many queries, a prompt's, with keys and values expanded from it,
+    which costs less a query.
     """
 
     is_causal = True
@@ -83,45 +88,56 @@ class MLAttention(nn.Module):
         self.o_proj = nn.Linear(heads * config.v_head_dim, config.hidden_size, bias=bias)
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(B, T, input_size) -> queries (B, H, T, N) and (B, H, T, P), latent (B, 1, T, R), shared key part (B, 1, T, P)."""
+        """(B, T, input_size) -> queries (B, H, T, N) and (B, H, T, P), latent (B, 1, T, R), shared key part (B, 1, T,
+        P)."""
         q = self.q_proj(x) if self.config.q_lora_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         q = q.view(*x.shape[:-1], self.num_heads, -1).transpose(1, 2)
         q_nope, q_rope = q.split((self.sizes["nope"], self.sizes["rope"]), dim=-1)
         latent, k_rope = self.kv_a_proj_with_mqa(x)[:, None].split((self.sizes["rank"], self.sizes["rope"]), dim=-1)
         return q_nope, rotate_pairs(q_rope, cos, sin), self.kv_a_layernorm(latent), rotate_pairs(k_rope, cos, sin)
 
-    def expanded(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Any) -> tuple[Tensor, Tensor | None]:
+    def expanded(
+        self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Any
+    ) -> tuple[Tensor, Tensor | None]:
         """Attention with the keys (B, H, S, N + P) and values (B, H, S, V) of every head -> (B, T, H, V) and weights."""
         kv = self.kv_b_proj(latent[:, 0]).view(*k_rope.shape[::2], self.num_heads, -1).transpose(1, 2)
         k_nope, v = kv.split((self.sizes["nope"], self.sizes["value"]), dim=-1)
         k = torch.cat((k_nope, k_rope.expand(-1, self.num_heads, -1, -1)), dim=-1)
         return attend(self, torch.cat((q_nope, q_rope), dim=-1), k, v, mask)
 
-    def absorbed(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Any) -> tuple[Tensor, Tensor | None]:
+    def absorbed(
+        self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Any
+    ) -> tuple[Tensor, Tensor | None]:
         """The same, with `kv_b_proj` moved to the queries and the output: all heads share the latent as key and value.
 
         The heads become rows of one head, (B, 1, H T, R + P), so that nothing repeats the latent for each of them.
         """
-        up_k, up_v = self.kv_b_proj.weight.view(self.num_heads, -1, self.sizes["rank"]).split((self.sizes["nope"], self.sizes["value"]), 1)
+        up_k, up_v = self.kv_b_proj.weight.view(self.num_heads, -1, self.sizes["rank"]).split(
+            (self.sizes["nope"], self.sizes["value"]), 1
+        )
         q = torch.cat((torch.matmul(q_nope, up_k), q_rope), dim=-1)
         if mask is not None:
             mask = mask.expand(-1, self.num_heads, -1, -1).flatten(1, 2)[:, None]  # (B, 1, H T, S)
         k = torch.cat((latent, k_rope), dim=-1)
-        out, weights = attend(self, q.flatten(1, 2)[:, None], k, latent, mask, is_causal=False)  # (B, H T, 1, R), (B, 1, H T, S)
+        # (B, H T, 1, R), (B, 1, H T, S)
+        out, weights = attend(self, q.flatten(1, 2)[:, None], k, latent, mask, is_causal=False)
         out = torch.matmul(out[:, :, 0].view(*q.shape[:3], -1), up_v.mT).transpose(1, 2)
         return out, None if weights is None else weights.view(*q.shape[:3], -1)
 
     def absorbs(self, num_queries: int, mask: Any) -> bool:
-        """Whether the absorbed form is possible, and multiplies less: a query costs it 2 R - N - V more a head and key, while expanding
-        a key costs R (N + V) once a head. It needs a mask it can repeat, and the weight itself, not a quantized one.
+        """Whether the absorbed form is possible, and multiplies less: a query costs it 2 R - N - V more a head and key,
+        while expanding a key costs R (N + V) once a head. It needs a mask it can repeat, and the weight itself, not a
+        quantized one.
         """
         repeatable = (isinstance(mask, Tensor) and mask.dim() == 4) or (mask is None and num_queries == 1)
         rank, out = self.sizes["rank"], self.sizes["nope"] + self.sizes["value"]
         return repeatable and self.kv_b_proj.weight.is_floating_point() and num_queries * (2 * rank - out) <= rank * out
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any, past_key_values: Cache | None) -> tuple[Tensor, Tensor | None]:
-        """(B, T, input_size) -> (B, T, h) and attention weights, see `attend`; latent and key part of `x` are appended to
-        `past_key_values`."""
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any, past_key_values: Cache | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """(B, T, input_size) -> (B, T, h) and attention weights, see `attend`; latent and key part of `x` are appended
+        to `past_key_values`."""
         q_nope, q_rope, latent, k_rope = self.project(x, cos, sin)
         if past_key_values is not None:
             latent, k_rope = past_key_values.update(latent, k_rope, self.layer_idx)
@@ -130,9 +146,12 @@ class MLAttention(nn.Module):
         return self.o_proj(out.flatten(2)), weights
 
 
-def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
-    """Queries (B, H, T, D) over keys (B, Hkv, S, D) and values (B, Hkv, S, V) -> (B, T, H, V), with the configured implementation, or by
-    what stands in the mask's place; and the attention weights (B, H, T, S) where the implementation has them (eager), else None."""
+def attend(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Queries (B, H, T, D) over keys (B, Hkv, S, D) and values (B, Hkv, S, V) -> (B, T, H, V), with the configured
+    implementation, or by what stands in the mask's place; and the attention weights (B, H, T, S) where the
+    implementation has them (eager), else None."""
     if callable(mask):
         return mask(module, q, k, v), None
     config: Any = module.config
@@ -144,14 +163,16 @@ def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **opti
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rope on the pairs (0, 1), (2, 3), ... of x (B, H, T, P); `cos`, `sin` (B, T, P) hold each angle twice. Even entries come first."""
+    """Rope on the pairs (0, 1), (2, 3), ... of x (B, H, T, P); `cos`, `sin` (B, T, P) hold each angle twice. Even
+    entries come first."""
     cos, sin = (half[:, None, :, : half.shape[-1] // 2] for half in (cos, sin))
     even, odd = x[..., 0::2], x[..., 1::2]
     return torch.cat((even * cos - odd * sin, odd * cos + even * sin), dim=-1)
 
 
 def yarn_temperature(rope: Any) -> float:
-    """What YaRN multiplies MLA's softmax scale with: (0.1 mscale_all_dim ln factor + 1)^2. Source: DeepSeek-V2's released code."""
+    """What YaRN multiplies MLA's softmax scale with: (0.1 mscale_all_dim ln factor + 1)^2. Source: DeepSeek-V2's
+    released code."""
     scale, mscale = rope.get("factor", 1.0), rope.get("mscale_all_dim", 0.0)
     if rope["rope_type"] == "default" or not mscale or scale <= 1:
         return 1.0

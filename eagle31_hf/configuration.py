@@ -17,19 +17,32 @@ from .json_file import read_json
 from .names import refuse_unknown
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
-# Bounds of what is built from a config before a tensor has shown its size: a drafter has one layer or two, the largest vocabularies have a
-# sixtieth of MAX_SIZE, and no rope has ten parameters.
+# Bounds of what is built from a config before a tensor has shown its size: a drafter has one layer or two, the largest
+# vocabularies have a sixtieth of MAX_SIZE, and no rope has ten parameters.
 MAX_LAYERS, MAX_SIZE, MAX_LENGTH, MAX_ROPE_PARAMETERS = 256, 2**24, 2**31, 32
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 FLOATS = ("attention_dropout", "rms_norm_eps", "initializer_range", "logit_scale")
 # What `PreTrainedConfig` takes besides its fields, from a person or out of its own `to_dict()`.
 BASE_NAMES = (
-    "model_type", "name_or_path", "torch_dtype", "num_labels", "output_attentions", "attn_implementation", "experts_implementation",
-    "per_layer_config", "rope_theta", "rope_scaling", "partial_rotary_factor", "quantization_config", "transformers_weights", "auto_map",
-    "use_return_dict", "use_cache",
-)  # fmt: skip
-# What a config.json may set besides this class's own fields. All else is left unread: it may not size a table of labels, name code for
-# attention, or turn this model's outputs into tuples.
+    "model_type",
+    "name_or_path",
+    "torch_dtype",
+    "num_labels",
+    "output_attentions",
+    "attn_implementation",
+    "experts_implementation",
+    "per_layer_config",
+    "rope_theta",
+    "rope_scaling",
+    "partial_rotary_factor",
+    "quantization_config",
+    "transformers_weights",
+    "auto_map",
+    "use_return_dict",
+    "use_cache",
+)
+# What a config.json may set besides this class's own fields. All else is left unread: it may not size a table of
+# labels, name code for attention, or turn this model's outputs into tuples.
 FILE_NAMES = (
     "model_type", "architectures", "dtype", "torch_dtype", "transformers_version", "name_or_path", "_name_or_path",
     "rope_theta", "rope_scaling", "partial_rotary_factor",
@@ -39,7 +52,8 @@ FROM_DICT_NAMES = (
     "revision", "token", "cache_dir", "local_files_only", "force_download", "proxies", "subfolder",
 )  # fmt: skip
 
-# Options of the `from_pretrained` under way. transformers drops them before `from_dict`, where a config with `weights_from` is completed.
+# Options of the `from_pretrained` under way. transformers drops them before `from_dict`, where a config with
+# `weights_from` is completed.
 HUB_OPTIONS_GIVEN: ContextVar[Mapping[str, Any]] = ContextVar("HUB_OPTIONS_GIVEN")
 
 
@@ -61,15 +75,16 @@ def default_layer_ids(num_target_layers: int) -> list[int]:
     ids = [2, num_target_layers // 2, num_target_layers - 3]
     if sorted(set(ids)) != ids:
         raise ValueError(
-            f"a target of {num_target_layers} layers has no default capture points: [2, L // 2, L - 3] gives {ids}, expected three "
-            "ascending ids; set aux_hidden_state_layer_ids in the drafter's config, e.g. [1, 2, 3]."
+            f"a target of {num_target_layers} layers has no default capture points: [2, L // 2, L - 3] gives {ids},"
+            " expected three ascending ids; set aux_hidden_state_layer_ids in the drafter's config, e.g. [1, 2, 3]."
         )
     return ids
 
 
 @strict
 class Eagle31Config(PreTrainedConfig):
-    r"""Configuration of an EAGLE 3.1 (or EAGLE 3) drafter. Every field is written out when saved; readers disagree on defaults.
+    r"""Configuration of an EAGLE 3.1 (or EAGLE 3) drafter. Every field is written out when saved; readers disagree on
+    defaults.
 
     Args:
         vocab_size: target vocabulary V, padding rows included (ids the embedding accepts).
@@ -96,9 +111,9 @@ class Eagle31Config(PreTrainedConfig):
             the `token`, `cache_dir`, `local_files_only`, `force_download` and `proxies` given to `from_pretrained`, always at the revision
             named here (without one, "main"): `revision` and `subfolder` given there say where this config is.
 
-    Raises huggingface_hub's StrictDataclassError for contradicting fields and ValueError for a keyword that is none; of a config.json,
-    fields of other models are left unread.
-    Source: EAGLE-3 (arXiv 2503.01840), Attention Drift (arXiv 2605.09992).
+    Raises huggingface_hub's StrictDataclassError for contradicting fields and ValueError for a keyword that is none; of
+    a config.json, fields of other models are left unread. Source: EAGLE-3 (arXiv 2503.01840), Attention Drift (arXiv
+    2605.09992).
     """
 
     model_type = "eagle31"
@@ -164,7 +179,8 @@ class Eagle31Config(PreTrainedConfig):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
-        """As in transformers; fields that contradict each other or have the wrong type are a ValueError that names the file."""
+        """As in transformers; fields that contradict each other or have the wrong type are a ValueError that names the
+        file."""
         try:
             with hub_options(kwargs):
                 return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
@@ -173,16 +189,18 @@ class Eagle31Config(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
-        """As in transformers; a config that only points to its weights (`weights_from`) is completed by the checkpoint it points to.
+        """As in transformers; a config that only points to its weights (`weights_from`) is completed by the checkpoint
+        it points to.
 
-        That is fetched with the Hub options of the `from_pretrained` that calls this; in a call of its own, with those given here.
-        Of `config_dict` only this class's fields are read. Raises ValueError for a keyword that is none of them, unless
-        `return_unused_kwargs` asks for those.
+        That is fetched with the Hub options of the `from_pretrained` that calls this; in a call of its own, with those
+        given here. Of `config_dict` only this class's fields are read. Raises ValueError for a keyword that is none of
+        them, unless `return_unused_kwargs` asks for those.
         """
         if not kwargs.get("return_unused_kwargs"):
             cls._refuse_unknown(kwargs.keys() - set(FROM_DICT_NAMES))
         if config_dict.get("weights_from") is not None:
-            from .checkpoints.read import complete_config  # the config does not depend on formats, this one completion does
+            # the config does not depend on formats, this one completion does
+            from .checkpoints.read import complete_config
 
             config_dict = complete_config(config_dict, HUB_OPTIONS_GIVEN.get({}) | kwargs).to_dict()
         return super().from_dict(cls._read_part(config_dict), **kwargs)
@@ -202,12 +220,14 @@ class Eagle31Config(PreTrainedConfig):
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
         """Raises ValueError where the folder or repository holds something else, a target passed by mistake for one."""
-        token = {name: value for name, value in HUB_OPTIONS_GIVEN.get({}).items() if name == "token"}  # transformers 5.17 loses it
+        # transformers 5.17 loses it
+        token = {name: value for name, value in HUB_OPTIONS_GIVEN.get({}).items() if name == "token"}
         values, unused = super().get_config_dict(pretrained_model_name_or_path, **token | kwargs)
         if values.get("model_type") != cls.model_type:
             raise ValueError(
-                f"{pretrained_model_name_or_path}: config.json says model_type {values.get('model_type')!r}; expected 'eagle31', a drafter "
-                "in this library's format. Is this the target rather than its drafter, or an EAGLE 3 checkpoint of another library?"
+                f"{pretrained_model_name_or_path}: config.json says model_type {values.get('model_type')!r}; expected"
+                " 'eagle31', a drafter in this library's format. Is this the target rather than its drafter, or an"
+                " EAGLE 3 checkpoint of another library?"
             )
         return values, unused
 
@@ -251,8 +271,9 @@ class Eagle31Config(PreTrainedConfig):
         ids = self.aux_hidden_state_layer_ids or default_layer_ids(num_target_layers)
         if ids[-1] > num_target_layers:
             raise ValueError(
-                f"aux_hidden_state_layer_ids {ids} reach past the target: it has {num_target_layers} layers, so ids may be 0 to "
-                f"{num_target_layers}. Is this the target the drafter was trained for ({self.target_model or 'not named'})?"
+                f"aux_hidden_state_layer_ids {ids} reach past the target: it has {num_target_layers} layers, so ids may"
+                f" be 0 to {num_target_layers}. Is this the target the drafter was trained for"
+                f" ({self.target_model or 'not named'})?"
             )
         return ids
 
@@ -265,12 +286,17 @@ class Eagle31Config(PreTrainedConfig):
                 raise ValueError(f"Eagle31Config: {name} is {value}; expected at most {limits.get(name, MAX_SIZE)}.")
         if isinstance(self.rope_parameters, dict) and len(self.rope_parameters) > MAX_ROPE_PARAMETERS:
             count = len(self.rope_parameters)
-            raise ValueError(f"Eagle31Config: rope_parameters are {count}; expected a rope of transformers, at most {MAX_ROPE_PARAMETERS}.")
+            raise ValueError(
+                f"Eagle31Config: rope_parameters are {count}; expected a rope of transformers, at most"
+                f" {MAX_ROPE_PARAMETERS}."
+            )
 
     def _sizes(self) -> dict[str, int | None]:
         """What has to be above 0."""
         names = ["hidden_size", "target_hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size"]
-        latent = ["kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"] + ["q_lora_rank"] * (self.q_lora_rank is not None)
+        latent = ["kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"] + ["q_lora_rank"] * (
+            self.q_lora_rank is not None
+        )
         names += ["max_position_embeddings", *(["head_dim"] if self.kv_lora_rank is None else latent)]
         return {name: getattr(self, name) for name in names}
 
@@ -280,12 +306,17 @@ class Eagle31Config(PreTrainedConfig):
         rules = (
             (
                 all((size or 0) > 0 for size in self._sizes().values()),
-                f"{', '.join(f'{name} is {size}' for name, size in self._sizes().items() if (size or 0) <= 0)}; expected sizes above 0",
+                (
+                    f"{', '.join(f'{name} is {size}' for name, size in self._sizes().items() if (size or 0) <= 0)};"
+                    " expected sizes above 0"
+                ),
             ),
             (
                 self.kv_lora_rank is None or not (self.qk_norm or (self.qk_rope_head_dim or 1) % 2),
-                f"MLA layers (kv_lora_rank={self.kv_lora_rank}) with qk_norm={self.qk_norm}, qk_rope_head_dim={self.qk_rope_head_dim}; "
-                "expected no qk_norm and an even qk_rope_head_dim",
+                (
+                    f"MLA layers (kv_lora_rank={self.kv_lora_rank}) with qk_norm={self.qk_norm},"
+                    f" qk_rope_head_dim={self.qk_rope_head_dim}; expected no qk_norm and an even qk_rope_head_dim"
+                ),
             ),
             (
                 all(isfinite(getattr(self, name)) for name in FLOATS),
@@ -293,7 +324,10 @@ class Eagle31Config(PreTrainedConfig):
             ),
             (
                 _is_share((self.rope_parameters or {}).get("partial_rotary_factor", 1.0)),
-                f"rope_parameters are {str(self.rope_parameters)[:200]}; expected a partial_rotary_factor above 0 and at most 1",
+                (
+                    f"rope_parameters are {str(self.rope_parameters)[:200]}; expected a partial_rotary_factor above 0"
+                    " and at most 1"
+                ),
             ),
             (self.num_hidden_layers >= 1, f"num_hidden_layers is {self.num_hidden_layers}; expected at least 1"),
             (
@@ -302,15 +336,21 @@ class Eagle31Config(PreTrainedConfig):
             ),
             (
                 self.num_attention_heads % max(1, self.num_key_value_heads) == 0,
-                f"num_attention_heads ({self.num_attention_heads}) is not a multiple of num_key_value_heads ({self.num_key_value_heads})",
+                (
+                    f"num_attention_heads ({self.num_attention_heads}) is not a multiple of num_key_value_heads"
+                    f" ({self.num_key_value_heads})"
+                ),
             ),
             (
                 not (self.fc_norm and self.norm_before_fc),
-                "fc_norm and norm_before_fc are both true; expected at most one: fc_norm norms each captured state, "
-                "norm_before_fc their concatenation",
+                (
+                    "fc_norm and norm_before_fc are both true; expected at most one: fc_norm norms each captured state,"
+                    " norm_before_fc their concatenation"
+                ),
             ),
             (
-                ids is None or (len(ids) > 0 and min(ids) >= 0 and sorted(set(ids)) == list(ids) and bool not in map(type, ids)),
+                ids is None
+                or (len(ids) > 0 and min(ids) >= 0 and sorted(set(ids)) == list(ids) and bool not in map(type, ids)),
                 f"aux_hidden_state_layer_ids is {str(ids)[:200]}; expected distinct ids >= 0 in ascending order",
             ),
             (
@@ -319,20 +359,28 @@ class Eagle31Config(PreTrainedConfig):
             ),
             (
                 "sliding_attention" not in self.layer_types or (self.sliding_window or 0) > 0,
-                f"layer_types asks for sliding attention but sliding_window is {self.sliding_window}; expected tokens > 0",
+                (
+                    f"layer_types asks for sliding attention but sliding_window is {self.sliding_window}; expected"
+                    " tokens > 0"
+                ),
             ),
             (
                 not self.share_target_embeddings or self.hidden_size == self.target_hidden_size,
-                f"share_target_embeddings needs hidden_size ({self.hidden_size}) == target_hidden_size ({self.target_hidden_size}); "
-                "give the drafter its own table (share_target_embeddings=False)",
+                (
+                    f"share_target_embeddings needs hidden_size ({self.hidden_size}) == target_hidden_size"
+                    f" ({self.target_hidden_size}); give the drafter its own table (share_target_embeddings=False)"
+                ),
             ),
             (
                 not self.share_target_head
                 or (self.hidden_size == self.target_hidden_size and self.draft_vocab_size == self.vocab_size),
-                f"share_target_head needs equal widths ({self.hidden_size}, {self.target_hidden_size}) and a full draft vocabulary "
-                f"({self.draft_vocab_size} of {self.vocab_size}); give the drafter its own head (share_target_head=False)",
+                (
+                    f"share_target_head needs equal widths ({self.hidden_size}, {self.target_hidden_size}) and a full"
+                    f" draft vocabulary ({self.draft_vocab_size} of {self.vocab_size}); give the drafter its own head"
+                    " (share_target_head=False)"
+                ),
             ),
-        )  # fmt: skip
+        )
         for holds, message in rules:
             if not holds:
                 raise ValueError(f"Eagle31Config: {message}.")

@@ -20,7 +20,8 @@ def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return module
     raise ValueError(
-        f"{type(target).__name__} has no list of {num_layers} decoder layers to capture states from; expected a decoder-only causal LM."
+        f"{type(target).__name__} has no list of {num_layers} decoder layers to capture states from; expected a"
+        " decoder-only causal LM."
     )
 
 
@@ -31,9 +32,10 @@ def _decoder(target: PreTrainedModel) -> nn.Module:
 class CapturedStates:
     """The states of one generate() call, in ascending layer order; filled by hooks, emptied by `take` and `pieces`.
 
-    The hooks also see forwards that are not the call's own: those of other threads with the same target, and those that the user's
-    streamers, logits processors, stopping criteria and hooks make during the call. The call's own forwards are those of its thread that
-    write to its cache, `past_key_values`, or, where that is None, all of its thread. `on_forward` is called after each of them.
+    The hooks also see forwards that are not the call's own: those of other threads with the same target, and those that
+    the user's streamers, logits processors, stopping criteria and hooks make during the call. The call's own forwards
+    are those of its thread that write to its cache, `past_key_values`, or, where that is None, all of its thread.
+    `on_forward` is called after each of them.
     """
 
     def __init__(self, num_states: int, past_key_values: Cache | None = None):
@@ -49,7 +51,12 @@ class CapturedStates:
 
     def end(self, has_failed: bool) -> None:
         """The innermost forward under way ends."""
-        if threading.get_ident() == self._thread and self._forwards.pop() and not has_failed and self.on_forward is not None:
+        if (
+            threading.get_ident() == self._thread
+            and self._forwards.pop()
+            and not has_failed
+            and self.on_forward is not None
+        ):
             self.on_forward()
 
     @property
@@ -61,8 +68,8 @@ class CapturedStates:
         if self._is_capturing:
             if states.dim() != 3:
                 raise ValueError(
-                    f"EAGLE drafting: the target's layers pass states of shape {tuple(states.shape)} on; expected (batch, tokens, width). "
-                    "It does not work with this architecture."
+                    f"EAGLE drafting: the target's layers pass states of shape {tuple(states.shape)} on; expected"
+                    " (batch, tokens, width). It does not work with this architecture."
                 )
             self._chunks[index].append(states)
 
@@ -74,8 +81,8 @@ class CapturedStates:
         """What `take` returns, in pieces of at most `size` tokens, so that no copy of all of it is made."""
         if not all(self._chunks):
             raise ValueError(
-                "EAGLE drafting: the target skipped a layer that the drafter reads (as those for images, without one); expected "
-                "every layer to run. Name others: aux_hidden_state_layer_ids."
+                "EAGLE drafting: the target skipped a layer that the drafter reads (as those for images, without one);"
+                " expected every layer to run. Name others: aux_hidden_state_layer_ids."
             )
         layers = [chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=1) for chunks in self._chunks]
         for chunks in self._chunks:
@@ -83,8 +90,9 @@ class CapturedStates:
         lengths = {states.shape[1] for states in layers}
         if len(lengths) > 1:
             raise ValueError(
-                f"EAGLE drafting: the target ran the layers the drafter reads over {min(lengths)} and over {max(lengths)} tokens "
-                "(layers that share their keys are skipped in a prompt); expected all. It does not work with this architecture."
+                f"EAGLE drafting: the target ran the layers the drafter reads over {min(lengths)} and over"
+                f" {max(lengths)} tokens (layers that share their keys are skipped in a prompt); expected all. It does"
+                " not work with this architecture."
             )
         num_tokens, device = layers[0].shape[1], layers[-1].device
         for first in range(0, num_tokens, size or num_tokens):
@@ -92,9 +100,11 @@ class CapturedStates:
 
 
 @contextmanager
-def capture_states(target: PreTrainedModel, layer_ids: list[int], past_key_values: Cache | None = None) -> Iterator[CapturedStates]:
-    """A context in which forwards of this thread (with `past_key_values`: those that write to that cache) add their states at `layer_ids`
-    to the yielded `CapturedStates`."""
+def capture_states(
+    target: PreTrainedModel, layer_ids: list[int], past_key_values: Cache | None = None
+) -> Iterator[CapturedStates]:
+    """A context in which forwards of this thread (with `past_key_values`: those that write to that cache) add their
+    states at `layer_ids` to the yielded `CapturedStates`."""
     layers = decoder_layers(target)
     captured = CapturedStates(len(layer_ids), past_key_values)
     handles = []
@@ -118,7 +128,10 @@ def _forward_hooks(decoder: nn.Module, captured: CapturedStates) -> list:
     def after(module, args, output):
         captured.end(has_failed=output is None)  # torch passes None where the forward raised
 
-    return [decoder.register_forward_pre_hook(before, with_kwargs=True), decoder.register_forward_hook(after, always_call=True)]
+    return [
+        decoder.register_forward_pre_hook(before, with_kwargs=True),
+        decoder.register_forward_hook(after, always_call=True),
+    ]
 
 
 def _hook(layers: nn.ModuleList, layer_id: int, index: int, captured: CapturedStates):

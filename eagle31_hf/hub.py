@@ -22,7 +22,8 @@ from .configuration import Eagle31Config
 from .json_file import read_json
 
 CARD = "README.md"
-# What the client raises besides where an upload fails: bad names, uploads that broke off, a Hub that is not to be asked.
+# What the client raises besides where an upload fails: bad names, uploads that broke off, a Hub that is not to be
+# asked.
 UPLOAD_ERRORS = (*HUB_ERRORS, HFValidationError, RuntimeError, OfflineModeIsEnabled)
 TAGS = ["eagle31_hf", "speculative-decoding", "draft-model"]
 
@@ -31,9 +32,9 @@ TAGS = ["eagle31_hf", "speculative-decoding", "draft-model"]
 class CardFacts:
     """What a card can say that config and weights do not. Empty parts are left out.
 
-    `training`: what was done -> in words; `acceptance`: one row a measurement, `{"data", "depth", "mean_accepted_length",
-    "accepted_per_position", "drafted_per_position"}` as in `AcceptanceStats`;
-    `license`, `datasets`, `language` and `tags` as the Hub spells them.
+    `training`: what was done -> in words; `acceptance`: one row a measurement, `{"data", "depth",
+    "mean_accepted_length", "accepted_per_position", "drafted_per_position"}` as in `AcceptanceStats`; `license`,
+    `datasets`, `language` and `tags` as the Hub spells them.
     """
 
     license: str | None = None
@@ -63,7 +64,8 @@ def render_card(config: Eagle31Config, facts: CardFacts | None = None, repo_id: 
 
 
 def _front_matter(config: Eagle31Config, facts: CardFacts) -> str:
-    named = config.target_model if re.fullmatch(r"[\w.-]+/[\w.-]+", config.target_model or "") else None  # a local folder is none
+    # a local folder is none
+    named = config.target_model if re.fullmatch(r"[\w.-]+/[\w.-]+", config.target_model or "") else None
     data = ModelCardData(
         base_model=named,
         base_model_relation="adapter" if named else None,
@@ -104,16 +106,21 @@ Without it, and for SGLang, `eagle31 export {repo_id} FOLDER --format vllm` (or 
 
 def _flags(config: Eagle31Config) -> str:
     c = config
-    sizes = f"{c.num_attention_heads} heads over {c.num_key_value_heads} of {c.head_dim}" if c.kv_lora_rank is None else (
-        f"{c.num_attention_heads} heads, MLA latent {c.kv_lora_rank}"
-    )  # fmt: skip
+    sizes = (
+        f"{c.num_attention_heads} heads over {c.num_key_value_heads} of {c.head_dim}"
+        if c.kv_lora_rank is None
+        else (f"{c.num_attention_heads} heads, MLA latent {c.kv_lora_rank}")
+    )
     states = c.aux_hidden_state_layer_ids or "[2, L // 2, L - 3]"
     rows = [
         ("captured target states", f"`hidden_states` {states}, {c.target_hidden_size} wide"),
         *((name, str(getattr(c, name)).lower()) for name in FLAGS),
         ("layers", f"{c.num_hidden_layers}, {c.hidden_size} wide, MLP {c.intermediate_size}, {sizes}"),
         ("vocabulary", f"proposes {c.draft_vocab_size:,} of {c.vocab_size:,} ids"),
-        ("embedding, head", f"{'the target' if c.share_target_embeddings else 'own'}, {'the target' if c.share_target_head else 'own'}"),
+        (
+            "embedding, head",
+            f"{'the target' if c.share_target_embeddings else 'own'}, {'the target' if c.share_target_head else 'own'}",
+        ),
         ("stored as", str(c.dtype or "float32").removeprefix("torch.")),
     ]
     return "## What it is\n\n" + _table(("", ""), rows)
@@ -150,37 +157,58 @@ def publish(
 ) -> str:
     """Uploads a native checkpoint, or a config that points to its weights, whose revision is pinned to today's commit.
 
-    A card is written where the folder has none; a card the repository has already is kept. What an interrupted upload has brought
-    over is not sent again. Returns the commit's URL. Raises ValueError for a folder that is neither, is half converted or holds links that
-    lead out of it, OSError when the folder changes meanwhile or the Hub refuses.
+    A card is written where the folder has none; a card the repository has already is kept. What an interrupted upload
+    has brought over is not sent again. Returns the commit's URL. Raises ValueError for a folder that is neither, is
+    half converted or holds links that lead out of it, OSError when the folder changes meanwhile or the Hub refuses.
     """
     folder, api = Path(folder), HfApi(token=token)
     _check_repo_id(repo_id)
     if not folder.is_dir():
         found = "is a file" if folder.exists() else "there is no such folder"
-        raise OSError(f"{folder}: {found}; expected the folder of a native checkpoint, or of a config with weights_from.")
+        raise OSError(
+            f"{folder}: {found}; expected the folder of a native checkpoint, or of a config with weights_from."
+        )
     if not (folder / "config.json").is_file():
-        raise OSError(f"{folder}: holds no config.json; expected that of a native checkpoint, or one with weights_from.")
+        raise OSError(
+            f"{folder}: holds no config.json; expected that of a native checkpoint, or one with weights_from."
+        )
     before = stamps(folder)
     values = read_json(folder / "config.json")
     if values.get("model_type") != Eagle31Config.model_type:
-        raise ValueError(f"{folder}: config.json says model_type {values.get('model_type')!r}; expected 'eagle31'. Convert it first.")
+        raise ValueError(
+            f"{folder}: config.json says model_type {values.get('model_type')!r}; expected 'eagle31'. Convert it first."
+        )
     with TemporaryDirectory() as staging:
         with unchanged(before, folder):
             _stage(api, folder, values, Path(staging), repo_id)
-        return upload(api, Path(staging), repo_id, private, revision, create_pr, commit_message or "Upload drafter with eagle31_hf")
+        return upload(
+            api,
+            Path(staging),
+            repo_id,
+            private,
+            revision,
+            create_pr,
+            commit_message or "Upload drafter with eagle31_hf",
+        )
 
 
 def _stage(api: HfApi, folder: Path, values: dict[str, Any], staged: Path, repo_id: str) -> None:
-    """Puts what is to be uploaded of a folder, whose config.json holds `values`, into `staged`: weights as links, the rest as files."""
+    """Puts what is to be uploaded of a folder, whose config.json holds `values`, into `staged`: weights as links, the
+    rest as files."""
     if values.get("weights_from") is None or any(folder.glob("*.safetensors")):
         checkpoint = read_checkpoint(str(folder))
         if not checkpoint.is_native or values.get("transformers_weights") == STAGED:
             raise ValueError(f"{folder}: is not the native format yet; run `eagle31 convert {folder}` first.")
-        config, names = checkpoint.config, [*(file.name for file in checkpoint.files.weight_files), "generation_config.json"]
+        config, names = (
+            checkpoint.config,
+            [*(file.name for file in checkpoint.files.weight_files), "generation_config.json"],
+        )
     else:
         values["weights_from"] = _pinned(api, values["weights_from"], folder)
-        config, names = Eagle31Config.from_dict({name: value for name, value in values.items() if name != "weights_from"}), []
+        config, names = (
+            Eagle31Config.from_dict({name: value for name, value in values.items() if name != "weights_from"}),
+            [],
+        )
     _own_file(folder, "config.json")
     write_json(staged / "config.json", values)
     for name in names:
@@ -190,7 +218,8 @@ def _stage(api: HfApi, folder: Path, values: dict[str, Any], staged: Path, repo_
 
 
 def _own_file(folder: Path, name: str) -> Path:
-    """Where a file of the folder lies: in it, or where the Hub's cache keeps the files of a snapshot that was downloaded.
+    """Where a file of the folder lies: in it, or where the Hub's cache keeps the files of a snapshot that was
+    downloaded.
 
     Raises ValueError for a link to anything else: what it names may be private, and whoever made the folder chose it.
     """
@@ -198,7 +227,9 @@ def _own_file(folder: Path, name: str) -> Path:
     snapshots = next((parent for parent in home.parents if parent.name == "snapshots"), None)
     blobs = None if snapshots is None else snapshots.parent / "blobs"
     if home not in file.parents and file.parent != blobs:
-        raise ValueError(f"{folder / name}: is a link to {file}, outside the folder; expected a file. Copy it there to publish it.")
+        raise ValueError(
+            f"{folder / name}: is a link to {file}, outside the folder; expected a file. Copy it there to publish it."
+        )
     return file
 
 
@@ -211,7 +242,10 @@ def _check_repo_id(repo_id: str) -> None:
 
 def _pinned(api: HfApi, link: Any, folder: Path) -> dict[str, str]:
     if not isinstance(link, dict) or not isinstance(link.get("repo_id"), str):
-        raise ValueError(f'{folder}: config.json: weights_from is {link!r}; expected {{"repo_id": "owner/name", "revision": "commit"}}.')
+        raise ValueError(
+            f'{folder}: config.json: weights_from is {link!r}; expected {{"repo_id": "owner/name", "revision":'
+            ' "commit"}.'
+        )
     try:
         commit = api.model_info(link["repo_id"], revision=link.get("revision")).sha
     except UPLOAD_ERRORS as error:
@@ -236,18 +270,26 @@ def upload(
     commit_message: str,
     commit_description: str | None = None,
 ) -> str:
-    """One commit with everything in `folder`; a card of the repository's own is left alone. Raises OSError when the Hub refuses."""
+    """One commit with everything in `folder`; a card of the repository's own is left alone. Raises OSError when the Hub
+    refuses."""
     try:
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         has_card = api.file_exists(repo_id, CARD, revision=revision) if _has_revision(api, repo_id, revision) else False
         if revision is not None and not create_pr:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         commit = api.upload_folder(
-            repo_id=repo_id, folder_path=folder, commit_message=commit_message, revision=revision, create_pr=create_pr,
-            commit_description=commit_description, ignore_patterns=[CARD] if has_card else None,
-        )  # fmt: skip
+            repo_id=repo_id,
+            folder_path=folder,
+            commit_message=commit_message,
+            revision=revision,
+            create_pr=create_pr,
+            commit_description=commit_description,
+            ignore_patterns=[CARD] if has_card else None,
+        )
     except UPLOAD_ERRORS as error:
-        raise HubError(f"{repo_id}: the upload failed: {first_line(error)} Nothing was committed; run it again to resume.") from None
+        raise HubError(
+            f"{repo_id}: the upload failed: {first_line(error)} Nothing was committed; run it again to resume."
+        ) from None
     return commit.pr_url or commit.commit_url
 
 
@@ -260,12 +302,17 @@ def convert_on_hub(
 ) -> tuple[Checkpoint, str | None]:
     """Opens a pull request that replaces the weights and config of a Hub repository with the native ones.
 
-    Returns the checkpoint and the pull request's URL, None where the repository is native already. The originals stay in the history.
+    Returns the checkpoint and the pull request's URL, None where the repository is native already. The originals stay
+    in the history.
     """
     api = HfApi(token=token)
     hub: dict[str, Any] = {"token": token, "revision": revision}
-    found = read_checkpoint(repo_id, {name: value for name, value in options.items() if name != "aux_layer_convention"},
-                            options.get("aux_layer_convention"), **hub)  # fmt: skip
+    found = read_checkpoint(
+        repo_id,
+        {name: value for name, value in options.items() if name != "aux_layer_convention"},
+        options.get("aux_layer_convention"),
+        **hub,
+    )
     if found.is_native:
         return found, None
     with TemporaryDirectory() as staging:
@@ -278,9 +325,15 @@ def convert_on_hub(
         operations += [CommitOperationDelete(name) for name in replaced]
         try:
             commit = api.create_commit(
-                repo_id, operations, commit_message="Convert to the native format of eagle31_hf", create_pr=True, revision=revision,
-                commit_description=f"Read as {'; '.join(found.reasons)}. The tensors are the same, under their native names.",
-            )  # fmt: skip
+                repo_id,
+                operations,
+                commit_message="Convert to the native format of eagle31_hf",
+                create_pr=True,
+                revision=revision,
+                commit_description=(
+                    f"Read as {'; '.join(found.reasons)}. The tensors are the same, under their native names."
+                ),
+            )
         except UPLOAD_ERRORS as error:
             raise HubError(f"{repo_id}: the pull request failed: {first_line(error)} Nothing was changed.") from None
     return checkpoint, commit.pr_url

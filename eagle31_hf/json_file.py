@@ -11,7 +11,8 @@ MAX_BYTES = 16 * 2**20
 MAX_VALUES = 200_000  # a few hundred bytes of memory each; the index of a target of 91,000 tensors has as many
 MAX_DEPTH = 32  # configs nest three or four deep; code that copies or prints them is recursive
 DIGITS = 20  # of an integer: 2**64 has as many
-NOT_TEXT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")  # control characters (a terminal obeys them), lone surrogates
+# control characters (a terminal obeys them), lone surrogates
+NOT_TEXT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def read_json(path: Path, max_values: int = MAX_VALUES, constants: bool = False) -> dict[str, Any]:
@@ -23,26 +24,33 @@ def read_json(path: Path, max_values: int = MAX_VALUES, constants: bool = False)
     if not stat.S_ISREG(found.st_mode):  # reading from a pipe would wait for ever
         raise ValueError(f"{path}: is a folder or a device; expected a file.")
     if found.st_size > MAX_BYTES:
-        raise ValueError(f"{path}: is {found.st_size} bytes; expected at most {MAX_BYTES}. This is not a config or an index.")
+        raise ValueError(
+            f"{path}: is {found.st_size} bytes; expected at most {MAX_BYTES}. This is not a config or an index."
+        )
     return parse_json(path.read_bytes(), str(path), max_values, constants)
 
 
 def parse_json(data: bytes, where: str, max_values: int = MAX_VALUES, constants: bool = False) -> dict[str, Any]:
     """Returns the JSON object in `data`. Raises ValueError for anything else; the message begins with `where`."""
     if sum(data.count(sign) for sign in (b",", b"[", b"{")) > max_values:
-        raise ValueError(f"{where}: holds more than {max_values} values; expected fewer. This is not a config or an index.")
+        raise ValueError(
+            f"{where}: holds more than {max_values} values; expected fewer. This is not a config or an index."
+        )
     try:
         value = _decoded(data, constants)
         _check(value)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: is not valid JSON ({error}); expected one JSON object. Download it again.") from None
+        raise ValueError(
+            f"{where}: is not valid JSON ({error}); expected one JSON object. Download it again."
+        ) from None
     if not isinstance(value, dict):
         raise ValueError(f"{where}: holds a {type(value).__name__}; expected one JSON object.")
     return value
 
 
 def parse_value(text: str) -> Any:
-    """Returns the JSON value in a text. Raises ValueError for what is none: NaN, infinity, and numbers larger than any are none either."""
+    """Returns the JSON value in a text. Raises ValueError for what is none: NaN, infinity, and numbers larger than any
+    are none either."""
     try:
         return _decoded(text, constants=False)
     except RecursionError:
@@ -51,9 +59,12 @@ def parse_value(text: str) -> Any:
 
 def _decoded(data: str | bytes, constants: bool) -> Any:
     return json.loads(
-        data, parse_constant=float if constants else _no_constant, parse_float=_finite, parse_int=_integer,
+        data,
+        parse_constant=float if constants else _no_constant,
+        parse_float=_finite,
+        parse_int=_integer,
         object_pairs_hook=_without_repetition,
-    )  # fmt: skip
+    )
 
 
 def _no_constant(text: str) -> float:

@@ -1,4 +1,5 @@
-"""The drafter: captured target states are normed and fused, one fused decoder layer (and plain ones) follow, a head scores.
+"""The drafter: captured target states are normed and fused, one fused decoder layer (and plain ones) follow, a head
+scores.
 
 B batch, T tokens, h drafter width, ht target width, n captured states, V target vocabulary, Vd draft vocabulary.
 """
@@ -33,8 +34,8 @@ MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_slidi
 class Eagle31DrafterOutput(ModelOutput):
     """Draft logits (B, T, Vd), the state the next step is fed (B, T, h), and the drafter's cache.
 
-    Where they are asked for: the loss; the fused states and each layer's, the last being `last_hidden_state` (layers + 1, each (B, T, h));
-    and the attention weights of each layer (B, H, T, S).
+    Where they are asked for: the loss; the fused states and each layer's, the last being `last_hidden_state` (layers +
+    1, each (B, T, h)); and the attention weights of each layer (B, H, T, S).
     """
 
     loss: Tensor | None = None
@@ -60,7 +61,9 @@ class Eagle31DecoderLayer(GradientCheckpointingLayer):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = LlamaMLP(config)
 
-    def forward(self, x: Tensor, embeds: Tensor, cos: Tensor, sin: Tensor, mask: Any, past_key_values: Cache | None) -> Tensor:
+    def forward(
+        self, x: Tensor, embeds: Tensor, cos: Tensor, sin: Tensor, mask: Any, past_key_values: Cache | None
+    ) -> Tensor:
         """State `x` (B, T, h) and token embeddings (B, T, h) -> (B, T, h)."""
         residual = x
         if self.hidden_norm is None:
@@ -77,9 +80,9 @@ class Eagle31DecoderLayer(GradientCheckpointingLayer):
 class Eagle31DrafterModel(Eagle31PreTrainedModel):
     """EAGLE 3.1 (or EAGLE 3) drafter of a frozen target; see `Eagle31Config` for what its flags mean.
 
-    Its drafting knobs are fields of `generation_config`: `num_assistant_tokens` ("auto", the default: chosen as it goes),
-    `draft_tree_top_k` (1: chains), `draft_tree_total_tokens`, and `assistant_confidence_threshold`, which ends chains of a fixed depth
-    after a token the drafter gives less probability.
+    Its drafting knobs are fields of `generation_config`: `num_assistant_tokens` ("auto", the default: chosen as it
+    goes), `draft_tree_top_k` (1: chains), `draft_tree_total_tokens`, and `assistant_confidence_threshold`, which ends
+    chains of a fixed depth after a token the drafter gives less probability.
     """
 
     main_input_name = "input_ids"
@@ -94,12 +97,16 @@ class Eagle31DrafterModel(Eagle31PreTrainedModel):
     _can_record_outputs = {"hidden_states": Eagle31DecoderLayer, "attentions": [GQAttention, MLAttention]}
 
     def __init__(self, config: Eagle31Config, **unknown: Any):
-        refuse_unknown(unknown, Eagle31Config.__annotations__, "fields of Eagle31Config or arguments of from_pretrained")
+        refuse_unknown(
+            unknown, Eagle31Config.__annotations__, "fields of Eagle31Config or arguments of from_pretrained"
+        )
         super().__init__(config)
         h, eps, n = config.hidden_size, config.rms_norm_eps, config.num_aux_states
         fused_width = n * config.target_hidden_size
         self.embed_tokens = None if config.share_target_embeddings else nn.Embedding(config.vocab_size, h)
-        self.fc_norm = nn.ModuleList(nn.RMSNorm(config.target_hidden_size, eps=eps) for _ in range(n)) if config.fc_norm else None
+        self.fc_norm = (
+            nn.ModuleList(nn.RMSNorm(config.target_hidden_size, eps=eps) for _ in range(n)) if config.fc_norm else None
+        )
         self.input_norm = nn.RMSNorm(fused_width, eps=eps) if config.norm_before_fc else None
         self.fc = nn.Linear(fused_width, h, bias=config.fc_bias)
         self.layers = nn.ModuleList(Eagle31DecoderLayer(config, i) for i in range(config.num_hidden_layers))
@@ -136,25 +143,35 @@ class Eagle31DrafterModel(Eagle31PreTrainedModel):
         return self.tie.get()[1] if self.lm_head is None else self.lm_head
 
     def load_target_embeddings(self, target: Any) -> None:
-        """Ties the drafter to the target's input embedding, and to its head where the checkpoint has none, without a copy.
+        """Ties the drafter to the target's input embedding, and to its head where the checkpoint has none, without a
+        copy.
 
-        Both are held weakly, for this thread and for those that have tied no other: keep the target yourself. They may be quantized,
-        offloaded, or wrapped by an adapter.
-        Raises ValueError when the target's width or vocabulary is not the one the drafter was made for, and when weights that are needed
-        are on the meta device with nothing to load them.
+        Both are held weakly, for this thread and for those that have tied no other: keep the target yourself. They may
+        be quantized, offloaded, or wrapped by an adapter. Raises ValueError when the target's width or vocabulary is
+        not the one the drafter was made for, and when weights that are needed are on the meta device with nothing to
+        load them.
         """
         embedding: Any = target.get_input_embeddings()
         head = target.get_output_embeddings()
         rows, width = shape_of(embedding)
-        trained_for = f"the drafter was made for {self.config.target_model or 'a target it does not name'}; pass that target."
+        trained_for = (
+            f"the drafter was made for {self.config.target_model or 'a target it does not name'}; pass that target."
+        )
         target_width = target.config.get_text_config().hidden_size
         if target_width != self.config.target_hidden_size:
-            raise ValueError(f"the target's width is {target_width}, the drafter expects {self.config.target_hidden_size}: {trained_for}")
+            raise ValueError(
+                f"the target's width is {target_width}, the drafter expects {self.config.target_hidden_size}:"
+                f" {trained_for}"
+            )
         if self.embed_tokens is None and width != self.config.hidden_size:
-            raise ValueError(f"the target's embedding is {width} wide, the drafter that shares it {self.config.hidden_size}: {trained_for}")
+            raise ValueError(
+                f"the target's embedding is {width} wide, the drafter that shares it {self.config.hidden_size}:"
+                f" {trained_for}"
+            )
         if not vocab.same_vocabulary(self.config.vocab_size, rows):
             raise ValueError(
-                f"the target's vocabulary has {rows} ids, the drafter's {self.config.vocab_size} (more than padding apart): {trained_for}"
+                f"the target's vocabulary has {rows} ids, the drafter's {self.config.vocab_size} (more than padding"
+                f" apart): {trained_for}"
             )
         check_loaded(self, "the drafter")
         if self.embed_tokens is None:
@@ -163,10 +180,15 @@ class Eagle31DrafterModel(Eagle31PreTrainedModel):
             check_loaded(head, "the target's head, which the drafter shares,")
         before, _ = self.tie.get()
         self.tie.set(embedding, head)
-        if before is not embedding and self.embed_tokens is not None and unrelated(self.embed_tokens.weight, embedding.weight):
+        if (
+            before is not embedding
+            and self.embed_tokens is not None
+            and unrelated(self.embed_tokens.weight, embedding.weight)
+        ):
             logger.warning(
-                "the drafter's own embedding has nothing in common with the target's, as in checkpoints of TorchSpec before March "
-                "2026, where it is random. If it was not trained from scratch, load with share_target_embeddings=True."
+                "the drafter's own embedding has nothing in common with the target's, as in checkpoints of TorchSpec"
+                " before March 2026, where it is random. If it was not trained from scratch, load with"
+                " share_target_embeddings=True."
             )
 
     def draft_to_target_ids(self) -> Tensor | None:
@@ -176,7 +198,10 @@ class Eagle31DrafterModel(Eagle31PreTrainedModel):
     def set_draft_vocabulary(self, ids: Tensor) -> None:
         """Sets which target ids (Vd,) the rows of the head stand for. Raises ValueError unless distinct and in range."""
         if self.d2t is None or len(ids) != len(self.d2t):
-            raise ValueError(f"got {len(ids)} ids for a draft vocabulary of {self.config.draft_vocab_size} of {self.config.vocab_size}.")
+            raise ValueError(
+                f"got {len(ids)} ids for a draft vocabulary of {self.config.draft_vocab_size} of"
+                f" {self.config.vocab_size}."
+            )
         d2t = vocab.offsets(ids.to(self.d2t.device))
         vocab.check_mapping(d2t, self.config.vocab_size)
         self.d2t.copy_(d2t)
@@ -198,12 +223,13 @@ class Eagle31DrafterModel(Eagle31PreTrainedModel):
         return weight if not weight.is_meta else weight.new_empty(0, device=execution_device(self))
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """Token ids (B, T) -> embeddings (B, T, h) on the drafter's device, unscaled even where the target scales its own."""
+        """Token ids (B, T) -> embeddings (B, T, h) on the drafter's device, unscaled even where the target scales its
+        own."""
         table: Any = self.get_input_embeddings()
         if table is None:
             raise RuntimeError(
-                "the drafter has no embedding yet, or no longer: its checkpoint shares the target's, which has to be kept. "
-                "Call drafter.load_target_embeddings(target)."
+                "the drafter has no embedding yet, or no longer: its checkpoint shares the target's, which has to be"
+                " kept. Call drafter.load_target_embeddings(target)."
             )
         return rows_of(table, input_ids).to(self.like)
 
@@ -237,17 +263,17 @@ class Eagle31DrafterModel(Eagle31PreTrainedModel):
     ) -> Eagle31DrafterOutput:
         """One drafting step over T rows; row t stands at a position whose *next* token is `input_ids[:, t]` (B, T).
 
-        Exactly one of `target_hidden_states` (B, T, n*ht), captured from the target, and `hidden_states` (B, T, h), the state an
-        earlier call returned. `attention_mask` is 2-D over cached and new rows, 4-D in the form of the attention implementation,
-        or a dict of 4-D masks by layer type. `logits_to_keep`: score the last so many rows only (0: all; None: none), or
-        one row of every sequence (B,).
+        Exactly one of `target_hidden_states` (B, T, n*ht), captured from the target, and `hidden_states` (B, T, h), the
+        state an earlier call returned. `attention_mask` is 2-D over cached and new rows, 4-D in the form of the
+        attention implementation, or a dict of 4-D masks by layer type. `logits_to_keep`: score the last so many rows
+        only (0: all; None: none), or one row of every sequence (B,).
 
-        `labels` (B, T) are target ids aligned with `input_ids`, usually `input_ids` themselves, or -100 for a token that does not count.
-        Logits at row t predict the token after `input_ids[:, t]`, so they are scored against `labels[:, t + 1]`. `loss` is the mean
-        cross-entropy over the labels that count and are in the draft vocabulary; NaN where there is none. With `num_items_in_batch` it is
-        their sum divided by that. `output_hidden_states`, `output_attentions` (with the attention implementation "eager") and
-        `return_dict` are as in transformers.
-        Raises ValueError when neither or both states are given, and when labels do not fit the logits.
+        `labels` (B, T) are target ids aligned with `input_ids`, usually `input_ids` themselves, or -100 for a token
+        that does not count. Logits at row t predict the token after `input_ids[:, t]`, so they are scored against
+        `labels[:, t + 1]`. `loss` is the mean cross-entropy over the labels that count and are in the draft vocabulary;
+        NaN where there is none. With `num_items_in_batch` it is their sum divided by that. `output_hidden_states`,
+        `output_attentions` (with the attention implementation "eager") and `return_dict` are as in transformers. Raises
+        ValueError when neither or both states are given, and when labels do not fit the logits.
         """
         if (target_hidden_states is None) == (hidden_states is None):
             given = "neither" if hidden_states is None else "both"
@@ -286,18 +312,25 @@ class Eagle31DrafterModel(Eagle31PreTrainedModel):
         """Draft logits (B, T, Vd) and labels (B, T) as `forward` takes them -> the loss, a scalar in fp32."""
         if logits is None or logits.shape[:2] != labels.shape:
             found = "none" if logits is None else f"of shape {tuple(logits.shape)}"
-            raise ValueError(f"labels are of shape {tuple(labels.shape)}, logits {found}; expected a label and logits for every token.")
+            raise ValueError(
+                f"labels are of shape {tuple(labels.shape)}, logits {found}; expected a label and logits for every"
+                " token."
+            )
         labels = labels.to(logits.device)
         if self.d2t is not None:
             labels = vocab.draft_labels(labels, self.draft_to_target_ids(), self.config.vocab_size)
-        return self.loss_function(logits, labels, vocab_size=self.config.draft_vocab_size, num_items_in_batch=num_items_in_batch)
+        return self.loss_function(
+            logits, labels, vocab_size=self.config.draft_vocab_size, num_items_in_batch=num_items_in_batch
+        )
 
     def _masks(self, x: Tensor, mask: Tensor | dict | None, past: Cache | None, position_ids: Tensor) -> dict[str, Any]:
         """The attention mask of each layer type in use, in the form of the attention implementation."""
         if isinstance(mask, dict):
             return mask
         return {
-            kind: MASKS[kind](self.config, inputs_embeds=x, attention_mask=mask, past_key_values=past, position_ids=position_ids)
+            kind: MASKS[kind](
+                self.config, inputs_embeds=x, attention_mask=mask, past_key_values=past, position_ids=position_ids
+            )
             for kind in set(self.config.layer_types)
         }
 
@@ -316,18 +349,21 @@ class Eagle31DrafterModel(Eagle31PreTrainedModel):
         draft_tree_total_tokens: int | str | None = None,
         **model_kwargs: Any,
     ):
-        """For `target.generate(**inputs, custom_generate=drafter.decode)`: the same as `assistant_model=drafter`, without the hook.
+        """For `target.generate(**inputs, custom_generate=drafter.decode)`: the same as `assistant_model=drafter`,
+        without the hook.
 
-        The drafting knobs may be given to that `generate`. transformers hands neither a
-        streamer nor a tokenizer on to such a callable: bind the streamer, `custom_generate=functools.partial(drafter.decode,
-        streamer=streamer)`; stop strings need `assistant_model=drafter`.
+        The drafting knobs may be given to that `generate`. transformers hands neither a streamer nor a tokenizer on to
+        such a callable: bind the streamer, `custom_generate=functools.partial(drafter.decode, streamer=streamer)`; stop
+        strings need `assistant_model=drafter`.
         """
         from .generation.decoding import decode_with  # the model does not depend on generation, this entry point does
 
         knobs = {
-            "num_assistant_tokens": num_assistant_tokens, "assistant_confidence_threshold": assistant_confidence_threshold,
-            "draft_tree_top_k": draft_tree_top_k, "draft_tree_total_tokens": draft_tree_total_tokens,
-        }  # fmt: skip
+            "num_assistant_tokens": num_assistant_tokens,
+            "assistant_confidence_threshold": assistant_confidence_threshold,
+            "draft_tree_top_k": draft_tree_top_k,
+            "draft_tree_total_tokens": draft_tree_total_tokens,
+        }
         return decode_with(
             model,
             self,
@@ -343,7 +379,8 @@ class Eagle31DrafterModel(Eagle31PreTrainedModel):
 
 
 def first_ids(config: Eagle31Config) -> Tensor:
-    """`t2d` of the draft vocabulary that is the first ids of the target's; one byte an id, where comparing numbers takes nine."""
+    """`t2d` of the draft vocabulary that is the first ids of the target's; one byte an id, where comparing numbers
+    takes nine."""
     marks = torch.zeros(config.vocab_size, dtype=torch.bool)
     marks[: config.draft_vocab_size] = True
     return marks
@@ -352,8 +389,15 @@ def first_ids(config: Eagle31Config) -> Tensor:
 @torch.no_grad()
 def unrelated(table: Tensor, other: Tensor) -> bool:
     """Whether rows of two embeddings (V, h) of one width point in unrelated directions, seen on up to 256 rows."""
-    if table.shape[1] != other.shape[1] or not other.is_floating_point() or "meta" in (table.device.type, other.device.type):
+    if (
+        table.shape[1] != other.shape[1]
+        or not other.is_floating_point()
+        or "meta" in (table.device.type, other.device.type)
+    ):
         return False
     rows = torch.linspace(0, min(len(table), len(other)) - 1, 256, dtype=torch.long).unique()
-    similarity = cosine_similarity(table[rows.to(table.device)].float(), other[rows.to(other.device)].float().to(table.device))
-    return bool(similarity.mean() < 4 / (len(rows) * table.shape[1]) ** 0.5)  # four standard deviations of random directions
+    similarity = cosine_similarity(
+        table[rows.to(table.device)].float(), other[rows.to(other.device)].float().to(table.device)
+    )
+    # four standard deviations of random directions
+    return bool(similarity.mean() < 4 / (len(rows) * table.shape[1]) ** 0.5)

@@ -15,4 +15,6 @@ def refuse_unknown(names: Iterable[str], known: Collection[str], expected: str, 
     """Raises ValueError where `names` has one that is not known; the message suggests the nearest known one, if any."""
     for name in sorted(set(names) - set(known)):
         meant = nearest(name, known)
-        raise ValueError(f"{where}got {name[:80]}; expected {expected if meant is None else f'{expected}: did you mean {meant}?'}")
+        raise ValueError(
+            f"{where}got {name[:80]}; expected {expected if meant is None else f'{expected}: did you mean {meant}?'}"
+        )

@@ -30,7 +30,8 @@ class Eagle31PreTrainedModel(PreTrainedModel):
 
     config_class = Eagle31Config
     base_model_prefix = "model"
-    # Headers are compared with the config before anything is loaded; tensors of these names that no file holds are in Checkpoint.made.
+    # Headers are compared with the config before anything is loaded; tensors of these names that no file holds are in
+    # Checkpoint.made.
     _keys_to_ignore_on_load_missing = [*(f"^{name}$" for name in MAPS), r"o_proj\.bias$"]
     _keys_to_ignore_on_load_unexpected = [r".*"]
 
@@ -43,19 +44,28 @@ class Eagle31PreTrainedModel(PreTrainedModel):
     @classmethod
     @settled("pretrained_model_name_or_path")
     def from_pretrained(
-        cls, pretrained_model_name_or_path, *args, config=None, aux_layer_convention=None, output_loading_info: bool = False, **kwargs
+        cls,
+        pretrained_model_name_or_path,
+        *args,
+        config=None,
+        aux_layer_convention=None,
+        output_loading_info: bool = False,
+        **kwargs,
     ):
-        """As `PreTrainedModel.from_pretrained`, for every EAGLE 3 and 3.1 format and for configs that only point to their weights.
+        """As `PreTrainedModel.from_pretrained`, for every EAGLE 3 and 3.1 format and for configs that only point to
+        their weights.
 
-        Fields of `Eagle31Config` given as keywords, or by `config` (one, or the folder or repository of one), win over the
-        checkpoint's. `aux_layer_convention`, "boundary" or "output", says how
-        a checkpoint counts the target's layers where it does not say so itself. `drafter.checkpoint` keeps what was found.
-        A folder that is converted during the read is read as before or as after the conversion. Raises OSError when something is not
-        there; ValueError when tensors are missing, extra, misshapen or not finite, or the checkpoint is no EAGLE 3 drafter's or is
-        ambiguous (the message names the argument that decides).
+        Fields of `Eagle31Config` given as keywords, or by `config` (one, or the folder or repository of one), win over
+        the checkpoint's. `aux_layer_convention`, "boundary" or "output", says how a checkpoint counts the target's
+        layers where it does not say so itself. `drafter.checkpoint` keeps what was found. A folder that is converted
+        during the read is read as before or as after the conversion. Raises OSError when something is not there;
+        ValueError when tensors are missing, extra, misshapen or not finite, or the checkpoint is no EAGLE 3 drafter's
+        or is ambiguous (the message names the argument that decides).
         """
         if pretrained_model_name_or_path is None:  # weights are in kwargs["state_dict"]
-            return super().from_pretrained(None, *args, config=config, output_loading_info=output_loading_info, **kwargs)
+            return super().from_pretrained(
+                None, *args, config=config, output_loading_info=output_loading_info, **kwargs
+            )
         hub = {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
         overrides = {name: kwargs.pop(name) for name in Eagle31Config.__annotations__ if name in kwargs}
         if config is not None:
@@ -67,9 +77,15 @@ class Eagle31PreTrainedModel(PreTrainedModel):
             logger.warning("%s: %s.", checkpoint.source, note)
         kwargs["ignore_mismatched_sizes"] = True  # shapes were compared above, except that of t2d, which is rebuilt
         config = deepcopy(checkpoint.config)
-        config.transformers_weights = checkpoint.files.config.get("transformers_weights")  # where weights have another file name
+        # where weights have another file name
+        config.transformers_weights = checkpoint.files.config.get("transformers_weights")
         loaded: Any = super().from_pretrained(
-            str(checkpoint.folder), *args, config=config, key_mapping=checkpoint.key_mapping, output_loading_info=True, **kwargs
+            str(checkpoint.folder),
+            *args,
+            config=config,
+            key_mapping=checkpoint.key_mapping,
+            output_loading_info=True,
+            **kwargs,
         )
         model, info = loaded
         del model.config.transformers_weights
@@ -84,26 +100,36 @@ class Eagle31PreTrainedModel(PreTrainedModel):
         return (model, info) if output_loading_info else model
 
     def save_pretrained(
-        self, save_directory, is_main_process: bool = True, state_dict: dict[str, Tensor] | None = None, push_to_hub: bool = False, **kwargs
+        self,
+        save_directory,
+        is_main_process: bool = True,
+        state_dict: dict[str, Tensor] | None = None,
+        push_to_hub: bool = False,
+        **kwargs,
     ):
-        """Writes the native format, whatever was loaded: config, weights under their native names, drafting knobs, and a model card
-        (`drafter.card_facts` adds license, data, training and acceptance to it) where the folder has none yet.
+        """Writes the native format, whatever was loaded: config, weights under their native names, drafting knobs, and
+        a model card (`drafter.card_facts` adds license, data, training and acceptance to it) where the folder has none
+        yet.
 
-        Processes that save into one folder take turns, so that it holds one drafter whole. Of a distributed run only the first one writes.
+        Processes that save into one folder take turns, so that it holds one drafter whole. Of a distributed run only
+        the first one writes.
         """
         names = ("repo_id", "commit_message", "commit_description", "private", "create_pr", "revision", "tags")
         hub = {name: kwargs.pop(name) for name in names if name in kwargs}
         folder, writes = Path(save_directory), self.should_save_on_this_rank(is_main_process)
         config: Any = self.config
         folder.mkdir(parents=True, exist_ok=True)
-        with folder_lock(folder, required=False) if writes else nullcontext():  # others take part in what the first one waits for
+        # others take part in what the first one waits for
+        with folder_lock(folder, required=False) if writes else nullcontext():
             super().save_pretrained(folder, is_main_process, state_dict, **kwargs | {"save_original_format": False})
             if writes:
                 if not (kwargs.get("variant") or kwargs.get("distributed_checkpoint") or self._hf_peft_config_loaded):
                     remove_stale_weights(folder)
                 self.generation_config.save_pretrained(folder)
                 if not (folder / CARD).exists():
-                    (folder / CARD).write_text(render_card(config, self.card_facts, hub.get("repo_id", folder.name)), encoding="utf-8")
+                    (folder / CARD).write_text(
+                        render_card(config, self.card_facts, hub.get("repo_id", folder.name)), encoding="utf-8"
+                    )
         if push_to_hub and writes:
             self.push_to_hub(hub.pop("repo_id", folder.name), token=kwargs.get("token"), **hub)
 
@@ -130,18 +156,23 @@ class Eagle31PreTrainedModel(PreTrainedModel):
             facts = replace(self.card_facts, tags=[*self.card_facts.tags, *(tags or [])])
             Path(folder, CARD).write_text(render_card(config, facts, repo_id), encoding="utf-8")
             message = commit_message or "Upload drafter with eagle31_hf"
-            return upload(HfApi(token=token), Path(folder), repo_id, private, revision, create_pr, message, commit_description)
+            return upload(
+                HfApi(token=token), Path(folder), repo_id, private, revision, create_pr, message, commit_description
+            )
 
 
 def given_config(config: Any, hub: dict[str, Any]) -> Eagle31Config:
-    """The `config` of a `from_pretrained`: itself, or what the folder or repository of that name holds, as in transformers.
+    """The `config` of a `from_pretrained`: itself, or what the folder or repository of that name holds, as in
+    transformers.
 
     Raises ValueError for anything else.
     """
     if isinstance(config, str | PathLike):
         return Eagle31Config.from_pretrained(config, **hub)
     if not isinstance(config, Eagle31Config):
-        raise ValueError(f"config is a {type(config).__name__}; expected an Eagle31Config, or the folder or Hub repository of one.")
+        raise ValueError(
+            f"config is a {type(config).__name__}; expected an Eagle31Config, or the folder or Hub repository of one."
+        )
     return config
 
 
@@ -166,4 +197,6 @@ def check_finite(model: Eagle31PreTrainedModel, checkpoint: Checkpoint) -> None:
                 "embed_tokens.weight": "speculators writes NaN where the verifier's embedding was never copied into it",
                 "lm_head.weight": "speculators writes NaN where the verifier's head was never copied into it",
             }.get(name, "save or download it again")
-            raise ValueError(f"{checkpoint.source}: {name} holds NaN or infinite values; expected finite weights: {hint}.")
+            raise ValueError(
+                f"{checkpoint.source}: {name} holds NaN or infinite values; expected finite weights: {hint}."
+            )

@@ -8,7 +8,8 @@ import torch
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """A context in which torch's random numbers follow from `seed` alone; those drawn afterwards are as if it had not been."""
+    """A context in which torch's random numbers follow from `seed` alone; those drawn afterwards are as if it had not
+    been."""
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(seed)
         yield

@@ -1,4 +1,5 @@
-"""The target's embedding and head, which a drafter shares: weak references to them, and reads of wrapped, offloaded and quantized ones.
+"""The target's embedding and head, which a drafter shares: weak references to them, and reads of wrapped, offloaded and
+quantized ones.
 
 V target vocabulary, h drafter width.
 """
@@ -19,8 +20,9 @@ ACTIVATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64
 class TargetTie:
     """Weak references to the embedding and head of the target a drafter works for: the drafter keeps no target alive.
 
-    Each thread has a tie of its own, since threads may generate with one drafter and different targets; a thread that has tied nothing
-    gets the latest tie of any thread. A deep copy keeps the tie; a pickled one loses it, and `generate` ties it again.
+    Each thread has a tie of its own, since threads may generate with one drafter and different targets; a thread that
+    has tied nothing gets the latest tie of any thread. A deep copy keeps the tie; a pickled one loses it, and
+    `generate` ties it again.
     """
 
     def __init__(self) -> None:
@@ -56,7 +58,8 @@ def shape_of(table: Any) -> tuple[int, int]:
 
 
 def rows_of(table: Any, input_ids: Tensor) -> Tensor:
-    """Token ids (...) -> their embedding vectors (..., h), without the factor that some embeddings (Gemma's) apply to them."""
+    """Token ids (...) -> their embedding vectors (..., h), without the factor that some embeddings (Gemma's) apply to
+    them."""
     weight = table.weight
     if not isinstance(table, nn.Embedding):  # wrapped: an adapter changes the vectors, so it has to be called
         scale = getattr(getattr(table, "base_layer", None), "embed_scale", None)
@@ -71,7 +74,8 @@ def rows_of(table: Any, input_ids: Tensor) -> Tensor:
 
 
 def scores_of(head: Any, states: Tensor) -> Tensor:
-    """States (..., h) -> a head's logits (..., V), on the head's device; it may be quantized, offloaded or wrapped by an adapter."""
+    """States (..., h) -> a head's logits (..., V), on the head's device; it may be quantized, offloaded or wrapped by
+    an adapter."""
     weight = _stored(head)
     states = _on_device_of(states, weight)
     return head(states.to(weight.dtype) if weight.dtype in ACTIVATION_DTYPES else states)
@@ -79,7 +83,8 @@ def scores_of(head: Any, states: Tensor) -> Tensor:
 
 @torch.no_grad()
 def weight_of(module: Any, what: str, name: str = "weight") -> Tensor:
-    """The weight or bias (`name`) of a target's embedding or head (`what`, for the message); where it is offloaded, a copy on the CPU.
+    """The weight or bias (`name`) of a target's embedding or head (`what`, for the message); where it is offloaded, a
+    copy on the CPU.
 
     Raises ValueError where it is quantized, or not loaded at all.
     """
@@ -88,12 +93,15 @@ def weight_of(module: Any, what: str, name: str = "weight") -> Tensor:
             return getattr(module, name).detach().clone()
     weight = _stored(module, name)
     if weight.is_meta or weight.dtype not in ACTIVATION_DTYPES:
-        raise ValueError(f"the target's {what} is {weight.dtype} on {weight.device}; expected it loaded, and not quantized.")
+        raise ValueError(
+            f"the target's {what} is {weight.dtype} on {weight.device}; expected it loaded, and not quantized."
+        )
     return weight
 
 
 def execution_device(model: nn.Module) -> torch.device:
-    """The device on which a model's first module with weights runs; "meta" where no module's weights are loaded or offloaded."""
+    """The device on which a model's first module with weights runs; "meta" where no module's weights are loaded or
+    offloaded."""
     for module in model.modules():
         hook: Any = getattr(module, "_hf_hook", None)
         if has_offloaded_params(module) and hook.execution_device is not None:
@@ -105,11 +113,15 @@ def execution_device(model: nn.Module) -> torch.device:
 
 
 def check_loaded(module: nn.Module, name: str) -> None:
-    """Raises ValueError where a module's weight is on the meta device and no hook of accelerate loads it for the forward."""
-    if any(weight.is_meta for weight in module.parameters()) and not any(hasattr(part, "_hf_hook") for part in module.modules()):
+    """Raises ValueError where a module's weight is on the meta device and no hook of accelerate loads it for the
+    forward."""
+    if any(weight.is_meta for weight in module.parameters()) and not any(
+        hasattr(part, "_hf_hook") for part in module.modules()
+    ):
         raise ValueError(
-            f"{name} is on the meta device, and nothing loads it when it is called; expected weights on a device, or offloaded by "
-            "accelerate module by module (a device_map, cpu_offload or disk_offload without preload_module_classes)."
+            f"{name} is on the meta device, and nothing loads it when it is called; expected weights on a device, or"
+            " offloaded by accelerate module by module (a device_map, cpu_offload or disk_offload without"
+            " preload_module_classes)."
         )
 
 

@@ -1,7 +1,8 @@
-"""An EAGLE 3 drafter made an EAGLE 3.1 one, without training: norms on the captured states, and the post-norm state fed back.
+"""An EAGLE 3 drafter made an EAGLE 3.1 one, without training: norms on the captured states, and the post-norm state fed
+back.
 
-N rows (positions), n captured states of width ht, h drafter width. What is fitted is fitted on half of the rows; movements reported are
-those of the other half.
+N rows (positions), n captured states of width ht, h drafter width. What is fitted is fitted on half of the rows;
+movements reported are those of the other half.
 """
 
 from collections.abc import Sequence
@@ -28,10 +29,12 @@ KEPT = 0.97  # share of the accepted length that must be left for an upgrade to 
 
 @dataclass(frozen=True)
 class UpgradeReport:
-    """What an upgrade did. Movements are mean relative distances, ||new - old|| / ||old||, on rows that nothing was fitted on.
+    """What an upgrade did. Movements are mean relative distances, ||new - old|| / ||old||, on rows that nothing was
+    fitted on.
 
     `fused_movement`: of the fused state, `fused_movement_scalar` with one number a state instead of a weight a channel;
-    `feedback_movement`: of the state fed to the next step. `before` and `after`: acceptance of greedy texts on the same prompts.
+    `feedback_movement`: of the state fed to the next step. `before` and `after`: acceptance of greedy texts on the same
+    prompts.
     """
 
     fused_movement: float
@@ -47,7 +50,11 @@ class UpgradeReport:
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         moved = {name: getattr(self, name) for name in ("fused_movement", "fused_movement_scalar", "feedback_movement")}
-        return moved | {"before": self.before.as_dict(), "after": self.after.as_dict(), "needs_fine_tuning": self.needs_fine_tuning}
+        return moved | {
+            "before": self.before.as_dict(),
+            "after": self.after.as_dict(),
+            "needs_fine_tuning": self.needs_fine_tuning,
+        }
 
     def summary(self) -> str:
         def row(name: str, stats: AcceptanceStats) -> str:
@@ -55,16 +62,21 @@ class UpgradeReport:
             return f"{name} accepted length {stats.mean_accepted_length:.2f}, by position {rates}"
 
         advice = (
-            "fine-tune it: calibration alone lost acceptance" if self.needs_fine_tuning
+            "fine-tune it: calibration alone lost acceptance"
+            if self.needs_fine_tuning
             else "usable as it is; fine-tuning is what teaches it to draft deeper"
-        )  # fmt: skip
-        return "\n".join((
-            f"fused state moved by {self.fused_movement:.1%} (one scale a state: {self.fused_movement_scalar:.1%}), "
-            f"fed-back state by {self.feedback_movement:.1%}",
-            row("before:", self.before),
-            row("after: ", self.after),
-            advice,
-        ))  # fmt: skip
+        )
+        return "\n".join(
+            (
+                (
+                    f"fused state moved by {self.fused_movement:.1%} (one scale a state:"
+                    f" {self.fused_movement_scalar:.1%}), fed-back state by {self.feedback_movement:.1%}"
+                ),
+                row("before:", self.before),
+                row("after: ", self.after),
+                advice,
+            )
+        )
 
 
 @torch.no_grad()
@@ -80,14 +92,17 @@ def upgrade_to_eagle31(
 ) -> Eagle31DrafterModel:
     """A copy of an EAGLE 3 drafter with `fc_norm` and `norm_output`; `drafter` itself is left as it is.
 
-    The norms' weights minimise how far the fused state moves on `texts` (strings, or token ids (1, T)): least squares, each row
-    relative to its own size. `norm` is rescaled to give fed-back states the size they had, and the head rescaled back, so that
-    logits of a given state stay. `upgraded.upgrade_report` has movements and acceptance before and after, measured on greedy texts of
-    `max_new_tokens` after the first half of up to `num_prompts` texts. Strings need a `tokenizer`, by default the target's own.
-    Raises ValueError for a drafter that is EAGLE 3.1 already, and for too little text.
+    The norms' weights minimise how far the fused state moves on `texts` (strings, or token ids (1, T)): least squares,
+    each row relative to its own size. `norm` is rescaled to give fed-back states the size they had, and the head
+    rescaled back, so that logits of a given state stay. `upgraded.upgrade_report` has movements and acceptance before
+    and after, measured on greedy texts of `max_new_tokens` after the first half of up to `num_prompts` texts. Strings
+    need a `tokenizer`, by default the target's own. Raises ValueError for a drafter that is EAGLE 3.1 already, and for
+    too little text.
     """
     if drafter.config.is_eagle31:
-        raise ValueError("the drafter is EAGLE 3.1 already (fc_norm and norm_output are on); expected an EAGLE 3 drafter.")
+        raise ValueError(
+            "the drafter is EAGLE 3.1 already (fc_norm and norm_output are on); expected an EAGLE 3 drafter."
+        )
     rows = _token_rows(texts, target, tokenizer)
     drafter.load_target_embeddings(target)
     layer_ids = drafter.config.resolve_layer_ids(len(decoder_layers(target)))
@@ -98,7 +113,8 @@ def upgrade_to_eagle31(
     feedback = 0.0 if drafter.config.norm_output else _fit_norm_output(drafter, upgraded, rows, captured)
     prompts = [ids[:, : max(1, ids.shape[1] // 2)] for ids in rows[:num_prompts]]
     own = drafter.generation_config.num_assistant_tokens
-    depth = num_assistant_tokens or (own if isinstance(own, int) else DEFAULT_DEPTH)  # auto has no one depth to be compared at
+    # auto has no one depth to be compared at
+    depth = num_assistant_tokens or (own if isinstance(own, int) else DEFAULT_DEPTH)
     before, after = (_acceptance(target, model, prompts, depth, max_new_tokens) for model in (drafter, upgraded))
     upgraded.upgrade_report = UpgradeReport(fused, scalar, feedback, before, after)
     _note_on_card(upgraded, sum(ids.shape[1] for ids in rows), len(prompts), depth)
@@ -106,7 +122,8 @@ def upgrade_to_eagle31(
 
 
 def _note_on_card(upgraded: Eagle31DrafterModel, num_tokens: int, num_prompts: int, depth: int) -> None:
-    """Adds to the facts of the model card how the drafter was upgraded, and the acceptance `depth` deep before and after."""
+    """Adds to the facts of the model card how the drafter was upgraded, and the acceptance `depth` deep before and
+    after."""
     report, facts = upgraded.upgrade_report, upgraded.card_facts
     for name, stats in (("before the upgrade", report.before), ("after it", report.after)):
         facts.acceptance.append({"data": f"{num_prompts} calibration texts, {name}", "depth": depth, **stats.as_dict()})
@@ -136,14 +153,18 @@ def _token_rows(
             kept.append(row)
             total += row.shape[1]
     if total < MIN_ROWS:
-        raise ValueError(f"texts hold {total} tokens in rows of at least 4; expected {MIN_ROWS} or more, better some thousands.")
+        raise ValueError(
+            f"texts hold {total} tokens in rows of at least 4; expected {MIN_ROWS} or more, better some thousands."
+        )
     return kept
 
 
 def _with_new_modules(drafter: Eagle31DrafterModel) -> Eagle31DrafterModel:
     """The same drafter with the modules EAGLE 3.1 has besides; their weights are still to be fitted."""
     fields = {name: getattr(drafter.config, name) for name in Eagle31Config.__annotations__}
-    config = Eagle31Config(**fields | {"fc_norm": True, "norm_output": True, "norm_before_fc": False, "share_target_head": False})
+    config = Eagle31Config(
+        **fields | {"fc_norm": True, "norm_output": True, "norm_before_fc": False, "share_target_head": False}
+    )
     config.dtype, config._attn_implementation = drafter.config.dtype, drafter.config._attn_implementation
     upgraded: Any = Eagle31DrafterModel(config)
     upgraded = upgraded.to(drafter.like).eval()
@@ -159,13 +180,15 @@ def _with_new_modules(drafter: Eagle31DrafterModel) -> Eagle31DrafterModel:
 def _fit_fc_norm(drafter: Eagle31DrafterModel, upgraded: Eagle31DrafterModel, states: Tensor) -> tuple[float, float]:
     """Sets `fc_norm` from captured states (N, n*ht); the movement with one scale a state, and with the weights set.
 
-    Conjugate gradients on the normal equations of sum_t |W (w * u_t) - g_t|^2 / |g_t|^2, u the normed states, g the old fused state,
-    from the best scales on; the iterate that moves the held-out rows least is kept.
+    Conjugate gradients on the normal equations of sum_t |W (w * u_t) - g_t|^2 / |g_t|^2, u the normed states, g the old
+    fused state, from the best scales on; the iterate that moves the held-out rows least is kept.
     """
     n, width = drafter.config.num_aux_states, drafter.config.target_hidden_size
     states = states.to(drafter.fc.weight.device, torch.float32)
     weight = drafter.fc.weight.float()
-    fused = torch.cat([drafter.fuse_target_states(part.to(drafter.norm.weight)[None])[0].float() for part in states.split(ROW_TOKENS)])
+    fused = torch.cat(
+        [drafter.fuse_target_states(part.to(drafter.norm.weight)[None])[0].float() for part in states.split(ROW_TOKENS)]
+    )
     parts = states.unflatten(1, (n, width))
     normed = (parts * (parts.pow(2).mean(-1, keepdim=True) + drafter.config.rms_norm_eps).rsqrt()).flatten(1)
     bias = 0.0 if drafter.fc.bias is None else drafter.fc.bias.float()
@@ -176,8 +199,12 @@ def _fit_fc_norm(drafter: Eagle31DrafterModel, upgraded: Eagle31DrafterModel, st
     def movement(w: Tensor) -> float:
         return ((u[check] * w) @ weight.T - goal[check]).norm(dim=1).mean().item()
 
-    contributions = torch.stack([part @ block.T for part, block in zip(u[fit].split(width, 1), weight.split(width, 1), strict=True)], -1)
-    scales = torch.linalg.lstsq(contributions.flatten(0, 1).double(), goal[fit].reshape(-1, 1).double()).solution.float()
+    contributions = torch.stack(
+        [part @ block.T for part, block in zip(u[fit].split(width, 1), weight.split(width, 1), strict=True)], -1
+    )
+    scales = torch.linalg.lstsq(
+        contributions.flatten(0, 1).double(), goal[fit].reshape(-1, 1).double()
+    ).solution.float()
     w = scales.expand(n, width).reshape(-1).clone()
     scalar = movement(w)
     best = _conjugate_gradients(u[fit], goal[fit], weight, w, movement)
@@ -207,11 +234,14 @@ def _conjugate_gradients(u: Tensor, goal: Tensor, weight: Tensor, w: Tensor, mov
     return best
 
 
-def _fit_norm_output(drafter: Eagle31DrafterModel, upgraded: Eagle31DrafterModel, rows: list[Tensor], captured: list[Tensor]) -> float:
-    """Sets `norm` so that the post-norm state is as near to the pre-norm one as can be, and the head so that logits stay.
+def _fit_norm_output(
+    drafter: Eagle31DrafterModel, upgraded: Eagle31DrafterModel, rows: list[Tensor], captured: list[Tensor]
+) -> float:
+    """Sets `norm` so that the post-norm state is as near to the pre-norm one as can be, and the head so that logits
+    stay.
 
-    With x the state, r its root mean square and v the weight, v * x / r against x: least squares for each channel, rows relative to
-    their own size. Returns the movement of held-out rows.
+    With x the state, r its root mean square and v the weight, v * x / r against x: least squares for each channel, rows
+    relative to their own size. Returns the movement of held-out rows.
     """
     depth = max(1, min(5, min(ids.shape[1] for ids in rows) - 2))
     states = []
@@ -236,7 +266,11 @@ def _acceptance(
     with track_acceptance() as stats:
         for prompt in prompts:
             target.generate(
-                prompt, attention_mask=torch.ones_like(prompt), custom_generate=drafter.decode, max_new_tokens=max_new_tokens,
-                do_sample=False, num_assistant_tokens=depth,
-            )  # fmt: skip
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                custom_generate=drafter.decode,
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                num_assistant_tokens=depth,
+            )
     return stats

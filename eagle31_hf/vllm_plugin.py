@@ -1,6 +1,8 @@
-"""vLLM serves an `eagle31` checkpoint as it is, where both are installed: the entry point `vllm.general_plugins` leads here.
+"""vLLM serves an `eagle31` checkpoint as it is, where both are installed: the entry point `vllm.general_plugins` leads
+here.
 
-Tensors already carry the names that vLLM's drafter classes load; only config.json has to be read as an export for vLLM would state it.
+Tensors already carry the names that vLLM's drafter classes load; only config.json has to be read as an export for vLLM
+would state it.
 """
 
 from pathlib import Path
@@ -22,8 +24,8 @@ class ReadsEagle31:
             return values, config
         if values.get("weights_from") is not None:
             raise ValueError(
-                f"{model}: config.json only points to weights, weights_from {values['weights_from']}; vLLM needs them beside it. "
-                f"Serve the folder that `eagle31 convert {model} FOLDER` writes."
+                f"{model}: config.json only points to weights, weights_from {values['weights_from']}; vLLM needs them"
+                f" beside it. Serve the folder that `eagle31 convert {model} FOLDER` writes."
             )
         values = engine_config(config, format="vllm")
         return values, AutoConfig.for_model(**values)

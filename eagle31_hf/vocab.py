@@ -3,9 +3,11 @@
 import torch
 from torch import Tensor
 
-# Targets pad their embedding to a round number of rows; checkpoints of one model differ by that padding (Qwen: 151936 and 152064).
+# Targets pad their embedding to a round number of rows; checkpoints of one model differ by that padding (Qwen: 151936
+# and 152064).
 PADDING_ROWS, PADDING_SHARE = 64, 0.005
-MAPS = ("d2t", "t2d")  # the maps of a draft vocabulary: the only tensors whose values are read before weights are loaded
+# the maps of a draft vocabulary: the only tensors whose values are read before weights are loaded
+MAPS = ("d2t", "t2d")
 IGNORED = -100  # a label that does not count, in torch and transformers
 
 
@@ -27,7 +29,8 @@ def membership(ids: Tensor, vocab_size: int) -> Tensor:
 
 
 def draft_labels(labels: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
-    """Labels of any shape in target ids, -100 ignored -> the same in draft ids, -100 too where the drafter cannot propose the id.
+    """Labels of any shape in target ids, -100 ignored -> the same in draft ids, -100 too where the drafter cannot
+    propose the id.
 
     `ids` (Vd,) are the target ids of the draft ids. Raises IndexError for a label outside the target vocabulary.
     """
@@ -52,10 +55,15 @@ def check_mapping(d2t: Tensor, vocab_size: int) -> None:
             if int(d2t.min()) >= 0 and int(d2t.max()) < vocab_size and len(d2t.unique()) == len(d2t)
             else ""
         )
-        raise ValueError(f"d2t[{i}] = {int(d2t[i])} maps draft id {i} to target id {int(ids[i])}; expected 0 to {vocab_size - 1}.{hint}")
+        raise ValueError(
+            f"d2t[{i}] = {int(d2t[i])} maps draft id {i} to target id {int(ids[i])}; expected 0 to"
+            f" {vocab_size - 1}.{hint}"
+        )
     if len(ids.unique()) != len(ids):
         values, counts = ids.unique(return_counts=True)
-        raise ValueError(f"d2t maps several draft ids to target id {int(values[counts > 1][0])}; expected one draft id each.")
+        raise ValueError(
+            f"d2t maps several draft ids to target id {int(values[counts > 1][0])}; expected one draft id each."
+        )
 
 
 def same_vocabulary(drafter_size: int, target_size: int) -> bool:
@@ -66,7 +74,8 @@ def same_vocabulary(drafter_size: int, target_size: int) -> bool:
 def scatter_logits(logits: Tensor, ids: Tensor | None, vocab_size: int) -> Tensor:
     """Draft logits (..., Vd) -> target-sized logits (..., V) in fp32, `-inf` where the drafter cannot propose.
 
-    `ids` (Vd,) are the target ids of the draft ids, `None` for a full draft vocabulary. Ids outside `vocab_size` are dropped.
+    `ids` (Vd,) are the target ids of the draft ids, `None` for a full draft vocabulary. Ids outside `vocab_size` are
+    dropped.
     """
     logits = logits.float()
     if ids is None:

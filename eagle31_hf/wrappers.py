@@ -11,8 +11,9 @@ from .modeling import Eagle31DrafterModel
 def drafter_in(model: Any) -> Any:
     """The drafter that an assistant model is or wraps, or None for what holds none.
 
-    A compiled module is returned as it is: its attributes are the drafter's, and a call of it is a call of the compiled forward. Of a
-    PEFT model the adapted drafter is returned; its adapters stay active. Raises ValueError for a drafter in a wrapper that cannot draft.
+    A compiled module is returned as it is: its attributes are the drafter's, and a call of it is a call of the compiled
+    forward. Of a PEFT model the adapted drafter is returned; its adapters stay active. Raises ValueError for a drafter
+    in a wrapper that cannot draft.
     """
     compiled, inner = None, model
     while isinstance(inner, nn.Module) and not isinstance(inner, Eagle31DrafterModel):
@@ -32,18 +33,23 @@ def drafter_in(model: Any) -> Any:
 
 
 def _check_adapter(model: Any) -> None:
-    """Raises ValueError for a prompt-learning adapter: its virtual tokens have neither the id nor the target state that a drafter reads."""
-    if getattr(model.active_peft_config, "is_prompt_learning", False) and isinstance(model.get_base_model(), Eagle31DrafterModel):
+    """Raises ValueError for a prompt-learning adapter: its virtual tokens have neither the id nor the target state that
+    a drafter reads."""
+    if getattr(model.active_peft_config, "is_prompt_learning", False) and isinstance(
+        model.get_base_model(), Eagle31DrafterModel
+    ):
         raise ValueError(
-            f"EAGLE drafting: the drafter's adapter is a {model.active_peft_config.peft_type}, whose virtual tokens have no target states; "
-            "expected one that changes weights, such as LoRA, or none."
+            f"EAGLE drafting: the drafter's adapter is a {model.active_peft_config.peft_type}, whose virtual tokens"
+            " have no target states; expected one that changes weights, such as LoRA, or none."
         )
 
 
 def _check_no_drafter(model: nn.Module) -> None:
-    """Raises ValueError where an unknown wrapper holds a drafter: plain assisted generation would fail on it much later."""
+    """Raises ValueError where an unknown wrapper holds a drafter: plain assisted generation would fail on it much
+    later."""
     if any(isinstance(part, Eagle31DrafterModel) for part in model.modules()):
         raise ValueError(
-            f"EAGLE drafting: assistant_model is a {type(model).__name__} around a drafter; expected the drafter itself, or "
-            "one in torch.compile, PEFT, DataParallel or DistributedDataParallel. Pass the drafter without this wrapper."
+            f"EAGLE drafting: assistant_model is a {type(model).__name__} around a drafter; expected the drafter"
+            " itself, or one in torch.compile, PEFT, DataParallel or DistributedDataParallel. Pass the drafter without"
+            " this wrapper."
         )

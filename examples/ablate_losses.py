@@ -2,8 +2,9 @@
 
     python examples/ablate_losses.py [--work FOLDER] [--seeds 3] [--output examples/results]
 
-EAGLE 3.1 and EAGLE 3 drafters of the demo's target, trained a few minutes each on the same rows. A seed is one of the new drafter's
-weights and of the order of rows; variants are compared seed by seed. What is done is kept in FOLDER, and a rerun goes on.
+EAGLE 3.1 and EAGLE 3 drafters of the demo's target, trained a few minutes each on the same rows. A seed is one of the
+new drafter's weights and of the order of rows; variants are compared seed by seed. What is done is kept in FOLDER, and
+a rerun goes on.
 """
 
 import argparse
@@ -47,7 +48,11 @@ class Ablation:
         """Prompts of files neither target nor drafters were trained on, each with what the target says next."""
         prompts = torch.cat(demo.prompts(self.tokenizer, NUM_HELD_OUT, PROMPT))
         texts = self.target.generate(
-            prompts, attention_mask=torch.ones_like(prompts), do_sample=False, max_new_tokens=NEW_TOKENS, eos_token_id=None
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            do_sample=False,
+            max_new_tokens=NEW_TOKENS,
+            eos_token_id=None,
         )
         return Rows.from_rows({"input_ids": text, "answers": torch.arange(len(text)) >= PROMPT} for text in texts)
 
@@ -59,16 +64,32 @@ class Ablation:
         if name in self.found:
             return
         trainer = train(
-            self.target, self.tokenizer, self.rows, self.work / "ablation" / name.replace(", ", "-").replace(" ", ""),
-            DRAFTERS[drafter] | {"seed": seed}, seed=seed, max_steps=self.steps, depth=DEPTH, eval_depth=EVAL_DEPTH, eval_prompts=0,
-            eval_strategy="no", save_strategy="no", load_best_model_at_end=False, logging_steps=50, **LOSSES[losses],
-        )  # fmt: skip
-        self.found[name] = {figure: value for figure, value in trainer.evaluate(self.held_out).items() if figure.startswith("eval_")}
+            self.target,
+            self.tokenizer,
+            self.rows,
+            self.work / "ablation" / name.replace(", ", "-").replace(" ", ""),
+            DRAFTERS[drafter] | {"seed": seed},
+            seed=seed,
+            max_steps=self.steps,
+            depth=DEPTH,
+            eval_depth=EVAL_DEPTH,
+            eval_prompts=0,
+            eval_strategy="no",
+            save_strategy="no",
+            load_best_model_at_end=False,
+            logging_steps=50,
+            **LOSSES[losses],
+        )
+        self.found[name] = {
+            figure: value for figure, value in trainer.evaluate(self.held_out).items() if figure.startswith("eval_")
+        }
         self.file.write_text(json.dumps(self.found, indent=1))
         print(name, {title: round(figure(self.found[name]), 3) for title, figure in FIGURES.items()}, flush=True)
 
     def values(self, drafter: str, losses: str, figure: str, num_seeds: int) -> torch.Tensor:
-        return torch.tensor([FIGURES[figure](self.found[self.name(drafter, losses, seed)]) for seed in range(num_seeds)]).double()
+        return torch.tensor(
+            [FIGURES[figure](self.found[self.name(drafter, losses, seed)]) for seed in range(num_seeds)]
+        ).double()
 
 
 def spread(values: torch.Tensor) -> float:
@@ -77,7 +98,9 @@ def spread(values: torch.Tensor) -> float:
 
 def against_none(ablation: Ablation, drafter: str, losses: str, figure: str, num_seeds: int) -> tuple[float, float]:
     """Mean paired difference to no further loss, and its standard error."""
-    differences = ablation.values(drafter, losses, figure, num_seeds) - ablation.values(drafter, "none", figure, num_seeds)
+    differences = ablation.values(drafter, losses, figure, num_seeds) - ablation.values(
+        drafter, "none", figure, num_seeds
+    )
     return float(differences.mean()), spread(differences) / math.sqrt(num_seeds)
 
 
@@ -99,7 +122,10 @@ def table(ablation: Ablation, drafter: str, num_seeds: int) -> list[str]:
         for figure in FIGURES:
             values = ablation.values(drafter, losses, figure, num_seeds)
             difference, error = against_none(ablation, drafter, losses, figure, num_seeds)
-            line += [f"{values.mean():.3f} (sd {spread(values):.3f})", "" if losses == "none" else f"{difference:+.3f} ± {error:.3f}"]
+            line += [
+                f"{values.mean():.3f} (sd {spread(values):.3f})",
+                "" if losses == "none" else f"{difference:+.3f} ± {error:.3f}",
+            ]
         lines.append(line)
     return ["| " + " | ".join(line) + " |" for line in lines]
 
@@ -110,7 +136,10 @@ def conclusions(ablation: Ablation, num_seeds: int) -> list[str]:
     for drafter in DRAFTERS:
         for losses in LOSSES:
             if losses != "none":
-                said = (f"{figure} {verdict(*against_none(ablation, drafter, losses, figure, num_seeds), num_seeds)}" for figure in FIGURES)
+                said = (
+                    f"{figure} {verdict(*against_none(ablation, drafter, losses, figure, num_seeds), num_seeds)}"
+                    for figure in FIGURES
+                )
                 found.append(f"- {drafter}, {losses}: " + "; ".join(said) + ".")
     return found
 
@@ -118,12 +147,18 @@ def conclusions(ablation: Ablation, num_seeds: int) -> list[str]:
 def report(ablation: Ablation, num_seeds: int, settings: dict[str, Any]) -> str:
     bar = T95.get(num_seeds, 2.0)
     what = (
-        f"{num_seeds} seeds, {ablation.steps} steps of 8 rows, {DEPTH} deep. Accepted length (bonus included), states and attention are "
-        f"of chains {EVAL_DEPTH} deep, teacher-forced, walked over {NUM_HELD_OUT} held-out prompts x {NEW_TOKENS} tokens of the target's "
-        "own greedy text. sd: over seeds. Difference: to none, seed by seed, ± its standard error. Up to two standard errors is no "
-        f"effect shown; with so few seeds chance passes two easily, so up to {bar} (Student's t, 95%) it is no more than perhaps one."
+        f"{num_seeds} seeds, {ablation.steps} steps of 8 rows, {DEPTH} deep. Accepted length (bonus included), states"
+        f" and attention are of chains {EVAL_DEPTH} deep, teacher-forced, walked over {NUM_HELD_OUT} held-out prompts x"
+        f" {NEW_TOKENS} tokens of the target's own greedy text. sd: over seeds. Difference: to none, seed by seed, ±"
+        " its standard error. Up to two standard errors is no effect shown; with so few seeds chance passes two"
+        f" easily, so up to {bar} (Student's t, 95%) it is no more than perhaps one."
     )
-    lines = ["# Attention alignment and drift regulariser, on and off", "", "Written by `python examples/ablate_losses.py`. " + what, ""]
+    lines = [
+        "# Attention alignment and drift regulariser, on and off",
+        "",
+        "Written by `python examples/ablate_losses.py`. " + what,
+        "",
+    ]
     lines.append("Settings: " + ", ".join(f"{name} {value}" for name, value in settings.items()) + ".")
     for drafter in DRAFTERS:
         lines += ["", f"## {drafter}", "", *table(ablation, drafter, num_seeds)]

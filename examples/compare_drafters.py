@@ -2,7 +2,8 @@
 
     python examples/compare_drafters.py [--prompts 12] [--max-new-tokens 96] [--depth 10]
 
-The demo's drafters were trained on 256 tokens and 5 steps. Greedy decoding of held-out files; acceptance is accepted over drafted.
+The demo's drafters were trained on 256 tokens and 5 steps. Greedy decoding of held-out files; acceptance is accepted
+over drafted.
 """
 
 import argparse
@@ -44,8 +45,15 @@ for condition, (prompts, fields) in conditions.items():
         with eagle31_hf.track_acceptance() as stats:
             for prompt in prompts:
                 target.generate(
-                    prompt, attention_mask=torch.ones_like(prompt), assistant_model=drafter, num_assistant_tokens=args.depth,
-                    max_new_tokens=args.max_new_tokens, do_sample=False,
-                )  # fmt: skip
+                    prompt,
+                    attention_mask=torch.ones_like(prompt),
+                    assistant_model=drafter,
+                    num_assistant_tokens=args.depth,
+                    max_new_tokens=args.max_new_tokens,
+                    do_sample=False,
+                )
         rates = " ".join(f"{rate:.2f}" for rate in stats.acceptance_rates)
-        print(f"{condition:<28} {name:<8} accepted length {stats.mean_accepted_length:.2f}   by position {rates}", flush=True)
+        print(
+            f"{condition:<28} {name:<8} accepted length {stats.mean_accepted_length:.2f}   by position {rates}",
+            flush=True,
+        )

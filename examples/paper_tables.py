@@ -2,8 +2,9 @@
 
     python examples/paper_tables.py [--work FOLDER] [--output examples/results]
 
-On two CPU cores half an hour of training (table E) and half an hour of decoding; what is done is kept in FOLDER, and a rerun goes on.
-The paper's drafters serve targets a thousand times larger: what may carry over is the direction of a difference, not its size.
+On two CPU cores half an hour of training (table E) and half an hour of decoding; what is done is kept in FOLDER, and a
+rerun goes on. The paper's drafters serve targets a thousand times larger: what may carry over is the direction of a
+difference, not its size.
 """
 
 import argparse
@@ -46,7 +47,8 @@ def rms(x: Tensor) -> Tensor:
 
 
 def noisy(part: int, scale: float) -> Install:
-    """Noise of `scale` times its root mean square on what layer 0 reads, at every depth and in the prompt: 0 the state, 1 the embedding."""
+    """Noise of `scale` times its root mean square on what layer 0 reads, at every depth and in the prompt: 0 the state,
+    1 the embedding."""
 
     def install(drafter: Eagle31DrafterModel) -> list[Any]:
         generator = torch.Generator().manual_seed(0)
@@ -108,13 +110,18 @@ def attending_with(function: Callable[..., Any]) -> Install:
     return install
 
 
-def window_and_first(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> tuple[Tensor, None]:
+def window_and_first(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
+) -> tuple[Tensor, None]:
     """The last WINDOW keys and the text's first, which a window alone loses."""
     key, value = (x.repeat_interleave(module.num_key_value_groups, dim=1) for x in (key, value))
     keys = torch.arange(key.shape[2])
     at = keys[-query.shape[2] :, None]
     seen = (keys <= at) & ((keys > at - WINDOW) | (keys == 0))
-    return scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=options["scaling"]).transpose(1, 2), None
+    return (
+        scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=options["scaling"]).transpose(1, 2),
+        None,
+    )
 
 
 # What is measured of it.
@@ -122,8 +129,8 @@ def window_and_first(module: Any, query: Tensor, key: Tensor, value: Tensor, mas
 
 @dataclass
 class Chain:
-    """`scales`: RMS of the captured states and of what fc makes of them, where the chain begins. By depth: RMS of the state that scores
-    and is fed back; shares and entropy (nats) of layer 0's attention, see `Watch`."""
+    """`scales`: RMS of the captured states and of what fc makes of them, where the chain begins. By depth: RMS of the
+    state that scores and is fed back; shares and entropy (nats) of layer 0's attention, see `Watch`."""
 
     scales: list[float] = field(default_factory=list)
     states: list[float] = field(default_factory=list)
@@ -133,8 +140,8 @@ class Chain:
 class Watch:
     """Notes every chain that is drafted while a drafter serves one text at a time; means of the chains of full depth.
 
-    Attention is the mean over heads: on the text's first key (sink), on other keys read from the target's states before the chain's own
-    (prompt), on that one (own), on keys the chain itself made (self).
+    Attention is the mean over heads: on the text's first key (sink), on other keys read from the target's states before
+    the chain's own (prompt), on that one (own), on keys the chain itself made (self).
     """
 
     COLUMNS = ("sink", "prompt", "own", "self", "entropy")
@@ -144,7 +151,10 @@ class Watch:
 
     def install(self, drafter: Eagle31DrafterModel) -> list[Any]:
         attending_with(self.attend)(drafter)
-        handles = (drafter.register_forward_pre_hook(self.begin, with_kwargs=True), drafter.register_forward_hook(self.end))
+        handles = (
+            drafter.register_forward_pre_hook(self.begin, with_kwargs=True),
+            drafter.register_forward_hook(self.end),
+        )
         return list(handles)
 
     def begin(self, drafter: Eagle31DrafterModel, args: Any, kwargs: dict[str, Any]) -> None:
@@ -206,7 +216,9 @@ class Bench:
 
     def prompts(self, num_tokens: int = 96, has_bos: bool = False) -> list[Tensor]:
         bos = torch.full((1, int(has_bos)), self.tokenizer.bos_token_id)
-        return [torch.cat((bos, prompt), dim=1) for prompt in demo.prompts(self.tokenizer, self.num_prompts, num_tokens)]
+        return [
+            torch.cat((bos, prompt), dim=1) for prompt in demo.prompts(self.tokenizer, self.num_prompts, num_tokens)
+        ]
 
     def ids(self, text: str) -> Tensor:
         return self.tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
@@ -216,17 +228,29 @@ class Bench:
         with track_acceptance() as stats:
             for prompt in prompts:
                 self.target.generate(
-                    prompt, attention_mask=torch.ones_like(prompt), assistant_model=drafter, num_assistant_tokens=depth,
-                    max_new_tokens=NEW_TOKENS, do_sample=False,
-                )  # fmt: skip
+                    prompt,
+                    attention_mask=torch.ones_like(prompt),
+                    assistant_model=drafter,
+                    num_assistant_tokens=depth,
+                    max_new_tokens=NEW_TOKENS,
+                    do_sample=False,
+                )
         spread = torch.tensor(stats.accepted_per_round).double().std() / math.sqrt(stats.target_forwards)
         return {
-            "accepted_length": stats.mean_accepted_length, "standard_error": float(spread), "rounds": stats.target_forwards,
-            "no_bonus": sum(stats.accepted_per_round) / stats.target_forwards, "by_position": stats.acceptance_rates,
-        }  # fmt: skip
+            "accepted_length": stats.mean_accepted_length,
+            "standard_error": float(spread),
+            "rounds": stats.target_forwards,
+            "no_bonus": sum(stats.accepted_per_round) / stats.target_forwards,
+            "by_position": stats.acceptance_rates,
+        }
 
     def accepted(
-        self, name: str, condition: str, install: Install = untouched, prompts: list[Tensor] | None = None, **fields: Any
+        self,
+        name: str,
+        condition: str,
+        install: Install = untouched,
+        prompts: list[Tensor] | None = None,
+        **fields: Any,
     ) -> dict[str, Any]:
         """Of a demo drafter, with other `fields` of its config, to which something is done."""
 
@@ -253,7 +277,16 @@ class Bench:
         folder = self.work / f"{name}-depth{depth}-steps{self.steps}"
         if not (folder / "model.safetensors").exists():
             rows = own_words(self.target, self.tokenizer, self.work / "data", RECORDS)
-            train(self.target, self.tokenizer, rows, folder, FLAGS[name], max_steps=self.steps, depth=depth, **NO_CHECKPOINTS)
+            train(
+                self.target,
+                self.tokenizer,
+                rows,
+                folder,
+                FLAGS[name],
+                max_steps=self.steps,
+                depth=depth,
+                **NO_CHECKPOINTS,
+            )
         return folder
 
 
@@ -269,7 +302,9 @@ class Table:
 
     def markdown(self) -> str:
         lines = [self.header, ["---"] * len(self.header), *self.rows]
-        return "\n".join([f"## {self.title}", "", self.what, "", *("| " + " | ".join(map(shown, line)) + " |" for line in lines)])
+        return "\n".join(
+            [f"## {self.title}", "", self.what, "", *("| " + " | ".join(map(shown, line)) + " |" for line in lines)]
+        )
 
 
 def shown(value: Any) -> str:
@@ -289,10 +324,12 @@ def table_a(bench: Bench) -> Table:
     ours = []
     for name, title in NAMES.items():
         found = bench.watched(demo.FOLDER / name)
-        ours.append([f"{title}, {found['chains']} chains", *found["scales"], *(found["states"][d - 1] for d in (1, 2, 3, 8))])
+        ours.append(
+            [f"{title}, {found['chains']} chains", *found["scales"], *(found["states"][d - 1] for d in (1, 2, 3, 8))]
+        )
     what = (
-        "Root mean square of captured states, of fc's output and of the state at depth d, which is fed to depth d + 1, of chains "
-        f"drafted {WATCHED} deep by generate(), at the token they begin at."
+        "Root mean square of captured states, of fc's output and of the state at depth d, which is fed to depth d + 1,"
+        f" of chains drafted {WATCHED} deep by generate(), at the token they begin at."
     )
     return Table("A: magnitudes", what, ["", "low", "mid", "high", "fc", "h1", "h2", "h3", "h8"], paper + ours)
 
@@ -300,7 +337,9 @@ def table_a(bench: Bench) -> Table:
 def table_norms(bench: Bench) -> Table:
     depths = range(1, WATCHED + 1)
     rows = [[title, *bench.watched(demo.FOLDER / name)["states"]] for name, title in NAMES.items()]
-    return Table("A, further: the state's root mean square to depth 16", "Chains as in A.", ["depth", *map(str, depths)], rows)
+    return Table(
+        "A, further: the state's root mean square to depth 16", "Chains as in A.", ["depth", *map(str, depths)], rows
+    )
 
 
 def table_b(bench: Bench) -> Table:
@@ -313,11 +352,16 @@ def table_b(bench: Bench) -> Table:
         found = bench.watched(demo.FOLDER / name, has_bos)
         found = found | {"recent": [own + later for own, later in zip(found["own"], found["self"], strict=True)]}
         columns = ("states", "entropy", "sink", "prompt", "own", "self", "recent")
-        ours.append([NAMES[name] + ", BOS in front" * has_bos, *(f"{found[column][0]:.2f} → {found[column][7]:.2f}" for column in columns)])
+        ours.append(
+            [
+                NAMES[name] + ", BOS in front" * has_bos,
+                *(f"{found[column][0]:.2f} → {found[column][7]:.2f}" for column in columns),
+            ]
+        )
     what = (
-        "Depth 1 → depth 8, chains as in A. Attention is the mean over heads and chains, entropy in nats; sink (the text's first key), "
-        "prompt, own (the chain's last key read from the target) and self (keys the chain made) add up to 1; recent is own + self, our "
-        "reading of the paper's recent mass. The paper's rows are Llama-3.1-8B."
+        "Depth 1 → depth 8, chains as in A. Attention is the mean over heads and chains, entropy in nats; sink (the"
+        " text's first key), prompt, own (the chain's last key read from the target) and self (keys the chain made) add"
+        " up to 1; recent is own + self, our reading of the paper's recent mass. The paper's rows are Llama-3.1-8B."
     )
     return Table("B: attention", what, ["", "RMS", "entropy", "sink", "prompt", "own", "self", "recent"], paper + ours)
 
@@ -342,11 +386,14 @@ def table_c(bench: Bench) -> Table:
             found = [bench.accepted(name, f"noise {scale} on {where}", noise(scale)) for scale in NOISE]
             kept = " / ".join(f"{100 * one['no_bonus'] / base['no_bonus']:.0f}" for one in found)
             lengths = " / ".join(f"{one['accepted_length']:.2f}" for one in found)
-            rows.append([title, where, f"{base['accepted_length']:.2f}", lengths, kept, PAPER_NOISE.get((name, where), "")])
+            rows.append(
+                [title, where, f"{base['accepted_length']:.2f}", lengths, kept, PAPER_NOISE.get((name, where), "")]
+            )
     what = (
-        "Gaussian noise of .1 / .5 / 1 times the root mean square of what it is added to. On the state that layer 0 reads, fused or fed "
-        "back, prompt included: only so can the paper's 5% and 0% come about, as a chain's first token never meets noise on the fed-back "
-        "state alone. For the same reason per cent are of drafts accepted a round, without the bonus token. Ten drafts a round."
+        "Gaussian noise of .1 / .5 / 1 times the root mean square of what it is added to. On the state that layer 0"
+        " reads, fused or fed back, prompt included: only so can the paper's 5% and 0% come about, as a chain's first"
+        " token never meets noise on the fed-back state alone. For the same reason per cent are of drafts accepted a"
+        " round, without the bonus token. Ten drafts a round."
     )
     header = ["", "noise on", "length without", "length at .1 / .5 / 1", "% of drafts", "paper, %"]
     return Table("C: noise", what, header, rows)
@@ -358,7 +405,10 @@ def table_d(bench: Bench) -> Table:
         base, found = bench.accepted(name, PLAIN), bench.accepted(name, "fed-back state pinned", pinned)
         change = 100 * (found["accepted_length"] / base["accepted_length"] - 1)
         rows.append([title, length(base), length(found), f"{change:+.0f}%", paper[name]])
-    what = "The state fed back is scaled, at serving only, to the magnitude of fc's output where the chain began. Ten drafts a round."
+    what = (
+        "The state fed back is scaled, at serving only, to the magnitude of fc's output where the chain began. Ten"
+        " drafts a round."
+    )
     return Table("D: magnitude pinned", what, ["", "accepted length", "pinned", "change", "paper"], rows)
 
 
@@ -373,19 +423,25 @@ def table_e(bench: Bench) -> Table:
         found = bench.watched(folder)
         positions = [found["by_position"][place - 1] for place in PLACES]
         growth = found["states"][-1] / found["states"][0]
-        rows.append([NAMES[name], depth, *positions, length(found), found["rounds"], growth, paper.get((name, depth), "")])
+        rows.append(
+            [NAMES[name], depth, *positions, length(found), found["rounds"], growth, paper.get((name, depth), "")]
+        )
     what = (
-        f"Trained here, {bench.steps} steps of 8 rows, same rows, order and seed; the demo's took 1,565. Share of rounds that accept "
-        f"positions 1 to 16, and accepted length, drafting {WATCHED} deep; growth of the state's RMS from depth 1 to 16. Paper: positions "
-        "1 / 16, accepted length."
+        f"Trained here, {bench.steps} steps of 8 rows, same rows, order and seed; the demo's took 1,565. Share of"
+        f" rounds that accept positions 1 to 16, and accepted length, drafting {WATCHED} deep; growth of the state's"
+        " RMS from depth 1 to 16. Paper: positions 1 / 16, accepted length."
     )
     header = ["", "depth", *map(str, PLACES), "accepted length", "rounds", "growth", "paper"]
     return Table("E: trained depth", what, header, rows)
 
 
-HEADER = '# Copyright 2001 by the authors. All Rights Reserved.\n# Licensed to PSF under a Contributor Agreement.\n\n"""Utilities."""\n\n'
+HEADER = (
+    "# Copyright 2001 by the authors. All Rights Reserved.\n# Licensed to PSF under a Contributor"
+    ' Agreement.\n\n"""Utilities."""\n\n'
+)
 BEFORE = (
-    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nContinue this file.<|im_end|>\n<|im_start|>assistant\n"
+    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nContinue this"
+    " file.<|im_end|>\n<|im_start|>assistant\n"
 )
 
 
@@ -398,7 +454,10 @@ def templates(bench: Bench) -> dict[str, tuple[list[Tensor], str]]:
         "BOS in front": (bench.prompts(has_bos=True), "no BOS: 2.28 / 2.65"),
         "BOS and a file's header in front": ([torch.cat((bos, header, x), 1) for x in plain], ""),
         "a chat's beginning in front": ([torch.cat((before, x), 1) for x in plain], "no template: 1.69 / 2.61"),
-        "BOS and a chat's beginning in front": ([torch.cat((bos, before, x), 1) for x in plain], "neither: 1.34 / 2.59"),
+        "BOS and a chat's beginning in front": (
+            [torch.cat((bos, before, x), 1) for x in plain],
+            "neither: 1.34 / 2.59",
+        ),
     }
 
 
@@ -406,24 +465,33 @@ def table_f(bench: Bench) -> Table:
     rows = []
     for condition, (prompts, paper) in templates(bench).items():
         found = [bench.accepted(name, condition, prompts=prompts) for name in NAMES]
-        rows.append([condition, *map(length, found), f"{found[1]['accepted_length'] / found[0]['accepted_length']:.2f}", paper])
+        rows.append(
+            [condition, *map(length, found), f"{found[1]['accepted_length'] / found[0]['accepted_length']:.2f}", paper]
+        )
     what = (
-        "The demo's target has no chat template: its drafters were trained on windows of source code, few of which begin with BOS. As it "
-        "is, a prompt is such a window; perturbed is what they have not seen: BOS before the middle of a file, a header that does not "
-        "belong there, the letters of a foreign chat template. The paper's rows (Llama-3.1-8B, EAGLE 3 / 3.1) take away what was "
-        "trained; beside each condition stands the nearest. A whole turn around the prompt is left out: the target then repeats one token, "
-        "which any drafter guesses."
+        "The demo's target has no chat template: its drafters were trained on windows of source code, few of which"
+        " begin with BOS. As it is, a prompt is such a window; perturbed is what they have not seen: BOS before the"
+        " middle of a file, a header that does not belong there, the letters of a foreign chat template. The paper's"
+        " rows (Llama-3.1-8B, EAGLE 3 / 3.1) take away what was trained; beside each condition stands the nearest. A"
+        " whole turn around the prompt is left out: the target then repeats one token, which any drafter guesses."
     )
     return Table("F: template", what, ["", *NAMES.values(), "ratio", "paper"], rows)
 
 
 WINDOWED = {"layer_types": ["sliding_attention"], "sliding_window": WINDOW}
 PAST = (400, 768)  # up to 96 tokens and as many new ones a window of 192 sees everything
-CONTEXTS: dict[str, tuple[tuple[int, ...], bool, Install, dict[str, Any], str]] = {  # tokens, BOS, what is done, config, paper's row
+# tokens, BOS, what is done, config, paper's row
+CONTEXTS: dict[str, tuple[tuple[int, ...], bool, Install, dict[str, Any], str]] = {
     "full attention": ((96, *PAST), False, untouched, {}, ".05 / .83"),
     f"window of {WINDOW}": (PAST, False, untouched, WINDOWED, "2.43 / 2.97"),
     f"window of {WINDOW}, BOS in front": (PAST, True, untouched, WINDOWED, "2.53 / 2.99"),
-    f"window of {WINDOW}, BOS in front and kept in sight": (PAST, True, attending_with(window_and_first), {}, "2.53 / 2.99"),
+    f"window of {WINDOW}, BOS in front and kept in sight": (
+        PAST,
+        True,
+        attending_with(window_and_first),
+        {},
+        "2.53 / 2.99",
+    ),
 }
 
 
@@ -434,11 +502,13 @@ def table_g(bench: Bench) -> Table:
             prompts, where = bench.prompts(num_tokens, has_bos)[: len(HELD_OUT)], f"{num_tokens} tokens, {condition}"
             found = [bench.accepted(name, where, install, prompts, **fields) for name in NAMES]
             ratio = found[1]["accepted_length"] / found[0]["accepted_length"]
-            rows.append([condition, num_tokens, *map(length, found), f"{ratio:.2f}", paper if num_tokens == 768 else ""])
+            rows.append(
+                [condition, num_tokens, *map(length, found), f"{ratio:.2f}", paper if num_tokens == 768 else ""]
+            )
     what = (
-        f"One prompt of each of the {len(HELD_OUT)} held-out files, as later parts of short ones do not hold 768 tokens. The drafters were "
-        "trained on rows of 256 tokens, the target on rows of 512. Paper: EAGLE 3 / 3.1 on contexts past the trained length; which of "
-        "the two ways of adding BOS to a window it means is not said."
+        f"One prompt of each of the {len(HELD_OUT)} held-out files, as later parts of short ones do not hold 768"
+        " tokens. The drafters were trained on rows of 256 tokens, the target on rows of 512. Paper: EAGLE 3 / 3.1 on"
+        " contexts past the trained length; which of the two ways of adding BOS to a window it means is not said."
     )
     return Table("G: context", what, ["drafter", "tokens of prompt", *NAMES.values(), "ratio", "paper"], rows)
 
@@ -457,16 +527,28 @@ def main() -> None:
     bench = Bench(args.work, args.prompts, args.steps)
     tables = [make(bench) for make in TABLES]
     settings = environment(bench.target, prompts=args.prompts, max_new_tokens=NEW_TOKENS, steps_of_table_e=args.steps)
-    counts = f"{args.prompts} held-out prompts of 96 tokens unless said otherwise, {NEW_TOKENS} new tokens each, greedy generate(), fp32."
+    counts = (
+        f"{args.prompts} held-out prompts of 96 tokens unless said otherwise, {NEW_TOKENS} new tokens each, greedy"
+        " generate(), fp32."
+    )
     head = [
-        '# Tables of "Attention Drift" in small', "", "Written by `python examples/paper_tables.py`. " + counts,
-        "Accepted length counts the bonus token; ± is its standard error over rounds. Of the paper, figures as relayed.",
+        '# Tables of "Attention Drift" in small',
+        "",
+        "Written by `python examples/paper_tables.py`. " + counts,
+        (
+            "Accepted length counts the bonus token; ± is its standard error over rounds. Of the paper, figures as"
+            " relayed."
+        ),
         "Settings: " + ", ".join(f"{name} {value}" for name, value in settings.items()) + ".",
-    ]  # fmt: skip
+    ]
     args.output.mkdir(parents=True, exist_ok=True)
     text = "\n".join(head) + "\n\n" + "\n\n".join(table.markdown() for table in tables) + "\n"
     (args.output / "paper_tables.md").write_text(text, encoding="utf-8")
-    record = {"settings": settings, "tables": {table.title: [table.header, *table.rows] for table in tables}, "figures": bench.used}
+    record = {
+        "settings": settings,
+        "tables": {table.title: [table.header, *table.rows] for table in tables},
+        "figures": bench.used,
+    }
     (args.output / "paper_tables.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(text)
 

@@ -23,11 +23,13 @@ from eagle31_hf.training.prepare import prepare_data
 from eagle31_hf.training.store import HiddenStateStore
 
 LENGTH, CHARACTERS = 192, 900  # tokens of a row, half of them the prompt; characters that hold as many
-SHAPE = {"intermediate_size": 512, "aux_hidden_state_layer_ids": [2, 12, 21]}  # a shallow drafter of a deep, narrow target
+# a shallow drafter of a deep, narrow target
+SHAPE = {"intermediate_size": 512, "aux_hidden_state_layer_ids": [2, 12, 21]}
 
 
 def own_words(target, tokenizer, folder: Path, count: int, seed: int = 0) -> HiddenStateStore:
-    """`count` pieces of training text, each continued greedily by the target. Run again, it goes on where it was stopped."""
+    """`count` pieces of training text, each continued greedily by the target. Run again, it goes on where it was
+    stopped."""
     texts, draw = [text for text in training_files() if len(text) > CHARACTERS], random.Random(seed)
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "texts.jsonl", "w", encoding="utf-8") as file:
@@ -36,29 +38,55 @@ def own_words(target, tokenizer, folder: Path, count: int, seed: int = 0) -> Hid
             start = draw.randrange(len(text) - CHARACTERS + 1)
             file.write(json.dumps({"text": text[start : start + CHARACTERS]}) + "\n")
     prepare_data(
-        target, tokenizer, str(folder / "texts.jsonl"), folder / "rows", max_length=LENGTH, regenerate=True, max_new_tokens=LENGTH // 2,
-        generation={"do_sample": False}, batch_size=64, records_per_shard=128, progress=print,
-    )  # fmt: skip
+        target,
+        tokenizer,
+        str(folder / "texts.jsonl"),
+        folder / "rows",
+        max_length=LENGTH,
+        regenerate=True,
+        max_new_tokens=LENGTH // 2,
+        generation={"do_sample": False},
+        batch_size=64,
+        records_per_shard=128,
+        progress=print,
+    )
     return HiddenStateStore(folder / "rows")
 
 
 def train(
     target, tokenizer, rows, output: Path, flags: dict | None = None, num_held_out: int = 32, checkpoint=None, **options
 ) -> Eagle31Trainer:
-    """A new drafter on all but the last rows, which it is evaluated on; `flags` of its config, `options` of the trainer. It goes on from
-    `checkpoint`, if any."""
+    """A new drafter on all but the last rows, which it is evaluated on; `flags` of its config, `options` of the
+    trainer. It goes on from `checkpoint`, if any."""
     drafter = new_drafter(target, **SHAPE | (flags or {}))
     split = len(rows) - num_held_out
     defaults = {
-        "learning_rate": 2e-3, "depth": 4, "per_device_train_batch_size": 8, "packing": False, "num_train_epochs": 3, "max_length": LENGTH,
-        "eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True, "save_total_limit": 1, "eval_depth": 7,
-        "per_device_eval_batch_size": 8, "eval_prompts": num_held_out, "eval_max_new_tokens": LENGTH // 2, "report_to": "none",
-        "disable_tqdm": True, "dataloader_pin_memory": False,
-    }  # fmt: skip
+        "learning_rate": 2e-3,
+        "depth": 4,
+        "per_device_train_batch_size": 8,
+        "packing": False,
+        "num_train_epochs": 3,
+        "max_length": LENGTH,
+        "eval_strategy": "epoch",
+        "save_strategy": "epoch",
+        "load_best_model_at_end": True,
+        "save_total_limit": 1,
+        "eval_depth": 7,
+        "per_device_eval_batch_size": 8,
+        "eval_prompts": num_held_out,
+        "eval_max_new_tokens": LENGTH // 2,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
     trainer = Eagle31Trainer(
-        drafter, Eagle31TrainingArguments(str(output), **defaults | options), Part(rows, 0, split), Part(rows, split, len(rows)),
-        target=target, processing_class=tokenizer,
-    )  # fmt: skip
+        drafter,
+        Eagle31TrainingArguments(str(output), **defaults | options),
+        Part(rows, 0, split),
+        Part(rows, split, len(rows)),
+        target=target,
+        processing_class=tokenizer,
+    )
     speak_plainly(trainer)
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()

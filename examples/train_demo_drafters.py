@@ -3,8 +3,9 @@
     python examples/train_demo_drafters.py --target eagle31_hf/demo/target --output first
     python examples/train_demo_drafters.py --target eagle31_hf/demo/target --start-from first --seed 1 --output eagle31_hf/demo
 
-About 25 minutes each on 2 CPU cores. Half of the rows are the target's own greedy continuations of training text (what it will be asked
-to speed up), half are the training text itself. Writes OUTPUT/eagle31 and OUTPUT/eagle3 (bfloat16), each with a `training.json`.
+About 25 minutes each on 2 CPU cores. Half of the rows are the target's own greedy continuations of training text (what
+it will be asked to speed up), half are the training text itself. Writes OUTPUT/eagle31 and OUTPUT/eagle3 (bfloat16),
+each with a `training.json`.
 """
 
 import argparse
@@ -31,7 +32,9 @@ FLAGS = {"eagle31": {"fc_norm": True, "norm_output": True}, "eagle3": {"fc_norm"
 
 def text_rows(tokenizer, count: int) -> torch.Tensor:
     """(count, LENGTH) windows drawn at random from the training files."""
-    ids = torch.tensor([i for text in training_files() for i in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]])
+    ids = torch.tensor(
+        [i for text in training_files() for i in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
+    )
     starts = torch.randint(0, len(ids) - LENGTH, (count,))
     return torch.stack([ids[start : start + LENGTH] for start in starts.tolist()])
 
@@ -61,7 +64,9 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=30, help="ends the schedule early on a slow machine")
     parser.add_argument("--seed", type=int, default=0, help="of the data and its order")
-    parser.add_argument("--start-from", type=Path, help="go on with the drafters of an earlier OUTPUT, on the rows of another seed")
+    parser.add_argument(
+        "--start-from", type=Path, help="go on with the drafters of an earlier OUTPUT, on the rows of another seed"
+    )
     parser.add_argument("--cache", type=Path, help="keep the continued rows in this file")
     args = parser.parse_args()
     torch.manual_seed(args.seed)
@@ -86,7 +91,10 @@ def main() -> None:
             saved = Eagle31DrafterModel.from_pretrained(args.start_from / name, dtype=torch.float32)
             drafter.load_state_dict(saved.state_dict())
             earlier[name] = json.loads((args.start_from / name / "training.json").read_text())
-    optimizers = {name: torch.optim.AdamW(drafter.parameters(), betas=(0.9, 0.95), weight_decay=0.01) for name, drafter in drafters.items()}
+    optimizers = {
+        name: torch.optim.AdamW(drafter.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
+        for name, drafter in drafters.items()
+    }
     reader = TargetReader(target, drafters["eagle31"].config.aux_hidden_state_layer_ids)
     settings = Settings(DEPTH, tuple(0.8**k for k in range(DEPTH)))
     objectives = {name: DraftingObjective(drafter, settings, reader.logits) for name, drafter in drafters.items()}

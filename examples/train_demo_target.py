@@ -24,14 +24,22 @@ VOCAB_SIZE, LENGTH, BATCH = 2048, 512, 4
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
     bpe.decoder = decoders.ByteLevel()
     specials = ["<|begin|>", "<|end|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    bpe.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=VOCAB_SIZE, special_tokens=specials, initial_alphabet=alphabet))
+    bpe.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=VOCAB_SIZE, special_tokens=specials, initial_alphabet=alphabet)
+    )
     bpe.post_processor = processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", 0)])
     return PreTrainedTokenizerFast(
-        tokenizer_object=bpe, bos_token="<|begin|>", eos_token="<|end|>", pad_token="<|end|>", clean_up_tokenization_spaces=False
+        tokenizer_object=bpe,
+        bos_token="<|begin|>",
+        eos_token="<|end|>",
+        pad_token="<|end|>",
+        clean_up_tokenization_spaces=False,
     )
 
 
@@ -65,14 +73,25 @@ def main() -> None:
     tokenizer.save_pretrained(args.output)
     rows, held_out = packed(tokenizer, texts), packed(tokenizer, [held_out_file(name) for name in HELD_OUT])[:64]
     config = LlamaConfig(
-        vocab_size=VOCAB_SIZE, hidden_size=128, intermediate_size=320, num_hidden_layers=24, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=2048, tie_word_embeddings=True,
-        bos_token_id=0, eos_token_id=1, pad_token_id=1,
-    )  # fmt: skip
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=320,
+        num_hidden_layers=24,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=1,
+    )
     model = LlamaForCausalLM(config)
     decayed = [p for p in model.parameters() if p.dim() > 1]
     plain = [p for p in model.parameters() if p.dim() == 1]
-    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}], betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}], betas=(0.9, 0.95)
+    )
     print(f"{len(texts)} files, {rows.numel():,} tokens, {model.num_parameters():,} parameters", flush=True)
 
     start, order, running = time.time(), torch.empty(0, dtype=torch.long), float("nan")

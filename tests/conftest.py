@@ -28,21 +28,53 @@ from eagle31_hf.targets import trial
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # pytest's workers share the CPU's cores
 
-# Test modules from every part of the library that together take seconds: `pytest -m quick`, for a developer between two edits.
+# Test modules from every part of the library that together take seconds: `pytest -m quick`, for a developer between two
+# edits.
 QUICK = {
-    "test_attention", "test_close", "test_configuration", "test_features", "test_latent_attention", "test_layering", "test_model_cards",
-    "test_modeling", "test_vocab", "test_formats", "test_golden", "test_producers", "test_cache", "test_chain", "test_checks",
-    "test_drafting", "test_hook", "test_outputs", "test_drafter_outputs", "test_statistics", "test_stopping", "test_streaming",
-    "test_verify", "test_chats", "test_chunked", "test_drift", "test_fresh", "test_losses", "test_objective", "test_packing",
-    "test_records", "test_rows", "test_target", "test_unroll_attention", "test_walk",
-}  # fmt: skip
+    "test_attention",
+    "test_close",
+    "test_configuration",
+    "test_features",
+    "test_latent_attention",
+    "test_layering",
+    "test_model_cards",
+    "test_modeling",
+    "test_vocab",
+    "test_formats",
+    "test_golden",
+    "test_producers",
+    "test_cache",
+    "test_chain",
+    "test_checks",
+    "test_drafting",
+    "test_hook",
+    "test_outputs",
+    "test_drafter_outputs",
+    "test_statistics",
+    "test_stopping",
+    "test_streaming",
+    "test_verify",
+    "test_chats",
+    "test_chunked",
+    "test_drift",
+    "test_fresh",
+    "test_losses",
+    "test_objective",
+    "test_packing",
+    "test_records",
+    "test_rows",
+    "test_target",
+    "test_unroll_attention",
+    "test_walk",
+}
 
 
 TOLERANCES = {"FORWARD", "TARGET_FORWARD"}
 
 
 def pytest_collection_modifyitems(items):
-    """Marks tests: `quick` by the list above, `numeric` where a module compares numbers within one of close's tolerances."""
+    """Marks tests: `quick` by the list above, `numeric` where a module compares numbers within one of close's
+    tolerances."""
     for item in items:
         name = item.module.__name__.rpartition(".")[2]
         marks = {"quick": name in QUICK, "numeric": bool(TOLERANCES & vars(item.module).keys())}
@@ -61,14 +93,22 @@ KNOWN_TOKENS = 32  # after PROMPT, to which a drafter is fitted, with errors, so
 
 NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 ROPED = {
-    "hidden_size": WIDTH, "intermediate_size": 40, "num_hidden_layers": 4, "num_attention_heads": 3, "num_key_value_heads": 1,
-    "head_dim": 12, "max_position_embeddings": 128,
-}  # fmt: skip
+    "hidden_size": WIDTH,
+    "intermediate_size": 40,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 12,
+    "max_position_embeddings": 128,
+}
 TARGETS = {
     "llama": (LlamaConfig, ROPED | {"num_hidden_layers": 7}),  # the default layer ids need so many
     "qwen3": (Qwen3Config, ROPED),
     "mistral_window_8": (MistralConfig, ROPED | {"sliding_window": 8}),
-    "gemma3_window_8": (Gemma3TextConfig, ROPED | {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}),
+    "gemma3_window_8": (
+        Gemma3TextConfig,
+        ROPED | {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
     "gpt2": (GPT2Config, {"n_embd": WIDTH, "n_layer": 4, "n_head": 3, "n_positions": 128}),
 }
 # transformers before 5.23 runs a prompt's cached tokens once more where it reads the prompt in chunks.
@@ -93,17 +133,26 @@ def build_target(kind: str = "llama", attention: str = "sdpa", **overrides) -> P
     config_class, fields = TARGETS[kind]
     common = {"vocab_size": VOCAB, "tie_word_embeddings": False, "initializer_range": 0.5} | NO_SPECIAL_TOKENS
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config_class(**common | fields | overrides), attn_implementation=attention).eval()
+    return AutoModelForCausalLM.from_config(
+        config_class(**common | fields | overrides), attn_implementation=attention
+    ).eval()
 
 
-def build_drafter(target: PreTrainedModel, name: str = "eagle31", attention: str = "sdpa", **overrides) -> Eagle31DrafterModel:
+def build_drafter(
+    target: PreTrainedModel, name: str = "eagle31", attention: str = "sdpa", **overrides
+) -> Eagle31DrafterModel:
     """One of DRAFTERS, fitted to the target."""
     num_layers = len(decoder_layers(target))
     fields = {
-        "vocab_size": target.config.get_text_config().vocab_size, "hidden_size": WIDTH, "intermediate_size": 40, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "max_position_embeddings": 128, "initializer_range": 0.3,
+        "vocab_size": target.config.get_text_config().vocab_size,
+        "hidden_size": WIDTH,
+        "intermediate_size": 40,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.3,
         "aux_hidden_state_layer_ids": None if num_layers >= 7 else [0, num_layers // 2, num_layers],
-    }  # fmt: skip
+    }
     torch.manual_seed(1)
     config = Eagle31Config(**fields | DRAFTERS[name] | overrides)
     drafter = Eagle31DrafterModel._from_config(config, attn_implementation=attention).eval()

@@ -11,10 +11,17 @@ from eagle31_hf import Eagle31Config, Eagle31DrafterModel
 
 VOCAB, DRAFT_VOCAB, WIDTH = 61, 37, 20
 FIELDS = {
-    "vocab_size": VOCAB, "draft_vocab_size": DRAFT_VOCAB, "hidden_size": WIDTH, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 6, "intermediate_size": 28, "max_position_embeddings": 64, "aux_hidden_state_layer_ids": [1, 2, 4],
+    "vocab_size": VOCAB,
+    "draft_vocab_size": DRAFT_VOCAB,
+    "hidden_size": WIDTH,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "intermediate_size": 28,
+    "max_position_embeddings": 64,
+    "aux_hidden_state_layer_ids": [1, 2, 4],
     "share_target_embeddings": False,
-}  # fmt: skip
+}
 EAGLE3 = {"fc_norm": False, "norm_output": False}
 NORMS = {
     "eagle31": {},
@@ -26,7 +33,11 @@ MLA = {"q_lora_rank": 18, "kv_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_he
 VARIANTS = NORMS | {
     "two_layers": {"num_hidden_layers": 2, "qk_norm": True, "attention_bias": True},
     "window_3": {"layer_types": ["sliding_attention"], "sliding_window": 3},
-    "window_3_then_full": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3},
+    "window_3_then_full": {
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 3,
+    },
     "full_vocabulary": {"draft_vocab_size": VOCAB, "logit_scale": 0.5},
     "wider_target": {"target_hidden_size": 28},
     "mla": MLA,
@@ -46,14 +57,18 @@ def build(attention: str = "sdpa", seed: int = 0, **fields) -> Eagle31DrafterMod
             else:
                 weight.copy_(1 + 0.3 * noise if weight.dim() == 1 else noise * weight.shape[1] ** -0.5)
         if drafter.d2t is not None:
-            drafter.set_draft_vocabulary(torch.randperm(drafter.config.vocab_size, generator=generator)[: len(drafter.d2t)])
+            drafter.set_draft_vocabulary(
+                torch.randperm(drafter.config.vocab_size, generator=generator)[: len(drafter.d2t)]
+            )
     return drafter
 
 
 def inputs(drafter: Eagle31DrafterModel, length: int = 13, batch: int = 2, seed: int = 1) -> tuple[Tensor, Tensor]:
     """Tokens (B, T), distinct within a row, and captured states (B, T, n*ht) whose layers differ in size."""
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.stack([torch.randperm(drafter.config.vocab_size, generator=generator)[:length] for _ in range(batch)])
+    tokens = torch.stack(
+        [torch.randperm(drafter.config.vocab_size, generator=generator)[:length] for _ in range(batch)]
+    )
     layers = [
         scale * torch.randn(batch, length, drafter.config.target_hidden_size, generator=generator)
         for scale in (0.5, 2.0, 6.0)[: drafter.config.num_aux_states]
@@ -61,8 +76,11 @@ def inputs(drafter: Eagle31DrafterModel, length: int = 13, batch: int = 2, seed:
     return tokens, torch.cat(layers, dim=-1)
 
 
-def chain(drafter: Eagle31DrafterModel, tokens: Tensor, states: Tensor, slot: int, depth: int) -> list[tuple[Tensor, Tensor]]:
-    """What a drafter with a cache computes from `slot` on when it serves: per depth the logits (B, Vd) and its state (B, h)."""
+def chain(
+    drafter: Eagle31DrafterModel, tokens: Tensor, states: Tensor, slot: int, depth: int
+) -> list[tuple[Tensor, Tensor]]:
+    """What a drafter with a cache computes from `slot` on when it serves: per depth the logits (B, Vd) and its state
+    (B, h)."""
     cache, steps = DynamicCache(), []
     rows, source = tokens[:, 1 : slot + 2], {"target_hidden_states": states[:, : slot + 1]}
     for k in range(depth):
@@ -81,8 +99,17 @@ def target(kind: str = "llama", **fields) -> PreTrainedModel:
     torch.manual_seed(0)
     config_class = {"llama": LlamaConfig, "gemma3": Gemma3TextConfig}[kind]
     common = {
-        "vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 28, "num_hidden_layers": 4, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 6, "initializer_range": 0.3, "tie_word_embeddings": False,
-        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-    }  # fmt: skip
+        "vocab_size": VOCAB,
+        "hidden_size": WIDTH,
+        "intermediate_size": 28,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 6,
+        "initializer_range": 0.3,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
     return AutoModelForCausalLM.from_config(config_class(**common | fields)).eval()

@@ -1,7 +1,9 @@
 # ruff: noqa: E402
-"""Checkpoint folders that were damaged or made to do harm: each is loaded, or refused in one line, in bounded time and memory.
+"""Checkpoint folders that were damaged or made to do harm: each is loaded, or refused in one line, in bounded time and
+memory.
 
-`python tests/fuzz_checkpoints.py --runs 10000 --seed 0` prints what came out, and every finding with the seed that repeats it.
+`python tests/fuzz_checkpoints.py --runs 10000 --seed 0` prints what came out, and every finding with the seed that
+repeats it.
 """
 
 import argparse
@@ -39,7 +41,8 @@ from eagle31_hf.cli import main
 FIXTURES = Path(__file__).parent / "fixtures"
 MEBIBYTE = 2**20
 ALLOWED_MEMORY = 200 * MEBIBYTE  # besides twice the folder's size
-CPU_SECONDS, WALL_SECONDS = 20, 300  # of one way in: far more than any takes; a machine under load may be slow, a hang never ends
+# of one way in: far more than any takes; a machine under load may be slow, a hang never ends
+CPU_SECONDS, WALL_SECONDS = 20, 300
 MAX_MESSAGE = 4000
 REFUSALS = (ValueError, OSError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 
@@ -84,7 +87,9 @@ def attempt(way: Callable[[], Any]) -> Exception | None:
         raise AssertionError("did not come to an end: " + traceback.format_exc(limit=-3)) from None
     except Exception as error:
         if type(error) not in REFUSALS:
-            raise AssertionError(f"a {type(error).__name__} came out: {traceback.format_exc(limit=-4)[-1500:]}") from error
+            raise AssertionError(
+                f"a {type(error).__name__} came out: {traceback.format_exc(limit=-4)[-1500:]}"
+            ) from error
         return error
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -139,7 +144,9 @@ def agree(refusals: dict[str, Exception | None], folder: Path) -> str:
         assert refusals["convert"] is not None, f"converted, though reading refuses it: {refusals['read']}"
         return "refused"
     for name in ("load", "convert"):
-        assert refusals[name] is None or "NaN or infinite" in str(refusals[name]), f"{name}: read, yet refused: {refusals[name]}"
+        assert refusals[name] is None or "NaN or infinite" in str(refusals[name]), (
+            f"{name}: read, yet refused: {refusals[name]}"
+        )
     return "not finite" if refusals["load"] else "loaded"
 
 

@@ -1,7 +1,9 @@
-"""Random command lines over all commands and options of the real parser: `python tests/fuzz_commands.py --runs 1000 --seed 0`.
+"""Random command lines over all commands and options of the real parser: `python tests/fuzz_commands.py --runs 1000
+--seed 0`.
 
-Each is run in the process, a share of them as programs of their own. It must end with a status of 0, 1 or 2 and at most one line that says
-why, show no traceback, print one JSON object or nothing where --json was given, and write nothing outside the folder it was given.
+Each is run in the process, a share of them as programs of their own. It must end with a status of 0, 1 or 2 and at most
+one line that says why, show no traceback, print one JSON object or nothing where --json was given, and write nothing
+outside the folder it was given.
 """
 
 import argparse
@@ -32,39 +34,145 @@ from eagle31_hf.cli.parsing import count, positive, positive_or_auto
 
 # What makes a command line short to run; appended where it is of the command, so that it wins over what was drawn.
 SMALL = {
-    "--max-new-tokens": "3", "--prompts": "1", "--max-length": "24", "--steps": "1", "--megabytes": "1", "--rounds": "1",
-    "--shape": "tiny", "--prompt-tokens": "8", "--depth": "1", "--accumulate": "1", "--batch-size": "1", "--eval-every": "1",
-    "--eval-rows": "2", "--dtype": "float32",
-}  # fmt: skip
+    "--max-new-tokens": "3",
+    "--prompts": "1",
+    "--max-length": "24",
+    "--steps": "1",
+    "--megabytes": "1",
+    "--rounds": "1",
+    "--shape": "tiny",
+    "--prompt-tokens": "8",
+    "--depth": "1",
+    "--accumulate": "1",
+    "--batch-size": "1",
+    "--eval-every": "1",
+    "--eval-rows": "2",
+    "--dtype": "float32",
+}
 SLOW = (("demo",), ("bench", "auto"))  # of any size; drawn with one argument that is wrong
 NUMBERS = (
-    "0", "-1", "1", "2", "3", "7", "nan", "inf", "-inf", "1e400", "1e-300", "0.5", "1.5", "99999999999999999999", "9" * 5000, "", "x",
-    "\u0663", "0x10", "1_0", " 1",
-)  # fmt: skip
+    "0",
+    "-1",
+    "1",
+    "2",
+    "3",
+    "7",
+    "nan",
+    "inf",
+    "-inf",
+    "1e400",
+    "1e-300",
+    "0.5",
+    "1.5",
+    "99999999999999999999",
+    "9" * 5000,
+    "",
+    "x",
+    "\u0663",
+    "0x10",
+    "1_0",
+    " 1",
+)
 HOSTILE = (
-    "", " ", "-", "--", "x", "é", "\udcff", "a\udc80b", "a\nb", "\x1b[31m", "a" * 5000, "../..", "~", "$HOME", "*", "a b", "%s", "{}",
-    "{0}", "null", "[1]", "true", "\\", "'", '"', "owner/name", "a/b/c", "http://x", "/dev/null",
-    "/proc/self/mem", "/etc/passwd", "\u202e", "🦅",
-)  # fmt: skip
+    "",
+    " ",
+    "-",
+    "--",
+    "x",
+    "é",
+    "\udcff",
+    "a\udc80b",
+    "a\nb",
+    "\x1b[31m",
+    "a" * 5000,
+    "../..",
+    "~",
+    "$HOME",
+    "*",
+    "a b",
+    "%s",
+    "{}",
+    "{0}",
+    "null",
+    "[1]",
+    "true",
+    "\\",
+    "'",
+    '"',
+    "owner/name",
+    "a/b/c",
+    "http://x",
+    "/dev/null",
+    "/proc/self/mem",
+    "/etc/passwd",
+    "\u202e",
+    "🦅",
+)
 FIELDS = (
-    "norm_output=false", "fc_norm=NaN", "hidden_size=-1", "hidden_size=1e9", "hidden_act=nope", "rope_parameters=[]", "vocab_size=[1]",
-    "target_model=5", "aux_hidden_state_layer_ids=[9,1]", "aux_hidden_state_layer_ids=x", "nope=1", "=", "a=", "revision=1",
-    "layer_types=7", "dtype=x", "max_steps=x", "max_grad_norm=x", "optim=zzz", "depth=0", "loss=1", "output_dir=", "lr_scheduler_type=5",
-    "eval_strategy=no", "head_dim=0", "use_cpu=1", "token=x", "subfolder=nope", "torch_dtype=1", "num_hidden_layers=0", "rms_norm_eps=-1",
-    "tie_word_embeddings=3", "logging_steps=-1",
-)  # fmt: skip
+    "norm_output=false",
+    "fc_norm=NaN",
+    "hidden_size=-1",
+    "hidden_size=1e9",
+    "hidden_act=nope",
+    "rope_parameters=[]",
+    "vocab_size=[1]",
+    "target_model=5",
+    "aux_hidden_state_layer_ids=[9,1]",
+    "aux_hidden_state_layer_ids=x",
+    "nope=1",
+    "=",
+    "a=",
+    "revision=1",
+    "layer_types=7",
+    "dtype=x",
+    "max_steps=x",
+    "max_grad_norm=x",
+    "optim=zzz",
+    "depth=0",
+    "loss=1",
+    "output_dir=",
+    "lr_scheduler_type=5",
+    "eval_strategy=no",
+    "head_dim=0",
+    "use_cpu=1",
+    "token=x",
+    "subfolder=nope",
+    "torch_dtype=1",
+    "num_hidden_layers=0",
+    "rms_norm_eps=-1",
+    "tie_word_embeddings=3",
+    "logging_steps=-1",
+)
 
 
 # What an argument of this name may well be: a value, or one of the files that were made.
 VALUES = {
-    "prompt": ["abcabc"], "repo_id": ["me/name"], "device": ["cpu"], "set": FIELDS, "field": FIELDS, "template_option": ["a=1"],
-    "part": ["0/1", "1/2"], "layers": ["2"], "temperature": ["0", "0.7"], "top_p": ["0.9"], "template_augmentation": ["0.5"], "seed": ["1"],
-    "loss": ["kl", "kl=0.5,ce=0.5"], "report_to": ["none"], "learning_rate": ["0.001"], "epochs": ["1"], "device_map": ["cpu", "auto"],
-}  # fmt: skip
+    "prompt": ["abcabc"],
+    "repo_id": ["me/name"],
+    "device": ["cpu"],
+    "set": FIELDS,
+    "field": FIELDS,
+    "template_option": ["a=1"],
+    "part": ["0/1", "1/2"],
+    "layers": ["2"],
+    "temperature": ["0", "0.7"],
+    "top_p": ["0.9"],
+    "template_augmentation": ["0.5"],
+    "seed": ["1"],
+    "loss": ["kl", "kl=0.5,ce=0.5"],
+    "report_to": ["none"],
+    "learning_rate": ["0.001"],
+    "epochs": ["1"],
+    "device_map": ["cpu", "auto"],
+}
 FILES = {
-    "target": ["target"], "drafter": ["drafter", "eagle3", "foreign"], "data": ["texts.jsonl", "plain.txt", "mixed.jsonl"],
-    "eval_data": ["texts.jsonl"], "texts": ["texts.jsonl", "plain.txt"], "chat_template": ["plain.txt"],
-}  # fmt: skip
+    "target": ["target"],
+    "drafter": ["drafter", "eagle3", "foreign"],
+    "data": ["texts.jsonl", "plain.txt", "mixed.jsonl"],
+    "eval_data": ["texts.jsonl"],
+    "texts": ["texts.jsonl", "plain.txt"],
+    "chat_template": ["plain.txt"],
+}
 BROKEN = (
     ("config.json", "[1]"), ("config.json", "{"), ("config.json", '{"model_type": "llama"}'), ("tokenizer.json", "{}"),
     ("model.safetensors", "x" * 90), ("generation_config.json", "[1]"),
@@ -117,7 +225,14 @@ class World:
 
     def places(self, own: Path) -> list[str]:
         """Paths to draw from: what was made, a copy of a drafter in the run's folder, and what is not there yet."""
-        new = [own / "new", own / "a" / "b" / "c", own / "file", own / "file" / "below", own / "ünï cödé", own / ("x" * 300)]
+        new = [
+            own / "new",
+            own / "a" / "b" / "c",
+            own / "file",
+            own / "file" / "below",
+            own / "ünï cödé",
+            own / ("x" * 300),
+        ]
         (own / "file").write_text("mine")
         return [*map(str, sorted(self.made.iterdir())), *map(str, new), "new", "."]
 
@@ -149,13 +264,20 @@ def draw(random_state: random.Random, world: World, own: Path) -> list[str]:
     if command == "bench":
         line += ["--dtype", "float32"]
     if tuple(line[:1]) in SLOW or (tuple(line[:1]) == ("bench",) and "auto" in line):
-        line += [random_state.choice(["--device", "--prompts", "--rounds", "--nope"]), random_state.choice(["cuda", "0", "x"])]
+        line += [
+            random_state.choice(["--device", "--prompts", "--rounds", "--nope"]),
+            random_state.choice(["cuda", "0", "x"]),
+        ]
     if random_state.random() < 0.1:
-        line.insert(random_state.randrange(len(line) + 1), random_state.choice([*HOSTILE, "--nope", "--help", "--json"]))
+        line.insert(
+            random_state.randrange(len(line) + 1), random_state.choice([*HOSTILE, "--nope", "--help", "--json"])
+        )
     return line
 
 
-def argument(random_state: random.Random, action: argparse.Action, command: str, world: World, own: Path, places: list[str]) -> list[str]:
+def argument(
+    random_state: random.Random, action: argparse.Action, command: str, world: World, own: Path, places: list[str]
+) -> list[str]:
     if action.nargs == 0:
         return [action.option_strings[0]]
     is_sound = random_state.random() < 0.92
@@ -213,14 +335,21 @@ def run_here(line: list[str], own: Path) -> tuple[int | str | None, str, str]:
 def run_as_program(line: list[str], own: Path) -> tuple[int | str | None, str, str]:
     line = [word.replace("\0", "") for word in line]
     done = subprocess.run(
-        [sys.executable, "-m", "eagle31_hf", *line], cwd=own, capture_output=True, env=environment(), stdin=subprocess.DEVNULL
+        [sys.executable, "-m", "eagle31_hf", *line],
+        cwd=own,
+        capture_output=True,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
     )
     return done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
 
 
 def environment() -> dict[str, str]:
     package = str(Path(__file__).parents[1])
-    return os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))}
+    return os.environ | {
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")])),
+    }
 
 
 def faults(line: list[str], status: int | str | None, out: str, err: str) -> list[str]:
@@ -246,8 +375,11 @@ def faults(line: list[str], status: int | str | None, out: str, err: str) -> lis
     return found
 
 
-def fuzz(runs: int, seed: int, folder: Path, every: int = 0, seconds: float = float("inf")) -> tuple[list[str], Counter]:
-    """Descriptions of what went wrong, and statuses with their counts. Every `every`-th run is a program; it ends after `seconds`."""
+def fuzz(
+    runs: int, seed: int, folder: Path, every: int = 0, seconds: float = float("inf")
+) -> tuple[list[str], Counter]:
+    """Descriptions of what went wrong, and statuses with their counts. Every `every`-th run is a program; it ends after
+    `seconds`."""
     world, problems, statuses, begun = World(folder), [], Counter[str](), time.monotonic()
     for number in range(runs):
         if time.monotonic() - begun > seconds:
@@ -260,7 +392,9 @@ def fuzz(runs: int, seed: int, folder: Path, every: int = 0, seconds: float = fl
         found = faults(line, status, out, err)
         after = world.contents()
         if after != world.before:
-            touched = sorted(path for path in after.keys() | world.before.keys() if after.get(path) != world.before.get(path))
+            touched = sorted(
+                path for path in after.keys() | world.before.keys() if after.get(path) != world.before.get(path)
+            )
             found.append(f"{touched[:3]} changed")
             world.before = after
         statuses[f"{line[0] if line[0] in COMMANDS else 'none'}: {status}"] += 1
@@ -288,7 +422,9 @@ if __name__ == "__main__":
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--runs", type=int, default=1000)
     options.add_argument("--seed", type=int, default=0)
-    options.add_argument("--programs", type=int, default=100, help="every so many runs one is a program of its own; 0: none")
+    options.add_argument(
+        "--programs", type=int, default=100, help="every so many runs one is a program of its own; 0: none"
+    )
     options.add_argument("--seconds", type=float, default=float("inf"), help="begin no run after so many")
     chosen = options.parse_args()
     start = time.monotonic()

@@ -1,4 +1,5 @@
-"""`eagle31` as a process of its own, without the seconds of its imports each time: forked from a server that has done them."""
+"""`eagle31` as a process of its own, without the seconds of its imports each time: forked from a server that has done
+them."""
 
 import multiprocessing
 import os
@@ -14,9 +15,12 @@ LONGEST = 120  # seconds a command may take on a machine that does much else
 
 
 class Program:
-    """A command that runs. Its stdout and stderr go to files of these names in `folder`, or stdout to another path or ABANDONED."""
+    """A command that runs. Its stdout and stderr go to files of these names in `folder`, or stdout to another path or
+    ABANDONED."""
 
-    def __init__(self, context, folder: Path, arguments: Sequence[str], stdout: str | None, encoding: str, ignored: Sequence[int]):
+    def __init__(
+        self, context, folder: Path, arguments: Sequence[str], stdout: str | None, encoding: str, ignored: Sequence[int]
+    ):
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         where = (str(folder / "stdout") if stdout is None else stdout, str(folder / "stderr"))
@@ -83,14 +87,19 @@ def opened(path: str) -> int:
 def programs(*modules: str) -> Iterator:
     """`start(folder, arguments)` in the block; what still runs at its end is killed.
 
-    `modules` are loaded by the server besides the command line's own. `ignored`: signals that the command is started to ignore.
+    `modules` are loaded by the server besides the command line's own. `ignored`: signals that the command is started to
+    ignore.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["eagle31_hf.cli", *modules])
     started: list[Program] = []
 
     def start(
-        folder: Path, arguments: Sequence[object], stdout: str | None = None, encoding: str = "utf-8", ignored: Sequence[int] = ()
+        folder: Path,
+        arguments: Sequence[object],
+        stdout: str | None = None,
+        encoding: str = "utf-8",
+        ignored: Sequence[int] = (),
     ) -> Program:
         started.append(Program(context, folder, [str(argument) for argument in arguments], stdout, encoding, ignored))
         return started[-1]

@@ -56,8 +56,9 @@ class Report:
     def summary(self, seed: int, seconds: float) -> str:
         words = ", ".join(f"{count} {word}" for word, count in self.words.most_common())
         return (
-            f"seed {seed}: {self.runs} runs in {seconds:.0f} s ({words}): {len(self.failures)} differences, {len(self.ties)} ties; "
-            f"{self.accepted} of {self.drafted} drafted levels accepted, some in {self.runs_with_accepted} runs"
+            f"seed {seed}: {self.runs} runs in {seconds:.0f} s ({words}): {len(self.failures)} differences,"
+            f" {len(self.ties)} ties; {self.accepted} of {self.drafted} drafted levels accepted, some in"
+            f" {self.runs_with_accepted} runs"
         )
 
 
@@ -94,22 +95,27 @@ def soak(seed: int, numbers: Iterable[int], seconds: float | None = None, report
 
 
 def memory() -> dict[str, int]:
-    """What is held when no model is: `blocks`, Python's own count of what its objects take, and the bytes of all `tensors` Python can
-    reach.
+    """What is held when no model is: `blocks`, Python's own count of what its objects take, and the bytes of all
+    `tensors` Python can reach.
 
-    Both are counts, the same on every machine whatever its allocator gives back to the system. `resident` bytes are what the system says;
-    they also show what is lost outside Python, but move by a few percent by themselves.
+    Both are counts, the same on every machine whatever its allocator gives back to the system. `resident` bytes are
+    what the system says; they also show what is lost outside Python, but move by a few percent by themselves.
     """
     models.forget_models()
     gc.collect()
     tensors = [x for x in gc.get_objects() if type(x) is torch.Tensor and x.layout is torch.strided]
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
-    return {"blocks": sys.getallocatedblocks(), "tensors": sum(storages.values()), "resident": psutil.Process().memory_info().rss}
+    return {
+        "blocks": sys.getallocatedblocks(),
+        "tensors": sum(storages.values()),
+        "resident": psutil.Process().memory_info().rss,
+    }
 
 
 def flat(seed: int, numbers: list[int]) -> dict[str, tuple[int, int]]:
-    """Memory before and after runs that have been made before: all code they need is read and all caches by value are filled, so that
-    whatever grows is lost. (Between runs made for the first time a percent or two grows: each meets code nothing has needed yet.)
+    """Memory before and after runs that have been made before: all code they need is read and all caches by value are
+    filled, so that whatever grows is lost. (Between runs made for the first time a percent or two grows: each meets
+    code nothing has needed yet.)
     """
     held = []
     for _ in range(2):

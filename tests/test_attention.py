@@ -1,4 +1,5 @@
-"""Attention against a plain transcription, windows, every rope type, padding, and the two implementations against each other.
+"""Attention against a plain transcription, windows, every rope type, padding, and the two implementations against each
+other.
 
 B batch, T tokens, H heads, D head_dim.
 """
@@ -21,7 +22,10 @@ HEADS = {
     "qk_norm": {"qk_norm": True},
     "bias": {"attention_bias": True},
     "head_dim_14": {"head_dim": 14},
-    "partial_rotary": {"head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}},
+    "partial_rotary": {
+        "head_dim": 8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+    },
     "all": {"num_attention_heads": 6, "qk_norm": True, "attention_bias": True, "head_dim": 14},
 }
 WINDOW = 4
@@ -40,7 +44,10 @@ ROPE_IDS = sorted({"default", *ROPE_INIT_FUNCTIONS})  # a type new to transforme
 
 
 def rope(kind: str, **extra) -> dict:
-    return {"rope_parameters": {"rope_type": kind, "rope_theta": 100.0} | ROPES[kind] | extra, "max_position_embeddings": 64}
+    return {
+        "rope_parameters": {"rope_type": kind, "rope_theta": 100.0} | ROPES[kind] | extra,
+        "max_position_embeddings": 64,
+    }
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
@@ -135,7 +142,11 @@ def test_rope_survives_saving(kind, tmp_path):
     drafter.save_pretrained(tmp_path)
     loaded = type(drafter).from_pretrained(tmp_path)
     assert_close("frequencies", loaded.rotary_emb.inv_freq, drafter.rotary_emb.inv_freq)
-    assert_close("logits", loaded(tokens, target_hidden_states=states).logits, drafter(tokens, target_hidden_states=states).logits)
+    assert_close(
+        "logits",
+        loaded(tokens, target_hidden_states=states).logits,
+        drafter(tokens, target_hidden_states=states).logits,
+    )
 
 
 @pytest.mark.parametrize("kind", ["default", "yarn"])
@@ -169,9 +180,17 @@ def test_padding_mask_equals_leaving_the_padding_out(attention, fields):
     assert_close("full row", whole[:1], first, FORWARD)
     assert whole.isfinite().all()
     past = drafter(
-        tokens[:, :8], target_hidden_states=states[:, :8], attention_mask=mask[:, :8], position_ids=positions[:, :8], use_cache=True
+        tokens[:, :8],
+        target_hidden_states=states[:, :8],
+        attention_mask=mask[:, :8],
+        position_ids=positions[:, :8],
+        use_cache=True,
     ).past_key_values
     rest = drafter(
-        tokens[:, 8:], target_hidden_states=states[:, 8:], attention_mask=mask, position_ids=positions[:, 8:], past_key_values=past
+        tokens[:, 8:],
+        target_hidden_states=states[:, 8:],
+        attention_mask=mask,
+        position_ids=positions[:, 8:],
+        past_key_values=past,
     )
     assert_close("after 8 cached rows", rest.logits, whole[:, 8:], FORWARD)

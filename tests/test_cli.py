@@ -19,7 +19,14 @@ def test_demo_json_has_the_names_of_the_contract(capsys):
     shapes = [(3, False, False), (5, False, False), (7, False, False), (7, True, False), (MAX_DEPTH, False, True)]
     runs = [(run["drafter"], run["depth"], run["tree"], run["auto"]) for run in result["runs"]]
     assert runs == [(drafter, *shape) for drafter in demo.DRAFTERS for shape in shapes]
-    names = {"tokens_per_second", "speedup", "mean_accepted_length", "accepted_per_position", "drafted_per_position", "overhead"}
+    names = {
+        "tokens_per_second",
+        "speedup",
+        "mean_accepted_length",
+        "accepted_per_position",
+        "drafted_per_position",
+        "overhead",
+    }
     for run in result["runs"]:
         assert names <= set(run)
         assert run["identical"] is True
@@ -36,7 +43,18 @@ def test_demo_shows_the_table_and_the_profile(capsys):
 
 
 def test_generate_streams_what_json_returns(capsys):
-    arguments = ["generate", "--target", TARGET, "--drafter", DRAFTER, "--max-new-tokens", "12", "--dtype", "float32", "import os\n"]
+    arguments = [
+        "generate",
+        "--target",
+        TARGET,
+        "--drafter",
+        DRAFTER,
+        "--max-new-tokens",
+        "12",
+        "--dtype",
+        "float32",
+        "import os\n",
+    ]
     assert main(arguments) == 0
     streamed = capsys.readouterr()
     assert main([*arguments, "--json"]) == 0
@@ -59,8 +77,14 @@ def test_info_says_what_a_drafter_is(capsys, name, kind):
     [
         (["info", "/nowhere/at/all"], "/nowhere/at/all"),
         (["info", TARGET], "llama"),
-        (["generate", "--target", TARGET, "--drafter", DRAFTER, "--num-assistant-tokens", "0", "x"], "--num-assistant-tokens: got '0'"),
-        (["generate", "--target", TARGET, "--drafter", DRAFTER, "--draft-tree-total-tokens", "1", "x"], "draft_tree_total_tokens is 1"),
+        (
+            ["generate", "--target", TARGET, "--drafter", DRAFTER, "--num-assistant-tokens", "0", "x"],
+            "--num-assistant-tokens: got '0'",
+        ),
+        (
+            ["generate", "--target", TARGET, "--drafter", DRAFTER, "--draft-tree-total-tokens", "1", "x"],
+            "draft_tree_total_tokens is 1",
+        ),
         (["demo", "--prompts", "0"], "--prompts"),
     ],
     ids=["no such drafter", "target passed as drafter", "no depth", "no tree", "no prompts"],

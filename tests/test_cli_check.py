@@ -34,8 +34,17 @@ def test_a_line_for_each_capability_then_the_drafter_then_the_verdict(capsys):
     captured = capsys.readouterr()
     lines = captured.out.splitlines()
     assert [line.partition("  ")[0] for line in lines[:10]] == [
-        "target", "tried", "chains", "trees", "auto", "batches", "static cache", "prompt in chunks", "sampling", "training",
-    ]  # fmt: skip
+        "target",
+        "tried",
+        "chains",
+        "trees",
+        "auto",
+        "batches",
+        "static cache",
+        "prompt in chunks",
+        "sampling",
+        "training",
+    ]
     assert "24 layers of width 128, 2,048 ids, 4,397,184 parameters, 8.8 MB in bfloat16" in lines[0]
     assert any("590,720 parameters, 1.2 MB beside the target's 8.8 MB" in line for line in lines)
     assert lines[-1].split() == ["verdict", "works,", "and", "the", "drafter", "fits"]
@@ -54,18 +63,34 @@ def test_json_has_its_keys_and_a_drafter_that_does_not_fit_is_status_one(capsys,
     assert main(["check", str(tmp_path / "config.json"), DRAFTER, "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert set(report) == {
-        "target", "works", "verdict", "architecture", "num_layers", "hidden_size", "vocab_size", "num_parameters", "num_bytes", "dtype",
-        "tried", "capabilities", "drafter", "notes",
-    }  # fmt: skip
+        "target",
+        "works",
+        "verdict",
+        "architecture",
+        "num_layers",
+        "hidden_size",
+        "vocab_size",
+        "num_parameters",
+        "num_bytes",
+        "dtype",
+        "tried",
+        "capabilities",
+        "drafter",
+        "notes",
+    }
     assert list(report["capabilities"]) == list(CAPABILITIES)
     assert report["capabilities"]["tree"] == {"answer": "works", "text": "same text as the target alone"}
     assert set(report["drafter"]) == {"name", "fits", "num_parameters", "num_bytes", "config", "findings"}
     assert (report["works"], report["drafter"]["fits"]) == (False, False)
-    assert report["verdict"].startswith("this drafter does not fit: vocabulary: made for 2,048 ids, the target has 32,000")
+    assert report["verdict"].startswith(
+        "this drafter does not fit: vocabulary: made for 2,048 ids, the target has 32,000"
+    )
 
 
 def test_a_reason_is_said_once_and_what_does_not_work_is_status_one(capsys, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "homemade", "auto_map": {"AutoConfig": "code.Config"}}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "homemade", "auto_map": {"AutoConfig": "code.Config"}})
+    )
     assert main(["check", str(tmp_path)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("chains            refused: its architecture, homemade, is code in its repository")

@@ -1,4 +1,5 @@
-"""`eagle31 info | convert | export | publish | upgrade | bench`, in the process, with the demo pair and the exports of it."""
+"""`eagle31 info | convert | export | publish | upgrade | bench`, in the process, with the demo pair and the exports of
+it."""
 
 import json
 import shlex
@@ -57,7 +58,9 @@ def test_convert_in_place_then_again_then_for_good(capsys, foreign, tmp_path):
 
 def test_convert_takes_fields_that_win(capsys, foreign, tmp_path):
     destination = str(tmp_path / "native")
-    assert json_of(capsys, "convert", foreign, destination, "--set", "target_model=me/target", "--set", "sliding_window=9")["result"]
+    assert json_of(
+        capsys, "convert", foreign, destination, "--set", "target_model=me/target", "--set", "sliding_window=9"
+    )["result"]
     config = Eagle31DrafterModel.from_pretrained(destination).config
     assert (config.target_model, config.sliding_window) == ("me/target", 9)
     assert "is there already" in error_of(capsys, "convert", foreign, destination)
@@ -82,7 +85,9 @@ def test_export_prints_the_line_that_serves_it(capsys, tmp_path, format):
 def test_an_exported_drafter_drafts_the_same(capsys, tmp_path, format):
     exported = str(export_checkpoint(DRAFTER, tmp_path / format, format))
     options = ["--target", TARGET, "--max-new-tokens", "16", "--dtype", "float32", "import os\n"]
-    assert json_of(capsys, "generate", "--drafter", exported, *options) == json_of(capsys, "generate", "--drafter", DRAFTER, *options)
+    assert json_of(capsys, "generate", "--drafter", exported, *options) == json_of(
+        capsys, "generate", "--drafter", DRAFTER, *options
+    )
 
 
 def test_upgrade_saves_and_reports(capsys, tmp_path):

@@ -24,7 +24,9 @@ def folder(tmp_path, tokenizer, monkeypatch) -> Path:
     target.save_pretrained(tmp_path / "target")
     tokenizer.save_pretrained(tmp_path / "target")
     build_drafter(target).save_pretrained(tmp_path / "drafter")
-    (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"text": "abcdefghij"[i % 7 :] + "abcdef"}) for i in range(6)))
+    (tmp_path / "texts.jsonl").write_text(
+        "\n".join(json.dumps({"text": "abcdefghij"[i % 7 :] + "abcdef"}) for i in range(6))
+    )
     (tmp_path / "latin.jsonl").write_bytes('{"text": "ü"}'.encode("latin-1"))
     (tmp_path / "deep.jsonl").write_text('{"text": "a\u2028b"}\n' + "[" * 50_000)
     (tmp_path / "empty").mkdir()
@@ -48,46 +50,85 @@ BAD = {
     "no prompt": ([*GENERATE, ""], "makes no tokens"),
     "too long a prompt": ([*GENERATE, "abc" * 50], "prompt: has 150 tokens; expected fewer than 128"),
     "no chat template": ([*GENERATE, "--chat", "abc"], "has no chat template"),
-    "negative temperature": ([*GENERATE, "--temperature", "-1", "abc"], "--temperature: got '-1', expected a number of at least 0"),
+    "negative temperature": (
+        [*GENERATE, "--temperature", "-1", "abc"],
+        "--temperature: got '-1', expected a number of at least 0",
+    ),
     "no temperature": ([*GENERATE, "--temperature", "nan", "abc"], "--temperature: got 'nan'"),
     "endless temperature": ([*GENERATE, "--temperature", "inf", "abc"], "--temperature: got 'inf'"),
     "prepare-data's temperature": ([*PREPARE, "--regenerate", "--temperature", "-1"], "--temperature: got '-1'"),
     "top-p": ([*PREPARE, "--regenerate", "--top-p", "0"], "--top-p: got '0', expected a number above 0 and at most 1"),
     "a share": ([*PREPARE, "--template-augmentation", "2"], "--template-augmentation: got '2'"),
     "a layer": ([*PREPARE, "--states", "--layers", "-5"], "--layers: got '-5'"),
-    "layers in no order": ([*PREPARE, "--states", "--layers", "5", "3"], "expected distinct ids >= 0 in ascending order"),
+    "layers in no order": (
+        [*PREPARE, "--states", "--layers", "5", "3"],
+        "expected distinct ids >= 0 in ascending order",
+    ),
     "too short": ([*PREPARE, "--max-length", "1"], "max_length is 1; expected at least 4"),
     "seed": ([*TRAIN, "--seed", "-1"], "--seed: got '-1'"),
-    "no value at all": (["train", "--target", "t", "--data=--", "--output", "o"], "argument --data: expected a value, got '--'"),
-    "a large seed": ([*GENERATE, "--seed", str(2**64), "abc"], "expected an integer of at least 0 and at most 4294967295"),
+    "no value at all": (
+        ["train", "--target", "t", "--data=--", "--output", "o"],
+        "argument --data: expected a value, got '--'",
+    ),
+    "a large seed": (
+        [*GENERATE, "--seed", str(2**64), "abc"],
+        "expected an integer of at least 0 and at most 4294967295",
+    ),
     "a number of 5,000 digits": (["demo", "--prompts", "9" * 5000], "--prompts: got '9999"),
     "epochs": ([*TRAIN, "--epochs", "nan"], "--epochs: got 'nan'"),
     "learning rate": ([*TRAIN, "--learning-rate", "inf"], "--learning-rate: got 'inf'"),
     "rows": ([*TRAIN, "--eval-rows", "-3"], "--eval-rows: got '-3'"),
     "a size": ([*TRAIN, "--field", "hidden_size=-1"], "hidden_size is -1"),
-    "a misspelt field": ([*GENERATE, "--set", "norm_ouput=true", "abc"], "no field of Eagle31Config; the nearest is norm_output"),
+    "a misspelt field": (
+        [*GENERATE, "--set", "norm_ouput=true", "abc"],
+        "no field of Eagle31Config; the nearest is norm_output",
+    ),
     "a setting of another type": ([*TRAIN, "--set", "max_grad_norm=x"], "max_grad_norm"),
     "upgrading nothing": ([*TRAIN, "--upgrade"], "expected --drafter with it"),
-    "a vocabulary of a drafter": ([*TRAIN, "--drafter", "drafter", "--draft-vocab-size", "5"], "expected one of the two"),
-    "two ways to split": ([*TRAIN, "--tensor-parallel", "--device-map", "auto"], "expected neither --device-map nor --load-in"),
-    "discarding from elsewhere": (["convert", "drafter", "out", "--discard-original"], "expected no destination with it"),
-    "a drafter for a target": (["generate", "--target", "drafter", "--drafter", "drafter", "abc"], "is a drafter (model_type 'eagle31')"),
+    "a vocabulary of a drafter": (
+        [*TRAIN, "--drafter", "drafter", "--draft-vocab-size", "5"],
+        "expected one of the two",
+    ),
+    "two ways to split": (
+        [*TRAIN, "--tensor-parallel", "--device-map", "auto"],
+        "expected neither --device-map nor --load-in",
+    ),
+    "discarding from elsewhere": (
+        ["convert", "drafter", "out", "--discard-original"],
+        "expected no destination with it",
+    ),
+    "a drafter for a target": (
+        ["generate", "--target", "drafter", "--drafter", "drafter", "abc"],
+        "is a drafter (model_type 'eagle31')",
+    ),
     "no tokenizer": (["generate", "--target", "bare", "--drafter", "drafter", "abc"], "its tokenizer cannot be read"),
     "an empty name": (["convert", "drafter", ""], "destination: got '', expected a name"),
     "a name too long": (["info", "x" * 500], "there is no such folder"),
     "below a file": (["convert", "drafter", "texts.jsonl/out"], "texts.jsonl is a file; expected a folder"),
     "a folder of texts": ([*UPGRADE[:-1], "empty"], "empty: is a folder; expected a file."),
     "output is a file": ([*UPGRADE, "--output", "texts.jsonl"], "texts.jsonl: is there already"),
-    "a rate beyond all numbers": ([*TRAIN, "--set", "learning_rate=1e999"], "learning_rate is '1e999'; expected a finite number"),
+    "a rate beyond all numbers": (
+        [*TRAIN, "--set", "learning_rate=1e999"],
+        "learning_rate is '1e999'; expected a finite number",
+    ),
     "a depth beyond all use": ([*TRAIN, "--depth", "100000"], "depth is 100000; expected 1 to 64"),
-    "a revision of a folder": (["convert", "drafter", "--revision", "main"], "drafter: revision is 'main', and a folder"),
+    "a revision of a folder": (
+        ["convert", "drafter", "--revision", "main"],
+        "drafter: revision is 'main', and a folder",
+    ),
     "texts in no UTF-8": ([*UPGRADE[:-1], "drafter/model.safetensors"], "drafter/model.safetensors: byte "),
-    "lines in no UTF-8": ([*UPGRADE[:-1], "latin.jsonl"], "latin.jsonl: byte 10 is no UTF-8; expected a text file in UTF-8"),
+    "lines in no UTF-8": (
+        [*UPGRADE[:-1], "latin.jsonl"],
+        "latin.jsonl: byte 10 is no UTF-8; expected a text file in UTF-8",
+    ),
     "a line nested too deep": ([*UPGRADE[:-1], "deep.jsonl"], 'deep.jsonl: line 2 holds no "text" string'),
-    "a template in no UTF-8": ([*PREPARE, "--chat-template", "latin.jsonl"], "latin.jsonl: byte 10 is no UTF-8; expected a text file"),
+    "a template in no UTF-8": (
+        [*PREPARE, "--chat-template", "latin.jsonl"],
+        "latin.jsonl: byte 10 is no UTF-8; expected a text file",
+    ),
     "no template": ([*PREPARE, "--chat-template", "nope"], "nope: there is no such file or folder."),
     "no folder to bench in": (["bench", "convert", "--folder", "nope"], "nope is no folder"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("arguments", "words"), BAD.values(), ids=BAD)
@@ -107,7 +148,10 @@ def test_is_refused_in_one_line_and_nothing_is_written(capsys, folder, arguments
 @pytest.mark.parametrize(
     ("knobs", "words"),
     [
-        ('{"assistant_confidence_threshold": "x"}', "drafter/generation_config.json: assistant_confidence_threshold is 'x'"),
+        (
+            '{"assistant_confidence_threshold": "x"}',
+            "drafter/generation_config.json: assistant_confidence_threshold is 'x'",
+        ),
         ('{"num_assistant_tokens": true}', "drafter/generation_config.json: num_assistant_tokens is True"),
     ],
 )
@@ -124,7 +168,9 @@ def test_a_config_of_many_times_the_weights_is_refused_before_they_are_made_up(c
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *args, **kwargs: pytest.fail("it was loaded"))
     assert main([*GENERATE, "abc"]) == 2
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("eagle31: error:")]
-    assert re.search(r"target: its weights are [0-9,]+ bytes, its config.json describes 6,738,415,616 parameters; expected", line)
+    assert re.search(
+        r"target: its weights are [0-9,]+ bytes, its config.json describes 6,738,415,616 parameters; expected", line
+    )
 
 
 def test_info_refuses_knobs_that_are_none(capsys, folder):
@@ -148,7 +194,10 @@ def test_too_few_rows_to_evaluate_on_are_trained_on(capsys, folder):
 
 
 def test_figures_that_are_not_finite_are_null():
-    assert to_json({"loss": float("nan"), "rates": [1.0, float("inf")], "steps": 3}) == '{"loss": null, "rates": [1.0, null], "steps": 3}'
+    assert (
+        to_json({"loss": float("nan"), "rates": [1.0, float("inf")], "steps": 3})
+        == '{"loss": null, "rates": [1.0, null], "steps": 3}'
+    )
 
 
 def test_random_command_lines(tmp_path, monkeypatch):

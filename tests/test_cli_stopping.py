@@ -30,7 +30,9 @@ def folder(tmp_path, tokenizer) -> Path:
     """A target with its tokenizer, and texts it can read."""
     build_target("llama").save_pretrained(tmp_path / "target")
     tokenizer.save_pretrained(tmp_path / "target")
-    (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"text": "abcdefghij"[i % 7 :] + "abcdef"}) for i in range(64)))
+    (tmp_path / "texts.jsonl").write_text(
+        "\n".join(json.dumps({"text": "abcdefghij"[i % 7 :] + "abcdef"}) for i in range(64))
+    )
     return tmp_path
 
 
@@ -141,7 +143,9 @@ def test_output_that_cannot_be_written_is_one_line(start, tmp_path):
     program = start(tmp_path, ["info", DRAFTER], stdout="/dev/full")
     assert program.wait() == 1
     assert (
-        program.err == "eagle31: failed: writing: the disk is full. Free some space and run the same command again. Nothing was written.\n"
+        program.err
+        == "eagle31: failed: writing: the disk is full. Free some space and run the same command again. Nothing was"
+        " written.\n"
     )
 
 

@@ -14,7 +14,20 @@ from eagle31_hf.bench.training import Step
 from eagle31_hf.cli import kept, main
 from eagle31_hf.training.output import claim, set_aside
 
-QUICK = ["--depth", "2", "--max-length", "40", "--accumulate", "1", "--batch-size", "2", "--learning-rate", "0.01", "--eval-every", "4"]
+QUICK = [
+    "--depth",
+    "2",
+    "--max-length",
+    "40",
+    "--accumulate",
+    "1",
+    "--batch-size",
+    "2",
+    "--learning-rate",
+    "0.01",
+    "--eval-every",
+    "4",
+]
 
 
 @pytest.fixture
@@ -37,8 +50,18 @@ def run(capsys, *arguments):
 
 def trained(capsys, folder, *arguments, data="texts.jsonl", output="drafter"):
     return run(
-        capsys, "train", "--target", folder / "target", "--data", folder / data, "--output", folder / output, *QUICK, "--json", *arguments
-    )  # fmt: skip
+        capsys,
+        "train",
+        "--target",
+        folder / "target",
+        "--data",
+        folder / data,
+        "--output",
+        folder / output,
+        *QUICK,
+        "--json",
+        *arguments,
+    )
 
 
 def test_from_texts_to_a_drafter_that_generates(capsys, folder):
@@ -66,13 +89,24 @@ def test_stored_states_give_the_same_drafter_without_the_target(capsys, folder):
     target = ["--target", folder / "target"]
     for name, states in (("tokens", []), ("states", ["--states", "--states-dtype", "float32"])):
         status, _, err = run(
-            capsys, "prepare-data", *target, "--data", folder / "texts.jsonl", "--output", folder / name, "--max-length", "40", *states
+            capsys,
+            "prepare-data",
+            *target,
+            "--data",
+            folder / "texts.jsonl",
+            "--output",
+            folder / name,
+            "--max-length",
+            "40",
+            *states,
         )
         assert status == 0, err
     for name in ("tokens", "states"):
         status, _, err = trained(capsys, folder, "--steps", "4", data=name, output=f"from-{name}")
         assert status == 0, err
-    online, offline = (Eagle31DrafterModel.from_pretrained(folder / f"from-{name}").state_dict() for name in ("tokens", "states"))
+    online, offline = (
+        Eagle31DrafterModel.from_pretrained(folder / f"from-{name}").state_dict() for name in ("tokens", "states")
+    )
     for name, weight in online.items():
         assert torch.allclose(weight, offline[name], atol=1e-5), name
 
@@ -92,24 +126,45 @@ def contents(folder) -> dict[str, bytes]:
 
 def test_training_that_diverges_is_no_success(capsys, folder):
     status, out, err = trained(
-        capsys, folder, "--steps", "30", "--learning-rate", "1e9", "--set", "max_grad_norm=0", "--set", "logging_steps=1",
-        "--set", 'lr_scheduler_type="constant"', "--set", "save_steps=1", "--set", "eval_steps=1",
-    )  # fmt: skip
+        capsys,
+        folder,
+        "--steps",
+        "30",
+        "--learning-rate",
+        "1e9",
+        "--set",
+        "max_grad_norm=0",
+        "--set",
+        "logging_steps=1",
+        "--set",
+        'lr_scheduler_type="constant"',
+        "--set",
+        "save_steps=1",
+        "--set",
+        "eval_steps=1",
+    )
     assert (status, out) == (1, "")
-    found = re.search(r"eagle31: failed: step \d+: .* Training has diverged and was stopped; the last .* is (.*/checkpoint-\d+)\.", err)
+    found = re.search(
+        r"eagle31: failed: step \d+: .* Training has diverged and was stopped; the last .* is (.*/checkpoint-\d+)\.",
+        err,
+    )
     assert found, err
     assert "a lower learning_rate (now 1e+09) or max_grad_norm=1 (now 0: gradients are not clipped)" in err
     assert not (folder / "drafter" / "model.safetensors").exists()
     status, _, err = trained(capsys, folder, "--steps", "2", "--drafter", found[1], output="anew")
     assert status == 0 or "diverged" in err, "what is called the last finite checkpoint is none"
-    assert all(weight.isfinite().all() for weight in Eagle31DrafterModel.from_pretrained(found[1]).state_dict().values())
+    assert all(
+        weight.isfinite().all() for weight in Eagle31DrafterModel.from_pretrained(found[1]).state_dict().values()
+    )
 
 
 @pytest.mark.parametrize("command", ["train", "prepare-data"])
 def test_a_folder_of_somebody_is_refused_before_anything_is_read(capsys, folder, command):
     (folder / "theirs").mkdir()
     (folder / "theirs" / "model.safetensors").write_bytes(b"weights of years")
-    status, out, err = run(capsys, command, "--target", "no/such-target", "--data", "no-data.jsonl", "--output", folder / "theirs")
+    status, out, err = run(
+        capsys, command, "--target", "no/such-target", "--data", "no-data.jsonl", "--output", folder / "theirs"
+    )
     assert (status, out) == (2, "")
     assert "expected a folder that is new or empty" in err
     assert "loading" not in err
@@ -131,7 +186,9 @@ def test_an_earlier_drafter_goes_when_the_new_one_is_there(capsys, folder):
     (folder / "drafter" / "notes.txt").write_text("mine")
     status, _, err = trained(capsys, folder, "--steps", "2")
     assert (status, "go on with the run in it by --resume, or replace what is there by --overwrite" in err) == (2, True)
-    status, _, err = trained(capsys, folder, "--steps", "2", "--overwrite", "--learning-rate", "1e38", "--set", "max_grad_norm=0")
+    status, _, err = trained(
+        capsys, folder, "--steps", "2", "--overwrite", "--learning-rate", "1e38", "--set", "max_grad_norm=0"
+    )
     assert (status, "what an earlier run wrote is in" in err) == (1, True)
     assert contents(folder / "drafter" / "eagle31-replaced" / "1") == earlier
     assert trained(capsys, folder, "--steps", "2", "--overwrite")[0] == 0
@@ -150,7 +207,9 @@ def test_what_no_run_wrote_is_not_replaced(capsys, folder, theirs):
     if theirs == "an adapter":
         (output / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     elif theirs == "a checkpoint of another model":
-        (output / "checkpoint-2" / "config.json").write_text('{"model_type": "llama", "time_step_limit": [0.0, Infinity]}')
+        (output / "checkpoint-2" / "config.json").write_text(
+            '{"model_type": "llama", "time_step_limit": [0.0, Infinity]}'
+        )
     elif theirs == "a project":
         (output / "checkpoint-2").rmdir()
     before = contents(output)
@@ -170,15 +229,27 @@ def test_a_stopped_run_names_the_drafter_it_was_to_replace(capsys, folder):
 
 
 def test_a_run_stopped_while_it_regenerates_goes_on_by_resume(capsys, folder):
-    """With the rows it has made, which are as prepare-data makes them; without --resume it is refused, as the sentence says."""
+    """With the rows it has made, which are as prepare-data makes them; without --resume it is refused, as the sentence
+    says."""
     asked = argparse.Namespace(output=str(folder / "drafter"), overwrite=False)
     assert kept.checkpoint(asked).endswith("yet; begin anew.")
     status, _, err = run(
-        capsys, "prepare-data", "--target", folder / "target", "--data", folder / "texts.jsonl", "--output", folder / "drafter" / "data",
-        "--max-length", "40", "--regenerate",
-    )  # fmt: skip
+        capsys,
+        "prepare-data",
+        "--target",
+        folder / "target",
+        "--data",
+        folder / "texts.jsonl",
+        "--output",
+        folder / "drafter" / "data",
+        "--max-length",
+        "40",
+        "--regenerate",
+    )
     assert status == 0, err
-    assert kept.checkpoint(asked).endswith("yet, but rows, which are kept; the same command with --resume goes on with them.")
+    assert kept.checkpoint(asked).endswith(
+        "yet, but rows, which are kept; the same command with --resume goes on with them."
+    )
     status, _, err = trained(capsys, folder, "--steps", "2", "--regenerate")
     assert (status, "go on with the run in it by --resume" in err) == (2, True)
     status, _, err = trained(capsys, folder, "--steps", "2", "--regenerate", "--resume")
@@ -189,7 +260,11 @@ def test_a_run_stopped_while_it_regenerates_goes_on_by_resume(capsys, folder):
 
 def test_a_stopped_conversion_says_of_any_config_what_it_is(tmp_path):
     asked = argparse.Namespace(source=str(tmp_path), destination=None, create_pr=False)
-    for text, state in (("[" * 50_000, "is as it was"), ("[]", "is as it was"), ('{"model_type": "eagle31"}', "is native by now")):
+    for text, state in (
+        ("[" * 50_000, "is as it was"),
+        ("[]", "is as it was"),
+        ('{"model_type": "eagle31"}', "is native by now"),
+    ):
         (tmp_path / "config.json").write_text(text)
         assert kept.conversion(asked) == f"{tmp_path} {state}; the same command finishes the work."
 
@@ -212,8 +287,15 @@ def test_a_finished_run_is_finished(capsys, folder):
 
 
 def test_going_on_from_a_published_drafter(capsys, folder):
-    assert trained(capsys, folder, "--steps", "4", "--field", "fc_norm=false", "--field", "norm_output=false", output="three")[0] == 0
-    status, _, err = trained(capsys, folder, "--steps", "4", "--drafter", folder / "three", "--upgrade", output="upgraded")
+    assert (
+        trained(
+            capsys, folder, "--steps", "4", "--field", "fc_norm=false", "--field", "norm_output=false", output="three"
+        )[0]
+        == 0
+    )
+    status, _, err = trained(
+        capsys, folder, "--steps", "4", "--drafter", folder / "three", "--upgrade", output="upgraded"
+    )
     assert status == 0, err
     assert "making the EAGLE 3 drafter an EAGLE 3.1 one" in err
     assert Eagle31DrafterModel.from_pretrained(folder / "upgraded").config.is_eagle31
@@ -241,7 +323,18 @@ def test_bad_input_is_one_line(capsys, folder, arguments, message):
 
 def test_bench_train_says_what_a_step_takes(capsys):
     status, out, err = run(
-        capsys, "bench", "train", "--shape", "tiny", "--dtype", "float32", "--prompt-tokens", 48, "--rounds", 2, "--json"
+        capsys,
+        "bench",
+        "train",
+        "--shape",
+        "tiny",
+        "--dtype",
+        "float32",
+        "--prompt-tokens",
+        48,
+        "--rounds",
+        2,
+        "--json",
     )
     assert status == 0, err
     runs = json.loads(out)["runs"]

@@ -18,7 +18,11 @@ def pair():
 
 
 def test_the_pair_fits_in_twelve_mebibytes():
-    sizes = {path: path.stat().st_size for path in demo.FOLDER.glob("*/*") if path.is_file() and "__pycache__" not in path.parts}
+    sizes = {
+        path: path.stat().st_size
+        for path in demo.FOLDER.glob("*/*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
     assert {path.parent.name for path in sizes} == {"target", *demo.DRAFTERS}
     assert sum(sizes.values()) <= LARGEST_PAIR
 
@@ -34,7 +38,12 @@ def test_greedy_text_is_the_targets_own(pair, name, depth):
     target, tokenizer, drafters = pair
     with track_acceptance() as stats:
         for prompt in demo.prompts(tokenizer, 3, num_tokens=48):
-            inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt), "max_new_tokens": 40, "do_sample": False}
+            inputs = {
+                "input_ids": prompt,
+                "attention_mask": torch.ones_like(prompt),
+                "max_new_tokens": 40,
+                "do_sample": False,
+            }
             alone = target.generate(**inputs)
             drafted = target.generate(**inputs, assistant_model=drafters[name], num_assistant_tokens=depth)
             assert torch.equal(alone, drafted)

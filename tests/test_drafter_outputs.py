@@ -1,4 +1,5 @@
-"""What a drafter returns beside its logits, as transformers' models do: a loss, hidden states, attention weights, tuples.
+"""What a drafter returns beside its logits, as transformers' models do: a loss, hidden states, attention weights,
+tuples.
 
 B batch, T tokens, V target vocabulary, Vd draft vocabulary.
 """
@@ -50,11 +51,13 @@ def test_labels_that_cannot_be_scored():
     tokens, states = inputs(drafter)
     for kept, logits in ((3, r"of shape \(2, 3, 37\)"), (None, "none")):
         with pytest.raises(
-            ValueError, match=rf"labels are of shape \(2, 13\), logits {logits}; expected a label and logits for every token"
+            ValueError,
+            match=rf"labels are of shape \(2, 13\), logits {logits}; expected a label and logits for every token",
         ):
             drafter(tokens, target_hidden_states=states, labels=tokens, logits_to_keep=kept)
     absent = (~drafter.t2d).nonzero().flatten()[:1].expand(2, 13)
-    assert drafter(tokens, target_hidden_states=states, labels=absent).loss.isnan()  # as in transformers where nothing counts
+    # as in transformers where nothing counts
+    assert drafter(tokens, target_hidden_states=states, labels=absent).loss.isnan()
     with pytest.raises(IndexError):
         drafter(tokens, target_hidden_states=states, labels=torch.full_like(tokens, VOCAB))
 
@@ -99,11 +102,23 @@ def test_a_tuple_holds_what_the_output_does(drafter):
 def test_a_plain_trainer_trains_a_drafter(checkpointing, tmp_path):
     drafter = build("sdpa")
     tokens, states = inputs(drafter, batch=4)
-    rows = [{"input_ids": ids, "target_hidden_states": state, "labels": ids} for ids, state in zip(tokens, states, strict=True)]
+    rows = [
+        {"input_ids": ids, "target_hidden_states": state, "labels": ids}
+        for ids, state in zip(tokens, states, strict=True)
+    ]
     args = TrainingArguments(
-        str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=8, learning_rate=0.01, report_to=[],
-        use_cpu=True, save_strategy="no", gradient_checkpointing=checkpointing, logging_steps=1, disable_tqdm=True,
-    )  # fmt: skip
+        str(tmp_path),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=8,
+        learning_rate=0.01,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        gradient_checkpointing=checkpointing,
+        logging_steps=1,
+        disable_tqdm=True,
+    )
     trainer = Trainer(drafter, args, train_dataset=rows)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

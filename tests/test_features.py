@@ -171,19 +171,27 @@ def test_a_model_without_such_layers_is_refused():
     encoder_decoder = T5ForConditionalGeneration(
         T5Config(vocab_size=VOCAB, d_model=8, d_kv=4, d_ff=8, num_layers=4, num_decoder_layers=2, num_heads=2)
     )
-    with pytest.raises(ValueError, match=r"T5ForConditionalGeneration has no list of 4 decoder layers.*expected a decoder-only causal LM"):
+    with pytest.raises(
+        ValueError,
+        match=r"T5ForConditionalGeneration has no list of 4 decoder layers.*expected a decoder-only causal LM",
+    ):
         decoder_layers(encoder_decoder)
 
 
 def test_a_layer_that_did_not_run_is_said():
     """Of targets whose layers that look at an image are skipped without one."""
     target = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
-    with capture_states(target, [1, 2]) as captured, pytest.raises(ValueError, match="skipped a layer that the drafter reads"):
+    with (
+        capture_states(target, [1, 2]) as captured,
+        pytest.raises(ValueError, match="skipped a layer that the drafter reads"),
+    ):
         captured.take()
 
 
 def test_layers_that_return_lists():
-    target = AutoModelForCausalLM.from_config(OpenAIGPTConfig(vocab_size=VOCAB, n_embd=WIDTH, n_layer=NUM_LAYERS, n_head=2)).eval()
+    target = AutoModelForCausalLM.from_config(
+        OpenAIGPTConfig(vocab_size=VOCAB, n_embd=WIDTH, n_layer=NUM_LAYERS, n_head=2)
+    ).eval()
     ids = torch.arange(7)[None]
     hidden_states = target(input_ids=ids, output_hidden_states=True).hidden_states
     states, _ = target_states(target, ids, [1, 3])

@@ -6,7 +6,8 @@ from eagle31_hf.json_file import parse_value
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("1e3", 1000.0), ("-7", -7), ("null", None), ("[1, 2.5]", [1, 2.5]), ('{"a": "b"}', {"a": "b"}), ("false", False)]
+    ("text", "value"),
+    [("1e3", 1000.0), ("-7", -7), ("null", None), ("[1, 2.5]", [1, 2.5]), ('{"a": "b"}', {"a": "b"}), ("false", False)],
 )
 def test_values(text, value):
     found = parse_value(text)
@@ -14,7 +15,20 @@ def test_values(text, value):
 
 
 @pytest.mark.parametrize(
-    "text", ["1e999", "[-1e999]", "NaN", "-Infinity", "9" * 400, str(2**64), '{"a": 1, "a": 2}', "[" * 50_000, "cosine", "", "1 2"]
+    "text",
+    [
+        "1e999",
+        "[-1e999]",
+        "NaN",
+        "-Infinity",
+        "9" * 400,
+        str(2**64),
+        '{"a": 1, "a": 2}',
+        "[" * 50_000,
+        "cosine",
+        "",
+        "1 2",
+    ],
 )
 def test_what_is_no_value(text):
     with pytest.raises(ValueError):  # noqa: PT011 -- as json's own errors are

@@ -1,4 +1,5 @@
-"""MLA against a plain transcription and transformers' DeepSeek layer; its two forms against each other; what its cache holds.
+"""MLA against a plain transcription and transformers' DeepSeek layer; its two forms against each other; what its cache
+holds.
 
 B batch, T tokens, H heads, R latent, N and P the parts of a key without and with rope, V value width.
 """
@@ -14,9 +15,15 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 from eagle31_hf.attention import MLAttention
 
 YARN = {
-    "rope_type": "yarn", "rope_theta": 50000.0, "factor": 64.0, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+    "rope_type": "yarn",
+    "rope_theta": 50000.0,
+    "factor": 64.0,
+    "beta_fast": 1.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
     "original_max_position_embeddings": 16,
-}  # fmt: skip
+}
 ROPES = {
     "default": {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
     "kimi_yarn": {"rope_parameters": YARN},
@@ -26,7 +33,8 @@ QUERIES = {"query_latent": {}, "no_query_latent": {"q_lora_rank": None}, "bias":
 
 
 def rotated_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Pairs (0, 1), (2, 3), ... of x (B, H, T, P) as complex numbers, turned; cos and sin (B, T, P) hold every angle twice."""
+    """Pairs (0, 1), (2, 3), ... of x (B, H, T, P) as complex numbers, turned; cos and sin (B, T, P) hold every angle
+    twice."""
     turn = torch.complex(cos, sin)[:, None, :, : x.shape[-1] // 2]
     return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * turn).flatten(-2)
 
@@ -35,12 +43,19 @@ def plain_attention(layer: MLAttention, x: Tensor, cos: Tensor, sin: Tensor, tem
     """The definition, head by head, keys and values built in full: (B, T, input_size) -> (B, T, h)."""
     c = layer.config
     nope, rope, rank = c.qk_nope_head_dim, c.qk_rope_head_dim, c.kv_lora_rank
-    q = layer.q_proj(x) if c.q_lora_rank is None else layer.q_b_proj(rms_norm(layer.q_a_proj(x), layer.q_a_layernorm.weight))
+    q = (
+        layer.q_proj(x)
+        if c.q_lora_rank is None
+        else layer.q_b_proj(rms_norm(layer.q_a_proj(x), layer.q_a_layernorm.weight))
+    )
     q = q.unflatten(-1, (c.num_attention_heads, nope + rope)).transpose(1, 2)
     compressed = layer.kv_a_proj_with_mqa(x)
     kv = layer.kv_b_proj(rms_norm(compressed[..., :rank], layer.kv_a_layernorm.weight))
     kv = kv.unflatten(-1, (c.num_attention_heads, nope + c.v_head_dim)).transpose(1, 2)
-    q_rope, k_rope = rotated_pairs(q[..., nope:], cos, sin), rotated_pairs(compressed[:, None, :, rank:], cos, sin)[:, 0]
+    q_rope, k_rope = (
+        rotated_pairs(q[..., nope:], cos, sin),
+        rotated_pairs(compressed[:, None, :, rank:], cos, sin)[:, 0],
+    )
     future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
     heads = []
     for head in range(c.num_attention_heads):
@@ -75,9 +90,15 @@ def test_latent_attention_is_that_of_transformers_deepseek(rope):
     ours, (x, _, _, mask) = drafter.layers[0].self_attn, layer_inputs(drafter)
     names = ("num_attention_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     config = DeepseekV3Config(
-        hidden_size=2 * WIDTH, num_key_value_heads=drafter.config.num_attention_heads, rope_interleave=True, attention_bias=False,
-        max_position_embeddings=64, rms_norm_eps=1e-6, **rope, **{name: getattr(drafter.config, name) for name in names},
-    )  # fmt: skip
+        hidden_size=2 * WIDTH,
+        num_key_value_heads=drafter.config.num_attention_heads,
+        rope_interleave=True,
+        attention_bias=False,
+        max_position_embeddings=64,
+        rms_norm_eps=1e-6,
+        **rope,
+        **{name: getattr(drafter.config, name) for name in names},
+    )
     config._attn_implementation = "eager"
     theirs = DeepseekV3Attention(config, 0).eval()
     theirs.o_proj = ours.o_proj

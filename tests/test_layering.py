@@ -7,10 +7,18 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "eagle31_hf"
 LAYERS = (
-    {"json_file", "names", "seeding"}, {"version", "starting", "configuration", "vocab"}, {"attention", "checkpoints", "tying"}, {"hub"},
-    {"pretrained"}, {"modeling"}, {"features", "wrappers"}, {"generation", "training"},
-    {"demo", "bench", "targets", "upgrade", "vllm_plugin"}, {"cli"}, {"__init__", "__main__"},
-)  # fmt: skip
+    {"json_file", "names", "seeding"},
+    {"version", "starting", "configuration", "vocab"},
+    {"attention", "checkpoints", "tying"},
+    {"hub"},
+    {"pretrained"},
+    {"modeling"},
+    {"features", "wrappers"},
+    {"generation", "training"},
+    {"demo", "bench", "targets", "upgrade", "vllm_plugin"},
+    {"cli"},
+    {"__init__", "__main__"},
+)
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 MODEL_NEVER = ("transformers.generation", "transformers.trainer")
 FORBIDDEN = {"attention": MODEL_NEVER, "modeling": MODEL_NEVER}
@@ -23,7 +31,9 @@ def imports(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            base = ".".join((*parents[: len(parents) + 1 - node.level], node.module or "")) if node.level else node.module
+            base = (
+                ".".join((*parents[: len(parents) + 1 - node.level], node.module or "")) if node.level else node.module
+            )
             names |= {f"{base}.{alias.name}".replace("..", ".") for alias in node.names}
     return names
 

@@ -23,5 +23,11 @@ def test_the_demo_pairs_card_holds_the_recorded_figures(folder, keys):
     for key in keys:
         values = record[key] if isinstance(record[key], list) else [record[key]]
         for value in values:
-            text = f"{value:,}" if isinstance(value, int) else f"{value:.3f}" if key != "minutes" and key != "minutes_both" else str(value)
+            text = (
+                f"{value:,}"
+                if isinstance(value, int)
+                else f"{value:.3f}"
+                if key != "minutes" and key != "minutes_both"
+                else str(value)
+            )
             assert text in card, f"{folder}: {key} is {text}"

@@ -1,6 +1,7 @@
 """What transformers expects of every model class, by its own tests: `ModelTesterMixin` run on the drafter.
 
-`pytest tests/test_model_tester.py -rs` also lists what the mixin leaves out by itself, for want of a GPU or because it is about images.
+`pytest tests/test_model_tester.py -rs` also lists what the mixin leaves out by itself, for want of a GPU or because it
+is about images.
 """
 
 import unittest
@@ -45,7 +46,9 @@ class DrafterTester:
         shape = (self.batch_size, self.seq_length)
         return config, {
             "input_ids": torch.randint(config.vocab_size, shape, generator=generator),
-            "target_hidden_states": torch.randn(*shape, config.num_aux_states * config.target_hidden_size, generator=generator),
+            "target_hidden_states": torch.randn(
+                *shape, config.num_aux_states * config.target_hidden_size, generator=generator
+            ),
             "attention_mask": torch.ones(shape, dtype=torch.long),
         }
 

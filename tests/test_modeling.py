@@ -10,7 +10,20 @@ from pathlib import Path
 import pytest
 import torch
 from close import FORWARD, assert_close
-from factories import ATTENTIONS, DRAFT_VOCAB, EAGLE3, NORMS, VARIANTS, VOCAB, WIDTH, build, chain, inputs, rms_norm, target
+from factories import (
+    ATTENTIONS,
+    DRAFT_VOCAB,
+    EAGLE3,
+    NORMS,
+    VARIANTS,
+    VOCAB,
+    WIDTH,
+    build,
+    chain,
+    inputs,
+    rms_norm,
+    target,
+)
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, DynamicCache
 
@@ -47,7 +60,9 @@ def test_exactly_one_state_is_read(given):
     drafter = build()
     tokens, states = inputs(drafter)
     both = {"target_hidden_states": states, "hidden_states": states[..., :WIDTH]} if given == "both" else {}
-    with pytest.raises(ValueError, match=f"got {given} of target_hidden_states and hidden_states; expected exactly one"):
+    with pytest.raises(
+        ValueError, match=f"got {given} of target_hidden_states and hidden_states; expected exactly one"
+    ):
         drafter(tokens, **both)
 
 
@@ -107,7 +122,8 @@ def test_a_captured_state_100_times_as_large(flags, scaled):
     part = slice(None) if scaled == "all" else slice(scaled * WIDTH, (scaled + 1) * WIDTH)
     larger[..., part] *= 100
     one, other = (drafter(tokens, target_hidden_states=s).logits for s in (states, larger))
-    hides_common_factor = drafter.config.norm_before_fc or drafter.config.norm_before_residual  # the layer's own norm does too
+    # the layer's own norm does too
+    hides_common_factor = drafter.config.norm_before_fc or drafter.config.norm_before_residual
     if drafter.config.fc_norm or (hides_common_factor and scaled == "all"):
         assert_close("logits", other, one, SCALED)
     else:
@@ -189,7 +205,10 @@ def test_positions_are_relative_and_continue_the_cache():
 def test_logits_to_keep(kept):
     drafter = build()
     tokens, states = inputs(drafter)
-    whole, last = drafter(tokens, target_hidden_states=states), drafter(tokens, target_hidden_states=states, logits_to_keep=kept)
+    whole, last = (
+        drafter(tokens, target_hidden_states=states),
+        drafter(tokens, target_hidden_states=states, logits_to_keep=kept),
+    )
     assert_close("logits", last.logits, whole.logits[:, -kept:], FORWARD)
     assert_close("state", last.last_hidden_state, whole.last_hidden_state)
 
@@ -218,7 +237,8 @@ def test_bfloat16(fields, attention):
     assert all(logits.isfinite().all() for logits, _ in chain(drafter, tokens, states.bfloat16(), 6, 4))
 
 
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")  # its new name is not in transformers 5.17
+# its new name is not in transformers 5.17
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["tensor_hooks", "reentrant"])
 def test_gradient_checkpointing_gives_the_same_gradients(use_reentrant):
     def gradients(is_checkpointed: bool) -> dict:
@@ -308,7 +328,9 @@ def test_a_scaled_table_gives_its_unscaled_rows(dtype):
     assert_close("rows", ours.embed(tokens), table.weight[tokens])
 
 
-@pytest.mark.parametrize(("fields", "missing"), [(SHARED, "embedding"), ({"share_target_head": True, "draft_vocab_size": VOCAB}, "head")])
+@pytest.mark.parametrize(
+    ("fields", "missing"), [(SHARED, "embedding"), ({"share_target_head": True, "draft_vocab_size": VOCAB}, "head")]
+)
 def test_what_no_target_has_given_is_named(fields, missing):
     drafter = build(**fields)
     tokens, states = inputs(drafter)
@@ -403,7 +425,11 @@ def saved(tmp_path_factory) -> Path:
 def edited(saved: Path, folder: Path, tensors: dict) -> Path:
     """A copy of the checkpoint with some tensors replaced, added, or, where None, left out."""
     weights = load_file(saved / "model.safetensors") | tensors
-    save_file({name: w for name, w in weights.items() if w is not None}, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {name: w for name, w in weights.items() if w is not None},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     (folder / "config.json").write_text((saved / "config.json").read_text())
     return folder
 
@@ -458,7 +484,9 @@ def test_a_checkpoint_without_knobs_gets_the_defaults(saved, tmp_path):
     assert loaded.generation_config.assistant_confidence_threshold == new.assistant_confidence_threshold == 0.0
 
 
-@pytest.mark.parametrize("t2d", [torch.ones(VOCAB, dtype=torch.bool), torch.arange(VOCAB) < DRAFT_VOCAB], ids=["all_ones", "first_ids"])
+@pytest.mark.parametrize(
+    "t2d", [torch.ones(VOCAB, dtype=torch.bool), torch.arange(VOCAB) < DRAFT_VOCAB], ids=["all_ones", "first_ids"]
+)
 def test_t2d_follows_d2t(t2d, saved, tmp_path):
     loaded = Eagle31DrafterModel.from_pretrained(edited(saved, tmp_path, {"t2d": t2d}))
     assert loaded.t2d.nonzero().flatten().tolist() == sorted(loaded.draft_to_target_ids().tolist())
@@ -474,8 +502,14 @@ FAULTS = {
     "weight_of_another_shape": ({"fc.weight": torch.zeros(WIDTH, 2 * WIDTH)}, r"fc\.weight.*\(20, 40\).*\(20, 60\)"),
     "d2t_of_another_shape": ({"d2t": torch.zeros(DRAFT_VOCAB - 1, dtype=torch.long)}, r"d2t.*\(36,\).*\(37,\)"),
     "nan": ({"norm.weight": torch.full((WIDTH,), torch.nan)}, r"norm\.weight holds NaN or infinite values"),
-    "infinity": ({"lm_head.weight": torch.full((DRAFT_VOCAB, WIDTH), torch.inf)}, r"lm_head\.weight holds NaN or infinite"),
-    "d2t_out_of_range": ({"d2t": torch.full((DRAFT_VOCAB,), VOCAB - 1)}, r"d2t\[1\] = 60 maps draft id 1 to target id 61"),
+    "infinity": (
+        {"lm_head.weight": torch.full((DRAFT_VOCAB, WIDTH), torch.inf)},
+        r"lm_head\.weight holds NaN or infinite",
+    ),
+    "d2t_out_of_range": (
+        {"d2t": torch.full((DRAFT_VOCAB,), VOCAB - 1)},
+        r"d2t\[1\] = 60 maps draft id 1 to target id 61",
+    ),
     "d2t_of_absolute_ids": ({"d2t": 24 + torch.arange(DRAFT_VOCAB)}, r"d2t\[19\] = 43 .*absolute ids"),
     "d2t_repeats": ({"d2t": -torch.arange(DRAFT_VOCAB)}, r"d2t maps several draft ids to target id 0"),
 }

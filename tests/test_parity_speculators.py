@@ -26,7 +26,9 @@ def read(path: Path, attention: str = "sdpa") -> tuple[Eagle31DrafterModel, dict
     with safe_open(path, "pt") as file:
         config = json.loads(file.metadata()["fixture"])["config"]
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    weights = {name.removeprefix("weights."): tensors.pop(name) for name in list(tensors) if name.startswith("weights.")}
+    weights = {
+        name.removeprefix("weights."): tensors.pop(name) for name in list(tensors) if name.startswith("weights.")
+    }
     drafter = AutoModel.from_config(Eagle31Config(**config), attn_implementation=attention).eval()
     drafter.load_state_dict({name: w.float() if w.is_floating_point() else w for name, w in weights.items()})
     return drafter, tensors
@@ -34,7 +36,9 @@ def read(path: Path, attention: str = "sdpa") -> tuple[Eagle31DrafterModel, dict
 
 def test_every_layer_type_norm_flag_and_depth_is_there():
     variants = ("eagle3", "eagle31", "norm_before_fc", "norm_before_residual", "eagle31_norm_before_residual")
-    wanted = {f"{kind}_{v}_{layers}" for kind in ("llama", "qwen3") for v in variants for layers in ("1_layer", "2_layers")}
+    wanted = {
+        f"{kind}_{v}_{layers}" for kind in ("llama", "qwen3") for v in variants for layers in ("1_layer", "2_layers")
+    }
     assert {path.stem for path in FIXTURES} == wanted
 
 

@@ -1,4 +1,5 @@
-"""A minute's share of `python tests/soak.py --runs 2000`: bound by runs, not by time, so that it is the same wherever it runs."""
+"""A minute's share of `python tests/soak.py --runs 2000`: bound by runs, not by time, so that it is the same wherever
+it runs."""
 
 import pytest
 import soak

@@ -1,4 +1,5 @@
-"""What a drafter and the targets it works for have of each other: a weak tie to two tables, and nothing in copies and files."""
+"""What a drafter and the targets it works for have of each other: a weak tie to two tables, and nothing in copies and
+files."""
 
 import copy
 import gc
@@ -44,7 +45,10 @@ def test_the_target_can_go_while_its_drafters_stay(prompt):
     for drafter in drafters:
         for drafting in DRAFTINGS:
             drafted(theirs, drafter.eval(), prompt, **drafting)
-    parts = [weakref.ref(part) for part in (theirs, theirs.get_input_embeddings().weight, theirs.get_output_embeddings().weight)]
+    parts = [
+        weakref.ref(part)
+        for part in (theirs, theirs.get_input_embeddings().weight, theirs.get_output_embeddings().weight)
+    ]
     del theirs
     gc.collect()
     assert [part() for part in parts] == [None, None, None]
@@ -110,7 +114,8 @@ def test_every_thread_has_the_target_it_tied():
         torch.set_num_threads(1)
         if i == 0:
             is_tied.wait()
-        drafter.load_target_embeddings(targets[i])  # target 1 first, as it was tied last: that is no reason to leave it out
+        # target 1 first, as it was tied last: that is no reason to leave it out
+        drafter.load_target_embeddings(targets[i])
         is_tied.set()
         turns.wait()  # both are tied now
         found.append((i, scores(drafter)))
@@ -153,7 +158,8 @@ def test_a_thread_whose_target_is_gone_is_not_given_another_threads():
 
 
 class StoredHead(torch.nn.Linear):
-    """A head whose weight is stored in a dtype that nothing is computed in, as quantized ones are: it takes states as they come."""
+    """A head whose weight is stored in a dtype that nothing is computed in, as quantized ones are: it takes states as
+    they come."""
 
     def __init__(self, stored: torch.dtype):
         super().__init__(20, 61, bias=False)
@@ -167,7 +173,9 @@ class StoredHead(torch.nn.Linear):
 def test_states_are_not_rounded_to_what_a_head_is_stored_in(stored):
     head, states = StoredHead(stored), torch.randn(2, 3, 20, generator=torch.Generator().manual_seed(0))
     assert_close("scores", tying.scores_of(head, states), head(states))
-    with pytest.raises(ValueError, match=f"the target's head is {stored} on cpu; expected it loaded, and not quantized"):
+    with pytest.raises(
+        ValueError, match=f"the target's head is {stored} on cpu; expected it loaded, and not quantized"
+    ):
         tying.weight_of(head, "head")
 
 
@@ -181,7 +189,11 @@ def test_embeddings_that_an_adapter_wraps():
         adapted = peft.get_peft_model(theirs, config)
         drafter.load_target_embeddings(adapted)
         layer = theirs.get_input_embeddings()
-        change = layer.lora_embedding_A["default"][:, ids[0]].T @ layer.lora_embedding_B["default"].T * layer.scaling["default"]
+        change = (
+            layer.lora_embedding_A["default"][:, ids[0]].T
+            @ layer.lora_embedding_B["default"].T
+            * layer.scaling["default"]
+        )
         assert_close("adapted rows", drafter.embed(ids), rows + change, 1e-5)
         with adapted.disable_adapter():
             assert_close("rows", drafter.embed(ids), rows, 1e-6)

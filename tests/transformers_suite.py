@@ -17,9 +17,18 @@ from filelock import FileLock
 
 NAME = "test_modeling_common.py"
 PACKAGE = "transformers_tests"
-# Of its imports the source distribution lacks these two, base classes for what the drafter is not: exported graphs and `generate`.
+# Of its imports the source distribution lacks these two, base classes for what the drafter is not: exported graphs and
+# `generate`.
 ABSENT = {"exporters.test_export": "ExportTesterMixin", "generation.test_utils": "GenerationTesterMixin"}
-MARKERS = ("accelerate_tests", "flash_attn_test", "flash_attn_3_test", "flash_attn_4_test", "order", "slow", "torch_compile_test")
+MARKERS = (
+    "accelerate_tests",
+    "flash_attn_test",
+    "flash_attn_3_test",
+    "flash_attn_4_test",
+    "order",
+    "slow",
+    "torch_compile_test",
+)
 DOWNLOAD = ("download", "--no-deps", "--no-binary", "transformers", f"transformers=={transformers.__version__}")
 INSTALL = ("install", "--no-deps", "parameterized==0.9.0")
 PATIENCE = ("--quiet", "--disable-pip-version-check", "--retries", "1", "--timeout", "20")
@@ -79,8 +88,12 @@ def fetch(folder: Path) -> None:
 
 
 def pip(*arguments: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "pip", *arguments, *PATIENCE], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", *arguments, *PATIENCE], capture_output=True, text=True, check=False
+    )
     if done.returncode:
         said = (done.stderr.strip() or "pip said nothing").splitlines()[-1]
         command = f"python -m pip {' '.join(arguments[:-2])}"
-        raise NotFetchedError(f"transformers' own tests could not be fetched ({said}); what fetches them, given a network: {command}")
+        raise NotFetchedError(
+            f"transformers' own tests could not be fetched ({said}); what fetches them, given a network: {command}"
+        )

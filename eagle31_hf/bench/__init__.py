@@ -46,8 +46,8 @@ class ForwardClock:
 
 @dataclass(frozen=True)
 class Shape:
-    """How a drafter drafts: chains of `depth`, trees of `top_k` children a node and `total_tokens` nodes, or what auto chooses, at most
-    `depth` deep."""
+    """How a drafter drafts: chains of `depth`, trees of `top_k` children a node and `total_tokens` nodes, or what auto
+    chooses, at most `depth` deep."""
 
     depth: int
     top_k: int = 1
@@ -58,11 +58,21 @@ class Shape:
     def knobs(self) -> dict[str, int | str]:
         if self.is_auto:
             return dict.fromkeys(("num_assistant_tokens", "draft_tree_top_k", "draft_tree_total_tokens"), AUTO)
-        return {"num_assistant_tokens": self.depth, "draft_tree_top_k": self.top_k, "draft_tree_total_tokens": self.total_tokens}
+        return {
+            "num_assistant_tokens": self.depth,
+            "draft_tree_top_k": self.top_k,
+            "draft_tree_total_tokens": self.total_tokens,
+        }
 
     @property
     def name(self) -> str:
-        return "auto" if self.is_auto else str(self.depth) if self.top_k == 1 else f"{self.depth}, tree {self.total_tokens}"
+        return (
+            "auto"
+            if self.is_auto
+            else str(self.depth)
+            if self.top_k == 1
+            else f"{self.depth}, tree {self.total_tokens}"
+        )
 
 
 AUTO_SHAPE = Shape(MAX_DEPTH, is_auto=True)
@@ -88,7 +98,9 @@ class Contestant:
         mask = torch.ones_like(prompt)
         synchronize()
         began = time.perf_counter()
-        sequence = self.target.generate(prompt, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False, **options)
+        sequence = self.target.generate(
+            prompt, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False, **options
+        )
         synchronize()
         return sequence, time.perf_counter() - began
 
@@ -132,8 +144,8 @@ def measure(
     max_new_tokens: int,
     progress: Callable[[str], None] = lambda message: None,
 ) -> dict[str, Any]:
-    """Decodes every prompt by the target alone and by every drafter in every shape, in turn -> the object `eagle31 demo --json` prints,
-    with a `profile` (seconds by part, one call) added to each run."""
+    """Decodes every prompt by the target alone and by every drafter in every shape, in turn -> the object `eagle31 demo
+    --json` prints, with a `profile` (seconds by part, one call) added to each run."""
     alone = Contestant(target)
     contestants = [Contestant(target, name, drafter, shape) for name, drafter in drafters.items() for shape in shapes]
     for contestant in (alone, *contestants):

@@ -1,4 +1,5 @@
-"""`num_assistant_tokens="auto"` beside every fixed setting, on prompts that draft well, less well and not at all: the demo pair."""
+"""`num_assistant_tokens="auto"` beside every fixed setting, on prompts that draft well, less well and not at all: the
+demo pair."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +12,17 @@ from ..modeling import Eagle31DrafterModel
 from . import AUTO_SHAPE, Shape, measure
 
 FIXED = (
-    Shape(1), Shape(3), Shape(5), Shape(7), Shape(9), Shape(4, 4, 10), Shape(5, 4, 16), Shape(7, 4, 16), Shape(7, 4, 24), Shape(7, 4, 40),
-)  # fmt: skip
+    Shape(1),
+    Shape(3),
+    Shape(5),
+    Shape(7),
+    Shape(9),
+    Shape(4, 4, 10),
+    Shape(5, 4, 16),
+    Shape(7, 4, 16),
+    Shape(7, 4, 24),
+    Shape(7, 4, 40),
+)
 # Nothing of it is Python, which is all that the pair has seen.
 PROSE = """\
 It was late in the autumn when the letter came. The old man had been expecting it for some weeks, and yet, when he held it in his hand, he
@@ -45,7 +55,8 @@ def measure_auto(
     rounds: int = 2,
     progress: Callable[[str], None] = lambda message: None,
 ) -> dict[str, Any]:
-    """-> by kind of prompt what `measure` returns, the `best` fixed setting, and auto's tokens a second over its and over the target's."""
+    """-> by kind of prompt what `measure` returns, the `best` fixed setting, and auto's tokens a second over its and
+    over the target's."""
     drafters, kinds = {"eagle31": drafter}, {}
     for kind, prompts in prompts_of.items():
 

@@ -18,23 +18,37 @@ from ..vocab import MAPS
 
 # Llama-3.1-8B's drafter, its MLP widened or narrowed to the wanted size; named as the original release names it.
 GEOMETRY: dict[str, Any] = {
-    "vocab_size": 128256, "draft_vocab_size": 32000, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "head_dim": 128, "num_hidden_layers": 1, "hidden_act": "silu", "rms_norm_eps": 1e-5, "max_position_embeddings": 2048,
-}  # fmt: skip
+    "vocab_size": 128256,
+    "draft_vocab_size": 32000,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "num_hidden_layers": 1,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 2048,
+}
 
 
 def write_checkpoint(folder: Path, megabytes: int, form: str) -> int:
-    """A random bf16 EAGLE 3 checkpoint in the original release's layout, `form` "safetensors" or "bin"; its size in bytes."""
+    """A random bf16 EAGLE 3 checkpoint in the original release's layout, `form` "safetensors" or "bin"; its size in
+    bytes."""
     fixed = Eagle31Config(**GEOMETRY, fc_norm=False, norm_output=False, intermediate_size=1)
     others = sum(2 * torch.Size(shape).numel() for name, shape in expected_tensors(fixed).items() if name not in MAPS)
     width = max(64, (megabytes * 10**6 - others) // (3 * 4096 * 2) // 64 * 64)
     config = Eagle31Config(**GEOMETRY, fc_norm=False, norm_output=False, intermediate_size=width)
     generator = torch.Generator().manual_seed(0)
     tensors = {
-        name.replace("layers.0.", "midlayer."): (torch.randn(min(torch.Size(shape).numel(), 2**22), generator=generator) * 0.02).bfloat16()
-        .repeat(-(-torch.Size(shape).numel() // 2**22))[: torch.Size(shape).numel()].view(shape)
-        for name, shape in expected_tensors(config).items() if name not in MAPS
-    }  # fmt: skip
+        name.replace("layers.0.", "midlayer."): (
+            (torch.randn(min(torch.Size(shape).numel(), 2**22), generator=generator) * 0.02)
+            .bfloat16()
+            .repeat(-(-torch.Size(shape).numel() // 2**22))[: torch.Size(shape).numel()]
+            .view(shape)
+        )
+        for name, shape in expected_tensors(config).items()
+        if name not in MAPS
+    }
     tensors["d2t"] = torch.arange(32000) * 3
     values = GEOMETRY | {"intermediate_size": width, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     (folder / "config.json").write_text(json.dumps(values))
@@ -70,9 +84,14 @@ def measure_conversion(megabytes: int = 1000, rounds: int = 3, folder: str | Non
                     seconds[name].append(time.perf_counter() - began)
                     shutil.rmtree(root / name)
             best = {name: min(values) for name, values in seconds.items()}
-            results.append({
-                "form": form, "bytes": size, "copy_mb_per_second": size / 1e6 / best["copy"],
-                "convert_mb_per_second": size / 1e6 / best["convert"], "ratio": best["copy"] / best["convert"],
-                "seconds": seconds,
-            })  # fmt: skip
+            results.append(
+                {
+                    "form": form,
+                    "bytes": size,
+                    "copy_mb_per_second": size / 1e6 / best["copy"],
+                    "convert_mb_per_second": size / 1e6 / best["convert"],
+                    "ratio": best["copy"] / best["convert"],
+                    "seconds": seconds,
+                }
+            )
     return {"conversion": results, "environment": {"torch": torch.__version__, "cores": os.cpu_count()}}

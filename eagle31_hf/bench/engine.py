@@ -1,7 +1,7 @@
 """How close `generate` comes to what its two models' forwards take: real shapes, random weights, acceptance by decree.
 
-Every forward of a generate() call is recorded and run again, the same inputs over caches of the same length, with nothing around it.
-*Efficiency* is the seconds of those bare forwards over the seconds of the call.
+Every forward of a generate() call is recorded and run again, the same inputs over caches of the same length, with
+nothing around it. *Efficiency* is the seconds of those bare forwards over the seconds of the call.
 """
 
 import time
@@ -25,18 +25,34 @@ from .synthetic import MARK, synthetic_acceptance
 # Targets by name: fields of a Qwen3Config.
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
-        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 16, "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 512,
     },
     "qwen3-0.6b": {
-        "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
-        "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
     },
     "qwen3-8b": {
-        "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "head_dim": 128, "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
     },
-}  # fmt: skip
+}
 SHARED_FIELDS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 DRAFT_VOCABULARY = 32000
 
@@ -71,12 +87,16 @@ def build(shape: str, dtype: torch.dtype, device: str, seed: int = 0) -> tuple[P
     """A target of a shape and its drafter, weights N(0, 0.02), neither trained nor able to end a text."""
     torch.manual_seed(seed)
     fields = SHAPES[shape]
-    config = Qwen3Config(**fields, max_position_embeddings=40960, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    config = Qwen3Config(
+        **fields, max_position_embeddings=40960, bos_token_id=None, eos_token_id=None, pad_token_id=None
+    )
     drafter_config = Eagle31Config(
-        vocab_size=fields["vocab_size"], draft_vocab_size=min(DRAFT_VOCABULARY, fields["vocab_size"] // 2), max_position_embeddings=40960,
+        vocab_size=fields["vocab_size"],
+        draft_vocab_size=min(DRAFT_VOCABULARY, fields["vocab_size"] // 2),
+        max_position_embeddings=40960,
         logit_scale=8.0,  # as peaked as a trained drafter's, so that trees grow deep
         **{name: fields[name] for name in SHARED_FIELDS},
-    )  # fmt: skip
+    )
     with torch.device(device):
         target = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
         drafter = Eagle31DrafterModel._from_config(drafter_config, dtype=dtype).eval()
@@ -93,7 +113,9 @@ class Recording:
 
     def __enter__(self) -> "Recording":
         for i, model in enumerate(self.models):
-            handle = model.register_forward_pre_hook(lambda module, args, kwargs, i=i: self._add(i, args, kwargs), with_kwargs=True)
+            handle = model.register_forward_pre_hook(
+                lambda module, args, kwargs, i=i: self._add(i, args, kwargs), with_kwargs=True
+            )
             self._stack.callback(handle.remove)
         return self
 
@@ -104,7 +126,13 @@ class Recording:
         past = kwargs["past_key_values"]
         place = past.layers[0].placement
         self.calls.append(
-            (i, args, {**kwargs, "past_key_values": None}, past.get_seq_length(), (place.slots, place.written, place.low, place.high))
+            (
+                i,
+                args,
+                {**kwargs, "past_key_values": None},
+                past.get_seq_length(),
+                (place.slots, place.written, place.low, place.high),
+            )
         )
 
     @torch.no_grad()
@@ -152,19 +180,31 @@ def measure_engine(
         prompt = torch.randint(0, target.config.vocab_size, (setting.rows, prompt_length), device=device)
         runs.append(_measure(target, drafter, setting, prompt, max_new_tokens, rounds))
     return {
-        "target": {"shape": shape, "tokens_per_second": max(run["tokens_per_second_alone"] for run in runs if run["rows"] == 1)},
+        "target": {
+            "shape": shape,
+            "tokens_per_second": max(run["tokens_per_second_alone"] for run in runs if run["rows"] == 1),
+        },
         "runs": runs,
-        "environment": environment(target, prompts=1, max_new_tokens=max_new_tokens, prompt_tokens=prompt_length, rounds=rounds),
+        "environment": environment(
+            target, prompts=1, max_new_tokens=max_new_tokens, prompt_tokens=prompt_length, rounds=rounds
+        ),
     }
 
 
 def _measure(
-    target: PreTrainedModel, drafter: Eagle31DrafterModel, setting: Setting, prompt: Tensor, max_new_tokens: int, rounds: int
+    target: PreTrainedModel,
+    drafter: Eagle31DrafterModel,
+    setting: Setting,
+    prompt: Tensor,
+    max_new_tokens: int,
+    rounds: int,
 ) -> dict[str, Any]:
     def decode(**options) -> float:
         synchronize()
         began = time.perf_counter()
-        target.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new_tokens, do_sample=False, **options)
+        target.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new_tokens, do_sample=False, **options
+        )
         synchronize()
         return time.perf_counter() - began
 
@@ -174,16 +214,31 @@ def _measure(
     walls, alone, efficiencies = [], [], []
     for seed in range(rounds):
         alone.append(decode())
-        with synthetic_acceptance(setting.survival, seed), track_acceptance() as stats, Recording(target, drafter) as recording:
+        with (
+            synthetic_acceptance(setting.survival, seed),
+            track_acceptance() as stats,
+            Recording(target, drafter) as recording,
+        ):
             walls.append(decode(**ours))
         bare = recording.replay(len(prompt), prompt.shape[1] + max_new_tokens + 64)
         efficiencies.append(bare / (walls[-1] - stats.seconds["prefill"]))
     num_tokens = setting.rows * max_new_tokens
     return {
-        "drafter": "eagle31", "setting": setting.name, "rows": setting.rows, "knobs": setting.knobs, "survival": setting.survival,
-        "tree": setting.knobs.get("draft_tree_top_k", 1) > 1, "tokens_per_second": num_tokens / median(walls),
-        "tokens_per_second_alone": num_tokens / median(alone), "speedup": median(a / w for a, w in zip(alone, walls, strict=True)),
-        "mean_accepted_length": stats.mean_accepted_length, "accepted_per_position": stats.accepted_per_position,
-        "drafted_per_position": stats.drafted_per_position, "efficiency": median(efficiencies), "efficiencies": efficiencies,
-        "seconds": stats.seconds, "choices": dict(stats.choices), "explanation": stats.explanation,
-    }  # fmt: skip
+        "drafter": "eagle31",
+        "setting": setting.name,
+        "rows": setting.rows,
+        "knobs": setting.knobs,
+        "survival": setting.survival,
+        "tree": setting.knobs.get("draft_tree_top_k", 1) > 1,
+        "tokens_per_second": num_tokens / median(walls),
+        "tokens_per_second_alone": num_tokens / median(alone),
+        "speedup": median(a / w for a, w in zip(alone, walls, strict=True)),
+        "mean_accepted_length": stats.mean_accepted_length,
+        "accepted_per_position": stats.accepted_per_position,
+        "drafted_per_position": stats.drafted_per_position,
+        "efficiency": median(efficiencies),
+        "efficiencies": efficiencies,
+        "seconds": stats.seconds,
+        "choices": dict(stats.choices),
+        "explanation": stats.explanation,
+    }

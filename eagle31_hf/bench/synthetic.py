@@ -19,18 +19,22 @@ MARK = "_eagle31_benchmark"  # on models built to be timed; no other may be deco
 
 
 def survival_of_length(mean_accepted_length: float, depth: int) -> list[float]:
-    """The schedule of least variance: drafts are kept to position floor(length - 1), the next one with what is left as chance."""
+    """The schedule of least variance: drafts are kept to position floor(length - 1), the next one with what is left as
+    chance."""
     wanted = mean_accepted_length - 1
     return [min(max(wanted - position, 0.0), 1.0) for position in range(depth)]
 
 
 @contextmanager
 def synthetic_acceptance(survival: Sequence[float], seed: int = 0) -> Iterator[None]:
-    """Within it a draft at depth d + 1 is accepted with chance `survival[d]`, all in all, whatever the target says; never past the end of
-    the list. Only for targets built by `bench.engine`: RuntimeError for any other. ValueError unless the chances fall from at most 1.
+    """Within it a draft at depth d + 1 is accepted with chance `survival[d]`, all in all, whatever the target says;
+    never past the end of the list. Only for targets built by `bench.engine`: RuntimeError for any other. ValueError
+    unless the chances fall from at most 1.
     """
     if not all(1 >= before >= after >= 0 for before, after in zip([1.0, *survival], survival, strict=False)):
-        raise ValueError(f"got the survival schedule {list(survival)}; expected chances from 1 to 0, none above the one before.")
+        raise ValueError(
+            f"got the survival schedule {list(survival)}; expected chances from 1 to 0, none above the one before."
+        )
     draws = _evenly_spread(seed)
 
     class Synthetic(Judge):
@@ -61,7 +65,10 @@ def synthetic_acceptance(survival: Sequence[float], seed: int = 0) -> Iterator[N
 
     def judge(target: PreTrainedModel, *rules) -> Judge:
         if not getattr(target, MARK, False):
-            raise RuntimeError("synthetic acceptance makes up the text; it is for benchmarks, on models built by eagle31_hf.bench.engine.")
+            raise RuntimeError(
+                "synthetic acceptance makes up the text; it is for benchmarks, on models built by"
+                " eagle31_hf.bench.engine."
+            )
         return Synthetic(*rules)
 
     token = decoding.judge_of.set(judge)
@@ -72,7 +79,8 @@ def synthetic_acceptance(survival: Sequence[float], seed: int = 0) -> Iterator[N
 
 
 def _evenly_spread(seed: int) -> Iterator[float]:
-    """Numbers in [0, 1), one a row and round, that fill the interval evenly, so that a short run has the mean length of a long one."""
+    """Numbers in [0, 1), one a row and round, that fill the interval evenly, so that a short run has the mean length of
+    a long one."""
     n = 37 * seed
     while True:
         yield n * 0.6180339887498949 % 1.0

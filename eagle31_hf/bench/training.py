@@ -63,10 +63,17 @@ class Step:
 
 
 def measure_training(
-    shape: str, dtype: torch.dtype, device: str, tokens: int, depth: int, rounds: int, progress: Callable[[str], None] = print
+    shape: str,
+    dtype: torch.dtype,
+    device: str,
+    tokens: int,
+    depth: int,
+    rounds: int,
+    progress: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """-> `runs`, one for each of WAYS: median seconds of each part and of a step, tokens a second, how many times the target's forward a
-    step takes, and the peak memory in bytes, weights and optimizer included. On a CPU that is the process's, so the second is no less."""
+    """-> `runs`, one for each of WAYS: median seconds of each part and of a step, tokens a second, how many times the
+    target's forward a step takes, and the peak memory in bytes, weights and optimizer included. On a CPU that is the
+    process's, so the second is no less."""
     target, _ = build(shape, dtype, device)
     runs = []
     for name, recomputes in WAYS.items():
@@ -84,6 +91,9 @@ def measure_steps(target: PreTrainedModel, tokens: int, depth: int, recomputes: 
     seconds = {part: median(times[1:]) for part, times in step.seconds.items()}  # the first warms up
     whole = sum(seconds.values())
     return {
-        "seconds": seconds, "step": whole, "tokens_per_second": tokens / whole, "times_target": whole / seconds["target"],
+        "seconds": seconds,
+        "step": whole,
+        "tokens_per_second": tokens / whole,
+        "times_target": whole / seconds["target"],
         "peak_memory": peak_memory(target.device),
-    }  # fmt: skip
+    }

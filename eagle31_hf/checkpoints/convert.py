@@ -30,14 +30,15 @@ def convert_checkpoint(
 ) -> Checkpoint:
     """Converts an EAGLE 3 or 3.1 checkpoint of any format to the native one, tensor by tensor, each in its own dtype.
 
-    `destination=None` converts a local folder in place: the originals go to its `original/`, or away with `discard_original`. Whenever
-    the process dies, `from_pretrained` on the folder loads either the old or the new checkpoint, and a second call finishes the
-    work; on a finished folder it does nothing. Of several calls at once one converts, and the others wait until it has. `source` may be
-    a Hub repository when a destination is given. `options`: `revision`, `token` and the like, and fields of `Eagle31Config` that win
-    over the checkpoint's.
-    Returns the native checkpoint, as `read_checkpoint` sees it, with the reasons and notes of the conversion.
-    Raises OSError when something is not there, cannot be written to or locked, or changes meanwhile, ValueError (before anything is
-    written) when the checkpoint cannot be converted, and for options of a Hub repository that a folder converted in place does not have.
+    `destination=None` converts a local folder in place: the originals go to its `original/`, or away with
+    `discard_original`. Whenever the process dies, `from_pretrained` on the folder loads either the old or the new
+    checkpoint, and a second call finishes the work; on a finished folder it does nothing. Of several calls at once one
+    converts, and the others wait until it has. `source` may be a Hub repository when a destination is given. `options`:
+    `revision`, `token` and the like, and fields of `Eagle31Config` that win over the checkpoint's. Returns the native
+    checkpoint, as `read_checkpoint` sees it, with the reasons and notes of the conversion. Raises OSError when
+    something is not there, cannot be written to or locked, or changes meanwhile, ValueError (before anything is
+    written) when the checkpoint cannot be converted, and for options of a Hub repository that a folder converted in
+    place does not have.
     """
     hub = {name: options.pop(name) for name in HUB_OPTIONS if name in options}
     if destination is None:
@@ -47,8 +48,8 @@ def convert_checkpoint(
         for name in ("revision", "subfolder"):
             if hub.get(name):
                 raise ValueError(
-                    f"{source}: {name} is {hub[name]!r}, and a folder converted in place has none; expected a Hub repository and a "
-                    f"destination with {name}, or the folder alone."
+                    f"{source}: {name} is {hub[name]!r}, and a folder converted in place has none; expected a Hub"
+                    f" repository and a destination with {name}, or the folder alone."
                 )
         return _convert_in_place(Path(source), options, aux_layer_convention, discard_original)
     if discard_original:
@@ -102,8 +103,8 @@ def _with_history(native: Checkpoint, checkpoint: Checkpoint) -> Checkpoint:
 #   stage   config.json*, old weights*; eagle31-converting/model.safetensors, original/config.json
 #   commit  config.json* pointing to eagle31-converting/model.safetensors*; old weights, original/config.json
 #   tidy    config.json*, model.safetensors*; everything old in original/
-# The commit is one rename. Before it the folder is the old checkpoint, from it on the new one. All of it is done under the folder's lock,
-# and whatever a killed process left in eagle31-converting/ is removed by the next.
+# The commit is one rename. Before it the folder is the old checkpoint, from it on the new one. All of it is done under
+# the folder's lock, and whatever a killed process left in eagle31-converting/ is removed by the next.
 
 
 def _convert_in_place(folder: Path, overrides: dict[str, Any], convention: str | None, discard: bool) -> Checkpoint:
@@ -112,7 +113,9 @@ def _convert_in_place(folder: Path, overrides: dict[str, Any], convention: str |
             return _convert_alone(folder, overrides, convention, discard)
     checkpoint = read_checkpoint(str(folder), overrides, convention)
     if not _is_done(folder, checkpoint) or (discard and (folder / ORIGINAL).exists()):
-        raise PermissionError(f"{folder}: cannot be written to, so it cannot be converted in place; name a destination.")
+        raise PermissionError(
+            f"{folder}: cannot be written to, so it cannot be converted in place; name a destination."
+        )
     return checkpoint
 
 
@@ -120,10 +123,15 @@ def _convert_alone(folder: Path, overrides: dict[str, Any], convention: str | No
     before = stamps(folder)
     checkpoint = read_checkpoint(str(folder), overrides, convention)
     if checkpoint.folder != folder:
-        raise ValueError(f"{folder}: its weights are in {checkpoint.folder}; convert that folder, or name a destination.")
+        raise ValueError(
+            f"{folder}: its weights are in {checkpoint.folder}; convert that folder, or name a destination."
+        )
     for path in (folder / ORIGINAL, (folder / STAGED).parent):
-        if path.is_symlink() or (path.exists() and not path.is_dir()):  # through a link, files elsewhere would be overwritten
-            raise ValueError(f"{path}: is a link or a file; expected nothing, or a folder of an earlier conversion. Move it away.")
+        # through a link, files elsewhere would be overwritten
+        if path.is_symlink() or (path.exists() and not path.is_dir()):
+            raise ValueError(
+                f"{path}: is a link or a file; expected nothing, or a folder of an earlier conversion. Move it away."
+            )
     if _is_committed(checkpoint):  # an earlier call came that far
         _tidy(folder)
         before = stamps(folder)
@@ -145,7 +153,8 @@ def _is_committed(checkpoint: Checkpoint) -> bool:
 
 
 def _is_done(folder: Path, checkpoint: Checkpoint) -> bool:
-    """Returns True where a folder is native already and its config has the options asked for; `checkpoint`: the folder read with them."""
+    """Returns True where a folder is native already and its config has the options asked for; `checkpoint`: the folder
+    read with them."""
     is_native = checkpoint.folder == folder and checkpoint.is_native and not _is_committed(checkpoint)
     return is_native and checkpoint.config.to_dict() == read_checkpoint(str(folder)).config.to_dict()
 
@@ -153,7 +162,9 @@ def _is_done(folder: Path, checkpoint: Checkpoint) -> bool:
 def _stage(folder: Path, checkpoint: Checkpoint, before: Stamps) -> None:
     """Writes the new weights where nobody reads them yet, and secures the old config."""
     original, staged = folder / ORIGINAL, folder / STAGED
-    names = {file.name for file in checkpoint.files.weight_files} | {name for name in WEIGHT_NAMES if (folder / name).is_file()}
+    names = {file.name for file in checkpoint.files.weight_files} | {
+        name for name in WEIGHT_NAMES if (folder / name).is_file()
+    }
     _check_room(folder, names)
     shutil.rmtree(staged.parent, ignore_errors=True)
     work = _new_work(folder)
@@ -175,13 +186,19 @@ def _check_room(folder: Path, names: set[str]) -> None:
     """Raises ValueError when what lies in the folder does not let the weights `names` be moved to original/."""
     original = folder / ORIGINAL
     kept = sorted(path.name for path in original.iterdir()) if original.is_dir() else []
-    if RECORD in kept or "config.json" not in kept:  # of a call that died before its commit, these are copies; the record comes first
+    # of a call that died before its commit, these are copies; the record comes first
+    if RECORD in kept or "config.json" not in kept:
         kept = [name for name in kept if name not in SECURED]
     if kept:
-        raise ValueError(f"{original}: holds {kept}, of an earlier conversion maybe; nothing was changed. Move it away, or discard it.")
+        raise ValueError(
+            f"{original}: holds {kept}, of an earlier conversion maybe; nothing was changed. Move it away, or"
+            " discard it."
+        )
     links = sorted(name for name in names if (folder / name).is_symlink())
     if links:
-        raise ValueError(f"{folder / links[0]}: is a link; name a destination, so that what it points to stays where it is.")
+        raise ValueError(
+            f"{folder / links[0]}: is a link; name a destination, so that what it points to stays where it is."
+        )
 
 
 def _new_work(folder: Path) -> Path:
@@ -202,7 +219,8 @@ def _tidy(folder: Path) -> None:
     """From the commit to the final layout. Every step may find itself already done."""
     original, staged, work = folder / ORIGINAL, folder / STAGED, _new_work(folder)
     for name in _recorded(original / RECORD):
-        if (folder / name).is_file() and not (original / name).exists():  # once it is there, the name may be the new file's
+        # once it is there, the name may be the new file's
+        if (folder / name).is_file() and not (original / name).exists():
             os.replace(folder / name, original / name)
     _link_or_copy(staged, work / WEIGHTS)
     os.replace(work / WEIGHTS, folder / WEIGHTS)
@@ -216,14 +234,17 @@ def _recorded(path: Path) -> list[str]:
     """The weight files a record lists. It may have come with a download, so no name may lead out of the folder."""
     names = read_json(path).get("weight_files")
     if not isinstance(names, list):
-        raise ValueError(f"{path}: weight_files is {names!r}; expected the list a conversion in place writes. Move the folder away.")
+        raise ValueError(
+            f"{path}: weight_files is {names!r}; expected the list a conversion in place writes. Move the folder away."
+        )
     for name in names:
         check_file_name(name, path, "weight_files")
     return names
 
 
 def _discard_original(folder: Path) -> None:
-    """Removes what a conversion put into original/, and the folder if nothing else is in it. The record goes last: it has the list."""
+    """Removes what a conversion put into original/, and the folder if nothing else is in it. The record goes last: it
+    has the list."""
     original = folder / ORIGINAL
     if (original / RECORD).is_file():
         for name in (*_recorded(original / RECORD), *SECURED):

@@ -28,8 +28,14 @@ Rule = tuple[Callable[[Eagle31Config], bool], str]  # what is true of a config t
 
 NO_BIAS: Rule = (lambda c: c.fc_bias, "fc has a bias, which it would drop")
 SILU: Rule = (lambda c: c.hidden_act != "silu", "it computes silu, whatever hidden_act says")
-WINDOW: Rule = (lambda c: "sliding_attention" in c.layer_types, "it attends to everything; the drafter has a sliding window")
-QWEN_MLP: Rule = (lambda c: c.qk_norm and c.mlp_bias, "its drafter with q/k norm (Qwen3) has no MLP bias and drops it silently")
+WINDOW: Rule = (
+    lambda c: "sliding_attention" in c.layer_types,
+    "it attends to everything; the drafter has a sliding window",
+)
+QWEN_MLP: Rule = (
+    lambda c: c.qk_norm and c.mlp_bias,
+    "its drafter with q/k norm (Qwen3) has no MLP bias and drops it silently",
+)
 VLLM_CANNOT: tuple[Rule, ...] = (
     NO_BIAS,
     SILU,
@@ -44,7 +50,10 @@ SGLANG_CANNOT: tuple[Rule, ...] = (
     NO_BIAS,
     SILU,
     WINDOW,
-    (lambda c: c.norm_before_residual, "it has no norm_before_residual, and no weights can stand in for it: the norm depends on the input"),
+    (
+        lambda c: c.norm_before_residual,
+        "it has no norm_before_residual, and no weights can stand in for it: the norm depends on the input",
+    ),
     (lambda c: c.qk_norm, "its drafter has no q/k norm"),
     (lambda c: c.attention_bias, "its drafter's first layer has no attention bias and drops it silently"),
     (lambda c: c.mlp_bias, "its drafter's MLP has no bias"),
@@ -75,32 +84,43 @@ class ExportFormat:
 def flat_config(config: Eagle31Config, target_type: str | None = None) -> dict[str, Any]:
     """The flat layout vLLM and SGLang share, every flag written out. Layer ids: boundary at the top, which vLLM reads."""
     architecture, model_type = (
-        ("Eagle3DeepseekV2ForCausalLM", "deepseek_v2") if config.kv_lora_rank is not None
-        else ("Eagle3Qwen3ForCausalLM", "qwen3") if config.qk_norm
+        ("Eagle3DeepseekV2ForCausalLM", "deepseek_v2")
+        if config.kv_lora_rank is not None
+        else ("Eagle3Qwen3ForCausalLM", "qwen3")
+        if config.qk_norm
         else ("LlamaForCausalLMEagle3", "llama")
-    )  # fmt: skip
+    )
     ids = config.aux_hidden_state_layer_ids
-    return write_geometry(config) | {name: getattr(config, name) for name in FLAGS} | {
-        "architectures": [architecture],
-        "model_type": model_type,
-        "draft_vocab_size": config.draft_vocab_size,
-        "target_hidden_size": config.target_hidden_size,
-        "target_model": config.target_model,
-        "num_aux_hidden_states": config.num_aux_states,
-        **({} if ids is None else {"eagle_aux_hidden_state_layer_ids": ids}),
-    }  # fmt: skip
+    return (
+        write_geometry(config)
+        | {name: getattr(config, name) for name in FLAGS}
+        | {
+            "architectures": [architecture],
+            "model_type": model_type,
+            "draft_vocab_size": config.draft_vocab_size,
+            "target_hidden_size": config.target_hidden_size,
+            "target_model": config.target_model,
+            "num_aux_hidden_states": config.num_aux_states,
+            **({} if ids is None else {"eagle_aux_hidden_state_layer_ids": ids}),
+        }
+    )
 
 
 def sglang_config(config: Eagle31Config, target_type: str | None = None) -> dict[str, Any]:
     """The same with the ids once more as SGLang reads them, which depends on the target: see `sglang_ids`."""
     ids = config.aux_hidden_state_layer_ids
-    nested = {} if ids is None else {"eagle_aux_hidden_state_layer_ids": sglang_ids(ids, target_type or _target_type(config))}
+    nested = (
+        {}
+        if ids is None
+        else {"eagle_aux_hidden_state_layer_ids": sglang_ids(ids, target_type or _target_type(config))}
+    )
     latent = {} if config.kv_lora_rank is None else {"model_type": "deepseek_v3"}
     return flat_config(config) | latent | {"eagle_config": {"use_aux_hidden_state": True, **nested}}
 
 
 def sglang_ids(ids: list[int], target_type: str | None) -> list[int]:
-    """Boundary ids as SGLang's model for that target wants them: it adds 1, for gpt-oss never, for DeepSeek only if they start at 1.
+    """Boundary ids as SGLang's model for that target wants them: it adds 1, for gpt-oss never, for DeepSeek only if
+    they start at 1.
 
     Raises ValueError where no list means these layers. Source: SGLang #25454 and #32334.
     """
@@ -109,7 +129,9 @@ def sglang_ids(ids: list[int], target_type: str | None) -> list[int]:
         return ids
     if kind.startswith(("deepseek", "kimi")) and ids[0] != 2:
         if ids[0] == 1:
-            raise ValueError(f"SGLang reads layer ids that start at 1 as one more on a {kind} target: {ids} cannot be expressed.")
+            raise ValueError(
+                f"SGLang reads layer ids that start at 1 as one more on a {kind} target: {ids} cannot be expressed."
+            )
         return ids
     return layer_ids.as_output(ids)
 
@@ -143,7 +165,7 @@ def speculators_config(config: Eagle31Config, target_type: str | None = None) ->
         "embed_requires_grad": False,
         "tie_word_embeddings": False,
         "eagle_aux_hidden_state_layer_ids": config.aux_hidden_state_layer_ids,
-    }  # fmt: skip
+    }
 
 
 def same_name(config: Eagle31Config, name: str) -> list[str]:
@@ -151,7 +173,8 @@ def same_name(config: Eagle31Config, name: str) -> list[str]:
 
 
 def sglang_names(config: Eagle31Config, name: str) -> list[str]:
-    """One layer: `midlayer.*`, as every version reads it. More: later layers call their first norm hidden_norm, vLLM input_layernorm."""
+    """One layer: `midlayer.*`, as every version reads it. More: later layers call their first norm hidden_norm, vLLM
+    input_layernorm."""
     if config.num_hidden_layers == 1:
         return [name.replace("layers.0.", "midlayer.", 1)]
     is_later_norm = name.endswith(".input_layernorm.weight") and not name.startswith("layers.0.")
@@ -159,28 +182,47 @@ def sglang_names(config: Eagle31Config, name: str) -> list[str]:
 
 
 def vllm_command(target: str, folder: str, depth: int) -> list[str]:
-    return ["vllm", "serve", target, "--speculative-config", json.dumps(
-        {"method": "eagle3", "model": folder, "num_speculative_tokens": depth}
-    )]  # fmt: skip
+    return [
+        "vllm",
+        "serve",
+        target,
+        "--speculative-config",
+        json.dumps({"method": "eagle3", "model": folder, "num_speculative_tokens": depth}),
+    ]
 
 
 def sglang_command(target: str, folder: str, depth: int) -> list[str]:
     return [
-        "python", "-m", "sglang.launch_server", "--model-path", target, "--speculative-algorithm", "EAGLE3",
-        "--speculative-draft-model-path", folder, "--speculative-num-steps", str(depth), "--speculative-eagle-topk", "1",
-        "--speculative-num-draft-tokens", str(depth + 1),
-    ]  # fmt: skip
+        "python",
+        "-m",
+        "sglang.launch_server",
+        "--model-path",
+        target,
+        "--speculative-algorithm",
+        "EAGLE3",
+        "--speculative-draft-model-path",
+        folder,
+        "--speculative-num-steps",
+        str(depth),
+        "--speculative-eagle-topk",
+        "1",
+        "--speculative-num-draft-tokens",
+        str(depth + 1),
+    ]
 
 
 EXPORT_FORMATS = {
     "vllm": ExportFormat("vLLM", VLLM_CANNOT, flat_config, same_name, vllm_command),
     "sglang": ExportFormat("SGLang", SGLANG_CANNOT, sglang_config, sglang_names, sglang_command),
-    "speculators": ExportFormat("speculators", SPECULATORS_CANNOT, speculators_config, same_name, vllm_command, ascending_vocabulary=True),
-}  # fmt: skip
+    "speculators": ExportFormat(
+        "speculators", SPECULATORS_CANNOT, speculators_config, same_name, vllm_command, ascending_vocabulary=True
+    ),
+}
 
 
 def engine_config(config: Eagle31Config, format: str = "vllm", target_type: str | None = None) -> dict[str, Any]:
-    """The config.json `format` reads for a drafter with this config. Raises ValueError, with the reason, where there is none."""
+    """The config.json `format` reads for a drafter with this config. Raises ValueError, with the reason, where there is
+    none."""
     if format not in EXPORT_FORMATS:
         raise ValueError(f"format is {format!r}; expected one of {', '.join(EXPORT_FORMATS)}.")
     row = EXPORT_FORMATS[format]
@@ -206,12 +248,16 @@ def export_checkpoint(
 ) -> Path:
     """Writes a drafter, loaded or a checkpoint of any format, as `format` ("vllm", "sglang", "speculators") reads it.
 
-    `target_type`: the target's `model_type`, where SGLang's layer ids depend on it (gpt_oss, deepseek_v3, kimi_k2); without it, it is
-    told from `target_model`. speculators takes draft vocabularies in ascending order only: rows of the head are put so.
-    Returns the new folder. Raises ValueError (before anything is written) when the engine cannot express the drafter, or the
-    destination is not empty; OSError when the checkpoint is not there or changes meanwhile. `options` are those of `convert_checkpoint`.
+    `target_type`: the target's `model_type`, where SGLang's layer ids depend on it (gpt_oss, deepseek_v3, kimi_k2);
+    without it, it is told from `target_model`. speculators takes draft vocabularies in ascending order only: rows of
+    the head are put so. Returns the new folder. Raises ValueError (before anything is written) when the engine cannot
+    express the drafter, or the destination is not empty; OSError when the checkpoint is not there or changes meanwhile.
+    `options` are those of `convert_checkpoint`.
     """
-    path, subfolder = None if isinstance(drafter_or_path, PreTrainedModel) else drafter_or_path, options.get("subfolder")
+    path, subfolder = (
+        None if isinstance(drafter_or_path, PreTrainedModel) else drafter_or_path,
+        options.get("subfolder"),
+    )
     before = stamps(path, subfolder)
     if isinstance(drafter_or_path, PreTrainedModel):
         config, tensors, source = _of_model(drafter_or_path)

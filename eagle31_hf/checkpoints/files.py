@@ -31,11 +31,14 @@ WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 WEIGHT_NAMES = (WEIGHTS, WEIGHTS_INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")  # first found is read
 SIDE_FILES = ("eagle_meta.pt", "eagle3_meta.pt")  # NeMo's draft vocabulary, where its weights leave it out
 SUBFOLDERS = ("", "model/consolidated")  # NeMo writes into the latter
-STAGED = "eagle31-converting/model.safetensors"  # where a conversion in place has the new weights until the old ones are moved
+# where a conversion in place has the new weights until the old ones are moved
+STAGED = "eagle31-converting/model.safetensors"
 HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies", "subfolder")
-ADAPTER = "adapter_config.json"  # what transformers, where peft is installed, adds the adapter of to any weights beside it
+# what transformers, where peft is installed, adds the adapter of to any weights beside it
+ADAPTER = "adapter_config.json"
 CHUNK_BYTES = 2**20  # stays in a core's cache between reading, checking and writing
-# A drafter has some forty tensors, described in a few kilobytes; what is built of a header may be a hundred times its size.
+# A drafter has some forty tensors, described in a few kilobytes; what is built of a header may be a hundred times its
+# size.
 MAX_HEADER_BYTES, MAX_CONFIG_VALUES, MAX_NAME, MAX_SHARDS = 2**20, 100_000, 500, 1000
 MAX_FILE_NAME = 255  # bytes, of most file systems
 
@@ -96,7 +99,8 @@ def tensor_chunks(tensor: Tensor) -> Iterator[memoryview]:
 
 
 def find(source: str, **hub: Any) -> Path:
-    """The folder with the config and weights of a folder or Hub repository, downloaded if need be. Raises OSError if there is none."""
+    """The folder with the config and weights of a folder or Hub repository, downloaded if need be. Raises OSError if
+    there is none."""
     check_name(source)
     if os.path.isdir(source):
         folder = Path(source, hub.get("subfolder") or "")
@@ -105,7 +109,8 @@ def find(source: str, **hub: Any) -> Path:
                 return folder / sub
         raise OSError(f"{source}: holds no config.json; expected a drafter's folder or the name of a Hub repository.")
     config, options = find_config(source, **hub), dict(hub)
-    options["revision"] = extract_commit_hash(config, None) or hub.get("revision")  # "main" may move while files are fetched
+    # "main" may move while files are fetched
+    options["revision"] = extract_commit_hash(config, None) or hub.get("revision")
     _fetch_weights(source, Path(config), options)
     with suppress(HubError):  # the file is optional
         fetch(source, "generation_config.json", **options)
@@ -113,7 +118,8 @@ def find(source: str, **hub: Any) -> Path:
 
 
 def _fetch_weights(source: str, config: Path, hub: dict[str, Any]) -> None:
-    """The first of WEIGHT_NAMES a repository has, with its shards. Raises OSError where one is missing, or may be there unseen."""
+    """The first of WEIGHT_NAMES a repository has, with its shards. Raises OSError where one is missing, or may be there
+    unseen."""
     unseen = None
     for name in WEIGHT_NAMES:
         try:
@@ -125,7 +131,9 @@ def _fetch_weights(source: str, config: Path, hub: dict[str, Any]) -> None:
             shards = sorted(set(read_index(Path(found)).values())) if name.endswith("index.json") else []
             for shard in shards:
                 if fetch(source, shard, **hub) is None:
-                    raise OSError(f"{source}: {name} names {shard}, which the repository does not have. It is incomplete.")
+                    raise OSError(
+                        f"{source}: {name} names {shard}, which the repository does not have. It is incomplete."
+                    )
             return
     if unseen is not None and read_json(config).get("weights_from") is None:
         raise unseen
@@ -134,16 +142,21 @@ def _fetch_weights(source: str, config: Path, hub: dict[str, Any]) -> None:
 def read_config(source: str, folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
-        raise ValueError(f"{source}: has weights but no config.json; expected the config.json its trainer wrote beside them.")
+        raise ValueError(
+            f"{source}: has weights but no config.json; expected the config.json its trainer wrote beside them."
+        )
     if (folder / ADAPTER).exists():
-        raise ValueError(f"{folder / ADAPTER}: marks a LoRA adapter, which is not read; expected a drafter it has been merged into.")
+        raise ValueError(
+            f"{folder / ADAPTER}: marks a LoRA adapter, which is not read; expected a drafter it has been merged into."
+        )
     return read_json(path, MAX_CONFIG_VALUES)
 
 
 def open_files(source: str, **hub: Any) -> CheckpointFiles:
     """Config and tensor headers of a folder or Hub repository; a repository of only a config has no tensors.
 
-    Raises OSError when something is not there, ValueError (file, what was found, what was expected) when it is not sound.
+    Raises OSError when something is not there, ValueError (file, what was found, what was expected) when it is not
+    sound.
     """
     folder = find(source, **hub)
     config = read_config(source, folder)
@@ -155,11 +168,15 @@ def open_files(source: str, **hub: Any) -> CheckpointFiles:
     tensors: dict[str, StoredTensor] = {}
     for shard in shards:
         if not (folder / shard).is_file():
-            raise ValueError(f"{folder / name}: names {shard}, which is not there; expected every shard beside the index.")
+            raise ValueError(
+                f"{folder / name}: names {shard}, which is not there; expected every shard beside the index."
+            )
         stored = read_header(folder / shard)
         twice = sorted(tensors.keys() & stored.keys())
         if twice:
-            raise ValueError(f"{folder / shard}: {twice[0]} is also in {tensors[twice[0]].file.name}; expected each tensor once.")
+            raise ValueError(
+                f"{folder / shard}: {twice[0]} is also in {tensors[twice[0]].file.name}; expected each tensor once."
+            )
         tensors |= stored
     if index is not None:
         _check_index(folder / name, index, tensors)
@@ -168,24 +185,33 @@ def open_files(source: str, **hub: Any) -> CheckpointFiles:
 
 
 def weights_name(folder: Path, config: dict[str, Any]) -> str | None:
-    """The file to read weights from: transformers' `transformers_weights` in the config decides, else the first usual name."""
+    """The file to read weights from: transformers' `transformers_weights` in the config decides, else the first usual
+    name."""
     named = config.get("transformers_weights")
     if named == STAGED:
         return named
     if named is not None:
         check_file_name(named, folder / "config.json", "transformers_weights")
         if not named.endswith((".safetensors", ".safetensors.index.json")):  # transformers reads no others by this key
-            raise ValueError(f"{folder / 'config.json'}: transformers_weights names {named}; expected a safetensors file, or its index.")
+            raise ValueError(
+                f"{folder / 'config.json'}: transformers_weights names {named}; expected a safetensors file, or its"
+                " index."
+            )
         return named
     return next((name for name in WEIGHT_NAMES if (folder / name).is_file()), None)
 
 
 def check_file_name(name: Any, where: Path, key: str) -> None:
-    is_plain = isinstance(name, str) and name == os.path.basename(name) and name not in ("", ".", "..") and not {"\\", "\0"} & set(name)
+    is_plain = (
+        isinstance(name, str)
+        and name == os.path.basename(name)
+        and name not in ("", ".", "..")
+        and not {"\\", "\0"} & set(name)
+    )
     if not is_plain or len(os.fsencode(name)) > MAX_FILE_NAME:
         raise ValueError(
-            f"{where}: {key} names the file {repr(name)[:80]}; expected a plain file name beside it, without folders, of at most "
-            f"{MAX_FILE_NAME} bytes."
+            f"{where}: {key} names the file {repr(name)[:80]}; expected a plain file name beside it, without folders,"
+            f" of at most {MAX_FILE_NAME} bytes."
         )
 
 
@@ -207,10 +233,15 @@ def read_index(path: Path) -> dict[str, str]:
 def _check_index(path: Path, index: dict[str, str], tensors: dict[str, StoredTensor]) -> None:
     for name, stored in tensors.items():
         if index.get(name) != stored.file.name:
-            raise ValueError(f"{path}: {name} is in {stored.file.name}, the index says {index.get(name)}; expected them to agree.")
-    absent = sorted(name for name in index.keys() - tensors.keys() if "rotary_emb" not in name)  # buffers are often listed but not saved
+            raise ValueError(
+                f"{path}: {name} is in {stored.file.name}, the index says {index.get(name)}; expected them to agree."
+            )
+    # buffers are often listed but not saved
+    absent = sorted(name for name in index.keys() - tensors.keys() if "rotary_emb" not in name)
     if absent:
-        raise ValueError(f"{path}: names {absent[0]} in {index[absent[0]]}, which does not hold it; expected them to agree.")
+        raise ValueError(
+            f"{path}: names {absent[0]} in {index[absent[0]]}, which does not hold it; expected them to agree."
+        )
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
@@ -228,7 +259,9 @@ def _safetensors_header(path: Path) -> dict[str, StoredTensor]:
         with safe_open(path, "pt"):  # refuses truncated, oversized, overlapping and gappy files
             pass
     except (SafetensorError, OSError, ValueError) as error:
-        raise ValueError(f"{path}: is not a sound safetensors file ({str(error)[:300]}); expected one. Download it again.") from None
+        raise ValueError(
+            f"{path}: is not a sound safetensors file ({str(error)[:300]}); expected one. Download it again."
+        ) from None
     header = parse_json(text, f"{path}: its header")
     header.pop("__metadata__", None)
     for name, entry in header.items():
@@ -242,7 +275,9 @@ def _safetensors_header(path: Path) -> dict[str, StoredTensor]:
 
 def _check_name(path: Path, name: str) -> None:
     if len(name) > MAX_NAME or NOT_TEXT.search(name):
-        raise ValueError(f"{path}: a tensor is named {show(name)}...; expected at most {MAX_NAME} printable characters.")
+        raise ValueError(
+            f"{path}: a tensor is named {show(name)}...; expected at most {MAX_NAME} printable characters."
+        )
 
 
 def _metadata(path: Path) -> dict[str, str]:
@@ -255,7 +290,8 @@ def _metadata(path: Path) -> dict[str, str]:
 def _check_dtype(path: Path, name: str, dtype: str) -> None:
     if dtype not in DTYPES:
         raise ValueError(
-            f"{path}: {name} is stored as {dtype}; expected one of {', '.join(DTYPES)}. Quantized drafters are not read: use the original."
+            f"{path}: {name} is stored as {dtype}; expected one of {', '.join(DTYPES)}. Quantized drafters are not"
+            " read: use the original."
         )
 
 
@@ -264,12 +300,20 @@ def _pickle_header(path: Path) -> dict[str, StoredTensor]:
     for name, value in values.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
             hint = " Save the tensors themselves: the value of that key, say." if isinstance(value, dict) else ""
-            raise ValueError(f"{path}: {repr(name)[:80]} is a {type(value).__name__}; expected names and tensors only.{hint}")
+            raise ValueError(
+                f"{path}: {repr(name)[:80]} is a {type(value).__name__}; expected names and tensors only.{hint}"
+            )
         _check_name(path, name)
         if value.is_neg() or value.is_conj():  # torch marks the sign and computes it later; bytes on disk would lack it
-            raise ValueError(f"{path}: {name} is a view with its sign turned; expected the values themselves: save {name}.clone().")
+            raise ValueError(
+                f"{path}: {name} is a view with its sign turned; expected the values themselves: save {name}.clone()."
+            )
         stored = value.untyped_storage().nbytes()
         if stored not in sizes or value.numel() * value.element_size() > stored:
-            raise ValueError(f"{path}: {name} of shape {tuple(value.shape)} is larger than what is stored; expected every element.")
+            raise ValueError(
+                f"{path}: {name} of shape {tuple(value.shape)} is larger than what is stored; expected every element."
+            )
         _check_dtype(path, name, NAME_OF_DTYPE.get(value.dtype, str(value.dtype)))
-    return {name: StoredTensor(name, NAME_OF_DTYPE[value.dtype], tuple(value.shape), path) for name, value in values.items()}
+    return {
+        name: StoredTensor(name, NAME_OF_DTYPE[value.dtype], tuple(value.shape), path) for name, value in values.items()
+    }

@@ -28,11 +28,11 @@ class RangeError(Exception):
 def read_headers(
     name: str, overrides: Mapping[str, Any] | None = None, convention: str | None = None, revision: str | None = None
 ) -> Checkpoint:
-    """Reads a checkpoint as `read_checkpoint` does, but of a Hub repository with safetensors downloads only the config, headers and draft
-    vocabulary maps.
+    """Reads a checkpoint as `read_checkpoint` does, but of a Hub repository with safetensors downloads only the config,
+    headers and draft vocabulary maps.
 
-    What is in the Hub's cache is read from there; pickles, and weights in another repository that the config names, are downloaded whole.
-    Raises OSError where something is not there or the Hub fails, ValueError for what is unsound.
+    What is in the Hub's cache is read from there; pickles, and weights in another repository that the config names, are
+    downloaded whole. Raises OSError where something is not there or the Hub fails, ValueError for what is unsound.
     """
     check_name(name)
     if Path(name).exists() or isinstance(try_to_load_from_cache(name, WEIGHTS, revision=revision), str):
@@ -49,7 +49,8 @@ def read_headers(
 
 @contextmanager
 def headers_of(name: str, revision: str | None) -> Iterator[Path]:
-    """A temporary copy of a repository's folder, whose weight files are sparse: full length, but only headers and vocabulary maps.
+    """A temporary copy of a repository's folder, whose weight files are sparse: full length, but only headers and
+    vocabulary maps.
 
     Raises RangeError where that cannot be made, OSError where the Hub fails.
     """
@@ -100,16 +101,19 @@ def _fetch_header(name: str, file: str, commit: str | None, folder: Path) -> boo
                 copy.write(_fetch(url, 8 + length + start, end - start))
     except EntryNotFoundError:
         return False
-    except (HfHubHTTPError, OfflineModeIsEnabled):  # what the Hub answers is said in plain words where the whole file is asked for
+    # what the Hub answers is said in plain words where the whole file is asked for
+    except (HfHubHTTPError, OfflineModeIsEnabled):
         raise RangeError from None
     except HUB_ERRORS as error:
-        raise HubError(f"{name}: {file}: the connection to the Hub broke off ({first_line(error)}). Run it again.") from error
+        raise HubError(
+            f"{name}: {file}: the connection to the Hub broke off ({first_line(error)}). Run it again."
+        ) from error
     return True
 
 
 def _maps(header: bytes, num_bytes: int) -> Iterator[tuple[int, int]]:
-    """First byte and end of every vocabulary map in a safetensors file of so many bytes after its header. What is unsound in the header,
-    which may be a stranger's, is passed over here, and refused when the copy is read."""
+    """First byte and end of every vocabulary map in a safetensors file of so many bytes after its header. What is
+    unsound in the header, which may be a stranger's, is passed over here, and refused when the copy is read."""
     try:
         entries = parse_json(header, "")
     except ValueError:
@@ -123,7 +127,8 @@ def _maps(header: bytes, num_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 def _fetch(url: str, start: int, count: int) -> bytes:
-    """Returns `count` bytes of a file on the Hub, from `start` on. Raises RangeError where it does not send exactly these."""
+    """Returns `count` bytes of a file on the Hub, from `start` on. Raises RangeError where it does not send exactly
+    these."""
     if not 0 < count <= MAX_BYTES:
         raise RangeError
     headers = build_hf_headers() | {"Range": f"bytes={start}-{start + count - 1}"}

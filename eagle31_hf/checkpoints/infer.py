@@ -24,7 +24,8 @@ def foreign_config(
     reasons: list[str],
     notes: list[str],
 ) -> Eagle31Config:
-    """The native config of a foreign checkpoint: what its config states, what its tensors show, what the caller insists on.
+    """The native config of a foreign checkpoint: what its config states, what its tensors show, what the caller insists
+    on.
 
     `shapes` has native names. Appends to `reasons` and `notes`. Raises ValueError for contradictions and ambiguities.
     """
@@ -32,7 +33,10 @@ def foreign_config(
     fields = keys.read_fields(files.config, source)
     _check_ambiguous(producer, fields, overrides, source)
     if producer.norm_output_had_two_meanings and fields.get("norm_output") is False:
-        notes.append("norm_output is false, with which SpecForge before its change #879 scored states without norm, as no engine does")
+        notes.append(
+            "norm_output is false, with which SpecForge before its change #879 scored states without norm, as no engine"
+            " does"
+        )
     fields |= {name: value for name, value in overrides.items() if name in keys.FLAGS}
     _add_shown(fields, shapes, source, notes)
     if "aux_hidden_state_layer_ids" not in overrides:
@@ -44,7 +48,11 @@ def foreign_config(
             reasons.append(reason)
     fields |= overrides
     _add_target_width(fields, files, shapes, notes)
-    dtype = next(stored.dtype for name, stored in sorted(files.tensors.items()) if name.endswith("fc.weight") or stored.dtype in FLOATS)
+    dtype = next(
+        stored.dtype
+        for name, stored in sorted(files.tensors.items())
+        if name.endswith("fc.weight") or stored.dtype in FLOATS
+    )
     fields["dtype"] = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}.get(dtype, "float32")
     config = build_config(fields | {"architectures": ["Eagle31DrafterModel"]}, source)
     notes += [caution for applies, caution in producer.cautions if applies(config)]
@@ -54,8 +62,9 @@ def foreign_config(
 def _check_ambiguous(producer: Producer, fields: dict[str, Any], overrides: Mapping[str, Any], source: str) -> None:
     if producer.norm_output_had_two_meanings and fields.get("norm_output") is True and "norm_output" not in overrides:
         raise ValueError(
-            f"{source}: config.json: norm_output is true, which SpecForge wrote from May to September 2026 for EAGLE 3 and writes since "
-            "for EAGLE 3.1. Pass norm_output=False for a drafter trained before SpecForge's change #879, norm_output=True for a later one."
+            f"{source}: config.json: norm_output is true, which SpecForge wrote from May to September 2026 for EAGLE 3"
+            " and writes since for EAGLE 3.1. Pass norm_output=False for a drafter trained before SpecForge's change"
+            " #879, norm_output=True for a later one."
         )
     if producer.name == SPECULATORS and "norm_before_residual" not in {**fields, **overrides}:
         raise ValueError(
@@ -70,7 +79,8 @@ def _add_shown(fields: dict[str, Any], shapes: Shapes, source: str, notes: list[
         stated, shown = fields.get(flag), sign in shapes
         if stated is not None and stated != shown:
             raise ValueError(
-                f"{source}: config.json says {flag}={stated}, the weights have {'a' if shown else 'no'} {sign}; expected both or neither."
+                f"{source}: config.json says {flag}={stated}, the weights have {'a' if shown else 'no'} {sign};"
+                " expected both or neither."
             )
         if shown and stated is None:
             notes.append(f"{flag} is on: the weights have {sign}, though config.json does not say so")
@@ -98,31 +108,48 @@ def _add_shown(fields: dict[str, Any], shapes: Shapes, source: str, notes: list[
         for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
             fields.pop(name, None)  # the target's, where its whole config was written
     elif fields.get("kv_lora_rank") is None:
-        raise ValueError(f"{source}: the weights have {first}.kv_a_proj_with_mqa, config.json no kv_lora_rank; expected MLA's sizes.")
+        raise ValueError(
+            f"{source}: the weights have {first}.kv_a_proj_with_mqa, config.json no kv_lora_rank; expected MLA's sizes."
+        )
     _add_sizes(fields, shapes, source, notes)
 
 
 def _add_sizes(fields: dict[str, Any], shapes: Shapes, source: str, notes: list[str]) -> None:
     """Sizes a config may leave out, and the two vocabularies."""
-    for name, shape in (("hidden_size", shapes.get("norm.weight")), ("intermediate_size", shapes.get("layers.0.mlp.gate_proj.weight"))):
+    for name, shape in (
+        ("hidden_size", shapes.get("norm.weight")),
+        ("intermediate_size", shapes.get("layers.0.mlp.gate_proj.weight")),
+    ):
         size = shape[0] if shape else None
         if fields.setdefault(name, size) != size and size is not None:
-            raise ValueError(f"{source}: config.json says {name}={str(fields[name])[:80]}, the weights have {size}; expected the same.")
+            raise ValueError(
+                f"{source}: config.json says {name}={str(fields[name])[:80]}, the weights have {size}; expected the"
+                " same."
+            )
     heads = fields.get("num_attention_heads")
     if type(heads) is not int or heads < 1:
-        raise ValueError(f"{source}: config.json: num_attention_heads is {heads!r}; expected a number, which the weights do not tell.")
+        raise ValueError(
+            f"{source}: config.json: num_attention_heads is {heads!r}; expected a number, which the weights do not"
+            " tell."
+        )
     fields.setdefault("num_key_value_heads", heads)
-    rows = {name: shapes[name][0] for name in ("embed_tokens.weight", "lm_head.weight", "t2d", "d2t") if shapes.get(name)}
+    rows = {
+        name: shapes[name][0] for name in ("embed_tokens.weight", "lm_head.weight", "t2d", "d2t") if shapes.get(name)
+    }
     size = fields.setdefault("vocab_size", rows.get("t2d", rows.get("embed_tokens.weight")))
     if type(size) is not int:
-        raise ValueError(f"{source}: config.json: vocab_size is {size!r}; expected the target's, which these weights do not tell.")
+        raise ValueError(
+            f"{source}: config.json: vocab_size is {size!r}; expected the target's, which these weights do not tell."
+        )
     table = rows.get("embed_tokens.weight", size)
     if table > size and vocab.same_vocabulary(table, size):
         notes.append(f"the embedding has {table} rows for a vocabulary of {size}: padding, kept")
         fields["vocab_size"] = table
     drafted, stated = rows.get("lm_head.weight", rows.get("d2t", fields["vocab_size"])), fields.get("draft_vocab_size")
     if stated not in (None, drafted) and not (stated == size and drafted == fields["vocab_size"]):
-        raise ValueError(f"{source}: config.json says draft_vocab_size={stated}, the weights have {drafted} rows; expected as many.")
+        raise ValueError(
+            f"{source}: config.json says draft_vocab_size={stated}, the weights have {drafted} rows; expected as many."
+        )
     fields["draft_vocab_size"] = drafted
 
 
@@ -133,17 +160,27 @@ def _find_ids(files: CheckpointFiles, producer: Producer, convention: str | None
     in_nest, as_output = nested.get("eagle_aux_hidden_state_layer_ids"), config.get("aux_hidden_states_layer_ids")
     where = f"{files.source}: config.json: "
     if at_top is not None:
-        ids, reason = layer_ids.resolve(at_top, f"{where}eagle_aux_hidden_state_layer_ids", convention or "boundary", None)
+        ids, reason = layer_ids.resolve(
+            at_top, f"{where}eagle_aux_hidden_state_layer_ids", convention or "boundary", None
+        )
         if in_nest is not None and convention is None and in_nest not in (ids, [i - 1 for i in ids]):
-            raise ValueError(f"{where}eagle_aux_hidden_state_layer_ids is {ids}, in eagle_config {in_nest}; expected the same layers.")
+            raise ValueError(
+                f"{where}eagle_aux_hidden_state_layer_ids is {ids}, in eagle_config {in_nest}; expected the same"
+                " layers."
+            )
         return ids, reason
     if as_output is not None:
         return layer_ids.resolve(as_output, f"{where}aux_hidden_states_layer_ids", convention or "output", None)
     if in_nest is not None:
-        return layer_ids.resolve(in_nest, f"{where}eagle_config.eagle_aux_hidden_state_layer_ids", convention, producer.convention)
-    return None, (
-        "config.json names no target layers: the engines' default [2, L // 2, L - 3] is used; pass aux_hidden_state_layer_ids=[...] "
-        "if the drafter was trained on others (low acceptance is the sign)"
+        return layer_ids.resolve(
+            in_nest, f"{where}eagle_config.eagle_aux_hidden_state_layer_ids", convention, producer.convention
+        )
+    return (
+        None,
+        (
+            "config.json names no target layers: the engines' default [2, L // 2, L - 3] is used; pass"
+            " aux_hidden_state_layer_ids=[...] if the drafter was trained on others (low acceptance is the sign)"
+        ),
     )
 
 
@@ -164,16 +201,25 @@ def _add_target_width(fields: dict[str, Any], files: CheckpointFiles, shapes: Sh
             width, width_from = fc[1] // count, "fc's width"
             notes.append(f"the target's width is {width}: fc.weight reads {fc[1]} = {count} x {width}")
     if type(count) is not int or type(width) is not int or count < 1 or count * width != fc[1]:
-        fits = f"{fc[1] // width} states would fit" if type(width) is int and width and fc[1] % width == 0 else "no number of states fits"
+        fits = (
+            f"{fc[1] // width} states would fit"
+            if type(width) is int and width and fc[1] % width == 0
+            else "no number of states fits"
+        )
         raise ValueError(
-            f"{source}: fc.weight reads {fc[1]} values, but {count} states ({count_from}) of width {width} ({width_from}) were expected; "
-            f"{fits}. Pass aux_hidden_state_layer_ids=[...] or target_hidden_size=..., whichever is wrong."
+            f"{source}: fc.weight reads {fc[1]} values, but {count} states ({count_from}) of width {width}"
+            f" ({width_from}) were expected; {fits}. Pass aux_hidden_state_layer_ids=[...] or target_hidden_size=...,"
+            " whichever is wrong."
         )
     if ids and stated is not None and stated != len(ids):
-        raise ValueError(f"{source}: config.json: num_aux_hidden_states is {stated}, but {ids} are {len(ids)} layer ids; expected as many.")
+        raise ValueError(
+            f"{source}: config.json: num_aux_hidden_states is {stated}, but {ids} are {len(ids)} layer ids; expected as"
+            " many."
+        )
     if not ids and count != 3:
         raise ValueError(
-            f"{source}: fc.weight reads {count} states, config.json does not say of which layers; pass aux_hidden_state_layer_ids=[...]."
+            f"{source}: fc.weight reads {count} states, config.json does not say of which layers; pass"
+            " aux_hidden_state_layer_ids=[...]."
         )
     fields["target_hidden_size"] = width
 
@@ -182,22 +228,42 @@ def build_config(fields: dict[str, Any], source: str) -> Eagle31Config:
     """The config of these fields; what it refuses is a ValueError that names the checkpoint."""
     try:
         return Eagle31Config.from_dict(fields)
-    except (StrictDataclassError, ZeroDivisionError, KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+    except (
+        StrictDataclassError,
+        ZeroDivisionError,
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        IndexError,
+        OverflowError,
+    ) as error:
         raise ValueError(f"{source}: config.json: {str(error)[:500]}") from error
 
 
 def check_computable(config: Eagle31Config, source: str) -> None:
-    """Raises ValueError for an activation or a rope that transformers cannot compute, before anything is built or written."""
+    """Raises ValueError for an activation or a rope that transformers cannot compute, before anything is built or
+    written."""
     if config.hidden_act not in ACT2FN:
-        raise ValueError(f"{source}: config.json: hidden_act is {config.hidden_act[:80]!r}; expected one of transformers' activations.")
+        raise ValueError(
+            f"{source}: config.json: hidden_act is {config.hidden_act[:80]!r}; expected one of transformers'"
+            " activations."
+        )
     try:
         frequencies = Phi3RotaryEmbedding(config).inv_freq  # type: ignore[arg-type]
         reason = "" if frequencies.isfinite().all() else "frequencies are not finite"
-        latent_factors = [config.rope_parameters.get(name, 1.0) for name in ("factor", "mscale_all_dim") if config.kv_lora_rank is not None]
+        latent_factors = [
+            config.rope_parameters.get(name, 1.0)
+            for name in ("factor", "mscale_all_dim")
+            if config.kv_lora_rank is not None
+        ]
         if not all(isinstance(factor, int | float) for factor in latent_factors):
             reason = "factor or mscale_all_dim is no number"
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
         reason = f"{type(error).__name__}: {error}"
     if reason:
         rope = str(config.rope_parameters)[:200]
-        raise ValueError(f"{source}: config.json: rope_parameters are {rope}; expected a rope of transformers, complete ({reason[:200]}).")
+        raise ValueError(
+            f"{source}: config.json: rope_parameters are {rope}; expected a rope of transformers, complete"
+            f" ({reason[:200]})."
+        )

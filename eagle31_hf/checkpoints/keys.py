@@ -6,7 +6,15 @@ from ..configuration import Eagle31Config
 
 # Named alike everywhere: in flat configs, in speculators' nested transformer_layer_config, and here.
 GEOMETRY = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *(
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+    ),
     *("hidden_act", "rms_norm_eps", "max_position_embeddings", "attention_dropout", "initializer_range", "logit_scale"),
     *("layer_types", "sliding_window", "bos_token_id", "eos_token_id", "pad_token_id"),
     *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
@@ -18,7 +26,8 @@ FLOATS = ("rms_norm_eps", "attention_dropout", "initializer_range", "logit_scale
 ABSENT = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "hidden_act": "silu"}
 DEFAULT_ROPE_THETA = 10000.0
 
-# Keys (top level or in eagle_config) with which the graph is another one: key, the values that are ours, what the others mean.
+# Keys (top level or in eagle_config) with which the graph is another one: key, the values that are ours, what the
+# others mean.
 OTHER_GRAPH_KEYS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("use_aux_hidden_state", (True, None), "reads the target's last state only and has no fc"),
     ("parallel_drafting", (False, None), "drafts in parallel (P-EAGLE)"),
@@ -40,15 +49,20 @@ def refuse_other_graphs(config: dict[str, Any], source: str) -> None:
     for key, ours, what in OTHER_GRAPH_KEYS:
         for place, where in ((config, "config.json"), (nested, "config.json: eagle_config")):
             if key in place and place[key] not in ours:
-                raise ValueError(f"{source}: {where}: {key} is {str(place[key])[:80]}, so this drafter {what}; expected {ours[0]}.")
+                raise ValueError(
+                    f"{source}: {where}: {key} is {str(place[key])[:80]}, so this drafter {what}; expected {ours[0]}."
+                )
     speculators = _object(config, "speculators_config", source)
     kind = config.get("speculators_model_type", speculators.get("algorithm"))
     if kind not in SPECULATORS_TYPES:
-        raise ValueError(f"{source}: config.json: speculators_model_type is {kind!r}; expected 'eagle3', the only kind read here.")
+        raise ValueError(
+            f"{source}: config.json: speculators_model_type is {kind!r}; expected 'eagle3', the only kind read here."
+        )
 
 
 def read_fields(config: dict[str, Any], source: str) -> dict[str, Any]:
-    """Fields of `Eagle31Config` a foreign config states, as stated: neither layer ids nor what tensors decide is settled here."""
+    """Fields of `Eagle31Config` a foreign config states, as stated: neither layer ids nor what tensors decide is
+    settled here."""
     config = _flatten(config, source)
     nested = config.get("eagle_config") if isinstance(config.get("eagle_config"), dict) else {}
     fields = {name: config[name] for name in (*GEOMETRY, *DRAFTER) if config.get(name) is not None}
@@ -67,7 +81,9 @@ def _flatten(config: dict[str, Any], source: str) -> dict[str, Any]:
         return config
     inner = config["transformer_layer_config"]
     if not isinstance(inner, dict):
-        raise ValueError(f"{source}: config.json: transformer_layer_config is a {type(inner).__name__}; expected an object.")
+        raise ValueError(
+            f"{source}: config.json: transformer_layer_config is a {type(inner).__name__}; expected an object."
+        )
     if inner.get("model_type") not in SPECULATORS_LAYERS:
         raise ValueError(
             f"{source}: config.json: transformer_layer_config.model_type is {inner.get('model_type')!r}; "
@@ -91,7 +107,8 @@ def _agree(source: str, name: str, value: Any, other: Any) -> None:
 
 
 def rope_parameters(config: dict[str, Any], source: str) -> dict[str, Any]:
-    """One spelling out of three: rope_parameters (transformers 5), rope_scaling and rope_theta (before), partial_rotary_factor."""
+    """One spelling out of three: rope_parameters (transformers 5), rope_scaling and rope_theta (before),
+    partial_rotary_factor."""
     given, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     for name, value in (("rope_parameters", given), ("rope_scaling", scaling)):
         if not isinstance(value, dict):
@@ -102,7 +119,11 @@ def rope_parameters(config: dict[str, Any], source: str) -> dict[str, Any]:
             "Pass the one the drafter was trained with, rope_parameters={...}."
         )
     rope = dict(scaling or given)
-    thetas = [value for value in (config.get("rope_theta"), rope.get("rope_theta"), given.get("rope_theta")) if value is not None]
+    thetas = [
+        value
+        for value in (config.get("rope_theta"), rope.get("rope_theta"), given.get("rope_theta"))
+        if value is not None
+    ]
     if not all(isinstance(theta, int | float) and theta > 0 for theta in thetas):
         raise ValueError(f"{source}: config.json: rope_theta is {thetas}; expected a number above 0.")
     if len(set(thetas)) > 1:
@@ -125,19 +146,29 @@ def write_geometry(config: Eagle31Config) -> dict[str, Any]:
     """What both families of formats spell the same way, rope in all its spellings, for old and new readers."""
     values = {name: getattr(config, name) for name in GEOMETRY}
     latent = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    values = {name: value for name, value in values.items() if value is not None or (name not in latent and name != "sliding_window")}
+    values = {
+        name: value
+        for name, value in values.items()
+        if value is not None or (name not in latent and name != "sliding_window")
+    }
     rope = dict(config.rope_parameters)
     scaling = {name: value for name, value in rope.items() if name not in ("rope_theta", "partial_rotary_factor")}
     partial = {"partial_rotary_factor": rope["partial_rotary_factor"]} if "partial_rotary_factor" in rope else {}
     dtype = str(config.dtype or "float32").removeprefix("torch.")
-    windows = {"use_sliding_window": True, "max_window_layers": 0} if "sliding_attention" in config.layer_types else {}  # Qwen3's switches
-    return values | partial | windows | {
-        "attention_bias": config.attention_bias,
-        "mlp_bias": config.mlp_bias,
-        "rope_parameters": rope,
-        "rope_theta": rope["rope_theta"],
-        "rope_scaling": None if rope["rope_type"] == "default" else scaling,
-        "tie_word_embeddings": False,
-        "dtype": dtype,
-        "torch_dtype": dtype,
-    }  # fmt: skip
+    # Qwen3's switches
+    windows = {"use_sliding_window": True, "max_window_layers": 0} if "sliding_attention" in config.layer_types else {}
+    return (
+        values
+        | partial
+        | windows
+        | {
+            "attention_bias": config.attention_bias,
+            "mlp_bias": config.mlp_bias,
+            "rope_parameters": rope,
+            "rope_theta": rope["rope_theta"],
+            "rope_scaling": None if rope["rope_type"] == "default" else scaling,
+            "tie_word_embeddings": False,
+            "dtype": dtype,
+            "torch_dtype": dtype,
+        }
+    )

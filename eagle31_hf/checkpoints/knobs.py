@@ -16,8 +16,8 @@ KNOBS = ("num_assistant_tokens", "assistant_confidence_threshold", "draft_tree_t
 
 
 def check_knob(name: str, value: Any, begin: str = "", origin: str = "") -> None:
-    """Raises ValueError for a value of the wrong type or range: True counts as no number, and NaN lies in no range. The message begins
-    with `begin`, and `origin` says where the value comes from."""
+    """Raises ValueError for a value of the wrong type or range: True counts as no number, and NaN lies in no range. The
+    message begins with `begin`, and `origin` says where the value comes from."""
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if name not in LEAST:
         holds, expected = is_number and 0.0 <= value < 1.0, "0 (never stop a chain early) to less than 1"
@@ -31,16 +31,21 @@ def check_knob(name: str, value: Any, begin: str = "", origin: str = "") -> None
 
 
 def read_knobs(folder: Path) -> dict[str, Any]:
-    """Returns what generation_config.json sets, by the names of `GenerationConfig`; nothing where there is no such file.
+    """Returns what generation_config.json sets, by the names of `GenerationConfig`; nothing where there is no such
+    file.
 
-    Only numbers, words and lists of numbers are read: a drafter needs no more. Raises ValueError for a file that is damaged, for knobs
-    out of range, and for what `GenerationConfig` refuses.
+    Only numbers, words and lists of numbers are read: a drafter needs no more. Raises ValueError for a file that is
+    damaged, for knobs out of range, and for what `GenerationConfig` refuses.
     """
     path = folder / KNOBS_FILE
     if not path.is_file():
         return {}
     known = {*vars(GenerationConfig()), *KNOBS}
-    values = {name: value for name, value in read_json(path).items() if name in known and not name.startswith("_") and _is_plain(value)}
+    values = {
+        name: value
+        for name, value in read_json(path).items()
+        if name in known and not name.startswith("_") and _is_plain(value)
+    }
     for name in KNOBS:
         if values.get(name) is not None:
             check_knob(name, values[name], f"{path}: ")

@@ -1,7 +1,8 @@
 """Which target states a drafter reads. Two conventions are in use under the same keys; this library counts boundaries.
 
-Boundary k is the residual stream entering layer k, `hidden_states[k]` in transformers; output j is what layer j returns, boundary
-j + 1. Engines differ in how they read one list (vLLM: boundary; SGLang: output, mostly), so a list alone does not tell.
+Boundary k is the residual stream entering layer k, `hidden_states[k]` in transformers; output j is what layer j
+returns, boundary j + 1. Engines differ in how they read one list (vLLM: boundary; SGLang: output, mostly), so a list
+alone does not tell.
 """
 
 from typing import Any
@@ -12,8 +13,9 @@ CONVENTIONS = {"boundary": 0, "output": 1}  # what to add to get boundaries
 def resolve(ids: Any, where: str, insisted: str | None, usual: str | None) -> tuple[list[int], str]:
     """The boundary ids of a list in a config, and why they were read so.
 
-    `insisted` is the convention the user or the key itself names; `usual` that of the producer, which is believed unless the numbers
-    tell otherwise. Raises ValueError for a list no trainer can have meant, and for one that may mean two things.
+    `insisted` is the convention the user or the key itself names; `usual` that of the producer, which is believed
+    unless the numbers tell otherwise. Raises ValueError for a list no trainer can have meant, and for one that may mean
+    two things.
     """
     check(ids, where)
     if insisted is not None:
@@ -52,5 +54,7 @@ def _evidence(ids: list[int]) -> tuple[str, str] | None:
 def as_output(ids: list[int]) -> list[int]:
     """Boundary ids as output ids. Raises ValueError for boundary 0, the embedding, which no layer puts out."""
     if ids[0] == 0:
-        raise ValueError(f"aux_hidden_state_layer_ids {ids} hold 0, the embedding's output, which output ids cannot express.")
+        raise ValueError(
+            f"aux_hidden_state_layer_ids {ids} hold 0, the embedding's output, which output ids cannot express."
+        )
     return [i - 1 for i in ids]

@@ -1,4 +1,5 @@
-"""PyTorch's `.bin` and `.pt` files: checked to be plain tensors in a sound archive, then mapped by torch's tensor-only unpickler."""
+"""PyTorch's `.bin` and `.pt` files: checked to be plain tensors in a sound archive, then mapped by torch's tensor-only
+unpickler."""
 
 import pickle
 import pickletools
@@ -10,10 +11,14 @@ from typing import Any
 
 import torch
 
-# A drafter's some forty tensors are described by a pickle of a few kilobytes; what is built from it may be a hundred times its size.
+# A drafter's some forty tensors are described by a pickle of a few kilobytes; what is built from it may be a hundred
+# times its size.
 MAX_PICKLE_BYTES, MAX_DIRECTORY_BYTES = 2**18, 2**20
-# Globals that a pickle of plain tensors names. torch's unpickler allows more: tensors of any size without data, sets, attributes.
-PLAIN = re.compile(r"torch\._utils\._rebuild_(tensor|tensor_v2|parameter)|torch\.[A-Z]\w+Storage|collections\.OrderedDict")
+# Globals that a pickle of plain tensors names. torch's unpickler allows more: tensors of any size without data, sets,
+# attributes.
+PLAIN = re.compile(
+    r"torch\._utils\._rebuild_(tensor|tensor_v2|parameter)|torch\.[A-Z]\w+Storage|collections\.OrderedDict"
+)
 # Globals that torch's unpickler allows, which run no code, but of which plain tensors have no need.
 VALUES = re.compile(
     r"torch\.(Size|device|Tensor|(float|u?int|q?u?int|bfloat|complex|bool|per_)\w*)|torch\.serialization\._get_layout"
@@ -26,7 +31,9 @@ OTHER_TENSORS = {
     "torch._utils._rebuild_sparse_tensor": "a sparse tensor",
     "torch._utils._rebuild_qtensor": "a quantized tensor",
     "torch._utils._rebuild_nested_tensor": "a nested tensor",
-    "torch._utils._rebuild_tensor_v3": "a tensor of a dtype drafters do not have (quantized ones are not read: use the original)",
+    "torch._utils._rebuild_tensor_v3": (
+        "a tensor of a dtype drafters do not have (quantized ones are not read: use the original)"
+    ),
     "torch._utils._rebuild_parameter_with_state": "a parameter with attributes",
     "torch._utils._rebuild_wrapper_subclass": "a tensor of another class",
     "torch._utils._rebuild_device_tensor_from_numpy": "a tensor of another device",
@@ -38,7 +45,8 @@ OTHER_TENSORS = {
 def unpickle(path: Path) -> dict[Any, Any]:
     """Returns a pickle's tensors, memory-mapped. Only the format of PyTorch 1.6 (2020) and later.
 
-    Raises ValueError for a file that is damaged, holds more than plain tensors, or asks to run code; the message begins with the path.
+    Raises ValueError for a file that is damaged, holds more than plain tensors, or asks to run code; the message begins
+    with the path.
     """
     try:
         _check_archive(path)
@@ -46,13 +54,30 @@ def unpickle(path: Path) -> dict[Any, Any]:
         values = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         raise ValueError(
-            f"{path}: asks to run code when loaded, and was not ({_reason(error)}). Expected tensors only; do not load this file elsewhere."
+            f"{path}: asks to run code when loaded, and was not ({_reason(error)}). Expected tensors only; do not load"
+            " this file elsewhere."
         ) from None
     except NotPlainError as error:
         raise ValueError(f"{path}: holds {error}; expected plain dense tensors. Save those.") from None
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, AssertionError,
-            OverflowError, MemoryError, RecursionError, struct.error, zipfile.BadZipFile) as error:  # fmt: skip
-        raise ValueError(f"{path}: is not a sound PyTorch file ({type(error).__name__}: {_reason(error)}). Download it again.") from None
+    except (
+        RuntimeError,
+        EOFError,
+        OSError,
+        ValueError,
+        KeyError,
+        IndexError,
+        TypeError,
+        AttributeError,
+        AssertionError,
+        OverflowError,
+        MemoryError,
+        RecursionError,
+        struct.error,
+        zipfile.BadZipFile,
+    ) as error:
+        raise ValueError(
+            f"{path}: is not a sound PyTorch file ({type(error).__name__}: {_reason(error)}). Download it again."
+        ) from None
     if not isinstance(values, dict):
         raise ValueError(f"{path}: holds a {type(values).__name__}; expected a dictionary of names and tensors.")
     return values
@@ -75,9 +100,12 @@ def _reason(error: Exception) -> str:
 
 
 def _check_archive(path: Path) -> None:
-    """Refuses what could fill memory before torch looks at it: a directory of millions of entries, compressed entries, a huge pickle."""
+    """Refuses what could fill memory before torch looks at it: a directory of millions of entries, compressed entries,
+    a huge pickle."""
     if not zipfile.is_zipfile(path):
-        raise ValueError("not a zip archive, as PyTorch has written since 1.6; load it in a process you trust and save it again")
+        raise ValueError(
+            "not a zip archive, as PyTorch has written since 1.6; load it in a process you trust and save it again"
+        )
     with open(path, "rb") as file:  # zipfile has no other way to tell the size before it reads the directory
         size = zipfile._EndRecData(file)[5]  # type: ignore[attr-defined]
     if size > MAX_DIRECTORY_BYTES:
@@ -94,8 +122,11 @@ def _check_description(path: Path) -> None:
     """Refuses data.pkl, the archive's pickle of names and shapes, where it names more globals than plain tensors need."""
     reader = torch._C.PyTorchFileReader(str(path))  # finds the record that `torch.load` will find
     # GLOBAL is the one operation by which torch's unpickler looks up a name; it refuses the others itself.
-    asked = [str(argument).replace(" ", ".") for operation, argument, _ in pickletools.genops(reader.get_record("data.pkl"))
-             if operation.name == "GLOBAL"]  # fmt: skip
+    asked = [
+        str(argument).replace(" ", ".")
+        for operation, argument, _ in pickletools.genops(reader.get_record("data.pkl"))
+        if operation.name == "GLOBAL"
+    ]
     others = [name for name in asked if not PLAIN.fullmatch(name)]
     code = next((name for name in others if name not in OTHER_TENSORS and not VALUES.fullmatch(name)), None)
     if code is not None:

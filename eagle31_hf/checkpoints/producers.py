@@ -1,4 +1,5 @@
-"""Who wrote a checkpoint, told from its config and tensor names. What differs by producer is in this table; the rest is common."""
+"""Who wrote a checkpoint, told from its config and tensor names. What differs by producer is in this table; the rest is
+common."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -78,13 +79,21 @@ def _modelopt(files: CheckpointFiles) -> str | None:
 def _nemo(files: CheckpointFiles) -> str | None:
     if "DraftModel" in architecture(files.config):
         return f"config.json names the architecture {architecture(files.config)}"
-    return "tensors are named model.layers.0.*" if any(name.startswith("model.layers.0.") for name in files.tensors) else None
+    return (
+        "tensors are named model.layers.0.*"
+        if any(name.startswith("model.layers.0.") for name in files.tensors)
+        else None
+    )
 
 
 def _angelslim(files: CheckpointFiles) -> str | None:
     if architecture(files.config) == "Eagle3LlamaForCausalLM":
         return "config.json names the architecture Eagle3LlamaForCausalLM"
-    if "eagle_aux_hidden_state_layer_ids" in files.config and "eagle_config" not in files.config and _has_midlayer(files):
+    if (
+        "eagle_aux_hidden_state_layer_ids" in files.config
+        and "eagle_config" not in files.config
+        and _has_midlayer(files)
+    ):
         return "tensors are named midlayer.* and config.json lists layer ids at its top level"
     return has_key("aux_hidden_states_layer_ids", "eagle_aux_injection_mode")(files)
 
@@ -95,7 +104,8 @@ def _original(files: CheckpointFiles) -> str | None:
     if not _has_midlayer(files) or "eagle_config" in files.config or not (is_pickle or is_plain):
         return None
     return (
-        f"tensors are named midlayer.* {'in a pickle' if is_pickle else 'under a plain LlamaForCausalLM'}, config.json has no eagle_config"
+        f"tensors are named midlayer.* {'in a pickle' if is_pickle else 'under a plain LlamaForCausalLM'}, config.json"
+        " has no eagle_config"
     )
 
 
@@ -111,8 +121,11 @@ def _has_midlayer(files: CheckpointFiles) -> bool:
 
 # Seen with nvidia-modelopt 0.47, nemo-automodel 0.7 and angelslim 0.5 (tests/peers/producer_fixtures.py).
 MODELOPT = (
-    (lambda c: True, "ModelOpt's trainer also norms the fused state with input_layernorm, which engines and this library do not"),
-)  # fmt: skip
+    (
+        lambda c: True,
+        "ModelOpt's trainer also norms the fused state with input_layernorm, which engines and this library do not",
+    ),
+)
 NEMO = (
     (
         lambda c: c.kv_lora_rank is not None and c.rope_parameters["rope_type"] == "yarn",
@@ -129,7 +142,9 @@ NATIVE, SPECULATORS, EXPORTED_BY = "eagle31_hf", "speculators", "exported_by"
 PRODUCERS = (
     Producer(NATIVE, _native, "boundary"),
     Producer("eagle31_hf export", has_key(EXPORTED_BY), "boundary"),
-    Producer(SPECULATORS, has_key("speculators_config", "speculators_model_type", "transformer_layer_config"), "boundary"),
+    Producer(
+        SPECULATORS, has_key("speculators_config", "speculators_model_type", "transformer_layer_config"), "boundary"
+    ),
     Producer("TorchSpec (MLA)", _torchspec_mla),  # LightSeek's Kimi heads count either way
     Producer("TorchSpec", _torchspec, "output"),
     Producer("NVIDIA ModelOpt", _modelopt, cautions=MODELOPT),
@@ -138,7 +153,10 @@ PRODUCERS = (
     Producer("nebius", has_key("truncated_vocab_size")),
     Producer("original EAGLE 3 release", _original, "output"),
     Producer("SpecForge", _specforge, "output", norm_output_had_two_meanings=True),
-    Producer("vLLM / SGLang layout", lambda files: "fc.weight and layers.0.hidden_norm.weight, and no sign of a certain trainer"),
+    Producer(
+        "vLLM / SGLang layout",
+        lambda files: "fc.weight and layers.0.hidden_norm.weight, and no sign of a certain trainer",
+    ),
 )
 
 

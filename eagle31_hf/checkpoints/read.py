@@ -26,18 +26,29 @@ from .producers import NATIVE, identify
 from .sharing import settled
 from .tensors import Shapes, expected_tensors, native_names, refuse_other_graphs
 
-# Options that hold for the weights a config points to as well; `revision` and `subfolder` are of the repository with the config.
+# Options that hold for the weights a config points to as well; `revision` and `subfolder` are of the repository with
+# the config.
 LINK_OPTIONS = tuple(name for name in HUB_OPTIONS if name not in ("revision", "subfolder"))
-NOT_OVERRIDES = ("model_type", "architectures", "weights_from", "transformers_version", "dtype", "torch_dtype", "auto_map")
+NOT_OVERRIDES = (
+    "model_type",
+    "architectures",
+    "weights_from",
+    "transformers_version",
+    "dtype",
+    "torch_dtype",
+    "auto_map",
+)
 
 FIELDS = frozenset(Eagle31Config.__annotations__)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A drafter's checkpoint in native terms. `tensors`: native name -> where it is stored; `made`: native tensors the files lack.
+    """A drafter's checkpoint in native terms. `tensors`: native name -> where it is stored; `made`: native tensors the
+    files lack.
 
-    `reasons` say why it was read so, `notes` what the user may want to know; both are complete sentences without a full stop.
+    `reasons` say why it was read so, `notes` what the user may want to know; both are complete sentences without a full
+    stop.
     """
 
     source: str
@@ -68,26 +79,27 @@ class Checkpoint:
 
     @property
     def key_mapping(self) -> dict[str, str] | None:
-        """Names on disk -> native names, as transformers' `from_pretrained(key_mapping=)` takes them; None when all are native."""
+        """Names on disk -> native names, as transformers' `from_pretrained(key_mapping=)` takes them; None when all are
+        native."""
         mapping = {f"^{re.escape(stored.name)}$": name for name, stored in self.tensors.items() if stored.name != name}
         return mapping or None
 
 
 @settled("source")
 def read_checkpoint(
-    source: str,
-    overrides: Mapping[str, Any] | None = None,
-    aux_layer_convention: str | None = None,
-    **hub: Any,
+    source: str, overrides: Mapping[str, Any] | None = None, aux_layer_convention: str | None = None, **hub: Any
 ) -> Checkpoint:
     """Reads a folder's or Hub repository's config and tensor headers.
 
-    `overrides` are fields of `Eagle31Config` that win over what is found; `aux_layer_convention`, "boundary" or "output", says how the
-    checkpoint counts the target's layers where it does not say so itself. `hub`: revision, token, cache_dir, ....
-    Raises OSError when something is not there, ValueError when it is unsound, no EAGLE 3 drafter, or may mean two things.
+    `overrides` are fields of `Eagle31Config` that win over what is found; `aux_layer_convention`, "boundary" or
+    "output", says how the checkpoint counts the target's layers where it does not say so itself. `hub`: revision,
+    token, cache_dir, .... Raises OSError when something is not there, ValueError when it is unsound, no EAGLE 3
+    drafter, or may mean two things.
     """
     if aux_layer_convention not in (None, *layer_ids.CONVENTIONS):
-        raise ValueError(f"aux_layer_convention is {aux_layer_convention!r}; expected one of {tuple(layer_ids.CONVENTIONS)} or None.")
+        raise ValueError(
+            f"aux_layer_convention is {aux_layer_convention!r}; expected one of {tuple(layer_ids.CONVENTIONS)} or None."
+        )
     overrides = dict(overrides or {})
     refuse_unknown(overrides, FIELDS, f"fields of Eagle31Config, or {', '.join(HUB_OPTIONS)}")
     files = open_files(str(source), **hub)
@@ -95,7 +107,8 @@ def read_checkpoint(
         files, overrides = _follow(files, overrides, hub)
     if not files.tensors:
         raise ValueError(
-            f"{source}: config.json without weights; expected model.safetensors or pytorch_model.bin beside it, or weights_from in it."
+            f"{source}: config.json without weights; expected model.safetensors or pytorch_model.bin beside it, or"
+            " weights_from in it."
         )
     return _understand(str(source), files, overrides, aux_layer_convention)
 
@@ -103,15 +116,17 @@ def read_checkpoint(
 def complete_config(values: Mapping[str, Any], given: Mapping[str, Any]) -> Eagle31Config:
     """The whole config of a drafter whose `config.json` only points to its weights and states some fields over theirs.
 
-    `given`: keyword arguments of a `from_pretrained`. Fields of `Eagle31Config` win over what is stated; the options that LINK_OPTIONS
-    names are used for the weights, too.
+    `given`: keyword arguments of a `from_pretrained`. Fields of `Eagle31Config` win over what is stated; the options
+    that LINK_OPTIONS names are used for the weights, too.
     """
     overrides = {name: value for name, value in given.items() if name in FIELDS}
     files, stated = _follow(CheckpointFiles("config.json with weights_from", Path(), dict(values)), overrides, given)
     return _understand(files.source, files, stated, None).config
 
 
-def _understand(source: str, files: CheckpointFiles, overrides: dict[str, Any], aux_layer_convention: str | None) -> Checkpoint:
+def _understand(
+    source: str, files: CheckpointFiles, overrides: dict[str, Any], aux_layer_convention: str | None
+) -> Checkpoint:
     producer, sign = identify(files)
     reasons = [f"{producer.name}: {sign}"]
     names, dropped = native_names(files.tensors, files.source)
@@ -130,10 +145,16 @@ def _understand(source: str, files: CheckpointFiles, overrides: dict[str, Any], 
     return _checked(checkpoint)
 
 
-def _follow(files: CheckpointFiles, overrides: dict[str, Any], hub: Mapping[str, Any]) -> tuple[CheckpointFiles, dict[str, Any]]:
+def _follow(
+    files: CheckpointFiles, overrides: dict[str, Any], hub: Mapping[str, Any]
+) -> tuple[CheckpointFiles, dict[str, Any]]:
     """The files a Hub-hosted config points to, and the fields it states, over which `overrides` win."""
     where, link = f"{files.source}: config.json: weights_from", files.config["weights_from"]
-    if not isinstance(link, dict) or not isinstance(link.get("repo_id"), str) or not isinstance(link.get("revision", ""), str):
+    if (
+        not isinstance(link, dict)
+        or not isinstance(link.get("repo_id"), str)
+        or not isinstance(link.get("revision", ""), str)
+    ):
         raise ValueError(f'{where} is {link!r}; expected {{"repo_id": "owner/name", "revision": "commit"}}.')
     repo_id = link["repo_id"]
     try:
@@ -141,15 +162,23 @@ def _follow(files: CheckpointFiles, overrides: dict[str, Any], hub: Mapping[str,
     except HFValidationError as error:
         raise ValueError(f"{where} names {repo_id!r} ({error}); expected a Hub repository, owner/name.") from None
     if repo_id.count("/") != 1 or Path(repo_id).exists():
-        raise ValueError(f"{where} names {repo_id!r}, which is a local path or no owner/name; expected a Hub repository.")
+        raise ValueError(
+            f"{where} names {repo_id!r}, which is a local path or no owner/name; expected a Hub repository."
+        )
     if repo_id == files.source:
         raise ValueError(f"{where} names the repository itself, {repo_id}; expected the one that holds the weights.")
     options = {name: hub[name] for name in LINK_OPTIONS if name in hub}
-    stated = {name: value for name, value in files.config.items() if name not in NOT_OVERRIDES and not name.startswith("_")}
-    refuse_unknown(stated, FIELDS, "fields of Eagle31Config, which win over those of the weights", f"{files.source}: config.json: ")
+    stated = {
+        name: value for name, value in files.config.items() if name not in NOT_OVERRIDES and not name.startswith("_")
+    }
+    refuse_unknown(
+        stated, FIELDS, "fields of Eagle31Config, which win over those of the weights", f"{files.source}: config.json: "
+    )
     base = open_files(repo_id, revision=link.get("revision"), **options)
     if base.config.get("weights_from") is not None:
-        raise ValueError(f"{where} names {repo_id}, which holds no weights but points on; expected the repository that holds them.")
+        raise ValueError(
+            f"{where} names {repo_id}, which holds no weights but points on; expected the repository that holds them."
+        )
     return base, stated | overrides
 
 
@@ -157,7 +186,11 @@ def _misspelt(values: Mapping[str, Any]) -> list[str]:
     """A note on every key of a native config.json that is no field but is spelt almost like one."""
     unknown = sorted(values.keys() - FIELDS - Eagle31Config.base_names())
     meant = {name: nearest(name, FIELDS) for name in unknown}
-    return [f"config.json has {show(name)}, which is no field and not read: is {other} meant" for name, other in meant.items() if other]
+    return [
+        f"config.json has {show(name)}, which is no field and not read: is {other} meant"
+        for name, other in meant.items()
+        if other
+    ]
 
 
 def _checked(checkpoint: Checkpoint) -> Checkpoint:
@@ -185,20 +218,23 @@ def _checked(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, tensors=tensors, made=made, dropped=dropped, notes=notes)
 
 
-def _compare(source: str, expected: Shapes, tensors: dict[str, StoredTensor], made: Mapping[str, Tensor], names: dict[str, str]) -> None:
+def _compare(
+    source: str, expected: Shapes, tensors: dict[str, StoredTensor], made: Mapping[str, Tensor], names: dict[str, str]
+) -> None:
     missing, extra = sorted(expected.keys() - tensors.keys() - made.keys()), sorted(tensors.keys() - expected.keys())
     if missing or extra:
         renamed = {old: new for old, new in names.items() if old != new}
         on_disk = f" In the file: {_some(names)}." if renamed else ""
         raise ValueError(
-            f"{source}: tensors and config disagree: missing {_some(missing)}, unexpected {_some(extra)}. Expected exactly the "
-            f"tensors its config.json describes; check the flags there (fc_norm, norm_before_fc, share_target_head, ...).{on_disk}"
+            f"{source}: tensors and config disagree: missing {_some(missing)}, unexpected {_some(extra)}. Expected"
+            " exactly the tensors its config.json describes; check the flags there (fc_norm, norm_before_fc,"
+            f" share_target_head, ...).{on_disk}"
         )
     for name, stored in sorted(tensors.items()):
         if name not in made and stored.shape != expected[name]:
             raise ValueError(
-                f"{stored.file}: {stored.name} has shape {stored.shape}; expected {expected[name]}, as config.json describes. "
-                "Check the sizes there."
+                f"{stored.file}: {stored.name} has shape {stored.shape}; expected {expected[name]}, as config.json"
+                " describes. Check the sizes there."
             )
         if name not in vocab.MAPS and stored.dtype not in FLOATS:
             raise ValueError(
@@ -221,7 +257,10 @@ def _vocabulary_map(checkpoint: Checkpoint, notes: list[str]) -> dict[str, Tenso
     else:
         d2t, where = _side_map(checkpoint, notes), f"{source}: "
     if d2t.shape != (config.draft_vocab_size,):
-        raise ValueError(f"{where}d2t has shape {tuple(d2t.shape)}; expected ({config.draft_vocab_size},), one entry a row of lm_head.")
+        raise ValueError(
+            f"{where}d2t has shape {tuple(d2t.shape)}; expected ({config.draft_vocab_size},), one entry a row of"
+            " lm_head."
+        )
     try:
         vocab.check_mapping(d2t, config.vocab_size)
     except ValueError as error:
@@ -230,13 +269,18 @@ def _vocabulary_map(checkpoint: Checkpoint, notes: list[str]) -> dict[str, Tenso
     if "t2d" in tensors:
         stored = _load_map(tensors["t2d"]).bool().flatten()
         if not torch.equal(stored, t2d):
-            notes.append(f"t2d marks {int(stored.sum())} ids and is not what d2t says ({int(t2d.sum())} ids): rebuilt from d2t")
+            notes.append(
+                f"t2d marks {int(stored.sum())} ids and is not what d2t says ({int(t2d.sum())} ids): rebuilt from d2t"
+            )
     return {"d2t": d2t, "t2d": t2d}
 
 
 def _load_map(stored: StoredTensor) -> Tensor:
     if stored.dtype in FLOATS or (stored.dtype == "BOOL" and not stored.name.endswith("t2d")) or len(stored.shape) != 1:
-        raise ValueError(f"{stored.file}: {stored.name} is {stored.dtype} of shape {stored.shape}; expected integers in one dimension.")
+        raise ValueError(
+            f"{stored.file}: {stored.name} is {stored.dtype} of shape {stored.shape}; expected integers in one"
+            " dimension."
+        )
     tensor = stored.load()
     return tensor if tensor.dtype == torch.bool else tensor.long()
 
@@ -252,8 +296,9 @@ def _side_map(checkpoint: Checkpoint, notes: list[str]) -> Tensor:
                 notes.append(f"the draft vocabulary is from {name}: the weights have no d2t")
                 return vocab.offsets(ids)
     raise ValueError(
-        f"{checkpoint.files.source}: lm_head.weight has {config.draft_vocab_size} rows for a vocabulary of {config.vocab_size}, and there "
-        "is no d2t to say which ids they are (engines would take the first ones); expected d2t. Ask the drafter's author for it."
+        f"{checkpoint.files.source}: lm_head.weight has {config.draft_vocab_size} rows for a vocabulary of"
+        f" {config.vocab_size}, and there is no d2t to say which ids they are (engines would take the first ones);"
+        " expected d2t. Ask the drafter's author for it."
     )
 
 
@@ -261,6 +306,6 @@ def _check_trivial(stored: StoredTensor, source: str) -> None:
     values = _load_map(stored)
     if bool(values.logical_not().any() if stored.name.endswith("t2d") else values.any()):
         raise ValueError(
-            f"{source}: the draft vocabulary is as large as the target's, yet {stored.name} reorders or leaves out ids; expected zeros in "
-            "d2t and true in t2d, or neither."
+            f"{source}: the draft vocabulary is as large as the target's, yet {stored.name} reorders or leaves out ids;"
+            " expected zeros in d2t and true in t2d, or neither."
         )

@@ -1,4 +1,5 @@
-"""Folders used by several processes: those that change one in place take turns, those that read it see it before or after a change."""
+"""Folders used by several processes: those that change one in place take turns, those that read it see it before or
+after a change."""
 
 import functools
 import inspect
@@ -27,13 +28,14 @@ ATTEMPTS = 5  # at reading: one conversion in place changes the files twice, at 
 
 @contextmanager
 def folder_lock(folder: Path, required: bool = True) -> Iterator[None]:
-    """A lock on a folder: processes, and threads of one process, hold it in turn. The system releases it when its owner dies.
+    """A lock on a folder: processes, and threads of one process, hold it in turn. The system releases it when its owner
+    dies.
 
-    A thread that holds it and asks again, through a function it calls, goes on at once.
-    The lock file is removed by its owner, before the lock is released. Who waited then gets the lock of the removed
-    file, which nobody else looks for; it notices that the path names another file, or none, and tries again.
-    Raises OSError where there is no lock to be had: the lock file cannot be opened or is a link, or the file system has no locks. With
-    `required=False` it goes on without one instead, and says so.
+    A thread that holds it and asks again, through a function it calls, goes on at once. The lock file is removed by its
+    owner, before the lock is released. Who waited then gets the lock of the removed file, which nobody else looks for;
+    it notices that the path names another file, or none, and tries again. Raises OSError where there is no lock to be
+    had: the lock file cannot be opened or is a link, or the file system has no locks. With `required=False` it goes on
+    without one instead, and says so.
     """
     status = os.stat(folder)
     identity = (status.st_dev, status.st_ino)
@@ -71,7 +73,8 @@ _held = _Held()
 
 
 def _taken(path: Path) -> int:
-    """The descriptor of the lock file at `path`, once this process has its lock and it is still the one that others look for."""
+    """The descriptor of the lock file at `path`, once this process has its lock and it is still the one that others
+    look for."""
     while True:
         descriptor = _locked(path)
         try:
@@ -86,7 +89,8 @@ def _taken(path: Path) -> int:
 
 def _release(descriptor: int) -> None:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough: a child forked meanwhile has the descriptor, too
+        # closing is not enough: a child forked meanwhile has the descriptor, too
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
     finally:
         os.close(descriptor)
 
@@ -97,7 +101,8 @@ def _locked(path: Path) -> int:
     if fcntl is None:
         raise OSError(f"{path.parent}: cannot be locked, because this system has no flock. {remedy}")
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)  # for writing: NFS locks no other exclusively
+        # for writing: NFS locks no other exclusively
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     except OSError as error:
         found = f"{path}: cannot be opened to lock the folder ({error.strerror})"
         raise type(error)(f"{found}; expected a file of your own or none. {remedy}") from None
@@ -109,7 +114,9 @@ def _locked(path: Path) -> int:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
     except OSError as error:
         os.close(descriptor)
-        raise OSError(f"{path}: its file system does not lock files ({error.strerror}), so others could interfere. {remedy}") from None
+        raise OSError(
+            f"{path}: its file system does not lock files ({error.strerror}), so others could interfere. {remedy}"
+        ) from None
     except BaseException:
         os.close(descriptor)
         raise
@@ -117,7 +124,8 @@ def _locked(path: Path) -> int:
 
 
 def _is_in_place(descriptor: int, path: Path) -> bool:
-    """Returns True where the path still names the descriptor's file. Opens it anew: network file systems may remember old names."""
+    """Returns True where the path still names the descriptor's file. Opens it anew: network file systems may remember
+    old names."""
     try:
         other = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -132,7 +140,8 @@ Stamps = dict[str, tuple[int, ...]]
 
 
 def stamps(source: str | os.PathLike | None, subfolder: str | None = None) -> Stamps:
-    """Path -> device, inode, modification time and size of each file of a drafter's folder; empty for what is no folder."""
+    """Path -> device, inode, modification time and size of each file of a drafter's folder; empty for what is no
+    folder."""
     found: Stamps = {}
     for sub in SUBFOLDERS if source is not None else ():
         folder = Path(source, subfolder or "", sub)
@@ -147,7 +156,8 @@ def stamps(source: str | os.PathLike | None, subfolder: str | None = None) -> St
 
 @contextmanager
 def unchanged(before: Stamps, source: str | os.PathLike | None, subfolder: str | None = None) -> Iterator[None]:
-    """Around a block that reads a folder. Raises OSError, whatever the block raised, if the folder's stamps are no longer `before`."""
+    """Around a block that reads a folder. Raises OSError, whatever the block raised, if the folder's stamps are no
+    longer `before`."""
     failure = None
     try:
         yield
@@ -156,14 +166,18 @@ def unchanged(before: Stamps, source: str | os.PathLike | None, subfolder: str |
     now = stamps(source, subfolder)
     changed = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
     if changed:
-        message = f"{changed[0]}: was changed while it was read; expected it to stay as it is. Nothing was written; run it again."
+        message = (
+            f"{changed[0]}: was changed while it was read; expected it to stay as it is. Nothing was written; run it"
+            " again."
+        )
         raise OSError(message) from failure
     if failure is not None:
         raise failure
 
 
 def settled(argument: str) -> Callable[[Function], Function]:
-    """Decorates a function that reads the folder in its argument of that name: it is called again when the folder changed meanwhile.
+    """Decorates a function that reads the folder in its argument of that name: it is called again when the folder
+    changed meanwhile.
 
     The function then returns, or fails, for one state of the folder. Raises OSError when it is changed again and again.
     """
@@ -184,7 +198,9 @@ def settled(argument: str) -> Callable[[Function], Function]:
                     if failure is not None:
                         raise failure
                     return result
-            raise OSError(f"{source}: was changed while it was read, {ATTEMPTS} times in a row; expected it to settle.") from failure
+            raise OSError(
+                f"{source}: was changed while it was read, {ATTEMPTS} times in a row; expected it to settle."
+            ) from failure
 
         return read  # type: ignore[return-value]
 

@@ -1,4 +1,5 @@
-"""Finds what a checkpoint's name stands for, a folder or a Hub repository; where that cannot be read, errors say so in plain words."""
+"""Finds what a checkpoint's name stands for, a folder or a Hub repository; where that cannot be read, errors say so in
+plain words."""
 
 import os
 from typing import Any
@@ -15,7 +16,8 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import validate_repo_id
 from transformers.utils import cached_file
 
-# What the client raises when a request fails: its own error, and that one's base class, the error of the HTTP library it happens to use.
+# What the client raises when a request fails: its own error, and that one's base class, the error of the HTTP library
+# it happens to use.
 HUB_ERRORS = (HfHubHTTPError.__mro__[1], HfHubHTTPError)
 
 
@@ -28,53 +30,71 @@ def check_name(source: str, expected: str = "drafter") -> None:
     if os.path.isdir(source):
         return
     if os.path.lexists(source):
-        raise OSError(f"{source}: is a file; expected the folder of a {expected}, or a Hub repository as in owner/name.")
+        raise OSError(
+            f"{source}: is a file; expected the folder of a {expected}, or a Hub repository as in owner/name."
+        )
     try:
         validate_repo_id(source)
     except HFValidationError:
         name = source[:200] or "''"
-        raise OSError(f"{name}: there is no such folder; expected that of a {expected}, or a Hub repository as in owner/name.") from None
+        raise OSError(
+            f"{name}: there is no such folder; expected that of a {expected}, or a Hub repository as in owner/name."
+        ) from None
 
 
 def find_config(source: str, expected: str = "drafter", **hub: Any) -> str:
-    """The path of `config.json` in a folder, or downloaded from a Hub repository. Raises OSError that says why there is none."""
+    """The path of `config.json` in a folder, or downloaded from a Hub repository. Raises OSError that says why there is
+    none."""
     check_name(source, expected)
     if os.path.isdir(source):
         path = os.path.join(source, hub.get("subfolder") or "", "config.json")
         if not os.path.isfile(path):
-            raise OSError(f"{source}: holds no config.json; expected the folder of a {expected}, or the name of a Hub repository.")
+            raise OSError(
+                f"{source}: holds no config.json; expected the folder of a {expected}, or the name of a Hub repository."
+            )
         return path
     path = fetch(source, "config.json", **hub)
     if path is None:
-        raise OSError(f"{source}: has no config.json at revision {hub.get('revision') or 'main'}; expected a {expected}'s repository.")
+        raise OSError(
+            f"{source}: has no config.json at revision {hub.get('revision') or 'main'}; expected a {expected}'s"
+            " repository."
+        )
     return path
 
 
 def fetch(source: str, name: str, **hub: Any) -> str | None:
-    """The path of a repository's file in the Hub's cache, downloaded if need be; None where the repository has no such file.
+    """The path of a repository's file in the Hub's cache, downloaded if need be; None where the repository has no such
+    file.
 
-    Raises OSError, which names the repository and the remedy, where the Hub does not tell; `HubError` where the Hub did not answer.
+    Raises OSError, which names the repository and the remedy, where the Hub does not tell; `HubError` where the Hub did
+    not answer.
     """
     try:
         return cached_file(source, name, **hub)
     except OSError as error:
         cause = error.__cause__
-        if cause is None and error.errno is None and not isinstance(error, HfHubHTTPError):  # the Hub answered: no such file
+        # the Hub answered: no such file
+        if cause is None and error.errno is None and not isinstance(error, HfHubHTTPError):
             return None
         raise _diagnosed(source, name, hub.get("revision"), error, cause) from error
     except HUB_ERRORS as error:
-        raise HubError(f"{source}: {name}: the download broke off ({first_line(error)}). Run it again to go on.") from error
+        raise HubError(
+            f"{source}: {name}: the download broke off ({first_line(error)}). Run it again to go on."
+        ) from error
 
 
 def _diagnosed(source: str, name: str, revision: str | None, error: OSError, cause: BaseException | None) -> OSError:
-    """Returns an error that names what was asked for and the remedy where the Hub's client caused `error`; else `error` itself."""
+    """Returns an error that names what was asked for and the remedy where the Hub's client caused `error`; else `error`
+    itself."""
     page = f"{constants.ENDPOINT}/{source}"
     if isinstance(cause, GatedRepoError):
-        return OSError(f"{source}: is gated. Ask for access at {page}, then log in with `hf auth login` or set HF_TOKEN.")
+        return OSError(
+            f"{source}: is gated. Ask for access at {page}, then log in with `hf auth login` or set HF_TOKEN."
+        )
     if isinstance(cause, RepositoryNotFoundError):
         return OSError(
-            f"{source}: there is no such folder, and {constants.ENDPOINT} has no such repository, or hides it. Check the name; if it is "
-            "private, log in with `hf auth login` or set HF_TOKEN."
+            f"{source}: there is no such folder, and {constants.ENDPOINT} has no such repository, or hides it. Check"
+            " the name; if it is private, log in with `hf auth login` or set HF_TOKEN."
         )
     if isinstance(cause, RevisionNotFoundError):
         return OSError(f"{source}: has no revision {revision!r}; expected a branch, a tag or a commit of {page}.")

@@ -1,6 +1,8 @@
-"""Names and shapes: what a drafter's config says its tensors are, what other producers call them, and what marks other graphs.
+"""Names and shapes: what a drafter's config says its tensors are, what other producers call them, and what marks other
+graphs.
 
-h drafter width, ht target width, n captured states, H heads, KV key-value heads, d head_dim, V target and Vd draft vocabulary.
+h drafter width, ht target width, n captured states, H heads, KV key-value heads, d head_dim, V target and Vd draft
+vocabulary.
 """
 
 import re
@@ -51,7 +53,9 @@ def native_names(names: Iterable[str], source: str) -> tuple[dict[str, str], dic
     for name in sorted(names):
         short = re.sub(r"^model\.", "", name)
         reason = next((why for pattern, why in DROPPED if re.search(pattern, short)), None)
-        if reason is None or ("hidden_norm" in name and short.replace("hidden_norm", "input_layernorm") not in short_names):
+        if reason is None or (
+            "hidden_norm" in name and short.replace("hidden_norm", "input_layernorm") not in short_names
+        ):
             renamed[name] = native_name(name)
         else:
             dropped[name] = reason
@@ -65,34 +69,50 @@ def native_names(names: Iterable[str], source: str) -> tuple[dict[str, str], dic
 
 
 def refuse_other_graphs(shapes: Shapes, source: str, model_type: str | None) -> None:
-    """Raises ValueError, with the name of what it is, for a checkpoint that is no EAGLE 3 drafter. `shapes` has native names."""
+    """Raises ValueError, with the name of what it is, for a checkpoint that is no EAGLE 3 drafter. `shapes` has native
+    names."""
     for pattern, what in OTHER_GRAPHS:
         found = next((name for name in sorted(shapes) if re.search(pattern, name)), None)
         if found:
-            raise ValueError(f"{source}: {found} marks {what}; expected an EAGLE 3 or 3.1 drafter, which has no such tensor.")
+            raise ValueError(
+                f"{source}: {found} marks {what}; expected an EAGLE 3 or 3.1 drafter, which has no such tensor."
+            )
     num_layers = layer_count(shapes)
     if "fc.weight" not in shapes:
         if "hidden_norm.weight" in shapes:
-            raise ValueError(f"{source}: hidden_norm.weight outside the layers marks a DFlash head; expected an EAGLE 3 or 3.1 drafter.")
-        what = "looks like the target itself" if num_layers > 1 and "layers.0.hidden_norm.weight" not in shapes else "is no EAGLE 3 drafter"
+            raise ValueError(
+                f"{source}: hidden_norm.weight outside the layers marks a DFlash head; expected an EAGLE 3 or 3.1"
+                " drafter."
+            )
+        what = (
+            "looks like the target itself"
+            if num_layers > 1 and "layers.0.hidden_norm.weight" not in shapes
+            else "is no EAGLE 3 drafter"
+        )
         raise ValueError(
-            f"{source}: {len(shapes)} tensors in {num_layers} layers and no fc.weight (config.json: model_type {model_type!r}): "
-            f"this {what}; expected the drafter's checkpoint."
+            f"{source}: {len(shapes)} tensors in {num_layers} layers and no fc.weight (config.json: model_type"
+            f" {model_type!r}): this {what}; expected the drafter's checkpoint."
         )
     if "layers.0.hidden_norm.weight" not in shapes:
         fc = shapes["fc.weight"]
         is_eagle1 = len(fc) == 2 and fc[1] == 2 * fc[0]
         what = "an EAGLE-1 or EAGLE-2 head (fc over [embedding, state])" if is_eagle1 else "another architecture"
-        raise ValueError(f"{source}: fc.weight {fc} without layers.0.hidden_norm.weight marks {what}; expected an EAGLE 3 or 3.1 drafter.")
+        raise ValueError(
+            f"{source}: fc.weight {fc} without layers.0.hidden_norm.weight marks {what}; expected an EAGLE 3 or 3.1"
+            " drafter."
+        )
 
 
 def layer_count(shapes: Iterable[str]) -> int:
     """1 + the highest layer index among the names."""
-    return 1 + max((int(match[1]) for match in (re.match(r"layers\.(\d{1,4})\.", name) for name in shapes) if match), default=-1)
+    return 1 + max(
+        (int(match[1]) for match in (re.match(r"layers\.(\d{1,4})\.", name) for name in shapes) if match), default=-1
+    )
 
 
 def expected_tensors(config: Eagle31Config) -> Shapes:
-    """Native names and shapes of everything a checkpoint with this config holds. The one description of the native format."""
+    """Native names and shapes of everything a checkpoint with this config holds. The one description of the native
+    format."""
     h, fused = config.hidden_size, config.num_aux_states * config.target_hidden_size
     shapes: Shapes = {"fc.weight": (h, fused), "norm.weight": (h,)}
     if config.fc_bias:
@@ -128,7 +148,12 @@ def _layer(config: Eagle31Config, is_fused: bool) -> Shapes:
 
 def _grouped_attention(config: Eagle31Config, in_features: int) -> Shapes:
     q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    rows = {"q_proj": (q, in_features), "k_proj": (kv, in_features), "v_proj": (kv, in_features), "o_proj": (config.hidden_size, q)}
+    rows = {
+        "q_proj": (q, in_features),
+        "k_proj": (kv, in_features),
+        "v_proj": (kv, in_features),
+        "o_proj": (config.hidden_size, q),
+    }
     shapes: Shapes = {f"{name}.weight": shape for name, shape in rows.items()}
     if config.attention_bias:
         shapes |= {f"{name}.bias": shape[:1] for name, shape in rows.items()}

@@ -1,4 +1,5 @@
-"""Safetensors files and folders, written as streams: no more than one tensor is in memory, and nothing is half there afterwards."""
+"""Safetensors files and folders, written as streams: no more than one tensor is in memory, and nothing is half there
+afterwards."""
 
 import errno
 import json
@@ -45,8 +46,8 @@ class Entry:
 def write_safetensors(path: Path, entries: Mapping[str, Entry], source: str) -> None:
     """Writes `path`, byte for byte as safetensors' `save_file` would, and syncs it to disk.
 
-    `path` must be new: what another process links to or reads is never written into. Raises FileExistsError if it is not, ValueError
-    naming the first tensor with a NaN or an infinity; `source` is whose it is.
+    `path` must be new: what another process links to or reads is never written into. Raises FileExistsError if it is
+    not, ValueError naming the first tensor with a NaN or an infinity; `source` is whose it is.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     names = sorted(entries, key=lambda name: (ORDER.index(entries[name].dtype), name))
@@ -62,7 +63,9 @@ def write_safetensors(path: Path, entries: Mapping[str, Entry], source: str) -> 
             check = not_finite(entries[name].dtype)
             for chunk in entries[name].chunks():
                 if check is not None and check(chunk):
-                    raise ValueError(f"{source}: {name} holds NaN or infinite values; expected finite weights. Download it again.")
+                    raise ValueError(
+                        f"{source}: {name} holds NaN or infinite values; expected finite weights. Download it again."
+                    )
                 _write(file, chunk)
         os.fsync(file.fileno())
 
@@ -74,12 +77,16 @@ def _write(file: Any, data: Any) -> None:
 
 
 def not_finite(dtype: str) -> Callable[[memoryview], bool] | None:
-    """A test for NaN and infinity, whose exponents are all ones: as integers they are the largest. bf16 arithmetic is slow on a CPU."""
+    """A test for NaN and infinity, whose exponents are all ones: as integers they are the largest. bf16 arithmetic is
+    slow on a CPU."""
     if dtype not in FLOATS:
         return None
     unsigned, exponent = {
-        "F64": (np.uint64, 0x7FF << 52), "F32": (np.uint32, 0xFF << 23), "BF16": (np.uint16, 0xFF << 7), "F16": (np.uint16, 0x1F << 10),
-    }[dtype]  # fmt: skip
+        "F64": (np.uint64, 0x7FF << 52),
+        "F32": (np.uint32, 0xFF << 23),
+        "BF16": (np.uint16, 0xFF << 7),
+        "F16": (np.uint16, 0x1F << 10),
+    }[dtype]
     without_sign: Any = unsigned(np.iinfo(unsigned).max >> 1)
 
     def check(chunk: memoryview) -> bool:
@@ -98,7 +105,8 @@ def write_json(path: Path, value: Any) -> None:
 def remove_stale_weights(folder: Path) -> None:
     """Removes what an earlier save left that a loader would read with, or instead of, the weights just saved.
 
-    transformers removes an earlier save's shards, but neither the index of those nor, where it writes shards itself, the one file.
+    transformers removes an earlier save's shards, but neither the index of those nor, where it writes shards itself,
+    the one file.
     """
     number = "[0-9]" * 5
     has_shards = any(folder.glob(f"model-{number}-of-{number}.safetensors"))
@@ -109,7 +117,8 @@ NAME_ANOTHER = "Name another, or remove it."
 
 
 def check_new_folder(destination: Path, remedy: str = NAME_ANOTHER) -> None:
-    """Raises ValueError when something is at `destination` already, or in the way to it; `remedy` says what to do about it."""
+    """Raises ValueError when something is at `destination` already, or in the way to it; `remedy` says what to do about
+    it."""
     if destination.is_symlink() or destination.is_file() or (destination.is_dir() and any(destination.iterdir())):
         raise _taken(destination, remedy)
     above = next((parent for parent in destination.parents if parent.exists()), None)

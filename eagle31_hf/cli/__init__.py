@@ -13,7 +13,12 @@ from .parsing import Parser, progress
 
 # name: (function, what adds its arguments, one line, example)
 COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Callable[[argparse.ArgumentParser], None], str, str]] = {
-    "demo": (run.demo, run.add_demo, "watch a trained pair decode the same text faster; offline", "eagle31 demo --profile"),
+    "demo": (
+        run.demo,
+        run.add_demo,
+        "watch a trained pair decode the same text faster; offline",
+        "eagle31 demo --profile",
+    ),
     "generate": (
         run.generate,
         run.add_generate,
@@ -23,7 +28,10 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Callable[[argpars
     "check": (
         checking.check,
         checking.add_check,
-        "say what will work with a target, and whether a drafter fits it, before anything large is downloaded (0: works, 1: does not)",
+        (
+            "say what will work with a target, and whether a drafter fits it, before anything large is downloaded (0:"
+            " works, 1: does not)"
+        ),
         "eagle31 check Qwen/Qwen3-8B RedHatAI/Qwen3-8B-speculator.eagle3",
     ),
     "info": (
@@ -50,7 +58,12 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Callable[[argpars
         "upload a native drafter, or a config that points to its weights, with a model card",
         "eagle31 publish model_cards/EAGLE3-LLaMA3.1-Instruct-8B --repo-id me/EAGLE3-LLaMA3.1-Instruct-8B",
     ),
-    "bench": (benchmarks.bench, benchmarks.add_bench, "measure what the library costs", "eagle31 bench engine --shape qwen3-0.6b"),
+    "bench": (
+        benchmarks.bench,
+        benchmarks.add_bench,
+        "measure what the library costs",
+        "eagle31 bench engine --shape qwen3-0.6b",
+    ),
     "prepare-data": (
         preparation.prepare_data,
         preparation.add_prepare_data,
@@ -61,7 +74,10 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Callable[[argpars
         training.train,
         training.add_train,
         "train a drafter for a causal language model",
-        "eagle31 train --target Qwen/Qwen3-8B --data prepared --output my-drafter --draft-vocab-size 32000 --bf16 --device cuda",
+        (
+            "eagle31 train --target Qwen/Qwen3-8B --data prepared --output my-drafter --draft-vocab-size 32000 --bf16"
+            " --device cuda"
+        ),
     ),
     "upgrade": (
         checkpoints.upgrade,
@@ -93,7 +109,8 @@ def answer(arguments: list[str]) -> int:
     try:
         args = parser().parse_args(arguments)
         args.out = sys.stdout
-        with contextlib.redirect_stdout(sys.stderr if getattr(args, "json", False) else sys.stdout):  # libraries print, too
+        # libraries print, too
+        with contextlib.redirect_stdout(sys.stderr if getattr(args, "json", False) else sys.stdout):
             status = args.function(args)
         if args.out is not None:
             args.out.flush()

@@ -36,17 +36,26 @@ def _engine(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
     prompt_tokens = 128 if args.prompt_tokens is None else args.prompt_tokens
     result = measure_engine(
-        args.shape, getattr(torch, args.dtype), args.device, prompt_tokens, args.max_new_tokens, args.rounds, progress=progress
+        args.shape,
+        getattr(torch, args.dtype),
+        args.device,
+        prompt_tokens,
+        args.max_new_tokens,
+        args.rounds,
+        progress=progress,
     )
     env = result["environment"]
     lines = [
-        f"{args.shape}, random weights, {env['dtype']}, {env['device']}, {env['threads']} threads; {prompt_tokens} + "
-        f"{args.max_new_tokens} tokens, medians of {args.rounds} rounds",
+        (
+            f"{args.shape}, random weights, {env['dtype']}, {env['device']}, {env['threads']} threads; {prompt_tokens}"
+            f" + {args.max_new_tokens} tokens, medians of {args.rounds} rounds"
+        ),
         f"the target alone: {result['target']['tokens_per_second']:.1f} tokens/s",
         "drafting                rows  accepted length  speedup  efficiency (bare forwards / generate)",
     ]
     lines += [
-        f"{run['setting']:<22}  {run['rows']:>4}  {run['mean_accepted_length']:>15.2f}  {run['speedup']:>6.2f}x  {run['efficiency']:>10.1%}"
+        f"{run['setting']:<22}  {run['rows']:>4}  {run['mean_accepted_length']:>15.2f}  {run['speedup']:>6.2f}x "
+        f" {run['efficiency']:>10.1%}"
         for run in result["runs"]
     ]
     return result, "\n".join([*lines, *(run["explanation"] for run in result["runs"] if run["explanation"])])
@@ -65,8 +74,8 @@ def _memory(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         "prompt   chunk   alone      drafted    ratio",
     ]
     lines += [
-        f"{row['prompt_tokens']:>6}  {row['chunk'] or 'whole':>6}  {row['alone'] / 1e6:>6.0f} MB  {row['drafted'] / 1e6:>6.0f} MB  "
-        f"{row['ratio']:.3f}"
+        f"{row['prompt_tokens']:>6}  {row['chunk'] or 'whole':>6}  {row['alone'] / 1e6:>6.0f} MB "
+        f" {row['drafted'] / 1e6:>6.0f} MB  {row['ratio']:.3f}"
         for row in rows
     ]
     return {"memory": rows}, "\n".join(lines)
@@ -82,9 +91,14 @@ def _auto(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     lines = []
     for kind, figures in result.items():
         lines += [
-            f"{kind}: auto is {figures['auto_over_target']:.2f}x the target alone, {figures['auto_over_best']:.3f} of the best fixed "
-            f"setting ({figures['best']})",
-            *(f"  {run['name']:<12} {run['speedup']:>5.2f}x {run['mean_accepted_length']:>6.2f}" for run in figures["runs"]),
+            (
+                f"{kind}: auto is {figures['auto_over_target']:.2f}x the target alone, {figures['auto_over_best']:.3f}"
+                f" of the best fixed setting ({figures['best']})"
+            ),
+            *(
+                f"  {run['name']:<12} {run['speedup']:>5.2f}x {run['mean_accepted_length']:>6.2f}"
+                for run in figures["runs"]
+            ),
         ]
     return result, "\n".join(lines)
 
@@ -95,12 +109,18 @@ def _train(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     from ..bench.training import PARTS, measure_training
 
     tokens = 2048 if args.prompt_tokens is None else args.prompt_tokens
-    result = measure_training(args.shape, getattr(torch, args.dtype), args.device, tokens, args.depth, args.rounds, progress)
+    result = measure_training(
+        args.shape, getattr(torch, args.dtype), args.device, tokens, args.depth, args.rounds, progress
+    )
     env = result["environment"]
     lines = [
-        f"{args.shape}, random weights, {env['dtype']}, {env['device']}, {env['threads']} threads; steps of {tokens} tokens, {args.depth} "
-        f"deep, medians of {args.rounds}",
-        "activations     tokens/s" + "".join(f"{name:>12}" for name in ("step", *PARTS)) + "  step / target  peak memory",
+        (
+            f"{args.shape}, random weights, {env['dtype']}, {env['device']}, {env['threads']} threads; steps of"
+            f" {tokens} tokens, {args.depth} deep, medians of {args.rounds}"
+        ),
+        "activations     tokens/s"
+        + "".join(f"{name:>12}" for name in ("step", *PARTS))
+        + "  step / target  peak memory",
     ]
     for run in result["runs"]:
         seconds = "".join(f"{value:>10.3g} s" for value in (run["step"], *run["seconds"].values()))
@@ -116,18 +136,27 @@ MEASUREMENTS = {"auto": _auto, "convert": _convert, "engine": _engine, "memory":
 
 def add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "what", choices=tuple(MEASUREMENTS),
-        help="auto: the demo pair beside every fixed setting; convert: converting a checkpoint, beside copying it; "
-        "engine: decoding with made-up acceptance, beside the bare forwards; "
-        "memory: a long prompt, with and without a drafter; "
-        "train: a step of training, by part",
-    )  # fmt: skip
-    parser.add_argument("--rounds", type=positive, default=3, help="convert: the fastest counts; engine: the median (default: 3)")
+        "what",
+        choices=tuple(MEASUREMENTS),
+        help=(
+            "auto: the demo pair beside every fixed setting; convert: converting a checkpoint, beside copying it; "
+            "engine: decoding with made-up acceptance, beside the bare forwards; "
+            "memory: a long prompt, with and without a drafter; "
+            "train: a step of training, by part"
+        ),
+    )
+    parser.add_argument(
+        "--rounds", type=positive, default=3, help="convert: the fastest counts; engine: the median (default: 3)"
+    )
     convert, engine = parser.add_argument_group("convert"), parser.add_argument_group("engine, memory, train")
     convert.add_argument("--megabytes", type=positive, default=1000, help="size of the checkpoint (default: 1000)")
     convert.add_argument("--folder", type=path, help="where to write (default: the system's temporary folder)")
-    engine.add_argument("--shape", choices=("tiny", "qwen3-0.6b", "qwen3-8b"), default="qwen3-0.6b", help="(default: qwen3-0.6b)")
-    engine.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of the weights (default: bfloat16)")
+    engine.add_argument(
+        "--shape", choices=("tiny", "qwen3-0.6b", "qwen3-8b"), default="qwen3-0.6b", help="(default: qwen3-0.6b)"
+    )
+    engine.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of the weights (default: bfloat16)"
+    )
     engine.add_argument("--device", type=device, default="cpu", help="cpu, cuda, cuda:1, ... (default: cpu)")
     engine.add_argument("--prompt-tokens", type=positive, help="(default: 128; memory: 16384; train: 2048)")
     engine.add_argument("--depth", type=positive, default=4, help="train: steps unrolled (default: 4)")

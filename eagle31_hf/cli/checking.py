@@ -21,9 +21,14 @@ def check(args: argparse.Namespace) -> int:
 
     with _quietly():
         report = check_target(
-            args.target, args.drafter, revision=args.target_revision, drafter_revision=args.revision, overrides=dict(args.set),
-            aux_layer_convention=args.aux_layer_convention, progress=progress,
-        )  # fmt: skip
+            args.target,
+            args.drafter,
+            revision=args.target_revision,
+            drafter_revision=args.revision,
+            overrides=dict(args.set),
+            aux_layer_convention=args.aux_layer_convention,
+            progress=progress,
+        )
     # Through JSON and back: a drafter's config may hold what JSON has no word for, as a dtype, which becomes its name.
     show(args, json.loads(json.dumps(report.as_dict(), default=str)), "\n".join(_lines(report)))
     return 0 if report.works else 1
@@ -31,8 +36,9 @@ def check(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """A context in which transformers and this library log errors only, as what generate would log of the tiny model is in the report, and
-    torch runs on one thread: at sizes this small more of them only wait for each other. Afterwards all is as it was."""
+    """A context in which transformers and this library log errors only, as what generate would log of the tiny model is
+    in the report, and torch runs on one thread: at sizes this small more of them only wait for each other. Afterwards
+    all is as it was."""
     import torch
     from transformers.utils import logging
 
@@ -62,7 +68,10 @@ def _lines(report: Any) -> list[str]:
         size = f": {drafter.num_parameters:,} parameters, {_size(drafter.num_bytes)}" if drafter.num_bytes else ""
         beside = f" beside the target's {_size(report.num_bytes)}" if drafter.num_bytes and report.num_bytes else ""
         rows += [("drafter", f"{drafter.name}{size}{beside}")]
-        rows += [(f"  {each.name}", f"{'does not fit: ' if each.fits is False else ''}{each.text}") for each in drafter.findings]
+        rows += [
+            (f"  {each.name}", f"{'does not fit: ' if each.fits is False else ''}{each.text}")
+            for each in drafter.findings
+        ]
     rows += [("verdict", report.verdict)]
     return [f"{name:<17} {text}" for name, text in rows]
 
@@ -85,9 +94,14 @@ def _size(num_bytes: int) -> str:
 
 
 def add_check(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", type=path, help="Hub repository (only its config.json is fetched), folder, or config.json")
     parser.add_argument(
-        "drafter", type=path, nargs="?", help="folder or Hub repository of a drafter, of any format (config and headers are read)"
+        "target", type=path, help="Hub repository (only its config.json is fetched), folder, or config.json"
+    )
+    parser.add_argument(
+        "drafter",
+        type=path,
+        nargs="?",
+        help="folder or Hub repository of a drafter, of any format (config and headers are read)",
     )
     parser.add_argument("--target-revision", type=path, help="branch, tag or commit of the target's Hub repository")
     add_reading(parser)

@@ -24,10 +24,15 @@ def _report(checkpoint: Any) -> dict[str, Any]:
     from ..hub import kind
 
     return {
-        "kind": kind(checkpoint.config), "format": checkpoint.format, "native": checkpoint.is_native,
-        "parameters": checkpoint.num_parameters, "reasons": checkpoint.reasons, "notes": checkpoint.notes,
-        "exports": _exports(checkpoint.config), "config": checkpoint.config.to_dict(),
-    }  # fmt: skip
+        "kind": kind(checkpoint.config),
+        "format": checkpoint.format,
+        "native": checkpoint.is_native,
+        "parameters": checkpoint.num_parameters,
+        "reasons": checkpoint.reasons,
+        "notes": checkpoint.notes,
+        "exports": _exports(checkpoint.config),
+        "config": checkpoint.config.to_dict(),
+    }
 
 
 def _exports(config: Any) -> dict[str, str]:
@@ -49,28 +54,54 @@ def _info_lines(source: str, checkpoint: Any, report: dict[str, Any]) -> list[st
 
     config = checkpoint.config
     depth = checkpoint.knobs.get("num_assistant_tokens")
-    attention = f"MLA latent {config.kv_lora_rank}" if config.kv_lora_rank is not None else (
-        f"{config.num_key_value_heads} key-value heads of {config.head_dim}{', q/k norm' if config.qk_norm else ''}"
-    )  # fmt: skip
+    attention = (
+        f"MLA latent {config.kv_lora_rank}"
+        if config.kv_lora_rank is not None
+        else (
+            f"{config.num_key_value_heads} key-value heads of {config.head_dim}{', q/k norm' if config.qk_norm else ''}"
+        )
+    )
     own, shared = "its own", "the target's"
     rows = [
-        ("drafter", f"{source}: {report['kind']}, {report['parameters']:,} parameters, {str(config.dtype).removeprefix('torch.')}"),
+        (
+            "drafter",
+            (
+                f"{source}: {report['kind']}, {report['parameters']:,} parameters,"
+                f" {str(config.dtype).removeprefix('torch.')}"
+            ),
+        ),
         ("target", config.target_model or "not named"),
         ("format", f"{'native' if checkpoint.is_native else 'converted while loading'}; {checkpoint.reasons[0]}"),
         *(("", reason) for reason in checkpoint.reasons[1:]),
         *(("note", note) for note in checkpoint.notes),
         ("flags", ", ".join(f"{name}={getattr(config, name)}".lower() for name in FLAGS)),
-        ("layers", f"{config.num_hidden_layers}, width {config.hidden_size}, MLP {config.intermediate_size}, "
-                   f"{config.num_attention_heads} heads, {attention}"),
-        ("reads", f"{config.num_aux_states} target states of width {config.target_hidden_size}, hidden_states indices "
-                  f"{config.aux_hidden_state_layer_ids or '[2, L // 2, L - 3]'}"),
-        ("vocabulary", f"proposes {config.draft_vocab_size} of {config.vocab_size} ids; embedding: "
-                       f"{shared if config.share_target_embeddings else own}, head: {shared if config.share_target_head else own}"),
+        (
+            "layers",
+            (
+                f"{config.num_hidden_layers}, width {config.hidden_size}, MLP {config.intermediate_size}, "
+                f"{config.num_attention_heads} heads, {attention}"
+            ),
+        ),
+        (
+            "reads",
+            (
+                f"{config.num_aux_states} target states of width {config.target_hidden_size}, hidden_states indices "
+                f"{config.aux_hidden_state_layer_ids or '[2, L // 2, L - 3]'}"
+            ),
+        ),
+        (
+            "vocabulary",
+            (
+                f"proposes {config.draft_vocab_size} of {config.vocab_size} ids; embedding:"
+                f" {shared if config.share_target_embeddings else own}, head:"
+                f" {shared if config.share_target_head else own}"
+            ),
+        ),
         ("rope", json.dumps(config.rope_parameters)),
         ("exports", ", ".join(name for name, answer in report["exports"].items() if answer == "yes") or "none"),
         *(("", answer) for answer in report["exports"].values() if answer != "yes"),
         *([("drafting", f"num_assistant_tokens={depth}")] if depth else []),
-    ]  # fmt: skip
+    ]
     return [f"{name:<11} {text}" for name, text in rows]
 
 
@@ -82,12 +113,16 @@ def convert(args: argparse.Namespace) -> int:
     url = None
     if args.create_pr:
         if args.destination is not None or args.discard_original:
-            raise ValueError("--create-pr changes a Hub repository; expected neither a destination nor --discard-original with it.")
+            raise ValueError(
+                "--create-pr changes a Hub repository; expected neither a destination nor --discard-original with it."
+            )
         checkpoint, url = convert_on_hub(args.source, **reading_options(args))
         where = url or f"{args.source}: nothing to do, it is native already"
     else:
         options = reading_options(args)
-        checkpoint = convert_checkpoint(args.source, args.destination, discard_original=args.discard_original, **options)
+        checkpoint = convert_checkpoint(
+            args.source, args.destination, discard_original=args.discard_original, **options
+        )
         where = str(checkpoint.folder)
     lines = [f"native checkpoint: {where}", *checkpoint.reasons, *(f"note: {note}" for note in checkpoint.notes)]
     show(args, {"result": where, "reasons": checkpoint.reasons, "notes": checkpoint.notes}, "\n".join(lines))
@@ -110,7 +145,9 @@ def publish(args: argparse.Namespace) -> int:
     from ..hub import publish as upload_folder
 
     progress(f"uploading {args.folder} to {args.repo_id}")
-    url = upload_folder(args.folder, args.repo_id, private=args.private or None, revision=args.revision, create_pr=args.create_pr)
+    url = upload_folder(
+        args.folder, args.repo_id, private=args.private or None, revision=args.revision, create_pr=args.create_pr
+    )
     show(args, {"url": url}, url)
     return 0
 
@@ -127,7 +164,9 @@ def upgrade(args: argparse.Namespace) -> int:
     options = reading_options(args)
     drafter = Eagle31DrafterModel.from_pretrained(args.drafter, dtype=target.dtype, **options).to(args.device).eval()
     progress(f"calibrating on {len(texts)} texts, then measuring acceptance before and after")
-    upgraded = upgrade_to_eagle31(drafter, target, texts, tokenizer=tokenizer, num_prompts=args.prompts, max_new_tokens=args.max_new_tokens)
+    upgraded = upgrade_to_eagle31(
+        drafter, target, texts, tokenizer=tokenizer, num_prompts=args.prompts, max_new_tokens=args.max_new_tokens
+    )
     report = upgraded.upgrade_report
     if args.output is not None:
         with new_folder(Path(args.output)) as folder:
@@ -137,12 +176,14 @@ def upgrade(args: argparse.Namespace) -> int:
 
 
 def read_texts(path: Path) -> list[str]:
-    """The `text` of every line of a .jsonl file, or any other file as one text. Raises ValueError for a line without one."""
+    """The `text` of every line of a .jsonl file, or any other file as one text. Raises ValueError for a line without
+    one."""
     content = read_text(path)
     if path.suffix != ".jsonl":
         return [content]
     texts = []
-    for number, line in enumerate(io.StringIO(content), 1):  # splitlines() would end a line at U+2028, too, which JSON does not escape
+    # splitlines() would end a line at U+2028, too, which JSON does not escape
+    for number, line in enumerate(io.StringIO(content), 1):
         try:
             text = json.loads(line)["text"]
         except (ValueError, KeyError, TypeError, RecursionError):
@@ -162,7 +203,12 @@ def add_info(parser: argparse.ArgumentParser) -> None:
 def add_convert(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(kept=kept.conversion)
     parser.add_argument("source", type=path, help="folder or Hub repository")
-    parser.add_argument("destination", type=path, nargs="?", help="a new folder (default: in place, the originals kept in SOURCE/original)")
+    parser.add_argument(
+        "destination",
+        type=path,
+        nargs="?",
+        help="a new folder (default: in place, the originals kept in SOURCE/original)",
+    )
     parser.add_argument("--discard-original", action="store_true", help="remove what an in-place conversion keeps")
     parser.add_argument("--create-pr", action="store_true", help="open a pull request on the Hub repository SOURCE")
     add_reading(parser)
@@ -175,7 +221,9 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("destination", type=path, help="a new folder")
     parser.add_argument("--format", choices=("vllm", "sglang", "speculators"), default="vllm")
     parser.add_argument(
-        "--target-type", type=path, help="the target's model_type, where SGLang's layer ids depend on it (gpt_oss, deepseek_v3, ...)"
+        "--target-type",
+        type=path,
+        help="the target's model_type, where SGLang's layer ids depend on it (gpt_oss, deepseek_v3, ...)",
     )
     parser.add_argument("--num-speculative-tokens", type=positive, default=5, help="in the printed line (default: 5)")
     add_reading(parser)
@@ -195,9 +243,14 @@ def add_publish(parser: argparse.ArgumentParser) -> None:
 def add_upgrade(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(kept=lambda args: kept.new_folder(args.output))
     parser.add_argument("--target", type=path, required=True, help="folder or Hub repository of the target")
-    parser.add_argument("--drafter", type=path, required=True, help="folder or Hub repository of its EAGLE 3 drafter, of any format")
     parser.add_argument(
-        "--texts", type=path, required=True, help='.jsonl with {"text": ...} on every line, or a plain text file; some thousand tokens'
+        "--drafter", type=path, required=True, help="folder or Hub repository of its EAGLE 3 drafter, of any format"
+    )
+    parser.add_argument(
+        "--texts",
+        type=path,
+        required=True,
+        help='.jsonl with {"text": ...} on every line, or a plain text file; some thousand tokens',
     )
     parser.add_argument("--output", type=path, help="where to save the upgraded drafter")
     parser.add_argument("--prompts", type=positive, default=8, help="texts to measure acceptance on (default: 8)")

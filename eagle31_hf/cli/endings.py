@@ -18,7 +18,8 @@ from ..starting import STOPPING, die
 
 FAILED, BAD_INPUT = 1, 2
 LONGEST = 1000  # characters of a line, however long what it quotes is
-# The kinds of error a command may end with, the first that fits; any other is a defect of ours, and keeps its traceback.
+# The kinds of error a command may end with, the first that fits; any other is a defect of ours, and keeps its
+# traceback.
 KINDS: tuple[tuple[tuple[type[BaseException], ...], str, int], ...] = (
     ((HubError, OfflineModeIsEnabled, MemoryError, SafetensorError), "failed", FAILED),
     ((ValueError, OSError, StrictDataclassError), "error", BAD_INPUT),
@@ -62,7 +63,10 @@ def explain(error: BaseException, args: Namespace | None) -> tuple[str, int] | N
             text, of_machine = _text(error)
             text = text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
             word, status = ("failed", FAILED) if of_machine else (word, status)
-            return f"eagle31: {word}: {text}" + (f" {sentence(args)}" if of_machine and args is not None else ""), status
+            return (
+                f"eagle31: {word}: {text}" + (f" {sentence(args)}" if of_machine and args is not None else ""),
+                status,
+            )
     return None
 
 
@@ -72,7 +76,10 @@ def _text(error: BaseException) -> tuple[str, bool]:
     known: dict[int | None, str] = {**FILE_ERRORS, **MACHINE_ERRORS}
     if isinstance(error, OSError) and number in known:
         where = error.filename2 or error.filename
-        return f"{os.fsdecode(where) if isinstance(where, str | bytes) else 'writing'}: {known[number]}", number in MACHINE_ERRORS
+        return (
+            f"{os.fsdecode(where) if isinstance(where, str | bytes) else 'writing'}: {known[number]}",
+            number in MACHINE_ERRORS,
+        )
     cause = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ is not None else error
     is_full = f"os error {errno.ENOSPC}" in str(error)  # errors of libraries written in Rust have no errno
     return " ".join(str(cause).split()) or type(error).__name__, is_full
@@ -106,7 +113,8 @@ def forget() -> None:
 
 
 def as_program(run: Callable[[], int]) -> int:
-    """Runs the command as this process's program. Returns its exit status, unless a signal or a closed output ends the process."""
+    """Runs the command as this process's program. Returns its exit status, unless a signal or a closed output ends the
+    process."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # a locale may be unable to encode what a model generates
@@ -150,7 +158,8 @@ def _is_abandoned(stream: Any) -> bool:
 
 
 def silence() -> None:
-    """Flushes stdout and stderr; what cannot be written is sent to the null device, or Python would complain at its exit."""
+    """Flushes stdout and stderr; what cannot be written is sent to the null device, or Python would complain at its
+    exit."""
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:

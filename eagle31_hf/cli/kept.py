@@ -1,4 +1,5 @@
-"""What each command leaves behind when it is stopped or the machine fails, and how to go on: a sentence, from what is on the disk."""
+"""What each command leaves behind when it is stopped or the machine fails, and how to go on: a sentence, from what is
+on the disk."""
 
 import argparse
 from pathlib import Path
@@ -55,4 +56,7 @@ def checkpoint(args: argparse.Namespace) -> str:
         return f"{newest} is kept; {resumed} from the last complete checkpoint.{earlier}"
     if holds_rows(args.output) and not begun:
         return f"There is no checkpoint in {args.output} yet, but rows, which are kept; {resumed} with them.{earlier}"
-    return f"There is no checkpoint in {args.output} yet; begin anew{', with --overwrite' if aside or begun else ''}.{earlier}"
+    return (
+        f"There is no checkpoint in {args.output} yet; begin"
+        f" anew{', with --overwrite' if aside or begun else ''}.{earlier}"
+    )

@@ -11,7 +11,8 @@ from ..json_file import read_json
 
 
 def refuse_drafter(source: str, revision: str | None = None) -> None:
-    """Raises OSError where there is no such model, ValueError where it is a drafter: before seconds are spent on loading anything."""
+    """Raises OSError where there is no such model, ValueError where it is a drafter: before seconds are spent on
+    loading anything."""
     from pathlib import Path
 
     sign = drafter_sign(read_json(Path(find_config(source, "target", revision=revision)), constants=True))
@@ -20,8 +21,8 @@ def refuse_drafter(source: str, revision: str | None = None) -> None:
 
 
 def refuse_missing_weights(source: str) -> None:
-    """Raises ValueError where a folder's weights are less than a bit for every parameter of its config: transformers would make up the
-    rest, tens of gigabytes maybe, before it finds that some are missing."""
+    """Raises ValueError where a folder's weights are less than a bit for every parameter of its config: transformers
+    would make up the rest, tens of gigabytes maybe, before it finds that some are missing."""
     from ..targets.source import count_parameters, read_target
 
     if not os.path.isdir(source):
@@ -30,8 +31,8 @@ def refuse_missing_weights(source: str) -> None:
     count = count_parameters(target) if target.num_bytes else None
     if count is not None and 8 * target.num_bytes < count:
         raise ValueError(
-            f"{source}: its weights are {target.num_bytes:,} bytes, its config.json describes {count:,} parameters; expected the "
-            "weights of that config. Download it again."
+            f"{source}: its weights are {target.num_bytes:,} bytes, its config.json describes {count:,} parameters;"
+            " expected the weights of that config. Download it again."
         )
 
 
@@ -49,14 +50,17 @@ def load_causal_lm(source: str, **options: Any) -> Any:
 
     refuse_drafter(source, options.get("revision"))
     refuse_missing_weights(source)
-    with reading(source, "cannot be loaded as a causal language model", "a model that transformers' AutoModelForCausalLM reads"):
+    with reading(
+        source, "cannot be loaded as a causal language model", "a model that transformers' AutoModelForCausalLM reads"
+    ):
         return AutoModelForCausalLM.from_pretrained(source, **options).eval()
 
 
 @contextmanager
 def reading(source: str, failure: str, expected: str) -> Iterator[None]:
-    """Names the source in whatever goes wrong while transformers and tokenizers read files of any origin: their readers let
-    KeyError, TypeError and bare exceptions through. OSError, RuntimeError, ImportError and MemoryError pass as they are.
+    """Names the source in whatever goes wrong while transformers and tokenizers read files of any origin: their readers
+    let KeyError, TypeError and bare exceptions through. OSError, RuntimeError, ImportError and MemoryError pass as they
+    are.
     """
     try:
         yield

@@ -79,7 +79,9 @@ def real(least: float, most: float = math.inf, above: bool = False) -> Callable[
         except ValueError:
             number = math.nan
         if not (math.isfinite(number) and least <= number <= most) or (above and number == least):
-            raise argparse.ArgumentTypeError(f"got {text[:40]!r}, expected a number {'above' if above else 'of at least'} {least:g}{upper}")
+            raise argparse.ArgumentTypeError(
+                f"got {text[:40]!r}, expected a number {'above' if above else 'of at least'} {least:g}{upper}"
+            )
         return number
 
     return read
@@ -94,7 +96,8 @@ def positive_or_auto(text: str) -> int | str:
 
 
 def path(text: str) -> str:
-    """The name of a file, a folder or a repository. Refuses an empty one, maybe of an unset variable: it would mean the current folder."""
+    """The name of a file, a folder or a repository. Refuses an empty one, maybe of an unset variable: it would mean the
+    current folder."""
     if not text.strip() or "\0" in text:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a name")
     return text
@@ -110,7 +113,8 @@ def words(text: str) -> str:
 
 
 def read_text(file: str | Path) -> str:
-    """The content of a text file. Raises ValueError, which names the file, where that is not UTF-8, OSError where it cannot be read."""
+    """The content of a text file. Raises ValueError, which names the file, where that is not UTF-8, OSError where it
+    cannot be read."""
     try:
         return Path(file).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -158,9 +162,16 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 def add_reading(parser: argparse.ArgumentParser) -> None:
     """Options that decide where a checkpoint is ambiguous, and its revision."""
-    parser.add_argument("--aux-layer-convention", choices=("boundary", "output"), help="how the checkpoint counts the target's layers")
     parser.add_argument(
-        "--set", type=config_field, action="append", default=[], metavar="FIELD=VALUE", help="overrides a field of Eagle31Config"
+        "--aux-layer-convention", choices=("boundary", "output"), help="how the checkpoint counts the target's layers"
+    )
+    parser.add_argument(
+        "--set",
+        type=config_field,
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="overrides a field of Eagle31Config",
     )
     parser.add_argument("--revision", type=path, help="branch, tag or commit of the drafter's Hub repository")
 

@@ -34,19 +34,37 @@ def prepare_data(args: argparse.Namespace) -> int:
 
     generation = _generation(args)
     if not args.regenerate and (generation or args.max_new_tokens is not None):
-        raise ValueError("--max-new-tokens, --temperature, --top-p and --top-k are of regenerated answers; expected --regenerate too.")
+        raise ValueError(
+            "--max-new-tokens, --temperature, --top-p and --top-k are of regenerated answers; expected --regenerate"
+            " too."
+        )
     check_store_folder(args.output)
     progress(f"loading {args.target}")
     template = None if args.chat_template is None else read_text(args.chat_template)
     tokenizer, target = load_tokenizer(args.target, args.revision), load_target(args)
     prepared = prepare(
-        target, tokenizer, args.data, args.output, max_length=args.max_length, states=args.states, layer_ids=args.layers,
-        dtype=args.states_dtype, regenerate=args.regenerate, generation=generation, batch_size=args.batch_size,
-        records_per_shard=args.records_per_shard, part=args.part, template_augmentation=args.template_augmentation,
+        target,
+        tokenizer,
+        args.data,
+        args.output,
+        max_length=args.max_length,
+        states=args.states,
+        layer_ids=args.layers,
+        dtype=args.states_dtype,
+        regenerate=args.regenerate,
+        generation=generation,
+        batch_size=args.batch_size,
+        records_per_shard=args.records_per_shard,
+        part=args.part,
+        template_augmentation=args.template_augmentation,
         template_options=dict(args.template_option),
-        chat_template=template, seed=args.seed, split=args.split, mask=args.mask, progress=progress,
+        chat_template=template,
+        seed=args.seed,
+        split=args.split,
+        mask=args.mask,
+        progress=progress,
         **({} if args.max_new_tokens is None else {"max_new_tokens": args.max_new_tokens}),
-    )  # fmt: skip
+    )
     report = asdict(prepared)
     show(args, report, "\n".join(_lines(report)))
     return 0
@@ -58,7 +76,9 @@ def load_target(args: argparse.Namespace) -> Any:
     from transformers.distributed import DistributedConfig
 
     if args.tensor_parallel and (args.device_map or args.load_in):
-        raise ValueError("--tensor-parallel splits every weight over processes; expected neither --device-map nor --load-in with it.")
+        raise ValueError(
+            "--tensor-parallel splits every weight over processes; expected neither --device-map nor --load-in with it."
+        )
     options: dict[str, Any] = {"dtype": args.dtype, "revision": args.revision}
     if args.load_in is not None:
         options["quantization_config"] = BitsAndBytesConfig(**QUANTIZATIONS[args.load_in])
@@ -99,12 +119,20 @@ def part_of(text: str) -> tuple[int, int]:
 
 def add_prepare_data(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(kept=kept.shards)
-    parser.add_argument("--target", type=path, required=True, help="folder or Hub repository of the model to train a drafter for")
     parser.add_argument(
-        "--data", type=path, required=True, help=".jsonl, .json, .parquet or text file, a folder of them, or a dataset of the Hub"
+        "--target", type=path, required=True, help="folder or Hub repository of the model to train a drafter for"
     )
     parser.add_argument(
-        "--output", type=path, required=True, help="the store's folder; run again with the same arguments, what is missing is added"
+        "--data",
+        type=path,
+        required=True,
+        help=".jsonl, .json, .parquet or text file, a folder of them, or a dataset of the Hub",
+    )
+    parser.add_argument(
+        "--output",
+        type=path,
+        required=True,
+        help="the store's folder; run again with the same arguments, what is missing is added",
     )
     parser.add_argument("--split", default="train", help="of a dataset (default: train)")
     parser.add_argument("--regenerate", action="store_true", help="replace answers by the target's own")
@@ -112,8 +140,16 @@ def add_prepare_data(parser: argparse.ArgumentParser) -> None:
     _add_rows(parser)
     _add_generation(parser)
     _add_states(parser)
-    parser.add_argument("--part", type=part_of, default=(0, 1), metavar="I/N", help="make only the shards of process I of N (default: 0/1)")
-    parser.add_argument("--records-per-shard", type=positive, default=64, help="records of the data in a shard (default: 64)")
+    parser.add_argument(
+        "--part",
+        type=part_of,
+        default=(0, 1),
+        metavar="I/N",
+        help="make only the shards of process I of N (default: 0/1)",
+    )
+    parser.add_argument(
+        "--records-per-shard", type=positive, default=64, help="records of the data in a shard (default: 64)"
+    )
     parser.add_argument("--batch-size", type=positive, default=8, help="rows the target reads at once (default: 8)")
     parser.add_argument("--seed", type=seed, default=0)
     add_loading(parser)
@@ -121,8 +157,12 @@ def add_prepare_data(parser: argparse.ArgumentParser) -> None:
 
 def _add_rows(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-length", type=positive, default=2048, help="tokens of a row (default: 2048)")
-    parser.add_argument("--mask", choices=("answers", "all"), default="answers", help="which tokens are trained on (default: answers)")
-    parser.add_argument("--chat-template", type=path, metavar="FILE", help="a Jinja template instead of the tokenizer's")
+    parser.add_argument(
+        "--mask", choices=("answers", "all"), default="answers", help="which tokens are trained on (default: answers)"
+    )
+    parser.add_argument(
+        "--chat-template", type=path, metavar="FILE", help="a Jinja template instead of the tokenizer's"
+    )
     add_template_option(parser)
     parser.add_argument(
         "--template-augmentation",
@@ -135,31 +175,51 @@ def _add_rows(parser: argparse.ArgumentParser) -> None:
 
 def _add_generation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=positive, help="of a regenerated answer (default: 1024)")
-    parser.add_argument("--temperature", type=temperature, help="0: greedy (default: as the target's generation config has it)")
+    parser.add_argument(
+        "--temperature", type=temperature, help="0: greedy (default: as the target's generation config has it)"
+    )
     parser.add_argument("--top-p", type=top_p)
     parser.add_argument("--top-k", type=positive)
 
 
 def _add_states(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--layers", type=count, nargs="+", metavar="ID", help="hidden_states indices to store (default: 2, L // 2, L - 3 of L layers)"
+        "--layers",
+        type=count,
+        nargs="+",
+        metavar="ID",
+        help="hidden_states indices to store (default: 2, L // 2, L - 3 of L layers)",
     )
     parser.add_argument(
-        "--states-dtype", choices=("float32", "bfloat16", "float16", "fp8"), help="how states are stored (default: as the target has them)"
+        "--states-dtype",
+        choices=("float32", "bfloat16", "float16", "fp8"),
+        help="how states are stored (default: as the target has them)",
     )
 
 
 def add_template_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--template-option", type=field, action="append", default=[], metavar="NAME=VALUE",
+        "--template-option",
+        type=field,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
         help="what the chat template reads besides, as enable_thinking=false",
-    )  # fmt: skip
+    )
 
 
 def add_loading(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--revision", type=path, help="branch, tag or commit of the target's Hub repository")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the target (default: auto, its own)")
-    parser.add_argument("--device-map", type=device_map, help="spread the target over devices, as transformers does: auto, balanced, ...")
-    parser.add_argument("--tensor-parallel", action="store_true", help="each process of `accelerate launch` holds a part of every weight")
+    parser.add_argument(
+        "--device-map",
+        type=device_map,
+        help="spread the target over devices, as transformers does: auto, balanced, ...",
+    )
+    parser.add_argument(
+        "--tensor-parallel",
+        action="store_true",
+        help="each process of `accelerate launch` holds a part of every weight",
+    )
     parser.add_argument("--load-in", choices=QUANTIZATIONS, help="quantize the target with bitsandbytes while loading")
     add_device(parser)

@@ -49,8 +49,14 @@ def generate(args: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(args.target)
     inputs = _inputs(tokenizer, args)
     target = load_causal_lm(args.target, dtype=args.dtype).to(args.device)
-    drafter = Eagle31DrafterModel.from_pretrained(args.drafter, dtype=target.dtype, **reading_options(args)).to(args.device).eval()
-    options: dict[str, Any] = {"do_sample": args.temperature > 0} | ({"temperature": args.temperature} if args.temperature > 0 else {})
+    drafter = (
+        Eagle31DrafterModel.from_pretrained(args.drafter, dtype=target.dtype, **reading_options(args))
+        .to(args.device)
+        .eval()
+    )
+    options: dict[str, Any] = {"do_sample": args.temperature > 0} | (
+        {"temperature": args.temperature} if args.temperature > 0 else {}
+    )
     for knob in ("num_assistant_tokens", "draft_tree_top_k", "draft_tree_total_tokens"):
         if getattr(args, knob) is not None:
             options[knob] = getattr(args, knob)
@@ -73,10 +79,14 @@ def generate(args: argparse.Namespace) -> int:
 def _inputs(tokenizer: Any, args: argparse.Namespace) -> Any:
     """The prompt as the target reads it. Raises ValueError where nothing comes of it."""
     if args.chat and tokenizer.chat_template is None:
-        raise ValueError(f"--chat: {args.target} has no chat template; expected a target for chats, or the prompt without --chat.")
+        raise ValueError(
+            f"--chat: {args.target} has no chat template; expected a target for chats, or the prompt without --chat."
+        )
     if args.chat:
         messages = [{"role": "user", "content": args.prompt}]
-        inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        inputs = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
     else:
         inputs = tokenizer(args.prompt, return_tensors="pt")
     if inputs["input_ids"].numel() == 0:
@@ -90,8 +100,12 @@ def _room(target: Any, prompt_tokens: int, max_new_tokens: int) -> int:
     if not isinstance(context, int) or prompt_tokens + max_new_tokens <= context:
         return max_new_tokens
     if prompt_tokens >= context:
-        raise ValueError(f"prompt: has {prompt_tokens} tokens; expected fewer than {context}, which is all the target reads.")
-    progress(f"at most {context - prompt_tokens} new tokens: the target reads {context}, and the prompt has {prompt_tokens}")
+        raise ValueError(
+            f"prompt: has {prompt_tokens} tokens; expected fewer than {context}, which is all the target reads."
+        )
+    progress(
+        f"at most {context - prompt_tokens} new tokens: the target reads {context}, and the prompt has {prompt_tokens}"
+    )
     return context - prompt_tokens
 
 
@@ -100,34 +114,47 @@ def _show_completion(target, tokenizer, drafter, prompt, max_new_tokens: int) ->
     import torch
     from transformers import TextStreamer
 
-    print(f"--- the prompt, from a file neither model was trained on\n{tokenizer.decode(prompt[0], skip_special_tokens=True)}")
+    print(
+        "--- the prompt, from a file neither model was trained"
+        f" on\n{tokenizer.decode(prompt[0], skip_special_tokens=True)}"
+    )
     for title, options in (("the target alone", {}), ("with the EAGLE 3.1 drafter", {"assistant_model": drafter})):
         print(f"\n--- {title}", flush=True)
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         mask = torch.ones_like(prompt)
-        target.generate(prompt, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False, streamer=streamer, **options)
+        target.generate(
+            prompt, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False, streamer=streamer, **options
+        )
 
 
 def _table(result: dict[str, Any], with_profile: bool) -> str:
     env = result["environment"]
     lines = [
         "",
-        f"target alone: {result['target']['tokens_per_second']:.1f} tokens/s "
-        f"({env['prompts']} prompts x {env['max_new_tokens']} tokens, greedy, {env['dtype']}, {env['device']}, {env['threads']} threads)",
-        "drafter  depth        tokens/s  speedup  accepted length  accepted by position (share of drafted)     overhead  same text",
+        (
+            f"target alone: {result['target']['tokens_per_second']:.1f} tokens/s ({env['prompts']} prompts x"
+            f" {env['max_new_tokens']} tokens, greedy, {env['dtype']}, {env['device']}, {env['threads']} threads)"
+        ),
+        (
+            "drafter  depth        tokens/s  speedup  accepted length  accepted by position (share of drafted)    "
+            " overhead  same text"
+        ),
     ]
     for run in result["runs"]:
         pairs = zip(run["accepted_per_position"], run["drafted_per_position"], strict=True)
         rates = " ".join(f"{accepted / drafted:.2f}" for accepted, drafted in pairs)
         lines.append(
-            f"{run['drafter']:<8} {run['name']:<11}  {run['tokens_per_second']:>8.1f}  {run['speedup']:>6.2f}x  "
-            f"{run['mean_accepted_length']:>15.2f}  {rates:<42} {run['overhead']:>7.1%}  {'yes' if run['identical'] else 'NO'}"
+            f"{run['drafter']:<8} {run['name']:<11}  {run['tokens_per_second']:>8.1f}  {run['speedup']:>6.2f}x "
+            f" {run['mean_accepted_length']:>15.2f}  {rates:<42} {run['overhead']:>7.1%} "
+            f" {'yes' if run['identical'] else 'NO'}"
         )
     if with_profile:
         lines += ["", "milliseconds of one generate() call"]
         parts = list(result["runs"][0]["profile"])
         lines += [f"{'':<28}" + "".join(f"{run['drafter'] + ' ' + run['name']:>20}" for run in result["runs"])]
-        lines += [f"{part:<28}" + "".join(f"{1000 * run['profile'][part]:>20.1f}" for run in result["runs"]) for part in parts]
+        lines += [
+            f"{part:<28}" + "".join(f"{1000 * run['profile'][part]:>20.1f}" for run in result["runs"]) for part in parts
+        ]
     return "\n".join(lines)
 
 
@@ -141,16 +168,26 @@ def add_demo(parser: argparse.ArgumentParser) -> None:
 def add_generate(parser: argparse.ArgumentParser) -> None:
     add_device(parser)
     parser.add_argument("--target", type=path, required=True, help="folder or Hub repository of the model to speed up")
-    parser.add_argument("--drafter", type=path, required=True, help="folder or Hub repository of an EAGLE 3 or 3.1 drafter for it")
+    parser.add_argument(
+        "--drafter", type=path, required=True, help="folder or Hub repository of an EAGLE 3 or 3.1 drafter for it"
+    )
     parser.add_argument("prompt", type=words)
     parser.add_argument("--max-new-tokens", type=positive, default=256)
     parser.add_argument(
-        "--num-assistant-tokens", type=positive_or_auto, help="tokens drafted a round, or auto (default: the drafter's own)"
+        "--num-assistant-tokens",
+        type=positive_or_auto,
+        help="tokens drafted a round, or auto (default: the drafter's own)",
     )
-    parser.add_argument("--draft-tree-top-k", type=positive_or_auto, help="children of a node; above 1 trees are drafted instead of chains")
+    parser.add_argument(
+        "--draft-tree-top-k",
+        type=positive_or_auto,
+        help="children of a node; above 1 trees are drafted instead of chains",
+    )
     parser.add_argument("--draft-tree-total-tokens", type=positive_or_auto, help="nodes of a tree, the root included")
     parser.add_argument("--temperature", type=temperature, default=0.0, help="0 (default): greedy")
     parser.add_argument("--seed", type=seed)
-    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of both models (default: auto, the target's own)")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="auto", help="of both models (default: auto, the target's own)"
+    )
     parser.add_argument("--chat", action="store_true", help="wrap the prompt in the target's chat template")
     add_reading(parser)

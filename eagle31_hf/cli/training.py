@@ -52,7 +52,7 @@ def run(args: argparse.Namespace, settings: Any) -> int:
     drafter, coverage = begin(args, target, tokenizer, data)
     trainer = Eagle31Trainer(
         drafter, settings, data.train, data.held_out, target=None if states else target, processing_class=tokenizer
-    )  # fmt: skip
+    )
     trainer.facts = {"data": data.facts, "draft_vocabulary_coverage": coverage}
     progress(f"training on {len(data.train):,} rows, evaluating on {len(data.held_out) if data.held_out else 0:,}")
     speak_plainly(trainer)
@@ -79,11 +79,17 @@ def replace(output: str) -> None:
 
 def check_options(args: argparse.Namespace) -> None:
     """Raises ValueError for options that mean nothing beside each other."""
-    fresh = [name for name in ("--draft-vocab-size", "--head") if getattr(args, name[2:].replace("-", "_")) not in (None, "target")]
+    fresh = [
+        name
+        for name in ("--draft-vocab-size", "--head")
+        if getattr(args, name[2:].replace("-", "_")) not in (None, "target")
+    ]
     if args.upgrade and args.drafter is None:
         raise ValueError("--upgrade makes an EAGLE 3 drafter an EAGLE 3.1 one; expected --drafter with it.")
     if args.drafter is not None and fresh:
-        raise ValueError(f"{fresh[0]} is of a new drafter, and --drafter names one that has its own; expected one of the two.")
+        raise ValueError(
+            f"{fresh[0]} is of a new drafter, and --drafter names one that has its own; expected one of the two."
+        )
 
 
 def arguments(args: argparse.Namespace) -> Any:
@@ -93,16 +99,29 @@ def arguments(args: argparse.Namespace) -> Any:
     every = {"eval_steps": args.eval_every, "save_steps": args.eval_every}
     evaluates = {"eval_strategy": "steps", "load_best_model_at_end": True} if args.eval_rows or args.eval_data else {}
     options = {
-        "output_dir": args.output, "depth": args.depth, "loss": args.loss, "max_length": args.max_length,
-        "learning_rate": args.learning_rate, "per_device_train_batch_size": args.batch_size, "num_train_epochs": args.epochs,
-        "gradient_accumulation_steps": args.accumulate, "max_steps": args.steps or -1, "bf16": args.bf16, "use_cpu": args.device == "cpu",
-        "save_total_limit": 2, "seed": args.seed, "report_to": args.report_to, "disable_tqdm": args.json,
+        "output_dir": args.output,
+        "depth": args.depth,
+        "loss": args.loss,
+        "max_length": args.max_length,
+        "learning_rate": args.learning_rate,
+        "per_device_train_batch_size": args.batch_size,
+        "num_train_epochs": args.epochs,
+        "gradient_accumulation_steps": args.accumulate,
+        "max_steps": args.steps or -1,
+        "bf16": args.bf16,
+        "use_cpu": args.device == "cpu",
+        "save_total_limit": 2,
+        "seed": args.seed,
+        "report_to": args.report_to,
+        "disable_tqdm": args.json,
         "dataloader_pin_memory": args.device != "cpu",
-    }  # fmt: skip
+    }
     try:
         return Eagle31TrainingArguments(**options | every | evaluates | dict(args.set))
     except (TypeError, AttributeError) as error:
-        raise ValueError(f"--set: {error}; expected a field of Eagle31TrainingArguments, and a value of its type.") from None
+        raise ValueError(
+            f"--set: {error}; expected a field of Eagle31TrainingArguments, and a value of its type."
+        ) from None
 
 
 def stored(args: argparse.Namespace) -> Any:
@@ -113,12 +132,16 @@ def stored(args: argparse.Namespace) -> Any:
     if not (Path(args.data) / MANIFEST).is_file() or read_manifest(args.data).layer_ids is None:
         return None
     if args.upgrade or args.regenerate:
-        raise ValueError(f"{args.data} holds the target's states, and the target is not run; expected neither --upgrade nor --regenerate.")
+        raise ValueError(
+            f"{args.data} holds the target's states, and the target is not run; expected neither --upgrade nor"
+            " --regenerate."
+        )
     return StoredTarget(args.data, args.target)
 
 
 def read_data(args: argparse.Namespace, target: Any, tokenizer: Any) -> Data:
-    """Rows of a store, or made of records now; regenerated ones go into a store beside the drafter, so that none is generated twice."""
+    """Rows of a store, or made of records now; regenerated ones go into a store beside the drafter, so that none is
+    generated twice."""
     from ..training.packing import Part
     from ..training.store import HiddenStateStore
 
@@ -131,9 +154,11 @@ def read_data(args: argparse.Namespace, target: Any, tokenizer: Any) -> Data:
     return Data(Part(rows, 0, split), Part(rows, split, len(rows)) if split < len(rows) else None, facts, layer_ids)
 
 
-def rows_of_source(args: argparse.Namespace, source: str, target: Any, tokenizer: Any, name: str) -> tuple[Any, dict[str, Any]]:
-    """The rows of one source, and the facts about them: of a store as they are, else made of its records now. Regenerated ones go into
-    the subfolder `name` of the output. Raises ValueError for a store of another tokenizer."""
+def rows_of_source(
+    args: argparse.Namespace, source: str, target: Any, tokenizer: Any, name: str
+) -> tuple[Any, dict[str, Any]]:
+    """The rows of one source, and the facts about them: of a store as they are, else made of its records now.
+    Regenerated ones go into the subfolder `name` of the output. Raises ValueError for a store of another tokenizer."""
     from ..training.identity import tokenizer_fingerprint
     from ..training.prepare import rows_in_memory
     from ..training.store import MANIFEST, HiddenStateStore
@@ -145,9 +170,15 @@ def rows_of_source(args: argparse.Namespace, source: str, target: Any, tokenizer
         store = regenerated(args, source, target, tokenizer, Path(args.output, name))
     else:
         rows, skipped = rows_in_memory(
-            target, tokenizer, source, max_length=args.max_length, split=args.split, seed=args.seed,
-            template_options=dict(args.template_option), progress=progress,
-        )  # fmt: skip
+            target,
+            tokenizer,
+            source,
+            max_length=args.max_length,
+            split=args.split,
+            seed=args.seed,
+            template_options=dict(args.template_option),
+            progress=progress,
+        )
         return rows, facts_of(source, rows, skipped)
     return store, facts_of(source, store, store.skipped)
 
@@ -162,9 +193,18 @@ def regenerated(args: argparse.Namespace, source: str, target: Any, tokenizer: A
     state = PartialState(cpu=args.device == "cpu")
     part = (state.process_index, state.num_processes)
     prepare_data(
-        target, tokenizer, source, str(folder), max_length=args.max_length, regenerate=True, split=args.split, seed=args.seed, part=part,
-        progress=progress, template_options=dict(args.template_option),
-    )  # fmt: skip
+        target,
+        tokenizer,
+        source,
+        str(folder),
+        max_length=args.max_length,
+        regenerate=True,
+        split=args.split,
+        seed=args.seed,
+        part=part,
+        progress=progress,
+        template_options=dict(args.template_option),
+    )
     state.wait_for_everyone()
     return HiddenStateStore(folder)
 
@@ -188,7 +228,9 @@ def begin(args: argparse.Namespace, target: Any, tokenizer: Any, data: Data) -> 
         ids, coverage = draft_vocabulary(args, target, tokenizer, data)
         fields = {"aux_hidden_state_layer_ids": data.layer_ids} if data.layer_ids else {}
         return new_drafter(target, ids, args.head, args.seed, **fields | dict(args.field)), coverage
-    drafter: Any = Eagle31DrafterModel.from_pretrained(args.drafter, **dict(args.field)).float().to(execution_device(target))
+    drafter: Any = (
+        Eagle31DrafterModel.from_pretrained(args.drafter, **dict(args.field)).float().to(execution_device(target))
+    )
     if args.upgrade and not drafter.config.is_eagle31:
         progress("making the EAGLE 3 drafter an EAGLE 3.1 one, by calibration")
         texts = [data.train[i]["input_ids"][None] for i in range(min(SEEN_FOR_UPGRADE, len(data.train)))]
@@ -197,9 +239,11 @@ def begin(args: argparse.Namespace, target: Any, tokenizer: Any, data: Data) -> 
     return drafter, None
 
 
-def draft_vocabulary(args: argparse.Namespace, target: Any, tokenizer: Any, data: Data) -> tuple[Any, dict[str, float] | None]:
-    """The target ids a new drafter is to propose, and the shares they cover of the answers' tokens and of the target's probability; None
-    for both where it proposes all."""
+def draft_vocabulary(
+    args: argparse.Namespace, target: Any, tokenizer: Any, data: Data
+) -> tuple[Any, dict[str, float] | None]:
+    """The target ids a new drafter is to propose, and the shares they cover of the answers' tokens and of the target's
+    probability; None for both where it proposes all."""
     from ..training.fresh import choose_vocabulary, count_answers, layer_ids_for, mass_covered
     from ..training.regenerate import stop_ids
     from ..training.target import StoredTarget, TargetReader
@@ -211,15 +255,21 @@ def draft_vocabulary(args: argparse.Namespace, target: Any, tokenizer: Any, data
     ids, tokens = choose_vocabulary(count_answers(data.train, size), args.draft_vocab_size, stop_ids(target, tokenizer))
     seen = data.held_out or data.train
     reader = (
-        target if isinstance(target, StoredTarget) else TargetReader(target, layer_ids_for(target.config.get_text_config(decoder=True)))
+        target
+        if isinstance(target, StoredTarget)
+        else TargetReader(target, layer_ids_for(target.config.get_text_config(decoder=True)))
     )
     mass = mass_covered((seen[i] for i in range(min(SEEN_FOR_COVERAGE, len(seen)))), ids, reader)
-    progress(f"a draft vocabulary of {len(ids):,} covers {tokens:.2%} of the answers' tokens, {mass:.2%} of the target's probability")
+    progress(
+        f"a draft vocabulary of {len(ids):,} covers {tokens:.2%} of the answers' tokens, {mass:.2%} of the target's"
+        " probability"
+    )
     return ids, {"tokens": tokens, "probability": mass}
 
 
 def speak_plainly(trainer: Any) -> None:
-    """A line where transformers' own callbacks print some sixty figures; those are in trainer_state.json and at --report-to."""
+    """A line where transformers' own callbacks print some sixty figures; those are in trainer_state.json and at
+    --report-to."""
     from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
     class Lines(TrainerCallback):
@@ -261,52 +311,94 @@ def report(args: argparse.Namespace, trainer: Any, metrics: dict[str, Any]) -> N
     if args.json:
         show(args, {"output": args.output, "steps": trainer.state.global_step, **metrics, "best": best}, "")
         return
-    print(f"drafter  {args.output}, after {trainer.state.global_step:,} steps in {metrics['train_runtime'] / 60:.1f} minutes")
+    print(
+        f"drafter  {args.output}, after {trainer.state.global_step:,} steps in {metrics['train_runtime'] / 60:.1f}"
+        " minutes"
+    )
     if best:
-        served = f"; {best['eval_served_accepted_length']:.2f} in generate()" if "eval_served_accepted_length" in best else ""
+        served = (
+            f"; {best['eval_served_accepted_length']:.2f} in generate()"
+            if "eval_served_accepted_length" in best
+            else ""
+        )
         print(f"accepted {best['eval_accepted_length']:.2f} tokens a target forward on the answers held out{served}")
     print(f"try it   eagle31 generate --target {args.target} --drafter {args.output} PROMPT")
 
 
 def add_train(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(kept=kept.checkpoint)
-    parser.add_argument("--target", type=path, required=True, help="folder or Hub repository of the model to train a drafter for")
     parser.add_argument(
-        "--data", type=path, required=True, help="chats or texts: a file, a folder, a dataset of the Hub, or what prepare-data wrote"
+        "--target", type=path, required=True, help="folder or Hub repository of the model to train a drafter for"
+    )
+    parser.add_argument(
+        "--data",
+        type=path,
+        required=True,
+        help="chats or texts: a file, a folder, a dataset of the Hub, or what prepare-data wrote",
     )
     parser.add_argument("--output", type=path, required=True, help="folder of the drafter and its checkpoints")
     parser.add_argument("--split", default="train", help="of a dataset (default: train)")
-    parser.add_argument("--regenerate", action="store_true", help="replace answers by the target's own first; more is accepted so")
+    parser.add_argument(
+        "--regenerate", action="store_true", help="replace answers by the target's own first; more is accepted so"
+    )
     add_template_option(parser)
     parser.add_argument("--eval-data", type=path, help="rows to evaluate on (default: some of the data)")
-    parser.add_argument("--eval-rows", type=count, default=32, help="rows of the data held out for it, at most a tenth (default: 32)")
-    parser.add_argument("--eval-every", type=positive, default=200, metavar="STEPS", help="evaluate and save so often (default: 200)")
     parser.add_argument(
-        "--resume", action="store_true",
-        help="go on from the last complete checkpoint in OUTPUT; a finished run stays as it is, unless more steps or epochs are asked for",
-    )  # fmt: skip
+        "--eval-rows", type=count, default=32, help="rows of the data held out for it, at most a tenth (default: 32)"
+    )
     parser.add_argument(
-        "--overwrite", action="store_true",
-        help="train anew where OUTPUT is not empty: the drafter and checkpoints there are removed once the new drafter is saved",
-    )  # fmt: skip
+        "--eval-every", type=positive, default=200, metavar="STEPS", help="evaluate and save so often (default: 200)"
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help=(
+            "go on from the last complete checkpoint in OUTPUT; a finished run stays as it is, unless more steps or"
+            " epochs are asked for"
+        ),
+    )
+    parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help=(
+            "train anew where OUTPUT is not empty: the drafter and checkpoints there are removed once the new drafter"
+            " is saved"
+        ),
+    )
     _add_drafter(parser)
     _add_optimisation(parser)
     add_loading(parser)
 
 
 def _add_drafter(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--drafter", type=path, help="begin with this one, of any EAGLE 3 or 3.1 format (default: a new one)")
-    parser.add_argument("--upgrade", action="store_true", help="make an EAGLE 3 drafter an EAGLE 3.1 one first")
-    parser.add_argument("--head", choices=("target", "scratch"), default="target", help="how a new drafter's head begins (default: target)")
-    parser.add_argument("--draft-vocab-size", type=positive, help="tokens a new drafter can propose, the most frequent (default: all)")
     parser.add_argument(
-        "--field", type=config_field, action="append", default=[], metavar="NAME=VALUE", help="a field of Eagle31Config that wins"
+        "--drafter", type=path, help="begin with this one, of any EAGLE 3 or 3.1 format (default: a new one)"
+    )
+    parser.add_argument("--upgrade", action="store_true", help="make an EAGLE 3 drafter an EAGLE 3.1 one first")
+    parser.add_argument(
+        "--head",
+        choices=("target", "scratch"),
+        default="target",
+        help="how a new drafter's head begins (default: target)",
+    )
+    parser.add_argument(
+        "--draft-vocab-size", type=positive, help="tokens a new drafter can propose, the most frequent (default: all)"
+    )
+    parser.add_argument(
+        "--field",
+        type=config_field,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a field of Eagle31Config that wins",
     )
 
 
 def _add_optimisation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--depth", type=positive, default=4, help="steps unrolled (default: 4)")
-    parser.add_argument("--loss", default="kl", help="kl, reverse_kl, jsd, tv, lk_alpha, lk_lambda, ce, or a mixture as kl=0.9,tv=0.1")
+    parser.add_argument(
+        "--loss", default="kl", help="kl, reverse_kl, jsd, tv, lk_alpha, lk_lambda, ce, or a mixture as kl=0.9,tv=0.1"
+    )
     parser.add_argument("--max-length", type=positive, default=2048, help="tokens of a packed row (default: 2048)")
     parser.add_argument("--epochs", type=real(0, above=True), default=2.0)
     parser.add_argument("--steps", type=positive, help="instead of epochs")
@@ -317,5 +409,10 @@ def _add_optimisation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=seed, default=0)
     parser.add_argument("--report-to", default="none", help="trackio, wandb, tensorboard")
     parser.add_argument(
-        "--set", type=field, action="append", default=[], metavar="NAME=VALUE", help="an argument of Eagle31TrainingArguments that wins"
+        "--set",
+        type=field,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an argument of Eagle31TrainingArguments that wins",
     )

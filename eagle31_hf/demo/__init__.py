@@ -1,4 +1,5 @@
-"""A real pair, trained on the source of Python's standard library: one target, an EAGLE 3.1 and an EAGLE 3 drafter for it."""
+"""A real pair, trained on the source of Python's standard library: one target, an EAGLE 3.1 and an EAGLE 3 drafter for
+it."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ def load_drafter(name: str, device: str = "cpu") -> Eagle31DrafterModel:
 
 
 def prompts(tokenizer: PreTrainedTokenizerBase, count: int, num_tokens: int = 96) -> list[Tensor]:
-    """`count` prompts (1, num_tokens), each from a third into a held-out file; files are used in turn, later parts of them next."""
+    """`count` prompts (1, num_tokens), each from a third into a held-out file; files are used in turn, later parts of
+    them next."""
     chosen = []
     for i in range(count):
         ids = tokenizer(held_out_file(HELD_OUT[i % len(HELD_OUT)]), return_tensors="pt")["input_ids"]

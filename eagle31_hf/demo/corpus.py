@@ -11,7 +11,17 @@ HELD_OUT = (
 )  # fmt: skip
 
 # Tests repeat themselves; the rest are tables or generated text rather than code.
-LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "lib2to3", "pydoc_data", "encodings", "turtledemo", "__pycache__"}
+LEFT_OUT = {
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "lib2to3",
+    "pydoc_data",
+    "encodings",
+    "turtledemo",
+    "__pycache__",
+}
 LARGEST_FILE = 200_000  # bytes
 
 
@@ -32,5 +42,7 @@ def held_out_file(name: str) -> str:
     """Text of one of `HELD_OUT`. Raises FileNotFoundError where the interpreter ships without its library's source."""
     path = stdlib() / name
     if not path.exists():
-        raise FileNotFoundError(f"{path} not found: the demo reads the standard library's source; install it, or pass --prompt.")
+        raise FileNotFoundError(
+            f"{path} not found: the demo reads the standard library's source; install it, or pass --prompt."
+        )
     return path.read_text(encoding="utf-8")

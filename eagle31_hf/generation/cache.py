@@ -1,8 +1,9 @@
 """The only file that knows cache layouts.
 
-A *slot* is a token's index in its row's text, left padding included. Within `slots(cache)` the layers of a cache are `SlotLayer`s: a
-token's keys are written where they stay, rejected ones are forgotten by moving the end back, and rows of a batch may differ in length.
-Caches whose layers are of other kinds keep them, and can only append and crop, all rows alike.
+A *slot* is a token's index in its row's text, left padding included. Within `slots(cache)` the layers of a cache are
+`SlotLayer`s: a token's keys are written where they stay, rejected ones are forgotten by moving the end back, and rows
+of a batch may differ in length. Caches whose layers are of other kinds keep them, and can only append and crop, all
+rows alike.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,24 +14,34 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig, QuantizedCache
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 
 HEADROOM = 256  # slots a buffer is allocated for beyond what is needed, at least; a quarter of it, where that is more
 
 # Caches whose rows cannot be taken back: `crop` is missing, or trims only a part of them.
 UNSUPPORTED = {
-    QuantizedCache: "a quantized cache cannot drop rejected tokens (they are rounded together with accepted ones); pass a DynamicCache or "
-    "no cache",
+    QuantizedCache: (
+        "a quantized cache cannot drop rejected tokens (they are rounded together with accepted ones); pass a"
+        " DynamicCache or no cache"
+    )
 }
 
 
 @dataclass
 class Placement:
-    """Where the tokens of the next forward go, shared by a cache's layers. By default after the end, the same slots in every row.
+    """Where the tokens of the next forward go, shared by a cache's layers. By default after the end, the same slots in
+    every row.
 
-    `slots` (W, R): for rows that differ, the slot of every token of the W rows in `written`, the others are not written. `high`: the
-    greatest first slot of a row. `low`: the least slot a token stands at (a tree's nodes are written further on than they stand).
-    `is_final`: nothing of it will be taken back, so windowed layers need not keep more than their window.
+    `slots` (W, R): for rows that differ, the slot of every token of the W rows in `written`, the others are not
+    written. `high`: the greatest first slot of a row. `low`: the least slot a token stands at (a tree's nodes are
+    written further on than they stand). `is_final`: nothing of it will be taken back, so windowed layers need not keep
+    more than their window.
     """
 
     slots: Tensor | None = None
@@ -46,7 +57,9 @@ class Placement:
         self.low, self.high = min(starts[b] for b in going), max(starts[b] for b in going)
         self.slots = self.written = None
         if self.low < self.high or len(going) < len(starts):
-            self.slots = torch.tensor([starts[b] for b in going], device=device)[:, None] + torch.arange(num_tokens, device=device)
+            self.slots = torch.tensor([starts[b] for b in going], device=device)[:, None] + torch.arange(
+                num_tokens, device=device
+            )
             self.written = torch.tensor(going, device=device)
 
     def clear(self) -> None:
@@ -57,9 +70,9 @@ class Placement:
 class SlotLayer(DynamicLayer):
     """One layer's keys and values (B, H, capacity, D), of which slots up to `end` are in use.
 
-    `window`: how many tokens a token attends to, itself included; slots that have left every row's window may be given up, the buffer
-    then begins at slot `first`. `fixed`: the buffer never moves or grows, and forwards always see all of it (CUDA graphs); its slots
-    past the end are for the mask to hide.
+    `window`: how many tokens a token attends to, itself included; slots that have left every row's window may be given
+    up, the buffer then begins at slot `first`. `fixed`: the buffer never moves or grows, and forwards always see all of
+    it (CUDA graphs); its slots past the end are for the mask to hide.
     """
 
     def __init__(self, placement: Placement, limit: int | None = None, window: int | None = None, fixed: bool = False):
@@ -70,7 +83,8 @@ class SlotLayer(DynamicLayer):
         self.is_compileable = fixed  # transformers then masks unused slots, also for a single token
         self.buffers: list[Tensor] = []  # keys, values
         self.first = self.end = self.settled = 0  # settled: as far as tokens have been accepted
-        self.taken_over: tuple[list[Tensor], int] = [], 0  # buffers and `first` it began with; with a window they are never written to
+        # buffers and `first` it began with; with a window they are never written to
+        self.taken_over: tuple[list[Tensor], int] = [], 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -92,7 +106,13 @@ class SlotLayer(DynamicLayer):
         high = self.end if place.high is None else place.high
         low = high if place.low is None else place.low
         seen_from, new = self.seen_from(low), (key_states, value_states)
-        if place.is_final and place.slots is None and self.window is not None and not self.fixed and num_new >= self.window:
+        if (
+            place.is_final
+            and place.slots is None
+            and self.window is not None
+            and not self.fixed
+            and num_new >= self.window
+        ):
             return self._pass_by(new)
         self._make_room(seen_from, high + num_new, new)
         for buffer, states in zip(self.buffers, new, strict=True):
@@ -100,17 +120,23 @@ class SlotLayer(DynamicLayer):
                 buffer[..., high - self.first : high - self.first + num_new, :] = states
             else:
                 written = place.written.to(states.device)
-                buffer[written[:, None], :, place.slots.to(states.device) - self.first] = states[written].transpose(1, 2)
+                buffer[written[:, None], :, place.slots.to(states.device) - self.first] = states[written].transpose(
+                    1, 2
+                )
         self.end = high + num_new
         if self.fixed:
             return self.buffers[0], self.buffers[1]
-        self.keys, self.values = (buffer[..., seen_from - self.first : self.end - self.first, :] for buffer in self.buffers)
+        self.keys, self.values = (
+            buffer[..., seen_from - self.first : self.end - self.first, :] for buffer in self.buffers
+        )
         return self.keys, self.values
 
     def _pass_by(self, new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """A prompt longer than the window: all of it is seen once, its last window - 1 tokens are kept."""
         seen_from, num_new = self.seen_from(self.end), new[0].shape[-2]
-        held = [buffer[..., seen_from - self.first : self.end - self.first, :] for buffer in self.buffers] or [x[..., :0, :] for x in new]
+        held = [buffer[..., seen_from - self.first : self.end - self.first, :] for buffer in self.buffers] or [
+            x[..., :0, :] for x in new
+        ]
         full = [torch.cat(pair, dim=-2) for pair in zip(held, new, strict=True)]
         self.end += num_new
         self.first = self.seen_from(self.end)
@@ -128,7 +154,9 @@ class SlotLayer(DynamicLayer):
         used, needed = min(self.end, end) - seen_from, end - seen_from
         if needed > capacity or any(buffer is self.buffers[0] for buffer in self.taken_over[0]):
             # Zeros, not whatever memory held: a masked slot still meets the weight 0, and 0 times NaN is NaN.
-            fresh = [states.new_zeros((*states.shape[:-2], self._capacity(needed), states.shape[-1])) for states in like]
+            fresh = [
+                states.new_zeros((*states.shape[:-2], self._capacity(needed), states.shape[-1])) for states in like
+            ]
         else:
             fresh = self.buffers
         for i, buffer in enumerate(self.buffers):
@@ -163,11 +191,13 @@ class SlotLayer(DynamicLayer):
         self.end = self.settled = end
         if self.buffers and not self.fixed:
             seen_from = max(self.seen_from(end), self.first)
-            self.keys, self.values = (buffer[..., seen_from - self.first : end - self.first, :] for buffer in self.buffers)
+            self.keys, self.values = (
+                buffer[..., seen_from - self.first : end - self.first, :] for buffer in self.buffers
+            )
 
     def take_back(self) -> None:
-        """Takes back every token that was not accepted. Of a prompt that failed midway a windowed layer may have given up what the tokens
-        before it attend to, which the buffers it began with still hold."""
+        """Takes back every token that was not accepted. Of a prompt that failed midway a windowed layer may have given
+        up what the tokens before it attend to, which the buffers it began with still hold."""
         if self.first > self.seen_from(self.settled):
             self.buffers, self.first = self.taken_over
         self.settle(self.settled)
@@ -179,7 +209,8 @@ class SlotLayer(DynamicLayer):
         return self.end
 
     def get_max_length(self) -> int:
-        """As of a stock layer of its kind: how many slots a static one has (BLOOM makes its mask as long), -1 for one that grows."""
+        """As of a stock layer of its kind: how many slots a static one has (BLOOM makes its mask as long), -1 for one
+        that grows."""
         return self.get_mask_sizes(0)[0] if self.fixed else super().get_max_length()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -193,7 +224,8 @@ class SlotLayer(DynamicLayer):
         return [buffer[..., self.end - count - self.first : self.end - self.first, :] for buffer in self.buffers]
 
 
-# How a stock layer becomes a `SlotLayer` and gets its tokens back. Only these very classes: what derives from them keeps more than keys.
+# How a stock layer becomes a `SlotLayer` and gets its tokens back. Only these very classes: what derives from them
+# keeps more than keys.
 
 
 def _from_dynamic(layer: DynamicLayer, placement: Placement, limit: int) -> SlotLayer:
@@ -230,7 +262,8 @@ def _to_static(ours: SlotLayer, layer: StaticLayer) -> None:
         layer.dtype, layer.device, layer.is_initialized = ours.dtype, ours.device, True
         layer.keys, layer.values = ours.buffers
         layer.cumulative_length = layer.cumulative_length.to(ours.device)
-    ours.wipe([ours.end] * len(ours.buffers[0]))  # attention will meet them again, and rejected tokens' values may be NaN
+    # attention will meet them again, and rejected tokens' values may be NaN
+    ours.wipe([ours.end] * len(ours.buffers[0]))
     layer.cumulative_length.fill_(ours.end)
 
 
@@ -274,10 +307,11 @@ def is_adoptable(cache: Cache) -> bool:
 
 @contextmanager
 def slots(cache: Cache, limit: int) -> Iterator[Placement | None]:
-    """Within it the layers of an adoptable cache are `SlotLayer`s; after it they are as they were, with the tokens written meanwhile.
+    """Within it the layers of an adoptable cache are `SlotLayer`s; after it they are as they were, with the tokens
+    written meanwhile.
 
-    `limit`: slots that will ever be in use. None where the cache cannot be adopted: windowed layers then keep what `crop` may have to
-    bring back.
+    `limit`: slots that will ever be in use. None where the cache cannot be adopted: windowed layers then keep what
+    `crop` may have to bring back.
     """
     if not is_adoptable(cache):
         with recording_past(cache):
@@ -311,7 +345,8 @@ def slot_cache(config: PreTrainedConfig) -> tuple[Cache, Placement]:
 def keep_paths(cache: Cache, starts: list[int], paths: list[list[int]]) -> None:
     """Of the rows written from slot `starts[b]` on keeps, in every row b of the batch, those of `paths[b]`, ascending.
 
-    Keys carry their position in themselves, so an accepted path only moves together; a row never moves onto one still to be moved.
+    Keys carry their position in themselves, so an accepted path only moves together; a row never moves onto one still
+    to be moved.
     """
     if any(path != list(range(len(path))) for path in paths):
         longest = max(len(path) for path in paths)
@@ -324,7 +359,10 @@ def keep_paths(cache: Cache, starts: list[int], paths: list[list[int]]) -> None:
             if layer.buffers:
                 place = layer.first, layer.device
                 if place not in by_place:
-                    by_place[place] = [index.to(layer.device) for index in (indices[0], *(slots - layer.first for slots in indices[1:]))]
+                    by_place[place] = [
+                        index.to(layer.device)
+                        for index in (indices[0], *(slots - layer.first for slots in indices[1:]))
+                    ]
                 layer.move(*by_place[place])
     settle(cache, max(start + len(path) for start, path in zip(starts, paths, strict=True)))
 
@@ -336,23 +374,28 @@ def settle(cache: Cache, end: int) -> None:
 
 
 def wipe(cache: Cache, ends: list[int]) -> None:
-    """Zeros wherever rows were rejected, from slot `ends[b]` of every row b on: a masked slot still meets the weight 0, and 0 times NaN
-    is NaN."""
+    """Zeros wherever rows were rejected, from slot `ends[b]` of every row b on: a masked slot still meets the weight 0,
+    and 0 times NaN is NaN."""
     for layer in cache.layers:
         layer.wipe(ends)
 
 
 def key_span(cache: Cache, starts: list[int], num_new: int, window: int | None) -> tuple[int, int]:
-    """The first slot and the end of the keys that `num_new` tokens from slots `starts` on will meet in layers with this window."""
-    fixed = [layer for layer in cache.layers if getattr(layer, "fixed", False) and layer.is_sliding == (window is not None)]
+    """The first slot and the end of the keys that `num_new` tokens from slots `starts` on will meet in layers with this
+    window."""
+    fixed = [
+        layer for layer in cache.layers if getattr(layer, "fixed", False) and layer.is_sliding == (window is not None)
+    ]
     if fixed:
         return 0, fixed[0].get_mask_sizes(num_new)[0]
-    has_windows = any(layer.is_sliding for layer in cache.layers)  # a cache made without a config has none, whatever the model's
+    # a cache made without a config has none, whatever the model's
+    has_windows = any(layer.is_sliding for layer in cache.layers)
     return max(0, min(starts) - window + 1) if window is not None and has_windows else 0, max(starts) + num_new
 
 
 def crop(cache: Cache, tokens_to_remove: int) -> None:
-    """Removes the last tokens. To be called after every forward even with 0: windowed stock layers shrink back to their size here."""
+    """Removes the last tokens. To be called after every forward even with 0: windowed stock layers shrink back to their
+    size here."""
     cache.crop(-tokens_to_remove)
 
 
@@ -373,10 +416,11 @@ def attention_layers(cache: Cache) -> list[Any]:
 
 
 def static_spans(cache: Cache, num_after: int, num_new: int) -> list[slice | None]:
-    """By layer, the slots a stock static layer would show to `num_new` tokens, after which `num_after` more are in the cache; None for
-    layers that are not static."""
+    """By layer, the slots a stock static layer would show to `num_new` tokens, after which `num_after` more are in the
+    cache; None for layers that are not static."""
     return [
-        _static_span(layer, layer.end - num_after, num_new) if getattr(layer, "fixed", False) else None for layer in attention_layers(cache)
+        _static_span(layer, layer.end - num_after, num_new) if getattr(layer, "fixed", False) else None
+        for layer in attention_layers(cache)
     ]
 
 

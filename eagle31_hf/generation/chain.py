@@ -18,11 +18,12 @@ from .randomness import Draws
 class Eagle31CandidateGenerator(CandidateGenerator):
     """Drafts for the rows of a batch. A context manager: the target's states are captured only within it.
 
-    `num_assistant_tokens`: longest chain. `confidence_threshold`: chains end after a token the drafter gives less probability in every
-    row. `max_length`: no draft reaches past it. `num_padding`: left-padding tokens of each row of the prompt. `num_cached`: tokens of the
-    prompt the target's cache already held; the drafter starts after them. `draws`: where sampled drafts come from, by default a source of
-    their own. `past_key_values`: the cache that the target's forwards write to if they are this call's; None: all of them are.
-    Raises ValueError when drafter and target do not fit.
+    `num_assistant_tokens`: longest chain. `confidence_threshold`: chains end after a token the drafter gives less
+    probability in every row. `max_length`: no draft reaches past it. `num_padding`: left-padding tokens of each row of
+    the prompt. `num_cached`: tokens of the prompt the target's cache already held; the drafter starts after them.
+    `draws`: where sampled drafts come from, by default a source of their own. `past_key_values`: the cache that the
+    target's forwards write to if they are this call's; None: all of them are. Raises ValueError when drafter and target
+    do not fit.
     """
 
     requires_model_outputs = True
@@ -46,7 +47,8 @@ class Eagle31CandidateGenerator(CandidateGenerator):
         self.target, self.past_key_values = target, past_key_values
         self.layer_ids = drafter.config.resolve_layer_ids(len(decoder_layers(target)))
         self.num_assistant_tokens, self.max_length = num_assistant_tokens, max_length
-        self._first = [max(padding, num_cached) for padding in num_padding]  # the first slot of each row the drafter reads
+        # the first slot of each row the drafter reads
+        self._first = [max(padding, num_cached) for padding in num_padding]
         self._captured_from = num_cached
         vocab_size = target.config.get_text_config().vocab_size
         if do_sample and draws is None:
@@ -70,9 +72,15 @@ class Eagle31CandidateGenerator(CandidateGenerator):
         return {}
 
     def get_candidates(
-        self, input_ids: Tensor, model_kwargs=None, model_outputs=None, is_first_iteration: bool = False, n_last_matches: int = 0
+        self,
+        input_ids: Tensor,
+        model_kwargs=None,
+        model_outputs=None,
+        is_first_iteration: bool = False,
+        n_last_matches: int = 0,
     ) -> tuple[Tensor, Tensor | None]:
-        """(1, L) -> (1, L + K) and, when sampling, the logits (1, K, V) the drafts were drawn from. The first call drafts nothing."""
+        """(1, L) -> (1, L + K) and, when sampling, the logits (1, K, V) the drafts were drawn from. The first call
+        drafts nothing."""
         if is_first_iteration:
             return input_ids, None
         for reading in self._captured_readings(input_ids):
@@ -83,7 +91,9 @@ class Eagle31CandidateGenerator(CandidateGenerator):
         proposal = self.propose([input_ids], depth) if depth > 0 else Proposal(input_ids[:, :0])
         return torch.cat((input_ids, proposal.ids), dim=1), proposal.logits
 
-    def propose(self, contexts: list[Tensor], depth: int, policy: Policy | None = None, max_nodes: int = 10**9) -> Proposal:
+    def propose(
+        self, contexts: list[Tensor], depth: int, policy: Policy | None = None, max_nodes: int = 10**9
+    ) -> Proposal:
         """Chains of `depth` tokens after every text (1, L_b), or with a policy trees; on the device of the texts."""
         reading = Reading.joined(self._unread)
         self._unread = []
@@ -113,8 +123,8 @@ class Eagle31CandidateGenerator(CandidateGenerator):
             self._captured.on_forward = None
 
     def _captured_readings(self, input_ids: Tensor) -> Iterator[Reading]:
-        """What has been captured of the texts (B, L), piece by piece, as far as the tokens after it are known. The state of their last
-        token is kept apart.
+        """What has been captured of the texts (B, L), piece by piece, as far as the tokens after it are known. The
+        state of their last token is kept apart.
         """
         length = input_ids.shape[1]
         for states in self._captured.pieces(READ_AT_ONCE):
@@ -138,10 +148,13 @@ class Eagle31CandidateGenerator(CandidateGenerator):
         states = self._captured.take() if self._last_state is None else self._last_state
         self._last_state = None
         longest = max(len(row) for row in tokens)
-        padded = torch.tensor([row + [0] * (longest - len(row)) for row in tokens], dtype=torch.long, device=states.device)
+        padded = torch.tensor(
+            [row + [0] * (longest - len(row)) for row in tokens], dtype=torch.long, device=states.device
+        )
         kept = Reading(states, states.new_zeros(states.shape[:2], dtype=torch.long), []).selected(paths)
         self._unread.append(Reading(kept.states, padded, kept.counts))
-        if self.num_unread > READ_AT_ONCE:  # nothing was drafted for long; the next draft begins with reading the last of it
+        # nothing was drafted for long; the next draft begins with reading the last of it
+        if self.num_unread > READ_AT_ONCE:
             *earlier, last = self._unread
             self._unread = earlier
             self._read_unread()

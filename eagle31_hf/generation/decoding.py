@@ -31,7 +31,8 @@ from .verify import Judge, Verdict
 # What judges a call's drafts; benchmarks and `eagle31 check` put another in its place.
 judge_of: ContextVar[Callable[..., Judge]] = ContextVar("eagle31_judge", default=lambda target, *rules: Judge(*rules))
 TREE_TOKENS = 60  # of a tree of fixed depth where its size is not given, as in EAGLE-2
-SPARE_SLOTS = 64  # beyond the longest text: the largest tree auto draws, and what a row that has ended is written over with
+# beyond the longest text: the largest tree auto draws, and what a row that has ended is written over with
+SPARE_SLOTS = 64
 
 
 def speculative_decoding(
@@ -52,19 +53,24 @@ def speculative_decoding(
     runner = TargetRunner(target, input_ids, generation_config, model_kwargs)
     stopping = Stopping(stopping_criteria, generation_config.max_length, streamer)
     limit = runner.num_before + generation_config.max_length + max(SPARE_SLOTS, wishes.total_tokens or 0)
-    generation_config.disable_compile = True  # of a prompt in chunks over a static cache: hooks would be traced, and our layers
+    # of a prompt in chunks over a static cache: hooks would be traced, and our layers
+    generation_config.disable_compile = True
     with cache.slots(runner.past_key_values, limit) as runner.placement:
         may_draft = not runner.model_kwargs.get("output_attentions") or why_no_drafts_with_attentions(target) is None
         sees_trees = may_draft and can_see_trees(target, drafter, generation_config, wishes, runner, input_ids)
         alone = len(input_ids) == 1
         in_step = not alone and not (
-            sees_trees and stopping.is_rowwise and processors.are(logits_processor, processors.ROWWISE) and streamer is None
+            sees_trees
+            and stopping.is_rowwise
+            and processors.are(logits_processor, processors.ROWWISE)
+            and streamer is None
             and not (generation_config.return_dict_in_generate or runner.cache_outlives_call)
-        )  # fmt: skip
+        )
         draws_trees = sees_trees and wishes.may_draw_trees and not in_step
         draws = None
         if generation_config.do_sample:
-            # Rejection sampling accepts more of a chain; coupled draws make the text the same whatever is drafted, here or in other rows.
+            # Rejection sampling accepts more of a chain; coupled draws make the text the same whatever is drafted, here
+            # or in other rows.
             is_coupled = wishes.is_auto or draws_trees or not alone
             draws = Draws(len(input_ids), target.config.get_text_config().vocab_size, input_ids.device, is_coupled)
             draws.start(input_ids.shape[1])
@@ -72,16 +78,29 @@ def speculative_decoding(
         loop = Loop(
             runner,
             Eagle31CandidateGenerator(
-                drafter, target, wishes.depth or 1, stopping.max_length, logits_processor, bool(draws), wishes.threshold,
-                runner.num_padding, runner.num_cached, draws, runner.past_key_values,
+                drafter,
+                target,
+                wishes.depth or 1,
+                stopping.max_length,
+                logits_processor,
+                bool(draws),
+                wishes.threshold,
+                runner.num_padding,
+                runner.num_cached,
+                draws,
+                runner.past_key_values,
             ),
             judge_of.get()(target, logits_processor, draws, stopping.eos_token_ids, keeps_scores),
             stopping,
             Texts(input_ids, pad_token(generation_config), runner.num_padding),
             OutputCollector(generation_config, runner.past_key_values),
-            pilot_of(drafter, target, wishes, draws_trees, len(input_ids), bool(draws)) if may_draft else FixedPilot(0, 1, 0),
+            (
+                pilot_of(drafter, target, wishes, draws_trees, len(input_ids), bool(draws))
+                if may_draft
+                else FixedPilot(0, 1, 0)
+            ),
             in_step,
-        )  # fmt: skip
+        )
         return loop.run()
 
 
@@ -146,7 +165,9 @@ class Loop:
         plan = self.pilot.plan(0 if self.was_short else depth, texts.num_rows, self.drafting.num_unread)
         if plan.depth < 1:
             return Proposal(texts.rows()[:, :0], is_plain=self.was_short)
-        proposal = self.drafting.propose([texts.row(b) for b in range(texts.num_rows)], plan.depth, plan.policy, min(nodes, plan.max_nodes))
+        proposal = self.drafting.propose(
+            [texts.row(b) for b in range(texts.num_rows)], plan.depth, plan.policy, min(nodes, plan.max_nodes)
+        )
         if self.in_step and self.stopping.eos_token_ids:  # plain decoding feeds padding to rows that have ended
             proposal.ids[torch.tensor(texts.finished, device=texts.device)] = texts.pad_token_id
         return proposal
@@ -168,7 +189,8 @@ class Loop:
         counts = [len(tokens) for tokens in verdict.tokens]
         self.was_short = verdict.is_short(finished)
         accepted = [
-            None if ended else min(len(path) - 1, count) for path, count, ended in zip(verdict.paths, counts, texts.finished, strict=True)
+            None if ended else min(len(path) - 1, count)
+            for path, count, ended in zip(verdict.paths, counts, texts.finished, strict=True)
         ]
         verdict = verdict.cut(counts)
         self.runner.commit(texts, verdict.paths, proposal.num_rows)
@@ -185,7 +207,8 @@ class Loop:
 
 def decode_with(target: PreTrainedModel, drafter: Eagle31DrafterModel, input_ids: Tensor, *args: Any, **kwargs: Any):
     """`speculative_decoding` for a caller whose request nobody has checked yet: `custom_generate`."""
-    generation_config = args[2]  # after the logits processors and the stopping criteria, as generate calls a decoding method
+    # after the logits processors and the stopping criteria, as generate calls a decoding method
+    generation_config = args[2]
     check_request(target, drafter, generation_config, generation_config.get_generation_mode())
     streamer = kwargs.get("streamer")
     if streamer is not None:  # generate does not know it, so the prompt is still to be put
@@ -200,20 +223,33 @@ def pad_token(config: GenerationConfig) -> int:
 
 
 def pilot_of(
-    drafter: Eagle31DrafterModel, target: PreTrainedModel, wishes: Knobs, draws_trees: bool, num_rows: int, do_sample: bool
+    drafter: Eagle31DrafterModel,
+    target: PreTrainedModel,
+    wishes: Knobs,
+    draws_trees: bool,
+    num_rows: int,
+    do_sample: bool,
 ) -> AutoPilot | FixedPilot:
     if wishes.depth is None:
         top_k = (wishes.top_k or TOP_K) if draws_trees else 1
-        return AutoPilot(tuner_of(drafter, target, num_rows, draws_trees, do_sample), top_k, wishes.total_tokens or SPARE_SLOTS)
+        return AutoPilot(
+            tuner_of(drafter, target, num_rows, draws_trees, do_sample), top_k, wishes.total_tokens or SPARE_SLOTS
+        )
     return FixedPilot(wishes.depth, (wishes.top_k or 1) if draws_trees else 1, wishes.total_tokens or TREE_TOKENS)
 
 
 def can_see_trees(
-    target: PreTrainedModel, drafter: Eagle31DrafterModel, config: GenerationConfig, wishes: Knobs, runner: TargetRunner, input_ids: Tensor
+    target: PreTrainedModel,
+    drafter: Eagle31DrafterModel,
+    config: GenerationConfig,
+    wishes: Knobs,
+    runner: TargetRunner,
+    input_ids: Tensor,
 ) -> bool:
     """Whether trees, and rows of different lengths, can be verified; asked only where they are wanted.
 
-    Attentions and hidden states of a tree's rows are not the sequence's; flash attention in the drafter takes no mask of a tree.
+    Attentions and hidden states of a tree's rows are not the sequence's; flash attention in the drafter takes no mask
+    of a tree.
     """
     if len(runner.num_padding) == 1 and not wishes.may_draw_trees:
         return False

@@ -1,7 +1,8 @@
-"""A drafter following the rows of a batch: it reads the target's accepted states, then proposes chains or trees of its own.
+"""A drafter following the rows of a batch: it reads the target's accepted states, then proposes chains or trees of its
+own.
 
-B rows, V target vocabulary, Vd draft vocabulary. The drafter's row for slot p of a text holds the target's state there and the token at
-p + 1, so what it has read of a text ends one before the token chosen last. Left padding is not read.
+B rows, V target vocabulary, Vd draft vocabulary. The drafter's row for slot p of a text holds the target's state there
+and the token at p + 1, so what it has read of a text ends one before the token chosen last. Left padding is not read.
 """
 
 from dataclasses import dataclass, replace
@@ -19,9 +20,9 @@ from .randomness import Draws
 from .tree import Candidates, DraftTree, Paths, pick
 
 READ_AT_ONCE = 1024  # prompt tokens a drafter's forward takes
-# A drafter's logits are scored as if the target drew at this temperature: greedy text is drawn at 0 (and a sampled one, its noise given),
-# but the drafter's guess of it is not certain. On the demo pair trees are deepest at 0.15 to 0.25; at 1, as in EAGLE-2, they are a third
-# shallower than chains are long.
+# A drafter's logits are scored as if the target drew at this temperature: greedy text is drawn at 0 (and a sampled one,
+# its noise given), but the drafter's guess of it is not certain. On the demo pair trees are deepest at 0.15 to 0.25; at
+# 1, as in EAGLE-2, they are a third shallower than chains are long.
 TREE_TEMPERATURE = 0.25
 
 
@@ -33,8 +34,10 @@ class Proposal:
     logits: Tensor | None = None
     tree: DraftTree | None = None
     log_probs: Tensor | None = None  # (B, 1 + drafts), the committed token's first, where they were scored
-    guesses: list[tuple[int, float]] | None = None  # by row the likeliest next token and its log-probability, where nothing is drafted
-    is_plain: bool = False  # nothing is drafted, and no earlier draft is left in the cache: the scores are what plain decoding sees
+    # by row the likeliest next token and its log-probability, where nothing is drafted
+    guesses: list[tuple[int, float]] | None = None
+    # nothing is drafted, and no earlier draft is left in the cache: the scores are what plain decoding sees
+    is_plain: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -53,7 +56,9 @@ class Proposal:
 
     def to(self, device: torch.device) -> "Proposal":
         tree = None if self.tree is None else self.tree.to(device)
-        return replace(self, ids=self.ids.to(device), logits=None if self.logits is None else self.logits.to(device), tree=tree)
+        return replace(
+            self, ids=self.ids.to(device), logits=None if self.logits is None else self.logits.to(device), tree=tree
+        )
 
 
 class Policy(Protocol):
@@ -70,12 +75,13 @@ class Policy(Protocol):
         ...
 
     def scores(self, log_probs: Tensor, level: int) -> Tensor:
-        """Log-probabilities (B, F, k) of the children of a level's nodes, the first level being 0 -> the logs of the children's chances to
-        be accepted."""
+        """Log-probabilities (B, F, k) of the children of a level's nodes, the first level being 0 -> the logs of the
+        children's chances to be accepted."""
         ...
 
     def width(self, scores: Tensor, level: int) -> int:
-        """Log-chances (B, C) that a level's best candidates are reached and accepted, best first -> how many the next level starts from."""
+        """Log-chances (B, C) that a level's best candidates are reached and accepted, best first -> how many the next
+        level starts from."""
         ...
 
     def count(self, scores: Tensor) -> int:
@@ -85,7 +91,8 @@ class Policy(Protocol):
 
 @dataclass(frozen=True)
 class Fixed:
-    """The tree a user asked for: `depth` levels, `top_k` children a node and nodes a level, `total_tokens` nodes with the root."""
+    """The tree a user asked for: `depth` levels, `top_k` children a node and nodes a level, `total_tokens` nodes with
+    the root."""
 
     depth: int
     top_k: int
@@ -107,7 +114,8 @@ class Fixed:
 
 @dataclass
 class Reading:
-    """Accepted states the drafter has not read: `states` (B, M, n*ht), the tokens after them (B, M), of which row b has `counts[b]`."""
+    """Accepted states the drafter has not read: `states` (B, M, n*ht), the tokens after them (B, M), of which row b has
+    `counts[b]`."""
 
     states: Tensor
     tokens: Tensor
@@ -118,7 +126,10 @@ class Reading:
         """Parts one after the other, each row's valid entries first."""
         if len(parts) == 1:
             return parts[0]
-        states, tokens = torch.cat([part.states for part in parts], dim=1), torch.cat([part.tokens for part in parts], dim=1)
+        states, tokens = (
+            torch.cat([part.states for part in parts], dim=1),
+            torch.cat([part.tokens for part in parts], dim=1),
+        )
         places: list[list[int]] = [[] for _ in parts[0].counts]
         offset = 0
         for part in parts:
@@ -144,7 +155,8 @@ class Reading:
 
 
 class DraftSession:
-    """Owns the drafter's cache. Its keys always come from target states: its own speculation is dropped after every proposal.
+    """Owns the drafter's cache. Its keys always come from target states: its own speculation is dropped after every
+    proposal.
 
     `lengths[b]`: what it has read of row b. `starts[b]`: the position of the first of it.
     """
@@ -175,7 +187,8 @@ class DraftSession:
         self.reads_text = not processors.are(own, processors.POINTWISE)
 
     def read(self, reading: Reading) -> tuple[Tensor, Tensor]:
-        """Every row reads what is new to it. Returns the state (B, 1, h) and the draft logits (B, 1, Vd) of each row's last token."""
+        """Every row reads what is new to it. Returns the state (B, 1, h) and the draft logits (B, 1, Vd) of each row's
+        last token."""
         if reading.tokens.shape[1] > READ_AT_ONCE:
             head, rest = reading.split(READ_AT_ONCE)
             before, after = self.read(head), self.read(rest)
@@ -186,16 +199,20 @@ class DraftSession:
         if min(counts) < num_new:
             keep = torch.tensor(counts, device=self.like.device).clamp(min=1) - 1
         out = self._forward(
-            reading.tokens.to(self.like.device), {"target_hidden_states": reading.states.to(self.like)}, self.lengths,
-            torch.arange(num_new, device=self.like.device).expand(len(counts), -1), logits_to_keep=keep,
-        )  # fmt: skip
+            reading.tokens.to(self.like.device),
+            {"target_hidden_states": reading.states.to(self.like)},
+            self.lengths,
+            torch.arange(num_new, device=self.like.device).expand(len(counts), -1),
+            logits_to_keep=keep,
+        )
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         self._settle()
         state = out.last_hidden_state
         return (state[:, -1:] if isinstance(keep, int) else state[torch.arange(len(counts)), keep][:, None]), out.logits
 
     def propose_chain(self, reading: Reading, contexts: list[Tensor], depth: int) -> Proposal:
-        """Reads, then drafts up to `depth` tokens after every text (1, L_b), each drawn from the drafter's own distribution."""
+        """Reads, then drafts up to `depth` tokens after every text (1, L_b), each drawn from the drafter's own
+        distribution."""
         contexts = [context.to(self.like.device) for context in contexts] if self.reads_text else contexts
         slots = [context.shape[1] for context in contexts]
         state, logits = self.read(reading)
@@ -210,9 +227,14 @@ class DraftSession:
                 if len(drafted) == depth or not go_on:
                     break
                 if self.reads_text:
-                    contexts = [torch.cat((context, token[None]), dim=1) for context, token in zip(contexts, tokens, strict=True)]
+                    contexts = [
+                        torch.cat((context, token[None]), dim=1)
+                        for context, token in zip(contexts, tokens, strict=True)
+                    ]
                 depth_of = torch.full_like(tokens, len(drafted) - 1)
-                out = self._forward(tokens, {"hidden_states": state}, [length + len(drafted) - 1 for length in self.lengths], depth_of)
+                out = self._forward(
+                    tokens, {"hidden_states": state}, [length + len(drafted) - 1 for length in self.lengths], depth_of
+                )
                 state, logits = out.last_hidden_state, out.logits
         finally:
             self._settle()
@@ -220,11 +242,14 @@ class DraftSession:
         has_own = self.draws is not None and not self.draws.is_coupled and len(drafted) > 0
         return Proposal(ids, torch.stack(drawn_from, dim=1) if has_own else None)
 
-    def propose_tree(self, reading: Reading, contexts: list[Tensor], policy: Policy, max_depth: int, max_nodes: int) -> Proposal:
-        """Reads, then drafts a tree after every text (1, L_b): the likeliest children of the likeliest nodes of every level, of all of
-        which the best are kept. `max_nodes`: with the root.
+    def propose_tree(
+        self, reading: Reading, contexts: list[Tensor], policy: Policy, max_depth: int, max_nodes: int
+    ) -> Proposal:
+        """Reads, then drafts a tree after every text (1, L_b): the likeliest children of the likeliest nodes of every
+        level, of all of which the best are kept. `max_nodes`: with the root.
 
-        The tree is a function of the committed text, and of noise the target draws with, alone: taking the target's tokens is exact.
+        The tree is a function of the committed text, and of noise the target draws with, alone: taking the target's
+        tokens is exact.
         """
         contexts = [context.to(self.like.device) for context in contexts]
         candidates = Candidates(torch.cat([context[:, -1:] for context in contexts]))
@@ -244,7 +269,12 @@ class DraftSession:
                 own, own_depths = paths.extend(from_row)
                 depths = torch.full_like(frontier, level)
                 out = self._forward(
-                    frontier, {"hidden_states": state}, [length + first for length in self.lengths], depths, own, own_depths
+                    frontier,
+                    {"hidden_states": state},
+                    [length + first for length in self.lengths],
+                    depths,
+                    own,
+                    own_depths,
                 )
                 state, logits = out.last_hidden_state, out.logits
         finally:
@@ -253,7 +283,9 @@ class DraftSession:
         guesses = None
         if tree.ids.shape[1] == 1:
             guesses = list(zip(candidates.ids[1][:, 0].tolist(), candidates.log_probs[1][:, 0].tolist(), strict=True))
-        return Proposal(tree.ids[:, 1:], tree=None if tree.is_chain else tree, log_probs=tree.log_probs, guesses=guesses)
+        return Proposal(
+            tree.ids[:, 1:], tree=None if tree.is_chain else tree, log_probs=tree.log_probs, guesses=guesses
+        )
 
     def _forward(
         self,
@@ -267,7 +299,8 @@ class DraftSession:
     ) -> Eagle31DrafterOutput:
         """Tokens (B, R) written from slots `starts` on, standing `depths` (B, R) after what has been read.
 
-        `own` (B, R, N): which of the N tokens after what has been read, standing at `own_depths` (B, N), they see; None: all before them.
+        `own` (B, R, N): which of the N tokens after what has been read, standing at `own_depths` (B, N), they see;
+        None: all before them.
         """
         num_new, mask = tokens.shape[1], None  # the drafter's own, of a sequence
         self.placement.rows(starts, num_new, tokens.device)
@@ -276,16 +309,27 @@ class DraftSession:
             mask = self._masks(own, depths, own_depths, max(starts) + num_new)
         elif self.placement.slots is not None:
             num_own = starts[0] - self.lengths[0] + num_new
-            own = torch.ones(num_new, num_own, dtype=torch.bool, device=tokens.device).tril(num_own - num_new).expand(len(tokens), -1, -1)
+            own = (
+                torch.ones(num_new, num_own, dtype=torch.bool, device=tokens.device)
+                .tril(num_own - num_new)
+                .expand(len(tokens), -1, -1)
+            )
             own_depths = torch.arange(num_own, device=tokens.device).expand(len(tokens), -1)
             mask = self._masks(own, depths, own_depths, max(starts) + num_new)
         elif num_new == 1:  # sees all its cache returns
             mask = dict.fromkeys(self.drafter.config.layer_types)
-        read = torch.tensor([first + length for first, length in zip(self.starts, self.lengths, strict=True)], device=tokens.device)
+        read = torch.tensor(
+            [first + length for first, length in zip(self.starts, self.lengths, strict=True)], device=tokens.device
+        )
         return self.drafter(
-            tokens, **source, position_ids=read[:, None] + depths, attention_mask=mask, past_key_values=self.past_key_values,
-            logits_to_keep=logits_to_keep, return_dict=True,
-        )  # fmt: skip
+            tokens,
+            **source,
+            position_ids=read[:, None] + depths,
+            attention_mask=mask,
+            past_key_values=self.past_key_values,
+            logits_to_keep=logits_to_keep,
+            return_dict=True,
+        )
 
     def _masks(self, own: Tensor, query_depths: Tensor, own_depths: Tensor, end: int) -> dict[str, Tensor]:
         """By layer type."""
@@ -293,19 +337,28 @@ class DraftSession:
         windows = {"full_attention": None, "sliding_attention": config.sliding_window}
         return {
             kind: additive_mask(
-                self.lengths, own, query_depths, own_depths, end, self.like.dtype, window=windows[kind],
+                self.lengths,
+                own,
+                query_depths,
+                own_depths,
+                end,
+                self.like.dtype,
+                window=windows[kind],
                 seen_from=0 if windows[kind] is None else max(0, low - windows[kind] + 1),
             )
             for kind in set(config.layer_types)
-        }  # fmt: skip
+        }
 
     def _settle(self) -> None:
         """Forgets what no target state stands behind."""
         for layer in self.past_key_values.layers:
             layer.settle(max(self.lengths))
 
-    def _pick(self, draft_logits: Tensor, contexts: list[Tensor], slots: list[int]) -> tuple[Tensor | None, Tensor, bool]:
-        """Draft logits (B, Vd) -> target ids (B, 1), the logits they were chosen by, and whether the drafter trusts any of them.
+    def _pick(
+        self, draft_logits: Tensor, contexts: list[Tensor], slots: list[int]
+    ) -> tuple[Tensor | None, Tensor, bool]:
+        """Draft logits (B, Vd) -> target ids (B, 1), the logits they were chosen by, and whether the drafter trusts any
+        of them.
 
         The ids are None where the processors leave the drafter nothing to propose.
         """
@@ -319,7 +372,9 @@ class DraftSession:
             tokens = logits.argmax(-1, keepdim=True)
         else:
             device = self.draws.device
-            tokens = torch.stack([self.draws.pick(b, slots[b], logits[b : b + 1].float().to(device)) for b in range(len(slots))])
+            tokens = torch.stack(
+                [self.draws.pick(b, slots[b], logits[b : b + 1].float().to(device)) for b in range(len(slots))]
+            )
             tokens = tokens.to(logits.device)
         trusted = True
         if self.confidence_threshold:
@@ -328,8 +383,11 @@ class DraftSession:
             tokens = self.draft_ids[tokens]
         return tokens, logits, trusted
 
-    def _likeliest(self, logits: Tensor, top_k: int, contexts: list[Tensor], level: int, path_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Draft logits (B, F, Vd) -> log-probabilities and target ids (B, F, k) of the tokens the target is likeliest to choose.
+    def _likeliest(
+        self, logits: Tensor, top_k: int, contexts: list[Tensor], level: int, path_ids: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Draft logits (B, F, Vd) -> log-probabilities and target ids (B, F, k) of the tokens the target is likeliest
+        to choose.
 
         `path_ids` (B, F, level), where processors read the text: what follows it up to every node.
         """

@@ -1,8 +1,8 @@
 """Makes `target.generate(assistant_model=drafter)` enter this library's loop. Installed by `import eagle31_hf`.
 
-Three methods of `GenerationMixin` are wrapped on the class. Each wrapper acts only where the assistant is an `Eagle31DrafterModel`,
-however wrapped, and leaves every other call as it was. A fourth, of `AutoConfig`, only notes the call's keyword arguments for
-`Eagle31Config`. Installing twice changes nothing; `uninstall` restores what was found.
+Three methods of `GenerationMixin` are wrapped on the class. Each wrapper acts only where the assistant is an
+`Eagle31DrafterModel`, however wrapped, and leaves every other call as it was. A fourth, of `AutoConfig`, only notes the
+call's keyword arguments for `Eagle31Config`. Installing twice changes nothing; `uninstall` restores what was found.
 """
 
 import functools
@@ -21,15 +21,20 @@ from .decoding import speculative_decoding
 def _extract_generation_mode_kwargs(
     original: Callable, self, custom_generate, kwargs: dict[str, Any], synced_gpus, assistant_model, streamer
 ):
-    """Unwraps the drafter, and takes the knobs out of generate's keyword arguments before its config can fill in stock defaults."""
+    """Unwraps the drafter, and takes the knobs out of generate's keyword arguments before its config can fill in stock
+    defaults."""
     drafter = drafter_in(assistant_model)
-    result = original(self, custom_generate, kwargs, synced_gpus, assistant_model if drafter is None else drafter, streamer)
+    result = original(
+        self, custom_generate, kwargs, synced_gpus, assistant_model if drafter is None else drafter, streamer
+    )
     if drafter is not None:
         result["knobs"] = {name: kwargs.pop(name) for name in KNOBS if name in kwargs}
     return result
 
 
-def _validate_generation_mode(original: Callable, self, generation_mode, generation_config, generation_mode_kwargs: dict[str, Any]):
+def _validate_generation_mode(
+    original: Callable, self, generation_mode, generation_config, generation_mode_kwargs: dict[str, Any]
+):
     """Our own checks in place of transformers', which would demand equal vocabulary sizes and let beams pass."""
     drafter = drafter_in(generation_mode_kwargs.get("assistant_model"))
     if drafter is None:
@@ -44,13 +49,15 @@ def _assisted_decoding(original: Callable, self, *args, inputs_tensor=None, assi
     drafter = drafter_in(assistant_model)
     if drafter is None:
         return original(self, *args, inputs_tensor=inputs_tensor, assistant_model=assistant_model, **kwargs)
-    for name in ("tokenizer", "assistant_tokenizer"):  # stop strings were prepared with it; the drafter speaks the target's ids
+    # stop strings were prepared with it; the drafter speaks the target's ids
+    for name in ("tokenizer", "assistant_tokenizer"):
         kwargs.pop(name, None)
     return speculative_decoding(self, drafter, *args, **kwargs)
 
 
 def from_pretrained(original: Callable, cls, *args, **kwargs):
-    """Keeps the Hub options for `Eagle31Config.from_dict`, which may have more to fetch: AutoConfig drops them once it has config.json."""
+    """Keeps the Hub options for `Eagle31Config.from_dict`, which may have more to fetch: AutoConfig drops them once it
+    has config.json."""
     with hub_options(kwargs):
         return original(cls, *args, **kwargs)
 

@@ -1,4 +1,5 @@
-"""What `return_dict_in_generate` asks for, cut from multi-token forwards into the pieces plain generate returns, one per token."""
+"""What `return_dict_in_generate` asks for, cut from multi-token forwards into the pieces plain generate returns, one
+per token."""
 
 from typing import Any
 
@@ -13,9 +14,11 @@ from .verify import Verdict
 
 
 class OutputCollector:
-    """Collects scores, logits, hidden states and attentions as far as the generation config asks for them. (B is 1 or rows keep step.)
+    """Collects scores, logits, hidden states and attentions as far as the generation config asks for them. (B is 1 or
+    rows keep step.)
 
-    `logits` are the very tensors the processors were handed: one that writes to them writes to these, as in plain generate.
+    `logits` are the very tensors the processors were handed: one that writes to them writes to these, as in plain
+    generate.
     """
 
     def __init__(self, generation_config: GenerationConfig, past_key_values: Cache):
@@ -23,11 +26,14 @@ class OutputCollector:
         self.wanted = generation_config.return_dict_in_generate
         self.scores: tuple[Tensor, ...] | None = () if self.wanted and generation_config.output_scores else None
         self.logits: tuple[Tensor, ...] | None = () if self.wanted and generation_config.output_logits else None
-        self.hidden_states: tuple[Any, ...] | None = () if self.wanted and generation_config.output_hidden_states else None
+        self.hidden_states: tuple[Any, ...] | None = (
+            () if self.wanted and generation_config.output_hidden_states else None
+        )
         self.attentions: tuple[Any, ...] | None = () if self.wanted and generation_config.output_attentions else None
 
     def add(self, outputs: CausalLMOutputWithPast, logits: Tensor, verdict: Verdict, is_prefill: bool) -> None:
-        """One forward of whose R tokens a row those of `verdict` were committed, as many in every row; `logits` (B, R, V)."""
+        """One forward of whose R tokens a row those of `verdict` were committed, as many in every row; `logits` (B, R,
+        V)."""
         num_tokens, path = len(verdict.tokens[0]), verdict.paths[0]
         if self.scores is not None:
             self.scores += tuple(torch.cat(step) for step in zip(*verdict.scores, strict=True))
@@ -45,7 +51,9 @@ class OutputCollector:
         """What generate() returns."""
         if not self.wanted:
             return sequences
-        collected: dict[str, Any] = {name: getattr(self, name) for name in ("scores", "logits", "attentions", "hidden_states")}
+        collected: dict[str, Any] = {
+            name: getattr(self, name) for name in ("scores", "logits", "attentions", "hidden_states")
+        }
         return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=self.past_key_values, **collected)  # type: ignore[arg-type]
 
 
@@ -60,15 +68,17 @@ def _prompt_attention(layers: tuple, num_tokens: int, cache: Cache) -> tuple[tup
 def _attention_rows(layers: tuple, num_tokens: int, cache: Cache) -> tuple[tuple, ...]:
     """Layers (B, H, R, keys) -> per token (B, H, 1, keys it saw).
 
-    The keys after a token's own belong to the tokens after it; a windowed layer still holds keys that have left its window. Static layers
-    show all their slots.
+    The keys after a token's own belong to the tokens after it; a windowed layer still holds keys that have left its
+    window. Static layers show all their slots.
     """
     if not layers or layers[0] is None:
         return (layers,) * num_tokens
     tokens, layer_windows = [], windows(cache)
     for i in range(num_tokens):
         ends = [layer.shape[3] - (layer.shape[2] - 1 - i) for layer in layers]
-        spans = [slice(max(0, end - window) if window else 0, end) for end, window in zip(ends, layer_windows, strict=True)]
+        spans = [
+            slice(max(0, end - window) if window else 0, end) for end, window in zip(ends, layer_windows, strict=True)
+        ]
         static = static_spans(cache, num_tokens - 1 - i, 1)
         spans = [span if fixed is None else fixed for span, fixed in zip(spans, static, strict=True)]
         tokens.append(tuple(layer[:, :, i : i + 1, span] for layer, span in zip(layers, spans, strict=True)))

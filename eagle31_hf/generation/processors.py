@@ -16,12 +16,18 @@ def _named(suffix: str, *names: str) -> tuple[type, ...]:
 
 # Functions of the scores alone.
 POINTWISE = _named("LogitsWarper", "Temperature", "TopK", "TopP", "MinP", "Typical", "Epsilon", "Eta")
-# Functions of their arguments alone may also shape a draft. Any draft is lossless; one that follows the target's processors is accepted
-# more often. The others keep state or call the user's code, and see only the committed text.
+# Functions of their arguments alone may also shape a draft. Any draft is lossless; one that follows the target's
+# processors is accepted more often. The others keep state or call the user's code, and see only the committed text.
 DRAFT_PROCESSORS = POINTWISE + _named(
-    "LogitsProcessor", "RepetitionPenalty", "NoRepeatNGram", "SequenceBias", "NoBadWords", "SuppressTokens", "MinLength",
+    "LogitsProcessor",
+    "RepetitionPenalty",
+    "NoRepeatNGram",
+    "SequenceBias",
+    "NoBadWords",
+    "SuppressTokens",
+    "MinLength",
     "MinNewTokensLength",
-)  # fmt: skip
+)
 # Functions of one row's text and scores: rows may be shown to them one by one, at different lengths.
 ROWWISE = (
     *DRAFT_PROCESSORS,
@@ -52,7 +58,8 @@ def by_row(processors: LogitsProcessorList, num_rows: int) -> list[LogitsProcess
 
 
 def _of_row(processor: Any, b: int, num_rows: int) -> Any:
-    ignored = getattr(processor, "prompt_ignore_length", None)  # the repetition penalty's: how much of each row is padding
+    # the repetition penalty's: how much of each row is padding
+    ignored = getattr(processor, "prompt_ignore_length", None)
     if num_rows > 1 and isinstance(ignored, Tensor):
         processor = copy.copy(processor)
         processor.prompt_ignore_length = ignored[b : b + 1]

@@ -1,7 +1,8 @@
 """Where a sampled token comes from: random numbers of each row's own, so that no row's text depends on its neighbours.
 
-A token is drawn as the argmax of log-probability plus Gumbel noise. *Coupled* noise belongs to a slot of the text: the drafter guesses
-with the noise the target will draw with (arXiv 2408.07978), and whatever is drafted, the text is a function of seed and target alone.
+A token is drawn as the argmax of log-probability plus Gumbel noise. *Coupled* noise belongs to a slot of the text: the
+drafter guesses with the noise the target will draw with (arXiv 2408.07978), and whatever is drafted, the text is a
+function of seed and target alone.
 """
 
 import torch
@@ -9,7 +10,8 @@ from torch import Tensor
 
 
 class Draws:
-    """Random numbers for B rows, seeded once from torch's global generator. `is_coupled`: a slot's noise is the same whenever asked for."""
+    """Random numbers for B rows, seeded once from torch's global generator. `is_coupled`: a slot's noise is the same
+    whenever asked for."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device, is_coupled: bool):
         seed = int(torch.randint(2**48, ()))

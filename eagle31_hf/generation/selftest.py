@@ -1,5 +1,5 @@
-"""Tries of a target, on a few random tokens, once for every class and attention implementation: whether it can verify trees, and whether
-it can verify anything while it returns attentions."""
+"""Tries of a target, on a few random tokens, once for every class and attention implementation: whether it can verify
+trees, and whether it can verify anything while it returns attentions."""
 
 from collections.abc import Callable
 
@@ -15,17 +15,19 @@ logger = logging.get_logger(__name__)
 
 PREFIX = 6
 PARENTS = (-1, 0, 0, 1, 2, 3)  # two branches that go on
-# Shares of the logits' spread. In fp32 right targets are off by 2e-5 at most, wrong ones by 0.06 and more. In lower precision what rounding
-# does depends on the model and the machine's kernels: a target may be off by LOW_PRECISION_TOLERANCE, or by ROUNDINGS times as much as it
-# is where a sequence is read in two forwards, as plain decoding does.
+# Shares of the logits' spread. In fp32 right targets are off by 2e-5 at most, wrong ones by 0.06 and more. In lower
+# precision what rounding does depends on the model and the machine's kernels: a target may be off by
+# LOW_PRECISION_TOLERANCE, or by ROUNDINGS times as much as it is where a sequence is read in two forwards, as plain
+# decoding does.
 TOLERANCE, LOW_PRECISION_TOLERANCE, ROUNDINGS = 1e-3, 0.05, 2
 
 HIDDEN = (
-    "its forward's signature hides position_ids, or prepare_inputs_for_generation drops them (functools.wraps keeps the signature of a "
-    "forward)"
+    "its forward's signature hides position_ids, or prepare_inputs_for_generation drops them (functools.wraps keeps the"
+    " signature of a forward)"
 )
 
-# Errors with which a model's code may fail on what it is given; torch.OutOfMemoryError is a RuntimeError, but says nothing of the target.
+# Errors with which a model's code may fail on what it is given; torch.OutOfMemoryError is a RuntimeError, but says
+# nothing of the target.
 FAILURES = (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError)
 
 
@@ -33,31 +35,41 @@ class Refusal(str):
     """A verdict read from an error. The next call tries again: the error may have been that of a caller's hook."""
 
 
-# Verdicts outlive the calls that needed them: (question, class, implementation, dtype, config, positions) -> why not. Filled by equal
-# values only.
+# Verdicts outlive the calls that needed them: (question, class, implementation, dtype, config, positions) -> why not.
+# Filled by equal values only.
 _verdicts: dict[tuple, str | None] = {}
 
 
 def why_no_trees(target: PreTrainedModel, is_told_positions: bool = True) -> str | None:
     """None where trees are verified as sequences would be, else the reason, logged the first time it is found.
 
-    `is_told_positions`: whether `generate` hands positions to its forward; one that a user has wrapped may hide that it takes them.
+    `is_told_positions`: whether `generate` hands positions to its forward; one that a user has wrapped may hide that it
+    takes them.
     """
     hidden = None if is_told_positions else HIDDEN
     return _verdict("chains instead of trees", target, is_told_positions, lambda: _try_trees(target) or hidden)
 
 
 def why_no_drafts_with_attentions(target: PreTrainedModel) -> str | None:
-    """None where a forward that returns attentions reads several tokens as it reads them one by one, else the reason, logged the first time
-    it is found. Some have other code for such forwards: Falcon's adds the sdpa implementation's boolean mask, so that tokens see those
-    after them."""
+    """None where a forward that returns attentions reads several tokens as it reads them one by one, else the reason,
+    logged the first time it is found. Some have other code for such forwards: Falcon's adds the sdpa implementation's
+    boolean mask, so that tokens see those after them."""
     return _verdict("nothing is drafted while attentions are returned", target, True, lambda: _try_attentions(target))
 
 
-def _verdict(meaning: str, target: PreTrainedModel, is_told_positions: bool, find: Callable[[], str | None]) -> str | None:
+def _verdict(
+    meaning: str, target: PreTrainedModel, is_told_positions: bool, find: Callable[[], str | None]
+) -> str | None:
     """What is known, or is now found."""
     config, implementation = target.config.get_text_config(decoder=True), str(target.config._attn_implementation)
-    key = (meaning, type(target), implementation, target.dtype, config.to_json_string(use_diff=False), is_told_positions)
+    key = (
+        meaning,
+        type(target),
+        implementation,
+        target.dtype,
+        config.to_json_string(use_diff=False),
+        is_told_positions,
+    )
     known = _verdicts.get(key)
     if key not in _verdicts or isinstance(known, Refusal):
         _verdicts[key] = find()
@@ -75,19 +87,26 @@ def _try_trees(target: PreTrainedModel) -> str | None:
         return f"layers of type {', '.join(sorted(kinds - {'full_attention', 'sliding_attention'}))}"
     if "local" in (getattr(config, "attention_layers", None) or ()):
         return "its windows go by row of the cache, not by position"  # GPT-Neo; seen only past the window
-    return _judged(target, _error, "its forward refuses a tree", "its logits over a tree differ from those over its paths")
+    return _judged(
+        target, _error, "its forward refuses a tree", "its logits over a tree differ from those over its paths"
+    )
 
 
 def _try_attentions(target: PreTrainedModel) -> str | None:
     return _judged(
-        target, _error_with_attentions, "its forward refuses to return attentions",
-        "its logits for a token then depend on the tokens after it; load it with attn_implementation='eager' to have drafts",
-    )  # fmt: skip
+        target,
+        _error_with_attentions,
+        "its forward refuses to return attentions",
+        "its logits for a token then depend on the tokens after it; load it with attn_implementation='eager' to have"
+        " drafts",
+    )
 
 
-def _judged(target: PreTrainedModel, error_of: Callable[[PreTrainedModel], float], refuses: str, differs: str) -> str | None:
-    """None where the error is one of rounding. An exception that comes again is a `Refusal`; one that does not was not the target's, and is
-    raised."""
+def _judged(
+    target: PreTrainedModel, error_of: Callable[[PreTrainedModel], float], refuses: str, differs: str
+) -> str | None:
+    """None where the error is one of rounding. An exception that comes again is a `Refusal`; one that does not was not
+    the target's, and is raised."""
     try:
         error = error_of(target)
     except FAILURES as failure:
@@ -99,27 +118,33 @@ def _judged(target: PreTrainedModel, error_of: Callable[[PreTrainedModel], float
             return Refusal(f"{refuses} ({type(failure).__name__}: {(str(failure).splitlines() or [''])[0][:100]})")
         raise
     is_low = target.dtype != torch.float32
-    if error <= (LOW_PRECISION_TOLERANCE if is_low else TOLERANCE) or (is_low and error <= ROUNDINGS * _rounding(target)):
+    if error <= (LOW_PRECISION_TOLERANCE if is_low else TOLERANCE) or (
+        is_low and error <= ROUNDINGS * _rounding(target)
+    ):
         return None
     return f"{differs} ({error:.2f} of their spread)"
 
 
 @torch.no_grad()
 def _rounding(target: PreTrainedModel) -> float:
-    """The largest difference of logits between a sequence read whole and read in two forwards, in units of their standard deviation."""
+    """The largest difference of logits between a sequence read whole and read in two forwards, in units of their
+    standard deviation."""
     config, device = target.config.get_text_config(decoder=True), execution_device(target.get_input_embeddings())
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, config.vocab_size, (1, PREFIX + len(PARENTS)), generator=generator).to(device)
     cache = DynamicCache(config=config)
     for part, seen in ((ids[:, :PREFIX], PREFIX), (ids[:, PREFIX:], ids.shape[1])):
-        out = target(input_ids=part, attention_mask=torch.ones_like(ids[:, :seen]), past_key_values=cache, use_cache=True)
+        out = target(
+            input_ids=part, attention_mask=torch.ones_like(ids[:, :seen]), past_key_values=cache, use_cache=True
+        )
     whole = target(input_ids=ids, use_cache=False).logits[:, PREFIX:].float()
     return float((out.logits.float() - whole).abs().max() / whole.std().clamp(min=1e-6))
 
 
 @torch.no_grad()
 def _error(target: PreTrainedModel) -> float:
-    """The largest difference of logits between a tree and its paths taken one by one, in units of the logits' standard deviation."""
+    """The largest difference of logits between a tree and its paths taken one by one, in units of the logits' standard
+    deviation."""
     config = target.config.get_text_config(decoder=True)
     device = execution_device(target.get_input_embeddings())
     generator = torch.Generator().manual_seed(0)
@@ -130,9 +155,12 @@ def _error(target: PreTrainedModel) -> float:
     target(input_ids=prefix[None], past_key_values=cache, use_cache=True)
     cache.crop(0)
     out = target(
-        input_ids=nodes[None], position_ids=PREFIX + tree.depths, past_key_values=cache, use_cache=True,
+        input_ids=nodes[None],
+        position_ids=PREFIX + tree.depths,
+        past_key_values=cache,
+        use_cache=True,
         attention_mask=slot_masks(target, cache, [PREFIX], tree.ancestors, tree.depths),
-    )  # fmt: skip
+    )
     reference = torch.zeros_like(out.logits[0], dtype=torch.float32)
     for leaf in set(range(len(PARENTS))) - set(PARENTS):
         path = tree.ancestors[0, leaf]
@@ -144,8 +172,8 @@ def _error(target: PreTrainedModel) -> float:
 
 @torch.no_grad()
 def _error_with_attentions(target: PreTrainedModel) -> float:
-    """The largest difference of a token's logits when the target reads tokens after it in the same forward, attentions being returned, in
-    units of the logits' standard deviation."""
+    """The largest difference of a token's logits when the target reads tokens after it in the same forward, attentions
+    being returned, in units of the logits' standard deviation."""
     config, device = target.config.get_text_config(decoder=True), execution_device(target.get_input_embeddings())
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, config.vocab_size, (1, PREFIX + 3), generator=generator).to(device)
@@ -155,8 +183,12 @@ def _error_with_attentions(target: PreTrainedModel) -> float:
         for begin, end in ((0, PREFIX), (PREFIX, PREFIX + num_tokens)):
             mask = torch.ones_like(ids[:, :end])
             out = target(
-                input_ids=ids[:, begin:end], attention_mask=mask, past_key_values=cache, use_cache=True, output_attentions=True
-            )  # fmt: skip
+                input_ids=ids[:, begin:end],
+                attention_mask=mask,
+                past_key_values=cache,
+                use_cache=True,
+                output_attentions=True,
+            )
         found.append(out.logits[0, -num_tokens].float())
     alone, among = found
     return float((among - alone).abs().max() / alone.std().clamp(min=1e-6))

@@ -14,8 +14,8 @@ _trackers: ContextVar[tuple["AcceptanceStats", ...]] = ContextVar("eagle31_track
 
 @dataclass
 class RowStats:
-    """Counts of one row. Lists are by depth: `accepted_per_position[i]` of `drafted_per_position[i]` tokens drafted at depth i + 1 were
-    accepted. `accepted_per_round` has one entry a verification."""
+    """Counts of one row. Lists are by depth: `accepted_per_position[i]` of `drafted_per_position[i]` tokens drafted at
+    depth i + 1 were accepted. `accepted_per_round` has one entry a verification."""
 
     prefills: int = 0
     generated_tokens: int = 0
@@ -32,7 +32,10 @@ class RowStats:
     @property
     def acceptance_rates(self) -> list[float]:
         """Accepted over drafted, by depth."""
-        return [accepted / drafted for accepted, drafted in zip(self.accepted_per_position, self.drafted_per_position, strict=True)]
+        return [
+            accepted / drafted
+            for accepted, drafted in zip(self.accepted_per_position, self.drafted_per_position, strict=True)
+        ]
 
     def _add_round(self, drafted: int, accepted: int, tokens: int) -> None:
         self.generated_tokens += tokens
@@ -47,23 +50,33 @@ class RowStats:
 
 @dataclass
 class AcceptanceStats(RowStats):
-    """Counts over every generate() call inside one `track_acceptance()`, all rows of a batch taken together; `rows[b]` has those of row b.
+    """Counts over every generate() call inside one `track_acceptance()`, all rows of a batch taken together; `rows[b]`
+    has those of row b.
 
-    `target_forwards` counts verification forwards, each of which serves every row that has not ended; the prompts' forwards, each of
-    which gives the first token of a text, are not among them, but counted by text in `prefills`. `seconds` is wall time of the decoding
-    loop by phase. `choices` is what `num_assistant_tokens="auto"` chose, by how many rounds, `explanation` why.
+    `target_forwards` counts verification forwards, each of which serves every row that has not ended; the prompts'
+    forwards, each of which gives the first token of a text, are not among them, but counted by text in `prefills`.
+    `seconds` is wall time of the decoding loop by phase. `choices` is what `num_assistant_tokens="auto"` chose, by how
+    many rounds, `explanation` why.
     """
 
     target_forwards: int = 0
     rows: list[RowStats] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=lambda: {"prefill": 0.0, "draft": 0.0, "verify": 0.0, "accept": 0.0})
+    seconds: dict[str, float] = field(
+        default_factory=lambda: {"prefill": 0.0, "draft": 0.0, "verify": 0.0, "accept": 0.0}
+    )
     choices: Counter[str] = field(default_factory=Counter)
     explanation: str = ""
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def as_dict(self) -> dict[str, Any]:
         """The figures of all rows taken together as plain values, for JSON."""
-        names = ("generated_tokens", "target_forwards", "mean_accepted_length", "accepted_per_position", "drafted_per_position")
+        names = (
+            "generated_tokens",
+            "target_forwards",
+            "mean_accepted_length",
+            "accepted_per_position",
+            "drafted_per_position",
+        )
         return {name: getattr(self, name) for name in names}
 
     def summary(self) -> str:
@@ -95,8 +108,8 @@ class AcceptanceStats(RowStats):
                     counts.generated_tokens += count
 
     def add_round(self, drafted: int, accepted: list[int | None], tokens: list[int]) -> None:
-        """A forward verified chains or trees `drafted` tokens deep, of which row b accepted `accepted[b]` (None: it had ended) and
-        committed `tokens[b]`."""
+        """A forward verified chains or trees `drafted` tokens deep, of which row b accepted `accepted[b]` (None: it had
+        ended) and committed `tokens[b]`."""
         with self._lock:
             self.target_forwards += 1
             for b, (count, new) in enumerate(zip(accepted, tokens, strict=True)):
@@ -116,7 +129,8 @@ class AcceptanceStats(RowStats):
 
 
 class Recorder:
-    """What one generate() call reports to: every tracker open in its context. `last`: seconds of each phase when it was last run."""
+    """What one generate() call reports to: every tracker open in its context. `last`: seconds of each phase when it was
+    last run."""
 
     def __init__(self):
         self._stats = _trackers.get()
@@ -147,8 +161,8 @@ class Recorder:
 def track_acceptance(stats: AcceptanceStats | None = None) -> Iterator[AcceptanceStats]:
     """Collects the statistics of every generate() call made inside it by this thread (more precisely: in this context).
 
-    `stats`: go on counting into these. Threads have statistics of their own; to count calls of another thread here, start it with
-    `contextvars.copy_context().run`. Blocks may be nested.
+    `stats`: go on counting into these. Threads have statistics of their own; to count calls of another thread here,
+    start it with `contextvars.copy_context().run`. Blocks may be nested.
     """
     stats = AcceptanceStats() if stats is None else stats
     token = _trackers.set((*_trackers.get(), stats))

@@ -1,4 +1,5 @@
-"""Where a burst of new tokens ends a text: criteria and streamer are told of them token by token, as if they had come one at a time."""
+"""Where a burst of new tokens ends a text: criteria and streamer are told of them token by token, as if they had come
+one at a time."""
 
 from collections.abc import Callable
 
@@ -12,7 +13,8 @@ from .texts import Texts
 
 
 class Stopping:
-    """A call's stopping criteria, and its streamer, which is told of every token after them: the user's may know of each other.
+    """A call's stopping criteria, and its streamer, which is told of every token after them: the user's may know of
+    each other.
 
     `eos_token_ids`: the ids that end a row; `max_length`: of every row, padding included.
     """
@@ -24,14 +26,17 @@ class Stopping:
         kinds = {type(one) for one in criteria}
         self.is_usual = kinds <= {MaxLengthCriteria, EosTokenCriteria}
         # A row that has met another criterion goes on as long as any row does, unless there is a token that ends rows.
-        self.is_rowwise = self.is_usual or (kinds <= {MaxLengthCriteria, EosTokenCriteria, StopStringCriteria} and bool(self.eos_token_ids))
+        self.is_rowwise = self.is_usual or (
+            kinds <= {MaxLengthCriteria, EosTokenCriteria, StopStringCriteria} and bool(self.eos_token_ids)
+        )
 
     def row_by_row(self, texts: Texts, scores: tuple[Tensor, ...] | None) -> "RowEnds":
         """Where every row goes at its own pace: says after each of its new tokens whether it ends."""
         return RowEnds(self, texts, scores)
 
     def together(self, texts: Texts, scores: tuple[Tensor, ...] | None) -> Callable[[Tensor, list[Tensor]], list[bool]]:
-        """Where rows keep step: which have ended, by the texts (B, L) with some new tokens and the scores (B, V) of each of these."""
+        """Where rows keep step: which have ended, by the texts (B, L) with some new tokens and the scores (B, V) of
+        each of these."""
 
         def ended(rows: Tensor, new_scores: list[Tensor]) -> list[bool]:
             met = self.criteria(rows, None if scores is None else (*scores, *new_scores)).tolist()
@@ -43,14 +48,16 @@ class Stopping:
 
 
 class RowEnds:
-    """Which rows have ended, in `rows`, as far as it has been asked. `scores`: of all tokens so far, where they are kept."""
+    """Which rows have ended, in `rows`, as far as it has been asked. `scores`: of all tokens so far, where they are
+    kept."""
 
     def __init__(self, stopping: Stopping, texts: Texts, scores: tuple[Tensor, ...] | None):
         self.stopping, self.texts, self.scores = stopping, texts, scores
         self.rows = list(texts.finished)
 
     def __call__(self, b: int, tokens: list[int], new_scores: list[Tensor]) -> bool:
-        """Whether row b ends with the last of its new tokens; asked once for each of them, in order. `new_scores`: (1, V) a token."""
+        """Whether row b ends with the last of its new tokens; asked once for each of them, in order. `new_scores`: (1,
+        V) a token."""
         self.rows[b] = self._is_met(b, tokens, new_scores)
         if self.stopping.streamer is not None:
             self.stopping.streamer.put(torch.tensor(tokens[-1:]))

@@ -24,16 +24,26 @@ class TargetRunner:
     `num_padding`: left-padding tokens of each row; `num_cached`: tokens of the prompt its cache already holds.
     """
 
-    def __init__(self, target: PreTrainedModel, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]):
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        input_ids: Tensor,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+    ):
         self.target, self.generation_config, self.model_kwargs = target, generation_config, model_kwargs
         self.past_key_values: Cache = model_kwargs["past_key_values"]
         mask = model_kwargs.get("attention_mask")
-        # With a cache from an earlier turn the prompt is the whole text or only its new part; the mask covers the whole text either way.
-        is_whole = input_ids.shape[1] == (getattr(generation_config, "_mask_length", 0) if mask is None else mask.shape[1])
+        # With a cache from an earlier turn the prompt is the whole text or only its new part; the mask covers the whole
+        # text either way.
+        is_whole = input_ids.shape[1] == (
+            getattr(generation_config, "_mask_length", 0) if mask is None else mask.shape[1]
+        )
         has_padding = is_whole and mask is not None
         self.num_padding = (mask.cumsum(-1) == 0).sum(-1).tolist() if has_padding else [0] * len(input_ids)
         self.num_cached = int(self.past_key_values.get_seq_length()) if is_whole else 0
-        self.num_before = 0 if is_whole else int(self.past_key_values.get_seq_length())  # tokens the cache holds before the prompt
+        # tokens the cache holds before the prompt
+        self.num_before = 0 if is_whole else int(self.past_key_values.get_seq_length())
         self.placement: cache.Placement | None = None  # set within `cache.slots`
         self._seen = None if mask is None else mask.bool()
         self._covered = input_ids.shape[1]  # tokens that masks and positions among the keyword arguments cover
@@ -46,19 +56,23 @@ class TargetRunner:
         return self.placement is not None
 
     def passes_positions(self, input_ids: Tensor) -> bool:
-        """Whether `generate` passes position ids to the model. A model that gets none derives them by a rule of its own, which is right for
-        plain sequences, but not for trees and rows of different lengths."""
+        """Whether `generate` passes position ids to the model. A model that gets none derives them by a rule of its
+        own, which is right for plain sequences, but not for trees and rows of different lengths."""
         if self._last_position is None:
             return False
-        return "position_ids" in self.target.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **self.model_kwargs)
+        return "position_ids" in self.target.prepare_inputs_for_generation(
+            input_ids, next_sequence_length=1, **self.model_kwargs
+        )
 
     @property
     def cache_outlives_call(self) -> bool:
-        """Whether the caller keeps the cache: rows that end before others must then leave in it what plain decoding writes."""
+        """Whether the caller keeps the cache: rows that end before others must then leave in it what plain decoding
+        writes."""
         return getattr(self.past_key_values, "_is_user_defined", False)
 
     def prefill(self, input_ids: Tensor) -> CausalLMOutputWithPast:
-        """Runs the prompt (B, L), less what the cache already holds. Raises ValueError where the cache then holds anything else than it."""
+        """Runs the prompt (B, L), less what the cache already holds. Raises ValueError where the cache then holds
+        anything else than it."""
         if self.placement is not None:
             self.placement.is_final = True
         try:
@@ -70,28 +84,35 @@ class TargetRunner:
         if found is not self.past_key_values or int(found.get_seq_length()) != expected:
             if found is None or int(found.get_seq_length()) == 0:
                 raise ValueError(
-                    f"EAGLE drafting: {type(self.target).__name__} kept nothing in a cache; expected one, to take rejected tokens back "
-                    "from. Gradient checkpointing switches it off in training mode (target.eval() switches it on); a model that never "
-                    "keeps one cannot be drafted for: drop assistant_model."
+                    f"EAGLE drafting: {type(self.target).__name__} kept nothing in a cache; expected one, to take"
+                    " rejected tokens back from. Gradient checkpointing switches it off in training mode"
+                    " (target.eval() switches it on); a model that never keeps one cannot be drafted for: drop"
+                    " assistant_model."
                 )
             raise ValueError(
-                f"EAGLE drafting: after a prompt of {expected} tokens the target's cache holds {int(found.get_seq_length())}; expected the "
-                "prompt and nothing else, in the cache that generate handed in. Tokens that no text knows of, as of PEFT's prompt tuning, "
-                "p-tuning and prefix tuning, cannot be drafted from: drop assistant_model, or use an adapter that changes weights (LoRA, "
-                "IA3). An earlier turn's cache and prefill_chunk_size together need transformers 5.23, others read the prompt twice."
+                f"EAGLE drafting: after a prompt of {expected} tokens the target's cache holds"
+                f" {int(found.get_seq_length())}; expected the prompt and nothing else, in the cache that generate"
+                " handed in. Tokens that no text knows of, as of PEFT's prompt tuning, p-tuning and prefix tuning,"
+                " cannot be drafted from: drop assistant_model, or use an adapter that changes weights (LoRA, IA3). An"
+                " earlier turn's cache and prefill_chunk_size together need transformers 5.23, others read the prompt"
+                " twice."
             )
         if self.placement is not None:
             cache.settle(self.past_key_values, expected)
         return outputs
 
     def verify(self, texts: Texts, proposal: Proposal) -> CausalLMOutputWithPast:
-        """Runs the last token of every row and the drafts after it, whatever the rows' lengths. For chains of equally long rows the model
-        makes masks and positions itself; else each node is given a mask that shows it its text and its ancestors only."""
+        """Runs the last token of every row and the drafts after it, whatever the rows' lengths. For chains of equally
+        long rows the model makes masks and positions itself; else each node is given a mask that shows it its text and
+        its ancestors only."""
         if proposal.tree is None and texts.is_uniform:
             return self._verify_chains(texts.rows(), proposal)
         # Of a row that has ended nothing is written to the cache and no logits are read, so any start does.
         num_nodes = proposal.num_rows
-        starts = [0 if ended else length - 1 + self.num_before for length, ended in zip(texts.lengths, texts.finished, strict=True)]
+        starts = [
+            0 if ended else length - 1 + self.num_before
+            for length, ended in zip(texts.lengths, texts.finished, strict=True)
+        ]
         going = [start for start, ended in zip(starts, texts.finished, strict=True) if not ended]
         ids = torch.cat((texts.last(), proposal.ids), dim=1)
         tree = proposal.tree
@@ -99,8 +120,11 @@ class TargetRunner:
         own = torch.ones(num_nodes, num_nodes, dtype=torch.bool, device=ids.device).tril().expand(len(ids), -1, -1)
         own = own if tree is None else tree.ancestors
         kwargs = {**self.model_kwargs, "attention_mask": None}
-        kwargs |= {name: kwargs[name][:, -1:].expand(-1, num_nodes) for name in TOKEN_TYPES if kwargs.get(name) is not None}
-        # The last position is (B, 1), or (axes, B, 1) where images take several axes; a text token advances every axis by one.
+        kwargs |= {
+            name: kwargs[name][:, -1:].expand(-1, num_nodes) for name in TOKEN_TYPES if kwargs.get(name) is not None
+        }
+        # The last position is (B, 1), or (axes, B, 1) where images take several axes; a text token advances every axis
+        # by one.
         since = torch.tensor([n - texts.prompt_length for n in texts.lengths], device=ids.device)[:, None] + depths
         since[torch.tensor(texts.finished, device=ids.device)] = 0
         kwargs["position_ids"] = self._last_position + since.to(self._last_position)
@@ -108,7 +132,9 @@ class TargetRunner:
         self.placement.rows(starts, num_nodes, ids.device, texts.finished)
         try:
             inputs = self.target.prepare_inputs_for_generation(ids, next_sequence_length=num_nodes, **kwargs)
-            inputs["attention_mask"] = slot_masks(self.target, self.past_key_values, starts, own, depths, self._seen, going)
+            inputs["attention_mask"] = slot_masks(
+                self.target, self.past_key_values, starts, own, depths, self._seen, going
+            )
             return self._run(inputs, num_nodes)
         finally:
             self.placement.clear()
@@ -118,7 +144,9 @@ class TargetRunner:
         self._covered = rows.shape[1]
         kwargs = self._grown(self.model_kwargs, proposal.num_rows - 1)
         ids, num_nodes = torch.cat((rows, proposal.ids), dim=1), proposal.num_rows
-        return self._run(self.target.prepare_inputs_for_generation(ids, next_sequence_length=num_nodes, **kwargs), num_nodes)
+        return self._run(
+            self.target.prepare_inputs_for_generation(ids, next_sequence_length=num_nodes, **kwargs), num_nodes
+        )
 
     def _run(self, inputs: dict[str, Any], num_nodes: int) -> CausalLMOutputWithPast:
         if "logits_to_keep" in inputs:
@@ -126,7 +154,8 @@ class TargetRunner:
         return self.target(**inputs, return_dict=True)
 
     def commit(self, texts: Texts, paths: list[list[int]], num_rows: int) -> None:
-        """Of the last forward's `num_rows` nodes keeps those of `paths` in the cache, drops the others; `texts` lack the new tokens yet."""
+        """Of the last forward's `num_rows` nodes keeps those of `paths` in the cache, drops the others; `texts` lack
+        the new tokens yet."""
         if self.placement is None:
             cache.crop(self.past_key_values, num_rows - len(paths[0]))
         else:
@@ -140,10 +169,13 @@ class TargetRunner:
 
     def _grown(self, model_kwargs: dict[str, Any], num_tokens: int) -> dict[str, Any]:
         """The keyword arguments extended by that many tokens: masks, positions, token types."""
-        # transformers lengthens token types by repeating as many of the last ones as there are new tokens: right one at a time only.
+        # transformers lengthens token types by repeating as many of the last ones as there are new tokens: right one at
+        # a time only.
         step = num_tokens if model_kwargs.get("token_type_ids") is None else 1
         for _ in range(num_tokens // step if num_tokens else 0):
-            model_kwargs = self.target._update_model_kwargs_for_generation(ModelOutput(), copy.copy(model_kwargs), num_new_tokens=step)
+            model_kwargs = self.target._update_model_kwargs_for_generation(
+                ModelOutput(), copy.copy(model_kwargs), num_new_tokens=step
+            )
         return model_kwargs
 
 
@@ -158,8 +190,8 @@ def slot_masks(
 ) -> Tensor | dict[str, Tensor]:
     """Additive masks (B, 1, N, keys) in the form the target takes: by layer type where its config has them, else one.
 
-    `own` (B, N, N): which of the N new tokens, at slots from `starts[b]` on, each of them sees; `depths` (B, N): how far after
-    `starts[b]` it stands; `seen` (B, L): which of the prompt's tokens are no padding; `going`: the starts of
+    `own` (B, N, N): which of the N new tokens, at slots from `starts[b]` on, each of them sees; `depths` (B, N): how
+    far after `starts[b]` it stands; `seen` (B, L): which of the prompt's tokens are no padding; `going`: the starts of
     rows that have not ended, by default of all.
     """
     config = target.config.get_text_config(decoder=True)
@@ -176,7 +208,10 @@ def slot_masks(
     return {kind: mask(windows[kind]) for kind in set(kinds)}
 
 
-def last_logits(outputs: CausalLMOutputWithPast, num_rows: int, device: torch.device, are_read_only: bool = False) -> Tensor:
-    """The logits of the last `num_rows` nodes: a fresh fp32 tensor (B, num_rows, V), safe to write to, or, `are_read_only`, as they are."""
+def last_logits(
+    outputs: CausalLMOutputWithPast, num_rows: int, device: torch.device, are_read_only: bool = False
+) -> Tensor:
+    """The logits of the last `num_rows` nodes: a fresh fp32 tensor (B, num_rows, V), safe to write to, or,
+    `are_read_only`, as they are."""
     logits = outputs.logits[:, -num_rows:]
     return logits if are_read_only else logits.to(copy=True, dtype=torch.float32, device=device)

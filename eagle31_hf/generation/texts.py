@@ -24,7 +24,10 @@ class Texts:
     @property
     def longest(self) -> int:
         """Of the rows that go on (of all, when none does)."""
-        return max((n for n, finished in zip(self.lengths, self.finished, strict=True) if not finished), default=max(self.lengths))
+        return max(
+            (n for n, finished in zip(self.lengths, self.finished, strict=True) if not finished),
+            default=max(self.lengths),
+        )
 
     @property
     def is_uniform(self) -> bool:

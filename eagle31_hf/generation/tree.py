@@ -1,5 +1,5 @@
-"""Draft trees as tensors: no model. B rows with a tree each, N nodes; node 0, the root, is the token committed last; a parent comes
-before its children."""
+"""Draft trees as tensors: no model. B rows with a tree each, N nodes; node 0, the root, is the token committed last; a
+parent comes before its children."""
 
 from dataclasses import dataclass, fields
 
@@ -9,8 +9,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class DraftTree:
-    """`ids` (B, N) target ids, `parents` (B, N) nodes, -1 for the root, `depths` (B, N), `ancestors` (B, N, N): is j on the path to i, i
-    itself included, `log_probs` (B, N): the drafter's, given the parent."""
+    """`ids` (B, N) target ids, `parents` (B, N) nodes, -1 for the root, `depths` (B, N), `ancestors` (B, N, N): is j on
+    the path to i, i itself included, `log_probs` (B, N): the drafter's, given the parent."""
 
     ids: Tensor
     parents: Tensor
@@ -27,7 +27,13 @@ class DraftTree:
         for _ in range((max_depth - 1).bit_length()):
             paths = (paths @ paths).clamp(max=1.0)  # at most twice as many steps up
         ancestors = paths > 0
-        return cls(ids, parents, ancestors.sum(2) - 1, ancestors, torch.zeros_like(paths[..., 0]) if log_probs is None else log_probs)
+        return cls(
+            ids,
+            parents,
+            ancestors.sum(2) - 1,
+            ancestors,
+            torch.zeros_like(paths[..., 0]) if log_probs is None else log_probs,
+        )
 
     def to(self, device: torch.device) -> "DraftTree":
         return DraftTree(*(getattr(self, field.name).to(device) for field in fields(self)))
@@ -54,7 +60,8 @@ class DraftTree:
 
 
 class Candidates:
-    """What an expansion has scored so far, for B rows alike: candidate 0 is the root; every level adds children of the frontier.
+    """What an expansion has scored so far, for B rows alike: candidate 0 is the root; every level adds children of the
+    frontier.
 
     Source: EAGLE-2 (arXiv 2406.16858), section 4: expand the best of each level, rerank all of them at the end.
     """
@@ -71,8 +78,8 @@ class Candidates:
     def extend(self, log_probs: Tensor, ids: Tensor, width: int, scores: Tensor | None = None) -> Tensor:
         """Adds the children (B, F, k) of the F frontier nodes; the `width` best of them are the new frontier.
 
-        `scores` (B, F, k): what a child adds to its parent's score, by default its log-probability. Returns for each frontier node which
-        row of the old one is its parent (B, F').
+        `scores` (B, F, k): what a child adds to its parent's score, by default its log-probability. Returns for each
+        frontier node which row of the old one is its parent (B, F').
         """
         own = log_probs if scores is None else scores
         totals, flat = (own + self.frontier_scores[..., None]).flatten(1), ids.flatten(1)
@@ -93,18 +100,24 @@ class Candidates:
         return self.frontier_ids
 
     def best(self, count: int) -> DraftTree:
-        """The root and the `count` best candidates. A stable sort: a child never scores above its parent, and in a tie comes after."""
-        ids, parents, scores, log_probs = (torch.cat(parts, dim=1) for parts in (self.ids, self.parents, self.scores, self.log_probs))
+        """The root and the `count` best candidates. A stable sort: a child never scores above its parent, and in a tie
+        comes after."""
+        ids, parents, scores, log_probs = (
+            torch.cat(parts, dim=1) for parts in (self.ids, self.parents, self.scores, self.log_probs)
+        )
         kept = 1 + scores[:, 1:].sort(dim=1, descending=True, stable=True).indices[:, :count]
         kept = torch.cat((kept.new_zeros(self.rows, 1), kept.sort(dim=1).values), dim=1)
-        place = torch.full_like(ids, -1).scatter_(1, kept, torch.arange(kept.shape[1], device=ids.device).expand_as(kept))
+        place = torch.full_like(ids, -1).scatter_(
+            1, kept, torch.arange(kept.shape[1], device=ids.device).expand_as(kept)
+        )
         old = parents.gather(1, kept)
         parents = torch.where(old < 0, old, place.gather(1, old.clamp(min=0)))
         return DraftTree.from_parents(ids.gather(1, kept), parents, self.levels, log_probs.gather(1, kept))
 
 
 class Paths:
-    """Which of the nodes a drafter has run each node of the last level descends from, the node itself included; in the order they ran."""
+    """Which of the nodes a drafter has run each node of the last level descends from, the node itself included; in the
+    order they ran."""
 
     def __init__(self, num_rows: int, device: torch.device):
         self.num_rows, self.device = num_rows, device
@@ -116,13 +129,17 @@ class Paths:
         return len(self.depths)
 
     def extend(self, from_row: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Runs a level whose nodes hang on those (B, F) of the last one. Returns which nodes each of them sees (B, F, count), and the
-        depths (B, count) of these; None, None for a chain."""
+        """Runs a level whose nodes hang on those (B, F) of the last one. Returns which nodes each of them sees (B, F,
+        count), and the depths (B, count) of these; None, None for a chain."""
         width, level, before = from_row.shape[1], 1 + max(self.depths, default=-1), self.count
         self.depths += [level] * width
         if self._seen is None and width == 1:
             return None, None
-        seen = torch.ones(self.num_rows, 1, before, dtype=torch.bool, device=self.device) if self._seen is None else self._seen
+        seen = (
+            torch.ones(self.num_rows, 1, before, dtype=torch.bool, device=self.device)
+            if self._seen is None
+            else self._seen
+        )
         itself = torch.eye(width, dtype=torch.bool, device=self.device).expand(self.num_rows, -1, -1)
         self._seen = torch.cat((pick(seen, from_row), itself), dim=2)
         return self._seen, torch.tensor(self.depths, device=self.device).expand(self.num_rows, -1)

@@ -1,9 +1,10 @@
-"""How far to draft: a fixed plan, or one chosen every round from what has been measured (`num_assistant_tokens="auto"`).
+"""How far to draft: a fixed plan, or one chosen every round from what has been measured
+(`num_assistant_tokens="auto"`).
 
-Auto maximises tokens a second. A step of t seconds pays when it is expected to add more tokens than are generated in t seconds at the
-present rate (Dinkelbach's method for maximising a ratio: the rate is that of recent rounds, so it converges to the best there is).
-Expected tokens come from the drafter's own probabilities, calibrated by depth on what the target accepted; expected seconds from what
-forwards of that size usually took.
+Auto maximises tokens a second. A step of t seconds pays when it is expected to add more tokens than are generated in t
+seconds at the present rate (Dinkelbach's method for maximising a ratio: the rate is that of recent rounds, so it
+converges to the best there is). Expected tokens come from the drafter's own probabilities, calibrated by depth on what
+the target accepted; expected seconds from what forwards of that size usually took.
 """
 
 import math
@@ -24,10 +25,12 @@ from .drafting import Fixed, Policy, Proposal
 from .verify import Verdict
 
 MAX_DEPTH, TOP_K, WIDTHS = 16, 4, (1, 2, 3, 4, 6, 8)  # WIDTHS: how many nodes of a level may get children
-COUNTS = (*range(9), 10, 12, 16, 24, 32, 48, 60)  # of drafts that may be verified: few, so that the time of each is soon known
+# of drafts that may be verified: few, so that the time of each is soon known
+COUNTS = (*range(9), 10, 12, 16, 24, 32, 48, 60)
 FIRST = (4, 8, 16, 32, 8, 16)  # numbers of drafts verified in the first rounds, before anything is measured
 PLAIN_EVERY = 64  # every so many rounds one without drafting measures what drafting is compared with
-PAUSES = (8, 512)  # plain rounds after drafting was slower than plain decoding: at first, and at most; doubled each time
+# plain rounds after drafting was slower than plain decoding: at first, and at most; doubled each time
+PAUSES = (8, 512)
 EXTREME = 3e-4  # probabilities are clamped to this distance from 0 and 1
 PROBE = 6  # rounds drafted after a pause, before drafting may pause again
 FORESIGHT = 1.15  # a level is worth this many times its own tokens, as it also shows whether the next one pays
@@ -35,7 +38,8 @@ FORESIGHT = 1.15  # a level is worth this many times its own tokens, as it also 
 
 @dataclass(frozen=True)
 class Plan:
-    """One round: `depth` 0 is plain decoding, `policy` None a chain of exactly `depth`; no tree is larger than `max_nodes`."""
+    """One round: `depth` 0 is plain decoding, `policy` None a chain of exactly `depth`; no tree is larger than
+    `max_nodes`."""
 
     depth: int
     policy: Policy | None = None
@@ -55,7 +59,11 @@ class FixedPilot:
     def plan(self, max_depth: int, num_rows: int, num_unread: int) -> Plan:
         """No draft may be deeper than `max_depth`."""
         depth = min(self.depth, max_depth)
-        return Plan(depth, None if self.top_k == 1 else Fixed(depth, self.top_k, self.total_tokens)) if depth > 0 else PLAIN
+        return (
+            Plan(depth, None if self.top_k == 1 else Fixed(depth, self.top_k, self.total_tokens))
+            if depth > 0
+            else PLAIN
+        )
 
     def learn(self, *args) -> None:
         """Nothing to learn: the plan is fixed."""
@@ -65,8 +73,8 @@ class FixedPilot:
 
 
 class Costs:
-    """Seconds a forward takes by its size, the tokens it runs: the mean of the last nine without the slowest quarter (other load on the
-    machine only ever makes it slower), interpolated linearly between sizes."""
+    """Seconds a forward takes by its size, the tokens it runs: the mean of the last nine without the slowest quarter
+    (other load on the machine only ever makes it slower), interpolated linearly between sizes."""
 
     def __init__(self):
         self.seconds: dict[int, deque[float]] = {}
@@ -78,13 +86,18 @@ class Costs:
         lately.append(seconds)
         kept = sorted(lately)[: max(1, 3 * len(lately) // 4)]
         self.usual[rows] = sum(kept) / len(kept)
-        pooled: list[list[float]] = []  # weight, mean and number of sizes of each pool: isotonic regression by pool adjacent violators
+        # weight, mean and number of sizes of each pool: isotonic regression by pool adjacent violators
+        pooled: list[list[float]] = []
         for size in sorted(self.usual):
             pooled.append([len(self.seconds[size]), self.usual[size], 1])
             while len(pooled) > 1 and pooled[-2][1] > pooled[-1][1]:
                 weight, mean, sizes = pooled.pop()
                 before = pooled[-1]
-                pooled[-1] = [before[0] + weight, (before[0] * before[1] + weight * mean) / (before[0] + weight), before[2] + sizes]
+                pooled[-1] = [
+                    before[0] + weight,
+                    (before[0] * before[1] + weight * mean) / (before[0] + weight),
+                    before[2] + sizes,
+                ]
         levels = [mean for _, mean, sizes in pooled for _ in range(int(sizes))]
         self.known = list(zip(sorted(self.usual), levels, strict=True))
 
@@ -94,8 +107,8 @@ class Costs:
 
 
 def estimate(points: Sequence[tuple[int, float]], sizes: tuple[int, ...]) -> list[float]:
-    """Seconds for `sizes` from known `points` of (size, seconds), both ascending: linear between points; beyond the last one each token
-    costs the average slope or, where there is one point, a twentieth of its seconds."""
+    """Seconds for `sizes` from known `points` of (size, seconds), both ascending: linear between points; beyond the
+    last one each token costs the average slope or, where there is one point, a twentieth of its seconds."""
     if not points:
         return [0.0] * len(sizes)
     first, last = points[0], points[-1]
@@ -115,8 +128,8 @@ def estimate(points: Sequence[tuple[int, float]], sizes: tuple[int, ...]) -> lis
 
 
 class Calibration:
-    """Probability that the target accepts a draft whose parent it accepted: a logistic function of the drafter's log-odds. An offset for
-    every depth accounts for the drafter getting worse from step to step.
+    """Probability that the target accepts a draft whose parent it accepted: a logistic function of the drafter's
+    log-odds. An offset for every depth accounts for the drafter getting worse from step to step.
 
     Source: vLLM's adaptive verification.
     """
@@ -127,7 +140,8 @@ class Calibration:
         self.going_on = [0.7] * MAX_DEPTH  # share of accepted nodes with an accepted child, by depth
 
     def __call__(self, log_probs: Tensor, depth: int) -> Tensor:
-        """The drafter's log-probabilities (B, F, k) of k children of F nodes -> log-probabilities that they are accepted."""
+        """The drafter's log-probabilities (B, F, k) of k children of F nodes -> log-probabilities that they are
+        accepted."""
         return logsigmoid(torch.logit(log_probs.exp(), EXTREME) * self.slope + self.intercept + self.offsets[depth])
 
     def learn(self, log_prob: float, depth: int, accepted: bool) -> None:
@@ -171,8 +185,8 @@ class Rate:
 class Tuner:
     """What is known of a drafter and a target working together on batches of one size; outlives calls.
 
-    Shared by threads: only `AutoPilot` reads and writes it, and holds its lock. A round under way uses what its `AutoPolicy` copied when
-    the round began, and hands over what it observed when it is over.
+    Shared by threads: only `AutoPilot` reads and writes it, and holds its lock. A round under way uses what its
+    `AutoPolicy` copied when the round began, and hands over what it observed when it is over.
     """
 
     calibration: Calibration = field(default_factory=Calibration)
@@ -204,7 +218,9 @@ class Tuner:
         return self.read.estimate((policy.num_unread,))[0] + steps + self.rest.estimate((0,))[0]
 
 
-_tuners: WeakKeyDictionary[Eagle31DrafterModel, WeakKeyDictionary[PreTrainedModel, dict[tuple, Tuner]]] = WeakKeyDictionary()
+_tuners: WeakKeyDictionary[Eagle31DrafterModel, WeakKeyDictionary[PreTrainedModel, dict[tuple, Tuner]]] = (
+    WeakKeyDictionary()
+)
 _tuners_lock = threading.Lock()
 
 
@@ -215,9 +231,11 @@ def tuner_of(drafter: Eagle31DrafterModel, target: PreTrainedModel, *kind: objec
 
 
 class AutoPolicy:
-    """Decides in one round of drafting which steps pay, by what the tuner knew when the round began. `top_k`: children a node may have.
+    """Decides in one round of drafting which steps pay, by what the tuner knew when the round began. `top_k`: children
+    a node may have.
 
-    `read_seconds`, and `step_seconds` with (nodes, seconds) of every step, are for the tuner to learn from when the round is over.
+    `read_seconds`, and `step_seconds` with (nodes, seconds) of every step, are for the tuner to learn from when the
+    round is over.
     """
 
     def __init__(self, tuner: Tuner, top_k: int, num_rows: int, num_unread: int):
@@ -269,7 +287,9 @@ class AutoPolicy:
         sums = scores.topk(min(COUNTS[-1], scores.shape[1])).values.exp().sum(0).cumsum(0).tolist()
         counts = [count for count in COUNTS if count <= len(sums)]
         seconds = estimate(self.verify, tuple(count + 1 for count in counts))
-        values = [(sums[count - 1] if count else 0.0) - self.rate * cost for count, cost in zip(counts, seconds, strict=True)]
+        values = [
+            (sums[count - 1] if count else 0.0) - self.rate * cost for count, cost in zip(counts, seconds, strict=True)
+        ]
         return counts[values.index(max(values))]
 
 
@@ -279,7 +299,8 @@ class AutoPilot:
     def __init__(self, tuner: Tuner, top_k: int = TOP_K, max_nodes: int = COUNTS[-1] + 1):
         self.tuner, self.top_k, self.max_nodes = tuner, top_k, max_nodes
         self.choices: Counter[str] = Counter()
-        self.left = self.rounds = self.probing = 0  # rounds left of a pause; rounds so far; rounds left to draft after a pause
+        # rounds left of a pause; rounds so far; rounds left to draft after a pause
+        self.left = self.rounds = self.probing = 0
         self.policy: AutoPolicy | None = None
         self.drafts_by_count: Counter[int] = Counter()
 
@@ -314,7 +335,8 @@ class AutoPilot:
         tuner = self.tuner
         with tuner.lock:
             tuner.verify.add(proposal.num_rows, seconds["verify"] + seconds["accept"])
-            # What such a round usually takes, not what this one took: machines are shared, and one hiccup outweighs many rounds.
+            # What such a round usually takes, not what this one took: machines are shared, and one hiccup outweighs
+            # many rounds.
             usual = tuner.verify.estimate((proposal.num_rows,))[0]
             if self.policy is None:
                 tuner.plain.add(num_tokens, usual)
@@ -332,7 +354,8 @@ class AutoPilot:
     def _calibrate(self, proposal: Proposal, verdict: Verdict) -> None:
         assert proposal.log_probs is not None
         calibration, log_probs = self.tuner.calibration, proposal.log_probs.tolist()
-        for b, guess in enumerate(proposal.guesses or []):  # a draft not worth verifying can still be compared with the target's token
+        # a draft not worth verifying can still be compared with the target's token
+        for b, guess in enumerate(proposal.guesses or []):
             if verdict.tokens[b]:
                 calibration.learn(guess[1], 0, verdict.tokens[b][0] == guess[0])
         for b, (children, path) in enumerate(zip(proposal.children(), verdict.paths, strict=True)):
@@ -350,13 +373,20 @@ class AutoPilot:
 
     def _explain(self, tuner: Tuner, calibration: Calibration) -> str:
         rows = tuner.verify.known
-        verify = ", ".join(f"{1000 * seconds:.1f} ms for {count}" for count, seconds in (rows[:1] + rows[-1:] if len(rows) > 1 else rows))
+        verify = ", ".join(
+            f"{1000 * seconds:.1f} ms for {count}"
+            for count, seconds in (rows[:1] + rows[-1:] if len(rows) > 1 else rows)
+        )
         step = tuner.step.estimate((1,))[0]
-        typical = ", ".join(f"{count} ({times} times)" for count, times in self.drafts_by_count.most_common(3)) or "none"
-        chances = " ".join(f"{chance:.2f}" for chance, seen in zip(calibration.going_on, calibration.seen, strict=True) if seen)
+        typical = (
+            ", ".join(f"{count} ({times} times)" for count, times in self.drafts_by_count.most_common(3)) or "none"
+        )
+        chances = " ".join(
+            f"{chance:.2f}" for chance, seen in zip(calibration.going_on, calibration.seen, strict=True) if seen
+        )
         return (
-            f"auto knows: target forwards take {verify} tokens; a draft step {1000 * step:.1f} ms, which pays where it brings "
-            f"{tuner.rate * step:.2f} tokens or more at {tuner.rate:.1f} tokens/s\n"
-            f"auto knows: drafting gives {tuner.drafting.value:.1f} tokens/s, plain decoding {tuner.plain.value:.1f}; drafts a round: "
-            f"{typical}; rounds that go on, by depth: {chances or 'not known'}"
+            f"auto knows: target forwards take {verify} tokens; a draft step {1000 * step:.1f} ms, which pays where it"
+            f" brings {tuner.rate * step:.2f} tokens or more at {tuner.rate:.1f} tokens/s\nauto knows: drafting gives"
+            f" {tuner.drafting.value:.1f} tokens/s, plain decoding {tuner.plain.value:.1f}; drafts a round: {typical};"
+            f" rounds that go on, by depth: {chances or 'not known'}"
         )

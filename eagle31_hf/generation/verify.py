@@ -1,9 +1,11 @@
-"""Which drafted tokens the target accepts. p is the target's distribution, q the draft's. B rows (texts of the batch), K drafted
-tokens of a row, R nodes of a row in the verifying forward (the root, which is the text's last token, and the drafts), V target vocabulary.
+"""Which drafted tokens the target accepts. p is the target's distribution, q the draft's. B rows (texts of the batch),
+K drafted tokens of a row, R nodes of a row in the verifying forward (the root, which is the text's last token, and the
+drafts), V target vocabulary.
 
-Positions are visited in order, while drafts are accepted and the text has not ended, so the logits processors see exactly the prefixes,
-each once, that plain decoding would show them: processors that keep state of their own stay correct. Criteria and streamer are told of
-a token before the processors are shown the next prefix, so those that know of each other stay correct too.
+Positions are visited in order, while drafts are accepted and the text has not ended, so the logits processors see
+exactly the prefixes, each once, that plain decoding would show them: processors that keep state of their own stay
+correct. Criteria and streamer are told of a token before the processors are shown the next prefix, so those that know
+of each other stay correct too.
 """
 
 from collections.abc import Callable
@@ -18,16 +20,17 @@ from .drafting import Proposal
 from .randomness import Draws
 from .texts import Texts
 
-# Whether a row ends with the last of its new tokens, whose scores (1, V) are given too where they are kept; asked once for each of them.
+# Whether a row ends with the last of its new tokens, whose scores (1, V) are given too where they are kept; asked once
+# for each of them.
 Ends = Callable[[int, list[int], list[Tensor]], bool]
 
 
 @dataclass
 class Verdict:
-    """For every row: `tokens`, the accepted drafts, then the target's own token unless a draft ended the text; `paths`, the nodes of the
-    root and the accepted drafts; `scores`, the processed logits (1, V) of each token, where they are kept. All are empty for a row that
-    had finished. Where a draft ended the text, or the path met logits that drafts may have spoiled, tokens are one fewer than the path's
-    nodes.
+    """For every row: `tokens`, the accepted drafts, then the target's own token unless a draft ended the text; `paths`,
+    the nodes of the root and the accepted drafts; `scores`, the processed logits (1, V) of each token, where they are
+    kept. All are empty for a row that had finished. Where a draft ended the text, or the path met logits that drafts
+    may have spoiled, tokens are one fewer than the path's nodes.
     """
 
     tokens: list[list[int]]
@@ -48,10 +51,12 @@ class Verdict:
 
 @dataclass
 class Judge:
-    """Chooses the target's tokens: by argmax where `draws` is None, else by sampling. A token of `eos_token_ids` ends a row.
+    """Chooses the target's tokens: by argmax where `draws` is None, else by sampling. A token of `eos_token_ids` ends a
+    row.
 
-    Rejection sampling (arXiv 2211.17192) where drafts come with the logits they were drawn from; else the target's own token is drawn at
-    every node, and while it is a child of the node, the walk descends. Either way tokens are distributed as the target's own.
+    Rejection sampling (arXiv 2211.17192) where drafts come with the logits they were drawn from; else the target's own
+    token is drawn at every node, and while it is a child of the node, the walk descends. Either way tokens are
+    distributed as the target's own.
     """
 
     processors: LogitsProcessorList
@@ -65,8 +70,8 @@ class Judge:
         return self.draws is None and not self.processors and not self.keeps_scores
 
     def row_by_row(self, texts: Texts, proposal: Proposal, logits: Tensor, ends: Ends | None = None) -> Verdict:
-        """Target logits (B, R, V) -> for every row what it accepts, whatever the others do, up to the token with which it ends (by default
-        one of `eos_token_ids`). Logits are fp32 and overwritten, unless `only_compares`."""
+        """Target logits (B, R, V) -> for every row what it accepts, whatever the others do, up to the token with which
+        it ends (by default one of `eos_token_ids`). Logits are fp32 and overwritten, unless `only_compares`."""
         facts = [are_spoiled(logits, proposal).long()]
         if self.draws is None and not self.processors:
             facts.append(likeliest(logits))  # all nodes at once
@@ -74,9 +79,21 @@ class Judge:
         children = proposal.children()
         each = processors.by_row(self.processors, texts.num_rows)
         rows = [
-            ([], [], [])
-            if texts.finished[b]
-            else self._walk(b, texts, proposal, children[b], logits[b], each[b], spoiled[b], chosen[0][b] if chosen else None, ends)
+            (
+                ([], [], [])
+                if texts.finished[b]
+                else self._walk(
+                    b,
+                    texts,
+                    proposal,
+                    children[b],
+                    logits[b],
+                    each[b],
+                    spoiled[b],
+                    chosen[0][b] if chosen else None,
+                    ends,
+                )
+            )
             for b in range(texts.num_rows)
         ]
         return Verdict(*(list(part) for part in zip(*rows, strict=True)))
@@ -107,8 +124,16 @@ class Judge:
                 row_scores = row_processors(context, logits[node : node + 1])  # type: ignore[arg-type]
                 if not self._can_choose(row_scores):
                     raise_no_distribution()
-                draft = None if proposal.logits is None or node >= proposal.ids.shape[1] else proposal.ids[b, node : node + 1]
-                token = int(self._choose(b, context.shape[1], row_scores, draft, None if draft is None else proposal.logits[b, node]))
+                draft = (
+                    None
+                    if proposal.logits is None or node >= proposal.ids.shape[1]
+                    else proposal.ids[b, node : node + 1]
+                )
+                token = int(
+                    self._choose(
+                        b, context.shape[1], row_scores, draft, None if draft is None else proposal.logits[b, node]
+                    )
+                )
             tokens.append(token)
             if self.keeps_scores:
                 scores.append(row_scores)
@@ -123,14 +148,17 @@ class Judge:
     def together(
         self, texts: Texts, proposal: Proposal, logits: Tensor, ended: Callable[[Tensor, list[Tensor]], list[bool]]
     ) -> tuple[Verdict, list[bool]]:
-        """As many tokens as all rows accept, up to the first with which a row ends: processors and criteria see the whole batch at one
-        length, as in plain decoding. Also returns which rows have ended, by `ended` of the texts (B, L) and the new scores, (B, V) a token.
+        """As many tokens as all rows accept, up to the first with which a row ends: processors and criteria see the
+        whole batch at one length, as in plain decoding. Also returns which rows have ended, by `ended` of the texts (B,
+        L) and the new scores, (B, V) a token.
 
         Only for chains. With `eos_token_ids`, a row that has ended is padded and does not hold back the others.
         """
         rows, drafted, tokens, scores = range(texts.num_rows), proposal.ids, list[Tensor](), list[Tensor]()
         spoiled, finished, is_short = are_spoiled(logits, proposal).any(0).tolist(), texts.finished, False
-        going = torch.tensor([not (finished and self.eos_token_ids) for finished in texts.finished], device=logits.device)
+        going = torch.tensor(
+            [not (finished and self.eos_token_ids) for finished in texts.finished], device=logits.device
+        )
         for node in range(proposal.num_rows):
             context = torch.cat((texts.rows(), *tokens), dim=1)
             if is_short := bool(spoiled[node]):
@@ -149,16 +177,21 @@ class Judge:
             if not agrees or finished != texts.finished:
                 break
         ids = torch.cat((drafted[:, :0], *tokens), dim=1).tolist()
-        paths, each_scores = [list(range(len(tokens) + is_short)) for _ in rows], [[row[b : b + 1] for row in scores] for b in rows]
+        paths, each_scores = (
+            [list(range(len(tokens) + is_short)) for _ in rows],
+            [[row[b : b + 1] for row in scores] for b in rows],
+        )
         return Verdict(ids, paths, each_scores), finished
 
     def _can_choose(self, scores: Tensor) -> bool:
-        """Whether a token can be chosen from scores (B, V): always by argmax; where it is drawn, if they are distributions."""
+        """Whether a token can be chosen from scores (B, V): always by argmax; where it is drawn, if they are
+        distributions."""
         return self.draws is None or bool(scores.amax(-1).isfinite().all())
 
     def _choose(self, b: int, slot: int, p_logits: Tensor, candidate: Tensor | None, q_logits: Tensor | None) -> Tensor:
-        """One token (1,): the argmax of p (1, V), or a sample of it: the candidate, a draft drawn from q, with probability min(1, p/q),
-        else a token drawn from the residual max(p - q, 0). `slot`: the length of the text before the token."""
+        """One token (1,): the argmax of p (1, V), or a sample of it: the candidate, a draft drawn from q, with
+        probability min(1, p/q), else a token drawn from the residual max(p - q, 0). `slot`: the length of the text
+        before the token."""
         if self.draws is None:
             return p_logits.argmax(-1)
         if candidate is None or q_logits is None:
@@ -172,19 +205,22 @@ class Judge:
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    """Logits (B, R, V) -> every node's first largest id (B, R), as argmax finds it in fp32; max is four times as fast in bf16."""
+    """Logits (B, R, V) -> every node's first largest id (B, R), as argmax finds it in fp32; max is four times as fast
+    in bf16."""
     return logits.max(-1).indices
 
 
 def are_spoiled(logits: Tensor, proposal: Proposal) -> Tensor:
     """Logits (B, R, V) -> the nodes (B, R) whose logits decide nothing, because drafts may have made them NaN.
 
-    Where a draft's keys or values are not finite, nodes that do not see it become NaN too: they weigh it 0, and 0 times NaN is NaN. A state
-    that is NaN makes every logit NaN, so a few of them tell; more than one, since models may mask ids of their own.
+    Where a draft's keys or values are not finite, nodes that do not see it become NaN too: they weigh it 0, and 0 times
+    NaN is NaN. A state that is NaN makes every logit NaN, so a few of them tell; more than one, since models may mask
+    ids of their own.
     """
     return logits[..., :8].isnan().any(-1) & (not proposal.is_plain)
 
 
 def raise_no_distribution() -> None:
-    """Has torch raise its error for scores that are no distribution; on the CPU, since on a GPU no later call of the process would work."""
+    """Has torch raise its error for scores that are no distribution; on the CPU, since on a GPU no later call of the
+    process would work."""
     torch.multinomial(torch.tensor([float("nan")]), 1)

@@ -1,4 +1,5 @@
-"""`check_target`: what will work with a target and a drafter, and why not, from configs, headers and a few forwards of a tiny model."""
+"""`check_target`: what will work with a target and a drafter, and why not, from configs, headers and a few forwards of
+a tiny model."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,10 +13,30 @@ from ..features import decoder_layers
 from ..generation.checks import why_no_target
 from .drafters import DrafterReport, check_drafter
 from .source import CONTRADICTIONS, TargetSource, count_parameters, read_target
-from .trial import CHAINS, DIFFERENT, IN_STEP, REFUSED, SAME_TEXT, UNTRIED, WAYS, CannotTryError, Outcome, Trial, build_drafter, build_tiny
+from .trial import (
+    CHAINS,
+    DIFFERENT,
+    IN_STEP,
+    REFUSED,
+    SAME_TEXT,
+    UNTRIED,
+    WAYS,
+    CannotTryError,
+    Outcome,
+    Trial,
+    build_drafter,
+    build_tiny,
+)
 
 WORKS, OTHERWISE = "works", "works otherwise"
-ANSWERS = {SAME_TEXT: WORKS, CHAINS: OTHERWISE, IN_STEP: OTHERWISE, REFUSED: REFUSED, DIFFERENT: DIFFERENT, UNTRIED: UNTRIED}
+ANSWERS = {
+    SAME_TEXT: WORKS,
+    CHAINS: OTHERWISE,
+    IN_STEP: OTHERWISE,
+    REFUSED: REFUSED,
+    DIFFERENT: DIFFERENT,
+    UNTRIED: UNTRIED,
+}
 CAPABILITIES = (*WAYS, "sampling", "training")
 SAID_OF_SAME_TEXT = {
     "batch": "rows of different lengths each at its own pace, same text as the target alone",
@@ -27,9 +48,9 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Capability:
-    """One thing to do with a target, and whether it works. `name`: one of CAPABILITIES. `answer`: "works", "works otherwise" (the same text
-    in another way), "refused" (generate or the trainer says so before anything is done), "different" (it went wrong: please report) or
-    "not tried". `text`: how, or why not."""
+    """One thing to do with a target, and whether it works. `name`: one of CAPABILITIES. `answer`: "works", "works
+    otherwise" (the same text in another way), "refused" (generate or the trainer says so before anything is done),
+    "different" (it went wrong: please report) or "not tried". `text`: how, or why not."""
 
     name: str
     answer: str
@@ -40,9 +61,10 @@ class Capability:
 class TargetReport:
     """The answer of `check_target`; `as_dict()` is what `eagle31 check --json` prints, under these names.
 
-    `works`: whether the target decodes with a drafter, and with this one where one was named; `verdict` says it in a sentence.
-    `architecture`: the class in transformers; `num_parameters`, `num_bytes`, `dtype`: of the whole target, None where they are not known;
-    `tried`: what was run; `capabilities`: in the order of CAPABILITIES; `drafter`: None where none was named; `notes`: what else to know.
+    `works`: whether the target decodes with a drafter, and with this one where one was named; `verdict` says it in a
+    sentence. `architecture`: the class in transformers; `num_parameters`, `num_bytes`, `dtype`: of the whole target,
+    None where they are not known; `tried`: what was run; `capabilities`: in the order of CAPABILITIES; `drafter`: None
+    where none was named; `notes`: what else to know.
     """
 
     target: str
@@ -65,15 +87,24 @@ class TargetReport:
         return {capability.name: capability for capability in self.capabilities}[name]
 
     def as_dict(self) -> dict[str, Any]:
-        """What can be written as JSON: `capabilities` is {name: {"answer", "text"}}, `drafter` {"name", "fits", "num_parameters",
-        "num_bytes", "config", "findings": [{"name", "fits", "text"}]} or null, the rest as the fields."""
+        """What can be written as JSON: `capabilities` is {name: {"answer", "text"}}, `drafter` {"name", "fits",
+        "num_parameters", "num_bytes", "config", "findings": [{"name", "fits", "text"}]} or null, the rest as the
+        fields."""
         found = {name: value for name, value in vars(self).items() if name not in ("capabilities", "drafter")}
         found["capabilities"] = {each.name: {"answer": each.answer, "text": each.text} for each in self.capabilities}
         drafter = self.drafter
-        found["drafter"] = None if drafter is None else {
-            "name": drafter.name, "fits": drafter.fits, "num_parameters": drafter.num_parameters, "num_bytes": drafter.num_bytes,
-            "config": None if drafter.config is None else drafter.config.to_dict(), "findings": [vars(each) for each in drafter.findings],
-        }  # fmt: skip
+        found["drafter"] = (
+            None
+            if drafter is None
+            else {
+                "name": drafter.name,
+                "fits": drafter.fits,
+                "num_parameters": drafter.num_parameters,
+                "num_bytes": drafter.num_bytes,
+                "config": None if drafter.config is None else drafter.config.to_dict(),
+                "findings": [vars(each) for each in drafter.findings],
+            }
+        )
         return found
 
 
@@ -89,13 +120,14 @@ def check_target(
 ) -> TargetReport:
     """Says what will work with a target, before its weights are downloaded, and whether a drafter fits it.
 
-    `target`: a Hub repository (only its config.json is fetched), a folder, a config.json, a config, or a model, whose attention
-    implementation is then the one tried. `drafter`: a folder or Hub repository of any EAGLE 3 format (config and headers are read), or an
-    `Eagle31DrafterModel`; `overrides` and `aux_layer_convention` settle what its checkpoint leaves open, as in `read_checkpoint`.
+    `target`: a Hub repository (only its config.json is fetched), a folder, a config.json, a config, or a model, whose
+    attention implementation is then the one tried. `drafter`: a folder or Hub repository of any EAGLE 3 format (config
+    and headers are read), or an `Eagle31DrafterModel`; `overrides` and `aux_layer_convention` settle what its
+    checkpoint leaves open, as in `read_checkpoint`.
 
-    A tiny model of the target's very class, with its kinds of layers and random weights, is decoded with a tiny drafter in every way and
-    compared with itself alone, on the CPU in fp32. Takes seconds; `progress` is called with what is being done.
-    Raises OSError for what is not there or cannot be fetched, ValueError for a config that is unsound.
+    A tiny model of the target's very class, with its kinds of layers and random weights, is decoded with a tiny drafter
+    in every way and compared with itself alone, on the CPU in fp32. Takes seconds; `progress` is called with what is
+    being done. Raises OSError for what is not there or cannot be fetched, ValueError for a config that is unsound.
 
         report = check_target("Qwen/Qwen3-8B", "RedHatAI/Qwen3-8B-speculator.eagle3")
         report.works, report.verdict, report["tree"].answer
@@ -108,12 +140,23 @@ def check_target(
         found = check_drafter(drafter, source, overrides, aux_layer_convention, drafter_revision)
     if source.model_class is None:
         refused = [Capability(name, REFUSED, source.why_unknown or "") for name in CAPABILITIES]
-        return TargetReport(source.name, False, f"does not work: {source.why_unknown}", capabilities=refused, drafter=found)
+        return TargetReport(
+            source.name, False, f"does not work: {source.why_unknown}", capabilities=refused, drafter=found
+        )
     progress(f"trying a tiny {source.model_class.__name__}")
     notes = list(source.notes)
     capabilities, tried = _try(source, found, notes)
     works, verdict = _verdict(capabilities, found)
-    return TargetReport(source.name, works, verdict, **_facts(source), tried=tried, capabilities=capabilities, drafter=found, notes=notes)
+    return TargetReport(
+        source.name,
+        works,
+        verdict,
+        **_facts(source),
+        tried=tried,
+        capabilities=capabilities,
+        drafter=found,
+        notes=notes,
+    )
 
 
 def _facts(source: TargetSource) -> dict[str, Any]:
@@ -121,14 +164,20 @@ def _facts(source: TargetSource) -> dict[str, Any]:
     config, count = source.decoder, count_parameters(source)
     dtype = str(source.config.dtype or config.dtype or "").removeprefix("torch.") or None
     num_bytes, kind = source.num_bytes, getattr(torch, dtype or "", None)
-    is_known = count is not None and isinstance(kind, torch.dtype) and not getattr(source.config, "quantization_config", None)
+    is_known = (
+        count is not None and isinstance(kind, torch.dtype) and not getattr(source.config, "quantization_config", None)
+    )
     if num_bytes is None and is_known:
         num_bytes = count * kind.itemsize
     return {
-        "architecture": source.model_class.__name__, "num_layers": getattr(config, "num_hidden_layers", None),
-        "hidden_size": getattr(config, "hidden_size", None), "vocab_size": getattr(config, "vocab_size", None),
-        "num_parameters": count, "num_bytes": num_bytes, "dtype": dtype,
-    }  # fmt: skip
+        "architecture": source.model_class.__name__,
+        "num_layers": getattr(config, "num_hidden_layers", None),
+        "hidden_size": getattr(config, "hidden_size", None),
+        "vocab_size": getattr(config, "vocab_size", None),
+        "num_parameters": count,
+        "num_bytes": num_bytes,
+        "dtype": dtype,
+    }
 
 
 def _try(source: TargetSource, drafter: DrafterReport | None, notes: list[str]) -> tuple[list[Capability], str | None]:
@@ -141,19 +190,25 @@ def _try(source: TargetSource, drafter: DrafterReport | None, notes: list[str]) 
         notes += small
         if not getattr(source.decoder, "use_cache", True):
             notes.append(
-                "its config says use_cache false, and generate would refuse to draft: tried with use_cache=True, which you pass, too"
+                "its config says use_cache false, and generate would refuse to draft: tried with use_cache=True, which"
+                " you pass, too"
             )
         like = None if drafter is None else drafter.config
         trial = Trial(tiny, build_drafter(tiny, like, tiny_layer_ids(source, tiny, like)))
     except (CannotTryError, *CONTRADICTIONS) as error:
         reason = f"cannot be tried in small: {error}"
         answer, text = (UNTRIED, reason) if refusal is None else (REFUSED, refusal)
-        return [Capability(name, answer if name != "training" else UNTRIED, text if name != "training" else reason)
-                for name in CAPABILITIES], None  # fmt: skip
+        return [
+            Capability(name, answer if name != "training" else UNTRIED, text if name != "training" else reason)
+            for name in CAPABILITIES
+        ], None
     outcomes = _outcomes(trial, refusal)
     layers = len(decoder_layers(tiny))
     attention = tiny.config._attn_implementation
-    tried = f"{type(tiny).__name__} of {layers} layers with random weights, fp32, {attention}, transformers {transformers.__version__}"
+    tried = (
+        f"{type(tiny).__name__} of {layers} layers with random weights, fp32, {attention}, transformers"
+        f" {transformers.__version__}"
+    )
     return [_capability(name, outcome) for name, outcome in outcomes.items()], tried
 
 
@@ -179,9 +234,9 @@ def _capability(name: str, outcome: Outcome) -> Capability:
 
 
 def tiny_layer_ids(source: TargetSource, tiny: Any, like: Any) -> list[int] | None:
-    """Layer ids of the tiny target for those that the drafter, or a default one, reads in the large target: at the same share of the depth.
-    [2, 18, 33] of 36 layers become [0, 2, 4] of 4. Layers that share others' keys are scaled apart: where these are the last 12 and the
-    last 2, ids 24 and 25 become 2 and 3.
+    """Layer ids of the tiny target for those that the drafter, or a default one, reads in the large target: at the same
+    share of the depth. [2, 18, 33] of 36 layers become [0, 2, 4] of 4. Layers that share others' keys are scaled apart:
+    where these are the last 12 and the last 2, ids 24 and 25 become 2 and 3.
 
     None where ids cannot be resolved, or there are more than the tiny target has.
     """
@@ -195,8 +250,13 @@ def tiny_layer_ids(source: TargetSource, tiny: Any, like: Any) -> list[int] | No
     front, tiny_front = whole - shared, count - tiny_shared
     found: list[int] = []
     for n, i in enumerate(ids):
-        scaled = round(i * tiny_front / (front or 1)) if i <= front else tiny_front + max(1, round((i - front) * tiny_shared / shared))
-        least, most = found[-1] + 1 if found else 0, count - (len(ids) - 1 - n)  # ascending, with room for those that come after
+        scaled = (
+            round(i * tiny_front / (front or 1))
+            if i <= front
+            else tiny_front + max(1, round((i - front) * tiny_shared / shared))
+        )
+        # ascending, with room for those that come after
+        least, most = found[-1] + 1 if found else 0, count - (len(ids) - 1 - n)
         found.append(min(max(scaled, least), most))
     return found if found[0] >= 0 else None
 
@@ -212,7 +272,9 @@ def _verdict(capabilities: list[Capability], drafter: DrafterReport | None) -> t
     if first.answer == UNTRIED:
         return False, f"not known: {first.text}"
     if first.answer == REFUSED:
-        trains = " (a drafter for it can be trained, for engines that serve it)" if capabilities[-1].answer == WORKS else ""
+        trains = (
+            " (a drafter for it can be trained, for engines that serve it)" if capabilities[-1].answer == WORKS else ""
+        )
         return False, f"does not work: {first.text.rstrip('.')}{trains}"
     if drafter is not None and not drafter.fits:
         problem = next(finding for finding in drafter.findings if finding.fits is False)

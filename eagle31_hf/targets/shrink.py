@@ -1,6 +1,8 @@
-"""Shrinks a config to that of a tiny model: the same class, kinds of layers, attention, experts and windows, with small sizes.
+"""Shrinks a config to that of a tiny model: the same class, kinds of layers, attention, experts and windows, with small
+sizes.
 
-A field is known to be a size by its name, as configs of transformers use it, whatever the architecture; other fields stay as they are.
+A field is known to be a size by its name, as configs of transformers use it, whatever the architecture; other fields
+stay as they are.
 """
 
 import re
@@ -15,18 +17,33 @@ LEAST_LAYERS = 4
 MOST_KINDS = 4  # a per-layer list with more distinct entries holds numbers, not kinds of layers
 
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth", "encoder_layers", "decoder_layers")
-FIRST_LAYERS = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers", "max_window_layers")  # so many first layers differ
+# so many first layers differ
+FIRST_LAYERS = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers", "max_window_layers")
 PER_LAYER = "per_layer_config"  # layer number -> the fields in which it differs from the others
 ROPES = ("rope_parameters", "rope_scaling")
-SPREAD = {"initializer_range": 0.5, "tie_word_embeddings": False}  # of a decoder with random weights, or its text would repeat one token
+# of a decoder with random weights, or its text would repeat one token
+SPREAD = {"initializer_range": 0.5, "tie_word_embeddings": False}
 NEVER_TAKEN_OVER = (
-    "quantization_config", "_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "auto_map", "architectures",
-    "attn_implementation", "_attn_implementation", "_attn_implementation_internal", "experts_implementation", "_experts_implementation",
-    "id2label", "label2id", "num_labels",
-    # Layers that other code adds to a checkpoint or changes in it (multi-token prediction, adapters). The model's class knows nothing of
-    # them, and their numbers would be taken for a kind of the decoder's layers.
-    "mtp_layers", "layers_to_transform",
-)  # fmt: skip
+    "quantization_config",
+    "_name_or_path",
+    "name_or_path",
+    "transformers_version",
+    "torch_dtype",
+    "auto_map",
+    "architectures",
+    "attn_implementation",
+    "_attn_implementation",
+    "_attn_implementation_internal",
+    "experts_implementation",
+    "_experts_implementation",
+    "id2label",
+    "label2id",
+    "num_labels",
+    # Layers that other code adds to a checkpoint or changes in it (multi-token prediction, adapters). The model's class
+    # knows nothing of them, and their numbers would be taken for a kind of the decoder's layers.
+    "mtp_layers",
+    "layers_to_transform",
+)
 Rule = Callable[[Any, dict[str, Any]], Any]
 
 
@@ -40,7 +57,9 @@ def always(size: int) -> Rule:
 
 def key_value_heads(value: int, config: dict[str, Any]) -> int:
     """One, half as many as attention heads, or as many, as in the original (MQA, GQA, MHA)."""
-    heads = next((config[name] for name in ("num_attention_heads", "n_head", "num_heads", "n_heads") if config.get(name)), value)
+    heads = next(
+        (config[name] for name in ("num_attention_heads", "n_head", "num_heads", "n_heads") if config.get(name)), value
+    )
     return HEADS if value >= heads else 1 if value == 1 else HEADS // 2
 
 
@@ -51,7 +70,8 @@ def part_of_head(value: int, config: dict[str, Any]) -> int:
 
 
 def tiny_head(value: int, config: dict[str, Any]) -> int:
-    """The size of a head; where `head_dim` is that of its rotated part alone, as in some configs of latent attention, the part's."""
+    """The size of a head; where `head_dim` is that of its rotated part alone, as in some configs of latent attention,
+    the part's."""
     return min(value, 8) if config.get("qk_rope_head_dim") == value else HEAD_DIM
 
 
@@ -76,15 +96,19 @@ def groups(value: int, config: dict[str, Any]) -> int:
 # The first pattern that a name matches in full says how its size shrinks.
 RULES: tuple[tuple[str, Rule], ...] = (
     (r"(text_)?vocab_size(_per_layer_input)?|padded_vocab_size", always(VOCAB)),
-    (r"hidden_size|n_embd|d_model|dim|embed_dim|lru_width|word_embed_proj_dim|embedding_size|dense_hidden_size|out_hidden_size"
-     r"|projection_dim|text_hidden_size|embedding_dim|emb_dim|vision_output_dim", always(WIDTH)),
+    (
+        r"hidden_size|n_embd|d_model|dim|embed_dim|lru_width|word_embed_proj_dim|embedding_size|dense_hidden_size|out_hidden_size"
+        r"|projection_dim|text_hidden_size|embedding_dim|emb_dim|vision_output_dim",
+        always(WIDTH),
+    ),
     (r"(\w+_)?(num_key_value_heads|num_kv_heads|kv_n_heads|n_kv_heads|num_global_key_value_heads)", key_value_heads),
     (r"linear_num_key_heads|mamba_n_groups|n_groups", at_most(2)),
     (r"linear_num_value_heads", at_most(HEADS)),
     (r"mamba_n_heads|mamba_num_heads", mamba_heads),
     (r"mamba_d_head|mamba_head_?dim", always(HEAD_DIM)),
     (r"mamba_d_ssm", always(2 * WIDTH)),
-    (r"index_n_heads", at_most(24)),  # indexers rank by a sum of ReLUs: with many heads none is 0, and no tie is broken by chance
+    # indexers rank by a sum of ReLUs: with many heads none is 0, and no tie is broken by chance
+    (r"index_n_heads", at_most(24)),
     (r"(\w+_)?(num_attention_heads|n_head|n_heads|num_heads|attention_heads)", heads),
     (r"head_dim|attention_head_dim|d_head", tiny_head),
     (r"qk_head_dim", always(HEAD_DIM + 8)),
@@ -98,17 +122,26 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (r"kv_lora_rank", at_most(20)),
     (r"q_lora_rank", at_most(24)),
     (r"laurel_rank|\w+_rank|hidden_size_per_layer_input", at_most(8)),
-    (r"moe_(\w+_)?intermediate_size|\w*expert\w*_intermediate_size|shared_intermediate_size|(expert_)?ffn_hidden_size", at_most(32)),
+    (
+        r"moe_(\w+_)?intermediate_size|\w*expert\w*_intermediate_size|shared_intermediate_size|(expert_)?ffn_hidden_size",
+        at_most(32),
+    ),
     (r"\w*intermediate_size\w*|n_inner|dff|d_ff|\w*ffn_dim|\w*ffn_hidden_size|mlp_dim", at_most(96)),
-    (r"num_experts_per_tok(en)?|num_experts_per_topk|moe_top_?k|moe_k|top_k_experts|experts_per_token|moe_num_experts_per_tok", at_most(2)),
+    (
+        r"num_experts_per_tok(en)?|num_experts_per_topk|moe_top_?k|moe_k|top_k_experts|experts_per_token|moe_num_experts_per_tok",
+        at_most(2),
+    ),
     (r"n_shared_experts|num_shared_experts|moe_num_shared_experts", at_most(1)),
     (r"num_experts|num_local_experts|n_routed_experts|moe_num_experts|num_routed_experts|zero_expert_num", at_most(8)),
     (r"n_group|num_expert_group", groups),
     (r"topk_group|num_limited_groups", at_most(1)),
     (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|seq_length|max_sequence_length", at_most(POSITIONS)),
-    (r"(\w+_)?sliding_window(_size)?|window_size|attention_window_size|attention_chunk_size|local_attention", at_most(WINDOW)),
+    (
+        r"(\w+_)?sliding_window(_size)?|window_size|attention_window_size|attention_chunk_size|local_attention",
+        at_most(WINDOW),
+    ),
     (r"state_size|ssm_state_size|mamba_d_state|time_step_rank|mamba_dt_rank", at_most(HEAD_DIM)),
-)  # fmt: skip
+)
 
 
 def tiny_config(config: PreTrainedConfig) -> tuple[PreTrainedConfig, list[str]]:
@@ -136,16 +169,17 @@ def _decoder_key(config: PreTrainedConfig) -> str | None:
 
 @dataclass(frozen=True)
 class Layers:
-    """The layers of a config: how many there are, and the numbers of those that a tiny model keeps, in its order. Only a text decoder's are
-    chosen; other parts have 0 of 0, and stay as deep as they are."""
+    """The layers of a config: how many there are, and the numbers of those that a tiny model keeps, in its order. Only
+    a text decoder's are chosen; other parts have 0 of 0, and stay as deep as they are."""
 
     count: int = 0
     kept: list[int] = field(default_factory=list)
 
 
 def _tiny(values: dict[str, Any], is_decoder: bool, text_key: str | None = None) -> dict[str, Any]:
-    """A config, or a part of one, with small sizes. `is_decoder`: whether it is the text decoder's; `text_key`: the field that holds that
-    part in a multimodal config, None elsewhere. Fields that follow from several others are set last."""
+    """A config, or a part of one, with small sizes. `is_decoder`: whether it is the text decoder's; `text_key`: the
+    field that holds that part in a multimodal config, None elsewhere. Fields that follow from several others are set
+    last."""
     counts = [name for name in LAYER_COUNTS if isinstance(values.get(name), int)] if is_decoder else []
     layers = Layers(values[counts[0]], _kept_layers(values, values[counts[0]])) if counts else Layers()
     found: dict[str, Any] = {}
@@ -166,7 +200,8 @@ def _tiny(values: dict[str, Any], is_decoder: bool, text_key: str | None = None)
 
 
 def _is_part(name: str, value: Any) -> bool:
-    """Returns True where a field holds a config of its own (`text_config`), and no rope or table by layer number (`per_layer_config`)."""
+    """Returns True where a field holds a config of its own (`text_config`), and no rope or table by layer number
+    (`per_layer_config`)."""
     return isinstance(value, dict) and name not in (*ROPES, PER_LAYER) and all(isinstance(key, str) for key in value)
 
 
@@ -193,7 +228,8 @@ def _settle_shared_keys(values: dict[str, Any], found: dict[str, Any], layers: L
 
 
 def _settle_attention_types(values: dict[str, Any], found: dict[str, Any], layers: Layers) -> dict[str, Any]:
-    """GPT-Neo's kinds of layers, which it states twice: by layer, and as repeated patterns. One pattern of all kept layers does."""
+    """GPT-Neo's kinds of layers, which it states twice: by layer, and as repeated patterns. One pattern of all kept
+    layers does."""
     kinds = values.get("attention_layers")
     says_twice = isinstance(kinds, list) and "attention_types" in values
     return {"attention_types": [[[kinds[i] for i in layers.kept], 1]]} if says_twice else {}
@@ -206,7 +242,10 @@ def _settle_ropes(values: dict[str, Any], found: dict[str, Any], layers: Layers)
 
 def _tiny_layer(fields: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
     """Fields in which one layer differs from the others (Gemma 4: full attention has wider heads)."""
-    return {name: wide_head(size, values) if name == "head_dim" else _size(name, size, values) for name, size in fields.items()}
+    return {
+        name: wide_head(size, values) if name == "head_dim" else _size(name, size, values)
+        for name, size in fields.items()
+    }
 
 
 def _size(name: str, value: Any, values: dict[str, Any]) -> Any:
@@ -219,11 +258,13 @@ def _size(name: str, value: Any, values: dict[str, Any]) -> Any:
 
 
 def _kept_layers(values: dict[str, Any], num_layers: int) -> list[int]:
-    """Numbers of the layers to keep: the first ones, at least a whole period, then the first of every kind that these lack. Layers that
-    share others' keys are kinds of their own."""
+    """Numbers of the layers to keep: the first ones, at least a whole period, then the first of every kind that these
+    lack. Layers that share others' keys are kinds of their own."""
     front = num_layers - (values.get("num_kv_shared_layers") or 0)
     periods = [
-        period for name, period in values.items() if re.search(r"_(interval|period|step|freq|pattern)$", name) and type(period) is int
+        period
+        for name, period in values.items()
+        if re.search(r"_(interval|period|step|freq|pattern)$", name) and type(period) is int
     ]
     kept = list(range(min(front, max([LEAST_LAYERS, *(period for period in periods if period <= front)]))))
     kinds = [(_kind(values, num_layers, layer), layer >= front) for layer in range(num_layers)]
@@ -234,10 +275,16 @@ def _kept_layers(values: dict[str, Any], num_layers: int) -> list[int]:
 
 
 def _kind(values: dict[str, Any], num_layers: int, layer: int) -> tuple:
-    """What a config says of one layer: in lists with an entry per layer, in lists of layer numbers, and in counts of first layers."""
+    """What a config says of one layer: in lists with an entry per layer, in lists of layer numbers, and in counts of
+    first layers."""
     kind: list[Any] = []
     for name, value in values.items():
-        if isinstance(value, list) and len(value) == num_layers and not name.endswith("_id") and len(set(map(str, value))) <= MOST_KINDS:
+        if (
+            isinstance(value, list)
+            and len(value) == num_layers
+            and not name.endswith("_id")
+            and len(set(map(str, value))) <= MOST_KINDS
+        ):
             kind.append(str(value[layer]))
         elif _lists_layers(name, value, num_layers):
             kind.append(layer in value)
@@ -263,7 +310,8 @@ def _of_layers(name: str, value: list, num_layers: int, kept: list[int], values:
 
 
 def _tiny_rope(rope: dict[str, Any], tiny: dict[str, Any]) -> dict[str, Any]:
-    """Rope parameters with factors and sections cut to a tiny head; the others stay. Those given by layer type are done one by one."""
+    """Rope parameters with factors and sections cut to a tiny head; the others stay. Those given by layer type are done
+    one by one."""
     if any(isinstance(value, dict) for value in rope.values()):
         return {name: _tiny_rope(value, tiny) if isinstance(value, dict) else value for name, value in rope.items()}
     head = tiny.get("qk_rope_head_dim") or tiny.get("head_dim") or HEAD_DIM
@@ -286,7 +334,8 @@ def _sections(sizes: list[int], total: int) -> list[int]:
 
 
 def _number_special_tokens(values: dict[str, Any]) -> None:
-    """Renumbers special tokens in place: they become the last ids of the tiny vocabulary, different ones where they were."""
+    """Renumbers special tokens in place: they become the last ids of the tiny vocabulary, different ones where they
+    were."""
     taken: dict[int, int] = {}
 
     def renumber(part: dict[str, Any]) -> None:

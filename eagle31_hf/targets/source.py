@@ -1,4 +1,5 @@
-"""A target by its config alone: what was named, its class in transformers, its size. No weights are read, no repository's code is run."""
+"""A target by its config alone: what was named, its class in transformers, its size. No weights are read, no
+repository's code is run."""
 
 import os
 from collections.abc import Iterator
@@ -21,19 +22,36 @@ from .shrink import LAYER_COUNTS
 
 MOST_LAYERS, MOST_IDS = 2000, 2**24  # more than any target has: configs are untrusted
 # Fields that load third-party code or make tables of any length, and that no language model needs.
-NOT_READ = ("attn_implementation", "_attn_implementation", "experts_implementation", "num_labels", "id2label", "label2id")
+NOT_READ = (
+    "attn_implementation",
+    "_attn_implementation",
+    "experts_implementation",
+    "num_labels",
+    "id2label",
+    "label2id",
+)
 MAPPINGS = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
 # What config classes raise for values that contradict each other or have the wrong type.
-CONTRADICTIONS = (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, IndexError, ZeroDivisionError, OverflowError)
-WEIGHT_SUFFIXES = (".safetensors", ".bin")  # of files with other names than usual, as a trainer or the model's own code may give them
+CONTRADICTIONS = (
+    StrictDataclassError,
+    ValueError,
+    TypeError,
+    KeyError,
+    AttributeError,
+    IndexError,
+    ZeroDivisionError,
+    OverflowError,
+)
+# of files with other names than usual, as a trainer or the model's own code may give them
+WEIGHT_SUFFIXES = (".safetensors", ".bin")
 
 
 @dataclass(frozen=True)
 class TargetSource:
     """A target as it was named. `model_class` is None where `why_unknown` says why transformers has none for it.
 
-    `attention`: the implementation its model was loaded with, None for transformers' own choice; `num_bytes`: of its weights, where they
-    are here.
+    `attention`: the implementation its model was loaded with, None for transformers' own choice; `num_bytes`: of its
+    weights, where they are here.
     """
 
     name: str
@@ -51,9 +69,11 @@ class TargetSource:
 
 
 def read_target(target: Any, revision: str | None = None) -> TargetSource:
-    """Reads a target: a model, a config, a folder, a config file, or a Hub repository, of which only config.json is fetched.
+    """Reads a target: a model, a config, a folder, a config file, or a Hub repository, of which only config.json is
+    fetched.
 
-    Raises OSError where there is none or the Hub cannot be reached, ValueError for a config that is unsound or a drafter's.
+    Raises OSError where there is none or the Hub cannot be reached, ValueError for a config that is unsound or a
+    drafter's.
     """
     if isinstance(target, PreTrainedConfig):
         return _named(target.name_or_path or target.model_type, target, getattr(target, "architectures", None))
@@ -67,32 +87,43 @@ def read_target(target: Any, revision: str | None = None) -> TargetSource:
 
 
 def config_path(name: str, revision: str | None = None) -> Path:
-    """The config file that is named, or config.json of the folder or Hub repository. Raises OSError where there is none."""
+    """The config file that is named, or config.json of the folder or Hub repository. Raises OSError where there is
+    none."""
     return Path(name) if os.path.isfile(name) else Path(find_config(name, "target", revision=revision))
 
 
 def _of_model(model: Any) -> TargetSource:
     model = model.get_base_model() if hasattr(model, "get_base_model") else getattr(model, "_orig_mod", model)
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"target is a {type(model).__name__}; expected a transformers model, its config, a folder or a Hub repository.")
+        raise ValueError(
+            f"target is a {type(model).__name__}; expected a transformers model, its config, a folder or a Hub"
+            " repository."
+        )
     num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     name = model.name_or_path or type(model).__name__
-    return TargetSource(name, model.config, type(model), attention=str(model.config._attn_implementation), num_bytes=num_bytes)
+    return TargetSource(
+        name, model.config, type(model), attention=str(model.config._attn_implementation), num_bytes=num_bytes
+    )
 
 
 def _understood(name: str, values: dict[str, Any], path: Path) -> TargetSource:
     kind, architectures, sign = values.get("model_type"), values.get("architectures"), drafter_sign(values)
     if sign is not None:
-        raise ValueError(f"{name}: is a drafter ({sign}); expected the target first, then the drafter: eagle31 check TARGET {name}")
+        raise ValueError(
+            f"{name}: is a drafter ({sign}); expected the target first, then the drafter: eagle31 check TARGET {name}"
+        )
     if not isinstance(kind, str):
-        raise ValueError(f"{path}: model_type is {kind!r}; expected the name of an architecture, as transformers writes it.")
+        raise ValueError(
+            f"{path}: model_type is {kind!r}; expected the name of an architecture, as transformers writes it."
+        )
     if kind not in CONFIG_MAPPING:
         return TargetSource(name, None, why_unknown=_why_unknown(kind, values))
     _check_sizes(values, path)
     notes = []
     if values.get("auto_map"):
         notes.append(
-            f"transformers' own {kind} is meant; the repository's code (auto_map), taken with trust_remote_code, was not looked at"
+            f"transformers' own {kind} is meant; the repository's code (auto_map), taken with trust_remote_code, was"
+            " not looked at"
         )
     try:
         config = CONFIG_MAPPING[kind].from_dict({name: value for name, value in values.items() if name not in NOT_READ})
@@ -113,8 +144,9 @@ def _with_floats(value: Any) -> Any:
 def _why_unknown(kind: str, values: dict[str, Any]) -> str:
     if values.get("auto_map"):
         return (
-            f"its architecture, {kind}, is code in its repository (auto_map), which transformers {transformers.__version__} does not have "
-            "and which is not run here; where you trust it, load the model with trust_remote_code=True and ask check_target(model)"
+            f"its architecture, {kind}, is code in its repository (auto_map), which transformers"
+            f" {transformers.__version__} does not have and which is not run here; where you trust it, load the model"
+            " with trust_remote_code=True and ask check_target(model)"
         )
     return f"transformers {transformers.__version__} does not know the architecture {kind}; a newer one may"
 
@@ -142,7 +174,8 @@ def _named(name: str, config: PreTrainedConfig, architectures: Any, notes: list[
 
 
 def model_class_of(config: PreTrainedConfig, architectures: Any = None) -> Any:
-    """The class that the checkpoint names where it can generate, else that of the first auto class in MAPPINGS, else None."""
+    """The class that the checkpoint names where it can generate, else that of the first auto class in MAPPINGS, else
+    None."""
     for architecture in architectures if isinstance(architectures, list) else ():
         named = getattr(transformers, str(architecture), None) if str(architecture).isidentifier() else None
         if isinstance(named, type) and issubclass(named, PreTrainedModel) and named.can_generate():
@@ -162,8 +195,8 @@ def _with_weights(source: TargetSource, folder: Path) -> TargetSource:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The files transformers reads weights from, a copy in another layout (Mistral's consolidated.safetensors) not among them; else all
-    that look like weights. Raises ValueError for an index that is unsound."""
+    """The files transformers reads weights from, a copy in another layout (Mistral's consolidated.safetensors) not
+    among them; else all that look like weights. Raises ValueError for an index that is unsound."""
     usual = next((name for name in WEIGHT_NAMES if (folder / name).is_file()), None)
     if usual is not None:
         names = set(read_index(folder / usual).values()) if usual.endswith("index.json") else {usual}
@@ -172,7 +205,9 @@ def _weight_files(folder: Path) -> list[Path]:
     return next((files for files in found if files), [])
 
 
-def build(model_class: type[PreTrainedModel], config: PreTrainedConfig, attention: str | None = None) -> PreTrainedModel:
+def build(
+    model_class: type[PreTrainedModel], config: PreTrainedConfig, attention: str | None = None
+) -> PreTrainedModel:
     """A model with random weights. Of a multimodal config, a class of the decoder alone gets the decoder's."""
     wanted = getattr(model_class, "config_class", None)
     if wanted is not None and not isinstance(config, wanted):

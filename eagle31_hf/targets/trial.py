@@ -1,6 +1,7 @@
 """A tiny target and a drafter fitted to its text, decoded in every way there is and compared with the target alone.
 
-It runs the library's own `generate` on a model of the same class, so what is refused or done otherwise is what the large one would show.
+It runs the library's own `generate` on a model of the same class, so what is refused or done otherwise is what the
+large one would show.
 """
 
 import copy
@@ -31,8 +32,16 @@ from ..training.unroll import unroll
 from .shrink import tiny_config
 from .source import TargetSource, build
 
-SAME_TEXT, CHAINS, IN_STEP, REFUSED, DIFFERENT, UNTRIED = "same text", "chains", "in step", "refused", "different", "not tried"
-PROMPT, KNOWN_TOKENS, ERROR_EVERY = (1, 2, 3, 5, 8), 32, 6  # the drafter is fitted to so many tokens, every sixth of them wrong
+SAME_TEXT, CHAINS, IN_STEP, REFUSED, DIFFERENT, UNTRIED = (
+    "same text",
+    "chains",
+    "in step",
+    "refused",
+    "different",
+    "not tried",
+)
+# the drafter is fitted to so many tokens, every sixth of them wrong
+PROMPT, KNOWN_TOKENS, ERROR_EVERY = (1, 2, 3, 5, 8), 32, 6
 CHAIN = {"num_assistant_tokens": 4}
 TREE = CHAIN | {"draft_tree_top_k": 3, "draft_tree_total_tokens": 10}
 AUTO = {"num_assistant_tokens": "auto"}
@@ -52,17 +61,26 @@ LOGITS_TOLERANCE = 1e-3  # of their standard deviation; other shapes differ by 1
 MOST_PARAMETERS = 30_000_000  # of a tiny target: a second's work on a CPU
 # Fields of a drafter's config that decide how it is built, and that a tiny one can have, too.
 BUILD = (
-    "fc_norm", "norm_output", "norm_before_fc", "norm_before_residual", "num_hidden_layers", "attention_bias", "qk_norm", "fc_bias",
-    "mlp_bias", "hidden_act", "logit_scale",
-)  # fmt: skip
+    "fc_norm",
+    "norm_output",
+    "norm_before_fc",
+    "norm_before_residual",
+    "num_hidden_layers",
+    "attention_bias",
+    "qk_norm",
+    "fc_bias",
+    "mlp_bias",
+    "hidden_act",
+    "logit_scale",
+)
 LATENT = {"q_lora_rank": 18, "kv_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one try. `word`: "same text" (as the target alone gives), "chains" (the same, but chains where trees were asked for),
-    "in step" (the same, but rows of a batch keep one length), "refused" (a ValueError before anything is decoded), "different" or "not
-    tried"; `reason`: why, where it is not "same text"."""
+    """The result of one try. `word`: "same text" (as the target alone gives), "chains" (the same, but chains where
+    trees were asked for), "in step" (the same, but rows of a batch keep one length), "refused" (a ValueError before
+    anything is decoded), "different" or "not tried"; `reason`: why, where it is not "same text"."""
 
     word: str
     reason: str = ""
@@ -111,37 +129,53 @@ def _sound(model_class: Any, config: PreTrainedConfig, attention: str | None) ->
     return target
 
 
-def build_drafter(target: PreTrainedModel, like: Eagle31Config | None = None, layer_ids: list[int] | None = None) -> Eagle31DrafterModel:
+def build_drafter(
+    target: PreTrainedModel, like: Eagle31Config | None = None, layer_ids: list[int] | None = None
+) -> Eagle31DrafterModel:
     """A tiny drafter for a tiny target, built as `like` is. `layer_ids`: the states of the tiny target it reads."""
     table: Any = target.get_input_embeddings().weight
     num_layers = len(decoder_layers(target))
     width = target.config.get_text_config(decoder=True).hidden_size
     fields: dict[str, Any] = {
-        "vocab_size": table.shape[0], "hidden_size": width, "target_hidden_size": width, "intermediate_size": 40, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "share_target_embeddings": table.shape[1] == width,  # RemBERT's table is narrower than its layers
-        "max_position_embeddings": 128, "initializer_range": 0.3,
+        "vocab_size": table.shape[0],
+        "hidden_size": width,
+        "target_hidden_size": width,
+        "intermediate_size": 40,
+        "num_attention_heads": 2,
+        # RemBERT's table is narrower than its layers
+        "num_key_value_heads": 1,
+        "share_target_embeddings": table.shape[1] == width,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.3,
         "aux_hidden_state_layer_ids": layer_ids or sorted({1, num_layers // 2, num_layers}),
-    }  # fmt: skip
+    }
     if like is not None:
         fields |= {name: getattr(like, name) for name in BUILD}
         fields |= LATENT if like.kv_lora_rank is not None else {}
         fields |= {"draft_vocab_size": 3 * table.shape[0] // 4} if like.draft_vocab_size < like.vocab_size else {}
-        fields |= {"layer_types": like.layer_types, "sliding_window": 8} if "sliding_attention" in like.layer_types else {}
+        fields |= (
+            {"layer_types": like.layer_types, "sliding_window": 8} if "sliding_attention" in like.layer_types else {}
+        )
     with seeded(1):
         drafter = Eagle31DrafterModel._from_config(Eagle31Config(**fields), attn_implementation="sdpa").eval()
     if drafter.d2t is not None:
-        drafter.set_draft_vocabulary(torch.tensor([i for i in range(fields["vocab_size"]) if i % 4 != 3][: len(drafter.d2t)]))
+        drafter.set_draft_vocabulary(
+            torch.tensor([i for i in range(fields["vocab_size"]) if i % 4 != 3][: len(drafter.d2t)])
+        )
     return drafter
 
 
 @torch.no_grad()
 def fit_head(drafter: Eagle31DrafterModel, target: PreTrainedModel, text: Tensor, depth: int = 4) -> None:
-    """Fits the head to a text (1, T) of the target's by least squares from states to next tokens; some are made wrong, to be rejected."""
+    """Fits the head to a text (1, T) of the target's by least squares from states to next tokens; some are made wrong,
+    to be rejected."""
     drafter.load_target_embeddings(target)
     states, logits = target_states(target, text, drafter.config.resolve_layer_ids(len(decoder_layers(target))))
     chosen = logits.argmax(-1)
     chosen[:, ::ERROR_EVERY] += 1  # possibly an id the target does not have
-    wanted = one_hot(chosen, max(logits.shape[-1], drafter.config.vocab_size) + 64)[..., : drafter.config.vocab_size].float()
+    wanted = one_hot(chosen, max(logits.shape[-1], drafter.config.vocab_size) + 64)[
+        ..., : drafter.config.vocab_size
+    ].float()
     wanted = wanted if drafter.d2t is None else wanted[..., drafter.draft_to_target_ids()]
     x = torch.cat([normed[0] for normed, _ in unroll(drafter, text, states, depth)])
     y = torch.cat([wanted[0, 1 + k :] for k in range(depth)])
@@ -150,7 +184,8 @@ def fit_head(drafter: Eagle31DrafterModel, target: PreTrainedModel, text: Tensor
 
 @dataclass
 class Seen:
-    """Numbers of verifying forwards: `trees`, with a tree; `ragged`, with rows of different lengths; `in_step`, with rows kept at one."""
+    """Numbers of verifying forwards: `trees`, with a tree; `ragged`, with rows of different lengths; `in_step`, with
+    rows kept at one."""
 
     trees: int = 0
     ragged: int = 0
@@ -180,8 +215,8 @@ def watching() -> Iterator[Seen]:
 
 
 def departures(sequences: Tensor, alone: GenerateDecoderOnlyOutput) -> Iterator[tuple[int, int, float]]:
-    """For every row of `sequences` (B, L) that differs from what the target generates alone: the row's number, its first new token that
-    differs, and by how much the target's logits there prefer its own token."""
+    """For every row of `sequences` (B, L) that differs from what the target generates alone: the row's number, its
+    first new token that differs, and by how much the target's logits there prefer its own token."""
     num_given = alone.sequences.shape[1] - len(alone.logits)
     for row, (ours, own) in enumerate(zip(sequences, alone.sequences, strict=True)):
         places = (ours != own).nonzero()
@@ -194,15 +229,18 @@ def departures(sequences: Tensor, alone: GenerateDecoderOnlyOutput) -> Iterator[
 def difference(ours: GenerateDecoderOnlyOutput | Tensor, alone: GenerateDecoderOnlyOutput) -> str:
     """Describes the first row that differs from what the target generates alone; "" where none does.
 
-    Logits, which say more of a wrong mask than a few tokens do, are compared where they were asked for. Where tokens differ, the
-    text says by how much the target prefers its own: by almost nothing in a tie.
+    Logits, which say more of a wrong mask than a few tokens do, are compared where they were asked for. Where tokens
+    differ, the text says by how much the target prefers its own: by almost nothing in a tie.
     """
     expected = torch.stack(alone.logits)
     spread = float(expected.std())
     departed = next(departures(ours if isinstance(ours, Tensor) else ours.sequences, alone), None)
     if departed is not None:
         row, step, margin = departed
-        return f"row {row} departs at token {step}, which the target scores {margin / spread:.1e} of its logits' spread below its own"
+        return (
+            f"row {row} departs at token {step}, which the target scores {margin / spread:.1e} of its logits' spread"
+            " below its own"
+        )
     if isinstance(ours, Tensor):
         return ""
     error = float((torch.stack(ours.logits) - expected).abs().max()) / spread
@@ -210,8 +248,8 @@ def difference(ours: GenerateDecoderOnlyOutput | Tensor, alone: GenerateDecoderO
 
 
 def attempt(act: Callable[[], Any], judge: Callable[[Any], Outcome]) -> Outcome:
-    """Returns what `judge` says of the result of `act`. A ValueError of `act` is a refusal; other errors, of ours or of transformers' code,
-    are "different"."""
+    """Returns what `judge` says of the result of `act`. A ValueError of `act` is a refusal; other errors, of ours or of
+    transformers' code, are "different"."""
     try:
         result = act()
     except ValueError as refusal:
@@ -227,12 +265,15 @@ def named(error: Exception) -> str:
 
 
 class Trial:
-    """A tiny target and its drafter. Each method tries one thing and returns its `Outcome`. Raises CannotTryError for a target that fails
-    by itself."""
+    """A tiny target and its drafter. Each method tries one thing and returns its `Outcome`. Raises CannotTryError for a
+    target that fails by itself."""
 
     def __init__(self, target: PreTrainedModel, drafter: Eagle31DrafterModel):
         self.target, self.drafter = target, drafter
-        self.prompt = {"input_ids": torch.tensor([PROMPT]), "attention_mask": torch.ones(1, len(PROMPT), dtype=torch.long)}
+        self.prompt = {
+            "input_ids": torch.tensor([PROMPT]),
+            "attention_mask": torch.ones(1, len(PROMPT), dtype=torch.long),
+        }
         try:
             alone = self._alone(self.prompt, GREEDY | {"max_new_tokens": KNOWN_TOKENS})
         except Exception as error:  # as in `build_tiny`
@@ -245,8 +286,13 @@ class Trial:
         return self.target.generate(**prompt, **options | LOGITS)
 
     def why_no_drafts(self) -> str | None:
-        """The reason why nothing can be drafted for a target that decodes alone; None where nothing is known against it."""
-        return None if self.keeps_cache else f"{type(self.target).__name__} keeps no cache, from which rejected drafts could be taken back"
+        """The reason why nothing can be drafted for a target that decodes alone; None where nothing is known against
+        it."""
+        return (
+            None
+            if self.keeps_cache
+            else f"{type(self.target).__name__} keeps no cache, from which rejected drafts could be taken back"
+        )
 
     def _batch(self) -> dict[str, Tensor]:
         """Two prompts of different lengths, padded on the left."""
@@ -256,7 +302,8 @@ class Trial:
         return {"input_ids": torch.stack((longer, shorter)), "attention_mask": mask}
 
     def greedy(self, way: str) -> Outcome:
-        """Decodes in one of WAYS, and compares with the target alone. A way in which the target alone fails is "not tried"."""
+        """Decodes in one of WAYS, and compares with the target alone. A way in which the target alone fails is "not
+        tried"."""
         drafting, options, has_two = WAYS[way]
         prompt = self._batch() if has_two else self.prompt
         asked = GREEDY | options
@@ -270,31 +317,47 @@ class Trial:
 
         def judge(ours: Any) -> Outcome:
             wrong = difference(ours, alone)
-            word = DIFFERENT if wrong else IN_STEP if seen.in_step else CHAINS if drafting is TREE and not seen.trees else SAME_TEXT
+            word = (
+                DIFFERENT
+                if wrong
+                else IN_STEP
+                if seen.in_step
+                else CHAINS
+                if drafting is TREE and not seen.trees
+                else SAME_TEXT
+            )
             return Outcome(word, wrong or ("" if word == SAME_TEXT else self.why_otherwise()))
 
         with watching() as seen:
-            return attempt(lambda: self.target.generate(**prompt, assistant_model=self.drafter, **asked, **drafting), judge)
+            return attempt(
+                lambda: self.target.generate(**prompt, assistant_model=self.drafter, **asked, **drafting), judge
+            )
 
     def why_otherwise(self) -> str:
         """The reason why chains were drafted, or rows kept step."""
         return why_no_trees(self.target) or "its cache is not of layers that hold trees and rows of different lengths"
 
     def sampling(self) -> Outcome:
-        """Samples twice with one seed: with the drafter, and in chains with one that drafts what this one holds least likely. The text
-        has to be the same, whether drafts are accepted or rejected."""
+        """Samples twice with one seed: with the drafter, and in chains with one that drafts what this one holds least
+        likely. The text has to be the same, whether drafts are accepted or rejected."""
         contrary = copy.deepcopy(self.drafter)
         contrary.lm_head.weight.data.neg_()
         drafters = ((self.drafter, AUTO), (contrary, AUTO | {"draft_tree_top_k": 1}))
 
         def judge(texts: list[Tensor]) -> Outcome:
-            return Outcome(SAME_TEXT) if torch.equal(*texts) else Outcome(DIFFERENT, "with one seed the text depends on what is drafted")
+            return (
+                Outcome(SAME_TEXT)
+                if torch.equal(*texts)
+                else Outcome(DIFFERENT, "with one seed the text depends on what is drafted")
+            )
 
         return attempt(lambda: [self._sampled(drafter, drafting) for drafter, drafting in drafters], judge)
 
     def _sampled(self, drafter: Eagle31DrafterModel, drafting: dict[str, Any]) -> Tensor:
         with seeded(3):
-            return self.target.generate(**self.prompt, assistant_model=drafter, max_new_tokens=SAMPLED_TOKENS, do_sample=True, **drafting)
+            return self.target.generate(
+                **self.prompt, assistant_model=drafter, max_new_tokens=SAMPLED_TOKENS, do_sample=True, **drafting
+            )
 
     def training(self) -> Outcome:
         """One batch's loss and gradients for a copy of the drafter."""
@@ -303,7 +366,9 @@ class Trial:
         def judge(_: None) -> Outcome:
             gradients = [parameter.grad for parameter in drafter.parameters() if parameter.grad is not None]
             is_sound = bool(gradients) and all(gradient.isfinite().all() for gradient in gradients)
-            return Outcome(SAME_TEXT) if is_sound else Outcome(DIFFERENT, "the gradients of a first step are not finite")
+            return (
+                Outcome(SAME_TEXT) if is_sound else Outcome(DIFFERENT, "the gradients of a first step are not finite")
+            )
 
         return attempt(lambda: self._first_step(drafter), judge)
 
@@ -317,7 +382,9 @@ class Trial:
 
 
 def is_kept(past_key_values: Any) -> bool:
-    """Returns True where the cache that `generate` returned holds anything. One of a class of the model's own is taken to."""
+    """Returns True where the cache that `generate` returned holds anything. One of a class of the model's own is taken
+    to."""
     if type(past_key_values) is not DynamicCache:
         return past_key_values is not None
-    return any(getattr(layer, "is_initialized", True) for layer in past_key_values.layers)  # recurrent layers do not say
+    # recurrent layers do not say
+    return any(getattr(layer, "is_initialized", True) for layer in past_key_values.layers)

@@ -1,6 +1,8 @@
-"""The target's attention on chosen tokens, read while it runs: what `drift.Alignment` pulls the drafter's attention toward.
+"""The target's attention on chosen tokens, read while it runs: what `drift.Alignment` pulls the drafter's attention
+toward.
 
-B rows of packed texts, T tokens, R chosen slots a row, K depths, H heads, M chosen slots of a group of texts, L its longest text.
+B rows of packed texts, T tokens, R chosen slots a row, K depths, H heads, M chosen slots of a group of texts, L its
+longest text.
 """
 
 import threading
@@ -21,7 +23,9 @@ OBSERVED, DELEGATE = "eagle31_observed", "sdpa"
 _watching = threading.local()
 
 
-def observed_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any):
+def observed_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+):
     """sdpa, after the watcher of this thread has seen queries and keys (B, H, T, D), rotated."""
     watcher: Callable | None = getattr(_watching, "call", None)
     if watcher is not None:
@@ -31,12 +35,13 @@ def observed_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, a
 
 @contextmanager
 def observing(target: PreTrainedModel, watcher: Callable):
-    """Within it every attention of the target goes past `watcher`. Raises ValueError for a target that is not run with sdpa."""
+    """Within it every attention of the target goes past `watcher`. Raises ValueError for a target that is not run with
+    sdpa."""
     config = target.config.get_text_config(decoder=True)
     if config._attn_implementation != DELEGATE:
         raise ValueError(
-            f"attention alignment reads a target run with sdpa; this one is run with {config._attn_implementation}. Load it with "
-            "attn_implementation='sdpa', or leave attention_alignment at 0."
+            f"attention alignment reads a target run with sdpa; this one is run with {config._attn_implementation}."
+            " Load it with attn_implementation='sdpa', or leave attention_alignment at 0."
         )
     ALL_ATTENTION_FUNCTIONS.register(OBSERVED, observed_attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(OBSERVED, ALL_MASK_ATTENTION_FUNCTIONS[DELEGATE])
@@ -74,7 +79,9 @@ class AlignmentReader:
         if not index:
             yield
             return
-        text, row, chosen, offset = (torch.tensor(column, device=self.slots.device) for column in zip(*index, strict=True))
+        text, row, chosen, offset = (
+            torch.tensor(column, device=self.slots.device) for column in zip(*index, strict=True)
+        )
         starts = torch.tensor([start for _, start, _ in group], device=self.slots.device)[text]
         lengths = torch.tensor([end - start for _, start, end in group], device=self.slots.device)[text]
         seen = set[int]()
@@ -89,7 +96,8 @@ class AlignmentReader:
 
         with observing(self.target, see):
             yield
-        reaches = offset[:, None] + 1 + torch.arange(self.depth, device=offset.device) < lengths[:, None] - 1  # its guess has a token
+        # its guess has a token
+        reaches = offset[:, None] + 1 + torch.arange(self.depth, device=offset.device) < lengths[:, None] - 1
         self.goal[row, chosen] *= reaches[:, :, None] / max(1, len(seen))
 
     def _index(self, group: list[tuple[int, int, int]]) -> list[tuple[int, int, int, int]]:
@@ -103,9 +111,14 @@ class AlignmentReader:
         ]
 
 
-def attention_rows(query: Tensor, key: Tensor, options: dict[str, Any], text: Tensor, offset: Tensor, depth: int) -> Tensor:
+def attention_rows(
+    query: Tensor, key: Tensor, options: dict[str, Any], text: Tensor, offset: Tensor, depth: int
+) -> Tensor:
     """Attention (M, K, L), the mean over heads, of the tokens at `offset` + 1 + k of each `text` (M,)."""
-    at = (offset[:, None] + 1 + torch.arange(depth, device=offset.device)).clamp(max=query.shape[2] - 1).to(query.device)  # (M, K)
+    # (M, K)
+    at = (
+        (offset[:, None] + 1 + torch.arange(depth, device=offset.device)).clamp(max=query.shape[2] - 1).to(query.device)
+    )
     text = text.to(query.device)
     chosen = query[text[:, None], :, at].transpose(1, 2).float()  # (M, H, K, D)
     keys = key[text].repeat_interleave(query.shape[1] // key.shape[1], dim=1).float()

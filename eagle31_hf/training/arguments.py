@@ -17,9 +17,11 @@ UNBOUNDED = ("max_grad_norm",)  # infinity clips nothing, and the norm is logged
 
 @dataclass
 class Eagle31TrainingArguments(TrainingArguments):
-    """`transformers.TrainingArguments` with defaults that suit drafters, and what only drafters have. Raises ValueError for others.
+    """`transformers.TrainingArguments` with defaults that suit drafters, and what only drafters have. Raises ValueError
+    for others.
 
-    `depth`: steps unrolled; an EAGLE 3.1 drafter serves deeper than it was trained (arXiv 2605.09992, table of training depths).
+    `depth`: steps unrolled; an EAGLE 3.1 drafter serves deeper than it was trained (arXiv 2605.09992, table of training
+    depths).
     """
 
     learning_rate: float = 1e-4
@@ -30,27 +32,40 @@ class Eagle31TrainingArguments(TrainingArguments):
     per_device_eval_batch_size: int = 1
     num_train_epochs: float = 2.0
     logging_steps: float = 10
-    logging_nan_inf_filter: bool = False  # it shows the mean of earlier losses instead, and waits for the device at every step
+    # it shows the mean of earlier losses instead, and waits for the device at every step
+    logging_nan_inf_filter: bool = False
     remove_unused_columns: bool | None = False
     ddp_find_unused_parameters: bool | None = False
 
     depth: int = field(default=4, metadata={"help": f"steps the drafter is unrolled, 1 to {MAX_DEPTH}"})
     depth_decay: float = field(default=0.8, metadata={"help": "depth k weighs depth_decay ** k"})
-    depth_weights: list[float] | None = field(default=None, metadata={"help": "a weight for each depth, instead of depth_decay"})
+    depth_weights: list[float] | None = field(
+        default=None, metadata={"help": "a weight for each depth, instead of depth_decay"}
+    )
     loss: str = field(default="kl", metadata={"help": "distance to the target, or a mixture as in kl=0.9,tv=0.1"})
     loss_mask: str = field(default="serving", metadata={"help": f"which rows are supervised: {', '.join(CONVENTIONS)}"})
-    normalisation: str = field(default="token", metadata={"help": f"what is averaged over: {', '.join(NORMALISATIONS)}"})
+    normalisation: str = field(
+        default="token", metadata={"help": f"what is averaged over: {', '.join(NORMALISATIONS)}"}
+    )
     attention_alignment: float = field(
         default=0.0, metadata={"help": "weight of the loss between the drafter's and the target's attention"}
     )
     alignment_slots: int = field(default=16, metadata={"help": "slots a row whose attention is aligned"})
-    drift_regulariser: float = field(default=0.0, metadata={"help": "weight of the penalty on states that grow with depth"})
+    drift_regulariser: float = field(
+        default=0.0, metadata={"help": "weight of the penalty on states that grow with depth"}
+    )
     max_length: int = field(default=4096, metadata={"help": "tokens a packed row holds"})
     packing: bool = field(default=True, metadata={"help": "several texts to a row, which do not see each other"})
-    train_embeddings: bool = field(default=False, metadata={"help": "also train the drafter's own table, where it has one"})
+    train_embeddings: bool = field(
+        default=False, metadata={"help": "also train the drafter's own table, where it has one"}
+    )
     train_head: bool = field(default=True, metadata={"help": "also train the drafter's own head, where it has one"})
-    shard_target: bool = field(default=False, metadata={"help": "each process keeps a part of every layer of the target (FSDP2)"})
-    eval_depth: int | None = field(default=None, metadata={"help": "tokens drafted a round when evaluating, by default as many as depth"})
+    shard_target: bool = field(
+        default=False, metadata={"help": "each process keeps a part of every layer of the target (FSDP2)"}
+    )
+    eval_depth: int | None = field(
+        default=None, metadata={"help": "tokens drafted a round when evaluating, by default as many as depth"}
+    )
     eval_prompts: int = field(default=4, metadata={"help": "prompts that generate() decodes at an evaluation; 0: none"})
     eval_max_new_tokens: int = field(default=64, metadata={"help": "tokens of each"})
 
@@ -63,7 +78,8 @@ class Eagle31TrainingArguments(TrainingArguments):
         self.check()
 
     def _check_numbers(self) -> None:
-        """Raises ValueError where a number is expected, of this class or of transformers', and something else was given."""
+        """Raises ValueError where a number is expected, of this class or of transformers', and something else was
+        given."""
         for declared in fields(self):
             value, usual = getattr(self, declared.name), declared.default
             if isinstance(usual, int | float) and not isinstance(usual, bool):
@@ -78,8 +94,14 @@ class Eagle31TrainingArguments(TrainingArguments):
         weights = self.depth_weights
         rules = (
             (1 <= self.depth <= MAX_DEPTH, f"depth is {self.depth}; expected 1 to {MAX_DEPTH}"),
-            (weights is None or len(weights) == self.depth, f"depth_weights are {weights} and depth is {self.depth}; expected as many"),
-            (self.loss_mask in CONVENTIONS, f"loss_mask is {self.loss_mask!r}; expected one of {', '.join(CONVENTIONS)}"),
+            (
+                weights is None or len(weights) == self.depth,
+                f"depth_weights are {weights} and depth is {self.depth}; expected as many",
+            ),
+            (
+                self.loss_mask in CONVENTIONS,
+                f"loss_mask is {self.loss_mask!r}; expected one of {', '.join(CONVENTIONS)}",
+            ),
             (
                 self.normalisation in NORMALISATIONS,
                 f"normalisation is {self.normalisation!r}; expected one of {', '.join(NORMALISATIONS)}",
@@ -90,9 +112,15 @@ class Eagle31TrainingArguments(TrainingArguments):
                 self.eval_depth is None or 1 <= self.eval_depth <= MAX_DEPTH,
                 f"eval_depth is {self.eval_depth}; expected 1 to {MAX_DEPTH}",
             ),
-            (self.label_smoothing_factor == 0, "label_smoothing_factor is set; expected 0, a drafter's labels are distributions"),
-            (not self.remove_unused_columns, "remove_unused_columns is set; expected False, the columns are a drafter's own"),
-        )  # fmt: skip
+            (
+                self.label_smoothing_factor == 0,
+                "label_smoothing_factor is set; expected 0, a drafter's labels are distributions",
+            ),
+            (
+                not self.remove_unused_columns,
+                "remove_unused_columns is set; expected False, the columns are a drafter's own",
+            ),
+        )
         for holds, message in rules:
             if not holds:
                 raise ValueError(f"Eagle31TrainingArguments: {message}.")
@@ -102,9 +130,14 @@ class Eagle31TrainingArguments(TrainingArguments):
         """The settings of the loss that is minimised."""
         weights = self.depth_weights or self._decaying(self.depth)
         return Settings(
-            self.depth, tuple(weights), parse_mixture(self.loss), self.loss_mask, self.normalisation, self.attention_alignment,
+            self.depth,
+            tuple(weights),
+            parse_mixture(self.loss),
+            self.loss_mask,
+            self.normalisation,
+            self.attention_alignment,
             self.drift_regulariser,
-        )  # fmt: skip
+        )
 
     def eval_settings(self) -> Settings:
         """The settings of an evaluation: rows that serving can reach, each token alike, as deep as it will be served."""

@@ -1,7 +1,8 @@
 """Attention of the unroll: a slot sees the keys of depth 0 up to itself, and of every later depth its own key alone.
 
-B rows, H heads, S slots, D and V the widths of keys and values. The keys of depth 0 go through a kernel that never holds (S, S), the
-later ones add one score a slot each; joined under one softmax they give what a dense mask over the keys of all depths gives.
+B rows, H heads, S slots, D and V the widths of keys and values. The keys of depth 0 go through a kernel that never
+holds (S, S), the later ones add one score a slot each; joined under one softmax they give what a dense mask over the
+keys of all depths gives.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,8 +18,8 @@ QUERIES_AT_ONCE = 512  # where no kernel gives what the backward pass needs
 
 
 def first_mask(num_slots: int, depth: int, window: int | None, device: torch.device) -> Tensor:
-    """Which keys of depth 0 the slots see at this depth: (S, S). A window counts tokens back from the query's own position, which at
-    depth k is t + k."""
+    """Which keys of depth 0 the slots see at this depth: (S, S). A window counts tokens back from the query's own
+    position, which at depth k is t + k."""
     slots = torch.arange(num_slots, device=device)
     seen = slots[None, :] <= slots[:, None]
     return seen if window is None else seen & (slots[None, :] > slots[:, None] + depth - window)
@@ -30,8 +31,9 @@ Span = tuple[slice, slice]  # of rows and of slots
 class UnrollAttention:
     """Stands where a mask does, and attends itself, keeping the keys and values of every depth and layer.
 
-    `documents` (B, S), numbers of packed texts, which do not see each other. `depth` is set by the caller before each; a depth that is
-    computed a second time, from a checkpoint, finds its keys there already. `observers` are called with what layer 0 attends with.
+    `documents` (B, S), numbers of packed texts, which do not see each other. `depth` is set by the caller before each;
+    a depth that is computed a second time, from a checkpoint, finds its keys there already. `observers` are called with
+    what layer 0 attends with.
     """
 
     def __init__(self, documents: Tensor | None = None, observers: Sequence[Callable[["Attended"], None]] = ()):
@@ -71,8 +73,8 @@ class UnrollAttention:
 
 @dataclass
 class Attended:
-    """One depth of layer 0: queries (B, H, S, D), log-sum-exp of their scores (B, H, S), keys of depth 0, and the slots' later keys, each
-    (B, H, S, D); `mask` (1 or B, 1, S, S) or None: causal within `spans`."""
+    """One depth of layer 0: queries (B, H, S, D), log-sum-exp of their scores (B, H, S), keys of depth 0, and the
+    slots' later keys, each (B, H, S, D); `mask` (1 or B, 1, S, S) or None: causal within `spans`."""
 
     depth: int
     queries: Tensor
@@ -84,17 +86,21 @@ class Attended:
 
 
 class JoinedAttention(torch.autograd.Function):
-    """One softmax over the keys of depth 0 that `mask`, or causality within each of `spans`, lets a slot see, and its own later keys.
+    """One softmax over the keys of depth 0 that `mask`, or causality within each of `spans`, lets a slot see, and its
+    own later keys.
 
-    The backward pass of the first part is flash attention's own: given the joined output and log-sum-exp it takes the probabilities to be
-    the joined ones, which they are. Also returns the log-sum-exp (B, H, S), without a gradient.
+    The backward pass of the first part is flash attention's own: given the joined output and log-sum-exp it takes the
+    probabilities to be the joined ones, which they are. Also returns the log-sum-exp (B, H, S), without a gradient.
     """
 
     @staticmethod
-    def forward(ctx, q: Tensor, mask: Tensor | None, scale: float, spans: list[Span], k: Tensor, v: Tensor, *later: Tensor):
+    def forward(
+        ctx, q: Tensor, mask: Tensor | None, scale: float, spans: list[Span], k: Tensor, v: Tensor, *later: Tensor
+    ):
         out, lse = _forward(q, k, v, mask, scale, spans)
         if later:
-            scores = torch.stack([(q.float() * key.float()).sum(-1) * scale for key in later[::2]], dim=-1)  # (B, H, S, j)
+            # (B, H, S, j)
+            scores = torch.stack([(q.float() * key.float()).sum(-1) * scale for key in later[::2]], dim=-1)
             joined = torch.logaddexp(lse, scores.logsumexp(-1))
             out = out.float() * (lse - joined).exp()[..., None]
             for i, value in enumerate(later[1::2]):
@@ -124,7 +130,9 @@ def has_kernel(q: Tensor, v: Tensor) -> bool:
     return q.device.type == "cpu" and q.shape[-1] == v.shape[-1]
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, spans: list[Span]) -> tuple[Tensor, Tensor]:
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, spans: list[Span]
+) -> tuple[Tensor, Tensor]:
     """-> output (B, H, S, V), log-sum-exp (B, H, S) in fp32."""
     if mask is None:
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -143,7 +151,15 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float,
 
 
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor, scale: float, spans: list[Span]
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    spans: list[Span],
 ) -> tuple[Tensor, Tensor, Tensor]:
     if mask is None:
         grads = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
@@ -153,7 +169,11 @@ def _backward(
             for whole, new in zip(grads, found, strict=True):
                 whole[rows, :, slots] = new
         return grads
-    grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k, dtype=torch.float32), torch.zeros_like(v, dtype=torch.float32)
+    grad_q, grad_k, grad_v = (
+        torch.zeros_like(q),
+        torch.zeros_like(k, dtype=torch.float32),
+        torch.zeros_like(v, dtype=torch.float32),
+    )
     mean = (grad.float() * out.float()).sum(-1, keepdim=True)
     for start in range(0, q.shape[2], QUERIES_AT_ONCE):
         end = start + QUERIES_AT_ONCE

@@ -17,20 +17,24 @@ from .skipped import Skipped, refused_by
 
 MASKS = ("answers", "all")
 RENDERINGS = {  # of a chat -> whether through the template, and whether with BOS
-    "regular": (True, True), "no_bos": (True, False), "no_template": (False, True), "no_bos_no_template": (False, False),
-}  # fmt: skip
+    "regular": (True, True),
+    "no_bos": (True, False),
+    "no_template": (False, True),
+    "no_bos_no_template": (False, False),
+}
 LEAST_TEXT = 4  # tokens, of a piece of plain text
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-SAID = ("content", "tool_calls", "reasoning_content", "reasoning", "thinking")  # what an assistant's message may consist of
+# what an assistant's message may consist of
+SAID = ("content", "tool_calls", "reasoning_content", "reasoning", "thinking")
 
 
 @dataclass
 class RowMaker:
     """Makes rows, {"input_ids": (T,) long, "answers": (T,) bool}, of at most `max_length` tokens.
 
-    mask: "answers", or "all" where every token counts. template_augmentation: the share of chats rendered in another of RENDERINGS, the
-    same ones for the same `seed`. stop_ids: the ids a turn of the target's may end with, by default its EOS. template_options: what the
-    chat template reads besides, as `enable_thinking`. Raises ValueError for others.
+    mask: "answers", or "all" where every token counts. template_augmentation: the share of chats rendered in another of
+    RENDERINGS, the same ones for the same `seed`. stop_ids: the ids a turn of the target's may end with, by default its
+    EOS. template_options: what the chat template reads besides, as `enable_thinking`. Raises ValueError for others.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -65,7 +69,8 @@ class RowMaker:
                 check_ids(text.input_ids, self.vocab_size)
             if self.mask == "all":
                 text.answers = torch.ones_like(text.answers)
-        # Once unrolled, a row is supervised where the target says two tokens one after the other: the first of them is never drafted.
+        # Once unrolled, a row is supervised where the target says two tokens one after the other: the first of them is
+        # never drafted.
         rows = [{name: part[: self.max_length].clone() for name, part in vars(text).items()} for text in texts]
         kept = [row for row in rows if supervised(row["answers"][None], 0).any()]
         if not kept:
@@ -119,22 +124,30 @@ class RowMaker:
     def _templated(self, chat: Chat) -> list[Tokens]:
         if self.chat_template is None and self.tokenizer.chat_template is None:
             raise ValueError(
-                "the record is a chat and the tokenizer has no chat template; expected one. Pass chat_template, or use the tokenizer "
-                "of the instruction-tuned target."
+                "the record is a chat and the tokenizer has no chat template; expected one. Pass chat_template, or use"
+                " the tokenizer of the instruction-tuned target."
             )
         if self.mask == "all":
             ids = self._render(chat)["input_ids"]
             return [_tokens(ids, [False] * len(ids))]
         # Slow tokenizers do not know where in the text their tokens lie, which the template's own marks are in.
         template = self.tokenizer.get_chat_template(self.chat_template, chat.tools)
-        return [self._by_marks(chat)] if self.tokenizer.is_fast and GENERATION.search(template) else self._by_prefixes(chat)
+        return (
+            [self._by_marks(chat)]
+            if self.tokenizer.is_fast and GENERATION.search(template)
+            else self._by_prefixes(chat)
+        )
 
     def _render(self, chat: Chat, num_messages: int | None = None, **options: Any) -> Any:
         with refused_by("template"):
             return self.tokenizer.apply_chat_template(
-                chat.messages[:num_messages], tools=chat.tools, chat_template=self.chat_template, tokenize=True, return_dict=True,
+                chat.messages[:num_messages],
+                tools=chat.tools,
+                chat_template=self.chat_template,
+                tokenize=True,
+                return_dict=True,
                 **self.template_options | options,
-            )  # fmt: skip
+            )
 
     def _by_marks(self, chat: Chat) -> Tokens:
         """Answers are what the template marks as generated."""
@@ -147,7 +160,8 @@ class RowMaker:
         return _tokens(ids, answers)
 
     def _by_prefixes(self, chat: Chat) -> list[Tokens]:
-        """Answers are what a message adds to the prompt before it: one row where no later message changes that, else a row for each."""
+        """Answers are what a message adds to the prompt before it: one row where no later message changes that, else a
+        row for each."""
         whole = self._render(chat)["input_ids"]
         turns = []
         for number, message in enumerate(chat.messages):
@@ -166,7 +180,8 @@ class RowMaker:
         prompt = self._render(chat, number, add_generation_prompt=True)["input_ids"]
         ids = self._render(chat, number + 1)["input_ids"]
         begin = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, ids, strict=False)))
-        # Within the header of the answer they may part: a line break of the prompt's may be one token with what follows it.
+        # Within the header of the answer they may part: a line break of the prompt's may be one token with what follows
+        # it.
         if begin < len(prompt) and begin < len(self._render(chat, number)["input_ids"]):
             raise Skipped("template refused it: it renders a prompt otherwise once it is answered")
         answers = [False] * len(ids)

@@ -1,7 +1,8 @@
-"""The loss over the rows of all depths without the logits of all rows: memory grows with the rows in work at once, not with the vocabulary.
+"""The loss over the rows of all depths without the logits of all rows: memory grows with the rows in work at once, not
+with the vocabulary.
 
-Gradients are taken chunk by chunk while the loss is computed, as in Liger Kernel's fused losses; backward only hands them on.
-N rows, each a draft state (h) and the place of the target state it is compared with.
+Gradients are taken chunk by chunk while the loss is computed, as in Liger Kernel's fused losses; backward only hands
+them on. N rows, each a draft state (h) and the place of the target state it is compared with.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,9 +19,9 @@ BYTES_AT_ONCE = {"cpu": 2**23, "cuda": 2**28}
 
 @dataclass
 class RowFigures:
-    """Of every row, each (N,), no gradient: `loss`; `acceptance`, the chance that rejection sampling keeps a token drawn from q;
-    `coverage`; `is_right`: q's likeliest token is p's. Where they are asked for: `guess`, the draft id of that token, and
-    `greedy_acceptance`, the chance that the target draws it."""
+    """Of every row, each (N,), no gradient: `loss`; `acceptance`, the chance that rejection sampling keeps a token
+    drawn from q; `coverage`; `is_right`: q's likeliest token is p's. Where they are asked for: `guess`, the draft id of
+    that token, and `greedy_acceptance`, the chance that the target draws it."""
 
     loss: Tensor
     acceptance: Tensor
@@ -47,13 +48,16 @@ def chunked_loss(
 ) -> tuple[Tensor, RowFigures]:
     """-> sum over rows of weight times distance, a scalar, and the figures of every row.
 
-    `states` (N, h) draft states after the norm; `weights` (N,); `places` (N,) what `goal_of` (places -> Goal) is asked for; `score`: states
-    -> draft logits (n, Vd), by `parameters` alone, which get gradients where they require any.
+    `states` (N, h) draft states after the norm; `weights` (N,); `places` (N,) what `goal_of` (places -> Goal) is asked
+    for; `score`: states -> draft logits (n, Vd), by `parameters` alone, which get gradients where they require any.
     """
     order = places.argsort(stable=True)  # rows of one place together: its goal is computed once
     # Made before the first chunk: what a chunk leaves would stand between the blocks that the next could use again.
     found = RowFigures(
-        *(torch.zeros(len(states), dtype=dtype, device=states.device) for dtype in FIGURE_DTYPES[: 6 if with_guesses else 4])
+        *(
+            torch.zeros(len(states), dtype=dtype, device=states.device)
+            for dtype in FIGURE_DTYPES[: 6 if with_guesses else 4]
+        )
     )
     bytes_at_once = bytes_at_once or BYTES_AT_ONCE.get(states.device.type, BYTES_AT_ONCE["cuda"])
     rows_at_once = max(1, bytes_at_once // (4 * draft_vocab_size))
@@ -76,7 +80,14 @@ def chunked_loss(
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, states: Tensor, order: Tensor, rows_at_once: int, score: Callable, loss_of: Callable, with_grad: bool, *parameters: Tensor
+        ctx,
+        states: Tensor,
+        order: Tensor,
+        rows_at_once: int,
+        score: Callable,
+        loss_of: Callable,
+        with_grad: bool,
+        *parameters: Tensor,
     ) -> Tensor:
         total = states.new_zeros((), dtype=torch.float32)
         state_grads = torch.zeros_like(states) if with_grad else None
@@ -93,7 +104,9 @@ class _Chunked(torch.autograd.Function):
                 state_grads[rows] = part_grad
                 for grad, new in zip(grads, found, strict=True):
                     grad += new
-        ctx.save_for_backward(state_grads, *(grad.to(parameter.dtype) for grad, parameter in zip(grads, parameters, strict=bool(grads))))
+        ctx.save_for_backward(
+            state_grads, *(grad.to(parameter.dtype) for grad, parameter in zip(grads, parameters, strict=bool(grads)))
+        )
         return total
 
     @staticmethod

@@ -1,4 +1,5 @@
-"""Divergence: losses, gradients and weights that are no longer finite numbers, found without waiting for the device at every step."""
+"""Divergence: losses, gradients and weights that are no longer finite numbers, found without waiting for the device at
+every step."""
 
 import math
 from collections.abc import Iterable
@@ -13,7 +14,8 @@ from .saving import last_checkpoint
 
 READ_EVERY = 10  # steps at most between two reads; a run also reads when it logs, evaluates or saves
 PATIENCE = 5  # steps in a row that are not finite
-SCALED_PATIENCE = 25  # the same where fp16 losses are scaled: the scale begins at 2**16, and is halved after each step that overflows
+# the same where fp16 losses are scaled: the scale begins at 2**16, and is halved after each step that overflows
+SCALED_PATIENCE = 25
 
 
 class TrainingDivergedError(RuntimeError):
@@ -92,19 +94,26 @@ class DivergenceWatch:
     def _message(self, consequence: str) -> str:
         """Where it began, what is left, and what to change."""
         step, kept, args = self.first_broken or self.last, last_checkpoint(self.args.output_dir), self.args
-        begun = [f"step {step.number}: the loss is {step.loss:g}, the norm of the gradient {step.gradient_norm:g}"] if step else []
+        begun = (
+            [f"step {step.number}: the loss is {step.loss:g}, the norm of the gradient {step.gradient_norm:g}"]
+            if step
+            else []
+        )
         broken = ", and ".join([*begun, consequence])
         found = f"the last checkpoint with finite weights is {kept}" if kept else "no checkpoint was written before"
         again = "train its drafter on in a new run (eagle31 train --drafter)" if kept else "begin anew"
         changes = [f"a lower learning_rate (now {args.learning_rate:g})"]
         changes += [] if args.max_grad_norm > 0 else ["max_grad_norm=1 (now 0: gradients are not clipped)"]
         changes += ["bf16 instead of fp16"] if args.fp16 else []
-        return f"{broken}. Training has diverged and was stopped; {found}. To go on, {again} with {' or '.join(changes)}."
+        return (
+            f"{broken}. Training has diverged and was stopped; {found}. To go on, {again} with {' or '.join(changes)}."
+        )
 
 
 @torch.no_grad()
 def num_not_finite(weights: Iterable[Tensor]) -> Tensor:
-    """Number of tensors with NaN or infinity (in this process's part, where sharded), a scalar on their device. Makes no copies."""
+    """Number of tensors with NaN or infinity (in this process's part, where sharded), a scalar on their device. Makes
+    no copies."""
     num_broken = torch.zeros((), dtype=torch.long)
     for weight in weights:
         local = weight.to_local() if isinstance(weight, DTensor) else weight

@@ -1,8 +1,8 @@
 """Attention drift while training: where layer 0 looks, how its states grow, and losses against both.
 
-B rows, H heads, S slots, R chosen slots a row, K depths. Shares are of one softmax, averaged over heads: of the `sink`, the text's first
-key; of the `prompt`, other keys of depth 0 before the slot; of its `own` key of depth 0; of its later keys, which it made `self`. They add
-up to 1. Source: Attention Drift (arXiv 2605.09992).
+B rows, H heads, S slots, R chosen slots a row, K depths. Shares are of one softmax, averaged over heads: of the `sink`,
+the text's first key; of the `prompt`, other keys of depth 0 before the slot; of its `own` key of depth 0; of its later
+keys, which it made `self`. They add up to 1. Source: Attention Drift (arXiv 2605.09992).
 """
 
 import math
@@ -21,7 +21,8 @@ class AttentionMass:
 
     def __init__(self, documents: Tensor):
         slots = torch.arange(documents.shape[1], device=documents.device)
-        self.first = slots - positions_of(documents, documents.shape[1], documents.device)  # (B, S): where the slot's text begins
+        # (B, S): where the slot's text begins
+        self.first = slots - positions_of(documents, documents.shape[1], documents.device)
         self._shares: dict[int, Tensor] = {}
 
     @torch.no_grad()
@@ -50,7 +51,8 @@ class AttentionMass:
 
 
 def norm_growth(norms: Tensor, first: Tensor) -> Tensor:
-    """Root mean squares of a depth's states (B, S - k) and of the first depth's (B, S) -> squared log of their growth, 0 if they shrink."""
+    """Root mean squares of a depth's states (B, S - k) and of the first depth's (B, S) -> squared log of their growth,
+    0 if they shrink."""
     growth = norms.clamp(min=1e-12).log() - first[:, : norms.shape[1]].detach().clamp(min=1e-12).log()
     return growth.clamp(min=0).square()
 
@@ -59,9 +61,10 @@ def norm_growth(norms: Tensor, first: Tensor) -> Tensor:
 class Alignment:
     """Pulls the drafter's attention over the prompt toward the target's, at every depth, on R slots a row.
 
-    `slots` (B, R); `goal` (B, R, K, S): the target's attention, averaged over heads and layers, of the token embedded at depth k, which
-    lies at the slot's position + 1 + k, over positions up to the slot's; all zero where there is none. What it lacks to 1 the target gives
-    to the tokens after the slot; the drafter is to give it to the keys it made, whichever of them.
+    `slots` (B, R); `goal` (B, R, K, S): the target's attention, averaged over heads and layers, of the token embedded
+    at depth k, which lies at the slot's position + 1 + k, over positions up to the slot's; all zero where there is
+    none. What it lacks to 1 the target gives to the tokens after the slot; the drafter is to give it to the keys it
+    made, whichever of them.
     """
 
     slots: Tensor
@@ -69,12 +72,14 @@ class Alignment:
     _losses: dict[int, Tensor] = field(default_factory=dict)
 
     def observe(self, seen: Attended) -> None:
-        """Keeps the divergences (B, R) of the target's distribution over the keys of depth 0, and all others as one, from the drafter's."""
+        """Keeps the divergences (B, R) of the target's distribution over the keys of depth 0, and all others as one,
+        from the drafter's."""
         index = self.slots[:, None, :, None].expand(-1, seen.queries.shape[1], -1, seen.queries.shape[3])
         queries = seen.queries.gather(2, index).float()
         with torch.autocast(queries.device.type, enabled=False):
             scores = (queries @ seen.first_keys.float().mT) * seen.scale  # (B, H, R, S)
-            made = [(queries * keys.gather(2, index).float()).sum(-1) * seen.scale for keys in seen.later_keys]  # each (B, H, R)
+            # each (B, H, R)
+            made = [(queries * keys.gather(2, index).float()).sum(-1) * seen.scale for keys in seen.later_keys]
         goal = self.goal[:, :, seen.depth]
         rest = (1 - goal.sum(-1, keepdim=True)).clamp(min=0)
         goal = pad(goal, (0, scores.shape[-1] - goal.shape[-1]))

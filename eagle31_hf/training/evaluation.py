@@ -57,7 +57,8 @@ class Evaluation:
             self.walk.add(walk(hits[:, row, chains], chances[:, row, chains], stops))
 
     def drafts_of(self, batch: Batch, found: Found, figures: RowFigures) -> tuple[Tensor, Tensor]:
-        """Whether each slot's guess at each depth is the text's token, and the chance that it is kept if drawn: (K, B, T)."""
+        """Whether each slot's guess at each depth is the text's token, and the chance that it is kept if drawn: (K, B,
+        T)."""
         shape = (self.settings.depth, *batch.input_ids.shape)
         hits, chances = (
             torch.zeros(shape, dtype=torch.bool, device=batch.input_ids.device),
@@ -76,11 +77,14 @@ class Evaluation:
         assert sums is not None
         walked = torch.tensor(
             [counts.rounds, counts.tokens, counts.accepted, counts.expected_rounds, *counts.accepted_per_position],
-            dtype=torch.float64, device=sums.device,
-        )  # fmt: skip
+            dtype=torch.float64,
+            device=sums.device,
+        )
         sums, walked = accelerator.reduce(sums, "sum").cpu(), accelerator.reduce(walked, "sum").cpu().tolist()
         figures = Sums.means(sums)
-        metrics = {"loss": sum(w * d for w, d in zip(self.settings.depth_weights, figures.get("distance", []), strict=False))}
+        metrics = {
+            "loss": sum(w * d for w, d in zip(self.settings.depth_weights, figures.get("distance", []), strict=False))
+        }
         metrics |= {f"{name}_{k + 1}": value for name, values in figures.items() for k, value in enumerate(values)}
         total = Walk(int(walked[0]), int(walked[1]), int(walked[2]), [int(n) for n in walked[4:]], walked[3])
         return metrics | total.metrics()
@@ -102,20 +106,27 @@ def served(
     max_new_tokens: int,
     accelerator: Accelerator,
 ) -> dict[str, float]:
-    """Chains of `depth` in a greedy generate() after the prompts of the first rows: `served_accepted_length`, bonus included, and the
-    share of rounds that accept each position, `served_acceptance_1` on."""
-    from ..generation.statistics import track_acceptance  # training does not depend on generation, this measurement does
+    """Chains of `depth` in a greedy generate() after the prompts of the first rows: `served_accepted_length`, bonus
+    included, and the share of rounds that accept each position, `served_acceptance_1` on."""
+    # training does not depend on generation, this measurement does
+    from ..generation.statistics import track_acceptance
 
     counts = torch.zeros(2 + depth, dtype=torch.float64, device=accelerator.device)
     for index in range(accelerator.process_index, min(num_prompts, len(rows)), accelerator.num_processes):
         prompt = prompt_of(rows[index]).to(execution_device(target))
         with track_acceptance() as stats:
             target.generate(
-                prompt, attention_mask=torch.ones_like(prompt), custom_generate=drafter.decode, max_new_tokens=max_new_tokens,
-                do_sample=False, num_assistant_tokens=depth,
-            )  # fmt: skip
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                custom_generate=drafter.decode,
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                num_assistant_tokens=depth,
+            )
         per_position = [*stats.accepted_per_position, *[0] * depth][:depth]
-        counts += torch.tensor([stats.target_forwards, stats.generated_tokens - stats.prefills, *per_position], device=counts.device)
+        counts += torch.tensor(
+            [stats.target_forwards, stats.generated_tokens - stats.prefills, *per_position], device=counts.device
+        )
     rounds, tokens, *accepted = accelerator.reduce(counts, "sum").cpu().tolist()
     if not rounds:
         return {}

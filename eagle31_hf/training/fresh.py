@@ -16,14 +16,22 @@ from .losses import Goal
 from .target import StoredTarget, TargetReader, ends_of
 
 # Fields a drafter takes from its target's config under the same name, where it has them.
-SHAPE = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "rms_norm_eps", "max_position_embeddings")
+SHAPE = (
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "rms_norm_eps",
+    "max_position_embeddings",
+)
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 HEADS = ("target", "scratch")
 ROWS_AT_ONCE = 256  # of the target's logits
 
 
 def layer_ids_for(shape: Any) -> list[int]:
-    """Captured states for a new drafter: `[2, L // 2, L - 3]`, or an early, a middle and the last state where that is too deep."""
+    """Captured states for a new drafter: `[2, L // 2, L - 3]`, or an early, a middle and the last state where that is
+    too deep."""
     num_layers = shape.num_hidden_layers
     try:
         return default_layer_ids(num_layers)
@@ -32,25 +40,34 @@ def layer_ids_for(shape: Any) -> list[int]:
 
 
 def new_drafter(
-    target: PreTrainedModel | StoredTarget, draft_ids: Tensor | None = None, head: str = "target", seed: int = 0, **fields: Any
+    target: PreTrainedModel | StoredTarget,
+    draft_ids: Tensor | None = None,
+    head: str = "target",
+    seed: int = 0,
+    **fields: Any,
 ) -> Eagle31DrafterModel:
     """An untrained EAGLE 3.1 drafter in fp32, one layer of the target's shape, tied to the target's embedding.
 
-    `draft_ids` (Vd,): what it can propose, by default everything. `head`: its rows begin as the target's ("target") or at random
-    ("scratch"). `fields` of `Eagle31Config` win. Raises ValueError for a head that cannot be copied.
+    `draft_ids` (Vd,): what it can propose, by default everything. `head`: its rows begin as the target's ("target") or
+    at random ("scratch"). `fields` of `Eagle31Config` win. Raises ValueError for a head that cannot be copied.
     """
     if head not in HEADS:
         raise ValueError(f"head is {head!r}; expected one of {', '.join(HEADS)}.")
     target = ends_of(target)
     embedding: Any = target.get_input_embeddings()
     shape = target.config.get_text_config(decoder=True)
-    values: dict[str, Any] = {name: of_one_layer(shape, name) for name in SHAPE} | {name: getattr(shape, name, None) for name in SPECIAL}
+    values: dict[str, Any] = {name: of_one_layer(shape, name) for name in SHAPE} | {
+        name: getattr(shape, name, None) for name in SPECIAL
+    }
     values = {name: value for name, value in values.items() if value is not None}
     values |= {
-        "vocab_size": shape_of(embedding)[0], "draft_vocab_size": None if draft_ids is None else len(draft_ids),
-        "hidden_size": shape.hidden_size, "aux_hidden_state_layer_ids": layer_ids_for(shape), "rope_parameters": rope_of(shape),
+        "vocab_size": shape_of(embedding)[0],
+        "draft_vocab_size": None if draft_ids is None else len(draft_ids),
+        "hidden_size": shape.hidden_size,
+        "aux_hidden_state_layer_ids": layer_ids_for(shape),
+        "rope_parameters": rope_of(shape),
         "target_model": target.name_or_path or None,
-    }  # fmt: skip
+    }
     config = Eagle31Config(**values | fields)
     with seeded(seed):
         drafter = Eagle31DrafterModel(config).float()
@@ -89,8 +106,8 @@ def copy_head(drafter: Eagle31DrafterModel, target: PreTrainedModel | StoredTarg
         raise ValueError(f"{error} It cannot be copied: begin with head='scratch'.") from None
     if weight.shape[1] != drafter.lm_head.weight.shape[1]:
         raise ValueError(
-            f"the target's head is {tuple(weight.shape)}, the drafter's {tuple(drafter.lm_head.weight.shape)}; it cannot be copied. Begin "
-            "with head='scratch'."
+            f"the target's head is {tuple(weight.shape)}, the drafter's {tuple(drafter.lm_head.weight.shape)}; it"
+            " cannot be copied. Begin with head='scratch'."
         )
     ids = drafter.draft_to_target_ids()
     rows = weight if ids is None else weight[ids.to(weight.device)]
@@ -101,7 +118,9 @@ def count_answers(rows: Iterable[dict[str, Tensor]], vocab_size: int) -> Tensor:
     """How often each token (V,) is one of an answer's."""
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for row in rows:
-        counts += torch.bincount(torch.as_tensor(row["input_ids"])[torch.as_tensor(row["answers"]).bool()], minlength=vocab_size)
+        counts += torch.bincount(
+            torch.as_tensor(row["input_ids"])[torch.as_tensor(row["answers"]).bool()], minlength=vocab_size
+        )
     return counts
 
 
@@ -113,7 +132,10 @@ def choose_vocabulary(counts: Tensor, size: int, always: Iterable[int]) -> tuple
     """
     always = sorted(set(always))
     if not len(always) <= size <= len(counts):
-        raise ValueError(f"the draft vocabulary is to have {size} ids; expected {max(1, len(always))} to {len(counts)}, the target's.")
+        raise ValueError(
+            f"the draft vocabulary is to have {size} ids; expected {max(1, len(always))} to {len(counts)}, the"
+            " target's."
+        )
     forced = counts.clone()
     forced[always] = counts.max() + 1
     ids = vocab.most_frequent_ids(forced, size)

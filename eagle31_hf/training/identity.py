@@ -1,4 +1,5 @@
-"""What a store was made with, in a few bytes that differ when it does, and files that know when they are not what was written."""
+"""What a store was made with, in a few bytes that differ when it does, and files that know when they are not what was
+written."""
 
 import hashlib
 import json
@@ -17,7 +18,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..checkpoints.files import CHUNK_BYTES, NAME_OF_DTYPE, tensor_chunks
 
 SAMPLED = 32  # values at either end of a weight: training moves all of them
-Pieces = tuple[torch.dtype, tuple[int, ...], list[Tensor]]  # a tensor: its dtype, its shape, and its parts along the first axis
+# a tensor: its dtype, its shape, and its parts along the first axis
+Pieces = tuple[torch.dtype, tuple[int, ...], list[Tensor]]
 NO_DIGEST = "0" * 64  # where a file's sha256 stands in its header, which counts too, while it is computed
 FP8 = torch.float8_e4m3fn
 NAMES = NAME_OF_DTYPE | {FP8: "F8_E4M3"}
@@ -34,7 +36,8 @@ def digest(*parts: str | bytes) -> str:
 
 @torch.no_grad()
 def weights_fingerprint(model: PreTrainedModel) -> str:
-    """Names, shapes and a sample of the values of all parameters. A wider dtype of the same values has the same fingerprint.
+    """Names, shapes and a sample of the values of all parameters. A wider dtype of the same values has the same
+    fingerprint.
 
     Of weights that are offloaded only name and shape count.
     """
@@ -48,7 +51,8 @@ def _sample(weight: Tensor) -> bytes:
     """Quantized weights are integers, and hashed as they are."""
     if weight.is_meta:
         return b""
-    local = weight.full_tensor() if hasattr(weight, "full_tensor") else weight  # a DTensor's values lie on several devices
+    # a DTensor's values lie on several devices
+    local = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
     flat = local.reshape(-1)
     ends = torch.cat([flat[:SAMPLED], flat[-SAMPLED:]])
     ends = ends.float() if ends.is_floating_point() else ends
@@ -64,8 +68,10 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def write_sealed(path: Path, tensors: dict[str, Pieces], facts: dict[str, str]) -> None:
-    """A safetensors file from pieces of its tensors, none of which is copied whole. One set of tensors has one file, byte for byte."""
-    names = sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name))  # readers want every tensor aligned to its dtype
+    """A safetensors file from pieces of its tensors, none of which is copied whole. One set of tensors has one file,
+    byte for byte."""
+    # readers want every tensor aligned to its dtype
+    names = sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name))
     header, end = dict[str, Any](__metadata__={"format": "pt", "sha256": NO_DIGEST} | facts), 0
     for name in names:
         dtype, shape, _ = tensors[name]
@@ -99,7 +105,9 @@ def _replace(path: Path, *parts: Iterable[bytes | memoryview]) -> None:
         os.replace(staged, path)
     except OSError as error:
         reason = f"{path}: could not be written ({error.strerror}); expected room for it"
-        raise OSError(error.errno, f"{reason}. Make some and run the same command again: finished files are kept") from error
+        raise OSError(
+            error.errno, f"{reason}. Make some and run the same command again: finished files are kept"
+        ) from error
     finally:
         staged.unlink(missing_ok=True)
 
@@ -113,7 +121,9 @@ def open_sealed(path: Path, verify: bool) -> Iterator[Any]:
             raise ValueError("its checksum differs")
         yield file
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: is damaged ({error}). Delete it and run the same prepare-data command again.") from None
+        raise ValueError(
+            f"{path}: is damaged ({error}). Delete it and run the same prepare-data command again."
+        ) from None
 
 
 def _checksum(path: Path, digest: str) -> str:

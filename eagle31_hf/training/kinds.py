@@ -34,20 +34,34 @@ class Tokens:
 
 
 ROLES = {name: name for name in ("system", "developer", "user", "assistant", "tool")} | {
-    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "claude": "assistant",
-    "model": "assistant", "chatbot": "assistant", "observation": "tool",
-}  # fmt: skip
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "claude": "assistant",
+    "model": "assistant",
+    "chatbot": "assistant",
+    "observation": "tool",
+}
 MARKS: dict[str, Callable[[Tensor], Tensor]] = dict.fromkeys(("answers", "loss_mask", "assistant_masks"), Tensor.bool)
 ANSWER_COLUMNS = MARKS | {"labels": lambda labels: labels != -100}  # a column -> which tokens are answers
 
 
 def tokens_of(record: Record) -> Tokens:
-    """What has been tokenized already, its answers under any of ANSWER_COLUMNS. Raises Skipped where one is missing or too short."""
+    """What has been tokenized already, its answers under any of ANSWER_COLUMNS. Raises Skipped where one is missing or
+    too short."""
     column = next((name for name in ANSWER_COLUMNS if record.get(name) is not None), None)
     if column is None or record.get("input_ids") is None:
         names = SHORT.repr([*record]) if len(record) > 8 else ", ".join(map(str, record)) or "nothing"
-        raise Skipped("input_ids without answers", f"a row has {names}; expected input_ids and one of {', '.join(ANSWER_COLUMNS)}.")
-    ids, marks = _whole_numbers(record, "input_ids"), (_zeros_and_ones if column in MARKS else _whole_numbers)(record, column)
+        raise Skipped(
+            "input_ids without answers",
+            f"a row has {names}; expected input_ids and one of {', '.join(ANSWER_COLUMNS)}.",
+        )
+    ids, marks = (
+        _whole_numbers(record, "input_ids"),
+        (_zeros_and_ones if column in MARKS else _whole_numbers)(record, column),
+    )
     if ids.dim() != 1 or ids.shape != marks.shape:
         raise Skipped(
             "input_ids and answers differ in number",
@@ -70,7 +84,10 @@ def _whole_numbers(record: Record, column: str) -> Tensor:
 
 
 def _zeros_and_ones(record: Record, column: str) -> Tensor:
-    refusal = Skipped(f"{column} are not 0 or 1", f"{column} are {SHORT.repr(record[column])}; expected true or false, or 1 or 0, each.")
+    refusal = Skipped(
+        f"{column} are not 0 or 1",
+        f"{column} are {SHORT.repr(record[column])}; expected true or false, or 1 or 0, each.",
+    )
     marks = _tensor(record[column], refusal)
     if not ((marks == 0) | (marks == 1)).all():
         raise refusal
@@ -85,12 +102,13 @@ def _tensor(values: Any, refusal: Skipped) -> Tensor:
 
 
 def check_ids(ids: Tensor, vocab_size: int) -> None:
-    """Raises Skipped for ids (T,) the target does not have: on a GPU they would fail as an assertion that explains nothing."""
+    """Raises Skipped for ids (T,) the target does not have: on a GPU they would fail as an assertion that explains
+    nothing."""
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
         raise Skipped(
             "token ids the target does not have",
-            f"token ids go from {int(ids.min())} to {int(ids.max())}; expected 0 to {vocab_size - 1}, the target's. They are of another "
-            "tokenizer: use the one that belongs to the target.",
+            f"token ids go from {int(ids.min())} to {int(ids.max())}; expected 0 to {vocab_size - 1}, the target's."
+            " They are of another tokenizer: use the one that belongs to the target.",
         )
 
 
@@ -109,7 +127,9 @@ def _check_text(parsed: Any) -> None:
             try:
                 value.encode()
             except UnicodeEncodeError:
-                raise Skipped("text is not Unicode", f"text holds half a surrogate pair ({SHORT.repr(value)}); expected Unicode.") from None
+                raise Skipped(
+                    "text is not Unicode", f"text holds half a surrogate pair ({SHORT.repr(value)}); expected Unicode."
+                ) from None
         elif isinstance(value, Mapping):
             left += [*value.keys(), *value.values()]
         elif isinstance(value, list | tuple):
@@ -127,7 +147,10 @@ def _message(turn: Any) -> dict[str, Any]:
         return _sound({name: value for name, value in turn.items() if value is not None})
     speaker = _string(turn["from"], "from").lower()
     if speaker not in ROLES:
-        raise Skipped("a message from nobody known", f"a message is from {SHORT.repr(turn['from'])}; expected one of {', '.join(ROLES)}.")
+        raise Skipped(
+            "a message from nobody known",
+            f"a message is from {SHORT.repr(turn['from'])}; expected one of {', '.join(ROLES)}.",
+        )
     return _sound({"role": ROLES[speaker], "content": "" if turn["value"] is None else turn["value"]})
 
 
@@ -138,10 +161,15 @@ def _sound(message: dict[str, Any]) -> dict[str, Any]:
         _string(message.get(name, ""), name)
     calls, content = message.get("tool_calls", []), message.get("content", "")
     if not (isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls)):
-        raise Skipped("tool_calls are no list of objects", f"tool_calls are {SHORT.repr(calls)}; expected a list of objects.")
+        raise Skipped(
+            "tool_calls are no list of objects", f"tool_calls are {SHORT.repr(calls)}; expected a list of objects."
+        )
     if isinstance(content, list):
         if not all(isinstance(part, Mapping) and isinstance(part.get("text") or "", str) for part in content):
-            raise Skipped("content is no text", f"content is {SHORT.repr(content)}; expected text, or a list of objects with text.")
+            raise Skipped(
+                "content is no text",
+                f"content is {SHORT.repr(content)}; expected text, or a list of objects with text.",
+            )
     else:
         _string(content, "content")
     return message
@@ -154,7 +182,9 @@ def _chat(record: Record, turns: Any, name: str) -> Chat:
 
 
 def _tools(tools: Any) -> list[Any] | None:
-    refusal = Skipped("tools are no list of objects", f"tools are {SHORT.repr(tools)}; expected a list of objects, or that as JSON.")
+    refusal = Skipped(
+        "tools are no list of objects", f"tools are {SHORT.repr(tools)}; expected a list of objects, or that as JSON."
+    )
     if isinstance(tools, str) and tools.strip():
         try:
             tools = json.loads(tools)
@@ -179,7 +209,8 @@ def _instruction(record: Record) -> Chat:
     return _answered({**record, "instruction": "\n\n".join(part for part in parts if part)}, "instruction", "output")
 
 
-KINDS: dict[tuple[str, ...], Callable[[Record], Chat | str | Tokens]] = {  # columns that identify a kind; the first match counts
+# columns that identify a kind; the first match counts
+KINDS: dict[tuple[str, ...], Callable[[Record], Chat | str | Tokens]] = {
     ("input_ids",): tokens_of,
     ("messages",): lambda record: _chat(record, record["messages"], "messages"),
     ("conversations",): lambda record: _chat(record, record["conversations"], "conversations"),
@@ -191,7 +222,8 @@ KINDS: dict[tuple[str, ...], Callable[[Record], Chat | str | Tokens]] = {  # col
 
 
 def parse_record(record: Record) -> Chat | str | Tokens:
-    """What a record holds: a chat, plain text or tokens. Raises Skipped for a record of no kind in KINDS, and for fields of other types."""
+    """What a record holds: a chat, plain text or tokens. Raises Skipped for a record of no kind in KINDS, and for
+    fields of other types."""
     found = {name for name, value in record.items() if value is not None}
     for columns, read in KINDS.items():
         if found.issuperset(columns):

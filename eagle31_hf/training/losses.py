@@ -1,9 +1,10 @@
 """Distances between the target's distribution p and the draft's q, and their gradients, in fp32.
 
-N rows, Vd draft vocabulary, V target vocabulary. p is a distribution over the *target's* vocabulary: its mass S on the draft vocabulary,
-the coverage, may be below 1, and no q reaches the rest. With a distance comes its `pull`, the negative gradient by the draft's logits z,
-q = softmax(z): where the derivative by q_v is g_v it is q_v (<q, g> - g_v). Written out, it takes a few passes over (N, Vd) where autograd
-takes some thirty. Source of `tv`, `lk_alpha` and `lk_lambda`: LK losses (arXiv 2602.23881).
+N rows, Vd draft vocabulary, V target vocabulary. p is a distribution over the *target's* vocabulary: its mass S on the
+draft vocabulary, the coverage, may be below 1, and no q reaches the rest. With a distance comes its `pull`, the
+negative gradient by the draft's logits z, q = softmax(z): where the derivative by q_v is g_v it is q_v (<q, g> - g_v).
+Written out, it takes a few passes over (N, Vd) where autograd takes some thirty. Source of `tv`, `lk_alpha` and
+`lk_lambda`: LK losses (arXiv 2602.23881).
 """
 
 import math
@@ -29,8 +30,9 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
 
 @dataclass
 class Goal:
-    """What the target says about N tokens: `p` (N, Vd), of all of its vocabulary; `coverage` S (N,); `best` (N,), the draft id of its
-    likeliest token, -1 where the draft vocabulary lacks it; `negentropy` (N,): sum_v p_v log(p_v / S)."""
+    """What the target says about N tokens: `p` (N, Vd), of all of its vocabulary; `coverage` S (N,); `best` (N,), the
+    draft id of its likeliest token, -1 where the draft vocabulary lacks it; `negentropy` (N,): sum_v p_v log(p_v / S).
+    """
 
     p: Tensor
     coverage: Tensor
@@ -58,7 +60,8 @@ class Goal:
 
 
 class Drafts:
-    """What the draft says about N tokens: its logits z (N, Vd); `q`; `total` (N,), log sum_v exp z_v; `highest` (N,), the largest z."""
+    """What the draft says about N tokens: its logits z (N, Vd); `q`; `total` (N,), log sum_v exp z_v; `highest` (N,),
+    the largest z."""
 
     def __init__(self, logits: Tensor):
         self.logits = logits.detach().float()
@@ -116,14 +119,16 @@ def lk_alpha(goal: Goal, drafts: Drafts) -> Distance:
 
 
 def lk_lambda(goal: Goal, drafts: Drafts) -> Distance:
-    """KL while little is accepted, total variation as more is: token by token weighted exp(-3 acceptance), a weight nothing pulls at."""
+    """KL while little is accepted, total variation as more is: token by token weighted exp(-3 acceptance), a weight
+    nothing pulls at."""
     (kl, kl_pull), (tv, tv_pull) = forward_kl(goal, drafts), total_variation(goal, drafts)
     weight = torch.exp(-LK_DECAY * (1 - tv))
     return torch.lerp(tv, kl, weight), torch.lerp(tv_pull, kl_pull, weight[:, None])
 
 
 def cross_entropy(goal: Goal, drafts: Drafts) -> Distance:
-    """-log q of the target's likeliest token; 0 where the draft vocabulary lacks it. The pull is 1 - q there, -q elsewhere."""
+    """-log q of the target's likeliest token; 0 where the draft vocabulary lacks it. The pull is 1 - q there, -q
+    elsewhere."""
     known, column = (goal.best >= 0).float(), goal.best.clamp(min=0)[:, None]
     pull = (drafts.q * -known[:, None]).scatter_add_(1, column, known[:, None])
     return (drafts.total - drafts.logits.gather(1, column)[:, 0]) * known, pull
@@ -152,9 +157,13 @@ def parse_mixture(text: str) -> dict[str, float]:
     for part in text.split(","):
         name, _, weight = part.strip().partition("=")
         if name not in DISTANCES:
-            raise ValueError(f"loss {text!r} names {name!r}; expected some of {', '.join(DISTANCES)}, as in 'kl' or 'kl=0.9,tv=0.1'.")
+            raise ValueError(
+                f"loss {text!r} names {name!r}; expected some of {', '.join(DISTANCES)}, as in 'kl' or 'kl=0.9,tv=0.1'."
+            )
         try:
             mixture[name] = float(weight or 1.0)
         except ValueError:
-            raise ValueError(f"loss {text!r} weights {name} with {weight!r}; expected a number, as in 'kl=0.9,tv=0.1'.") from None
+            raise ValueError(
+                f"loss {text!r} weights {name} with {weight!r}; expected a number, as in 'kl=0.9,tv=0.1'."
+            ) from None
     return mixture

@@ -1,6 +1,7 @@
 """What is trained: a drafter, and the loss of a batch as one forward, which DDP, FSDP and autocast can wrap.
 
-B rows of packed texts, T tokens, K depths, N supervised rows of all depths, n captured states, ht target width, Vd draft vocabulary.
+B rows of packed texts, T tokens, K depths, N supervised rows of all depths, n captured states, ht target width, Vd
+draft vocabulary.
 """
 
 from collections.abc import Callable
@@ -18,14 +19,15 @@ from .losses import Goal
 from .rows import NORMALISATIONS, places, total_shares
 from .unroll import unroll
 
-MAX_DEPTH = 64  # four times as deep as anything drafts; each depth takes time and memory, and of thousands no step ever ends
+# four times as deep as anything drafts; each depth takes time and memory, and of thousands no step ever ends
+MAX_DEPTH = 64
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The loss in figures: K `depth`s, each weighted `depth_weights[k]`; a `mixture` of distances; which rows count (`convention`) and how
-    they are averaged (`normalisation`); weights of attention alignment and of the drift regulariser. Raises ValueError for a depth that
-    cannot be unrolled."""
+    """The loss in figures: K `depth`s, each weighted `depth_weights[k]`; a `mixture` of distances; which rows count
+    (`convention`) and how they are averaged (`normalisation`); weights of attention alignment and of the drift
+    regulariser. Raises ValueError for a depth that cannot be unrolled."""
 
     depth: int
     depth_weights: tuple[float, ...]
@@ -45,8 +47,8 @@ CLOSER = ("greedy_acceptance", "sink_mass", "prompt_mass", "own_mass", "self_mas
 
 @dataclass
 class Sums:
-    """Over the supervised rows of each depth, each (K,): `rows` their number, `watched` the number of those looked at more closely
-    (guesses, attention); the others are sums, see `RowFigures` and `drift`."""
+    """Over the supervised rows of each depth, each (K,): `rows` their number, `watched` the number of those looked at
+    more closely (guesses, attention); the others are sums, see `RowFigures` and `drift`."""
 
     rows: Tensor
     watched: Tensor
@@ -71,24 +73,35 @@ class Sums:
         columns = dict(zip((f.name for f in fields(cls)), stacked, strict=True))
         rows, watched = columns.pop("rows"), columns.pop("watched")
         counts = {name: watched if name in CLOSER else rows for name in columns}
-        return {name: (column / counts[name].clamp(min=1)).tolist() for name, column in columns.items() if counts[name].any()}
+        return {
+            name: (column / counts[name].clamp(min=1)).tolist()
+            for name, column in columns.items()
+            if counts[name].any()
+        }
 
 
 class Batch:
-    """Tokens, answer mask and document numbers (B, T), 0 padding; captured states (B, T, n*ht), the states the target's head reads
-    (B, T, ht), and its attention where it is to be aligned with.
+    """Tokens, answer mask and document numbers (B, T), 0 padding; captured states (B, T, n*ht), the states the target's
+    head reads (B, T, ht), and its attention where it is to be aligned with.
 
     No dataclass: FSDP would look into it, and round what the target said to the dtype it trains in.
     """
 
     def __init__(
-        self, input_ids: Tensor, answers: Tensor, documents: Tensor, states: Tensor, last_states: Tensor, alignment: Alignment | None = None
+        self,
+        input_ids: Tensor,
+        answers: Tensor,
+        documents: Tensor,
+        states: Tensor,
+        last_states: Tensor,
+        alignment: Alignment | None = None,
     ):
         self.input_ids, self.answers, self.documents = input_ids, answers, documents
         self.states, self.last_states, self.alignment = states, last_states, alignment
 
     def without_broken(self) -> tuple["Batch", Tensor]:
-        """Texts with a state that is not finite lose their answers, and all their states are zero; and how many there were."""
+        """Texts with a state that is not finite lose their answers, and all their states are zero; and how many there
+        were."""
         is_broken = ~(self.states.isfinite().all(-1) & self.last_states.isfinite().all(-1))  # (B, T)
         numbers = self.documents
         by_text = torch.zeros(len(numbers), int(numbers.max()) + 1, device=numbers.device)
@@ -118,7 +131,8 @@ class DraftingObjective(nn.Module):
         super().__init__()
         self.drafter, self.settings = drafter, settings
         self.logits_of = (logits_of,)  # a tuple, so that a target is no part of what is trained
-        self.recomputes, self.watches = False, False  # computes depths again in the backward pass; looks at guesses and attention
+        # computes depths again in the backward pass; looks at guesses and attention
+        self.recomputes, self.watches = False, False
         self._no_split_modules = drafter._no_split_modules
 
     def activation_checkpointing_enable(self, **kwargs: Any) -> None:
@@ -130,15 +144,21 @@ class DraftingObjective(nn.Module):
     def forward(self, batch: Batch, totals: Tensor | None = None, settings: Settings | None = None) -> dict[str, Any]:
         """-> `loss`, a scalar; `sums` (figures, K), see `Sums`; `found` and `figures`, row by row.
 
-        `totals` (K,): the shares at each depth of everything averaged over, this batch only by default. `settings` instead of its own.
+        `totals` (K,): the shares at each depth of everything averaged over, this batch only by default. `settings`
+        instead of its own.
         """
         settings = settings or self.settings
         batch = batch.padded(settings.depth + 2)
         if totals is None:
-            totals = total_shares(batch.answers, batch.documents, settings.depth, settings.convention, settings.normalisation)
+            totals = total_shares(
+                batch.answers, batch.documents, settings.depth, settings.convention, settings.normalisation
+            )
         found = self._found(batch, totals, settings)
         loss, figures = self._distances(batch, found, settings.mixture)
-        for weight, extra in ((settings.attention_alignment, found.alignment), (settings.drift_regulariser, found.growth)):
+        for weight, extra in (
+            (settings.attention_alignment, found.alignment),
+            (settings.drift_regulariser, found.growth),
+        ):
             if weight:
                 loss = loss + weight * extra
         return {"loss": loss, "sums": found.sums(figures).stacked(), "found": found, "figures": figures}
@@ -152,7 +172,15 @@ class DraftingObjective(nn.Module):
         packed = batch.documents if is_packed else None
         first_norm = None
         for k, (normed, state) in enumerate(
-            unroll(self.drafter, batch.input_ids, batch.states, settings.depth, packed, self.recomputes and self.training, observers)
+            unroll(
+                self.drafter,
+                batch.input_ids,
+                batch.states,
+                settings.depth,
+                packed,
+                self.recomputes and self.training,
+                observers,
+            )
         ):
             row, slot = places(batch.answers, k, settings.convention, batch.documents)
             shares, _ = NORMALISATIONS[settings.normalisation](row, slot, batch.documents)
@@ -178,13 +206,21 @@ class DraftingObjective(nn.Module):
             return Goal.of(logits_of(targets[asked])[..., : drafter.config.vocab_size], ids)
 
         return chunked_loss(
-            mixture, torch.cat(found.states), torch.cat(found.weights), found.places(batch.input_ids.shape[1]),
-            goal_of, drafter.score, list(head.parameters()), drafter.config.draft_vocab_size, with_guesses=self.watches,
-        )  # fmt: skip
+            mixture,
+            torch.cat(found.states),
+            torch.cat(found.weights),
+            found.places(batch.input_ids.shape[1]),
+            goal_of,
+            drafter.score,
+            list(head.parameters()),
+            drafter.config.draft_vocab_size,
+            with_guesses=self.watches,
+        )
 
 
 class Found:
-    """What the unroll found at the supervised rows, depth by depth: states to score (N, h), weights (N,), row and slot (N,)."""
+    """What the unroll found at the supervised rows, depth by depth: states to score (N, h), weights (N,), row and slot
+    (N,)."""
 
     def __init__(self):
         self.states: list[Tensor] = []
@@ -203,7 +239,9 @@ class Found:
 
     def places(self, length: int) -> Tensor:
         """Index (N,) among B*T of the state whose logits a row is compared with: that of the last token embedded."""
-        return torch.cat([row * length + slot + 1 + k for k, (row, slot) in enumerate(zip(self.row, self.slot, strict=True))])
+        return torch.cat(
+            [row * length + slot + 1 + k for k, (row, slot) in enumerate(zip(self.row, self.slot, strict=True))]
+        )
 
     def by_depth(self, figure: Tensor) -> list[Tensor]:
         """A figure of all rows (N,), depth by depth."""

@@ -24,23 +24,40 @@ except ImportError:  # Windows
     fcntl = None
 
 REPLACED = "eagle31-replaced"  # the subfolder for what earlier runs wrote
-# What a run writes besides checkpoints, and what a loader would take for a part of that. Everything else is left alone, prepared training
-# data and folders such as checkpoint-best included.
+# What a run writes besides checkpoints, and what a loader would take for a part of that. Everything else is left alone,
+# prepared training data and folders such as checkpoint-best included.
 WRITTEN = (
-    "model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin",
-    "pytorch_model.bin.index.json", "config.json", "generation_config.json", "README.md", RECORD, STAGED_RECORD, "training_args.bin",
-    TRAINER_STATE_NAME, "tokenizer*.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "chat_template*",
-    "vocab.*", "merges.txt",
-)  # fmt: skip
+    "model.safetensors",
+    "model-*-of-*.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model*.bin",
+    "pytorch_model.bin.index.json",
+    "config.json",
+    "generation_config.json",
+    "README.md",
+    RECORD,
+    STAGED_RECORD,
+    "training_args.bin",
+    TRAINER_STATE_NAME,
+    "tokenizer*.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "vocab.*",
+    "merges.txt",
+)
 Found = TypeVar("Found")
 
 
 @contextmanager
 def claim(folder: str | Path) -> Iterator[None]:
-    """Keeps the runs of other processes out of a run's folder, which is made if need be, until the block ends or the process dies.
+    """Keeps the runs of other processes out of a run's folder, which is made if need be, until the block ends or the
+    process dies.
 
-    The main process holds a lock on the folder itself, so that no file of it is left behind. A file system without such locks keeps nobody
-    out. Raises ValueError, in all processes of a distributed run, where another run holds it, or where it cannot be written to.
+    The main process holds a lock on the folder itself, so that no file of it is left behind. A file system without such
+    locks keeps nobody out. Raises ValueError, in all processes of a distributed run, where another run holds it, or
+    where it cannot be written to.
     """
     folder, held, made = Path(folder), list[int](), list[Path]()
     in_all_processes(lambda: held.extend(_claimed(folder, made)))
@@ -55,14 +72,17 @@ def claim(folder: str | Path) -> Iterator[None]:
 
 
 def _claimed(folder: Path, made: list[Path]) -> Iterator[int]:
-    """Makes the folder, adding it to `made`, and gives the descriptor that holds its lock; none where there are no locks."""
+    """Makes the folder, adding it to `made`, and gives the descriptor that holds its lock; none where there are no
+    locks."""
     if not folder.is_dir():
         if os.path.lexists(folder):
             return  # `check_output` says what it is
         try:
             folder.mkdir(parents=True)
         except OSError as error:
-            raise ValueError(f"{folder}: cannot be made ({error.strerror}); expected a folder that you may write to.") from None
+            raise ValueError(
+                f"{folder}: cannot be made ({error.strerror}); expected a folder that you may write to."
+            ) from None
         made.append(folder)
     if not os.access(folder, os.W_OK):
         raise ValueError(f"{folder}: this user may not write to it; expected a folder that you may write to.")
@@ -73,7 +93,9 @@ def _claimed(folder: Path, made: list[Path]) -> Iterator[int]:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        raise ValueError(f"{folder}: another run is writing into it; name another folder, or wait until that run has ended.") from None
+        raise ValueError(
+            f"{folder}: another run is writing into it; name another folder, or wait until that run has ended."
+        ) from None
     except OSError:
         os.close(descriptor)
         return
@@ -83,8 +105,9 @@ def _claimed(folder: Path, made: list[Path]) -> Iterator[int]:
 def check_output(folder: str | Path, resume: bool = False, overwrite: bool = False) -> str | None:
     """Returns the checkpoint from which a run in `folder` resumes, None where it starts anew; writes nothing.
 
-    Raises ValueError for a folder that is not empty without `resume` or `overwrite`, for one without anything to resume, and for one to
-    overwrite that holds what no run wrote: the target itself maybe, or a drafter that was downloaded or converted.
+    Raises ValueError for a folder that is not empty without `resume` or `overwrite`, for one without anything to
+    resume, and for one to overwrite that holds what no run wrote: the target itself maybe, or a drafter that was
+    downloaded or converted.
     """
     folder = Path(folder)
     if resume and overwrite:
@@ -92,8 +115,12 @@ def check_output(folder: str | Path, resume: bool = False, overwrite: bool = Fal
     has_rows, has_checkpoints = holds_rows(folder), bool(checkpoints(folder))
     if resume:
         checkpoint = last_checkpoint(folder)
-        if checkpoint is None and (has_checkpoints or not has_rows):  # only rows: the run was stopped before its first checkpoint
-            raise ValueError(f"{folder}: holds no complete checkpoint to resume from; begin anew, without --resume or with --overwrite.")
+        # only rows: the run was stopped before its first checkpoint
+        if checkpoint is None and (has_checkpoints or not has_rows):
+            raise ValueError(
+                f"{folder}: holds no complete checkpoint to resume from; begin anew, without --resume or with"
+                " --overwrite."
+            )
         return checkpoint
     goes_on = "go on with the run in it by --resume, " if has_rows or has_checkpoints else ""
     if not overwrite or folder.is_file():
@@ -108,23 +135,30 @@ def holds_rows(folder: str | Path) -> bool:
 
 
 def _check_replaceable(folder: Path) -> None:
-    """Raises ValueError, naming the file, where something that would be set aside as an earlier run's is not known to be one's."""
+    """Raises ValueError, naming the file, where something that would be set aside as an earlier run's is not known to
+    be one's."""
     theirs = _of_unknown_origin(folder)
     if theirs is not None:
         raise ValueError(
-            f"{theirs}: was not written by a run, and --overwrite would remove it; expected an earlier run's folder, with the {RECORD} of "
-            "one. Name another, or move it away."
+            f"{theirs}: was not written by a run, and --overwrite would remove it; expected an earlier run's folder,"
+            f" with the {RECORD} of one. Name another, or move it away."
         )
 
 
 def _of_unknown_origin(folder: Path) -> Path | None:
-    """The first of the files and checkpoints to be set aside that no run is known to have written; None where a run wrote them all.
+    """The first of the files and checkpoints to be set aside that no run is known to have written; None where a run
+    wrote them all.
 
-    A run's own is what lies beside its record, and in folders without one, as another trainer leaves them, checkpoints of drafters of
-    which one at least is whole. The Trainer writes its state there before the record.
+    A run's own is what lies beside its record, and in folders without one, as another trainer leaves them, checkpoints
+    of drafters of which one at least is whole. The Trainer writes its state there before the record.
     """
     found = [path for path in checkpoints(folder) if {file.name for file in path.iterdir()} - {STAGED_RECORD}]
-    foreign = [path for each in (folder, *found) for path in (each / "config.json", each / "adapter_config.json") if _is_foreign(path)]
+    foreign = [
+        path
+        for each in (folder, *found)
+        for path in (each / "config.json", each / "adapter_config.json")
+        if _is_foreign(path)
+    ]
     if foreign:
         return foreign[0]
     files = [path for path in _written(folder) if not path.is_dir() and path.name != STAGED_RECORD]
@@ -135,7 +169,8 @@ def _of_unknown_origin(folder: Path) -> Path | None:
 
 
 def _is_foreign(config: Path) -> bool:
-    """Returns True for the config of another model. One that cannot be read may be a killed run's; what lies beside it has to tell."""
+    """Returns True for the config of another model. One that cannot be read may be a killed run's; what lies beside it
+    has to tell."""
     try:
         return read_json(config, constants=True).get("model_type") != Eagle31Config.model_type
     except (OSError, ValueError):
@@ -144,12 +179,14 @@ def _is_foreign(config: Path) -> bool:
 
 def _is_drafter_of_a_run(checkpoint: Path) -> bool:
     is_whole = why_incomplete(checkpoint) is None
-    return has_record(checkpoint) or (is_whole and (checkpoint / "config.json").is_file() and not _is_foreign(checkpoint / "config.json"))
+    return has_record(checkpoint) or (
+        is_whole and (checkpoint / "config.json").is_file() and not _is_foreign(checkpoint / "config.json")
+    )
 
 
 def in_all_processes(find: Callable[[], Found]) -> Found:
-    """Calls `find` in the main process only, and returns its result, or raises its error as ValueError, in all: were all to look, one might
-    already write where another looks."""
+    """Calls `find` in the main process only, and returns its result, or raises its error as ValueError, in all: were
+    all to look, one might already write where another looks."""
     outcome: list[Any] = [None, None]
     defect: Exception | None = None
     if PartialState().is_main_process:

@@ -18,7 +18,8 @@ STATE_COLUMNS = ("states", "last_states")  # (T, n*ht) and (T, ht)
 
 
 class Rows(Dataset):
-    """Rows held in memory, end to end: ids (N,) int32, answers (N,) bool, and where each row begins and the last ends (R + 1,)."""
+    """Rows held in memory, end to end: ids (N,) int32, answers (N,) bool, and where each row begins and the last ends
+    (R + 1,)."""
 
     def __init__(self, input_ids: Tensor, answers: Tensor, offsets: Tensor):
         self.input_ids, self.answers, self.offsets = input_ids, answers, offsets
@@ -53,7 +54,10 @@ def pack(lengths: Sequence[int], max_length: int) -> list[list[int]]:
     """
     if len(lengths) and max(lengths) > max_length:
         index = lengths.index(max(lengths))
-        raise ValueError(f"row {index} has {lengths[index]} tokens; expected at most {max_length}. Cut rows to the length of the packs.")
+        raise ValueError(
+            f"row {index} has {lengths[index]} tokens; expected at most {max_length}. Cut rows to the length of the"
+            " packs."
+        )
     packs: list[list[int]] = []
     by_room: dict[int, list[list[int]]] = defaultdict(list)
     rooms: list[int] = []  # ascending; there are at most `max_length` of them, however many the packs
@@ -81,7 +85,9 @@ class PackedRows(Dataset):
     """
 
     def __init__(self, rows: Any, max_length: int):
-        lengths = rows.lengths if hasattr(rows, "lengths") else [len(rows[index]["input_ids"]) for index in range(len(rows))]
+        lengths = (
+            rows.lengths if hasattr(rows, "lengths") else [len(rows[index]["input_ids"]) for index in range(len(rows))]
+        )
         self.rows, self.packs = rows, pack(lengths, max_length)
         self.lengths = [sum(lengths[index] for index in indices) for indices in self.packs]
 
@@ -96,9 +102,10 @@ class PackedRows(Dataset):
 class Collator:
     """Rows, or lists of rows to lie end to end -> `input_ids`, `answers` and `documents`, all (B, T), T the longest.
 
-    `documents` numbers the rows that lie end to end from 1; padding is 0, an answer nowhere. Rows with `states` (T, n*ht) and `last_states`
-    (T, ht) give (B, T, n*ht) and (B, T, ht), zero in the padding. T is rounded up to a multiple of `pad_to_multiple_of`.
-    Raises ValueError for rows without ids or answers, and for states that only some rows have, or not for all tokens.
+    `documents` numbers the rows that lie end to end from 1; padding is 0, an answer nowhere. Rows with `states` (T,
+    n*ht) and `last_states` (T, ht) give (B, T, n*ht) and (B, T, ht), zero in the padding. T is rounded up to a multiple
+    of `pad_to_multiple_of`. Raises ValueError for rows without ids or answers, and for states that only some rows have,
+    or not for all tokens.
     """
 
     pad_to_multiple_of: int | None = None
@@ -106,7 +113,10 @@ class Collator:
     def __call__(self, items: Sequence[Row | Sequence[Row]]) -> dict[str, Tensor]:
         texts = [self._text([item] if isinstance(item, Mapping) else item) for item in items]
         if len({frozenset(text) for text in texts}) > 1:
-            raise ValueError(f"rows have {' or '.join(sorted({', '.join(text) for text in texts}))}; expected the same in all of a batch.")
+            raise ValueError(
+                f"rows have {' or '.join(sorted({', '.join(text) for text in texts}))}; expected the same in all of a"
+                " batch."
+            )
         longest = max(len(text["input_ids"]) for text in texts)
         # The first is padded to the length of all: `pad_sequence` pads the others to the longest it is given.
         length = longest + -longest % (self.pad_to_multiple_of or 1)
@@ -131,7 +141,8 @@ class Collator:
                 lengths = [len(row[name]) if name in row else 0 for row in rows]
                 if lengths != [len(part.input_ids) for part in tokens]:
                     raise ValueError(
-                        f"rows of {[len(part.input_ids) for part in tokens]} tokens have {name} of {lengths}; expected as many."
+                        f"rows of {[len(part.input_ids) for part in tokens]} tokens have {name} of {lengths}; expected"
+                        " as many."
                     )
                 text[name] = torch.cat([torch.as_tensor(row[name]) for row in rows])
         return text

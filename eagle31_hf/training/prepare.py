@@ -1,7 +1,7 @@
 """Training data as a store: records become rows, in the target's own words where asked, with its states where asked.
 
-Shards are made one by one from the records that are theirs, and from nothing else: a run that was stopped goes on, and several processes
-can make some each. T tokens of a row, n captured states, ht target width.
+Shards are made one by one from the records that are theirs, and from nothing else: a run that was stopped goes on, and
+several processes can make some each. T tokens of a row, n captured states, ht target width.
 """
 
 from collections import Counter
@@ -70,7 +70,8 @@ class _Workshop:
         return (rows if self.reader is None else self._with_states(self.reader, rows)), self.skips.taken()
 
     def _regenerated(self, speaker: on_policy.Speaker, numbers: range) -> list[Row]:
-        """Chats are answered; of what is no chat, all before the first answer is the prompt, or the first half of a plain text."""
+        """Chats are answered; of what is no chat, all before the first answer is the prompt, or the first half of a
+        plain text."""
         chats, prompts = list[tuple[int, Chat]](), list[tuple[int, Tensor]]()
         for number in numbers:
             try:
@@ -78,13 +79,19 @@ class _Workshop:
                 if isinstance(parsed, Chat):
                     chats.append((number, parsed))
                 else:
-                    prompts += [(number, row["input_ids"][: _end_of_prompt(row)]) for row in self.maker.rows(self.records[number], number)]
+                    prompts += [
+                        (number, row["input_ids"][: _end_of_prompt(row)])
+                        for row in self.maker.rows(self.records[number], number)
+                    ]
             except Skipped as refusal:
                 self.skips.add(number, refusal)
         talks = on_policy.regenerate(
-            speaker, [chat for _, chat in chats], lambda i, refusal: self.skips.add(chats[i][0], refusal),
-            chat_template=self.maker.chat_template, **self.maker.template_options,
-        )  # fmt: skip
+            speaker,
+            [chat for _, chat in chats],
+            lambda i, refusal: self.skips.add(chats[i][0], refusal),
+            chat_template=self.maker.chat_template,
+            **self.maker.template_options,
+        )
         continued = on_policy.continue_texts(
             speaker, [prompt for _, prompt in prompts], lambda i, refusal: self.skips.add(prompts[i][0], refusal)
         )
@@ -100,12 +107,16 @@ class _Workshop:
             ids = pad_sequence([row["input_ids"] for row in batch], batch_first=True)
             documents = pad_sequence([torch.ones_like(row["input_ids"]) for row in batch], batch_first=True)
             for row, *both in zip(batch, *reader.read(ids, documents), strict=True):
-                row |= {name: states[: len(row["input_ids"])] for name, states in zip(("states", "last_states"), both, strict=True)}
+                row |= {
+                    name: states[: len(row["input_ids"])]
+                    for name, states in zip(("states", "last_states"), both, strict=True)
+                }
         return rows
 
 
 def rows_of_record(records: Records, number: int, maker: RowMaker, skips: Skips) -> list[Row]:
-    """The rows of one record; none where it cannot be read or makes none, which is counted with its reason and goes no further."""
+    """The rows of one record; none where it cannot be read or makes none, which is counted with its reason and goes no
+    further."""
     try:
         return maker.rows(records[number], number)
     except Skipped as refusal:
@@ -141,23 +152,40 @@ def prepare_data(
     mask: str = "answers",
     progress: Callable[[str], None] | None = None,
 ) -> Prepared:
-    """Makes the shards of `output` that are missing, of them those whose number is part[0] modulo part[1]; run again, it goes on.
+    """Makes the shards of `output` that are missing, of them those whose number is part[0] modulo part[1]; run again,
+    it goes on.
 
-    `states`: with the target's, at `layer_ids` (by default where drafters read) and in `dtype`, one of STORED_DTYPES (by default the
-    target's). `regenerate`: answers are the target's own, by generate() with the options `generation`. The others are RowMaker's.
-    A record that makes no row is counted with its reason, and the first of each reason are told to `progress`, with file and line.
-    Raises ValueError for options that do not go together, where `output` holds something else, and where no record makes a row.
+    `states`: with the target's, at `layer_ids` (by default where drafters read) and in `dtype`, one of STORED_DTYPES
+    (by default the target's). `regenerate`: answers are the target's own, by generate() with the options `generation`.
+    The others are RowMaker's. A record that makes no row is counted with its reason, and the first of each reason are
+    told to `progress`, with file and line. Raises ValueError for options that do not go together, where `output` holds
+    something else, and where no record makes a row.
     """
     _check(target, states, layer_ids, dtype, regenerate, template_augmentation, part)
-    records, stops, embedding = read_records(source, split), on_policy.stop_ids(target, tokenizer), target.get_input_embeddings()
+    records, stops, embedding = (
+        read_records(source, split),
+        on_policy.stop_ids(target, tokenizer),
+        target.get_input_embeddings(),
+    )
     if states:
         layer_ids = Eagle31Config(aux_hidden_state_layer_ids=layer_ids).resolve_layer_ids(len(decoder_layers(target)))
         dtype = dtype or str(target.dtype).removeprefix("torch.")
     maker = RowMaker(
-        tokenizer, max_length, shape_of(embedding)[0], "answers" if regenerate else mask, template_augmentation, seed, chat_template,
-        set(stops), template_options or {},
-    )  # fmt: skip
-    speaker = on_policy.Speaker(target, tokenizer, max_length, max_new_tokens, batch_size, generation or {}) if regenerate else None
+        tokenizer,
+        max_length,
+        shape_of(embedding)[0],
+        "answers" if regenerate else mask,
+        template_augmentation,
+        seed,
+        chat_template,
+        set(stops),
+        template_options or {},
+    )
+    speaker = (
+        on_policy.Speaker(target, tokenizer, max_length, max_new_tokens, batch_size, generation or {})
+        if regenerate
+        else None
+    )
     reader = TargetReader(target, layer_ids) if states else None
     made_of = _made_of(source, split, mask, maker, speaker)
     open_store(output, _manifest(target, tokenizer, made_of, len(records), records_per_shard, layer_ids, dtype))
@@ -191,7 +219,9 @@ def rows_in_memory(
     skips = Skips(records.where, progress)
     table: Any = target.get_input_embeddings()
     stops = set(on_policy.stop_ids(target, tokenizer))
-    maker = RowMaker(tokenizer, max_length, shape_of(table)[0], seed=seed, stop_ids=stops, template_options=template_options or {})
+    maker = RowMaker(
+        tokenizer, max_length, shape_of(table)[0], seed=seed, stop_ids=stops, template_options=template_options or {}
+    )
     for number in range(len(records)):
         rows += rows_of_record(records, number, maker, skips)
     skipped = dict(skips.taken())
@@ -210,48 +240,79 @@ def _no_rows(source: str, records: Records, skips: Skips, counts: dict[str, int]
 
 
 def _check(
-    target: PreTrainedModel, states: bool, layer_ids: Any, dtype: Any, regenerate: bool, template_augmentation: float, part: tuple[int, int]
-) -> None:  # fmt: skip
+    target: PreTrainedModel,
+    states: bool,
+    layer_ids: Any,
+    dtype: Any,
+    regenerate: bool,
+    template_augmentation: float,
+    part: tuple[int, int],
+) -> None:
     """Raises ValueError for options that do not go together, and for a target whose processes depend on each other."""
     if not 0 <= part[0] < part[1]:
         raise ValueError(f"part is {part[0]}/{part[1]}; expected 0/n to n-1/n for n processes.")
     if not states and (layer_ids, dtype) != (None, None):
         raise ValueError(f"layer_ids is {layer_ids} and dtype {dtype!r} without states; expected neither, or states.")
     if regenerate and template_augmentation:
-        raise ValueError(f"template_augmentation is {template_augmentation}; expected 0 with regenerate: prompts are as they are served.")
+        raise ValueError(
+            f"template_augmentation is {template_augmentation}; expected 0 with regenerate: prompts are as they are"
+            " served."
+        )
     if tensor_parallel_group(target) is not None:
         raise ValueError(
-            "the target is tensor-parallel, whose processes cannot each make their own shards; expected a whole one in every process, or "
-            "one that device_map spreads over devices."
+            "the target is tensor-parallel, whose processes cannot each make their own shards; expected a whole one in"
+            " every process, or one that device_map spreads over devices."
         )
 
 
 def _made_of(source: str, split: str, mask: str, maker: RowMaker, speaker: on_policy.Speaker | None) -> dict[str, Any]:
     """All that rows follow from besides the target and its tokenizer, as the manifest keeps it."""
     made_of: dict[str, Any] = {
-        "data": identity(source, split), "max_length": maker.max_length, "mask": mask, "seed": maker.seed,
-        "regenerate": speaker is not None, "template_augmentation": maker.template_augmentation,
-        "chat_template": None if maker.chat_template is None else digest(maker.chat_template), "stop_ids": sorted(maker.stop_ids or ()),
-    }  # fmt: skip
+        "data": identity(source, split),
+        "max_length": maker.max_length,
+        "mask": mask,
+        "seed": maker.seed,
+        "regenerate": speaker is not None,
+        "template_augmentation": maker.template_augmentation,
+        "chat_template": None if maker.chat_template is None else digest(maker.chat_template),
+        "stop_ids": sorted(maker.stop_ids or ()),
+    }
     if maker.template_options:
         made_of["template_options"] = maker.template_options
     if speaker is not None:
         own = digest(speaker.target.generation_config.to_json_string(use_diff=False))  # what is not given is as it says
-        made_of |= {"max_new_tokens": speaker.max_new_tokens, "batch_size": speaker.batch_size, "generation": speaker.generation}
+        made_of |= {
+            "max_new_tokens": speaker.max_new_tokens,
+            "batch_size": speaker.batch_size,
+            "generation": speaker.generation,
+        }
         made_of["generation_config"] = own
     return made_of
 
 
 def _manifest(
-    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, made_of: dict[str, Any], num_records: int, records_per_shard: int,
-    layer_ids: list[int] | None, dtype: str | None,
-) -> Manifest:  # fmt: skip
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    made_of: dict[str, Any],
+    num_records: int,
+    records_per_shard: int,
+    layer_ids: list[int] | None,
+    dtype: str | None,
+) -> Manifest:
     width = target.config.get_text_config(decoder=True).hidden_size
     commit = getattr(target.config, "_commit_hash", None)  # only those of the Hub have one
     return Manifest(
-        target.name_or_path, weights_fingerprint(target), tokenizer_fingerprint(tokenizer), made_of, width, num_records, records_per_shard,
-        commit, layer_ids, dtype,
-    )  # fmt: skip
+        target.name_or_path,
+        weights_fingerprint(target),
+        tokenizer_fingerprint(tokenizer),
+        made_of,
+        width,
+        num_records,
+        records_per_shard,
+        commit,
+        layer_ids,
+        dtype,
+    )
 
 
 def _make(workshop: _Workshop, output: str | Path, part: tuple[int, int], progress: Callable[[str], None]) -> None:
@@ -265,4 +326,6 @@ def _make(workshop: _Workshop, output: str | Path, part: tuple[int, int], progre
 def _summary(output: str | Path) -> Prepared:
     store = HiddenStateStore(output, allow_partial=True)
     total = store.manifest.num_shards
-    return Prepared(str(output), len(store), sum(store.lengths), dict(store.skipped), total - len(missing_shards(output)), total)
+    return Prepared(
+        str(output), len(store), sum(store.lengths), dict(store.skipped), total - len(missing_shards(output)), total
+    )

@@ -30,7 +30,8 @@ class Records(Sequence):
 
 
 class JsonLines(Records):
-    """The objects of a file with one on each line, parsed as they are asked for; only where lines begin is held in memory."""
+    """The objects of a file with one on each line, parsed as they are asked for; only where lines begin is held in
+    memory."""
 
     def __init__(self, path: Path):
         self.path, self._starts, self._lines = path, array("Q"), array("Q")
@@ -58,7 +59,9 @@ class JsonLines(Records):
         except UnicodeDecodeError as error:
             raise Skipped("no UTF-8", f"{error}; expected UTF-8.", self.where(index)) from None
         except RecursionError:
-            raise Skipped("nested too deep", "is nested too deep; expected one JSON object a line.", self.where(index)) from None
+            raise Skipped(
+                "nested too deep", "is nested too deep; expected one JSON object a line.", self.where(index)
+            ) from None
         except ValueError as error:
             raise Skipped("no JSON", f"{error}; expected one JSON object a line.", self.where(index)) from None
         return _checked(value, self.where(index))
@@ -120,11 +123,16 @@ class Joined(Records):
 
 
 def _parsed(data: bytes) -> Any:
-    """A JSON value, in which a Skipped stands for an object that has a key twice: readers disagree about which of the two counts."""
+    """A JSON value, in which a Skipped stands for an object that has a key twice: readers disagree about which of the
+    two counts."""
 
     def plain(pairs: list[tuple[str, Any]]) -> Any:
         value = dict(pairs)
-        return value if len(value) == len(pairs) else Skipped("a key is there twice", "has a key twice; expected every key once")
+        return (
+            value
+            if len(value) == len(pairs)
+            else Skipped("a key is there twice", "has a key twice; expected every key once")
+        )
 
     return json.loads(data, object_pairs_hook=plain)
 
@@ -161,15 +169,18 @@ def _parquet(path: Path) -> Records:
     return Table(str(path), _datasets(str(path)).load_dataset("parquet", data_files=str(path), split="train"))
 
 
-FILES: dict[str, Callable[[Path], Records]] = {".jsonl": JsonLines, ".json": _json, ".parquet": _parquet}  # others are text
+# others are text
+FILES: dict[str, Callable[[Path], Records]] = {".jsonl": JsonLines, ".json": _json, ".parquet": _parquet}
 
 
 def read_records(source: str, split: str = "train") -> Records:
-    """Records of a file, of all files in a folder in the order of their paths, or of a dataset: saved in a folder, or of the Hub.
+    """Records of a file, of all files in a folder in the order of their paths, or of a dataset: saved in a folder, or
+    of the Hub.
 
-    `.jsonl` is read lazily; a file that is not `.jsonl`, `.json` or `.parquet` is one record {"text"}. Datasets of the Hub go by
-    "owner/name" or "owner/name:config"; `split` is theirs and that of saved ones. Raises FileNotFoundError for a path that is not there,
-    ValueError for a file that cannot be read or has nothing in it, ImportError where the `datasets` library is needed and missing.
+    `.jsonl` is read lazily; a file that is not `.jsonl`, `.json` or `.parquet` is one record {"text"}. Datasets of the
+    Hub go by "owner/name" or "owner/name:config"; `split` is theirs and that of saved ones. Raises FileNotFoundError
+    for a path that is not there, ValueError for a file that cannot be read or has nothing in it, ImportError where the
+    `datasets` library is needed and missing.
     """
     if _is_local(source):
         parts = [FILES.get(path.suffix.lower(), _text)(path) for path in _files(source)]
@@ -182,7 +193,8 @@ def read_records(source: str, split: str = "train") -> Records:
 
 
 def identity(source: str, split: str = "train") -> str:
-    """Hash of the data, the same wherever it lies: of the contents of files, or of a dataset's name, split and fingerprint."""
+    """Hash of the data, the same wherever it lies: of the contents of files, or of a dataset's name, split and
+    fingerprint."""
     if not _is_local(source):
         name = None if Path(source).exists() else source
         return hashlib.sha256(json.dumps([name, split, _dataset(source, split)._fingerprint]).encode()).hexdigest()
@@ -201,7 +213,9 @@ def _is_local(source: str) -> bool:
     if path.exists():
         return not any((path / name).is_file() for name in SAVED_DATASET)
     if path.suffix in {*FILES, ".txt"} or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?(:[\w.-]+)?", source):
-        raise FileNotFoundError(f"{source} not found; expected a file, a folder, or a dataset of the Hub as in owner/name.")
+        raise FileNotFoundError(
+            f"{source} not found; expected a file, a folder, or a dataset of the Hub as in owner/name."
+        )
     return False
 
 
@@ -230,5 +244,7 @@ def _datasets(source: str) -> Any:
     try:
         import datasets
     except ImportError:
-        raise ImportError(f"{source}: is no file of text or JSON; to read it as a dataset, pip install eagle31_hf[train]") from None
+        raise ImportError(
+            f"{source}: is no file of text or JSON; to read it as a dataset, pip install eagle31_hf[train]"
+        ) from None
     return datasets

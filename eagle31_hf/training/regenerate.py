@@ -1,4 +1,5 @@
-"""Answers in the target's own words, token for token as it says them: what a drafter meets when serving. B prompts, T tokens."""
+"""Answers in the target's own words, token for token as it says them: what a drafter meets when serving. B prompts, T
+tokens."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,7 +27,8 @@ def seed_of(*numbers: int) -> int:
 
 
 def stop_ids(target: Any, tokenizer: Any) -> list[int]:
-    """The ids that end a turn: those the target, or what a store has kept of it, is generated with, and its tokenizer's, if any."""
+    """The ids that end a turn: those the target, or what a store has kept of it, is generated with, and its
+    tokenizer's, if any."""
     own = target.generation_config.eos_token_id
     found = {*(own if isinstance(own, list) else [own]), tokenizer and tokenizer.eos_token_id}
     return sorted(token for token in found if token is not None)
@@ -34,8 +36,8 @@ def stop_ids(target: Any, tokenizer: Any) -> list[int]:
 
 @dataclass
 class Speaker:
-    """The target as the author of answers: rows have at most `max_length` tokens, answers `max_new_tokens`; `generation` is what generate()
-    takes."""
+    """The target as the author of answers: rows have at most `max_length` tokens, answers `max_new_tokens`;
+    `generation` is what generate() takes."""
 
     target: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -50,7 +52,8 @@ class Speaker:
         self.pad = next(token for token in pads if token is not None)
 
     def answers(self, prompts: list[Tensor]) -> list[Tensor]:
-        """Ids of each answer through the end of its turn. The longest prompts come first: what does not fit in memory fails at once."""
+        """Ids of each answer through the end of its turn. The longest prompts come first: what does not fit in memory
+        fails at once."""
         order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
         found = dict[int, Tensor]()
         for start in range(0, len(order), self.batch_size):
@@ -67,9 +70,14 @@ class Speaker:
             ids[row, -len(prompt) :], mask[row, -len(prompt) :] = prompt, 1
         device, room = execution_device(self.target), self.max_length - min(lengths)
         said = self.target.generate(
-            input_ids=ids.to(device), attention_mask=mask.to(device), max_new_tokens=min(self.max_new_tokens, room),
-            pad_token_id=self.pad, eos_token_id=self.stops or None, return_dict_in_generate=False, **self.generation,
-        )  # fmt: skip
+            input_ids=ids.to(device),
+            attention_mask=mask.to(device),
+            max_new_tokens=min(self.max_new_tokens, room),
+            pad_token_id=self.pad,
+            eos_token_id=self.stops or None,
+            return_dict_in_generate=False,
+            **self.generation,
+        )
         return [self._through_end(answer) for answer in said[:, ids.shape[1] :].cpu()]
 
     def _through_end(self, answer: Tensor) -> Tensor:
@@ -102,10 +110,16 @@ class _Talk:
     rows: list[Row] = field(default_factory=list)
 
     def goes_on(self) -> bool:
-        """Takes over what others say, up to the target's next turn. Calls of tools stay as they are: what follows answers them."""
+        """Takes over what others say, up to the target's next turn. Calls of tools stay as they are: what follows
+        answers them."""
         while self.ahead:
             message = self.ahead.pop(0)
-            if message["role"] == "assistant" and self.said and not message.get("tool_calls") and any(map(message.get, SAID)):
+            if (
+                message["role"] == "assistant"
+                and self.said
+                and not message.get("tool_calls")
+                and any(map(message.get, SAID))
+            ):
                 return True
             self.said.append(message)
             if message["role"] == "user" and not self.ahead:
@@ -114,14 +128,18 @@ class _Talk:
 
 
 def regenerate(speaker: Speaker, chats: list[Chat], refuse: Refuse, **template: Any) -> list[list[Row]]:
-    """Chat by chat a row for every turn of the assistant, and for the one after a last message of the user's, as the target says it.
+    """Chat by chat a row for every turn of the assistant, and for the one after a last message of the user's, as the
+    target says it.
 
-    A row is the prompt as it is served and what the target said to it; its words replace the original in later prompts. `refuse` is told
-    of chats that could not go on and of answers too short to learn from. `template`: options of `apply_chat_template`.
+    A row is the prompt as it is served and what the target said to it; its words replace the original in later prompts.
+    `refuse` is told of chats that could not go on and of answers too short to learn from. `template`: options of
+    `apply_chat_template`.
     """
     talks = [_Talk(index, [*chat.messages], chat.tools) for index, chat in enumerate(chats)]
     while True:
-        turns = [(talk, prompt) for talk in talks if talk.goes_on() for prompt in _prompts(speaker, talk, refuse, template)]
+        turns = [
+            (talk, prompt) for talk in talks if talk.goes_on() for prompt in _prompts(speaker, talk, refuse, template)
+        ]
         if not turns:
             return [talk.rows for talk in talks]
         answers = speaker.answers([prompt for _, prompt in turns])

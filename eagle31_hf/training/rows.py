@@ -4,10 +4,12 @@ import torch
 from torch import Tensor
 
 CONVENTIONS = {  # answer mask (B, T) -> (B, T - 2 - k): is slot t supervised at depth k
-    # Chains that serving begins and the target goes on with: the answer holds all from the first token embedded, which the target itself
-    # has chosen, to the one predicted. A chain that began in the prompt is never drafted, nor one that goes on past the end of a turn.
+    # Chains that serving begins and the target goes on with: the answer holds all from the first token embedded, which
+    # the target itself has chosen, to the one predicted. A chain that began in the prompt is never drafted, nor one
+    # that goes on past the end of a turn.
     "serving": lambda mask, depth: mask.unfold(1, depth + 2, 1)[:, 1:].all(-1),
-    "embedded": lambda mask, depth: mask[:, 1 + depth : -1],  # the token embedded at this depth: speculators, ModelOpt, Automodel
+    # the token embedded at this depth: speculators, ModelOpt, Automodel
+    "embedded": lambda mask, depth: mask[:, 1 + depth : -1],
     "unshifted": lambda mask, depth: mask[:, depth:-2],  # the token before it: SpecForge, TorchSpec
 }
 
@@ -23,7 +25,8 @@ def runs(numbers: Tensor) -> list[tuple[int, int, int, int]]:
 
 
 def supervised(mask: Tensor, depth: int, convention: str = "serving", documents: Tensor | None = None) -> Tensor:
-    """Answer mask (B, T) and `documents` (B, T), numbering packed texts, -> (B, T - 2 - depth): whether a slot's row counts at this depth.
+    """Answer mask (B, T) and `documents` (B, T), numbering packed texts, -> (B, T - 2 - depth): whether a slot's row
+    counts at this depth.
 
     No row predicts a token past the end of the text, or of its document.
     """
@@ -48,16 +51,21 @@ def by_token(row: Tensor, slot: Tensor, documents: Tensor) -> tuple[Tensor, int]
 
 def by_sequence(row: Tensor, slot: Tensor, documents: Tensor) -> tuple[Tensor, int]:
     """Every text with a supervised row has one share, which its rows split: long answers do not drown short ones."""
-    _, text, counts = (row * (documents.max() + 1) + documents[row, slot]).unique(return_inverse=True, return_counts=True)
+    _, text, counts = (row * (documents.max() + 1) + documents[row, slot]).unique(
+        return_inverse=True, return_counts=True
+    )
     return 1 / counts[text].float(), len(counts)
 
 
-# How a depth's rows are averaged: rows (N,), slots (N,), documents (B, T) -> weights (N,) and the shares they add up to.
+# How a depth's rows are averaged: rows (N,), slots (N,), documents (B, T) -> weights (N,) and the shares they add up
+# to.
 NORMALISATIONS = {"token": by_token, "sequence": by_sequence}
 
 
 def total_shares(mask: Tensor, documents: Tensor, depth: int, convention: str, normalisation: str) -> Tensor:
-    """How many shares a batch (B, T) has at each of `depth` depths (depth,): what its sums are divided by, added up over all batches that
-    make one optimizer step."""
-    shares = [NORMALISATIONS[normalisation](*places(mask, k, convention, documents), documents)[1] for k in range(depth)]
+    """How many shares a batch (B, T) has at each of `depth` depths (depth,): what its sums are divided by, added up
+    over all batches that make one optimizer step."""
+    shares = [
+        NORMALISATIONS[normalisation](*places(mask, k, convention, documents), documents)[1] for k in range(depth)
+    ]
     return torch.tensor(shares)

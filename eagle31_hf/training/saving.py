@@ -26,13 +26,16 @@ from .objective import Settings
 logger = logging.getLogger(__name__)
 RECORD = "training.json"
 STAGED_RECORD = f"{RECORD}.partial"  # what a kill may leave of it
-CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-([0-9]+)")  # a user's checkpoint-best or checkpoint-100.bak is none of ours
+# a user's checkpoint-best or checkpoint-100.bak is none of ours
+CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-([0-9]+)")
 
 
 def write_record(folder: Path, drafter: Eagle31DrafterModel, settings: Settings, facts: dict[str, Any]) -> None:
-    """Writes `training.json`: which tokens the head stands for, hashed, how the drafter was trained, and `facts` about the data.
+    """Writes `training.json`: which tokens the head stands for, hashed, how the drafter was trained, and `facts` about
+    the data.
 
-    It also marks a folder as a run's own, which another run may replace; so it is whole or not there, and comes before the weights.
+    It also marks a folder as a run's own, which another run may replace; so it is whole or not there, and comes before
+    the weights.
     """
     record = {"draft_vocabulary": vocabulary_digest(drafter.d2t), "settings": settings.__dict__, **facts}
     folder.mkdir(parents=True, exist_ok=True)
@@ -53,7 +56,8 @@ def vocabulary_digest(d2t: Tensor | None) -> str | None:
 
 
 def check_vocabulary(drafter: Eagle31DrafterModel, checkpoint: str) -> None:
-    """Raises ValueError where a checkpoint's head stands for other tokens than the drafter's: trained weights would be taken for others."""
+    """Raises ValueError where a checkpoint's head stands for other tokens than the drafter's: trained weights would be
+    taken for others."""
     weights = Path(checkpoint, "model.safetensors")
     if not weights.exists():
         return
@@ -63,8 +67,9 @@ def check_vocabulary(drafter: Eagle31DrafterModel, checkpoint: str) -> None:
     same = theirs is None if mine is None else theirs is not None and torch.equal(vocab.target_ids(theirs), mine)
     if not same:
         raise ValueError(
-            f"{checkpoint}: its draft vocabulary ({vocabulary_digest(theirs)}) is not the drafter's ({vocabulary_digest(drafter.d2t)}); "
-            "expected the same. Build the drafter with the vocabulary of the checkpoint to resume."
+            f"{checkpoint}: its draft vocabulary ({vocabulary_digest(theirs)}) is not the drafter's"
+            f" ({vocabulary_digest(drafter.d2t)}); expected the same. Build the drafter with the vocabulary of the"
+            " checkpoint to resume."
         )
 
 
@@ -73,8 +78,9 @@ def check_finite(folder: Path, weights: Mapping[str, Tensor]) -> None:
     for name, weight in weights.items():
         if weight.is_floating_point() and weight.numel() and not torch.stack(torch.aminmax(weight)).isfinite().all():
             raise RuntimeError(
-                f"{folder}: {name} holds NaN or infinity as {weight.dtype}; expected finite weights, and wrote none. The checkpoints "
-                "of the run are finite; where it is the dtype that is too narrow, save in bfloat16 or float32."
+                f"{folder}: {name} holds NaN or infinity as {weight.dtype}; expected finite weights, and wrote none."
+                " The checkpoints of the run are finite; where it is the dtype that is too narrow, save in bfloat16 or"
+                " float32."
             )
 
 
@@ -88,7 +94,11 @@ def ended_state(folder: Path) -> TrainerState | None:
 
 def checkpoints(folder: str | Path) -> list[Path]:
     """The checkpoints in a folder, whole or not, by their step: the subfolders `checkpoint-<digits>`."""
-    found = {path: CHECKPOINT.fullmatch(path.name) for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.is_dir()}
+    found = {
+        path: CHECKPOINT.fullmatch(path.name)
+        for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+        if path.is_dir()
+    }
     return sorted((path for path, match in found.items() if match), key=lambda path: int(path.name.rpartition("-")[2]))
 
 
@@ -102,8 +112,8 @@ def remove_oldest(folder: str | Path, limit: int | None, best: str | None) -> No
 
 
 def why_incomplete(checkpoint: Path) -> str | None:
-    """What keeps a checkpoint from being resumed, None for a whole one: the Trainer's state, which is written last, can be read, as can
-    the weights."""
+    """What keeps a checkpoint from being resumed, None for a whole one: the Trainer's state, which is written last, can
+    be read, as can the weights."""
     try:
         json.loads((checkpoint / TRAINER_STATE_NAME).read_bytes())
         with safe_open(checkpoint / "model.safetensors", framework="pt"):  # which knows how long the file has to be

@@ -1,4 +1,5 @@
-"""Records of which no row (training sequence) can be made: counted by reason, with the places of the first few of each reason."""
+"""Records of which no row (training sequence) can be made: counted by reason, with the places of the first few of each
+reason."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -11,8 +12,8 @@ LONGEST = 100  # characters of what a template or a tokenizer says
 class Skipped(ValueError):  # noqa: N818 -- no error of the program: only this record is skipped
     """This record makes no row.
 
-    `reason`: a few words, the same for all records that fail so: they are counted by it. `details`: the text, by default the reason.
-    `place`: the file and line, where they are known already.
+    `reason`: a few words, the same for all records that fail so: they are counted by it. `details`: the text, by
+    default the reason. `place`: the file and line, where they are known already.
     """
 
     def __init__(self, reason: str, details: str | None = None, place: str = ""):
@@ -26,8 +27,8 @@ class Skipped(ValueError):  # noqa: N818 -- no error of the program: only this r
 
 @contextmanager
 def refused_by(what: str) -> Iterator[None]:
-    """Whatever a template or a tokenizer raises in the block is a reason to skip the record: a template is a program that came with the
-    model, and tokenizers raise plain `Exception`."""
+    """Whatever a template or a tokenizer raises in the block is a reason to skip the record: a template is a program
+    that came with the model, and tokenizers raise plain `Exception`."""
     try:
         yield
     except MemoryError:

@@ -1,7 +1,9 @@
-"""A folder of rows, with or without the target's states: `manifest.json`, what it was made from, and numbered safetensors shards.
+"""A folder of rows, with or without the target's states: `manifest.json`, what it was made from, and numbered
+safetensors shards.
 
-T tokens of a row, n captured states, ht target width. A row is {"input_ids" (T,), "answers" (T,) bool}, and with states also {"states"
-(T, n*ht), "last_states" (T, ht)}: the captured ones, and the one that enters the target's head. A shard holds the rows one after another.
+T tokens of a row, n captured states, ht target width. A row is {"input_ids" (T,), "answers" (T,) bool}, and with states
+also {"states" (T, n*ht), "last_states" (T, ht)}: the captured ones, and the one that enters the target's head. A shard
+holds the rows one after another.
 """
 
 import json
@@ -37,10 +39,11 @@ NOT_FINITE = "states are not finite"
 
 @dataclass
 class Manifest:
-    """A record of what a store's rows were made from, so that others are not mixed with them, and how they lie in its shards.
+    """A record of what a store's rows were made from, so that others are not mixed with them, and how they lie in its
+    shards.
 
-    `revision` is the target's `weights_fingerprint`, `commit` that of its repository; `source` says what the rows were made of, and how.
-    Without `layer_ids` and `dtype` the store has tokens only.
+    `revision` is the target's `weights_fingerprint`, `commit` that of its repository; `source` says what the rows were
+    made of, and how. Without `layer_ids` and `dtype` the store has tokens only.
     """
 
     target: str
@@ -56,7 +59,9 @@ class Manifest:
 
     def __post_init__(self):
         if (self.layer_ids is None) != (self.dtype is None):
-            raise ValueError(f"layer_ids is {self.layer_ids} and dtype {self.dtype}; expected both, or None for both: tokens only.")
+            raise ValueError(
+                f"layer_ids is {self.layer_ids} and dtype {self.dtype}; expected both, or None for both: tokens only."
+            )
         if self.dtype is not None and self.dtype not in STORED_DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}; expected one of {', '.join(STORED_DTYPES)}.")
 
@@ -76,7 +81,8 @@ class Manifest:
 
 
 def _flat(manifest: Manifest) -> dict[str, Any]:
-    """What two stores of the same rows have in common; where the target was found does not count, `revision` says which it was."""
+    """What two stores of the same rows have in common; where the target was found does not count, `revision` says which
+    it was."""
     values = asdict(manifest)
     source, _, _ = values.pop("source"), values.pop("target"), values.pop("commit")
     return values | {f"source.{name}": value for name, value in source.items()}
@@ -90,7 +96,10 @@ def read_manifest(folder: str | Path) -> Manifest:
     values, names = read_json(path), {field.name for field in fields(Manifest)}
     if values.keys() != names:
         others = ", ".join(sorted(values.keys() ^ names))
-        raise ValueError(f"{path}: has other fields than this version writes ({others}). Prepare the data again, into another folder.")
+        raise ValueError(
+            f"{path}: has other fields than this version writes ({others}). Prepare the data again, into another"
+            " folder."
+        )
     return Manifest(**values)
 
 
@@ -98,12 +107,14 @@ def check_store_folder(folder: str | Path) -> None:
     """Raises ValueError for a folder that holds something else than a store; several processes may be making one there."""
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder}: is a file; expected a folder that is new or empty, or one that prepare-data has made.")
+        raise ValueError(
+            f"{folder}: is a file; expected a folder that is new or empty, or one that prepare-data has made."
+        )
     others = sorted(path.name for path in folder.glob("*") if not fnmatch(path.name, f"{MANIFEST}.*.partial"))
     if others and not (folder / MANIFEST).is_file():  # looked for last: a store has its manifest before anything else
         raise ValueError(
-            f"{folder}: holds {others[0]} and no {MANIFEST}; expected a folder that is new or empty, or one that prepare-data has made. "
-            "Name another."
+            f"{folder}: holds {others[0]} and no {MANIFEST}; expected a folder that is new or empty, or one that"
+            " prepare-data has made. Name another."
         )
 
 
@@ -124,8 +135,8 @@ def open_store(folder: str | Path, manifest: Manifest) -> None:
         for name in sorted(found.keys() | expected.keys()):
             if found.get(name) != expected.get(name):
                 raise ValueError(
-                    f"{folder / MANIFEST}: {name} is {found.get(name)!r}, expected {expected.get(name)!r}: the data there was made from "
-                    "something else. Name another folder, or go back to what it was made from."
+                    f"{folder / MANIFEST}: {name} is {found.get(name)!r}, expected {expected.get(name)!r}: the data"
+                    " there was made from something else. Name another folder, or go back to what it was made from."
                 ) from None
     finally:
         staged.unlink(missing_ok=True)
@@ -140,14 +151,19 @@ def missing_shards(folder: str | Path) -> list[int]:
 
 
 def write_shard(folder: str | Path, index: int, rows: Iterable[Row], skipped: Mapping[str, int]) -> None:
-    """Writes a shard, whole or not at all; `skipped` counts by reason what gave no row. Rows with NaN or infinite states join them.
+    """Writes a shard, whole or not at all; `skipped` counts by reason what gave no row. Rows with NaN or infinite
+    states join them.
 
     Raises OSError naming the shard when it cannot be written.
     """
     layout, skips, encoded = read_manifest(folder).layout(), Counter(skipped), list[Row]()
     for row in rows:
         stored = _encode(row, layout)
-        if all(stored[name].isfinite().all() for name in ("states", "last_states", "scales") if name in stored and layout[name][0] != FP8):
+        if all(
+            stored[name].isfinite().all()
+            for name in ("states", "last_states", "scales")
+            if name in stored and layout[name][0] != FP8
+        ):
             encoded.append(stored)
         else:
             skips[NOT_FINITE] += 1
@@ -160,7 +176,8 @@ def write_shard(folder: str | Path, index: int, rows: Iterable[Row], skipped: Ma
 
 
 def _encode(row: Row, layout: Layout) -> Row:
-    """A row as it is stored. fp8 has one scale per token and captured state: they differ in size by orders of magnitude."""
+    """A row as it is stored. fp8 has one scale per token and captured state: they differ in size by orders of
+    magnitude."""
     row = dict(row)
     if "scales" in layout:
         states = row["states"].float().unflatten(-1, (*layout["scales"][1], -1))
@@ -169,14 +186,17 @@ def _encode(row: Row, layout: Layout) -> Row:
     stored = {name: row[name].to(dtype) for name, (dtype, _) in layout.items()}
     for name, (_, shape) in layout.items():
         if stored[name].shape != (len(row["input_ids"]), *shape):
-            raise ValueError(f"{name} of a row has shape {tuple(stored[name].shape)}; expected {(len(row['input_ids']), *shape)}.")
+            raise ValueError(
+                f"{name} of a row has shape {tuple(stored[name].shape)}; expected {(len(row['input_ids']), *shape)}."
+            )
     return stored
 
 
 class HiddenStateStore(Dataset):
     """The rows of a store, read one by one; every process opens the files for itself. fp8 states are given as bfloat16.
 
-    Raises ValueError when shards are missing, or when one that is opened for the first time has changed since it was written.
+    Raises ValueError when shards are missing, or when one that is opened for the first time has changed since it was
+    written.
     """
 
     def __init__(self, folder: str | Path, allow_partial: bool = False, verify: bool = True):
@@ -184,7 +204,8 @@ class HiddenStateStore(Dataset):
         total, missing = self.manifest.num_shards, missing_shards(folder)
         if missing and not allow_partial:
             raise ValueError(
-                f"{folder}: holds {total - len(missing)} of {total} shards; expected all. Run the same prepare-data command again."
+                f"{folder}: holds {total - len(missing)} of {total} shards; expected all. Run the same prepare-data"
+                " command again."
             )
         self._paths = [shard_path(folder, index) for index in sorted({*range(total)} - {*missing})]
         self._offsets, self.skipped, self._files = list[list[int]](), Counter[str](), dict[int, Any]()
@@ -213,12 +234,24 @@ class HiddenStateStore(Dataset):
         row = {name: self._files[shard].get_slice(name)[start:end].clone() for name in layout}
         return _decode(row)
 
-    def check(self, target_fingerprint: str | None = None, layer_ids: list[int] | None = None, tokenizer_fingerprint: str | None = None):
+    def check(
+        self,
+        target_fingerprint: str | None = None,
+        layer_ids: list[int] | None = None,
+        tokenizer_fingerprint: str | None = None,
+    ):
         """Raises ValueError naming what of these the rows were not made with."""
-        for name, expected in (("revision", target_fingerprint), ("layer_ids", layer_ids), ("tokenizer", tokenizer_fingerprint)):
+        for name, expected in (
+            ("revision", target_fingerprint),
+            ("layer_ids", layer_ids),
+            ("tokenizer", tokenizer_fingerprint),
+        ):
             found = getattr(self.manifest, name)
             if expected is not None and found != expected:
-                raise ValueError(f"{self.folder}: {name} is {found!r}, expected {expected!r}. Prepare the data with what you train with.")
+                raise ValueError(
+                    f"{self.folder}: {name} is {found!r}, expected {expected!r}. Prepare the data with what you train"
+                    " with."
+                )
 
 
 def _decode(row: Row) -> Row:
@@ -231,9 +264,11 @@ def _decode(row: Row) -> Row:
 
 
 def parts_of(target: PreTrainedModel) -> Row:
-    """What a drafter is made from and trained with: {"embedding" (V, ht), "head" (V, ht) unless it is tied, "head_bias" (V,) if any}.
+    """What a drafter is made from and trained with: {"embedding" (V, ht), "head" (V, ht) unless it is tied, "head_bias"
+    (V,) if any}.
 
-    Raises ValueError where one is quantized. Of a tensor-parallel target whole ones, which all its processes have to ask for.
+    Raises ValueError where one is quantized. Of a tensor-parallel target whole ones, which all its processes have to
+    ask for.
     """
     head, embedding = target.get_output_embeddings(), target.get_input_embeddings()
     parts = {"embedding": weight_of(embedding, "embedding")}
@@ -241,7 +276,9 @@ def parts_of(target: PreTrainedModel) -> Row:
         parts["head"] = weight_of(head, "head")
     if getattr(head, "bias", None) is not None:
         parts["head_bias"] = weight_of(head, "head's bias", "bias")
-    return {name: weight.full_tensor().detach() if isinstance(weight, DTensor) else weight for name, weight in parts.items()}
+    return {
+        name: weight.full_tensor().detach() if isinstance(weight, DTensor) else weight for name, weight in parts.items()
+    }
 
 
 def save_target_parts(folder: str | Path, target: PreTrainedModel, scoring: dict[str, Any]) -> None:

@@ -1,4 +1,5 @@
-"""The frozen target as training reads it: the states the drafter is fed, the state its own head reads, and what it says.
+"""The frozen target as training reads it: the states the drafter is fed, the state its own head reads, and what it
+says.
 
 B rows of packed texts, T tokens, n captured states, ht target width, V target vocabulary.
 """
@@ -54,7 +55,10 @@ def find_scoring(target: PreTrainedModel) -> Scoring:
     tokens = torch.arange(PROBE_TOKENS, device=execution_device(target))[None] % config.vocab_size
     logits = target(input_ids=tokens, use_cache=False).logits.double()
     if not logits.isfinite().all():
-        raise ValueError(f"{name}: its logits are not finite on a probe in {target.dtype}; load it in another dtype, or mend its weights.")
+        raise ValueError(
+            f"{name}: its logits are not finite on a probe in {target.dtype}; load it in another dtype, or mend its"
+            " weights."
+        )
     scores = scores_of(head, last_state(target, tokens)).double().to(logits.device)
     cap = getattr(config, "final_logit_softcapping", None)
     uncapped = logits if cap is None else cap * torch.atanh((logits / cap).clamp(-0.999999, 0.999999))
@@ -63,8 +67,9 @@ def find_scoring(target: PreTrainedModel) -> Scoring:
     away = (found(scores) - logits).abs().max() / logits.std()
     if not away < CLOSE.get(target.dtype, CLOSE_IN_HALF):
         raise ValueError(
-            f"{name}: its logits do not follow from its last state by head, scale and cap (off by {away:.2g} of their spread); training "
-            "cannot ask it what it would say without all logits at once. It does not work with this architecture."
+            f"{name}: its logits do not follow from its last state by head, scale and cap (off by {away:.2g} of their"
+            " spread); training cannot ask it what it would say without all logits at once. It does not work with this"
+            " architecture."
         )
     return found
 
@@ -94,10 +99,12 @@ def groups_of(texts: list[tuple[int, int, int]], num_tokens: int) -> list[list[t
 
 
 class TargetReader:
-    """Runs the target over packed texts, each as a row of its own: every architecture can do that, and none sees its neighbour.
+    """Runs the target over packed texts, each as a row of its own: every architecture can do that, and none sees its
+    neighbour.
 
-    `in_step`: other processes hold parts of the target, so all have to run it equally often. A tensor-parallel one wants more: all of its
-    processes run the texts of each in turn. `ends`: what a drafter is tied to, the target, or whole copies of what is spread.
+    `in_step`: other processes hold parts of the target, so all have to run it equally often. A tensor-parallel one
+    wants more: all of its processes run the texts of each in turn. `ends`: what a drafter is tied to, the target, or
+    whole copies of what is spread.
     """
 
     def __init__(self, target: PreTrainedModel, layer_ids: list[int], in_step: bool = False):
@@ -107,11 +114,15 @@ class TargetReader:
         self.scoring = find_scoring(target)
         self.ends = ends_of(target)
         probe = torch.zeros(1, 2, dtype=torch.long)
-        self.read(probe, torch.ones_like(probe))  # whether its layers have states to read shows before anything is trained
+        # whether its layers have states to read shows before anything is trained
+        self.read(probe, torch.ones_like(probe))
 
     @torch.no_grad()
-    def read(self, input_ids: Tensor, documents: Tensor, watch: Callable[[list[tuple[int, int, int]]], Any] | None = None):
-        """Tokens (B, T) and the numbers of their texts (B, T), 0 padding -> captured states (B, T, n*ht), last states (B, T, ht).
+    def read(
+        self, input_ids: Tensor, documents: Tensor, watch: Callable[[list[tuple[int, int, int]]], Any] | None = None
+    ):
+        """Tokens (B, T) and the numbers of their texts (B, T), 0 padding -> captured states (B, T, n*ht), last states
+        (B, T, ht).
 
         Padding has states of zero. `watch(group)`: a context around the forward of those texts (row, start, end).
         """
@@ -132,10 +143,14 @@ class TargetReader:
         return states, last
 
     def _run(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Texts (M, L) -> captured states (M, L, n*ht), last states (M, L, ht). Others' texts are run too where they have to be."""
+        """Texts (M, L) -> captured states (M, L, n*ht), last states (M, L, ht). Others' texts are run too where they
+        have to be."""
         own, of_all = 0, [tokens]
         if self.group is not None:
-            own, of_all = torch.distributed.get_rank(self.group), [tokens] * torch.distributed.get_world_size(self.group)
+            own, of_all = (
+                torch.distributed.get_rank(self.group),
+                [tokens] * torch.distributed.get_world_size(self.group),
+            )
             torch.distributed.all_gather_object(of_all, tokens.cpu(), self.group)
         for rank, texts in enumerate(of_all):
             with capture_states(self.target, self.layer_ids) as captured:
@@ -159,7 +174,8 @@ class TargetReader:
 
 
 class TargetEnds(nn.Module):
-    """A target's configs, embedding and head, without what lies between: a drafter is made from it and tied to it as to the target.
+    """A target's configs, embedding and head, without what lies between: a drafter is made from it and tied to it as to
+    the target.
 
     `parts` as `store.parts_of` gives them.
     """
@@ -209,8 +225,9 @@ def ends_of(target: Any) -> Any:
 
 
 def shard(target: PreTrainedModel) -> None:
-    """Each process keeps its part of every decoder layer, gathered while the layer runs; embedding and head stay whole, as the drafter
-    reads them. Raises RuntimeError without several processes, ValueError for a target that is in parts already."""
+    """Each process keeps its part of every decoder layer, gathered while the layer runs; embedding and head stay whole,
+    as the drafter reads them. Raises RuntimeError without several processes, ValueError for a target that is in parts
+    already."""
     from torch.distributed.fsdp import fully_shard
 
     if tensor_parallel_group(target) is not None:
@@ -222,19 +239,21 @@ def shard(target: PreTrainedModel) -> None:
 
 
 def stored_target(drafter: Eagle31DrafterModel, rows: Any) -> StoredTarget:
-    """The head and embedding kept beside stored states. Raises ValueError where there are none, or they are not what the drafter reads."""
+    """The head and embedding kept beside stored states. Raises ValueError where there are none, or they are not what
+    the drafter reads."""
     store = rows
     while isinstance(store, PackedRows | Part):
         store = store.rows
     if not isinstance(store, HiddenStateStore) or store.manifest.layer_ids is None:
         raise ValueError(
-            "there is neither a target nor a store with its states; pass target=, or data that prepare-data wrote with --states."
+            "there is neither a target nor a store with its states; pass target=, or data that prepare-data wrote with"
+            " --states."
         )
     store.check(layer_ids=drafter.config.aux_hidden_state_layer_ids)
     if drafter.config.num_aux_states != len(store.manifest.layer_ids):
         raise ValueError(
-            f"{store.folder}: has {len(store.manifest.layer_ids)} states a token, the drafter reads {drafter.config.num_aux_states}. "
-            "Prepare the data with what you train with."
+            f"{store.folder}: has {len(store.manifest.layer_ids)} states a token, the drafter reads"
+            f" {drafter.config.num_aux_states}. Prepare the data with what you train with."
         )
     drafter.config.aux_hidden_state_layer_ids = store.manifest.layer_ids  # serving must not take defaults for them
     kept = StoredTarget(store.folder, store.manifest.target)

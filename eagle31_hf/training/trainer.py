@@ -28,7 +28,15 @@ from .objective import Batch, DraftingObjective, Sums
 from .packing import Collator, PackedRows
 from .regenerate import stop_ids
 from .rows import total_shares
-from .saving import check_finite, check_vocabulary, checkpoints, ended_state, last_checkpoint, remove_oldest, write_record
+from .saving import (
+    check_finite,
+    check_vocabulary,
+    checkpoints,
+    ended_state,
+    last_checkpoint,
+    remove_oldest,
+    write_record,
+)
 from .target import StoredTarget, TargetReader, shard, stored_target
 
 logger = logging.get_logger(__name__)
@@ -37,11 +45,13 @@ SEEN = 4  # rows that are looked at before anything begins
 
 
 class Eagle31Trainer(Trainer):
-    """Trains an `Eagle31DrafterModel`. Everything of `transformers.Trainer` works as there, but for what a target and its drafter change.
+    """Trains an `Eagle31DrafterModel`. Everything of `transformers.Trainer` works as there, but for what a target and
+    its drafter change.
 
-    `target`: the frozen model, any dtype, quantized or spread over devices; None where `train_dataset` is a `HiddenStateStore` with states.
-    Datasets hold rows {"input_ids", "answers"}, see `packing`. Loss and figures are of all processes and accumulated batches together.
-    Raises ValueError for a drafter, a target and data that do not belong together.
+    `target`: the frozen model, any dtype, quantized or spread over devices; None where `train_dataset` is a
+    `HiddenStateStore` with states. Datasets hold rows {"input_ids", "answers"}, see `packing`. Loss and figures are of
+    all processes and accumulated batches together. Raises ValueError for a drafter, a target and data that do not
+    belong together.
     """
 
     args: Eagle31TrainingArguments
@@ -58,7 +68,10 @@ class Eagle31Trainer(Trainer):
         **kwargs: Any,
     ):
         if not isinstance(model, Eagle31DrafterModel):
-            raise ValueError(f"model is a {type(model).__name__}; expected the Eagle31DrafterModel to train, and the target as target=.")
+            raise ValueError(
+                f"model is a {type(model).__name__}; expected the Eagle31DrafterModel to train, and the target as"
+                " target=."
+            )
         args._n_gpu = min(args.n_gpu, 1)  # several devices without a launcher are the target's
         self.target, self.reader = target, self._reader(model, target, args, train_dataset)
         freeze(model, args)
@@ -68,9 +81,14 @@ class Eagle31Trainer(Trainer):
             check_rows(rows, model.config.vocab_size)
         objective = DraftingObjective(model, args.settings(), self.reader.logits)
         super().__init__(
-            model=objective, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, processing_class=processing_class,
-            data_collator=data_collator or Collator(), **kwargs,
-        )  # fmt: skip
+            model=objective,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            data_collator=data_collator or Collator(),
+            **kwargs,
+        )
         if isinstance(self.reader, StoredTarget):
             self.reader.to(args.device)
         self.facts: dict[str, Any] = {}  # about the data, written with every checkpoint
@@ -79,12 +97,15 @@ class Eagle31Trainer(Trainer):
         self._watch = DivergenceWatch(self.accelerator, args)
 
     @staticmethod
-    def _reader(drafter: Eagle31DrafterModel, target: PreTrainedModel | None, args: Eagle31TrainingArguments, rows: Any):
+    def _reader(
+        drafter: Eagle31DrafterModel, target: PreTrainedModel | None, args: Eagle31TrainingArguments, rows: Any
+    ):
         """What says what the target would: the target itself, or what a store has kept of it."""
         if target is None:
             if args.attention_alignment:
                 raise ValueError(
-                    "attention_alignment reads the target's attention, which a store does not hold; pass target=, or leave it at 0."
+                    "attention_alignment reads the target's attention, which a store does not hold; pass target=, or"
+                    " leave it at 0."
                 )
             return stored_target(drafter, rows)
         target.eval().requires_grad_(False)
@@ -93,8 +114,8 @@ class Eagle31Trainer(Trainer):
         reader = TargetReader(target, drafter.config.resolve_layer_ids(len(decoder_layers(target))), args.shard_target)
         if args.attention_alignment and reader.group is not None:
             raise ValueError(
-                "attention_alignment reads all heads of the target's attention, which are spread over processes; leave it at 0, or load "
-                "the target without tensor parallelism."
+                "attention_alignment reads all heads of the target's attention, which are spread over processes; leave"
+                " it at 0, or load the target without tensor parallelism."
             )
         drafter.load_target_embeddings(reader.ends)
         return reader
@@ -106,20 +127,24 @@ class Eagle31Trainer(Trainer):
     # Training.
 
     def get_batch_samples(self, epoch_iterator, num_batches: int, device: torch.device):
-        """The batches of one optimizer step, and how many shares their losses are divided by at each depth (K,), over all processes."""
+        """The batches of one optimizer step, and how many shares their losses are divided by at each depth (K,), over
+        all processes."""
         if self._watch.is_due:
             self._watch.check_steps()
         samples = list(islice(epoch_iterator, num_batches))
         settings = self.args.settings()
         shares = [
-            total_shares(batch["answers"], batch["documents"], settings.depth, settings.convention, settings.normalisation)
+            total_shares(
+                batch["answers"], batch["documents"], settings.depth, settings.convention, settings.normalisation
+            )
             for batch in samples
         ]
         totals = torch.stack(shares).sum(0) if shares else torch.zeros(settings.depth, dtype=torch.long)
         return samples, self.accelerator.reduce(totals.to(device), "sum")
 
     def compute_loss(self, model, inputs, return_outputs: bool = False, num_items_in_batch: Tensor | None = None):
-        """The loss of one batch; gradients of processes are averaged, so the sum over all of them is scaled by their number."""
+        """The loss of one batch; gradients of processes are averaged, so the sum over all of them is scaled by their
+        number."""
         is_logged = (self.state.global_step + 1) % max(1, int(self.state.logging_steps or self.args.logging_steps)) == 0
         self.accelerator.unwrap_model(model, keep_torch_compile=False).watches = is_logged
         outputs = model(self.batch(inputs, aligns=self.args.attention_alignment > 0), totals=num_items_in_batch)
@@ -139,7 +164,8 @@ class Eagle31Trainer(Trainer):
         return norm
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """Does nothing where all steps are done: the Trainer itself only looks after a step, so a finished run would take one more."""
+        """Does nothing where all steps are done: the Trainer itself only looks after a step, so a finished run would
+        take one more."""
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
         else:
@@ -152,7 +178,9 @@ class Eagle31Trainer(Trainer):
         if isinstance(self.reader, StoredTarget):
             return self._sound(Batch(ids, answers, documents, inputs["states"], inputs["last_states"]))
         if aligns:
-            reader = AlignmentReader(self.reader.target, self.reader.layer_ids, self.args.depth, self.args.alignment_slots)
+            reader = AlignmentReader(
+                self.reader.target, self.reader.layer_ids, self.args.depth, self.args.alignment_slots
+            )
             alignment, watch = reader.choose(answers, documents, self.args.loss_mask), reader.watch
         states, last = self.reader.read(ids, documents, watch)
         return self._sound(Batch(ids, answers, documents, states, last, alignment))
@@ -163,8 +191,8 @@ class Eagle31Trainer(Trainer):
         return batch
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds the figures of training since the last time, by depth: `accuracy_1` is of the first drafted token. Texts whose states the
-        target gives as NaN or infinite are left out and counted."""
+        """Adds the figures of training since the last time, by depth: `accuracy_1` is of the first drafted token. Texts
+        whose states the target gives as NaN or infinite are left out and counted."""
         if "loss" in logs and self._sums is not None:
             stacked = self.accelerator.reduce(self._sums, "sum")
             logs |= by_depth(Sums.means(stacked.cpu()))
@@ -173,13 +201,16 @@ class Eagle31Trainer(Trainer):
             self._sums = None
         super().log(logs, start_time)
         if "loss" in logs and self.is_in_train:
-            self._tr_loss.zero_()  # the Trainer subtracts it from itself, which of one that is not finite leaves NaN for ever
+            # the Trainer subtracts it from itself, which of one that is not finite leaves NaN for ever
+            self._tr_loss.zero_()
             self._watch.check_steps()
         if "train_loss" in logs:  # the end, before the best checkpoint takes the place of the last weights
             self._check_weights()
 
     def _check_weights(self) -> None:
-        self._watch.check_weights((weight for weight in self.model.parameters() if weight.requires_grad), self.state.global_step)
+        self._watch.check_weights(
+            (weight for weight in self.model.parameters() if weight.requires_grad), self.state.global_step
+        )
 
     # Evaluation.
 
@@ -190,12 +221,23 @@ class Eagle31Trainer(Trainer):
         if rows is None or not hasattr(rows, "__len__"):
             raise ValueError(f"eval_dataset is a {type(rows).__name__}; expected rows with a length.")
         share: Dataset = EvalShare(rows, self.args.process_index, self.args.world_size)
-        return DataLoader(share, self.args.eval_batch_size, collate_fn=self.data_collator, num_workers=self.args.dataloader_num_workers)
+        return DataLoader(
+            share,
+            self.args.eval_batch_size,
+            collate_fn=self.data_collator,
+            num_workers=self.args.dataloader_num_workers,
+        )
 
     def evaluation_loop(
-        self, dataloader: DataLoader, description: str, prediction_loss_only=None, ignore_keys=None, metric_key_prefix: str = "eval"
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only=None,
+        ignore_keys=None,
+        metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Teacher-forced figures by depth, accepted length by walking the answers, and what generate() accepts after a few prompts."""
+        """Teacher-forced figures by depth, accepted length by walking the answers, and what generate() accepts after a
+        few prompts."""
         if self.is_in_train:
             self._check_weights()
         model = self.model
@@ -221,11 +263,21 @@ class Eagle31Trainer(Trainer):
     def _served(self, rows: Any, depth: int) -> dict[str, float]:
         """What generate() accepts; nothing for a target it cannot draft for, which another server may."""
         try:
-            return served(self.target, self.drafter, rows, self.args.eval_prompts, depth, self.args.eval_max_new_tokens, self.accelerator)
+            return served(
+                self.target,
+                self.drafter,
+                rows,
+                self.args.eval_prompts,
+                depth,
+                self.args.eval_max_new_tokens,
+                self.accelerator,
+            )
         except ValueError as error:
             if not str(error).startswith(REFUSAL):
                 raise
-            logger.warning_once("there are no served_ figures, as generate() refuses to draft for this target: %s", error)
+            logger.warning_once(
+                "there are no served_ figures, as generate() refuses to draft for this target: %s", error
+            )
             return {}
 
     # Saving and loading.
@@ -235,22 +287,33 @@ class Eagle31Trainer(Trainer):
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_checkpoint(self.args.output_dir)
             if resume_from_checkpoint is None:
-                raise ValueError(f"{self.args.output_dir}: holds no complete checkpoint to resume from; train without resuming.")
+                raise ValueError(
+                    f"{self.args.output_dir}: holds no complete checkpoint to resume from; train without resuming."
+                )
         self._sums = None
         self._num_broken.zero_()
         self._watch = DivergenceWatch(self.accelerator, self.args)
         if resume_from_checkpoint in (None, False) and self.args.should_save:
-            Path(self.args.output_dir, TRAINER_STATE_NAME).unlink(missing_ok=True)  # an earlier run's, which says that it is finished
+            # an earlier run's, which says that it is finished
+            Path(self.args.output_dir, TRAINER_STATE_NAME).unlink(missing_ok=True)
         output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         if self.args.save_strategy != SaveStrategy.NO:
             self.save_state()
         return output
 
     def _init_training_state(
-        self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, resume_from_checkpoint: Any, trial: Any
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        resume_from_checkpoint: Any,
+        trial: Any,
     ) -> tuple[int, int]:
-        """A finished run stays finished where its last checkpoint is gone, and its best one is found where the folder was moved to."""
-        begun = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial)
+        """A finished run stays finished where its last checkpoint is gone, and its best one is found where the folder
+        was moved to."""
+        begun = super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        )
         if resume_from_checkpoint is not None:
             folder = Path(resume_from_checkpoint).parent
             ended = ended_state(folder)
@@ -263,9 +326,11 @@ class Eagle31Trainer(Trainer):
         return begun
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """The Trainer's state, written last, says that a checkpoint is whole: that of an earlier run must not say it of this one.
+        """The Trainer's state, written last, says that a checkpoint is whole: that of an earlier run must not say it of
+        this one.
 
-        Weights that are not finite are never written; nor are those with which the loss is not, as a finite checkpoint would go for them.
+        Weights that are not finite are never written; nor are those with which the loss is not, as a finite checkpoint
+        would go for them.
         """
         self._check_weights()
         if self._watch.last is not None and not math.isfinite(self._watch.last.loss):
@@ -292,7 +357,8 @@ class Eagle31Trainer(Trainer):
 
     @contextmanager
     def _no_rotation(self) -> Iterator[int | None]:
-        """The limit on checkpoints, hidden from the Trainer, which would take folders such as checkpoint-best for old ones."""
+        """The limit on checkpoints, hidden from the Trainer, which would take folders such as checkpoint-best for old
+        ones."""
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         try:
             yield limit
@@ -339,7 +405,10 @@ class Eagle31Trainer(Trainer):
     def _note_training(self) -> None:
         """What the card will say."""
         args, facts = self.args, self.drafter.card_facts
-        steps, batch = self.state.global_step, self._train_batch_size * args.gradient_accumulation_steps * args.world_size
+        steps, batch = (
+            self.state.global_step,
+            self._train_batch_size * args.gradient_accumulation_steps * args.world_size,
+        )
         facts.training |= {
             "Steps": f"{steps:,} of {batch} rows of up to {args.max_length:,} tokens",
             "Loss": f"{args.loss}, {args.depth} deep, normalised by {args.normalisation}, rows: {args.loss_mask}",
@@ -348,7 +417,8 @@ class Eagle31Trainer(Trainer):
         evaluated = next((entry for entry in reversed(self.state.log_history) if "eval_accepted_length" in entry), None)
         if evaluated is not None:
             facts.training["Accepted length"] = (
-                f"{evaluated['eval_accepted_length']:.2f} a target forward, walking the answers held out, {args.eval_settings().depth} deep"
+                f"{evaluated['eval_accepted_length']:.2f} a target forward, walking the answers held out,"
+                f" {args.eval_settings().depth} deep"
             )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:

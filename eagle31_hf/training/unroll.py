@@ -1,7 +1,7 @@
 """Training-time test: every slot drafts `depth` tokens as it would when serving, all slots at once.
 
-B rows, T tokens, S = T - 1 slots, k depth. Slot t at depth k embeds x[t+1+k], predicts x[t+2+k] and sees the keys of depth 0 at
-slots <= t plus the later keys of its own slot. Source: EAGLE-3 (arXiv 2503.01840), section 3.
+B rows, T tokens, S = T - 1 slots, k depth. Slot t at depth k embeds x[t+1+k], predicts x[t+2+k] and sees the keys of
+depth 0 at slots <= t plus the later keys of its own slot. Source: EAGLE-3 (arXiv 2503.01840), section 3.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,12 +24,14 @@ def unroll(
     recompute: bool = False,
     observers: Sequence[Callable[[Attended], None]] = (),
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Tokens (B, T) and captured states (B, T, n*ht) -> per depth k the states to score and those fed back, both (B, S - k, h).
+    """Tokens (B, T) and captured states (B, T, n*ht) -> per depth k the states to score and those fed back, both (B, S
+    - k, h).
 
-    Row t of depth k is slot t; slots whose tokens would lie past the end are left out. `documents` (B, T): the number of the packed text
-    each token belongs to; they do not see each other, and each has positions of its own. Gradients flow through all depths; with
-    `recompute` the backward pass runs each depth again instead of keeping what it computed. `observers` see layer 0 attend.
-    Raises ValueError for a depth no slot has tokens for, and for attention dropout.
+    Row t of depth k is slot t; slots whose tokens would lie past the end are left out. `documents` (B, T): the number
+    of the packed text each token belongs to; they do not see each other, and each has positions of its own. Gradients
+    flow through all depths; with `recompute` the backward pass runs each depth again instead of keeping what it
+    computed. `observers` see layer 0 attend. Raises ValueError for a depth no slot has tokens for, and for attention
+    dropout.
     """
     num_slots = input_ids.shape[1] - 1
     if not 1 <= depth <= num_slots:
@@ -40,7 +42,10 @@ def unroll(
     documents = None if documents is None else documents[:, :num_slots]
     positions = positions_of(documents, num_slots, input_ids.device)
     attention = UnrollAttention(documents, observers)
-    masks, source = dict.fromkeys(drafter.config.layer_types, attention), {"target_hidden_states": states[:, :num_slots]}
+    masks, source = (
+        dict.fromkeys(drafter.config.layer_types, attention),
+        {"target_hidden_states": states[:, :num_slots]},
+    )
 
     def step(k: int, source: dict[str, Tensor]) -> Tensor:
         attention.depth, tokens = k, pad(input_ids[:, 1 + k :], (0, k))

@@ -1,4 +1,5 @@
-"""Accepted length by walking a text as serving would: draft, count hits, go on after the bonus token. No target forward is needed.
+"""Accepted length by walking a text as serving would: draft, count hits, go on after the bonus token. No target forward
+is needed.
 
 Exact for greedy decoding where the text is the target's own greedy text. L tokens of an answer, K depths.
 """
@@ -14,7 +15,8 @@ from .rows import runs
 
 @dataclass
 class Walk:
-    """Counts of drafting rounds: `tokens` they brought, bonus tokens included, the one the prompt's forward gives excluded."""
+    """Counts of drafting rounds: `tokens` they brought, bonus tokens included, the one the prompt's forward gives
+    excluded."""
 
     rounds: int = 0
     tokens: int = 0
@@ -32,9 +34,9 @@ class Walk:
         self.accepted_per_position = [a + b for a, b in zip(*both, strict=True)]
 
     def metrics(self) -> dict[str, float]:
-        """`accepted_length`: tokens a target forward, bonus included, as `stats.mean_accepted_length` has it; `_no_bonus`: drafts of it;
-        `_sampled`: with the bonus, expected of drafts that are sampled. `walked_acceptance_1` on: the share of rounds that accept each
-        position."""
+        """`accepted_length`: tokens a target forward, bonus included, as `stats.mean_accepted_length` has it;
+        `_no_bonus`: drafts of it; `_sampled`: with the bonus, expected of drafts that are sampled.
+        `walked_acceptance_1` on: the share of rounds that accept each position."""
         if not self.rounds:
             return {}
         return {
@@ -46,8 +48,9 @@ class Walk:
 
 
 def walk(hits: Tensor, chances: Tensor, stops: bool = True) -> Walk:
-    """One answer: `hits` (K, L - 1) bool, whether the draft of depth k from a chain that begins at token i is token i + 1 + k; `chances`
-    (K, L - 1), that rejection sampling keeps it. `stops`: the last token ends the text, rather than its length.
+    """One answer: `hits` (K, L - 1) bool, whether the draft of depth k from a chain that begins at token i is token i +
+    1 + k; `chances` (K, L - 1), that rejection sampling keeps it. `stops`: the last token ends the text, rather than
+    its length.
 
     The answer's first token comes from the prompt's forward; entries past the end are not looked at.
     """
@@ -70,23 +73,27 @@ def walk(hits: Tensor, chances: Tensor, stops: bool = True) -> Walk:
 
 
 def expected_rounds(chances: Tensor) -> float:
-    """Mean number of rounds if the draft of depth k from token i is kept with chance `chances[k, i]` (K, L - 1): from the end backwards."""
+    """Mean number of rounds if the draft of depth k from token i is kept with chance `chances[k, i]` (K, L - 1): from
+    the end backwards."""
     depth, left = chances.shape
     kept = chances.double().cpu().cumprod(dim=0).T.tolist()  # chance that the first k + 1 drafts are all kept
     rounds = [0.0] * (left + 1)
     for at in range(left - 1, -1, -1):
         reach = [1.0, *kept[at][: min(depth, left - at)]]
         expected = sum(
-            (here - further) * rounds[min(left, at + n + 1)] for n, (here, further) in enumerate(zip(reach, [*reach[1:], 0.0], strict=True))
+            (here - further) * rounds[min(left, at + n + 1)]
+            for n, (here, further) in enumerate(zip(reach, [*reach[1:], 0.0], strict=True))
         )
         rounds[at] = 1.0 + expected
     return rounds[0]
 
 
 def answers_of(answers: Tensor, documents: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Answer mask and document numbers (B, T) -> row, start and end of every answer that drafting begins in, as `walk` takes it.
+    """Answer mask and document numbers (B, T) -> row, start and end of every answer that drafting begins in, as `walk`
+    takes it.
 
-    A text without a prompt begins with a token that no drafter has a state before: there the second one counts as the first.
+    A text without a prompt begins with a token that no drafter has a state before: there the second one counts as the
+    first.
     """
     for row, number, start, end in runs(torch.where(answers.bool(), documents, 0)):
         has_prompt = start > 0 and int(documents[row, start - 1]) == number

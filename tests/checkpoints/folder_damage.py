@@ -1,4 +1,5 @@
-"""Ways to damage a checkpoint's folder or make it do harm, chosen by a random generator: see `tests/fuzz_checkpoints.py`."""
+"""Ways to damage a checkpoint's folder or make it do harm, chosen by a random generator: see
+`tests/fuzz_checkpoints.py`."""
 
 import contextlib
 import io
@@ -57,7 +58,14 @@ def hostile_pickles(rng: random.Random, marker: Path) -> bytes:
         lambda: archived(pickle.dumps({"fc.weight": Attack(torch.Tensor, 2**20, 2**11)}, 2)),
         lambda: archived(pickle.dumps({"fc.weight": Attack(torch.UntypedStorage, 2**33)}, 2)),
         lambda: archived(
-            pickle.dumps({"fc.weight": Attack(torch._utils._rebuild_meta_tensor_no_storage, torch.float32, (2**40,), (1,), False)}, 2)
+            pickle.dumps(
+                {
+                    "fc.weight": Attack(
+                        torch._utils._rebuild_meta_tensor_no_storage, torch.float32, (2**40,), (1,), False
+                    )
+                },
+                2,
+            )
         ),
         lambda: archived(
             b"\x80\x02}X\x01\x00\x00\x00actorch._utils\n_rebuild_tensor_v2\n("
@@ -65,9 +73,15 @@ def hostile_pickles(rng: random.Random, marker: Path) -> bytes:
             + b"K\x00\x8a\x04\x00\x00\x00\x40\x85K\x01\x85\x89ccollections\nOrderedDict\n)RtRs."
         ),
         lambda: archived(b"\x80\x02" + rng.choice((b"]", b"}", b"\x8f", b")")) * rng.choice((10**5, 2**21)) + b"."),
-        lambda: archived(b"\x80\x02ccollections\nOrderedDict\nq\x00" + b"h\x00)R" * rng.choice((10**4, 5 * 10**5)) + b"."),
+        lambda: archived(
+            b"\x80\x02ccollections\nOrderedDict\nq\x00" + b"h\x00)R" * rng.choice((10**4, 5 * 10**5)) + b"."
+        ),
         lambda: saved(
-            {"fc.weight": rng.choice((zeros.to("meta"), torch._neg_view(zeros), zeros.to_sparse(), zeros.to(torch.float8_e4m3fn)))}
+            {
+                "fc.weight": rng.choice(
+                    (zeros.to("meta"), torch._neg_view(zeros), zeros.to_sparse(), zeros.to(torch.float8_e4m3fn))
+                )
+            }
         ),
         lambda: saved({"fc.weight": zeros[:1].expand(2**20, 4)}),
     ]
@@ -120,7 +134,13 @@ HOSTILE_KEYS: dict[str, tuple[Any, ...]] = {
     "tie_word_embeddings": (True,),
     "target_model": ("\x1b[2J", "x" * 10**5),
     "rope_parameters": (
-        {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 10**4, "long_factor": [1.0] * 10**4, "factor": 2.0},
+        {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0] * 10**4,
+            "long_factor": [1.0] * 10**4,
+            "factor": 2.0,
+        },
         {"rope_type": "yarn", "rope_theta": 1e4, "factor": 1e308, "original_max_position_embeddings": 10**18},
         {
             "rope_type": "llama3",
@@ -196,7 +216,11 @@ def damage_any(folder: Path, rng: random.Random) -> None:
     if not files:
         return
     path = rng.choice(files)
-    ways: dict[str, Callable[[Path, random.Random], None]] = {".json": damage_json, ".bin": damage_pickle, ".safetensors": damage_header}
+    ways: dict[str, Callable[[Path, random.Random], None]] = {
+        ".json": damage_json,
+        ".bin": damage_pickle,
+        ".safetensors": damage_header,
+    }
     action = rng.randrange(8)
     data = path.read_bytes()
     if action == 0:
@@ -207,15 +231,26 @@ def damage_any(folder: Path, rng: random.Random) -> None:
         path.write_bytes(damage(data, rng))
     elif path.suffix in ways:
         with contextlib.suppress(
-            ValueError, TypeError, LookupError, StopIteration, RecursionError, struct.error, zipfile.BadZipFile, OverflowError
+            ValueError,
+            TypeError,
+            LookupError,
+            StopIteration,
+            RecursionError,
+            struct.error,
+            zipfile.BadZipFile,
+            OverflowError,
         ):
             ways[path.suffix](path, rng)
 
 
 def long_header(folder: Path, rng: random.Random) -> None:
     """A safetensors file whose header is long, or says that it is."""
-    entries = {f"x{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(rng.choice((10**3, 3 * 10**4)))}
-    text = json.dumps(rng.choice((entries, {"__metadata__": {str(i): "x" for i in range(10**4)}}, {"x" * 10**5: entries["x0"]}))).encode()
+    entries = {
+        f"x{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(rng.choice((10**3, 3 * 10**4)))
+    }
+    text = json.dumps(
+        rng.choice((entries, {"__metadata__": {str(i): "x" for i in range(10**4)}}, {"x" * 10**5: entries["x0"]}))
+    ).encode()
     length = rng.choice((len(text), len(text), 2**40, 10**8))
     unlink(folder / "model.safetensors")
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", length) + text)
@@ -230,7 +265,13 @@ def unlink(path: Path) -> None:
 
 def odd_file(folder: Path, rng: random.Random) -> None:
     """A folder, a pipe, a device or a link where a file is expected, or a link where a folder is made."""
-    names = [path.name for path in files_of(folder)] + [KNOBS, "eagle_meta.pt", "adapter_config.json", "original", "eagle31-converting"]
+    names = [path.name for path in files_of(folder)] + [
+        KNOBS,
+        "eagle_meta.pt",
+        "adapter_config.json",
+        "original",
+        "eagle31-converting",
+    ]
     path = folder / rng.choice(names)
     unlink(path)
     kind = rng.randrange(4)
@@ -262,9 +303,11 @@ def added_file(folder: Path, rng: random.Random, marker: Path) -> None:
         "adapter_config.json": lambda: b'{"base_model_name_or_path": "/etc"}',
         PICKLE: lambda: hostile_pickles(rng, marker),
         "README.md": lambda: rng.randbytes(99),
-        "model.safetensors.index.json": lambda: json.dumps(
-            {"metadata": {}, "weight_map": {"fc.weight": rng.choice((PICKLE, "config.json", "../x"))}}
-        ).encode(),
+        "model.safetensors.index.json": (
+            lambda: json.dumps(
+                {"metadata": {}, "weight_map": {"fc.weight": rng.choice((PICKLE, "config.json", "../x"))}}
+            ).encode()
+        ),
         "tokenizer.json": lambda: nested_json(rng),
         "original/conversion.json": lambda: json.dumps({"weight_files": rng.choice((["../x"], 3, ["a"]))}).encode(),
         "eagle31-converting/model.safetensors": lambda: rng.randbytes(50),

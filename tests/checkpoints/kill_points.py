@@ -1,4 +1,5 @@
-"""Forked processes: one that kills itself right before its n-th step towards the disk, one disturbed at its n-th look, several at once."""
+"""Forked processes: one that kills itself right before its n-th step towards the disk, one disturbed at its n-th look,
+several at once."""
 
 import os
 import signal
@@ -20,7 +21,8 @@ def killed_at(n: int, work: Callable[[], Any], folder: Path) -> bool:
 
 
 def start(work: Callable[[], Any], folder: Path, n: int = 0, delay: float = 0.0) -> int:
-    """The id of a process that runs `work` after `delay` seconds and is killed at its n-th step under `folder`; at none for 0."""
+    """The id of a process that runs `work` after `delay` seconds and is killed at its n-th step under `folder`; at none
+    for 0."""
     pid = os.fork()
     if pid == 0:
         time.sleep(delay)
@@ -39,7 +41,8 @@ def was_killed(pid: int) -> bool:
 
 
 def disturbed_at(n: int, work: Callable[[], Any], folder: Path, disturbance: Callable[[], Any]) -> bool:
-    """Runs `work` in a process of its own, and `disturbance` right before its n-th look at files. Whether it came that far."""
+    """Runs `work` in a process of its own, and `disturbance` right before its n-th look at files. Whether it came that
+    far."""
     pid = os.fork()
     if pid == 0:
         came_that_far = False
@@ -59,7 +62,9 @@ def disturbed_at(n: int, work: Callable[[], Any], folder: Path, disturbance: Cal
 def _run(n: int, work: Callable[[], Any], folder: str) -> None:
     def changes(event: str, args: tuple) -> bool:
         is_open = event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-        return bool(is_open or (event.startswith(("os.", "shutil.")) and event not in READS)) and _is_under(folder, args)
+        return bool(is_open or (event.startswith(("os.", "shutil.")) and event not in READS)) and _is_under(
+            folder, args
+        )
 
     if n:
         _watch(n, lambda: os.kill(os.getpid(), signal.SIGKILL), changes, WRITES)
@@ -67,7 +72,8 @@ def _run(n: int, work: Callable[[], Any], folder: str) -> None:
 
 
 def _watch(n: int, act: Callable[[], Any], is_step: Callable[[str, tuple], bool], calls: tuple[str, ...]) -> None:
-    """Calls `act` right before the n-th step of this process: an audit event that is one, or a call of a builtin of that name."""
+    """Calls `act` right before the n-th step of this process: an audit event that is one, or a call of a builtin of
+    that name."""
     left = n
 
     def step() -> None:

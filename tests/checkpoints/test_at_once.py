@@ -1,4 +1,5 @@
-"""Several processes on one folder: conversions in place take turns, what reads it sees the old checkpoint or the new one."""
+"""Several processes on one folder: conversions in place take turns, what reads it sees the old checkpoint or the new
+one."""
 
 import errno
 import json
@@ -272,7 +273,9 @@ def test_a_folder_that_cannot_be_written_to_is_refused_unless_nothing_is_to_be_d
         path.chmod(0o555 if path.is_dir() else 0o444)
 
     def work() -> None:
-        with pytest.raises(PermissionError, match="cannot be written to, so it cannot be converted in place; name a destination"):
+        with pytest.raises(
+            PermissionError, match="cannot be written to, so it cannot be converted in place; name a destination"
+        ):
             convert_checkpoint(public_path / "drafter")
         assert convert_checkpoint(public_path / "native").is_native
 
@@ -289,7 +292,9 @@ def test_a_lock_file_of_somebody_elses_is_one_clear_error(public_path):
     (public_path / "drafter" / LOCK).touch(0o000)
 
     def work() -> None:
-        with pytest.raises(PermissionError, match=r"\.eagle31\.lock: cannot be opened to lock the folder.*Name a destination"):
+        with pytest.raises(
+            PermissionError, match=r"\.eagle31\.lock: cannot be opened to lock the folder.*Name a destination"
+        ):
             convert_checkpoint(public_path / "drafter")
 
     before = {path: path.stat().st_mtime_ns for path in public_path.rglob("*")}
@@ -301,7 +306,8 @@ def test_a_lock_file_of_somebody_elses_is_one_clear_error(public_path):
 
 
 def disturb_everywhere(work, folder: Path, begin) -> int:
-    """Runs `work` on what `begin` prepares; before its n-th look at files, the folder is converted. How many looks it took."""
+    """Runs `work` on what `begin` prepares; before its n-th look at files, the folder is converted. How many looks it
+    took."""
     n = 1
     begin()
     while disturbed_at(n, work, folder, lambda: convert_checkpoint(folder)):
@@ -313,14 +319,19 @@ def disturb_everywhere(work, folder: Path, begin) -> int:
 @pytest.mark.parametrize("kind", ["safetensors", "sharded"])
 def test_a_reader_sees_the_old_checkpoint_or_the_new_one(kind, prepare):
     prepared = prepare(kind)
-    looks = disturb_everywhere(lambda: assert_exact(prepared.folder, prepared.drafter), prepared.folder, lambda: prepare(kind))
+    looks = disturb_everywhere(
+        lambda: assert_exact(prepared.folder, prepared.drafter), prepared.folder, lambda: prepare(kind)
+    )
     assert looks > 20
 
 
 def test_a_reader_of_a_half_converted_folder_sees_the_same(prepare, tmp_path):
     """Killed after its commit, a conversion is finished by another while the folder is read."""
     prepared, n = prepare("safetensors"), 1
-    while not (killed_at(n, lambda: convert_checkpoint(prepared.folder), prepared.folder) and is_half_converted(prepared.folder)):
+    while not (
+        killed_at(n, lambda: convert_checkpoint(prepared.folder), prepared.folder)
+        and is_half_converted(prepared.folder)
+    ):
         n += 4
         prepare("safetensors")
     shutil.copytree(prepared.folder, tmp_path / "half")
@@ -363,7 +374,8 @@ def test_what_is_written_from_a_folder_that_changes_is_whole_or_nothing(write, p
 
 
 def test_what_changes_while_its_conversion_is_prepared_is_left_alone(prepare):
-    """By somebody who knows nothing of our lock, a trainer that saves, say. Once the old config is in original/, it is too late."""
+    """By somebody who knows nothing of our lock, a trainer that saves, say. Once the old config is in original/, it is
+    too late."""
     prepared = prepare("safetensors")
     other = replace(SPECFORGE, extra={"norm.weight": torch.full((20,), 2.0)})
 
@@ -387,7 +399,9 @@ def test_what_changes_while_its_conversion_is_prepared_is_left_alone(prepare):
         saved.unlink(missing_ok=True)
         n += STRIDE
         prepare("safetensors")
-    assert outcomes == {(True, True), (True, False), (False, True)}, "converted as saved, left as saved, converted before"
+    assert outcomes == {(True, True), (True, False), (False, True)}, (
+        "converted as saved, left as saved, converted before"
+    )
 
 
 def test_a_folder_that_never_settles_is_one_clear_error(prepare):

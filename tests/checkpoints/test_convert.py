@@ -1,4 +1,5 @@
-"""Conversion into a folder and in place: the same bytes, nothing lost whenever the process dies, nothing written when refused."""
+"""Conversion into a folder and in place: the same bytes, nothing lost whenever the process dies, nothing written when
+refused."""
 
 import json
 import os
@@ -37,7 +38,14 @@ def assert_loads(folder: Path, drafter: Eagle31DrafterModel, **options) -> None:
     assert set(loaded.state_dict()) == set(drafter.state_dict())
     for name, tensor in drafter.state_dict().items():
         assert_close(name, loaded.state_dict()[name], tensor)
-    for name in ("fc_norm", "norm_output", "aux_hidden_state_layer_ids", "rope_parameters", "num_hidden_layers", "qk_norm"):
+    for name in (
+        "fc_norm",
+        "norm_output",
+        "aux_hidden_state_layer_ids",
+        "rope_parameters",
+        "num_hidden_layers",
+        "qk_norm",
+    ):
         assert_close(name, getattr(loaded.config, name), getattr(drafter.config, name))
 
 
@@ -107,13 +115,18 @@ def test_knobs_are_copied_from_a_native_checkpoint_only(tmp_path):
         LAYOUTS[name].write(tmp_path / name)
         (tmp_path / name / "generation_config.json").write_text('{"num_assistant_tokens": 9}')
         convert_checkpoint(tmp_path / name, tmp_path / f"{name}-converted")
-    assert Eagle31DrafterModel.from_pretrained(tmp_path / "native-converted").generation_config.num_assistant_tokens == 9
+    assert (
+        Eagle31DrafterModel.from_pretrained(tmp_path / "native-converted").generation_config.num_assistant_tokens == 9
+    )
     assert not (tmp_path / "specforge-converted" / "generation_config.json").exists()
 
 
 def test_each_tensor_keeps_its_dtype(tmp_path):
     SPECFORGE.write(tmp_path / "source")
-    layout = replace(SPECFORGE, extra={"norm.weight": torch.ones(20, dtype=torch.float32), "lm_head.weight": torch.ones(37, 20).half()})
+    layout = replace(
+        SPECFORGE,
+        extra={"norm.weight": torch.ones(20, dtype=torch.float32), "lm_head.weight": torch.ones(37, 20).half()},
+    )
     layout.write(tmp_path / "source")
     checkpoint = convert_checkpoint(tmp_path / "source", tmp_path / "converted")
     dtypes = {name: stored.dtype for name, stored in checkpoint.tensors.items()}
@@ -182,7 +195,9 @@ def test_a_record_cannot_name_files_outside(name, tmp_path):
     assert victim.read_text() == "mine"
 
 
-@pytest.mark.parametrize("record", [{}, {"weight_files": 3}, {"weight_files": [3]}, {"weight_files": [""]}, []], ids=str)
+@pytest.mark.parametrize(
+    "record", [{}, {"weight_files": 3}, {"weight_files": [3]}, {"weight_files": [""]}, []], ids=str
+)
 def test_a_record_that_is_none_of_ours_is_refused(record, tmp_path):
     LAYOUTS["native"].write(tmp_path)
     (tmp_path / "original").mkdir()
@@ -237,7 +252,11 @@ def test_a_config_of_somebody_elses_in_original_is_kept(tmp_path):
 
 def test_weights_in_a_subfolder(tmp_path):
     LAYOUTS["nemo"].write(tmp_path / "drafter")
-    refused(tmp_path / "drafter", None, "its weights are in .*model/consolidated; convert that folder, or name a destination")
+    refused(
+        tmp_path / "drafter",
+        None,
+        "its weights are in .*model/consolidated; convert that folder, or name a destination",
+    )
 
 
 @pytest.mark.parametrize("destination", ["here", "elsewhere"])
@@ -257,7 +276,9 @@ def test_weights_that_are_not_finite(dtype, file, value, destination, tmp_path):
 def test_an_option_nobody_knows(options, destination, tmp_path):
     SPECFORGE.write(tmp_path / "drafter")
     elsewhere = None if destination == "here" else tmp_path / "elsewhere"
-    refused(tmp_path / "drafter", elsewhere, f"got .*{next(iter(options))}.*expected fields of Eagle31Config", **options)
+    refused(
+        tmp_path / "drafter", elsewhere, f"got .*{next(iter(options))}.*expected fields of Eagle31Config", **options
+    )
 
 
 def test_what_is_no_folder_cannot_be_converted_in_place(tmp_path):
@@ -297,11 +318,14 @@ KILLED = {
 
 def is_new(folder: Path, layout) -> bool:
     config = json.loads((folder / "config.json").read_text())
-    return config["model_type"] == "eagle31" and (layout is not KILLED["native_with_another_field"] or config.get("logit_scale") == 0.5)
+    return config["model_type"] == "eagle31" and (
+        layout is not KILLED["native_with_another_field"] or config.get("logit_scale") == 0.5
+    )
 
 
 def assert_old_or_new(folder: Path, layout, before: dict[str, bytes], discard: bool) -> None:
-    """Either every file is as it was, or the new checkpoint is read and every old file lies somewhere, unless they are discarded."""
+    """Either every file is as it was, or the new checkpoint is read and every old file lies somewhere, unless they are
+    discarded."""
     after = contents(folder)
     if not is_new(folder, layout):
         assert {name: after.get(name) for name in before} == before
@@ -311,7 +335,9 @@ def assert_old_or_new(folder: Path, layout, before: dict[str, bytes], discard: b
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills a forked process")
-@pytest.mark.parametrize(("name", "discard"), [*((name, False) for name in KILLED), ("sharded", True), ("safetensors", True)])
+@pytest.mark.parametrize(
+    ("name", "discard"), [*((name, False) for name in KILLED), ("sharded", True), ("safetensors", True)]
+)
 def test_a_killed_conversion_leaves_the_old_or_the_new_and_can_be_finished(name, discard, tmp_path):
     layout, source, folder = KILLED[name], tmp_path / "source", tmp_path / "drafter"
     drafter = layout.write(source)
@@ -381,14 +407,22 @@ MEBIBYTE = 2**20
 
 def peak(*arguments: Path) -> int:
     """Bytes of memory a process of its own held at most. Not getrusage: what that says starts at the parent's."""
-    run = subprocess.run([sys.executable, "-c", MEASURED, *map(str, arguments)], check=True, capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-c", MEASURED, *map(str, arguments)], check=True, capture_output=True, text=True
+    )
     return int(run.stdout) * 1024
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from Linux' process file system")
 def test_no_more_than_a_tensor_is_in_memory(tmp_path):
     largest, width, rows = 40 * MEBIBYTE, 512, 20480
-    fields = {"vocab_size": rows, "draft_vocab_size": rows, "hidden_size": width, "intermediate_size": rows // 2, "head_dim": 64}
+    fields = {
+        "vocab_size": rows,
+        "draft_vocab_size": rows,
+        "hidden_size": width,
+        "intermediate_size": rows // 2,
+        "head_dim": 64,
+    }
     config = LAYOUTS["inferact"].config | fields | {"num_attention_heads": 4, "num_key_value_heads": 2}
     layout = replace(LAYOUTS["inferact"], config=config, fields=LAYOUTS["inferact"].fields | fields)
     drafter = layout.build()

@@ -1,4 +1,5 @@
-"""Export: back and forth changes no byte, every key is what the engine reads, and what it cannot express is refused with the reason.
+"""Export: back and forth changes no byte, every key is what the engine reads, and what it cannot express is refused
+with the reason.
 
 V target vocabulary, Vd draft vocabulary.
 """
@@ -33,8 +34,18 @@ EVERYWHERE = {name: NORMS[name] for name in ("eagle31", "eagle3", "norm_before_f
     "no_ids": {"aux_hidden_state_layer_ids": None},
     "yarn": {"rope_parameters": YARN | {"rope_theta": 150000.0}},
     "partial_rotary": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.67}},
-    "named_target_and_tokens": {"target_model": "a/target", "bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": 0},
-    "other_sizes": {"rms_norm_eps": 1e-6, "max_position_embeddings": 512, "initializer_range": 0.01, "attention_dropout": 0.1},
+    "named_target_and_tokens": {
+        "target_model": "a/target",
+        "bos_token_id": 1,
+        "eos_token_id": [2, 3],
+        "pad_token_id": 0,
+    },
+    "other_sizes": {
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.01,
+        "attention_dropout": 0.1,
+    },
 }
 ONLY_SOME = {
     "norm_before_residual": (NORMS["norm_before_residual"], ("vllm", "speculators")),
@@ -102,7 +113,10 @@ def test_an_unsorted_vocabulary_is_sorted_for_speculators_and_logits_with_it(tmp
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_model_and_its_checkpoint_are_exported_alike(format, tmp_path):
     native(tmp_path / "native")
-    for name, source in (("model", Eagle31DrafterModel.from_pretrained(tmp_path / "native")), ("path", tmp_path / "native")):
+    for name, source in (
+        ("model", Eagle31DrafterModel.from_pretrained(tmp_path / "native")),
+        ("path", tmp_path / "native"),
+    ):
         assert export_checkpoint(source, tmp_path / name, format) == tmp_path / name
     assert contents(tmp_path / "model") == contents(tmp_path / "path")
 
@@ -131,27 +145,64 @@ def test_a_model_in_another_dtype_says_so(format, tmp_path):
 
 # What engines read.
 
-# The skeleton of one directory for both engines: a Llama of 32 layers as target, EAGLE 3.1, three states, a reduced vocabulary.
+# The skeleton of one directory for both engines: a Llama of 32 layers as target, EAGLE 3.1, three states, a reduced
+# vocabulary.
 LARGE = {
-    "vocab_size": 128256, "draft_vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072, "aux_hidden_state_layer_ids": [2, 16, 29],
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}, "dtype": "bfloat16",
-}  # fmt: skip
+    "vocab_size": 128256,
+    "draft_vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "aux_hidden_state_layer_ids": [2, 16, 29],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    "dtype": "bfloat16",
+}
 SKELETON = {
-    "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1, "hidden_size": 4096,
-    "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "hidden_act": "silu",
-    "rms_norm_eps": 1e-05, "attention_bias": False, "mlp_bias": False, "vocab_size": 128256, "draft_vocab_size": 32000,
-    "tie_word_embeddings": False, "max_position_embeddings": 131072, "torch_dtype": "bfloat16", "dtype": "bfloat16",
-    "rope_theta": 500000.0, "rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-    "num_aux_hidden_states": 3, "norm_before_residual": False, "norm_before_fc": False, "fc_norm": True, "norm_output": True,
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "model_type": "llama",
+    "num_hidden_layers": 1,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-05,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "vocab_size": 128256,
+    "draft_vocab_size": 32000,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 131072,
+    "torch_dtype": "bfloat16",
+    "dtype": "bfloat16",
+    "rope_theta": 500000.0,
+    "rope_scaling": None,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    "num_aux_hidden_states": 3,
+    "norm_before_residual": False,
+    "norm_before_fc": False,
+    "fc_norm": True,
+    "norm_output": True,
     "eagle_aux_hidden_state_layer_ids": [2, 16, 29],
-}  # fmt: skip
+}
 NESTED = {"eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [1, 15, 28]}}
 CONTAINER = {
-    "architectures": ["Eagle3DraftModel"], "speculators_model_type": "eagle3", "draft_vocab_size": 32000, "target_hidden_size": None,
-    "norm_before_residual": False, "norm_before_fc": False, "fc_norm": True, "norm_output": True, "embed_requires_grad": False,
-    "tie_word_embeddings": False, "eagle_aux_hidden_state_layer_ids": [2, 16, 29],
-}  # fmt: skip
+    "architectures": ["Eagle3DraftModel"],
+    "speculators_model_type": "eagle3",
+    "draft_vocab_size": 32000,
+    "target_hidden_size": None,
+    "norm_before_residual": False,
+    "norm_before_fc": False,
+    "fc_norm": True,
+    "norm_output": True,
+    "embed_requires_grad": False,
+    "tie_word_embeddings": False,
+    "eagle_aux_hidden_state_layer_ids": [2, 16, 29],
+}
 
 
 def part(value: dict, keys) -> dict:
@@ -161,7 +212,10 @@ def part(value: dict, keys) -> dict:
 def test_the_config_for_vllm_is_the_skeleton():
     config = engine_config(Eagle31Config(**LARGE), "vllm")
     assert part(config, SKELETON) == SKELETON
-    assert not {"eagle_config", "speculators_config", "target_layer_ids", "dflash_config", "transformers_version"} & config.keys()
+    assert (
+        not {"eagle_config", "speculators_config", "target_layer_ids", "dflash_config", "transformers_version"}
+        & config.keys()
+    )
 
 
 def test_the_config_for_sglang_is_the_skeleton_with_both_lists():
@@ -177,8 +231,10 @@ def test_the_config_for_speculators_is_the_container():
     assert config["speculators_config"]["verifier"]["name_or_path"] == "org/target"
     (proposal,) = config["speculators_config"]["proposal_methods"]
     assert part(proposal, ["proposal_type", "verifier_accept_k", "accept_tolerance"]) == {
-        "proposal_type": "greedy", "verifier_accept_k": 1, "accept_tolerance": 0.0,
-    }  # fmt: skip
+        "proposal_type": "greedy",
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
     geometry = SKELETON.keys() - CONTAINER.keys() - {"architectures", "model_type"}
     assert part(config["transformer_layer_config"], geometry) == part(SKELETON, geometry)
     assert config["transformer_layer_config"]["model_type"] == "llama"
@@ -214,7 +270,9 @@ def test_rope_is_written_in_every_spelling():
 @pytest.mark.parametrize("name", ["eagle31", "eagle3", "norm_before_fc"])
 def test_every_flag_is_written_out(name, format):
     config = engine_config(Eagle31Config(**LARGE | NORMS[name]), format)
-    wanted = {"fc_norm": True, "norm_output": True, "norm_before_fc": False, "norm_before_residual": False} | NORMS[name]
+    wanted = {"fc_norm": True, "norm_output": True, "norm_before_fc": False, "norm_before_residual": False} | NORMS[
+        name
+    ]
     assert part(config, wanted) == wanted
 
 
@@ -243,19 +301,27 @@ def test_the_ids_sglang_reads(target_type, boundary, expected):
 @pytest.mark.parametrize(
     ("target_model", "expected"),
     [
-        ("openai/gpt-oss-20b", [2, 16, 29]), ("org/DeepSeek-V3", [1, 15, 28]), ("moonshotai/Kimi-K2-Instruct", [1, 15, 28]),
-        ("Qwen/Qwen3-8B", [1, 15, 28]), ("deepseek/llama", [1, 15, 28]), (None, [1, 15, 28]),
+        ("openai/gpt-oss-20b", [2, 16, 29]),
+        ("org/DeepSeek-V3", [1, 15, 28]),
+        ("moonshotai/Kimi-K2-Instruct", [1, 15, 28]),
+        ("Qwen/Qwen3-8B", [1, 15, 28]),
+        ("deepseek/llama", [1, 15, 28]),
+        (None, [1, 15, 28]),
     ],
-)  # fmt: skip
+)
 def test_the_target_is_told_from_its_name(target_model, expected):
     written = engine_config(Eagle31Config(**LARGE, target_model=target_model), "sglang")
     assert written["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == expected
 
 
-@pytest.mark.parametrize(("target_type", "ids"), [("deepseek_v3", [1, 30, 58]), ("kimi_k2", [1, 2, 3]), ("llama", [0, 5, 9])])
+@pytest.mark.parametrize(
+    ("target_type", "ids"), [("deepseek_v3", [1, 30, 58]), ("kimi_k2", [1, 2, 3]), ("llama", [0, 5, 9])]
+)
 def test_ids_sglang_cannot_read_are_refused(target_type, ids, tmp_path):
     with pytest.raises(ValueError, match=r"cannot be expressed|cannot express"):
-        export_checkpoint(build(aux_hidden_state_layer_ids=ids), tmp_path / "exported", "sglang", target_type=target_type)
+        export_checkpoint(
+            build(aux_hidden_state_layer_ids=ids), tmp_path / "exported", "sglang", target_type=target_type
+        )
     assert not any(tmp_path.iterdir())
 
 
@@ -268,14 +334,24 @@ def names(folder: Path) -> set[str]:
 
 
 LAYER = {
-    "input_layernorm.weight", "hidden_norm.weight", "post_attention_layernorm.weight", "self_attn.q_proj.weight", "self_attn.k_proj.weight",
-    "self_attn.v_proj.weight", "self_attn.o_proj.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight",
-}  # fmt: skip
+    "input_layernorm.weight",
+    "hidden_norm.weight",
+    "post_attention_layernorm.weight",
+    "self_attn.q_proj.weight",
+    "self_attn.k_proj.weight",
+    "self_attn.v_proj.weight",
+    "self_attn.o_proj.weight",
+    "mlp.gate_proj.weight",
+    "mlp.up_proj.weight",
+    "mlp.down_proj.weight",
+}
 AROUND = {"fc.weight", "fc_norm.0.weight", "fc_norm.1.weight", "fc_norm.2.weight", "norm.weight", "lm_head.weight"}
 OTHERS = {"embed_tokens.weight", "d2t", "t2d"}
 
 
-@pytest.mark.parametrize(("format", "prefix"), [("vllm", "layers.0."), ("sglang", "midlayer."), ("speculators", "layers.0.")])
+@pytest.mark.parametrize(
+    ("format", "prefix"), [("vllm", "layers.0."), ("sglang", "midlayer."), ("speculators", "layers.0.")]
+)
 def test_the_tensors_of_one_layer(format, prefix, tmp_path):
     export_checkpoint(build(**IDS), tmp_path / "exported", format)
     assert names(tmp_path / "exported") == AROUND | OTHERS | {prefix + name for name in LAYER}
@@ -335,7 +411,9 @@ def test_what_an_engine_cannot_express_is_refused_and_nothing_written(format, fi
     drafter, source = build(**IDS | fields), tmp_path / "source"
     drafter.save_pretrained(source)
     before = contents(tmp_path)
-    with pytest.raises(ValueError, match=f"{EXPORT_FORMATS[format].engine} cannot run this drafter: .*{reason}.*Nothing was written"):
+    with pytest.raises(
+        ValueError, match=f"{EXPORT_FORMATS[format].engine} cannot run this drafter: .*{reason}.*Nothing was written"
+    ):
         export_checkpoint(drafter if given == "model" else source, tmp_path / "there" / "exported", format)
     assert contents(tmp_path) == before
 
@@ -395,7 +473,11 @@ def test_options_decide_what_is_ambiguous(tmp_path):
 def test_a_shell_reads_the_launch_line_as_it_is_meant(format):
     folder, name = '/a folder/it\'s "$(x)"', "demo target; x"
     words = shlex.split(launch_line(Eagle31Config(**LARGE, target_model=name), folder, format, 7))
-    stated = json.loads(words[-1])["model"] if format != "sglang" else words[words.index("--speculative-draft-model-path") + 1]
+    stated = (
+        json.loads(words[-1])["model"]
+        if format != "sglang"
+        else words[words.index("--speculative-draft-model-path") + 1]
+    )
     assert (name in words, stated) == (True, folder)
 
 

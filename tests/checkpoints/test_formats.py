@@ -1,4 +1,5 @@
-"""Every producer's layout loads to the drafter it was written from; what may mean two things asks, and one argument decides.
+"""Every producer's layout loads to the drafter it was written from; what may mean two things asks, and one argument
+decides.
 
 B batch, T tokens, V target vocabulary, Vd draft vocabulary.
 """
@@ -41,7 +42,9 @@ def assert_same(loaded: Eagle31DrafterModel, drafter: Eagle31DrafterModel) -> No
     for name, tensor in drafter.state_dict().items():
         assert_close(name, loaded.state_dict()[name], tensor)
     tokens, states = inputs(drafter)
-    states = states.repeat(1, 1, 2)[..., : drafter.config.num_aux_states * drafter.config.target_hidden_size].to(drafter.dtype)
+    states = states.repeat(1, 1, 2)[..., : drafter.config.num_aux_states * drafter.config.target_hidden_size].to(
+        drafter.dtype
+    )
     logits, theirs = [], target(hidden_size=drafter.config.target_hidden_size)
     for model in (loaded, drafter):
         if model.config.share_target_embeddings:
@@ -56,7 +59,9 @@ def edited(folder: Path, tensors: dict | None = None, **config) -> Path:
     """The checkpoint in `folder` with tensors and config keys replaced, or, where None, left out."""
     if tensors:
         weights = load_file(folder / "model.safetensors") | tensors
-        save_file({name: w for name, w in weights.items() if w is not None}, folder / "model.safetensors", {"format": "pt"})
+        save_file(
+            {name: w for name, w in weights.items() if w is not None}, folder / "model.safetensors", {"format": "pt"}
+        )
     stated = json.loads((folder / "config.json").read_text()) | config
     (folder / "config.json").write_text(json.dumps({key: value for key, value in stated.items() if value is not None}))
     return folder
@@ -79,10 +84,18 @@ def test_a_special_token_of_the_config_is_kept(tmp_path):
 
 
 PRODUCERS = {
-    "original_release": "original EAGLE 3 release", "specforge": "SpecForge", "speculators": "speculators", "modelopt": "NVIDIA ModelOpt",
-    "torchspec": "TorchSpec", "nemo": "NeMo Automodel", "nemo_older": "NeMo Automodel", "angelslim": "AngelSlim", "nebius": "nebius",
-    "specdrift": "vLLM / SGLang layout", "native": "eagle31_hf",
-}  # fmt: skip
+    "original_release": "original EAGLE 3 release",
+    "specforge": "SpecForge",
+    "speculators": "speculators",
+    "modelopt": "NVIDIA ModelOpt",
+    "torchspec": "TorchSpec",
+    "nemo": "NeMo Automodel",
+    "nemo_older": "NeMo Automodel",
+    "angelslim": "AngelSlim",
+    "nebius": "nebius",
+    "specdrift": "vLLM / SGLang layout",
+    "native": "eagle31_hf",
+}
 
 
 @pytest.mark.parametrize(("name", "producer"), PRODUCERS.items(), ids=PRODUCERS)
@@ -106,7 +119,10 @@ def test_files_and_shards(name, shards, file, tmp_path):
 @pytest.mark.parametrize("first", ["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"])
 def test_of_several_files_the_first_usual_name_is_read(first, tmp_path):
     order = ["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"]
-    drafter, tensors = SPECFORGE.write(tmp_path), load_file(SPECFORGE.write(tmp_path) and tmp_path / "model.safetensors")
+    drafter, tensors = (
+        SPECFORGE.write(tmp_path),
+        load_file(SPECFORGE.write(tmp_path) and tmp_path / "model.safetensors"),
+    )
     (tmp_path / "model.safetensors").unlink()
     for name in order[order.index(first) :]:
         file, shards = name.removesuffix(".index.json"), 2 if name.endswith("index.json") else 1
@@ -198,8 +214,10 @@ NESTED_IDS = {
 
 @pytest.mark.parametrize(("ids", "boundary"), NESTED_IDS.values(), ids=NESTED_IDS)
 def test_nested_ids_of_nobody_in_particular(ids, boundary, tmp_path):
-    layout = replace(LAYOUTS["two_layers_with_hidden_norm"], fields=LAYOUTS["two_layers_with_hidden_norm"].fields
-                     | {"aux_hidden_state_layer_ids": ids})  # fmt: skip
+    layout = replace(
+        LAYOUTS["two_layers_with_hidden_norm"],
+        fields=LAYOUTS["two_layers_with_hidden_norm"].fields | {"aux_hidden_state_layer_ids": ids},
+    )
     layout.write(tmp_path)
     edited(tmp_path, eagle_config={"eagle_aux_hidden_state_layer_ids": ids})
     if boundary is None:
@@ -212,13 +230,21 @@ def test_nested_ids_of_nobody_in_particular(ids, boundary, tmp_path):
 @pytest.mark.parametrize("nested_ids", [[2, 16, 29], [1, 15, 28]])
 def test_ids_in_both_places_are_the_top_ones(nested_ids, tmp_path):
     SPECFORGE.write(tmp_path)
-    edited(tmp_path, eagle_aux_hidden_state_layer_ids=[2, 16, 29], eagle_config={"eagle_aux_hidden_state_layer_ids": nested_ids})
+    edited(
+        tmp_path,
+        eagle_aux_hidden_state_layer_ids=[2, 16, 29],
+        eagle_config={"eagle_aux_hidden_state_layer_ids": nested_ids},
+    )
     assert read_checkpoint(str(tmp_path)).config.aux_hidden_state_layer_ids == [2, 16, 29]
 
 
 def test_ids_in_both_places_that_differ_are_refused(tmp_path):
     SPECFORGE.write(tmp_path)
-    edited(tmp_path, eagle_aux_hidden_state_layer_ids=[2, 16, 29], eagle_config={"eagle_aux_hidden_state_layer_ids": [3, 17, 30]})
+    edited(
+        tmp_path,
+        eagle_aux_hidden_state_layer_ids=[2, 16, 29],
+        eagle_config={"eagle_aux_hidden_state_layer_ids": [3, 17, 30]},
+    )
     with pytest.raises(ValueError, match="expected the same layers"):
         read_checkpoint(str(tmp_path))
 
@@ -270,7 +296,9 @@ def test_a_head_shared_with_the_target(tmp_path):
 # The vocabulary map.
 
 
-@pytest.mark.parametrize("dtypes", [(torch.int32, torch.uint8), (torch.int64, torch.int32), (torch.int32, torch.bool)], ids=str)
+@pytest.mark.parametrize(
+    "dtypes", [(torch.int32, torch.uint8), (torch.int64, torch.int32), (torch.int32, torch.bool)], ids=str
+)
 @pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
 @pytest.mark.usefixtures("poisoned_memory")
 def test_the_map_in_other_integers(file, dtypes, tmp_path):
@@ -281,7 +309,9 @@ def test_the_map_in_other_integers(file, dtypes, tmp_path):
 
 
 @pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize("t2d", [torch.zeros(VOCAB), torch.ones(VOCAB), torch.arange(VOCAB) % 2], ids=["none", "all", "odd"])
+@pytest.mark.parametrize(
+    "t2d", [torch.zeros(VOCAB), torch.ones(VOCAB), torch.arange(VOCAB) % 2], ids=["none", "all", "odd"]
+)
 def test_a_t2d_that_contradicts_is_rebuilt_and_noted(t2d, tmp_path):
     drafter = SPECFORGE.write(tmp_path)
     loaded = Eagle31DrafterModel.from_pretrained(edited(tmp_path, {"t2d": t2d.bool()}))
@@ -344,12 +374,16 @@ def test_fields_given_win(tmp_path):
 def test_a_config_elsewhere_wins(as_path, tmp_path):
     """By its folder's name, as transformers takes it."""
     LAYOUTS["specforge_of_two_meanings"].write(tmp_path / "source")
-    Eagle31DrafterModel.from_pretrained(tmp_path / "source", norm_output=False).config.save_pretrained(tmp_path / "config")
+    Eagle31DrafterModel.from_pretrained(tmp_path / "source", norm_output=False).config.save_pretrained(
+        tmp_path / "config"
+    )
     loaded = Eagle31DrafterModel.from_pretrained(tmp_path / "source", config=as_path(tmp_path / "config"))
     assert loaded.config.norm_output is False
 
 
-@pytest.mark.parametrize("config", [PreTrainedConfig(), {"norm_output": False}, 5], ids=["another class", "dict", "number"])
+@pytest.mark.parametrize(
+    "config", [PreTrainedConfig(), {"norm_output": False}, 5], ids=["another class", "dict", "number"]
+)
 def test_a_config_of_another_kind_is_refused(config, tmp_path):
     SPECFORGE.write(tmp_path)
     with pytest.raises(ValueError, match="expected an Eagle31Config, or the folder"):

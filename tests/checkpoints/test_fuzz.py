@@ -1,4 +1,5 @@
-"""Random damage to configs, headers, indices and pickles: it is read or refused (ValueError, OSError), soon and in little memory.
+"""Random damage to configs, headers, indices and pickles: it is read or refused (ValueError, OSError), soon and in
+little memory.
 
 `python tests/checkpoints/test_fuzz.py 10000 [first seed]` runs more and prints what came out.
 """
@@ -24,23 +25,110 @@ import torch
 from eagle31_hf import Eagle31DrafterModel
 from eagle31_hf.checkpoints import read_checkpoint
 
-CASES, SECONDS, MEBIBYTES = 1000, 2.0, 400  # in the suite; of processor time for one case; more than before for all of them
+# in the suite; of processor time for one case; more than before for all of them
+CASES, SECONDS, MEBIBYTES = 1000, 2.0, 400
 WEIGHTS, PICKLE = "model.safetensors", "pytorch_model.bin"
-BASES = ("specforge", "speculators", "modelopt", "nemo", "kimi_mla", "native", "norms_called_fcs", "biases", "nemo_older", "nebius")
+BASES = (
+    "specforge",
+    "speculators",
+    "modelopt",
+    "nemo",
+    "kimi_mla",
+    "native",
+    "norms_called_fcs",
+    "biases",
+    "nemo_older",
+    "nebius",
+)
 NUMBERS = (0, 1, -1, 2, 3, 7, 255, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 2**64, -(2**63), 10**12, 10**30, 10**400)
 FRACTIONS = (0.5, 1.0, -0.5, 1e-320, 1e308, -1e308, 3.9, 0.0, -0.0)
-TEXTS = ("", "llama", "true", "61", "null", "\0", "\ud800", "ẞ\u202e🦅", "a" * 5000, "../x", "/etc/passwd", "yarn", "llama3", "longrope",
-         "dynamic", "default", "linear", "sliding_attention", "float8_e4m3fn", "bfloat16", "gelu", "I64", "BOOL", "F8_E4M3")  # fmt: skip
+TEXTS = (
+    "",
+    "llama",
+    "true",
+    "61",
+    "null",
+    "\0",
+    "\ud800",
+    "ẞ\u202e🦅",
+    "a" * 5000,
+    "../x",
+    "/etc/passwd",
+    "yarn",
+    "llama3",
+    "longrope",
+    "dynamic",
+    "default",
+    "linear",
+    "sliding_attention",
+    "float8_e4m3fn",
+    "bfloat16",
+    "gelu",
+    "I64",
+    "BOOL",
+    "F8_E4M3",
+)
 KEYS = (
-    "vocab_size", "hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "draft_vocab_size",
-    "target_hidden_size", "rope_theta", "rope_scaling", "rope_parameters", "rope_type", "type", "factor", "partial_rotary_factor", "dtype",
-    "torch_dtype", "eagle_config", "transformer_layer_config", "speculators_config", "speculators_model_type", "verifier", "weights_from",
-    "transformers_weights", "quantization_config", "layer_types", "sliding_window", "kv_lora_rank", "q_lora_rank", "architectures",
-    "model_type", "eagle_aux_hidden_state_layer_ids", "aux_hidden_states_layer_ids", "aux_hidden_state_layer_ids", "producer",
-    "num_aux_hidden_states", "fc_norm", "norm_before_fc", "norm_output", "use_aux_norm", "hidden_act", "rms_norm_eps", "eos_token_id",
-    "mrope_section", "attn_implementation", "auto_map", "is_encoder_decoder", "id2label", "num_labels", "torchscript", "dtype_plan",
-    "shape", "data_offsets", "__metadata__", "weight_map", "metadata", "use_return_dict", "problem_type", "chunk_size_feed_forward",
-)  # fmt: skip
+    "vocab_size",
+    "hidden_size",
+    "head_dim",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_hidden_layers",
+    "draft_vocab_size",
+    "target_hidden_size",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "rope_type",
+    "type",
+    "factor",
+    "partial_rotary_factor",
+    "dtype",
+    "torch_dtype",
+    "eagle_config",
+    "transformer_layer_config",
+    "speculators_config",
+    "speculators_model_type",
+    "verifier",
+    "weights_from",
+    "transformers_weights",
+    "quantization_config",
+    "layer_types",
+    "sliding_window",
+    "kv_lora_rank",
+    "q_lora_rank",
+    "architectures",
+    "model_type",
+    "eagle_aux_hidden_state_layer_ids",
+    "aux_hidden_states_layer_ids",
+    "aux_hidden_state_layer_ids",
+    "producer",
+    "num_aux_hidden_states",
+    "fc_norm",
+    "norm_before_fc",
+    "norm_output",
+    "use_aux_norm",
+    "hidden_act",
+    "rms_norm_eps",
+    "eos_token_id",
+    "mrope_section",
+    "attn_implementation",
+    "auto_map",
+    "is_encoder_decoder",
+    "id2label",
+    "num_labels",
+    "torchscript",
+    "dtype_plan",
+    "shape",
+    "data_offsets",
+    "__metadata__",
+    "weight_map",
+    "metadata",
+    "use_return_dict",
+    "problem_type",
+    "chunk_size_feed_forward",
+)
 
 
 def value(rng: random.Random, depth: int = 0) -> Any:
@@ -76,7 +164,9 @@ def edit(tree: dict, rng: random.Random) -> None:
     if action == 0 and isinstance(container, dict):
         container.pop(key, None)
     elif action == 1:
-        container[key] = rng.choice(([container[key]], {"a": container[key]}, {key if isinstance(key, str) else "b": container[key]}))
+        container[key] = rng.choice(
+            ([container[key]], {"a": container[key]}, {key if isinstance(key, str) else "b": container[key]})
+        )
     elif action == 2 and isinstance(container[key], (int, float)):
         container[key] = container[key] * rng.choice((-1, 0, 2, 3, 1000, 0.5)) if abs(container[key]) < 1e300 else 1
     elif action == 3:
@@ -85,7 +175,9 @@ def edit(tree: dict, rng: random.Random) -> None:
         container[rng.choice(KEYS + TEXTS)] = value(rng)
     elif action == 5 and isinstance(container[key], str):
         text = container[key]
-        container[key] = rng.choice((text[:-1], text + text, text.upper(), text.replace(".", "/"), f"model.{text}", f"\0{text}"))
+        container[key] = rng.choice(
+            (text[:-1], text + text, text.upper(), text.replace(".", "/"), f"model.{text}", f"\0{text}")
+        )
     else:
         container[key] = value(rng)
 
@@ -103,7 +195,9 @@ def damage(data: bytes, rng: random.Random, end: int | None = None) -> bytes:
         elif action == 2:
             changed[at:at] = changed[at : at + rng.choice((1, 8, 64))]
         elif action == 3:
-            changed[at:at] = rng.choice((b"\x00" * 8, b"\xff" * 8, b"{", b"}", b'"', b"\x80\x02", b"[" * 300, b"1e999", b"NaN"))
+            changed[at:at] = rng.choice(
+                (b"\x00" * 8, b"\xff" * 8, b"{", b"}", b'"', b"\x80\x02", b"[" * 300, b"1e999", b"NaN")
+            )
         elif rng.random() < 0.3:
             del changed[at:]
     return bytes(changed)
@@ -136,7 +230,9 @@ def damage_header(path: Path, rng: random.Random) -> None:
     for _ in range(rng.choice((1, 1, 2, 4))):
         edit(header, rng)
     text = json_text(header, rng)
-    path.write_bytes(struct.pack("<Q", len(text) if rng.random() < 0.9 else rng.choice(NUMBERS) % 2**64) + text + data[8 + length :])
+    path.write_bytes(
+        struct.pack("<Q", len(text) if rng.random() < 0.9 else rng.choice(NUMBERS) % 2**64) + text + data[8 + length :]
+    )
 
 
 def damage_pickle(path: Path, rng: random.Random) -> None:
@@ -197,7 +293,9 @@ def run(seed: int, bases: dict[str, tuple[Path, dict[str, Any]]], folder: Path) 
         with torch.device("meta"):
             model = Eagle31DrafterModel(checkpoint.config)
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        read = {n: t.shape for n, t in checkpoint.tensors.items()} | {n: tuple(t.shape) for n, t in checkpoint.made.items()}
+        read = {n: t.shape for n, t in checkpoint.tensors.items()} | {
+            n: tuple(t.shape) for n, t in checkpoint.made.items()
+        }
         assert read == shapes, f"seed {seed}: {what}: read as something else than the model"
     seconds = time.process_time() - start
     assert seconds < SECONDS, f"seed {seed}: {what}: {seconds:.1f} s"
@@ -205,7 +303,11 @@ def run(seed: int, bases: dict[str, tuple[Path, dict[str, Any]]], folder: Path) 
 
 
 def run_all(seeds: range, root: Path) -> collections.Counter:
-    bases, outcomes, before = write_bases(root / "bases"), collections.Counter(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    bases, outcomes, before = (
+        write_bases(root / "bases"),
+        collections.Counter(),
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for seed in seeds:
@@ -224,7 +326,13 @@ def test_damage_is_read_or_refused_soon_and_in_little_memory(tmp_path):
     outcomes = run_all(range(CASES), tmp_path)
     assert sum(count for (_, outcome), count in outcomes.items() if outcome == "read") > CASES / 50
     assert sum(count for (_, outcome), count in outcomes.items() if outcome != "read") > CASES / 2
-    assert {what for what, _ in outcomes} == {"config.json", f"{WEIGHTS}.index.json", f"{PICKLE}.index.json", ".safetensors", ".bin"}
+    assert {what for what, _ in outcomes} == {
+        "config.json",
+        f"{WEIGHTS}.index.json",
+        f"{PICKLE}.index.json",
+        ".safetensors",
+        ".bin",
+    }
 
 
 if __name__ == "__main__":
@@ -245,5 +353,8 @@ if __name__ == "__main__":
         print(f"{number:7} {what:32} {outcome}")
     print(*failures, sep="\n")
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) / 1024
-    print(f"{count} cases from seed {first}: {len(failures)} failures, {time.time() - start:.0f} s, {grown:.0f} MiB more memory")
+    print(
+        f"{count} cases from seed {first}: {len(failures)} failures, {time.time() - start:.0f} s, {grown:.0f} MiB more"
+        " memory"
+    )
     sys.exit(bool(failures))

@@ -1,7 +1,8 @@
-"""A checkpoint the original EAGLE 3 code wrote, and what that code computes with it: random weights, fp32, width 96, 128 of 500 ids.
+"""A checkpoint the original EAGLE 3 code wrote, and what that code computes with it: random weights, fp32, width 96,
+128 of 500 ids.
 
-`golden.safetensors`: the target's table `embed`, captured `features` (B, T, 3 * 96) and `input_ids` (B, T + 1) of a first round; `logits`
-and pre-norm `out_hidden` of the plain forward.
+`golden.safetensors`: the target's table `embed`, captured `features` (B, T, 3 * 96) and `input_ids` (B, T + 1) of a
+first round; `logits` and pre-norm `out_hidden` of the plain forward.
 """
 
 from pathlib import Path
@@ -58,5 +59,9 @@ def test_the_same_with_a_cache_row_by_row(drafter, golden):
 
 def test_the_original_is_told_by_its_files(drafter):
     assert drafter.config.aux_hidden_state_layer_ids is None
-    assert (drafter.config.fc_norm, drafter.config.norm_output, drafter.config.norm_before_residual) == (False, False, False)
+    assert (drafter.config.fc_norm, drafter.config.norm_output, drafter.config.norm_before_residual) == (
+        False,
+        False,
+        False,
+    )
     assert drafter.config.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}

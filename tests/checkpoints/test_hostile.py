@@ -1,4 +1,5 @@
-"""Checkpoints that are broken, hostile or something else: one error that says where, what and what to do, before anything is written."""
+"""Checkpoints that are broken, hostile or something else: one error that says where, what and what to do, before
+anything is written."""
 
 import io
 import json
@@ -84,7 +85,12 @@ def folder(tmp_path) -> Path:
 def test_a_pickle_with_code_is_not_run(how, place, folder, tmp_path):
     BIN.write(folder)
     attack = Attack(tmp_path / "attacked")
-    weights = {"value": {"fc.weight": attack}, "name": {attack: torch.ones(1)}, "state_dict": {"a": {"a": attack}}, "whole": attack}
+    weights = {
+        "value": {"fc.weight": attack},
+        "name": {attack: torch.ones(1)},
+        "state_dict": {"a": {"a": attack}},
+        "whole": attack,
+    }
     if how == "plain_pickle":
         (folder / PICKLE).write_bytes(pickle.dumps(weights[place]))
     else:
@@ -120,41 +126,77 @@ def with_attribute(tensor: torch.Tensor) -> torch.Tensor:
 
 
 PICKLED: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "nested_state_dict": ({"state_dict": {"fc.weight": torch.ones(2)}}, ("'state_dict' is a dict", "expected names and tensors", "Save")),
+    "nested_state_dict": (
+        {"state_dict": {"fc.weight": torch.ones(2)}},
+        ("'state_dict' is a dict", "expected names and tensors", "Save"),
+    ),
     "a_list": ([torch.ones(2)], ("holds a list", "expected a dictionary of names and tensors")),
     "a_tensor": (torch.ones(2), ("holds a Tensor", "expected a dictionary")),
     "a_number": ({"fc.weight": 3}, ("'fc.weight' is a int", "expected names and tensors only")),
     "a_number_as_name": ({3: torch.ones(2)}, ("3 is a Tensor", "expected names and tensors only")),
     "sparse": ({"norm.weight": sparse()}, ("holds a sparse tensor", "expected plain dense tensors")),
-    "sparse_rows": ({"norm.weight": torch.ones(4, 4).to_sparse_csr()}, ("holds a sparse tensor", "expected plain dense tensors")),
-    "nested": ({"norm.weight": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])}, ("holds a nested tensor", "expected plain")),
+    "sparse_rows": (
+        {"norm.weight": torch.ones(4, 4).to_sparse_csr()},
+        ("holds a sparse tensor", "expected plain dense tensors"),
+    ),
+    "nested": (
+        {"norm.weight": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])},
+        ("holds a nested tensor", "expected plain"),
+    ),
     "jagged": (
         {"norm.weight": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)},
         ("a tensor of another class", "expected plain"),
     ),
-    "attributes": ({"norm.weight": with_attribute(torch.ones(20))}, ("with attributes", "expected plain dense tensors")),
-    "parameter_with_attributes": (
-        {"norm.weight": with_attribute(nn.Parameter(torch.ones(20)))}, ("a parameter with attributes", "expected plain dense tensors"),
+    "attributes": (
+        {"norm.weight": with_attribute(torch.ones(20))},
+        ("with attributes", "expected plain dense tensors"),
     ),
-    "negative_view": ({"norm.weight": torch._neg_view(torch.ones(20))}, ("norm.weight is a view with its sign turned", "clone")),
+    "parameter_with_attributes": (
+        {"norm.weight": with_attribute(nn.Parameter(torch.ones(20)))},
+        ("a parameter with attributes", "expected plain dense tensors"),
+    ),
+    "negative_view": (
+        {"norm.weight": torch._neg_view(torch.ones(20))},
+        ("norm.weight is a view with its sign turned", "clone"),
+    ),
     "imaginary_part": (
-        {"norm.weight": torch.ones(20, dtype=torch.complex64).conj().imag}, ("norm.weight is a view with its sign turned", "clone"),
+        {"norm.weight": torch.ones(20, dtype=torch.complex64).conj().imag},
+        ("norm.weight is a view with its sign turned", "clone"),
     ),
     "conjugated": ({"fc.weight": torch.ones(20, 60, dtype=torch.complex64).conj()}, ("fc.weight", "expected")),
-    "a_set": ({"fc.weight": torch.ones(20, 60), "more": {1, 2}}, ("holds more than tensors", "set", "expected plain dense tensors")),
+    "a_set": (
+        {"fc.weight": torch.ones(20, 60), "more": {1, 2}},
+        ("holds more than tensors", "set", "expected plain dense tensors"),
+    ),
     "a_size": ({"fc.weight": torch.ones(20, 60), "more": torch.Size([2])}, ("holds more than tensors", "torch.Size")),
     "stride_0": ({"fc.weight": torch.ones(1).expand(20, 60)}, ("fc.weight of shape", "larger than what is stored")),
-    "stride_0_of_a_terabyte": ({"fc.weight": torch.ones(1).expand(2**30, 2**10)}, ("fc.weight of shape", "larger than what is stored")),
-    "no_memory_at_all": ({"fc.weight": torch.ones(20, 60, device="meta")}, ("without memory, of the device meta", "expected plain")),
-    "complex": ({"fc.weight": torch.ones(20, 60, dtype=torch.complex64)}, ("fc.weight is stored as torch.complex64", "expected one of")),
+    "stride_0_of_a_terabyte": (
+        {"fc.weight": torch.ones(1).expand(2**30, 2**10)},
+        ("fc.weight of shape", "larger than what is stored"),
+    ),
+    "no_memory_at_all": (
+        {"fc.weight": torch.ones(20, 60, device="meta")},
+        ("without memory, of the device meta", "expected plain"),
+    ),
+    "complex": (
+        {"fc.weight": torch.ones(20, 60, dtype=torch.complex64)},
+        ("fc.weight is stored as torch.complex64", "expected one of"),
+    ),
     "int8": ({"fc.weight": torch.ones(20, 60, dtype=torch.int8)}, ("fc.weight is stored as torch.int8", "Quantized")),
-    "fp8": ({"fc.weight": torch.ones(20, 60).to(torch.float8_e4m3fn)}, ("torch.float8_e4m3fn", "quantized", "expected")),
-    "unsigned": ({"fc.weight": torch.ones(20, 60).to(torch.uint16)}, ("a dtype drafters do not have", "torch.uint16", "expected plain")),
+    "fp8": (
+        {"fc.weight": torch.ones(20, 60).to(torch.float8_e4m3fn)},
+        ("torch.float8_e4m3fn", "quantized", "expected"),
+    ),
+    "unsigned": (
+        {"fc.weight": torch.ones(20, 60).to(torch.uint16)},
+        ("a dtype drafters do not have", "torch.uint16", "expected plain"),
+    ),
     "quantized": (
-        {"fc.weight": torch.quantize_per_tensor(torch.ones(20, 60), 0.1, 0, torch.qint8)}, ("holds a quantized tensor", "expected plain"),
+        {"fc.weight": torch.quantize_per_tensor(torch.ones(20, 60), 0.1, 0, torch.qint8)},
+        ("holds a quantized tensor", "expected plain"),
     ),
     "empty": ({}, ("expected",)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", PICKLED)
@@ -360,7 +402,9 @@ def test_a_truncated_safetensors_file(share, folder):
 def test_a_quantized_dtype(dtype, folder):
     SPECFORGE.write(folder)
     width = 2 if dtype == "U16" else 1
-    (folder / WEIGHTS).write_bytes(stored({"fc.weight": entry(0, 8, [16 if dtype == "F4" else 8 // width], dtype=dtype)}))
+    (folder / WEIGHTS).write_bytes(
+        stored({"fc.weight": entry(0, 8, [16 if dtype == "F4" else 8 // width], dtype=dtype)})
+    )
     refused(folder, WEIGHTS, f"fc.weight is stored as {dtype}|not a sound safetensors file")
 
 
@@ -385,7 +429,20 @@ def index_edited(folder: Path, edit: Callable[[dict], Any]) -> Path:
 
 @pytest.mark.parametrize(
     "shard",
-    ["../outside.safetensors", "/etc/passwd", "a/b.safetensors", "a\\b.safetensors", "..", ".", "", 3, None, ["a"], {"a": "b"}, "0" * 5000],
+    [
+        "../outside.safetensors",
+        "/etc/passwd",
+        "a/b.safetensors",
+        "a\\b.safetensors",
+        "..",
+        ".",
+        "",
+        3,
+        None,
+        ["a"],
+        {"a": "b"},
+        "0" * 5000,
+    ],
     ids=lambda shard: str(shard)[:20],
 )
 def test_a_shard_outside_the_folder(shard, folder):
@@ -395,18 +452,39 @@ def test_a_shard_outside_the_folder(shard, folder):
 
 
 INDICES: dict[str, tuple[Callable[[dict], Any], tuple[str, ...]]] = {
-    "missing_shard": (lambda i: i["weight_map"].__setitem__("fc.weight", "gone.safetensors"), ("gone.safetensors", "not there")),
-    "other_shard": (lambda i: i["weight_map"].__setitem__("fc.weight", i["weight_map"]["norm.weight"]
-                    if i["weight_map"]["norm.weight"] != i["weight_map"]["fc.weight"] else i["weight_map"]["d2t"]), ("fc.weight", "agree")),
-    "unnamed_tensor": (lambda i: i["weight_map"].pop("fc.weight") and None, ("fc.weight is in", "the index says None", "agree")),
-    "tensor_too_many": (lambda i: i["weight_map"].__setitem__("more", i["weight_map"]["d2t"]), ("names more in", "does not hold it")),
+    "missing_shard": (
+        lambda i: i["weight_map"].__setitem__("fc.weight", "gone.safetensors"),
+        ("gone.safetensors", "not there"),
+    ),
+    "other_shard": (
+        lambda i: i["weight_map"].__setitem__(
+            "fc.weight",
+            (
+                i["weight_map"]["norm.weight"]
+                if i["weight_map"]["norm.weight"] != i["weight_map"]["fc.weight"]
+                else i["weight_map"]["d2t"]
+            ),
+        ),
+        ("fc.weight", "agree"),
+    ),
+    "unnamed_tensor": (
+        lambda i: i["weight_map"].pop("fc.weight") and None,
+        ("fc.weight is in", "the index says None", "agree"),
+    ),
+    "tensor_too_many": (
+        lambda i: i["weight_map"].__setitem__("more", i["weight_map"]["d2t"]),
+        ("names more in", "does not hold it"),
+    ),
     "no_weight_map": (lambda i: {"metadata": {}}, ("has no weight_map", "expected an object")),
     "empty_weight_map": (lambda i: {"metadata": {}, "weight_map": {}}, ("has no weight_map", "expected an object")),
-    "weight_map_of_a_list": (lambda i: {"metadata": {}, "weight_map": ["a"]}, ("has no weight_map", "expected an object")),
+    "weight_map_of_a_list": (
+        lambda i: {"metadata": {}, "weight_map": ["a"]},
+        ("has no weight_map", "expected an object"),
+    ),
     "metadata_of_a_flag": (lambda i: i | {"metadata": True}, ("metadata is True", "expected an object")),
     "no_metadata": (lambda i: i.pop("metadata") and None, ("metadata is None", "expected an object")),
     "an_array": (lambda i: [1], ("holds a list", "expected one JSON object")),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("edit", "patterns"), INDICES.values(), ids=INDICES)
@@ -465,14 +543,20 @@ def test_a_json_file_of_100_mb_is_not_read(name, folder):
 def test_a_number_that_is_infinite(key, folder):
     SPECFORGE.write(folder)
     text = (folder / "config.json").read_text()
-    (folder / "config.json").write_text(text.replace("{", f'{{"{key}_": 0, ', 1).replace(f'"{key}_": 0', f'"{key}": 1e999', 1)
-                                        if f'"{key}"' not in text else re.sub(rf'"{key}": [^,}}]+', f'"{key}": 1e999', text))  # fmt: skip
+    (folder / "config.json").write_text(
+        text.replace("{", f'{{"{key}_": 0, ', 1).replace(f'"{key}_": 0', f'"{key}": 1e999', 1)
+        if f'"{key}"' not in text
+        else re.sub(rf'"{key}": [^,}}]+', f'"{key}": 1e999', text)
+    )
     refused(folder, r"config\.json", "1e999|inf", "expected")
 
 
 KEYS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "a_billion_layers": ({"num_hidden_layers": 10**9}, ()),  # the weights say how many there are
-    "a_draft_vocabulary_of_a_trillion": ({"draft_vocab_size": 10**12}, (r"draft_vocab_size=1000000000000", "37 rows", "expected")),
+    "a_draft_vocabulary_of_a_trillion": (
+        {"draft_vocab_size": 10**12},
+        (r"draft_vocab_size=1000000000000", "37 rows", "expected"),
+    ),
     "a_vocabulary_of_a_trillion": ({"vocab_size": 10**12}, ("expected",)),
     "a_negative_vocabulary": ({"vocab_size": -5}, ("expected",)),
     "a_vocabulary_of_words": ({"vocab_size": "61"}, ("vocab_size is '61'", "expected")),
@@ -485,44 +569,116 @@ KEYS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "a_flag_of_words": ({"norm_output": "false"}, ("norm_output", "expected|Expected|not")),
     "another_width": ({"hidden_size": 21}, ("config.json says hidden_size=21, the weights have 20", "expected")),
     "width_of_an_object": ({"hidden_size": {}}, ("hidden_size|fc.weight", "expected|Expected|not")),
-    "a_target_of_another_width": ({"target_hidden_size": 28}, ("fc.weight reads 60 values", "3 states", "28", "no number of states fits")),
-    "a_missing_norm": ({"fc_norm": True}, ("config.json says fc_norm=True", "the weights have no fc_norm.0.weight", "expected both")),
-    "a_missing_input_norm": ({"norm_before_fc": True}, ("norm_before_fc=True", "no input_norm.weight", "expected both")),
-    "a_contradiction": ({"norm_before_fc": False, "eagle_config": {"norm_before_fc": True}}, ("norm_before_fc twice", "one value")),
-    "two_thetas": ({"rope_theta": 1.0, "rope_parameters": {"rope_theta": 2.0}}, ("rope_theta as 1.0 and 2.0", "expected one value")),
+    "a_target_of_another_width": (
+        {"target_hidden_size": 28},
+        ("fc.weight reads 60 values", "3 states", "28", "no number of states fits"),
+    ),
+    "a_missing_norm": (
+        {"fc_norm": True},
+        ("config.json says fc_norm=True", "the weights have no fc_norm.0.weight", "expected both"),
+    ),
+    "a_missing_input_norm": (
+        {"norm_before_fc": True},
+        ("norm_before_fc=True", "no input_norm.weight", "expected both"),
+    ),
+    "a_contradiction": (
+        {"norm_before_fc": False, "eagle_config": {"norm_before_fc": True}},
+        ("norm_before_fc twice", "one value"),
+    ),
+    "two_thetas": (
+        {"rope_theta": 1.0, "rope_parameters": {"rope_theta": 2.0}},
+        ("rope_theta as 1.0 and 2.0", "expected one value"),
+    ),
     "a_negative_theta": ({"rope_theta": -1.0}, (r"rope_theta is \[-1.0\]", "expected a number above 0")),
     "a_huge_theta": ({"rope_theta": 10**400}, ("config.json", "401 digits")),
     "a_huge_eps": ({"rms_norm_eps": 10**400}, ("config.json", "401 digits")),
     "an_unknown_rope": ({"rope_scaling": {"type": "spiral", "factor": 2.0}}, ("spiral", "config.json")),
     "a_rope_of_words": ({"rope_scaling": "linear"}, ("rope_scaling is 'linear'", "expected an object")),
-    "a_rope_per_layer_type": ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, ("differ by layer type", "expected one set")),
+    "a_rope_per_layer_type": (
+        {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}},
+        ("differ by layer type", "expected one set"),
+    ),
     "an_unknown_activation": ({"hidden_act": "boom"}, ("config.json", "hidden_act", "boom")),
-    "ids_not_ascending": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [5, 3, 1]}}, (r"\[5, 3, 1\]", "ascending order")),
-    "ids_twice": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 1, 2]}}, (r"\[1, 1, 2\]", "distinct layer ids")),
-    "ids_negative": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [-3, 1, 2]}}, (r"\[-3, 1, 2\]", "layer ids >= 0")),
-    "ids_of_words": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": "1,2,3"}}, ("1,2,3", "expected 1 to 16 distinct layer ids")),
-    "ids_of_flags": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [False, True, 2]}}, ("expected 1 to 16 distinct layer ids",)),
-    "too_many_ids": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [*range(1, 5)]}}, ("fc.weight reads 60", "4 states")),
-    "very_many_ids": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [*range(10**4)]}}, ("expected 1 to 16 distinct layer ids",)),
+    "ids_not_ascending": (
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [5, 3, 1]}},
+        (r"\[5, 3, 1\]", "ascending order"),
+    ),
+    "ids_twice": (
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 1, 2]}},
+        (r"\[1, 1, 2\]", "distinct layer ids"),
+    ),
+    "ids_negative": (
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [-3, 1, 2]}},
+        (r"\[-3, 1, 2\]", "layer ids >= 0"),
+    ),
+    "ids_of_words": (
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": "1,2,3"}},
+        ("1,2,3", "expected 1 to 16 distinct layer ids"),
+    ),
+    "ids_of_flags": (
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [False, True, 2]}},
+        ("expected 1 to 16 distinct layer ids",),
+    ),
+    "too_many_ids": (
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [*range(1, 5)]}},
+        ("fc.weight reads 60", "4 states"),
+    ),
+    "very_many_ids": (
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [*range(10**4)]}},
+        ("expected 1 to 16 distinct layer ids",),
+    ),
     "an_eagle_config_of_words": ({"eagle_config": "none"}, ()),  # as good as none
-    "without_states": ({"eagle_config": {"use_aux_hidden_state": False}}, ("use_aux_hidden_state is False", "no fc", "expected True")),
+    "without_states": (
+        {"eagle_config": {"use_aux_hidden_state": False}},
+        ("use_aux_hidden_state is False", "no fc", "expected True"),
+    ),
     "parallel": ({"parallel_drafting": True}, ("parallel_drafting is True", "P-EAGLE", "expected False")),
-    "an_mtp_head": ({"eagle_config": {"use_mtp_layernorm": True}}, ("use_mtp_layernorm is True", "MTP", "expected False")),
-    "no_last_norm": ({"use_last_layernorm": False}, ("use_last_layernorm is False", "no norm before its head", "expected True")),
+    "an_mtp_head": (
+        {"eagle_config": {"use_mtp_layernorm": True}},
+        ("use_mtp_layernorm is True", "MTP", "expected False"),
+    ),
+    "no_last_norm": (
+        {"use_last_layernorm": False},
+        ("use_last_layernorm is False", "no norm before its head", "expected True"),
+    ),
     "hawk": ({"eagle_aux_injection_mode": "hawk"}, ("eagle_aux_injection_mode is hawk", "expected fused_fc")),
-    "quantized": ({"quantization_config": {"quant_method": "fp8"}}, ("quantization_config", "quantized: use the original")),
-    "speculators_of_another_kind": ({"speculators_model_type": "peagle"}, ("speculators_model_type is 'peagle'", "expected 'eagle3'")),
+    "quantized": (
+        {"quantization_config": {"quant_method": "fp8"}},
+        ("quantization_config", "quantized: use the original"),
+    ),
+    "speculators_of_another_kind": (
+        {"speculators_model_type": "peagle"},
+        ("speculators_model_type is 'peagle'", "expected 'eagle3'"),
+    ),
     "speculators_of_dflash": ({"speculators_config": {"algorithm": "dflash"}}, ("'dflash'", "expected 'eagle3'")),
     "speculators_of_a_list": ({"speculators_config": ["eagle3"]}, ("speculators_config", "expected")),
-    "a_verifier_of_words": ({"speculators_config": {"verifier": "a/target"}, "transformer_layer_config": LLAMA}, ("verifier", "expected")),
-    "a_layer_of_words": ({"transformer_layer_config": "llama"}, ("transformer_layer_config is a str", "expected an object")),
-    "a_layer_of_another_kind": ({"transformer_layer_config": SIZES | {"model_type": "gpt2"}}, ("model_type is 'gpt2'", "expected one of")),
-    "transformers_weights_outside": ({"transformers_weights": "../outside.safetensors"}, ("transformers_weights", "plain file name")),
-    "transformers_weights_absolute": ({"transformers_weights": "/etc/passwd"}, ("transformers_weights", "plain file name")),
+    "a_verifier_of_words": (
+        {"speculators_config": {"verifier": "a/target"}, "transformer_layer_config": LLAMA},
+        ("verifier", "expected"),
+    ),
+    "a_layer_of_words": (
+        {"transformer_layer_config": "llama"},
+        ("transformer_layer_config is a str", "expected an object"),
+    ),
+    "a_layer_of_another_kind": (
+        {"transformer_layer_config": SIZES | {"model_type": "gpt2"}},
+        ("model_type is 'gpt2'", "expected one of"),
+    ),
+    "transformers_weights_outside": (
+        {"transformers_weights": "../outside.safetensors"},
+        ("transformers_weights", "plain file name"),
+    ),
+    "transformers_weights_absolute": (
+        {"transformers_weights": "/etc/passwd"},
+        ("transformers_weights", "plain file name"),
+    ),
     "transformers_weights_of_a_number": ({"transformers_weights": 3}, ("transformers_weights", "plain file name")),
     "transformers_weights_gone": ({"transformers_weights": "gone.safetensors"}, ("gone.safetensors", "not there")),
-    "transformers_weights_in_a_pickle": ({"transformers_weights": "pytorch_model.bin"}, ("transformers_weights", "safetensors")),
-}  # fmt: skip
+    "transformers_weights_in_a_pickle": (
+        {"transformers_weights": "pytorch_model.bin"},
+        ("transformers_weights", "safetensors"),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", KEYS)
@@ -542,10 +698,15 @@ UNREAD = {
     "code_for_attention": {"attn_implementation": "someone/kernel", "_attn_implementation": "someone/kernel"},
     "code_for_experts": {"experts_implementation": "someone/kernel"},
     "tuples": {"return_dict": False, "output_hidden_states": True},
-    "another_kind_of_model": {"is_encoder_decoder": True, "chunk_size_feed_forward": 10**9, "problem_type": "x", "id2label": {"a": "b"}},
+    "another_kind_of_model": {
+        "is_encoder_decoder": True,
+        "chunk_size_feed_forward": 10**9,
+        "problem_type": "x",
+        "id2label": {"a": "b"},
+    },
     "layers_that_differ": {"per_layer_config": {"0": {"hidden_size": 8}}},
     "other_files": {"configuration_files": ["config.4.0.0.json"], "auto_map": {"AutoModel": "modeling.Model"}},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("layout", ["native", "specforge"])
@@ -563,13 +724,17 @@ def test_fields_of_other_models_are_not_read(config, layout, folder):
 def test_a_misspelt_field_of_a_native_config_is_told(folder):
     replace(LAYOUTS["native"], shards=1).write(folder)
     edited(folder, norm_ouput=False, some_other_models_field=1)
-    assert read_checkpoint(folder).notes == ["config.json has 'norm_ouput', which is no field and not read: is norm_output meant"]
+    assert read_checkpoint(folder).notes == [
+        "config.json has 'norm_ouput', which is no field and not read: is norm_output meant"
+    ]
 
 
 def test_a_misspelt_argument_is_refused_with_the_nearest_name(folder):
     replace(LAYOUTS["native"], shards=1).write(folder)
     for way in (Eagle31DrafterModel.from_pretrained, AutoModel.from_pretrained, convert_checkpoint):
-        with pytest.raises(ValueError, match=r"got norm_ouput; expected fields of Eagle31Config.*: did you mean norm_output"):
+        with pytest.raises(
+            ValueError, match=r"got norm_ouput; expected fields of Eagle31Config.*: did you mean norm_output"
+        ):
             way(folder, norm_ouput=False)
     with pytest.raises(ValueError, match="got nope; expected fields of Eagle31Config"):
         AutoModel.from_config(Eagle31DrafterModel.from_pretrained(folder).config, nope=1)
@@ -586,10 +751,19 @@ KNOBS: dict[str, tuple[bytes, str]] = {
     "a_list": (b"[1]", "holds a list; expected one JSON object"),
     "no_json": (b"{", "is not valid JSON"),
     "deep": (b'{"a": ' + b"[" * 900 + b"]" * 900 + b"}", "nested more than 32 deep"),
-    "a_depth_of_words": (b'{"num_assistant_tokens": "many"}', "num_assistant_tokens is 'many'; expected 'auto' or an integer from 1"),
-    "a_depth_of_a_trillion": (b'{"num_assistant_tokens": 1000000000000}', "expected 'auto' or an integer from 1 to 4096"),
+    "a_depth_of_words": (
+        b'{"num_assistant_tokens": "many"}',
+        "num_assistant_tokens is 'many'; expected 'auto' or an integer from 1",
+    ),
+    "a_depth_of_a_trillion": (
+        b'{"num_assistant_tokens": 1000000000000}',
+        "expected 'auto' or an integer from 1 to 4096",
+    ),
     "a_tree_of_a_trillion": (b'{"draft_tree_total_tokens": 1000000000000}', "draft_tree_total_tokens is 1000000000000"),
-    "a_tree_of_one": (b'{"draft_tree_total_tokens": 1}', "draft_tree_total_tokens is 1; expected 'auto' or an integer from 2 to 4096"),
+    "a_tree_of_one": (
+        b'{"draft_tree_total_tokens": 1}',
+        "draft_tree_total_tokens is 1; expected 'auto' or an integer from 2 to 4096",
+    ),
     "a_flag_as_depth": (b'{"draft_tree_top_k": true}', "draft_tree_top_k is True"),
     "a_threshold_of_words": (
         b'{"assistant_confidence_threshold": "x"}',
@@ -610,7 +784,13 @@ def test_knobs_that_cannot_be(data, words, folder, capsys):
 
 def test_knobs_are_read_and_nothing_else_of_their_file(folder):
     replace(LAYOUTS["native"], shards=1).write(folder)
-    stated = {"num_assistant_tokens": 4, "draft_tree_top_k": 2, "watermarking_config": {"a": 1}, "to_dict": 3, "nobody_knows": 1}
+    stated = {
+        "num_assistant_tokens": 4,
+        "draft_tree_top_k": 2,
+        "watermarking_config": {"a": 1},
+        "to_dict": 3,
+        "nobody_knows": 1,
+    }
     (folder / "generation_config.json").write_text(json.dumps(stated))
     config = Eagle31DrafterModel.from_pretrained(folder).generation_config
     assert (config.num_assistant_tokens, config.draft_tree_top_k, config.watermarking_config) == (4, 2, None)
@@ -652,9 +832,15 @@ def test_a_header_of_names_nobody_gives(names, folder):
 
 
 NATIVE_KEYS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "a_billion_layers": ({"num_hidden_layers": 10**9, "layer_types": None}, ("num_hidden_layers is 1000000000", "expected at most 256")),
+    "a_billion_layers": (
+        {"num_hidden_layers": 10**9, "layer_types": None},
+        ("num_hidden_layers is 1000000000", "expected at most 256"),
+    ),
     "very_many_states": ({"aux_hidden_state_layer_ids": [*range(10**4)]}, ("expected 1 to 16 distinct layer ids",)),
-    "a_draft_vocabulary_of_a_trillion": ({"draft_vocab_size": 10**12}, ("draft_vocab_size is 1000000000000", "expected at most 16777216")),
+    "a_draft_vocabulary_of_a_trillion": (
+        {"draft_vocab_size": 10**12},
+        ("draft_vocab_size is 1000000000000", "expected at most 16777216"),
+    ),
     "both_vocabularies_of_a_trillion": ({"draft_vocab_size": 10**12, "vocab_size": 10**12}, ("expected",)),
     "a_vocabulary_of_a_trillion": ({"vocab_size": 10**12}, ("expected",)),
     "a_size_of_words": ({"hidden_size": "20"}, ("hidden_size", "config.json")),
@@ -667,7 +853,10 @@ NATIVE_KEYS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "one_layer_less": ({"num_hidden_layers": 1}, ("unexpected", "layers.1.", "Expected exactly")),
     "a_norm_less": ({"fc_norm": False}, ("unexpected", "fc_norm.0.weight", "fc_norm, norm_before_fc")),
     "both_norms": ({"norm_before_fc": True}, ("fc_norm and norm_before_fc are both true", "expected at most one")),
-    "another_width": ({"hidden_size": 40, "target_hidden_size": 40}, ("has shape", "expected", "Check the sizes there")),
+    "another_width": (
+        {"hidden_size": 40, "target_hidden_size": 40},
+        ("has shape", "expected", "Check the sizes there"),
+    ),
 }
 
 
@@ -688,34 +877,79 @@ def vocabulary(**values: int) -> torch.Tensor:
 
 
 TENSORS: dict[str, tuple[dict[str, torch.Tensor | None], tuple[str, ...]]] = {
-    "fc_of_another_width": ({"fc.weight": torch.ones(WIDTH, 61)}, ("fc.weight reads 61 values", "3 states", "no number of states fits")),
+    "fc_of_another_width": (
+        {"fc.weight": torch.ones(WIDTH, 61)},
+        ("fc.weight reads 61 values", "3 states", "no number of states fits"),
+    ),
     "fc_of_two_states": ({"fc.weight": torch.ones(WIDTH, 40)}, ("fc.weight reads 40 values", "2 states would fit")),
-    "fc_of_more_rows": ({"fc.weight": torch.ones(WIDTH + 1, 60)}, (WEIGHTS, r"fc.weight has shape \(21, 60\)", r"expected \(20, 60\)")),
+    "fc_of_more_rows": (
+        {"fc.weight": torch.ones(WIDTH + 1, 60)},
+        (WEIGHTS, r"fc.weight has shape \(21, 60\)", r"expected \(20, 60\)"),
+    ),
     "fc_of_one_dimension": ({"fc.weight": torch.ones(60)}, (r"fc.weight has shape \(60,\)", "expected two dimensions")),
     "fc_of_no_dimension": ({"fc.weight": torch.ones(())}, (r"fc.weight has shape \(\)", "expected two dimensions")),
     "norm_of_no_dimension": ({"norm.weight": torch.ones(())}, ("norm.weight", "expected")),
-    "gate_of_no_dimension": ({"midlayer.mlp.gate_proj.weight": torch.ones(())}, ("midlayer.mlp.gate_proj.weight", "expected")),
+    "gate_of_no_dimension": (
+        {"midlayer.mlp.gate_proj.weight": torch.ones(())},
+        ("midlayer.mlp.gate_proj.weight", "expected"),
+    ),
     "head_of_no_dimension": ({"lm_head.weight": torch.ones(())}, ("lm_head.weight", "expected")),
     "no_rows": ({"fc.weight": torch.ones(WIDTH, 0)}, ("fc.weight reads 0 values", "expected")),
-    "q_of_a_plain_layer": ({"midlayer.self_attn.q_proj.weight": torch.ones(24, 20)}, (r"midlayer.self_attn.q_proj.weight.*\(24, 20\)",)),
-    "k_of_another_head": ({"midlayer.self_attn.k_proj.weight": torch.ones(10, 40)}, (r"midlayer.self_attn.k_proj.weight .*\(10, 40\)",)),
-    "missing": ({"midlayer.mlp.up_proj.weight": None}, (r"missing \['layers.0.mlp.up_proj.weight'\]", "In the file", "midlayer.mlp.gate")),
-    "unexpected": ({"midlayer.extra": torch.ones(2)}, (r"unexpected \['layers.0.extra'\]", "midlayer.extra", "Expected exactly")),
-    "under_two_names": ({"layers.0.hidden_norm.weight": torch.ones(WIDTH)}, ("both mean layers.0.hidden_norm.weight", "expected one of")),
-    "head_of_other_rows": ({"lm_head.weight": torch.ones(36, WIDTH)}, ("draft_vocab_size=37", "36 rows", "expected as many")),
-    "no_d2t": ({"d2t": None, "t2d": None}, ("lm_head.weight has 37 rows for a vocabulary of 61", "no d2t", "expected d2t")),
-    "d2t_of_another_length": ({"d2t": torch.zeros(36, dtype=torch.int64)}, (WEIGHTS, r"d2t has shape \(36,\)", r"expected \(37,\)")),
-    "d2t_of_two_dimensions": ({"d2t": torch.zeros(37, 1, dtype=torch.int64)}, ("d2t is I64 of shape", "integers in one dimension")),
+    "q_of_a_plain_layer": (
+        {"midlayer.self_attn.q_proj.weight": torch.ones(24, 20)},
+        (r"midlayer.self_attn.q_proj.weight.*\(24, 20\)",),
+    ),
+    "k_of_another_head": (
+        {"midlayer.self_attn.k_proj.weight": torch.ones(10, 40)},
+        (r"midlayer.self_attn.k_proj.weight .*\(10, 40\)",),
+    ),
+    "missing": (
+        {"midlayer.mlp.up_proj.weight": None},
+        (r"missing \['layers.0.mlp.up_proj.weight'\]", "In the file", "midlayer.mlp.gate"),
+    ),
+    "unexpected": (
+        {"midlayer.extra": torch.ones(2)},
+        (r"unexpected \['layers.0.extra'\]", "midlayer.extra", "Expected exactly"),
+    ),
+    "under_two_names": (
+        {"layers.0.hidden_norm.weight": torch.ones(WIDTH)},
+        ("both mean layers.0.hidden_norm.weight", "expected one of"),
+    ),
+    "head_of_other_rows": (
+        {"lm_head.weight": torch.ones(36, WIDTH)},
+        ("draft_vocab_size=37", "36 rows", "expected as many"),
+    ),
+    "no_d2t": (
+        {"d2t": None, "t2d": None},
+        ("lm_head.weight has 37 rows for a vocabulary of 61", "no d2t", "expected d2t"),
+    ),
+    "d2t_of_another_length": (
+        {"d2t": torch.zeros(36, dtype=torch.int64)},
+        (WEIGHTS, r"d2t has shape \(36,\)", r"expected \(37,\)"),
+    ),
+    "d2t_of_two_dimensions": (
+        {"d2t": torch.zeros(37, 1, dtype=torch.int64)},
+        ("d2t is I64 of shape", "integers in one dimension"),
+    ),
     "d2t_of_floats": ({"d2t": torch.zeros(37)}, ("d2t is F32", "expected integers")),
     "d2t_of_flags": ({"d2t": torch.zeros(37, dtype=torch.bool)}, ("d2t is BOOL", "expected integers")),
-    "d2t_out_of_range": ({"d2t": vocabulary(i36=25)}, (WEIGHTS, r"d2t\[36\] = 25 maps draft id 36 to target id 61", "expected 0 to 60")),
+    "d2t_out_of_range": (
+        {"d2t": vocabulary(i36=25)},
+        (WEIGHTS, r"d2t\[36\] = 25 maps draft id 36 to target id 61", "expected 0 to 60"),
+    ),
     "d2t_below_0": ({"d2t": vocabulary(i0=-1)}, (r"d2t\[0\] = -1", "expected 0 to 60")),
     "d2t_of_the_largest": ({"d2t": vocabulary(i36=2**63 - 1)}, (r"d2t\[36\]", "expected 0 to 60")),
-    "d2t_twice": ({"d2t": vocabulary(i0=1)}, ("d2t maps several draft ids to target id 1", "expected one draft id each")),
+    "d2t_twice": (
+        {"d2t": vocabulary(i0=1)},
+        ("d2t maps several draft ids to target id 1", "expected one draft id each"),
+    ),
     "d2t_absolute": ({"d2t": torch.arange(DRAFT_VOCAB) + 24}, ("look like absolute ids", "d2t holds offsets")),
     "t2d_of_floats": ({"t2d": torch.ones(VOCAB)}, ("t2d is F32", "expected integers")),
-    "nan": ({"norm.weight": torch.full((WIDTH,), torch.nan)}, ("norm.weight holds NaN or infinite values", "expected finite weights")),
-}  # fmt: skip
+    "nan": (
+        {"norm.weight": torch.full((WIDTH,), torch.nan)},
+        ("norm.weight holds NaN or infinite values", "expected finite weights"),
+    ),
+}
 
 
 @pytest.mark.parametrize(("tensors", "patterns"), TENSORS.values(), ids=TENSORS)
@@ -724,8 +958,11 @@ def test_a_tensor_that_cannot_be(tensors, patterns, folder):
     refused(edited(folder, tensors), *patterns)
 
 
-@pytest.mark.parametrize("names", [[f"midlayer.{i}.hidden_norm.weight" for i in range(1, 9_000)], [f"x{i}" for i in range(20_000)]],
-                         ids=["layers", "names"])  # fmt: skip
+@pytest.mark.parametrize(
+    "names",
+    [[f"midlayer.{i}.hidden_norm.weight" for i in range(1, 9_000)], [f"x{i}" for i in range(20_000)]],
+    ids=["layers", "names"],
+)
 def test_very_many_tensors_are_one_short_error(names, folder):
     SPECFORGE.write(folder)
     refused(edited(folder, dict.fromkeys(names, torch.ones(0))))
@@ -733,7 +970,11 @@ def test_very_many_tensors_are_one_short_error(names, folder):
 
 def test_a_layer_number_of_many_digits(folder):
     SPECFORGE.write(folder)
-    refused(edited(folder, {"layers.99999999999999999999.extra": torch.ones(1)}), "layers.99999999999999999999.extra", "Expected exactly")
+    refused(
+        edited(folder, {"layers.99999999999999999999.extra": torch.ones(1)}),
+        "layers.99999999999999999999.extra",
+        "Expected exactly",
+    )
 
 
 # Something else altogether.
@@ -743,27 +984,53 @@ def plain_layer(i: int, width: int = WIDTH) -> dict[str, torch.Tensor]:
     attention, mlp = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
     names = [*(f"self_attn.{name}" for name in attention), *(f"mlp.{name}" for name in mlp)]
     return {f"layers.{i}.{name}.weight": torch.ones(width, width) for name in names} | {
-        f"layers.{i}.input_layernorm.weight": torch.ones(width), f"layers.{i}.post_attention_layernorm.weight": torch.ones(width)
-    }  # fmt: skip
+        f"layers.{i}.input_layernorm.weight": torch.ones(width),
+        f"layers.{i}.post_attention_layernorm.weight": torch.ones(width),
+    }
 
 
 TARGET = {f"model.{name}": w for i in range(4) for name, w in plain_layer(i).items()} | {
-    "model.embed_tokens.weight": torch.ones(VOCAB, WIDTH), "model.norm.weight": torch.ones(WIDTH), "lm_head.weight": torch.ones(VOCAB, 20)
-}  # fmt: skip
+    "model.embed_tokens.weight": torch.ones(VOCAB, WIDTH),
+    "model.norm.weight": torch.ones(WIDTH),
+    "lm_head.weight": torch.ones(VOCAB, 20),
+}
 OTHERS: dict[str, tuple[dict[str, torch.Tensor], tuple[str, ...]]] = {
-    "the_target": (TARGET, ("4 layers and no fc.weight", "looks like the target itself", "expected the drafter's checkpoint")),
-    "eagle1": (plain_layer(0) | {"fc.weight": torch.ones(WIDTH, 2 * WIDTH), "embed_tokens.weight": torch.ones(VOCAB, WIDTH)},
-               ("EAGLE-1 or EAGLE-2 head", "expected an EAGLE 3")),
-    "peagle": ({"mask_hidden": torch.ones(1, 1, 60), "fc.weight": torch.ones(WIDTH, 60)}, ("mask_hidden marks a P-EAGLE head", "expected")),
-    "dflash": (plain_layer(0) | plain_layer(1) | {"hidden_norm.weight": torch.ones(WIDTH)}, ("marks a DFlash head", "expected an EAGLE 3")),
-    "lora": ({"base_model.model.fc.lora_A.weight": torch.ones(2, 2)}, ("marks a LoRA adapter: merge it", "expected an EAGLE 3")),
+    "the_target": (
+        TARGET,
+        ("4 layers and no fc.weight", "looks like the target itself", "expected the drafter's checkpoint"),
+    ),
+    "eagle1": (
+        plain_layer(0) | {"fc.weight": torch.ones(WIDTH, 2 * WIDTH), "embed_tokens.weight": torch.ones(VOCAB, WIDTH)},
+        ("EAGLE-1 or EAGLE-2 head", "expected an EAGLE 3"),
+    ),
+    "peagle": (
+        {"mask_hidden": torch.ones(1, 1, 60), "fc.weight": torch.ones(WIDTH, 60)},
+        ("mask_hidden marks a P-EAGLE head", "expected"),
+    ),
+    "dflash": (
+        plain_layer(0) | plain_layer(1) | {"hidden_norm.weight": torch.ones(WIDTH)},
+        ("marks a DFlash head", "expected an EAGLE 3"),
+    ),
+    "lora": (
+        {"base_model.model.fc.lora_A.weight": torch.ones(2, 2)},
+        ("marks a LoRA adapter: merge it", "expected an EAGLE 3"),
+    ),
     "mtp": ({"eh_proj.weight": torch.ones(2, 2)}, ("marks an MTP head", "expected an EAGLE 3")),
     "hawk": ({"fuse_w1.weight": torch.ones(2, 2), "fc.weight": torch.ones(2, 2)}, ("hawk", "expected an EAGLE 3")),
-    "experts": ({"layers.0.mlp.experts.0.up_proj.weight": torch.ones(2, 2)}, ("mixture-of-experts", "expected an EAGLE 3")),
-    "an_output_gate": ({"layers.0.self_attn.g_proj.weight": torch.ones(2, 2)}, ("gated attention", "expected an EAGLE 3")),
-    "nothing_known": ({"weight": torch.ones(2)}, ("no fc.weight", "is no EAGLE 3 drafter", "expected the drafter's checkpoint")),
+    "experts": (
+        {"layers.0.mlp.experts.0.up_proj.weight": torch.ones(2, 2)},
+        ("mixture-of-experts", "expected an EAGLE 3"),
+    ),
+    "an_output_gate": (
+        {"layers.0.self_attn.g_proj.weight": torch.ones(2, 2)},
+        ("gated attention", "expected an EAGLE 3"),
+    ),
+    "nothing_known": (
+        {"weight": torch.ones(2)},
+        ("no fc.weight", "is no EAGLE 3 drafter", "expected the drafter's checkpoint"),
+    ),
     "one_plain_layer": (plain_layer(0), ("no fc.weight", "expected the drafter's checkpoint")),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("file", [WEIGHTS, PICKLE])
@@ -772,7 +1039,9 @@ def test_another_kind_of_checkpoint_is_called_by_its_name(name, file, folder):
     tensors, patterns = OTHERS[name]
     folder.mkdir()
     write_weights(folder, tensors, file)
-    (folder / "config.json").write_text(json.dumps(SIZES | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
+    (folder / "config.json").write_text(
+        json.dumps(SIZES | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]})
+    )
     refused(folder, *patterns)
 
 
@@ -851,7 +1120,9 @@ def test_a_link_to_a_local_folder_of_that_name(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     SPECFORGE.write(tmp_path / "owner" / "name")
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"model_type": "eagle31", "weights_from": {"repo_id": "owner/name"}}))
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "eagle31", "weights_from": {"repo_id": "owner/name"}})
+    )
     refused(folder, "weights_from names 'owner/name'", "is a local path", "expected a Hub repository")
 
 

@@ -1,4 +1,5 @@
-"""Drafters that their producers' own code saved load, and compute what that code computed; `peers/producer_fixtures.py` wrote both.
+"""Drafters that their producers' own code saved load, and compute what that code computed; `peers/producer_fixtures.py`
+wrote both.
 
 T captured target states, k depth of the chain.
 """
@@ -42,7 +43,8 @@ def load(source: Path, fixture: dict, peer: dict[str, Tensor]) -> Eagle31Drafter
 
 @torch.no_grad()
 def assert_parity(drafter: Eagle31DrafterModel, peer: dict[str, Tensor]) -> None:
-    """From every slot: all target states up to it at once, then one given token after another on the drafter's own state."""
+    """From every slot: all target states up to it at once, then one given token after another on the drafter's own
+    state."""
     tokens, states = peer["input_ids"], peer["target_hidden_states"]
     for slot in range(states.shape[1]):
         cache, rows, source = DynamicCache(), tokens[:, : slot + 1], {"target_hidden_states": states[:, : slot + 1]}
@@ -51,7 +53,9 @@ def assert_parity(drafter: Eagle31DrafterModel, peer: dict[str, Tensor]) -> None
                 break
             out = drafter(rows, **source, past_key_values=cache)
             assert_close(f"logits of slot {slot} at depth {k}", out.logits[:, -1], peer[f"logits.{k}"][:, slot], PARITY)
-            assert_close(f"state of slot {slot} at depth {k}", out.last_hidden_state[:, -1], peer[f"state.{k}"][:, slot], PARITY)
+            assert_close(
+                f"state of slot {slot} at depth {k}", out.last_hidden_state[:, -1], peer[f"state.{k}"][:, slot], PARITY
+            )
             rows, source = tokens[:, slot + 1 + k : slot + 2 + k], {"hidden_states": out.last_hidden_state[:, -1:]}
 
 

@@ -17,7 +17,10 @@ from eagle31_hf.checkpoints.sharing import LOCK, folder_lock
 
 fcntl = pytest.importorskip("fcntl", reason="locks and forks as POSIX has them")
 ROUNDS, SAVES = 20, 3
-DRAFTERS = {"one file": (build(), {}), "shards": (build(num_hidden_layers=2, intermediate_size=40, seed=1), {"max_shard_size": 12_000})}
+DRAFTERS = {
+    "one file": (build(), {}),
+    "shards": (build(num_hidden_layers=2, intermediate_size=40, seed=1), {"max_shard_size": 12_000}),
+}
 
 
 def save(name: str, folder) -> None:
@@ -44,7 +47,9 @@ def test_a_folder_holds_one_of_them_whole(tmp_path):
         pids = [start(lambda name=name: save_several(name), tmp_path) for name in DRAFTERS]
         assert [was_killed(pid) for pid in pids] == [False, False]
         has_index = (tmp_path / "model.safetensors.index.json").exists()
-        assert (which(tmp_path), (tmp_path / "model.safetensors").exists()) == (("shards", False) if has_index else ("one file", True))
+        assert (which(tmp_path), (tmp_path / "model.safetensors").exists()) == (
+            ("shards", False) if has_index else ("one file", True)
+        )
         assert not (tmp_path / LOCK).exists()
 
 

@@ -1,15 +1,18 @@
-"""Decodes in bf16 with and without a drafter, and asks of every text that is not the target's own whether rounding explains it.
+"""Decodes in bf16 with and without a drafter, and asks of every text that is not the target's own whether rounding
+explains it.
 
     python tests/generation/bf16.py [--prompts 24] [--max-new-tokens 32] [--initializer-range 0.02] [family ...]
 
-A verification of several rows rounds otherwise than single steps do. Where a text first departs, the *margin* is what the target's own
-logits prefer its token by to ours, in ulps of bf16 at the preferred one, from plain generate's raw logits. (Ours being nearly always the
-second best, it is the target's top-2 margin; it is never less.) A margin of 2 ulp or more is a failure: exit status 1.
+A verification of several rows rounds otherwise than single steps do. Where a text first departs, the *margin* is what
+the target's own logits prefer its token by to ours, in ulps of bf16 at the preferred one, from plain generate's raw
+logits. (Ours being nearly always the second best, it is the target's top-2 margin; it is never less.) A margin of 2 ulp
+or more is a failure: exit status 1.
 
-That is fair where the target itself moves no more between two ways of computing the same. "alone" is how far its top-2 margins move when
-its own text is run in one forward instead of single steps, without any drafter: the median, the 99th percentile and the most. It grows with
-`initializer_range`: random weights as large as those of `families.py` amplify a rounding to 9 ulp. A failure is printed with its margin in
-fp32, of the same weights: a small one says that plain decoding's own rounding made the margin, a large one that verification is wrong.
+That is fair where the target itself moves no more between two ways of computing the same. "alone" is how far its top-2
+margins move when its own text is run in one forward instead of single steps, without any drafter: the median, the 99th
+percentile and the most. It grows with `initializer_range`: random weights as large as those of `families.py` amplify a
+rounding to 9 ulp. A failure is printed with its margin in fp32, of the same weights: a small one says that plain
+decoding's own rounding made the margin, a large one that verification is wrong.
 """
 
 import argparse
@@ -36,16 +39,26 @@ LIMIT = 2.0  # ulp: two logits, each rounded the other way, are that far apart
 MANTISSA_BITS = 7
 BATCH = 4
 FAMILIES = (
-    "Llama", "Qwen3", "Phi", "GPT-2", "GPT-NeoX", "OPT", "Mistral, window", "Gemma3 text, window", "Mixtral", "DeepSeek-V3 (MLA)",
+    "Llama",
+    "Qwen3",
+    "Phi",
+    "GPT-2",
+    "GPT-NeoX",
+    "OPT",
+    "Mistral, window",
+    "Gemma3 text, window",
+    "Mixtral",
+    "DeepSeek-V3 (MLA)",
     "Falcon, alibi",
-)  # fmt: skip
+)
 # Grouped matrix products take rows of whole 16 bytes.
 ALIGNED = {name: {"hidden_size": 48, "moe_intermediate_size": 24} for name in ("Mixtral", "DeepSeek-V3 (MLA)")}
 
 
 @dataclass
 class Tally:
-    """Texts compared, those that are the same, the margins in ulp where others depart, and which of them rounding does not explain."""
+    """Texts compared, those that are the same, the margins in ulp where others depart, and which of them rounding does
+    not explain."""
 
     texts: int = 0
     same: int = 0
@@ -60,8 +73,9 @@ class Tally:
     def __str__(self) -> str:
         shifts, largest = torch.tensor(self.shifts), max(self.margins, default=0.0)
         return (
-            f"{self.texts} texts, {self.same} the same, {len(self.margins)} depart, largest margin {largest:.2f} ulp, {len(self.failures)} "
-            f"failures ({self.accepted} drafts accepted; alone {shifts.median():.1f}, {shifts.quantile(0.99):.1f}, {shifts.max():.1f} ulp)"
+            f"{self.texts} texts, {self.same} the same, {len(self.margins)} depart, largest margin {largest:.2f} ulp,"
+            f" {len(self.failures)} failures ({self.accepted} drafts accepted; alone {shifts.median():.1f},"
+            f" {shifts.quantile(0.99):.1f}, {shifts.max():.1f} ulp)"
         )
 
 
@@ -73,7 +87,11 @@ def check_family(name: str, num_prompts: int, max_new_tokens: int, initializer_r
     tally = Tally()
     for texts in calls(greedy_text(exact)[0].tolist(), num_prompts):
         alone = target.generate(
-            **padded(texts), max_new_tokens=max_new_tokens, do_sample=False, return_dict_in_generate=True, output_logits=True
+            **padded(texts),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
         )
         if len(texts) == 1:
             tally.shifts += shifts(target, alone)
@@ -95,7 +113,12 @@ def calls(known: list[int], num_prompts: int) -> Iterator[list[list[int]]]:
 
 
 def check_call(
-    tally: Tally, target: PreTrainedModel, drafter: Eagle31DrafterModel, prompts: dict[str, Tensor], alone: ModelOutput, drafting: str
+    tally: Tally,
+    target: PreTrainedModel,
+    drafter: Eagle31DrafterModel,
+    prompts: dict[str, Tensor],
+    alone: ModelOutput,
+    drafting: str,
 ) -> None:
     with track_acceptance() as stats:
         sequences = target.generate(
@@ -111,7 +134,8 @@ def check_call(
         if difference >= LIMIT * unit:
             exact = exact_difference(target, prompts, alone, sequences, row, step) / unit
             tally.failures.append(
-                f"{drafting}, row {row} of {len(sequences)}, token {step}: {difference / unit:.2f} ulp, in fp32 {exact:.2f}"
+                f"{drafting}, row {row} of {len(sequences)}, token {step}: {difference / unit:.2f} ulp, in fp32"
+                f" {exact:.2f}"
             )
 
 
@@ -132,7 +156,8 @@ def ulp(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def shifts(target: PreTrainedModel, alone: ModelOutput) -> list[float]:
-    """By token of one text, how many ulps its top-2 margin in single steps is from that in one forward over the whole text."""
+    """By token of one text, how many ulps its top-2 margin in single steps is from that in one forward over the whole
+    text."""
     steps = torch.cat(alone.logits).float()
     whole = target(alone.sequences[:, :-1]).logits[0, -len(steps) :].float()
     best = steps.topk(2, dim=-1)
@@ -145,7 +170,9 @@ def main() -> None:
     parser.add_argument("families", nargs="*", default=FAMILIES, metavar="family", help="names of families.FAMILIES")
     parser.add_argument("--prompts", type=int, default=24, help="prompts a family (default: 24)")
     parser.add_argument("--max-new-tokens", type=int, default=32, help="tokens a text (default: 32)")
-    parser.add_argument("--initializer-range", type=float, default=0.02, help="size of the targets' random weights (default: 0.02)")
+    parser.add_argument(
+        "--initializer-range", type=float, default=0.02, help="size of the targets' random weights (default: 0.02)"
+    )
     arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()
     print(f"transformers {transformers.__version__}, torch {torch.__version__}, bf16, greedy")

@@ -9,7 +9,8 @@ LEAST_EXPECTED = 5.0  # cells expecting fewer counts are pooled
 
 
 def statistic(counts: Tensor, probabilities: Tensor) -> tuple[float, int]:
-    """Counts and probabilities by cell -> the statistic and its degrees of freedom; infinite where the impossible was counted."""
+    """Counts and probabilities by cell -> the statistic and its degrees of freedom; infinite where the impossible was
+    counted."""
     if counts[probabilities == 0].sum() > 0:
         return float("inf"), 1
     expected = counts.sum() * probabilities.double()

@@ -2,10 +2,10 @@
 
 `FAMILIES` is the one table. A word of it is the outcome of a combination of family, drafting and number of prompts:
 
-same text: drafts are accepted and rejected, and text and logits are the target's own; prompts of a batch go at their own pace;
-chains: the same, but a tree was asked for and chains were drafted, with a logged reason;
-in step: the same for a batch, whose rows were kept equally long and drafted for in chains, with a logged reason;
-refused: generate raises ValueError before anything is decoded.
+same text: drafts are accepted and rejected, and text and logits are the target's own; prompts of a batch go at their
+own pace; chains: the same, but a tree was asked for and chains were drafted, with a logged reason; in step: the same
+for a batch, whose rows were kept equally long and drafted for in chains, with a logged reason; refused: generate raises
+ValueError before anything is decoded.
 """
 
 import logging
@@ -38,8 +38,9 @@ LOGITS = {"return_dict_in_generate": True, "output_logits": True}
 ASKED = {"max_new_tokens": 24, "do_sample": False} | LOGITS
 ASKED_OF_A_BATCH = {"max_new_tokens": 12, "do_sample": False}  # for more than tokens its rows would keep step
 VOCAB, WINDOW = 29, 8  # the text outgrows the window twice or more
-# A batch is PROMPT and these: PROMPT with so many tokens of the text the drafter knows, so that its errors, and with them the bursts, come
-# at other times in every row; and a stranger, of which it knows nothing. In step a stranger would keep all rows from accepting anything.
+# A batch is PROMPT and these: PROMPT with so many tokens of the text the drafter knows, so that its errors, and with
+# them the bursts, come at other times in every row; and a stranger, of which it knows nothing. In step a stranger would
+# keep all rows from accepting anything.
 AHEAD, AHEAD_IN_STEP, STRANGER = (3, 7), (3, 7, 1), (7, 6)
 
 SHAPE = ROPED | {"num_hidden_layers": 3}
@@ -54,26 +55,60 @@ WINDOWED = SHAPE | {"sliding_window": WINDOW}
 TURNED_ON = WINDOWED | {"use_sliding_window": True, "max_window_layers": 1}
 ALTERNATING = WINDOWED | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 EXPERTS = {
-    "num_experts_per_tok": 2, "num_local_experts": 4, "num_experts": 4, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 20,
-}  # fmt: skip
-ROUTED = SHAPE | EXPERTS | {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1}
+    "num_experts_per_tok": 2,
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 20,
+}
+ROUTED = (
+    SHAPE
+    | EXPERTS
+    | {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1}
+)
 LATENT = ROUTED | {
-    "num_key_value_heads": 3, "q_lora_rank": 18, "kv_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5,
+    "num_key_value_heads": 3,
+    "q_lora_rank": 18,
+    "kv_lora_rank": 14,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
     "head_dim": 4,
-}  # fmt: skip
-# Indexers rank by a sum of ReLUs over heads; with many heads none is exactly 0, so that no tie is broken by the number of rows.
+}
+# Indexers rank by a sum of ReLUs over heads; with many heads none is exactly 0, so that no tie is broken by the number
+# of rows.
 INDEXED = LATENT | {"index_topk": WINDOW, "index_n_heads": 24, "index_head_dim": 8}
 HALF_ROPE = SHAPE | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
 SECTIONED = SHAPE | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2]}}
-PER_LAYER = ALTERNATING | {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 6, "num_kv_shared_layers": 0}
+PER_LAYER = ALTERNATING | {
+    "vocab_size_per_layer_input": VOCAB,
+    "hidden_size_per_layer_input": 6,
+    "num_kv_shared_layers": 0,
+}
 SHARED_KEYS = PER_LAYER | {
-    "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
-}  # fmt: skip
-LINEAR = SHAPE | EXPERTS | {
-    "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 6, "linear_value_head_dim": 6,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-}  # fmt: skip
-VISION = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+}
+LINEAR = (
+    SHAPE
+    | EXPERTS
+    | {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 6,
+        "linear_value_head_dim": 6,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    }
+)
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
 QWEN_VISION = {
     "depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 20, "patch_size": 14, "out_hidden_size": WIDTH,
     "fullatt_block_indexes": [0],
@@ -91,7 +126,8 @@ class Bug:
 
 @dataclass(frozen=True)
 class Family:
-    """`config_class`: its name in transformers, which a version may lack; `chain`, `tree`: the outcomes expected for one prompt."""
+    """`config_class`: its name in transformers, which a version may lack; `chain`, `tree`: the outcomes expected for
+    one prompt."""
 
     config_class: str
     fields: dict = field(default_factory=lambda: dict(SHAPE))
@@ -102,7 +138,8 @@ class Family:
 
     @property
     def keeps_step(self) -> bool:
-        """Rows of different lengths are verified under the masks of trees: where no tree can be, no ragged batch can be."""
+        """Rows of different lengths are verified under the masks of trees: where no tree can be, no ragged batch can
+        be."""
         return self.tree == CHAINS
 
     def expected(self, drafting: str, num_prompts: int = 1) -> str:
@@ -144,15 +181,16 @@ FAMILIES = {
     "GPT-2": Family("GPT2Config", GPT),
     "GPTBigCode": Family("GPTBigCodeConfig", GPT),
     "OPT": Family("OPTConfig", SHAPE | {"ffn_dim": 40, "word_embed_proj_dim": WIDTH}),
-    "XGLM": Family("XGLMConfig", {"d_model": WIDTH, "ffn_dim": 40, "num_layers": 3, "attention_heads": 3, "max_position_embeddings": 128}),
+    "XGLM": Family(
+        "XGLMConfig",
+        {"d_model": WIDTH, "ffn_dim": 40, "num_layers": 3, "attention_heads": 3, "max_position_embeddings": 128},
+    ),
     "CTRL": Family("CTRLConfig", {"n_embd": WIDTH, "dff": 40, "n_layer": 3, "n_head": 3, "n_positions": 128}),
     # alibi: by row of the cache, not by position
     "Falcon, alibi": Family("FalconConfig", FALCON | {"alibi": True}, tree=CHAINS),
     "BLOOM": Family("BloomConfig", {"hidden_size": WIDTH, "n_layer": 3, "n_head": 3}, tree=CHAINS),
     "MPT": Family("MptConfig", MPT, tree=CHAINS),
-    "MPT, faint alibi": Family(
-        "MptConfig", MPT | {"initializer_range": 0.7}, tree=CHAINS, seed=100,
-    ),
+    "MPT, faint alibi": Family("MptConfig", MPT | {"initializer_range": 0.7}, tree=CHAINS, seed=100),
     # windows shorter than the text
     "Qwen2, window": Family("Qwen2Config", TURNED_ON),
     "Mistral, window": Family("MistralConfig", WINDOWED),
@@ -161,16 +199,22 @@ FAMILIES = {
     "VaultGemma, window, softcap": Family("VaultGemmaConfig", ALTERNATING | {"query_pre_attn_scalar": 12}),
     "Gemma3 text, window": Family("Gemma3TextConfig", ALTERNATING),
     "Gemma4 text, window": Family(
-        "Gemma4TextConfig", PER_LAYER | {"layer_types": ["sliding_attention"] * 2 + ["full_attention"], "global_head_dim": 8},
+        "Gemma4TextConfig",
+        PER_LAYER | {"layer_types": ["sliding_attention"] * 2 + ["full_attention"], "global_head_dim": 8},
     ),
     "Gemma4 text, shared keys": Family(
-        "Gemma4TextConfig", SHARED_KEYS | {"global_head_dim": 8},
-        bug=Bug("the prefill runs layers with shared keys over the last token only: refused, states are missing", since="5.23"),
+        "Gemma4TextConfig",
+        SHARED_KEYS | {"global_head_dim": 8},
+        bug=Bug(
+            "the prefill runs layers with shared keys over the last token only: refused, states are missing",
+            since="5.23",
+        ),
     ),
     "Gemma3n text": Family(
         "Gemma3nTextConfig",
         # AltUp layers pass (inputs, B, T, H) on.
-        SHARED_KEYS | {"laurel_rank": 5, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 4}, **RECURRENT,
+        SHARED_KEYS | {"laurel_rank": 5, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 4},
+        **RECURRENT,
     ),
     "Phi3, window": Family("Phi3Config", WINDOWED),
     "OLMo3, window": Family("Olmo3Config", ALTERNATING),
@@ -179,11 +223,9 @@ FAMILIES = {
     "Cohere2, window": Family("Cohere2Config", ALTERNATING),
     "Exaone4, window": Family("Exaone4Config", ALTERNATING),
     "GPT-Neo, window": Family("GPTNeoConfig", GPT_NEO, tree=CHAINS),
-    "GPT-Neo, longer window": Family(
-        "GPTNeoConfig", GPT_NEO | {"window_size": 16}, tree=CHAINS,
-    ),
+    "GPT-Neo, longer window": Family("GPTNeoConfig", GPT_NEO | {"window_size": 16}, tree=CHAINS),
     "Llama4 text, chunks": Family(
-        "Llama4TextConfig", SHAPE | EXPERTS | {"intermediate_size_mlp": 40, "attention_chunk_size": WINDOW}, tree=CHAINS,
+        "Llama4TextConfig", SHAPE | EXPERTS | {"intermediate_size_mlp": 40, "attention_chunk_size": WINDOW}, tree=CHAINS
     ),
     # experts
     "Mixtral": Family("MixtralConfig", SHAPE | EXPERTS),
@@ -203,7 +245,10 @@ FAMILIES = {
     "DBRX": Family(
         "DbrxConfig",
         {
-            "d_model": WIDTH, "n_heads": 3, "n_layers": 3, "max_seq_len": 128,
+            "d_model": WIDTH,
+            "n_heads": 3,
+            "n_layers": 3,
+            "max_seq_len": 128,
             "attn_config": {"kv_n_heads": 1, "rope_theta": 10000.0, "clip_qkv": 8.0},
             "ffn_config": {"ffn_hidden_size": 40, "moe_num_experts": 4, "moe_top_k": 2},
         },
@@ -212,17 +257,23 @@ FAMILIES = {
     "DeepSeek-V2 (MLA)": Family("DeepseekV2Config", LATENT | {"topk_method": "greedy"}),
     "DeepSeek-V3 (MLA)": Family("DeepseekV3Config", LATENT),
     "DeepSeek-V3.2 (sparse)": Family(
-        "DeepseekV32Config", INDEXED | {"mlp_layer_types": ["dense", "sparse", "sparse"]}, tree=CHAINS, bug=UNTOLD,
+        "DeepseekV32Config", INDEXED | {"mlp_layer_types": ["dense", "sparse", "sparse"]}, tree=CHAINS, bug=UNTOLD
     ),
     "GLM-MoE-DSA (sparse)": Family("GlmMoeDsaConfig", INDEXED, tree=CHAINS, bug=UNTOLD),
     # multimodal, over text
-    "Gemma3 multimodal, window": Family("Gemma3Config", {"text_config": ALTERNATING, "vision_config": VISION, "mm_tokens_per_image": 4}),
+    "Gemma3 multimodal, window": Family(
+        "Gemma3Config", {"text_config": ALTERNATING, "vision_config": VISION, "mm_tokens_per_image": 4}
+    ),
     "Qwen2-VL": Family(
-        "Qwen2VLConfig", {"text_config": SECTIONED, "vision_config": {"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": WIDTH}},
+        "Qwen2VLConfig",
+        {
+            "text_config": SECTIONED,
+            "vision_config": {"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": WIDTH},
+        },
     ),
     "Qwen2.5-VL": Family("Qwen2_5_VLConfig", {"text_config": SECTIONED, "vision_config": QWEN_VISION}),
     "Qwen3-VL": Family(
-        "Qwen3VLConfig", {"text_config": SECTIONED, "vision_config": QWEN_VISION | {"deepstack_visual_indexes": [0]}},
+        "Qwen3VLConfig", {"text_config": SECTIONED, "vision_config": QWEN_VISION | {"deepstack_visual_indexes": [0]}}
     ),
     "LLaVA": Family(
         "LlavaConfig",
@@ -235,20 +286,28 @@ FAMILIES = {
     "Mamba": Family("MambaConfig", {"hidden_size": WIDTH, "num_hidden_layers": 3, "state_size": 6}, **RECURRENT),
     "Mamba2": Family(
         "Mamba2Config",
-        {"hidden_size": WIDTH, "num_hidden_layers": 3, "state_size": 6, "num_heads": 6, "head_dim": 12, "n_groups": 1}, **RECURRENT,
+        {"hidden_size": WIDTH, "num_hidden_layers": 3, "state_size": 6, "num_heads": 6, "head_dim": 12, "n_groups": 1},
+        **RECURRENT,
     ),
     "Jamba": Family(
         "JambaConfig",
-        SHAPE | EXPERTS | {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False, "mamba_d_state": 6}, **RECURRENT,
+        SHAPE
+        | EXPERTS
+        | {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False, "mamba_d_state": 6},
+        **RECURRENT,
     ),
     "Bamba": Family(
-        "BambaConfig", SHAPE | {"mamba_n_heads": 6, "mamba_d_head": 12, "mamba_d_state": 6, "attn_layer_indices": [1]}, **RECURRENT,
+        "BambaConfig",
+        SHAPE | {"mamba_n_heads": 6, "mamba_d_head": 12, "mamba_d_state": 6, "attn_layer_indices": [1]},
+        **RECURRENT,
     ),
     "RecurrentGemma": Family(
         "RecurrentGemmaConfig",
-        SHAPE | {"lru_width": WIDTH, "attention_window_size": WINDOW, "block_types": ["recurrent", "recurrent", "attention"]}, **RECURRENT,
+        SHAPE
+        | {"lru_width": WIDTH, "attention_window_size": WINDOW, "block_types": ["recurrent", "recurrent", "attention"]},
+        **RECURRENT,
     ),
-}  # fmt: skip
+}
 
 
 class NotThereError(Exception):
@@ -257,8 +316,8 @@ class NotThereError(Exception):
 
 @cache
 def build_target(name: str, attention: str, **overrides) -> PreTrainedModel:
-    """With these fields of its config in place of the table's. Its greedy text varies: see `conftest.build_target`. Raises
-    NotThereError."""
+    """With these fields of its config in place of the table's. Its greedy text varies: see `conftest.build_target`.
+    Raises NotThereError."""
     family = FAMILIES[name]
     config_class = getattr(transformers, family.config_class, None)
     if config_class is None:
@@ -287,10 +346,15 @@ def build_drafter(name: str, **overrides) -> Eagle31DrafterModel:
     num_layers = len(decoder_layers(target))
     torch.manual_seed(1)
     config = Eagle31Config(
-        vocab_size=VOCAB, hidden_size=target.get_input_embeddings().weight.shape[1], intermediate_size=40, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=128, initializer_range=0.3,
+        vocab_size=VOCAB,
+        hidden_size=target.get_input_embeddings().weight.shape[1],
+        intermediate_size=40,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=128,
+        initializer_range=0.3,
         aux_hidden_state_layer_ids=[0, num_layers // 2, num_layers],
-    )  # fmt: skip
+    )
     drafter = Eagle31DrafterModel._from_config(config, attn_implementation="sdpa").eval()
     if FAMILIES[name].chain != REFUSED:  # else there may be no states to learn from
         fit_head(drafter, target)
@@ -314,11 +378,11 @@ def padded(texts: list[list[int]]) -> dict[str, Tensor]:
 
 @dataclass
 class Outcome:
-    """`word`: one of the table's, or "different" where text or logits are not the target's own; `reason`: the one logged or raised, or what
-    is different.
+    """`word`: one of the table's, or "different" where text or logits are not the target's own; `reason`: the one
+    logged or raised, or what is different.
 
-    `accepted`, `rejected`: the numbers of drafted levels; `accepted_by_row`: of each prompt; `num_trees`, `num_ragged`: the forwards
-    that verified trees, and rows of different lengths.
+    `accepted`, `rejected`: the numbers of drafted levels; `accepted_by_row`: of each prompt; `num_trees`, `num_ragged`:
+    the forwards that verified trees, and rows of different lengths.
     """
 
     word: str
@@ -330,13 +394,18 @@ class Outcome:
     num_ragged: int = 0
 
 
-def decode(name: str, attention: str, drafting: str, num_prompts: int = 1, prompt: dict[str, Tensor] | None = None) -> Outcome:
-    """Generates with a drafter and compares with the target alone. `prompt`: another than the table's. Raises NotThereError."""
+def decode(
+    name: str, attention: str, drafting: str, num_prompts: int = 1, prompt: dict[str, Tensor] | None = None
+) -> Outcome:
+    """Generates with a drafter and compares with the target alone. `prompt`: another than the table's. Raises
+    NotThereError."""
     target, drafter = build_target(name, attention), build_drafter(name)
     asked = ASKED if num_prompts == 1 else ASKED_OF_A_BATCH
     with track_acceptance() as stats, observed() as seen:
         try:
-            ours = target.generate(**(prompt or prompts(name, num_prompts)), assistant_model=drafter, **asked, **DRAFTINGS[drafting])
+            ours = target.generate(
+                **(prompt or prompts(name, num_prompts)), assistant_model=drafter, **asked, **DRAFTINGS[drafting]
+            )
         except ValueError as refusal:
             return Outcome(REFUSED, str(refusal))
     alone = decode_alone(name, attention, num_prompts) if prompt is None else target.generate(**prompt, **ASKED)
@@ -344,7 +413,15 @@ def decode(name: str, attention: str, drafting: str, num_prompts: int = 1, promp
     by_row = tuple(sum(row.accepted_per_position) for row in stats.rows)
     wrong = difference(ours, alone)
     word = DIFFERENT if wrong else seen.word(drafting)
-    return Outcome(word, wrong or "; ".join(seen.warnings), accepted, drafted - accepted, by_row, seen.verified.trees, seen.verified.ragged)
+    return Outcome(
+        word,
+        wrong or "; ".join(seen.warnings),
+        accepted,
+        drafted - accepted,
+        by_row,
+        seen.verified.trees,
+        seen.verified.ragged,
+    )
 
 
 def prompts(name: str, num_prompts: int) -> dict[str, Tensor]:

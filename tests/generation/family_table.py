@@ -2,9 +2,10 @@
 
     python tests/generation/family_table.py [--grouped]
 
-"same text": text and, for one prompt, logits are the target's own, with drafts accepted and rejected; in a batch every row goes at its own
-pace. "chains": the same, but of chains where a tree was asked for. "in step": the same, but all rows accept as much as the one that accepts
-least, of chains. "attention": the implementations of the target that give this row. `--grouped` gives families with equal rows one row.
+"same text": text and, for one prompt, logits are the target's own, with drafts accepted and rejected; in a batch every
+row goes at its own pace. "chains": the same, but of chains where a tree was asked for. "in step": the same, but all
+rows accept as much as the one that accepts least, of chains. "attention": the implementations of the target that give
+this row. `--grouped` gives families with equal rows one row.
 """
 
 import argparse
@@ -15,7 +16,18 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # of conftest.py
 
 import torch
 import transformers
-from families import ATTENTIONS, BATCHES, DRAFTINGS, FAMILIES, LOSSLESS, REFUSED, NotThereError, Outcome, build_target, decode
+from families import (
+    ATTENTIONS,
+    BATCHES,
+    DRAFTINGS,
+    FAMILIES,
+    LOSSLESS,
+    REFUSED,
+    NotThereError,
+    Outcome,
+    build_target,
+    decode,
+)
 
 from eagle31_hf.generation.selftest import why_no_trees
 
@@ -34,7 +46,12 @@ def reason(name: str, attention: str, outcome: Outcome) -> str:
     """In words that do not name the class, so that families share them."""
     target = build_target(name, attention)
     if outcome.word == REFUSED:
-        return outcome.reason.removeprefix("EAGLE drafting: ").removeprefix(type(target).__name__).partition(";")[0].strip(" .")
+        return (
+            outcome.reason.removeprefix("EAGLE drafting: ")
+            .removeprefix(type(target).__name__)
+            .partition(";")[0]
+            .strip(" .")
+        )
     told = outcome.reason.partition(": chains instead of trees for ")[2].partition(": ")[2].rstrip(".")
     return told or outcome.reason or str(why_no_trees(target))
 
@@ -56,7 +73,11 @@ def table(names: list[str], grouped: bool) -> list[str]:
         for (*words, why), attentions in rows(name).items():
             cells = (*words, ", ".join(attentions), why)
             members.setdefault(cells if grouped else (*cells, name), []).append(name)
-    lines = [HEAD, ("---",) * len(HEAD), *(("; ".join(group), *cells[: len(HEAD) - 1]) for cells, group in members.items())]
+    lines = [
+        HEAD,
+        ("---",) * len(HEAD),
+        *(("; ".join(group), *cells[: len(HEAD) - 1]) for cells, group in members.items()),
+    ]
     return [f"| {' | '.join(line)} |" for line in lines]
 
 
@@ -66,7 +87,9 @@ def main() -> None:
     arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.get_logger("eagle31_hf").setLevel("WARNING")
-    print(f"transformers {transformers.__version__}, torch {torch.__version__}, fp32, greedy, {len(FAMILIES)} families\n")
+    print(
+        f"transformers {transformers.__version__}, torch {torch.__version__}, fp32, greedy, {len(FAMILIES)} families\n"
+    )
     print("\n".join(table(list(FAMILIES), arguments.grouped)))
 
 

@@ -27,12 +27,17 @@ def tree_of(proposal: Proposal, text: Tensor) -> DraftTree:
 
 def num_hooks(target: PreTrainedModel) -> int:
     """How many hooks of this library are on the target; transformers may have hooks of its own there."""
-    hooks = [hook for module in target.modules() for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())]
+    hooks = [
+        hook
+        for module in target.modules()
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    ]
     return sum(hook.__module__.startswith("eagle31_hf") for hook in hooks)
 
 
 class Diary(LogitsProcessor):
-    """Keeps state of its own, as a grammar does: what it does next depends on how often it was called, and with which prefixes."""
+    """Keeps state of its own, as a grammar does: what it does next depends on how often it was called, and with which
+    prefixes."""
 
     def __init__(self, vocab_size: int):
         self.prefixes: list[list[int]] = []
@@ -72,7 +77,8 @@ class InterruptError(Exception):
 
 
 def raise_at(call: int, result=None):
-    """A function to use as a processor, criterion or streamer method: raises at the `call`-th call, else returns `result(args)`."""
+    """A function to use as a processor, criterion or streamer method: raises at the `call`-th call, else returns
+    `result(args)`."""
     calls = []
 
     def function(*args, **kwargs):

@@ -1,4 +1,5 @@
-"""Every continuation of a prompt over a small vocabulary, and how likely the target alone makes it. V target vocabulary."""
+"""Every continuation of a prompt over a small vocabulary, and how likely the target alone makes it. V target
+vocabulary."""
 
 import itertools
 
@@ -20,9 +21,15 @@ def small_drafter(target: PreTrainedModel) -> Eagle31DrafterModel:
     """Of random weights and without one of the tokens: q is far from p, so that many drafts are rejected."""
     torch.manual_seed(0)
     config = Eagle31Config(
-        vocab_size=V, draft_vocab_size=V - 1, hidden_size=36, intermediate_size=40, num_attention_heads=2, num_key_value_heads=1,
-        aux_hidden_state_layer_ids=[0, 2], initializer_range=0.2,
-    )  # fmt: skip
+        vocab_size=V,
+        draft_vocab_size=V - 1,
+        hidden_size=36,
+        intermediate_size=40,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        aux_hidden_state_layer_ids=[0, 2],
+        initializer_range=0.2,
+    )
     drafter = Eagle31DrafterModel(config).eval()
     drafter.set_draft_vocabulary(torch.tensor([3, 0, 1]))
     drafter.load_target_embeddings(target)
@@ -30,8 +37,11 @@ def small_drafter(target: PreTrainedModel) -> Eagle31DrafterModel:
 
 
 def texts_after(prompt: list[int], length: int) -> Tensor:
-    """The prompt and every continuation of `length` tokens, in the order of their numbers in base V: (V ** length, ...)."""
-    continuations = torch.tensor(list(itertools.product(range(V), repeat=length)), dtype=torch.long).reshape(V**length, length)
+    """The prompt and every continuation of `length` tokens, in the order of their numbers in base V: (V ** length,
+    ...)."""
+    continuations = torch.tensor(list(itertools.product(range(V), repeat=length)), dtype=torch.long).reshape(
+        V**length, length
+    )
     return torch.cat((torch.tensor([prompt]).expand(V**length, -1), continuations), dim=1)
 
 

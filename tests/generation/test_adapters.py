@@ -1,4 +1,5 @@
-"""Targets with adapters: those that change weights say what they say alone; those that put tokens into the cache are refused."""
+"""Targets with adapters: those that change weights say what they say alone; those that put tokens into the cache are
+refused."""
 
 import copy
 
@@ -28,7 +29,9 @@ def pair():
 
 def lora(peft, seed: int = 0, **kwargs):
     torch.manual_seed(seed)
-    return peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "down_proj"], init_lora_weights=False, **kwargs)
+    return peft.LoraConfig(
+        task_type="CAUSAL_LM", target_modules=["q_proj", "down_proj"], init_lora_weights=False, **kwargs
+    )
 
 
 def ia3(peft):
@@ -85,7 +88,9 @@ def test_sampling_with_an_adapter(pair):
     model, texts = peft.get_peft_model(copy.deepcopy(target), lora(peft)).eval(), []
     for way in ("tree", "auto"):
         torch.manual_seed(0)
-        texts.append(model.generate(**COMPANY["batch"], **PLAIN | {"do_sample": True}, assistant_model=drafter, **DRAFTINGS[way]))
+        texts.append(
+            model.generate(**COMPANY["batch"], **PLAIN | {"do_sample": True}, assistant_model=drafter, **DRAFTINGS[way])
+        )
     assert_close("text", *texts)
 
 
@@ -111,7 +116,9 @@ def soft_prompt(target: PreTrainedModel) -> PreTrainedModel:
 def tuned(name: str, **kwargs):
     def build(target: PreTrainedModel):
         peft = pytest.importorskip("peft")
-        return peft.get_peft_model(target, getattr(peft, name)(task_type="CAUSAL_LM", num_virtual_tokens=3, **kwargs)).eval()
+        return peft.get_peft_model(
+            target, getattr(peft, name)(task_type="CAUSAL_LM", num_virtual_tokens=3, **kwargs)
+        ).eval()
 
     return build
 
@@ -134,7 +141,10 @@ def test_adapters_that_put_tokens_into_the_cache(pair, kind):
         for company, inputs in COMPANY.items():
             streamer, past = Puts(), DynamicCache(config=target.config)
             kwargs = {"streamer": streamer, "past_key_values": past} if company == "alone" else {}
-            with pytest.raises(ValueError, match=r"after a prompt of 5 tokens the target's cache holds 8; expected the prompt and nothing"):
+            with pytest.raises(
+                ValueError,
+                match=r"after a prompt of 5 tokens the target's cache holds 8; expected the prompt and nothing",
+            ):
                 model.generate(**inputs, **PLAIN, assistant_model=drafter, **DRAFTINGS[way], **kwargs)
             assert len(streamer.calls) <= 1, "more than the prompt was streamed"
             assert past.get_seq_length() == 0

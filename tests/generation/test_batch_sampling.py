@@ -1,5 +1,5 @@
-"""Sampling a batch: every row is distributed as the target alone would have it, independently of the others, and depends on the seed, the
-target and its own text only.
+"""Sampling a batch: every row is distributed as the target alone would have it, independently of the others, and
+depends on the seed, the target and its own text only.
 
 B rows, V target vocabulary.
 """
@@ -58,7 +58,13 @@ class Noise(LogitsProcessor):
 def drawn_alone(target, rows, processors=(), seed=SEED, **kwargs):
     """The text the target alone draws, one token at a time: transformers' greedy search over noisy scores."""
     torch.manual_seed(seed)
-    return alone(target, rows, max_new_tokens=LENGTH, logits_processor=LogitsProcessorList([*processors, Noise(len(rows))]), **kwargs)
+    return alone(
+        target,
+        rows,
+        max_new_tokens=LENGTH,
+        logits_processor=LogitsProcessorList([*processors, Noise(len(rows))]),
+        **kwargs,
+    )
 
 
 def drawn(target, drafter, rows, seed=SEED, **kwargs):
@@ -70,12 +76,14 @@ PROCESSORS = {
     "none": ([], {}),
     "temperature": ([TemperatureLogitsWarper(0.6)], {"temperature": 0.6}),
     "warpers": (
-        [TemperatureLogitsWarper(1.4), TopKLogitsWarper(5), TopPLogitsWarper(0.9)], {"temperature": 1.4, "top_k": 5, "top_p": 0.9},
+        [TemperatureLogitsWarper(1.4), TopKLogitsWarper(5), TopPLogitsWarper(0.9)],
+        {"temperature": 1.4, "top_k": 5, "top_p": 0.9},
     ),
     "penalty": (
-        [RepetitionPenaltyLogitsProcessor(1.5)], {"logits_processor": LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.5)])},
+        [RepetitionPenaltyLogitsProcessor(1.5)],
+        {"logits_processor": LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.5)])},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("processors", "kwargs"), PROCESSORS.values(), ids=PROCESSORS)
@@ -120,9 +128,14 @@ def test_one_row(target, drafter, drafting):
 @pytest.mark.parametrize("place", [0, 2])
 @each_drafting
 def test_neighbours_do_not_matter(target, drafter, place, drafting):
-    """The text of a row depends on its place, and on nothing in the others: not even on how long they are or when they end."""
+    """The text of a row depends on its place, and on nothing in the others: not even on how long they are or when they
+    end."""
     (row,) = known_rows(target, 9)
-    neighbours = [[*known_rows(target, 5, 7), FOREIGN[1]], [FOREIGN[0], FOREIGN[2], FOREIGN[0]], known_rows(target, 16, 9, 3)]
+    neighbours = [
+        [*known_rows(target, 5, 7), FOREIGN[1]],
+        [FOREIGN[0], FOREIGN[2], FOREIGN[0]],
+        known_rows(target, 16, 9, 3),
+    ]
     texts = []
     for others in neighbours:
         rows = [*others[:place], row, *others[place:]]
@@ -169,7 +182,9 @@ def test_a_call_takes_as_much_from_the_global_generator_whatever_is_drafted(targ
     """So what the caller draws afterwards does not depend on the drafter, nor on whether its tokens were accepted."""
     states = []
     step = {"stopping_criteria": StoppingCriteriaList([Idle()])}
-    for name, kwargs in [("eagle31", one) for one in (*DRAFTINGS.values(), {"max_new_tokens": 3}, step)] + [("pruned", CHAIN)]:
+    for name, kwargs in [("eagle31", one) for one in (*DRAFTINGS.values(), {"max_new_tokens": 3}, step)] + [
+        ("pruned", CHAIN)
+    ]:
         drawn(target, make_drafter(target, name), mixed_rows(target)[:num_rows], **kwargs)
         states.append(torch.get_rng_state())
     assert all(state.equal(states[0]) for state in states)
@@ -186,7 +201,8 @@ def test_greedy_takes_nothing_from_the_global_generator(target, drafter):
 
 # --- how texts are distributed ---
 
-PROMPTS = ([2, 2, 2], [3, 3, 1, 0, 2], [1])  # of different lengths, so that rows are padded; the first has no token that can be drafted
+# of different lengths, so that rows are padded; the first has no token that can be drafted
+PROMPTS = ([2, 2, 2], [3, 3, 1, 0, 2], [1])
 COPIES, COUNTED = 1200, 3  # texts a prompt; tokens counted of each, of which all but the first were drafted
 
 
@@ -211,9 +227,15 @@ def deviation(found, probabilities) -> tuple[float, int]:
 
 SMALL_TREE = {"num_assistant_tokens": 3, "draft_tree_top_k": 2, "draft_tree_total_tokens": 7}
 EVERYTHING = {"num_assistant_tokens": 2, "draft_tree_top_k": 4, "draft_tree_total_tokens": 21}
-WARPERS = [RepetitionPenaltyLogitsProcessor(1.8), TemperatureLogitsWarper(0.7), TopKLogitsWarper(3), TopPLogitsWarper(0.9)]
+WARPERS = [
+    RepetitionPenaltyLogitsProcessor(1.8),
+    TemperatureLogitsWarper(0.7),
+    TopKLogitsWarper(3),
+    TopPLogitsWarper(0.9),
+]
 WARPED = {"logits_processor": LogitsProcessorList(WARPERS[:1]), "temperature": 0.7, "top_k": 3, "top_p": 0.9}
-PENALTY = [RepetitionPenaltyLogitsProcessor(6.0)]  # along the path: what it does to a draft depends on the drafts before
+# along the path: what it does to a draft depends on the drafts before
+PENALTY = [RepetitionPenaltyLogitsProcessor(6.0)]
 PENALIZED = {"logits_processor": LogitsProcessorList(PENALTY)}
 CASES = {  # what the target alone would do, how generate is asked for it
     "chain": ([], {"num_assistant_tokens": 3}),
@@ -322,8 +344,20 @@ MUTATIONS = {
     "redrawn_when_rejected-chain": (Judge, "_walk", walk(redrawn_when_rejected), [], {"num_assistant_tokens": 3}),
     "redrawn_when_rejected-tree": (Judge, "_walk", walk(redrawn_when_rejected), [], SMALL_TREE),
     "draft_among_the_two_best": (Judge, "_walk", walk(draft_among_the_two_best), [], {"num_assistant_tokens": 3}),
-    "only_the_committed_prefix": (Judge, "_walk", walk(honest, lambda prefix, context: prefix), PENALTY, PENALIZED | EVERYTHING),
-    "a_token_behind": (Judge, "_walk", walk(honest, lambda prefix, context: context[:, :-1]), PENALTY, PENALIZED | SMALL_TREE),
+    "only_the_committed_prefix": (
+        Judge,
+        "_walk",
+        walk(honest, lambda prefix, context: prefix),
+        PENALTY,
+        PENALIZED | EVERYTHING,
+    ),
+    "a_token_behind": (
+        Judge,
+        "_walk",
+        walk(honest, lambda prefix, context: context[:, :-1]),
+        PENALTY,
+        PENALIZED | SMALL_TREE,
+    ),
 }
 
 

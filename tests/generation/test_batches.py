@@ -1,8 +1,22 @@
-"""A batch with a drafter is the same batch without: row by row where rows may go at their own pace, in step where they may not."""
+"""A batch with a drafter is the same batch without: row by row where rows may go at their own pace, in step where they
+may not."""
 
 import pytest
 import torch
-from batches import FOREIGN, PAD, EndsWith, Idle, Notebook, alone, build_other, keeps_step, known_rows, left_padded, mixed_rows, together
+from batches import (
+    FOREIGN,
+    PAD,
+    EndsWith,
+    Idle,
+    Notebook,
+    alone,
+    build_other,
+    keeps_step,
+    known_rows,
+    left_padded,
+    mixed_rows,
+    together,
+)
 from close import TARGET_FORWARD, assert_close
 from conftest import TARGETS, VOCAB, build_drafter, build_target
 from observers import Puts, num_hooks
@@ -18,7 +32,8 @@ TREE = {"num_assistant_tokens": 4, "draft_tree_top_k": 3, "draft_tree_total_toke
 DRAFTINGS = {"chain": CHAIN, "tree": TREE}
 
 each_drafting = pytest.mark.parametrize("drafting", DRAFTINGS.values(), ids=DRAFTINGS)
-and_auto = pytest.mark.parametrize("drafting", [*DRAFTINGS.values(), {}], ids=[*DRAFTINGS, "auto"])  # it may draft nothing, or much
+# it may draft nothing, or much
+and_auto = pytest.mark.parametrize("drafting", [*DRAFTINGS.values(), {}], ids=[*DRAFTINGS, "auto"])
 
 
 def check(target, drafter, rows, **kwargs):
@@ -35,7 +50,9 @@ def without_knobs(kwargs):
 # --- rows at their own pace ---
 
 PAIRS = [(kind, name) for kind in TARGETS for name in ("eagle31", "pruned")]
-PAIRS += [("llama", name) for name in ("eagle3", "two_layers", "window_4", "mla", "padded_vocabulary")] + [("gemma3_window_8", "window_4")]
+PAIRS += [("llama", name) for name in ("eagle3", "two_layers", "window_4", "mla", "padded_vocabulary")] + [
+    ("gemma3_window_8", "window_4")
+]
 
 
 @pytest.mark.parametrize(("kind", "name"), PAIRS, ids=["-".join(pair) for pair in PAIRS])
@@ -92,7 +109,8 @@ def test_every_row_is_as_it_is_alone(target, drafter):
     for b, row in enumerate(rows):
         expected, single = together(target, drafter, [row], **GREEDY, **CHAIN)
         assert_close(f"text {b}", output[b, -LENGTH:], expected[0, -LENGTH:])
-        shared = slice(0, len(single.accepted_per_round) - 2)  # near the end drafts are cut to what the longest row has left
+        # near the end drafts are cut to what the longest row has left
+        shared = slice(0, len(single.accepted_per_round) - 2)
         assert stats.rows[b].accepted_per_round[shared] == single.accepted_per_round[shared]
 
 
@@ -122,7 +140,10 @@ def test_padding_that_is_not_on_the_left(make_target, make_drafter, kind, mask, 
 def test_inputs_that_grow_with_the_text(make_target, make_drafter, kwargs, drafting):
     """Every new token of a row is of the type of its last one, at the next position."""
     target = make_target("gpt2")
-    ids, kwargs = torch.tensor([*known_rows(target, 5), [7, 7, 1, 2, 9]]), {name: torch.tensor(value) for name, value in kwargs.items()}
+    ids, kwargs = (
+        torch.tensor([*known_rows(target, 5), [7, 7, 1, 2, 9]]),
+        {name: torch.tensor(value) for name, value in kwargs.items()},
+    )
     output = target.generate(ids, assistant_model=make_drafter(target), **drafting, **kwargs, **GREEDY)
     assert_close("text", output, target.generate(ids, **kwargs, **GREEDY))
 
@@ -153,7 +174,13 @@ PROCESSORS = {
     "suppress": {"suppress_tokens": [2], "begin_suppress_tokens": [7]},
     "forced_eos": {"forced_eos_token_id": 4, "eos_token_id": 4},
     "decay": {"exponential_decay_length_penalty": (4, 1.3), "eos_token_id": 3},
-    "all": {"no_repeat_ngram_size": 3, "bad_words_ids": [[7]], "eos_token_id": 4, "min_new_tokens": 12, "renormalize_logits": True},
+    "all": {
+        "no_repeat_ngram_size": 3,
+        "bad_words_ids": [[7]],
+        "eos_token_id": 4,
+        "min_new_tokens": 12,
+        "renormalize_logits": True,
+    },
 }
 
 
@@ -203,7 +230,9 @@ def test_several_eos_and_padding(target, drafter, pad, drafting):
     rows = mixed_rows(target)
     output, stats = together(target, drafter, rows, eos_token_id=[7, 4], pad_token_id=pad, **GREEDY, **drafting)
     assert_close("text", output, alone(target, rows, eos_token_id=[7, 4], pad_token_id=pad, **GREEDY))
-    assert min(row.generated_tokens for row in stats.rows) < output.shape[1] - left_padded(rows)[0].shape[1], "no row ended early"
+    assert min(row.generated_tokens for row in stats.rows) < output.shape[1] - left_padded(rows)[0].shape[1], (
+        "no row ended early"
+    )
 
 
 def test_padding_nobody_set_is_eos(target, drafter):
@@ -251,7 +280,13 @@ def test_rows_that_have_ended_do_not_disturb(target, drafter, drafting):
 @pytest.mark.parametrize("drafting", [{"num_assistant_tokens": 6}, TREE], ids=DRAFTINGS)
 def test_a_table_of_positions_that_ends_with_the_text(drafting):
     target = build_target("gpt2", n_positions=37)
-    check(target, build_drafter(target), [*known_rows(target, 8), [1, 9, 3, 3, 2, 0, 4, 4]], max_new_tokens=37 - 8, **drafting)
+    check(
+        target,
+        build_drafter(target),
+        [*known_rows(target, 8), [1, 9, 3, 3, 2, 0, 4, 4]],
+        max_new_tokens=37 - 8,
+        **drafting,
+    )
 
 
 @pytest.mark.parametrize("drafting", [CHAIN, TREE], ids=DRAFTINGS)
@@ -264,7 +299,11 @@ def test_a_static_cache_that_ends_with_the_text(target, drafter, drafting):
 
 def turn(target, ids, mask, past=None, **kwargs):
     """Ids, mask and cache after an answer. Slots from a row's EOS on are hidden from what follows."""
-    kwargs = {"attention_mask": mask, "past_key_values": past, "pad_token_id": PAD, "return_dict_in_generate": True} | GREEDY | kwargs
+    kwargs = (
+        {"attention_mask": mask, "past_key_values": past, "pad_token_id": PAD, "return_dict_in_generate": True}
+        | GREEDY
+        | kwargs
+    )
     output = target.generate(ids, **kwargs)
     has_ended = (output.sequences[:, ids.shape[1] :] == kwargs.get("eos_token_id", -1)).cumsum(1) > 0
     return output.sequences, torch.cat((mask, (~has_ended).long()), dim=1), output.past_key_values
@@ -278,7 +317,9 @@ def test_the_cache_of_an_answer_goes_into_the_next_turn(make_target, make_drafte
     for assistant in ({"assistant_model": make_drafter(target)} | drafting, {}):
         ids, mask, past = turn(target, *left_padded(mixed_rows(target)), **eos, **assistant)
         assert past.get_seq_length() == ids.shape[1] - 1
-        assert {type(layer) for layer in past.layers} == {type(layer) for layer in DynamicCache(config=target.config).layers}
+        assert {type(layer) for layer in past.layers} == {
+            type(layer) for layer in DynamicCache(config=target.config).layers
+        }
         ids, mask = torch.cat((ids, new), dim=1), torch.cat((mask, torch.ones_like(new)), dim=1)
         answers.append(turn(target, ids, mask, past, max_new_tokens=12, **assistant)[0])
     assert_close("text of the second turn", *answers)
@@ -289,11 +330,18 @@ def test_the_cache_holds_the_token_a_row_ended_with(target, drafter, drafting):
     """A chat's next turn usually sees it."""
     ids, mask = left_padded([[7], *known_rows(target, 8)])  # the first ends after three tokens
     kwargs = {"eos_token_id": 1, "return_dict_in_generate": True, "attention_mask": mask, "pad_token_id": PAD} | GREEDY
-    ours, theirs = (target.generate(ids, **kwargs, **assistant) for assistant in ({"assistant_model": drafter} | drafting, {}))
+    ours, theirs = (
+        target.generate(ids, **kwargs, **assistant) for assistant in ({"assistant_model": drafter} | drafting, {})
+    )
     assert ours.sequences[0, ids.shape[1] :][:3].tolist() == [2, 10, 1]
     end = ids.shape[1] + 3
     for layer, expected in zip(ours.past_key_values.layers, theirs.past_key_values.layers, strict=True):
-        assert_close("keys", layer.keys[0, :, ids.shape[1] - 1 : end], expected.keys[0, :, ids.shape[1] - 1 : end], TARGET_FORWARD)
+        assert_close(
+            "keys",
+            layer.keys[0, :, ids.shape[1] - 1 : end],
+            expected.keys[0, :, ids.shape[1] - 1 : end],
+            TARGET_FORWARD,
+        )
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["whole_prompt", "new_tokens"])
@@ -304,9 +352,13 @@ def test_a_cache_from_an_earlier_forward(make_target, make_drafter, kind, whole,
     ids, mask = left_padded(mixed_rows(target))
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     for assistant in ({"assistant_model": make_drafter(target)} | drafting, {}):
-        past = target(ids[:, :6], attention_mask=mask[:, :6], position_ids=positions[:, :6], use_cache=True).past_key_values
+        past = target(
+            ids[:, :6], attention_mask=mask[:, :6], position_ids=positions[:, :6], use_cache=True
+        ).past_key_values
         given = ids if whole else ids[:, 6:]
-        outputs.append(target.generate(given, attention_mask=mask, past_key_values=past, pad_token_id=PAD, **GREEDY, **assistant))
+        outputs.append(
+            target.generate(given, attention_mask=mask, past_key_values=past, pad_token_id=PAD, **GREEDY, **assistant)
+        )
     assert_close("text", *outputs)
 
 
@@ -315,7 +367,9 @@ def test_a_cache_from_an_earlier_forward(make_target, make_drafter, kind, whole,
 STEP = {
     "criterion": lambda: {"stopping_criteria": StoppingCriteriaList([Idle()])},
     "processor": lambda: {"logits_processor": LogitsProcessorList([Notebook()])},
-    "prefix_allowed": lambda: {"prefix_allowed_tokens_fn": lambda b, ids: [(int(ids[-1]) + b + i) % VOCAB for i in range(7)]},
+    "prefix_allowed": lambda: {
+        "prefix_allowed_tokens_fn": lambda b, ids: [(int(ids[-1]) + b + i) % VOCAB for i in range(7)]
+    },
     "streamer": lambda: {"streamer": Puts()},
     "max_time": lambda: {"max_time": 1e6},
     "scores": lambda: {"return_dict_in_generate": True, "output_scores": True},
@@ -379,7 +433,13 @@ def test_a_processor_with_state_is_called_as_plain_generate_calls_it(target, dra
     rows = known_rows(target, 8, 8) if same else known_rows(target, 5, 9, 11)
     ours, theirs = Notebook(strength=0.1), Notebook(strength=0.1)
     stats = check_calls(
-        target, drafter, rows, ours, theirs, {"eos_token_id": eos}, lambda one: {"logits_processor": LogitsProcessorList([one])}
+        target,
+        drafter,
+        rows,
+        ours,
+        theirs,
+        {"eos_token_id": eos},
+        lambda one: {"logits_processor": LogitsProcessorList([one])},
     )
     assert eos is not None or sum(stats.accepted_per_round) > 0
 
@@ -389,17 +449,29 @@ def test_a_processor_with_state_is_called_as_plain_generate_calls_it(target, dra
 def test_a_criterion_is_called_as_plain_generate_calls_it(target, drafter, eos, same):
     rows = known_rows(target, 8, 8) if same else known_rows(target, 5, 9, 11)
     ours, theirs = (EndsWith([10, 2, 5][: len(rows)]) for _ in range(2))
-    check_calls(target, drafter, rows, ours, theirs, {"eos_token_id": eos}, lambda one: {"stopping_criteria": StoppingCriteriaList([one])})
+    check_calls(
+        target,
+        drafter,
+        rows,
+        ours,
+        theirs,
+        {"eos_token_id": eos},
+        lambda one: {"stopping_criteria": StoppingCriteriaList([one])},
+    )
 
 
 @pytest.mark.parametrize("eos", [None, 7, 3], ids=lambda eos: f"eos_{eos}")
 def test_a_processor_beside_a_criterion_that_ends_rows(target, drafter, eos):
-    """A row that a criterion ends goes on as padding where there is an EOS: no processor may have seen it go on otherwise."""
+    """A row that a criterion ends goes on as padding where there is an EOS: no processor may have seen it go on
+    otherwise."""
     rows = known_rows(target, 8, 8)
     ours, theirs = Notebook(strength=0.1), Notebook(strength=0.1)
 
     def given(one):
-        return {"logits_processor": LogitsProcessorList([one]), "stopping_criteria": StoppingCriteriaList([EndsWith([10, 2])])}
+        return {
+            "logits_processor": LogitsProcessorList([one]),
+            "stopping_criteria": StoppingCriteriaList([EndsWith([10, 2])]),
+        }
 
     check_calls(target, drafter, rows, ours, theirs, {"eos_token_id": eos}, given)
 
@@ -456,7 +528,9 @@ def test_max_time_ends_all_rows_at_once(target, drafter, monkeypatch):
 @each_drafting
 def test_statistics_of_rows_add_up(target, drafter, drafting, step):
     rows, forwards = mixed_rows(target), []
-    handle = target.register_forward_pre_hook(lambda module, args, kwargs: forwards.append(kwargs["input_ids"].shape), with_kwargs=True)
+    handle = target.register_forward_pre_hook(
+        lambda module, args, kwargs: forwards.append(kwargs["input_ids"].shape), with_kwargs=True
+    )
     extra = {"stopping_criteria": StoppingCriteriaList([Idle()])} if step else {}
     output, stats = together(target, drafter, rows, eos_token_id=7, **GREEDY, **drafting, **extra)
     handle.remove()
@@ -470,11 +544,15 @@ def test_statistics_of_rows_add_up(target, drafter, drafting, step):
     assert all(shape[0] == len(rows) for shape in forwards)
     for name in ("drafted_per_position", "accepted_per_position"):
         counts = [getattr(row, name) for row in stats.rows]
-        assert getattr(stats, name) == [sum(row[i] for row in counts if i < len(row)) for i in range(max(map(len, counts)))]
+        assert getattr(stats, name) == [
+            sum(row[i] for row in counts if i < len(row)) for i in range(max(map(len, counts)))
+        ]
     assert sorted(stats.accepted_per_round) == sorted(count for row in stats.rows for count in row.accepted_per_round)
     for row in stats.rows:
         bonus = sum(row.accepted_per_round) + len(row.accepted_per_round) + 1
-        assert row.generated_tokens in (bonus, bonus - 1), "a text ends with a draft, or with a token of the target's own"
+        assert row.generated_tokens in (bonus, bonus - 1), (
+            "a text ends with a draft, or with a token of the target's own"
+        )
         assert sum(row.accepted_per_position) == sum(row.accepted_per_round)
     assert "by row: " in stats.summary()
 

@@ -68,7 +68,8 @@ def test_the_cache_equals_that_of_the_target_alone(make_target, make_drafter, pr
     for i, (ours, theirs) in enumerate(zip(output.past_key_values.layers, alone.past_key_values.layers, strict=True)):
         assert type(ours) is type(theirs)
         assert ours.get_seq_length() == theirs.get_seq_length() == output.sequences.shape[1] - 1
-        shared = min(ours.keys.shape[-2], theirs.keys.shape[-2])  # of a window, a layer may keep more than it will look at
+        # of a window, a layer may keep more than it will look at
+        shared = min(ours.keys.shape[-2], theirs.keys.shape[-2])
         assert_close(f"keys of layer {i}", ours.keys[:, :, -shared:], theirs.keys[:, :, -shared:], TARGET_FORWARD)
         assert_close(f"values of layer {i}", ours.values[:, :, -shared:], theirs.values[:, :, -shared:], TARGET_FORWARD)
 
@@ -88,7 +89,9 @@ def test_a_cache_of_the_callers_own_is_filled(target, drafter, prompt):
 
 def test_all_but_one_token_of_the_prompt_may_be_cached(target, drafter, prompt):
     past = target(prompt[:, :-1]).past_key_values
-    output, _ = speculate(target, drafter, prompt, past_key_values=past, max_new_tokens=9, do_sample=False, num_assistant_tokens=5)
+    output, _ = speculate(
+        target, drafter, prompt, past_key_values=past, max_new_tokens=9, do_sample=False, num_assistant_tokens=5
+    )
     assert_close("text", output, target.generate(prompt, max_new_tokens=9, do_sample=False))
 
 

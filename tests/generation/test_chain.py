@@ -95,15 +95,28 @@ def test_drafts_follow_from_the_committed_text_alone(target, make_drafter, promp
     """Round by round the same drafts as from a fresh session that reads the states of the whole text at once."""
     drafter, generators = make_drafter(target, name), []
     monkeypatch.setattr(
-        decoding, "Eagle31CandidateGenerator", lambda *args, **kwargs: generators.append(Watched(*args, **kwargs)) or generators[0]
+        decoding,
+        "Eagle31CandidateGenerator",
+        lambda *args, **kwargs: generators.append(Watched(*args, **kwargs)) or generators[0],
     )
     kwargs = start(target, prompt)
-    speculate(target, drafter, prompt, num_assistant_tokens=3, max_new_tokens=LENGTH, do_sample=False, pad_token_id=0, **kwargs)
+    speculate(
+        target,
+        drafter,
+        prompt,
+        num_assistant_tokens=3,
+        max_new_tokens=LENGTH,
+        do_sample=False,
+        pad_token_id=0,
+        **kwargs,
+    )
     num_padding = unread if "attention_mask" in kwargs else 0
     position = unread - num_padding
     for text, drafts in generators[0].proposals:
         states, _ = target_states(target, text[:, num_padding:-1], generators[0].layer_ids)
-        session = DraftSession(drafter, VOCAB, LogitsProcessorList(), draws=None, confidence_threshold=0.0, starts=[position])
+        session = DraftSession(
+            drafter, VOCAB, LogitsProcessorList(), draws=None, confidence_threshold=0.0, starts=[position]
+        )
         whole = Reading(states[:, position:], text[:, unread + 1 :], [text.shape[1] - unread - 1])
         assert_close(f"drafts after {text.tolist()}", drafts, session.propose_chain(whole, [text], drafts.shape[1]).ids)
     assert len(generators[0].proposals) > 3
@@ -129,7 +142,9 @@ def test_sampled_drafts_come_with_the_logits_they_were_drawn_from(target, make_d
     drafter = make_drafter(target, "pruned")
     processors = LogitsProcessorList([TemperatureLogitsWarper(0.7)])
     text = torch.nn.functional.pad(prompt, (0, 1), value=7)
-    with Eagle31CandidateGenerator(drafter, target, 3, max_length=64, logits_processor=processors, do_sample=True) as generator:
+    with Eagle31CandidateGenerator(
+        drafter, target, 3, max_length=64, logits_processor=processors, do_sample=True
+    ) as generator:
         target(prompt)
         ids, logits = generator.get_candidates(text)
     drafted = ids[0, text.shape[1] :]

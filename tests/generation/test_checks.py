@@ -32,13 +32,21 @@ def with_custom_generate(drafter):
     return {"custom_generate": drafter.decode}
 
 
-ENTRIES = pytest.mark.parametrize("entry", [with_drafter, with_custom_generate], ids=["assistant_model", "custom_generate"])
+ENTRIES = pytest.mark.parametrize(
+    "entry", [with_drafter, with_custom_generate], ids=["assistant_model", "custom_generate"]
+)
 REQUESTS = {
     "beams": ({"num_beams": 2}, r"num_beams is 2; expected 1"),
     "group_beams": ({"num_beams": 2, "num_return_sequences": 2}, r"num_beams is 2; expected 1"),
-    "offloaded_static": ({"cache_implementation": "offloaded_static"}, r"cache_implementation is 'offloaded_static'; expected one of"),
+    "offloaded_static": (
+        {"cache_implementation": "offloaded_static"},
+        r"cache_implementation is 'offloaded_static'; expected one of",
+    ),
     "no_cache": ({"use_cache": False}, r"use_cache is False; expected True"),
-    "ensemble": ({"assistant_ensemble_weight": 0.5}, r"assistant_ensemble_weight makes the output lossy; expected None"),
+    "ensemble": (
+        {"assistant_ensemble_weight": 0.5},
+        r"assistant_ensemble_weight makes the output lossy; expected None",
+    ),
     "no_drafts": (
         {"num_assistant_tokens": 0},
         r"num_assistant_tokens is 0; expected 'auto' or an integer from 1 to 4096 \(to decode without drafts, drop",
@@ -47,11 +55,20 @@ REQUESTS = {
     "half_a_draft": ({"num_assistant_tokens": 2.5}, r"num_assistant_tokens is 2\.5; expected"),
     "word_drafts": ({"num_assistant_tokens": "many"}, r"num_assistant_tokens is 'many'; expected 'auto' or an integer"),
     "no_children": ({"draft_tree_top_k": 0}, r"draft_tree_top_k is 0; expected 'auto' or an integer from 1 to 4096\."),
-    "no_tree": ({"draft_tree_total_tokens": 1}, r"draft_tree_total_tokens is 1; expected 'auto' or an integer from 2 to 4096\."),
+    "no_tree": (
+        {"draft_tree_total_tokens": 1},
+        r"draft_tree_total_tokens is 1; expected 'auto' or an integer from 2 to 4096\.",
+    ),
     "true_drafts": ({"num_assistant_tokens": True}, r"num_assistant_tokens is True; expected"),
     "threshold_1": ({"assistant_confidence_threshold": 1.0}, r"assistant_confidence_threshold is 1\.0; expected 0"),
-    "threshold_negative": ({"assistant_confidence_threshold": -0.1}, r"assistant_confidence_threshold is -0\.1; expected"),
-    "threshold_nan": ({"assistant_confidence_threshold": float("nan")}, r"assistant_confidence_threshold is nan; expected"),
+    "threshold_negative": (
+        {"assistant_confidence_threshold": -0.1},
+        r"assistant_confidence_threshold is -0\.1; expected",
+    ),
+    "threshold_nan": (
+        {"assistant_confidence_threshold": float("nan")},
+        r"assistant_confidence_threshold is nan; expected",
+    ),
 }
 
 
@@ -115,14 +132,28 @@ def test_a_static_cache_is_not_refused(target, drafter, prompt, entry, given):
 @ENTRIES
 def test_a_static_cache_of_another_kind(target, drafter, prompt, entry):
     past = StaticCache(config=target.config, max_cache_len=32, offloading=True, offload_only_non_sliding=False)
-    refused(target, drafter, entry, r"past_key_values is a StaticCache that is offloaded", inputs=prompt, past_key_values=past)
+    refused(
+        target,
+        drafter,
+        entry,
+        r"past_key_values is a StaticCache that is offloaded",
+        inputs=prompt,
+        past_key_values=past,
+    )
 
 
 @ENTRIES
 def test_a_cache_that_rounds_its_tokens_together(target, drafter, prompt, entry):
     past = object.__new__(QuantizedCache)  # building one needs quanto or hqq; it is refused by its class
     past.layers, past.layer_class_to_replicate, past.offloading = [], None, False
-    refused(target, drafter, entry, r"past_key_values is a QuantizedCache: .* pass a DynamicCache", inputs=prompt, past_key_values=past)
+    refused(
+        target,
+        drafter,
+        entry,
+        r"past_key_values is a QuantizedCache: .* pass a DynamicCache",
+        inputs=prompt,
+        past_key_values=past,
+    )
 
 
 def test_a_quantized_cache(target, drafter, prompt):
@@ -136,14 +167,25 @@ def test_synced_gpus(target, drafter, prompt):
 
 def test_a_refused_cache_is_not_written_to(target, drafter, prompt):
     past = target(prompt[:, :3]).past_key_values
-    refused(target, drafter, with_drafter, r"num_assistant_tokens is 0", inputs=prompt, past_key_values=past, num_assistant_tokens=0)
+    refused(
+        target,
+        drafter,
+        with_drafter,
+        r"num_assistant_tokens is 0",
+        inputs=prompt,
+        past_key_values=past,
+        num_assistant_tokens=0,
+    )
     assert isinstance(past, DynamicCache)
     assert past.get_seq_length() == 3
 
 
 OTHER_TARGETS = {  # fields of a target the drafter was not made for
     "width": ({"hidden_size": 24}, r"the target's width is 24, the drafter expects 36: the drafter was made for"),
-    "vocabulary": ({"vocab_size": 500}, r"the target's vocabulary has 500 ids, the drafter's 11 \(more than padding apart\)"),
+    "vocabulary": (
+        {"vocab_size": 500},
+        r"the target's vocabulary has 500 ids, the drafter's 11 \(more than padding apart\)",
+    ),
     "depth": ({"num_hidden_layers": 3}, r"has 3 layers|target of 3 layers has no default capture points"),
 }
 
@@ -162,9 +204,13 @@ def test_layer_ids_out_of_range(target, make_target, prompt, entry):
 
 
 def test_a_message_names_the_target_the_drafter_was_made_for(make_target, prompt):
-    config = Eagle31Config(hidden_size=36, vocab_size=11, num_attention_heads=2, intermediate_size=40, target_model="org/that-target")
+    config = Eagle31Config(
+        hidden_size=36, vocab_size=11, num_attention_heads=2, intermediate_size=40, target_model="org/that-target"
+    )
     other = make_target(hidden_size=24)
-    refused(other, Eagle31DrafterModel(config), with_drafter, r"made for org/that-target; pass that target", inputs=prompt)
+    refused(
+        other, Eagle31DrafterModel(config), with_drafter, r"made for org/that-target; pass that target", inputs=prompt
+    )
 
 
 @pytest.fixture(scope="module")
@@ -180,15 +226,29 @@ def stateful():
 
 @ENTRIES
 def test_an_encoder_decoder(encoder_decoder, drafter, prompt, entry):
-    refused(encoder_decoder, drafter, entry, r"T5ForConditionalGeneration is an encoder-decoder; expected a decoder-only", inputs=prompt)
+    refused(
+        encoder_decoder,
+        drafter,
+        entry,
+        r"T5ForConditionalGeneration is an encoder-decoder; expected a decoder-only",
+        inputs=prompt,
+    )
 
 
 @ENTRIES
 def test_a_stateful_target(stateful, drafter, prompt, entry):
-    refused(stateful, drafter, entry, r"MambaForCausalLM keeps a recurrent state .* expected an attention-only target", inputs=prompt)
+    refused(
+        stateful,
+        drafter,
+        entry,
+        r"MambaForCausalLM keeps a recurrent state .* expected an attention-only target",
+        inputs=prompt,
+    )
 
 
-@pytest.mark.parametrize("kwargs", [{"dola_layers": "low"}, {"penalty_alpha": 0.6, "top_k": 4}], ids=["dola", "contrastive"])
+@pytest.mark.parametrize(
+    "kwargs", [{"dola_layers": "low"}, {"penalty_alpha": 0.6, "top_k": 4}], ids=["dola", "contrastive"]
+)
 def test_a_mode_that_is_neither_greedy_nor_sampling(target, drafter, prompt, kwargs):
     message = r"generation mode is (dola_generation|contrastive_search); expected greedy search or sampling"
     refused(target, drafter, with_custom_generate, message, inputs=prompt, **kwargs)
@@ -202,28 +262,63 @@ def test_the_next_call_is_none_the_worse(target, drafter, prompt):
 def test_a_drafters_own_bad_knob_is_refused_too(target, prompt):
     drafter = build_drafter(target)
     drafter.generation_config.num_assistant_tokens = 0
-    refused(target, drafter, with_drafter, r"num_assistant_tokens is 0, in the drafter.s generation_config; expected", inputs=prompt)
+    refused(
+        target,
+        drafter,
+        with_drafter,
+        r"num_assistant_tokens is 0, in the drafter.s generation_config; expected",
+        inputs=prompt,
+    )
 
 
 KNOBS = {  # given in the call, generation config, drafter's own: the result
     "default": ({}, {}, {}, Knobs(None, 0.0, None, None)),
     "drafter": ({}, {}, {"num_assistant_tokens": 3, "assistant_confidence_threshold": 0.2}, Knobs(3, 0.2, None, None)),
     "config": (
-        {}, {"num_assistant_tokens": 7, "assistant_confidence_threshold": 0.1}, {"num_assistant_tokens": 3}, Knobs(7, 0.1, None, None),
+        {},
+        {"num_assistant_tokens": 7, "assistant_confidence_threshold": 0.1},
+        {"num_assistant_tokens": 3},
+        Knobs(7, 0.1, None, None),
     ),
-    "stock_defaults": ({}, {"num_assistant_tokens": 20, "assistant_confidence_threshold": 0.4}, {}, Knobs(None, 0.0, None, None)),
+    "stock_defaults": (
+        {},
+        {"num_assistant_tokens": 20, "assistant_confidence_threshold": 0.4},
+        {},
+        Knobs(None, 0.0, None, None),
+    ),
     "call": (
-        {"num_assistant_tokens": 20, "assistant_confidence_threshold": 0.4}, {"num_assistant_tokens": 7}, {}, Knobs(20, 0.4, None, None),
+        {"num_assistant_tokens": 20, "assistant_confidence_threshold": 0.4},
+        {"num_assistant_tokens": 7},
+        {},
+        Knobs(20, 0.4, None, None),
     ),
     "call_of_auto": ({"num_assistant_tokens": "auto"}, {"num_assistant_tokens": 7}, {}, Knobs(None, 0.0, None, None)),
     "call_of_zero": (
-        {"assistant_confidence_threshold": 0.0}, {}, {"assistant_confidence_threshold": 0.9}, Knobs(None, 0.0, None, None),
+        {"assistant_confidence_threshold": 0.0},
+        {},
+        {"assistant_confidence_threshold": 0.9},
+        Knobs(None, 0.0, None, None),
     ),
     "none_in_call": ({"num_assistant_tokens": None}, {}, {"num_assistant_tokens": 2}, Knobs(2, 0.0, None, None)),
-    "none_in_drafter": ({}, {}, {"num_assistant_tokens": None, "assistant_confidence_threshold": None}, Knobs(None, 0.0, None, None)),
-    "tree": ({"draft_tree_top_k": 4}, {}, {"num_assistant_tokens": 6, "draft_tree_total_tokens": 24}, Knobs(6, 0.0, 4, 24)),
-    "tree_of_auto": ({"draft_tree_top_k": "auto", "num_assistant_tokens": 2}, {}, {"draft_tree_top_k": 4}, Knobs(2, 0.0, None, None)),
-}  # fmt: skip
+    "none_in_drafter": (
+        {},
+        {},
+        {"num_assistant_tokens": None, "assistant_confidence_threshold": None},
+        Knobs(None, 0.0, None, None),
+    ),
+    "tree": (
+        {"draft_tree_top_k": 4},
+        {},
+        {"num_assistant_tokens": 6, "draft_tree_total_tokens": 24},
+        Knobs(6, 0.0, 4, 24),
+    ),
+    "tree_of_auto": (
+        {"draft_tree_top_k": "auto", "num_assistant_tokens": 2},
+        {},
+        {"draft_tree_top_k": 4},
+        Knobs(2, 0.0, None, None),
+    ),
+}
 
 
 @pytest.mark.parametrize(("given", "configured", "own", "expected"), KNOBS.values(), ids=KNOBS)

@@ -37,7 +37,9 @@ def go_on(ids: Tensor, scores) -> Tensor:
     return torch.zeros(len(ids), dtype=torch.bool)
 
 
-def failing_generate(target, drafter, prompt: Tensor, place: str, call: int, error: type[BaseException] = InterruptError, **kwargs):
+def failing_generate(
+    target, drafter, prompt: Tensor, place: str, call: int, error: type[BaseException] = InterruptError, **kwargs
+):
     """Generates until it fails in that place, at its `call`-th call."""
     fuse, handle = Fuse(call, error), None
     if place == "processor":
@@ -50,7 +52,8 @@ def failing_generate(target, drafter, prompt: Tensor, place: str, call: int, err
         kwargs["streamer"] = Puts()
         kwargs["streamer"].put = fuse
     else:
-        layer = drafter.layers[0] if place == "drafter" else decoder_layers(target)[2]  # some layers have written to the cache, others not
+        # some layers have written to the cache, others not
+        layer = drafter.layers[0] if place == "drafter" else decoder_layers(target)[2]
         handle = layer.register_forward_pre_hook(fuse)
     try:
         with steady_clock(target, drafter), pytest.raises(error):
@@ -63,7 +66,11 @@ def failing_generate(target, drafter, prompt: Tensor, place: str, call: int, err
 
 def all_hooks(*models) -> list:
     return [
-        hook for model in models for m in model.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks) for hook in hooks.values()
+        hook
+        for model in models
+        for m in model.modules()
+        for hooks in (m._forward_hooks, m._forward_pre_hooks)
+        for hook in hooks.values()
     ]
 
 
@@ -72,7 +79,9 @@ def assert_clean(target, drafter, prompt: Tensor, way: str) -> None:
     assert num_hooks(target) == num_hooks(drafter) == 0
     assert statistics._trackers.get() == ()
     with steady_clock(target, drafter), track_acceptance() as stats:
-        output = target.generate(prompt, assistant_model=drafter, max_new_tokens=LENGTH, do_sample=False, **DRAFTINGS[way])
+        output = target.generate(
+            prompt, assistant_model=drafter, max_new_tokens=LENGTH, do_sample=False, **DRAFTINGS[way]
+        )
     assert_close("text of the next call", output, target.generate(prompt, max_new_tokens=LENGTH, do_sample=False))
     assert stats.prefills == len(prompt)
     assert stats.generated_tokens == LENGTH * len(prompt)
@@ -80,7 +89,9 @@ def assert_clean(target, drafter, prompt: Tensor, way: str) -> None:
 
 @pytest.mark.parametrize("call", [1, 4])
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize(("prompts", "way"), [("alone", "chain"), ("alone", "auto"), ("batch", "chain"), ("batch", "tree")])
+@pytest.mark.parametrize(
+    ("prompts", "way"), [("alone", "chain"), ("alone", "auto"), ("batch", "chain"), ("batch", "tree")]
+)
 def test_nothing_is_left_behind(make_target, make_drafter, prompt, prompts, way, place, call):
     """Not even by an error in the midst of a forward, or between a draft and its verification."""
     target = make_target("gemma3_window_8")
@@ -172,7 +183,12 @@ def test_a_conversation_goes_on_after_an_interruption(make_target, make_drafter,
     knobs = {} if way is None else {"assistant_model": drafter, **DRAFTINGS[way]}
     with steady_clock(target, drafter), pytest.raises(KeyboardInterrupt):
         target.generate(
-            prompt, past_key_values=past, logits_processor=LogitsProcessorList([judge]), max_new_tokens=LENGTH, do_sample=False, **knobs
+            prompt,
+            past_key_values=past,
+            logits_processor=LogitsProcessorList([judge]),
+            max_new_tokens=LENGTH,
+            do_sample=False,
+            **knobs,
         )
     assert_close("text so far", judge.text, greedy_text(target)[:, :13])
     assert past.get_seq_length() <= 13, "the cache holds what was not said"
@@ -186,14 +202,24 @@ def test_a_conversation_goes_on_after_an_interruption(make_target, make_drafter,
 @pytest.mark.parametrize("num_cached", [0, 3, 10])
 @pytest.mark.parametrize("kind", ["mistral_window_8", "gemma3_window_8"])
 def test_layers_agree_after_the_target_failed(make_target, make_drafter, kind, num_cached, chunk, call):
-    """A prompt longer than the window: layers that have read it have given up what came before, the others have not seen it."""
+    """A prompt longer than the window: layers that have read it have given up what came before, the others have not
+    seen it."""
     if num_cached and chunk and REREADS_IN_CHUNKS:
         pytest.skip("transformers itself then runs the cached tokens once more")
     target = make_target(kind)
     drafter, text, past = make_drafter(target), greedy_text(target), DynamicCache(config=make_target(kind).config)
     if num_cached:
         target(text[:, :num_cached], past_key_values=past)
-    failing_generate(target, drafter, text[:, :19], "target", call, past_key_values=past, prefill_chunk_size=chunk, **DRAFTINGS["chain"])
+    failing_generate(
+        target,
+        drafter,
+        text[:, :19],
+        "target",
+        call,
+        past_key_values=past,
+        prefill_chunk_size=chunk,
+        **DRAFTINGS["chain"],
+    )
     length = past.get_seq_length()
     assert {layer.get_seq_length() for layer in past.layers} == {length}
     assert length == num_cached or length >= 19
@@ -201,6 +227,7 @@ def test_layers_agree_after_the_target_failed(make_target, make_drafter, kind, n
     if length:
         target(text[:, :length], past_key_values=fresh)
     ours, expected = (
-        target.generate(text[:, : length + 1], past_key_values=cache, max_new_tokens=9, do_sample=False) for cache in (past, fresh)
+        target.generate(text[:, : length + 1], past_key_values=cache, max_new_tokens=9, do_sample=False)
+        for cache in (past, fresh)
     )
     assert_close("text from there, and from a cache that has just read as much", ours, expected)

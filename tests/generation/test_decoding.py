@@ -20,7 +20,9 @@ PAIRS += [(kind, name, "eager", [7]) for kind in TARGETS for name in ("eagle31",
 PAIRS += [("llama", name, "sdpa", [1, 3, 7]) for name in DRAFTERS]
 
 
-@pytest.mark.parametrize(("kind", "name", "attention", "depths"), PAIRS, ids=[f"{k}-{n}-{a}-{d}" for k, n, a, d in PAIRS])
+@pytest.mark.parametrize(
+    ("kind", "name", "attention", "depths"), PAIRS, ids=[f"{k}-{n}-{a}-{d}" for k, n, a, d in PAIRS]
+)
 def test_greedy_equals_the_target_alone(make_target, make_drafter, prompt, kind, name, attention, depths):
     target = make_target(kind, attention)
     drafter, expected = make_drafter(target, name, attention), greedy_text(target)[:, : prompt.shape[1] + LENGTH]
@@ -60,7 +62,13 @@ PROCESSORS = {
     "exponential_decay_to_eos": {"eos_token_id": 9, "exponential_decay_length_penalty": (6, 1.2)},
     "classifier_free_guidance": {"guidance_scale": 1.7},  # runs the target itself, and keeps a cache of its own
     "prefix_allowed": {"prefix_allowed_tokens_fn": lambda batch, ids: [int(ids[-1] + len(ids)) % VOCAB, 2, 8]},
-    "all": {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "bad_words_ids": [[7]], "eos_token_id": 4, "min_new_tokens": 12},
+    "all": {
+        "repetition_penalty": 1.2,
+        "no_repeat_ngram_size": 3,
+        "bad_words_ids": [[7]],
+        "eos_token_id": 4,
+        "min_new_tokens": 12,
+    },
 }
 
 
@@ -77,7 +85,9 @@ def test_a_processor_sees_every_committed_prefix_once(target, drafter, prompt, d
     diary = Diary(VOCAB)
     kwargs = {"max_new_tokens": LENGTH, "do_sample": do_sample} | stop
     torch.manual_seed(0)
-    output, stats = speculate(target, drafter, prompt, logits_processor=LogitsProcessorList([diary]), **kwargs, num_assistant_tokens=5)
+    output, stats = speculate(
+        target, drafter, prompt, logits_processor=LogitsProcessorList([diary]), **kwargs, num_assistant_tokens=5
+    )
     text = output[0].tolist()
     assert diary.prefixes == [text[:i] for i in range(prompt.shape[1], len(text))]
     assert max(stats.accepted_per_round) >= 1
@@ -109,7 +119,9 @@ def test_left_padding(make_target, make_drafter, prompt, kind):
 
 
 @pytest.mark.parametrize(
-    "kwargs", [{"token_type_ids": [[0, 0, 0, 3, 1]]}, {"position_ids": [[2, 3, 4, 5, 6]]}], ids=lambda kwargs: next(iter(kwargs))
+    "kwargs",
+    [{"token_type_ids": [[0, 0, 0, 3, 1]]}, {"position_ids": [[2, 3, 4, 5, 6]]}],
+    ids=lambda kwargs: next(iter(kwargs)),
 )
 def test_inputs_that_grow_with_the_text(make_target, make_drafter, prompt, kwargs):
     """Every new token is of the last one's type and at the next position."""
@@ -127,7 +139,9 @@ def test_a_prefill_in_chunks(make_target, make_drafter, prompt, kind):
     assert stats.accepted_per_round == speculate(target, make_drafter(target), prompt, **DRAFTED)[1].accepted_per_round
 
 
-OFFLOADED = pytest.param("offloaded", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA streams"))
+OFFLOADED = pytest.param(
+    "offloaded", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA streams")
+)
 
 
 @pytest.mark.parametrize("implementation", ["dynamic", OFFLOADED])
@@ -140,7 +154,9 @@ def test_cache_implementations(target, drafter, prompt, implementation):
 def test_a_drafter_of_another_type(target, prompt, name):
     drafter = build_drafter(target, name).bfloat16()
     for do_sample in (False, True):
-        output, _ = speculate(target, drafter, prompt, max_new_tokens=LENGTH, do_sample=do_sample, num_assistant_tokens=5)
+        output, _ = speculate(
+            target, drafter, prompt, max_new_tokens=LENGTH, do_sample=do_sample, num_assistant_tokens=5
+        )
         assert do_sample or output.equal(greedy_text(target)[:, : output.shape[1]])
 
 
@@ -155,7 +171,9 @@ def test_short_prompts(make_target, make_drafter, kind, ids):
 def test_confidence_threshold_shortens_chains_only(target, drafter, prompt):
     drafted = []
     for threshold in (0.0, 0.3, 0.99):
-        output, stats = speculate(target, drafter, prompt, num_assistant_tokens=6, assistant_confidence_threshold=threshold, **GREEDY)
+        output, stats = speculate(
+            target, drafter, prompt, num_assistant_tokens=6, assistant_confidence_threshold=threshold, **GREEDY
+        )
         assert_close(f"text at threshold {threshold}", output, greedy_text(target)[:, : output.shape[1]])
         drafted.append(stats.drafted_per_position)
     shares = [sum(positions[1:]) / positions[0] for positions in drafted]
@@ -203,7 +221,9 @@ def test_custom_generate_takes_knobs_and_a_streamer(target, drafter, prompt):
     streamer, alone = Puts(), Puts()
     bound = functools.partial(drafter.decode, streamer=streamer)
     with eagle31_hf.track_acceptance() as stats:
-        target.generate(prompt, custom_generate=bound, num_assistant_tokens=20, assistant_confidence_threshold=0.01, **GREEDY)
+        target.generate(
+            prompt, custom_generate=bound, num_assistant_tokens=20, assistant_confidence_threshold=0.01, **GREEDY
+        )
     target.generate(prompt, streamer=alone, **GREEDY)
     assert streamer.calls == alone.calls
     assert len(stats.drafted_per_position) > 5, "num_assistant_tokens was not heard"
@@ -214,7 +234,11 @@ def failing(place: str, call: int):
     if place == "processor":
         return {"logits_processor": LogitsProcessorList([raise_at(call, lambda ids, scores: scores)])}
     if place == "criterion":
-        return {"stopping_criteria": StoppingCriteriaList([raise_at(call, lambda ids, scores: torch.zeros(1, dtype=torch.bool))])}
+        return {
+            "stopping_criteria": StoppingCriteriaList(
+                [raise_at(call, lambda ids, scores: torch.zeros(1, dtype=torch.bool))]
+            )
+        }
     streamer = Puts()
     streamer.put = raise_at(call)
     return {"streamer": streamer}
@@ -239,7 +263,9 @@ def test_leaves_the_models_as_they_were(target, drafter, prompt):
     speculate(target, drafter, prompt, num_assistant_tokens=3, assistant_confidence_threshold=0.1, **GREEDY)
     assert [model.generation_config.to_dict() for model in (target, drafter)] == before
     assert num_hooks(target) == 0
-    assert not any("embed" in name for name, _ in drafter.named_parameters()), "the target's embedding became the drafter's"
+    assert not any("embed" in name for name, _ in drafter.named_parameters()), (
+        "the target's embedding became the drafter's"
+    )
 
 
 def test_the_text_a_drafter_knows_is_long_enough():

@@ -48,7 +48,9 @@ def test_its_own_speculation_is_forgotten(target, make_drafter, text, states, na
     for rows in (5, 1, 3, 1, 2):
         proposal = propose(session, text, states, position, position + rows, depth)
         position += rows
-        assert session.past_key_values.get_seq_length() == position, "rows that are not the target's stayed in the cache"
+        assert session.past_key_values.get_seq_length() == position, (
+            "rows that are not the target's stayed in the cache"
+        )
         fresh = start(drafter)
         assert_close(f"drafts at {position}", proposal.ids, propose(fresh, text, states, 0, position, depth).ids)
     for layer, fresh_layer in zip(session.past_key_values.layers, fresh.past_key_values.layers, strict=True):
@@ -68,7 +70,10 @@ def test_rows_are_drafted_for_as_if_alone(target, make_drafter, text, states, na
         begins, ends = ends, [end + count for end, count in zip(ends, counts, strict=True)]
         readings = [reading(text, states, *span) for span in zip(begins, ends, strict=True)]
         proposal = together.propose_chain(padded(readings), [text[:, : end + 1] for end in ends], depth)
-        expected = [one.propose_chain(part, [text[:, : e + 1]], depth).ids for one, part, e in zip(alone, readings, ends, strict=True)]
+        expected = [
+            one.propose_chain(part, [text[:, : e + 1]], depth).ids
+            for one, part, e in zip(alone, readings, ends, strict=True)
+        ]
         assert_close(f"drafts after {ends}", proposal.ids, torch.cat(expected))
         assert together.lengths == ends
 
@@ -111,7 +116,10 @@ def test_proposes_what_the_model_says_without_a_cache(target, make_drafter, text
         choice = choice if drafter.d2t is None else drafter.draft_to_target_ids()[choice]
         assert_close(f"draft {i}", ids[:, i : i + 1], choice)
         out = drafter(
-            choice, hidden_states=out.last_hidden_state[:, -1:], position_ids=torch.tensor([[9 + i]]), past_key_values=out.past_key_values
+            choice,
+            hidden_states=out.last_hidden_state[:, -1:],
+            position_ids=torch.tensor([[9 + i]]),
+            past_key_values=out.past_key_values,
         )
 
 
@@ -132,7 +140,9 @@ def test_keeps_the_cache_clean_when_the_drafter_fails(target, drafter, text, sta
 
 
 @pytest.mark.parametrize("name", ["eagle31", "pruned", "padded_vocabulary"])
-@pytest.mark.parametrize("processors", [[], [TemperatureLogitsWarper(0.6), TopKLogitsWarper(3)]], ids=["plain", "processed"])
+@pytest.mark.parametrize(
+    "processors", [[], [TemperatureLogitsWarper(0.6), TopKLogitsWarper(3)]], ids=["plain", "processed"]
+)
 def test_the_logits_are_those_the_ids_were_drawn_from(target, make_drafter, text, states, name, processors):
     session = start(make_drafter(target, name), processors, do_sample=True)
     torch.manual_seed(0)
@@ -164,15 +174,20 @@ def test_a_coupled_chain_is_guessed_with_the_noise_of_its_slots(target, make_dra
         choice = ids[(out.logits[0, -1] / 0.8 + draws.noise(0, 10 + i)[ids]).argmax()]
         assert_close(f"draft {i}", proposal.ids[0, i], choice)
         out = drafter(
-            choice[None, None], hidden_states=out.last_hidden_state[:, -1:], position_ids=torch.tensor([[9 + i]]),
+            choice[None, None],
+            hidden_states=out.last_hidden_state[:, -1:],
+            position_ids=torch.tensor([[9 + i]]),
             past_key_values=out.past_key_values,
-        )  # fmt: skip
+        )
 
 
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 def test_never_proposes_what_the_processors_ban(target, make_drafter, text, states, do_sample):
     banned = [2, 10, 8]
-    processors = [NoBadWordsLogitsProcessor([[i] for i in banned[:2]], eos_token_id=None), SuppressTokensLogitsProcessor([8])]
+    processors = [
+        NoBadWordsLogitsProcessor([[i] for i in banned[:2]], eos_token_id=None),
+        SuppressTokensLogitsProcessor([8]),
+    ]
     session = start(make_drafter(target, "pruned"), processors, do_sample)
     for position in range(1, KNOWN_TOKENS, 4):
         proposal = propose(session, text, states, max(0, position - 4), position, depth=4)

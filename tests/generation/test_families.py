@@ -1,4 +1,5 @@
-"""Every family of `families.FAMILIES`, with both attention implementations: what it does is what the table says, and never a wrong text."""
+"""Every family of `families.FAMILIES`, with both attention implementations: what it does is what the table says, and
+never a wrong text."""
 
 from itertools import product
 
@@ -30,9 +31,10 @@ from eagle31_hf.generation import selftest
 IMAGE_TOKEN = VOCAB - 1  # as `families.build_target` configures it
 TEXT_AROUND = ([1, 0], [4, 5, 3, 8, 2])
 BATCH = 4
-# Batches run in trees with sdpa, or with eager where there is no sdpa: chains of ragged rows are verified under the masks of trees, and in
-# step there are only chains. All combinations run for one family a mask: without a window, with one everywhere, with one in some layers,
-# of latent keys, with positions on three axes, in step. `family_table.py` has the others.
+# Batches run in trees with sdpa, or with eager where there is no sdpa: chains of ragged rows are verified under the
+# masks of trees, and in step there are only chains. All combinations run for one family a mask: without a window, with
+# one everywhere, with one in some layers, of latent keys, with positions on three axes, in step. `family_table.py` has
+# the others.
 IN_FULL = ("Llama", "Mistral, window", "Gemma3 text, window", "DeepSeek-V3 (MLA)", "Qwen2.5-VL", "Falcon, alibi")
 
 
@@ -58,7 +60,9 @@ def combinations_of_a_batch() -> list:
         *product(IN_FULL, ATTENTIONS, DRAFTINGS),
     ]
     return [
-        pytest.param(name, attention, drafting, marks=known_bug(name, drafting, BATCH), id=f"{name}-{attention}-{drafting}")
+        pytest.param(
+            name, attention, drafting, marks=known_bug(name, drafting, BATCH), id=f"{name}-{attention}-{drafting}"
+        )
         for name, attention, drafting in combinations
     ]
 
@@ -106,7 +110,8 @@ def best_attention(name: str) -> str:
 
 def image_prompt(name: str) -> dict[str, torch.Tensor]:
     """An image and text around it. Qwen's positions fall behind the number of tokens, as an image takes fewer of them."""
-    config = build_target(name, "eager").config  # seeds torch where the model is not built yet: before the seed of the picture
+    # seeds torch where the model is not built yet: before the seed of the picture
+    config = build_target(name, "eager").config
     torch.manual_seed(3)
     num_tokens = {"LLaVA": 4, "Gemma3 multimodal, window": 4}.get(name, 6)
     ids = torch.tensor([[*TEXT_AROUND[0], *[IMAGE_TOKEN] * num_tokens, *TEXT_AROUND[1]]])
@@ -117,7 +122,12 @@ def image_prompt(name: str) -> dict[str, torch.Tensor]:
         return {"input_ids": ids, "pixel_values": torch.randn(1, 3, 28, 28), "token_type_ids": types}
     vision = config.vision_config
     patches = torch.randn(4 * num_tokens, 3 * vision.temporal_patch_size * vision.patch_size**2)
-    return {"input_ids": ids, "pixel_values": patches, "image_grid_thw": torch.tensor([[1, 4, 6]]), "mm_token_type_ids": types}
+    return {
+        "input_ids": ids,
+        "pixel_values": patches,
+        "image_grid_thw": torch.tensor([[1, 4, 6]]),
+        "mm_token_type_ids": types,
+    }
 
 
 @pytest.mark.parametrize("drafting", DRAFTINGS)

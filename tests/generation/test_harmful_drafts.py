@@ -1,5 +1,5 @@
-"""A draft for which the target's numbers are not finite, and which plain decoding would never run, shows in no text: neither in the
-forward that refuses it nor, from the slot where it was written, in a later one."""
+"""A draft for which the target's numbers are not finite, and which plain decoding would never run, shows in no text:
+neither in the forward that refuses it nor, from the slot where it was written, in a later one."""
 
 from collections.abc import Callable
 from functools import cache
@@ -59,8 +59,8 @@ COMPANY: dict[str, Callable[[PreTrainedModel], dict]] = {
 
 @pytest.fixture(scope="module")
 def pair() -> Callable[..., tuple[PreTrainedModel, Eagle31DrafterModel]]:
-    """`pair(kind, attention, value)`: a target that never says HARMFUL, whose embedding of it is that value, and a drafter that says it
-    now and then."""
+    """`pair(kind, attention, value)`: a target that never says HARMFUL, whose embedding of it is that value, and a
+    drafter that says it now and then."""
 
     def of(kind: str = "llama", attention: str = "eager", value: float = float("nan")):
         target = build_target(kind, attention)
@@ -92,7 +92,10 @@ def generate(target, drafter=None, way: str = "chain", company: str = "alone", *
 
 def was_harmed(stats: AcceptanceStats) -> bool:
     """Whether a row got, from several forwards, less than the drafts it accepted and a token more from each."""
-    return any(sum(row.accepted_per_round) + len(row.accepted_per_round) > row.generated_tokens - row.prefills + 1 for row in stats.rows)
+    return any(
+        sum(row.accepted_per_round) + len(row.accepted_per_round) > row.generated_tokens - row.prefills + 1
+        for row in stats.rows
+    )
 
 
 @pytest.mark.parametrize("company", COMPANY)
@@ -116,8 +119,10 @@ def test_infinite_values(pair):
 @pytest.mark.parametrize("company", ["alone", "batch", "in_step"])
 @WAYS
 def test_sampled_text(pair, way, company):
-    """Whatever is drafted, noise of its own makes it the text of seed and target: that of a target which HARMFUL does no harm."""
-    texts, kwargs = [], {"do_sample": True, "top_k": 1 if (way, company) == ("chain", "alone") else 3}  # random numbers of another order
+    """Whatever is drafted, noise of its own makes it the text of seed and target: that of a target which HARMFUL does
+    no harm."""
+    # random numbers of another order
+    texts, kwargs = [], {"do_sample": True, "top_k": 1 if (way, company) == ("chain", "alone") else 3}
     for value in (float("nan"), 0.0):
         models = pair(value=value)
         torch.manual_seed(1)
@@ -132,7 +137,12 @@ def test_sampled_text(pair, way, company):
 def test_processors_see_every_prefix_once_and_nothing_that_is_no_score(pair, way, company):
     target, drafter = pair()
     books = [Notebook(strength=0.5), Notebook(strength=0.5)]
-    kwargs = {"remove_invalid_values": True, "return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    kwargs = {
+        "remove_invalid_values": True,
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "output_logits": True,
+    }
     expected, found = (
         generate(*models, company=company, logits_processor=LogitsProcessorList([book]), **kwargs)[0]
         for book, models in zip(books, [(target,), (target, drafter, way)], strict=True)
@@ -154,11 +164,18 @@ def test_a_cache_is_handed_back_without_them():
 
 @pytest.mark.parametrize("is_plain", [True, False])
 def test_a_round_without_drafts_may_still_see_those_of_earlier_ones(is_plain):
-    """Only after these have been wiped out, scores that are NaN are what plain decoding sees: its choice is the first of them."""
+    """Only after these have been wiped out, scores that are NaN are what plain decoding sees: its choice is the first
+    of them."""
     texts, ended = Texts(torch.tensor([[5, 7]]), 0, [0]), [False]
-    proposal, logits = Proposal(torch.empty(1, 0, dtype=torch.long), is_plain=is_plain), torch.full((1, 1, 9), torch.nan)
+    proposal, logits = (
+        Proposal(torch.empty(1, 0, dtype=torch.long), is_plain=is_plain),
+        torch.full((1, 1, 9), torch.nan),
+    )
     for processors in (LogitsProcessorList(), LogitsProcessorList([Notebook(9)])):
         judge = Judge(processors, None, set())
-        verdicts = judge.row_by_row(texts, proposal, logits), judge.together(texts, proposal, logits, lambda *_: ended)[0]
+        verdicts = (
+            judge.row_by_row(texts, proposal, logits),
+            judge.together(texts, proposal, logits, lambda *_: ended)[0],
+        )
         assert [verdict.tokens for verdict in verdicts] == ([[[0]]] * 2 if is_plain else [[[]]] * 2)
         assert [verdict.is_short(ended) for verdict in verdicts] == [not is_plain] * 2

@@ -96,8 +96,12 @@ def test_precedence_of_knobs(target, prompt):
     assert sum(stats.choices.values()) == stats.target_forwards, "the default was not heard"
     drafter.generation_config.num_assistant_tokens = 3
     assert depth_drafted(target, drafter, prompt) == 3, "the drafter's"
-    assert depth_drafted(target, drafter, prompt, generation_config=config) == 4, "the generation config's, before the drafter's"
-    assert depth_drafted(target, drafter, prompt, generation_config=config, num_assistant_tokens=2) == 2, "the call's, before all"
+    assert depth_drafted(target, drafter, prompt, generation_config=config) == 4, (
+        "the generation config's, before the drafter's"
+    )
+    assert depth_drafted(target, drafter, prompt, generation_config=config, num_assistant_tokens=2) == 2, (
+        "the call's, before all"
+    )
     assert depth_drafted(target, drafter, prompt, num_assistant_tokens=None) == 3, "None says nothing"
     assert depth_drafted(target, drafter, prompt) == 3, "a knob of an earlier call stayed"
     assert config.num_assistant_tokens == 4

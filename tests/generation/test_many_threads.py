@@ -20,11 +20,19 @@ REQUESTS = [(torch.tensor(prompt), way) for prompt in PROMPTS for way in DRAFTIN
 def counts(stats: AcceptanceStats) -> tuple:
     """Everything counted, in all and row by row; not the seconds."""
     rows = [(row.generated_tokens, row.drafted_per_position, row.accepted_per_round) for row in stats.rows]
-    return stats.prefills, stats.generated_tokens, stats.target_forwards, stats.drafted_per_position, stats.accepted_per_round, rows
+    return (
+        stats.prefills,
+        stats.generated_tokens,
+        stats.target_forwards,
+        stats.drafted_per_position,
+        stats.accepted_per_round,
+        rows,
+    )
 
 
 def test_every_call_says_and_counts_what_it_does_alone(make_target, make_drafter):
-    """Caches, masks' placements, captured states, random numbers and statistics belong to a call; only what auto learns is shared."""
+    """Caches, masks' placements, captured states, random numbers and statistics belong to a call; only what auto learns
+    is shared."""
     target = make_target("qwen3")
     drafter = make_drafter(target)
     alone = [speculate(target, drafter, prompt, **DRAFTINGS[way], **GREEDY) for prompt, way in REQUESTS]

@@ -86,17 +86,28 @@ def hooked(register):
 
 PLACES = {
     "streamer": lambda pair, run: (None, {"streamer": Running(run)}),
-    "processor": lambda pair, run: (None, {"logits_processor": LogitsProcessorList([lambda ids, scores: then(scores, run)])}),
-    "criterion": lambda pair, run: (
-        None, {"stopping_criteria": StoppingCriteriaList([lambda ids, scores: then(torch.zeros(len(ids), dtype=torch.bool), run)])},
+    "processor": lambda pair, run: (
+        None,
+        {"logits_processor": LogitsProcessorList([lambda ids, scores: then(scores, run)])},
     ),
-    "prefix_function": lambda pair, run: (None, {"prefix_allowed_tokens_fn": lambda row, ids: then(list(range(11)), run)}),
+    "criterion": lambda pair, run: (
+        None,
+        {
+            "stopping_criteria": StoppingCriteriaList(
+                [lambda ids, scores: then(torch.zeros(len(ids), dtype=torch.bool), run)]
+            )
+        },
+    ),
+    "prefix_function": lambda pair, run: (
+        None,
+        {"prefix_allowed_tokens_fn": lambda row, ids: then(list(range(11)), run)},
+    ),
     "before_target": hooked(lambda pair: pair.target.register_forward_pre_hook),
     "after_target": hooked(lambda pair: pair.target.register_forward_hook),
     "after_decoder": hooked(lambda pair: pair.target.get_decoder().register_forward_hook),
     "after_a_layer": hooked(lambda pair: decoder_layers(pair.target)[1].register_forward_hook),
     "after_the_drafter": hooked(lambda pair: pair.drafter.register_forward_hook),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -127,5 +138,7 @@ def test_nothing_of_it_is_drafted_from(pair, prompt, place, what):
 def test_auto_too(pair, prompt):
     kwargs = {"max_new_tokens": LENGTH, "do_sample": False}
     with steady_clock(pair.target, pair.drafter):
-        output, _ = speculate(pair.target, pair.drafter, prompt, streamer=Running(lambda: pair.run("same_drafter")), **kwargs)
+        output, _ = speculate(
+            pair.target, pair.drafter, prompt, streamer=Running(lambda: pair.run("same_drafter")), **kwargs
+        )
     assert_close("text", output, pair.target.generate(prompt, **kwargs))

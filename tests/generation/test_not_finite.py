@@ -1,4 +1,5 @@
-"""Scores that are no distribution end a call as they end plain decoding; what the drafter makes of them never shows in a text."""
+"""Scores that are no distribution end a call as they end plain decoding; what the drafter makes of them never shows in
+a text."""
 
 import copy
 import math
@@ -76,14 +77,19 @@ def poisoned(target: PreTrainedModel, token: int) -> PreTrainedModel:
 @WAYS
 def test_sampling_raises_what_plain_decoding_raises(target, drafter, way, company, fault):
     def inputs():
-        return COMPANY[company]() | {"do_sample": True, "logits_processor": LogitsProcessorList([From(9, *FAULTS[fault])])}
+        return COMPANY[company]() | {
+            "do_sample": True,
+            "logits_processor": LogitsProcessorList([From(9, *FAULTS[fault])]),
+        }
 
     expected = raised(generate, target, **inputs())
     assert expected[0] is RuntimeError
     assert raised(generate, target, drafter, way, **inputs()) == expected
 
 
-@pytest.mark.parametrize("kwargs", [{"suppress_tokens": list(range(VOCAB))}, {}], ids=["suppressed", "nan_from_a_token_on"])
+@pytest.mark.parametrize(
+    "kwargs", [{"suppress_tokens": list(range(VOCAB))}, {}], ids=["suppressed", "nan_from_a_token_on"]
+)
 @WAYS
 def test_rows_at_their_own_pace_raise_it_too(target, drafter, way, kwargs):
     target = target if kwargs else poisoned(target, 3)
@@ -122,9 +128,15 @@ def test_what_comes_after_the_end_is_not_looked_at(target, drafter, prompt):
     for seed in range(4):
         torch.manual_seed(seed)
         output = generate(
-            target, drafter, "chain", inputs=prompt, do_sample=True, top_k=1, stopping_criteria=StoppingCriteriaList([At()]),
+            target,
+            drafter,
+            "chain",
+            inputs=prompt,
+            do_sample=True,
+            top_k=1,
+            stopping_criteria=StoppingCriteriaList([At()]),
             logits_processor=LogitsProcessorList([From(9, NAN, True)]),
-        )  # fmt: skip
+        )
         assert_close("text", output, greedy_text(target)[:, :9])
 
 
@@ -161,9 +173,16 @@ def test_a_broken_drafter_changes_no_text(target, way, company, part, value):
 def test_auto_learns_nothing_that_is_no_number(target, part, value):
     drafter = broken(target, part, value)
     for kwargs in ({}, {"do_sample": True}):
-        target.generate(IDS, attention_mask=MASK, assistant_model=drafter, max_new_tokens=LENGTH, pad_token_id=6, **kwargs)
+        target.generate(
+            IDS, attention_mask=MASK, assistant_model=drafter, max_new_tokens=LENGTH, pad_token_id=6, **kwargs
+        )
     tuners = list(tuning._tuners[drafter][target].values())
     assert tuners
     for tuner in tuners:
-        known = [tuner.calibration.slope, tuner.calibration.intercept, *tuner.calibration.offsets, *tuner.calibration.going_on]
+        known = [
+            tuner.calibration.slope,
+            tuner.calibration.intercept,
+            *tuner.calibration.offsets,
+            *tuner.calibration.going_on,
+        ]
         assert all(map(math.isfinite, known)), known

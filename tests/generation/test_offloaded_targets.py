@@ -1,4 +1,5 @@
-"""Targets whose weights lie elsewhere until they are used: the text is the target's own, or the call is refused before it begins."""
+"""Targets whose weights lie elsewhere until they are used: the text is the target's own, or the call is refused before
+it begins."""
 
 import accelerate
 import pytest
@@ -13,12 +14,18 @@ from eagle31_hf.training.store import parts_of
 from eagle31_hf.training.target import TargetReader
 
 GREEDY = {"max_new_tokens": 16, "do_sample": False}
-DRAFTING = {"chain": {"num_assistant_tokens": 4}, "tree": {"num_assistant_tokens": 4, "draft_tree_top_k": 2}, "auto": {}}
+DRAFTING = {
+    "chain": {"num_assistant_tokens": 4},
+    "tree": {"num_assistant_tokens": 4, "draft_tree_top_k": 2},
+    "auto": {},
+}
 BY_LAYER = {"model.layers": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
 OFFLOADS = {
     "cpu": lambda target, folder: accelerate.cpu_offload(target, execution_device="cpu"),
     "disk": lambda target, folder: accelerate.disk_offload(target, str(folder), execution_device="cpu"),
-    "embedding_on_disk": lambda target, folder: dispatch(target, {"model.embed_tokens": "disk", "lm_head": "cpu"}, folder),
+    "embedding_on_disk": lambda target, folder: dispatch(
+        target, {"model.embed_tokens": "disk", "lm_head": "cpu"}, folder
+    ),
     "head_on_disk": lambda target, folder: dispatch(target, {"model.embed_tokens": "cpu", "lm_head": "disk"}, folder),
 }
 
@@ -29,7 +36,8 @@ def dispatch(target, devices: dict[str, str], folder) -> None:
 
 @pytest.fixture
 def offloaded(tmp_path):
-    """`offloaded(how, name, **target)` -> an offloaded target, a drafter fitted to it before, and the target's own text."""
+    """`offloaded(how, name, **target)` -> an offloaded target, a drafter fitted to it before, and the target's own
+    text."""
 
     def make(how, name="eagle31", kind="llama", **fields):
         target = build_target(kind, **fields)
@@ -86,7 +94,8 @@ def test_what_nothing_loads_is_refused(target, drafter, prompt, which):
     message = "the target's embedding, which the drafter shares, is on the meta device"
     if which == "target":
         target = build_target().to("meta")
-    elif which == "loaded_with_its_parent":  # a hook on the decoder loads the embedding, one on the embedding there is none
+    # a hook on the decoder loads the embedding, one on the embedding there is none
+    elif which == "loaded_with_its_parent":
         target = accelerate.cpu_offload(build_target(), execution_device="cpu", preload_module_classes=["LlamaModel"])
     else:  # as .to(target.device) does where the target is offloaded
         drafter, message = build_drafter(target).to("meta"), "the drafter is on the meta device"
@@ -104,7 +113,9 @@ def test_an_offloaded_target_trains_as_a_whole_one(offloaded):
     layer_ids = drafter.config.resolve_layer_ids(7)
     one, other = (TargetReader(model, layer_ids) for model in (target, whole))
     assert one.scoring == other.scoring
-    for name, found, expected in zip(("states", "last"), one.read(prompt, documents), other.read(prompt, documents), strict=True):
+    for name, found, expected in zip(
+        ("states", "last"), one.read(prompt, documents), other.read(prompt, documents), strict=True
+    ):
         assert_close(name, found, expected)
     last = other.read(prompt, documents)[1][0]
     assert_close("logits", one.logits(last), other.logits(last))

@@ -19,8 +19,12 @@ LENGTH = 17
 def test_greedy_outputs_equal_those_of_plain_generate(make_target, make_drafter, prompt, kind, stop):
     target = make_target(kind, "eager")  # the implementation that returns attentions
     kwargs = {"max_new_tokens": LENGTH, "do_sample": False, "repetition_penalty": 1.1} | ASKED
-    ours, alone = ({} if stop is None else {"stopping_criteria": StoppingCriteriaList([Countdown(stop)])} for _ in range(2))
-    output, stats = speculate(target, make_drafter(target, "eagle31", "eager"), prompt, num_assistant_tokens=5, **kwargs, **ours)
+    ours, alone = (
+        {} if stop is None else {"stopping_criteria": StoppingCriteriaList([Countdown(stop)])} for _ in range(2)
+    )
+    output, stats = speculate(
+        target, make_drafter(target, "eagle31", "eager"), prompt, num_assistant_tokens=5, **kwargs, **ours
+    )
     expected = target.generate(prompt, **kwargs, **alone)
     assert max(stats.accepted_per_round) >= 1
     assert type(output) is type(expected) is GenerateDecoderOnlyOutput
@@ -73,8 +77,16 @@ class Forbids(LogitsProcessor):
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_processor_that_writes_to_the_scores(target, drafter, prompt, rows):
     """Plain generate hands it the tensor that is the step's logits."""
-    kwargs = {"max_new_tokens": LENGTH, "do_sample": False, "return_dict_in_generate": True, "output_logits": True, "output_scores": True}
-    output, _ = speculate(target, drafter, prompt.repeat(rows, 1), logits_processor=[Forbids()], num_assistant_tokens=5, **kwargs)
+    kwargs = {
+        "max_new_tokens": LENGTH,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+        "output_scores": True,
+    }
+    output, _ = speculate(
+        target, drafter, prompt.repeat(rows, 1), logits_processor=[Forbids()], num_assistant_tokens=5, **kwargs
+    )
     expected = target.generate(prompt.repeat(rows, 1), logits_processor=[Forbids()], **kwargs)
     for name in ("sequences", "scores", "logits"):
         assert_close(name, output[name], expected[name], TARGET_FORWARD)
@@ -87,7 +99,13 @@ def shapes(value):
 @pytest.mark.parametrize("name", FIELDS)
 def test_sampled_outputs_have_the_shapes_of_plain_generate(make_target, make_drafter, prompt, name):
     target = make_target("llama", "eager")
-    kwargs = {"max_new_tokens": LENGTH, "do_sample": True, "top_k": 4, "return_dict_in_generate": True, f"output_{name}": True}
+    kwargs = {
+        "max_new_tokens": LENGTH,
+        "do_sample": True,
+        "top_k": 4,
+        "return_dict_in_generate": True,
+        f"output_{name}": True,
+    }
     torch.manual_seed(0)
     output, _ = speculate(target, make_drafter(target, "eagle31", "eager"), prompt, **kwargs, num_assistant_tokens=5)
     assert shapes(getattr(output, name)) == shapes(getattr(target.generate(prompt, **kwargs), name))
@@ -96,7 +114,9 @@ def test_sampled_outputs_have_the_shapes_of_plain_generate(make_target, make_dra
 
 def test_scores_are_processed_and_logits_are_not(target, drafter, prompt):
     kwargs = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "suppress_tokens": [2, 7]}
-    output, _ = speculate(target, drafter, prompt, max_new_tokens=LENGTH, do_sample=False, **kwargs, num_assistant_tokens=5)
+    output, _ = speculate(
+        target, drafter, prompt, max_new_tokens=LENGTH, do_sample=False, **kwargs, num_assistant_tokens=5
+    )
     for scores, logits in zip(output.scores, output.logits, strict=True):
         assert scores[0, [2, 7]].tolist() == [float("-inf")] * 2
         assert logits.isfinite().all()
@@ -111,7 +131,9 @@ def test_attentions_that_sdpa_does_not_return(target, drafter, prompt):
 
 
 def test_a_tensor_unless_a_dict_is_asked_for(target, drafter, prompt):
-    output, _ = speculate(target, drafter, prompt, max_new_tokens=LENGTH, do_sample=False, output_scores=True, num_assistant_tokens=5)
+    output, _ = speculate(
+        target, drafter, prompt, max_new_tokens=LENGTH, do_sample=False, output_scores=True, num_assistant_tokens=5
+    )
     assert isinstance(output, torch.Tensor)
 
 

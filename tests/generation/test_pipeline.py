@@ -17,7 +17,9 @@ def run(target, tokenizer, *prompts, call=(), **kwargs):
     return results, stats
 
 
-@pytest.mark.parametrize("call", [{}, {"stop_sequence": "i"}, {"return_full_text": False}], ids=["plain", "stop_sequence", "new_text"])
+@pytest.mark.parametrize(
+    "call", [{}, {"stop_sequence": "i"}, {"return_full_text": False}], ids=["plain", "stop_sequence", "new_text"]
+)
 def test_gives_what_it_gives_without_a_drafter(target, drafter, tokenizer, call):
     expected, _ = run(target, tokenizer, TEXT, "a", call=call)
     got, stats = run(target, tokenizer, TEXT, "a", call=call | {"num_assistant_tokens": 5}, assistant_model=drafter)

@@ -23,7 +23,9 @@ from eagle31_hf.generation.drafting import DraftSession, Reading
 CHUNKS = (1, 3, 13, 50)
 LONG = 400
 # Of three rows with 0, 4 and 12 tokens of padding.
-PADDED = torch.tensor([[1, 2, 3, 5, 8, 2, 7, 10, 2, 10, 6, 8, 2], [0, 0, 0, 0, 9, 0, 7, 7, 1, 6, 2, 2, 5], [0] * 12 + [3]])
+PADDED = torch.tensor(
+    [[1, 2, 3, 5, 8, 2, 7, 10, 2, 10, 6, 8, 2], [0, 0, 0, 0, 9, 0, 7, 7, 1, 6, 2, 2, 5], [0] * 12 + [3]]
+)
 MASK = torch.tensor([[1] * 13, [0] * 4 + [1] * 9, [0] * 12 + [1]])
 
 
@@ -125,7 +127,9 @@ def test_behind_a_cache_from_an_earlier_turn(target, drafter, cached):
 def test_with_a_static_cache(target, drafter):
     """transformers then fills the cache before the first chunk."""
     prompt = greedy_text(target)[:, :13]
-    output, _ = speculate(target, drafter, prompt, cache_implementation="static", prefill_chunk_size=5, **knobs("chain"))
+    output, _ = speculate(
+        target, drafter, prompt, cache_implementation="static", prefill_chunk_size=5, **knobs("chain")
+    )
     assert_close("text", output, target.generate(prompt, max_new_tokens=15, do_sample=False))
 
 
@@ -187,8 +191,11 @@ def test_states_are_read_as_soon_as_their_chunk_has_run(target, drafter, fused, 
 
 @pytest.mark.parametrize("batch", [False, True], ids=["alone", "batch"])
 def test_a_long_prompt_is_read_in_pieces(target, drafter, sessions, fused, handed, monkeypatch, batch):
-    """A drafter's forward over all of it at once would be the largest of the whole call, and so would a copy of all the states."""
-    prompt, common = (PADDED, {"attention_mask": MASK, "pad_token_id": 0}) if batch else (greedy_text(target)[:, :13], {})
+    """A drafter's forward over all of it at once would be the largest of the whole call, and so would a copy of all the
+    states."""
+    prompt, common = (
+        (PADDED, {"attention_mask": MASK, "pad_token_id": 0}) if batch else (greedy_text(target)[:, :13], {})
+    )
     whole = speculate(target, drafter, prompt, **common, **knobs("chain"))[1]
     assert max(fused) == max(handed) == 12
     fused.clear()

@@ -1,4 +1,5 @@
-"""Sampling with a drafter is sampling from the target alone: chi-square over whole sequences, since errors hide in marginals.
+"""Sampling with a drafter is sampling from the target alone: chi-square over whole sequences, since errors hide in
+marginals.
 
 V target vocabulary, K drafted tokens.
 """
@@ -90,7 +91,9 @@ class Remembered:
         for i, token in enumerate(path):
             position = self.first["position_ids"][:, -1:] + 1 + i
             state = out.last_hidden_state[:, -1:]
-            out = self.forward(torch.tensor([[token]]), hidden_states=state, position_ids=position, past_key_values=out.past_key_values)
+            out = self.forward(
+                torch.tensor([[token]]), hidden_states=state, position_ids=position, past_key_values=out.past_key_values
+            )
         return Eagle31DrafterOutput(logits=out.logits[:, -1:], last_hidden_state=out.last_hidden_state[:, -1:])
 
 
@@ -110,7 +113,9 @@ def drawn(target, drafter, processors, depth: int, monkeypatch, threshold: float
         assert proposal.logits is not None, "drafts were not verified by rejection sampling"
         drafted = proposal.ids[0].tolist()
         row = number(drafted + [0] * (depth - len(drafted)))
-        tokens = judge.row_by_row(Texts(PROMPT, 0, [0]), proposal, target_logits[row : row + 1, : len(drafted) + 1].clone()).tokens[0]
+        tokens = judge.row_by_row(
+            Texts(PROMPT, 0, [0]), proposal, target_logits[row : row + 1, : len(drafted) + 1].clone()
+        ).tokens[0]
         while len(tokens) < LENGTH:
             tokens.append(int(torch.multinomial(next_token[len(tokens)][number(tokens)], 1)))
         counts[number(tokens[:LENGTH])] += 1
@@ -147,7 +152,9 @@ CASES = {  # processors, depth, drafter, confidence threshold
 
 
 @pytest.mark.parametrize(("processors", "depth", "name", "threshold"), CASES.values(), ids=CASES)
-def test_sequences_are_distributed_as_the_target_alone_would(target, drafters, monkeypatch, processors, depth, name, threshold):
+def test_sequences_are_distributed_as_the_target_alone_would(
+    target, drafters, monkeypatch, processors, depth, name, threshold
+):
     processors = LogitsProcessorList(processors)
     counts = drawn(target, drafters[name], processors, depth, monkeypatch, threshold)
     value, df = statistic(counts, joint(exact(target, processors)))
@@ -193,12 +200,16 @@ def test_the_test_sees_drafts_that_are_not_drawn_or_rejected_as_they_should(
 
 def test_generate_itself(target, drafters):
     """The same through the whole loop: the last two of three tokens come from one chain or two."""
-    processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.2), TemperatureLogitsWarper(0.9), TopPLogitsWarper(0.95)])
+    processors = LogitsProcessorList(
+        [RepetitionPenaltyLogitsProcessor(1.2), TemperatureLogitsWarper(0.9), TopPLogitsWarper(0.95)]
+    )
     kwargs = {"do_sample": True, "repetition_penalty": 1.2, "temperature": 0.9, "top_p": 0.95, "top_k": 0}
     counts = torch.zeros(V**LENGTH)
     torch.manual_seed(0)
     for _ in range(400):
-        output, _ = speculate(target, drafters["pruned"], PROMPT, max_new_tokens=LENGTH + 1, num_assistant_tokens=2, **kwargs)
+        output, _ = speculate(
+            target, drafters["pruned"], PROMPT, max_new_tokens=LENGTH + 1, num_assistant_tokens=2, **kwargs
+        )
         counts[number(output[0, PROMPT.shape[1] :].tolist()[:LENGTH])] += 1
     value, df = statistic(counts, joint(exact(target, processors)))
     assert value < critical_value(df, len(CASES) + 1)
@@ -208,9 +219,17 @@ def test_a_processor_with_state_is_sampled_from_too(target, drafters):
     """Not in distribution but call by call: every token has a chance under the scores its own prefix was given."""
     torch.manual_seed(0)
     output, stats = speculate(
-        target, drafters["full"], PROMPT, max_new_tokens=40, do_sample=True, top_k=2, logits_processor=LogitsProcessorList([Diary(V)]),
-        num_assistant_tokens=5, return_dict_in_generate=True, output_scores=True,
-    )  # fmt: skip
+        target,
+        drafters["full"],
+        PROMPT,
+        max_new_tokens=40,
+        do_sample=True,
+        top_k=2,
+        logits_processor=LogitsProcessorList([Diary(V)]),
+        num_assistant_tokens=5,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
     tokens = output.sequences[0, PROMPT.shape[1] :]
     assert all(scores[0, token] > float("-inf") for scores, token in zip(output.scores, tokens, strict=True))
     assert sum(stats.accepted_per_round) > 0

@@ -1,4 +1,5 @@
-"""What is tried of a target before it verifies anything: attentions beside several tokens, and errors that are not the target's."""
+"""What is tried of a target before it verifies anything: attentions beside several tokens, and errors that are not the
+target's."""
 
 import pytest
 import torch
@@ -16,11 +17,7 @@ IDS = torch.tensor([[1, 2, 3, 5, 8, 4]])
 ROWS = torch.tensor([[1, 2, 3, 5, 8, 4], [0, 0, 9, 7, 7, 1]])
 MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
 GREEDY = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 6}
-WAYS = {
-    "chain": {"num_assistant_tokens": 5},
-    "tree": {"num_assistant_tokens": 3, "draft_tree_top_k": 3},
-    "auto": {},
-}
+WAYS = {"chain": {"num_assistant_tokens": 5}, "tree": {"num_assistant_tokens": 3, "draft_tree_top_k": 3}, "auto": {}}
 
 
 def build_falcon(attention: str):
@@ -55,13 +52,20 @@ def test_a_target_whose_attentions_see_the_drafts_is_given_none(logged_by_selfte
     assert "attn_implementation='eager'" in logged_by_selftest[0]
 
 
-@pytest.mark.parametrize(("kind", "attention", "asks"), [("falcon", "eager", True), ("falcon", "sdpa", False), ("llama", "sdpa", True)])
+@pytest.mark.parametrize(
+    ("kind", "attention", "asks"), [("falcon", "eager", True), ("falcon", "sdpa", False), ("llama", "sdpa", True)]
+)
 def test_others_are(logged_by_selftest, kind, attention, asks):
     target = build_falcon(attention) if kind == "falcon" else build_target(kind, attention)
     with track_acceptance() as stats:
         target.generate(
-            IDS, **GREEDY, output_attentions=asks, return_dict_in_generate=True, assistant_model=build_drafter(target), **WAYS["chain"]
-        )  # fmt: skip
+            IDS,
+            **GREEDY,
+            output_attentions=asks,
+            return_dict_in_generate=True,
+            assistant_model=build_drafter(target),
+            **WAYS["chain"],
+        )
     assert sum(stats.drafted_per_position) > 0
     assert logged_by_selftest == []
 
@@ -70,7 +74,8 @@ def test_others_are(logged_by_selftest, kind, attention, asks):
 
 
 class Coarse(LlamaForCausalLM):
-    """Rounds its logits by a tenth of their spread, otherwise for every number of tokens read: as kernels of few digits do."""
+    """Rounds its logits by a tenth of their spread, otherwise for every number of tokens read: as kernels of few digits
+    do."""
 
     def forward(self, *args, **kwargs):
         out = super().forward(*args, **kwargs)
@@ -79,7 +84,9 @@ class Coarse(LlamaForCausalLM):
         return out
 
 
-@pytest.mark.parametrize(("dtype", "takes_trees"), [(torch.bfloat16, True), (torch.float32, False)], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("dtype", "takes_trees"), [(torch.bfloat16, True), (torch.float32, False)], ids=["bf16", "fp32"]
+)
 def test_in_low_precision_a_tree_may_be_as_coarse_as_a_sequence(logged_by_selftest, dtype, takes_trees):
     target = Coarse(build_target("llama").config).to(dtype).eval()
     target.noise = 0.1

@@ -1,4 +1,5 @@
-"""A cache within `slots` holds what the stock layers would hold, at less copying, and gives it back as the target alone leaves it.
+"""A cache within `slots` holds what the stock layers would hold, at less copying, and gives it back as the target alone
+leaves it.
 
 B rows, R tokens written at once, H heads, D head size.
 """
@@ -28,7 +29,16 @@ from transformers.cache_utils import (
 
 from eagle31_hf import track_acceptance
 from eagle31_hf.generation import statistics, tuning
-from eagle31_hf.generation.cache import HEADROOM, Placement, SlotLayer, is_adoptable, keep_paths, key_span, slot_cache, slots
+from eagle31_hf.generation.cache import (
+    HEADROOM,
+    Placement,
+    SlotLayer,
+    is_adoptable,
+    keep_paths,
+    key_span,
+    slot_cache,
+    slots,
+)
 
 HEADS, KEY_SIZE, VALUE_SIZE = 2, 3, 5
 WINDOW, LIMIT = 6, 67
@@ -53,8 +63,8 @@ CACHES = {
 
 @contextmanager
 def steady_clock(target, drafter):
-    """Time goes on with forwards only, the target's thirty times as dear, and nothing is known of earlier calls: auto then drafts, trees
-    too, and the same on every machine.
+    """Time goes on with forwards only, the target's thirty times as dear, and nothing is known of earlier calls: auto
+    then drafts, trees too, and the same on every machine.
     """
     seconds = [0.0]
 
@@ -125,7 +135,8 @@ def test_rounds_of_equally_long_rows_equal_those_of_a_stock_layer(kind, seed):
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("kind", LAYERS)
 def test_rows_at_their_own_pace(kind, seed):
-    """Every row sees its own text and the new tokens, however far the others are, and whatever is kept of what was written before."""
+    """Every row sees its own text and the new tokens, however far the others are, and whatever is kept of what was
+    written before."""
     draw, cache, texts = random.Random(seed), Cache(layers=[LAYERS[kind]()]), []
     torch.manual_seed(seed)
     window = WINDOW if "sliding" in kind else None
@@ -148,7 +159,11 @@ def test_rows_at_their_own_pace(kind, seed):
             for b in (b for b in range(3) if not ended[b]):
                 nearest = max(0, starts[b] + 1 - window) if window else 0
                 whole, places = joined(texts[b], row(new, b, slice(None))), slice(nearest, starts[b] + count)
-                assert_close(f"row {b} of {starts}", row(seen, b, slice(nearest - first, places.stop - first)), row(whole, 0, places))
+                assert_close(
+                    f"row {b} of {starts}",
+                    row(seen, b, slice(nearest - first, places.stop - first)),
+                    row(whole, 0, places),
+                )
             paths = [[] if ended[b] else random_path(draw, count) for b in range(3)]
             keep_paths(cache, starts, paths)
             texts = [joined(text, row(new, b, path)) for b, (text, path) in enumerate(zip(texts, paths, strict=True))]
@@ -164,7 +179,9 @@ def test_rows_at_their_own_pace(kind, seed):
             assert_close("values given back", layer.values[b : b + 1, :, held], stock.values[:, :, held])
 
 
-def write_round(cache: Cache, placement: Placement, starts: list[int], ended: list[bool], path: list[int]) -> tuple[Tensor, Tensor]:
+def write_round(
+    cache: Cache, placement: Placement, starts: list[int], ended: list[bool], path: list[int]
+) -> tuple[Tensor, Tensor]:
     """Four tokens a row of two, of which the second row keeps `path`; returns what was kept."""
     new = states(2, 4)
     placement.rows(starts, 4, torch.device("cpu"), ended)
@@ -203,14 +220,17 @@ def test_a_row_that_ended_at_the_last_slot_is_in_nobodys_way(kind):
         keep_paths(cache, [LIMIT, 52], [[], []])
         (layer,) = cache.layers
         assert cache.get_seq_length() == LIMIT
-        assert_close("kept", tuple(buffer[1:, :, 50 - layer.first : 52 - layer.first] for buffer in layer.buffers), kept)
+        assert_close(
+            "kept", tuple(buffer[1:, :, 50 - layer.first : 52 - layer.first] for buffer in layer.buffers), kept
+        )
         assert_close("of the ended row", tuple(layer.held(3)[0][:1]), tuple(prompt[0][:1, :, -3:]))
 
 
 @pytest.mark.parametrize("window", [None, WINDOW])
 @pytest.mark.parametrize("seed", range(3))
 def test_what_a_drafter_writes_on_is_forgotten(seed, window):
-    """Levels of a tree stand side by side in the text but one after the other in the cache; after it only what was read is left."""
+    """Levels of a tree stand side by side in the text but one after the other in the cache; after it only what was read
+    is left."""
     draw, placement = random.Random(seed), Placement()
     torch.manual_seed(seed)
     layer = SlotLayer(placement, window=window)
@@ -257,7 +277,11 @@ class FreshTensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         output = func(*args, **(kwargs or {}))
-        given = {x.untyped_storage().data_ptr() for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        given = {
+            x.untyped_storage().data_ptr()
+            for x in torch.utils._pytree.tree_leaves((args, kwargs))
+            if isinstance(x, Tensor)
+        }
         fresh = [x for x in torch.utils._pytree.tree_leaves(output) if isinstance(x, Tensor)]
         self.sizes += [x.numel() for x in fresh if x.untyped_storage().data_ptr() not in given]
         return output
@@ -292,7 +316,9 @@ def test_a_long_text_is_moved_a_number_of_times_that_grows_with_its_logarithm():
         layer.update(*states(1, 2))
         capacities.append(layer.buffers[0].shape[2])
     assert len(set(capacities)) <= 16
-    assert len(set(capacities[2000:])) <= 5, "twice the text took more than the four moves of buffers that grow by a quarter"
+    assert len(set(capacities[2000:])) <= 5, (
+        "twice the text took more than the four moves of buffers that grow by a quarter"
+    )
 
 
 def test_where_the_end_is_known_memory_is_taken_once():
@@ -323,7 +349,8 @@ def test_a_window_bounds_the_memory_of_a_long_text(count):
 
 
 def test_of_a_prompt_longer_than_the_window_the_end_is_kept():
-    """And all of it is seen once: its tokens attend to each other. What came before it is seen as far as the window reaches."""
+    """And all of it is seen once: its tokens attend to each other. What came before it is seen as far as the window
+    reaches."""
     layer = SlotLayer(Placement(is_final=True), window=WINDOW)
     first, second = states(2, 4), states(2, 500)
     layer.update(*first)
@@ -362,7 +389,8 @@ def decode(target, drafter, prompt: Tensor, past: Cache, drafting: str | None, c
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("kind", TARGETS)
 def test_a_callers_cache_is_left_as_the_target_alone_leaves_it(make_target, make_drafter, kind, cache, drafting):
-    """Layers of the same classes, of the same length, with the same keys; and a conversation goes on from them with the same words."""
+    """Layers of the same classes, of the same length, with the same keys; and a conversation goes on from them with the
+    same words."""
     target = make_target(kind)
     drafter, text = make_drafter(target), greedy_text(target)[:, :13]
     for filled in (0, 11):  # by an earlier turn
@@ -386,7 +414,8 @@ def assert_same_cache(ours: Cache, alone: Cache, length: int) -> None:
         assert type(layer) is type(expected)
         assert int(layer.get_seq_length()) == int(expected.get_seq_length()) == length
         assert layer.is_sliding == expected.is_sliding
-        held = slice(0, length) if type(layer) is StaticLayer else slice(None)  # what comes after the end is for the mask to hide
+        # what comes after the end is for the mask to hide
+        held = slice(0, length) if type(layer) is StaticLayer else slice(None)
         assert_close(f"keys of layer {i}", layer.keys[:, :, held], expected.keys[:, :, held], TARGET_FORWARD)
         assert_close(f"values of layer {i}", layer.values[:, :, held], expected.values[:, :, held], TARGET_FORWARD)
 

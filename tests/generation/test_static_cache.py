@@ -65,7 +65,9 @@ def test_a_token_alone_in_its_forward_sees_the_text_only(make_target, make_draft
     """As the last one before the end is. Unused slots hold zeros, to which attention would give weight."""
     target = make_target(kind)
     steps = {"max_new_tokens": 2, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
-    got = target.generate(prompt, assistant_model=make_drafter(target), cache_implementation="static", num_assistant_tokens=4, **steps)
+    got = target.generate(
+        prompt, assistant_model=make_drafter(target), cache_implementation="static", num_assistant_tokens=4, **steps
+    )
     assert_close("logits", got.logits, target.generate(prompt, **steps).logits, TARGET_FORWARD)
 
 
@@ -86,7 +88,9 @@ def attended(monkeypatch) -> list:
     calls, original = [], ALL_ATTENTION_FUNCTIONS["sdpa"]
 
     def watching(module, query, key, value, attention_mask, *args, **kwargs):
-        calls.append((module, key.data_ptr(), key.shape[2], None if attention_mask is None else attention_mask.shape[3]))
+        calls.append(
+            (module, key.data_ptr(), key.shape[2], None if attention_mask is None else attention_mask.shape[3])
+        )
         return original(module, query, key, value, attention_mask, *args, **kwargs)
 
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", watching)
@@ -141,7 +145,9 @@ def test_a_second_turn(make_target, make_drafter, prompt, kind, first, second):
         past = StaticCache(config=target.config, max_cache_len=39)
         one = decode(target, make_drafter(target), prompt, turns[0], 14, past_key_values=past)
         more = torch.cat((one, torch.tensor([[4, 9, 1]])), dim=1)
-        texts.append((one, decode(target, make_drafter(target), more, turns[1], 40 - more.shape[1], past_key_values=past)))
+        texts.append(
+            (one, decode(target, make_drafter(target), more, turns[1], 40 - more.shape[1], past_key_values=past))
+        )
         assert int(past.get_seq_length()) == 39
     assert_close("turns", *texts)
 

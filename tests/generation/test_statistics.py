@@ -34,7 +34,9 @@ class Recount(Puts):
         self.handle.remove()
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"assistant_confidence_threshold": 0.3}, {"eos_token_id": 6}], ids=["chain", "confidence", "eos"])
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"assistant_confidence_threshold": 0.3}, {"eos_token_id": 6}], ids=["chain", "confidence", "eos"]
+)
 @pytest.mark.parametrize("depth", [1, 4])
 def test_recounted(target, drafter, prompt, depth, kwargs):
     recount = Recount(target)
@@ -45,13 +47,16 @@ def test_recounted(target, drafter, prompt, depth, kwargs):
     assert stats.generated_tokens == 1 + sum(tokens) == output.shape[1] - prompt.shape[1]
     assert stats.mean_accepted_length == pytest.approx(sum(tokens) / len(rows))
     drafted, accepted = [row - 1 for row in rows], [count - 1 for count in tokens]
-    if kwargs.get("eos_token_id") == output[0, -1]:  # the last token may have been a draft: then no token of the target's own follows
+    # the last token may have been a draft: then no token of the target's own follows
+    if kwargs.get("eos_token_id") == output[0, -1]:
         accepted[-1] = stats.accepted_per_round[-1]
         assert accepted[-1] in (tokens[-1] - 1, tokens[-1])
     assert stats.accepted_per_round == accepted
     assert stats.drafted_per_position == [sum(count > i for count in drafted) for i in range(max(drafted))]
     assert stats.accepted_per_position == [sum(count > i for count in accepted) for i in range(max(drafted))]
-    assert stats.acceptance_rates == [a / d for a, d in zip(stats.accepted_per_position, stats.drafted_per_position, strict=True)]
+    assert stats.acceptance_rates == [
+        a / d for a, d in zip(stats.accepted_per_position, stats.drafted_per_position, strict=True)
+    ]
 
 
 def test_calls_add_up_and_blocks_nest(target, drafter, prompt):

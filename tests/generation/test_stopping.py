@@ -46,7 +46,14 @@ def test_eos_in_a_sampled_text(target, drafter, prompt):
     torch.manual_seed(0)
     for _ in range(25):
         output, _ = speculate(
-            target, drafter, prompt, max_new_tokens=LENGTH, do_sample=True, top_k=0, eos_token_id=[7, 4], num_assistant_tokens=5
+            target,
+            drafter,
+            prompt,
+            max_new_tokens=LENGTH,
+            do_sample=True,
+            top_k=0,
+            eos_token_id=[7, 4],
+            num_assistant_tokens=5,
         )
         new = output[0, prompt.shape[1] :].tolist()
         assert not {7, 4} & set(new[:-1]), "went on after the end"
@@ -65,7 +72,9 @@ def test_stop_strings_at_every_offset(target, drafter, prompt, tokenizer, depth)
 @pytest.mark.parametrize("count", range(1, 14))
 def test_a_custom_criterion_is_shown_every_text_once(target, drafter, prompt, count):
     ours, alone = Countdown(count), Countdown(count)
-    output, _ = speculate(target, drafter, prompt, num_assistant_tokens=6, stopping_criteria=StoppingCriteriaList([ours]), **GREEDY)
+    output, _ = speculate(
+        target, drafter, prompt, num_assistant_tokens=6, stopping_criteria=StoppingCriteriaList([ours]), **GREEDY
+    )
     assert_close("text", output, target.generate(prompt, stopping_criteria=StoppingCriteriaList([alone]), **GREEDY))
     assert ours.texts == alone.texts
     assert len(ours.texts) == count
@@ -75,7 +84,12 @@ def test_criteria_together_with_eos_and_length(target, drafter, prompt):
     for eos, count, length, expected in ((4, 20, 20, 8), (4, 6, 20, 6), (4, 20, 3, 3)):
         kwargs = {"eos_token_id": eos, "max_new_tokens": length, "do_sample": False}
         output, _ = speculate(
-            target, drafter, prompt, stopping_criteria=StoppingCriteriaList([Countdown(count)]), **kwargs, num_assistant_tokens=5
+            target,
+            drafter,
+            prompt,
+            stopping_criteria=StoppingCriteriaList([Countdown(count)]),
+            **kwargs,
+            num_assistant_tokens=5,
         )
         assert output.shape[1] - prompt.shape[1] == expected
 
@@ -91,7 +105,9 @@ class Scored(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
-@pytest.mark.parametrize("asked", [{}, {"return_dict_in_generate": True, "output_scores": True}], ids=["none", "scores"])
+@pytest.mark.parametrize(
+    "asked", [{}, {"return_dict_in_generate": True, "output_scores": True}], ids=["none", "scores"]
+)
 def test_a_criterion_gets_the_scores_plain_generate_gives_it(target, drafter, prompt, asked):
     ours, alone = Scored(), Scored()
     speculate(target, drafter, prompt, stopping_criteria=StoppingCriteriaList([ours]), **DRAFTED, **asked)
@@ -113,7 +129,9 @@ def test_max_time_ends_inside_a_burst(target, drafter, prompt, monkeypatch):
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 8])
-@pytest.mark.parametrize("knobs", [{"num_assistant_tokens": 5}, {"num_assistant_tokens": 5, "draft_tree_top_k": 3}], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    "knobs", [{"num_assistant_tokens": 5}, {"num_assistant_tokens": 5, "draft_tree_top_k": 3}], ids=["chain", "tree"]
+)
 def test_processors_are_shown_nothing_past_the_end(target, drafter, prompt, knobs, count):
     """One that keeps state would go into the next turn otherwise than with the target alone."""
     seen = []
@@ -130,8 +148,9 @@ def test_processors_are_shown_nothing_past_the_end(target, drafter, prompt, knob
 
 
 class Confidant(BaseStreamer, LogitsProcessor, StoppingCriteria):
-    """A streamer, a processor and a criterion that know of each other: whichever of them is `heard` for the `count`-th time has the
-    processor favour one token from then on or, where it `stops`, the criterion end the text. Notes who is called, and when.
+    """A streamer, a processor and a criterion that know of each other: whichever of them is `heard` for the `count`-th
+    time has the processor favour one token from then on or, where it `stops`, the criterion end the text. Notes who is
+    called, and when.
     """
 
     def __init__(self, heard: str, count: int, stops: bool):
@@ -158,13 +177,18 @@ class Confidant(BaseStreamer, LogitsProcessor, StoppingCriteria):
 @pytest.mark.parametrize("stops", [True, False])
 @pytest.mark.parametrize("heard", ["streamer", "processor", "criterion"])
 @pytest.mark.parametrize(("drafting", "num_rows"), [("chain", 1), ("tree", 1), ("chain", 3)])
-def test_what_the_user_plugs_in_is_called_in_plain_decodings_order(target, drafter, prompt, drafting, num_rows, heard, stops):
+def test_what_the_user_plugs_in_is_called_in_plain_decodings_order(
+    target, drafter, prompt, drafting, num_rows, heard, stops
+):
     prompts = prompt.repeat(num_rows, 1)
     for count in (1, 2, 3, 5, 8, 13):
         texts, users = [], []
         for assistant in ({}, {"assistant_model": drafter, **DRAFTINGS[drafting]}):
             users.append(Confidant(heard, count, stops))
-            plugs = {"logits_processor": LogitsProcessorList(users[-1:]), "stopping_criteria": StoppingCriteriaList(users[-1:])}
+            plugs = {
+                "logits_processor": LogitsProcessorList(users[-1:]),
+                "stopping_criteria": StoppingCriteriaList(users[-1:]),
+            }
             texts.append(target.generate(prompts, streamer=users[-1], **plugs, **GREEDY, **assistant))
         assert_close(f"text, told at {count}", texts[1], texts[0])
         assert users[1].calls == users[0].calls

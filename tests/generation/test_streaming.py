@@ -31,7 +31,9 @@ def test_the_same_calls_as_plain_generate(target, drafter, prompt, end):
 def test_a_sampled_text_is_streamed_as_it_is_returned(target, drafter, prompt):
     torch.manual_seed(0)
     puts = Puts()
-    output, _ = speculate(target, drafter, prompt, streamer=puts, max_new_tokens=24, do_sample=True, num_assistant_tokens=5)
+    output, _ = speculate(
+        target, drafter, prompt, streamer=puts, max_new_tokens=24, do_sample=True, num_assistant_tokens=5
+    )
     assert [token for _, _, (token,) in puts.calls[1:-1]] == output[0, prompt.shape[1] :].tolist()
 
 

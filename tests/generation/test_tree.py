@@ -1,7 +1,9 @@
-"""Draft trees without a text to decode: their topology, their expansion, the masks that verify them, the cache they leave behind.
+"""Draft trees without a text to decode: their topology, their expansion, the masks that verify them, the cache they
+leave behind.
 
-`golden_trees.safetensors`: of the original EAGLE 3 code, the trees of a round and of one that follows it (`..2`): `tree_tokens` (1, N),
-`tree_mask` (1, 1, N, N), depths `tree_pos` (N,), captured `features2` (B, T, 3 * 96) and `input_ids2` of the second round.
+`golden_trees.safetensors`: of the original EAGLE 3 code, the trees of a round and of one that follows it (`..2`):
+`tree_tokens` (1, N), `tree_mask` (1, 1, N, N), depths `tree_pos` (N,), captured `features2` (B, T, 3 * 96) and
+`input_ids2` of the second round.
 """
 
 from dataclasses import fields
@@ -37,21 +39,51 @@ from eagle31_hf.generation.target import slot_masks
 from eagle31_hf.generation.tree import Candidates, DraftTree
 
 GOLDEN = Path(__file__).parents[1] / "fixtures" / "original-eagle3"
-NAMES = ["eagle31", "eagle3", "norm_before_fc", "two_layers", "window_4", "pruned", "own_embedding", "mla", "padded_vocabulary"]
+NAMES = [
+    "eagle31",
+    "eagle3",
+    "norm_before_fc",
+    "two_layers",
+    "window_4",
+    "pruned",
+    "own_embedding",
+    "mla",
+    "padded_vocabulary",
+]
 
 OTHERS = {"vocab_size": VOCAB, "initializer_range": 0.5, "use_cache": True} | NO_SPECIAL_TOKENS
 OTHER_TARGETS = {
-    "deepseek": (DeepseekV3Config, {
-        "hidden_size": WIDTH, "intermediate_size": 40, "moe_intermediate_size": 12, "num_hidden_layers": 4, "num_attention_heads": 3,
-        "num_key_value_heads": 3, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
-        "first_k_dense_replace": 1, "q_lora_rank": 18, "kv_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5,
-        "max_position_embeddings": 128, "tie_word_embeddings": False,
-    }),
+    "deepseek": (
+        DeepseekV3Config,
+        {
+            "hidden_size": WIDTH,
+            "intermediate_size": 40,
+            "moe_intermediate_size": 12,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 18,
+            "kv_lora_rank": 14,
+            "qk_nope_head_dim": 6,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 5,
+            "max_position_embeddings": 128,
+            "tie_word_embeddings": False,
+        },
+    ),
     "bloom": (BloomConfig, {"hidden_size": WIDTH, "n_layer": 4, "n_head": 3}),
     "mpt": (MptConfig, {"d_model": WIDTH, "n_layers": 4, "n_heads": 3, "max_seq_len": 128}),
     "falcon": (FalconConfig, {"hidden_size": WIDTH, "num_hidden_layers": 4, "num_attention_heads": 3, "alibi": False}),
-    "falcon_alibi": (FalconConfig, {"hidden_size": WIDTH, "num_hidden_layers": 4, "num_attention_heads": 3, "alibi": True}),
-}  # fmt: skip
+    "falcon_alibi": (
+        FalconConfig,
+        {"hidden_size": WIDTH, "num_hidden_layers": 4, "num_attention_heads": 3, "alibi": True},
+    ),
+}
 
 
 @cache
@@ -80,7 +112,11 @@ def paths_of(tree: DraftTree, row: int = 0) -> set[tuple[int, ...]]:
 def assert_well_formed(tree: DraftTree) -> None:
     """Connected, each node after its parent and unlike its siblings; depths and ancestors are those the parents say."""
     rows, count = tree.ids.shape
-    assert (tree.parents.shape, tree.depths.shape, tree.ancestors.shape) == ((rows, count), (rows, count), (rows, count, count))
+    assert (tree.parents.shape, tree.depths.shape, tree.ancestors.shape) == (
+        (rows, count),
+        (rows, count),
+        (rows, count, count),
+    )
     for row in range(rows):
         parents, depths, ancestors = tree.parents[row].tolist(), tree.depths[row].tolist(), tree.ancestors[row]
         assert (parents[0], depths[0]) == (-1, 0)
@@ -98,7 +134,9 @@ def assert_rows_equal(tree: DraftTree, alone: list[DraftTree]) -> None:
     """Row by row the trees of batches of one."""
     for field in fields(DraftTree):
         for row, expected in enumerate(alone):
-            assert_close(f"{field.name} of row {row}", getattr(tree, field.name)[row : row + 1], getattr(expected, field.name))
+            assert_close(
+                f"{field.name} of row {row}", getattr(tree, field.name)[row : row + 1], getattr(expected, field.name)
+            )
 
 
 # --- topology ---
@@ -113,7 +151,9 @@ def test_from_parents(count, shape):
         "chain": list(range(-1, count - 1)),
         "star": [-1] + [0] * (count - 1),
     }[shape]
-    tree = DraftTree.from_parents(torch.arange(100, 100 + count)[None], torch.tensor([parents]), max_depth=max(1, count - 1))
+    tree = DraftTree.from_parents(
+        torch.arange(100, 100 + count)[None], torch.tensor([parents]), max_depth=max(1, count - 1)
+    )
     assert_well_formed(tree)
     assert tree.depth == max(len(path_of(tree, node)) for node in range(count))
     for node, children in enumerate(tree.children()[0]):
@@ -129,7 +169,9 @@ def random_parents(count: int, seed: int) -> Tensor:
 def test_rows_are_trees_of_their_own():
     """A deep one beside a flat one too."""
     ids = torch.arange(100, 140).reshape(4, 10)
-    parents = torch.cat((random_parents(10, 1), random_parents(10, 2), torch.arange(-1, 9)[None], torch.tensor([[-1] + [0] * 9])))
+    parents = torch.cat(
+        (random_parents(10, 1), random_parents(10, 2), torch.arange(-1, 9)[None], torch.tensor([[-1] + [0] * 9]))
+    )
     log_probs = -torch.rand(4, 10, generator=torch.Generator().manual_seed(3))
     tree = DraftTree.from_parents(ids, parents, 9, log_probs)
     alone = [DraftTree.from_parents(ids[b : b + 1], parents[b : b + 1], 9, log_probs[b : b + 1]) for b in range(4)]
@@ -157,7 +199,10 @@ def expand(log_probs_of, depth: int, top_k: int, width: int) -> tuple[Candidates
     for _ in range(depth):
         best = torch.stack([log_probs_of(path) for path in frontier]).topk(top_k)
         rows = candidates.extend(best.values[None], best.indices[None], width)
-        frontier = [(*frontier[row], int(token)) for row, token in zip(rows[0].tolist(), candidates.frontier_ids[0].tolist(), strict=True)]
+        frontier = [
+            (*frontier[row], int(token))
+            for row, token in zip(rows[0].tolist(), candidates.frontier_ids[0].tolist(), strict=True)
+        ]
         frontiers.append(frontier)
     return candidates, frontiers
 
@@ -167,7 +212,8 @@ def random_log_probs(path: tuple[int, ...]) -> Tensor:
     return torch.randn(VOCAB, generator=generator).log_softmax(-1)
 
 
-SHAPES = [(1, 1, 5), (1, 4, 60), (2, 3, 5), (4, 3, 10), (5, 2, 7), (3, 11, 60), (6, 4, 2), (4, 4, 1000)]  # depth, top_k, total
+# depth, top_k, total
+SHAPES = [(1, 1, 5), (1, 4, 60), (2, 3, 5), (4, 3, 10), (5, 2, 7), (3, 11, 60), (6, 4, 2), (4, 4, 1000)]
 
 
 @pytest.mark.parametrize(("depth", "top_k", "total"), SHAPES)
@@ -189,7 +235,9 @@ def test_expansion_and_reranking(depth, top_k, total):
     assert tree.ids[0, 0] == 3, "the root is the token committed last"
     for node in range(1, tree.ids.shape[1]):
         *parents, token = path_of(tree, node)
-        assert_close("log-probability given the parent", tree.log_probs[0, node], random_log_probs(tuple(parents))[token])
+        assert_close(
+            "log-probability given the parent", tree.log_probs[0, node], random_log_probs(tuple(parents))[token]
+        )
 
 
 @pytest.mark.parametrize("total", [2, 6, 11, 40])
@@ -197,11 +245,17 @@ def test_expansion_and_reranking(depth, top_k, total):
 def test_rows_are_expanded_and_reranked_alone(total, ties):
     """The best of two batched expansions of different scores are those of each."""
     generator = torch.Generator().manual_seed(total)
-    both, alone = Candidates(torch.tensor([[3], [5]])), [Candidates(torch.tensor([[3]])), Candidates(torch.tensor([[5]]))]
+    both, alone = (
+        Candidates(torch.tensor([[3], [5]])),
+        [Candidates(torch.tensor([[3]])), Candidates(torch.tensor([[5]]))],
+    )
     width = 1
     for next_width in (3, 4, 2, 5):
         log_probs = torch.rand(2, width, 4, generator=generator).log()
-        log_probs, ids = torch.round(log_probs) if ties else log_probs, torch.randint(500, (2, width, 4), generator=generator)
+        log_probs, ids = (
+            torch.round(log_probs) if ties else log_probs,
+            torch.randint(500, (2, width, 4), generator=generator),
+        )
         rows = both.extend(log_probs, ids, next_width)
         expected = [one.extend(log_probs[b : b + 1], ids[b : b + 1], next_width) for b, one in enumerate(alone)]
         assert_close("parents' rows", rows, torch.cat(expected))
@@ -214,7 +268,9 @@ def test_rows_are_expanded_and_reranked_alone(total, ties):
 def test_scores_of_ones_own_choose_and_log_probabilities_stay():
     """A child's chance to be accepted is not the probability the drafter gives it."""
     candidates = Candidates(torch.tensor([[3]]))
-    candidates.extend(torch.tensor([[[-0.1, -2.0]]]), torch.tensor([[[7, 8]]]), 2, scores=torch.tensor([[[-3.0, -0.5]]]))
+    candidates.extend(
+        torch.tensor([[[-0.1, -2.0]]]), torch.tensor([[[7, 8]]]), 2, scores=torch.tensor([[[-3.0, -0.5]]])
+    )
     assert candidates.frontier_ids.tolist() == [[8, 7]]
     tree = candidates.best(1)
     assert tree.ids.tolist() == [[3, 8]]
@@ -245,7 +301,8 @@ def begin(drafter, vocab_size: int = VOCAB, num_rows: int = 1) -> DraftSession:
 
 
 def propose(session: DraftSession, text: Tensor, states: Tensor, shape: tuple[int, int, int]) -> Proposal:
-    """A tree of (depth, top_k, total) after the text (1, L), whose unread states (1, M, n*ht) end before its last token."""
+    """A tree of (depth, top_k, total) after the text (1, L), whose unread states (1, M, n*ht) end before its last
+    token."""
     num_new = states.shape[1]
     return session.propose_tree(Reading(states, text[:, -num_new:], [num_new]), [text], Fixed(*shape), shape[0], 10**9)
 
@@ -265,7 +322,9 @@ def test_the_trees_are_the_original_codes(monkeypatch):
         assert_close(f"ancestors{suffix}", tree.ancestors[None], golden[f"tree_mask{suffix}"])
         assert_close(f"depths{suffix}", tree.depths[0], golden[f"tree_pos{suffix}"])
         assert_well_formed(tree)
-        assert session.past_key_values.get_seq_length() == position, "rows that are not the target's stayed in the cache"
+        assert session.past_key_values.get_seq_length() == position, (
+            "rows that are not the target's stayed in the cache"
+        )
 
 
 # --- the drafter's side ---
@@ -286,7 +345,8 @@ def states_for(target, drafter, text: Tensor) -> Tensor:
 
 
 class Oracle:
-    """Log-probabilities after every path, by target id: the path run as a chain of single rows, with a cache of its own."""
+    """Log-probabilities after every path, by target id: the path run as a chain of single rows, with a cache of its
+    own."""
 
     def __init__(self, drafter, tokens: Tensor, states: Tensor, temperature: float):
         self.drafter, self.tokens, self.states, self.temperature = drafter, tokens, states, temperature
@@ -303,9 +363,11 @@ class Oracle:
         out = self.drafter(self.tokens[:, 1:], target_hidden_states=self.states, position_ids=rows, use_cache=True)
         for i, token in enumerate(path):
             out = self.drafter(
-                torch.tensor([[token]]), hidden_states=out.last_hidden_state[:, -1:], position_ids=torch.tensor([[num_rows + i]]),
+                torch.tensor([[token]]),
+                hidden_states=out.last_hidden_state[:, -1:],
+                position_ids=torch.tensor([[num_rows + i]]),
                 past_key_values=out.past_key_values,
-            )  # fmt: skip
+            )
         logits = out.logits[0, -1] / self.temperature
         ids = torch.arange(len(logits)) if self.drafter.d2t is None else self.drafter.draft_to_target_ids()
         # Padding rows of its vocabulary are no tokens, so the others share their probability.
@@ -320,7 +382,10 @@ def test_every_node_is_scored_as_its_path_run_as_a_chain(target, make_drafter, m
     monkeypatch.setattr(drafting, "TREE_TEMPERATURE", 0.7)
     drafter = make_drafter(target, name, attention)
     text, num_rows = greedy_text(target)[:, :10], 9
-    states, oracle = states_for(target, drafter, text), Oracle(drafter, text, states_for(target, drafter, text)[:, :num_rows], 0.7)
+    states, oracle = (
+        states_for(target, drafter, text),
+        Oracle(drafter, text, states_for(target, drafter, text)[:, :num_rows], 0.7),
+    )
     session = begin(drafter)
     propose(session, text[:, :6], states[:, :5], (3, 3, 9))  # an earlier round, whose own rows must be gone
     proposal = propose(session, text, states[:, 5:num_rows], (6, 3, 30))  # deeper than the window of four
@@ -334,7 +399,9 @@ def test_every_node_is_scored_as_its_path_run_as_a_chain(target, make_drafter, m
 
     _, frontiers = expand(oracle, 6, 3, 3)
     shown = {path_of(scored, int(parent)) for parent in scored.parents[0, 1:]}
-    assert shown == {path for frontier in frontiers[:-1] for path in frontier}, "other nodes went on than the best of each level"
+    assert shown == {path for frontier in frontiers[:-1] for path in frontier}, (
+        "other nodes went on than the best of each level"
+    )
     assert_well_formed(proposal.tree)
     assert proposal.tree.ids[0, 0] == text[0, -1]
     assert_close("ids", proposal.ids, proposal.tree.ids[:, 1:])
@@ -395,26 +462,39 @@ def test_the_cache_is_clean_when_expanding_fails(target, drafter, monkeypatch, c
 def test_rows_are_drafted_for_as_if_alone(target, make_drafter, name, attention):
     """Rows that have read different numbers of tokens, round after round."""
     drafter, text = make_drafter(target, name, attention), greedy_text(target)
-    states, together, alone = states_for(target, drafter, text), begin(drafter, num_rows=2), [begin(drafter), begin(drafter)]
+    states, together, alone = (
+        states_for(target, drafter, text),
+        begin(drafter, num_rows=2),
+        [begin(drafter), begin(drafter)],
+    )
     ends, shape = [0, 0], (6, 3, 20)
     for counts in ([9, 5], [1, 4], [2, 2]):
         begins, ends = ends, [end + count for end, count in zip(ends, counts, strict=True)]
-        index = torch.tensor([[begin + i if i < n else 0 for i in range(max(counts))] for begin, n in zip(begins, counts, strict=True)])
+        index = torch.tensor(
+            [[begin + i if i < n else 0 for i in range(max(counts))] for begin, n in zip(begins, counts, strict=True)]
+        )
         reading = Reading(states[0, index], text[0, index + 1], counts)
         texts = [text[:, : end + 1] for end in ends]
         trees = together.propose_tree(reading, texts, Fixed(*shape), shape[0], 10**9).tree
         for b, session in enumerate(alone):
             expected = tree_of(propose(session, texts[b], states[:, begins[b] : ends[b]], shape), texts[b])
             for field in ("ids", "parents", "depths", "ancestors"):
-                assert_close(f"{field} of row {b} after {ends}", getattr(trees, field)[b : b + 1], getattr(expected, field))
+                assert_close(
+                    f"{field} of row {b} after {ends}", getattr(trees, field)[b : b + 1], getattr(expected, field)
+                )
         assert together.lengths == ends
 
 
 # --- the target's side ---
 
-TREE = DraftTree.from_parents(torch.tensor([[8, 3, 7, 1, 1, 4, 9, 0, 5, 2]]), torch.tensor([[-1, 0, 0, 1, 2, 2, 3, 4, 6, 8]]), max_depth=5)
+TREE = DraftTree.from_parents(
+    torch.tensor([[8, 3, 7, 1, 1, 4, 9, 0, 5, 2]]), torch.tensor([[-1, 0, 0, 1, 2, 2, 3, 4, 6, 8]]), max_depth=5
+)
 BRANCH = [0, 1, 3, 6, 8]  # an accepted path
-VERIFIED = [(kind, attention) for kind in TARGETS for attention in ("eager", "sdpa")] + [("deepseek", "eager"), ("falcon", "eager")]
+VERIFIED = [(kind, attention) for kind in TARGETS for attention in ("eager", "sdpa")] + [
+    ("deepseek", "eager"),
+    ("falcon", "eager"),
+]
 
 
 @torch.no_grad()
@@ -422,7 +502,8 @@ VERIFIED = [(kind, attention) for kind in TARGETS for attention in ("eager", "sd
 @pytest.mark.parametrize("length", [2, 7, 13])
 @pytest.mark.parametrize(("kind", "attention"), VERIFIED, ids=[f"{k}-{a}" for k, a in VERIFIED])
 def test_a_tree_is_read_as_its_paths_are(make_target, kind, attention, length, padding):
-    """Logits at every node; and after one path was kept, those of two more tokens, the second in the cache as it is given back."""
+    """Logits at every node; and after one path was kept, those of two more tokens, the second in the cache as it is
+    given back."""
     target = build_other(kind) if kind in OTHER_TARGETS else make_target(kind, attention)
     text = torch.randint(VOCAB, (1, length), generator=torch.Generator().manual_seed(length))
     past, num_nodes = DynamicCache(config=target.config), TREE.ids.shape[1]
@@ -436,7 +517,9 @@ def test_a_tree_is_read_as_its_paths_are(make_target, kind, attention, length, p
         committed = torch.cat((committed, torch.tensor([[token]])), dim=1)
         mask = (torch.arange(padding + committed.shape[1]) >= padding).long()[None]
         last = torch.tensor([[committed.shape[1] - 1]])
-        after = target(committed[:, -1:], attention_mask=mask, position_ids=last, past_key_values=past, use_cache=True).logits
+        after = target(
+            committed[:, -1:], attention_mask=mask, position_ids=last, past_key_values=past, use_cache=True
+        ).logits
         assert_close("logits after the path", after[0, -1], target(committed).logits[0, -1], TARGET_FORWARD)
 
     with slots(past, total + 64) as placement:
@@ -445,7 +528,9 @@ def test_a_tree_is_read_as_its_paths_are(make_target, kind, attention, length, p
         placement.is_final = False
         placement.rows([total], num_nodes, TREE.ids.device)
         masks = slot_masks(target, past, [total], TREE.ancestors, TREE.depths, mask.bool() if padding else None)
-        logits = target(TREE.ids, attention_mask=masks, position_ids=length + TREE.depths, past_key_values=past, use_cache=True).logits
+        logits = target(
+            TREE.ids, attention_mask=masks, position_ids=length + TREE.depths, past_key_values=past, use_cache=True
+        ).logits
         placement.slots = placement.low = placement.high = None
         for node in range(num_nodes):
             whole = torch.cat((text, TREE.ids[:, TREE.ancestors[0, node]]), dim=1)
@@ -457,7 +542,8 @@ def test_a_tree_is_read_as_its_paths_are(make_target, kind, attention, length, p
     check_next(2)
 
 
-SECOND = DraftTree.from_parents(TREE.ids, torch.tensor([[-1, 0, 1, 1, 3, 4, 0, 6, 7, 8]]), max_depth=5)  # another tree in another row
+# another tree in another row
+SECOND = DraftTree.from_parents(TREE.ids, torch.tensor([[-1, 0, 1, 1, 3, 4, 0, 6, 7, 8]]), max_depth=5)
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 8])
@@ -465,8 +551,18 @@ SECOND = DraftTree.from_parents(TREE.ids, torch.tensor([[-1, 0, 1, 1, 3, 4, 0, 6
 @pytest.mark.parametrize("starts", [(6, 6), (6, 4), (3, 9)])
 def test_the_mask_of_the_target(window, padding, starts):
     """Slot by slot, as the sequence of a node's own path says."""
-    fields = {"vocab_size": VOCAB, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    config = LlamaConfig(**fields) if window is None else MistralConfig(sliding_window=window, num_key_value_heads=1, **fields)
+    fields = {
+        "vocab_size": VOCAB,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+    }
+    config = (
+        LlamaConfig(**fields)
+        if window is None
+        else MistralConfig(sliding_window=window, num_key_value_heads=1, **fields)
+    )
     target, past = AutoModelForCausalLM.from_config(config), DynamicCache(config=config)
     seen = torch.arange(4) >= torch.tensor(padding)[:, None]  # of a prompt of four tokens
     ancestors, depths = torch.cat((TREE.ancestors, SECOND.ancestors)), torch.cat((TREE.depths, SECOND.depths))
@@ -495,8 +591,13 @@ def fill(past: DynamicCache, width: int, num_tokens: int, num_rows: int = 1) -> 
 
 
 ROWS = {
-    "first": [0], "all": [0, 1, 2, 3, 4, 5], "prefix": [0, 1, 2], "gap": [0, 2, 3, 5], "last": [0, 5], "chained_moves": [0, 3, 4, 5],
-}  # fmt: skip
+    "first": [0],
+    "all": [0, 1, 2, 3, 4, 5],
+    "prefix": [0, 1, 2],
+    "gap": [0, 2, 3, 5],
+    "last": [0, 5],
+    "chained_moves": [0, 3, 4, 5],
+}
 
 
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
@@ -529,7 +630,8 @@ PATHS = [  # in rows that begin at different slots
 
 @pytest.mark.parametrize(("starts", "paths"), PATHS, ids=str)
 def test_keep_paths_of_two_rows(make_target, starts, paths):
-    """Within the cache's slots: a row's tokens are those before its start and its path; what comes after is the mask's to hide."""
+    """Within the cache's slots: a row's tokens are those before its start and its path; what comes after is the mask's
+    to hide."""
     past = DynamicCache(config=make_target("llama").config)
     with slots(past, 64):
         fill(past, 5, 13, num_rows=2)
@@ -560,7 +662,9 @@ def test_keep_paths_of_a_latent_cache():
 # --- the self-test ---
 
 
-TAKEN = [(kind, dtype) for kind in (*TARGETS, "falcon") for dtype in (torch.float32, torch.bfloat16)] + [("deepseek", torch.float32)]
+TAKEN = [(kind, dtype) for kind in (*TARGETS, "falcon") for dtype in (torch.float32, torch.bfloat16)] + [
+    ("deepseek", torch.float32)
+]
 
 
 @pytest.mark.parametrize(("kind", "dtype"), TAKEN, ids=[f"{kind}-{dtype}" for kind, dtype in TAKEN])

@@ -1,4 +1,5 @@
-"""Decoding with draft trees is decoding with the target alone: token for token when greedy, in distribution when sampled.
+"""Decoding with draft trees is decoding with the target alone: token for token when greedy, in distribution when
+sampled.
 
 V target vocabulary, N nodes of a tree.
 """
@@ -66,13 +67,23 @@ def branches(trees: list[DraftTree]) -> bool:
 # --- greedy ---
 
 SHAPES = [(3, 16, 4), (10, 60, 8), (2, 5, 3), (11, 12, 1), (4, 2, 6)]  # top_k, total, depth
-PAIRS = [(kind, name, attention, [SHAPES[0]]) for kind in TARGETS for name in ("eagle31", "pruned") for attention in ("sdpa", "eager")]
-PAIRS += [("llama", name, "sdpa", SHAPES[:2]) for name in ("eagle3", "two_layers", "window_4", "own_embedding", "mla", "padded_vocabulary")]
+PAIRS = [
+    (kind, name, attention, [SHAPES[0]])
+    for kind in TARGETS
+    for name in ("eagle31", "pruned")
+    for attention in ("sdpa", "eager")
+]
+PAIRS += [
+    ("llama", name, "sdpa", SHAPES[:2])
+    for name in ("eagle3", "two_layers", "window_4", "own_embedding", "mla", "padded_vocabulary")
+]
 PAIRS += [("gemma3_window_8", name, "sdpa", SHAPES[:1]) for name in ("window_4", "mla", "target_head")]
 PAIRS += [(kind, "eagle31", "sdpa", SHAPES[1:]) for kind in TARGETS]
 
 
-@pytest.mark.parametrize(("kind", "name", "attention", "shapes"), PAIRS, ids=[f"{k}-{n}-{a}-{len(s)}" for k, n, a, s in PAIRS])
+@pytest.mark.parametrize(
+    ("kind", "name", "attention", "shapes"), PAIRS, ids=[f"{k}-{n}-{a}-{len(s)}" for k, n, a, s in PAIRS]
+)
 def test_greedy_equals_the_target_alone(make_target, make_drafter, trees, prompt, kind, name, attention, shapes):
     target = make_target(kind, attention)
     drafter, expected = make_drafter(target, name, attention), greedy_text(target)[:, : prompt.shape[1] + LENGTH]
@@ -119,7 +130,9 @@ def test_the_drafter_reads_the_states_of_the_accepted_path(make_target, make_dra
     """Whichever rows of the verifying forward held it: they are the states of the text alone."""
     target = make_target(kind)
     drafter, original, moved = make_drafter(target), DraftSession.propose_tree, []
-    of_text, _ = target_states(target, greedy_text(target), drafter.config.resolve_layer_ids(target.config.num_hidden_layers))
+    of_text, _ = target_states(
+        target, greedy_text(target), drafter.config.resolve_layer_ids(target.config.num_hidden_layers)
+    )
 
     def propose_tree(self, reading, contexts, *shape):
         start, end = self.lengths[0], contexts[0].shape[1] - 1
@@ -141,7 +154,9 @@ def test_the_drafter_reads_the_states_of_the_accepted_path(make_target, make_dra
 
 
 @pytest.mark.parametrize(
-    "kwargs", [{"token_type_ids": [[0, 0, 0, 3, 1]]}, {"position_ids": [[2, 3, 4, 5, 6]]}], ids=lambda kwargs: next(iter(kwargs))
+    "kwargs",
+    [{"token_type_ids": [[0, 0, 0, 3, 1]]}, {"position_ids": [[2, 3, 4, 5, 6]]}],
+    ids=lambda kwargs: next(iter(kwargs)),
 )
 def test_inputs_that_grow_with_the_text(make_target, make_drafter, trees, prompt, kwargs):
     target = make_target("gpt2")
@@ -166,7 +181,11 @@ def test_a_second_turn_goes_on_from_the_cache_of_the_first(make_target, make_dra
         more = torch.cat((one.sequences, torch.tensor([[4, 9, 1]])), dim=1)
         mask = pad(mask, (0, more.shape[1] - mask.shape[1]), value=1)
         past = one.past_key_values
-        texts.append(target.generate(more, attention_mask=mask, past_key_values=past, **turn, **(with_trees if second else {})).sequences)
+        texts.append(
+            target.generate(
+                more, attention_mask=mask, past_key_values=past, **turn, **(with_trees if second else {})
+            ).sequences
+        )
     assert_close("text", *texts)
 
 
@@ -201,7 +220,9 @@ def test_eos_at_every_offset(late, make_drafter, prompt, shape, processors):
         output, stats = speculate(late, drafter, prompt, **knobs(*shape), **asked)
         alone = late.generate(prompt, **asked)
         assert_close("text", output.sequences, alone.sequences)
-        assert output.past_key_values.get_seq_length() == output.sequences.shape[1] - 1, "the cache holds more than was read"
+        assert output.past_key_values.get_seq_length() == output.sequences.shape[1] - 1, (
+            "the cache holds more than was read"
+        )
         assert stats.generated_tokens == output.sequences.shape[1] - prompt.shape[1]
         lengths.add(stats.generated_tokens)
         inside += sum(stats.accepted_per_round) + stats.target_forwards + 1 > stats.generated_tokens
@@ -214,7 +235,9 @@ def test_eos_lists_in_a_sampled_text(late, make_drafter, prompt, eos):
     torch.manual_seed(0)
     drafter = make_drafter(late)
     for _ in range(12):
-        output, _ = speculate(late, drafter, prompt, max_new_tokens=LENGTH, do_sample=True, top_k=0, eos_token_id=eos, **knobs())
+        output, _ = speculate(
+            late, drafter, prompt, max_new_tokens=LENGTH, do_sample=True, top_k=0, eos_token_id=eos, **knobs()
+        )
         new = output[0, prompt.shape[1] :].tolist()
         assert not set(eos) & set(new[:-1]), "went on after the end"
         assert new[-1] in eos or len(new) == LENGTH
@@ -244,7 +267,9 @@ def test_stop_strings_at_every_offset(late, make_drafter, prompt, tokenizer):
 def test_a_custom_criterion_is_shown_every_text_once(late, make_drafter, prompt, count):
     ours, alone = Countdown(count), Countdown(count)
     asked = GREEDY | {"return_dict_in_generate": True}
-    output, _ = speculate(late, make_drafter(late), prompt, stopping_criteria=StoppingCriteriaList([ours]), **knobs(3, 20, 6), **asked)
+    output, _ = speculate(
+        late, make_drafter(late), prompt, stopping_criteria=StoppingCriteriaList([ours]), **knobs(3, 20, 6), **asked
+    )
     expected = late.generate(prompt, stopping_criteria=StoppingCriteriaList([alone]), **asked)
     assert_close("text", output.sequences, expected.sequences)
     assert ours.texts == alone.texts
@@ -253,7 +278,12 @@ def test_a_custom_criterion_is_shown_every_text_once(late, make_drafter, prompt,
 
 # --- what else generate takes ---
 
-ENDS = {"length": {}, "eos": {"eos_token_id": 6}, "one_token": {"max_new_tokens": 1}, "two_tokens": {"max_new_tokens": 2}}
+ENDS = {
+    "length": {},
+    "eos": {"eos_token_id": 6},
+    "one_token": {"max_new_tokens": 1},
+    "two_tokens": {"max_new_tokens": 2},
+}
 
 
 @pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
@@ -311,7 +341,9 @@ def test_custom_generate_is_the_same(target, drafter, trees, prompt):
 def test_threads_have_trees_of_their_own(target, make_drafter, name):
     drafter = make_drafter(target, name)
     expected = [speculate(target, drafter, prompt, **knobs(), **GREEDY) for prompt in PROMPTS]
-    results = at_once([lambda prompt=prompt: speculate(target, drafter, prompt, **knobs(), **GREEDY) for prompt in PROMPTS])
+    results = at_once(
+        [lambda prompt=prompt: speculate(target, drafter, prompt, **knobs(), **GREEDY) for prompt in PROMPTS]
+    )
     for i, ((text, stats), (expected_text, expected_stats)) in enumerate(zip(results, expected, strict=True)):
         assert_close(f"text {i}", text, expected_text)
         assert stats.accepted_per_round == expected_stats.accepted_per_round, "threads drafted from each other's states"
@@ -322,7 +354,11 @@ def failing(place: str, call: int) -> dict:
     if place == "processor":
         return {"logits_processor": LogitsProcessorList([raise_at(call, lambda ids, scores: scores)])}
     if place == "criterion":
-        return {"stopping_criteria": StoppingCriteriaList([raise_at(call, lambda ids, scores: torch.zeros(1, dtype=torch.bool))])}
+        return {
+            "stopping_criteria": StoppingCriteriaList(
+                [raise_at(call, lambda ids, scores: torch.zeros(1, dtype=torch.bool))]
+            )
+        }
     streamer = Puts()
     streamer.put = raise_at(call)
     return {"streamer": streamer}
@@ -334,7 +370,9 @@ def test_an_exception_leaves_nothing_behind(late, make_drafter, prompt, place, c
     drafter, past = make_drafter(late), late(prompt[:, :3]).past_key_values
     found = [(type(layer), layer.record_past) for layer in past.layers]
     with pytest.raises(InterruptError):
-        late.generate(prompt, assistant_model=drafter, past_key_values=past, **knobs(), **GREEDY, **failing(place, call))
+        late.generate(
+            prompt, assistant_model=drafter, past_key_values=past, **knobs(), **GREEDY, **failing(place, call)
+        )
     assert num_hooks(late) == 0
     assert [(type(layer), layer.record_past) for layer in past.layers] == found, "the cache is not as it was handed in"
     output, _ = speculate(late, drafter, prompt, **knobs(), **GREEDY)
@@ -351,13 +389,17 @@ def test_a_processor_sees_every_committed_prefix_once(target, drafter, trees, pr
     diary = Diary(VOCAB)
     kwargs = {"max_new_tokens": LENGTH, "do_sample": do_sample} | stop
     torch.manual_seed(0)
-    output, stats = speculate(target, drafter, prompt, logits_processor=LogitsProcessorList([diary]), **knobs(), **kwargs)
+    output, stats = speculate(
+        target, drafter, prompt, logits_processor=LogitsProcessorList([diary]), **knobs(), **kwargs
+    )
     text = output[0].tolist()
     assert diary.prefixes == [text[:i] for i in range(prompt.shape[1], len(text))]
     assert max(stats.accepted_per_round) >= 1
     assert branches(trees)
     if not do_sample:
-        assert_close("text", output, target.generate(prompt, logits_processor=LogitsProcessorList([Diary(VOCAB)]), **kwargs))
+        assert_close(
+            "text", output, target.generate(prompt, logits_processor=LogitsProcessorList([Diary(VOCAB)]), **kwargs)
+        )
 
 
 PROCESSORS = {
@@ -368,7 +410,13 @@ PROCESSORS = {
     "sequence_bias": {"sequence_bias": [[[2], -1.5], [[7, 10], 4.0]]},
     "suppress": {"suppress_tokens": [2]},
     "prefix_allowed": {"prefix_allowed_tokens_fn": lambda batch, ids: [int(ids[-1] + len(ids)) % VOCAB, 2, 8]},
-    "all": {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "bad_words_ids": [[7]], "eos_token_id": 4, "min_new_tokens": 12},
+    "all": {
+        "repetition_penalty": 1.2,
+        "no_repeat_ngram_size": 3,
+        "bad_words_ids": [[7]],
+        "eos_token_id": 4,
+        "min_new_tokens": 12,
+    },
 }
 
 
@@ -450,7 +498,11 @@ def drawn(target, drafter, processors, shape: tuple[int, int, int], judge_class:
     next_token, counts = exact(target, processors), torch.zeros(V**SAMPLED)
     torch.manual_seed(0)
     draws = Draws(1, V, cpu, is_coupled=True)
-    judge, texts, proposal = judge_class(processors, draws, set()), Texts(START, 0, [0]), Proposal(tree.ids[:, 1:], tree=tree)
+    judge, texts, proposal = (
+        judge_class(processors, draws, set()),
+        Texts(START, 0, [0]),
+        Proposal(tree.ids[:, 1:], tree=tree),
+    )
     for _ in range(DRAWS):
         draws.forget([START.shape[1] + 99])  # the same slots, with other noise
         draws.start(START.shape[1])
@@ -546,18 +598,24 @@ MUTATIONS = {
 @pytest.mark.parametrize(("judge_class", "processors"), MUTATIONS.values(), ids=MUTATIONS)
 def test_the_test_sees_another_acceptance(small, small_drafters, judge_class, processors):
     processors = LogitsProcessorList(processors)
-    value, df = statistic(drawn(small, small_drafters["full"], processors, (2, 7, 3), judge_class), joint(exact(small, processors)))
+    value, df = statistic(
+        drawn(small, small_drafters["full"], processors, (2, 7, 3), judge_class), joint(exact(small, processors))
+    )
     assert value > critical_value(df, len(CASES) + 1)
 
 
 def test_generate_itself(small, small_drafters, trees):
     """The same through the whole loop: the last two of three tokens come from one tree or two."""
-    processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.2), TemperatureLogitsWarper(0.9), TopPLogitsWarper(0.95)])
+    processors = LogitsProcessorList(
+        [RepetitionPenaltyLogitsProcessor(1.2), TemperatureLogitsWarper(0.9), TopPLogitsWarper(0.95)]
+    )
     kwargs = {"do_sample": True, "repetition_penalty": 1.2, "temperature": 0.9, "top_p": 0.95, "top_k": 0}
     counts = torch.zeros(V**SAMPLED)
     torch.manual_seed(0)
     for _ in range(400):
-        output, _ = speculate(small, small_drafters["pruned"], START, max_new_tokens=SAMPLED + 1, **knobs(2, 6, 2), **kwargs)
+        output, _ = speculate(
+            small, small_drafters["pruned"], START, max_new_tokens=SAMPLED + 1, **knobs(2, 6, 2), **kwargs
+        )
         counts[number(output[0, START.shape[1] :].tolist()[:SAMPLED])] += 1
     value, df = statistic(counts, joint(exact(small, processors)))
     assert value < critical_value(df, len(CASES) + 1)
@@ -635,7 +693,10 @@ def test_more_drafts_of_one_level_are_never_worse(target, make_drafter, prompt, 
     drafter = make_drafter(target, name)
     _, chain = speculate(target, drafter, prompt, num_assistant_tokens=1, **GREEDY)
     forwards = [chain.target_forwards]
-    forwards += [speculate(target, drafter, prompt, **knobs(top_k, top_k + 1, 1), **GREEDY)[1].target_forwards for top_k in (2, 4, 8)]
+    forwards += [
+        speculate(target, drafter, prompt, **knobs(top_k, top_k + 1, 1), **GREEDY)[1].target_forwards
+        for top_k in (2, 4, 8)
+    ]
     assert forwards == sorted(forwards, reverse=True)
 
 

@@ -1,5 +1,6 @@
-"""What `num_assistant_tokens="auto"` learns and chooses, in worlds of which everything is known: their clock is simulated, their drafter's
-probabilities are the chances that its tokens are accepted, and the best fixed depth can be tried out beside it.
+"""What `num_assistant_tokens="auto"` learns and chooses, in worlds of which everything is known: their clock is
+simulated, their drafter's probabilities are the chances that its tokens are accepted, and the best fixed depth can be
+tried out beside it.
 """
 
 import math
@@ -17,7 +18,17 @@ from close import assert_close
 from eagle31_hf.generation import tuning
 from eagle31_hf.generation.drafting import Fixed, Proposal
 from eagle31_hf.generation.tree import Candidates
-from eagle31_hf.generation.tuning import COUNTS, MAX_DEPTH, TOP_K, AutoPilot, Calibration, Costs, FixedPilot, Rate, Tuner
+from eagle31_hf.generation.tuning import (
+    COUNTS,
+    MAX_DEPTH,
+    TOP_K,
+    AutoPilot,
+    Calibration,
+    Costs,
+    FixedPilot,
+    Rate,
+    Tuner,
+)
 from eagle31_hf.generation.verify import Verdict
 
 # --- what is learnt ---
@@ -112,8 +123,8 @@ def test_probabilities_of_nothing_and_of_all_are_learnt_from():
 
 @dataclass
 class World:
-    """Forwards of so many milliseconds, and a drafter that is right with the chance it says. `keep`: of drafts so many are not refused
-    whatever it says, so 0 is a drafter that is never right."""
+    """Forwards of so many milliseconds, and a drafter that is right with the chance it says. `keep`: of drafts so many
+    are not refused whatever it says, so 0 is a drafter that is never right."""
 
     verify: tuple[float, float] = (10.0, 0.15)  # at all, and a row
     step: tuple[float, float] = (1.0, 0.05)
@@ -153,7 +164,9 @@ class World:
         guesses = None
         if tree.ids.shape[1] == 1:
             guesses = [(int(candidates.ids[1][0, 0]), float(candidates.log_probs[1][0, 0]))]
-        return Proposal(tree.ids[:, 1:], tree=None if tree.is_chain else tree, log_probs=tree.log_probs, guesses=guesses)
+        return Proposal(
+            tree.ids[:, 1:], tree=None if tree.is_chain else tree, log_probs=tree.log_probs, guesses=guesses
+        )
 
     def judge(self, proposal: Proposal) -> Verdict:
         """Of a node's children at most one is right."""
@@ -334,7 +347,9 @@ def test_threads_that_share_what_is_learnt(hasty_threads):
             policy = pilot.plan(100, 1, 1 + 7 * i + seed).policy  # always another number of tokens to read
             for level in range(4 if policy else 0):
                 policy.width(scores, level)
-            pilot.learn(nothing, Verdict([[1]], [[0]], [[]]), {"draft": 1.0, "verify": 1.0, "accept": 0.0}, 9 if policy else 1)
+            pilot.learn(
+                nothing, Verdict([[1]], [[0]], [[]]), {"draft": 1.0, "verify": 1.0, "accept": 0.0}, 9 if policy else 1
+            )
         assert pilot.explain()
 
     with ThreadPoolExecutor(num_threads) as pool:

@@ -20,7 +20,13 @@ CPU = torch.device("cpu")
 
 
 def judge(
-    processors=NONE, do_sample: bool = False, is_coupled: bool = False, vocab_size: int = 6, eos=(), num_rows: int = 1, keeps_scores=True
+    processors=NONE,
+    do_sample: bool = False,
+    is_coupled: bool = False,
+    vocab_size: int = 6,
+    eos=(),
+    num_rows: int = 1,
+    keeps_scores=True,
 ) -> Judge:
     draws = Draws(num_rows, vocab_size, CPU, is_coupled) if do_sample else None
     if draws is not None:
@@ -48,7 +54,9 @@ GREEDY = {  # drafted, what the target chooses, what is committed
 }
 
 
-@pytest.mark.parametrize("processors", [NONE, LogitsProcessorList([TemperatureLogitsWarper(0.5)])], ids=["plain", "processed"])
+@pytest.mark.parametrize(
+    "processors", [NONE, LogitsProcessorList([TemperatureLogitsWarper(0.5)])], ids=["plain", "processed"]
+)
 @pytest.mark.parametrize(("drafted", "chosen", "tokens"), GREEDY.values(), ids=GREEDY)
 def test_greedy(drafted, chosen, tokens, processors):
     logits = logits_choosing(*chosen)
@@ -86,7 +94,9 @@ def test_scores_are_processed_with_their_own_prefix():
         assert_close(f"score {i}", verdict.scores[0][i], RepetitionPenaltyLogitsProcessor(2.0)(prefix, logits[:, i]))
 
 
-@pytest.mark.parametrize("processors", [NONE, LogitsProcessorList([TemperatureLogitsWarper(0.5)])], ids=["plain", "processed"])
+@pytest.mark.parametrize(
+    "processors", [NONE, LogitsProcessorList([TemperatureLogitsWarper(0.5)])], ids=["plain", "processed"]
+)
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 def test_scores_nobody_asked_for_are_not_kept(do_sample, processors):
     """A score is as long as the vocabulary; and where none is read, the target's logits need not be copied."""
@@ -118,7 +128,9 @@ WALKS = {  # what the target chooses at every node, what is committed, the nodes
 }
 
 
-@pytest.mark.parametrize("processors", [NONE, LogitsProcessorList([TemperatureLogitsWarper(0.5)])], ids=["plain", "processed"])
+@pytest.mark.parametrize(
+    "processors", [NONE, LogitsProcessorList([TemperatureLogitsWarper(0.5)])], ids=["plain", "processed"]
+)
 @pytest.mark.parametrize(("chosen", "tokens", "path"), WALKS.values(), ids=WALKS)
 def test_a_tree_is_walked_while_the_targets_token_is_a_child(chosen, tokens, path, processors):
     logits = logits_choosing(*chosen)

@@ -1,4 +1,5 @@
-"""A drafter that others have wrapped drafts as it does alone, with what the wrapper adds; what cannot draft is refused at once."""
+"""A drafter that others have wrapped drafts as it does alone, with what the wrapper adds; what cannot draft is refused
+at once."""
 
 import pytest
 import torch
@@ -25,11 +26,7 @@ def as_subclass(drafter: Eagle31DrafterModel) -> Eagle31DrafterModel:
     return other
 
 
-WRAPPERS = {
-    "data_parallel": nn.DataParallel,
-    "subclass": as_subclass,
-    "training_mode": lambda drafter: drafter.train(),
-}
+WRAPPERS = {"data_parallel": nn.DataParallel, "subclass": as_subclass, "training_mode": lambda drafter: drafter.train()}
 
 
 @pytest.mark.parametrize("drafting", [CHAIN, TREE, {}], ids=["chain", "tree", "auto"])
@@ -48,7 +45,9 @@ def test_an_accelerator_prepares_a_drafter(target, prompt):
 
     drafter = build_drafter(target)
     expected, stats = speculate(target, drafter, prompt, **GREEDY, **CHAIN)
-    output, same = speculate(target, Accelerator(cpu=True, mixed_precision="no").prepare(drafter), prompt, **GREEDY, **CHAIN)
+    output, same = speculate(
+        target, Accelerator(cpu=True, mixed_precision="no").prepare(drafter), prompt, **GREEDY, **CHAIN
+    )
     assert_close("text", output, expected)
     assert same.accepted_per_round == stats.accepted_per_round
 
@@ -74,7 +73,8 @@ def test_a_compiled_forward_is_the_one_that_runs(target, prompt):
     output, same = speculate(target, compiled, prompt, **SHORT)
     assert_close("text", output, expected)
     assert same.accepted_per_round == stats.accepted_per_round
-    assert runs  # of how many steps depends on how often torch has recompiled the function before: past a limit it runs it as it is
+    # of how many steps depends on how often torch has recompiled the function before: past a limit it runs it as it is
+    assert runs
     num_runs = len(runs)  # its methods are the drafter's own
     assert_close("text of its decode", target.generate(prompt, custom_generate=compiled.decode, **SHORT), expected)
     assert len(runs) == num_runs
@@ -106,7 +106,9 @@ def test_an_adapted_drafter_drafts_with_its_adapter(target, prompt):
     drafter = build_drafter(target)
     expected, stats = speculate(target, drafter, prompt, **GREEDY, **CHAIN)
     torch.manual_seed(0)
-    adapted = peft.get_peft_model(drafter, peft.LoraConfig(target_modules=["fc"], r=8, lora_alpha=64, init_lora_weights=False))
+    adapted = peft.get_peft_model(
+        drafter, peft.LoraConfig(target_modules=["fc"], r=8, lora_alpha=64, init_lora_weights=False)
+    )
     output, other = speculate(target, adapted, prompt, **GREEDY, **CHAIN)
     assert_close("text", output, expected)
     assert other.accepted_per_round != stats.accepted_per_round, "the adapter changes nothing"
@@ -125,7 +127,9 @@ def test_virtual_tokens_are_refused(target, prompt):
 
 
 def test_a_drafter_in_anything_else_is_refused(target, drafter, prompt):
-    with pytest.raises(ValueError, match="assistant_model is a Sequential around a drafter; expected the drafter itself"):
+    with pytest.raises(
+        ValueError, match="assistant_model is a Sequential around a drafter; expected the drafter itself"
+    ):
         target.generate(prompt, assistant_model=nn.Sequential(drafter), **GREEDY)
 
 

@@ -18,7 +18,10 @@ COMPANY = {
     "alone": lambda target: {"inputs": IDS[:1]},
     "padded": lambda target: {"inputs": IDS[1:2], "attention_mask": MASK[1:2]},
     "batch": lambda target: {"inputs": IDS, "attention_mask": MASK},
-    "static": lambda target: {"inputs": IDS[:1], "past_key_values": StaticCache(config=target.config, max_cache_len=80)},
+    "static": lambda target: {
+        "inputs": IDS[:1],
+        "past_key_values": StaticCache(config=target.config, max_cache_len=80),
+    },
     "second_turn": lambda target: {"inputs": IDS[:1], "past_key_values": target(IDS[:1, :3]).past_key_values},
 }
 
@@ -38,9 +41,15 @@ def without_positions(target: PreTrainedModel) -> None:
     """Takes none: passing them is an error."""
     original = target.forward
 
-    def forward(input_ids=None, attention_mask=None, past_key_values=None, use_cache=None, return_dict=None, logits_to_keep=0):
+    def forward(
+        input_ids=None, attention_mask=None, past_key_values=None, use_cache=None, return_dict=None, logits_to_keep=0
+    ):
         return original(
-            input_ids, attention_mask=attention_mask, past_key_values=past_key_values, use_cache=use_cache, logits_to_keep=logits_to_keep
+            input_ids,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            logits_to_keep=logits_to_keep,
         )
 
     target.forward = forward
@@ -49,9 +58,15 @@ def without_positions(target: PreTrainedModel) -> None:
 def without_logits_to_keep(target: PreTrainedModel) -> None:
     original = target.forward
 
-    def forward(input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None, return_dict=None):
+    def forward(
+        input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None, return_dict=None
+    ):
         return original(
-            input_ids, attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values, use_cache=use_cache
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
         )
 
     target.forward = forward
@@ -98,7 +113,12 @@ def test_the_text_is_the_same_as_alone(wrapping):
         for way in ("tree", "auto"):
             with steady_clock(target, drafter):
                 output = target.generate(
-                    **inputs(target), max_new_tokens=LENGTH, do_sample=False, pad_token_id=6, assistant_model=drafter, **DRAFTINGS[way]
+                    **inputs(target),
+                    max_new_tokens=LENGTH,
+                    do_sample=False,
+                    pad_token_id=6,
+                    assistant_model=drafter,
+                    **DRAFTINGS[way],
                 )
             assert_close(f"{company}, {way}", output, expected)
 

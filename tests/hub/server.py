@@ -1,7 +1,9 @@
-"""A Hugging Face Hub on loopback, for tests with the real `huggingface_hub` client: model repos, LFS, pull requests, tokens.
+"""A Hugging Face Hub on loopback, for tests with the real `huggingface_hub` client: model repos, LFS, pull requests,
+tokens.
 
-A Repo holds refs (full names to commit ids), commits, and LFS objects by sha256; a commit holds its files. Uploads and downloads
-of LFS objects go to a storage under another host name and without a token, as on the Hub. Xet is never offered.
+A Repo holds refs (full names to commit ids), commits, and LFS objects by sha256; a commit holds its files. Uploads and
+downloads of LFS objects go to a storage under another host name and without a token, as on the Hub. Xet is never
+offered.
 """
 
 import base64
@@ -25,7 +27,8 @@ LFS_BYTES = 10 * 1024 * 1024  # from here on files are LFS under any name
 FIRST_FILES = {".gitattributes": "".join(f"{p} filter=lfs diff=lfs merge=lfs -text\n" for p in LFS_PATTERNS).encode()}
 PLACEHOLDERS = {"repo": "[^/]+/[^/]+?", "revision": "[^/]+", "name": "[^/]+", "oid": "[0-9a-f]{64}", "path": ".+"}
 
-# needs: "nothing"; "login"; "read" and "write" a repo; "propose": write, or open or extend a pull request; "content" of a gated repo
+# needs: "nothing"; "login"; "read" and "write" a repo; "propose": write, or open or extend a pull request; "content" of
+# a gated repo
 ROUTES = (
     ("GET", "/api/whoami-v2", "whoami", "login"),
     ("POST", "/api/validate-yaml", "validate_card", "nothing"),
@@ -162,7 +165,11 @@ class Repo:
 
 
 def is_lfs(path: str, size: int, sample: bytes) -> bool:
-    return size >= LFS_BYTES or b"\0" in sample or any(fnmatch(PurePosixPath(path).name, pattern) for pattern in LFS_PATTERNS)
+    return (
+        size >= LFS_BYTES
+        or b"\0" in sample
+        or any(fnmatch(PurePosixPath(path).name, pattern) for pattern in LFS_PATTERNS)
+    )
 
 
 def ref_of(revision: str) -> str:
@@ -182,7 +189,8 @@ class Handler(BaseHTTPRequestHandler):
     """One connection. Each action of ROUTES is a method that returns a Reply, or what to send as JSON."""
 
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # headers and body are two writes: else each answer waits for a delayed acknowledgement
+    # headers and body are two writes: else each answer waits for a delayed acknowledgement
+    disable_nagle_algorithm = True
     server: "HubServer"
 
     def dispatch(self) -> None:
@@ -222,7 +230,11 @@ class Handler(BaseHTTPRequestHandler):
                 reply = getattr(self, action)(**found)
         except HubError as error:
             return error.reply
-        return reply if isinstance(reply, Reply) else Reply(json.dumps(reply).encode(), headers={"Content-Type": "application/json"})
+        return (
+            reply
+            if isinstance(reply, Reply)
+            else Reply(json.dumps(reply).encode(), headers={"Content-Type": "application/json"})
+        )
 
     def send(self, reply: Reply) -> None:
         self.logged.status = reply.status
@@ -292,7 +304,9 @@ class Handler(BaseHTTPRequestHandler):
         namespace = wanted.get("organization") or self.user.name
         repo_id = f"{namespace}/{wanted['name']}"
         url = {"url": f"{self.server.url}/{repo_id}", "name": repo_id}
-        self.check_write(namespace in self.user.namespaces, f"You don't have the rights to create a model under {namespace}")
+        self.check_write(
+            namespace in self.user.namespaces, f"You don't have the rights to create a model under {namespace}"
+        )
         if repo_id in self.server.repos:
             return Reply(json.dumps(url | {"error": "You already created this model repo"}).encode(), 409)
         self.server.create(repo_id, private=wanted.get("visibility") == "private")
@@ -300,10 +314,17 @@ class Handler(BaseHTTPRequestHandler):
 
     def info(self, revision: str = "main") -> dict:
         commit = self.repo.find(revision)
-        siblings = [{"rfilename": path} | (blob.entry(path) if "blobs" in self.query else {}) for path, blob in commit.files.items()]
+        siblings = [
+            {"rfilename": path} | (blob.entry(path) if "blobs" in self.query else {})
+            for path, blob in commit.files.items()
+        ]
         names = {"id": self.repo.id, "modelId": self.repo.id, "author": self.repo.id.split("/")[0], "sha": commit.id}
         flags = {"private": self.repo.private, "gated": "manual" if self.repo.gated else False, "disabled": False}
-        return names | flags | {"siblings": siblings, "tags": [], "downloads": 0, "likes": 0, "createdAt": DATE, "lastModified": DATE}
+        return (
+            names
+            | flags
+            | {"siblings": siblings, "tags": [], "downloads": 0, "likes": 0, "createdAt": DATE, "lastModified": DATE}
+        )
 
     def tree(self, revision: str, path: str = "") -> list[dict]:
         prefix = f"{path}/" if path else ""
@@ -311,13 +332,18 @@ class Handler(BaseHTTPRequestHandler):
         if path and not files:
             raise HubError(404, "EntryNotFound", f"{path} does not exist on {revision}")
         folders = {str(parent) for p in files for parent in PurePosixPath(p).parents if str(parent).startswith(prefix)}
-        entries = [{"type": "directory", "path": p, "oid": sha1(p.encode()).hexdigest(), "size": 0} for p in sorted(folders - {"."})]
+        entries = [
+            {"type": "directory", "path": p, "oid": sha1(p.encode()).hexdigest(), "size": 0}
+            for p in sorted(folders - {"."})
+        ]
         entries += [blob.entry(p) for p, blob in files.items()]
         return [e for e in entries if self.query.get("recursive") == "true" or "/" not in e["path"][len(prefix) :]]
 
     def paths_info(self, revision: str) -> list[dict]:
         files = self.repo.find(revision).files
-        return [files[path].entry(path) for key, path in parse_qsl(self.body.decode()) if key == "paths" and path in files]
+        return [
+            files[path].entry(path) for key, path in parse_qsl(self.body.decode()) if key == "paths" and path in files
+        ]
 
     def refs(self) -> dict:
         listed: dict[str, list] = {"branches": [], "tags": [], "converts": [], "pullRequests": []}
@@ -364,7 +390,12 @@ class Handler(BaseHTTPRequestHandler):
         commit = self.repo.commit(ref, files, header["value"]["summary"])
         home = f"{self.server.url}/{self.repo.id}"
         pull_url = f"{home}/discussions/{number}" if is_pull else None
-        return {"success": True, "commitOid": commit.id, "commitUrl": f"{home}/commit/{commit.id}", "pullRequestUrl": pull_url}
+        return {
+            "success": True,
+            "commitOid": commit.id,
+            "commitUrl": f"{home}/commit/{commit.id}",
+            "pullRequestUrl": pull_url,
+        }
 
     def put_file(self, files: dict[str, Blob], path: str, content: str, encoding: str) -> None:
         files[path] = Blob(base64.b64decode(content), lfs=False)
@@ -384,7 +415,10 @@ class Handler(BaseHTTPRequestHandler):
             self.delete_file(files, name)
 
     def lfs_batch(self) -> dict:
-        return {"transfer": "basic", "objects": [self.lfs_object(wanted["oid"], wanted["size"]) for wanted in self.json()["objects"]]}
+        return {
+            "transfer": "basic",
+            "objects": [self.lfs_object(wanted["oid"], wanted["size"]) for wanted in self.json()["objects"]],
+        }
 
     def lfs_object(self, oid: str, size: int) -> dict:
         known = {"oid": oid, "size": size, "authenticated": True}
@@ -464,8 +498,13 @@ class HubServer(ThreadingHTTPServer):
         self.server_close()
 
     def environment(self) -> dict[str, str]:
-        """For a process that uses this Hub: os.environ, with settings of Hugging Face libraries for this Hub and no others."""
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING", "TRANSFORMERS_"))}
+        """For a process that uses this Hub: os.environ, with settings of Hugging Face libraries for this Hub and no
+        others."""
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("HF_", "HUGGING", "TRANSFORMERS_"))
+        }
         hub = {"HF_ENDPOINT": self.url, "HF_HOME": str(self.home), "HF_TOKEN": self.token}
         # Where hf_xet is installed the client uploads through Xet, without asking the Hub, unless Xet is disabled.
         disabled = [f"HF_HUB_DISABLE_{name}" for name in ("XET", "TELEMETRY", "PROGRESS_BARS", "UPDATE_CHECK")]
@@ -481,10 +520,19 @@ class HubServer(ThreadingHTTPServer):
 
     def create(self, repo_id: str, private: bool = False, gated: bool = False) -> Repo:
         self.repos[repo_id] = repo = Repo(repo_id, private, gated)
-        repo.commit("refs/heads/main", {path: Blob(data, lfs=False) for path, data in FIRST_FILES.items()}, "initial commit")
+        repo.commit(
+            "refs/heads/main", {path: Blob(data, lfs=False) for path, data in FIRST_FILES.items()}, "initial commit"
+        )
         return repo
 
-    def add(self, repo_id: str, files: Mapping[str, bytes], revision: str = "main", private: bool = False, gated: bool = False) -> str:
+    def add(
+        self,
+        repo_id: str,
+        files: Mapping[str, bytes],
+        revision: str = "main",
+        private: bool = False,
+        gated: bool = False,
+    ) -> str:
         """Commits files and returns the commit's id. A new repo starts with FIRST_FILES, a new branch at main.
 
         `private` and `gated` count for a new repo.
@@ -502,7 +550,8 @@ class HubServer(ThreadingHTTPServer):
         return [request for request in self.log if request.method == method and part_of_path in request.path]
 
     def break_upload(self, after: int, times: int = 1) -> None:
-        """The next PUT of an LFS object longer than `after` bytes is read so far and answered by closing the connection."""
+        """The next PUT of an LFS object longer than `after` bytes is read so far and answered by closing the
+        connection."""
         self.faults["PUT"] += [after] * times
 
     def break_download(self, after: int, times: int = 1) -> None:

@@ -46,8 +46,15 @@ def test_of_a_drafter_no_weights_are_fetched(hub, files, tmp_path, is_sharded):
     sent = sum(request.sent for request in hub.requests("GET") if not request.path.endswith(".json"))
     weights = sum(len(data) for name, data in files.items() if name.endswith(".safetensors"))
     assert 0 < sent < weights / 20
-    loaded = {name: tensor for data in files.items() if data[0].endswith(".safetensors") for name, tensor in load(data[1]).items()}
-    assert {name: stored.shape for name, stored in checkpoint.tensors.items()} == {name: tuple(x.shape) for name, x in loaded.items()}
+    loaded = {
+        name: tensor
+        for data in files.items()
+        if data[0].endswith(".safetensors")
+        for name, tensor in load(data[1]).items()
+    }
+    assert {name: stored.shape for name, stored in checkpoint.tensors.items()} == {
+        name: tuple(x.shape) for name, x in loaded.items()
+    }
     assert checkpoint.made["d2t"].tolist() == loaded["d2t"].tolist()
     assert checkpoint.source == DRAFTER
     assert checkpoint.num_parameters == sum(x.numel() for name, x in loaded.items() if name not in ("d2t", "t2d"))
@@ -100,7 +107,9 @@ def test_offsets_that_are_no_place_in_the_file_are_refused_by_name(hub, files, o
 def test_a_connection_that_breaks_off_is_said_in_plain_words(hub, files, after):
     hub.add(DRAFTER, files)
     hub.break_download(after)
-    with pytest.raises(HubError, match=rf"{DRAFTER}: model-.*: the connection to the Hub broke off \(.*\)\. Run it again\."):
+    with pytest.raises(
+        HubError, match=rf"{DRAFTER}: model-.*: the connection to the Hub broke off \(.*\)\. Run it again\."
+    ):
         read_headers(DRAFTER)
 
 
@@ -116,7 +125,9 @@ def test_a_hub_that_goes_away_after_the_config_is_said_in_plain_words(hub, files
 
 def test_a_repository_without_a_config_is_said_in_plain_words(hub):
     hub.add(DRAFTER, {"README.md": b"empty"})
-    with pytest.raises(OSError, match=f"{DRAFTER}: has no config.json at revision main; expected a drafter's repository"):
+    with pytest.raises(
+        OSError, match=f"{DRAFTER}: has no config.json at revision main; expected a drafter's repository"
+    ):
         check_drafter(DRAFTER, read_target(LlamaConfig(**CONFIG)))
 
 

@@ -1,4 +1,5 @@
-"""Drafters on the Hub: pushed, published, fetched from where a config points to, converted by pull request; interrupted and refused."""
+"""Drafters on the Hub: pushed, published, fetched from where a config points to, converted by pull request; interrupted
+and refused."""
 
 import io
 import json
@@ -38,15 +39,33 @@ def assert_same(loaded: Eagle31DrafterModel, drafter: Eagle31DrafterModel) -> No
 def original_release(drafter: Eagle31DrafterModel) -> dict[str, bytes]:
     """The drafter as the first EAGLE 3 code names things, config and all, sharded in two."""
     config = drafter.config
-    names = ("vocab_size", "draft_vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    names = (
+        "vocab_size",
+        "draft_vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+    )
     names += ("head_dim", "rms_norm_eps", "max_position_embeddings")
     values = {name: getattr(config, name) for name in names}
-    values |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1, "hidden_act": "silu"}
+    values |= {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "hidden_act": "silu",
+    }
     tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in drafter.state_dict().items()}
-    shards = {"model-00001-of-00002.safetensors": sorted(tensors)[:5], "model-00002-of-00002.safetensors": sorted(tensors)[5:]}
+    shards = {
+        "model-00001-of-00002.safetensors": sorted(tensors)[:5],
+        "model-00002-of-00002.safetensors": sorted(tensors)[5:],
+    }
     index = {"metadata": {}, "weight_map": {name: shard for shard, held in shards.items() for name in held}}
     files = {shard: save({name: tensors[name] for name in held}) for shard, held in shards.items()}
-    return files | {"config.json": json.dumps(values).encode(), "model.safetensors.index.json": json.dumps(index).encode()}
+    return files | {
+        "config.json": json.dumps(values).encode(),
+        "model.safetensors.index.json": json.dumps(index).encode(),
+    }
 
 
 def pointing(**fields) -> bytes:
@@ -113,7 +132,9 @@ def test_an_upload_that_breaks_off_commits_nothing_and_resumes(hub, drafter, tmp
     hub.faults["PUT"].clear()
     before = len(hub.requests("PUT"))
     publish(tmp_path / "saved", REPO)
-    assert {name: hub.files(REPO)[name] for name in shards} == {name: (tmp_path / "saved" / name).read_bytes() for name in shards}
+    assert {name: hub.files(REPO)[name] for name in shards} == {
+        name: (tmp_path / "saved" / name).read_bytes() for name in shards
+    }
     done = [request for request in hub.requests("PUT")[:before] if request.status == 200]
     assert len(hub.requests("PUT")) - before == len(shards) - len(done), "what had arrived is not sent again"
 
@@ -162,7 +183,14 @@ def test_an_incomplete_repository_is_one_clear_error(hub, drafter):
 def test_a_config_that_points_to_its_weights(hub, drafter):
     commit = hub.add(BASE, original_release(drafter))
     hub.add(BASE, {"config.json": b"{}"})  # what came later does not matter
-    hub.add(REPO, {"config.json": pointing(weights_from={"repo_id": BASE, "revision": commit}, aux_hidden_state_layer_ids=[1, 2, 4])})
+    hub.add(
+        REPO,
+        {
+            "config.json": pointing(
+                weights_from={"repo_id": BASE, "revision": commit}, aux_hidden_state_layer_ids=[1, 2, 4]
+            )
+        },
+    )
     loaded = Eagle31DrafterModel.from_pretrained(REPO)
     assert_same(loaded, drafter)
     assert loaded.config.aux_hidden_state_layer_ids == [1, 2, 4]
@@ -170,7 +198,9 @@ def test_a_config_that_points_to_its_weights(hub, drafter):
     assert loaded.config.weights_from is None
     config = AutoConfig.from_pretrained(REPO)
     assert (config.hidden_size, config.aux_hidden_state_layer_ids) == (drafter.config.hidden_size, [1, 2, 4])
-    assert Eagle31DrafterModel.from_pretrained(REPO, aux_hidden_state_layer_ids=[0, 1, 2]).config.aux_hidden_state_layer_ids == [0, 1, 2]
+    assert Eagle31DrafterModel.from_pretrained(
+        REPO, aux_hidden_state_layer_ids=[0, 1, 2]
+    ).config.aux_hidden_state_layer_ids == [0, 1, 2]
 
 
 def test_a_local_config_that_points_to_the_hub(hub, drafter, tmp_path):
@@ -233,7 +263,9 @@ def test_a_pull_request_removes_only_what_the_repository_has(hub, drafter):
     """The weights it is converted from are another repository's, and lie there in a file of another name."""
     config = original_release(drafter)["config.json"]
     weights = io.BytesIO()
-    torch.save({name.replace("layers.0.", "midlayer."): tensor for name, tensor in drafter.state_dict().items()}, weights)
+    torch.save(
+        {name.replace("layers.0.", "midlayer."): tensor for name, tensor in drafter.state_dict().items()}, weights
+    )
     hub.add(BASE, {"config.json": config, "pytorch_model.bin": weights.getvalue()})
     hub.add(REPO, {"config.json": pointing(), "README.md": b"# mine"})
     assert convert_on_hub(REPO)[1]
@@ -251,7 +283,9 @@ def test_a_link_out_of_the_folder_is_not_followed(hub, drafter, tmp_path, name):
     drafter.save_pretrained(tmp_path / "saved")
     (tmp_path / "saved" / name).rename(tmp_path / "private")
     (tmp_path / "saved" / name).symlink_to("../private")
-    with pytest.raises(ValueError, match=rf"{name}: is a link to .*private, outside the folder; expected a file\. Copy it there"):
+    with pytest.raises(
+        ValueError, match=rf"{name}: is a link to .*private, outside the folder; expected a file\. Copy it there"
+    ):
         publish(tmp_path / "saved", REPO)
     assert REPO not in hub.repos
 
@@ -295,7 +329,9 @@ def test_the_commands_against_the_hub(hub: HubServer, drafter, tmp_path):
 
     def eagle31(*arguments: str) -> dict:
         command = [sys.executable, "-m", "eagle31_hf", *arguments, "--json"]
-        done = subprocess.run(command, env=hub.environment(), capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
+        done = subprocess.run(
+            command, env=hub.environment(), capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False
+        )
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 

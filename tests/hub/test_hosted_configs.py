@@ -1,4 +1,5 @@
-"""The folders of model_cards/: each loads once the repository it names serves weights, and says nothing it does not know."""
+"""The folders of model_cards/: each loads once the repository it names serves weights, and says nothing it does not
+know."""
 
 import json
 from pathlib import Path
@@ -14,7 +15,14 @@ from .test_drafters import original_release
 
 CARDS = sorted(path.parent for path in (Path(__file__).parents[2] / "model_cards").glob("*/config.json"))
 ALWAYS = {"model_type", "architectures", "target_model", "weights_from"}
-GEOMETRY = {"hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "draft_vocab_size", "num_hidden_layers"}
+GEOMETRY = {
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "vocab_size",
+    "draft_vocab_size",
+    "num_hidden_layers",
+}
 
 
 @pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)

@@ -45,7 +45,9 @@ def test_the_token_reaches_the_weights(loader, hub: HubServer, files, monkeypatc
         loader.from_pretrained(REPO, token=False)
     hub.log.clear()
     assert_complete(loader.from_pretrained(REPO, token=token))
-    assert {request.user for request in hub.log if BASE in request.path and "/storage/" not in request.path} == {"yuhuili"}
+    assert {request.user for request in hub.log if BASE in request.path and "/storage/" not in request.path} == {
+        "yuhuili"
+    }
 
 
 @every_loader
@@ -68,7 +70,9 @@ def test_without_the_network_nothing_is_asked(loader, hub: HubServer, files):
 
 
 @every_loader
-def test_without_the_network_and_with_an_empty_cache_the_error_names_the_weights(loader, hub: HubServer, files, tmp_path):
+def test_without_the_network_and_with_an_empty_cache_the_error_names_the_weights(
+    loader, hub: HubServer, files, tmp_path
+):
     hub.add(BASE, files)
     (tmp_path / "config.json").write_bytes(pointing())
     with pytest.raises(OSError, match=BASE):

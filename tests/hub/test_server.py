@@ -60,7 +60,9 @@ def test_a_folder_goes_up_and_comes_down_the_same(hub, api, folder):
     assert hub.files(REPO) == FIRST_FILES | files
     snapshot = Path(snapshot_download(REPO))
     assert snapshot.name == commit.oid
-    assert {str(p.relative_to(snapshot)): p.read_bytes() for p in snapshot.rglob("*") if p.is_file()} == FIRST_FILES | files
+    assert {
+        str(p.relative_to(snapshot)): p.read_bytes() for p in snapshot.rglob("*") if p.is_file()
+    } == FIRST_FILES | files
 
 
 def test_only_large_files_go_through_lfs_and_only_once(hub, api, folder):
@@ -125,12 +127,22 @@ def test_pull_requests(hub, api):
     pull = api.create_commit(REPO, [add], commit_message="Add weights", create_pr=True)
     assert (pull.pr_num, pull.pr_revision) == (1, "refs/pr/1")
     assert hub.files(REPO) == FIRST_FILES
-    api.upload_file(repo_id=REPO, path_in_repo="config.json", path_or_fileobj=CONFIG["config.json"], revision=pull.pr_revision)
+    api.upload_file(
+        repo_id=REPO, path_in_repo="config.json", path_or_fileobj=CONFIG["config.json"], revision=pull.pr_revision
+    )
     assert hub.files(REPO, "refs/pr/1") == FIRST_FILES | WEIGHTS | CONFIG
     assert read(revision="refs/pr/1") == CONFIG["config.json"]
-    assert Path(snapshot_download(REPO, revision="refs/pr/1"), "model.safetensors").read_bytes() == WEIGHTS["model.safetensors"]
+    assert (
+        Path(snapshot_download(REPO, revision="refs/pr/1"), "model.safetensors").read_bytes()
+        == WEIGHTS["model.safetensors"]
+    )
     assert api.list_repo_refs(REPO, include_pull_requests=True).pull_requests[0].ref == "refs/pr/1"
-    assert api.create_commit(REPO, [CommitOperationDelete(".gitattributes")], commit_message="Second", create_pr=True).pr_num == 2
+    assert (
+        api.create_commit(
+            REPO, [CommitOperationDelete(".gitattributes")], commit_message="Second", create_pr=True
+        ).pr_num
+        == 2
+    )
 
 
 def test_who_may_only_read_may_propose(hub, api):
@@ -138,7 +150,9 @@ def test_who_may_only_read_may_propose(hub, api):
     operations = [CommitOperationAdd("config.json", b"{}")]
     with pytest.raises(HfHubHTTPError, match="403 Forbidden"):
         api.create_commit("others/target", operations, commit_message="Empty")
-    pull = api.create_commit("others/target", [CommitOperationAdd("config.json", b"{}")], commit_message="Empty", create_pr=True)
+    pull = api.create_commit(
+        "others/target", [CommitOperationAdd("config.json", b"{}")], commit_message="Empty", create_pr=True
+    )
     assert hub.files("others/target", pull.pr_revision)["config.json"] == b"{}"
     with pytest.raises(HfHubHTTPError, match="write token"):
         api.create_repo("reader/x", token=hub.add_user("reader", can_write=False))
@@ -227,7 +241,13 @@ def test_an_upload_broken_off_is_retried(hub, api, folder):
 
 def test_transformers_pushes_and_loads(hub):
     torch.manual_seed(0)
-    sizes = {"hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 3, "vocab_size": 11}
+    sizes = {
+        "hidden_size": 12,
+        "intermediate_size": 20,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 3,
+        "vocab_size": 11,
+    }
     model = LlamaModel(LlamaConfig(**sizes))
     commit = model.push_to_hub(REPO, private=True)
     assert {"config.json", "model.safetensors"} <= set(hub.files(REPO))
@@ -246,7 +266,9 @@ def test_transformers_pushes_and_loads(hub):
 def test_a_process_of_its_own(hub):
     hub.add(REPO, WEIGHTS, private=True)
     program = f"from huggingface_hub import hf_hub_download; print(hf_hub_download({REPO!r}, 'model.safetensors'))"
-    done = subprocess.run([sys.executable, "-c", program], env=hub.environment(), capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=hub.environment(), capture_output=True, text=True, check=True
+    )
     path = Path(done.stdout.strip())
     assert path.is_relative_to(hub.home)
     assert path.read_bytes() == WEIGHTS["model.safetensors"]

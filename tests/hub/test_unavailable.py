@@ -33,7 +33,11 @@ def error_of(capsys, arguments: list[str], status: int) -> str:
     assert main(arguments) == status
     captured = capsys.readouterr()
     assert captured.out == ""
-    [line] = [line for line in captured.err.splitlines() if line.startswith("eagle31: ") and ("error:" in line or "failed:" in line)]
+    [line] = [
+        line
+        for line in captured.err.splitlines()
+        if line.startswith("eagle31: ") and ("error:" in line or "failed:" in line)
+    ]
     assert not list(Path().iterdir())
     return line
 

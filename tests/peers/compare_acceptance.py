@@ -1,12 +1,14 @@
-"""Accepted tokens by position, ours beside vLLM's, for the same prompts (greedy, fp32), in every form vLLM takes a drafter in.
+"""Accepted tokens by position, ours beside vLLM's, for the same prompts (greedy, fp32), in every form vLLM takes a
+drafter in.
 
     python tests/peers/compare_acceptance.py --vllm-python PATH_TO_A_PYTHON_WITH_VLLM [--prompts 4] [--max-new-tokens 64]
 
-For each of DRAFTERS and each depth: the native folder (eagle31_hf is installed beside vLLM, whose plug-in reads it) and the exports
-for vLLM and for speculators. How to install vLLM stands in `vllm_counts.py`. Exit status 1 where a count differs.
+For each of DRAFTERS and each depth: the native folder (eagle31_hf is installed beside vLLM, whose plug-in reads it) and
+the exports for vLLM and for speculators. How to install vLLM stands in `vllm_counts.py`. Exit status 1 where a count
+differs.
 
-vLLM always drafts to full depth and counts a text's last round whole, past the length limit too; so we decode a little further and count
-the rounds that begin before the limit.
+vLLM always drafts to full depth and counts a text's last round whole, past the length limit too; so we decode a little
+further and count the rounds that begin before the limit.
 """
 
 import argparse
@@ -65,9 +67,14 @@ def our_counts(target, drafter, prompts, depth: int, max_new_tokens: int) -> dic
     for prompt in prompts:
         with track_acceptance() as stats:
             sequence = target.generate(
-                prompt, attention_mask=torch.ones_like(prompt), assistant_model=drafter, num_assistant_tokens=depth,
-                max_new_tokens=max_new_tokens + depth + 1, do_sample=False, eos_token_id=None,
-            )  # fmt: skip
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                assistant_model=drafter,
+                num_assistant_tokens=depth,
+                max_new_tokens=max_new_tokens + depth + 1,
+                do_sample=False,
+                eos_token_id=None,
+            )
         generated = 1
         for accepted_len in stats.accepted_per_round:
             if generated >= max_new_tokens:
@@ -86,9 +93,20 @@ def vllm_counts(python: str, folder: Path, prompts, depth: int, max_new_tokens: 
         json.dump([prompt[0].tolist() for prompt in prompts], file)
         file.flush()
         command = [
-            python, HERE / "vllm_counts.py", "--target", demo.FOLDER / "target", "--drafter", folder,
-            "--prompts", file.name, "--num-speculative-tokens", str(depth), "--max-new-tokens", str(max_new_tokens), "--json",
-        ]  # fmt: skip
+            python,
+            HERE / "vllm_counts.py",
+            "--target",
+            demo.FOLDER / "target",
+            "--drafter",
+            folder,
+            "--prompts",
+            file.name,
+            "--num-speculative-tokens",
+            str(depth),
+            "--max-new-tokens",
+            str(max_new_tokens),
+            "--json",
+        ]
         environment = {"OMP_NUM_THREADS": str(torch.get_num_threads())} | os.environ
         run = subprocess.run(command, capture_output=True, text=True, env=environment)
     if run.returncode:
@@ -109,7 +127,10 @@ def compare(target, prompts, name: str, args: argparse.Namespace) -> bool:
                 vllm = vllm_counts(args.vllm_python, by_form[form], prompts, depth, args.max_new_tokens)
                 same &= ours == vllm
                 shown = [f"{c['drafts']}: {' '.join(map(str, c['accepted_per_position']))}" for c in (ours, vllm)]
-                print(f"| {name} | {depth} | {form} | {' | '.join(shown)} | {'yes' if ours == vllm else 'no'} |", flush=True)
+                print(
+                    f"| {name} | {depth} | {form} | {' | '.join(shown)} | {'yes' if ours == vllm else 'no'} |",
+                    flush=True,
+                )
     return same
 
 

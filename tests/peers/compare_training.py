@@ -1,9 +1,11 @@
-"""Our training beside that of speculators: the same target, data, batches, steps, optimizer, schedule, first weights and parameters.
+"""Our training beside that of speculators: the same target, data, batches, steps, optimizer, schedule, first weights
+and parameters.
 
     python tests/peers/compare_training.py --speculators-python PYTHON_WITH_SPECULATORS --vllm-python PYTHON_WITH_VLLM \
         [--steps 100] [--seeds 0 1 2] [--output compare_training.json]
 
-For installing them see `speculators_fixtures.py` and `vllm_counts.py`; both want the torch we run on. Nothing else should be busy. Parts:
+For installing them see `speculators_fixtures.py` and `vllm_counts.py`; both want the torch we run on. Nothing else
+should be busy. Parts:
 
 - `losses`: of equal weights on the first batch, by depth, and the gradient of every parameter, over the rows both sides count. What
   differs is which rows: speculators also trains the row whose target says what follows a text's last token, and, packed, rows at a text's
@@ -15,8 +17,8 @@ For installing them see `speculators_fixtures.py` and `vllm_counts.py`; both wan
 - `acceptance`: both train `--steps` steps, vLLM serves both and counts accepted drafts for the same held-out prompts; once for each of
   `--seeds`, which draw the rows and their order.
 
-In both, the target has run beforehand: its states lie in a file. All is fp32, full vocabulary, all tokens are answers, embedding and head
-are the target's and frozen, as speculators has them.
+In both, the target has run beforehand: its states lie in a file. All is fp32, full vocabulary, all tokens are answers,
+embedding and head are the target's and frozen, as speculators has them.
 """
 
 import argparse
@@ -87,7 +89,8 @@ def load_target(setting: Setting):
 
 
 def draw_rows(target, setting: Setting, count: int) -> torch.Tensor:
-    """Text of the demo (N, T), half of it continued by the target where rows are as long as the demo's; else any tokens."""
+    """Text of the demo (N, T), half of it continued by the target where rows are as long as the demo's; else any
+    tokens."""
     if setting.vocab_size is not None:
         return torch.randint(setting.vocab_size, (count, setting.length))
     _, tokenizer = demo.load_target()
@@ -143,14 +146,18 @@ class Running:
         environment = os.environ | {"OMP_NUM_THREADS": str(args.threads)}
         command = [python, HERE / script, "--workspace", workspace, *options]
         self.name = name
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
 
     def ask(self, command: str, **arguments) -> dict:
         """Raises RuntimeError where the side has ended instead of answering."""
         print(json.dumps({"command": command} | arguments), file=self.process.stdin, flush=True)
         answer = self.process.stdout.readline()
         if not answer:
-            raise RuntimeError(f"{self.name} ended with status {self.process.wait()} when asked to {command}; its errors stand above.")
+            raise RuntimeError(
+                f"{self.name} ended with status {self.process.wait()} when asked to {command}; its errors stand above."
+            )
         return json.loads(answer)
 
     def __enter__(self) -> "Running":
@@ -164,14 +171,18 @@ class Running:
 def print_table(head: tuple[str, ...], rows: list[tuple]) -> None:
     print("\n| " + " | ".join(head) + " |\n|" + "---|" * len(head))
     for row in rows:
-        print("| " + " | ".join(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row) + " |", flush=True)
+        print(
+            "| " + " | ".join(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row) + " |",
+            flush=True,
+        )
 
 
 # The parts of the comparison.
 
 
 def compare_losses(workspace: Path, args: argparse.Namespace) -> dict:
-    """Loss by depth and gradients of the first batch. Raises ValueError where the sides do not train the same parameters."""
+    """Loss by depth and gradients of the first batch. Raises ValueError where the sides do not train the same
+    parameters."""
     found = {}
     prepare(workspace, SETTINGS[DEMO], SPEED_BATCHES, args)
     for name in TRAINED:
@@ -182,7 +193,10 @@ def compare_losses(workspace: Path, args: argparse.Namespace) -> dict:
         raise ValueError(f"ours trains {ours['parameters']}, speculators {theirs['parameters']}; expected the same.")
     norms = ours["gradient_norms"], theirs["gradient_norms"]
     away = max(abs(norms[0][name] / norms[1][name] - 1) for name in norms[0])
-    rows = [(k + 1, *pair, abs(pair[0] - pair[1])) for k, pair in enumerate(zip(ours["losses"], theirs["losses"], strict=True))]
+    rows = [
+        (k + 1, *pair, abs(pair[0] - pair[1]))
+        for k, pair in enumerate(zip(ours["losses"], theirs["losses"], strict=True))
+    ]
     print_table(("depth", "our loss", "speculators' loss", "apart"), rows)
     print(f"\nGradient norms of {len(norms[0])} parameters are at most {away:.1e} apart (relative).")
     return found | {"gradient_norms_apart": away}
@@ -204,12 +218,18 @@ def measure(setting: Setting, args: argparse.Namespace) -> dict:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         prepare(Path(folder), setting, SPEED_BATCHES, args)
         found = take_turns(
-            {name: stack.enter_context(Running(name, Path(folder), args)) for name in dict.fromkeys(("ours", *args.sides))}, args
+            {
+                name: stack.enter_context(Running(name, Path(folder), args))
+                for name in dict.fromkeys(("ours", *args.sides))
+            },
+            args,
         )
     for side in found.values():
         side |= {f"median_{kind}": statistics.median(side[kind]) for kind in ("seconds", "processor")}
     for side in found.values():
-        side["times_ours"] = {kind: side[kind] / found["ours"][kind] for kind in ("median_seconds", "median_processor", "steps")}
+        side["times_ours"] = {
+            kind: side[kind] / found["ours"][kind] for kind in ("median_seconds", "median_processor", "steps")
+        }
     return found
 
 
@@ -220,7 +240,10 @@ def compare_speed(args: argparse.Namespace) -> dict:
         for name, side in sides.items():
             figures = [figure for kind, times in side["times_ours"].items() for figure in (side[kind], times)]
             rows.append((setting, name, *figures))
-    print_table(("setting", "side", "s/step", "times ours", "processor s/step", "times ours", "memory (MiB)", "times ours"), rows)
+    print_table(
+        ("setting", "side", "s/step", "times ours", "processor s/step", "times ours", "memory (MiB)", "times ours"),
+        rows,
+    )
     return found
 
 
@@ -246,7 +269,8 @@ def served(workspace: Path, prompts: list[torch.Tensor], args: argparse.Namespac
 
 
 def compare_acceptance(workspace: Path, args: argparse.Namespace) -> dict:
-    """Accepted drafts in vLLM of what both sides trained, seed by seed, and how far ours is above, with its standard error."""
+    """Accepted drafts in vLLM of what both sides trained, seed by seed, and how far ours is above, with its standard
+    error."""
     prompts, found = demo.prompts(demo.load_target()[1], args.prompts), dict[str, dict]()
     for seed in args.seeds:
         folder = workspace / f"seed-{seed}"
@@ -257,7 +281,8 @@ def compare_acceptance(workspace: Path, args: argparse.Namespace) -> dict:
     rows = []
     for depth in args.served_depths:
         ours, theirs = (
-            torch.tensor([one["served"][f"{name}, K={depth}"]["accepted_length"] for one in found.values()]).double() for name in TRAINED
+            torch.tensor([one["served"][f"{name}, K={depth}"]["accepted_length"] for one in found.values()]).double()
+            for name in TRAINED
         )
         above = ours - theirs
         error = float(above.std()) / len(above) ** 0.5 if len(above) > 1 else float("nan")
@@ -276,7 +301,9 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=5)
     parser.add_argument("--decay", type=float, default=1.0, help="depth k weighs decay**k; speculators' default")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=tuple(SIDES), help="whose speed is measured, beside ours")
+    parser.add_argument(
+        "--sides", nargs="+", choices=SIDES, default=tuple(SIDES), help="whose speed is measured, beside ours"
+    )
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=SETTINGS)
     parser.add_argument("--blocks", type=int, default=4)
     parser.add_argument("--block-steps", type=int, default=3)

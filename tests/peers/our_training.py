@@ -27,7 +27,9 @@ class Ours(Side):
         def logits_of(last_states: Tensor) -> Tensor:
             return linear(last_states, parts["head"])
 
-        self.objective = DraftingObjective(self.model, Settings(depth, tuple(decay**k for k in range(depth))), logits_of)
+        self.objective = DraftingObjective(
+            self.model, Settings(depth, tuple(decay**k for k in range(depth))), logits_of
+        )
 
     def part(self, rows: list[int]) -> Batch:
         ids = self.data["rows"][rows]

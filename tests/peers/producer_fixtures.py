@@ -1,4 +1,5 @@
-"""Writes `tests/fixtures/formats/`: tiny EAGLE 3 drafters, saved by their producers' own code, and what that code computes with them.
+"""Writes `tests/fixtures/formats/`: tiny EAGLE 3 drafters, saved by their producers' own code, and what that code
+computes with them.
 
 Run by hand, once per producer, each in an environment of its own that starts with `pip install torch==2.13.0`:
 
@@ -13,10 +14,11 @@ Run by hand, once per producer, each in an environment of its own that starts wi
   accelerate tiktoken torchdata pillow requests`.
 - angelslim: `pip install --no-deps angelslim==0.5.0`, then `pip install transformers==5.19.0 accelerate datasets pillow`.
 
-Legend: T captured target states (9), ht target width, n captured layers, V target vocabulary (120), Vd draft vocabulary (50), h drafter
-width (24), k depth of the chain (0 to 3).
+Legend: T captured target states (9), ht target width, n captured layers, V target vocabulary (120), Vd draft vocabulary
+(50), h drafter width (24), k depth of the chain (0 to 3).
 
-Each checkpoint is a folder as the producer wrote it. Beside it lies NAME.golden.safetensors. Slot t is row t of every tensor below.
+Each checkpoint is a folder as the producer wrote it. Beside it lies NAME.golden.safetensors. Slot t is row t of every
+tensor below.
 - `input_ids` (1, T) int64, the token after each state, and `target_hidden_states` (1, T, n*ht) fp32. At depth k slot t embeds
   `input_ids[0, t + k]`: the tokens are given, never the drafter's own picks.
 - `logits.{k}` (1, T - k, Vd) and `state.{k}` (1, T - k, h) fp32: the draft logits of depth k and the state that depth k + 1 reads. Row t
@@ -26,8 +28,8 @@ Each checkpoint is a folder as the producer wrote it. Beside it lies NAME.golden
 - metadata: one key, `fixture`, JSON of {`written_by`, `arguments`: what the loader has to be told, `expected`: fields of its config}.
   One key, because safetensors writes several in random order, and a second run should give the same bytes.
 
-All weights are drawn at random, norms and biases included, and rounded to bf16 before the producer runs in fp32, so that files in bf16
-hold exactly what was run.
+All weights are drawn at random, norms and biases included, and rounded to bf16 before the producer runs in fp32, so
+that files in bf16 hold exactly what was run.
 """
 
 import json
@@ -58,23 +60,45 @@ OUTPUT_IDS = [1, 3, 6]  # counted as layer outputs
 LAYER_IDS = [2, 4, 7]  # the same as indices into `hidden_states`
 STATE_SCALES = (0.5, 2.0, 6.0, 3.0)
 GEOMETRY = {
-    "vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 1,
-    "head_dim": 10, "hidden_act": "silu", "rms_norm_eps": 1e-5, "max_position_embeddings": 64, "attention_bias": False,
-    "mlp_bias": False, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False,
-}  # fmt: skip
+    "vocab_size": VOCAB,
+    "hidden_size": WIDTH,
+    "intermediate_size": 40,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 10,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 64,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
 ROPE = {"rope_type": "default", "rope_theta": 5000.0}
 TARGET = GEOMETRY | {"num_hidden_layers": 10, "rope_parameters": ROPE}
 PLAIN = {
-    "fc_norm": False, "norm_output": False, "norm_before_fc": False, "norm_before_residual": False, "qk_norm": False,
-    "num_hidden_layers": 1, "target_hidden_size": WIDTH, "draft_vocab_size": DRAFT_VOCAB, "aux_hidden_state_layer_ids": LAYER_IDS,
-    "rms_norm_eps": 1e-5, "head_dim": 10, "share_target_embeddings": False,
-}  # fmt: skip
+    "fc_norm": False,
+    "norm_output": False,
+    "norm_before_fc": False,
+    "norm_before_residual": False,
+    "qk_norm": False,
+    "num_hidden_layers": 1,
+    "target_hidden_size": WIDTH,
+    "draft_vocab_size": DRAFT_VOCAB,
+    "aux_hidden_state_layer_ids": LAYER_IDS,
+    "rms_norm_eps": 1e-5,
+    "head_dim": 10,
+    "share_target_embeddings": False,
+}
 Steps = list[tuple[Tensor, Tensor]]
 
 
 @dataclass
 class Case:
-    """A checkpoint to be: `write` puts the producer's files into an empty folder. `expected`: where its config differs from PLAIN."""
+    """A checkpoint to be: `write` puts the producer's files into an empty folder. `expected`: where its config differs
+    from PLAIN."""
 
     name: str
     write: Callable[[Path], Any]
@@ -92,7 +116,8 @@ def seeded(name: str) -> torch.Generator:
 
 @torch.no_grad()
 def draw(module: nn.Module, generator: torch.Generator) -> None:
-    """Sets every parameter at random: norms around 1, biases and embeddings like states, matrices at gain 0.7; bf16 values."""
+    """Sets every parameter at random: norms around 1, biases and embeddings like states, matrices at gain 0.7; bf16
+    values."""
     for name, weight in sorted(module.named_parameters()):
         noise = torch.randn(weight.shape, generator=generator)
         if name.endswith("bias") or "embed_tokens" in name:
@@ -126,7 +151,8 @@ def draw_inputs(generator: torch.Generator, width: int = WIDTH, num_layers: int 
 
 @torch.no_grad()
 def unroll(inputs: dict[str, Tensor], fused: Tensor, step: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Steps:
-    """The training-time test most of these share: tokens move left by one a step, rows past the end would embed padding and are cut.
+    """The training-time test most of these share: tokens move left by one a step, rows past the end would embed padding
+    and are cut.
 
     `step` takes tokens (1, T) and the state (1, T, h), keeps its keys itself, and returns logits and the next state.
     """
@@ -155,15 +181,42 @@ SPECFORGE = {  # variant: exporter, config keys, the loader's arguments, expecte
     "full-vocabulary": ("to_sglang", {"draft_vocab_size": None}, {}, {"draft_vocab_size": VOCAB}),
     "default-layers": ("to_hf", {"eagle_config": None}, {}, {"aux_hidden_state_layer_ids": None}),
     "wider-target": ("to_hf", {"target_hidden_size": 36}, {}, {"target_hidden_size": 36}),
-    "llama3": ("to_sglang", {"rope_scaling": {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-               "original_max_position_embeddings": 16}}, {}, {}),
-    "yarn": ("to_sglang", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4.0,
-             "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.5}}, {}, {}),
-}  # fmt: skip
+    "llama3": (
+        "to_sglang",
+        {
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            }
+        },
+        {},
+        {},
+    ),
+    "yarn": (
+        "to_sglang",
+        {
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "beta_fast": 4.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.5,
+            }
+        },
+        {},
+        {},
+    ),
+}
 
 
 def specforge() -> Iterable[Case]:
-    """`norm_output` true is what 0.2.0 calls plain EAGLE 3; false would score un-normed states, which no reader can tell."""
+    """`norm_output` true is what 0.2.0 calls plain EAGLE 3; false would score un-normed states, which no reader can
+    tell."""
     from specforge.export import to_hf, to_sglang
     from specforge.modeling.auto import AutoDraftModel, AutoDraftModelConfig
 
@@ -172,11 +225,17 @@ def specforge() -> Iterable[Case]:
         name = f"specforge-{variant}"
         generator = seeded(name)
         config = GEOMETRY | {
-            "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1, "rope_theta": 5000.0,
-            "torch_dtype": "bfloat16", "draft_vocab_size": DRAFT_VOCAB,
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "num_hidden_layers": 1,
+            "rope_theta": 5000.0,
+            "torch_dtype": "bfloat16",
+            "draft_vocab_size": DRAFT_VOCAB,
             "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": OUTPUT_IDS},
-        }  # fmt: skip
-        config = {key: value for key, value in (config | keys).items() if value is not None or key == "draft_vocab_size"}
+        }
+        config = {
+            key: value for key, value in (config | keys).items() if value is not None or key == "draft_vocab_size"
+        }
         with tempfile.TemporaryDirectory() as scratch:
             config_file = Path(scratch, "draft.json")
             config_file.write_text(json.dumps(config))
@@ -190,7 +249,9 @@ def specforge() -> Iterable[Case]:
             has_table = exporter == "to_hf"
             yield Case(
                 name,
-                lambda folder, run=exporters[exporter], args=(model, config_file, has_table): specforge_export(run, *args, folder),
+                lambda folder, run=exporters[exporter], args=(model, config_file, has_table): specforge_export(
+                    run, *args, folder
+                ),
                 inputs,
                 specforge_steps(model, inputs),
                 ids,
@@ -215,7 +276,8 @@ def specforge_steps(model: nn.Module, inputs: dict[str, Tensor]) -> Steps:
 
 
 def specforge_export(export: Callable, model: nn.Module, config_file: Path, has_table: bool, folder: Path) -> None:
-    """As after training: a checkpoint without the frozen table, the draft's config, and the target to take the table from."""
+    """As after training: a checkpoint without the frozen table, the draft's config, and the target to take the table
+    from."""
     scratch = config_file.parent
     weights = model.state_dict()
     save_file({"model.embed_tokens.weight": weights.pop("embed_tokens.weight")}, scratch / "model.safetensors")
@@ -224,7 +286,8 @@ def specforge_export(export: Callable, model: nn.Module, config_file: Path, has_
     export(str(scratch), str(config_file), str(folder), **source)
 
 
-# speculators: what its trainer saves, and what its converter makes of a checkpoint in the layout of the original release.
+# speculators: what its trainer saves, and what its converter makes of a checkpoint in the layout of the original
+# release.
 
 DEFAULT_FLAGS = {"norm_before_fc": True, "norm_before_residual": True, "norm_output": True}  # of its training command
 EAGLE31_FLAGS = {"fc_norm": True, "norm_output": True}
@@ -234,11 +297,16 @@ SPECULATORS = {  # variant: layer type, flags, fields of the layer's config, oth
     "qwen3": ("qwen3", DEFAULT_FLAGS, {}, {}),
     "eagle31": ("llama", EAGLE31_FLAGS, {}, {}),
     "eagle3": ("llama", {}, {}, {}),
-    "two-layers": ("llama", EAGLE31_FLAGS | {"norm_before_residual": True}, {"num_hidden_layers": 2, "attention_bias": True}, {}),
+    "two-layers": (
+        "llama",
+        EAGLE31_FLAGS | {"norm_before_residual": True},
+        {"num_hidden_layers": 2, "attention_bias": True},
+        {},
+    ),
     "four-states": ("llama", EAGLE31_FLAGS, {}, {"eagle_aux_hidden_state_layer_ids": [2, 4, 6, 7]}),
     "window": ("llama", EAGLE31_FLAGS, SLIDING | {"sliding_window": 5}, {}),
     "full-vocabulary": ("llama", EAGLE31_FLAGS, {}, {"draft_vocab_size": VOCAB}),
-}  # fmt: skip
+}
 
 
 def speculators() -> Iterable[Case]:
@@ -255,12 +323,23 @@ def speculators() -> Iterable[Case]:
         inputs = draw_inputs(generator, num_layers=len(layer_ids))
         steps = speculators_steps(model, inputs)
         if fields.get("sliding_window", NUM_STATES) < NUM_STATES:
-            # It keeps the window where depth 0 had it; served, it slides on with each drafted token: the same while it is not full.
-            steps = [(y[:, : fields["sliding_window"] - k], x[:, : fields["sliding_window"] - k]) if k else (y, x)
-                     for k, (y, x) in enumerate(steps)]  # fmt: skip
-        expected = {name: fields[name] for name in ("num_hidden_layers", "layer_types", "sliding_window") if name in fields}
-        expected |= flags | {"aux_hidden_state_layer_ids": layer_ids, "draft_vocab_size": len(ids), "qk_norm": layer_type == "qwen3"}
-        yield Case(name, lambda folder, model=model: speculators_save(model, folder), inputs, steps, ids, expected=expected)
+            # It keeps the window where depth 0 had it; served, it slides on with each drafted token: the same while it
+            # is not full.
+            steps = [
+                (y[:, : fields["sliding_window"] - k], x[:, : fields["sliding_window"] - k]) if k else (y, x)
+                for k, (y, x) in enumerate(steps)
+            ]
+        expected = {
+            name: fields[name] for name in ("num_hidden_layers", "layer_types", "sliding_window") if name in fields
+        }
+        expected |= flags | {
+            "aux_hidden_state_layer_ids": layer_ids,
+            "draft_vocab_size": len(ids),
+            "qk_norm": layer_type == "qwen3",
+        }
+        yield Case(
+            name, lambda folder, model=model: speculators_save(model, folder), inputs, steps, ids, expected=expected
+        )
     yield speculators_converted()
 
 
@@ -271,7 +350,8 @@ def speculators_save(model: nn.Module, folder: Path) -> None:
 
 
 def keep_data(written: Path, folder: Path) -> None:
-    """Without the copy of its own source (config.py) that its `save_pretrained` adds: no reader needs it, and it is not ours to keep."""
+    """Without the copy of its own source (config.py) that its `save_pretrained` adds: no reader needs it, and it is not
+    ours to keep."""
     copytree(written, folder, dirs_exist_ok=True, ignore=ignore_patterns("*.py", "__pycache__"))
 
 
@@ -285,12 +365,16 @@ def speculators_model(layer_type: str, flags: dict, fields: dict, others: dict) 
     layer = config_class(**GEOMETRY | {"num_hidden_layers": 1, "rope_parameters": ROPE} | fields)
     layer._attn_implementation = "sdpa"
     config = {
-        "transformer_layer_config": layer, "draft_vocab_size": DRAFT_VOCAB, "eagle_aux_hidden_state_layer_ids": LAYER_IDS,
+        "transformer_layer_config": layer,
+        "draft_vocab_size": DRAFT_VOCAB,
+        "eagle_aux_hidden_state_layer_ids": LAYER_IDS,
         "speculators_config": SpeculatorsConfig(
-            algorithm="eagle3", proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=3)], default_proposal_method="greedy",
+            algorithm="eagle3",
+            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=3)],
+            default_proposal_method="greedy",
             verifier=VerifierConfig(name_or_path="owner/target", architectures=["LlamaForCausalLM"]),
         ),
-    }  # fmt: skip
+    }
     return Eagle3DraftModel(Eagle3SpeculatorConfig(**config | flags | others)).eval()
 
 
@@ -331,26 +415,45 @@ def speculators_converted() -> Case:
             os.chdir(scratch)  # it writes the verifier's name as given, which should not be a path of this machine
             try:
                 write_original(model, Path("original"), Path("target"))
-                convert_model("original", verifier="target", algorithm="eagle3", output_path="out", validate_device=None,
-                              eagle_aux_hidden_state_layer_ids=LAYER_IDS)  # fmt: skip
+                convert_model(
+                    "original",
+                    verifier="target",
+                    algorithm="eagle3",
+                    output_path="out",
+                    validate_device=None,
+                    eagle_aux_hidden_state_layer_ids=LAYER_IDS,
+                )
             finally:
                 os.chdir(before)
             keep_data(Path(scratch, "out"), folder)
 
     expected = {"share_target_embeddings": True}
-    return Case(name, convert, inputs, speculators_steps(model, inputs), ids, model.embed_tokens.weight, expected=expected)
+    return Case(
+        name, convert, inputs, speculators_steps(model, inputs), ids, model.embed_tokens.weight, expected=expected
+    )
 
 
 def write_original(model: nn.Module, folder: Path, target: Path) -> None:
     """The drafter in the layout of the original release, and the config of its target."""
     config = GEOMETRY | {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1, "rope_theta": 5000.0,
-        "draft_vocab_size": DRAFT_VOCAB, "torch_dtype": "bfloat16",
-    }  # fmt: skip
-    for path, values in ((folder, config), (target, LlamaConfig(**TARGET).to_dict() | {"architectures": ["LlamaForCausalLM"]})):
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "rope_theta": 5000.0,
+        "draft_vocab_size": DRAFT_VOCAB,
+        "torch_dtype": "bfloat16",
+    }
+    for path, values in (
+        (folder, config),
+        (target, LlamaConfig(**TARGET).to_dict() | {"architectures": ["LlamaForCausalLM"]}),
+    ):
         path.mkdir()
         (path / "config.json").write_text(json.dumps(values))
-    weights = {key.replace("layers.0.", "midlayer."): value for key, value in model.state_dict().items() if "verifier" not in key}
+    weights = {
+        key.replace("layers.0.", "midlayer."): value
+        for key, value in model.state_dict().items()
+        if "verifier" not in key
+    }
     del weights["embed_tokens.weight"]
     weights = {key: value.to(torch.bfloat16) if value.is_floating_point() else value for key, value in weights.items()}
     torch.save(weights, folder / "pytorch_model.bin")
@@ -359,7 +462,8 @@ def write_original(model: nn.Module, folder: Path, target: Path) -> None:
 # ModelOpt: a Llama converted by `modelopt.torch.speculative`, its draft exported.
 
 MODELOPT = {  # variant: architecture, other options, the loader's arguments, expected
-    # By default the export puts a YaRN scaling into the config that training did not have; the expected logits have it too.
+    # By default the export puts a YaRN scaling into the config that training did not have; the expected logits have it
+    # too.
     "default": ({}, {}, {}, {}),
     "plain-rope": ({}, {"eagle_export_rope_scaling": {}}, {}, {}),
     "four-states-two-layers": (
@@ -368,15 +472,20 @@ MODELOPT = {  # variant: architecture, other options, the loader's arguments, ex
         {"aux_layer_convention": "output"},
         {"num_hidden_layers": 2, "aux_hidden_state_layer_ids": [1, 3, 6, 10]},
     ),
-    "full-vocabulary": ({"draft_vocab_size": VOCAB}, {"eagle_export_rope_scaling": {}}, {}, {"draft_vocab_size": VOCAB}),
+    "full-vocabulary": (
+        {"draft_vocab_size": VOCAB},
+        {"eagle_export_rope_scaling": {}},
+        {},
+        {"draft_vocab_size": VOCAB},
+    ),
 }
 
 
 def modelopt() -> Iterable[Case]:
     """Its layer 0 runs `input_layernorm` over the state too, before `hidden_norm`, which no engine does.
 
-    Scale alone cancels, so here that norm is constant: with any other the logits are not those of EAGLE 3. An eps of 1e-8 keeps what is
-    left of the difference below rounding.
+    Scale alone cancels, so here that norm is constant: with any other the logits are not those of EAGLE 3. An eps of
+    1e-8 keeps what is left of the difference below rounding.
     """
     from modelopt.torch.export import export_speculative_decoding
 
@@ -415,11 +524,20 @@ def modelopt_model(architecture: dict, options: dict) -> nn.Module:
     import modelopt.torch.speculative as mtsp
 
     model = LlamaForCausalLM(LlamaConfig(**TARGET)).eval()
-    geometry = {key: GEOMETRY[key] for key in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")}
-    architecture = {
-        "draft_vocab_size": DRAFT_VOCAB, "rms_norm_eps": 1e-8, "rope_theta": 5000.0, "rope_scaling": dict(ROPE),
-        "eagle_aux_hidden_state_layer_ids": OUTPUT_IDS,
-    } | geometry | architecture  # fmt: skip
+    geometry = {
+        key: GEOMETRY[key] for key in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    }
+    architecture = (
+        {
+            "draft_vocab_size": DRAFT_VOCAB,
+            "rms_norm_eps": 1e-8,
+            "rope_theta": 5000.0,
+            "rope_scaling": dict(ROPE),
+            "eagle_aux_hidden_state_layer_ids": OUTPUT_IDS,
+        }
+        | geometry
+        | architecture
+    )
     options = {"eagle_use_torch_compile": False} | options
     mtsp.convert(model, [("eagle", options | {"eagle_architecture_config": architecture})])
     return model
@@ -445,17 +563,36 @@ def modelopt_steps(model: nn.Module, inputs: dict[str, Tensor]) -> Steps:
 # NeMo Automodel: the config its training recipe makes of the target's, saved by its checkpointer.
 
 MLA = {
-    "kv_lora_rank": 12, "q_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8, "num_key_value_heads": 4,
+    "kv_lora_rank": 12,
+    "q_lora_rank": 14,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
     "head_dim": None,
-}  # fmt: skip
+}
 NEMO = {  # variant: the target's config class, its fields, what the recipe sets
     "llama": (LlamaConfig, {"attention_bias": True, "mlp_bias": True}, {}),
     "qwen3-eagle31": (Qwen3Config, {}, {"fc_norm": True, "norm_output": True}),
-    "llama3-full-vocabulary": (LlamaConfig, {"rope_parameters": ROPE | {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0,
-                               "high_freq_factor": 4.0, "original_max_position_embeddings": 16}}, {"draft_vocab_size": VOCAB}),
+    "llama3-full-vocabulary": (
+        LlamaConfig,
+        {
+            "rope_parameters": (
+                ROPE
+                | {
+                    "rope_type": "llama3",
+                    "factor": 4.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 16,
+                }
+            )
+        },
+        {"draft_vocab_size": VOCAB},
+    ),
     "deepseek": (DeepseekV3Config, MLA, {}),
     "deepseek-eagle31": (DeepseekV3Config, MLA | {"q_lora_rank": None}, {"fc_norm": True, "norm_output": True}),
-}  # fmt: skip
+}
 
 
 def nemo() -> Iterable[Case]:
@@ -467,12 +604,25 @@ def nemo() -> Iterable[Case]:
         name = f"nemo-{variant}"
         generator = seeded(name)
         is_mla = config_class is DeepseekV3Config
-        config = config_class(**TARGET | fields).to_dict() | {
-            "draft_vocab_size": DRAFT_VOCAB, "target_hidden_size": WIDTH, "architectures": ["LlamaEagle3DraftModel"],
-            "tie_word_embeddings": False, "attn_implementation": "eager", "fc_norm": False, "norm_output": False,
-            "parallel_drafting": False,
-        } | recipe  # fmt: skip
-        model = (DeepseekV3Eagle3DraftModel if is_mla else LlamaEagle3DraftModel)(config_class.from_dict(config)).float().eval()
+        config = (
+            config_class(**TARGET | fields).to_dict()
+            | {
+                "draft_vocab_size": DRAFT_VOCAB,
+                "target_hidden_size": WIDTH,
+                "architectures": ["LlamaEagle3DraftModel"],
+                "tie_word_embeddings": False,
+                "attn_implementation": "eager",
+                "fc_norm": False,
+                "norm_output": False,
+                "parallel_drafting": False,
+            }
+            | recipe
+        )
+        model = (
+            (DeepseekV3Eagle3DraftModel if is_mla else LlamaEagle3DraftModel)(config_class.from_dict(config))
+            .float()
+            .eval()
+        )
         draw(model, generator)
         ids = torch.arange(VOCAB)
         if model.has_vocab_compression:
@@ -483,7 +633,14 @@ def nemo() -> Iterable[Case]:
         inputs = draw_inputs(generator)
         expected = {key: recipe[key] for key in recipe} | {"aux_hidden_state_layer_ids": None}
         expected |= {"head_dim": MLA["qk_rope_head_dim"], "kv_lora_rank": 12} if is_mla else {}
-        yield Case(name, lambda folder, model=model: nemo_save(model, folder), inputs, nemo_steps(model, inputs), ids, expected=expected)
+        yield Case(
+            name,
+            lambda folder, model=model: nemo_save(model, folder),
+            inputs,
+            nemo_steps(model, inputs),
+            ids,
+            expected=expected,
+        )
 
 
 def nemo_steps(model: nn.Module, inputs: dict[str, Tensor]) -> Steps:
@@ -499,15 +656,22 @@ def nemo_steps(model: nn.Module, inputs: dict[str, Tensor]) -> Steps:
 
 
 def nemo_save(model: nn.Module, folder: Path) -> None:
-    """The consolidated part of what its checkpointer writes: the rest are shards of the same tensors for its own resuming."""
+    """The consolidated part of what its checkpointer writes: the rest are shards of the same tensors for its own
+    resuming."""
     from nemo_automodel.components.checkpoint.checkpointing import CheckpointingConfig
 
     model.to(torch.bfloat16)
     with tempfile.TemporaryDirectory() as scratch:
         config = CheckpointingConfig(
-            enabled=True, checkpoint_dir=scratch, model_save_format="safetensors", model_repo_id="owner/target", model_cache_dir=scratch,
-            save_consolidated=True, is_peft=False, model_state_dict_keys=list(model.state_dict()),
-        )  # fmt: skip
+            enabled=True,
+            checkpoint_dir=scratch,
+            model_save_format="safetensors",
+            model_repo_id="owner/target",
+            model_cache_dir=scratch,
+            save_consolidated=True,
+            is_peft=False,
+            model_state_dict_keys=list(model.state_dict()),
+        )
         checkpointer = config.build(dp_rank=0, tp_rank=0, pp_rank=0, moe_mesh=None)
         checkpointer.save_model(model, f"{scratch}/step", is_final_checkpoint=True)
         copytree(f"{scratch}/step/model/consolidated", folder, dirs_exist_ok=True)
@@ -525,16 +689,32 @@ def angelslim() -> Iterable[Case]:
     """It trains at a rope base of 10000 whatever `rope_theta` says, so only that base can be in the config here."""
     package = "angelslim.compressor.speculative.train"
     # Its wheel lacks a part that these packages import.
-    without_init("angelslim", "angelslim.compressor", "angelslim.compressor.speculative", package, f"{package}.models", f"{package}.data")
+    without_init(
+        "angelslim",
+        "angelslim.compressor",
+        "angelslim.compressor.speculative",
+        package,
+        f"{package}.models",
+        f"{package}.data",
+    )
     module = import_module(f"{package}.models.draft.llama_eagle3")
     factory = import_module(f"{package}.models.draft.draft_model_factory")
     for variant, (keys, expected) in ANGELSLIM.items():
         name = f"angelslim-{variant}"
         generator = seeded(name)
-        config = GEOMETRY | keys | {
-            "architectures": [module.Eagle3LlamaForCausalLM.__name__], "model_type": "llama", "num_hidden_layers": 1,
-            "torch_dtype": "bfloat16", "rope_theta": 10000, "rope_scaling": None, "draft_vocab_size": DRAFT_VOCAB,
-        }  # fmt: skip
+        config = (
+            GEOMETRY
+            | keys
+            | {
+                "architectures": [module.Eagle3LlamaForCausalLM.__name__],
+                "model_type": "llama",
+                "num_hidden_layers": 1,
+                "torch_dtype": "bfloat16",
+                "rope_theta": 10000,
+                "rope_scaling": None,
+                "draft_vocab_size": DRAFT_VOCAB,
+            }
+        )
         with tempfile.TemporaryDirectory() as scratch:
             Path(scratch, "draft.json").write_text(json.dumps(config))
             # Not by its factory: that builds in bf16, which leaves rope's tables rounded when the model is run in fp32.
@@ -587,7 +767,11 @@ def write(case: Case, destination: Path, package: str) -> Path:
     rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     case.write(folder)
-    fixture = {"written_by": f"{package} {version(package)}", "arguments": case.arguments, "expected": PLAIN | case.expected}
+    fixture = {
+        "written_by": f"{package} {version(package)}",
+        "arguments": case.arguments,
+        "expected": PLAIN | case.expected,
+    }
     save_file(tensors, destination / f"{case.name}.golden.safetensors", metadata={"fixture": json.dumps(fixture)})
     return folder
 

@@ -1,11 +1,12 @@
 """Writes `tests/fixtures/speculators/*.safetensors`: what speculators' own EAGLE 3 drafter computes, step by step.
 
-Run by hand, in an environment of its own (`pip install torch==2.13.0 speculators==0.9.0`, then remove torchvision, torchaudio):
+Run by hand, in an environment of its own (`pip install torch==2.13.0 speculators==0.9.0`, then remove torchvision,
+torchaudio):
 
     OMP_NUM_THREADS=1 python tests/peers/speculators_fixtures.py
 
-Legend: T captured target states (14), h width of target and drafter (32), n captured layers (3), V target vocabulary (61),
-Vd draft vocabulary (40), k depth of the chain (0 to 6).
+Legend: T captured target states (14), h width of target and drafter (32), n captured layers (3), V target vocabulary
+(61), Vd draft vocabulary (40), k depth of the chain (0 to 6).
 
 Each file is one tiny drafter. Slot t is row t of every tensor below.
 - `target_hidden_states` (1, T, n*h) fp32, `input_ids` (1, T + 1) int64, `position_ids` (1, T) int64. At depth k slot t embeds
@@ -19,9 +20,9 @@ Each file is one tiny drafter. Slot t is row t of every tensor below.
 - metadata: one key, `fixture`, JSON of {`config`: arguments of `Eagle31Config`, `speculators_version`}. One key, because safetensors
   writes several in random order, and a second run should give the same bytes.
 
-Cases: {llama, qwen3} x VARIANTS x {1, 2} layers, all twenty. speculators refuses `norm_before_fc` with `fc_norm`, builds `fc` for
-targets as wide as the drafter only, and has no MLA, so no file holds these.
-Its SDPA path is used, whose mask is boolean; `states` come from the input of its first layer, so what is fed on is its own word.
+Cases: {llama, qwen3} x VARIANTS x {1, 2} layers, all twenty. speculators refuses `norm_before_fc` with `fc_norm`,
+builds `fc` for targets as wide as the drafter only, and has no MLA, so no file holds these. Its SDPA path is used,
+whose mask is boolean; `states` come from the input of its first layer, so what is fed on is its own word.
 """
 
 import json
@@ -107,7 +108,8 @@ def peer_model(layer_type: str, flags: dict, num_layers: int) -> Eagle3DraftMode
 
 
 def draw_weights(model: Eagle3DraftModel, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """Sets every parameter at random and returns them by canonical name: norms around 1, matrices at gain 0.7, floats bf16."""
+    """Sets every parameter at random and returns them by canonical name: norms around 1, matrices at gain 0.7, floats
+    bf16."""
     names = [name for name, _ in model.named_parameters() if not name.startswith("verifier_")]
     weights = {}
     for name in sorted(names):
@@ -175,7 +177,9 @@ def write_case(seed: int, layer_type: str, variant: str, num_layers: int) -> Pat
         raise ValueError(f"{path.name}: {bad} are not finite; expected finite outputs. Was a weight left unset?")
     tensors = {f"weights.{name}": tensor for name, tensor in weights.items()} | inputs | outputs
     fixture = {"config": our_config(layer_type, flags, num_layers), "speculators_version": version("speculators")}
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"fixture": json.dumps(fixture)})
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"fixture": json.dumps(fixture)}
+    )
     return path
 
 

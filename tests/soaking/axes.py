@@ -1,4 +1,5 @@
-"""What is asked of generate besides callbacks: how to draft, caches, prompts, choices of tokens, outputs; tables, the usual entry first.
+"""What is asked of generate besides callbacks: how to draft, caches, prompts, choices of tokens, outputs; tables, the
+usual entry first.
 
 An entry's builder takes a `callbacks.Setting` and returns keyword arguments for `generate`.
 """
@@ -22,14 +23,18 @@ def text_config(setting: Setting):
 DRAFTINGS = {
     "auto": lambda setting: {},
     "chain": lambda setting: {"num_assistant_tokens": setting.rng.randrange(1, 9)},
-    "chain, doubting": lambda setting: {"num_assistant_tokens": setting.rng.randrange(2, 9), "assistant_confidence_threshold": 0.5},
+    "chain, doubting": lambda setting: {
+        "num_assistant_tokens": setting.rng.randrange(2, 9),
+        "assistant_confidence_threshold": 0.5,
+    },
     "tree": lambda setting: {
-        "num_assistant_tokens": setting.rng.randrange(1, 7), "draft_tree_top_k": setting.rng.randrange(2, 5),
+        "num_assistant_tokens": setting.rng.randrange(1, 7),
+        "draft_tree_top_k": setting.rng.randrange(2, 5),
         "draft_tree_total_tokens": setting.rng.randrange(2, 28),
     },
     "auto, chains": lambda setting: {"draft_tree_top_k": 1},
     "auto, small": lambda setting: {"draft_tree_total_tokens": setting.rng.randrange(2, 12)},
-}  # fmt: skip
+}
 CACHES = {
     "default": lambda setting: {},
     "static": lambda setting: {"cache_implementation": "static"},
@@ -38,12 +43,15 @@ CACHES = {
     "own, no config": lambda setting: {"past_key_values": DynamicCache()},
     "own, static": lambda setting: {"past_key_values": StaticCache(config=text_config(setting), max_cache_len=LONGEST)},
     "conversation": lambda setting: {"past_key_values": DynamicCache(config=text_config(setting))},
-    "conversation, static": lambda setting: {"past_key_values": StaticCache(config=text_config(setting), max_cache_len=LONGEST)},
+    "conversation, static": lambda setting: {
+        "past_key_values": StaticCache(config=text_config(setting), max_cache_len=LONGEST)
+    },
     "conversation, chunks": lambda setting: {
-        "past_key_values": DynamicCache(config=text_config(setting)), "prefill_chunk_size": setting.rng.randrange(1, 6),
+        "past_key_values": DynamicCache(config=text_config(setting)),
+        "prefill_chunk_size": setting.rng.randrange(1, 6),
     },
     "conversation, dict": lambda setting: {"return_dict_in_generate": True},
-}  # fmt: skip
+}
 CHOICES = {
     "greedy": lambda setting: {"do_sample": False},
     "sampled": lambda setting: {"do_sample": True},
@@ -71,10 +79,20 @@ EXTRAS = {
     "no cache": lambda setting: {"use_cache": False},
 }
 AXES: dict[str, Any] = {
-    "family": FAMILIES, "attention": ATTENTIONS, "wrapper": WRAPPERS, "drafter": conftest.DRAFTERS, "drafter attention": ATTENTIONS,
-    "drafting": DRAFTINGS, "cache": CACHES, "choice": CHOICES, "processors": PROCESSORS, "stop": STOPS, "streamer": STREAMERS,
-    "outputs": OUTPUTS, "extra": EXTRAS,
-}  # fmt: skip
+    "family": FAMILIES,
+    "attention": ATTENTIONS,
+    "wrapper": WRAPPERS,
+    "drafter": conftest.DRAFTERS,
+    "drafter attention": ATTENTIONS,
+    "drafting": DRAFTINGS,
+    "cache": CACHES,
+    "choice": CHOICES,
+    "processors": PROCESSORS,
+    "stop": STOPS,
+    "streamer": STREAMERS,
+    "outputs": OUTPUTS,
+    "extra": EXTRAS,
+}
 SELDOM = {  # what takes seconds, or has one outcome
     "wrapper": ("compiled", "compiled in place", "compiled forward"), "extra": ("no cache",),
 }  # fmt: skip

@@ -1,4 +1,5 @@
-"""What users hand to generate: processors, criteria and streamers. They keep notes of what they were shown, and fail on demand."""
+"""What users hand to generate: processors, criteria and streamers. They keep notes of what they were shown, and fail on
+demand."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -6,7 +7,13 @@ from typing import Any
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerFast, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedTokenizerFast,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation.streamers import BaseStreamer, TextIteratorStreamer
 
 
@@ -109,7 +116,9 @@ class Generates(Processor):
     def processed(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         kwargs = {"assistant_model": self.setting.drafter, "num_assistant_tokens": 2} if self.assistant else {}
         ids = input_ids[:1, -2:]
-        more = self.setting.target.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False, **kwargs)
+        more = self.setting.target.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False, **kwargs
+        )
         scores[:, int(more[0, -1])] += 1.5
         return scores
 
@@ -246,7 +255,9 @@ PROCESSORS = {
     "repetition penalty": lambda setting: {"repetition_penalty": 1.4},
     "no repeated bigram": lambda setting: {"no_repeat_ngram_size": 2},
     "bad words": lambda setting: {"bad_words_ids": [[setting.token()], [setting.token(), setting.token()]]},
-    "sequence bias": lambda setting: {"sequence_bias": [[[setting.token()], -4.0], [[setting.token(), setting.token()], 3.0]]},
+    "sequence bias": lambda setting: {
+        "sequence_bias": [[[setting.token()], -4.0], [[setting.token(), setting.token()], 3.0]]
+    },
     "min new tokens": lambda setting: {"min_new_tokens": setting.rng.randrange(1, 8), "eos_token_id": setting.token()},
     "min length": lambda setting: {"min_length": setting.rng.randrange(1, 16), "eos_token_id": setting.token()},
     "suppressed": lambda setting: {"suppress_tokens": [setting.token()], "begin_suppress_tokens": [setting.token()]},
@@ -269,7 +280,10 @@ STOPS = {
     "end": lambda setting: {"eos_token_id": setting.token()},
     "several ends": lambda setting: {"eos_token_id": sorted({setting.token() for _ in range(3)})},
     "stop string": lambda setting: {
-        "stop_strings": [chr(ord("A") + setting.token()) + chr(ord("A") + setting.token()), chr(ord("A") + setting.token())],
+        "stop_strings": [
+            chr(ord("A") + setting.token()) + chr(ord("A") + setting.token()),
+            chr(ord("A") + setting.token()),
+        ],
         "tokenizer": tokenizer(setting.vocab_size),
     },
     "stop string and end": lambda setting: STOPS["stop string"](setting) | {"eos_token_id": setting.token()},
@@ -293,7 +307,8 @@ ERRORS = {
     "value error": lambda: ValueError("not this token"),
     "out of memory": lambda: torch.OutOfMemoryError("none left"),
 }
-# In a place of the caller's own both sides fail alike; in a layer there is no such place in the other side's count of calls.
+# In a place of the caller's own both sides fail alike; in a layer there is no such place in the other side's count of
+# calls.
 PLACES = {
     "processor": processors(Processor),
     "criterion": criteria(Criterion),

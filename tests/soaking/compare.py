@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-TOLERANCE = 1e-4  # of a tensor's own scale: fp32 rows computed together or one by one are 1e-6 apart, a wrong token is tenths
+# of a tensor's own scale: fp32 rows computed together or one by one are 1e-6 apart, a wrong token is tenths
+TOLERANCE = 1e-4
 TIE = 1e-5  # of the scores' spread: two tokens that close are told apart by rounding alone
-COARSE = {"8 bit": 0.05}  # wrappers that round activations to a few bits, so that a difference in the last place may grow to a step
+# wrappers that round activations to a few bits, so that a difference in the last place may grow to a step
+COARSE = {"8 bit": 0.05}
 
 
 @dataclass
@@ -24,7 +26,8 @@ class Difference:
 
 
 def differences(each, alone, ours) -> list[Difference]:
-    """What of `ours` is not as `alone`, two `trial.Outcome`s of the run `each`; after the tokens differ, nothing else is compared."""
+    """What of `ours` is not as `alone`, two `trial.Outcome`s of the run `each`; after the tokens differ, nothing else
+    is compared."""
     tolerance = COARSE.get(each.trial.choices["wrapper"], TOLERANCE)
     is_layer = each.trial.fault is not None and each.trial.fault[0] in ("target", "drafter")
     if is_layer and any(fuse.has_blown for fuse in ours.notes.fuses.values()):
@@ -34,12 +37,18 @@ def differences(each, alone, ours) -> list[Difference]:
         return [Difference(f"ended with {told(ours.error)}, alone with {told(alone.error)}")]
     found: list[Difference] = []
     for turn, (mine, other) in enumerate(zip(ours.outputs, alone.outputs, strict=True)):
-        found += [Difference(f"turn {turn}: {one}", one.is_tie) for one in of_outputs(each, mine, other, tolerance, ours.error is not None)]
+        found += [
+            Difference(f"turn {turn}: {one}", one.is_tie)
+            for one in of_outputs(each, mine, other, tolerance, ours.error is not None)
+        ]
         if found:
             return found
     found += [Difference(what) for what in of_notes(ours.notes.seen, alone.notes.seen, ours.error is not None)]
     if ours.past is not None and ours.error is None:
-        found += [Difference(what) for what in of_caches("the caller's cache", ours.past, alone.past, tolerance, each.padding())]
+        found += [
+            Difference(what)
+            for what in of_caches("the caller's cache", ours.past, alone.past, tolerance, each.padding())
+        ]
     return found
 
 
@@ -65,7 +74,12 @@ def of_outputs(each, ours: Any, alone: Any, tolerance: float, failed: bool) -> l
 def departure(each, ours: Tensor, alone: Tensor) -> Difference:
     """Where tokens differ, and by how much the target prefers its own there."""
     what = f"tokens {ours.tolist()}, alone {alone.tolist()}"
-    if each.trial.is_sampled or each.trial.num_turns > 1 or each.trial.fault or each.trial.choices["extra"] == "config object":
+    if (
+        each.trial.is_sampled
+        or each.trial.num_turns > 1
+        or each.trial.fault
+        or each.trial.choices["extra"] == "config object"
+    ):
         return Difference(what)
     again = each.converse(None, return_dict_in_generate=True, output_scores=True).outputs[0]
     scores, given = again.scores, again.sequences.shape[1] - len(again.scores)
@@ -78,17 +92,23 @@ def departure(each, ours: Tensor, alone: Tensor) -> Difference:
     spread = step[step.isfinite()].std()
     margin = float((step[alone[row, place]] - step[ours[row, place]]) / spread)
     limit = COARSE.get(each.trial.choices["wrapper"], TIE)
-    return Difference(f"{what}: row {row}, token {place - given}, preferred by {margin:.1e} of the scores' spread", margin <= limit)
+    return Difference(
+        f"{what}: row {row}, token {place - given}, preferred by {margin:.1e} of the scores' spread", margin <= limit
+    )
 
 
 def of_values(name: str, ours: Any, alone: Any, tolerance: float, padding: list[int]) -> list[str]:
-    """Tensors, caches, and tuples of them however deep; the first difference. `padding`: by row, how many tokens before it say nothing."""
+    """Tensors, caches, and tuples of them however deep; the first difference. `padding`: by row, how many tokens before
+    it say nothing."""
     if isinstance(alone, Cache):
         return of_caches(name, ours, alone, tolerance, padding)
     if isinstance(alone, (tuple, list)):
         if not isinstance(ours, (tuple, list)) or len(ours) != len(alone):
             return [f"{name}: {len(ours) if isinstance(ours, (tuple, list)) else ours} parts, alone {len(alone)}"]
-        parts = (of_values(f"{name}[{i}]", a, b, tolerance, padding) for i, (a, b) in enumerate(zip(ours, alone, strict=True)))
+        parts = (
+            of_values(f"{name}[{i}]", a, b, tolerance, padding)
+            for i, (a, b) in enumerate(zip(ours, alone, strict=True))
+        )
         return next((found for found in parts if found), [])
     if not isinstance(alone, Tensor):
         return [] if ours == alone else [f"{name}: {ours!r}, alone {alone!r}"]
@@ -100,7 +120,8 @@ def of_values(name: str, ours: Any, alone: Any, tolerance: float, padding: list[
     finite = alone[alone.isfinite()]
     scale = max(float(finite.abs().max()) if len(finite) else 0.0, 1e-6)
     error = (ours.double() - alone.double()).abs().masked_fill(ours == alone, 0.0)
-    if alone.dim() > 2 and len(alone) == len(padding) and alone.shape[-2] > 1:  # a prompt's: (B, L, H), (B, heads, L, keys)
+    # a prompt's: (B, L, H), (B, heads, L, keys)
+    if alone.dim() > 2 and len(alone) == len(padding) and alone.shape[-2] > 1:
         for row, count in enumerate(padding):
             error[row, ..., :count, :] = 0.0
     if bool((error <= tolerance * scale).all()):
@@ -110,7 +131,9 @@ def of_values(name: str, ours: Any, alone: Any, tolerance: float, padding: list[
 
 def of_caches(name: str, ours: Cache, alone: Cache, tolerance: float, padding: list[int]) -> list[str]:
     """Kinds of layers, lengths, and the keys and values of what is in use and no padding."""
-    if type(ours) is not type(alone) or [type(layer) for layer in ours.layers] != [type(layer) for layer in alone.layers]:
+    if type(ours) is not type(alone) or [type(layer) for layer in ours.layers] != [
+        type(layer) for layer in alone.layers
+    ]:
         return [f"{name}: {type(ours).__name__} of {[type(x).__name__ for x in ours.layers]}"]
     for i, (mine, other) in enumerate(zip(ours.layers, alone.layers, strict=True)):
         if not isinstance(getattr(other, "keys", None), Tensor):
@@ -137,7 +160,9 @@ def of_notes(ours: dict[str, list], alone: dict[str, list], failed: bool) -> lis
             shorter = min(len(mine), len(other))
             mine, other = mine[:shorter], other[:shorter]
         if mine != other:
-            call = next((i for i, (a, b) in enumerate(zip(mine, other, strict=False)) if a != b), min(len(mine), len(other)))
+            call = next(
+                (i for i, (a, b) in enumerate(zip(mine, other, strict=False)) if a != b), min(len(mine), len(other))
+            )
             shown = [notes[call] if call < len(notes) else "nothing" for notes in (mine, other)]
             found.append(f"{who}, call {call}: shown {shown[0]}, alone {shown[1]}")
     return found

@@ -1,6 +1,7 @@
 """Targets, what users wrap them in, and drafters beside them: the first three axes of the soak.
 
-A wrapper takes a target of its own, to do with as it likes, and returns what the user calls `generate` on, or None where it cannot wrap it.
+A wrapper takes a target of its own, to do with as it likes, and returns what the user calls `generate` on, or None
+where it cannot wrap it.
 """
 
 import tempfile
@@ -81,7 +82,9 @@ def as_subclass(target: PreTrainedModel) -> PreTrainedModel:
     return target
 
 
-def with_adapter(config: Callable[[PreTrainedModel], object], then: Callable[[nn.Module], nn.Module] = lambda model: model):
+def with_adapter(
+    config: Callable[[PreTrainedModel], object], then: Callable[[nn.Module], nn.Module] = lambda model: model
+):
     """A wrapper: the target with this adapter of peft, of random weights."""
 
     def wrap(target: PreTrainedModel) -> nn.Module | None:
@@ -103,7 +106,11 @@ def with_adapter(config: Callable[[PreTrainedModel], object], then: Callable[[nn
 def lora(target: PreTrainedModel):
     from peft import LoraConfig
 
-    return LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM") if has(target, "q_proj", "v_proj") else None
+    return (
+        LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        if has(target, "q_proj", "v_proj")
+        else None
+    )
 
 
 def ia3(target: PreTrainedModel):
@@ -111,12 +118,16 @@ def ia3(target: PreTrainedModel):
 
     if not has(target, "k_proj", "v_proj", "down_proj"):
         return None
-    return IA3Config(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM")
+    return IA3Config(
+        target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM"
+    )
 
 
 def has(target: nn.Module, *names: str) -> bool:
     """Whether the decoder has linear layers of all these names."""
-    found = {name.rpartition(".")[2] for name, module in decoder_layers(target).named_modules() if type(module) is nn.Linear}
+    found = {
+        name.rpartition(".")[2] for name, module in decoder_layers(target).named_modules() if type(module) is nn.Linear
+    }
     return found >= set(names)
 
 
@@ -181,7 +192,9 @@ def quantized(kind: str, **options) -> Callable[[PreTrainedModel], PreTrainedMod
             if type(child) is nn.Linear
         ]
         for parent, name, child in linears:
-            layer = getattr(bitsandbytes.nn, kind)(child.in_features, child.out_features, child.bias is not None, **options)
+            layer = getattr(bitsandbytes.nn, kind)(
+                child.in_features, child.out_features, child.bias is not None, **options
+            )
             layer.load_state_dict(child.state_dict())
             setattr(parent, name, layer.to("cpu").requires_grad_(False))
         return target if linears else None
@@ -208,6 +221,8 @@ WRAPPERS: dict[str, Callable[[PreTrainedModel], nn.Module | None] | None] = {
 }
 NEEDS = {"peft": ("lora", "ia3"), "bitsandbytes": ("8 bit", "4 bit")}
 ABSENT = {  # by package, the wrappers that cannot be had
-    package: [name for name in WRAPPERS if name.startswith(words)] for package, words in NEEDS.items() if find_spec(package) is None
+    package: [name for name in WRAPPERS if name.startswith(words)]
+    for package, words in NEEDS.items()
+    if find_spec(package) is None
 }
 torch._dynamo.config.cache_size_limit = 2  # recompilations, of seconds each; what comes after runs as it is

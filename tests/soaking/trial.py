@@ -1,4 +1,5 @@
-"""One run of the soak: drawn from a seed and a number, generated with the drafter and without, compared in everything a caller can see."""
+"""One run of the soak: drawn from a seed and a number, generated with the drafter and without, compared in everything a
+caller can see."""
 
 import json
 import random
@@ -66,8 +67,12 @@ def draw(seed: int, number: int) -> Trial:
     """The usual entry of every axis every second time, else any."""
     trial = Trial(seed, number)
     rng = trial.rng("axes")
-    trial.choices = {axis: usual(axis) if rng.random() < 0.5 else rng.choice(list(table)) for axis, table in axes.AXES.items()}
-    trial.choices |= {axis: rng.choice(list(axes.AXES[axis])) for axis in ("family", "drafting", "drafter", "attention")}
+    trial.choices = {
+        axis: usual(axis) if rng.random() < 0.5 else rng.choice(list(table)) for axis, table in axes.AXES.items()
+    }
+    trial.choices |= {
+        axis: rng.choice(list(axes.AXES[axis])) for axis in ("family", "drafting", "drafter", "attention")
+    }
     for axis, entry in trial.choices.items():
         if entry in axes.SELDOM.get(axis, ()) and rng.random() < 0.9:
             trial.choices[axis] = usual(axis)
@@ -83,7 +88,8 @@ def without_contradictions(trial: Trial) -> Trial:
     if place == "streamer":
         choices["streamer"] = "notes"
     if "GPT-Neo," in choices["family"] and "static" in choices["cache"]:
-        choices["cache"] = "default"  # what transformers 5.23 makes of it depends on the buffer's length, with no drafter too
+        # what transformers 5.23 makes of it depends on the buffer's length, with no drafter too
+        choices["cache"] = "default"
     if "sparse" in choices["family"] and choices["cache"] == "own, no config":
         choices["cache"] = "own"  # it has no layers that can hold an index
     if choices["cache"] == "conversation, chunks" and conftest.REREADS_IN_CHUNKS:
@@ -139,16 +145,21 @@ class Run:
         return (mask == 0).sum(1).repeat_interleave(times).tolist()
 
     def setting(self, purpose: str, notes: Notes | None = None) -> Setting:
-        return Setting(self.target, self.drafter, self.trial.rng(purpose), notes or Notes(), self.vocab_size, self.trial.batch)
+        return Setting(
+            self.target, self.drafter, self.trial.rng(purpose), notes or Notes(), self.vocab_size, self.trial.batch
+        )
 
     def converse(self, drafting: str | None, fails: bool = True, is_reference: bool = False, **more) -> Outcome:
-        """All turns, with the drafter or (`drafting` None) without; `fails`: where the trial has a fault, in a layer not of a reference."""
+        """All turns, with the drafter or (`drafting` None) without; `fails`: where the trial has a fault, in a layer
+        not of a reference."""
         trial, notes = self.trial, Notes()
         setting = self.setting("calls", notes)
         kwargs = self.asked(setting) | more
         with ExitStack() as stack:
             if trial.fault:
-                stack.enter_context(self.failing(kwargs, setting, fails and not (is_reference and trial.fault[0] in LAYERS)))
+                stack.enter_context(
+                    self.failing(kwargs, setting, fails and not (is_reference and trial.fault[0] in LAYERS))
+                )
             if drafting is not None:
                 kwargs |= self.assistance(drafting, kwargs)
                 stack.enter_context(own_clock(trial.rng(f"clock of {drafting}")))
@@ -166,14 +177,19 @@ class Run:
         if self.trial.choices["extra"] != "decode":
             return {"assistant_model": self.drafter} | knobs
         streamer = kwargs.pop("streamer", None)
-        return {"custom_generate": partial(self.drafter.decode, streamer=streamer) if streamer else self.drafter.decode} | knobs
+        return {
+            "custom_generate": partial(self.drafter.decode, streamer=streamer) if streamer else self.drafter.decode
+        } | knobs
 
     @contextmanager
     def failing(self, kwargs: dict[str, Any], setting: Setting, fails: bool) -> Iterator[None]:
-        """Within it the trial's fault happens, if it `fails` this time; a callback that may fail is added where there is none."""
+        """Within it the trial's fault happens, if it `fails` this time; a callback that may fail is added where there
+        is none."""
         place, kind, call = self.trial.fault
         for name, value in PLACES[place](setting).items():
-            kwargs[name] = type(value)([*kwargs.get(name, ()), *value]) if isinstance(value, list) else kwargs.get(name, value)
+            kwargs[name] = (
+                type(value)([*kwargs.get(name, ()), *value]) if isinstance(value, list) else kwargs.get(name, value)
+            )
         if not fails:
             yield
             return
@@ -217,7 +233,9 @@ class Run:
         mask = given.get("attention_mask")
         goes_on = {"input_ids": torch.cat((ids, more), dim=1)}
         if mask is not None:
-            goes_on["attention_mask"] = torch.cat((mask, mask.new_ones(len(mask), goes_on["input_ids"].shape[1] - mask.shape[1])), dim=1)
+            goes_on["attention_mask"] = torch.cat(
+                (mask, mask.new_ones(len(mask), goes_on["input_ids"].shape[1] - mask.shape[1])), dim=1
+            )
         return goes_on, None if isinstance(output, Tensor) else output.past_key_values
 
     def state(self, kwargs: dict[str, Any], given: dict[str, Tensor]) -> dict[str, Any]:
@@ -225,7 +243,9 @@ class Run:
         found: dict[str, Any] = {
             "what was given": [(name, value.tolist()) for name, value in given.items()],
             "the lists of callbacks": [list(value) for value in kwargs.values() if isinstance(value, list)],
-            "the generation config given": kwargs["generation_config"].to_dict() if "generation_config" in kwargs else None,
+            "the generation config given": (
+                kwargs["generation_config"].to_dict() if "generation_config" in kwargs else None
+            ),
             "methods of GenerationMixin": [id(value) for value in vars(GenerationMixin).values()],
             "whether gradients are on": torch.is_grad_enabled(),
             "open trackers": len(statistics._trackers.get()),
@@ -233,7 +253,10 @@ class Run:
         if not self.trial.is_sampled:
             found["random numbers"] = torch.get_rng_state().numpy().tobytes()
         for name, model in (("target", self.target), ("drafter", self.drafter)):
-            found[f"config of the {name}"] = [json.dumps(model.config.to_dict(), default=str), model.config._attn_implementation]
+            found[f"config of the {name}"] = [
+                json.dumps(model.config.to_dict(), default=str),
+                model.config._attn_implementation,
+            ]
             found[f"generation config of the {name}"] = str(model.generation_config.to_dict())
             found[f"modules of the {name}"] = [module_state(module) for module in model.modules()]
         return found
@@ -243,9 +266,14 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 def module_state(module: torch.nn.Module) -> tuple:
-    """Its hooks (transformers leaves some where states were asked for), whether it is in training, and which forwards it has of its own."""
+    """Its hooks (transformers leaves some where states were asked for), whether it is in training, and which forwards
+    it has of its own."""
     hooks = [
-        [key for key, hook in getattr(module, name).items() if not getattr(hook, "__module__", "").startswith("transformers")]
+        [
+            key
+            for key, hook in getattr(module, name).items()
+            if not getattr(hook, "__module__", "").startswith("transformers")
+        ]
         for name in HOOKS
     ]
     return *hooks, module.training, id(vars(module).get("forward")), id(vars(module).get("_old_forward"))
@@ -253,7 +281,8 @@ def module_state(module: torch.nn.Module) -> tuple:
 
 @contextmanager
 def own_clock(rng: random.Random) -> Iterator[None]:
-    """Time of its own, and nothing known of earlier calls: what auto drafts is then erratic, and the same whenever it is drawn again."""
+    """Time of its own, and nothing known of earlier calls: what auto drafts is then erratic, and the same whenever it
+    is drawn again."""
     now = [0.0]
 
     def read() -> float:
@@ -270,7 +299,8 @@ def own_clock(rng: random.Random) -> Iterator[None]:
 
 @dataclass
 class Result:
-    """`differences`: what went wrong, [] where nothing did; `outcome`: of the side with the drafter; `word`: what kind of result it is."""
+    """`differences`: what went wrong, [] where nothing did; `outcome`: of the side with the drafter; `word`: what kind
+    of result it is."""
 
     differences: list[Difference]
     outcome: Outcome
@@ -295,7 +325,10 @@ def run(trial: Trial) -> Result:
         word = "failed alike"
         again = each.converse(drafting, fails=False)
         whole = each.converse(partner(drafting, trial), fails=False)
-        found += [Difference(f"after the failure: {one}", one.is_tie) for one in differences(each, whole, again) + spoilt(again)]
+        found += [
+            Difference(f"after the failure: {one}", one.is_tie)
+            for one in differences(each, whole, again) + spoilt(again)
+        ]
         if not goes_on(each, reference, whole):  # a few families do not, on static caches, with no drafter either
             found += goes_on(each, ours, whole)
     if trial.choices["wrapper"].startswith("compiled"):
@@ -308,8 +341,8 @@ def spoilt(outcome: Outcome) -> list[Difference]:
 
 
 def partner(drafting: str, trial: Trial) -> str | None:
-    """What the other side does: nothing with the drafter when greedy; when sampling it drafts otherwise, where the text may not depend on
-    it, else the same again.
+    """What the other side does: nothing with the drafter when greedy; when sampling it drafts otherwise, where the text
+    may not depend on it, else the same again.
     """
     if not trial.is_sampled:
         return None
@@ -319,8 +352,8 @@ def partner(drafting: str, trial: Trial) -> str | None:
 
 
 def goes_on(each: Run, ours: Outcome, whole: Outcome) -> list[Difference]:
-    """The caller's cache after a failure holds a beginning of what was to be said, and nothing else: the target alone goes on from it as
-    from a cache that has just read as much."""
+    """The caller's cache after a failure holds a beginning of what was to be said, and nothing else: the target alone
+    goes on from it as from a cache that has just read as much."""
     if ours.past is None or whole.error or each.trial.is_sampled or each.trial.num_turns > 1:
         return []
     said = whole.outputs[0] if isinstance(whole.outputs[0], Tensor) else whole.outputs[0].sequences
@@ -337,8 +370,12 @@ def goes_on(each: Run, ours: Outcome, whole: Outcome) -> list[Difference]:
 
     fresh = axes.CACHES[each.trial.choices["cache"]](each.setting("calls"))["past_key_values"]
     if length:
-        each.target.generate(said[:, :length], attention_mask=whole_mask[:, :length], past_key_values=fresh, max_new_tokens=1, **kwargs)
+        each.target.generate(
+            said[:, :length], attention_mask=whole_mask[:, :length], past_key_values=fresh, max_new_tokens=1, **kwargs
+        )
     mine, other = after(ours.past), after(fresh)
     return (
-        [] if torch.equal(mine, other) else [Difference(f"after the failure: the target goes on {mine.tolist()}, alone {other.tolist()}")]
+        []
+        if torch.equal(mine, other)
+        else [Difference(f"after the failure: the target goes on {mine.tolist()}, alone {other.tolist()}")]
     )

@@ -1,4 +1,5 @@
-"""`check_target`: what it says of a config is what happens with a model of it, for targets and for drafters beside them."""
+"""`check_target`: what it says of a config is what happens with a model of it, for targets and for drafters beside
+them."""
 
 import json
 import sys
@@ -25,38 +26,108 @@ import families
 
 ROPE = {"rope_theta": 1000000, "torch_dtype": "bfloat16"}
 QWEN3_8B = ROPE | {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
-    "eos_token_id": 151645, "bos_token_id": 151643, "sliding_window": None, "tie_word_embeddings": False,
-}  # fmt: skip
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "eos_token_id": 151645,
+    "bos_token_id": 151643,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+}
 GPT_OSS_20B = {
-    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880,
-    "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
-    "num_local_experts": 32, "num_experts_per_tok": 4,
-    "layer_types": ["sliding_attention", "full_attention"] * 12, "sliding_window": 128, "vocab_size": 201088, "rope_theta": 150000,
-    "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0},
-    "quantization_config": {"quant_method": "mxfp4"}, "max_position_embeddings": 131072,
-}  # fmt: skip
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "sliding_window": 128,
+    "vocab_size": 201088,
+    "rope_theta": 150000,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+    },
+    "quantization_config": {"quant_method": "mxfp4"},
+    "max_position_embeddings": 131072,
+}
 GEMMA3_27B = {
-    "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "image_token_index": 262144, "torch_dtype": "bfloat16",
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "model_type": "gemma3",
+    "image_token_index": 262144,
+    "torch_dtype": "bfloat16",
     "text_config": {
-        "model_type": "gemma3_text", "hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 62, "num_attention_heads": 32,
-        "num_key_value_heads": 16, "head_dim": 128, "sliding_window": 1024, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "model_type": "gemma3_text",
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "num_hidden_layers": 62,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "head_dim": 128,
+        "sliding_window": 1024,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     },
     "vision_config": {
-        "model_type": "siglip_vision_model", "hidden_size": 1152, "num_hidden_layers": 27, "num_attention_heads": 16, "image_size": 896,
-        "intermediate_size": 4304, "patch_size": 14,
+        "model_type": "siglip_vision_model",
+        "hidden_size": 1152,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "image_size": 896,
+        "intermediate_size": 4304,
+        "patch_size": 14,
     },
-}  # fmt: skip
+}
 DEEPSEEK_V3 = {
-    "model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61,
-    "first_k_dense_replace": 3, "n_routed_experts": 256, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "n_shared_experts": 1,
-    "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64, "v_head_dim": 128, "vocab_size": 129280,
-}  # fmt: skip
-T5 = {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "d_model": 2048, "is_encoder_decoder": True, "vocab_size": 32128}
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "first_k_dense_replace": 3,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "n_shared_experts": 1,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+T5 = {
+    "architectures": ["T5ForConditionalGeneration"],
+    "model_type": "t5",
+    "d_model": 2048,
+    "is_encoder_decoder": True,
+    "vocab_size": 32128,
+}
 MAMBA = {"model_type": "mamba", "hidden_size": 2560, "num_hidden_layers": 64, "state_size": 16, "vocab_size": 50280}
-BLOOM = {"architectures": ["BloomForCausalLM"], "model_type": "bloom", "n_embed": 4096, "n_layer": 30, "num_attention_heads": 32}
+BLOOM = {
+    "architectures": ["BloomForCausalLM"],
+    "model_type": "bloom",
+    "n_embed": 4096,
+    "n_layer": 30,
+    "num_attention_heads": 32,
+}
 FORMATS = Path(__file__).parents[1] / "fixtures" / "formats"
 # Of a kind each: trees, chains only by what logits say and by layer types, refused by shapes and by class.
 OF_A_KIND = ("Gemma3 multimodal, window", "MPT, faint alibi", "LFM2", "Gemma3n text", "RecurrentGemma")
@@ -77,7 +148,12 @@ def test_a_config_file_alone_answers_everything(tmp_path):
     report = check_target(str(file))
     assert answers(report) == dict.fromkeys(CAPABILITIES, "works")
     assert (report.works, report.verdict, report.notes) == (True, "works", [])
-    assert (report.architecture, report.num_layers, report.hidden_size, report.vocab_size) == ("Qwen3ForCausalLM", 36, 4096, 151936)
+    assert (report.architecture, report.num_layers, report.hidden_size, report.vocab_size) == (
+        "Qwen3ForCausalLM",
+        36,
+        4096,
+        151936,
+    )
     assert (report.num_parameters, report.num_bytes, report.dtype) == (8190735360, 2 * 8190735360, "bfloat16")
     assert [path.name for path in file.parent.iterdir()] == ["config.json"]
 
@@ -89,7 +165,11 @@ def test_what_it_says_of_a_family_is_what_the_families_table_finds(name):
     except families.NotThereError:
         target = families.build_target(name, "eager")
     family, report = families.FAMILIES[name], check_target(target.config)
-    words = {"chain": family.expected("chain"), "tree": family.expected("tree"), "batch": family.expected("tree", num_prompts=2)}
+    words = {
+        "chain": family.expected("chain"),
+        "tree": family.expected("tree"),
+        "batch": family.expected("tree", num_prompts=2),
+    }
     assert {way: report[way].answer for way in words} == {way: ANSWERS[word] for way, word in words.items()}
     assert "different" not in answers(report).values()
     assert report.works == (family.chain != families.REFUSED)
@@ -106,7 +186,10 @@ def test_a_large_config_becomes_small_and_keeps_its_kinds():
     assert text.rope_parameters["full_attention"]["factor"] == 8.0
     tiny, notes = tiny_config(CONFIG_MAPPING["gpt_oss"].from_dict(GPT_OSS_20B))
     assert 1 < tiny.num_experts_per_tok < tiny.num_local_experts
-    assert (tiny.layer_types, tiny.rope_parameters["rope_type"]) == (["sliding_attention", "full_attention"] * 2, "yarn")
+    assert (tiny.layer_types, tiny.rope_parameters["rope_type"]) == (
+        ["sliding_attention", "full_attention"] * 2,
+        "yarn",
+    )
     assert notes == ["tried without its quantization (mxfp4)"]
     tiny, _ = tiny_config(CONFIG_MAPPING["deepseek_v3"].from_dict(DEEPSEEK_V3))
     assert 0 < tiny.first_k_dense_replace < tiny.num_hidden_layers
@@ -118,7 +201,9 @@ def test_layers_that_come_late_are_there():
         "layer_types": ["full_attention"] * 29 + ["sliding_attention"],
         "max_window_layers": 29,
     }
-    tiny, _ = tiny_config(CONFIG_MAPPING["qwen2"].from_dict(config | {"use_sliding_window": True, "sliding_window": 4096}))
+    tiny, _ = tiny_config(
+        CONFIG_MAPPING["qwen2"].from_dict(config | {"use_sliding_window": True, "sliding_window": 4096})
+    )
     assert tiny.layer_types == ["full_attention"] * 4 + ["sliding_attention"]
 
 
@@ -142,14 +227,19 @@ def test_what_cannot_work_is_refused_as_generate_refuses_it(tmp_path, config, wo
 
 
 def test_code_of_a_repository_is_named_and_not_run(tmp_path):
-    write(tmp_path, {"model_type": "homemade", "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}})
+    write(
+        tmp_path,
+        {"model_type": "homemade", "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}},
+    )
     (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     report = check_target(str(tmp_path))
     assert not report.works
     assert "homemade, is code in its repository (auto_map)" in report.verdict
     assert "trust_remote_code" in report["chain"].text
     assert not (tmp_path / "ran").exists()
-    assert "does not know the architecture homemade" in check_target(write(tmp_path, {"model_type": "homemade"})).verdict
+    assert (
+        "does not know the architecture homemade" in check_target(write(tmp_path, {"model_type": "homemade"})).verdict
+    )
 
 
 class Homemade(LlamaForCausalLM):
@@ -164,7 +254,9 @@ class Homemade(LlamaForCausalLM):
 
 def test_a_model_in_memory_is_tried_by_its_own_class_and_a_wrong_text_is_found():
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4)
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4
+    )
     report = check_target(Homemade(config))
     assert report.architecture == "Homemade"
     assert report["chain"].answer == "different"
@@ -178,7 +270,9 @@ def test_what_cannot_be_tried_in_small_is_said():
             super().__init__(config)
             self.table = nn.Embedding(40_000_000, 1, device="meta")
 
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4))
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4)
+    )
     model.__class__ = Stubborn
     report = check_target(model)
     assert (report.works, report["chain"].answer) == (False, "not tried")
@@ -200,7 +294,11 @@ def test_what_cannot_be_tried_in_small_is_said():
 )
 def test_a_drafter_fits_where_generate_takes_it(fields, wrong):
     target = build_target()
-    config = build_drafter(target, "eagle31").config.to_dict() | {"target_hidden_size": None, "draft_vocab_size": None} | fields
+    config = (
+        build_drafter(target, "eagle31").config.to_dict()
+        | {"target_hidden_size": None, "draft_vocab_size": None}
+        | fields
+    )
     drafter = Eagle31DrafterModel(
         Eagle31Config.from_dict(config | {"num_key_value_heads": None, "head_dim": None, "layer_types": None})
     ).eval()
@@ -274,15 +372,21 @@ def test_the_demo_pair_fits_and_no_other_target(tmp_path):
     drafter = check_drafter(str(folder), read_target(write(tmp_path, QWEN3_8B)))
     wrong = {finding.name: finding.text for finding in drafter.findings if finding.fits is False}
     named = check_drafter(str(folder), read_target(write(tmp_path / "Demo target", QWEN3_8B) + "/config.json"))
-    assert [finding.fits for each in (drafter, named) for finding in each.findings if finding.name == "made for"] == [None, True]
+    assert [finding.fits for each in (drafter, named) for finding in each.findings if finding.name == "made for"] == [
+        None,
+        True,
+    ]
     assert set(wrong) == {"width", "vocabulary"}
     assert wrong["width"].startswith("reads states of width 128, the target's are 4096 wide")
 
 
 @pytest.mark.parametrize(
-    ("fields", "word"), [({"q_lora_rank": 18, "kv_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}, "MLA"),
-                         ({"fc_norm": False, "norm_output": False, "num_hidden_layers": 2, "draft_vocab_size": 8}, "EAGLE 3")]
-)  # fmt: skip
+    ("fields", "word"),
+    [
+        ({"q_lora_rank": 18, "kv_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}, "MLA"),
+        ({"fc_norm": False, "norm_output": False, "num_hidden_layers": 2, "draft_vocab_size": 8}, "EAGLE 3"),
+    ],
+)
 def test_the_tiny_drafter_is_built_as_the_one_that_is_named(fields, word):
     target, like = build_target(), Eagle31Config(vocab_size=11, hidden_size=36, num_attention_heads=2, **fields)
     drafter = trial.build_drafter(target, like)
@@ -297,7 +401,10 @@ def test_a_checkpoint_that_may_mean_two_things_names_what_decides(tmp_path):
     source = FORMATS / "specforge-fc-norm"
     config = json.loads((source / "config.json").read_text())
     (tmp_path / "model.safetensors").symlink_to(source / "model.safetensors")
-    folder, target = write(tmp_path, config | {"norm_output": True}), read_target(LlamaConfig(vocab_size=config["vocab_size"]))
+    folder, target = (
+        write(tmp_path, config | {"norm_output": True}),
+        read_target(LlamaConfig(vocab_size=config["vocab_size"])),
+    )
     drafter = check_drafter(folder, target)
     assert (drafter.fits, drafter.config) == (False, None)
     assert "Pass norm_output=False" in drafter.findings[0].text
@@ -336,9 +443,14 @@ def test_a_target_that_fails_alone_is_not_known():
         def generate(self, **options):
             raise AttributeError("no such thing")
 
-    config = LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4)
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4
+    )
     verdict = check_target(Broken(config)).verdict
-    assert verdict == "not known: cannot be tried in small: the target alone does not decode (AttributeError: no such thing)"
+    assert (
+        verdict
+        == "not known: cannot be tried in small: the target alone does not decode (AttributeError: no such thing)"
+    )
 
 
 def test_fields_that_fill_memory_or_lead_to_code_are_left_out(tmp_path):

@@ -69,6 +69,8 @@ def test_a_drafter_in_a_targets_place_is_refused_everywhere(tmp_path, config, si
 
 
 def test_a_target_that_is_only_called_eagle_is_none(tmp_path):
-    folder = write(tmp_path / "target", {"model_type": "eagle_2_5_vl", "architectures": ["Eagle2_5_VLForConditionalGeneration"]})
+    folder = write(
+        tmp_path / "target", {"model_type": "eagle_2_5_vl", "architectures": ["Eagle2_5_VLForConditionalGeneration"]}
+    )
     loading.refuse_drafter(folder)
     assert read_target(folder).model_class is None

@@ -1,4 +1,5 @@
-"""What a `Trial` finds in a tiny target: that drafts decide nothing when sampling, that nothing is kept, that training fails."""
+"""What a `Trial` finds in a tiny target: that drafts decide nothing when sampling, that nothing is kept, that training
+fails."""
 
 import pytest
 import torch
@@ -56,7 +57,9 @@ class Leaking(LlamaForCausalLM):
 
 
 def test_a_target_whose_text_depends_on_drafts_is_found_when_sampling():
-    assert make_trial(Leaking).sampling() == trial.Outcome(trial.DIFFERENT, "with one seed the text depends on what is drafted")
+    assert make_trial(Leaking).sampling() == trial.Outcome(
+        trial.DIFFERENT, "with one seed the text depends on what is drafted"
+    )
 
 
 @pytest.mark.parametrize(
@@ -66,7 +69,9 @@ def test_a_target_whose_text_depends_on_drafts_is_found_when_sampling():
 )
 def test_a_target_that_keeps_no_cache_is_refused_in_these_words(config):
     report = check_target(config)
-    assert {each.name: each.answer for each in report.capabilities} == dict.fromkeys(CAPABILITIES, "refused") | {"training": "works"}
+    assert {each.name: each.answer for each in report.capabilities} == dict.fromkeys(CAPABILITIES, "refused") | {
+        "training": "works"
+    }
     assert "keeps no cache" in report.verdict
     assert "please report" not in report.verdict
 

@@ -1,4 +1,5 @@
-"""The runs of test_distributed.py. `distributed_run.py FOLDER`, started in two processes, does them one after the other.
+"""The runs of test_distributed.py. `distributed_run.py FOLDER`, started in two processes, does them one after the
+other.
 
 `distributed_run.py FOLDER NAME` begins the one of that name.
 """
@@ -17,7 +18,17 @@ import transformers
 from accelerate.state import PartialState
 from packaging.version import Version
 from torch.distributed.tensor import DTensor
-from training_runs import CHECKPOINTING, PLAIN, VOCAB, InterruptAfter, LostMachineError, make_rows, make_trainer, outcome, target
+from training_runs import (
+    CHECKPOINTING,
+    PLAIN,
+    VOCAB,
+    InterruptAfter,
+    LostMachineError,
+    make_rows,
+    make_trainer,
+    outcome,
+    target,
+)
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
@@ -26,9 +37,22 @@ from eagle31_hf.training.divergence import TrainingDivergedError
 from eagle31_hf.training.output import check_output, in_all_processes
 from eagle31_hf.training.prepare import prepare_data
 
-EMPTY = (0, 2, 3, 7, 11)  # an odd number: with a row a process, in some step one process has no answers and the other has
-EVALUATED = {"eval_rows": 5, "eval_strategy": "epoch", "per_device_eval_batch_size": 2, "eval_prompts": 3, "eval_max_new_tokens": 6}
-ADAM = {"save_strategy": "steps", "save_steps": 1, "num_train_epochs": 2, "lr_scheduler_type": "cosine", "load_best_model_at_end": True}
+# an odd number: with a row a process, in some step one process has no answers and the other has
+EMPTY = (0, 2, 3, 7, 11)
+EVALUATED = {
+    "eval_rows": 5,
+    "eval_strategy": "epoch",
+    "per_device_eval_batch_size": 2,
+    "eval_prompts": 3,
+    "eval_max_new_tokens": 6,
+}
+ADAM = {
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "num_train_epochs": 2,
+    "lr_scheduler_type": "cosine",
+    "load_best_model_at_end": True,
+}
 ADAM |= EVALUATED | {"eval_strategy": "steps", "eval_steps": 1}
 FSDP = {"fsdp": True, "fsdp_config": {"version": 2}}
 SHARDS = {"fsdp_config": {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}}
@@ -38,8 +62,12 @@ RUNS: dict[str, dict[str, Any]] = {
     "packed": PLAIN | {"packing": True, "per_device_train_batch_size": 1, "max_length": 24},
     "one_empty": PLAIN | {"empty": EMPTY, "per_device_train_batch_size": 1},
     "one_empty_by_sequence": PLAIN | {"empty": EMPTY, "per_device_train_batch_size": 1, "normalisation": "sequence"},
-    "sharded_target": PLAIN | EVALUATED | {"shard_target": True, "packing": True, "max_length": 40, "per_device_train_batch_size": 1},
-    "tensor_parallel_target": PLAIN | EVALUATED | {"tensor_parallel": True, "gradient_accumulation_steps": 2, "num_train_epochs": 2},
+    "sharded_target": (
+        PLAIN | EVALUATED | {"shard_target": True, "packing": True, "max_length": 40, "per_device_train_batch_size": 1}
+    ),
+    "tensor_parallel_target": (
+        PLAIN | EVALUATED | {"tensor_parallel": True, "gradient_accumulation_steps": 2, "num_train_epochs": 2}
+    ),
     "fsdp": FSDP | PLAIN | EVALUATED | {"gradient_accumulation_steps": 2, "num_train_epochs": 2},
     "fsdp_sharded_target": FSDP | PLAIN | {"shard_target": True},
     "fsdp_recomputed": FSDP | PLAIN | {CHECKPOINTING: True},
@@ -48,7 +76,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "fsdp_adam": FSDP | ADAM,
     "fsdp_adam_shards": FSDP | SHARDS | ADAM,
 }
-OLD = Version(transformers.__version__) < Version("5.23")  # 5.17 cannot read an optimizer's state onto "cpu:0", as DDP on CPUs asks it to
+# 5.17 cannot read an optimizer's state onto "cpu:0", as DDP on CPUs asks it to
+OLD = Version(transformers.__version__) < Version("5.23")
 RESUMED = [name for name in RUNS if "adam" in name and not (OLD and "fsdp" not in name)]
 EVEN = {"vocab_size": VOCAB + 1}  # 5.17 splits nothing else
 STOPPED_AT = 2  # of three steps an epoch
@@ -73,7 +102,9 @@ def tensor_parallel_target(folder: Path):
     if PartialState().is_main_process:
         target(**EVEN).save_pretrained(folder)
     PartialState().wait_for_everyone()
-    return AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_plan="auto"), dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(
+        folder, distributed_config=DistributedConfig(tp_plan="auto"), dtype=torch.float32
+    ).eval()
 
 
 def launched(folder: Path, *arguments: str) -> list[subprocess.Popen]:
@@ -81,15 +112,22 @@ def launched(folder: Path, *arguments: str) -> list[subprocess.Popen]:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    shared = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2]), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    shared = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+    }
     shared |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     return [
         subprocess.Popen(
-            [sys.executable, __file__, str(folder), *arguments], env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.DEVNULL, stderr=(folder / f"errors-{rank}.txt").open("w"),
+            [sys.executable, __file__, str(folder), *arguments],
+            env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.DEVNULL,
+            stderr=(folder / f"errors-{rank}.txt").open("w"),
         )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
 
 
 def main(folder: Path) -> None:
@@ -144,7 +182,9 @@ def stopped(folder: Path) -> dict[str, str]:
 def finish(trainer, folder: Path) -> None:
     """Leaves the model, and what every process saw."""
     if trainer.reader.in_step:
-        weights = [weight for layer in decoder_layers(trainer.target) for weight in layer.parameters() if weight.dim() > 1]
+        weights = [
+            weight for layer in decoder_layers(trainer.target) for weight in layer.parameters() if weight.dim() > 1
+        ]
         assert all(isinstance(weight, DTensor) for weight in weights), "the target stayed gathered"
     trainer.save_model(str(folder / "final"))
     torch.save(outcome(trainer).logs, folder / f"logs-{PartialState().process_index}.pt")

@@ -1,4 +1,5 @@
-"""Whatever a row holds, it is a row or a reason that is counted, with file and line; nothing ends the preparation of the others."""
+"""Whatever a row holds, it is a row or a reason that is counted, with file and line; nothing ends the preparation of
+the others."""
 
 import json
 import random
@@ -22,16 +23,31 @@ DEEP = "[" * 100_000
 
 # A line of a file, without its end -> why it makes no row.
 LINES = {
-    b'{"text": 5}': "text is no text", b'{"text": NaN}': "text is no text", b'{"text": ["a"]}': "text is no text",
-    b'{"text": true}': "text is no text", b'{"text": {}}': "text is no text", b'{"text": ""}': "too short",
-    b'{"text": null}': "of no known kind", b"{}": "of no known kind", b'{"\\ud800": 1}': "of no known kind",
-    b'{"text": "abc\\ud800def"}': "text is not Unicode", b'{"text": "abc \xed\xa0\x80 def"}': "text is not Unicode",
+    b'{"text": 5}': "text is no text",
+    b'{"text": NaN}': "text is no text",
+    b'{"text": ["a"]}': "text is no text",
+    b'{"text": true}': "text is no text",
+    b'{"text": {}}': "text is no text",
+    b'{"text": ""}': "too short",
+    b'{"text": null}': "of no known kind",
+    b"{}": "of no known kind",
+    b'{"\\ud800": 1}': "of no known kind",
+    b'{"text": "abc\\ud800def"}': "text is not Unicode",
+    b'{"text": "abc \xed\xa0\x80 def"}': "text is not Unicode",
     b'{"text": "xyz"}': "tokenizer refused it: WordLevel error: Missing [UNK] token from the vocabulary",
     b'{"text": "a", "text": "b"}': "a key is there twice",
-    b"NaN": "no JSON object", b"[1]": "no JSON object", b"null": "no JSON object", b'"text"': "no JSON object",
-    b'{"text": "abcdef"': "no JSON", b"text": "no JSON", b"\x00\x00": "no JSON", b'{"text": 1' + b"0" * 5000 + b"}": "no JSON",
-    b'{"text": "abc\xff"}': "no UTF-8", DEEP.encode(): "nested too deep", b'{"text": ' + DEEP.encode(): "nested too deep",
-}  # fmt: skip
+    b"NaN": "no JSON object",
+    b"[1]": "no JSON object",
+    b"null": "no JSON object",
+    b'"text"': "no JSON object",
+    b'{"text": "abcdef"': "no JSON",
+    b"text": "no JSON",
+    b"\x00\x00": "no JSON",
+    b'{"text": 1' + b"0" * 5000 + b"}": "no JSON",
+    b'{"text": "abc\xff"}': "no UTF-8",
+    DEEP.encode(): "nested too deep",
+    b'{"text": ' + DEEP.encode(): "nested too deep",
+}
 RECORDS = [
     ({"input_ids": [1, 2.5, 3], "answers": [1, 1, 1]}, "input_ids are no integers"),
     ({"input_ids": [1, 5.0, 3], "answers": [1, 1, 1]}, "input_ids are no integers"),
@@ -132,8 +148,10 @@ def test_of_a_list_and_of_several_files_the_place_is_named_too(tmp_path, tokeniz
     said = []
     prepared(read_records(str(tmp_path)), tokenizer, said.append)
     assert [message.split(": ")[0] for message in said] == [
-        f"skipped {tmp_path}/a.json, record 2", f"skipped {tmp_path}/a.json, record 3", f"skipped {tmp_path}/b.jsonl, line 3",
-    ]  # fmt: skip
+        f"skipped {tmp_path}/a.json, record 2",
+        f"skipped {tmp_path}/a.json, record 3",
+        f"skipped {tmp_path}/b.jsonl, line 3",
+    ]
 
 
 def test_rows_of_a_dataset(tmp_path, tokenizer):
@@ -156,7 +174,9 @@ def test_good_rows_among_bad_ones(tmp_path, tokenizer, end):
 
 def test_a_reason_is_told_a_few_times_and_counted_every_time(tmp_path, tokenizer):
     said = []
-    rows, counts = prepared(read_records(written(tmp_path / "data.jsonl", [b'{"text": 5}'] * 20)), tokenizer, said.append)
+    rows, counts = prepared(
+        read_records(written(tmp_path / "data.jsonl", [b'{"text": 5}'] * 20)), tokenizer, said.append
+    )
     assert (sum(rows), counts, len(said)) == (0, {"text is no text": 20}, SHOWN)
 
 
@@ -171,7 +191,13 @@ def test_stores_are_made_of_the_others(tmp_path, tokenizer, target, regenerate):
     assert made.rows >= 2
     counts = Counter(made.skipped)
     expected = prepared(read_records(data), tokenizer)[1]
-    for reason in ("text is no text", "no JSON", "input_ids are no integers", "content is no text", "text is not Unicode"):
+    for reason in (
+        "text is no text",
+        "no JSON",
+        "input_ids are no integers",
+        "content is no text",
+        "text is not Unicode",
+    ):
         assert counts[reason] == expected[reason]
     assert f"skipped {data}, line 2: text is 5; expected text." in said
     assert HiddenStateStore(tmp_path / "store").skipped == counts
@@ -191,19 +217,68 @@ def test_where_no_row_is_left_the_first_reasons_are_named(tmp_path, tokenizer, t
 
 # Rows at random.
 
-SCALARS = [None, True, False, 0, 1, -1, 5, 60, 61, 2**63, 10**30, 0.0, 1.0, 2.5, float("nan"), float("inf"), "", "a", "abcdefgh", "k",
-           "bad", "xyz", "\ud800", "\x00", "user", "assistant", "text", "é", "a" * 99]  # fmt: skip
+SCALARS = [
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    5,
+    60,
+    61,
+    2**63,
+    10**30,
+    0.0,
+    1.0,
+    2.5,
+    float("nan"),
+    float("inf"),
+    "",
+    "a",
+    "abcdefgh",
+    "k",
+    "bad",
+    "xyz",
+    "\ud800",
+    "\x00",
+    "user",
+    "assistant",
+    "text",
+    "é",
+    "a" * 99,
+]
 FIELDS = [
-    *sorted({name for columns in KINDS for name in columns}), "answers", "labels", "loss_mask", "assistant_masks", "tools", "role",
-    "content", "from", "value", "tool_calls", "input", "type", "\udfff",
-]  # fmt: skip
+    *sorted({name for columns in KINDS for name in columns}),
+    "answers",
+    "labels",
+    "loss_mask",
+    "assistant_masks",
+    "tools",
+    "role",
+    "content",
+    "from",
+    "value",
+    "tool_calls",
+    "input",
+    "type",
+    "\udfff",
+]
 SOUND = [
-    GOOD, {"input_ids": [1, 2, 3, 4], "labels": [-100, 2, 3, 4]}, {"messages": [ASKED, SAID]}, {"text": "abcdefgh"},
-    {"conversations": [{"from": "human", "value": "ab"}, {"from": "gpt", "value": "cde"}]}, {"prompt": "ab", "completion": "cde"},
-    {"prompt": [ASKED], "response": [SAID]}, {"instruction": "ab", "input": "c", "output": "cde"},
-    {"messages": [ASKED, SAID | {"tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]}], "tools": [{"name": "f"}]},
+    GOOD,
+    {"input_ids": [1, 2, 3, 4], "labels": [-100, 2, 3, 4]},
+    {"messages": [ASKED, SAID]},
+    {"text": "abcdefgh"},
+    {"conversations": [{"from": "human", "value": "ab"}, {"from": "gpt", "value": "cde"}]},
+    {"prompt": "ab", "completion": "cde"},
+    {"prompt": [ASKED], "response": [SAID]},
+    {"instruction": "ab", "input": "c", "output": "cde"},
+    {
+        "messages": [ASKED, SAID | {"tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]}],
+        "tools": [{"name": "f"}],
+    },
     {"messages": [{"role": "user", "content": [{"type": "text", "text": "ab"}]}, SAID]},
-]  # fmt: skip
+]
 
 
 def value(draw: random.Random, depth: int = 0):

@@ -11,29 +11,47 @@ from eagle31_hf.training.skipped import Skipped
 
 SPECIAL = ["<bos>", "<eos>", "<im>", "<end>", "<think>", "</think>"]
 CHATML = (
-    "{% for m in messages %}<im>{{ m.role }}\n{{ m.content }}<end>\n{% endfor %}{% if add_generation_prompt %}<im>assistant\n{% endif %}"
+    "{% for m in messages %}<im>{{ m.role }}\n{{ m.content }}<end>\n{% endfor %}{% if add_generation_prompt"
+    " %}<im>assistant\n{% endif %}"
 )
 SAID = "{{ m.content }}<end>\n"
 MARKED = "{% generation %}" + SAID + "{% endgeneration %}"
 TEMPLATES = {
     "chatml": CHATML,
-    "llama": "{{ bos_token }}" + CHATML.replace("\n", "\n\n").replace("<end>\n\n", "<end>").replace("m.content", "m.content | trim"),
+    "llama": (
+        "{{ bos_token }}"
+        + CHATML.replace("\n", "\n\n").replace("<end>\n\n", "<end>").replace("m.content", "m.content | trim")
+    ),
     "marked": CHATML.replace(SAID, "{% if m.role == 'assistant' %}" + MARKED + "{% else %}" + SAID + "{% endif %}"),
-    "marked_inside": CHATML.replace("{{ m.content }}", "{% generation %}{{ m.content if m.role == 'assistant' }}{% endgeneration %}"
-                                    "{{ m.content if m.role != 'assistant' }}"),
+    "marked_inside": CHATML.replace(
+        "{{ m.content }}",
+        "{% generation %}{{ m.content if m.role == 'assistant' }}{% endgeneration %}"
+        "{{ m.content if m.role != 'assistant' }}",
+    ),
     # Qwen3: what was thought before the last question is taken out.
-    "stripping": CHATML.replace("{{ m.content }}", "{{ m.content if m.role == 'user' or loop.last "
-                                "else m.content.split('</think>')[-1] }}"),
+    "stripping": CHATML.replace(
+        "{{ m.content }}", "{{ m.content if m.role == 'user' or loop.last else m.content.split('</think>')[-1] }}"
+    ),
     # The prompt begins the thinking; "\n\n" is one token where there is none.
-    "thinking": CHATML.replace("{{ m.content }}", "{{ '<think>\n' + (m.thinking or '') + '\n</think>' if m.role == 'assistant' }}"
-                               "{{ m.content }}").replace("<im>assistant\n", "<im>assistant\n<think>\n"),
+    "thinking": (
+        CHATML.replace(
+            "{{ m.content }}",
+            "{{ '<think>\n' + (m.thinking or '') + '\n</think>' if m.role == 'assistant' }}{{ m.content }}",
+        ).replace("<im>assistant\n", "<im>assistant\n<think>\n")
+    ),
     "strict": "{% if messages[0].role != 'user' %}{{ raise_exception('who asks?') }}{% endif %}" + CHATML,
     # Qwen3: a switch decides whether the prompt asks for thoughts.
-    "switched": CHATML.replace("{{ m.content }}", "{{ '<think></think>' if m.role == 'assistant' and not thinks | default(true) }}"
-                               "{{ m.content }}").replace("<im>assistant\n", "<im>assistant\n{{ '<think></think>' if not thinks }}"),
+    "switched": (
+        CHATML.replace(
+            "{{ m.content }}",
+            "{{ '<think></think>' if m.role == 'assistant' and not thinks | default(true) }}{{ m.content }}",
+        ).replace("<im>assistant\n", "<im>assistant\n{{ '<think></think>' if not thinks }}")
+    ),
     "rewriting": "{{ messages | length }}" + CHATML,
-    "tools": "{{ tools[0].name if tools }}" + CHATML.replace("{{ m.content }}", "{{ m.content or m.tool_calls[0].name }}"),
-}  # fmt: skip
+    "tools": (
+        "{{ tools[0].name if tools }}" + CHATML.replace("{{ m.content }}", "{{ m.content or m.tool_calls[0].name }}")
+    ),
+}
 CHAT = [("system", "s"), ("user", "hi"), ("assistant", "abc"), ("user", "yo"), ("assistant", "de")]
 
 
@@ -47,7 +65,9 @@ def make_tokenizer():
         backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n\n|[\s\S]"), "isolated")
         backend.add_special_tokens([AddedToken(word, special=True) for word in SPECIAL])
         if has_bos:
-            backend.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", words.index("<bos>"))])
+            backend.post_processor = processors.TemplateProcessing(
+                single="<bos> $A", special_tokens=[("<bos>", words.index("<bos>"))]
+            )
             special["bos_token"] = "<bos>"
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **{"eos_token": "<end>"} | special)
         tokenizer.chat_template = TEMPLATES.get(template)
@@ -108,7 +128,9 @@ def test_bos_comes_from_the_template_alone(make_tokenizer):
 def test_thoughts_stripped_later_make_a_row_of_each_turn(make_tokenizer):
     """As serving has it: what is being said is thought about, what was said before no longer is."""
     tokenizer = make_tokenizer("stripping")
-    chat = messages(("user", "hi"), ("assistant", "<think>x</think>a"), ("user", "yo"), ("assistant", "<think>y</think>b"))
+    chat = messages(
+        ("user", "hi"), ("assistant", "<think>x</think>a"), ("user", "yo"), ("assistant", "<think>y</think>b")
+    )
     ask, again = "<im>user\nhi<end>\n<im>assistant\n", "<end>\n<im>user\nyo<end>\n<im>assistant\n"
     assert rows_of(tokenizer, chat) == [
         (ask + "<think>x</think>a<end>", ["<think>x</think>a<end>"]),
@@ -158,7 +180,9 @@ def test_nobody_asks_the_assistant_to_begin(make_tokenizer):
 
 def test_tools_and_calls_reach_the_template(make_tokenizer):
     call = {"role": "assistant", "tool_calls": [{"name": "fn", "arguments": {}}]}
-    ((text, answers),) = rows_of(make_tokenizer("tools"), {"messages": [{"role": "user", "content": "hi"}, call], "tools": [{"name": "t"}]})
+    ((text, answers),) = rows_of(
+        make_tokenizer("tools"), {"messages": [{"role": "user", "content": "hi"}, call], "tools": [{"name": "t"}]}
+    )
     assert text.startswith("t<im>user")
     assert answers == ["fn<end>"]
 
@@ -177,7 +201,7 @@ def test_a_template_of_ones_own(make_tokenizer):
 def test_one_question_is_a_chat(make_tokenizer):
     assert rows_of(make_tokenizer(), {"prompt": "hi", "completion": "ab"}) == [
         ("<im>user\nhi<end>\n<im>assistant\nab<end>\n", ["ab<end>"])
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize(
@@ -189,14 +213,29 @@ def test_one_question_is_a_chat(make_tokenizer):
         ("chatml", messages(("user", "hi"), ("assistant", "abc")), "over-long prompt", {"max_length": 21}),
         ("stripping", messages(("user", "a" * 30), ("assistant", "abc")), "over-long prompt", {"max_length": 40}),
         ("strict", messages(("system", "s"), ("assistant", "abc")), "template refused it: who asks", {}),
-        ("rewriting", messages(("user", "hi"), ("assistant", "abc")), "template refused it: it renders a prompt otherwise", {}),
+        (
+            "rewriting",
+            messages(("user", "hi"), ("assistant", "abc")),
+            "template refused it: it renders a prompt otherwise",
+            {},
+        ),
         ("chatml", {"input_ids": [5, 6, 7], "answers": [0, 0, 1]}, "too short", {}),
         ("chatml", {"input_ids": [5, 6, 7], "answers": [0, 0, 0]}, "no answer", {}),
         ("chatml", {"text": "ab"}, "too short", {}),
-        ("chatml", {"text": "hello"}, r"token ids go from 1 to \d+; expected 0 to 49, the target's", {"vocab_size": 50}),
-        ("chatml", {"input_ids": [3, -1, 4], "answers": [1, 1, 1]}, "token ids go from -1 to 4; expected 0 to 49", {"vocab_size": 50}),
+        (
+            "chatml",
+            {"text": "hello"},
+            r"token ids go from 1 to \d+; expected 0 to 49, the target's",
+            {"vocab_size": 50},
+        ),
+        (
+            "chatml",
+            {"input_ids": [3, -1, 4], "answers": [1, 1, 1]},
+            "token ids go from -1 to 4; expected 0 to 49",
+            {"vocab_size": 50},
+        ),
     ],
-)  # fmt: skip
+)
 def test_skipped(make_tokenizer, template, record, reason, options):
     with pytest.raises(Skipped, match=reason):
         rows_of(make_tokenizer(template), record, **options)
@@ -207,7 +246,11 @@ def test_long_chats_are_cut_at_the_end(make_tokenizer):
     tokenizer = make_tokenizer()
     whole = rows_of(tokenizer, messages(*CHAT))[0][0]
     start = tokenizer(whole, add_special_tokens=False).char_to_token(whole.index("abc"))
-    assert [rows_of(tokenizer, messages(*CHAT), max_length=start + n)[0][1] for n in (2, 3, 4, 5)] == [["ab"], ["abc"], *[["abc<end>"]] * 2]
+    assert [rows_of(tokenizer, messages(*CHAT), max_length=start + n)[0][1] for n in (2, 3, 4, 5)] == [
+        ["ab"],
+        ["abc"],
+        *[["abc<end>"]] * 2,
+    ]
     with pytest.raises(Skipped, match="over-long prompt"):
         rows_of(tokenizer, messages(*CHAT), max_length=start + 1)
 
@@ -225,10 +268,14 @@ def test_text_is_cut_into_pieces(make_tokenizer, length, pieces):
 
 def test_tokens_are_kept_and_cut(make_tokenizer):
     (row,) = RowMaker(make_tokenizer(), 4).rows({"input_ids": [5, 6, 7, 8, 9], "labels": [-100, 6, 7, 8, 9]})
-    torch.testing.assert_close(row, {"input_ids": torch.tensor([5, 6, 7, 8]), "answers": torch.tensor([False, True, True, True])})
+    torch.testing.assert_close(
+        row, {"input_ids": torch.tensor([5, 6, 7, 8]), "answers": torch.tensor([False, True, True, True])}
+    )
 
 
-@pytest.mark.parametrize("record", [messages(*CHAT), messages(("user", "hi")), {"input_ids": [5, 6, 7], "answers": [0, 0, 0]}])
+@pytest.mark.parametrize(
+    "record", [messages(*CHAT), messages(("user", "hi")), {"input_ids": [5, 6, 7], "answers": [0, 0, 0]}]
+)
 def test_all_tokens_may_count(make_tokenizer, record):
     (row,) = RowMaker(make_tokenizer("stripping"), 200, mask="all").rows(record)
     assert row["answers"].all()

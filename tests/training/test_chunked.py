@@ -35,9 +35,16 @@ class Setting:
 
     def chunked(self, mixture, rows_at_once):
         return chunked_loss(
-            mixture, self.states, self.weights, self.places, self.goal_of, self.score, list(self.head.parameters()), VD,
+            mixture,
+            self.states,
+            self.weights,
+            self.places,
+            self.goal_of,
+            self.score,
+            list(self.head.parameters()),
+            VD,
             bytes_at_once=4 * VD * rows_at_once,
-        )  # fmt: skip
+        )
 
     def whole(self, mixture):
         """The same without chunks: gradients by hand, from pulls on the logits of all rows."""

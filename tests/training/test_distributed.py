@@ -1,4 +1,5 @@
-"""Two processes train what one process does: the same losses, figures and weights, whatever is sharded, and whoever has no answers."""
+"""Two processes train what one process does: the same losses, figures and weights, whatever is sharded, and whoever has
+no answers."""
 
 import json
 from functools import cache
@@ -15,7 +16,8 @@ from eagle31_hf import Eagle31DrafterModel
 pytestmark = pytest.mark.xdist_group("two_processes")  # the runs that all tests here look at are made once
 
 SUMMED = 1e-5  # fp32: gradients of two processes are added up in another order
-ADAPTED = 2e-3  # Adam divides gradients by their size: where they are nearly zero, what rounding left of them counts in full
+# Adam divides gradients by their size: where they are nearly zero, what rounding left of them counts in full
+ADAPTED = 2e-3
 BF16 = 0.02
 FIGURE = 3e-5  # training's are logged to five digits
 LONGEST = 240  # seconds
@@ -67,7 +69,8 @@ def test_two_processes_are_one(folder, name):
 
 @pytest.mark.parametrize("name", [name for name in RUNS if "eval_rows" in RUNS[name] and name not in RESUMED])
 def test_figures_of_all_processes_are_those_of_one(folder, name):
-    """Of training and of five rows held out: a mean of means would be another number, as would a row that is counted twice."""
+    """Of training and of five rows held out: a mean of means would be another number, as would a row that is counted
+    twice."""
     for found, expected in zip(left(folder, name).logs, alone(folder, name).logs, strict=True):
         is_served = {key for key in expected if "served" in key}
         assert found.keys() == expected.keys() - (is_served if "target" in name or "fsdp" in name else set())

@@ -52,7 +52,10 @@ def test_it_stops_after_some_steps_in_a_row(tmp_path, options):
     latest = BREAKS_AT + (PATIENCE if options.get("logging_steps") == 1 else PATIENCE + READ_EVERY)
     assert BREAKS_AT + PATIENCE - 1 <= steps <= latest
     assert f"step {BREAKS_AT + 1}: the loss is nan, the norm of the gradient nan, and" in said
-    assert "steps in a row are not finite. Training has diverged and was stopped; no checkpoint was written before." in said
+    assert (
+        "steps in a row are not finite. Training has diverged and was stopped; no checkpoint was written before."
+        in said
+    )
     assert "a lower learning_rate (now 0.02) or max_grad_norm=1 (now 0: gradients are not clipped)" in said
 
 
@@ -68,7 +71,9 @@ def test_the_last_finite_checkpoint_is_kept(tmp_path, evaluates):
     assert "train its drafter on in a new run (eagle31 train --drafter)" in said
 
 
-@pytest.mark.parametrize("options", [{}, EVALUATING | SAVING | {"save_steps": 2, "save_total_limit": None}], ids=["last", "best"])
+@pytest.mark.parametrize(
+    "options", [{}, EVALUATING | SAVING | {"save_steps": 2, "save_total_limit": None}], ids=["last", "best"]
+)
 def test_a_run_that_diverges_at_its_very_end_is_no_success(tmp_path, options):
     """Too late for several steps in a row, and also where an earlier checkpoint would be loaded as the best."""
     options = options | ({"eval_dataset": make_rows(3, seed=1)} if options else {})
@@ -84,7 +89,8 @@ def test_the_loss_is_shown_as_it_is(tmp_path):
 
 
 class Spoil(TrainerCallback):
-    """For some steps the drafter's own embedding of one token, which is not trained, makes the loss of most batches NaN."""
+    """For some steps the drafter's own embedding of one token, which is not trained, makes the loss of most batches
+    NaN."""
 
     def __init__(self, drafter, steps: range):
         self.weight, self.steps = drafter.embed_tokens.weight.data, steps
@@ -107,7 +113,10 @@ def scaled_trainer(tmp_path, monkeypatch):
     def make(init_scale: float, **options):
         trainer = make_trainer(tmp_path, **LONG | {"max_grad_norm": 1.0} | options)
         AcceleratorState._shared_state["_mixed_precision"] = "fp16"  # the Trainer has set it
-        trainer.accelerator.native_amp, trainer.accelerator.scaler = True, torch.amp.GradScaler("cpu", init_scale=init_scale)
+        trainer.accelerator.native_amp, trainer.accelerator.scaler = (
+            True,
+            torch.amp.GradScaler("cpu", init_scale=init_scale),
+        )
         return trainer
 
     return make
@@ -124,10 +133,13 @@ def test_a_scale_that_is_still_to_be_found_is_no_divergence(scaled_trainer):
 
 
 def test_a_loss_that_no_scale_mends_is(scaled_trainer, tmp_path):
-    """Weights stay finite, as all steps are skipped; but no checkpoint of them takes the place of one with a finite loss."""
+    """Weights stay finite, as all steps are skipped; but no checkpoint of them takes the place of one with a finite
+    loss."""
     drafter = build()
     trainer = scaled_trainer(1.0, drafter=drafter, callbacks=[Spoil(drafter, range(4, 99))], **SAVING)
-    with pytest.raises(TrainingDivergedError, match=rf"step 4: the loss is nan.* and {SCALED_PATIENCE} steps in a row are not finite"):
+    with pytest.raises(
+        TrainingDivergedError, match=rf"step 4: the loss is nan.* and {SCALED_PATIENCE} steps in a row are not finite"
+    ):
         trainer.train()
     assert_finite_checkpoints(tmp_path, ["checkpoint-3"])
     assert trainer.state.global_step == 3 + SCALED_PATIENCE
@@ -146,7 +158,8 @@ def test_weights_that_a_dtype_cannot_hold_are_not_written(tmp_path):
     trainer.drafter.lm_head.weight.data[0, 0] = 1e6
     trainer.drafter.half()
     with pytest.raises(
-        RuntimeError, match=r"lm_head.weight holds NaN or infinity as torch.float16; expected finite weights, and wrote none"
+        RuntimeError,
+        match=r"lm_head.weight holds NaN or infinity as torch.float16; expected finite weights, and wrote none",
     ):
         trainer.save_model()
     assert not [*tmp_path.iterdir()]
@@ -157,7 +170,10 @@ def test_weights_broken_before_the_first_step(tmp_path):
     (tmp_path / "checkpoint-best").mkdir()
     trainer = make_trainer(tmp_path)
     trainer.drafter.norm.weight.data[0] = float("nan")
-    with pytest.raises(TrainingDivergedError, match=r"^weights are not finite after step 0\. Training .* no checkpoint was written before"):
+    with pytest.raises(
+        TrainingDivergedError,
+        match=r"^weights are not finite after step 0\. Training .* no checkpoint was written before",
+    ):
         trainer._check_weights()
 
 

@@ -71,7 +71,9 @@ def test_the_regulariser_pulls_states_back():
     head = torch.randn(drafter.config.vocab_size, 5, generator=torch.Generator().manual_seed(0))
 
     def growth(weight):
-        objective = DraftingObjective(drafter, Settings(DEPTH, (1.0,) * DEPTH, drift_regulariser=weight), lambda x: x @ head.T)
+        objective = DraftingObjective(
+            drafter, Settings(DEPTH, (1.0,) * DEPTH, drift_regulariser=weight), lambda x: x @ head.T
+        )
         outputs = objective(batch)
         return outputs["loss"], outputs["found"].growth
 
@@ -132,7 +134,11 @@ def test_the_alignment_loss_is_its_definition(kind, window):
                 if goal.any():
                     goal = torch.cat([goal, 1 - goal.sum()[None]])
                     goal = torch.where(full[row, :, slot].sum(0) > 0, goal, 0.0)  # what the drafter can see
-                    losses.append(kl_div(full[row, :, slot].mean(0)[goal > 0].log(), (goal / goal.sum())[goal > 0], reduction="sum"))
+                    losses.append(
+                        kl_div(
+                            full[row, :, slot].mean(0)[goal > 0].log(), (goal / goal.sum())[goal > 0], reduction="sum"
+                        )
+                    )
         assert_close(f"depth {seen.depth}", alignment.loss(seen.depth), torch.stack(losses).mean(), FORWARD)
 
 

@@ -1,4 +1,5 @@
-"""Training on a GPU beside training on a CPU. Where there is none: skipped. `python -m pytest tests/training/test_gpu.py`."""
+"""Training on a GPU beside training on a CPU. Where there is none: skipped. `python -m pytest
+tests/training/test_gpu.py`."""
 
 import copy
 
@@ -22,7 +23,9 @@ def loss_and_gradients(drafter, device, recomputes, documents):
     tokens, states = (x.to(device) for x in inputs(drafter, LENGTH))
     documents = documents.to(device)
     last = TargetReader(theirs, [1, 2, 4]).read(tokens, documents)[1]
-    objective = DraftingObjective(drafter, Settings(DEPTH, (1.0, 0.8, 0.6)), TargetReader(theirs, [1, 2, 4]).logits).train()
+    objective = DraftingObjective(
+        drafter, Settings(DEPTH, (1.0, 0.8, 0.6)), TargetReader(theirs, [1, 2, 4]).logits
+    ).train()
     objective.recomputes, objective.watches = recomputes, True
     outputs = objective(Batch(tokens, documents > 0, documents, states, last))
     outputs["loss"].backward()
@@ -62,14 +65,24 @@ def test_a_run_comes_to_what_it_comes_to_on_a_cpu(tmp_path, options):
 def test_mixed_precision_trains_and_what_is_walked_is_served(tmp_path):
     """In bf16 the losses fall; greedy text of an fp32 target is walked as it is decoded."""
     trainer = make_trainer(
-        tmp_path, use_cpu=DEVICE == "cpu", bf16=True, learning_rate=3e-3, num_train_epochs=20, logging_steps=6, lr_scheduler_type="linear"
+        tmp_path,
+        use_cpu=DEVICE == "cpu",
+        bf16=True,
+        learning_rate=3e-3,
+        num_train_epochs=20,
+        logging_steps=6,
+        lr_scheduler_type="linear",
     )
     losses = run(trainer).losses
     assert losses[-1] < 0.9 * losses[0]
     theirs = target().to(DEVICE)
     prompts = torch.tensor([row["input_ids"][:6] for row in make_rows(4)]).to(DEVICE)
-    texts = theirs.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=False, max_new_tokens=24, eos_token_id=None)
+    texts = theirs.generate(
+        prompts, attention_mask=torch.ones_like(prompts), do_sample=False, max_new_tokens=24, eos_token_id=None
+    )
     rows = [{"input_ids": text.tolist(), "answers": [at >= 6 for at in range(len(text))]} for text in texts]
     options = {"eval_prompts": 4, "eval_max_new_tokens": 24, "use_cpu": DEVICE == "cpu"}
-    metrics = make_trainer(tmp_path / "fp32", rows, trainer.drafter.float(), target=theirs, eval_dataset=rows, **options).evaluate()
+    metrics = make_trainer(
+        tmp_path / "fp32", rows, trainer.drafter.float(), target=theirs, eval_dataset=rows, **options
+    ).evaluate()
     assert metrics["eval_accepted_length"] == metrics["eval_served_accepted_length"]

@@ -21,15 +21,22 @@ from training_runs import Run, make_rows, make_trainer, run
 from eagle31_hf.training.saving import last_checkpoint
 
 OPTIONS = {
-    "save_strategy": "steps", "save_steps": 1, "gradient_accumulation_steps": 2, "num_train_epochs": 3, "attention_alignment": 0.5,
-    "alignment_slots": 3, "lr_scheduler_type": "cosine", "eval_strategy": "steps", "eval_steps": 2,
-}  # fmt: skip
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "gradient_accumulation_steps": 2,
+    "num_train_epochs": 3,
+    "attention_alignment": 0.5,
+    "alignment_slots": 3,
+    "lr_scheduler_type": "cosine",
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+}
 STEPS = 9
 PIPE_BYTES = 4096  # the least a pipe can be made to hold: a longer file stops its writer in the middle
 LONGEST = 60  # seconds a run may take
 
-# By the step: the file that was being written when it was killed. Of the first checkpoint none is whole to resume from. safetensors
-# writes beside and renames: weights are whole or not there.
+# By the step: the file that was being written when it was killed. Of the first checkpoint none is whole to resume from.
+# safetensors writes beside and renames: weights are whole or not there.
 TORN = {1: "optimizer.pt", 2: "training_args.bin", 3: "optimizer.pt", 6: "rng_state.pth", 9: "optimizer.pt"}
 
 
@@ -47,7 +54,8 @@ def train(folder: Path, resumes: bool = True) -> None:
 def start():
     """`start(folder, resumes)`: a process that trains."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["transformers.trainer", "eagle31_hf.training.trainer"])  # seconds, once instead of at every start
+    # seconds, once instead of at every start
+    context.set_forkserver_preload(["transformers.trainer", "eagle31_hf.training.trainer"])
     started = []
 
     def begin(*arguments: Any):
@@ -82,7 +90,8 @@ def assert_finishes(process, folder: Path, expected: Run) -> None:
 
 @contextmanager
 def half_written(path: Path):
-    """Stops whoever writes the file in the middle of it; in the block it has got there. Afterwards the file is what was written."""
+    """Stops whoever writes the file in the middle of it; in the block it has got there. Afterwards the file is what was
+    written."""
     path.parent.mkdir(exist_ok=True, parents=True)
     path.unlink(missing_ok=True)
     os.mkfifo(path)

@@ -1,5 +1,5 @@
-"""Distances between p and q, and their pulls, against plain formulas over the whole target vocabulary and their autograd gradients; p may
-have mass the draft vocabulary lacks."""
+"""Distances between p and q, and their pulls, against plain formulas over the whole target vocabulary and their
+autograd gradients; p may have mass the draft vocabulary lacks."""
 
 import math
 
@@ -44,15 +44,17 @@ def plain_lk_lambda(p, q, s):
 EXPECTED = {  # p, q over all of V, S
     "kl": plain_kl,
     "reverse_kl": lambda p, q, s: torch.where(q > 0, q * (q.clamp(min=1e-30) / (p / s[:, None])).log(), 0.0).sum(-1),
-    "jsd": lambda p, q, s: sum(
-        torch.where(x > 0, x * (x.clamp(min=1e-30) / ((p + q) / 2)).log(), 0.0).sum(-1) for x in (p, q)
-    ) / 2,
+    "jsd": lambda p, q, s: (
+        sum(torch.where(x > 0, x * (x.clamp(min=1e-30) / ((p + q) / 2)).log(), 0.0).sum(-1) for x in (p, q)) / 2
+    ),
     "tv": plain_tv,
     "lk_alpha": lambda p, q, s: -torch.minimum(p, q).sum(-1).log(),
     "lk_lambda": plain_lk_lambda,
-    "ce": lambda p, q, s: torch.where((best := p.argmax(-1, keepdim=True)) >= 0, -q.gather(1, best).clamp(min=1e-30).log(), 0.0)[:, 0]
-    * (q.gather(1, best)[:, 0] > 0),
-}  # fmt: skip
+    "ce": lambda p, q, s: (
+        torch.where((best := p.argmax(-1, keepdim=True)) >= 0, -q.gather(1, best).clamp(min=1e-30).log(), 0.0)[:, 0]
+        * (q.gather(1, best)[:, 0] > 0)
+    ),
+}
 
 
 def test_every_distance_has_its_formula():

@@ -58,7 +58,9 @@ def test_the_loss_is_its_definition(kind, decay):
     best, p = target_logits.argmax(-1), target_logits.softmax(-1)[..., list(ids)]
     kl, accuracy, accepted = ([[] for _ in range(DEPTH)] for _ in range(3))
     for slot in range(LENGTH - 2):  # the token predicted is in the text
-        for k, (logits, _) in enumerate(chain(drafter, batch.input_ids, batch.states, slot, min(DEPTH, LENGTH - 2 - slot))):
+        for k, (logits, _) in enumerate(
+            chain(drafter, batch.input_ids, batch.states, slot, min(DEPTH, LENGTH - 2 - slot))
+        ):
             wanted, q = p[:, slot + 1 + k], logits.softmax(-1)
             covered = wanted.sum(-1)
             kl[k].append(covered * kl_div(q.log(), wanted / covered[:, None], reduction="none").sum(-1))
@@ -70,7 +72,9 @@ def test_the_loss_is_its_definition(kind, decay):
     assert figures["distance"] == pytest.approx(mean[0], rel=FORWARD)
     assert figures["accuracy"] == pytest.approx(mean[1], rel=FORWARD)
     assert figures["acceptance"] == pytest.approx(mean[2], rel=FORWARD)
-    assert outputs["loss"].item() == pytest.approx(sum(decay**k * value for k, value in enumerate(mean[0])), rel=FORWARD)
+    assert outputs["loss"].item() == pytest.approx(
+        sum(decay**k * value for k, value in enumerate(mean[0])), rel=FORWARD
+    )
 
 
 @pytest.mark.parametrize("normalisation", ["token", "sequence"])
@@ -112,7 +116,9 @@ def test_by_sequence_every_text_weighs_alike():
     one_deep = Settings(1, (1.0,), normalisation="sequence")
     whole = batch_of(drafter, answers)
     columns = (whole.input_ids, whole.answers, whole.documents, whole.states, whole.last_states)
-    alone = [objective_of(drafter, one_deep)(Batch(*(column[i : i + 1] for column in columns)))["loss"] for i in range(2)]
+    alone = [
+        objective_of(drafter, one_deep)(Batch(*(column[i : i + 1] for column in columns)))["loss"] for i in range(2)
+    ]
     assert_close("mean of means", objective_of(drafter, one_deep)(whole)["loss"], sum(alone) / 2, SUMMED)
 
 
@@ -157,7 +163,9 @@ def test_padding_changes_nothing():
     assert_close("loss", objective_of(drafter)(long)["loss"], objective_of(drafter)(short)["loss"], SUMMED)
 
 
-@pytest.mark.parametrize(("part", "frozen"), [("lm_head", "drafter.lm_head.weight"), ("embed_tokens", "drafter.embed_tokens.weight")])
+@pytest.mark.parametrize(
+    ("part", "frozen"), [("lm_head", "drafter.lm_head.weight"), ("embed_tokens", "drafter.embed_tokens.weight")]
+)
 def test_what_is_frozen_stays(part, frozen):
     drafter = build()
     getattr(drafter, part).requires_grad_(False)
@@ -174,7 +182,9 @@ def test_the_loss_is_in_fp32_under_autocast():
     expected = objective_of(drafter)(batch)
     with torch.autocast("cpu", torch.bfloat16):
         seen = []
-        objective = DraftingObjective(drafter, EVEN, lambda states: seen.append(torch.is_autocast_enabled("cpu")) or logits_of(states))
+        objective = DraftingObjective(
+            drafter, EVEN, lambda states: seen.append(torch.is_autocast_enabled("cpu")) or logits_of(states)
+        )
         outputs = objective(batch)
     assert seen, "the target was not asked"
     assert not any(seen), "the target's logits are rounded"

@@ -38,12 +38,23 @@ STRANGER, OURS, ROWS = ("model.safetensors", "config.json"), ("checkpoint-4/trai
 @pytest.mark.parametrize(
     ("names", "asked", "words"),
     [
-        (STRANGER, {}, "is there already; expected a folder that is new or empty. Name another, or replace what is there by --overwrite."),
+        (
+            STRANGER,
+            {},
+            (
+                "is there already; expected a folder that is new or empty. Name another, or replace what is there by"
+                " --overwrite."
+            ),
+        ),
         (("notes.txt",), {}, "expected a folder that is new or empty"),
         (OURS, {}, "Name another, go on with the run in it by --resume, or replace what is there by --overwrite."),
         (ROWS, {}, "go on with the run in it by --resume"),
         ((), {"resume": True}, "holds no complete checkpoint to resume from"),
-        (STRANGER, {"resume": True}, "holds no complete checkpoint to resume from; begin anew, without --resume or with --overwrite"),
+        (
+            STRANGER,
+            {"resume": True},
+            "holds no complete checkpoint to resume from; begin anew, without --resume or with --overwrite",
+        ),
         (OURS + ROWS, {"resume": True}, "holds no complete checkpoint to resume from"),
         ((), {"resume": True, "overwrite": True}, "expected one of --resume and --overwrite"),
     ],
@@ -175,7 +186,9 @@ def test_what_no_run_is_known_to_have_written_is_not_replaced(tmp_path, somebody
     somebody(tmp_path)
     before = contents(tmp_path)
     for replace in (lambda: check_output(tmp_path, overwrite=True), lambda: set_aside(tmp_path)):
-        with pytest.raises(ValueError, match=f"{tmp_path / named}: was not written by a run.* Name another, or move it away"):
+        with pytest.raises(
+            ValueError, match=f"{tmp_path / named}: was not written by a run.* Name another, or move it away"
+        ):
             replace()
     assert contents(tmp_path) == before
 
@@ -233,7 +246,12 @@ def test_a_limit_removes_only_numbered_checkpoints(tmp_path, limit, best):
     others = ("checkpoint-best/model.safetensors", "checkpoint-1.bak/model.safetensors")
     options = SAVING | {"save_total_limit": limit, "max_steps": 8}
     if best:  # which is the first: the learning rate is far too high
-        options |= {"eval_dataset": make_rows(3, seed=1), "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+        options |= {
+            "eval_dataset": make_rows(3, seed=1),
+            "eval_strategy": "steps",
+            "eval_steps": 2,
+            "load_best_model_at_end": True,
+        }
         options |= {"learning_rate": 0.3, "metric_for_best_model": "loss", "greater_is_better": False}
     make_trainer(tmp_path / "alone", **options).train()
     written(tmp_path / "beside", *others)
@@ -253,7 +271,13 @@ def test_a_state_nested_without_end_is_no_whole_checkpoint(tmp_path):
 
 def look(rank: int, port: int, outcomes) -> None:
     """One of two processes of a run, of which the main one meets an error that nobody foresaw."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     PartialState._reset_state()
     PartialState(cpu=True)
     try:
@@ -330,9 +354,15 @@ def test_it_stays_finished_however_often_it_is_resumed(tmp_path, options, best):
 
 @pytest.mark.parametrize("limit", [1, 2])
 def test_the_best_checkpoint_stays_the_best(tmp_path, limit, monkeypatch):
-    """Also where the last one is gone, as the Trainer removes it with a limit of one, and where the folder has another name by then."""
+    """Also where the last one is gone, as the Trainer removes it with a limit of one, and where the folder has another
+    name by then."""
     monkeypatch.chdir(tmp_path)
-    options = {"eval_dataset": make_rows(3, seed=1), "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+    options = {
+        "eval_dataset": make_rows(3, seed=1),
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "load_best_model_at_end": True,
+    }
     options |= {
         "save_total_limit": limit,
         "max_steps": 8,
@@ -355,7 +385,9 @@ def test_more_steps_are_trained_and_fewer_are_not(tmp_path):
     finished(tmp_path, max_steps=4)
     assert finished(tmp_path, resume=True, max_steps=2)[0] == 4
     assert finished(tmp_path, resume=True, max_steps=8)[0] == 8
-    assert finished(tmp_path / "straight", max_steps=8)[1]["model.safetensors"] == contents(tmp_path)["model.safetensors"]
+    assert (
+        finished(tmp_path / "straight", max_steps=8)[1]["model.safetensors"] == contents(tmp_path)["model.safetensors"]
+    )
 
 
 def test_an_earlier_run_s_end_is_not_this_one_s(tmp_path):
@@ -375,7 +407,8 @@ def test_an_earlier_run_s_end_is_not_this_one_s(tmp_path):
 def held_by_another_process(folder: Path):
     """Gives the process, which has claimed the folder."""
     context = get_context("fork")
-    here, there = context.Pipe()  # and no Event: setting one waits for a waiting process to wake, also for one that was killed
+    # and no Event: setting one waits for a waiting process to wake, also for one that was killed
+    here, there = context.Pipe()
 
     def hold() -> None:
         with claim(folder):

@@ -21,7 +21,9 @@ def row(length: int, seed: int = 0, **states) -> dict[str, torch.Tensor]:
 
 
 def with_states(length: int, dtype=torch.bfloat16) -> dict[str, torch.Tensor]:
-    return row(length, states=torch.randn(length, 2 * WIDTH, dtype=dtype), last_states=torch.randn(length, WIDTH, dtype=dtype))
+    return row(
+        length, states=torch.randn(length, 2 * WIDTH, dtype=dtype), last_states=torch.randn(length, WIDTH, dtype=dtype)
+    )
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -39,7 +41,13 @@ def test_packs_hold_every_row_once_and_fit(seed):
 
 @pytest.mark.parametrize(
     ("lengths", "packs"),
-    [([], []), ([8], [[0]]), ([8, 1], [[0], [1]]), ([5, 6, 2, 3], [[0, 3], [1, 2]]), ([2, 4, 4, 2, 4], [[0, 3, 4], [1, 2]])],
+    [
+        ([], []),
+        ([8], [[0]]),
+        ([8, 1], [[0], [1]]),
+        ([5, 6, 2, 3], [[0, 3], [1, 2]]),
+        ([2, 4, 4, 2, 4], [[0, 3, 4], [1, 2]]),
+    ],
 )
 def test_packs(lengths, packs):
     assert pack(lengths, 8) == packs
@@ -72,10 +80,12 @@ def test_packed_rows(known):
 
 
 def test_a_batch_spelt_out():
-    batch = Collator()([
-        [{"input_ids": [5, 6, 7], "answers": [0, 1, 1]}, {"input_ids": [8, 9], "labels": [-100, 9]}],
-        {"input_ids": torch.tensor([4]), "loss_mask": torch.tensor([1])},
-    ])  # fmt: skip
+    batch = Collator()(
+        [
+            [{"input_ids": [5, 6, 7], "answers": [0, 1, 1]}, {"input_ids": [8, 9], "labels": [-100, 9]}],
+            {"input_ids": torch.tensor([4]), "loss_mask": torch.tensor([1])},
+        ]
+    )
     expected = {
         "input_ids": torch.tensor([[5, 6, 7, 8, 9], [4, 0, 0, 0, 0]]),
         "answers": torch.tensor([[0, 1, 1, 0, 1], [1, 0, 0, 0, 0]]).bool(),
@@ -94,8 +104,12 @@ def test_states_are_padded_with_zeros(multiple, length):
         torch.testing.assert_close(batch[name][1, :7], items[1][name])
         assert not batch[name][batch["documents"] == 0].any()
     assert {name: part.dtype for name, part in batch.items()} == {
-        "input_ids": torch.int64, "answers": torch.bool, "documents": torch.int64, "states": torch.bfloat16, "last_states": torch.bfloat16,
-    }  # fmt: skip
+        "input_ids": torch.int64,
+        "answers": torch.bool,
+        "documents": torch.int64,
+        "states": torch.bfloat16,
+        "last_states": torch.bfloat16,
+    }
 
 
 @pytest.mark.parametrize("depth", range(3))

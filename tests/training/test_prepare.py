@@ -38,7 +38,10 @@ def write_data(path, records: list[dict]) -> str:
 def conversations(count: int = 14) -> list[dict]:
     draw = random.Random(0)
     words = lambda least: "".join(draw.choices("abcdefg", k=draw.randrange(least, 12)))  # noqa: E731
-    turns = [[("human", words(1)), ("gpt", words(3)), ("human", words(1)), ("gpt", words(3))][: draw.choice([2, 4])] for _ in range(count)]
+    turns = [
+        [("human", words(1)), ("gpt", words(3)), ("human", words(1)), ("gpt", words(3))][: draw.choice([2, 4])]
+        for _ in range(count)
+    ]
     return [{"conversations": [{"from": role, "value": text} for role, text in made]} for made in turns]
 
 
@@ -85,7 +88,12 @@ def test_rows_are_those_of_the_records(tmp_path, target, tokenizer, data):
     for index, record in enumerate(conversations()):
         expected += maker.rows(record, index)
     store = HiddenStateStore(tmp_path)
-    assert (prepared.rows, prepared.tokens, prepared.shards, prepared.num_shards) == (len(expected), sum(store.lengths), 4, 4)
+    assert (prepared.rows, prepared.tokens, prepared.shards, prepared.num_shards) == (
+        len(expected),
+        sum(store.lengths),
+        4,
+        4,
+    )
     for found, row in zip(store, expected, strict=True):
         assert found.keys() == row.keys()
         assert all(torch.equal(found[name], row[name]) for name in row)
@@ -111,10 +119,7 @@ def test_states_are_those_of_each_row_alone(tmp_path, target, tokenizer, data, r
     for row in store:
         states, logits = target_states(target, row["input_ids"][None], LAYERS)
         said = target.lm_head(row["last_states"]).detach()
-        for name, found, expected in (
-            ("states", row["states"], states[0]),
-            ("logits", said, logits[0]),
-        ):
+        for name, found, expected in (("states", row["states"], states[0]), ("logits", said, logits[0])):
             assert_close(name, found, expected, FORWARD)
 
 
@@ -142,7 +147,10 @@ def test_templates_are_told_their_options(tmp_path, target, data, options):
     tokenizer.chat_template = "{{ 'gfg' if loud }}" + tokenizer.chat_template
     prepare_data(target, tokenizer, data, tmp_path / "loud", template_options={"loud": True}, **options)
     prepare_data(target, tokenizer, data, tmp_path / "still", **options)
-    beginnings = [{tuple(row["input_ids"][:4].tolist()) for row in HiddenStateStore(tmp_path / name)} for name in ("loud", "still")]
+    beginnings = [
+        {tuple(row["input_ids"][:4].tolist()) for row in HiddenStateStore(tmp_path / name)}
+        for name in ("loud", "still")
+    ]
     assert {beginning[:3] for beginning in beginnings[0]} == {(6, 5, 6)}
     assert {beginning[0] for beginning in beginnings[1]} == {8}
 
@@ -213,26 +221,42 @@ def test_parts_make_the_same_store(tmp_path, target, tokenizer, data, whole):
 
 
 DIFFERENT = {
-    "max_length": 47, "max_new_tokens": 11, "generation": {"do_sample": False}, "batch_size": 2, "seed": 1, "mask": "all",
-    "records_per_shard": 4, "layer_ids": [1, 2, 3], "states": None, "regenerate": None, "dtype": "fp8", "chat_template": "{{ messages }}",
+    "max_length": 47,
+    "max_new_tokens": 11,
+    "generation": {"do_sample": False},
+    "batch_size": 2,
+    "seed": 1,
+    "mask": "all",
+    "records_per_shard": 4,
+    "layer_ids": [1, 2, 3],
+    "states": None,
+    "regenerate": None,
+    "dtype": "fp8",
+    "chat_template": "{{ messages }}",
     "template_options": {"loud": True},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("option", DIFFERENT)
 def test_other_options_need_another_folder(tmp_path, target, tokenizer, data, option):
     options = REGENERATED | WITH_STATES
     prepare_data(target, tokenizer, data, tmp_path, **options, part=(9, 10))
-    dropped = {"states": ("states", "layer_ids"), "regenerate": ("regenerate", "max_new_tokens", "generation")}.get(option, ())
+    dropped = {"states": ("states", "layer_ids"), "regenerate": ("regenerate", "max_new_tokens", "generation")}.get(
+        option, ()
+    )
     changed = options if dropped else options | {option: DIFFERENT[option]}
     with pytest.raises(ValueError, match=r"manifest.json: .* Name another folder"):
-        prepare_data(target, tokenizer, data, tmp_path, **{name: value for name, value in changed.items() if name not in dropped})
+        prepare_data(
+            target, tokenizer, data, tmp_path, **{name: value for name, value in changed.items() if name not in dropped}
+        )
 
 
 def test_other_data_targets_and_tokenizers_need_another_folder(tmp_path, target, tokenizer, data):
     prepare_data(target, tokenizer, data, tmp_path, max_length=LENGTH)
     with pytest.raises(ValueError, match=r"source.data is"):
-        prepare_data(target, tokenizer, write_data(tmp_path / "other.jsonl", conversations()[::-1]), tmp_path, max_length=LENGTH)
+        prepare_data(
+            target, tokenizer, write_data(tmp_path / "other.jsonl", conversations()[::-1]), tmp_path, max_length=LENGTH
+        )
     trained = copy.deepcopy(target)
     trained.get_output_embeddings().weight.data[0, 0] += 1
     with pytest.raises(ValueError, match="revision is"):
@@ -251,7 +275,10 @@ def test_other_data_targets_and_tokenizers_need_another_folder(tmp_path, target,
         ({"dtype": "fp8"}, "without states"),
         ({"states": True, "layer_ids": [1, 2, 9]}, "reach past the target"),
         ({"states": True, "layer_ids": LAYERS, "dtype": "int8"}, "dtype is 'int8'; expected one of float32"),
-        ({"regenerate": True, "template_augmentation": 0.5}, "template_augmentation is 0.5; expected 0 with regenerate"),
+        (
+            {"regenerate": True, "template_augmentation": 0.5},
+            "template_augmentation is 0.5; expected 0 with regenerate",
+        ),
     ],
 )
 def test_options_that_do_not_go_together(tmp_path, target, tokenizer, data, options, words):
@@ -270,7 +297,9 @@ def _num_shards(folder, suffix: str) -> int:
 
 MOMENTS = {
     "after the first shard": lambda folder: _num_shards(folder, ".safetensors") >= 1,
-    "while a shard is written": lambda folder: _num_shards(folder, ".partial") or _num_shards(folder, ".safetensors") >= 4,
+    "while a shard is written": lambda folder: (
+        _num_shards(folder, ".partial") or _num_shards(folder, ".safetensors") >= 4
+    ),
     "after the third shard": lambda folder: _num_shards(folder, ".safetensors") >= 3,
 }
 
@@ -294,10 +323,15 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(tmp_path, target, to
     (tmp_path / "shard-00004.safetensors.00ff.partial").write_bytes(b"half")
     assert 4 in missing_shards(tmp_path)
     _prepare(target, tokenizer, data, tmp_path)
-    assert {name: value for name, value in contents(tmp_path).items() if not name.startswith("manifest.json.")} == contents(whole)
+    assert {
+        name: value for name, value in contents(tmp_path).items() if not name.startswith("manifest.json.")
+    } == contents(whole)
 
 
-RUN = f"import sys; sys.path[:0] = ['{os.path.dirname(__file__)}']; from test_prepare import run; sys.exit(run(sys.argv[1:]))"
+RUN = (
+    f"import sys; sys.path[:0] = ['{os.path.dirname(__file__)}']; from test_prepare import run;"
+    " sys.exit(run(sys.argv[1:]))"
+)
 
 
 def run(arguments: list[str]) -> int:
@@ -310,15 +344,37 @@ def run(arguments: list[str]) -> int:
 
 def arguments(saved: str, data: str, folder) -> list[str]:
     return [
-        "--target", saved, "--data", data, "--output", str(folder), "--regenerate", "--states", "--max-length", "48",
-        "--max-new-tokens", "10", "--temperature", "2", "--batch-size", "3", "--records-per-shard", "3", "--layers", "0", "2", "4",
-    ]  # fmt: skip
+        "--target",
+        saved,
+        "--data",
+        data,
+        "--output",
+        str(folder),
+        "--regenerate",
+        "--states",
+        "--max-length",
+        "48",
+        "--max-new-tokens",
+        "10",
+        "--temperature",
+        "2",
+        "--batch-size",
+        "3",
+        "--records-per-shard",
+        "3",
+        "--layers",
+        "0",
+        "2",
+        "4",
+    ]
 
 
 def test_two_processes_at_once_make_the_same_store(tmp_path, saved, data, whole):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     processes = [
-        subprocess.Popen([sys.executable, "-c", RUN, *arguments(saved, data, tmp_path), "--part", f"{index}/2"], env=environment)
+        subprocess.Popen(
+            [sys.executable, "-c", RUN, *arguments(saved, data, tmp_path), "--part", f"{index}/2"], env=environment
+        )
         for index in range(2)
     ]
     assert [process.wait() for process in processes] == [0, 0]
@@ -339,7 +395,9 @@ def test_the_command_prints_what_was_made(tmp_path, saved, data, whole, capsys):
 
 def test_the_command_without_regeneration(tmp_path, saved, data, capsys):
     template = tmp_path / "template.jinja"
-    template.write_text("{{ 'g' if loud }}{% for m in messages %}h{{ m.content }}{{ 'k' if m.role == 'assistant' }}{% endfor %}")
+    template.write_text(
+        "{{ 'g' if loud }}{% for m in messages %}h{{ m.content }}{{ 'k' if m.role == 'assistant' }}{% endfor %}"
+    )
     plain = ["--target", saved, "--data", data, "--output", str(tmp_path / "store"), "--chat-template", str(template)]
     assert run(plain) == 0
     assert HiddenStateStore(tmp_path / "store")[0]["input_ids"][0] == 7

@@ -15,10 +15,14 @@ ASKED, SAID = {"role": "user", "content": "a"}, {"role": "assistant", "content":
 RECORDS = [{"text": "one"}, {"text": "two ü"}, {"text": "three"}]
 LINES = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in RECORDS)
 FILES = {
-    "data.jsonl": LINES, "unended.jsonl": LINES.rstrip("\n"), "list.json": json.dumps(RECORDS, indent=2), "lines.json": LINES,
-    "blank_lines.jsonl": "\n\n" + LINES.replace("\n", "\r\n \n"), "marked.jsonl": "\ufeff" + LINES,
+    "data.jsonl": LINES,
+    "unended.jsonl": LINES.rstrip("\n"),
+    "list.json": json.dumps(RECORDS, indent=2),
+    "lines.json": LINES,
+    "blank_lines.jsonl": "\n\n" + LINES.replace("\n", "\r\n \n"),
+    "marked.jsonl": "\ufeff" + LINES,
     "marked.json": "\ufeff" + json.dumps(RECORDS),
-}  # fmt: skip
+}
 
 
 def written(folder, name: str, content: str) -> str:
@@ -69,11 +73,13 @@ def test_lines_are_parsed_when_asked_for(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
-        ("a.jsonl", "\n", "holds no records"), ("a.json", "[]", "holds no records"), ("a.txt", " \n", "holds no records"),
+        ("a.jsonl", "\n", "holds no records"),
+        ("a.json", "[]", "holds no records"),
+        ("a.txt", " \n", "holds no records"),
         ("a.json", '[{"text": 1},', r"a\.json: Expecting .* expected a list of JSON objects"),
         ("a.jsonl.gz", "x", "is compressed; expected .jsonl"),
     ],
-)  # fmt: skip
+)
 def test_bad_files(tmp_path, name, content, problem):
     with pytest.raises(ValueError, match=problem):
         read_records(written(tmp_path, name, content))
@@ -118,7 +124,9 @@ def test_saved_datasets(tmp_path):
 
 
 def test_identity_is_of_the_contents(tmp_path):
-    first, moved, other = (written(tmp_path, name, text) for name, text in (("a.txt", "x"), ("b/c.txt", "x"), ("d.txt", "y")))
+    first, moved, other = (
+        written(tmp_path, name, text) for name, text in (("a.txt", "x"), ("b/c.txt", "x"), ("d.txt", "y"))
+    )
     assert identity(first) == identity(moved) != identity(other)
     assert identity(first) != identity(written(tmp_path, "a.jsonl", "x"))
     for name in ("e/1.txt", "f/1.txt", "g/2.txt"):
@@ -133,7 +141,10 @@ def test_identity_is_of_the_contents(tmp_path):
         ({"prompt": "a", "messages": [ASKED, SAID]}, [ASKED, SAID]),
         ({"messages": None, "prompt": "a", "completion": "b"}, [ASKED, SAID]),
         ({"prompt": "a", "response": "b"}, [ASKED, SAID]),
-        ({"prompt": [{"role": "system", "content": "s"}, ASKED], "completion": [SAID]}, [{"role": "system", "content": "s"}, ASKED, SAID]),
+        (
+            {"prompt": [{"role": "system", "content": "s"}, ASKED], "completion": [SAID]},
+            [{"role": "system", "content": "s"}, ASKED, SAID],
+        ),
         ({"instruction": "a", "output": "b"}, [ASKED, SAID]),
         ({"instruction": "a", "input": "", "output": "b"}, [ASKED, SAID]),
         ({"instruction": "a", "input": "x", "output": "b"}, [{"role": "user", "content": "a\n\nx"}, SAID]),
@@ -147,9 +158,17 @@ def test_chats(record, messages):
 
 @pytest.mark.parametrize(
     ("name", "role"),
-    [("human", "user"), ("user", "user"), ("gpt", "assistant"), ("ChatGPT", "assistant"), ("bing", "assistant"), ("system", "system"),
-     ("assistant", "assistant"), ("tool", "tool")],
-)  # fmt: skip
+    [
+        ("human", "user"),
+        ("user", "user"),
+        ("gpt", "assistant"),
+        ("ChatGPT", "assistant"),
+        ("bing", "assistant"),
+        ("system", "system"),
+        ("assistant", "assistant"),
+        ("tool", "tool"),
+    ],
+)
 def test_names_of_sharegpt(name, role):
     assert parse_record({"conversations": [{"from": name, "value": "a"}]}).messages == [{"role": role, "content": "a"}]
 
@@ -168,7 +187,13 @@ def test_tools_and_their_calls_are_kept():
 
 
 @pytest.mark.parametrize(
-    "answers", [{"answers": [False, True, True]}, {"loss_mask": [0, 1, 1]}, {"assistant_masks": [0, 1, 1]}, {"labels": [-100, 0, 7]}]
+    "answers",
+    [
+        {"answers": [False, True, True]},
+        {"loss_mask": [0, 1, 1]},
+        {"assistant_masks": [0, 1, 1]},
+        {"labels": [-100, 0, 7]},
+    ],
 )
 def test_tokens(answers):
     tokens = parse_record({"input_ids": [5, 0, 7]} | answers)

@@ -16,9 +16,9 @@ END, NEW_TOKENS, LENGTH = 10, 12, 60
 GREEDY = {"do_sample": False}
 # Letters are tokens: h, i and j begin what the system, the user and the assistant say, k ends it. "gg" offers tools.
 TEMPLATE = (
-    "{{ 'gg' if tools }}{% for m in messages %}{% if m.content == 'bad' %}{{ raise_exception('bad words') }}{% endif %}"
-    "{{ {'system': 'h', 'user': 'i', 'assistant': 'j', 'tool': 'i'}[m.role] }}{{ m.content or 'f' }}{{ 'k' if m.role == 'assistant' }}"
-    "{% endfor %}{{ 'j' if add_generation_prompt }}"
+    "{{ 'gg' if tools }}{% for m in messages %}{% if m.content == 'bad' %}{{ raise_exception('bad words') }}{% endif"
+    " %}{{ {'system': 'h', 'user': 'i', 'assistant': 'j', 'tool': 'i'}[m.role] }}{{ m.content or 'f' }}{{ 'k' if m.role"
+    " == 'assistant' }}{% endfor %}{{ 'j' if add_generation_prompt }}"
 )
 
 
@@ -60,7 +60,9 @@ CHATS = [
 def alone(target, prompt: list[int], num_tokens: int = NEW_TOKENS) -> list[int]:
     """Prompt and answer, the prompt in a batch of its own."""
     ids = torch.tensor([prompt])
-    return target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, pad_token_id=0, do_sample=False)[0].tolist()
+    return target.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, pad_token_id=0, do_sample=False
+    )[0].tolist()
 
 
 def make(speaker: Speaker, chats: list[Chat]) -> tuple[list[list[dict]], Counter]:
@@ -101,7 +103,9 @@ def test_every_turn_is_what_the_target_says_alone(target, tokenizer, batch_size)
     speaker = Speaker(target, tokenizer, LENGTH, NEW_TOKENS, batch_size, GREEDY)
     found, skipped = make(speaker, CHATS)
     for rows, conversation in zip(found, CHATS, strict=True):
-        expected = [(ids, begin) for ids, begin in expected_rows(target, tokenizer, conversation) if len(ids) >= begin + 2]
+        expected = [
+            (ids, begin) for ids, begin in expected_rows(target, tokenizer, conversation) if len(ids) >= begin + 2
+        ]
         assert [row["input_ids"].tolist() for row in rows] == [ids for ids, _ in expected]
         for row, (ids, begin) in zip(rows, expected, strict=True):
             assert row["answers"].tolist() == [i >= begin for i in range(len(ids))]
@@ -125,7 +129,10 @@ def test_an_end_only_the_tokenizer_knows(make_target, tokenizer):
     """Engines stop there too."""
     knowing, ignorant = make_target("llama", eos_token_id=END), make_target("llama")
     assert stop_ids(ignorant, tokenizer) == stop_ids(knowing, tokenizer) == [END]
-    found, expected = (ids_of(make(Speaker(target, tokenizer, LENGTH, NEW_TOKENS, 2, GREEDY), CHATS)[0]) for target in (ignorant, knowing))
+    found, expected = (
+        ids_of(make(Speaker(target, tokenizer, LENGTH, NEW_TOKENS, 2, GREEDY), CHATS)[0])
+        for target in (ignorant, knowing)
+    )
     assert found == expected
 
 
@@ -155,7 +162,12 @@ def test_a_last_question_is_answered_and_a_chat_that_begins_with_an_answer_goes_
 def test_calls_of_tools_stay_since_what_follows_answers_them(make_target, tokenizer):
     speaker = Speaker(make_target("llama", eos_token_id=END), tokenizer, LENGTH, NEW_TOKENS, 2, GREEDY)
     call = {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}
-    messages = [{"role": "user", "content": "a"}, call, {"role": "tool", "content": "e"}, {"role": "assistant", "content": "d"}]
+    messages = [
+        {"role": "user", "content": "a"},
+        call,
+        {"role": "tool", "content": "e"},
+        {"role": "assistant", "content": "d"},
+    ]
     ((row,),), _ = make(speaker, [Chat(messages, tools=[{"name": "f"}])])
     assert tokenizer.decode(row["input_ids"][~row["answers"]]) == "ggiajfkiej"
 
@@ -202,7 +214,14 @@ def test_texts_are_gone_on_with(target, tokenizer, batch_size):
 
 
 def test_samples_follow_from_the_seed_alone(make_target, tokenizer):
-    speaker = Speaker(make_target("llama", eos_token_id=END), tokenizer, LENGTH, NEW_TOKENS, 2, {"do_sample": True, "temperature": 3.0})
+    speaker = Speaker(
+        make_target("llama", eos_token_id=END),
+        tokenizer,
+        LENGTH,
+        NEW_TOKENS,
+        2,
+        {"do_sample": True, "temperature": 3.0},
+    )
 
     def sample(*seed: int) -> list[list[int]]:
         with seeded(seed_of(*seed)):

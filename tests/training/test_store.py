@@ -29,7 +29,9 @@ from eagle31_hf.training.store import (
 )
 
 WIDTH, LAYERS = 5, [1, 2, 4]
-TOKENS_ONLY = Manifest("me/target", "weights", "tokenizer", {"data": "hash", "max_length": 9}, WIDTH, num_records=10, records_per_shard=3)
+TOKENS_ONLY = Manifest(
+    "me/target", "weights", "tokenizer", {"data": "hash", "max_length": 9}, WIDTH, num_records=10, records_per_shard=3
+)
 MANIFEST = replace(TOKENS_ONLY, layer_ids=LAYERS, dtype="float32")
 EXACT = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FP8_STEP = 2.0**-4  # of a value: three bits of mantissa, rounded
@@ -43,7 +45,14 @@ def rows(lengths: list[int], seed: int = 0, dtype: torch.dtype = torch.float32) 
         states = torch.randn(n, len(LAYERS), WIDTH, generator=generator) * torch.tensor([0.01, 1.0, 900.0])[:, None]
         last = torch.randn(n, WIDTH, generator=generator)
         ids = torch.randint(0, 150_000, (n,), generator=generator)
-        made.append({"input_ids": ids, "answers": ids % 2 == 0, "states": states.flatten(1).to(dtype), "last_states": last.to(dtype)})
+        made.append(
+            {
+                "input_ids": ids,
+                "answers": ids % 2 == 0,
+                "states": states.flatten(1).to(dtype),
+                "last_states": last.to(dtype),
+            }
+        )
     return made
 
 
@@ -160,9 +169,14 @@ def test_pickled_while_files_are_open(tmp_path):
 
 
 DIFFERENT = {
-    "revision": "other weights", "tokenizer": "other", "target_hidden_size": 6, "num_records": 11, "records_per_shard": 4,
-    "layer_ids": [1, 2, 3], "dtype": "fp8",
-}  # fmt: skip
+    "revision": "other weights",
+    "tokenizer": "other",
+    "target_hidden_size": 6,
+    "num_records": 11,
+    "records_per_shard": 4,
+    "layer_ids": [1, 2, 3],
+    "dtype": "fp8",
+}
 ELSEWHERE = {"target": "/moved/target", "commit": "abc"}
 
 
@@ -234,7 +248,9 @@ def test_one_of_many_that_open_at_once_decides(tmp_path):
         assert [path.name for path in folder.iterdir()] == ["manifest.json"]
 
 
-@pytest.mark.parametrize(("fields", "words"), [({"dtype": None}, "expected both"), ({"dtype": "int8"}, "expected one of float32")])
+@pytest.mark.parametrize(
+    ("fields", "words"), [({"dtype": None}, "expected both"), ({"dtype": "int8"}, "expected one of float32")]
+)
 def test_manifests_that_make_no_sense(fields, words):
     with pytest.raises(ValueError, match=words):
         replace(MANIFEST, **fields)
@@ -264,7 +280,9 @@ def test_a_flipped_byte_is_caught_when_the_shard_is_first_read(tmp_path, place):
     data = bytearray(path.read_bytes())
     data[int(place * len(data))] ^= 1
     path.write_bytes(data)
-    with pytest.raises(ValueError, match=r"shard-00002.safetensors: is damaged .*Delete it and run the same prepare-data command again"):
+    with pytest.raises(
+        ValueError, match=r"shard-00002.safetensors: is damaged .*Delete it and run the same prepare-data command again"
+    ):
         HiddenStateStore(tmp_path)[3]
 
 
@@ -321,7 +339,8 @@ def _size_of_partial(folder) -> int:
 
 
 def test_a_writer_killed_at_any_moment_leaves_a_whole_shard_or_none(tmp_path):
-    """Killed as soon as so much of a file is written; on a busy machine the news may come late, so more often than would be needed."""
+    """Killed as soon as so much of a file is written; on a busy machine the news may come late, so more often than
+    would be needed."""
     open_store(tmp_path, replace(MANIFEST, num_records=1))
     made, halves, tries = rows([200_000, 1]), 0, 0
     write_shard(tmp_path, 0, made, {})
@@ -374,7 +393,10 @@ def test_a_full_disk(tmp_path):
 def test_one_set_of_rows_has_one_file(tmp_path):
     """Whoever writes it, and whichever way the tensors lie in memory."""
     made = rows([4, 7])
-    for name, written in (("a", made), ("b", [{key: value.t().contiguous().t() for key, value in row.items()} for row in made])):
+    for name, written in (
+        ("a", made),
+        ("b", [{key: value.t().contiguous().t() for key, value in row.items()} for row in made]),
+    ):
         open_store(tmp_path / name, MANIFEST)
         write_shard(tmp_path / name, 0, written, {"b": 1, "a": 2})
     assert shard_path(tmp_path / "a", 0).read_bytes() == shard_path(tmp_path / "b", 0).read_bytes()

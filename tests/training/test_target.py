@@ -43,9 +43,17 @@ def test_a_scale_is_found():
     from transformers import AutoModelForCausalLM, CohereConfig
 
     config = CohereConfig(
-        vocab_size=VOCAB, hidden_size=36, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        logit_scale=0.25, bos_token_id=None, eos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=36,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        logit_scale=0.25,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
     assert find_scoring(AutoModelForCausalLM.from_config(config).eval()).scale == pytest.approx(0.25, abs=1e-4)
 
 
@@ -54,7 +62,9 @@ def test_a_target_that_does_something_else_with_its_head_is_refused():
     head = target.lm_head
     target.lm_head = nn.Sequential(head, nn.Softmax(dim=-1))
     target.lm_head.weight = head.weight
-    target.forward = lambda input_ids, use_cache: type("Output", (), {"logits": head(target.model(input_ids).last_hidden_state) ** 2})
+    target.forward = lambda input_ids, use_cache: type(
+        "Output", (), {"logits": head(target.model(input_ids).last_hidden_state) ** 2}
+    )
     with pytest.raises(ValueError, match="do not follow from its last state"):
         find_scoring(target)
 

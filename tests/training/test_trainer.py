@@ -1,4 +1,5 @@
-"""What `Eagle31Trainer` promises, on tiny real runs: exact accumulation, bit-exact resumption, figures that serving would measure."""
+"""What `Eagle31Trainer` promises, on tiny real runs: exact accumulation, bit-exact resumption, figures that serving
+would measure."""
 
 import pytest
 import torch
@@ -37,7 +38,11 @@ def test_accumulated_batches_are_one_batch(tmp_path, normalisation, batch):
     options = PLAIN | {"normalisation": normalisation, "num_train_epochs": 2}
     rows = make_rows(10)
     whole = run(make_trainer(tmp_path, rows, per_device_train_batch_size=4, **options))
-    parts = run(make_trainer(tmp_path, rows, per_device_train_batch_size=batch, gradient_accumulation_steps=4 // batch, **options))
+    parts = run(
+        make_trainer(
+            tmp_path, rows, per_device_train_batch_size=batch, gradient_accumulation_steps=4 // batch, **options
+        )
+    )
     assert len(whole.losses) == 6
     assert_same(parts, whole, SUMMED)
     for found, expected in zip(parts.logs, whole.logs, strict=True):
@@ -56,9 +61,15 @@ def test_packed_rows_are_rows(tmp_path, normalisation):
 def test_a_resumed_run_is_the_run_bit_for_bit(tmp_path, step):
     """The alignment draws slots at random, evaluations lie in between, and the learning rate follows a schedule."""
     options = SAVING | {
-        "gradient_accumulation_steps": 2, "num_train_epochs": 2, "attention_alignment": 0.5, "alignment_slots": 3,
-        "lr_scheduler_type": "cosine", "eval_strategy": "steps", "eval_steps": 2, "eval_dataset": make_rows(3, seed=7),
-    }  # fmt: skip
+        "gradient_accumulation_steps": 2,
+        "num_train_epochs": 2,
+        "attention_alignment": 0.5,
+        "alignment_slots": 3,
+        "lr_scheduler_type": "cosine",
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "eval_dataset": make_rows(3, seed=7),
+    }
     whole = run(make_trainer(tmp_path / "whole", **options))
     assert len(whole.losses) == 6
     with pytest.raises(LostMachineError):
@@ -91,10 +102,14 @@ def test_bf16_autocast_trains(tmp_path):
 
 
 def test_the_loss_is_computed_in_fp32_under_autocast(tmp_path):
-    """A head of zeros gives logits without rounding: what is left is the rounding of the loss and of the target's distribution."""
+    """A head of zeros gives logits without rounding: what is left is the rounding of the loss and of the target's
+    distribution."""
     drafter = build()
     drafter.lm_head.weight.data.zero_()
-    losses = [run(make_trainer(tmp_path, drafter=drafter, max_steps=1, learning_rate=0.0, bf16=bf16)).losses for bf16 in (True, False)]
+    losses = [
+        run(make_trainer(tmp_path, drafter=drafter, max_steps=1, learning_rate=0.0, bf16=bf16)).losses
+        for bf16 in (True, False)
+    ]
     assert_close("loss", *losses, SUMMED)
 
 
@@ -125,7 +140,9 @@ class Listener(TrainerCallback):
 
 def test_callbacks_see_every_figure(tmp_path):
     listener = Listener()
-    make_trainer(tmp_path, callbacks=[listener], eval_dataset=make_rows(2), eval_strategy="epoch", eval_prompts=1).train()
+    make_trainer(
+        tmp_path, callbacks=[listener], eval_dataset=make_rows(2), eval_strategy="epoch", eval_prompts=1
+    ).train()
     names = ("distance", "accuracy", "acceptance", "greedy_acceptance", "coverage", "state_norm")
     names += tuple(f"{place}_mass" for place in ("sink", "prompt", "own", "self"))
     by_depth = {f"{name}_{k}" for name in names for k in (1, 2, 3)}
@@ -174,14 +191,17 @@ def test_a_run_that_pushes_to_the_hub(tmp_path, hub):  # noqa: F811
 
 def greedy(teller, prompt: list[int], num_tokens: int, **options) -> list[int]:
     ids = torch.tensor([prompt])
-    return teller.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False, **options)[0].tolist()
+    return teller.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False, **options
+    )[0].tolist()
 
 
 def greedy_rows(teller, prompts: list[list[int]], num_tokens: int) -> list[dict]:
     """The target's own texts."""
     texts = [greedy(teller, prompt, num_tokens) for prompt in prompts]
     return [
-        {"input_ids": ids, "answers": [at >= len(prompt) for at in range(len(ids))]} for prompt, ids in zip(prompts, texts, strict=True)
+        {"input_ids": ids, "answers": [at >= len(prompt) for at in range(len(ids))]}
+        for prompt, ids in zip(prompts, texts, strict=True)
     ]
 
 
@@ -199,9 +219,16 @@ def test_the_accepted_length_is_that_of_generate(tmp_path, depth, stop):
     ends = {row["input_ids"][-1] == stop for row in rows}
     assert ends == ({True, False} if stop else {False}), "some texts end by themselves, others by their length"
     trainer = make_trainer(
-        tmp_path, rows, drafter, target=teller, eval_dataset=rows, eval_depth=depth, eval_prompts=len(rows),
-        eval_max_new_tokens=num_tokens, per_device_eval_batch_size=4,
-    )  # fmt: skip
+        tmp_path,
+        rows,
+        drafter,
+        target=teller,
+        eval_dataset=rows,
+        eval_depth=depth,
+        eval_prompts=len(rows),
+        eval_max_new_tokens=num_tokens,
+        per_device_eval_batch_size=4,
+    )
     metrics = trainer.evaluate()
     with track_acceptance() as stats:
         for prompt in PROMPTS:
@@ -230,17 +257,33 @@ class Weights(TrainerCallback):
 
 @pytest.mark.parametrize("strategy", ["steps", "best"])
 def test_the_best_checkpoint_is_the_one_that_drafts_best(tmp_path, strategy):
-    """A head that is sure of itself, also where it errs, drafts well and has a high loss; one that says nothing has a lower one."""
+    """A head that is sure of itself, also where it errs, drafts well and has a high loss; one that says nothing has a
+    lower one."""
     teller = build_target("qwen3")
     drafter, rows = build_drafter(teller), greedy_rows(teller, [list(PROMPT[0])] * 3, 24)
     sure = 10 * drafter.lm_head.weight.detach().clone()
-    options = {"learning_rate": 0.0, "per_device_train_batch_size": 1, "eval_strategy": "steps", "eval_steps": 1, "save_steps": 1}
+    options = {
+        "learning_rate": 0.0,
+        "per_device_train_batch_size": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_steps": 1,
+    }
     trainer = make_trainer(
-        tmp_path, rows, drafter, target=teller, eval_dataset=rows[:1], callbacks=[Weights([sure * 0, sure, sure * -1])],
-        load_best_model_at_end=True, save_strategy=strategy, **PLAIN | options,
-    )  # fmt: skip
+        tmp_path,
+        rows,
+        drafter,
+        target=teller,
+        eval_dataset=rows[:1],
+        callbacks=[Weights([sure * 0, sure, sure * -1])],
+        load_best_model_at_end=True,
+        save_strategy=strategy,
+        **PLAIN | options,
+    )
     trainer.train()
-    losses, lengths = ([e[name] for e in trainer.state.log_history if name in e] for name in ("eval_loss", "eval_accepted_length"))
+    losses, lengths = (
+        [e[name] for e in trainer.state.log_history if name in e] for name in ("eval_loss", "eval_accepted_length")
+    )
     assert losses[0] < losses[1]
     assert lengths[1] > max(lengths[0], lengths[2])
     assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
@@ -257,11 +300,25 @@ def write_store(folder, teller, drafter, rows: list[dict]) -> HiddenStateStore:
     for row in rows:
         tokens = torch.tensor([row["input_ids"]])
         states, last = reader.read(tokens, torch.ones_like(tokens))
-        made.append({"input_ids": tokens[0], "answers": torch.tensor(row["answers"]), "states": states[0], "last_states": last[0]})
+        made.append(
+            {
+                "input_ids": tokens[0],
+                "answers": torch.tensor(row["answers"]),
+                "states": states[0],
+                "last_states": last[0],
+            }
+        )
     manifest = Manifest(
-        "me/target", weights_fingerprint(teller), "tokenizer", {}, teller.config.hidden_size, num_records=len(rows), records_per_shard=5,
-        layer_ids=ids, dtype="float32",
-    )  # fmt: skip
+        "me/target",
+        weights_fingerprint(teller),
+        "tokenizer",
+        {},
+        teller.config.hidden_size,
+        num_records=len(rows),
+        records_per_shard=5,
+        layer_ids=ids,
+        dtype="float32",
+    )
     open_store(folder, manifest)
     for index in range(manifest.num_shards):
         write_shard(folder, index, made[5 * index : 5 * index + 5], {})
@@ -270,14 +327,21 @@ def write_store(folder, teller, drafter, rows: list[dict]) -> HiddenStateStore:
 
 
 @pytest.mark.parametrize("packing", [True, False])
-@pytest.mark.parametrize("fields", [{}, {"share_target_embeddings": True, "draft_vocab_size": VOCAB, "share_target_head": True}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"share_target_embeddings": True, "draft_vocab_size": VOCAB, "share_target_head": True}]
+)
 def test_stored_states_train_as_the_target_does(tmp_path, fields, packing):
     rows, options = make_rows(), PLAIN | {"packing": packing, "max_length": 32}
     store = write_store(tmp_path / "store", target(), build(**fields), rows)
     online = make_trainer(tmp_path / "online", rows, build(**fields), eval_dataset=rows[:3], **options)
-    offline = make_trainer(tmp_path / "offline", store, build(**fields), target=None, eval_dataset=[store[i] for i in range(3)], **options)
+    offline = make_trainer(
+        tmp_path / "offline", store, build(**fields), target=None, eval_dataset=[store[i] for i in range(3)], **options
+    )
     assert_same(run(offline), run(online), SUMMED)
-    found, expected = ({k: v for k, v in t.evaluate().items() if "_per_second" not in k and "runtime" not in k} for t in (offline, online))
+    found, expected = (
+        {k: v for k, v in t.evaluate().items() if "_per_second" not in k and "runtime" not in k}
+        for t in (offline, online)
+    )
     assert found == pytest.approx(expected, abs=FIGURE)
 
 
@@ -306,16 +370,25 @@ def test_a_drafter_is_served_with_the_layers_it_was_trained_on(tmp_path):
 @pytest.mark.parametrize("packing", [True, False])
 def test_rows_without_answers_are_nothing(tmp_path, normalisation, packing):
     """Alone they are a loss of zero; beside others they change nothing."""
-    rows, options = make_rows(6, empty=(1, 2, 5)), PLAIN | {"normalisation": normalisation, "packing": packing, "attention_alignment": 0.1}
+    rows, options = (
+        make_rows(6, empty=(1, 2, 5)),
+        PLAIN | {"normalisation": normalisation, "packing": packing, "attention_alignment": 0.1},
+    )
     drafter = build()
     before = {name: value.clone() for name, value in drafter.state_dict().items()}
-    none = make_trainer(tmp_path, [rows[1], rows[2]], drafter, eval_dataset=[rows[5]], eval_prompts=1, drift_regulariser=0.1, **options)
+    none = make_trainer(
+        tmp_path, [rows[1], rows[2]], drafter, eval_dataset=[rows[5]], eval_prompts=1, drift_regulariser=0.1, **options
+    )
     assert set(run(none).losses.tolist()) == {0.0}
     for name, value in before.items():
         assert_close(name, drafter.state_dict()[name], value)
     assert none.evaluate()["eval_loss"] == 0.0
     options |= {"per_device_train_batch_size": 6, "num_train_epochs": 3, "attention_alignment": 0.0}
-    assert_same(run(make_trainer(tmp_path, rows, **options)), run(make_trainer(tmp_path, [rows[0], rows[3], rows[4]], **options)), SUMMED)
+    assert_same(
+        run(make_trainer(tmp_path, rows, **options)),
+        run(make_trainer(tmp_path, [rows[0], rows[3], rows[4]], **options)),
+        SUMMED,
+    )
 
 
 @pytest.mark.parametrize(
@@ -324,7 +397,11 @@ def test_rows_without_answers_are_nothing(tmp_path, normalisation, packing):
         ({}, {}, {"embed_tokens.weight"}),
         ({}, {"train_embeddings": True}, set()),
         ({}, {"train_head": False}, {"embed_tokens.weight", "lm_head.weight"}),
-        ({"share_target_embeddings": True, "share_target_head": True, "draft_vocab_size": VOCAB}, {"train_embeddings": True}, set()),
+        (
+            {"share_target_embeddings": True, "share_target_head": True, "draft_vocab_size": VOCAB},
+            {"train_embeddings": True},
+            set(),
+        ),
     ],
     ids=["head", "head_and_embeddings", "neither", "both_are_the_targets"],
 )

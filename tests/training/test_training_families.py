@@ -14,7 +14,9 @@ from families import FAMILIES, REFUSED, NotThereError, build_target
 from eagle31_hf.training.fresh import new_drafter
 
 NOT_TRAINED = ("Gemma3n text",)  # its layers pass four states on, not one
-ROWS = [{"input_ids": [(5 * i + j) % 9 + 1 for j in range(16)], "answers": [j >= 6 for j in range(16)]} for i in range(4)]
+ROWS = [
+    {"input_ids": [(5 * i + j) % 9 + 1 for j in range(16)], "answers": [j >= 6 for j in range(16)]} for i in range(4)
+]
 
 
 def target_of(name: str):
@@ -32,7 +34,13 @@ def test_every_family_trains_or_says_why_not(tmp_path, name):
     before = {key: value.clone() for key, value in target.state_dict().items()}
     torch.manual_seed(0)
     drafter = new_drafter(target)
-    options = {"target": target, "eval_dataset": ROWS[:2], "eval_prompts": 1, "eval_max_new_tokens": 6, "learning_rate": 1e-3}
+    options = {
+        "target": target,
+        "eval_dataset": ROWS[:2],
+        "eval_prompts": 1,
+        "eval_max_new_tokens": 6,
+        "learning_rate": 1e-3,
+    }
     if name in NOT_TRAINED:
         with pytest.raises(ValueError, match="does not work with this architecture"):
             make_trainer(tmp_path, ROWS, drafter, **options)
@@ -45,5 +53,9 @@ def test_every_family_trains_or_says_why_not(tmp_path, name):
     metrics = trainer.evaluate()
     assert metrics["eval_loss"] > 0
     if FAMILIES[name].bug is None:
-        assert ("eval_served_accepted_length" in metrics) == (FAMILIES[name].chain != REFUSED), "generate() drafts where it can"
-    assert all(torch.equal(value, before[key]) for key, value in target.state_dict().items()), "the target is trained, too"
+        assert ("eval_served_accepted_length" in metrics) == (FAMILIES[name].chain != REFUSED), (
+            "generate() drafts where it can"
+        )
+    assert all(torch.equal(value, before[key]) for key, value in target.state_dict().items()), (
+        "the target is trained, too"
+    )

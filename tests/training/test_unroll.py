@@ -1,4 +1,5 @@
-"""The unroll computes, for all slots at once, what a drafter with a cache computes when it serves; and gradients flow as they would.
+"""The unroll computes, for all slots at once, what a drafter with a cache computes when it serves; and gradients flow
+as they would.
 
 B batch, T tokens, S slots (T - 1), n captured states, ht target width, V target vocabulary, Vd draft vocabulary.
 """
@@ -45,7 +46,9 @@ def test_a_slot_is_left_out_where_its_tokens_end(depth):
     drafter = build()
     tokens, states = inputs(drafter, LENGTH)
     steps = list(unroll(drafter, tokens, states, depth))
-    assert [(logits.shape[1], state.shape[1]) for logits, state in steps] == [(LENGTH - 1 - k,) * 2 for k in range(depth)]
+    assert [(logits.shape[1], state.shape[1]) for logits, state in steps] == [
+        (LENGTH - 1 - k,) * 2 for k in range(depth)
+    ]
 
 
 @pytest.mark.parametrize("depth", [0, LENGTH, LENGTH + 3])
@@ -72,7 +75,8 @@ def test_a_chain_does_not_see_another(fields):
 @pytest.mark.parametrize("slot", [0, 3, 6])
 @pytest.mark.parametrize(("fields", "window"), WINDOWS.values(), ids=WINDOWS)
 def test_what_a_slot_depends_on(fields, window, slot):
-    """By gradient: on the states at its slot and before, and on the tokens its chain has embedded; within the window of depth 0.
+    """By gradient: on the states at its slot and before, and on the tokens its chain has embedded; within the window of
+    depth 0.
 
     Deeper windows start later, but their queries are made of what depth 0 read.
     """
@@ -80,7 +84,9 @@ def test_what_a_slot_depends_on(fields, window, slot):
     tokens, states = inputs(drafter, LENGTH, batch=1)
     states.requires_grad_()
     for k, (logits, _) in enumerate(unroll(drafter, tokens, states, DEPTH)):
-        by_state, by_row = torch.autograd.grad(logits[:, slot].square().sum(), (states, drafter.embed_tokens.weight), retain_graph=True)
+        by_state, by_row = torch.autograd.grad(
+            logits[:, slot].square().sum(), (states, drafter.embed_tokens.weight), retain_graph=True
+        )
         assert by_state[0].any(-1).nonzero().flatten().tolist() == list(range(first, slot + 1)), f"states at depth {k}"
         embedded = by_row.any(-1).nonzero().flatten().tolist()
         assert embedded == sorted(tokens[0, first + 1 : slot + 2 + k].tolist()), f"tokens at depth {k}"

@@ -34,7 +34,10 @@ def drawn(*shape, seed):
 
 def depths(width=D):
     """Queries, keys and values of every depth."""
-    return [(drawn(B, H, S, D, seed=k), drawn(B, HKV, S, D, seed=10 + k), drawn(B, HKV, S, width, seed=20 + k)) for k in range(DEPTH)]
+    return [
+        (drawn(B, H, S, D, seed=k), drawn(B, HKV, S, D, seed=10 + k), drawn(B, HKV, S, width, seed=20 + k))
+        for k in range(DEPTH)
+    ]
 
 
 def attended(attend, layer, all_depths):
@@ -78,7 +81,8 @@ def test_as_the_dense_mask(monkeypatch, window, documents, width, at_once):
         assert_close(f"output at depth {depth}", out, wanted, FORWARD)
     for i, (found, wanted) in enumerate(zip(gradients(outs, all_depths), gradients(expected, all_depths), strict=True)):
         found, wanted = (torch.zeros(1) if x is None else x for x in (found, wanted))
-        # A window of one token leaves nothing to choose between: the gradients of queries and keys are what rounding leaves of such sums.
+        # A window of one token leaves nothing to choose between: the gradients of queries and keys are what rounding
+        # leaves of such sums.
         scale = max(1.0, scale_of(wanted))
         assert_close(f"gradient {i}", found.expand_as(wanted) if found.numel() == 1 else found, wanted, FORWARD, scale)
 

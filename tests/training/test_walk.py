@@ -9,7 +9,8 @@ from eagle31_hf.training.walk import Walk, answers_of, expected_rounds, walk
 
 
 def drafted(hits, stops):
-    """The same, token by token as a decoder goes: accept hits one after the other, then the bonus token, until the text ends."""
+    """The same, token by token as a decoder goes: accept hits one after the other, then the bonus token, until the text
+    ends."""
     depth, left = hits.shape
     rounds, tokens, accepted, at = 0, 0, 0, 0
     while at < left:
@@ -62,7 +63,9 @@ def test_walks_add_up():
     for one in walks:
         total.add(one)
     assert total.metrics()["accepted_length"] == 14 / sum(one.rounds for one in walks)
-    assert total.accepted_per_position == [sum(parts) for parts in zip(*(one.accepted_per_position for one in walks), strict=True)]
+    assert total.accepted_per_position == [
+        sum(parts) for parts in zip(*(one.accepted_per_position for one in walks), strict=True)
+    ]
     assert Walk().metrics() == {}
 
 

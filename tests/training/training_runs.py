@@ -22,13 +22,26 @@ torch.set_num_threads(1)
 
 ROWS = 12
 ARGUMENTS = {
-    "use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1, "lr_scheduler_type": "constant",
-    "warmup_steps": 0, "learning_rate": 0.02, "num_train_epochs": 1, "depth": 3, "max_length": 64, "packing": False, "eval_prompts": 0,
+    "use_cpu": True,
+    "report_to": [],
+    "disable_tqdm": True,
+    "save_strategy": "no",
+    "logging_steps": 1,
+    "lr_scheduler_type": "constant",
+    "warmup_steps": 0,
+    "learning_rate": 0.02,
+    "num_train_epochs": 1,
+    "depth": 3,
+    "max_length": 64,
+    "packing": False,
+    "eval_prompts": 0,
     "per_device_train_batch_size": 2,
-}  # fmt: skip
+}
 # A gradient that is off by a factor is no other step for Adam, nor for one that is clipped.
 PLAIN = {"optim": "sgd", "max_grad_norm": 0.0}
-CHECKPOINTING = next(f.name for f in fields(TrainingArguments) if f.name in ("activation_checkpointing", "gradient_checkpointing"))
+CHECKPOINTING = next(
+    f.name for f in fields(TrainingArguments) if f.name in ("activation_checkpointing", "gradient_checkpointing")
+)
 
 
 def make_rows(count: int = ROWS, seed: int = 0, empty: tuple[int, ...] = ()) -> list[dict[str, Any]]:
@@ -44,12 +57,19 @@ def make_rows(count: int = ROWS, seed: int = 0, empty: tuple[int, ...] = ()) -> 
     return rows
 
 
-def make_trainer(folder: Any, rows: Any = None, drafter: Eagle31DrafterModel | None = None, **options: Any) -> Eagle31Trainer:
+def make_trainer(
+    folder: Any, rows: Any = None, drafter: Eagle31DrafterModel | None = None, **options: Any
+) -> Eagle31Trainer:
     """`options` of Eagle31Trainer by their names, all others are arguments."""
-    given = {name: options.pop(name) for name in ("eval_dataset", "processing_class", "callbacks", "optimizers") if name in options}
+    given = {
+        name: options.pop(name)
+        for name in ("eval_dataset", "processing_class", "callbacks", "optimizers")
+        if name in options
+    }
     given |= {"target": options.pop("target") if "target" in options else target()}
     arguments = Eagle31TrainingArguments(output_dir=str(folder), **ARGUMENTS | options)
-    if arguments.fsdp:  # accelerate shards on accelerators, and on a CPU silently does not; what it calls in torch runs on both
+    # accelerate shards on accelerators, and on a CPU silently does not; what it calls in torch runs on both
+    if arguments.fsdp:
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     return Eagle31Trainer(drafter or build(), arguments, make_rows() if rows is None else rows, **given)
 
@@ -88,9 +108,18 @@ def run(trainer: Eagle31Trainer, resume: bool | str | None = None) -> Run:
 
 def outcome(trainer: Eagle31Trainer) -> Run:
     logs = [
-        {name: value for name, value in entry.items() if not name.endswith(("_runtime", "_per_second", "total_flos", "train_loss"))}
+        {
+            name: value
+            for name, value in entry.items()
+            if not name.endswith(("_runtime", "_per_second", "total_flos", "train_loss"))
+        }
         for entry in trainer.state.log_history
     ]
     weights = {name: value.detach().clone() for name, value in trainer.drafter.state_dict().items()}
-    moments = [value for state in trainer.optimizer.state_dict()["state"].values() for value in state.values() if torch.is_tensor(value)]
+    moments = [
+        value
+        for state in trainer.optimizer.state_dict()["state"].values()
+        for value in state.values()
+        if torch.is_tensor(value)
+    ]
     return Run(weights, logs, moments)
