@@ -24,8 +24,12 @@ class GQAttention(nn.Module):
 
     def __init__(self, config: Eagle31Config, layer_idx: int, input_size: int):
         super().__init__()
-        heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        self.config, self.layer_idx, self.head_dim = config, layer_idx, head_dim
+        heads = config.num_attention_heads
+        kv_heads = config.num_key_value_heads
+        head_dim = config.head_dim
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = head_dim
         self.num_key_value_groups = heads // kv_heads
         self.scaling = head_dim**-0.5
         self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
@@ -39,7 +43,9 @@ class GQAttention(nn.Module):
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(B, T, input_size) -> queries (B, H, T, D), keys and values (B, Hkv, T, D), rotated."""
         shape = (*x.shape[:-1], -1, self.head_dim)
-        q, k, v = self.q_proj(x).view(shape), self.k_proj(x).view(shape), self.v_proj(x).view(shape)
+        q = self.q_proj(x).view(shape)
+        k = self.k_proj(x).view(shape)
+        v = self.v_proj(x).view(shape)
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
@@ -70,9 +76,16 @@ class MLAttention(nn.Module):
 
     def __init__(self, config: Eagle31Config, layer_idx: int, input_size: int):
         super().__init__()
-        heads, nope, rope = config.num_attention_heads, config.qk_nope_head_dim, config.qk_rope_head_dim
-        bias, eps, rank = config.attention_bias, config.rms_norm_eps, config.kv_lora_rank
-        self.config, self.layer_idx, self.num_heads, self.num_key_value_groups = config, layer_idx, heads, 1
+        heads = config.num_attention_heads
+        nope = config.qk_nope_head_dim
+        rope = config.qk_rope_head_dim
+        bias = config.attention_bias
+        eps = config.rms_norm_eps
+        rank = config.kv_lora_rank
+        self.config = config
+        self.layer_idx = layer_idx
+        self.num_heads = heads
+        self.num_key_value_groups = 1
         self.sizes = {"rank": rank, "nope": nope, "rope": rope, "value": config.v_head_dim}
         self.scaling = (nope + rope) ** -0.5 * yarn_temperature(config.rope_parameters)
         self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None

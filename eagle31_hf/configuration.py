@@ -19,7 +19,10 @@ from .names import refuse_unknown
 LAYER_TYPES = ("full_attention", "sliding_attention")
 # Bounds of what is built from a config before a tensor has shown its size: a drafter has one layer or two, the largest
 # vocabularies have a sixtieth of MAX_SIZE, and no rope has ten parameters.
-MAX_LAYERS, MAX_SIZE, MAX_LENGTH, MAX_ROPE_PARAMETERS = 256, 2**24, 2**31, 32
+MAX_LAYERS = 256
+MAX_SIZE = 2**24
+MAX_LENGTH = 2**31
+MAX_ROPE_PARAMETERS = 32
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 FLOATS = ("attention_dropout", "rms_norm_eps", "initializer_range", "logit_scale")
 # What `PreTrainedConfig` takes besides its fields, from a person or out of its own `to_dict()`.

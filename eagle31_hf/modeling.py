@@ -101,7 +101,9 @@ class Eagle31DrafterModel(Eagle31PreTrainedModel):
             unknown, Eagle31Config.__annotations__, "fields of Eagle31Config or arguments of from_pretrained"
         )
         super().__init__(config)
-        h, eps, n = config.hidden_size, config.rms_norm_eps, config.num_aux_states
+        h = config.hidden_size
+        eps = config.rms_norm_eps
+        n = config.num_aux_states
         fused_width = n * config.target_hidden_size
         self.embed_tokens = None if config.share_target_embeddings else nn.Embedding(config.vocab_size, h)
         self.fc_norm = (

@@ -21,7 +21,9 @@ from .modeling import Eagle31DrafterModel
 from .training.unroll import unroll
 from .tying import execution_device, weight_of
 
-MAX_ROWS, MIN_ROWS, ROW_TOKENS = 4096, 32, 512
+MAX_ROWS = 4096
+MIN_ROWS = 32
+ROW_TOKENS = 512
 ITERATIONS = 60
 DEFAULT_DEPTH = 5
 KEPT = 0.97  # share of the accepted length that must be left for an upgrade to be called good as it is

@@ -88,8 +88,13 @@ class Contestant:
         drafter: Eagle31DrafterModel | None = None,
         shape: Shape = Shape(0),
     ):
-        self.target, self.name, self.drafter, self.shape = target, name, drafter, shape
-        self.seconds, self.tokens, self.identical = 0.0, 0, True
+        self.target = target
+        self.name = name
+        self.drafter = drafter
+        self.shape = shape
+        self.seconds = 0.0
+        self.tokens = 0
+        self.identical = True
         self.stats, self.profile = AcceptanceStats(), dict[str, float]()
 
     def generate(self, prompt: Tensor, max_new_tokens: int) -> tuple[Tensor, float]:

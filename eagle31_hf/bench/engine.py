@@ -211,7 +211,9 @@ def _measure(
     ours = {"assistant_model": drafter, **setting.knobs}
     with synthetic_acceptance(setting.survival):
         decode(**ours)  # warm up
-    walls, alone, efficiencies = [], [], []
+    walls = []
+    alone = []
+    efficiencies = []
     for seed in range(rounds):
         alone.append(decode())
         with (

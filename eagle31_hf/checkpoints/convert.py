@@ -217,7 +217,9 @@ def _commit(folder: Path, checkpoint: Checkpoint) -> None:
 
 def _tidy(folder: Path) -> None:
     """From the commit to the final layout. Every step may find itself already done."""
-    original, staged, work = folder / ORIGINAL, folder / STAGED, _new_work(folder)
+    original = folder / ORIGINAL
+    staged = folder / STAGED
+    work = _new_work(folder)
     for name in _recorded(original / RECORD):
         # once it is there, the name may be the new file's
         if (folder / name).is_file() and not (original / name).exists():

@@ -264,7 +264,9 @@ def export_checkpoint(
     else:
         hub = {name: options.pop(name) for name in HUB_OPTIONS if name in options}
         checkpoint = read_checkpoint(str(drafter_or_path), options, aux_layer_convention, **hub)
-        config, tensors, source = checkpoint.config, entries(checkpoint), checkpoint.source
+        config = checkpoint.config
+        tensors = entries(checkpoint)
+        source = checkpoint.source
     try:
         values = engine_config(config, format, target_type)
     except ValueError as error:

@@ -39,7 +39,10 @@ ADAPTER = "adapter_config.json"
 CHUNK_BYTES = 2**20  # stays in a core's cache between reading, checking and writing
 # A drafter has some forty tensors, described in a few kilobytes; what is built of a header may be a hundred times its
 # size.
-MAX_HEADER_BYTES, MAX_CONFIG_VALUES, MAX_NAME, MAX_SHARDS = 2**20, 100_000, 500, 1000
+MAX_HEADER_BYTES = 2**20
+MAX_CONFIG_VALUES = 100_000
+MAX_NAME = 500
+MAX_SHARDS = 1000
 MAX_FILE_NAME = 255  # bytes, of most file systems
 
 

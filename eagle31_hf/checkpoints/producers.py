@@ -138,7 +138,9 @@ ANGELSLIM = (
         "AngelSlim's trainer rotates at base 10000 whatever rope_theta says; the config is obeyed, as engines do",
     ),
 )
-NATIVE, SPECULATORS, EXPORTED_BY = "eagle31_hf", "speculators", "exported_by"
+NATIVE = "eagle31_hf"
+SPECULATORS = "speculators"
+EXPORTED_BY = "exported_by"
 PRODUCERS = (
     Producer(NATIVE, _native, "boundary"),
     Producer("eagle31_hf export", has_key(EXPORTED_BY), "boundary"),

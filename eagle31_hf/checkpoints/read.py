@@ -195,10 +195,14 @@ def _misspelt(values: Mapping[str, Any]) -> list[str]:
 
 def _checked(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint with its vocabulary map settled, once every tensor the config asks for is there, and none besides."""
-    source, config, tensors = checkpoint.files.source, checkpoint.config, dict(checkpoint.tensors)
+    source = checkpoint.files.source
+    config = checkpoint.config
+    tensors = dict(checkpoint.tensors)
     if config.aux_hidden_state_layer_ids is not None:
         layer_ids.check(config.aux_hidden_state_layer_ids, f"{source}: config.json: aux_hidden_state_layer_ids")
-    expected, dropped, notes = expected_tensors(config), dict(checkpoint.dropped), list(checkpoint.notes)
+    expected = expected_tensors(config)
+    dropped = dict(checkpoint.dropped)
+    notes = list(checkpoint.notes)
     made: dict[str, Tensor] = {}
     if "d2t" in expected:
         made |= _vocabulary_map(checkpoint, notes)
@@ -251,7 +255,9 @@ def _some(names: Collection[str]) -> str:
 
 def _vocabulary_map(checkpoint: Checkpoint, notes: list[str]) -> dict[str, Tensor]:
     """`d2t` int64 and `t2d` bool: the first decides, the second is always rebuilt from it."""
-    source, config, tensors = checkpoint.files.source, checkpoint.config, checkpoint.tensors
+    source = checkpoint.files.source
+    config = checkpoint.config
+    tensors = checkpoint.tensors
     if "d2t" in tensors:
         d2t, where = _load_map(tensors["d2t"]), f"{tensors['d2t'].file}: "
     else:

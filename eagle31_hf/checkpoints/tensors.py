@@ -49,7 +49,9 @@ def native_name(name: str) -> str:
 
 def native_names(names: Iterable[str], source: str) -> tuple[dict[str, str], dict[str, str]]:
     """Names on disk -> native names, and those left out with the reason. Raises ValueError where two become one."""
-    renamed, dropped, short_names = {}, {}, {name.removeprefix("model.") for name in names}
+    renamed = {}
+    dropped = {}
+    short_names = {name.removeprefix("model.") for name in names}
     for name in sorted(names):
         short = re.sub(r"^model\.", "", name)
         reason = next((why for pattern, why in DROPPED if re.search(pattern, short)), None)
@@ -163,7 +165,9 @@ def _grouped_attention(config: Eagle31Config, in_features: int) -> Shapes:
 
 
 def _latent_attention(config: Eagle31Config, in_features: int) -> Shapes:
-    heads, rank, rope = config.num_attention_heads, config.kv_lora_rank, config.qk_rope_head_dim
+    heads = config.num_attention_heads
+    rank = config.kv_lora_rank
+    rope = config.qk_rope_head_dim
     q = heads * (config.qk_nope_head_dim + rope)
     shapes: Shapes = {
         "kv_a_proj_with_mqa.weight": (rank + rope, in_features),

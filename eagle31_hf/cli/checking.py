@@ -43,7 +43,9 @@ def _quietly() -> Iterator[None]:
     from transformers.utils import logging
 
     ours = logging.get_logger("eagle31_hf")
-    verbosity, level, num_threads = logging.get_verbosity(), ours.level, torch.get_num_threads()
+    verbosity = logging.get_verbosity()
+    level = ours.level
+    num_threads = torch.get_num_threads()
     logging.set_verbosity_error()
     ours.setLevel(logging.ERROR)
     torch.set_num_threads(1)

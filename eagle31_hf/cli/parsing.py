@@ -87,8 +87,12 @@ def real(least: float, most: float = math.inf, above: bool = False) -> Callable[
     return read
 
 
-positive, count, seed = whole(1), whole(0), whole(0, MAX_SEED)
-temperature, share, top_p = real(0), real(0, 1), real(0, 1, above=True)
+positive = whole(1)
+count = whole(0)
+seed = whole(0, MAX_SEED)
+temperature = real(0)
+share = real(0, 1)
+top_p = real(0, 1, above=True)
 
 
 def positive_or_auto(text: str) -> int | str:

@@ -77,7 +77,9 @@ class SlotLayer(DynamicLayer):
 
     def __init__(self, placement: Placement, limit: int | None = None, window: int | None = None, fixed: bool = False):
         super().__init__()
-        self.placement, self.limit, self.fixed = placement, limit, fixed
+        self.placement = placement
+        self.limit = limit
+        self.fixed = fixed
         self.window = self.sliding_window = window
         self.is_sliding = window is not None
         self.is_compileable = fixed  # transformers then masks unused slots, also for a single token
@@ -93,7 +95,9 @@ class SlotLayer(DynamicLayer):
     def hold(self, keys: Tensor, values: Tensor, end: int) -> "SlotLayer":
         """Takes over tensors that hold the slots before `end`; a fixed layer keeps writing to these very tensors."""
         self.lazy_initialization(keys, values)
-        self.buffers, self.end, self.settled = [keys, values], end, end
+        self.buffers = [keys, values]
+        self.end = end
+        self.settled = end
         self.first = 0 if self.fixed else end - keys.shape[-2]
         self.taken_over = list(self.buffers), self.first
         return self
@@ -234,7 +238,9 @@ def _from_dynamic(layer: DynamicLayer, placement: Placement, limit: int) -> Slot
 
 
 def _to_dynamic(ours: SlotLayer, layer: DynamicLayer) -> None:
-    layer.dtype, layer.device, layer.is_initialized = ours.dtype, ours.device, True
+    layer.dtype = ours.dtype
+    layer.device = ours.device
+    layer.is_initialized = True
     layer.keys, layer.values = ours.held(ours.end)
 
 
@@ -259,7 +265,9 @@ def _to_static(ours: SlotLayer, layer: StaticLayer) -> None:
     if not layer.is_initialized:
         layer.batch_size, layer.num_heads, _, layer.k_head_dim = ours.buffers[0].shape
         layer.v_head_dim = ours.buffers[1].shape[-1]
-        layer.dtype, layer.device, layer.is_initialized = ours.dtype, ours.device, True
+        layer.dtype = ours.dtype
+        layer.device = ours.device
+        layer.is_initialized = True
         layer.keys, layer.values = ours.buffers
         layer.cumulative_length = layer.cumulative_length.to(ours.device)
     # attention will meet them again, and rejected tokens' values may be NaN
@@ -317,7 +325,9 @@ def slots(cache: Cache, limit: int) -> Iterator[Placement | None]:
         with recording_past(cache):
             yield None
         return
-    placement, found, replicated = Placement(), cache.layers, cache.layer_class_to_replicate
+    placement = Placement()
+    found = cache.layers
+    replicated = cache.layer_class_to_replicate
     cache.layers = [ADOPTED[type(layer)][0](layer, placement, limit) for layer in found]
     if replicated is not None:
         cache.layer_class_to_replicate = lambda: SlotLayer(placement, limit)  # type: ignore[assignment]
@@ -328,7 +338,9 @@ def slots(cache: Cache, limit: int) -> Iterator[Placement | None]:
             layer.take_back()
         raise
     finally:
-        ours, cache.layers, cache.layer_class_to_replicate = cache.layers, found, replicated
+        ours = cache.layers
+        cache.layers = found
+        cache.layer_class_to_replicate = replicated
         found += [DynamicLayer() for _ in range(len(ours) - len(found))]
         for layer, stock in zip(ours, found, strict=True):
             if layer.buffers:

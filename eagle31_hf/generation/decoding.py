@@ -118,8 +118,14 @@ class Loop:
         pilot: AutoPilot | FixedPilot,
         in_step: bool,
     ):
-        self.runner, self.drafting, self.judge, self.stopping, self.texts = runner, drafting, judge, stopping, texts
-        self.collector, self.pilot, self.in_step = collector, pilot, in_step
+        self.runner = runner
+        self.drafting = drafting
+        self.judge = judge
+        self.stopping = stopping
+        self.texts = texts
+        self.collector = collector
+        self.pilot = pilot
+        self.in_step = in_step
         self.recorder = Recorder()
         self.was_short = False  # drafts may have made the last round's scores NaN: the next does without
 

@@ -170,7 +170,9 @@ class DraftSession:
         confidence_threshold: float,
         starts: list[int],
     ):
-        self.drafter, self.vocab_size, self.draws = drafter, vocab_size, draws
+        self.drafter = drafter
+        self.vocab_size = vocab_size
+        self.draws = draws
         own = processors.of(logits_processor, processors.DRAFT_PROCESSORS)
         self.processors = processors.by_row(own, len(starts))
         self.temperature = processors.temperature(own) if draws is not None else 1.0

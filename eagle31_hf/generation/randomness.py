@@ -16,7 +16,9 @@ class Draws:
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device, is_coupled: bool):
         seed = int(torch.randint(2**48, ()))
         self.generators = [torch.Generator(device).manual_seed(seed + row) for row in range(num_rows)]
-        self.vocab_size, self.device, self.is_coupled = vocab_size, device, is_coupled
+        self.vocab_size = vocab_size
+        self.device = device
+        self.is_coupled = is_coupled
         self._noise: list[dict[int, Tensor]] = [{} for _ in range(num_rows)]
         self._next = [0] * num_rows  # the first slot of a row whose noise has not been drawn
 

@@ -19,7 +19,9 @@ PARENTS = (-1, 0, 0, 1, 2, 3)  # two branches that go on
 # precision what rounding does depends on the model and the machine's kernels: a target may be off by
 # LOW_PRECISION_TOLERANCE, or by ROUNDINGS times as much as it is where a sequence is read in two forwards, as plain
 # decoding does.
-TOLERANCE, LOW_PRECISION_TOLERANCE, ROUNDINGS = 1e-3, 0.05, 2
+TOLERANCE = 1e-3
+LOW_PRECISION_TOLERANCE = 0.05
+ROUNDINGS = 2
 
 HIDDEN = (
     "its forward's signature hides position_ids, or prepare_inputs_for_generation drops them (functools.wraps keeps the"

@@ -52,7 +52,9 @@ class RowEnds:
     kept."""
 
     def __init__(self, stopping: Stopping, texts: Texts, scores: tuple[Tensor, ...] | None):
-        self.stopping, self.texts, self.scores = stopping, texts, scores
+        self.stopping = stopping
+        self.texts = texts
+        self.scores = scores
         self.rows = list(texts.finished)
 
     def __call__(self, b: int, tokens: list[int], new_scores: list[Tensor]) -> bool:

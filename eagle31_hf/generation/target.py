@@ -31,7 +31,9 @@ class TargetRunner:
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],
     ):
-        self.target, self.generation_config, self.model_kwargs = target, generation_config, model_kwargs
+        self.target = target
+        self.generation_config = generation_config
+        self.model_kwargs = model_kwargs
         self.past_key_values: Cache = model_kwargs["past_key_values"]
         mask = model_kwargs.get("attention_mask")
         # With a cache from an earlier turn the prompt is the whole text or only its new part; the mask covers the whole

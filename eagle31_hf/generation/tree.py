@@ -70,10 +70,15 @@ class Candidates:
         """The roots' token ids (B, 1)."""
         self.rows = len(root)
         zero = torch.zeros(root.shape, device=root.device)
-        self.ids, self.parents, self.scores, self.log_probs = [root], [torch.full_like(root, -1)], [zero], [zero]
+        self.ids = [root]
+        self.parents = [torch.full_like(root, -1)]
+        self.scores = [zero]
+        self.log_probs = [zero]
         self.count, self.levels = 1, 0
         # Of the frontier (B, F): candidate indices, token ids, scores.
-        self.frontier, self.frontier_ids, self.frontier_scores = torch.zeros_like(root), root, zero
+        self.frontier = torch.zeros_like(root)
+        self.frontier_ids = root
+        self.frontier_scores = zero
 
     def extend(self, log_probs: Tensor, ids: Tensor, width: int, scores: Tensor | None = None) -> Tensor:
         """Adds the children (B, F, k) of the F frontier nodes; the `width` best of them are the new frontier.
@@ -131,7 +136,9 @@ class Paths:
     def extend(self, from_row: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Runs a level whose nodes hang on those (B, F) of the last one. Returns which nodes each of them sees (B, F,
         count), and the depths (B, count) of these; None, None for a chain."""
-        width, level, before = from_row.shape[1], 1 + max(self.depths, default=-1), self.count
+        width = from_row.shape[1]
+        level = 1 + max(self.depths, default=-1)
+        before = self.count
         self.depths += [level] * width
         if self._seen is None and width == 1:
             return None, None

@@ -24,7 +24,10 @@ from ..modeling import Eagle31DrafterModel
 from .drafting import Fixed, Policy, Proposal
 from .verify import Verdict
 
-MAX_DEPTH, TOP_K, WIDTHS = 16, 4, (1, 2, 3, 4, 6, 8)  # WIDTHS: how many nodes of a level may get children
+# WIDTHS: how many nodes of a level may get children
+MAX_DEPTH = 16
+TOP_K = 4
+WIDTHS = (1, 2, 3, 4, 6, 8)
 # of drafts that may be verified: few, so that the time of each is soon known
 COUNTS = (*range(9), 10, 12, 16, 24, 32, 48, 60)
 FIRST = (4, 8, 16, 32, 8, 16)  # numbers of drafts verified in the first rounds, before anything is measured
@@ -53,7 +56,9 @@ class FixedPilot:
     """The same plan every round: chains, or with `top_k` above 1 trees."""
 
     def __init__(self, depth: int, top_k: int, total_tokens: int):
-        self.depth, self.top_k, self.total_tokens = depth, top_k, total_tokens
+        self.depth = depth
+        self.top_k = top_k
+        self.total_tokens = total_tokens
         self.choices: Counter[str] = Counter()
 
     def plan(self, max_depth: int, num_rows: int, num_unread: int) -> Plan:
@@ -158,7 +163,9 @@ class Calibration:
         """A copy that what is learnt later does not change."""
         copied = Calibration()
         copied.slope, copied.intercept = self.slope, self.intercept
-        copied.offsets, copied.seen, copied.going_on = [*self.offsets], [*self.seen], [*self.going_on]
+        copied.offsets = [*self.offsets]
+        copied.seen = [*self.seen]
+        copied.going_on = [*self.going_on]
         return copied
 
 
@@ -166,7 +173,10 @@ class Rate:
     """Tokens a second, in which recent rounds count more."""
 
     def __init__(self, memory: float = 0.97):
-        self.memory, self.tokens, self.seconds, self.rounds = memory, 0.0, 0.0, 0
+        self.memory = memory
+        self.tokens = 0.0
+        self.seconds = 0.0
+        self.rounds = 0
 
     def add(self, tokens: int, seconds: float) -> None:
         self.tokens, self.seconds = self.memory * self.tokens + tokens, self.memory * self.seconds + seconds
@@ -239,7 +249,9 @@ class AutoPolicy:
     """
 
     def __init__(self, tuner: Tuner, top_k: int, num_rows: int, num_unread: int):
-        self.top_k, self.num_rows, self.num_unread = top_k, num_rows, num_unread
+        self.top_k = top_k
+        self.num_rows = num_rows
+        self.num_unread = num_unread
         self.first = dict(enumerate(FIRST)).get(tuner.drafting.rounds)  # None once the first rounds are over
         self.calibration, self.rate = tuner.calibration.copy(), tuner.rate
         self.verify, self.step = tuner.verify.known, tuner.step.known  # lists that are replaced, never changed
@@ -274,7 +286,9 @@ class AutoPolicy:
             return min(wide, len(best[0])) if (level + 1) * wide < self.first else 0
         hope = FORESIGHT * self.calibration.going_on[min(level + 1, MAX_DEPTH - 1)]
         widths = [width for width in WIDTHS if width <= len(best[0])]
-        values, gained, done = [], 0.0, 0
+        values = []
+        gained = 0.0
+        done = 0
         for width, seconds in zip(widths, estimate(self.step, tuple(widths)), strict=True):
             gained += sum(max(0.0, chance * hope - self._draft_tokens) for row in best for chance in row[done:width])
             done = width
@@ -297,7 +311,9 @@ class AutoPilot:
     """Chooses the plan of every round of one call; no tree is larger than `max_nodes`."""
 
     def __init__(self, tuner: Tuner, top_k: int = TOP_K, max_nodes: int = COUNTS[-1] + 1):
-        self.tuner, self.top_k, self.max_nodes = tuner, top_k, max_nodes
+        self.tuner = tuner
+        self.top_k = top_k
+        self.max_nodes = max_nodes
         self.choices: Counter[str] = Counter()
         # rounds left of a pause; rounds so far; rounds left to draft after a pause
         self.left = self.rounds = self.probing = 0

@@ -154,8 +154,13 @@ class Judge:
 
         Only for chains. With `eos_token_ids`, a row that has ended is padded and does not hold back the others.
         """
-        rows, drafted, tokens, scores = range(texts.num_rows), proposal.ids, list[Tensor](), list[Tensor]()
-        spoiled, finished, is_short = are_spoiled(logits, proposal).any(0).tolist(), texts.finished, False
+        rows = range(texts.num_rows)
+        drafted = proposal.ids
+        tokens = list[Tensor]()
+        scores = list[Tensor]()
+        spoiled = are_spoiled(logits, proposal).any(0).tolist()
+        finished = texts.finished
+        is_short = False
         going = torch.tensor(
             [not (finished and self.eos_token_ids) for finished in texts.finished], device=logits.device
         )
@@ -196,7 +201,9 @@ class Judge:
             return p_logits.argmax(-1)
         if candidate is None or q_logits is None:
             return self.draws.pick(b, slot, p_logits)
-        p, q, x = p_logits.softmax(-1), q_logits.softmax(-1), candidate[None]
+        p = p_logits.softmax(-1)
+        q = q_logits.softmax(-1)
+        x = candidate[None]
         if self.draws.uniform(b) * q[None].gather(1, x) < p.gather(1, x):
             return candidate
         residual = (p - q).clamp(min=0)

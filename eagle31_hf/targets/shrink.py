@@ -12,7 +12,12 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-VOCAB, WIDTH, HEADS, HEAD_DIM, WINDOW, POSITIONS = 64, 64, 4, 16, 8, 4096
+VOCAB = 64
+WIDTH = 64
+HEADS = 4
+HEAD_DIM = 16
+WINDOW = 8
+POSITIONS = 4096
 LEAST_LAYERS = 4
 MOST_KINDS = 4  # a per-layer list with more distinct entries holds numbers, not kinds of layers
 

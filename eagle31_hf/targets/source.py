@@ -107,7 +107,9 @@ def _of_model(model: Any) -> TargetSource:
 
 
 def _understood(name: str, values: dict[str, Any], path: Path) -> TargetSource:
-    kind, architectures, sign = values.get("model_type"), values.get("architectures"), drafter_sign(values)
+    kind = values.get("model_type")
+    architectures = values.get("architectures")
+    sign = drafter_sign(values)
     if sign is not None:
         raise ValueError(
             f"{name}: is a drafter ({sign}); expected the target first, then the drafter: eagle31 check TARGET {name}"

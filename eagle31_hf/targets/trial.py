@@ -32,16 +32,16 @@ from ..training.unroll import unroll
 from .shrink import tiny_config
 from .source import TargetSource, build
 
-SAME_TEXT, CHAINS, IN_STEP, REFUSED, DIFFERENT, UNTRIED = (
-    "same text",
-    "chains",
-    "in step",
-    "refused",
-    "different",
-    "not tried",
-)
+SAME_TEXT = "same text"
+CHAINS = "chains"
+IN_STEP = "in step"
+REFUSED = "refused"
+DIFFERENT = "different"
+UNTRIED = "not tried"
 # the drafter is fitted to so many tokens, every sixth of them wrong
-PROMPT, KNOWN_TOKENS, ERROR_EVERY = (1, 2, 3, 5, 8), 32, 6
+PROMPT = (1, 2, 3, 5, 8)
+KNOWN_TOKENS = 32
+ERROR_EVERY = 6
 CHAIN = {"num_assistant_tokens": 4}
 TREE = CHAIN | {"draft_tree_top_k": 3, "draft_tree_total_tokens": 10}
 AUTO = {"num_assistant_tokens": "auto"}

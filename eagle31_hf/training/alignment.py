@@ -56,7 +56,9 @@ class AlignmentReader:
     """Chooses slots of a batch, and gathers the target's attention on what their chains embed."""
 
     def __init__(self, target: PreTrainedModel, layer_ids: list[int], depth: int, slots_a_row: int):
-        self.target, self.depth, self.slots_a_row = target, depth, slots_a_row
+        self.target = target
+        self.depth = depth
+        self.slots_a_row = slots_a_row
         self.layers = {layer_id - 1 for layer_id in layer_ids if layer_id > 0}  # those the captured states come out of
 
     def choose(self, answers: Tensor, documents: Tensor, convention: str) -> Alignment:

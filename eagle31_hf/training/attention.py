@@ -169,11 +169,9 @@ def _backward(
             for whole, new in zip(grads, found, strict=True):
                 whole[rows, :, slots] = new
         return grads
-    grad_q, grad_k, grad_v = (
-        torch.zeros_like(q),
-        torch.zeros_like(k, dtype=torch.float32),
-        torch.zeros_like(v, dtype=torch.float32),
-    )
+    grad_q = torch.zeros_like(q)
+    grad_k = torch.zeros_like(k, dtype=torch.float32)
+    grad_v = torch.zeros_like(v, dtype=torch.float32)
     mean = (grad.float() * out.float()).sum(-1, keepdim=True)
     for start in range(0, q.shape[2], QUERIES_AT_ONCE):
         end = start + QUERIES_AT_ONCE

@@ -152,7 +152,9 @@ class RowMaker:
     def _by_marks(self, chat: Chat) -> Tokens:
         """Answers are what the template marks as generated."""
         rendered = self._render(chat, return_assistant_tokens_mask=True)
-        ids, answers, end = rendered["input_ids"], [False] * len(rendered["input_ids"]), 0
+        ids = rendered["input_ids"]
+        answers = [False] * len(rendered["input_ids"])
+        end = 0
         for is_answer, run in groupby(rendered["assistant_masks"]):
             begin, end = end, end + len([*run])
             if is_answer:

@@ -66,7 +66,9 @@ def chunked_loss(
         asked, which = places[rows].unique_consecutive(return_inverse=True)
         goal, drafts = goal_of(asked)[which], Drafts(logits)
         losses, pull = mixed(mixture, goal, drafts)
-        found.loss[rows], found.acceptance[rows], found.coverage[rows] = losses, overlap(goal, drafts), goal.coverage
+        found.loss[rows] = losses
+        found.acceptance[rows] = overlap(goal, drafts)
+        found.coverage[rows] = goal.coverage
         found.is_right[rows] = drafts.is_likeliest(goal.best)
         if found.guess is not None and found.greedy_acceptance is not None:
             guess = drafts.logits.argmax(-1)

@@ -93,7 +93,9 @@ class DivergenceWatch:
 
     def _message(self, consequence: str) -> str:
         """Where it began, what is left, and what to change."""
-        step, kept, args = self.first_broken or self.last, last_checkpoint(self.args.output_dir), self.args
+        step = self.first_broken or self.last
+        kept = last_checkpoint(self.args.output_dir)
+        args = self.args
         begun = (
             [f"step {step.number}: the loss is {step.loss:g}, the norm of the gradient {step.gradient_norm:g}"]
             if step

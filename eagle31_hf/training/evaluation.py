@@ -23,7 +23,9 @@ class EvalShare(Dataset):
     """Every `count`-th row from `index` on, and a blank one where other processes have one more."""
 
     def __init__(self, rows: Any, index: int, count: int):
-        self.rows, self.index, self.count = rows, index, count
+        self.rows = rows
+        self.index = index
+        self.count = count
 
     def __len__(self) -> int:
         return -(-len(self.rows) // self.count)
@@ -44,7 +46,9 @@ class Evaluation:
     """Adds up batches; `metrics` adds up processes."""
 
     def __init__(self, settings: Settings, draft_to_target: Tensor | None, stop_ids: set[int]):
-        self.settings, self.draft_to_target, self.stop_ids = settings, draft_to_target, stop_ids
+        self.settings = settings
+        self.draft_to_target = draft_to_target
+        self.stop_ids = stop_ids
         self.sums: Tensor | None = None
         self.walk = Walk(accepted_per_position=[0] * settings.depth)
 

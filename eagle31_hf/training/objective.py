@@ -96,8 +96,12 @@ class Batch:
         last_states: Tensor,
         alignment: Alignment | None = None,
     ):
-        self.input_ids, self.answers, self.documents = input_ids, answers, documents
-        self.states, self.last_states, self.alignment = states, last_states, alignment
+        self.input_ids = input_ids
+        self.answers = answers
+        self.documents = documents
+        self.states = states
+        self.last_states = last_states
+        self.alignment = alignment
 
     def without_broken(self) -> tuple["Batch", Tensor]:
         """Texts with a state that is not finite lose their answers, and all their states are zero; and how many there

@@ -59,7 +59,9 @@ def claim(folder: str | Path) -> Iterator[None]:
     locks keeps nobody out. Raises ValueError, in all processes of a distributed run, where another run holds it, or
     where it cannot be written to.
     """
-    folder, held, made = Path(folder), list[int](), list[Path]()
+    folder = Path(folder)
+    held = list[int]()
+    made = list[Path]()
     in_all_processes(lambda: held.extend(_claimed(folder, made)))
     try:
         yield

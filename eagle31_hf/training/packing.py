@@ -22,13 +22,17 @@ class Rows(Dataset):
     (R + 1,)."""
 
     def __init__(self, input_ids: Tensor, answers: Tensor, offsets: Tensor):
-        self.input_ids, self.answers, self.offsets = input_ids, answers, offsets
+        self.input_ids = input_ids
+        self.answers = answers
+        self.offsets = offsets
         self.lengths: list[int] = offsets.diff().tolist()
 
     @classmethod
     def from_rows(cls, rows: Iterable[Row]) -> "Rows":
         """Copies rows of any kind into memory, end to end. Raises ValueError where there are none."""
-        ids, answers, offsets = list[Tensor](), list[Tensor](), [0]
+        ids = list[Tensor]()
+        answers = list[Tensor]()
+        offsets = [0]
         for row in rows:
             tokens = tokens_of(row)
             ids.append(tokens.input_ids.int())
@@ -62,7 +66,9 @@ def pack(lengths: Sequence[int], max_length: int) -> list[list[int]]:
     by_room: dict[int, list[list[int]]] = defaultdict(list)
     rooms: list[int] = []  # ascending; there are at most `max_length` of them, however many the packs
     for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
-        place, best, room = bisect_left(rooms, lengths[index]), list[int](), max_length
+        place = bisect_left(rooms, lengths[index])
+        best = list[int]()
+        room = max_length
         if place < len(rooms):
             room = rooms[place]
             best = by_room[room].pop()
@@ -152,7 +158,9 @@ class Part(Dataset):
     """Rows from `start` to `end` of others, with their lengths."""
 
     def __init__(self, rows: Any, start: int, end: int):
-        self.rows, self.start, self.lengths = rows, start, rows.lengths[start:end]
+        self.rows = rows
+        self.start = start
+        self.lengths = rows.lengths[start:end]
 
     def __len__(self) -> int:
         return len(self.lengths)

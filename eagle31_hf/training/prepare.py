@@ -29,7 +29,10 @@ from .skipped import Skipped, Skips
 from .store import HiddenStateStore, Manifest, Row, missing_shards, open_store, save_target_parts, write_shard
 from .target import TargetReader, tensor_parallel_group
 
-MAX_LENGTH, MAX_NEW_TOKENS, BATCH_SIZE, RECORDS_PER_SHARD = 2048, 1024, 8, 64
+MAX_LENGTH = 2048
+MAX_NEW_TOKENS = 1024
+BATCH_SIZE = 8
+RECORDS_PER_SHARD = 64
 MOST_REASONS = 5  # in an error
 
 
@@ -162,11 +165,9 @@ def prepare_data(
     something else, and where no record makes a row.
     """
     _check(target, states, layer_ids, dtype, regenerate, template_augmentation, part)
-    records, stops, embedding = (
-        read_records(source, split),
-        on_policy.stop_ids(target, tokenizer),
-        target.get_input_embeddings(),
-    )
+    records = read_records(source, split)
+    stops = on_policy.stop_ids(target, tokenizer)
+    embedding = target.get_input_embeddings()
     if states:
         layer_ids = Eagle31Config(aux_hidden_state_layer_ids=layer_ids).resolve_layer_ids(len(decoder_layers(target)))
         dtype = dtype or str(target.dtype).removeprefix("torch.")

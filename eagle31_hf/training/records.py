@@ -34,7 +34,9 @@ class JsonLines(Records):
     memory."""
 
     def __init__(self, path: Path):
-        self.path, self._starts, self._lines = path, array("Q"), array("Q")
+        self.path = path
+        self._starts = array("Q")
+        self._lines = array("Q")
         start = 0
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):

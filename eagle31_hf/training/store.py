@@ -84,7 +84,9 @@ def _flat(manifest: Manifest) -> dict[str, Any]:
     """What two stores of the same rows have in common; where the target was found does not count, `revision` says which
     it was."""
     values = asdict(manifest)
-    source, _, _ = values.pop("source"), values.pop("target"), values.pop("commit")
+    source = values.pop("source")
+    _ = values.pop("target")
+    _ = values.pop("commit")
     return values | {f"source.{name}": value for name, value in source.items()}
 
 
@@ -156,7 +158,9 @@ def write_shard(folder: str | Path, index: int, rows: Iterable[Row], skipped: Ma
 
     Raises OSError naming the shard when it cannot be written.
     """
-    layout, skips, encoded = read_manifest(folder).layout(), Counter(skipped), list[Row]()
+    layout = read_manifest(folder).layout()
+    skips = Counter(skipped)
+    encoded = list[Row]()
     for row in rows:
         stored = _encode(row, layout)
         if all(
@@ -200,7 +204,9 @@ class HiddenStateStore(Dataset):
     """
 
     def __init__(self, folder: str | Path, allow_partial: bool = False, verify: bool = True):
-        self.folder, self.manifest, self.verify = Path(folder), read_manifest(folder), verify
+        self.folder = Path(folder)
+        self.manifest = read_manifest(folder)
+        self.verify = verify
         total, missing = self.manifest.num_shards, missing_shards(folder)
         if missing and not allow_partial:
             raise ValueError(
@@ -208,7 +214,9 @@ class HiddenStateStore(Dataset):
                 " command again."
             )
         self._paths = [shard_path(folder, index) for index in sorted({*range(total)} - {*missing})]
-        self._offsets, self.skipped, self._files = list[list[int]](), Counter[str](), dict[int, Any]()
+        self._offsets = list[list[int]]()
+        self.skipped = Counter[str]()
+        self._files = dict[int, Any]()
         for path in self._paths:
             with open_sealed(path, verify=False) as file:
                 self._offsets.append(file.get_tensor("offsets").tolist())

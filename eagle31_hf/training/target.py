@@ -108,7 +108,9 @@ class TargetReader:
     """
 
     def __init__(self, target: PreTrainedModel, layer_ids: list[int], in_step: bool = False):
-        self.target, self.layer_ids, self.group = target, layer_ids, tensor_parallel_group(target)
+        self.target = target
+        self.layer_ids = layer_ids
+        self.group = tensor_parallel_group(target)
         self.device = execution_device(target)
         self.in_step = in_step or self.group is not None
         self.scoring = find_scoring(target)
@@ -182,7 +184,10 @@ class TargetEnds(nn.Module):
 
     def __init__(self, name: str, config: Any, generation_config: Any, parts: dict[str, Tensor], scoring: Scoring):
         super().__init__()
-        self.name_or_path, self.config, self.generation_config, self.scoring = name, config, generation_config, scoring
+        self.name_or_path = name
+        self.config = config
+        self.generation_config = generation_config
+        self.scoring = scoring
         self.embedding = nn.Embedding.from_pretrained(parts["embedding"], freeze=True)
         weight = parts.get("head", parts["embedding"])
         self.head = nn.Linear(weight.shape[1], weight.shape[0], bias="head_bias" in parts, device="meta")

@@ -173,7 +173,9 @@ class Eagle31Trainer(Trainer):
 
     def batch(self, inputs: dict[str, Tensor], aligns: bool = False) -> Batch:
         """A collated batch with the target's states: those of the store, or read now."""
-        ids, answers, documents = inputs["input_ids"], inputs["answers"], inputs["documents"]
+        ids = inputs["input_ids"]
+        answers = inputs["answers"]
+        documents = inputs["documents"]
         alignment = watch = None
         if isinstance(self.reader, StoredTarget):
             return self._sound(Batch(ids, answers, documents, inputs["states"], inputs["last_states"]))
