@@ -81,7 +81,7 @@ BAD = {
     "a size": ([*TRAIN, "--field", "hidden_size=-1"], "hidden_size is -1"),
     "a misspelt field": (
         [*GENERATE, "--set", "norm_ouput=true", "abc"],
-        "no field of Eagle31Config; the nearest is norm_output",
+        "--set: got norm_ouput; expected a field of Eagle31Config: did you mean norm_output?",
     ),
     "a setting of another type": ([*TRAIN, "--set", "max_grad_norm=x"], "max_grad_norm"),
     "upgrading nothing": ([*TRAIN, "--upgrade"], "expected --drafter with it"),

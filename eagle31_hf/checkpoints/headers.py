@@ -15,7 +15,7 @@ from transformers.utils.hub import extract_commit_hash
 
 from .. import vocab
 from ..json_file import MAX_BYTES, parse_json, read_json
-from .files import SIDE_FILES, WEIGHTS, WEIGHTS_INDEX, check_file_name, read_index
+from .files import SIDE_FILES, WEIGHTS, WEIGHTS_INDEX, read_index
 from .knobs import KNOBS_FILE
 from .read import Checkpoint, read_checkpoint
 from .sources import HUB_ERRORS, HubError, check_name, fetch, find_config, first_line
@@ -65,7 +65,6 @@ def headers_of(name: str, revision: str | None) -> Iterator[Path]:
             if not _fetch_whole(name, WEIGHTS_INDEX, commit, folder):
                 raise RangeError
             for shard in sorted(set(read_index(folder / WEIGHTS_INDEX).values())):
-                check_file_name(shard, folder / WEIGHTS_INDEX, "weight_map")
                 if not _fetch_header(name, shard, commit, folder):
                     raise RangeError
         for side_file in (*SIDE_FILES, KNOBS_FILE):

@@ -72,6 +72,20 @@ class _Held(threading.local):
 _held = _Held()
 
 
+def try_lock(descriptor: int) -> bool:
+    """Locks an open file or folder, without waiting. Returns False where another process holds its lock.
+
+    Raises OSError where the system or the file system has no locks. The lock ends with the last copy of the descriptor.
+    """
+    if fcntl is None:
+        raise OSError("this system has no flock")
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 def _taken(path: Path) -> int:
     """The descriptor of the lock file at `path`, once this process has its lock and it is still the one that others
     look for."""
@@ -107,9 +121,7 @@ def _locked(path: Path) -> int:
         found = f"{path}: cannot be opened to lock the folder ({error.strerror})"
         raise type(error)(f"{found}; expected a file of your own or none. {remedy}") from None
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_lock(descriptor):
             logger.warning("%s: another process is changing this folder; waiting for it to finish.", path.parent)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
     except OSError as error:

@@ -1,7 +1,6 @@
 """What all commands share: how arguments are read, how progress is shown, and how results are printed."""
 
 import argparse
-import difflib
 import json
 import math
 import os
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..json_file import parse_value
+from ..names import refuse_unknown
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 PLACEMENTS = ("auto", "balanced", "balanced_low_0", "sequential")  # of transformers' device_map
@@ -201,8 +201,8 @@ def config_field(text: str) -> tuple[str, Any]:
     from ..configuration import Eagle31Config
 
     name, value = field(text)
-    if name not in Eagle31Config.__annotations__:
-        near = difflib.get_close_matches(name, Eagle31Config.__annotations__, 1)
-        hint = f"; the nearest is {near[0]}" if near else ""
-        raise argparse.ArgumentTypeError(f"{name[:80]!r} is no field of Eagle31Config{hint}")
+    try:
+        refuse_unknown([name], Eagle31Config.__annotations__, "a field of Eagle31Config")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
     return name, value

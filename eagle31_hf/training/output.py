@@ -4,7 +4,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,16 +12,12 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from transformers.trainer import TRAINER_STATE_NAME
 
+from ..checkpoints.sharing import try_lock
 from ..checkpoints.write import check_new_folder
 from ..configuration import Eagle31Config
 from ..json_file import read_json
 from .saving import RECORD, STAGED_RECORD, checkpoints, has_record, last_checkpoint, why_incomplete
 from .store import MANIFEST
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
 
 REPLACED = "eagle31-replaced"  # the subfolder for what earlier runs wrote
 # What a run writes besides checkpoints, and what a loader would take for a part of that. Everything else is left alone,
@@ -52,31 +48,22 @@ Found = TypeVar("Found")
 
 @contextmanager
 def claim(folder: str | Path) -> Iterator[None]:
-    """Keeps the runs of other processes out of a run's folder, which is made if need be, until the block ends or the
-    process dies.
+    """Keeps the runs of other processes out of a run's folder until the block ends or the process dies.
 
-    The main process holds a lock on the folder itself, so that no file of it is left behind. A file system without such
-    locks keeps nobody out. Raises ValueError, in all processes of a distributed run, where another run holds it, or
-    where it cannot be written to.
+    The folder is made if need be, and removed again if it is still empty at the end. The main process holds a lock on
+    the folder itself, so that no file of it is left behind. Where a folder cannot be locked, as on Windows and some
+    network file systems, nobody is kept out. Raises ValueError, in all processes of a distributed run, where another
+    run holds the folder, or where it cannot be written to.
     """
-    folder = Path(folder)
-    held = list[int]()
-    made = list[Path]()
-    in_all_processes(lambda: held.extend(_claimed(folder, made)))
-    try:
+    with ExitStack() as at_end:
+        in_all_processes(lambda: _claim(Path(folder), at_end))
         yield
-    finally:
-        for path in made:
-            with suppress(OSError):  # the run has begun
-                path.rmdir()
-        for descriptor in held:
-            os.close(descriptor)
 
 
-def _claimed(folder: Path, made: list[Path]) -> Iterator[int]:
-    """Makes the folder, adding it to `made`, and gives the descriptor that holds its lock; none where there are no
-    locks."""
-    if not folder.is_dir():
+def _claim(folder: Path, at_end: ExitStack) -> None:
+    """Makes the folder and locks it, and leaves to `at_end` to undo both."""
+    is_new = not folder.is_dir()
+    if is_new:
         if os.path.lexists(folder):
             return  # `check_output` says what it is
         try:
@@ -85,23 +72,29 @@ def _claimed(folder: Path, made: list[Path]) -> Iterator[int]:
             raise ValueError(
                 f"{folder}: cannot be made ({error.strerror}); expected a folder that you may write to."
             ) from None
-        made.append(folder)
     if not os.access(folder, os.W_OK):
         raise ValueError(f"{folder}: this user may not write to it; expected a folder that you may write to.")
-    if fcntl is None:
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
+    _lock(folder, at_end)
+    if is_new:
+        at_end.callback(_remove_empty, folder)  # while it is still locked
+
+
+def _lock(folder: Path, at_end: ExitStack) -> None:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise ValueError(
-            f"{folder}: another run is writing into it; name another folder, or wait until that run has ended."
-        ) from None
-    except OSError:
-        os.close(descriptor)
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:  # this user may not read it, or this system opens no folders
         return
-    yield descriptor
+    at_end.callback(os.close, descriptor)
+    with suppress(OSError):  # there are no locks
+        if not try_lock(descriptor):
+            raise ValueError(
+                f"{folder}: another run is writing into it; name another folder, or wait until that run has ended."
+            )
+
+
+def _remove_empty(folder: Path) -> None:
+    with suppress(OSError):  # the run has begun
+        folder.rmdir()
 
 
 def check_output(folder: str | Path, resume: bool = False, overwrite: bool = False) -> str | None:

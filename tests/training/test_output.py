@@ -451,3 +451,25 @@ def test_a_run_that_never_began_leaves_no_folder(tmp_path):
     with claim(tmp_path / "run"):
         (tmp_path / "run" / "config.json").write_text("{}")
     assert contents(tmp_path / "run") == {"config.json": b"{}"}
+
+
+def test_a_folder_that_cannot_be_opened_is_claimed_without_a_lock(tmp_path, monkeypatch):
+    """This user may write into it, but not list it."""
+
+    def work() -> None:
+        if os.getuid() == 0:
+            os.setuid(65534)
+        with claim("run"):
+            Path("run", "config.json").write_text("{}")
+
+    folder = tmp_path / "run"
+    folder.mkdir()
+    folder.chmod(0o333)
+    tmp_path.chmod(0o755)
+    monkeypatch.chdir(tmp_path)  # the other user cannot reach it by its whole path
+    process = get_context("fork").Process(target=work)
+    process.start()
+    process.join()
+    folder.chmod(0o755)
+    assert process.exitcode == 0
+    assert contents(folder) == {"config.json": b"{}"}
