@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 
 from eagle31_hf import Eagle31Trainer, Eagle31TrainingArguments, demo
-from eagle31_hf.cli.training import speak_plainly
 from eagle31_hf.demo.corpus import training_files
 from eagle31_hf.training.fresh import new_drafter
 from eagle31_hf.training.output import check_output, claim, discard_replaced, set_aside
 from eagle31_hf.training.packing import Part
 from eagle31_hf.training.prepare import prepare_data
+from eagle31_hf.training.recipe import log_in_lines
 from eagle31_hf.training.store import HiddenStateStore
 
 LENGTH, CHARACTERS = 192, 900  # tokens of a row, half of them the prompt; characters that hold as many
@@ -87,7 +87,7 @@ def train(
         target=target,
         processing_class=tokenizer,
     )
-    speak_plainly(trainer)
+    log_in_lines(trainer, print)
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
     return trainer

@@ -1,7 +1,6 @@
 """`eagle31 train`: a drafter for any causal language model, from data to a folder worth pushing."""
 
 import argparse
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +8,6 @@ from . import kept
 from .loading import load_tokenizer
 from .parsing import config_field, count, field, path, positive, progress, real, seed, show
 from .preparation import add_loading, add_template_option, load_target
-
-SEEN_FOR_COVERAGE, SEEN_FOR_UPGRADE = 16, 16  # rows
-
-
-@dataclass
-class Data:
-    """Rows to train and to evaluate on, and what is worth writing down about them."""
-
-    train: Any
-    held_out: Any
-    facts: dict[str, Any]
-    layer_ids: list[int] | None = None  # of the states that come with them
 
 
 def train(args: argparse.Namespace) -> int:
@@ -33,29 +20,25 @@ def train(args: argparse.Namespace) -> int:
 
 
 def run(args: argparse.Namespace, settings: Any) -> int:
-    """The whole run, in a folder that no other run writes into meanwhile."""
-    from transformers.trainer_utils import IntervalStrategy
-
+    """Runs the training, in a folder that no other run writes into meanwhile."""
     from ..training.output import check_output, discard_replaced, in_all_processes
+    from ..training.recipe import log_in_lines
     from ..training.trainer import Eagle31Trainer
 
     output = settings.output_dir
     checkpoint = in_all_processes(lambda: check_output(output, args.resume, args.overwrite))
     progress(f"loading {args.target}")
     tokenizer = load_tokenizer(args.target, args.revision)
-    states = stored(args)
-    target = states or load_target(args)
-    data = read_data(args, target, tokenizer)
-    if data.held_out is None and args.eval_rows:
-        progress("too few rows to hold any out: nothing is evaluated, and the last checkpoint is kept")
-        settings.eval_strategy, settings.load_best_model_at_end = IntervalStrategy.NO, False
-    drafter, coverage = begin(args, target, tokenizer, data)
+    stored = stored_target(args)
+    target = stored or load_target(args)
+    data = read_data(args, target, tokenizer, settings)
+    drafter, coverage = starting_drafter(args, target, tokenizer, data)
     trainer = Eagle31Trainer(
-        drafter, settings, data.train, data.held_out, target=None if states else target, processing_class=tokenizer
+        drafter, settings, data.train, data.held_out, target=None if stored else target, processing_class=tokenizer
     )
     trainer.facts = {"data": data.facts, "draft_vocabulary_coverage": coverage}
     progress(f"training on {len(data.train):,} rows, evaluating on {len(data.held_out) if data.held_out else 0:,}")
-    speak_plainly(trainer)
+    log_in_lines(trainer, progress)
     if args.overwrite:
         in_all_processes(lambda: replace(output))
     result = trainer.train(resume_from_checkpoint=checkpoint)
@@ -124,184 +107,57 @@ def arguments(args: argparse.Namespace) -> Any:
         ) from None
 
 
-def stored(args: argparse.Namespace) -> Any:
-    """What the data has kept of the target, where it holds the target's states: then the target itself is not loaded."""
-    from ..training.store import MANIFEST, read_manifest
-    from ..training.target import StoredTarget
+def stored_target(args: argparse.Namespace) -> Any:
+    """Returns what the data keeps of the target, or None where the target has to be loaded. Raises ValueError for
+    options that need the target itself."""
+    from ..training.recipe import target_in_store
 
-    if not (Path(args.data) / MANIFEST).is_file() or read_manifest(args.data).layer_ids is None:
-        return None
-    if args.upgrade or args.regenerate:
+    target = target_in_store(args.data, args.target)
+    if target is not None and (args.upgrade or args.regenerate):
         raise ValueError(
             f"{args.data} holds the target's states, and the target is not run; expected neither --upgrade nor"
             " --regenerate."
         )
-    return StoredTarget(args.data, args.target)
+    return target
 
 
-def read_data(args: argparse.Namespace, target: Any, tokenizer: Any) -> Data:
-    """Rows of a store, or made of records now; regenerated ones go into a store beside the drafter, so that none is
-    generated twice."""
-    from ..training.packing import Part
-    from ..training.store import HiddenStateStore
+def read_data(args: argparse.Namespace, target: Any, tokenizer: Any, settings: Any) -> Any:
+    """Returns the rows to train and to evaluate on; where there are none to evaluate on, the settings say so too."""
+    from transformers.trainer_utils import IntervalStrategy
 
-    rows, facts = rows_of_source(args, args.data, target, tokenizer, "data")
-    layer_ids = rows.manifest.layer_ids if isinstance(rows, HiddenStateStore) else None
-    if args.eval_data:
-        held_out, _ = rows_of_source(args, args.eval_data, target, tokenizer, "eval-data")
-        return Data(rows, held_out, facts, layer_ids)
-    split = len(rows) - min(args.eval_rows, len(rows) // 10)
-    return Data(Part(rows, 0, split), Part(rows, split, len(rows)) if split < len(rows) else None, facts, layer_ids)
+    from ..training.recipe import RowReader
 
-
-def rows_of_source(
-    args: argparse.Namespace, source: str, target: Any, tokenizer: Any, name: str
-) -> tuple[Any, dict[str, Any]]:
-    """The rows of one source, and the facts about them: of a store as they are, else made of its records now.
-    Regenerated ones go into the subfolder `name` of the output. Raises ValueError for a store of another tokenizer."""
-    from ..training.identity import tokenizer_fingerprint
-    from ..training.prepare import rows_in_memory
-    from ..training.store import MANIFEST, HiddenStateStore
-
-    if (Path(source) / MANIFEST).is_file():
-        store = HiddenStateStore(source)
-        store.check(tokenizer_fingerprint=tokenizer_fingerprint(tokenizer))
-    elif args.regenerate:
-        store = regenerated(args, source, target, tokenizer, Path(args.output, name))
-    else:
-        rows, skipped = rows_in_memory(
-            target,
-            tokenizer,
-            source,
-            max_length=args.max_length,
-            split=args.split,
-            seed=args.seed,
-            template_options=dict(args.template_option),
-            progress=progress,
-        )
-        return rows, facts_of(source, rows, skipped)
-    return store, facts_of(source, store, store.skipped)
-
-
-def regenerated(args: argparse.Namespace, source: str, target: Any, tokenizer: Any, folder: Path) -> Any:
-    """The target's own answers, each process making its share."""
-    from accelerate import PartialState
-
-    from ..training.prepare import prepare_data
-    from ..training.store import HiddenStateStore
-
-    state = PartialState(cpu=args.device == "cpu")
-    part = (state.process_index, state.num_processes)
-    prepare_data(
+    reader = RowReader(
         target,
         tokenizer,
-        source,
-        str(folder),
-        max_length=args.max_length,
-        regenerate=True,
+        args.max_length,
+        progress,
         split=args.split,
         seed=args.seed,
-        part=part,
-        progress=progress,
         template_options=dict(args.template_option),
+        regenerate_in=Path(args.output) if args.regenerate else None,
     )
-    state.wait_for_everyone()
-    return HiddenStateStore(folder)
+    data = reader.training_data(args.data, args.eval_data, args.eval_rows)
+    if data.held_out is None and args.eval_rows:
+        progress("too few rows to hold any out: nothing is evaluated, and the last checkpoint is kept")
+        settings.eval_strategy = IntervalStrategy.NO
+        settings.load_best_model_at_end = False
+    return data
 
 
-def facts_of(source: str, rows: Any, skipped: dict[str, int]) -> dict[str, Any]:
-    """Counts of rows, tokens and skipped records, as training.json keeps them; says them to the user, too."""
-    facts = {"source": source, "rows": len(rows), "tokens": sum(rows.lengths), "skipped": dict(skipped)}
-    left_out = "".join(f", {count:,} skipped ({reason})" for reason, count in sorted(skipped.items()))
-    progress(f"{source}: {facts['rows']:,} rows of {facts['tokens']:,} tokens{left_out}")
-    return facts
-
-
-def begin(args: argparse.Namespace, target: Any, tokenizer: Any, data: Data) -> tuple[Any, dict[str, float] | None]:
-    """The drafter to train, and what its draft vocabulary covers."""
-    from ..modeling import Eagle31DrafterModel
-    from ..training.fresh import new_drafter
-    from ..tying import execution_device
+def starting_drafter(
+    args: argparse.Namespace, target: Any, tokenizer: Any, data: Any
+) -> tuple[Any, dict[str, float] | None]:
+    """Returns the drafter to train, and the shares that a new one's draft vocabulary covers."""
+    from ..training.recipe import draft_vocabulary, loaded_drafter, untrained_drafter
     from ..upgrade import upgrade_to_eagle31
 
-    if args.drafter is None:
-        ids, coverage = draft_vocabulary(args, target, tokenizer, data)
-        fields = {"aux_hidden_state_layer_ids": data.layer_ids} if data.layer_ids else {}
-        return new_drafter(target, ids, args.head, args.seed, **fields | dict(args.field)), coverage
-    drafter: Any = (
-        Eagle31DrafterModel.from_pretrained(args.drafter, **dict(args.field)).float().to(execution_device(target))
-    )
-    if args.upgrade and not drafter.config.is_eagle31:
-        progress("making the EAGLE 3 drafter an EAGLE 3.1 one, by calibration")
-        texts = [data.train[i]["input_ids"][None] for i in range(min(SEEN_FOR_UPGRADE, len(data.train)))]
-        drafter = upgrade_to_eagle31(drafter, target, texts)
-        progress(drafter.upgrade_report.summary().replace("\n", "; "))
-    return drafter, None
-
-
-def draft_vocabulary(
-    args: argparse.Namespace, target: Any, tokenizer: Any, data: Data
-) -> tuple[Any, dict[str, float] | None]:
-    """The target ids a new drafter is to propose, and the shares they cover of the answers' tokens and of the target's
-    probability; None for both where it proposes all."""
-    from ..training.fresh import choose_vocabulary, count_answers, layer_ids_for, mass_covered
-    from ..training.regenerate import stop_ids
-    from ..training.target import StoredTarget, TargetReader
-    from ..tying import shape_of
-
-    size = shape_of(target.get_input_embeddings())[0]
-    if args.draft_vocab_size is None or args.draft_vocab_size == size:
-        return None, None
-    ids, tokens = choose_vocabulary(count_answers(data.train, size), args.draft_vocab_size, stop_ids(target, tokenizer))
-    seen = data.held_out or data.train
-    reader = (
-        target
-        if isinstance(target, StoredTarget)
-        else TargetReader(target, layer_ids_for(target.config.get_text_config(decoder=True)))
-    )
-    mass = mass_covered((seen[i] for i in range(min(SEEN_FOR_COVERAGE, len(seen)))), ids, reader)
-    progress(
-        f"a draft vocabulary of {len(ids):,} covers {tokens:.2%} of the answers' tokens, {mass:.2%} of the target's"
-        " probability"
-    )
-    return ids, {"tokens": tokens, "probability": mass}
-
-
-def speak_plainly(trainer: Any) -> None:
-    """A line where transformers' own callbacks print some sixty figures; those are in trainer_state.json and at
-    --report-to."""
-    from transformers import PrinterCallback, ProgressCallback, TrainerCallback
-
-    class Lines(TrainerCallback):
-        def on_train_begin(self, args, state, control, **kwargs):
-            if state.is_world_process_zero and state.global_step >= state.max_steps:
-                progress(f"the run was finished after step {state.global_step:,}: there is nothing left to train")
-
-        def on_log(self, args, state, control, logs=None, **kwargs):
-            if state.is_world_process_zero:
-                line = line_of(logs or {})
-                if line:
-                    progress(f"step {state.global_step:,} of {state.max_steps:,}: {line}")
-
-    for callback in (PrinterCallback, ProgressCallback):
-        trainer.remove_callback(callback)
-    trainer.add_callback(Lines)
-
-
-def line_of(logs: dict[str, float]) -> str:
-    """What was logged, in the figures one looks at: of training, or of an evaluation."""
-    prefix = "eval_" if "eval_loss" in logs else ""
-    if f"{prefix}loss" not in logs:
-        return ""
-    parts = [f"{'held out, ' if prefix else ''}loss {logs[f'{prefix}loss']:.3f}"]
-    for figure in ("accuracy", "acceptance"):
-        values = [logs[name] for k in range(1, len(logs)) if (name := f"{prefix}{figure}_{k}") in logs]
-        parts += [f"{figure} " + " ".join(f"{value:.2f}" for value in values)] if values else []
-    if "eval_accepted_length" in logs:
-        parts.append(f"accepted length {logs['eval_accepted_length']:.2f}")
-    if "eval_served_accepted_length" in logs:
-        parts.append(f"in generate() {logs['eval_served_accepted_length']:.2f}")
-    return "; ".join(parts)
+    fields = dict(args.field)
+    if args.drafter is not None:
+        upgrade = upgrade_to_eagle31 if args.upgrade else None
+        return loaded_drafter(args.drafter, target, data, progress, fields, upgrade), None
+    ids, coverage = draft_vocabulary(target, tokenizer, data, args.draft_vocab_size, progress)
+    return untrained_drafter(target, ids, data, args.head, args.seed, fields), coverage
 
 
 def report(args: argparse.Namespace, trainer: Any, metrics: dict[str, Any]) -> None:

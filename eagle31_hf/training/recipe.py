@@ -1,0 +1,246 @@
+"""The parts of a training run: rows to train and to evaluate on, a draft vocabulary, the drafter to begin with, and the
+lines that say how it goes.
+
+`eagle31 train` and examples/train.py are made of these parts; each can be used alone.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, TrainerCallback
+
+from ..modeling import Eagle31DrafterModel
+from ..tying import execution_device, shape_of
+from .fresh import choose_vocabulary, count_answers, layer_ids_for, mass_covered, new_drafter
+from .identity import tokenizer_fingerprint
+from .packing import Part
+from .prepare import prepare_data, rows_in_memory
+from .regenerate import stop_ids
+from .store import MANIFEST, HiddenStateStore, read_manifest
+from .target import StoredTarget, TargetReader
+
+ROWS_FOR_COVERAGE = 16  # on which the target's probability of a draft vocabulary is measured
+ROWS_FOR_UPGRADE = 16  # on which an EAGLE 3 drafter is calibrated
+Progress = Callable[[str], None]  # is told one line at a time
+Upgrade = Callable[[Eagle31DrafterModel, Any, list[Tensor]], Eagle31DrafterModel]
+
+
+@dataclass
+class TrainingData:
+    """Rows to train on, rows to evaluate on (None: there are none), and the facts that training.json keeps of them.
+
+    `layer_ids`: the target layers whose states are stored with the rows, None where there are no states.
+    """
+
+    train: Any
+    held_out: Any
+    facts: dict[str, Any]
+    layer_ids: list[int] | None = None
+
+
+@dataclass(frozen=True)
+class RowReader:
+    """Reads sources of training data as rows for one target and its tokenizer.
+
+    A source is a store that prepare-data wrote, or chats and texts, of which rows of at most `max_length` tokens are
+    made now. With `regenerate_in`, answers are first replaced by the target's own; these rows go into stores below that
+    folder, so that none is generated twice. `split` is that of a dataset; `template_options` are read by the chat
+    template.
+    """
+
+    target: Any  # the model, or a StoredTarget
+    tokenizer: PreTrainedTokenizerBase
+    max_length: int
+    progress: Progress
+    split: str = "train"
+    seed: int = 0
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    regenerate_in: Path | None = None
+
+    def training_data(self, source: str, eval_source: str | None, num_held_out: int) -> TrainingData:
+        """Reads `source` to train on and `eval_source` to evaluate on.
+
+        Without the latter the last `num_held_out` rows of the data are held out, at most a tenth of them. Raises
+        ValueError where no record makes a row, and for a store of another tokenizer.
+        """
+        rows, facts = self.read(source, "data")
+        layer_ids = rows.manifest.layer_ids if isinstance(rows, HiddenStateStore) else None
+        if eval_source:
+            return TrainingData(rows, self.read(eval_source, "eval-data")[0], facts, layer_ids)
+        split = len(rows) - min(num_held_out, len(rows) // 10)
+        held_out = Part(rows, split, len(rows)) if split < len(rows) else None
+        return TrainingData(Part(rows, 0, split), held_out, facts, layer_ids)
+
+    def read(self, source: str, name: str) -> tuple[Any, dict[str, Any]]:
+        """Returns the rows of a source, and its facts; regenerated rows go into the subfolder `name`."""
+        if (Path(source) / MANIFEST).is_file():
+            store = HiddenStateStore(source)
+            store.check(tokenizer_fingerprint=tokenizer_fingerprint(self.tokenizer))
+            return store, self._facts(source, store, store.skipped)
+        if self.regenerate_in is not None:
+            store = self._regenerated(source, self.regenerate_in / name)
+            return store, self._facts(source, store, store.skipped)
+        rows, skipped = rows_in_memory(
+            self.target,
+            self.tokenizer,
+            source,
+            max_length=self.max_length,
+            split=self.split,
+            seed=self.seed,
+            template_options=dict(self.template_options),
+            progress=self.progress,
+        )
+        return rows, self._facts(source, rows, skipped)
+
+    def _regenerated(self, source: str, folder: Path) -> HiddenStateStore:
+        """Makes the store in `folder`, each process of a distributed run its share of the shards."""
+        state = PartialState()
+        prepare_data(
+            self.target,
+            self.tokenizer,
+            source,
+            str(folder),
+            max_length=self.max_length,
+            regenerate=True,
+            split=self.split,
+            seed=self.seed,
+            part=(state.process_index, state.num_processes),
+            progress=self.progress,
+            template_options=dict(self.template_options),
+        )
+        state.wait_for_everyone()
+        return HiddenStateStore(folder)
+
+    def _facts(self, source: str, rows: Any, skipped: Mapping[str, int]) -> dict[str, Any]:
+        """Counts rows, tokens and skipped records, and tells them to `progress`."""
+        facts = {"source": source, "rows": len(rows), "tokens": sum(rows.lengths), "skipped": dict(skipped)}
+        left_out = "".join(f", {count:,} skipped ({reason})" for reason, count in sorted(skipped.items()))
+        self.progress(f"{source}: {facts['rows']:,} rows of {facts['tokens']:,} tokens{left_out}")
+        return facts
+
+
+def target_in_store(source: str, name: str) -> StoredTarget | None:
+    """Returns the parts of the target `name` that a store keeps with its states, or None for a source without states.
+
+    Training on stored states needs no more of the target.
+    """
+    if not (Path(source) / MANIFEST).is_file() or read_manifest(source).layer_ids is None:
+        return None
+    return StoredTarget(source, name)
+
+
+def draft_vocabulary(
+    target: PreTrainedModel | StoredTarget,
+    tokenizer: PreTrainedTokenizerBase,
+    data: TrainingData,
+    size: int | None,
+    progress: Progress,
+) -> tuple[Tensor | None, dict[str, float] | None]:
+    """Chooses the `size` target ids (Vd,) that a new drafter can propose: the most frequent ones of the answers.
+
+    Returns them with the shares they cover of the answers' tokens and of the target's probability; None for both where
+    the drafter proposes every id (`size` None, or the target's vocabulary). Raises ValueError for a size that cannot
+    be.
+    """
+    vocab_size = shape_of(target.get_input_embeddings())[0]
+    if size is None or size == vocab_size:
+        return None, None
+    ids, tokens = choose_vocabulary(count_answers(data.train, vocab_size), size, stop_ids(target, tokenizer))
+    reader = target if isinstance(target, StoredTarget) else _reader_of(target)
+    rows = data.held_out or data.train
+    mass = mass_covered((rows[i] for i in range(min(ROWS_FOR_COVERAGE, len(rows)))), ids, reader)
+    progress(
+        f"a draft vocabulary of {len(ids):,} covers {tokens:.2%} of the answers' tokens, {mass:.2%} of the target's"
+        " probability"
+    )
+    return ids, {"tokens": tokens, "probability": mass}
+
+
+def _reader_of(target: PreTrainedModel) -> TargetReader:
+    return TargetReader(target, layer_ids_for(target.config.get_text_config(decoder=True)))
+
+
+def loaded_drafter(
+    source: str,
+    target: PreTrainedModel | StoredTarget,
+    data: TrainingData,
+    progress: Progress,
+    fields: Mapping[str, Any] | None = None,
+    upgrade: Upgrade | None = None,
+) -> Eagle31DrafterModel:
+    """Loads a drafter of any format in fp32, to train it further; `fields` of `Eagle31Config` win over its own.
+
+    `upgrade`, if given, makes an EAGLE 3 drafter an EAGLE 3.1 one, by calibration on rows of the data. Raises OSError
+    and ValueError as `from_pretrained` does.
+    """
+    drafter = Eagle31DrafterModel.from_pretrained(source, **dict(fields or {}))
+    drafter = drafter.float().to(execution_device(target))
+    if upgrade is None or drafter.config.is_eagle31:
+        return drafter
+    progress("making the EAGLE 3 drafter an EAGLE 3.1 one, by calibration")
+    texts = [data.train[i]["input_ids"][None] for i in range(min(ROWS_FOR_UPGRADE, len(data.train)))]
+    drafter = upgrade(drafter, target, texts)
+    progress(drafter.upgrade_report.summary().replace("\n", "; "))
+    return drafter
+
+
+def untrained_drafter(
+    target: PreTrainedModel | StoredTarget,
+    draft_ids: Tensor | None,
+    data: TrainingData,
+    head: str = "target",
+    seed: int = 0,
+    fields: Mapping[str, Any] | None = None,
+) -> Eagle31DrafterModel:
+    """Returns a new drafter as `new_drafter` makes it, which reads the layers whose states come with the data, if any.
+
+    `fields` of `Eagle31Config` win.
+    """
+    layers = {"aux_hidden_state_layer_ids": data.layer_ids} if data.layer_ids else {}
+    return new_drafter(target, draft_ids, head, seed, **layers | dict(fields or {}))
+
+
+class ProgressLines(TrainerCallback):
+    """Tells `progress` a line for every log of the Trainer, from the main process only."""
+
+    def __init__(self, progress: Progress):
+        self.progress = progress
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.is_world_process_zero and state.global_step >= state.max_steps:
+            self.progress(f"the run was finished after step {state.global_step:,}: there is nothing left to train")
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        line = line_of(logs or {})
+        if state.is_world_process_zero and line:
+            self.progress(f"step {state.global_step:,} of {state.max_steps:,}: {line}")
+
+
+def log_in_lines(trainer: Any, progress: Progress) -> None:
+    """Replaces transformers' own callbacks, which print some sixty figures at a time, by `ProgressLines`.
+
+    All figures are still in trainer_state.json, and where `report_to` sends them.
+    """
+    for callback in (PrinterCallback, ProgressCallback):
+        trainer.remove_callback(callback)
+    trainer.add_callback(ProgressLines(progress))
+
+
+def line_of(logs: Mapping[str, float]) -> str:
+    """Returns the figures one looks at, of training or of an evaluation, as a line; an empty one for other logs."""
+    prefix = "eval_" if "eval_loss" in logs else ""
+    if f"{prefix}loss" not in logs:
+        return ""
+    parts = [f"{'held out, ' if prefix else ''}loss {logs[f'{prefix}loss']:.3f}"]
+    for figure in ("accuracy", "acceptance"):
+        values = [logs[name] for k in range(1, len(logs)) if (name := f"{prefix}{figure}_{k}") in logs]
+        parts += [f"{figure} " + " ".join(f"{value:.2f}" for value in values)] if values else []
+    if "eval_accepted_length" in logs:
+        parts.append(f"accepted length {logs['eval_accepted_length']:.2f}")
+    if "eval_served_accepted_length" in logs:
+        parts.append(f"in generate() {logs['eval_served_accepted_length']:.2f}")
+    return "; ".join(parts)

@@ -1,0 +1,122 @@
+"""The parts of a training run: what is held out, where regenerated rows go, what a new drafter begins with."""
+
+import json
+from copy import deepcopy
+
+import pytest
+import torch
+from conftest import build_target
+
+from eagle31_hf.training.recipe import (
+    RowReader,
+    draft_vocabulary,
+    line_of,
+    loaded_drafter,
+    target_in_store,
+    untrained_drafter,
+)
+from eagle31_hf.training.store import HiddenStateStore
+
+RECORDS = 30
+
+
+@pytest.fixture
+def source(tmp_path) -> str:
+    letters = torch.randint(0, 10, (RECORDS, 12), generator=torch.Generator().manual_seed(0))
+    lines = [json.dumps({"text": "".join(chr(ord("a") + i) for i in row)}) for row in letters.tolist()]
+    (tmp_path / "texts.jsonl").write_text("\n".join(lines))
+    return str(tmp_path / "texts.jsonl")
+
+
+@pytest.fixture
+def speller(tokenizer):
+    """A tokenizer of the test's own, which may change it."""
+    own = deepcopy(tokenizer)
+    own.eos_token = "k"
+    return own
+
+
+@pytest.fixture
+def told() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def reader(target, speller, told) -> RowReader:
+    return RowReader(target, speller, 40, told.append)
+
+
+@pytest.mark.parametrize(("asked", "held_out"), [(0, None), (2, 2), (99, 3)], ids=["none", "some", "a tenth"])
+def test_the_last_rows_are_held_out(reader, source, told, asked, held_out):
+    data = reader.training_data(source, None, asked)
+    whole, facts = reader.read(source, "data")
+    rows = [data.train[i] for i in range(len(data.train))] + [data.held_out[i] for i in range(held_out or 0)]
+    assert (len(data.train), data.held_out is None) == (RECORDS - (held_out or 0), held_out is None)
+    assert [row["input_ids"].tolist() for row in rows] == [whole[i]["input_ids"].tolist() for i in range(RECORDS)]
+    assert data.facts == facts
+    assert facts["rows"] == RECORDS
+    assert facts["tokens"] == sum(len(row["input_ids"]) for row in rows)
+    assert told == 2 * [f"{source}: 30 rows of {facts['tokens']} tokens"]
+
+
+def test_rows_of_another_source_are_held_out_whole(reader, source, tmp_path):
+    (tmp_path / "others.jsonl").write_text('{"text": "abcdefgh"}')
+    data = reader.training_data(source, str(tmp_path / "others.jsonl"), 5)
+    assert (len(data.train), len(data.held_out)) == (RECORDS, 1)
+
+
+def test_regenerated_rows_are_read_from_their_store_by_another_run(target, speller, source, tmp_path, told):
+    reader = RowReader(target, speller, 40, told.append, regenerate_in=tmp_path / "run")
+    rows, facts = reader.read(source, "data")
+    made = [line for line in told if line.startswith("shard")]
+    again, facts_again = RowReader(target, speller, 40, told.append).read(str(tmp_path / "run" / "data"), "data")
+    assert (facts["rows"], facts["tokens"]) == (facts_again["rows"], facts_again["tokens"])
+    assert [line for line in told if line.startswith("shard")] == made
+    assert isinstance(again, HiddenStateStore)
+    assert all(torch.equal(rows[i]["input_ids"], again[i]["input_ids"]) for i in range(len(rows)))
+    assert target_in_store(str(tmp_path / "run" / "data"), "target") is None, "it has no states"
+    speller.add_tokens("a token more")
+    with pytest.raises(ValueError, match=r"tokenizer is .*, expected"):
+        reader.read(str(tmp_path / "run" / "data"), "data")
+
+
+def test_a_new_drafter_proposes_the_answers_frequent_tokens(reader, target, source, told):
+    data = reader.training_data(source, None, 0)
+    ids, coverage = draft_vocabulary(target, reader.tokenizer, data, 9, told.append)
+    assert len(ids) == 9
+    assert 0 < coverage["tokens"] < 1
+    assert 0 < coverage["probability"] < 1
+    assert "a draft vocabulary of 9 covers" in told[-1]
+    drafter = untrained_drafter(target, ids, data, fields={"fc_norm": False})
+    assert drafter.draft_to_target_ids().tolist() == ids.tolist()
+    assert not drafter.config.fc_norm
+    assert draft_vocabulary(target, reader.tokenizer, data, target.config.vocab_size, told.append) == (None, None)
+
+
+def test_only_an_eagle_3_drafter_is_upgraded(reader, make_drafter, source, tmp_path, told):
+    target = build_target("llama")
+    data = reader.training_data(source, None, 0)
+    seen = []
+
+    def upgrade(drafter, upgraded_for, texts):
+        seen.append((upgraded_for, len(texts), texts[0].tolist()))
+        raise KeyError("far enough")
+
+    drafter = make_drafter(target)
+    drafter.save_pretrained(tmp_path / "eagle31")
+    loaded = loaded_drafter(str(tmp_path / "eagle31"), target, data, told.append, upgrade=upgrade)
+    assert all(torch.equal(weight, drafter.state_dict()[name]) for name, weight in loaded.state_dict().items())
+    make_drafter(target, fc_norm=False, norm_output=False).save_pretrained(tmp_path / "eagle3")
+    with pytest.raises(KeyError):
+        loaded_drafter(str(tmp_path / "eagle3"), target, data, told.append, upgrade=upgrade)
+    assert seen == [(target, 16, [data.train[0]["input_ids"].tolist()])]
+
+
+def test_a_log_is_one_line_of_the_figures_one_looks_at():
+    assert line_of({"learning_rate": 0.1}) == ""
+    assert line_of({"loss": 1.25, "accuracy_1": 0.5, "accuracy_2": 0.25, "grad_norm": 3.0}) == (
+        "loss 1.250; accuracy 0.50 0.25"
+    )
+    assert line_of({"eval_loss": 2.0, "eval_accepted_length": 1.5, "eval_served_accepted_length": 1.25}) == (
+        "held out, loss 2.000; accepted length 1.50; in generate() 1.25"
+    )
