@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .configuration import Eagle31Config
+from .diagnostics.acceptance import AcceptanceStats, measure_acceptance
 from .features import decoder_layers, target_states
-from .generation.statistics import AcceptanceStats, track_acceptance
 from .modeling import Eagle31DrafterModel
 from .training.unroll import unroll
 from .tying import execution_device, weight_of
@@ -117,7 +117,7 @@ def upgrade_to_eagle31(
     own = drafter.generation_config.num_assistant_tokens
     # auto has no one depth to be compared at
     depth = num_assistant_tokens or (own if isinstance(own, int) else DEFAULT_DEPTH)
-    before, after = (_acceptance(target, model, prompts, depth, max_new_tokens) for model in (drafter, upgraded))
+    before, after = (measure_acceptance(target, model, prompts, depth, max_new_tokens) for model in (drafter, upgraded))
     upgraded.upgrade_report = UpgradeReport(fused, scalar, feedback, before, after)
     _note_on_card(upgraded, sum(ids.shape[1] for ids in rows), len(prompts), depth)
     return upgraded
@@ -260,19 +260,3 @@ def _fit_norm_output(
     upgraded.norm.weight.copy_(scale)
     upgraded.lm_head.weight.copy_(head)
     return ((unit[check] * scale - x[check]).norm(dim=1) / x[check].norm(dim=1).clamp(min=1e-12)).mean().item()
-
-
-def _acceptance(
-    target: PreTrainedModel, drafter: Eagle31DrafterModel, prompts: list[Tensor], depth: int, max_new_tokens: int
-) -> AcceptanceStats:
-    with track_acceptance() as stats:
-        for prompt in prompts:
-            target.generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),
-                custom_generate=drafter.decode,
-                max_new_tokens=max_new_tokens,
-                do_sample=False,
-                num_assistant_tokens=depth,
-            )
-    return stats

@@ -12,6 +12,7 @@ import torch
 
 import eagle31_hf
 from eagle31_hf import demo
+from eagle31_hf.diagnostics.acceptance import measure_acceptance
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--prompts", type=int, default=12)
@@ -42,16 +43,7 @@ conditions = {  # what is decoded, and fields of the drafter's config to change
 for condition, (prompts, fields) in conditions.items():
     for name in demo.DRAFTERS:
         drafter = eagle31_hf.Eagle31DrafterModel.from_pretrained(demo.FOLDER / name, dtype=torch.float32, **fields)
-        with eagle31_hf.track_acceptance() as stats:
-            for prompt in prompts:
-                target.generate(
-                    prompt,
-                    attention_mask=torch.ones_like(prompt),
-                    assistant_model=drafter,
-                    num_assistant_tokens=args.depth,
-                    max_new_tokens=args.max_new_tokens,
-                    do_sample=False,
-                )
+        stats = measure_acceptance(target, drafter, prompts, args.depth, args.max_new_tokens)
         rates = " ".join(f"{rate:.2f}" for rate in stats.acceptance_rates)
         print(
             f"{condition:<28} {name:<8} accepted length {stats.mean_accepted_length:.2f}   by position {rates}",

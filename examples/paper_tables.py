@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,12 @@ from train import own_words, train
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from eagle31_hf import Eagle31DrafterModel, demo, track_acceptance
+from eagle31_hf import Eagle31DrafterModel, demo
 from eagle31_hf.bench import environment
 from eagle31_hf.demo.corpus import HELD_OUT
+from eagle31_hf.diagnostics.acceptance import measure_acceptance
+from eagle31_hf.diagnostics.attention_mass import KINDS
+from eagle31_hf.diagnostics.drift import Drift, recorded_chains, state_norm
 
 NAMES = {"eagle3": "EAGLE 3", "eagle31": "EAGLE 3.1"}  # the paper's pre-norm and post-norm
 FLAGS = {"eagle3": {"fc_norm": False, "norm_output": False}, "eagle31": {}}
@@ -38,9 +41,9 @@ NO_CHECKPOINTS = {"eval_strategy": "no", "save_strategy": "no", "load_best_model
 Install = Callable[[Eagle31DrafterModel], list[Any]]  # puts hooks on a drafter, and returns their handles
 
 
-def rms(x: Tensor) -> Tensor:
-    """(..., h) -> (..., 1)"""
-    return x.float().square().mean(-1, keepdim=True).sqrt()
+def rms(states: Tensor) -> Tensor:
+    """States (..., h) -> their root mean squares (..., 1)."""
+    return state_norm(states)[..., None]
 
 
 # What is done to a drafter.
@@ -124,67 +127,6 @@ def window_and_first(
     )
 
 
-# What is measured of it.
-
-
-@dataclass
-class Chain:
-    """`scales`: RMS of the captured states and of what fc makes of them, where the chain begins. By depth: RMS of the
-    state that scores and is fed back; shares and entropy (nats) of layer 0's attention, see `Watch`."""
-
-    scales: list[float] = field(default_factory=list)
-    states: list[float] = field(default_factory=list)
-    attention: list[list[float]] = field(default_factory=list)
-
-
-class Watch:
-    """Notes every chain that is drafted while a drafter serves one text at a time; means of the chains of full depth.
-
-    Attention is the mean over heads: on the text's first key (sink), on other keys read from the target's states before
-    the chain's own (prompt), on that one (own), on keys the chain itself made (self).
-    """
-
-    COLUMNS = ("sink", "prompt", "own", "self", "entropy")
-
-    def __init__(self):
-        self.chains = list[Chain]()
-
-    def install(self, drafter: Eagle31DrafterModel) -> list[Any]:
-        attending_with(self.attend)(drafter)
-        handles = (
-            drafter.register_forward_pre_hook(self.begin, with_kwargs=True),
-            drafter.register_forward_hook(self.end),
-        )
-        return list(handles)
-
-    def begin(self, drafter: Eagle31DrafterModel, args: Any, kwargs: dict[str, Any]) -> None:
-        states = kwargs.get("target_hidden_states")
-        if states is not None:
-            parts = states[:, -1].split(drafter.config.target_hidden_size, dim=-1)
-            self.chains.append(Chain([float(rms(x)) for x in (*parts, drafter.fuse_target_states(states[:, -1:]))]))
-
-    def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
-        keys, num_own = key.repeat_interleave(module.num_key_value_groups, dim=1), len(self.chains[-1].states)
-        weights = (query[:, :, -1:] @ keys.mT * options["scaling"]).softmax(-1)[0, :, 0]  # (H, S)
-        sizes = (1, weights.shape[1] - num_own - 2, 1, num_own)
-        shares = [float(part.sum(-1).mean()) for part in weights.split(sizes, dim=-1)]
-        entropy = float(-(weights * weights.clamp(min=1e-30).log()).sum(-1).mean())
-        self.chains[-1].attention.append([*shares, entropy])
-        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **options)
-
-    def end(self, drafter: Eagle31DrafterModel, args: Any, output: Any) -> None:
-        self.chains[-1].states.append(float(rms(output.last_hidden_state[:, -1])))
-
-    def figures(self) -> dict[str, Any]:
-        full = [chain for chain in self.chains if len(chain.states) == WATCHED]
-
-        def mean(name: str) -> Tensor:
-            return torch.tensor([getattr(chain, name) for chain in full]).mean(0)
-
-        attention = dict(zip(self.COLUMNS, mean("attention").T.tolist(), strict=True))
-        return {"chains": len(full), "scales": mean("scales").tolist(), "states": mean("states").tolist()} | attention
-
-
 @contextmanager
 def changed(drafter: Eagle31DrafterModel, install: Install) -> Iterator[None]:
     handles = install(drafter)
@@ -193,6 +135,13 @@ def changed(drafter: Eagle31DrafterModel, install: Install) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def figures_of(drift: Drift) -> dict[str, Any]:
+    """The means of the recorded chains, as the file of figures has them; masses and entropy (nats) are of layer 0."""
+    masses = dict(zip(KINDS, torch.tensor(drift.masses).T.tolist(), strict=True))
+    norms = {"scales": drift.inputs, "states": drift.states}
+    return {"chains": drift.num_chains, **norms, **masses, "entropy": drift.entropies}
 
 
 class Bench:
@@ -225,16 +174,7 @@ class Bench:
 
     def decode(self, drafter: Eagle31DrafterModel, prompts: list[Tensor], depth: int) -> dict[str, Any]:
         """Greedy; `standard_error` of the accepted length takes rounds for independent."""
-        with track_acceptance() as stats:
-            for prompt in prompts:
-                self.target.generate(
-                    prompt,
-                    attention_mask=torch.ones_like(prompt),
-                    assistant_model=drafter,
-                    num_assistant_tokens=depth,
-                    max_new_tokens=NEW_TOKENS,
-                    do_sample=False,
-                )
+        stats = measure_acceptance(self.target, drafter, prompts, depth, NEW_TOKENS)
         spread = torch.tensor(stats.accepted_per_round).double().std() / math.sqrt(stats.target_forwards)
         return {
             "accepted_length": stats.mean_accepted_length,
@@ -266,9 +206,9 @@ class Bench:
 
         def measure() -> dict[str, Any]:
             drafter: Any = Eagle31DrafterModel.from_pretrained(folder, dtype=torch.float32)
-            watch = Watch()
-            with changed(drafter.eval(), watch.install):
-                return self.decode(drafter, self.prompts(has_bos=has_bos), WATCHED) | watch.figures()
+            with recorded_chains(drafter.eval()) as recorder:
+                found = self.decode(drafter, self.prompts(has_bos=has_bos), WATCHED)
+            return found | figures_of(recorder.drift(WATCHED))
 
         return self.once(f"{folder.name}, {WATCHED} deep" + ", BOS in front" * has_bos, measure)
 

@@ -12,6 +12,7 @@ from itertools import islice
 import eagle31_hf
 from eagle31_hf import demo
 from eagle31_hf.demo.corpus import training_files
+from eagle31_hf.diagnostics.acceptance import measure_acceptance
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--prompts", type=int, default=12)
@@ -31,15 +32,7 @@ print(
     f"fed-back state by {report.feedback_movement:.1%}"
 )
 for name, drafter in {"EAGLE 3": eagle3, "upgraded": upgraded, "EAGLE 3.1, trained": eagle31}.items():
-    with eagle31_hf.track_acceptance() as stats:
-        for prompt in demo.prompts(tokenizer, args.prompts):
-            target.generate(
-                prompt,
-                attention_mask=prompt.new_ones(prompt.shape),
-                assistant_model=drafter,
-                num_assistant_tokens=args.depth,
-                max_new_tokens=args.max_new_tokens,
-                do_sample=False,
-            )
+    prompts = demo.prompts(tokenizer, args.prompts)
+    stats = measure_acceptance(target, drafter, prompts, args.depth, args.max_new_tokens)
     rates = " ".join(f"{rate:.2f}" for rate in stats.acceptance_rates)
     print(f"{name:<20} accepted length {stats.mean_accepted_length:.2f}   by position {rates}", flush=True)

@@ -1,8 +1,7 @@
-"""Attention drift while training: where layer 0 looks, how its states grow, and losses against both.
+"""Attention drift in training: attention mass and growth of states in the unroll, and the losses against both.
 
-B rows, H heads, S slots, R chosen slots a row, K depths. Shares are of one softmax, averaged over heads: of the `sink`,
-the text's first key; of the `prompt`, other keys of depth 0 before the slot; of its `own` key of depth 0; of its later
-keys, which it made `self`. They add up to 1. Source: Attention Drift (arXiv 2605.09992).
+B sequences, T tokens, S = T - 1 positions at which chains begin, R chosen ones of each sequence, K depths, H heads.
+Source: Attention Drift (arXiv 2605.09992).
 """
 
 import math
@@ -12,49 +11,53 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..diagnostics.attention_mass import attention_mass, key_weights
+from ..diagnostics.drift import log_growth
 from .attention import Attended
 from .unroll import positions_of
 
 
-class AttentionMass:
-    """Observes an unroll, and answers for supervised rows; costs a few products a slot, not a dense attention."""
+class MassObserver:
+    """Observes layer 0 in an unroll and keeps the attention masses of every chain at every depth.
+
+    Costs a few products a position, not a dense attention. `documents` (B, S): numbers of the packed texts.
+    """
 
     def __init__(self, documents: Tensor):
-        slots = torch.arange(documents.shape[1], device=documents.device)
-        # (B, S): where the slot's text begins
-        self.first = slots - positions_of(documents, documents.shape[1], documents.device)
-        self._shares: dict[int, Tensor] = {}
+        self.positions = torch.arange(documents.shape[1], device=documents.device)
+        # (B, S): the position at which the text begins
+        self.first = self.positions - positions_of(documents, documents.shape[1], documents.device)
+        self._masses: dict[int, Tensor] = {}
 
     @torch.no_grad()
     def observe(self, seen: Attended) -> None:
-        """Keeps the shares (B, S, 4) of one depth."""
-
-        def share(keys: Tensor) -> Tensor:  # (B, H, S, D) -> (B, H, S)
-            return ((seen.queries.float() * keys.float()).sum(-1) * seen.scale - seen.lse).exp()
-
+        """Keeps the masses (B, S, 4) of one depth."""
         keys = seen.first_keys
         index = self.first.expand(keys.shape[0], -1)[:, None, :, None].expand(-1, keys.shape[1], -1, keys.shape[3])
-        sink, own = share(keys.gather(2, index)), share(keys)
+
+        def weights(of: Tensor) -> Tensor:
+            return key_weights(seen.queries, of, seen.lse, seen.scale)
+
+        sink, own = weights(keys.gather(2, index)), weights(keys)
         if seen.mask is not None:
             mask = seen.mask.expand(keys.shape[0], 1, -1, -1)
             sink = sink * mask.gather(3, index[:, :1, :, :1])[..., 0]
             own = own * mask.diagonal(dim1=2, dim2=3)
-        slots = torch.arange(keys.shape[2], device=keys.device)
-        own = own * (self.first != slots)[:, None]  # a text's first key is its sink
-        later = sum((share(key) for key in seen.later_keys), torch.zeros_like(own))
-        shares = torch.stack((sink, 1 - sink - own - later, own, later), dim=-1)
-        self._shares[seen.depth] = shares.mean(1)
+        own = own * (self.first != self.positions)[:, None]  # a text's first key is its sink
+        made = sum((weights(key) for key in seen.later_keys), torch.zeros_like(own))
+        self._masses[seen.depth] = attention_mass(sink, own, made)
 
-    def of(self, depth: int, row: Tensor, slot: Tensor) -> Tensor:
-        """Shares (N, 4): sink, prompt, own, self."""
-        return self._shares[depth][row, slot]
+    def of(self, depth: int, sequence: Tensor, position: Tensor) -> Tensor:
+        """Returns the masses (N, 4) of the chains that begin at these sequences and positions, both (N,)."""
+        return self._masses[depth][sequence, position]
 
 
-def norm_growth(norms: Tensor, first: Tensor) -> Tensor:
-    """Root mean squares of a depth's states (B, S - k) and of the first depth's (B, S) -> squared log of their growth,
-    0 if they shrink."""
-    growth = norms.clamp(min=1e-12).log() - first[:, : norms.shape[1]].detach().clamp(min=1e-12).log()
-    return growth.clamp(min=0).square()
+def growth_penalty(norms: Tensor, first: Tensor) -> Tensor:
+    """Returns the squared logarithm of the growth of states, 0 where they shrink: (B, S - k).
+
+    `norms` (B, S - k): of depth k's states; `first` (B, S): of the first depth's, through which no gradient flows.
+    """
+    return log_growth(norms, first[:, : norms.shape[1]].detach()).clamp(min=0).square()
 
 
 @dataclass

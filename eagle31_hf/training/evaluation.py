@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 
+from ..diagnostics.acceptance import measure_acceptance
 from ..modeling import Eagle31DrafterModel
 from ..tying import execution_device
 from .chunked import RowFigures
@@ -112,25 +113,15 @@ def served(
 ) -> dict[str, float]:
     """Chains of `depth` in a greedy generate() after the prompts of the first rows: `served_accepted_length`, bonus
     included, and the share of rounds that accept each position, `served_acceptance_1` on."""
-    # training does not depend on generation, this measurement does
-    from ..generation.statistics import track_acceptance
-
-    counts = torch.zeros(2 + depth, dtype=torch.float64, device=accelerator.device)
-    for index in range(accelerator.process_index, min(num_prompts, len(rows)), accelerator.num_processes):
-        prompt = prompt_of(rows[index]).to(execution_device(target))
-        with track_acceptance() as stats:
-            target.generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),
-                custom_generate=drafter.decode,
-                max_new_tokens=max_new_tokens,
-                do_sample=False,
-                num_assistant_tokens=depth,
-            )
-        per_position = [*stats.accepted_per_position, *[0] * depth][:depth]
-        counts += torch.tensor(
-            [stats.target_forwards, stats.generated_tokens - stats.prefills, *per_position], device=counts.device
-        )
+    mine = range(accelerator.process_index, min(num_prompts, len(rows)), accelerator.num_processes)
+    prompts = (prompt_of(rows[index]).to(execution_device(target)) for index in mine)
+    stats = measure_acceptance(target, drafter, prompts, depth, max_new_tokens)
+    per_position = [*stats.accepted_per_position, *[0] * depth][:depth]
+    counts = torch.tensor(
+        [stats.target_forwards, stats.generated_tokens - stats.prefills, *per_position],
+        dtype=torch.float64,
+        device=accelerator.device,
+    )
     rounds, tokens, *accepted = accelerator.reduce(counts, "sum").cpu().tolist()
     if not rounds:
         return {}

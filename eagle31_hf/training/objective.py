@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from ..diagnostics.drift import state_norm
 from ..modeling import Eagle31DrafterModel
 from .chunked import RowFigures, chunked_loss
-from .drift import Alignment, AttentionMass, norm_growth
+from .drift import Alignment, MassObserver, growth_penalty
 from .losses import Goal
 from .rows import NORMALISATIONS, places, total_shares
 from .unroll import unroll
@@ -171,7 +172,7 @@ class DraftingObjective(nn.Module):
         """Unrolls, and keeps of each depth what is supervised."""
         found = Found()
         is_packed = bool((batch.documents > 1).any())
-        mass = AttentionMass(batch.documents[:, :-1]) if self.watches else None
+        mass = MassObserver(batch.documents[:, :-1]) if self.watches else None
         observers = [watcher.observe for watcher in (mass, batch.alignment) if watcher is not None]
         packed = batch.documents if is_packed else None
         first_norm = None
@@ -189,10 +190,10 @@ class DraftingObjective(nn.Module):
             row, slot = places(batch.answers, k, settings.convention, batch.documents)
             shares, _ = NORMALISATIONS[settings.normalisation](row, slot, batch.documents)
             weights = shares * (settings.depth_weights[k] / max(1.0, float(totals[k])))
-            norms = state.float().square().mean(-1).sqrt()
+            norms = state_norm(state)
             first_norm = norms if first_norm is None else first_norm
             if settings.drift_regulariser and k > 0:
-                found.growth = found.growth + (weights * norm_growth(norms, first_norm)[row, slot]).sum()
+                found.growth = found.growth + (weights * growth_penalty(norms, first_norm)[row, slot]).sum()
             if batch.alignment is not None:
                 found.alignment = found.alignment + weights.sum() * batch.alignment.loss(k)
             found.add(normed[row, slot], weights, row, slot, norms[row, slot].detach())

@@ -10,7 +10,7 @@ from factories import VARIANTS, build, inputs, target
 from torch.nn.functional import kl_div
 
 from eagle31_hf.training.alignment import AlignmentReader, observing
-from eagle31_hf.training.drift import AttentionMass, norm_growth
+from eagle31_hf.training.drift import MassObserver, growth_penalty
 from eagle31_hf.training.objective import Batch, DraftingObjective, Settings
 from eagle31_hf.training.target import TargetReader
 from eagle31_hf.training.unroll import unroll
@@ -44,7 +44,7 @@ def full_attention(seen, documents, window):
 @torch.no_grad()
 def test_shares_are_those_of_the_full_attention(kind, window, documents):
     drafter = build(**VARIANTS[kind])
-    mass = AttentionMass(documents[:, :-1])
+    mass = MassObserver(documents[:, :-1])
     for seen in seen_by(drafter, documents):
         mass.observe(seen)
         full = full_attention(seen, documents, window).mean(1)
@@ -60,7 +60,9 @@ def test_shares_are_those_of_the_full_attention(kind, window, documents):
 
 def test_only_growth_is_penalised():
     first, norms = torch.tensor([[1.0, 2.0, 4.0]]), torch.tensor([[2.0, 1.0]])
-    assert_close("growth", norm_growth(norms, first), torch.tensor([[torch.log(torch.tensor(2.0)) ** 2, 0.0]]), FORWARD)
+    assert_close(
+        "growth", growth_penalty(norms, first), torch.tensor([[torch.log(torch.tensor(2.0)) ** 2, 0.0]]), FORWARD
+    )
 
 
 def test_the_regulariser_pulls_states_back():

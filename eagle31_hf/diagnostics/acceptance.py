@@ -1,0 +1,38 @@
+"""Acceptance of a drafter, measured by decoding prompts with it."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..generation.statistics import AcceptanceStats, track_acceptance
+from ..modeling import Eagle31DrafterModel
+
+
+def measure_acceptance(
+    target: PreTrainedModel,
+    drafter: Eagle31DrafterModel,
+    prompts: Iterable[Tensor],
+    drafting: int | Mapping[str, Any],
+    max_new_tokens: int,
+) -> AcceptanceStats:
+    """Continues every prompt greedily and returns the counts of all of them together.
+
+    `prompts`: token ids (B, T) without padding. `drafting`: tokens drafted a round, or arguments of `generate` by their
+    names, as `num_assistant_tokens` and `draft_tree_top_k`; what they leave out is as `drafter.generation_config` has
+    it. Raises ValueError for a target that cannot be drafted for.
+    """
+    settings = {"num_assistant_tokens": drafting} if isinstance(drafting, int) else drafting
+    with track_acceptance() as stats:
+        for prompt in prompts:
+            target.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                custom_generate=drafter.decode,
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                **settings,
+            )
+    return stats
