@@ -17,9 +17,9 @@ from .checkpoints.files import STAGED
 from .checkpoints.keys import FLAGS
 from .checkpoints.sharing import stamps, unchanged
 from .checkpoints.sources import HUB_ERRORS, HubError, first_line
-from .checkpoints.write import write_json
 from .configuration import Eagle31Config
 from .json_file import read_json
+from .storage.folders import write_json
 
 CARD = "README.md"
 # What the client raises besides where an upload fails: bad names, uploads that broke off, a Hub that is not to be

@@ -8,7 +8,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "eagle31_hf"
 LAYERS = (
     {"json_file", "names", "seeding"},
-    {"version", "starting", "configuration", "vocab"},
+    {"version", "starting", "configuration", "storage", "vocab"},
     {"attention", "checkpoints", "tying"},
     {"hub"},
     {"pretrained"},

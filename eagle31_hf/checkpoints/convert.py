@@ -8,12 +8,14 @@ from typing import Any
 
 from ..configuration import Eagle31Config
 from ..json_file import read_json
+from ..storage.folders import new_folder, write_json
+from ..storage.tensor_file import Entry
 from .files import HUB_OPTIONS, STAGED, WEIGHT_NAMES, WEIGHTS, check_file_name
 from .knobs import KNOBS_FILE
 from .read import Checkpoint, read_checkpoint
 from .sharing import Stamps, folder_lock, stamps, unchanged
 from .sources import check_name
-from .write import Entry, new_folder, write_json, write_safetensors
+from .write import write_weights
 
 ORIGINAL = "original"  # where an in-place conversion puts what it replaced
 RECORD = "conversion.json"
@@ -57,7 +59,7 @@ def convert_checkpoint(
     before = stamps(source, hub.get("subfolder"))
     checkpoint = read_checkpoint(str(source), options, aux_layer_convention, **hub)
     with new_folder(Path(destination)) as folder, unchanged(before, source, hub.get("subfolder")):
-        write_safetensors(folder / WEIGHTS, entries(checkpoint), checkpoint.source)
+        write_weights(folder / WEIGHTS, entries(checkpoint), checkpoint.source)
         _copy_knobs(checkpoint, folder)
         write_json(folder / RECORD, record(checkpoint))
         write_native_config(checkpoint.config, folder / "config.json")
@@ -66,7 +68,7 @@ def convert_checkpoint(
 
 def entries(checkpoint: Checkpoint) -> dict[str, Entry]:
     """Every native tensor of a checkpoint, ready to be written."""
-    stored = {name: Entry.of_file(tensor) for name, tensor in checkpoint.tensors.items()}
+    stored = {name: tensor.entry() for name, tensor in checkpoint.tensors.items()}
     return stored | {name: Entry.of_tensor(tensor) for name, tensor in checkpoint.made.items()}
 
 
@@ -170,7 +172,7 @@ def _stage(folder: Path, checkpoint: Checkpoint, before: Stamps) -> None:
     work = _new_work(folder)
     try:
         with unchanged(before, folder):
-            write_safetensors(work / WEIGHTS, entries(checkpoint), checkpoint.source)
+            write_weights(work / WEIGHTS, entries(checkpoint), checkpoint.source)
             write_json(work / RECORD, record(checkpoint) | {"weight_files": sorted(names)})
             shutil.copyfile(folder / "config.json", work / "config.json")
     except BaseException:

@@ -15,14 +15,16 @@ from transformers import PreTrainedModel
 
 from .. import vocab
 from ..configuration import Eagle31Config
+from ..storage.folders import new_folder, write_json
+from ..storage.tensor_file import DTYPES, Entry
 from . import layer_ids
 from .convert import entries
-from .files import DTYPES, HUB_OPTIONS, WEIGHTS
+from .files import HUB_OPTIONS, WEIGHTS
 from .keys import FLAGS, write_geometry
 from .producers import EXPORTED_BY, NATIVE
 from .read import read_checkpoint
 from .sharing import stamps, unchanged
-from .write import Entry, new_folder, write_json, write_safetensors
+from .write import write_weights
 
 Rule = tuple[Callable[[Eagle31Config], bool], str]  # what is true of a config that cannot be expressed, and why
 
@@ -276,7 +278,7 @@ def export_checkpoint(
         tensors = _ascending(tensors, config.vocab_size)
     named = {name: entry for native, entry in tensors.items() for name in row.names(config, native)}
     with new_folder(destination) as folder, unchanged(before, path, subfolder):
-        write_safetensors(folder / WEIGHTS, named, source)
+        write_weights(folder / WEIGHTS, named, source)
         write_json(folder / "config.json", values)
     return destination
 

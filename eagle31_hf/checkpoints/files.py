@@ -16,16 +16,12 @@ from torch import Tensor
 from transformers.utils.hub import extract_commit_hash
 
 from ..json_file import NOT_TEXT, parse_json, read_json, show
+from ..storage.tensor_file import CHUNK_BYTES, DTYPES, NAME_OF_DTYPE, Entry, tensor_chunks
 from .pickles import stored_sizes, unpickle
 from .sources import HubError, check_name, fetch, find_config
 
-# Safetensors' names for the dtypes a drafter may hold.
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
-NAME_OF_DTYPE = {dtype: name for name, dtype in DTYPES.items()}
 FLOATS = ("F64", "F32", "F16", "BF16")
+READ_DTYPES = (*FLOATS, "I64", "I32", "U8", "BOOL")  # a drafter may hold these, by safetensors' names
 
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 WEIGHT_NAMES = (WEIGHTS, WEIGHTS_INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")  # first found is read
@@ -36,7 +32,6 @@ STAGED = "eagle31-converting/model.safetensors"
 HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies", "subfolder")
 # what transformers, where peft is installed, adds the adapter of to any weights beside it
 ADAPTER = "adapter_config.json"
-CHUNK_BYTES = 2**20  # stays in a core's cache between reading, checking and writing
 # A drafter has some forty tensors, described in a few kilobytes; what is built of a header may be a hundred times its
 # size.
 MAX_HEADER_BYTES = 2**20
@@ -75,6 +70,10 @@ class StoredTensor:
                 yield buffer[:count]
                 left -= count
 
+    def entry(self) -> Entry:
+        """Describes the tensor to a writer."""
+        return Entry(self.dtype, self.shape, self.chunks)
+
     def load(self) -> Tensor:
         """The tensor itself. A pickle is opened anew for each, so that only this one's pages are ever in memory."""
         if self.start is None:
@@ -93,12 +92,6 @@ class CheckpointFiles:
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     weight_files: tuple[Path, ...] = ()  # an index among them
     metadata: dict[str, str] = field(default_factory=dict)  # of the safetensors header
-
-
-def tensor_chunks(tensor: Tensor) -> Iterator[memoryview]:
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    for piece in flat.split(CHUNK_BYTES):
-        yield memoryview(piece.numpy())
 
 
 def find(source: str, **hub: Any) -> Path:
@@ -291,9 +284,9 @@ def _metadata(path: Path) -> dict[str, str]:
 
 
 def _check_dtype(path: Path, name: str, dtype: str) -> None:
-    if dtype not in DTYPES:
+    if dtype not in READ_DTYPES:
         raise ValueError(
-            f"{path}: {name} is stored as {dtype}; expected one of {', '.join(DTYPES)}. Quantized drafters are not"
+            f"{path}: {name} is stored as {dtype}; expected one of {', '.join(READ_DTYPES)}. Quantized drafters are not"
             " read: use the original."
         )
 

@@ -1,11 +1,11 @@
 """`eagle31 info`, `convert`, `export`, `publish`, `upgrade`: what a checkpoint is, and making another of it."""
 
 import argparse
-import io
 import json
 from pathlib import Path
 from typing import Any
 
+from ..storage.jsonl import JsonLines
 from . import kept
 from .loading import load_causal_lm, load_tokenizer
 from .parsing import add_json, add_reading, device, path, positive, progress, read_text, reading_options, show
@@ -154,7 +154,7 @@ def publish(args: argparse.Namespace) -> int:
 
 def upgrade(args: argparse.Namespace) -> int:
     from .. import Eagle31DrafterModel, upgrade_to_eagle31
-    from ..checkpoints.write import check_new_folder, new_folder
+    from ..storage.folders import check_new_folder, new_folder
 
     texts = read_texts(Path(args.texts))
     if args.output is not None:
@@ -181,15 +181,17 @@ def read_texts(path: Path) -> list[str]:
     content = read_text(path)
     if path.suffix != ".jsonl":
         return [content]
+    lines = JsonLines(path)
     texts = []
-    # splitlines() would end a line at U+2028, too, which JSON does not escape
-    for number, line in enumerate(io.StringIO(content), 1):
+    for i in range(len(lines)):
         try:
-            text = json.loads(line)["text"]
+            text = lines[i]["text"]
         except (ValueError, KeyError, TypeError, RecursionError):
             text = None
         if not isinstance(text, str):
-            raise ValueError(f'{path}: line {number} holds no "text" string; expected {{"text": "..."}} on every line.')
+            raise ValueError(
+                f'{path}: line {lines.line_number(i)} holds no "text" string; expected {{"text": "..."}} on every line.'
+            )
         texts.append(text)
     return texts
 

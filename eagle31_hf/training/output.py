@@ -13,9 +13,9 @@ from accelerate.utils import broadcast_object_list
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ..checkpoints.sharing import try_lock
-from ..checkpoints.write import check_new_folder
 from ..configuration import Eagle31Config
 from ..json_file import read_json
+from ..storage.folders import check_new_folder
 from .saving import RECORD, STAGED_RECORD, checkpoints, has_record, last_checkpoint, why_incomplete
 from .store import MANIFEST
 

@@ -18,10 +18,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..configuration import Eagle31Config
 from ..features import decoder_layers
 from ..seeding import seeded
+from ..storage.fingerprints import digest, tokenizer_fingerprint, weights_fingerprint
 from ..tying import shape_of
 from . import regenerate as on_policy
 from .chats import RowMaker
-from .identity import digest, tokenizer_fingerprint, weights_fingerprint
 from .kinds import Chat, parse_record
 from .packing import Rows
 from .records import Records, identity, read_records

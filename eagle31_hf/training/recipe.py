@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, TrainerCallback
 
 from ..modeling import Eagle31DrafterModel
+from ..storage.fingerprints import tokenizer_fingerprint
 from ..tying import execution_device, shape_of
 from .fresh import choose_vocabulary, count_answers, layer_ids_for, mass_covered, new_drafter
-from .identity import tokenizer_fingerprint
 from .packing import Part
 from .prepare import prepare_data, rows_in_memory
 from .regenerate import stop_ids

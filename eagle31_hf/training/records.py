@@ -5,13 +5,13 @@ import json
 import os
 import re
 from abc import abstractmethod
-from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from ..storage.jsonl import JsonLines
 from .skipped import Skipped
 
 Record = Mapping[str, Any]
@@ -29,35 +29,21 @@ class Records(Sequence):
         """The place of a record, as its file and line."""
 
 
-class JsonLines(Records):
-    """The objects of a file with one on each line, parsed as they are asked for; only where lines begin is held in
-    memory."""
+class Lines(Records):
+    """The objects of a file with one on each line, parsed as they are asked for."""
 
     def __init__(self, path: Path):
-        self.path = path
-        self._starts = array("Q")
-        self._lines = array("Q")
-        start = 0
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    self._starts.append(start)
-                    self._lines.append(number)
-                start += len(line)
+        self._lines = JsonLines(path, _parsed)
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return len(self._lines)
 
     def where(self, number: int) -> str:
-        return f"{self.path}, line {self._lines[number]}"
+        return f"{self._lines.path}, line {self._lines.line_number(number)}"
 
     def __getitem__(self, index):
-        start = self._starts[index]
-        with self.path.open("rb") as file:
-            file.seek(start)
-            line = file.readline()
         try:
-            value = _parsed(line)
+            value = self._lines[index]
         except UnicodeDecodeError as error:
             raise Skipped("no UTF-8", f"{error}; expected UTF-8.", self.where(index)) from None
         except RecursionError:
@@ -150,7 +136,7 @@ def _checked(record: Any, place: str) -> Record:
 def _json(path: Path) -> Records:
     with path.open("rb") as file:
         if not file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
-            return JsonLines(path)
+            return Lines(path)
     try:
         return Items(path, _parsed(path.read_bytes()))
     except (ValueError, RecursionError) as error:
@@ -172,7 +158,7 @@ def _parquet(path: Path) -> Records:
 
 
 # others are text
-FILES: dict[str, Callable[[Path], Records]] = {".jsonl": JsonLines, ".json": _json, ".parquet": _parquet}
+FILES: dict[str, Callable[[Path], Records]] = {".jsonl": Lines, ".json": _json, ".parquet": _parquet}
 
 
 def read_records(source: str, split: str = "train") -> Records:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..storage.fingerprints import digest
 from ..tying import execution_device
 from .chats import SAID
-from .identity import digest
 from .kinds import Chat
 from .skipped import Skipped, refused_by
 from .store import Row

@@ -17,10 +17,10 @@ from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 from .. import vocab
-from ..checkpoints.write import write_json
 from ..json_file import read_json
 from ..modeling import Eagle31DrafterModel
-from .identity import digest
+from ..storage.fingerprints import digest
+from ..storage.folders import write_json
 from .objective import Settings
 
 logger = logging.getLogger(__name__)

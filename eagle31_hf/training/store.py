@@ -24,14 +24,16 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 
-from ..checkpoints.write import write_json
 from ..json_file import read_json
+from ..storage.folders import write_json
+from ..storage.sealed import open_sealed, write_sealed
+from ..storage.tensor_file import Entry
 from ..tying import weight_of
-from .identity import FP8, Pieces, open_sealed, write_sealed
 
 Row = dict[str, Tensor]
 Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # a tensor's dtype, and the shape of what it has of a token
 MANIFEST, TARGET_PARTS = "manifest.json", "target.safetensors"
+FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 STORED_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": FP8}
 NOT_FINITE = "states are not finite"
@@ -172,9 +174,9 @@ def write_shard(folder: str | Path, index: int, rows: Iterable[Row], skipped: Ma
         else:
             skips[NOT_FINITE] += 1
     offsets = torch.tensor([0] + [len(row["input_ids"]) for row in encoded]).cumsum(0)
-    tensors: dict[str, Pieces] = {"offsets": (torch.int64, (len(offsets),), [offsets])}
+    tensors = {"offsets": Entry.of_tensor(offsets)}
     for name, (dtype, shape) in layout.items():
-        tensors[name] = (dtype, (int(offsets[-1]), *shape), [row[name] for row in encoded])
+        tensors[name] = Entry.of_pieces(dtype, (int(offsets[-1]), *shape), [row[name] for row in encoded])
     facts = {"rows": str(len(encoded)), "tokens": str(int(offsets[-1])), "skipped": json.dumps(skips, sort_keys=True)}
     write_sealed(shard_path(folder, index), tensors, facts)
 
@@ -292,7 +294,7 @@ def parts_of(target: PreTrainedModel) -> Row:
 def save_target_parts(folder: str | Path, target: PreTrainedModel, scoring: dict[str, Any]) -> None:
     """What stands in for the target where only its states are: `parts_of` it, and its configs."""
     parts = parts_of(target)
-    tensors = {name: (weight.dtype, tuple(weight.shape), [weight]) for name, weight in parts.items()}
+    tensors = {name: Entry.of_tensor(weight) for name, weight in parts.items()}
     write_sealed(Path(folder, TARGET_PARTS), tensors, {"scoring": json.dumps(scoring, sort_keys=True)})
     target.config.save_pretrained(folder)
     target.generation_config.save_pretrained(folder)

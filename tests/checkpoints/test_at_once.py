@@ -25,8 +25,9 @@ from eagle31_hf import Eagle31DrafterModel, convert_checkpoint, export_checkpoin
 from eagle31_hf.checkpoints import sharing
 from eagle31_hf.checkpoints.files import STAGED
 from eagle31_hf.checkpoints.sharing import LOCK, folder_lock, stamps
-from eagle31_hf.checkpoints.write import new_folder, write_safetensors
+from eagle31_hf.checkpoints.write import write_weights
 from eagle31_hf.hub import publish
+from eagle31_hf.storage.folders import new_folder
 
 fcntl = pytest.importorskip("fcntl", reason="locks and forks as POSIX has them")
 KINDS = {
@@ -452,7 +453,7 @@ def test_a_new_folder_is_as_open_as_the_umask_lets_it_be(tmp_path, umask, monkey
 def test_weights_are_never_written_into_a_file_that_is_there(tmp_path):
     (tmp_path / WEIGHTS).write_bytes(b"somebody maps this")
     with pytest.raises(FileExistsError):
-        write_safetensors(tmp_path / WEIGHTS, {}, "source")
+        write_weights(tmp_path / WEIGHTS, {}, "source")
     assert (tmp_path / WEIGHTS).read_bytes() == b"somebody maps this"
 
 

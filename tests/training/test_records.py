@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from eagle31_hf.training.kinds import Tokens, parse_record
-from eagle31_hf.training.records import JsonLines, identity, read_records
+from eagle31_hf.training.records import Lines, identity, read_records
 from eagle31_hf.training.skipped import Skipped
 
 ASKED, SAID = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
@@ -63,7 +63,7 @@ def test_a_folder_is_its_files_in_the_order_of_their_paths(tmp_path):
 def test_lines_are_parsed_when_asked_for(tmp_path):
     path = tmp_path / "data.jsonl"
     written(tmp_path, path.name, LINES + "\n{broken\n[1]\n")
-    records = JsonLines(path)
+    records = Lines(path)
     assert records[2] == RECORDS[2]
     for index, line, problem in ((3, 5, "Expecting property name"), (4, 6, "holds a list")):
         with pytest.raises(Skipped, match=rf"data\.jsonl, line {line}: {problem}.*expected one JSON object a line"):

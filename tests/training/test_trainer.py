@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 
 from eagle31_hf import Eagle31DrafterModel
 from eagle31_hf.generation.statistics import track_acceptance
-from eagle31_hf.training.identity import weights_fingerprint
+from eagle31_hf.storage.fingerprints import weights_fingerprint
 from eagle31_hf.training.store import HiddenStateStore, Manifest, open_store, save_target_parts, write_shard
 from eagle31_hf.training.target import TargetReader, find_scoring
 

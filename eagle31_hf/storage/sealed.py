@@ -1,0 +1,67 @@
+"""Sealed files: safetensors files that carry their own checksum, and appear whole or not at all."""
+
+import hashlib
+import os
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from .tensor_file import CHUNK_BYTES, Entry, header_of, in_order, write_tensor_file
+
+NO_DIGEST = "0" * 64  # where a file's sha256 stands in its header, which counts too, while it is computed
+
+
+def write_sealed(path: Path, entries: Mapping[str, Entry], facts: Mapping[str, str]) -> None:
+    """Writes a sealed file with `facts` in its metadata, in place of one that is there already.
+
+    The bytes of every entry are asked for twice: for the checksum, and to be written. Raises OSError, naming the file,
+    where it cannot be written.
+    """
+    sha = hashlib.sha256(header_of(entries, {"sha256": NO_DIGEST, **facts}))
+    for name in in_order(entries):
+        for chunk in entries[name].chunks():
+            sha.update(chunk)
+    for leftover in path.parent.glob(f"{path.name}.*.partial"):  # of a killed writer of the same file
+        leftover.unlink(missing_ok=True)
+    staged = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
+    try:
+        write_tensor_file(staged, entries, {"sha256": sha.hexdigest(), **facts})
+        os.replace(staged, path)
+    except OSError as error:
+        reason = f"{path}: could not be written ({error.strerror}); expected room for it"
+        raise OSError(
+            error.errno, f"{reason}. Make some and run the same command again: finished files are kept"
+        ) from error
+    finally:
+        staged.unlink(missing_ok=True)
+
+
+@contextmanager
+def open_sealed(path: Path, verify: bool) -> Iterator[Any]:
+    """A sealed file, open for reading as safetensors' `safe_open` gives it; with `verify` its checksum is compared.
+
+    Raises ValueError, here or in the block, where the file is damaged.
+    """
+    try:
+        file = safe_open(path, "pt")
+        if verify and _checksum(path, file.metadata()["sha256"]) != file.metadata()["sha256"]:
+            raise ValueError("its checksum differs")
+        yield file
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path}: is damaged ({error}). Delete it and run the same prepare-data command again."
+        ) from None
+
+
+def _checksum(path: Path, digest: str) -> str:
+    """Returns the sha256 of header and data, computed as if `digest` were not in the header yet."""
+    with open(path, "rb") as file:
+        header = file.read(int.from_bytes(file.read(8), "little"))
+        sha = hashlib.sha256(header.replace(digest.encode(), NO_DIGEST.encode(), 1))
+        while chunk := file.read(CHUNK_BYTES):
+            sha.update(chunk)
+    return sha.hexdigest()
