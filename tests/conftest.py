@@ -28,14 +28,15 @@ from eagle31_hf.targets import trial
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # pytest's workers share the CPU's cores
 
-# Test modules from every part of the library that together take seconds: `pytest -m quick`, for a developer between two
-# edits.
+# Test modules from every part of the library that together take under a minute on two cores, for a developer between
+# two edits: `pytest -m quick -n 2`.
 QUICK = {
     "test_attention",
     "test_close",
     "test_configuration",
     "test_features",
     "test_latent_attention",
+    "test_habits",
     "test_layering",
     "test_model_cards",
     "test_modeling",
@@ -46,14 +47,10 @@ QUICK = {
     "test_cache",
     "test_chain",
     "test_checks",
-    "test_drafting",
     "test_hook",
-    "test_outputs",
     "test_drafter_outputs",
     "test_statistics",
-    "test_stopping",
     "test_streaming",
-    "test_verify",
     "test_chats",
     "test_chunked",
     "test_drift",
@@ -63,23 +60,41 @@ QUICK = {
     "test_packing",
     "test_records",
     "test_rows",
+    "test_shape",
     "test_target",
     "test_unroll_attention",
     "test_walk",
 }
-
+# Test modules that take a quarter of a minute and more on one core, most of them processes, trainings or random trials.
+SLOW = {
+    "test_at_once",
+    "test_cli_errors",
+    "test_cli_training",
+    "test_demo",
+    "test_distributed",
+    "test_examples",
+    "test_families",
+    "test_fuzz_folders",
+    "test_killed_training",
+    "test_soak",
+    "test_trainer",
+    "test_training_families",
+}
 
 TOLERANCES = {"FORWARD", "TARGET_FORWARD"}
 
 
 def pytest_collection_modifyitems(items):
-    """Marks tests: `quick` by the list above, `numeric` where a module compares numbers within one of close's
-    tolerances."""
+    """Marks tests: `quick` and `slow` by the lists above, `numeric` where a module compares numbers within one of
+    close's tolerances. Skips those marked `gpu` where there is none."""
     for item in items:
         name = item.module.__name__.rpartition(".")[2]
-        marks = {"quick": name in QUICK, "numeric": bool(TOLERANCES & vars(item.module).keys())}
-        for mark in (mark for mark, holds in marks.items() if holds):
-            item.add_marker(mark)
+        compares = bool(TOLERANCES & vars(item.module).keys())
+        for mark, holds in {"quick": name in QUICK, "slow": name in SLOW, "numeric": compares}.items():
+            if holds:
+                item.add_marker(mark)
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 def pytest_configure(config):
@@ -182,7 +197,7 @@ def make_target():
 
 @pytest.fixture(scope="session")
 def make_drafter():
-    """`make_drafter(target, name, attention, **config)`; the same arguments give the same model, so leave it as it was."""
+    """`make_drafter(target, name, attention, **config)`; the same arguments give the same model: leave it as it was."""
     cached = cache(build_drafter)
 
     def make(target: PreTrainedModel, *args, **overrides) -> Eagle31DrafterModel:

@@ -26,7 +26,6 @@ MARKERS = (
     "flash_attn_3_test",
     "flash_attn_4_test",
     "order",
-    "slow",
     "torch_compile_test",
 )
 DOWNLOAD = ("download", "--no-deps", "--no-binary", "transformers", f"transformers=={transformers.__version__}")

@@ -15,7 +15,7 @@ from eagle31_hf.training.target import TargetReader
 DEVICE, DEPTH, LENGTH = "cuda", 3, 25
 CLOSE = 1e-3  # fp32, sums in another order
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 
 
 def loss_and_gradients(drafter, device, recomputes, documents):
