@@ -55,7 +55,7 @@ class Program:
 
 
 def heeded() -> None:
-    """Undoes what a shell does to commands it starts in the background, and `nohup` to any: signals that they ignore."""
+    """Heeds the signals that a shell makes commands in the background ignore, and `nohup` any command."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 

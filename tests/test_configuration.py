@@ -1,4 +1,4 @@
-"""Every field is written out and read back; every contradiction is refused with what was found and what was expected."""
+"""Every field is written out and read back; every contradiction is refused: what was found, what was expected."""
 
 import json
 import pickle

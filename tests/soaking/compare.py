@@ -152,7 +152,7 @@ def of_caches(name: str, ours: Cache, alone: Cache, tolerance: float, padding: l
 
 
 def of_notes(ours: dict[str, list], alone: dict[str, list], failed: bool) -> list[str]:
-    """Every callback saw the same, in the same order; before a failure possibly less, or more, than in the other side."""
+    """Compares what every callback saw, in order; before a failure one side may have seen less than the other."""
     found = []
     for who in sorted({*ours, *alone}):
         mine, other = ours.get(who, []), alone.get(who, [])

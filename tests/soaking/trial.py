@@ -106,7 +106,7 @@ def without_contradictions(trial: Trial) -> Trial:
 
 
 def forget_positions(target: Any) -> None:
-    """Qwen's multimodal targets keep the offsets of an earlier call's rows, which another number of rows does not fit."""
+    """Drops the offsets Qwen's multimodal targets keep of an earlier call, which another batch size does not fit."""
     for module in target.modules():
         if hasattr(module, "rope_deltas"):
             module.rope_deltas = None
