@@ -1,0 +1,51 @@
+"""What holds the project's tools together: one set of pins, markers that name modules there are, workflows that only
+call the scripts."""
+
+import re
+from pathlib import Path
+
+import conftest
+import pytest
+import yaml
+from packaging.requirements import Requirement
+
+tomllib = pytest.importorskip("tomllib", reason="Python 3.11 and later")
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+HOOKS = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def pins(requirements) -> dict[str, str]:
+    """The packages that are required in exactly one version, and which."""
+    found = {(each := Requirement(text)).name: str(each.specifier) for text in requirements}
+    return {name: version for name, version in found.items() if version.startswith("==")}
+
+
+def test_hooks_lint_with_the_releases_of_ci():
+    of_project = pins(PROJECT["optional-dependencies"]["dev"])
+    of_hooks = pins(text for hook in HOOKS for text in hook.get("additional_dependencies", ()))
+    assert of_hooks["ruff"] == of_project["ruff"]
+    assert [hook["entry"] for hook in HOOKS if hook["id"] == "mypy"] == [".venv/bin/mypy"]  # that of .ci/setup dev
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_workflows_only_run_the_stages(path):
+    workflow = yaml.safe_load(path.read_text())
+    assert workflow["concurrency"]["cancel-in-progress"] is True
+    stages = re.findall(r"^(\w+)\(\) \($", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    for job in workflow["jobs"].values():
+        assert [row["stage"] for row in job["strategy"]["matrix"]["include"]] == stages
+        assert [step["run"] for step in job["steps"] if "run" in step] == ["bash .ci/run ${{ matrix.stage }}"]
+
+
+def test_marked_modules_are_there():
+    modules = {path.stem for path in Path(__file__).parent.rglob("test_*.py")}
+    assert modules >= conftest.QUICK | conftest.SLOW
+    assert conftest.QUICK.isdisjoint(conftest.SLOW)
+
+
+def test_types_are_published_with_the_package():
+    assert (ROOT / "eagle31_hf" / "py.typed").is_file()
+    assert "Typing :: Typed" in PROJECT["classifiers"]
