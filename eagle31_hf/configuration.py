@@ -1,6 +1,6 @@
 """`Eagle31Config`: what a drafter is, field by field, and which values are refused."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import fields
@@ -68,6 +68,20 @@ def hub_options(options: Mapping[str, Any]) -> Iterator[None]:
         yield
     finally:
         HUB_OPTIONS_GIVEN.reset(token)
+
+
+Completer = Callable[[Mapping[str, Any], Mapping[str, Any]], "Eagle31Config"]
+_COMPLETERS = list[Completer]()
+
+
+def completes_configs(function: Completer) -> Completer:
+    """Registers the function that completes a config which only points to its weights.
+
+    It is called with the values of config.json and the keyword arguments of the `from_pretrained` under way. A config
+    knows nothing of formats; `checkpoints`, which does and is always loaded with this package, registers its own.
+    """
+    _COMPLETERS[:] = [function]
+    return function
 
 
 def default_layer_ids(num_target_layers: int) -> list[int]:
@@ -202,10 +216,8 @@ class Eagle31Config(PreTrainedConfig):
         if not kwargs.get("return_unused_kwargs"):
             cls._refuse_unknown(kwargs.keys() - set(FROM_DICT_NAMES))
         if config_dict.get("weights_from") is not None:
-            # the config does not depend on formats, this one completion does
-            from .checkpoints.read import complete_config
-
-            config_dict = complete_config(config_dict, HUB_OPTIONS_GIVEN.get({}) | kwargs).to_dict()
+            [complete] = _COMPLETERS
+            config_dict = complete(config_dict, HUB_OPTIONS_GIVEN.get({}) | kwargs).to_dict()
         return super().from_dict(cls._read_part(config_dict), **kwargs)
 
     @classmethod

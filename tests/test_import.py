@@ -33,4 +33,5 @@ def test_import_loads_few_modules(loaded):
     assert models <= {"auto", "llama", "phi3"}
     assert "transformers.trainer" not in loaded[1]
     assert {name.split(".")[0] for name in loaded[1]} <= {"eagle31_hf", "transformers", "tokenizers", "torch"}
-    assert len(loaded[1]) <= 95
+    others = [name for name in loaded[1] if not name.startswith("eagle31_hf")]
+    assert len(others) <= 40, "besides this library's own, all of which are small"

@@ -15,7 +15,7 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from torch import Tensor
 
 from .. import vocab
-from ..configuration import Eagle31Config
+from ..configuration import Eagle31Config, completes_configs
 from ..json_file import show
 from ..names import nearest, refuse_unknown
 from . import keys, layer_ids
@@ -113,6 +113,7 @@ def read_checkpoint(
     return _understand(str(source), files, overrides, aux_layer_convention)
 
 
+@completes_configs
 def complete_config(values: Mapping[str, Any], given: Mapping[str, Any]) -> Eagle31Config:
     """The whole config of a drafter whose `config.json` only points to its weights and states some fields over theirs.
 

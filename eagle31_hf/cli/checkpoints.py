@@ -153,8 +153,9 @@ def publish(args: argparse.Namespace) -> int:
 
 
 def upgrade(args: argparse.Namespace) -> int:
-    from .. import Eagle31DrafterModel, upgrade_to_eagle31
+    from ..modeling import Eagle31DrafterModel
     from ..storage.folders import check_new_folder, new_folder
+    from ..upgrade import upgrade_to_eagle31
 
     texts = read_texts(Path(args.texts))
     if args.output is not None:

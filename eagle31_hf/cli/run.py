@@ -43,7 +43,8 @@ def generate(args: argparse.Namespace) -> int:
     import torch
     from transformers import TextStreamer
 
-    from .. import Eagle31DrafterModel, track_acceptance
+    from ..generation.statistics import track_acceptance
+    from ..modeling import Eagle31DrafterModel
 
     progress(f"loading {args.target} and {args.drafter}")
     tokenizer = load_tokenizer(args.target)
