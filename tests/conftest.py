@@ -59,7 +59,7 @@ QUICK = {
     "test_objective",
     "test_packing",
     "test_records",
-    "test_rows",
+    "test_loss_mask",
     "test_shape",
     "test_target",
     "test_unroll_attention",

@@ -7,9 +7,9 @@ from typing import Any
 from transformers import TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 
+from .loss_mask import CONVENTIONS, NORMALISATIONS
 from .losses import parse_mixture
 from .objective import MAX_DEPTH, Settings
-from .rows import CONVENTIONS, NORMALISATIONS
 
 BEST = "accepted_length"  # loss goes on falling where acceptance no longer rises
 UNBOUNDED = ("max_grad_norm",)  # infinity clips nothing, and the norm is logged all the same

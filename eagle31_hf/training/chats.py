@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from .kinds import Chat, Tokens, check_ids, parse_record
+from .loss_mask import loss_mask
 from .records import Record
-from .rows import supervised
 from .skipped import Skipped, refused_by
 
 MASKS = ("answers", "all")
@@ -72,7 +72,7 @@ class RowMaker:
         # Once unrolled, a row is supervised where the target says two tokens one after the other: the first of them is
         # never drafted.
         rows = [{name: part[: self.max_length].clone() for name, part in vars(text).items()} for text in texts]
-        kept = [row for row in rows if supervised(row["answers"][None], 0).any()]
+        kept = [row for row in rows if loss_mask(row["answers"][None], 0).any()]
         if not kept:
             is_long = any(len(text.input_ids) > self.max_length for text in texts)
             is_silent = not any(text.answers.any() for text in texts)

@@ -1,27 +1,47 @@
-"""The loss over the rows of all depths without the logits of all rows: memory grows with the rows in work at once, not
-with the vocabulary.
+"""The loss over the predictions of all depths without the logits of all of them: memory grows with the predictions in
+work at once, not with the vocabulary.
 
 Gradients are taken chunk by chunk while the loss is computed, as in Liger Kernel's fused losses; backward only hands
-them on. N rows, each a draft state (h) and the place of the target state it is compared with.
+them on. N predictions, h drafter width, V and Vd the vocabularies of target and draft.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .losses import Drafts, Goal, mixed, overlap
+from .losses import DraftDistribution, TargetDistribution, mixed, overlap
 
-# Of one fp32 matrix of logits: on a CPU what its allocator uses again and its caches nearly hold.
+# of one fp32 matrix of logits: on a CPU what its allocator uses again and its caches nearly hold
 BYTES_AT_ONCE = {"cpu": 2**23, "cuda": 2**28}
 
 
+@dataclass(frozen=True)
+class Predictions:
+    """What is scored: draft states after the norm (N, h), the weights (N,) of their distances, and `at` (N,), the index
+    of the target state each is compared with."""
+
+    states: Tensor
+    weights: Tensor
+    at: Tensor
+
+
+@dataclass(frozen=True)
+class Head:
+    """How draft states become draft logits: `score`, states (n, h) -> logits (n, vocab_size), by `parameters` alone,
+    which get gradients where they require any."""
+
+    score: Callable[[Tensor], Tensor]
+    parameters: Sequence[nn.Parameter]
+    vocab_size: int
+
+
 @dataclass
-class RowFigures:
-    """Of every row, each (N,), no gradient: `loss`; `acceptance`, the chance that rejection sampling keeps a token
-    drawn from q; `coverage`; `is_right`: q's likeliest token is p's. Where they are asked for: `guess`, the draft id of
-    that token, and `greedy_acceptance`, the chance that the target draws it."""
+class PredictionFigures:
+    """Figures of every prediction, each (N,), without gradient: `loss`; `acceptance`, the probability that rejection
+    sampling keeps a token drawn from q; `coverage`; `is_right`: q's likeliest token is p's. Where they are asked for:
+    `guess`, the draft id of that token, and `greedy_acceptance`, the probability that the target draws it."""
 
     loss: Tensor
     acceptance: Tensor
@@ -30,62 +50,63 @@ class RowFigures:
     guess: Tensor | None = None
     greedy_acceptance: Tensor | None = None
 
-
-FIGURE_DTYPES = (torch.float32, torch.float32, torch.float32, torch.bool, torch.long, torch.float32)  # of RowFigures
+    @classmethod
+    def empty(cls, states: Tensor, with_guesses: bool) -> "PredictionFigures":
+        """Makes figures of zero for states (N, h)."""
+        dtypes = [torch.float32, torch.float32, torch.float32, torch.bool]
+        dtypes += [torch.long, torch.float32] if with_guesses else []
+        return cls(*(torch.zeros(len(states), dtype=dtype, device=states.device) for dtype in dtypes))
 
 
 def chunked_loss(
     mixture: dict[str, float],
-    states: Tensor,
-    weights: Tensor,
-    places: Tensor,
-    goal_of: Callable[[Tensor], Goal],
-    score: Callable[[Tensor], Tensor],
-    parameters: Sequence[Tensor],
-    draft_vocab_size: int,
+    predictions: Predictions,
+    head: Head,
+    target_at: Callable[[Tensor], TargetDistribution],
     with_guesses: bool = True,
     bytes_at_once: int | None = None,
-) -> tuple[Tensor, RowFigures]:
-    """-> sum over rows of weight times distance, a scalar, and the figures of every row.
+) -> tuple[Tensor, PredictionFigures]:
+    """Returns the sum over predictions of weight times distance, a scalar, and the figures of every prediction.
 
-    `states` (N, h) draft states after the norm; `weights` (N,); `places` (N,) what `goal_of` (places -> Goal) is asked
-    for; `score`: states -> draft logits (n, Vd), by `parameters` alone, which get gradients where they require any.
+    `target_at`: indices of target states (n,) -> the target's distributions there. `bytes_at_once`: of the logits of a
+    chunk; by default what suits the device.
     """
-    order = places.argsort(stable=True)  # rows of one place together: its goal is computed once
+    states, weights = predictions.states, predictions.weights
+    order = predictions.at.argsort(stable=True)  # one target distribution serves all predictions compared with it
     # Made before the first chunk: what a chunk leaves would stand between the blocks that the next could use again.
-    found = RowFigures(
-        *(
-            torch.zeros(len(states), dtype=dtype, device=states.device)
-            for dtype in FIGURE_DTYPES[: 6 if with_guesses else 4]
-        )
-    )
+    figures = PredictionFigures.empty(states, with_guesses)
     bytes_at_once = bytes_at_once or BYTES_AT_ONCE.get(states.device.type, BYTES_AT_ONCE["cuda"])
-    rows_at_once = max(1, bytes_at_once // (4 * draft_vocab_size))
+    chunk_size = max(1, bytes_at_once // (4 * head.vocab_size))
 
-    def loss_of(logits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        asked, which = places[rows].unique_consecutive(return_inverse=True)
-        goal, drafts = goal_of(asked)[which], Drafts(logits)
-        losses, pull = mixed(mixture, goal, drafts)
-        found.loss[rows] = losses
-        found.acceptance[rows] = overlap(goal, drafts)
-        found.coverage[rows] = goal.coverage
-        found.is_right[rows] = drafts.is_likeliest(goal.best)
-        if found.guess is not None and found.greedy_acceptance is not None:
-            guess = drafts.logits.argmax(-1)
-            found.guess[rows], found.greedy_acceptance[rows] = guess, goal.p.gather(1, guess[:, None])[:, 0]
-        return weights[rows] @ losses, pull.mul_(-weights[rows, None])
+    def loss_of(logits: Tensor, chunk: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the loss of the predictions `chunk` (n,) and its gradient by their logits (n, Vd)."""
+        at, which = predictions.at[chunk].unique_consecutive(return_inverse=True)
+        target, draft = target_at(at)[which], DraftDistribution(logits)
+        losses, neg_grad = mixed(mixture, target, draft)
+        figures.loss[chunk] = losses
+        figures.acceptance[chunk] = overlap(target, draft)
+        figures.coverage[chunk] = target.coverage
+        figures.is_right[chunk] = draft.is_likeliest(target.best)
+        if figures.guess is not None and figures.greedy_acceptance is not None:
+            guess = draft.logits.argmax(-1)
+            figures.guess[chunk] = guess
+            figures.greedy_acceptance[chunk] = target.p.gather(1, guess[:, None])[:, 0]
+        return weights[chunk] @ losses, neg_grad.mul_(-weights[chunk, None])
 
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    return _Chunked.apply(states, order, rows_at_once, score, loss_of, torch.is_grad_enabled(), *trained), found
+    trained = [parameter for parameter in head.parameters if parameter.requires_grad]
+    loss = _Chunked.apply(states, order, chunk_size, head.score, loss_of, torch.is_grad_enabled(), *trained)
+    return loss, figures
 
 
 class _Chunked(torch.autograd.Function):
+    """The sum of the losses of all chunks; its gradients are computed along with it."""
+
     @staticmethod
     def forward(
         ctx,
         states: Tensor,
         order: Tensor,
-        rows_at_once: int,
+        chunk_size: int,
         score: Callable,
         loss_of: Callable,
         with_grad: bool,
@@ -94,16 +115,16 @@ class _Chunked(torch.autograd.Function):
         total = states.new_zeros((), dtype=torch.float32)
         state_grads = torch.zeros_like(states) if with_grad else None
         grads = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in parameters] if with_grad else []
-        for rows in order.split(rows_at_once):
-            part = states[rows].detach()
+        for chunk in order.split(chunk_size):
+            part = states[chunk].detach()
             with torch.set_grad_enabled(with_grad):
                 logits = score(part.requires_grad_(with_grad))
             with torch.autocast(logits.device.type, enabled=False):  # p - q is a difference of nearly equal numbers
-                loss, by_logits = loss_of(logits, rows)
+                loss, by_logits = loss_of(logits, chunk)
             total += loss
             if with_grad:
                 part_grad, *found = torch.autograd.grad(logits, (part, *parameters), by_logits.to(logits.dtype))
-                state_grads[rows] = part_grad
+                state_grads[chunk] = part_grad
                 for grad, new in zip(grads, found, strict=True):
                     grad += new
         ctx.save_for_backward(

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from ..diagnostics.attention_mass import attention_mass, key_weights
 from ..diagnostics.drift import log_growth
 from .attention import Attended
-from .unroll import positions_of
+from .documents import positions_of
 
 
 class MassObserver:
@@ -62,44 +62,54 @@ def growth_penalty(norms: Tensor, first: Tensor) -> Tensor:
 
 @dataclass
 class Alignment:
-    """Pulls the drafter's attention over the prompt toward the target's, at every depth, on R slots a row.
+    """Pulls the drafter's attention over the prompt toward the target's, at every depth, on R positions of a sequence.
 
-    `slots` (B, R); `goal` (B, R, K, S): the target's attention, averaged over heads and layers, of the token embedded
-    at depth k, which lies at the slot's position + 1 + k, over positions up to the slot's; all zero where there is
-    none. What it lacks to 1 the target gives to the tokens after the slot; the drafter is to give it to the keys it
-    made, whichever of them.
+    `positions` (B, R); `target_attention` (B, R, K, S): the target's attention, averaged over heads and layers, from
+    the token that the position's chain embeds at depth k, on positions up to its own; all zero where there is none.
+    What it lacks to 1 the target gives to the tokens after the position; the drafter is to give it to the keys it made,
+    whichever of them.
     """
 
-    slots: Tensor
-    goal: Tensor
+    positions: Tensor
+    target_attention: Tensor
     _losses: dict[int, Tensor] = field(default_factory=dict)
 
     def observe(self, seen: Attended) -> None:
-        """Keeps the divergences (B, R) of the target's distribution over the keys of depth 0, and all others as one,
-        from the drafter's."""
-        index = self.slots[:, None, :, None].expand(-1, seen.queries.shape[1], -1, seen.queries.shape[3])
+        """Keeps the divergences (B, R) of the drafter's attention from the target's over the keys of depth 0, and over
+        all the keys that the drafter made as if they were one."""
+        scores, made = self._scores(seen)
+        wanted = self.target_attention[:, :, seen.depth]
+        rest = (1 - wanted.sum(-1, keepdim=True)).clamp(min=0)
+        wanted = pad(wanted, (0, scores.shape[-1] - wanted.shape[-1]))
+        is_seen = self._is_seen(seen) & (wanted > 0)  # what the target cannot see, another text, is left out
+        scores, wanted = scores.masked_fill(~is_seen[:, None], -1e30), wanted * is_seen
+        if made is not None:
+            scores, wanted = torch.cat([scores, made], dim=-1), torch.cat([wanted, rest], dim=-1)
+        wanted = wanted / wanted.sum(-1, keepdim=True).clamp(min=1e-30)
+        log_mean = scores.log_softmax(-1).logsumexp(1) - math.log(scores.shape[1])  # of the heads
+        terms = torch.where(wanted > 0, wanted * (wanted.clamp(min=1e-30).log() - log_mean), 0.0)
+        self._losses[seen.depth] = terms.sum(-1)
+
+    def _scores(self, seen: Attended) -> tuple[Tensor, Tensor | None]:
+        """Returns the drafter's scores of the keys of depth 0 (B, H, R, S) and, if any, of the keys it made together
+        (B, H, R, 1)."""
+        index = self.positions[:, None, :, None].expand(-1, seen.queries.shape[1], -1, seen.queries.shape[3])
         queries = seen.queries.gather(2, index).float()
         with torch.autocast(queries.device.type, enabled=False):
-            scores = (queries @ seen.first_keys.float().mT) * seen.scale  # (B, H, R, S)
-            # each (B, H, R)
+            scores = (queries @ seen.first_keys.float().mT) * seen.scale
             made = [(queries * keys.gather(2, index).float()).sum(-1) * seen.scale for keys in seen.later_keys]
-        goal = self.goal[:, :, seen.depth]
-        rest = (1 - goal.sum(-1, keepdim=True)).clamp(min=0)
-        goal = pad(goal, (0, scores.shape[-1] - goal.shape[-1]))
-        is_seen = torch.arange(scores.shape[-1], device=scores.device) <= self.slots[:, :, None]
-        if seen.mask is not None:
-            rows = seen.mask.expand(len(scores), 1, -1, -1)[:, 0]
-            is_seen = is_seen & rows.gather(1, self.slots[:, :, None].expand(-1, -1, rows.shape[-1]))
-        is_seen = is_seen & (goal > 0)  # what the target cannot see, another text, is left out
-        scores, goal = scores.masked_fill(~is_seen[:, None], -1e30), goal * is_seen
-        if made:
-            scores = torch.cat([scores, torch.stack(made, dim=-1).logsumexp(-1, keepdim=True)], dim=-1)
-            goal = torch.cat([goal, rest], dim=-1)
-        goal = goal / goal.sum(-1, keepdim=True).clamp(min=1e-30)
-        ours = scores.log_softmax(-1).logsumexp(1) - math.log(scores.shape[1])  # of the heads' mean
-        self._losses[seen.depth] = torch.where(goal > 0, goal * (goal.clamp(min=1e-30).log() - ours), 0.0).sum(-1)
+        return scores, torch.stack(made, dim=-1).logsumexp(-1, keepdim=True) if made else None
+
+    def _is_seen(self, seen: Attended) -> Tensor:
+        """Returns which keys of depth 0 the drafter sees from the positions: (B, R, S) bool."""
+        num_keys = seen.first_keys.shape[2]
+        is_seen = torch.arange(num_keys, device=self.positions.device) <= self.positions[:, :, None]
+        if seen.mask is None:
+            return is_seen
+        mask = seen.mask.expand(len(self.positions), 1, -1, -1)[:, 0]
+        return is_seen & mask.gather(1, self.positions[:, :, None].expand(-1, -1, num_keys))
 
     def loss(self, depth: int) -> Tensor:
-        """Mean divergence (nats) over the slots that have a goal at this depth."""
-        has_goal = self.goal[:, :, depth].any(-1)
-        return (self._losses[depth] * has_goal).sum() / has_goal.sum().clamp(min=1)
+        """Returns the mean divergence (nats) at this depth, over the positions whose chain has a token to predict."""
+        counts = self.target_attention[:, :, depth].any(-1)
+        return (self._losses[depth] * counts).sum() / counts.sum().clamp(min=1)

@@ -1,4 +1,7 @@
-"""What an evaluation measures: figures by depth, walked answers, and generate() itself. K depths, B rows, T tokens."""
+"""The figures of an evaluation: losses by depth, accepted lengths of walked answers, and what generate() accepts.
+
+K depths, B sequences, T tokens, N predictions of all depths.
+"""
 
 from typing import Any
 
@@ -11,40 +14,48 @@ from transformers import PreTrainedModel
 from ..diagnostics.acceptance import measure_acceptance
 from ..modeling import Eagle31DrafterModel
 from ..tying import execution_device
-from .chunked import RowFigures
-from .objective import Batch, Found, Settings, Sums
-from .packing import tokens_of
+from .chunked import PredictionFigures
+from .kinds import tokens_of
+from .objective import Batch, Settings, Sums, UnrollRecord
 from .walk import Walk, answers_of, walk
 
-BLANK = {"input_ids": [0, 0, 0], "answers": [False] * 3}  # a row that nothing is counted of
-SHARE_OF_TEXT = 4  # of plain text, which has no prompt, the first quarter is one
+BLANK = {"input_ids": [0, 0, 0], "answers": [False] * 3}  # an example of which nothing is counted
+PROMPT_SHARE = 4  # of plain text, which has no prompt, the first quarter serves as one
 
 
 class EvalShare(Dataset):
-    """Every `count`-th row from `index` on, and a blank one where other processes have one more."""
+    """The examples that one of `count` processes evaluates: every `count`-th from `index` on, and a blank one where
+    other processes have one more."""
 
-    def __init__(self, rows: Any, index: int, count: int):
-        self.rows = rows
+    def __init__(self, examples: Any, index: int, count: int):
+        self.examples = examples
         self.index = index
         self.count = count
 
     def __len__(self) -> int:
-        return -(-len(self.rows) // self.count)
+        return -(-len(self.examples) // self.count)
 
     def __getitem__(self, i: int) -> Any:
         at = self.index + range(len(self))[i] * self.count
-        if at < len(self.rows):
-            return self.rows[at]
-        return blank_like(self.rows[0])
+        if at < len(self.examples):
+            return self.examples[at]
+        return blank_like(self.examples[0])
 
 
-def blank_like(row: Any) -> dict[str, Any]:
-    states = {name: torch.as_tensor(row[name])[:1].repeat(3, 1) for name in ("states", "last_states") if name in row}
+def blank_like(example: Any) -> dict[str, Any]:
+    """Makes an example without answers, with states where the given one has them."""
+    states = {
+        name: torch.as_tensor(example[name])[:1].repeat(3, 1) for name in ("states", "last_states") if name in example
+    }
     return BLANK | states
 
 
 class Evaluation:
-    """Adds up batches; `metrics` adds up processes."""
+    """Adds up the figures of batches; `metrics` adds up those of all processes.
+
+    `draft_to_target` (Vd,): the target id of every draft id, None where the vocabularies are one. `stop_ids`: the ids
+    that end a text.
+    """
 
     def __init__(self, settings: Settings, draft_to_target: Tensor | None, stop_ids: set[int]):
         self.settings = settings
@@ -54,30 +65,33 @@ class Evaluation:
         self.walk = Walk(accepted_per_position=[0] * settings.depth)
 
     def add(self, batch: Batch, outputs: dict[str, Any]) -> None:
+        """Adds a batch and what the objective returned for it."""
         self.sums = outputs["sums"] if self.sums is None else self.sums + outputs["sums"]
-        hits, chances = self.drafts_of(batch, outputs["found"], outputs["figures"])
-        for row, start, end in answers_of(batch.answers, batch.documents):
-            stops = int(batch.input_ids[row, end - 1]) in self.stop_ids
-            chains = slice(start - 1, end - 2)  # a chain that begins at a token is that of the slot before
-            self.walk.add(walk(hits[:, row, chains], chances[:, row, chains], stops))
+        hits, acceptance = self.drafts_of(batch, outputs["record"], outputs["figures"])
+        for sequence, start, end in answers_of(batch.answers, batch.documents):
+            stops = int(batch.input_ids[sequence, end - 1]) in self.stop_ids
+            chains = slice(start - 1, end - 2)  # the chain that begins with a token is that of the position before it
+            self.walk.add(walk(hits[:, sequence, chains], acceptance[:, sequence, chains], stops))
 
-    def drafts_of(self, batch: Batch, found: Found, figures: RowFigures) -> tuple[Tensor, Tensor]:
-        """Whether each slot's guess at each depth is the text's token, and the chance that it is kept if drawn: (K, B,
-        T)."""
+    def drafts_of(self, batch: Batch, record: UnrollRecord, figures: PredictionFigures) -> tuple[Tensor, Tensor]:
+        """Returns, by depth and chain, whether the draft is the text's token, and the probability that rejection
+        sampling keeps it: both (K, B, T)."""
         shape = (self.settings.depth, *batch.input_ids.shape)
-        hits, chances = (
-            torch.zeros(shape, dtype=torch.bool, device=batch.input_ids.device),
-            torch.zeros(shape, device=batch.input_ids.device),
+        hits = torch.zeros(shape, dtype=torch.bool, device=batch.input_ids.device)
+        acceptance = torch.zeros(shape, device=batch.input_ids.device)
+        guesses = record.by_depth(
+            figures.guess if self.draft_to_target is None else self.draft_to_target[figures.guess]
         )
-        guesses = figures.guess if self.draft_to_target is None else self.draft_to_target[figures.guess]
-        columns = zip(found.row, found.slot, found.by_depth(guesses), found.by_depth(figures.acceptance), strict=True)
-        for k, (row, slot, guess, acceptance) in enumerate(columns):
-            hits[k, row, slot] = guess == batch.input_ids[row, slot + 2 + k]
-            chances[k, row, slot] = acceptance
-        return hits, chances
+        kept = record.by_depth(figures.acceptance)
+        for k, at in enumerate(zip(record.sequence, record.position, strict=True)):
+            sequence, position = at
+            hits[k][at] = guesses[k] == batch.input_ids[sequence, position + 2 + k]
+            acceptance[k][at] = kept[k]
+        return hits, acceptance
 
     def metrics(self, accelerator: Accelerator) -> dict[str, float]:
-        """`loss`; every figure by depth; accepted lengths, see `Walk`."""
+        """Returns `loss`, every figure by depth (`accuracy_1` is of the first drafted token), and the accepted lengths
+        of `Walk`, over all processes."""
         sums, counts = self.sums, self.walk
         assert sums is not None
         walked = torch.tensor(
@@ -87,34 +101,34 @@ class Evaluation:
         )
         sums, walked = accelerator.reduce(sums, "sum").cpu(), accelerator.reduce(walked, "sum").cpu().tolist()
         figures = Sums.means(sums)
-        metrics = {
-            "loss": sum(w * d for w, d in zip(self.settings.depth_weights, figures.get("distance", []), strict=False))
-        }
+        distances = zip(self.settings.depth_weights, figures.get("distance", []), strict=False)
+        metrics = {"loss": sum(weight * distance for weight, distance in distances)}
         metrics |= {f"{name}_{k + 1}": value for name, values in figures.items() for k, value in enumerate(values)}
         total = Walk(int(walked[0]), int(walked[1]), int(walked[2]), [int(n) for n in walked[4:]], walked[3])
         return metrics | total.metrics()
 
 
-def prompt_of(row: Any) -> Tensor:
-    """What comes before a row's first answer, (1, T); of plain text its first quarter."""
-    tokens = tokens_of(row)
+def prompt_of(example: Any) -> Tensor:
+    """Returns the tokens before an example's first answer, (1, T); of plain text its first quarter."""
+    tokens = tokens_of(example)
     first = int(tokens.answers.int().argmax())
-    return tokens.input_ids[None, : first or max(1, len(tokens.input_ids) // SHARE_OF_TEXT)]
+    return tokens.input_ids[None, : first or max(1, len(tokens.input_ids) // PROMPT_SHARE)]
 
 
 def served(
     target: PreTrainedModel,
     drafter: Eagle31DrafterModel,
-    rows: Any,
+    examples: Any,
     num_prompts: int,
     depth: int,
     max_new_tokens: int,
     accelerator: Accelerator,
 ) -> dict[str, float]:
-    """Chains of `depth` in a greedy generate() after the prompts of the first rows: `served_accepted_length`, bonus
-    included, and the share of rounds that accept each position, `served_acceptance_1` on."""
-    mine = range(accelerator.process_index, min(num_prompts, len(rows)), accelerator.num_processes)
-    prompts = (prompt_of(rows[index]).to(execution_device(target)) for index in mine)
+    """Measures what a greedy generate() accepts of chains of `depth` after the first prompts, over all processes:
+    `served_accepted_length`, the bonus token included, and the share of rounds that accept each position,
+    `served_acceptance_1` on."""
+    mine = range(accelerator.process_index, min(num_prompts, len(examples)), accelerator.num_processes)
+    prompts = (prompt_of(examples[index]).to(execution_device(target)) for index in mine)
     stats = measure_acceptance(target, drafter, prompts, depth, max_new_tokens)
     per_position = [*stats.accepted_per_position, *[0] * depth][:depth]
     counts = torch.tensor(

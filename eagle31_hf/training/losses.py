@@ -1,7 +1,7 @@
 """Distances between the target's distribution p and the draft's q, and their gradients, in fp32.
 
-N rows, Vd draft vocabulary, V target vocabulary. p is a distribution over the *target's* vocabulary: its mass S on the
-draft vocabulary, the coverage, may be below 1, and no q reaches the rest. With a distance comes its `pull`, the
+N predictions, Vd draft vocabulary, V target vocabulary. p is a distribution over the *target's* vocabulary: its mass S
+on the draft vocabulary, the coverage, may be below 1, and no q reaches the rest. With a distance comes `neg_grad`, its
 negative gradient by the draft's logits z, q = softmax(z): where the derivative by q_v is g_v it is q_v (<q, g> - g_v).
 Written out, it takes a few passes over (N, Vd) where autograd takes some thirty. Source of `tv`, `lk_alpha` and
 `lk_lambda`: LK losses (arXiv 2602.23881).
@@ -20,19 +20,19 @@ LEAST = torch.finfo(torch.float32).tiny
 LOG_2 = math.log(2)
 LEAST_ACCEPTED = 1e-20  # below it 1 / acceptance and the overlap's gradient are noise
 LK_DECAY = 3.0  # how fast `lk_lambda` turns from KL to total variation as acceptance rises
-Distance = tuple[Tensor, Tensor]  # of every row (N,), and its pull on the draft's logits (N, Vd)
+Distance = tuple[Tensor, Tensor]  # of every prediction (N,), and its neg_grad (N, Vd)
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
-    """Row by row: (N, Vd), (N, Vd) -> (N,)."""
+    """Returns the inner products (N,) of a and b, both (N, Vd)."""
     return (a * b).sum(-1)
 
 
 @dataclass
-class Goal:
-    """What the target says about N tokens: `p` (N, Vd), of all of its vocabulary; `coverage` S (N,); `best` (N,), the
-    draft id of its likeliest token, -1 where the draft vocabulary lacks it; `negentropy` (N,): sum_v p_v log(p_v / S).
-    """
+class TargetDistribution:
+    """The target's distributions at N predictions: `p` (N, Vd), its probabilities of draft ids; `coverage` S (N,),
+    their sum; `best` (N,), the draft id of its likeliest token, -1 where the draft vocabulary lacks it; `negentropy`
+    (N,): sum_v p_v log(p_v / S)."""
 
     p: Tensor
     coverage: Tensor
@@ -40,8 +40,9 @@ class Goal:
     negentropy: Tensor
 
     @classmethod
-    def of(cls, logits: Tensor, draft_ids: Tensor | None) -> "Goal":
-        """Target logits (N, V), and the target id of every draft id (Vd,), or None where the vocabularies are one."""
+    def from_logits(cls, logits: Tensor, draft_ids: Tensor | None) -> "TargetDistribution":
+        """Builds them from the target's logits (N, V). `draft_ids` (Vd,): the target id of every draft id; None where
+        the vocabularies are one."""
         logits = logits.float()
         best, total = logits.argmax(-1), logits.logsumexp(-1)
         if draft_ids is not None:
@@ -55,104 +56,107 @@ class Goal:
         negentropy = dot(p, logits.clamp(min=-1e4)) - coverage * coverage.clamp(min=LEAST).log()
         return cls(p, coverage, best, negentropy)
 
-    def __getitem__(self, rows: Any) -> "Goal":
-        return Goal(self.p[rows], self.coverage[rows], self.best[rows], self.negentropy[rows])
+    def __getitem__(self, index: Any) -> "TargetDistribution":
+        return TargetDistribution(self.p[index], self.coverage[index], self.best[index], self.negentropy[index])
 
 
-class Drafts:
-    """What the draft says about N tokens: its logits z (N, Vd); `q`; `total` (N,), log sum_v exp z_v; `highest` (N,),
-    the largest z."""
+class DraftDistribution:
+    """The draft's distributions at N predictions: their logits z (N, Vd); `q` (N, Vd); `total` (N,), log sum_v exp z_v;
+    `highest` (N,), the largest z."""
 
     def __init__(self, logits: Tensor):
         self.logits = logits.detach().float()
-        self.q, self.highest = self.logits.softmax(-1), self.logits.amax(-1)
+        self.q = self.logits.softmax(-1)
+        self.highest = self.logits.amax(-1)
         self.total = self.highest - self.q.amax(-1).log()
 
     @cached_property
     def log_q(self) -> Tensor:
         return self.logits - self.total[:, None]
 
-    def pull(self, by_q: Tensor) -> Tensor:
-        """Derivatives by q (N, Vd) -> the pull on the logits (N, Vd)."""
+    def neg_grad(self, by_q: Tensor) -> Tensor:
+        """Returns the negative gradient by the logits (N, Vd) of what has the derivatives `by_q` (N, Vd) by q."""
         return self.q * (dot(self.q, by_q)[:, None] - by_q)
 
     def is_likeliest(self, ids: Tensor) -> Tensor:
-        """Whether no token is likelier than these (N,); false for -1. Without an argmax, which is slow on a CPU."""
+        """Returns whether no token is likelier than `ids` (N,); False for -1. Without an argmax, which is slow on a
+        CPU."""
         return (self.logits.gather(1, ids.clamp(min=0)[:, None])[:, 0] >= self.highest) & (ids >= 0)
 
 
-def overlap(goal: Goal, drafts: Drafts) -> Tensor:
-    """Chance that rejection sampling keeps a token drawn from q: sum_v min(p_v, q_v), at most S; (N,)."""
-    return torch.minimum(goal.p, drafts.q).sum(-1)
+def overlap(target: TargetDistribution, draft: DraftDistribution) -> Tensor:
+    """Returns the probability (N,) that rejection sampling keeps a token drawn from q: sum_v min(p_v, q_v), at most S."""
+    return torch.minimum(target.p, draft.q).sum(-1)
 
 
-def forward_kl(goal: Goal, drafts: Drafts) -> Distance:
-    """S KL(p / S || q): what the draft vocabulary lacks cannot be learnt, and pulls at nothing. The pull is p - S q."""
-    distance = goal.negentropy - dot(goal.p, drafts.logits) + goal.coverage * drafts.total
-    return distance, torch.addcmul(goal.p, drafts.q, goal.coverage[:, None], value=-1)
+def forward_kl(target: TargetDistribution, draft: DraftDistribution) -> Distance:
+    """S KL(p / S || q). What the draft vocabulary lacks cannot be learnt and has no part in it; neg_grad is p - S q."""
+    distance = target.negentropy - dot(target.p, draft.logits) + target.coverage * draft.total
+    return distance, torch.addcmul(target.p, draft.q, target.coverage[:, None], value=-1)
 
 
-def reverse_kl(goal: Goal, drafts: Drafts) -> Distance:
+def reverse_kl(target: TargetDistribution, draft: DraftDistribution) -> Distance:
     """KL(q || p / S)."""
-    log_p = (goal.p.clamp(min=LEAST) / goal.coverage.clamp(min=LEAST)[:, None]).log()
-    ratio = drafts.log_q - log_p
-    return dot(drafts.q, ratio), drafts.pull(ratio)
+    log_p = (target.p.clamp(min=LEAST) / target.coverage.clamp(min=LEAST)[:, None]).log()
+    ratio = draft.log_q - log_p
+    return dot(draft.q, ratio), draft.neg_grad(ratio)
 
 
-def jensen_shannon(goal: Goal, drafts: Drafts) -> Distance:
-    """Of p, all of it, and q: the mean of their divergences from their mean, which is between 0 and log 2."""
-    log_mean = ((goal.p + drafts.q) / 2).clamp(min=LEAST).log()
-    ratio = drafts.log_q.clamp(min=-1e4) - log_mean
-    of_p = dot(goal.p, goal.p.clamp(min=LEAST).log() - log_mean) + (1 - goal.coverage).clamp(min=0) * LOG_2
-    return (of_p + dot(drafts.q, ratio)) / 2, drafts.pull(ratio / 2)
+def jensen_shannon(target: TargetDistribution, draft: DraftDistribution) -> Distance:
+    """Jensen-Shannon divergence of p, all of it, and q: the mean of their KL divergences from their mean, 0 to log 2."""
+    log_mean = ((target.p + draft.q) / 2).clamp(min=LEAST).log()
+    ratio = draft.log_q.clamp(min=-1e4) - log_mean
+    of_p = dot(target.p, target.p.clamp(min=LEAST).log() - log_mean) + (1 - target.coverage).clamp(min=0) * LOG_2
+    return (of_p + dot(draft.q, ratio)) / 2, draft.neg_grad(ratio / 2)
 
 
-def total_variation(goal: Goal, drafts: Drafts) -> Distance:
-    """Chance that rejection sampling refuses a token drawn from q."""
-    return 1 - overlap(goal, drafts), drafts.pull(-(drafts.q < goal.p).float())
+def total_variation(target: TargetDistribution, draft: DraftDistribution) -> Distance:
+    """1 - overlap: the probability that rejection sampling refuses a token drawn from q."""
+    return 1 - overlap(target, draft), draft.neg_grad(-(draft.q < target.p).float())
 
 
-def lk_alpha(goal: Goal, drafts: Drafts) -> Distance:
-    """-log of the chance of acceptance."""
-    accepted = overlap(goal, drafts).clamp(min=LEAST)
-    return -accepted.log(), total_variation(goal, drafts)[1] / accepted[:, None].clamp(min=LEAST_ACCEPTED)
+def lk_alpha(target: TargetDistribution, draft: DraftDistribution) -> Distance:
+    """-log overlap."""
+    accepted = overlap(target, draft).clamp(min=LEAST)
+    return -accepted.log(), total_variation(target, draft)[1] / accepted[:, None].clamp(min=LEAST_ACCEPTED)
 
 
-def lk_lambda(goal: Goal, drafts: Drafts) -> Distance:
-    """KL while little is accepted, total variation as more is: token by token weighted exp(-3 acceptance), a weight
-    nothing pulls at."""
-    (kl, kl_pull), (tv, tv_pull) = forward_kl(goal, drafts), total_variation(goal, drafts)
+def lk_lambda(target: TargetDistribution, draft: DraftDistribution) -> Distance:
+    """KL where little is accepted, total variation where much is: KL has the weight exp(-3 overlap) at each prediction,
+    through which no gradient flows."""
+    kl, kl_neg_grad = forward_kl(target, draft)
+    tv, tv_neg_grad = total_variation(target, draft)
     weight = torch.exp(-LK_DECAY * (1 - tv))
-    return torch.lerp(tv, kl, weight), torch.lerp(tv_pull, kl_pull, weight[:, None])
+    return torch.lerp(tv, kl, weight), torch.lerp(tv_neg_grad, kl_neg_grad, weight[:, None])
 
 
-def cross_entropy(goal: Goal, drafts: Drafts) -> Distance:
-    """-log q of the target's likeliest token; 0 where the draft vocabulary lacks it. The pull is 1 - q there, -q
-    elsewhere."""
-    known, column = (goal.best >= 0).float(), goal.best.clamp(min=0)[:, None]
-    pull = (drafts.q * -known[:, None]).scatter_add_(1, column, known[:, None])
-    return (drafts.total - drafts.logits.gather(1, column)[:, 0]) * known, pull
+def cross_entropy(target: TargetDistribution, draft: DraftDistribution) -> Distance:
+    """-log q of the target's likeliest token; 0 where the draft vocabulary lacks it. neg_grad is 1 - q at that token,
+    -q elsewhere."""
+    known, column = (target.best >= 0).float(), target.best.clamp(min=0)[:, None]
+    neg_grad = (draft.q * -known[:, None]).scatter_add_(1, column, known[:, None])
+    return (draft.total - draft.logits.gather(1, column)[:, 0]) * known, neg_grad
 
 
-DISTANCES: dict[str, Callable[[Goal, Drafts], Distance]] = {
+DISTANCES: dict[str, Callable[[TargetDistribution, DraftDistribution], Distance]] = {
     "kl": forward_kl, "reverse_kl": reverse_kl, "jsd": jensen_shannon, "tv": total_variation, "lk_alpha": lk_alpha,
     "lk_lambda": lk_lambda, "ce": cross_entropy,
 }  # fmt: skip
 
 
-def mixed(mixture: dict[str, float], goal: Goal, drafts: Drafts) -> Distance:
-    """A weighted sum of distances, and its pull."""
-    parts = [(weight, *DISTANCES[name](goal, drafts)) for name, weight in mixture.items()]
+def mixed(mixture: dict[str, float], target: TargetDistribution, draft: DraftDistribution) -> Distance:
+    """Returns a weighted sum of distances, and its neg_grad."""
+    parts = [(weight, *DISTANCES[name](target, draft)) for name, weight in mixture.items()]
     if len(parts) == 1 and parts[0][0] == 1.0:
         return parts[0][1:]
     distance = torch.stack([weight * distance for weight, distance, _ in parts]).sum(0)
-    for weight, _, pull in parts:
-        pull.mul_(weight)
-    return distance, sum((pull for _, _, pull in parts[1:]), parts[0][2])
+    for weight, _, neg_grad in parts:
+        neg_grad.mul_(weight)
+    return distance, sum((neg_grad for _, _, neg_grad in parts[1:]), parts[0][2])
 
 
 def parse_mixture(text: str) -> dict[str, float]:
-    """ "kl", or "kl=0.9,tv=0.1": distances and their weights. Raises ValueError for others."""
+    """Parses a loss as "kl" or "kl=0.9,tv=0.1" into distances and their weights. Raises ValueError for others."""
     mixture = {}
     for part in text.split(","):
         name, _, weight = part.strip().partition("=")

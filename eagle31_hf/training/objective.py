@@ -1,7 +1,7 @@
-"""What is trained: a drafter, and the loss of a batch as one forward, which DDP, FSDP and autocast can wrap.
+"""The drafter and its loss on a batch as one module, which DDP, FSDP and autocast can wrap.
 
-B rows of packed texts, T tokens, K depths, N supervised rows of all depths, n captured states, ht target width, Vd
-draft vocabulary.
+B sequences of packed texts, T tokens, K depths, N predictions of all depths, n captured states, ht target width, h
+drafter width, V and Vd the vocabularies of target and draft.
 """
 
 from collections.abc import Callable
@@ -14,10 +14,10 @@ from torch.nn.functional import pad
 
 from ..diagnostics.drift import state_norm
 from ..modeling import Eagle31DrafterModel
-from .chunked import RowFigures, chunked_loss
+from .chunked import Head, PredictionFigures, Predictions, chunked_loss
 from .drift import Alignment, MassObserver, growth_penalty
-from .losses import Goal
-from .rows import NORMALISATIONS, places, total_shares
+from .loss_mask import NORMALISATIONS, loss_denominators, supervised_positions
+from .losses import TargetDistribution
 from .unroll import unroll
 
 # four times as deep as anything drafts; each depth takes time and memory, and of thousands no step ever ends
@@ -26,9 +26,9 @@ MAX_DEPTH = 64
 
 @dataclass(frozen=True)
 class Settings:
-    """The loss in figures: K `depth`s, each weighted `depth_weights[k]`; a `mixture` of distances; which rows count
-    (`convention`) and how they are averaged (`normalisation`); weights of attention alignment and of the drift
-    regulariser. Raises ValueError for a depth that cannot be unrolled."""
+    """Settings of the loss: K `depth`s, each weighted `depth_weights[k]`; a `mixture` of distances, see `losses`; which
+    chains are supervised (`convention`) and how they are averaged (`normalisation`), see `loss_mask`; the weights of
+    attention alignment and of the drift regulariser. Raises ValueError for a depth that cannot be unrolled."""
 
     depth: int
     depth_weights: tuple[float, ...]
@@ -43,15 +43,15 @@ class Settings:
             raise ValueError(f"depth is {self.depth}; expected 1 to {MAX_DEPTH}.")
 
 
-CLOSER = ("greedy_acceptance", "sink_mass", "prompt_mass", "own_mass", "self_mass")
+OF_WATCHED = ("greedy_acceptance", "sink_mass", "prompt_mass", "own_mass", "self_mass")
 
 
 @dataclass
 class Sums:
-    """Over the supervised rows of each depth, each (K,): `rows` their number, `watched` the number of those looked at
-    more closely (guesses, attention); the others are sums, see `RowFigures` and `drift`."""
+    """Sums over the predictions of each depth, each (K,). `predictions` is their number, `watched` the number of those
+    of which the fields in OF_WATCHED are known; for the others see `PredictionFigures` and `diagnostics`."""
 
-    rows: Tensor
+    predictions: Tensor
     watched: Tensor
     distance: Tensor
     accuracy: Tensor
@@ -65,15 +65,15 @@ class Sums:
     self_mass: Tensor
 
     def stacked(self) -> Tensor:
-        """(figures, K) in fp64, as processes add them up."""
+        """Returns them as one tensor (figures, K) in fp64, which processes and batches add up."""
         return torch.stack([getattr(self, f.name).double() for f in fields(self)])
 
     @classmethod
     def means(cls, stacked: Tensor) -> dict[str, list[float]]:
-        """Added-up sums -> the mean of every figure by depth, 0 where there was no row."""
+        """Returns the mean of every figure by depth; 0 at a depth without predictions, no figure where all are."""
         columns = dict(zip((f.name for f in fields(cls)), stacked, strict=True))
-        rows, watched = columns.pop("rows"), columns.pop("watched")
-        counts = {name: watched if name in CLOSER else rows for name in columns}
+        predictions, watched = columns.pop("predictions"), columns.pop("watched")
+        counts = {name: watched if name in OF_WATCHED else predictions for name in columns}
         return {
             name: (column / counts[name].clamp(min=1)).tolist()
             for name, column in columns.items()
@@ -82,10 +82,11 @@ class Sums:
 
 
 class Batch:
-    """Tokens, answer mask and document numbers (B, T), 0 padding; captured states (B, T, n*ht), the states the target's
-    head reads (B, T, ht), and its attention where it is to be aligned with.
+    """A batch with the target's states: token ids, answer mask and numbers of packed texts (B, T), 0 padding; captured
+    states (B, T, n*ht), the states that enter the target's head (B, T, ht), and the target's attention where the
+    drafter's is to be aligned with it.
 
-    No dataclass: FSDP would look into it, and round what the target said to the dtype it trains in.
+    No dataclass: FSDP would look into it, and round the target's states to the dtype it trains in.
     """
 
     def __init__(
@@ -105,8 +106,8 @@ class Batch:
         self.alignment = alignment
 
     def without_broken(self) -> tuple["Batch", Tensor]:
-        """Texts with a state that is not finite lose their answers, and all their states are zero; and how many there
-        were."""
+        """Returns the batch without the answers and states of texts with a state that is not finite, and the number of
+        these texts, a scalar."""
         is_broken = ~(self.states.isfinite().all(-1) & self.last_states.isfinite().all(-1))  # (B, T)
         numbers = self.documents
         by_text = torch.zeros(len(numbers), int(numbers.max()) + 1, device=numbers.device)
@@ -117,7 +118,7 @@ class Batch:
         return Batch(self.input_ids, answers, self.documents, states, last_states, self.alignment), by_text.sum()
 
     def padded(self, length: int) -> "Batch":
-        """At least `length` tokens long, so that every batch unrolls all depths."""
+        """Returns the batch padded to at least `length` tokens, so that all depths can be unrolled."""
         missing = max(0, length - self.input_ids.shape[1])
         ids, answers, documents = (pad(x, (0, missing)) for x in (self.input_ids, self.answers, self.documents))
         states, last_states = (pad(x, (0, 0, 0, missing)) for x in (self.states, self.last_states))
@@ -125,140 +126,133 @@ class Batch:
 
 
 class DraftingObjective(nn.Module):
-    """The drafter and its loss, exact whatever the batch is a part of.
+    """A drafter and its loss, exact whatever part of a larger batch it is computed on.
 
-    `logits_of`: the states the target's head reads (N, ht) -> the target's logits (N, V).
+    `logits_of`: states that enter the target's head (N, ht) -> the target's logits (N, V).
     """
 
     accepts_loss_kwargs = True  # it is given what to divide by: the Trainer need not
 
     def __init__(self, drafter: Eagle31DrafterModel, settings: Settings, logits_of: Callable[[Tensor], Tensor]):
         super().__init__()
-        self.drafter, self.settings = drafter, settings
+        self.drafter = drafter
+        self.settings = settings
         self.logits_of = (logits_of,)  # a tuple, so that a target is no part of what is trained
-        # computes depths again in the backward pass; looks at guesses and attention
-        self.recomputes, self.watches = False, False
+        self.recomputes = False  # the backward pass computes each depth again
+        self.watches = False  # guesses and attention are looked at, too
         self._no_split_modules = drafter._no_split_modules
 
     def activation_checkpointing_enable(self, **kwargs: Any) -> None:
-        """The backward pass computes each depth again; what transformers' Trainer calls."""
+        """Makes the backward pass compute each depth again; transformers' Trainer calls it."""
         self.recomputes = True
 
     gradient_checkpointing_enable = activation_checkpointing_enable  # its name in transformers 5.17
 
     def forward(self, batch: Batch, totals: Tensor | None = None, settings: Settings | None = None) -> dict[str, Any]:
-        """-> `loss`, a scalar; `sums` (figures, K), see `Sums`; `found` and `figures`, row by row.
+        """Returns `loss`, a scalar; `sums` (figures, K), see `Sums`; and of every prediction its `record` in the unroll
+        and its `figures`.
 
-        `totals` (K,): the shares at each depth of everything averaged over, this batch only by default. `settings`
-        instead of its own.
+        `totals` (K,): the denominators of the sums of each depth, this batch's own by default. `settings` instead of
+        those of the objective.
         """
         settings = settings or self.settings
         batch = batch.padded(settings.depth + 2)
         if totals is None:
-            totals = total_shares(
+            totals = loss_denominators(
                 batch.answers, batch.documents, settings.depth, settings.convention, settings.normalisation
             )
-        found = self._found(batch, totals, settings)
-        loss, figures = self._distances(batch, found, settings.mixture)
-        for weight, extra in (
-            (settings.attention_alignment, found.alignment),
-            (settings.drift_regulariser, found.growth),
-        ):
-            if weight:
-                loss = loss + weight * extra
-        return {"loss": loss, "sums": found.sums(figures).stacked(), "found": found, "figures": figures}
+        record = self._record(batch, totals, settings)
+        loss, figures = self._distances(batch, record, settings.mixture)
+        if settings.attention_alignment:
+            loss = loss + settings.attention_alignment * record.alignment
+        if settings.drift_regulariser:
+            loss = loss + settings.drift_regulariser * record.growth
+        return {"loss": loss, "sums": record.sums(figures).stacked(), "record": record, "figures": figures}
 
-    def _found(self, batch: Batch, totals: Tensor, settings: Settings) -> "Found":
-        """Unrolls, and keeps of each depth what is supervised."""
-        found = Found()
-        is_packed = bool((batch.documents > 1).any())
+    def _record(self, batch: Batch, totals: Tensor, settings: Settings) -> "UnrollRecord":
+        """Unrolls the drafter, and keeps what is supervised of each depth."""
+        record = UnrollRecord()
         mass = MassObserver(batch.documents[:, :-1]) if self.watches else None
         observers = [watcher.observe for watcher in (mass, batch.alignment) if watcher is not None]
-        packed = batch.documents if is_packed else None
+        packed = batch.documents if bool((batch.documents > 1).any()) else None
+        recomputes = self.recomputes and self.training
+        steps = unroll(self.drafter, batch.input_ids, batch.states, settings.depth, packed, recomputes, observers)
         first_norm = None
-        for k, (normed, state) in enumerate(
-            unroll(
-                self.drafter,
-                batch.input_ids,
-                batch.states,
-                settings.depth,
-                packed,
-                self.recomputes and self.training,
-                observers,
-            )
-        ):
-            row, slot = places(batch.answers, k, settings.convention, batch.documents)
-            shares, _ = NORMALISATIONS[settings.normalisation](row, slot, batch.documents)
-            weights = shares * (settings.depth_weights[k] / max(1.0, float(totals[k])))
+        for k, (normed, state) in enumerate(steps):
+            at = supervised_positions(batch.answers, k, settings.convention, batch.documents)
+            weights, _ = NORMALISATIONS[settings.normalisation](*at, batch.documents)
+            weights = weights * (settings.depth_weights[k] / max(1.0, float(totals[k])))
             norms = state_norm(state)
             first_norm = norms if first_norm is None else first_norm
             if settings.drift_regulariser and k > 0:
-                found.growth = found.growth + (weights * growth_penalty(norms, first_norm)[row, slot]).sum()
+                record.growth = record.growth + (weights * growth_penalty(norms, first_norm)[at]).sum()
             if batch.alignment is not None:
-                found.alignment = found.alignment + weights.sum() * batch.alignment.loss(k)
-            found.add(normed[row, slot], weights, row, slot, norms[row, slot].detach())
+                record.alignment = record.alignment + weights.sum() * batch.alignment.loss(k)
+            record.add(normed[at], weights, at, norms[at].detach())
             if mass is not None:
-                found.masses.append(mass.of(k, row, slot))
-        return found
+                record.masses.append(mass.of(k, *at))
+        return record
 
-    def _distances(self, batch: Batch, found: "Found", mixture: dict[str, float]) -> tuple[Tensor, RowFigures]:
-        """The chunked sum of distances over everything supervised."""
+    def _distances(
+        self, batch: Batch, record: "UnrollRecord", mixture: dict[str, float]
+    ) -> tuple[Tensor, PredictionFigures]:
+        """Returns the weighted sum of the distances of all predictions, and their figures."""
         drafter, ids = self.drafter, self.drafter.draft_to_target_ids()
-        targets = batch.last_states.flatten(0, 1)
-        logits_of, head = self.logits_of[0], drafter.get_output_embeddings()
+        target_states = batch.last_states.flatten(0, 1)
 
-        def goal_of(asked: Tensor) -> Goal:
-            return Goal.of(logits_of(targets[asked])[..., : drafter.config.vocab_size], ids)
+        def target_at(at: Tensor) -> TargetDistribution:
+            logits = self.logits_of[0](target_states[at])[..., : drafter.config.vocab_size]
+            return TargetDistribution.from_logits(logits, ids)
 
-        return chunked_loss(
-            mixture,
-            torch.cat(found.states),
-            torch.cat(found.weights),
-            found.places(batch.input_ids.shape[1]),
-            goal_of,
-            drafter.score,
-            list(head.parameters()),
-            drafter.config.draft_vocab_size,
-            with_guesses=self.watches,
-        )
+        parameters = list(drafter.get_output_embeddings().parameters())
+        head = Head(drafter.score, parameters, drafter.config.draft_vocab_size)
+        predictions = record.predictions(batch.input_ids.shape[1])
+        return chunked_loss(mixture, predictions, head, target_at, with_guesses=self.watches)
 
 
-class Found:
-    """What the unroll found at the supervised rows, depth by depth: states to score (N, h), weights (N,), row and slot
-    (N,)."""
+class UnrollRecord:
+    """What the unroll gave at the supervised positions, a list by depth of each: states to score (N, h), weights (N,),
+    sequence and position (N,), norms of the states (N,), attention masses (N, 4) where they are observed."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.states: list[Tensor] = []
         self.weights: list[Tensor] = []
-        self.row: list[Tensor] = []
-        self.slot: list[Tensor] = []
+        self.sequence: list[Tensor] = []
+        self.position: list[Tensor] = []
         self.norms: list[Tensor] = []
         self.masses: list[Tensor] = []
         self.growth: Tensor | float = 0.0
         self.alignment: Tensor | float = 0.0
 
-    def add(self, states: Tensor, weights: Tensor, row: Tensor, slot: Tensor, norms: Tensor) -> None:
-        parts = (self.states, self.weights, self.row, self.slot, self.norms)
-        for column, value in zip(parts, (states, weights, row, slot, norms), strict=True):
-            column.append(value)
+    def add(self, states: Tensor, weights: Tensor, at: tuple[Tensor, Tensor], norms: Tensor) -> None:
+        """Adds a depth; `at`: sequence and position, both (N,)."""
+        self.states.append(states)
+        self.weights.append(weights)
+        self.sequence.append(at[0])
+        self.position.append(at[1])
+        self.norms.append(norms)
 
-    def places(self, length: int) -> Tensor:
-        """Index (N,) among B*T of the state whose logits a row is compared with: that of the last token embedded."""
-        return torch.cat(
-            [row * length + slot + 1 + k for k, (row, slot) in enumerate(zip(self.row, self.slot, strict=True))]
-        )
+    def predictions(self, length: int) -> Predictions:
+        """Returns the predictions of all depths, each compared with the target's state at the last token embedded, of
+        B * `length` states."""
+        pairs = zip(self.sequence, self.position, strict=True)
+        at = [sequence * length + position + 1 + k for k, (sequence, position) in enumerate(pairs)]
+        return Predictions(torch.cat(self.states), torch.cat(self.weights), torch.cat(at))
 
     def by_depth(self, figure: Tensor) -> list[Tensor]:
-        """A figure of all rows (N,), depth by depth."""
-        return list(figure.split([len(row) for row in self.row]))
+        """Splits a figure of all predictions (N,) by depth."""
+        return list(figure.split([len(sequence) for sequence in self.sequence]))
 
-    def sums(self, figures: RowFigures) -> Sums:
+    def sums(self, figures: PredictionFigures) -> Sums:
+        """Sums the figures of the predictions of each depth."""
+
         def total(figure: Tensor) -> Tensor:
             return torch.stack([part.double().sum() for part in self.by_depth(figure)])
 
         columns = (figures.loss, figures.is_right, figures.acceptance, figures.coverage, torch.cat(self.norms))
-        rows = torch.tensor([float(len(row)) for row in self.row], device=figures.loss.device)
-        watched, closer = torch.zeros_like(rows), figures.loss.new_zeros(5, len(figures.loss))
+        counts = torch.tensor([float(len(sequence)) for sequence in self.sequence], device=figures.loss.device)
+        watched, of_watched = torch.zeros_like(counts), figures.loss.new_zeros(len(OF_WATCHED), len(figures.loss))
         if self.masses:
-            watched, closer = rows, torch.cat([figures.greedy_acceptance[None], torch.cat(self.masses).T])
-        return Sums(rows, watched, *(total(column) for column in (*columns, *closer)))
+            watched = counts
+            of_watched = torch.cat([figures.greedy_acceptance[None], torch.cat(self.masses).T])
+        return Sums(counts, watched, *(total(column) for column in (*columns, *of_watched)))

@@ -22,12 +22,13 @@ from ..storage.fingerprints import digest, tokenizer_fingerprint, weights_finger
 from ..tying import shape_of
 from . import regenerate as on_policy
 from .chats import RowMaker
+from .ends import tensor_parallel_group
 from .kinds import Chat, parse_record
 from .packing import Rows
 from .records import Records, identity, read_records
 from .skipped import Skipped, Skips
 from .store import HiddenStateStore, Manifest, Row, missing_shards, open_store, save_target_parts, write_shard
-from .target import TargetReader, tensor_parallel_group
+from .target import TargetReader
 
 MAX_LENGTH = 2048
 MAX_NEW_TOKENS = 1024

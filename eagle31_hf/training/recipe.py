@@ -16,10 +16,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallba
 from ..modeling import Eagle31DrafterModel
 from ..storage.fingerprints import tokenizer_fingerprint
 from ..tying import execution_device, shape_of
-from .fresh import choose_vocabulary, count_answers, layer_ids_for, mass_covered, new_drafter
+from .fresh import choose_vocabulary, count_answers, mass_covered, new_drafter
 from .packing import Part
 from .prepare import prepare_data, rows_in_memory
 from .regenerate import stop_ids
+from .shapes import layer_ids_for
 from .store import MANIFEST, HiddenStateStore, read_manifest
 from .target import StoredTarget, TargetReader
 

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 
@@ -28,7 +27,7 @@ from ..json_file import read_json
 from ..storage.folders import write_json
 from ..storage.sealed import open_sealed, write_sealed
 from ..storage.tensor_file import Entry
-from ..tying import weight_of
+from .ends import parts_of
 
 Row = dict[str, Tensor]
 Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # a tensor's dtype, and the shape of what it has of a token
@@ -271,24 +270,6 @@ def _decode(row: Row) -> Row:
         states = row["states"].float().unflatten(-1, (scales.shape[-1], -1)) * scales[..., None]
         row["states"] = states.flatten(-2).bfloat16()
     return row
-
-
-def parts_of(target: PreTrainedModel) -> Row:
-    """What a drafter is made from and trained with: {"embedding" (V, ht), "head" (V, ht) unless it is tied, "head_bias"
-    (V,) if any}.
-
-    Raises ValueError where one is quantized. Of a tensor-parallel target whole ones, which all its processes have to
-    ask for.
-    """
-    head, embedding = target.get_output_embeddings(), target.get_input_embeddings()
-    parts = {"embedding": weight_of(embedding, "embedding")}
-    if head.weight is not embedding.weight:
-        parts["head"] = weight_of(head, "head")
-    if getattr(head, "bias", None) is not None:
-        parts["head_bias"] = weight_of(head, "head's bias", "bias")
-    return {
-        name: weight.full_tensor().detach() if isinstance(weight, DTensor) else weight for name, weight in parts.items()
-    }
 
 
 def save_target_parts(folder: str | Path, target: PreTrainedModel, scoring: dict[str, Any]) -> None:

@@ -24,10 +24,10 @@ from .arguments import Eagle31TrainingArguments
 from .divergence import DivergenceWatch
 from .evaluation import EvalShare, Evaluation, served
 from .kinds import check_ids, tokens_of
+from .loss_mask import loss_denominators
 from .objective import Batch, DraftingObjective, Sums
 from .packing import Collator, PackedRows
 from .regenerate import stop_ids
-from .rows import total_shares
 from .saving import (
     check_finite,
     check_vocabulary,
@@ -134,7 +134,7 @@ class Eagle31Trainer(Trainer):
         samples = list(islice(epoch_iterator, num_batches))
         settings = self.args.settings()
         shares = [
-            total_shares(
+            loss_denominators(
                 batch["answers"], batch["documents"], settings.depth, settings.convention, settings.normalisation
             )
             for batch in samples
@@ -256,7 +256,7 @@ class Eagle31Trainer(Trainer):
                 evaluation.add(batch, model(batch, settings=self.args.eval_settings()))
         metrics = evaluation.metrics(self.accelerator)
         share: Any = dataloader.dataset
-        rows = share.rows
+        rows = share.examples
         if self.target is not None and not self.reader.in_step and not self.is_fsdp_enabled and self.args.eval_prompts:
             metrics |= self._served(rows, evaluation.settings.depth)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}

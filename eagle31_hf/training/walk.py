@@ -1,5 +1,5 @@
-"""Accepted length by walking a text as serving would: draft, count hits, go on after the bonus token. No target forward
-is needed.
+"""Accepted length without generating: an answer is walked as serving would, draft, count hits, go on after the bonus
+token.
 
 Exact for greedy decoding where the text is the target's own greedy text. L tokens of an answer, K depths.
 """
@@ -10,21 +10,23 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .rows import runs
+from .documents import Text, runs
 
 
 @dataclass
 class Walk:
-    """Counts of drafting rounds: `tokens` they brought, bonus tokens included, the one the prompt's forward gives
-    excluded."""
+    """Counts of drafting rounds. `tokens` they brought, bonus tokens included, without the answer's first, which the
+    prompt's forward gives; `accepted` of them were drafted. `expected_rounds`: the mean number of rounds if drafts are
+    drawn at random and kept as rejection sampling keeps them."""
 
     rounds: int = 0
     tokens: int = 0
     accepted: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
-    expected_rounds: float = 0.0  # of drafts drawn at random, kept as rejection sampling keeps them
+    expected_rounds: float = 0.0
 
     def add(self, other: "Walk") -> None:
+        """Adds the counts of another walk."""
         self.rounds += other.rounds
         self.tokens += other.tokens
         self.accepted += other.accepted
@@ -34,9 +36,12 @@ class Walk:
         self.accepted_per_position = [a + b for a, b in zip(*both, strict=True)]
 
     def metrics(self) -> dict[str, float]:
-        """`accepted_length`: tokens a target forward, bonus included, as `stats.mean_accepted_length` has it;
-        `_no_bonus`: drafts of it; `_sampled`: with the bonus, expected of drafts that are sampled.
-        `walked_acceptance_1` on: the share of rounds that accept each position."""
+        """Returns the figures of an evaluation, none before the first round.
+
+        `accepted_length`: tokens a target forward, the bonus token included, as `stats.mean_accepted_length` has it;
+        `_no_bonus`: without it; `_sampled`: with it, expected of sampled drafts. `walked_acceptance_1` on: the share of
+        rounds that accept each position.
+        """
         if not self.rounds:
             return {}
         return {
@@ -47,36 +52,36 @@ class Walk:
         }
 
 
-def walk(hits: Tensor, chances: Tensor, stops: bool = True) -> Walk:
-    """One answer: `hits` (K, L - 1) bool, whether the draft of depth k from a chain that begins at token i is token i +
-    1 + k; `chances` (K, L - 1), that rejection sampling keeps it. `stops`: the last token ends the text, rather than
-    its length.
+def walk(hits: Tensor, acceptance: Tensor, stops: bool = True) -> Walk:
+    """Walks one answer.
 
-    The answer's first token comes from the prompt's forward; entries past the end are not looked at.
+    `hits` (K, L - 1) bool: the draft of depth k in a chain that begins at token i is token i + 1 + k. `acceptance` (K,
+    L - 1): the probability that rejection sampling keeps it. `stops`: the last token ends the text, rather than a limit
+    of length. Entries past the end of the answer are not looked at.
     """
     depth, left = hits.shape[0], hits.shape[1]
     leading = hits.int().cumprod(dim=0).sum(dim=0).tolist()  # hits before the first miss
-    found, at = Walk(accepted_per_position=[0] * depth), 0
+    counts, at = Walk(accepted_per_position=[0] * depth), 0
     while at < left:
         remaining = left - at
         # A limit of length leaves room for the bonus token; an end of the text may itself be a draft.
         accepted = min(leading[at], remaining if stops else remaining - 1)
         tokens = min(accepted + 1, remaining)
-        found.rounds += 1
-        found.tokens += tokens
-        found.accepted += accepted
+        counts.rounds += 1
+        counts.tokens += tokens
+        counts.accepted += accepted
         for position in range(accepted):
-            found.accepted_per_position[position] += 1
+            counts.accepted_per_position[position] += 1
         at += tokens
-    found.expected_rounds = expected_rounds(chances)
-    return found
+    counts.expected_rounds = expected_rounds(acceptance)
+    return counts
 
 
-def expected_rounds(chances: Tensor) -> float:
-    """Mean number of rounds if the draft of depth k from token i is kept with chance `chances[k, i]` (K, L - 1): from
-    the end backwards."""
-    depth, left = chances.shape
-    kept = chances.double().cpu().cumprod(dim=0).T.tolist()  # chance that the first k + 1 drafts are all kept
+def expected_rounds(acceptance: Tensor) -> float:
+    """Returns the mean number of rounds if the draft of depth k from token i is kept with probability `acceptance[k,
+    i]` (K, L - 1). Computed from the end backwards."""
+    depth, left = acceptance.shape
+    kept = acceptance.double().cpu().cumprod(dim=0).T.tolist()  # probability that the first k + 1 drafts are all kept
     rounds = [0.0] * (left + 1)
     for at in range(left - 1, -1, -1):
         reach = [1.0, *kept[at][: min(depth, left - at)]]
@@ -88,14 +93,13 @@ def expected_rounds(chances: Tensor) -> float:
     return rounds[0]
 
 
-def answers_of(answers: Tensor, documents: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Answer mask and document numbers (B, T) -> row, start and end of every answer that drafting begins in, as `walk`
-    takes it.
+def answers_of(answers: Tensor, documents: Tensor) -> Iterator[Text]:
+    """Yields every answer that drafting begins in, as `walk` takes it; answer mask and document numbers are (B, T).
 
-    A text without a prompt begins with a token that no drafter has a state before: there the second one counts as the
-    first.
+    A text without a prompt begins with a token that no drafter has a state before: there the second token counts as the
+    answer's first.
     """
-    for row, number, start, end in runs(torch.where(answers.bool(), documents, 0)):
-        has_prompt = start > 0 and int(documents[row, start - 1]) == number
+    for sequence, number, start, end in runs(torch.where(answers.bool(), documents, 0)):
+        has_prompt = start > 0 and int(documents[sequence, start - 1]) == number
         if number > 0 and end - start > 1 + (not has_prompt):
-            yield row, start + (not has_prompt), end
+            yield Text(sequence, start + (not has_prompt), end)

@@ -8,8 +8,8 @@ from torch.nn.functional import linear
 from training_side import Side, arguments, load_tensors, serve
 
 from eagle31_hf import Eagle31DrafterModel
+from eagle31_hf.training.loss_mask import loss_denominators
 from eagle31_hf.training.objective import Batch, DraftingObjective, Settings, Sums
-from eagle31_hf.training.rows import total_shares
 
 
 class Ours(Side):
@@ -43,7 +43,7 @@ class Ours(Side):
     def backward(self, batch: list[Batch]) -> float:
         settings, total = self.objective.settings, 0.0
         ways = settings.depth, settings.convention, settings.normalisation
-        shares = sum(total_shares(part.answers, part.documents, *ways) for part in batch)
+        shares = sum(loss_denominators(part.answers, part.documents, *ways) for part in batch)
         for part in batch:
             loss = self.objective(part, shares)["loss"]
             loss.backward()

@@ -6,7 +6,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers, pro
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from eagle31_hf.training.chats import RENDERINGS, RowMaker
-from eagle31_hf.training.rows import supervised
+from eagle31_hf.training.loss_mask import loss_mask
 from eagle31_hf.training.skipped import Skipped
 
 SPECIAL = ["<bos>", "<eos>", "<im>", "<end>", "<think>", "</think>"]
@@ -112,7 +112,7 @@ def test_an_answer_is_what_the_assistant_says_and_the_end_of_its_turn(make_token
 def test_chains_predict_the_second_token_of_an_answer_to_the_end_of_its_turn(make_tokenizer, template):
     tokenizer = make_tokenizer(template)
     (row,) = RowMaker(tokenizer, 200).rows(messages(*CHAT))
-    slots = supervised(row["answers"][None], 0)[0].nonzero().flatten()
+    slots = loss_mask(row["answers"][None], 0)[0].nonzero().flatten()
     assert decoded(tokenizer, row["input_ids"][slots + 2]) == "bc<end>e<end>"
 
 

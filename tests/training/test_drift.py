@@ -1,7 +1,9 @@
 """Where attention goes, and the losses that hold it, against attention computed in full.
 
-B rows, H heads, S slots, K depths.
+B sequences, H heads, S positions, K depths.
 """
+
+import threading
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from close import FORWARD, assert_close
 from factories import VARIANTS, build, inputs, target
 from torch.nn.functional import kl_div
 
-from eagle31_hf.training.alignment import AlignmentReader, observing
+from eagle31_hf.training.alignment import AlignmentReader, observed_attention
 from eagle31_hf.training.drift import MassObserver, growth_penalty
 from eagle31_hf.training.objective import Batch, DraftingObjective, Settings
 from eagle31_hf.training.target import TargetReader
@@ -28,11 +30,11 @@ def seen_by(drafter, documents):
 
 
 def full_attention(seen, documents, window):
-    """Probabilities (B, H, S, S + k) over the keys of depth 0 and the slot's own later ones."""
-    slots = torch.arange(LENGTH - 1)
-    mask = slots[None, :] <= slots[:, None]
+    """Probabilities (B, H, S, S + k) over the keys of depth 0 and the position's own later ones."""
+    positions = torch.arange(LENGTH - 1)
+    mask = positions[None, :] <= positions[:, None]
     if window is not None:
-        mask = mask & (slots[None, :] > slots[:, None] + seen.depth - window)
+        mask = mask & (positions[None, :] > positions[:, None] + seen.depth - window)
     mask = mask & (documents[:, None, :-1, None] == documents[:, None, None, :-1])
     first = (seen.queries @ seen.first_keys.mT * seen.scale).masked_fill(~mask, float("-inf"))
     later = [(seen.queries * keys).sum(-1, keepdim=True) * seen.scale for keys in seen.later_keys]
@@ -42,20 +44,20 @@ def full_attention(seen, documents, window):
 @pytest.mark.parametrize("documents", [torch.ones(2, LENGTH, dtype=torch.long), PACKED], ids=["one_text", "packed"])
 @pytest.mark.parametrize(("kind", "window"), [("eagle31", None), ("window_3", 3)])
 @torch.no_grad()
-def test_shares_are_those_of_the_full_attention(kind, window, documents):
+def test_masses_are_those_of_the_full_attention(kind, window, documents):
     drafter = build(**VARIANTS[kind])
     mass = MassObserver(documents[:, :-1])
     for seen in seen_by(drafter, documents):
         mass.observe(seen)
         full = full_attention(seen, documents, window).mean(1)
-        for row in range(2):
-            for slot in range(LENGTH - 1 - seen.depth):
-                start = 5 if documents[row, slot] == 2 else 0
-                sink, later = full[row, slot, start], full[row, slot, LENGTH - 1 :].sum()
-                own = full[row, slot, slot] if slot > start else torch.tensor(0.0)
-                wanted = torch.stack([sink, 1 - sink - own - later, own, later])
-                found = mass.of(seen.depth, torch.tensor([row]), torch.tensor([slot]))[0]
-                assert_close(f"depth {seen.depth}, row {row}, slot {slot}", found, wanted, FORWARD)
+        for b in range(2):
+            for t in range(LENGTH - 1 - seen.depth):
+                start = 5 if documents[b, t] == 2 else 0
+                sink, made = full[b, t, start], full[b, t, LENGTH - 1 :].sum()
+                own = full[b, t, t] if t > start else torch.tensor(0.0)
+                wanted = torch.stack([sink, 1 - sink - own - made, own, made])
+                found = mass.of(seen.depth, torch.tensor([b]), torch.tensor([t]))[0]
+                assert_close(f"depth {seen.depth}, sequence {b}, position {t}", found, wanted, FORWARD)
 
 
 def test_only_growth_is_penalised():
@@ -77,7 +79,7 @@ def test_the_regulariser_pulls_states_back():
             drafter, Settings(DEPTH, (1.0,) * DEPTH, drift_regulariser=weight), lambda x: x @ head.T
         )
         outputs = objective(batch)
-        return outputs["loss"], outputs["found"].growth
+        return outputs["loss"], outputs["record"].growth
 
     loss, grown = growth(0.5)
     assert grown > 0.01
@@ -90,8 +92,8 @@ def test_the_regulariser_pulls_states_back():
     assert growth(1.0)[1] < 0.3 * grown
 
 
-def alignment_of(theirs, tokens, documents, slots_a_row=4, answers=None):
-    reader = AlignmentReader(theirs, [1, 2, 4], DEPTH, slots_a_row)
+def alignment_of(theirs, tokens, documents, num_chosen=4, answers=None):
+    reader = AlignmentReader(theirs, [1, 2, 4], DEPTH, num_chosen)
     torch.manual_seed(0)
     alignment = reader.choose(torch.ones_like(tokens).bool() if answers is None else answers, documents, "serving")
     states, last = TargetReader(theirs, [1, 2, 4]).read(tokens, documents, reader.watch)
@@ -99,22 +101,23 @@ def alignment_of(theirs, tokens, documents, slots_a_row=4, answers=None):
 
 
 @pytest.mark.parametrize("documents", [torch.ones(2, LENGTH, dtype=torch.long), PACKED], ids=["one_text", "packed"])
-def test_goals_are_the_attention_of_the_target(documents):
+def test_what_is_read_is_the_attention_of_the_target(documents):
     theirs, (tokens, _) = target(), inputs(build(), LENGTH)
     alignment, *_ = alignment_of(theirs, tokens, documents)
     eager = target()
     eager.set_attn_implementation("eager")
-    for row in range(2):
-        for i, slot in enumerate(alignment.slots[row].tolist()):
-            start = 5 if documents[row, slot] == 2 else 0
-            end = 5 if documents[row, slot] == 1 and documents[row, -1] == 2 else LENGTH
-            attentions = eager(tokens[row : row + 1, start:end], output_attentions=True).attentions
+    for b in range(2):
+        for i, t in enumerate(alignment.positions[b].tolist()):
+            start = 5 if documents[b, t] == 2 else 0
+            end = 5 if documents[b, t] == 1 and documents[b, -1] == 2 else LENGTH
+            attentions = eager(tokens[b : b + 1, start:end], output_attentions=True).attentions
             mean = torch.stack([attentions[layer][0] for layer in (0, 1, 3)]).mean((0, 1))
             for k in range(DEPTH):
-                goal = torch.zeros(LENGTH - 1)
-                if slot + 2 + k < end:  # there is a token to guess
-                    goal[start : slot + 1] = mean[slot + 1 + k - start, : slot + 1 - start]
-                assert_close(f"row {row}, slot {slot}, depth {k}", alignment.goal[row, i, k], goal, FORWARD)
+                wanted = torch.zeros(LENGTH - 1)
+                if t + 2 + k < end:  # there is a token to predict
+                    wanted[start : t + 1] = mean[t + 1 + k - start, : t + 1 - start]
+                name = f"sequence {b}, position {t}, depth {k}"
+                assert_close(name, alignment.target_attention[b, i, k], wanted, FORWARD)
 
 
 @pytest.mark.parametrize(("kind", "window"), [("eagle31", None), ("window_5", 5)])
@@ -130,17 +133,15 @@ def test_the_alignment_loss_is_its_definition(kind, window):
         first, made = full_attention(seen, documents, window).split([LENGTH - 1, seen.depth], dim=-1)
         full = torch.cat([first, made.sum(-1, keepdim=True)], dim=-1)
         losses = []
-        for row in range(2):
-            for i, slot in enumerate(alignment.slots[row].tolist()):
-                goal = alignment.goal[row, i, seen.depth]
-                if goal.any():
-                    goal = torch.cat([goal, 1 - goal.sum()[None]])
-                    goal = torch.where(full[row, :, slot].sum(0) > 0, goal, 0.0)  # what the drafter can see
-                    losses.append(
-                        kl_div(
-                            full[row, :, slot].mean(0)[goal > 0].log(), (goal / goal.sum())[goal > 0], reduction="sum"
-                        )
-                    )
+        for b in range(2):
+            for i, t in enumerate(alignment.positions[b].tolist()):
+                wanted = alignment.target_attention[b, i, seen.depth]
+                if wanted.any():
+                    wanted = torch.cat([wanted, 1 - wanted.sum()[None]])
+                    wanted = torch.where(full[b, :, t].sum(0) > 0, wanted, 0.0)  # what the drafter can see
+                    counts = wanted > 0
+                    ours = full[b, :, t].mean(0)[counts].log()
+                    losses.append(kl_div(ours, (wanted / wanted.sum())[counts], reduction="sum"))
         assert_close(f"depth {seen.depth}", alignment.loss(seen.depth), torch.stack(losses).mean(), FORWARD)
 
 
@@ -162,21 +163,44 @@ def test_training_on_it_alone_aligns_attention():
     assert history[-1] < 0.2 * history[0]
 
 
-def test_slots_come_from_supervised_rows_and_a_row_without_any_has_no_loss():
+def test_positions_are_supervised_ones_and_a_sequence_without_any_has_no_loss():
     theirs, (tokens, _) = target(), inputs(build(), LENGTH)
     answers = torch.zeros_like(tokens).bool()
     answers[0, 4:8] = True
     alignment, *_ = alignment_of(theirs, tokens, torch.ones_like(tokens), answers=answers)
-    assert set(alignment.slots[0].tolist()) <= {3, 4, 5}
-    assert alignment.goal[0, :, 0].any()
-    assert not alignment.goal[1].any()
+    assert set(alignment.positions[0].tolist()) <= {3, 4, 5}
+    assert alignment.target_attention[0, :, 0].any()
+    assert not alignment.target_attention[1].any()
 
 
-def test_a_target_not_run_with_sdpa_is_refused_and_every_target_is_left_as_it_was():
+def test_a_target_not_run_with_sdpa_is_refused():
     theirs = target()
-    with observing(theirs, lambda *args: None):
-        pass
-    assert theirs.config._attn_implementation == "sdpa"
     theirs.set_attn_implementation("eager")
-    with pytest.raises(ValueError, match="run with eager"), observing(theirs, lambda *args: None):
+    with pytest.raises(ValueError, match="run with eager"), observed_attention(theirs, {0}, lambda *args: None):
         pass
+
+
+def test_only_this_threads_forwards_are_seen_and_the_target_stays_as_it_is():
+    theirs, calls = target(), []
+    tokens = torch.arange(6)[None]
+    alone = theirs(tokens).logits
+
+    def elsewhere(results):
+        results.append((theirs.config._attn_implementation, theirs(tokens).logits))
+
+    def see(query, key, *args, **options):
+        calls.append(query.shape[2])
+
+    with observed_attention(theirs, {1, 3}, see):
+        results = []
+        other = threading.Thread(target=elsewhere, args=(results,))
+        other.start()
+        other.join()
+        assert calls == []
+        theirs(tokens)
+    assert calls == [6, 6], "two layers are watched"
+    theirs(tokens)
+    assert calls == [6, 6]
+    assert results[0][0] == "sdpa"
+    assert_close("the other thread's logits", results[0][1], alone)
+    assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in theirs.model.layers)

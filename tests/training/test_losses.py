@@ -1,5 +1,5 @@
-"""Distances between p and q, and their pulls, against plain formulas over the whole target vocabulary and their
-autograd gradients; p may have mass the draft vocabulary lacks."""
+"""Distances between p and q, and their negative gradients, against plain formulas over the whole target vocabulary and
+their autograd gradients; p may have mass the draft vocabulary lacks."""
 
 import math
 
@@ -8,7 +8,7 @@ import torch
 from close import assert_close
 from torch.nn.functional import kl_div, log_softmax
 
-from eagle31_hf.training.losses import DISTANCES, Drafts, Goal, mixed, overlap, parse_mixture
+from eagle31_hf.training.losses import DISTANCES, DraftDistribution, TargetDistribution, mixed, overlap, parse_mixture
 
 N, V, VD = 7, 23, 9
 DRAFT_IDS = torch.randperm(V, generator=torch.Generator().manual_seed(5))[:VD]  # in no order
@@ -63,22 +63,23 @@ def test_every_distance_has_its_formula():
 
 @BOTH
 @pytest.mark.parametrize("name", EXPECTED)
-def test_distance_and_pull(name, draft_ids):
-    """The pull is the negative gradient by the draft's logits."""
+def test_distance_and_negative_gradient(name, draft_ids):
     target_logits, logits = pair(draft_ids)
     p = target_logits.softmax(-1)
     covered = p.sum(-1) if draft_ids is None else p[:, draft_ids].sum(-1)
     leaf = logits.clone().requires_grad_()
     expected = EXPECTED[name](p, on_target(leaf.softmax(-1), draft_ids), covered)
     expected.sum().backward()
-    distance, pull = DISTANCES[name](Goal.of(target_logits, draft_ids), Drafts(logits))
+    distance, neg_grad = DISTANCES[name](
+        TargetDistribution.from_logits(target_logits, draft_ids), DraftDistribution(logits)
+    )
     assert_close(name, distance, expected.detach(), 1e-5)
-    assert_close(f"pull of {name}", pull, -leaf.grad, 1e-5)
+    assert_close(f"neg_grad of {name}", neg_grad, -leaf.grad, 1e-5)
 
 
 def test_kl_of_one_vocabulary_is_torchs():
     target_logits, logits = pair(None)
-    distance, _ = DISTANCES["kl"](Goal.of(target_logits, None), Drafts(logits))
+    distance, _ = DISTANCES["kl"](TargetDistribution.from_logits(target_logits, None), DraftDistribution(logits))
     expected = kl_div(log_softmax(logits, -1), target_logits.softmax(-1), reduction="none").sum(-1)
     assert_close("kl", distance, expected, 1e-5)
 
@@ -86,25 +87,27 @@ def test_kl_of_one_vocabulary_is_torchs():
 @BOTH
 @pytest.mark.parametrize("name", ["kl", "reverse_kl", "lk_lambda"])
 def test_least_where_q_is_the_renormalised_p(name, draft_ids):
-    """And nothing pulls there."""
+    """And its gradient is zero there."""
     target_logits, _ = pair(draft_ids)
     best = target_logits if draft_ids is None else target_logits[:, draft_ids]
-    distance, pull = DISTANCES[name](Goal.of(target_logits, draft_ids), Drafts(best))
+    distance, neg_grad = DISTANCES[name](
+        TargetDistribution.from_logits(target_logits, draft_ids), DraftDistribution(best)
+    )
     if name != "lk_lambda":
         assert_close("distance", distance, torch.zeros(N), 1e-6, scale=1.0)
-        assert_close("pull", pull, torch.zeros_like(pull), 1e-6, scale=1.0)
+        assert_close("neg_grad", neg_grad, torch.zeros_like(neg_grad), 1e-6, scale=1.0)
     else:  # total variation is as small anywhere between p and p / S
         assert bool((distance >= -1e-6).all())
 
 
 def test_a_mixture_is_the_weighted_sum():
     target_logits, logits = pair()
-    goal, drafts = Goal.of(target_logits, DRAFT_IDS), Drafts(logits)
-    parts = {name: DISTANCES[name](goal, drafts) for name in ("kl", "tv", "jsd")}
-    distance, pull = mixed({"kl": 0.5, "tv": 0.25, "jsd": 2.0}, goal, drafts)
-    for i, found in enumerate((distance, pull)):
+    target, draft = TargetDistribution.from_logits(target_logits, DRAFT_IDS), DraftDistribution(logits)
+    parts = {name: DISTANCES[name](target, draft) for name in ("kl", "tv", "jsd")}
+    distance, neg_grad = mixed({"kl": 0.5, "tv": 0.25, "jsd": 2.0}, target, draft)
+    for i, found in enumerate((distance, neg_grad)):
         assert_close("mixture", found, 0.5 * parts["kl"][i] + 0.25 * parts["tv"][i] + 2.0 * parts["jsd"][i], 1e-6)
-    assert_close("half of one", mixed({"tv": 0.5}, goal, drafts)[1], 0.5 * parts["tv"][1], 1e-6)
+    assert_close("half of one", mixed({"tv": 0.5}, target, draft)[1], 0.5 * parts["tv"][1], 1e-6)
 
 
 def test_cross_entropy_leaves_out_what_the_vocabulary_lacks():
@@ -112,20 +115,20 @@ def test_cross_entropy_leaves_out_what_the_vocabulary_lacks():
     lacking = next(i for i in range(V) if i not in DRAFT_IDS.tolist())
     logits[0, DRAFT_IDS[3]], logits[1, lacking] = 5.0, 5.0
     draft = torch.randn(2, VD, generator=torch.Generator().manual_seed(1))
-    goal = Goal.of(logits, DRAFT_IDS)
-    assert goal.best.tolist() == [3, -1]
-    distance, pull = DISTANCES["ce"](goal, Drafts(draft))
+    target = TargetDistribution.from_logits(logits, DRAFT_IDS)
+    assert target.best.tolist() == [3, -1]
+    distance, neg_grad = DISTANCES["ce"](target, DraftDistribution(draft))
     assert_close("distance", distance, torch.stack([-log_softmax(draft[0], -1)[3], torch.tensor(0.0)]), 1e-6)
-    assert not pull[1].any()
+    assert not neg_grad[1].any()
 
 
 def test_acceptance_is_of_the_whole_target_distribution():
     """Renormalised to the draft vocabulary it would promise more than is served."""
     target_logits, _ = pair()
     covered = target_logits.softmax(-1)[:, DRAFT_IDS].sum(-1)
-    goal = Goal.of(target_logits, DRAFT_IDS)
-    assert_close("coverage", goal.coverage, covered, 1e-6)
-    assert_close("acceptance", overlap(goal, Drafts(target_logits[:, DRAFT_IDS])), covered, 1e-6)
+    target = TargetDistribution.from_logits(target_logits, DRAFT_IDS)
+    assert_close("coverage", target.coverage, covered, 1e-6)
+    assert_close("acceptance", overlap(target, DraftDistribution(target_logits[:, DRAFT_IDS])), covered, 1e-6)
 
 
 @pytest.mark.parametrize("name", DISTANCES)
@@ -134,37 +137,37 @@ def test_finite_where_p_is_certain_and_q_is_not(name):
     logits = torch.full((2, V), -1e4)
     logits[0, DRAFT_IDS[0]] = logits[1, DRAFT_IDS[1]] = 1e4
     draft = torch.full((2, VD), -1e4).index_fill(1, torch.tensor([0]), 1e4)
-    distance, pull = DISTANCES[name](Goal.of(logits, DRAFT_IDS), Drafts(draft))
+    distance, neg_grad = DISTANCES[name](TargetDistribution.from_logits(logits, DRAFT_IDS), DraftDistribution(draft))
     assert bool(distance.isfinite().all())
-    assert bool(pull.isfinite().all())
+    assert bool(neg_grad.isfinite().all())
 
 
 def test_finite_where_the_vocabulary_lacks_everything_p_says():
     logits = torch.full((1, V), -1e4)
     logits[0, next(i for i in range(V) if i not in DRAFT_IDS.tolist())] = 1e4
-    goal, drafts = Goal.of(logits, DRAFT_IDS), Drafts(pair()[1][:1])
+    target, draft = TargetDistribution.from_logits(logits, DRAFT_IDS), DraftDistribution(pair()[1][:1])
     for name, distance in DISTANCES.items():
-        assert all(bool(part.isfinite().all()) for part in distance(goal, drafts)), name
+        assert all(bool(part.isfinite().all()) for part in distance(target, draft)), name
 
 
 def test_what_the_draft_says():
     _, logits = pair()
-    drafts = Drafts(logits)
-    assert_close("q", drafts.q, logits.softmax(-1), 1e-6)
-    assert_close("log q", drafts.log_q, log_softmax(logits, -1), 1e-5)
+    draft = DraftDistribution(logits)
+    assert_close("q", draft.q, logits.softmax(-1), 1e-6)
+    assert_close("log q", draft.log_q, log_softmax(logits, -1), 1e-5)
     best = logits.argmax(-1)
-    assert drafts.is_likeliest(best).all()
-    assert not drafts.is_likeliest((best + 1) % VD).any()
-    assert not drafts.is_likeliest(torch.full((N,), -1)).any()
+    assert draft.is_likeliest(best).all()
+    assert not draft.is_likeliest((best + 1) % VD).any()
+    assert not draft.is_likeliest(torch.full((N,), -1)).any()
 
 
 def test_in_fp32_whatever_comes_in():
     """bf16 would round p - q away."""
     target_logits, logits = (x.bfloat16() for x in pair())
-    goal, drafts = Goal.of(target_logits, DRAFT_IDS), Drafts(logits)
-    assert goal.p.dtype == drafts.q.dtype == DISTANCES["kl"](goal, drafts)[1].dtype == torch.float32
-    assert_close("p", goal.p, Goal.of(target_logits.float(), DRAFT_IDS).p, 0.0)
-    assert math.isclose(float(drafts.q.sum()), N, rel_tol=1e-6)
+    target, draft = TargetDistribution.from_logits(target_logits, DRAFT_IDS), DraftDistribution(logits)
+    assert target.p.dtype == draft.q.dtype == DISTANCES["kl"](target, draft)[1].dtype == torch.float32
+    assert_close("p", target.p, TargetDistribution.from_logits(target_logits.float(), DRAFT_IDS).p, 0.0)
+    assert math.isclose(float(draft.q.sum()), N, rel_tol=1e-6)
 
 
 def test_mixtures():

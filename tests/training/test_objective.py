@@ -1,6 +1,6 @@
 """The loss of a batch: its definition, what it is divided by, what it says besides, and that it can be trained by.
 
-B rows, T tokens, K depths, V target vocabulary.
+B sequences, T tokens, K depths, V target vocabulary.
 """
 
 import pytest
@@ -9,8 +9,8 @@ from close import FORWARD, assert_close
 from factories import NORMS, VARIANTS, VOCAB, build, chain, inputs, target
 from torch.nn.functional import kl_div
 
+from eagle31_hf.training.loss_mask import CONVENTIONS, loss_denominators
 from eagle31_hf.training.objective import Batch, DraftingObjective, Settings, Sums
-from eagle31_hf.training.rows import CONVENTIONS, total_shares
 from eagle31_hf.training.target import TargetReader
 
 DEPTH, LENGTH, HT = 4, 11, 20
@@ -40,7 +40,7 @@ def gradients(objective, outputs) -> dict:
 
 
 def ragged_answers():
-    """A long answer, two short ones in a row, and a row without any."""
+    """A sequence with a long answer, one with two short ones, and one without any."""
     answers = torch.zeros(3, LENGTH, dtype=torch.bool)
     answers[0, 2:] = True
     answers[1, 1:4], answers[1, 6:10] = True, True
@@ -57,18 +57,18 @@ def test_the_loss_is_its_definition(kind, decay):
     ids = range(VOCAB) if drafter.d2t is None else drafter.draft_to_target_ids().tolist()
     best, p = target_logits.argmax(-1), target_logits.softmax(-1)[..., list(ids)]
     kl, accuracy, accepted = ([[] for _ in range(DEPTH)] for _ in range(3))
-    for slot in range(LENGTH - 2):  # the token predicted is in the text
+    for position in range(LENGTH - 2):  # the token predicted is in the text
         for k, (logits, _) in enumerate(
-            chain(drafter, batch.input_ids, batch.states, slot, min(DEPTH, LENGTH - 2 - slot))
+            chain(drafter, batch.input_ids, batch.states, position, min(DEPTH, LENGTH - 2 - position))
         ):
-            wanted, q = p[:, slot + 1 + k], logits.softmax(-1)
+            wanted, q = p[:, position + 1 + k], logits.softmax(-1)
             covered = wanted.sum(-1)
             kl[k].append(covered * kl_div(q.log(), wanted / covered[:, None], reduction="none").sum(-1))
-            accuracy[k].append((torch.tensor(list(ids))[q.argmax(-1)] == best[:, slot + 1 + k]).float())
+            accuracy[k].append((torch.tensor(list(ids))[q.argmax(-1)] == best[:, position + 1 + k]).float())
             accepted[k].append(q.minimum(wanted).sum(-1))
     outputs = objective_of(drafter, Settings(DEPTH, tuple(decay**k for k in range(DEPTH))))(batch)
     figures = Sums.means(outputs["sums"])
-    mean = [[torch.cat(rows).mean().item() for rows in depths] for depths in (kl, accuracy, accepted)]
+    mean = [[torch.cat(values).mean().item() for values in depths] for depths in (kl, accuracy, accepted)]
     assert figures["distance"] == pytest.approx(mean[0], rel=FORWARD)
     assert figures["accuracy"] == pytest.approx(mean[1], rel=FORWARD)
     assert figures["acceptance"] == pytest.approx(mean[2], rel=FORWARD)
@@ -84,11 +84,11 @@ def test_a_batch_in_parts_adds_up_to_the_whole(convention, normalisation):
     drafter = build()
     settings = Settings(DEPTH, (1.0, 0.8, 0.6, 0.4), convention=convention, normalisation=normalisation)
     objective, whole = objective_of(drafter, settings), batch_of(drafter, ragged_answers(), batch=3)
-    totals = total_shares(whole.answers, whole.documents, DEPTH, convention, normalisation)
+    totals = loss_denominators(whole.answers, whole.documents, DEPTH, convention, normalisation)
     expected, found = objective(whole), []
-    for row in range(3):
+    for b in range(3):
         columns = (whole.input_ids, whole.answers, whole.documents, whole.states, whole.last_states)
-        found.append(objective(Batch(*(column[row : row + 1] for column in columns)), totals))
+        found.append(objective(Batch(*(column[b : b + 1] for column in columns)), totals))
     assert_close("loss", sum(part["loss"] for part in found), expected["loss"], SUMMED)
     assert_close("figures", sum(part["sums"] for part in found), expected["sums"], SUMMED)
     parts = [gradients(objective, part) for part in found]
@@ -97,14 +97,15 @@ def test_a_batch_in_parts_adds_up_to_the_whole(convention, normalisation):
 
 
 @pytest.mark.parametrize("normalisation", ["token", "sequence"])
-def test_packed_texts_have_the_loss_they_have_as_rows(normalisation):
+def test_packed_texts_have_the_loss_they_have_alone(normalisation):
     drafter = build()
     objective = objective_of(drafter, Settings(DEPTH, (1.0,) * DEPTH, normalisation=normalisation))
     objective.watches = True
-    rows = batch_of(drafter, ragged_answers()[:2])
-    columns = (rows.input_ids, rows.answers, torch.tensor([[1] * LENGTH, [2] * LENGTH]), rows.states, rows.last_states)
+    alone = batch_of(drafter, ragged_answers()[:2])
+    documents = torch.tensor([[1] * LENGTH, [2] * LENGTH])
+    columns = (alone.input_ids, alone.answers, documents, alone.states, alone.last_states)
     packed = Batch(*(column.reshape(1, 2 * LENGTH, *column.shape[2:]) for column in columns))
-    theirs, ours = objective(rows), objective(packed)
+    theirs, ours = objective(alone), objective(packed)
     assert_close("loss", ours["loss"], theirs["loss"], SUMMED)
     assert_close("figures", ours["sums"], theirs["sums"], SUMMED)
 
@@ -135,13 +136,13 @@ def test_a_batch_shorter_than_the_unroll_is_padded():
     drafter = build()
     answers = torch.ones(2, 4, dtype=torch.bool)
     outputs = objective_of(drafter)(batch_of(drafter, answers, length=4))
-    assert outputs["sums"][0].tolist() == [4.0, 2.0, 0.0, 0.0]  # two rows of text: slots 0 and 1, then 0
+    assert outputs["sums"][0].tolist() == [4.0, 2.0, 0.0, 0.0]  # two texts: positions 0 and 1, then 0
     assert torch.isfinite(outputs["loss"])
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
 def test_a_text_with_broken_states_is_left_out_whole(broken):
-    """And its neighbours in the row stay as they were."""
+    """And the other texts of its sequence stay as they were."""
     drafter = build()
     documents = torch.tensor([[1] * 5 + [2] * 6, [1] * 11])
     whole = batch_of(drafter, documents=documents)

@@ -6,8 +6,8 @@ import random
 import pytest
 import torch
 
+from eagle31_hf.training.loss_mask import loss_mask
 from eagle31_hf.training.packing import Collator, PackedRows, Rows, pack
-from eagle31_hf.training.rows import supervised
 
 WIDTH = 3
 
@@ -117,8 +117,8 @@ def test_packed_and_padded_texts_are_supervised_as_alone(depth):
     """Nothing in the padding, nothing across two documents."""
     texts = [row(length, length) for length in (7, 9, 20)]
     batch = Collator(pad_to_multiple_of=8)([texts[:2], texts[2]])
-    kept = supervised(batch["answers"], depth, documents=batch["documents"])
-    alone = [supervised(text["answers"][None], depth)[0].nonzero().flatten() for text in texts]
+    kept = loss_mask(batch["answers"], depth, documents=batch["documents"])
+    alone = [loss_mask(text["answers"][None], depth)[0].nonzero().flatten() for text in texts]
     torch.testing.assert_close(kept[0].nonzero().flatten(), torch.cat([alone[0], 7 + alone[1]]))
     torch.testing.assert_close(kept[1].nonzero().flatten(), alone[2])
 

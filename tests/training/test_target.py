@@ -1,6 +1,6 @@
 """What training reads of a target: states and logits as the target alone has them, texts packed or not.
 
-B rows, T tokens.
+B sequences, T tokens.
 """
 
 import pytest
@@ -10,9 +10,11 @@ from conftest import VOCAB, build_target
 from torch import nn
 
 from eagle31_hf.features import target_states
+from eagle31_hf.training.documents import Text, texts_of
+from eagle31_hf.training.ends import Scoring, find_scoring
 from eagle31_hf.training.fresh import new_drafter
 from eagle31_hf.training.store import save_target_parts
-from eagle31_hf.training.target import Scoring, StoredTarget, TargetReader, find_scoring, groups_of, texts_of
+from eagle31_hf.training.target import StoredTarget, TargetReader, groups_of
 
 DOCUMENTS = torch.tensor([[1] * 9 + [2] * 11, [1] * 14 + [0] * 6, [1] * 3 + [2] * 2 + [3] * 15])
 SCALED = {"gemma3_window_8": ({"final_logit_softcapping": 3.0}, Scoring(1.0, 3.0)), "llama": ({}, Scoring())}
@@ -25,10 +27,10 @@ def test_every_text_is_read_as_it_is_alone(kind):
     reader = TargetReader(target, [0, 1, layers])
     tokens = torch.randint(VOCAB, DOCUMENTS.shape, generator=torch.Generator().manual_seed(0))
     states, last = reader.read(tokens, DOCUMENTS)
-    for row, start, end in texts_of(DOCUMENTS):
-        wanted, logits = target_states(target, tokens[row : row + 1, start:end], [0, 1, layers])
-        assert_close("states", states[row, start:end], wanted[0], FORWARD)
-        assert_close("logits", reader.logits(last[row, start:end]), logits[0].float(), FORWARD)
+    for b, start, end in texts_of(DOCUMENTS):
+        wanted, logits = target_states(target, tokens[b : b + 1, start:end], [0, 1, layers])
+        assert_close("states", states[b, start:end], wanted[0], FORWARD)
+        assert_close("logits", reader.logits(last[b, start:end]), logits[0].float(), FORWARD)
     assert not states[1, 14:].any()
     assert not last[1, 14:].any()
 
@@ -77,11 +79,11 @@ def test_a_target_that_overflows_is_refused():
 
 
 def test_groups_hold_texts_of_like_length_within_bounds():
-    texts = [(0, 0, 100), (0, 100, 110), (1, 0, 60), (1, 60, 111), (2, 0, 9)]
+    texts = [Text(*text) for text in ((0, 0, 100), (0, 100, 110), (1, 0, 60), (1, 60, 111), (2, 0, 9))]
     groups = groups_of(texts, 200)
     assert sorted(text for group in groups for text in group) == sorted(texts)
     for group in groups:
-        lengths = [end - start for _, start, end in group]
+        lengths = [text.length for text in group]
         assert 2 * min(lengths) >= max(lengths)
         assert len(group) * max(lengths) <= 200
     assert len(groups) == 3

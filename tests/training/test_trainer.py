@@ -14,8 +14,9 @@ from transformers import TrainerCallback
 from eagle31_hf import Eagle31DrafterModel
 from eagle31_hf.generation.statistics import track_acceptance
 from eagle31_hf.storage.fingerprints import weights_fingerprint
+from eagle31_hf.training.ends import find_scoring
 from eagle31_hf.training.store import HiddenStateStore, Manifest, open_store, save_target_parts, write_shard
-from eagle31_hf.training.target import TargetReader, find_scoring
+from eagle31_hf.training.target import TargetReader
 
 SUMMED = 1e-5  # fp32: sums over the rows of a step in another order, over a few plain gradient steps
 FIGURE = 2e-5  # figures are logged to five digits

@@ -1,7 +1,7 @@
-"""The unroll computes, for all slots at once, what a drafter with a cache computes when it serves; and gradients flow
-as they would.
+"""The unroll computes, for all positions at once, what a drafter with a cache computes when it serves; and gradients
+flow as they would.
 
-B batch, T tokens, S slots (T - 1), n captured states, ht target width, V target vocabulary, Vd draft vocabulary.
+B batch, T tokens, S positions (T - 1), n captured states, ht target width, V target vocabulary, Vd draft vocabulary.
 """
 
 import pytest
@@ -10,7 +10,7 @@ from close import FORWARD, assert_close
 from factories import ATTENTIONS, NORMS, VARIANTS, build, chain, inputs
 
 from eagle31_hf.training import unroll as unrolled
-from eagle31_hf.training.unroll import positions_of
+from eagle31_hf.training.documents import positions_of
 
 DEPTH, LENGTH = 4, 11
 WINDOWS = {
@@ -29,20 +29,20 @@ def unroll(drafter, *args, **kwargs):
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS)
 @torch.no_grad()
-def test_every_slot_drafts_as_it_does_when_serving(fields, attention):
+def test_every_position_drafts_as_it_does_when_serving(fields, attention):
     drafter = build(attention, **fields)
     tokens, states = inputs(drafter, LENGTH)
     steps = list(unroll(drafter, tokens, states, DEPTH))
-    for slot in range(LENGTH - 1):
-        depth = min(DEPTH, LENGTH - 1 - slot)
-        for k, (logits, state) in enumerate(chain(drafter, tokens, states, slot, depth)):
-            assert_close(f"logits of slot {slot} at depth {k}", steps[k][0][:, slot], logits, FORWARD)
-            assert_close(f"state of slot {slot} at depth {k}", steps[k][1][:, slot], state, FORWARD)
+    for t in range(LENGTH - 1):
+        depth = min(DEPTH, LENGTH - 1 - t)
+        for k, (logits, state) in enumerate(chain(drafter, tokens, states, t, depth)):
+            assert_close(f"logits of position {t} at depth {k}", steps[k][0][:, t], logits, FORWARD)
+            assert_close(f"state of position {t} at depth {k}", steps[k][1][:, t], state, FORWARD)
 
 
 @pytest.mark.parametrize("depth", [1, 4, 10])
 @torch.no_grad()
-def test_a_slot_is_left_out_where_its_tokens_end(depth):
+def test_a_chain_is_left_out_where_its_tokens_end(depth):
     drafter = build()
     tokens, states = inputs(drafter, LENGTH)
     steps = list(unroll(drafter, tokens, states, depth))
@@ -52,7 +52,7 @@ def test_a_slot_is_left_out_where_its_tokens_end(depth):
 
 
 @pytest.mark.parametrize("depth", [0, LENGTH, LENGTH + 3])
-def test_a_depth_without_slots_is_refused(depth):
+def test_a_depth_without_chains_is_refused(depth):
     drafter = build()
     tokens, states = inputs(drafter, LENGTH)
     with pytest.raises(ValueError, match=f"depth is {depth}; expected 1 to 10"):
@@ -66,10 +66,10 @@ def test_a_chain_does_not_see_another(fields):
     tokens, states = inputs(drafter, LENGTH)
     expected = list(unroll(drafter, tokens, states, DEPTH))
     for k, (logits, state) in enumerate(unroll(drafter, tokens, states, DEPTH)):
-        others = [slot for slot in range(logits.shape[1]) if slot != changed]
-        assert_close(f"other slots at depth {k}", logits[:, others], expected[k][0][:, others])
-        assert ((logits - expected[k][0])[:, changed].abs().max() > 0.01) == (k > 0), f"slot {changed} at depth {k}"
-        state[:, changed] += 1.0  # what depth k + 1 is fed for this slot: the yielded state is a view of it
+        others = [t for t in range(logits.shape[1]) if t != changed]
+        assert_close(f"other chains at depth {k}", logits[:, others], expected[k][0][:, others])
+        assert ((logits - expected[k][0])[:, changed].abs().max() > 0.01) == (k > 0), f"chain {changed} at depth {k}"
+        state[:, changed] += 1.0  # what depth k + 1 is fed in this chain: the yielded state is a view of it
 
 
 @pytest.mark.parametrize("slot", [0, 3, 6])
@@ -165,9 +165,9 @@ def test_packed_texts_do_as_they_do_alone(fields):
     packed = list(unroll(drafter, tokens.reshape(1, -1), states.reshape(1, 2 * LENGTH, -1), DEPTH, documents))
     for k, (logits, state) in enumerate(unroll(drafter, tokens, states, DEPTH)):
         for text, start in enumerate((0, LENGTH)):
-            slots = slice(start, start + LENGTH - 1 - k)
-            assert_close(f"logits of text {text} at depth {k}", packed[k][0][0, slots], logits[text], FORWARD)
-            assert_close(f"states of text {text} at depth {k}", packed[k][1][0, slots], state[text], FORWARD)
+            positions = slice(start, start + LENGTH - 1 - k)
+            assert_close(f"logits of text {text} at depth {k}", packed[k][0][0, positions], logits[text], FORWARD)
+            assert_close(f"states of text {text} at depth {k}", packed[k][1][0, positions], state[text], FORWARD)
 
 
 def test_positions_begin_anew_with_each_text():

@@ -13,11 +13,11 @@ B, H, HKV, S, D, DEPTH = 2, 4, 2, 21, 8, 4
 
 
 def dense_mask(depth, window):
-    """Which of the (depth + 1) S keys, depth by depth, the S slots see at this depth: (S, (depth + 1) S)."""
-    slots, own = torch.arange(S), torch.eye(S, dtype=torch.bool)
-    first = slots[None, :] <= slots[:, None]
+    """Which of the (depth + 1) S keys, depth by depth, the S positions see at this depth: (S, (depth + 1) S)."""
+    positions, own = torch.arange(S), torch.eye(S, dtype=torch.bool)
+    first = positions[None, :] <= positions[:, None]
     if window is not None:
-        first &= slots[None, :] + window > slots[:, None] + depth
+        first &= positions[None, :] + window > positions[:, None] + depth
     later = [own if window is None or depth - d < window else torch.zeros_like(own) for d in range(1, depth + 1)]
     return torch.cat([first, *later], dim=1)
 
@@ -94,7 +94,7 @@ def test_layers_keep_their_own_keys():
     assert_close("layer 1", attend(Layer(1), *all_depths[1]), alone[1][0], 0.0)
 
 
-def test_later_keys_of_other_slots_are_not_seen():
+def test_later_keys_of_other_chains_are_not_seen():
     """What a chain drafts never shows up in another."""
     first, second = depths()[:2]
     _, before = attended(UnrollAttention(), Layer(), (first, second))
