@@ -38,8 +38,6 @@ NOT_YET: dict[str, set[str]] = {
         "generation/decoding.py: speculative_decoding",
         "generation/masks.py: additive_mask",
         "generation/verify.py: Judge._walk",
-        "training/attention.py: _backward",
-        "training/chunked.py: chunked_loss",
         "training/prepare.py: prepare_data",
     },
     "class lines": {
@@ -71,9 +69,7 @@ NOT_YET: dict[str, set[str]] = {
         "storage/tensor_file.py",
         "targets/shrink.py",
         "training/arguments.py",
-        "training/attention.py",
         "training/chats.py",
-        "training/fresh.py",
         "training/prepare.py",
         "training/saving.py",
         "training/store.py",

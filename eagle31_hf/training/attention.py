@@ -112,7 +112,7 @@ class JoinedAttention(torch.autograd.Function):
     def forward(
         ctx, q: Tensor, mask: Tensor | None, scale: float, spans: list[Span], k: Tensor, v: Tensor, *later: Tensor
     ):
-        """`later`: a key and a value (B, H, S, ...) of every depth after the first -> output (B, H, S, V), log-sum-exp."""
+        """Returns the output (B, H, S, V) and the log-sum-exp; `later`: a key and a value of every depth but the first."""
         out, lse = _forward(FirstKeys(q, k, v, mask, scale, spans))
         if later:
             # (B, H, S, j)
@@ -144,7 +144,7 @@ class JoinedAttention(torch.autograd.Function):
 
 
 def has_kernel(q: Tensor, v: Tensor) -> bool:
-    """Returns True where torch's flash attention can be used: on a CPU it returns the log-sum-exp and takes one back."""
+    """Returns True where torch's flash attention returns its log-sum-exp and takes another one back: on a CPU."""
     return q.device.type == "cpu" and q.shape[-1] == v.shape[-1]
 
 

@@ -1,4 +1,4 @@
-"""A new drafter in its target's shape, and the draft vocabulary to give it. V target vocabulary, Vd draft vocabulary."""
+"""A new drafter in its target's shape, and its draft vocabulary. V and Vd are the sizes of the vocabularies."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -85,7 +85,7 @@ class DraftDistribution:
 
 
 def overlap(target: TargetDistribution, draft: DraftDistribution) -> Tensor:
-    """Returns the probability (N,) that rejection sampling keeps a token drawn from q: sum_v min(p_v, q_v), at most S."""
+    """Returns sum_v min(p_v, q_v) (N,), the probability that rejection sampling keeps a token drawn from q."""
     return torch.minimum(target.p, draft.q).sum(-1)
 
 
@@ -103,7 +103,7 @@ def reverse_kl(target: TargetDistribution, draft: DraftDistribution) -> Distance
 
 
 def jensen_shannon(target: TargetDistribution, draft: DraftDistribution) -> Distance:
-    """Jensen-Shannon divergence of p, all of it, and q: the mean of their KL divergences from their mean, 0 to log 2."""
+    """Jensen-Shannon divergence: the mean of the KL divergences of p, all of it, and of q from their mean."""
     log_mean = ((target.p + draft.q) / 2).clamp(min=LEAST).log()
     ratio = draft.log_q.clamp(min=-1e4) - log_mean
     of_p = dot(target.p, target.p.clamp(min=LEAST).log() - log_mean) + (1 - target.coverage).clamp(min=0) * LOG_2

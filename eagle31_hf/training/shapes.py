@@ -17,7 +17,7 @@ SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def drafter_fields(config: Any) -> dict[str, Any]:
-    """Returns the fields of an `Eagle31Config` that follow from a target's text config: sizes, rope, captured layers."""
+    """Returns the fields of an `Eagle31Config` that follow from a target's text config: sizes, rope, layer ids."""
     values = {name: of_first_layer(config, name) for name in SAME}
     values |= {name: getattr(config, name, None) for name in SPECIAL_IDS}
     values = {name: value for name, value in values.items() if value is not None}

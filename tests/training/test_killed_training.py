@@ -1,4 +1,4 @@
-"""Training that is killed, wherever it is, goes on from the newest checkpoint that is whole as if nothing had happened."""
+"""Training that is killed, wherever it is, goes on from the newest whole checkpoint as if nothing had happened."""
 
 import fcntl
 import multiprocessing

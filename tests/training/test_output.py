@@ -1,4 +1,4 @@
-"""The folder of a run: nobody's files are written over unasked, and an earlier result stays until there is a new one."""
+"""The folder of a run: no file is written over unasked, and an earlier result stays until there is a new one."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A drafter for every family of targets is trained a step and evaluated, or refused in one sentence before it begins."""
+"""A drafter for every family of targets is trained a step and evaluated, or refused in one sentence before that."""
 
 import sys
 from pathlib import Path
