@@ -112,7 +112,7 @@ class JoinedAttention(torch.autograd.Function):
     def forward(
         ctx, q: Tensor, mask: Tensor | None, scale: float, spans: list[Span], k: Tensor, v: Tensor, *later: Tensor
     ):
-        """Returns the output (B, H, S, V) and the log-sum-exp; `later`: a key and a value of every depth but the first."""
+        """Returns output (B, H, S, V) and log-sum-exp; `later`: a key and a value of every depth but the first."""
         out, lse = _forward(FirstKeys(q, k, v, mask, scale, spans))
         if later:
             # (B, H, S, j)
