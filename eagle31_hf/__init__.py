@@ -11,11 +11,11 @@ from . import starting  # noqa: F401 -- first: the imports below take seconds, a
 
 from transformers import AutoConfig, AutoModel
 
+from .acceptance import AcceptanceStats, track_acceptance
 from .checkpoints import convert_checkpoint, export_checkpoint
 from .configuration import Eagle31Config
-from .generation.chain import Eagle31CandidateGenerator
+from .generation.candidate_generator import Eagle31CandidateGenerator
 from .generation.hook import install, uninstall
-from .generation.statistics import AcceptanceStats, track_acceptance
 from .modeling import Eagle31DrafterModel, Eagle31DrafterOutput
 from .upgrade import UpgradeReport, upgrade_to_eagle31
 from .version import __version__

@@ -358,7 +358,7 @@ class Eagle31DrafterModel(Eagle31PreTrainedModel):
         such a callable: bind the streamer, `custom_generate=functools.partial(drafter.decode, streamer=streamer)`; stop
         strings need `assistant_model=drafter`.
         """
-        from .generation.decoding import decode_with  # the model does not depend on generation, this entry point does
+        from .generation.request import decode_with  # the model does not depend on generation, this entry point does
 
         knobs = {
             "num_assistant_tokens": num_assistant_tokens,
@@ -370,10 +370,10 @@ class Eagle31DrafterModel(Eagle31PreTrainedModel):
             model,
             self,
             input_ids,
-            logits_processor,
-            stopping_criteria,
             generation_config,
-            knobs,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            knobs=knobs,
             synced_gpus=synced_gpus,
             streamer=streamer,
             **model_kwargs,

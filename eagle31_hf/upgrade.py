@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .acceptance import AcceptanceStats, track_acceptance
 from .configuration import Eagle31Config
 from .diagnostics.acceptance import AcceptanceStats, measure_acceptance
 from .features import decoder_layers, target_states

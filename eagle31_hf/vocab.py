@@ -80,7 +80,6 @@ def scatter_logits(logits: Tensor, ids: Tensor | None, vocab_size: int) -> Tenso
     logits = logits.float()
     if ids is None:
         ids = torch.arange(logits.shape[-1], device=logits.device)
-    kept = ids < vocab_size
-    full = logits.new_full((*logits.shape[:-1], vocab_size), float("-inf"))
-    full[..., ids[kept]] = logits[..., kept]
-    return full
+    # One column more takes the ids outside: which they are is known to the device alone.
+    full = logits.new_full((*logits.shape[:-1], vocab_size + 1), float("-inf"))
+    return full.index_copy_(-1, ids.clamp(max=vocab_size), logits)[..., :vocab_size]

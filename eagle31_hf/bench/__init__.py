@@ -13,9 +13,9 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..acceptance import AcceptanceStats, track_acceptance
 from ..checkpoints.knobs import AUTO
-from ..generation.statistics import AcceptanceStats, track_acceptance
-from ..generation.tuning import MAX_DEPTH
+from ..generation.planning.calibration import MAX_DEPTH
 from ..modeling import Eagle31DrafterModel
 from ..version import __version__
 

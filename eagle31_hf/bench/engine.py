@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
+from ..acceptance import track_acceptance
 from ..configuration import Eagle31Config
 from ..generation import cache
-from ..generation.statistics import track_acceptance
 from ..modeling import Eagle31DrafterModel
 from . import environment, synchronize
-from .synthetic import MARK, synthetic_acceptance
+from .synthetic import MARK, synthetic_decoding
 
 # Targets by name: fields of a Qwen3Config.
 SHAPES: dict[str, dict[str, Any]] = {
@@ -208,20 +208,15 @@ def _measure(
         synchronize()
         return time.perf_counter() - began
 
-    ours = {"assistant_model": drafter, **setting.knobs}
-    with synthetic_acceptance(setting.survival):
-        decode(**ours)  # warm up
-    walls = []
-    alone = []
-    efficiencies = []
+    def ours(seed: int = 0) -> dict[str, Any]:
+        return {"custom_generate": synthetic_decoding(drafter, setting.knobs, setting.survival, seed)}
+
+    decode(**ours())  # warm up
+    walls, alone, efficiencies = [], [], []
     for seed in range(rounds):
         alone.append(decode())
-        with (
-            synthetic_acceptance(setting.survival, seed),
-            track_acceptance() as stats,
-            Recording(target, drafter) as recording,
-        ):
-            walls.append(decode(**ours))
+        with track_acceptance() as stats, Recording(target, drafter) as recording:
+            walls.append(decode(**ours(seed)))
         bare = recording.replay(len(prompt), prompt.shape[1] + max_new_tokens + 64)
         efficiencies.append(bare / (walls[-1] - stats.seconds["prefill"]))
     num_tokens = setting.rows * max_new_tokens

@@ -43,7 +43,7 @@ def generate(args: argparse.Namespace) -> int:
     import torch
     from transformers import TextStreamer
 
-    from ..generation.statistics import track_acceptance
+    from ..acceptance import track_acceptance
     from ..modeling import Eagle31DrafterModel
 
     progress(f"loading {args.target} and {args.drafter}")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..generation.statistics import AcceptanceStats, track_acceptance
+from ..acceptance import AcceptanceStats, track_acceptance
 from ..modeling import Eagle31DrafterModel
 
 

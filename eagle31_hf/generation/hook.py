@@ -14,8 +14,9 @@ from transformers import AutoConfig, GenerationMixin
 from ..checkpoints.knobs import KNOBS
 from ..configuration import hub_options
 from ..wrappers import drafter_in
-from .checks import check_request, resolve_knobs
-from .decoding import speculative_decoding
+from .planning.settings import resolve_settings
+from .refusals import check_request
+from .request import Request, speculative_decoding
 
 
 def _extract_generation_mode_kwargs(
@@ -40,7 +41,7 @@ def _validate_generation_mode(
     if drafter is None:
         return original(self, generation_mode, generation_config, generation_mode_kwargs)
     check_request(self, drafter, generation_config, generation_mode)
-    resolve_knobs(drafter, generation_config, generation_mode_kwargs["knobs"])
+    resolve_settings(drafter, generation_config, generation_mode_kwargs["knobs"])
     return None
 
 
@@ -52,7 +53,7 @@ def _assisted_decoding(original: Callable, self, *args, inputs_tensor=None, assi
     # stop strings were prepared with it; the drafter speaks the target's ids
     for name in ("tokenizer", "assistant_tokenizer"):
         kwargs.pop(name, None)
-    return speculative_decoding(self, drafter, *args, **kwargs)
+    return speculative_decoding(Request.of(self, drafter, *args, **kwargs))
 
 
 def from_pretrained(original: Callable, cls, *args, **kwargs):

@@ -10,7 +10,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .cache import static_spans, windows
-from .verify import Verdict
+from .rejection_sampler import Accepted
 
 
 class OutputCollector:
@@ -31,12 +31,12 @@ class OutputCollector:
         )
         self.attentions: tuple[Any, ...] | None = () if self.wanted and generation_config.output_attentions else None
 
-    def add(self, outputs: CausalLMOutputWithPast, logits: Tensor, verdict: Verdict, is_prefill: bool) -> None:
-        """One forward of whose R tokens a row those of `verdict` were committed, as many in every row; `logits` (B, R,
+    def add(self, outputs: CausalLMOutputWithPast, logits: Tensor, accepted: Accepted, is_prefill: bool) -> None:
+        """One forward of whose R tokens a row those of `accepted` were committed, as many in every row; `logits` (B, R,
         V)."""
-        num_tokens, path = len(verdict.tokens[0]), verdict.paths[0]
+        num_tokens, path = len(accepted.tokens[0]), accepted.paths[0]
         if self.scores is not None:
-            self.scores += tuple(torch.cat(step) for step in zip(*verdict.scores, strict=True))
+            self.scores += tuple(torch.cat(step) for step in zip(*accepted.scores, strict=True))
         if self.logits is not None:
             self.logits += tuple(logits[:, row] for row in path)
         if self.hidden_states is not None:

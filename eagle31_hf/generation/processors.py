@@ -1,4 +1,4 @@
-"""What kinds of logits processors there are: which may be shown a row at a time, and which may also shape a draft."""
+"""The kinds of logits processors: those that may be shown one sequence at a time, and those that may shape a draft."""
 
 import copy
 from math import prod
@@ -28,8 +28,8 @@ DRAFT_PROCESSORS = POINTWISE + _named(
     "MinLength",
     "MinNewTokensLength",
 )
-# Functions of one row's text and scores: rows may be shown to them one by one, at different lengths.
-ROWWISE = (
+# Functions of one sequence's text and scores: sequences may be shown to them one by one, at different lengths.
+PER_SEQUENCE = (
     *DRAFT_PROCESSORS,
     *_named("LogitsProcessor", "ForcedBOSToken", "ForcedEOSToken", "InfNanRemove", "SuppressTokensAtBegin"),
     logits_process.ExponentialDecayLengthPenalty,
@@ -52,22 +52,26 @@ def temperature(processors: LogitsProcessorList) -> float:
     return prod(processor.temperature for processor in processors if isinstance(processor, TemperatureLogitsWarper))
 
 
-def by_row(processors: LogitsProcessorList, num_rows: int) -> list[LogitsProcessorList]:
-    """Row-wise processors for each row of a batch, where they keep something for every one of them."""
-    return [LogitsProcessorList(_of_row(processor, b, num_rows) for processor in processors) for b in range(num_rows)]
+def by_sequence(processors: LogitsProcessorList, num_sequences: int) -> list[LogitsProcessorList]:
+    """Processors of PER_SEQUENCE for each sequence of a batch, where they keep something for every one of them."""
+    return [
+        LogitsProcessorList(_of_sequence(processor, b, num_sequences) for processor in processors)
+        for b in range(num_sequences)
+    ]
 
 
-def _of_row(processor: Any, b: int, num_rows: int) -> Any:
-    # the repetition penalty's: how much of each row is padding
+def _of_sequence(processor: Any, b: int, num_sequences: int) -> Any:
+    # the repetition penalty's: how much of each sequence is padding
     ignored = getattr(processor, "prompt_ignore_length", None)
-    if num_rows > 1 and isinstance(ignored, Tensor):
+    if num_sequences > 1 and isinstance(ignored, Tensor):
         processor = copy.copy(processor)
         processor.prompt_ignore_length = ignored[b : b + 1]
     return processor
 
 
 def apply(processors: list[LogitsProcessorList], contexts: list[Tensor], logits: Tensor) -> Tensor:
-    """Scores for logits (R, V), whose texts are `contexts[r]` (1, L_r): as many, one after the other, of each row's."""
+    """Scores for logits (R, V), whose texts are `contexts[r]` (1, L_r): as many of each sequence, one sequence after the
+    other."""
     if not processors[0]:
         return logits
     if are(processors[0], POINTWISE):

@@ -1,157 +1,242 @@
-"""Draft trees as tensors: no model. B rows with a tree each, N nodes; node 0, the root, is the token committed last; a
-parent comes before its children."""
+"""Drafted tokens as tensors: no model. B sequences, K drafted tokens of each, N = K + 1 nodes of its tree; node 0, the
+root, is the token committed last; a parent comes before its children. A chain is a tree of width one."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .transfer import to_host
+
 
 @dataclass(frozen=True)
-class DraftTree:
-    """`ids` (B, N) target ids, `parents` (B, N) nodes, -1 for the root, `depths` (B, N), `ancestors` (B, N, N): is j on
-    the path to i, i itself included, `log_probs` (B, N): the drafter's, given the parent."""
+class DraftTokens:
+    """The tokens drafted in one round; a chain where `parents` is None: every node hangs on the one before it.
+
+    `ids` (B, K): target ids; `depth`: levels, at most. Of trees: `parents` (B, K), nodes; `depths` (B, N), the root's
+    being 0; `ancestors` (B, N, N): whether node j is on the path to node i, i itself included. `log_probs` (B, K): the
+    drafter's, given the parent, where they were scored. `logits` (B, K, V): those that the tokens of a chain were
+    drawn from, where rejection sampling needs them. `guess`: of sequences for which nothing is drafted, the likeliest
+    next token (B, 1) and its log-probability (B, 1). `is_plain`: nothing is drafted, and no earlier draft is left in
+    the cache, so the target's logits are those of plain decoding.
+    """
 
     ids: Tensor
-    parents: Tensor
-    depths: Tensor
-    ancestors: Tensor
-    log_probs: Tensor
+    depth: int
+    parents: Tensor | None = None
+    depths: Tensor | None = None
+    ancestors: Tensor | None = None
+    log_probs: Tensor | None = None
+    logits: Tensor | None = None
+    guess: tuple[Tensor, Tensor] | None = None
+    is_plain: bool = False
 
     @classmethod
-    def from_parents(cls, ids: Tensor, parents: Tensor, max_depth: int, log_probs: Tensor | None = None) -> "DraftTree":
-        """The trees of node ids (B, N) and parents (B, N), each before its children, none deeper than `max_depth`."""
-        rows, count = ids.shape
-        paths = torch.eye(count, device=ids.device).repeat(rows, 1, 1)
-        paths.scatter_(2, parents.clamp(min=0)[:, :, None], 1.0)  # who is at most one step up
-        for _ in range((max_depth - 1).bit_length()):
-            paths = (paths @ paths).clamp(max=1.0)  # at most twice as many steps up
+    def none(cls, like: Tensor, is_plain: bool = False) -> "DraftTokens":
+        """No drafts after ids `like` (B, L)."""
+        return cls(like[:, :0], 0, is_plain=is_plain)
+
+    @classmethod
+    def tree(cls, ids: Tensor, parents: Tensor, depth: int, log_probs: Tensor | None = None) -> "DraftTokens":
+        """The trees of drafts (B, K) and their parents (B, K), each before its children, none deeper than `depth`."""
+        num_sequences, count = ids.shape
+        paths = torch.eye(count + 1, device=ids.device).repeat(num_sequences, 1, 1)
+        paths[:, 1:].scatter_(2, parents[:, :, None], 1.0)  # who is at most one step up
+        for _ in range((depth - 1).bit_length()):
+            paths = (paths @ paths).clamp_(max=1.0)  # at most twice as many steps up
         ancestors = paths > 0
-        return cls(
-            ids,
-            parents,
-            ancestors.sum(2) - 1,
-            ancestors,
-            torch.zeros_like(paths[..., 0]) if log_probs is None else log_probs,
-        )
-
-    def to(self, device: torch.device) -> "DraftTree":
-        return DraftTree(*(getattr(self, field.name).to(device) for field in fields(self)))
-
-    def children(self) -> list[list[dict[int, int]]]:
-        """For every row and node, the children: token id -> node."""
-        rows = []
-        for ids, parents in zip(self.ids.tolist(), self.parents.tolist(), strict=True):
-            found: list[dict[int, int]] = [{} for _ in ids]
-            for node, (parent, token) in enumerate(zip(parents, ids, strict=True)):
-                if parent >= 0:
-                    found[parent][token] = node
-            rows.append(found)
-        return rows
+        return cls(ids, depth, parents, ancestors.sum(2) - 1, ancestors, log_probs)
 
     @property
-    def depth(self) -> int:
-        return int(self.depths.max())
+    def num_nodes(self) -> int:
+        """Tokens of each sequence in the forward that verifies them: the one committed last and every draft."""
+        return 1 + self.ids.shape[1]
 
     @property
     def is_chain(self) -> bool:
-        """Whether every node hangs on the one before it."""
-        return bool((self.depths[:, -1] == self.depths.shape[1] - 1).all())
+        return self.parents is None
+
+    def to(self, device: torch.device) -> "DraftTokens":
+        if self.ids.device == device:
+            return self
+        moved = {f.name: getattr(self, f.name) for f in fields(self) if isinstance(getattr(self, f.name), Tensor)}
+        guess = None if self.guess is None else (self.guess[0].to(device), self.guess[1].to(device))
+        return replace(self, guess=guess, **{name: tensor.to(device) for name, tensor in moved.items()})
+
+    def on_host(self, *others: Tensor) -> tuple["HostDrafts", list[Any]]:
+        """The drafts, and further tensors, as lists; read from the device by one copy."""
+        wanted = {"ids": self.ids, "parents": self.parents, "log_probs": self.log_probs}
+        if self.guess is not None:
+            wanted |= {"guess": self.guess[0], "guess_log_probs": self.guess[1]}
+        wanted = {name: tensor for name, tensor in wanted.items() if tensor is not None and tensor.numel()}
+        if not wanted and not others:
+            return HostDrafts([[]] * len(self.ids)), []
+        lists = to_host(*wanted.values(), *others)
+        found = dict(zip(wanted, lists, strict=False))
+        found.setdefault("ids", [[]] * len(self.ids))
+        return HostDrafts(**found), lists[len(wanted) :]
 
 
-class Candidates:
-    """What an expansion has scored so far, for B rows alike: candidate 0 is the root; every level adds children of the
-    frontier.
+@dataclass
+class HostDrafts:
+    """The drafts of one round as lists, by sequence: see `DraftTokens`."""
+
+    ids: list[list[int]]
+    parents: list[list[int]] | None = None
+    log_probs: list[list[float]] | None = None
+    guess: list[list[int]] | None = None
+    guess_log_probs: list[list[float]] | None = None
+
+    def children(self, b: int) -> list[dict[int, int]]:
+        """For every node of sequence b, the root first, its children: token id -> node."""
+        found: list[dict[int, int]] = [{} for _ in range(len(self.ids[b]) + 1)]
+        parents = range(len(self.ids[b])) if self.parents is None else self.parents[b]
+        for node, (token, parent) in enumerate(zip(self.ids[b], parents, strict=True), start=1):
+            found[parent][token] = node
+        return found
+
+    @property
+    def depth(self) -> int:
+        """Levels of the deepest tree."""
+        if self.parents is None:
+            return len(self.ids[0])
+        return max(max(depths_of(parents)) for parents in self.parents)
+
+
+def depths_of(parents: list[int]) -> list[int]:
+    """The depth of every node of a tree, the root's being 0, from the parents of its other nodes."""
+    depths = [0]
+    for parent in parents:
+        depths.append(depths[parent] + 1)
+    return depths
+
+
+class Expansion:
+    """The candidates that an expansion has scored so far, for B sequences alike: candidate 0 is the root; every level
+    adds children of the frontier.
 
     Source: EAGLE-2 (arXiv 2406.16858), section 4: expand the best of each level, rerank all of them at the end.
     """
 
     def __init__(self, root: Tensor):
         """The roots' token ids (B, 1)."""
-        self.rows = len(root)
         zero = torch.zeros(root.shape, device=root.device)
-        self.ids = [root]
-        self.parents = [torch.full_like(root, -1)]
-        self.scores = [zero]
-        self.log_probs = [zero]
-        self.count, self.levels = 1, 0
-        # Of the frontier (B, F): candidate indices, token ids, scores.
-        self.frontier = torch.zeros_like(root)
+        self.ids, self.parents = list[Tensor](), list[Tensor]()  # by level, (B, C)
+        self.scores, self.log_probs = list[Tensor](), list[Tensor]()
+        self.is_chain = True
+        self.count = 1
+        # Of the frontier (B, F): candidate indices (None: the last candidate), token ids, scores.
+        self.frontier: Tensor | None = None
         self.frontier_ids = root
         self.frontier_scores = zero
 
-    def extend(self, log_probs: Tensor, ids: Tensor, width: int, scores: Tensor | None = None) -> Tensor:
+    @property
+    def levels(self) -> int:
+        return len(self.ids)
+
+    def extend(
+        self, ids: Tensor, log_probs: Tensor | None = None, width: int = 1, scores: Tensor | None = None
+    ) -> Tensor | None:
         """Adds the children (B, F, k) of the F frontier nodes; the `width` best of them are the new frontier.
 
         `scores` (B, F, k): what a child adds to its parent's score, by default its log-probability. Returns for each
-        frontier node which row of the old one is its parent (B, F').
+        frontier node which node of the old frontier is its parent (B, F'); None where it is the only one.
         """
         own = log_probs if scores is None else scores
-        totals, flat = (own + self.frontier_scores[..., None]).flatten(1), ids.flatten(1)
+        flat = ids.flatten(1)
+        totals = flat if own is None else (own + self.frontier_scores[..., None]).flatten(1)
         self.ids.append(flat)
+        if log_probs is not None:
+            self.scores.append(totals)
+            self.log_probs.append(log_probs.flatten(1))
+        first, self.count = self.count, self.count + flat.shape[1]
+        if self.is_chain and flat.shape[1] == 1:
+            self.frontier_ids, self.frontier_scores = flat, totals
+            return None
+        if self.is_chain:  # no longer: the chain so far is written out
+            self.is_chain = False
+            self.parents = [torch.full_like(one, node) for node, one in enumerate(self.ids[:-1])]
+            self.frontier = torch.full_like(flat[:, :1], first - 1)
+        assert self.frontier is not None
         self.parents.append(self.frontier[..., None].expand(ids.shape).flatten(1))
-        self.scores.append(totals)
-        self.log_probs.append(log_probs.flatten(1))
         self.frontier_scores, best = totals.topk(min(width, totals.shape[1]), dim=1)
-        self.frontier, self.frontier_ids = best + self.count, flat.gather(1, best)
-        self.count, self.levels = self.count + totals.shape[1], self.levels + 1
+        self.frontier = best + first
+        self.frontier_ids = flat.gather(1, best)
         return best // ids.shape[2]
 
     def narrow(self, width: int) -> Tensor:
-        """Keeps but the best `width` of the frontier. Returns their ids (B, F')."""
-        self.frontier, self.frontier_ids, self.frontier_scores = (
-            part[:, :width] for part in (self.frontier, self.frontier_ids, self.frontier_scores)
-        )
+        """Keeps the best `width` nodes of the frontier. Returns their ids (B, F')."""
+        if width < self.frontier_ids.shape[1]:
+            assert self.frontier is not None
+            self.frontier = self.frontier[:, :width]
+            self.frontier_ids = self.frontier_ids[:, :width]
+            self.frontier_scores = self.frontier_scores[:, :width]
         return self.frontier_ids
 
-    def best(self, count: int) -> DraftTree:
-        """The root and the `count` best candidates. A stable sort: a child never scores above its parent, and in a tie
-        comes after."""
-        ids, parents, scores, log_probs = (
-            torch.cat(parts, dim=1) for parts in (self.ids, self.parents, self.scores, self.log_probs)
-        )
-        kept = 1 + scores[:, 1:].sort(dim=1, descending=True, stable=True).indices[:, :count]
-        kept = torch.cat((kept.new_zeros(self.rows, 1), kept.sort(dim=1).values), dim=1)
-        place = torch.full_like(ids, -1).scatter_(
-            1, kept, torch.arange(kept.shape[1], device=ids.device).expand_as(kept)
-        )
-        old = parents.gather(1, kept)
-        parents = torch.where(old < 0, old, place.gather(1, old.clamp(min=0)))
-        return DraftTree.from_parents(ids.gather(1, kept), parents, self.levels, log_probs.gather(1, kept))
+    def best(self, count: int, depth: int | None = None, is_chain: bool = False) -> DraftTokens:
+        """The `count` best candidates, as a tree or chain. A stable sort: a child never scores above its parent, and in
+        a tie comes after it. `depth`: how many levels they lie in, where it is known; `is_chain`: in each level one."""
+        if count == 0:
+            return DraftTokens(self.ids[0][:, :0], 0, log_probs=self.log_probs[0][:, :0] if self.log_probs else None)
+        if self.is_chain:
+            ids = torch.cat(self.ids[:count], dim=1)
+            log_probs = torch.cat(self.log_probs[:count], dim=1) if self.log_probs else None
+            return DraftTokens(ids, ids.shape[1], log_probs=log_probs)
+        scores = torch.cat(self.scores, dim=1)
+        kept = scores.sort(dim=1, descending=True, stable=True).indices[:, :count].sort(dim=1).values
+        ids = torch.cat(self.ids, dim=1).gather(1, kept)
+        log_probs = torch.cat(self.log_probs, dim=1).gather(1, kept)
+        num_kept = kept.shape[1]
+        if is_chain:
+            return DraftTokens(ids, num_kept, log_probs=log_probs)
+        parents = self._parents_among(kept)
+        return DraftTokens.tree(ids, parents, min(depth or self.levels, num_kept), log_probs)
+
+    def _parents_among(self, kept: Tensor) -> Tensor:
+        """The parents (B, K) of the candidates that are kept (B, K, counted from the first child of the root), as nodes
+        of their tree."""
+        parents = torch.cat(self.parents, dim=1)
+        node = torch.zeros_like(parents)  # of each candidate that is kept, from 1 on
+        node.scatter_(1, kept, torch.arange(1, kept.shape[1] + 1, device=kept.device).expand_as(kept))
+        parents = parents.gather(1, kept)  # candidates, the root being 0
+        return torch.where(parents == 0, 0, node.gather(1, (parents - 1).clamp_(min=0)))
 
 
-class Paths:
-    """Which of the nodes a drafter has run each node of the last level descends from, the node itself included; in the
-    order they ran."""
+class VisibleNodes:
+    """Which of the nodes a drafter has run each node of the last level sees: its ancestors and itself, in the order
+    they ran."""
 
-    def __init__(self, num_rows: int, device: torch.device):
-        self.num_rows, self.device = num_rows, device
-        self.depths: list[int] = []  # by node
-        self._seen: Tensor | None = None  # of a chain, every node sees all
+    def __init__(self, num_sequences: int, device: torch.device):
+        self.num_sequences, self.device = num_sequences, device
+        self.widths = list[int]()  # by level
+        self._visible: Tensor | None = None  # None: a chain so far, where every node sees all
 
     @property
     def count(self) -> int:
-        return len(self.depths)
+        return sum(self.widths)
 
-    def extend(self, from_row: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Runs a level whose nodes hang on those (B, F) of the last one. Returns which nodes each of them sees (B, F,
-        count), and the depths (B, count) of these; None, None for a chain."""
-        width = from_row.shape[1]
-        level = 1 + max(self.depths, default=-1)
+    def extend(self, from_node: Tensor | None, width: int) -> Tensor | None:
+        """Runs a level of `width` nodes that hang on nodes `from_node` (B, F) of the last one (None: on its only one).
+        Returns which nodes each of them sees (B, F, count); None for a chain."""
         before = self.count
-        self.depths += [level] * width
-        if self._seen is None and width == 1:
-            return None, None
-        seen = (
-            torch.ones(self.num_rows, 1, before, dtype=torch.bool, device=self.device)
-            if self._seen is None
-            else self._seen
-        )
-        itself = torch.eye(width, dtype=torch.bool, device=self.device).expand(self.num_rows, -1, -1)
-        self._seen = torch.cat((pick(seen, from_row), itself), dim=2)
-        return self._seen, torch.tensor(self.depths, device=self.device).expand(self.num_rows, -1)
+        self.widths.append(width)
+        if self._visible is None and width == 1:
+            return None
+        if self._visible is None:
+            above = torch.ones(self.num_sequences, width, before, dtype=torch.bool, device=self.device)
+        else:
+            above = pick(self._visible, from_node)
+        itself = torch.eye(width, dtype=torch.bool, device=self.device).expand(self.num_sequences, -1, -1)
+        self._visible = torch.cat((above, itself), dim=2)
+        return self._visible
+
+    def depths(self) -> Tensor:
+        """The level (1, count) of every node that has run, the first being 0."""
+        levels = [torch.full((1, width), level, device=self.device) for level, width in enumerate(self.widths)]
+        return torch.cat(levels, dim=1)
 
 
-def pick(x: Tensor, rows: Tensor) -> Tensor:
-    """Of x (B, F, n) the rows (B, F') of dimension 1."""
-    return x if x.shape[1] == rows.shape[1] == 1 else x.gather(1, rows[..., None].expand(-1, -1, x.shape[2]))
+def pick(x: Tensor, nodes: Tensor | None) -> Tensor:
+    """Entries `nodes` (B, F') of dimension 1 of x (B, F, n); None: x itself."""
+    return x if nodes is None else x.gather(1, nodes[..., None].expand(-1, -1, x.shape[2]))

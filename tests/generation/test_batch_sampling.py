@@ -10,6 +10,8 @@ from batches import FOREIGN, Idle, alone, keeps_step, known_rows, left_padded, m
 from chi_square import critical_value, statistic
 from close import assert_close
 from conftest import VOCAB
+from eagle31_hf.generation.randomness import Draws
+from eagle31_hf.generation.verify import Judge
 from sequences import V, likelihoods, numbers, small_drafter, small_target
 from transformers import (
     LogitsProcessor,
@@ -20,9 +22,6 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
-
-from eagle31_hf.generation.randomness import Draws
-from eagle31_hf.generation.verify import Judge
 
 LENGTH, SEED = 20, 5
 SAMPLED = {"max_new_tokens": LENGTH, "do_sample": True, "top_k": 0}

@@ -6,13 +6,13 @@ import pytest
 import torch
 from close import FORWARD, assert_close
 from conftest import TARGETS, VOCAB
+from eagle31_hf.generation.drafting import DraftSession, Reading
 from observers import num_hooks, speculate
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper
 
 from eagle31_hf import Eagle31CandidateGenerator
 from eagle31_hf.features import target_states
 from eagle31_hf.generation import decoding
-from eagle31_hf.generation.drafting import DraftSession, Reading
 
 LENGTH = 20
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from close import assert_close
 from conftest import NO_SPECIAL_TOKENS, build_drafter
+from eagle31_hf.generation.checks import Knobs, resolve_knobs
 from observers import Puts, num_hooks
 from transformers import (
     DynamicCache,
@@ -19,7 +20,6 @@ from transformers import (
 )
 
 from eagle31_hf import Eagle31Config, Eagle31DrafterModel
-from eagle31_hf.generation.checks import Knobs, resolve_knobs
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
 

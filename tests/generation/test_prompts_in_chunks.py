@@ -7,6 +7,7 @@ import pytest
 import torch
 from close import TARGET_FORWARD, assert_close
 from conftest import REREADS_IN_CHUNKS, WIDTH, build_drafter, build_target, greedy_text
+from eagle31_hf.generation.drafting import DraftSession, Reading
 from observers import num_hooks, speculate
 from test_slots import DRAFTINGS, steady_clock
 from torch import Tensor
@@ -18,7 +19,6 @@ from transformers import LogitsProcessorList
 from eagle31_hf import Eagle31DrafterModel
 from eagle31_hf.features import CapturedStates, target_states
 from eagle31_hf.generation import chain, drafting
-from eagle31_hf.generation.drafting import DraftSession, Reading
 
 CHUNKS = (1, 3, 13, 50)
 LONG = 400

@@ -8,13 +8,12 @@ import pytest
 import torch
 from close import TARGET_FORWARD, assert_close
 from conftest import TARGETS, build_target, greedy_text
+from eagle31_hf.generation.drafting import DraftSession
 from observers import num_hooks, speculate
 from test_slots import DRAFTINGS, steady_clock
 from torch import Tensor
 from transformers import StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-from eagle31_hf.generation.drafting import DraftSession
 
 LENGTH = 24
 PROMPTS = {1: [[1, 2, 3, 5, 8]], 4: [[1, 2, 3, 5, 8], [4, 4, 4, 4, 4], [9, 0, 7, 7, 1], [3, 1, 2, 2, 6]]}

@@ -8,7 +8,7 @@ import torch
 from observers import Puts, speculate
 
 from eagle31_hf import AcceptanceStats, track_acceptance
-from eagle31_hf.generation.statistics import RowStats
+from eagle31_hf.acceptance import RowStats
 
 GREEDY = {"max_new_tokens": 24, "do_sample": False}
 DRAFTED = GREEDY | {"num_assistant_tokens": 5}

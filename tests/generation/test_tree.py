@@ -15,6 +15,7 @@ import pytest
 import torch
 from close import TARGET_FORWARD, assert_close
 from conftest import NO_SPECIAL_TOKENS, PRUNED_IDS, TARGETS, VOCAB, WIDTH, build_drafter, build_target, greedy_text
+from eagle31_hf.generation.drafting import DraftSession, Fixed, Proposal, Reading
 from observers import InterruptError, raise_at, speculate, tree_of
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -34,7 +35,6 @@ from eagle31_hf import Eagle31DrafterModel
 from eagle31_hf.features import decoder_layers, target_states
 from eagle31_hf.generation import drafting, selftest
 from eagle31_hf.generation.cache import keep_paths, slots
-from eagle31_hf.generation.drafting import DraftSession, Fixed, Proposal, Reading
 from eagle31_hf.generation.target import slot_masks
 from eagle31_hf.generation.tree import Candidates, DraftTree
 

@@ -14,10 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from close import assert_close
-
-from eagle31_hf.generation import tuning
 from eagle31_hf.generation.drafting import Fixed, Proposal
-from eagle31_hf.generation.tree import Candidates
 from eagle31_hf.generation.tuning import (
     COUNTS,
     MAX_DEPTH,
@@ -30,6 +27,9 @@ from eagle31_hf.generation.tuning import (
     Tuner,
 )
 from eagle31_hf.generation.verify import Verdict
+
+from eagle31_hf.generation import tuning
+from eagle31_hf.generation.tree import Candidates
 
 # --- what is learnt ---
 

@@ -12,7 +12,7 @@ from training_runs import CHECKPOINTING, PLAIN, InterruptAfter, LostMachineError
 from transformers import TrainerCallback
 
 from eagle31_hf import Eagle31DrafterModel
-from eagle31_hf.generation.statistics import track_acceptance
+from eagle31_hf.acceptance import track_acceptance
 from eagle31_hf.storage.fingerprints import weights_fingerprint
 from eagle31_hf.training.ends import find_scoring
 from eagle31_hf.training.store import HiddenStateStore, Manifest, open_store, save_target_parts, write_shard

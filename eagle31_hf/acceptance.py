@@ -1,7 +1,9 @@
-"""What speculation achieved: `with track_acceptance() as stats:` around any `generate`."""
+"""Statistics of speculation: `with track_acceptance() as stats:` around any `generate`.
+
+Sequences are those of a batch, in order.
+"""
 
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,12 +11,16 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from .clock import Clock
+
+PLAIN, CHAINS, TREES, LOCK_STEP = "plain", "chains", "trees", "lock-step"  # kinds of rounds
+
 _trackers: ContextVar[tuple["AcceptanceStats", ...]] = ContextVar("eagle31_trackers", default=())
 
 
 @dataclass
-class RowStats:
-    """Counts of one row. Lists are by depth: `accepted_per_position[i]` of `drafted_per_position[i]` tokens drafted at
+class SequenceStats:
+    """Counts of one sequence. Lists are by depth: `accepted_per_position[i]` of `drafted_per_position[i]` tokens drafted at
     depth i + 1 were accepted. `accepted_per_round` has one entry a verification."""
 
     prefills: int = 0
@@ -49,27 +55,28 @@ class RowStats:
 
 
 @dataclass
-class AcceptanceStats(RowStats):
+class AcceptanceStats(SequenceStats):
     """Counts over every generate() call inside one `track_acceptance()`, all rows of a batch taken together; `rows[b]`
     has those of row b.
 
-    `target_forwards` counts verification forwards, each of which serves every row that has not ended; the prompts'
+    `target_forwards` counts verification forwards, each of which serves every sequence that has not ended; the prompts'
     forwards, each of which gives the first token of a text, are not among them, but counted by text in `prefills`.
-    `seconds` is wall time of the decoding loop by phase. `choices` is what `num_assistant_tokens="auto"` chose, by how
-    many rounds, `explanation` why.
+    `seconds` is wall time of the decoding loop by phase. `kinds` counts rounds of PLAIN, CHAINS,
+    TREES and LOCK_STEP; `choices` is what `num_assistant_tokens="auto"` chose, by how many rounds, `explanation` why.
     """
 
     target_forwards: int = 0
-    rows: list[RowStats] = field(default_factory=list)
+    sequences: list[SequenceStats] = field(default_factory=list)
     seconds: dict[str, float] = field(
         default_factory=lambda: {"prefill": 0.0, "draft": 0.0, "verify": 0.0, "accept": 0.0}
     )
+    kinds: Counter[str] = field(default_factory=Counter)
     choices: Counter[str] = field(default_factory=Counter)
     explanation: str = ""
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def as_dict(self) -> dict[str, Any]:
-        """The figures of all rows taken together as plain values, for JSON."""
+        """The figures of all sequences taken together as plain values, for JSON."""
         names = (
             "generated_tokens",
             "target_forwards",
@@ -82,40 +89,41 @@ class AcceptanceStats(RowStats):
     def summary(self) -> str:
         """A few lines for people."""
         rates = " ".join(f"{rate:.2f}" for rate in self.acceptance_rates) or "nothing was drafted"
-        unit = "target forward and row" if len(self.rows) > 1 else "target forward"
+        unit = "target forward and sequence" if len(self.sequences) > 1 else "target forward"
         lines = [
             f"{self.generated_tokens} tokens in {self.prefills} prefills and {self.target_forwards} target forwards",
             f"mean accepted length {self.mean_accepted_length:.2f} tokens per {unit}, bonus included",
             f"accepted by position: {rates}",
         ]
-        if len(self.rows) > 1:
-            lines.append("by row: " + " ".join(f"{row.mean_accepted_length:.2f}" for row in self.rows))
+        if len(self.sequences) > 1:
+            lines.append("by sequence: " + " ".join(f"{one.mean_accepted_length:.2f}" for one in self.sequences))
         if self.choices:
             lines.append("auto: " + ", ".join(f"{count} rounds {name}" for name, count in self.choices.most_common()))
             lines.append(self.explanation)
         return "\n".join(lines)
 
-    def _row(self, b: int) -> RowStats:
-        self.rows += [RowStats() for _ in range(b + 1 - len(self.rows))]
-        return self.rows[b]
+    def _sequence(self, b: int) -> SequenceStats:
+        self.sequences += [SequenceStats() for _ in range(b + 1 - len(self.sequences))]
+        return self.sequences[b]
 
     def add_prefill(self, tokens: list[int]) -> None:
-        """The prompt's forward gave `tokens[b]` tokens to row b."""
+        """The prompt's forward gave `tokens[b]` tokens to sequence b."""
         with self._lock:
             for b, count in enumerate(tokens):
-                for counts in (self, self._row(b)):
+                for counts in (self, self._sequence(b)):
                     counts.prefills += 1
                     counts.generated_tokens += count
 
-    def add_round(self, drafted: int, accepted: list[int | None], tokens: list[int]) -> None:
-        """A forward verified chains or trees `drafted` tokens deep, of which row b accepted `accepted[b]` (None: it had
+    def add_round(self, kind: str, drafted: int, accepted: list[int | None], tokens: list[int]) -> None:
+        """A forward verified chains or trees `drafted` tokens deep, of which sequence b accepted `accepted[b]` (None: it had
         ended) and committed `tokens[b]`."""
         with self._lock:
             self.target_forwards += 1
+            self.kinds[kind] += 1
             for b, (count, new) in enumerate(zip(accepted, tokens, strict=True)):
                 if count is not None:
                     self._add_round(drafted, count, new)
-                    self._row(b)._add_round(drafted, count, new)
+                    self._sequence(b)._add_round(drafted, count, new)
 
     def add_seconds(self, phase: str, seconds: float) -> None:
         with self._lock:
@@ -129,20 +137,22 @@ class AcceptanceStats(RowStats):
 
 
 class Recorder:
-    """What one generate() call reports to: every tracker open in its context. `last`: seconds of each phase when it was
-    last run."""
+    """Reports what one generate() call does to every tracker open in its context. Phases are timed by the device's
+    clock, so their seconds are known when the round is over."""
 
-    def __init__(self):
+    def __init__(self, clock: Clock):
+        self._clock = clock
         self._stats = _trackers.get()
-        self.last = {"prefill": 0.0, "draft": 0.0, "verify": 0.0, "accept": 0.0}
+        self._spans: dict[str, tuple[Any, Any]] = {}
 
     def prefill(self, tokens: list[int]) -> None:
+        self.settle()
         for stats in self._stats:
             stats.add_prefill(tokens)
 
-    def round(self, drafted: int, accepted: list[int | None], tokens: list[int]) -> None:
+    def round(self, kind: str, drafted: int, accepted: list[int | None], tokens: list[int]) -> None:
         for stats in self._stats:
-            stats.add_round(drafted, accepted, tokens)
+            stats.add_round(kind, drafted, accepted, tokens)
 
     def choices(self, choices: Counter[str], explanation: str) -> None:
         for stats in self._stats:
@@ -150,11 +160,19 @@ class Recorder:
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        began = time.perf_counter()
+        """A context that is a phase of the round."""
+        began = self._clock.mark()
         yield
-        self.last[phase] = time.perf_counter() - began
+        self._spans[phase] = began, self._clock.mark()
+
+    def settle(self) -> dict[str, float]:
+        """Returns the seconds of each phase of the round that is over: the host has read what came of it."""
+        seconds = {phase: self._clock.seconds(*span) for phase, span in self._spans.items()}
+        self._spans = {}
         for stats in self._stats:
-            stats.add_seconds(phase, self.last[phase])
+            for phase, taken in seconds.items():
+                stats.add_seconds(phase, taken)
+        return seconds
 
 
 @contextmanager

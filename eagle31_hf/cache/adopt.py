@@ -22,6 +22,9 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
+from .sequences import Commit
+from .transfer import Mirrored
+
 HEADROOM = 256  # slots a buffer is allocated for beyond what is needed, at least; a quarter of it, where that is more
 
 # Caches whose rows cannot be taken back: `crop` is missing, or trims only a part of them.
@@ -50,21 +53,27 @@ class Placement:
     high: int | None = None
     is_final: bool = False
 
-    def rows(self, starts: list[int], num_tokens: int, device: torch.device, ended: list[bool] | None = None) -> None:
-        """As many tokens a row, from slot `starts[b]` on; rows that have `ended` are not written."""
-        ended = [False] * len(starts) if ended is None else ended
-        going = [b for b, end in enumerate(ended) if not end]
-        self.low, self.high = min(starts[b] for b in going), max(starts[b] for b in going)
-        self.slots = self.written = None
-        if self.low < self.high or len(going) < len(starts):
-            self.slots = torch.tensor([starts[b] for b in going], device=device)[:, None] + torch.arange(
-                num_tokens, device=device
-            )
-            self.written = torch.tensor(going, device=device)
+    def place(self, starts: Mirrored, num_tokens: int, device: torch.device, commit: Commit | None = None) -> None:
+        """As many tokens a sequence, from slot `starts[b]` on; with a commit, only the sequences that go on after it
+        are written."""
+        going = range(len(starts.host)) if commit is None else commit.going
+        first = [starts.host[b] for b in going]
+        self.low = min(first)
+        self.high = max(first)
+        self.slots = None
+        self.written = None
+        if self.low < self.high or len(first) < len(starts.host):
+            begin = starts.on(device)
+            every = commit is None or len(first) == len(starts.host)
+            self.written = torch.arange(len(first), device=device) if every else commit.going_index
+            self.slots = (begin if every else begin[self.written]) + torch.arange(num_tokens, device=device)
 
     def clear(self) -> None:
         """The next forward appends again."""
-        self.slots = self.written = self.low = self.high = None
+        self.slots = None
+        self.written = None
+        self.low = None
+        self.high = None
 
 
 class SlotLayer(DynamicLayer):
@@ -354,29 +363,26 @@ def slot_cache(config: PreTrainedConfig) -> tuple[Cache, Placement]:
     return Cache(layers=[SlotLayer(placement, window=window) for window in windows]), placement
 
 
-def keep_paths(cache: Cache, starts: list[int], paths: list[list[int]]) -> None:
-    """Of the rows written from slot `starts[b]` on keeps, in every row b of the batch, those of `paths[b]`, ascending.
+def keep_paths(cache: Cache, starts: Mirrored, commit: Commit) -> None:
+    """Of the nodes written from slot `starts[b]` on keeps, in every sequence b of the batch, those of its path,
+    ascending, and drops the others.
 
-    Keys carry their position in themselves, so an accepted path only moves together; a row never moves onto one still
-    to be moved.
+    Keys carry their position in themselves, so an accepted path only moves together; a node never moves onto one still
+    to be moved, and the nodes that pad a shorter path stay where they are.
     """
-    if any(path != list(range(len(path))) for path in paths):
-        longest = max(len(path) for path in paths)
-        rows = [b for b, path in enumerate(paths) if path]  # the others have ended
-        padded = [[*paths[b], *range(len(paths[b]), longest)] for b in rows]  # the rest stays where it is
-        begin = torch.tensor([starts[b] for b in rows])[:, None]
-        indices = torch.tensor(rows)[:, None], begin + torch.tensor(padded), begin + torch.arange(longest)
+    if commit.path is not None:
+        begin = starts.on(commit.path.device) * (commit.counts.on(commit.path.device) > 0)  # ended ones stay, anywhere
+        sequences = torch.arange(len(commit.path), device=begin.device)[:, None]
+        goal = begin + torch.arange(commit.path.shape[1], device=begin.device)
         by_place: dict[tuple, list[Tensor]] = {}  # layers have few first slots and devices
         for layer in cache.layers:
             if layer.buffers:
                 place = layer.first, layer.device
                 if place not in by_place:
-                    by_place[place] = [
-                        index.to(layer.device)
-                        for index in (indices[0], *(slots - layer.first for slots in indices[1:]))
-                    ]
+                    slots = (sequences, begin + commit.path - layer.first, goal - layer.first)
+                    by_place[place] = [index.to(layer.device) for index in slots]
                 layer.move(*by_place[place])
-    settle(cache, max(start + len(path) for start, path in zip(starts, paths, strict=True)))
+    settle(cache, max(start + len(path) for start, path in zip(starts.host, commit.paths, strict=True)))
 
 
 def settle(cache: Cache, end: int) -> None:

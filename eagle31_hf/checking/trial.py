@@ -6,7 +6,7 @@ large one would show.
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +16,11 @@ from torch.nn.functional import one_hot
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from ..acceptance import LOCK_STEP, TREES, track_acceptance
 from ..checkpoints.sources import first_line
 from ..configuration import Eagle31Config
 from ..features import decoder_layers, target_states
-from ..generation import decoding
-from ..generation.drafting import Proposal
 from ..generation.selftest import FAILURES, why_no_trees
-from ..generation.texts import Texts
-from ..generation.verify import Judge
 from ..modeling import Eagle31DrafterModel
 from ..seeding import seeded
 from ..training.objective import Batch, DraftingObjective, Settings
@@ -182,38 +179,6 @@ def fit_head(drafter: Eagle31DrafterModel, target: PreTrainedModel, text: Tensor
     drafter.lm_head.weight.copy_(8 * torch.linalg.lstsq(x.T @ x + 0.003 * torch.eye(x.shape[1]), x.T @ y).solution.T)
 
 
-@dataclass
-class Seen:
-    """Numbers of verifying forwards: `trees`, with a tree; `ragged`, with rows of different lengths; `in_step`, with
-    rows kept at one."""
-
-    trees: int = 0
-    ragged: int = 0
-    in_step: int = 0
-
-
-@contextmanager
-def watching() -> Iterator[Seen]:
-    """Counts the verifying forwards of calls made in this context."""
-    seen = Seen()
-
-    class Watched(Judge):
-        def row_by_row(self, texts: Texts, proposal: Proposal, *args: Any):
-            seen.trees += proposal.tree is not None
-            seen.ragged += not texts.is_uniform
-            return super().row_by_row(texts, proposal, *args)
-
-        def together(self, *args: Any):
-            seen.in_step += 1
-            return super().together(*args)
-
-    token = decoding.judge_of.set(lambda target, *rules: Watched(*rules))
-    try:
-        yield seen
-    finally:
-        decoding.judge_of.reset(token)
-
-
 def departures(sequences: Tensor, alone: GenerateDecoderOnlyOutput) -> Iterator[tuple[int, int, float]]:
     """For every row of `sequences` (B, L) that differs from what the target generates alone: the row's number, its
     first new token that differs, and by how much the target's logits there prefer its own token."""
@@ -321,14 +286,14 @@ class Trial:
                 DIFFERENT
                 if wrong
                 else IN_STEP
-                if seen.in_step
+                if stats.kinds[LOCK_STEP]
                 else CHAINS
-                if drafting is TREE and not seen.trees
+                if drafting is TREE and not stats.kinds[TREES]
                 else SAME_TEXT
             )
             return Outcome(word, wrong or ("" if word == SAME_TEXT else self.why_otherwise()))
 
-        with watching() as seen:
+        with track_acceptance() as stats:
             return attempt(
                 lambda: self.target.generate(**prompt, assistant_model=self.drafter, **asked, **drafting), judge
             )

@@ -10,9 +10,10 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import ModelOutput
 
 from . import cache
-from .drafting import Proposal
-from .masks import additive_mask
-from .texts import Texts
+from .masks import SlotMask
+from .sequences import Commit, Sequences
+from .transfer import Mirrored
+from .tree import DraftTokens
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
@@ -47,7 +48,7 @@ class TargetRunner:
         # tokens the cache holds before the prompt
         self.num_before = 0 if is_whole else int(self.past_key_values.get_seq_length())
         self.placement: cache.Placement | None = None  # set within `cache.slots`
-        self._seen = None if mask is None else mask.bool()
+        self._seen = None if mask is None or bool(mask.all()) else mask.bool()
         self._covered = input_ids.shape[1]  # tokens that masks and positions among the keyword arguments cover
         positions = model_kwargs.get("position_ids")
         self._last_position = None if positions is None else positions[..., -1:]
@@ -103,71 +104,82 @@ class TargetRunner:
             cache.settle(self.past_key_values, expected)
         return outputs
 
-    def verify(self, texts: Texts, proposal: Proposal) -> CausalLMOutputWithPast:
-        """Runs the last token of every row and the drafts after it, whatever the rows' lengths. For chains of equally
-        long rows the model makes masks and positions itself; else each node is given a mask that shows it its text and
-        its ancestors only."""
-        if proposal.tree is None and texts.is_uniform:
-            return self._verify_chains(texts.rows(), proposal)
-        # Of a row that has ended nothing is written to the cache and no logits are read, so any start does.
-        num_nodes = proposal.num_rows
-        starts = [
-            0 if ended else length - 1 + self.num_before
-            for length, ended in zip(texts.lengths, texts.finished, strict=True)
-        ]
-        going = [start for start, ended in zip(starts, texts.finished, strict=True) if not ended]
-        ids = torch.cat((texts.last(), proposal.ids), dim=1)
-        tree = proposal.tree
-        depths = torch.arange(num_nodes, device=ids.device).expand(len(ids), -1) if tree is None else tree.depths
-        own = torch.ones(num_nodes, num_nodes, dtype=torch.bool, device=ids.device).tril().expand(len(ids), -1, -1)
-        own = own if tree is None else tree.ancestors
+    def verify(self, sequences: Sequences, drafts: DraftTokens) -> CausalLMOutputWithPast:
+        """Runs the last token of every sequence and the drafts after it, whatever the sequences' lengths.
+
+        For chains of equally long sequences the model makes masks and positions itself; else each node is given a mask
+        that shows it its text and its ancestors only.
+        """
+        if drafts.is_chain and sequences.lengths.is_uniform:
+            return self._verify_chains(sequences.padded(), drafts)
+        num_nodes, commit = drafts.num_nodes, sequences.commit
+        ids = torch.cat((sequences.last(), drafts.ids), dim=1)
+        starts = self.starts(sequences)
+        depths, visible = drafts.depths, drafts.ancestors
+        if depths is None or visible is None:
+            depths = torch.arange(num_nodes, device=ids.device)[None]
+            visible = torch.ones(num_nodes, num_nodes, dtype=torch.bool, device=ids.device).tril()
+            visible = visible.expand(len(ids), -1, -1)
         kwargs = {**self.model_kwargs, "attention_mask": None}
-        kwargs |= {
-            name: kwargs[name][:, -1:].expand(-1, num_nodes) for name in TOKEN_TYPES if kwargs.get(name) is not None
-        }
-        # The last position is (B, 1), or (axes, B, 1) where images take several axes; a text token advances every axis
-        # by one.
-        since = torch.tensor([n - texts.prompt_length for n in texts.lengths], device=ids.device)[:, None] + depths
-        since[torch.tensor(texts.finished, device=ids.device)] = 0
-        kwargs["position_ids"] = self._last_position + since.to(self._last_position)
+        for name in TOKEN_TYPES:
+            if kwargs.get(name) is not None:
+                kwargs[name] = kwargs[name][:, -1:].expand(-1, num_nodes)
+        kwargs["position_ids"] = self._positions(sequences, depths)
         assert self.placement is not None
-        self.placement.rows(starts, num_nodes, ids.device, texts.finished)
+        self.placement.place(starts, num_nodes, ids.device, commit)
         try:
             inputs = self.target.prepare_inputs_for_generation(ids, next_sequence_length=num_nodes, **kwargs)
-            inputs["attention_mask"] = slot_masks(
-                self.target, self.past_key_values, starts, own, depths, self._seen, going
-            )
+            shared = SlotMask(starts, visible, depths, depths, self._seen)
+            inputs["attention_mask"] = slot_masks(self.target, self.past_key_values, shared, commit.going)
             return self._run(inputs, num_nodes)
         finally:
             self.placement.clear()
 
-    def _verify_chains(self, rows: Tensor, proposal: Proposal) -> CausalLMOutputWithPast:
-        self.model_kwargs = self._grown(self.model_kwargs, rows.shape[1] - self._covered)
-        self._covered = rows.shape[1]
-        kwargs = self._grown(self.model_kwargs, proposal.num_rows - 1)
-        ids, num_nodes = torch.cat((rows, proposal.ids), dim=1), proposal.num_rows
-        return self._run(
-            self.target.prepare_inputs_for_generation(ids, next_sequence_length=num_nodes, **kwargs), num_nodes
-        )
+    def starts(self, sequences: Sequences) -> Mirrored:
+        """The slot of each sequence's last token in the cache; 0 for one that has ended: nothing of it is written or
+        read, so any slot does."""
+        starts = sequences.lengths + (self.num_before - 1)
+        if not any(sequences.finished):
+            return starts
+        host = [0 if finished else s for s, finished in zip(starts.host, sequences.finished, strict=True)]
+        return Mirrored(host, starts.on(sequences.device) * sequences.commit.is_going)
+
+    def _positions(self, sequences: Sequences, depths: Tensor) -> Tensor:
+        """Positions of nodes that stand `depths` (B, N) after each sequence's last token. The last position that
+        `generate` was given is (B, 1), or (axes, B, 1) where images take several axes; a text token advances every
+        axis by one."""
+        assert self._last_position is not None
+        new = sequences.lengths - sequences.prompt_length
+        if new.is_uniform and not any(sequences.finished):
+            return self._last_position + (depths + new.host[0]).to(self._last_position)
+        since = (new.on(depths.device) + depths) * sequences.commit.is_going
+        return self._last_position + since.to(self._last_position)
+
+    def _verify_chains(self, ids: Tensor, drafts: DraftTokens) -> CausalLMOutputWithPast:
+        self.model_kwargs = self._grown(self.model_kwargs, ids.shape[1] - self._covered)
+        self._covered = ids.shape[1]
+        kwargs = self._grown(self.model_kwargs, drafts.num_nodes - 1)
+        ids = torch.cat((ids, drafts.ids), dim=1)
+        inputs = self.target.prepare_inputs_for_generation(ids, next_sequence_length=drafts.num_nodes, **kwargs)
+        return self._run(inputs, drafts.num_nodes)
 
     def _run(self, inputs: dict[str, Any], num_nodes: int) -> CausalLMOutputWithPast:
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = num_nodes
         return self.target(**inputs, return_dict=True)
 
-    def commit(self, texts: Texts, paths: list[list[int]], num_rows: int) -> None:
-        """Of the last forward's `num_rows` nodes keeps those of `paths` in the cache, drops the others; `texts` lack
-        the new tokens yet."""
+    def keep(self, sequences: Sequences, commit: Commit, num_nodes: int) -> None:
+        """Of the last forward's `num_nodes` nodes keeps those of the commit's paths in the cache, drops the others; the
+        sequences lack the new tokens yet."""
         if self.placement is None:
-            cache.crop(self.past_key_values, num_rows - len(paths[0]))
+            cache.crop(self.past_key_values, num_nodes - len(commit.paths[0]))
         else:
-            starts = [length - 1 + self.num_before for length in texts.lengths]
-            cache.keep_paths(self.past_key_values, starts, paths)
+            cache.keep_paths(self.past_key_values, sequences.lengths + (self.num_before - 1), commit)
 
-    def wipe(self, texts: Texts) -> None:
+    def wipe(self, sequences: Sequences) -> None:
         """Leaves nothing of rejected tokens in the cache. One that can only crop keeps nothing of them anyway."""
         if self.placement is not None:
-            cache.wipe(self.past_key_values, [length - 1 + self.num_before for length in texts.lengths])
+            cache.wipe(self.past_key_values, (sequences.lengths + (self.num_before - 1)).host)
 
     def _grown(self, model_kwargs: dict[str, Any], num_tokens: int) -> dict[str, Any]:
         """The keyword arguments extended by that many tokens: masks, positions, token types."""
@@ -182,32 +194,26 @@ class TargetRunner:
 
 
 def slot_masks(
-    target: PreTrainedModel,
-    past_key_values: Cache,
-    starts: list[int],
-    own: Tensor,
-    depths: Tensor,
-    seen: Tensor | None = None,
-    going: list[int] | None = None,
+    target: PreTrainedModel, past_key_values: Cache, mask: SlotMask, going: list[int] | None = None
 ) -> Tensor | dict[str, Tensor]:
     """Additive masks (B, 1, N, keys) in the form the target takes: by layer type where its config has them, else one.
 
-    `own` (B, N, N): which of the N new tokens, at slots from `starts[b]` on, each of them sees; `depths` (B, N): how
-    far after `starts[b]` it stands; `seen` (B, L): which of the prompt's tokens are no padding; `going`: the starts of
-    rows that have not ended, by default of all.
+    `mask`: of N new tokens as queries; `going`: the sequences that have not ended, by default all.
     """
     config = target.config.get_text_config(decoder=True)
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
+    starts = mask.starts.host
+    starts = starts if not going else [starts[b] for b in going]
 
-    def mask(window: int | None) -> Tensor:
-        seen_from, end = cache.key_span(past_key_values, going or starts, depths.shape[1], window)
-        return additive_mask(starts, own, depths, depths, end, target.dtype, seen_from, window, seen)
+    def additive(window: int | None) -> Tensor:
+        seen_from, end = cache.key_span(past_key_values, starts, mask.visible.shape[1], window)
+        return mask.additive(end, target.dtype, seen_from, window)
 
     if kinds is None:
-        return mask(window)
+        return additive(window)
     windows = {"full_attention": None, "sliding_attention": window}
-    return {kind: mask(windows[kind]) for kind in set(kinds)}
+    return {kind: additive(windows[kind]) for kind in set(kinds)}
 
 
 def last_logits(

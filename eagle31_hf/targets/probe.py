@@ -8,8 +8,10 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.utils import logging
 
 from ..tying import execution_device
+from .masks import SlotMask
 from .target import slot_masks
-from .tree import DraftTree
+from .transfer import Mirrored
+from .tree import DraftTokens
 
 logger = logging.get_logger(__name__)
 
@@ -152,7 +154,9 @@ def _error(target: PreTrainedModel) -> float:
     generator = torch.Generator().manual_seed(0)
     draw = torch.randint(0, config.vocab_size, (PREFIX + len(PARENTS),), generator=generator).to(device)
     prefix, nodes = draw[:PREFIX], draw[PREFIX:]
-    tree = DraftTree.from_parents(nodes[None], torch.tensor([PARENTS], device=device), max_depth=len(PARENTS))
+    parents = torch.tensor([PARENTS[1:]], device=device)
+    tree = DraftTokens.tree(nodes[None, 1:], parents, depth=len(PARENTS))
+    mask = SlotMask(Mirrored([PREFIX]), tree.ancestors, tree.depths, tree.depths)
     cache = DynamicCache(config=config)
     target(input_ids=prefix[None], past_key_values=cache, use_cache=True)
     cache.crop(0)
@@ -161,7 +165,7 @@ def _error(target: PreTrainedModel) -> float:
         position_ids=PREFIX + tree.depths,
         past_key_values=cache,
         use_cache=True,
-        attention_mask=slot_masks(target, cache, [PREFIX], tree.ancestors, tree.depths),
+        attention_mask=slot_masks(target, cache, mask),
     )
     reference = torch.zeros_like(out.logits[0], dtype=torch.float32)
     for leaf in set(range(len(PARENTS))) - set(PARENTS):

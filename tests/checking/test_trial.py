@@ -3,10 +3,10 @@ fails."""
 
 import pytest
 import torch
+from eagle31_hf.generation.verify import Judge
 from transformers import LlamaConfig, LlamaForCausalLM, OpenAIGPTConfig, XLMConfig
 
 from eagle31_hf.generation import decoding
-from eagle31_hf.generation.verify import Judge
 from eagle31_hf.targets import check_target, trial
 from eagle31_hf.targets.check import CAPABILITIES
 

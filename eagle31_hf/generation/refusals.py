@@ -1,77 +1,21 @@
-"""What this library cannot do yet, refused before anything is generated, with the reason and what to do instead."""
+"""Requests that cannot be served, refused before anything is generated, with the reason and what to do instead."""
 
-from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 from torch import Tensor
 from transformers import Cache, GenerationConfig, PreTrainedConfig, PreTrainedModel, StaticCache
 from transformers.generation import GenerationMode
 
-from ..checkpoints.knobs import AUTO, KNOBS, LEAST, check_knob
 from ..features import decoder_layers
 from ..modeling import Eagle31DrafterModel
 from . import cache
 
-# What transformers fills in where nobody set a knob; such a value says nothing about the caller's wish.
-OWN_DEFAULTS = {
-    "num_assistant_tokens": AUTO,
-    "assistant_confidence_threshold": 0.0,
-    "draft_tree_top_k": AUTO,
-    "draft_tree_total_tokens": AUTO,
-}
-STOCK_DEFAULTS = {"num_assistant_tokens": 20, "assistant_confidence_threshold": 0.4}
-
-
-@dataclass(frozen=True)
-class Knobs:
-    """`depth` None: auto. `top_k`, `total_tokens` None: what is usual for the depth."""
-
-    depth: int | None
-    threshold: float
-    top_k: int | None
-    total_tokens: int | None
-
-    @property
-    def is_auto(self) -> bool:
-        return self.depth is None
-
-    @property
-    def may_draw_trees(self) -> bool:
-        return self.is_auto if self.top_k is None else self.top_k > 1
-
-
 SUPPORTED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
 
 
-def resolve_knobs(drafter: Eagle31DrafterModel, generation_config: GenerationConfig, given: dict[str, Any]) -> Knobs:
-    """The value of every knob: what `generate(...)` was given, else its generation config's, else the drafter's.
-
-    Raises ValueError for a value that cannot work.
-    """
-    values: dict[str, Any] = {}
-    for name in KNOBS:
-        configured = getattr(generation_config, name, None)
-        configured = None if _is(configured, STOCK_DEFAULTS.get(name)) else configured
-        wishes = {
-            "": given.get(name),
-            ", in the generation config": configured,
-            ", in the drafter's generation_config": getattr(drafter.generation_config, name, None),
-            "the defaults": OWN_DEFAULTS[name],
-        }
-        origin, values[name] = next((origin, wish) for origin, wish in wishes.items() if wish is not None)
-        check_knob(name, values[name], origin=origin)
-    depth, top_k, total = (None if values[name] == AUTO else int(values[name]) for name in LEAST)
-    return Knobs(depth, float(values["assistant_confidence_threshold"]), top_k, total)
-
-
-def _is(value: Any, stock: Any) -> bool:
-    """Whether a value is what transformers fills in. An array, say, would compare as an array."""
-    return isinstance(value, Real) and value == stock
-
-
 def why_no_target(model_class: type, config: PreTrainedConfig) -> str | None:
-    """Why no drafter can work for models of a class, whatever is asked of them; None where nothing is known against it."""
+    """Returns why no drafter can work for models of a class, whatever is asked of them; None where nothing is known against
+    it."""
     name = model_class.__name__
     if config.is_encoder_decoder:
         return f"{name} is an encoder-decoder; expected a decoder-only causal LM"

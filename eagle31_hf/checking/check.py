@@ -10,7 +10,7 @@ import transformers
 
 from ..configuration import default_layer_ids
 from ..features import decoder_layers
-from ..generation.checks import why_no_target
+from ..generation.refusals import why_no_target
 from .drafters import DrafterReport, check_drafter
 from .source import CONTRADICTIONS, TargetSource, count_parameters, read_target
 from .trial import (

@@ -1,0 +1,77 @@
+"""Masks for sequences that differ in length and for trees, which no model builds itself.
+
+B sequences, Q query tokens, N new tokens.
+"""
+
+import torch
+from torch import Tensor
+
+from .transfer import Mirrored
+
+ALIGNMENT = 8  # keys: GPU kernels copy a mask whose rows are not a multiple of it
+
+
+class SlotMask:
+    """The part of a mask that all windows of one forward share.
+
+    A query sees the slots before `starts[b]`, less those where `seen` (B, L) is False, and of the N new tokens, at
+    slots from `starts[b]` on, those where `visible` (B, Q, N) is True. With a window, a query and a new token stand at
+    `starts[b]` plus `query_depths` (B, Q) and `new_depths` (B, N).
+    """
+
+    def __init__(
+        self,
+        starts: Mirrored,
+        visible: Tensor,
+        query_depths: Tensor | None = None,
+        new_depths: Tensor | None = None,
+        seen: Tensor | None = None,
+    ):
+        self.starts = starts
+        self.visible = visible
+        self.query_depths = query_depths
+        self.new_depths = new_depths
+        self.seen = seen
+
+    def additive(self, end: int, dtype: torch.dtype, seen_from: int = 0, window: int | None = None) -> Tensor:
+        """-> (B, 1, Q, end - seen_from): 0 where a query may look, the dtype's least number elsewhere.
+
+        With a `window` a query sees only that many positions, its own included. Slots before `seen_from` are not among
+        the keys.
+        """
+        num_sequences, num_queries, num_new = self.visible.shape
+        begin = self.starts.host[0]
+        least = torch.finfo(dtype).min
+        if self.starts.is_uniform and window is None and self.seen is None and seen_from == 0:
+            mask = _zeros((num_sequences, num_queries, end), dtype, self.visible.device)
+            mask[..., begin : begin + num_new].masked_fill_(~self.visible, least)
+            mask[..., begin + num_new :] = least
+            return mask[:, None]
+        allowed = self._allowed(min(seen_from, *self.starts.host), end, window)[..., seen_from - end :]
+        mask = _zeros(allowed.shape, dtype, self.visible.device)
+        return mask.masked_fill_(~allowed, least)[:, None]
+
+    def _allowed(self, first: int, end: int, window: int | None) -> Tensor:
+        """Where a query may look (B, Q, end - first), of the slots from `first` on: new tokens may have left the
+        window, too."""
+        visible, device = self.visible, self.visible.device
+        begin = self.starts.on(device)[..., None]
+        slot = torch.arange(first, end, device=device)
+        allowed = (slot < begin).expand(-1, visible.shape[1], -1)
+        if window is not None:
+            assert self.query_depths is not None
+            assert self.new_depths is not None
+            allowed = allowed & (slot > begin + self.query_depths[..., None] - window)
+            visible = visible & (self.new_depths[:, None] > self.query_depths[..., None] - window)
+        if self.seen is not None and first < self.seen.shape[1]:
+            seen = self.seen[:, None, first:end]
+            inside = seen.shape[2]
+            allowed = torch.cat((allowed[..., :inside] & seen, allowed[..., inside:]), dim=-1)
+        places = begin + torch.arange(visible.shape[2], device=device) - first
+        return allowed.clone().scatter_(2, places.expand_as(visible), visible)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros of a shape, whose rows lie a multiple of ALIGNMENT apart."""
+    width = shape[-1]
+    return torch.zeros(*shape[:-1], -(-width // ALIGNMENT) * ALIGNMENT, dtype=dtype, device=device)[..., :width]

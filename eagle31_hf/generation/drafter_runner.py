@@ -1,0 +1,142 @@
+"""The drafter's side of a round: its forwards over accepted target states and over its own drafts.
+
+B sequences, h drafter width, Vd draft vocabulary. The drafter's token for slot p of a text holds the target's state
+there and the id at p + 1, so what it has read of a text ends one before the token committed last. Left padding is not
+read.
+"""
+
+import torch
+from torch import Tensor
+
+from ..modeling import Eagle31DrafterModel, Eagle31DrafterOutput
+from . import cache
+from .aux_states import AuxStates, gathered
+from .masks import SlotMask
+from .transfer import Mirrored
+from .tree import VisibleNodes
+
+READ_AT_ONCE = 1024  # tokens a drafter's forward takes
+FEW = 64  # new tokens for which a mask is made here, in a few operations; the model's own takes many
+MASKED = ("eager", "sdpa")  # attention implementations that take an additive mask
+
+
+class DrafterRunner:
+    """Runs the drafter and owns its cache, whose keys always come from target states: `settle` drops those of drafts.
+
+    `lengths`: tokens it has read of every sequence; `first_positions`: the position of the first of them.
+    """
+
+    def __init__(self, drafter: Eagle31DrafterModel, first_positions: list[int]):
+        self.drafter = drafter
+        self.like = drafter.like  # of the device and dtype of the activations
+        self.past_key_values, self.placement = cache.slot_cache(drafter.config)
+        self.first_positions = first_positions
+        self.lengths = Mirrored([0] * len(first_positions))
+        self._positions = Mirrored(first_positions)  # of the next token it reads
+        sliding = drafter.config.sliding_window
+        windows = {"full_attention": None, "sliding_attention": sliding}
+        self._takes_masks = drafter.config._attn_implementation in MASKED
+        self._windows = {kind: windows[kind] for kind in set(drafter.config.layer_types)}
+
+    def read(self, unread: AuxStates) -> tuple[Tensor, Tensor]:
+        """Reads states that are new to it. Returns the state (B, 1, h) and the draft logits (B, 1, Vd) of each
+        sequence's last token."""
+        if len(unread) > READ_AT_ONCE:
+            head, rest = unread.split(READ_AT_ONCE)
+            before, after = self.read(head), self.read(rest)
+            goes_on = rest.counts.on(self.like.device)[..., None] > 0
+            return torch.where(goes_on, after[0], before[0]), torch.where(goes_on, after[1], before[1])
+        num_new = len(unread)
+        last = None if unread.is_full else (unread.counts.on(self.like.device) - 1).clamp_(min=0)
+        out = self._forward(
+            unread.tokens.to(self.like.device),
+            {"target_hidden_states": unread.states.to(self.like)},
+            self._positions_from(0, num_new),
+            self._mask_of_text(num_new),
+            logits_to_keep=1 if last is None else last[:, 0],
+        )
+        self.lengths = self.lengths + unread.counts
+        self._positions = self._positions + unread.counts
+        self.settle()
+        state = out.last_hidden_state
+        return (state[:, -1:] if last is None else gathered(state, last)), out.logits
+
+    def step(self, ids: Tensor, state: Tensor, nodes: VisibleNodes, visible: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Runs one level of drafts (B, F) on the states (B, F, h) before them, `nodes.widths[-1]` of which it is.
+
+        `visible` (B, F, N): which of the nodes run so far they see; None: all. Returns states (B, F, h) and draft
+        logits (B, F, Vd).
+        """
+        width = ids.shape[1]
+        first = nodes.count - width
+        level = len(nodes.widths) - 1
+        starts = self.lengths + first
+        self.placement.place(starts, width, ids.device)
+        if visible is not None:
+            self.placement.low = min(self.lengths.host)
+        positions = self._positions_from(level, 1).expand(-1, width)
+        mask = self._mask_of_nodes(visible, nodes, width)
+        out = self._forward(ids, {"hidden_states": state}, positions, mask)
+        return out.last_hidden_state, out.logits
+
+    def settle(self) -> None:
+        """Drops what no target state stands behind."""
+        end = max(self.lengths.host)
+        for layer in self.past_key_values.layers:
+            layer.settle(end)
+
+    def _forward(
+        self,
+        ids: Tensor,
+        source: dict[str, Tensor],
+        positions: Tensor,
+        mask: dict[str, Tensor | None] | None,
+        logits_to_keep: int | Tensor = 0,
+    ) -> Eagle31DrafterOutput:
+        return self.drafter(
+            ids,
+            **source,
+            position_ids=positions,
+            attention_mask=mask,
+            past_key_values=self.past_key_values,
+            logits_to_keep=logits_to_keep,
+            return_dict=True,
+        )
+
+    def _positions_from(self, first: int, count: int) -> Tensor:
+        """Positions (B or 1, count) of tokens `first` after what has been read, and of those that follow."""
+        device = self.like.device
+        if self._positions.is_uniform:
+            begin = self._positions.host[0] + first
+            return torch.arange(begin, begin + count, device=device)[None]
+        return self._positions.on(device) + torch.arange(first, first + count, device=device)
+
+    def _mask_of_text(self, num_new: int) -> dict[str, Tensor | None] | None:
+        """The masks by layer type for tokens to be read; None: the drafter's own, of a sequence."""
+        self.placement.place(self.lengths, num_new, self.like.device)
+        if num_new == 1 and self.placement.slots is None:
+            return dict.fromkeys(self._windows)  # sees all its cache returns
+        if self.placement.slots is None and (num_new > FEW or not self._takes_masks):
+            return None
+        visible = torch.ones(num_new, num_new, dtype=torch.bool, device=self.like.device).tril()
+        depths = torch.arange(num_new, device=self.like.device)[None]
+        return self._masks(visible.expand(len(self.lengths.host), -1, -1), depths, depths)
+
+    def _mask_of_nodes(self, visible: Tensor | None, nodes: VisibleNodes, width: int) -> dict[str, Tensor | None]:
+        """The masks by layer type for a level of drafts."""
+        if visible is None:
+            if self.placement.slots is None:
+                return dict.fromkeys(self._windows)  # sees all its cache returns
+            shape = (len(self.lengths.host), width, nodes.count)
+            visible = torch.ones(shape, dtype=torch.bool, device=self.like.device)
+        depths = None if set(self._windows.values()) == {None} else nodes.depths()
+        return self._masks(visible, None if depths is None else depths[:, -width:], depths)
+
+    def _masks(self, visible: Tensor, query_depths: Tensor | None, depths: Tensor | None) -> dict[str, Tensor | None]:
+        low = self.placement.low or 0
+        end = max(self.lengths.host) + visible.shape[2]
+        shared = SlotMask(self.lengths, visible, query_depths, depths)
+        return {
+            kind: shared.additive(end, self.like.dtype, 0 if window is None else max(0, low - window + 1), window)
+            for kind, window in self._windows.items()
+        }

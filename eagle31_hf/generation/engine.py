@@ -1,0 +1,31 @@
+"""The library's one decoding loop, entered by the hook and by `custom_generate=drafter.decode`."""
+
+from typing import Any
+
+from .executor import Executor
+from .planning.auto import AutoPlanner
+from .planning.fixed import FixedPlanner
+
+
+class Engine:
+    """Decodes one call: the prompt, then rounds of drafting, verifying and accepting until every sequence has ended."""
+
+    def __init__(self, executor: Executor, planner: AutoPlanner | FixedPlanner):
+        self.executor = executor
+        self.planner = planner
+
+    def run(self) -> Any:
+        """Returns what `generate` returns."""
+        executor, planner, recorder = self.executor, self.planner, self.executor.recorder
+        recorder.prefill([len(tokens) for tokens in executor.prefill().tokens])
+        while not all(executor.sequences.finished):
+            room = executor.room()
+            plan = planner.plan(room.depth, room.nodes, len(executor.sequences), room.num_unread)
+            outcome = executor.round(plan)
+            seconds = recorder.settle()
+            accepted = outcome.accepted
+            num_tokens = [len(tokens) for tokens in accepted.tokens]
+            recorder.round(outcome.kind, accepted.drafts.depth, accepted.num_drafts, num_tokens)
+            planner.observe(outcome.num_nodes, accepted, seconds)
+        recorder.choices(planner.choices, planner.explain())
+        return executor.result()

@@ -1,0 +1,162 @@
+"""Runs the rounds of one call: drafts, verifies, accepts and commits. The engine knows it by `prefill` and `round`
+only, so that another executor can stand in its place.
+
+B sequences, L tokens, N nodes, V target vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from ..acceptance import CHAINS, LOCK_STEP, PLAIN, TREES, Recorder
+from ..clock import Clock
+from . import cache
+from .outputs import OutputCollector
+from .planning.plan import Plan
+from .proposer import Proposer
+from .rejection_sampler import Accepted, RejectionSampler
+from .sequences import Commit, Sequences
+from .stopping import Ends, Stopping
+from .target import TargetRunner, last_logits
+from .tree import DraftTokens
+from .unread_states import UnreadStates
+
+
+@dataclass(frozen=True)
+class Room:
+    """How far a round may draft. `depth`: levels; `nodes`: of a tree, the root included; `num_unread`: tokens of each
+    sequence that the drafter reads first."""
+
+    depth: int
+    nodes: int
+    num_unread: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A round that is over: `kind` of PLAIN, CHAINS, TREES, LOCK_STEP; `num_nodes` verified of each sequence; and what
+    was accepted."""
+
+    kind: str
+    num_nodes: int
+    accepted: Accepted
+
+
+class Executor(Protocol):
+    """Runs rounds, one at a time."""
+
+    sequences: Sequences
+    recorder: Recorder
+
+    def prefill(self) -> Accepted:
+        """Runs the prompt; commits the first token of every sequence."""
+        ...
+
+    def room(self) -> Room:
+        """How far the next round may draft."""
+        ...
+
+    def round(self, plan: Plan) -> "Outcome":
+        """Drafts as planned, verifies, and commits what is accepted."""
+        ...
+
+    def result(self) -> Any:
+        """Returns what `generate` returns."""
+        ...
+
+
+class EagerExecutor:
+    """Runs rounds operation by operation; serves every target and every request."""
+
+    def __init__(
+        self,
+        runner: TargetRunner,
+        proposer: Proposer,
+        unread: UnreadStates,
+        sampler: RejectionSampler,
+        sequences: Sequences,
+        stopping: Stopping,
+        collector: OutputCollector,
+    ):
+        self.runner = runner
+        self.proposer = proposer
+        self.unread = unread
+        self.sampler = sampler
+        self.sequences = sequences
+        self.stopping = stopping
+        self.collector = collector
+        self.clock = Clock(sequences.device)
+        self.recorder = Recorder(self.clock)
+        self.was_short = False  # drafts may have made the last round's logits NaN: the next does without
+
+    def prefill(self) -> Accepted:
+        with self.recorder.timed("prefill"), self.unread.reading_prompt(self.sequences.padded()):
+            outputs = self.runner.prefill(self.sequences.padded())
+            logits = self._logits(outputs, 1)
+        drafts = DraftTokens.none(self.sequences.padded(), is_plain=True)
+        return self._accept(outputs, logits, drafts, is_prefill=True)
+
+    def room(self) -> Room:
+        sequences, capacity = self.sequences, cache.capacity(self.runner.past_key_values)
+        depth, nodes = self.stopping.max_length - sequences.longest - 1, Plan.max_nodes
+        if capacity is not None:  # a static cache's last slots
+            nodes = capacity - (self.runner.num_before + sequences.longest - 1)
+            depth = min(depth, nodes - 1)
+        return Room(0 if self.was_short else depth, nodes, len(self.unread))
+
+    def round(self, plan: Plan) -> Outcome:
+        with self.recorder.timed("draft"):
+            drafts = self._propose(plan)
+        with self.recorder.timed("verify"):
+            outputs = self.runner.verify(self.sequences, drafts)
+            logits = self._logits(outputs, drafts.num_nodes)
+        with self.recorder.timed("accept"):
+            accepted = self._accept(outputs, logits, drafts)
+        kind = PLAIN if drafts.num_nodes == 1 else CHAINS if drafts.is_chain else TREES
+        return Outcome(LOCK_STEP if self._is_lock_step else kind, drafts.num_nodes, accepted)
+
+    def result(self) -> Any:
+        if self.stopping.streamer is not None:
+            self.stopping.streamer.end()
+        return self.collector.result(self.sequences.padded().clone())
+
+    @property
+    def _is_lock_step(self) -> bool:
+        return self.sampler.is_lock_step
+
+    def _logits(self, outputs: CausalLMOutputWithPast, num_nodes: int) -> Tensor:
+        """The last nodes' logits (B, num_nodes, V), in fp32 unless the largest of them is all that matters."""
+        are_read_only = self.sampler.only_compares and not self._is_lock_step and self.collector.logits is None
+        return last_logits(outputs, num_nodes, self.sequences.device, are_read_only)
+
+    def _propose(self, plan: Plan) -> DraftTokens:
+        """The drafts of a round."""
+        sequences = self.sequences
+        if plan.depth < 1:
+            return DraftTokens.none(sequences.padded(), is_plain=self.was_short)
+        drafts = self.proposer.propose(self.unread.take(), sequences.prefixes(), plan).to(sequences.device)
+        if self._is_lock_step and self.stopping.eos_token_ids:  # plain decoding feeds padding to ended sequences
+            ended = [b for b, finished in enumerate(sequences.finished) if finished]
+            drafts.ids[ended] = sequences.pad_token_id
+        return drafts
+
+    def _accept(
+        self, outputs: CausalLMOutputWithPast, logits: Tensor, drafts: DraftTokens, is_prefill: bool = False
+    ) -> Accepted:
+        """Commits what the target's logits (B, N, V) accept of the drafts: to cache, drafter, sequences and results."""
+        sequences = self.sequences
+        ends = Ends(self.stopping, sequences, self.collector.scores)
+        accepted = self.sampler.accept(sequences, drafts, logits, ends)
+        commit = Commit(sequences.device, accepted.tokens, accepted.paths, accepted.finished, sequences.pad_token_id)
+        self.runner.keep(sequences, commit, drafts.num_nodes)
+        self.unread.queue(commit)
+        sequences.append(commit, accepted.finished)
+        self.was_short = accepted.is_short
+        if accepted.is_short:
+            self.runner.wipe(sequences)
+        if self.sampler.noise is not None:
+            self.sampler.noise.forget(sequences.lengths.host)
+        self.collector.add(outputs, logits, accepted, is_prefill)
+        return accepted

@@ -1,0 +1,89 @@
+"""The seconds that forwards take, by their size, and the tokens a second that decoding gives."""
+
+from collections import deque
+from collections.abc import Sequence
+
+LATELY = 9  # times of a size that count
+
+
+class CostModel:
+    """The seconds that forwards take, by their size, the tokens they run: the mean of the last nine without the slowest
+    quarter (other load on the machine only ever makes them slower), interpolated linearly between sizes."""
+
+    def __init__(self):
+        self.seconds: dict[int, deque[float]] = {}
+        self.usual: dict[int, float] = {}
+        self.known: list[tuple[int, float]] = []  # by size; a larger forward is never taken to be the faster one
+
+    def add(self, size: int, seconds: float) -> None:
+        """Adds the time that one forward of a size took."""
+        lately = self.seconds.setdefault(size, deque(maxlen=LATELY))
+        lately.append(seconds)
+        kept = sorted(lately)[: max(1, 3 * len(lately) // 4)]
+        self.usual[size] = sum(kept) / len(kept)
+        sizes = sorted(self.usual)
+        levels = rising([self.usual[one] for one in sizes], [len(self.seconds[one]) for one in sizes])
+        self.known = list(zip(sizes, levels, strict=True))
+
+    def estimate(self, sizes: tuple[int, ...]) -> list[float]:
+        """Returns the seconds for sizes in ascending order; see the function `estimate`."""
+        return estimate(self.known, sizes)
+
+
+def rising(means: list[float], weights: list[int]) -> list[float]:
+    """The sequence that never falls and is nearest to the means, weighted: isotonic regression by pooling adjacent
+    violators."""
+    pools: list[tuple[float, float, int]] = []  # weight, mean, and how many of the means are in it
+    for weight, mean in zip(weights, means, strict=True):
+        pool = (float(weight), mean, 1)
+        while pools and pools[-1][1] > pool[1]:
+            before = pools.pop()
+            total = before[0] + pool[0]
+            pool = (total, (before[0] * before[1] + pool[0] * pool[1]) / total, before[2] + pool[2])
+        pools.append(pool)
+    return [mean for _, mean, count in pools for _ in range(count)]
+
+
+def estimate(points: Sequence[tuple[int, float]], sizes: tuple[int, ...]) -> list[float]:
+    """Seconds for `sizes` from known `points` of (size, seconds), both ascending: linear between points; beyond the
+    last one each token costs the average slope or, where there is one point, a twentieth of its seconds."""
+    if not points:
+        return [0.0] * len(sizes)
+    first, last = points[0], points[-1]
+    slope = (last[1] - first[1]) / (last[0] - first[0]) if last[0] > first[0] else first[1] / 20
+    estimates, i = [], 0
+    for size in sizes:
+        while i < len(points) and points[i][0] < size:
+            i += 1
+        if i == len(points):
+            estimates.append(last[1] + slope * (size - last[0]))
+        elif points[i][0] == size or i == 0:
+            estimates.append(points[i][1])
+        else:
+            (low, below), (high, above) = points[i - 1], points[i]
+            estimates.append(below + (above - below) * (size - low) / (high - low))
+    return estimates
+
+
+class Rate:
+    """Tokens a second, in which recent rounds count more."""
+
+    def __init__(self, memory: float = 0.97):
+        self.memory = memory
+        self.tokens = 0.0
+        self.seconds = 0.0
+        self.rounds = 0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        self.tokens = self.memory * self.tokens + tokens
+        self.seconds = self.memory * self.seconds + seconds
+        self.rounds += 1
+
+    def fade(self) -> None:
+        """Reduces the weight of all rounds so far to a tenth."""
+        self.tokens *= 0.1
+        self.seconds *= 0.1
+
+    @property
+    def value(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0

@@ -1,0 +1,41 @@
+"""The same plan every round: a chain or a tree of the size that the caller asked for."""
+
+from collections import Counter
+from typing import Any
+
+from .plan import PLAIN, Plan
+from .settings import DraftingSettings
+
+TREE_NODES = 60  # of a tree whose size is not given, as in EAGLE-2
+
+
+class FixedPlanner:
+    """Plans `depth` levels every round; with `top_k` above 1 a tree of `max_nodes` nodes, the root included."""
+
+    def __init__(self, depth: int, top_k: int = 1, max_nodes: int = TREE_NODES):
+        self.depth = depth
+        self.top_k = top_k
+        self.max_nodes = max_nodes
+        self.choices: Counter[str] = Counter()
+
+    @classmethod
+    def of(cls, settings: DraftingSettings, draws_trees: bool) -> "FixedPlanner":
+        """The planner for settings with a fixed depth."""
+        assert settings.depth is not None
+        top_k = (settings.top_k or 1) if draws_trees else 1
+        return cls(settings.depth, top_k, settings.total_tokens or TREE_NODES)
+
+    def plan(self, max_depth: int, max_nodes: int, num_sequences: int, num_unread: int) -> Plan:
+        """The plan of a round in which no draft may be deeper than `max_depth`, no tree larger than `max_nodes`."""
+        depth = min(self.depth, max_depth)
+        if depth < 1:
+            return PLAIN
+        if self.top_k == 1:
+            return Plan(depth)
+        return Plan(depth, self.top_k, self.top_k, min(self.max_nodes, max_nodes))
+
+    def observe(self, *args: Any) -> None:
+        """Learns nothing: the plan is fixed."""
+
+    def explain(self) -> str:
+        return ""

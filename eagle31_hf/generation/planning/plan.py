@@ -1,0 +1,57 @@
+"""A round's plan: how far to draft, and how wide. A chain is a tree with one child a node."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+UNLIMITED = 2**31  # nodes
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which candidates are verified: the best `count`, which lie in `depth` levels (None: not known); `is_chain`: in
+    every sequence one in each level."""
+
+    count: int
+    depth: int | None = None
+    is_chain: bool = False
+
+
+class Controller(Protocol):
+    """Decides, level by level, how far the expansion of a round goes."""
+
+    def scores(self, log_probs: Tensor, level: int) -> Tensor:
+        """Log-probabilities (B, F, k) of the children of a level's F nodes, the first level being 0 -> the logs of the
+        chances that these children are accepted, their parents being so."""
+        ...
+
+    def width(self, scores: Tensor, level: int) -> int:
+        """Log-chances (B, C) that a level's candidates are reached and accepted -> how many of the best the next level
+        starts from; 0 ends the expansion."""
+        ...
+
+    def select(self, limit: int) -> Selection:
+        """The candidates worth verifying, at most `limit`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One round of drafting. `depth`: levels at most, 0 for plain decoding; `top_k`: children of a node, 1 for a chain;
+    `max_width`: nodes a level may start from; `max_nodes`: of the tree, the root included; `controller`: decides level
+    by level, where the depth is not fixed."""
+
+    depth: int
+    top_k: int = 1
+    max_width: int = 1
+    max_nodes: int = UNLIMITED
+    controller: Controller | None = None
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether candidates are compared with each other, so that their probabilities are needed."""
+        return self.top_k > 1 or self.controller is not None
+
+
+PLAIN = Plan(0)

@@ -1,0 +1,70 @@
+"""The drafting knobs of one call, and where their values come from."""
+
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+from transformers import GenerationConfig
+
+from ...checkpoints.knobs import AUTO, KNOBS, LEAST, check_knob
+from ...modeling import Eagle31DrafterModel
+
+# What transformers fills in where nobody set a knob; such a value says nothing about the caller's wish.
+STOCK_DEFAULTS = {"num_assistant_tokens": 20, "assistant_confidence_threshold": 0.4}
+OWN_DEFAULTS = {
+    "num_assistant_tokens": AUTO,
+    "assistant_confidence_threshold": 0.0,
+    "draft_tree_top_k": AUTO,
+    "draft_tree_total_tokens": AUTO,
+}
+
+
+@dataclass(frozen=True)
+class DraftingSettings:
+    """How to draft. `depth` None: auto. `top_k`, `total_tokens` None: the usual value for the depth."""
+
+    depth: int | None
+    threshold: float
+    top_k: int | None
+    total_tokens: int | None
+
+    @property
+    def is_auto(self) -> bool:
+        return self.depth is None
+
+    @property
+    def may_draw_trees(self) -> bool:
+        return self.is_auto if self.top_k is None else self.top_k > 1
+
+
+def resolve_settings(
+    drafter: Eagle31DrafterModel, generation_config: GenerationConfig, given: dict[str, Any]
+) -> DraftingSettings:
+    """Returns for every knob the value `generate(...)` was given, else its generation config's, else the drafter's.
+
+    Raises ValueError for a value that cannot work.
+    """
+    values: dict[str, Any] = {}
+    for name in KNOBS:
+        configured = getattr(generation_config, name, None)
+        configured = None if _is_stock(configured, STOCK_DEFAULTS.get(name)) else configured
+        origins = {
+            "": given.get(name),
+            ", in the generation config": configured,
+            ", in the drafter's generation_config": getattr(drafter.generation_config, name, None),
+            "the defaults": OWN_DEFAULTS[name],
+        }
+        origin, values[name] = next((origin, value) for origin, value in origins.items() if value is not None)
+        check_knob(name, values[name], origin=origin)
+    numbers = {name: None if values[name] == AUTO else int(values[name]) for name in LEAST}
+    return DraftingSettings(
+        depth=numbers["num_assistant_tokens"],
+        threshold=float(values["assistant_confidence_threshold"]),
+        top_k=numbers["draft_tree_top_k"],
+        total_tokens=numbers["draft_tree_total_tokens"],
+    )
+
+
+def _is_stock(value: Any, stock: Any) -> bool:
+    """Whether a value is the one transformers fills in. An array, say, would compare as an array."""
+    return isinstance(value, Real) and value == stock

@@ -1,0 +1,114 @@
+"""Drafting: the drafter reads the target's newly accepted states, then proposes a chain or tree of tokens.
+
+B sequences, F nodes of a level, k children of a node, h drafter width.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .aux_states import AuxStates
+from .draft_sampler import DraftSampler
+from .drafter_runner import DrafterRunner
+from .planning.plan import Plan, Selection
+from .tree import DraftTokens, Expansion, VisibleNodes, pick
+
+
+class Proposer:
+    """Drafts for B sequences. A draft is a function of the committed text, and of noise that the target draws with,
+    alone, so taking the target's own tokens is exact."""
+
+    def __init__(self, runner: DrafterRunner, sampler: DraftSampler):
+        self.runner = runner
+        self.sampler = sampler
+
+    def propose(self, unread: AuxStates, prefixes: list[Tensor], plan: Plan) -> DraftTokens:
+        """Reads the states, then drafts as planned after every sequence (1, L_b), `plan.depth` levels at most.
+
+        Of every level the likeliest children of the likeliest nodes are candidates; the best of all are drafted.
+        """
+        device = self.runner.like.device
+        root = torch.cat([prefix[:, -1:] for prefix in prefixes]).to(device)
+        if self.sampler.reads_text:
+            prefixes = [prefix.to(device) for prefix in prefixes]
+        level = Level(root, prefixes, plan)
+        try:
+            level.state, level.logits = self.runner.read(unread)
+            while self._expand(level):
+                pass
+        finally:
+            self.runner.settle()
+        return level.drafted()
+
+    def _expand(self, level: "Level") -> bool:
+        """Adds the children of the frontier's nodes, and runs the best of them where the plan goes on from there."""
+        if level.plan.is_scored:
+            width, from_node = self._score(level)
+        else:
+            width, from_node = self._draw(level), None
+        depth = level.expansion.levels
+        if width == 0 or depth == level.plan.depth:
+            return False
+        if from_node is not None:
+            from_node = from_node[:, :width]
+        ids = level.expansion.narrow(width)
+        if self.sampler.reads_text:
+            level.path_ids = torch.cat((pick(level.path_ids, from_node), ids[..., None]), dim=2)
+        visible = level.nodes.extend(from_node, ids.shape[1])
+        level.state, level.logits = self.runner.step(ids, pick(level.state, from_node), level.nodes, visible)
+        return True
+
+    def _score(self, level: "Level") -> tuple[int, Tensor | None]:
+        """Adds the likeliest children of every node. Returns how many of them the next level starts from, and the nodes
+        (B, F') of this level they hang on."""
+        plan, expansion = level.plan, level.expansion
+        depth = expansion.levels
+        log_probs, ids = self.sampler.likeliest(level.logits, plan.top_k, level.prefixes, depth, level.texts(self))
+        scores = None if plan.controller is None else plan.controller.scores(log_probs, depth)
+        from_node = expansion.extend(ids, log_probs, plan.max_width, scores)
+        if plan.controller is None:
+            return plan.max_width, from_node
+        return plan.controller.width(expansion.scores[-1], depth), from_node
+
+    def _draw(self, level: "Level") -> int:
+        """Adds one child, as the target would choose it. Returns 0 where the drafter does not trust it, else 1."""
+        depth = level.expansion.levels
+        ids, logits, is_trusted = self.sampler.draw(level.logits[:, -1], level.prefixes, depth, level.texts(self))
+        if ids is None:
+            return 0
+        level.expansion.extend(ids[..., None])
+        if self.sampler.noise is not None and not self.sampler.noise.is_coupled:
+            level.drawn_from.append(logits)
+        return int(is_trusted)
+
+
+class Level:
+    """An expansion under way: the candidates so far, and the states and logits of the level that was run last."""
+
+    def __init__(self, root: Tensor, prefixes: list[Tensor], plan: Plan):
+        self.plan = plan
+        self.prefixes = prefixes
+        self.expansion = Expansion(root)
+        self.nodes = VisibleNodes(len(prefixes), root.device)
+        self.path_ids = root.new_zeros(len(prefixes), 1, 0)
+        self.drawn_from = list[Tensor]()
+        self.state = self.logits = root.new_zeros(0)
+
+    def texts(self, proposer: Proposer) -> Tensor | None:
+        """The ids drafted up to every node (B, F, level), where processors read them."""
+        return self.path_ids if proposer.sampler.reads_text else None
+
+    def drafted(self) -> DraftTokens:
+        """The best candidates, as many as the plan wants."""
+        if not self.expansion.levels:  # the processors leave nothing to propose
+            return DraftTokens.none(self.expansion.frontier_ids)
+        selection = Selection(self.plan.max_nodes - 1)
+        if self.plan.controller is not None:
+            selection = self.plan.controller.select(selection.count)
+        drafts = self.expansion.best(selection.count, selection.depth, selection.is_chain)
+        if self.drawn_from:
+            return replace(drafts, logits=torch.stack(self.drawn_from, dim=1))
+        if selection.count == 0:
+            return replace(drafts, guess=(self.expansion.ids[0][:, :1], self.expansion.log_probs[0][:, :1]))
+        return drafts

@@ -1,0 +1,346 @@
+"""Acceptance: which drafted tokens the target takes, and the token it adds. p is the target's distribution, q the
+draft's.
+
+B sequences, K drafted tokens of each, N nodes (the root, which is the token committed last, and the drafts), V target
+vocabulary.
+
+Nodes are visited in the order of the text, while drafts are accepted and the text has not ended. So logits processors
+see exactly the prefixes, each once, that plain decoding would show them: processors that keep state of their own stay
+correct. Stopping criteria and streamer are told of a token before the processors are shown the next prefix, so those
+that know of each other stay correct, too.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+
+from . import processors
+from .noise import Noise
+from .sequences import Sequences
+from .stopping import Ends
+from .tree import DraftTokens, HostDrafts
+
+
+@dataclass
+class Accepted:
+    """The outcome of one verification, by sequence: `tokens`, the accepted drafts, then the target's own token (the
+    bonus token) unless a draft ended the text; `paths`, as many nodes: those of the root and the accepted drafts whose
+    keys are kept; `num_drafts`, how many drafts were accepted, None for a sequence that had ended before; `scores`, the
+    processed logits (1, V) of each token, where they are kept; `finished`: which sequences have ended now.
+
+    `is_short`: a path met logits that drafts may have spoiled, so its sequence got one token fewer. `drafts`: those
+    that were verified.
+    """
+
+    tokens: list[list[int]]
+    paths: list[list[int]]
+    num_drafts: list[int | None]
+    scores: list[list[Tensor]]
+    finished: list[bool]
+    is_short: bool
+    drafts: HostDrafts
+
+    @classmethod
+    def of(cls, walks: list["Walk | None"], finished: list[bool], drafts: HostDrafts) -> "Accepted":
+        """The outcome of walks through the drafts, None for a sequence that had ended before."""
+        tokens = [[] if walk is None else walk.tokens for walk in walks]
+        paths = [[] if walk is None else walk.path[: len(walk.tokens)] for walk in walks]
+        accepted = [None if walk is None else min(len(walk.path) - 1, len(walk.tokens)) for walk in walks]
+        scores = [[] if walk is None else walk.scores for walk in walks]
+        pairs = zip(walks, finished, strict=True)
+        is_short = any(walk is not None and len(walk.tokens) < len(walk.path) and not ended for walk, ended in pairs)
+        return cls(tokens, paths, accepted, scores, finished, is_short, drafts)
+
+
+@dataclass
+class Walk:
+    """The way through one sequence's drafts: its new tokens, the nodes they were chosen at, and their scores. Where a
+    draft ended the text, or the last node's logits are spoiled, the path has one node more than there are tokens."""
+
+    tokens: list[int]
+    path: list[int]
+    scores: list[Tensor]
+
+
+class RejectionSampler:
+    """Chooses the target's tokens: by argmax where `noise` is None, else by sampling.
+
+    Rejection sampling (arXiv 2211.17192) where drafts come with the logits they were drawn from; else the target's own
+    token is drawn at every node, and while it is a child of the node, the walk descends. Either way tokens are
+    distributed as the target's own. `keeps_scores`: processed logits are asked for.
+    """
+
+    is_lock_step = False
+
+    def __init__(self, processors: LogitsProcessorList, noise: Noise | None, keeps_scores: bool = False):
+        self.processors = processors
+        self.noise = noise
+        self.keeps_scores = keeps_scores
+
+    @property
+    def only_compares(self) -> bool:
+        """Whether it only compares logits, so that they may be of any dtype and are not written to."""
+        return self.noise is None and not self.processors and not self.keeps_scores
+
+    def accept(self, sequences: Sequences, drafts: DraftTokens, logits: Tensor, ends: Ends) -> Accepted:
+        """Target logits (B, N, V) -> the tokens each sequence accepts, whatever the others do, up to the one with which
+        it ends. Logits are fp32 and overwritten, unless `only_compares`."""
+        choices = self._choices(sequences, drafts, logits)
+        host, (spoiled, *found) = drafts.on_host(are_spoiled(logits, drafts), *choices.to_read())
+        choices.read(found, host)
+        walks = [
+            None if sequences.finished[b] else self._walk(b, host.children(b), spoiled[b], choices, ends)
+            for b in range(len(sequences))
+        ]
+        return Accepted.of(walks, ends.finished, host)
+
+    def _choices(self, sequences: Sequences, drafts: DraftTokens, logits: Tensor) -> "Choices":
+        """The way tokens are chosen: at all nodes at once where that needs no prefix and no wait, else one by one."""
+        if self.noise is None and not self.processors:
+            return AtAllNodes(likeliest(logits), logits)
+        if not self.saves_waits(logits) or not processors.are(self.processors, processors.POINTWISE):
+            return NodeByNode(self, sequences, drafts, logits)
+        scores = self.processors(None, logits.flatten(0, 1)).unflatten(0, logits.shape[:2])  # type: ignore[arg-type]
+        if self.noise is None:
+            return AtAllNodes(likeliest(scores), scores)
+        if self.noise.is_coupled:
+            return AtAllNodes(likeliest(scores + self._noise_at(sequences, drafts)), scores, check=True)
+        return OfDrawnDrafts(self, sequences, drafts, scores)
+
+    def saves_waits(self, logits: Tensor) -> bool:
+        """Whether work on nodes that are not reached is worth the waits it saves: not where the host computes."""
+        return logits.device.type != "cpu"
+
+    def _noise_at(self, sequences: Sequences, drafts: DraftTokens) -> Tensor:
+        """The noise (B, N, V) that every node's token is drawn with."""
+        assert self.noise is not None
+        lengths = sequences.lengths.host
+        by_depth = [
+            torch.stack([self.noise.of_slot(b, length + depth) for depth in range(drafts.depth + 1)])
+            for b, length in enumerate(lengths)
+        ]
+        noise = torch.stack(by_depth)
+        if drafts.depths is None:
+            return noise
+        return noise.gather(1, drafts.depths[..., None].expand(-1, -1, noise.shape[2]))
+
+    def _walk(
+        self, b: int, children: list[dict[int, int]], spoiled: list[bool], choices: "Choices", ends: Ends
+    ) -> Walk:
+        walk = Walk([], [0], [])
+        while not spoiled[walk.path[-1]]:  # before processors see it: they are shown every prefix once
+            node = walk.path[-1]
+            token, scores = choices.token(b, node, walk.tokens)
+            walk.tokens.append(token)
+            if self.keeps_scores:
+                walk.scores.append(scores)
+            child = children[node].get(token)
+            if child is not None:
+                walk.path.append(child)
+            # Asked before the next prefix is shown to a processor: plain decoding shows none that goes past the end.
+            if ends.after(b, walk.tokens, walk.scores) or child is None:
+                break
+        choices.finish(b, walk)
+        return walk
+
+
+class LockStepSampler(RejectionSampler):
+    """The same for sequences that stay equally long: processors and criteria see the whole batch at one length, as in
+    plain decoding. Only for chains."""
+
+    is_lock_step = True
+
+    def accept(self, sequences: Sequences, drafts: DraftTokens, logits: Tensor, ends: Ends) -> Accepted:
+        """As many tokens as all sequences accept, up to the first with which one ends. With EOS ids, a sequence that
+        has ended is padded and does not hold back the others."""
+        all_b, drafted = range(len(sequences)), drafts.ids
+        host, (spoiled,) = drafts.on_host(are_spoiled(logits, drafts).any(0))
+        was_finished, is_short = sequences.finished, False
+        tokens, scores = list[Tensor](), list[Tensor]()
+        is_padded = [finished and bool(ends.stopping.eos_token_ids) for finished in was_finished]
+        going = torch.tensor([not padded for padded in is_padded], device=logits.device)
+        for node in range(drafts.num_nodes):
+            context = torch.cat((sequences.padded(), *tokens), dim=1)
+            if is_short := bool(spoiled[node]):
+                break
+            scores.append(self.processors(context, logits[:, node]))  # type: ignore[arg-type]
+            token = torch.where(going, self._token(context.shape[1], scores[-1]), sequences.pad_token_id)
+            tokens.append(token[:, None])
+            agrees = node < drafted.shape[1] and bool((token == drafted[:, node])[going].all())
+            ends.after_step(torch.cat((context, tokens[-1]), dim=1), scores)
+            if not agrees or ends.finished != was_finished:
+                break
+        ids = torch.cat((drafted[:, :0], *tokens), dim=1).tolist()
+        path = list(range(len(tokens) + is_short))
+        each_scores = [[step[b : b + 1] for step in scores] for b in all_b]
+        accepted = Accepted.of([Walk(ids[b], path, each_scores[b]) for b in all_b], ends.finished, host)
+        accepted.num_drafts = [None if was else n for was, n in zip(was_finished, accepted.num_drafts, strict=True)]
+        return accepted
+
+    def _token(self, slot: int, scores: Tensor) -> Tensor:
+        """The next token (B,) of each sequence."""
+        if self.noise is None:
+            return scores.argmax(-1)
+        check_distributions(scores)
+        return torch.cat([self.noise.pick(b, slot, scores[b : b + 1]) for b in range(len(scores))])
+
+
+class Choices:
+    """The tokens that the target chooses at the nodes of a round's drafts."""
+
+    def to_read(self) -> list[Tensor]:
+        """Tensors that the host needs before the first token."""
+        return []
+
+    def read(self, lists: list, drafts: HostDrafts) -> None:
+        """Takes what `to_read` named, as lists."""
+
+    def token(self, b: int, node: int, tokens: list[int]) -> tuple[int, Tensor]:
+        """The token of sequence b at a node whose path gave `tokens`, and its scores (1, V)."""
+        raise NotImplementedError
+
+    def finish(self, b: int, walk: Walk) -> None:
+        """The walk of sequence b is over."""
+
+
+class AtAllNodes(Choices):
+    """Chosen at once: `chosen` (B, N) by `scores` (B, N, V), of which, with `check`, each must be a distribution."""
+
+    def __init__(self, chosen: Tensor, scores: Tensor, check: bool = False):
+        self.chosen = chosen
+        self.scores = scores
+        self.check = check
+
+    def to_read(self) -> list[Tensor]:
+        return [self.chosen, are_distributions(self.scores)] if self.check else [self.chosen]
+
+    def read(self, lists: list, drafts: HostDrafts) -> None:
+        self.ids = lists[0]
+        self.are_distributions = lists[1] if self.check else None
+
+    def token(self, b: int, node: int, tokens: list[int]) -> tuple[int, Tensor]:
+        if self.are_distributions is not None and not self.are_distributions[b][node]:
+            raise_no_distribution()
+        return self.ids[b][node], self.scores[b, node : node + 1]
+
+
+class NodeByNode(Choices):
+    """Chosen when a node is reached, since processors are to see its prefix."""
+
+    def __init__(self, sampler: RejectionSampler, sequences: Sequences, drafts: DraftTokens, logits: Tensor):
+        self.noise = sampler.noise
+        self.sequences = sequences
+        self.drafts = drafts
+        self.logits = logits
+        self.processors = processors.by_sequence(sampler.processors, len(sequences))
+        self.prefixes = sequences.prefixes()
+
+    def token(self, b: int, node: int, tokens: list[int]) -> tuple[int, Tensor]:
+        new = self.prefixes[b].new_tensor([tokens], dtype=torch.long)
+        context = torch.cat((self.prefixes[b], new), dim=1) if tokens else self.prefixes[b]
+        scores = self.processors[b](context, self.logits[b, node : node + 1])  # type: ignore[arg-type]
+        if self.noise is None:
+            return int(scores.argmax(-1)), scores
+        check_distributions(scores)
+        slot, drafts = context.shape[1], self.drafts
+        if drafts.logits is None or node >= drafts.ids.shape[1]:
+            return int(self.noise.pick(b, slot, scores)), scores
+        draft, q_logits = drafts.ids[b, node : node + 1], drafts.logits[b, node : node + 1]
+        if bool(are_kept(draft, scores, q_logits, self.noise.uniforms(b, 1))):
+            return int(draft), scores
+        return int(self.noise.pick(b, slot, residual(scores, q_logits))), scores
+
+
+class OfDrawnDrafts(Choices):
+    """Rejection sampling of a chain (B is 1) whose drafts are judged at once, by `scores` (1, N, V)."""
+
+    def __init__(self, sampler: RejectionSampler, sequences: Sequences, drafts: DraftTokens, scores: Tensor):
+        assert sampler.noise is not None
+        self.noise = sampler.noise
+        self.length = sequences.lengths.host[0]
+        self.scores = scores
+        self.q_logits = drafts.logits
+        self.num_drafts = drafts.ids.shape[1]
+        self.drafts = drafts.ids
+        self.state = self.noise.state(0)
+
+    def to_read(self) -> list[Tensor]:
+        uniforms = self.noise.uniforms(0, self.num_drafts)
+        kept = uniforms
+        if self.q_logits is not None:
+            kept = are_kept(self.drafts[0], self.scores[0, :-1], self.q_logits[0], uniforms)
+        return [kept, are_distributions(self.scores)]
+
+    def read(self, lists: list, drafts: HostDrafts) -> None:
+        self.kept = lists[0]
+        self.are_distributions = lists[1]
+        self.ids = drafts.ids[0]
+
+    def token(self, b: int, node: int, tokens: list[int]) -> tuple[int, Tensor]:
+        scores = self.scores[b, node : node + 1]
+        if not self.are_distributions[b][node]:
+            raise_no_distribution()
+        if node < self.num_drafts and self.kept[node]:
+            return self.ids[node], scores
+        # As many numbers have been drawn as drafts were looked at, wherever they are judged.
+        self.noise.rewind(b, self.state, min(node + 1, self.num_drafts))
+        weights = scores if node == self.num_drafts else residual(scores, self.q_logits[b, node : node + 1])
+        return int(self.noise.pick(b, self.length + len(tokens), weights)), scores
+
+    def finish(self, b: int, walk: Walk) -> None:
+        if len(walk.tokens) < len(walk.path):  # the target's own token was not drawn
+            self.noise.rewind(b, self.state, len(walk.tokens))
+
+
+def are_kept(drafts: Tensor, p_logits: Tensor, q_logits: Tensor, uniforms: Tensor) -> Tensor:
+    """Drafts (n,) drawn from q (n, V) -> which of them are kept (n,), each with probability min(1, p/q), by numbers
+    (n,) in [0, 1)."""
+    place = drafts[:, None]
+    p = p_logits.softmax(-1).gather(1, place)[:, 0]
+    q = q_logits.softmax(-1).gather(1, place)[:, 0]
+    return uniforms * q < p
+
+
+def residual(p_logits: Tensor, q_logits: Tensor) -> Tensor:
+    """Logits (1, V) of max(p - q, 0), which the token in place of a rejected draft is drawn from."""
+    p = p_logits.softmax(-1)
+    rest = (p - q_logits.softmax(-1)).clamp(min=0)
+    # Where p and q agree to the last bit nothing is left to draw from; p itself is then the right distribution.
+    return torch.where(rest.sum() > 0, rest, p).log()
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """Logits (B, N, V) -> every node's first largest id (B, N), as argmax finds it in fp32; max is four times as fast
+    in bf16."""
+    return logits.max(-1).indices
+
+
+def are_spoiled(logits: Tensor, drafts: DraftTokens) -> Tensor:
+    """Logits (B, N, V) -> the nodes (B, N) whose logits decide nothing, because drafts may have made them NaN.
+
+    Where a draft's keys or values are not finite, nodes that do not see it become NaN, too: they weigh it 0, and 0
+    times NaN is NaN. A state that is NaN makes every logit NaN, so a few of them tell; more than one, since models may
+    mask ids of their own.
+    """
+    if drafts.is_plain:
+        return torch.zeros(logits.shape[:2], dtype=torch.bool, device=logits.device)
+    return logits[..., :8].isnan().any(-1)
+
+
+def are_distributions(scores: Tensor) -> Tensor:
+    """Scores (..., V) -> whether a token can be drawn from each (...)."""
+    return scores.amax(-1).isfinite()
+
+
+def check_distributions(scores: Tensor) -> None:
+    """Raises torch's error where scores (B, V) are no distributions."""
+    if not bool(are_distributions(scores).all()):
+        raise_no_distribution()
+
+
+def raise_no_distribution() -> None:
+    """Has torch raise its error for scores that are no distribution; on the CPU, since on a GPU no later call of the
+    process would work."""
+    torch.multinomial(torch.tensor([float("nan")]), 1)

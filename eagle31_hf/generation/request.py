@@ -1,0 +1,229 @@
+"""One call of `generate` with a drafter: its parts, how they may be decoded, and the engine put together from them.
+
+B sequences, L tokens of the prompt.
+"""
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from ..clock import Clock
+from ..features import capture_states, decoder_layers
+from ..modeling import Eagle31DrafterModel
+from . import cache, processors
+from .draft_sampler import DraftSampler
+from .drafter_runner import MASKED, DrafterRunner
+from .engine import Engine
+from .executor import EagerExecutor
+from .noise import Noise
+from .outputs import OutputCollector
+from .planning.auto import MAX_NODES, AutoPlanner
+from .planning.controller import TOP_K
+from .planning.fixed import FixedPlanner
+from .planning.knowledge import knowledge_of
+from .planning.settings import DraftingSettings, resolve_settings
+from .proposer import Proposer
+from .refusals import check_inputs, check_request
+from .rejection_sampler import LockStepSampler, RejectionSampler
+from .selftest import why_no_drafts_with_attentions, why_no_trees
+from .sequences import Sequences
+from .stopping import Stopping
+from .target import TargetRunner
+from .unread_states import UnreadStates
+
+# Makes the sampler of a call, given the usual one: benchmarks and `eagle31 check` put another in its place.
+WrapSampler = Callable[[RejectionSampler], RejectionSampler]
+
+
+@dataclass
+class Request:
+    """What `generate` hands to a decoding method, and the drafter. `input_ids` (B, L) are left-padded."""
+
+    target: PreTrainedModel
+    drafter: Eagle31DrafterModel
+    input_ids: Tensor
+    logits_processor: LogitsProcessorList
+    stopping_criteria: StoppingCriteriaList
+    generation_config: GenerationConfig
+    settings: DraftingSettings
+    streamer: BaseStreamer | None
+    model_kwargs: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        target: PreTrainedModel,
+        drafter: Eagle31DrafterModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **kwargs: Any,
+    ) -> "Request":
+        """The request of a decoding method's arguments; `kwargs` are `knobs`, `streamer`, `synced_gpus`, and those of
+        the model. Raises ValueError for inputs and knobs that cannot be served."""
+        knobs = kwargs.pop("knobs")
+        streamer = kwargs.pop("streamer", None)
+        check_inputs(input_ids, kwargs, kwargs.pop("synced_gpus", False))
+        settings = resolve_settings(drafter, generation_config, knobs)
+        return cls(
+            target=target,
+            drafter=drafter,
+            input_ids=input_ids,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            generation_config=generation_config,
+            settings=settings,
+            streamer=streamer,
+            model_kwargs=kwargs,
+        )
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How a request may be decoded. `may_draft`: the target can verify drafts; `draws_trees`: trees, not only chains;
+    `is_lock_step`: sequences of the batch stay equally long, since something looks at all of them at once."""
+
+    may_draft: bool
+    draws_trees: bool
+    is_lock_step: bool
+
+    @classmethod
+    def of(cls, request: Request, runner: TargetRunner, stopping: Stopping) -> "Mode":
+        """The mode that serves a request: the freest one that leaves its output as plain decoding would have it."""
+        returns_attentions = bool(runner.model_kwargs.get("output_attentions"))
+        may_draft = not returns_attentions or why_no_drafts_with_attentions(request.target) is None
+        sees_trees = may_draft and can_see_trees(request, runner)
+        is_free = (
+            sees_trees
+            and stopping.is_per_sequence
+            and processors.are(request.logits_processor, processors.PER_SEQUENCE)
+            and request.streamer is None
+            and not (request.generation_config.return_dict_in_generate or runner.cache_outlives_call)
+        )
+        is_lock_step = len(request.input_ids) > 1 and not is_free
+        return cls(may_draft, sees_trees and request.settings.may_draw_trees and not is_lock_step, is_lock_step)
+
+
+def can_see_trees(request: Request, runner: TargetRunner) -> bool:
+    """Returns whether trees, and sequences of different lengths, can be verified; tried only where they are wanted.
+
+    Attentions and hidden states of a tree's nodes are not the sequence's; flash attention in the drafter takes no mask
+    of a tree.
+    """
+    config = request.generation_config
+    if len(request.input_ids) == 1 and not request.settings.may_draw_trees:
+        return False
+    if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
+        return False
+    if not runner.takes_slots or request.drafter.config._attn_implementation not in MASKED:
+        return False
+    return why_no_trees(request.target, runner.passes_positions(request.input_ids)) is None
+
+
+def speculative_decoding(request: Request, wrap_sampler: WrapSampler | None = None) -> Any:
+    """Decodes the prompts as `generate` would, several tokens a target forward. Returns what `generate` returns."""
+    config, input_ids = request.generation_config, request.input_ids
+    runner = TargetRunner(request.target, input_ids, config, request.model_kwargs)
+    stopping = Stopping(request.stopping_criteria, config.max_length, request.streamer)
+    spare = max(MAX_NODES, request.settings.total_tokens or 0)  # slots beyond the longest text: drafts at its end
+    config.disable_compile = True  # of a prompt in chunks over a static cache: hooks would be traced, and our layers
+    with cache.slots(runner.past_key_values, runner.num_before + config.max_length + spare) as runner.placement:
+        mode = Mode.of(request, runner, stopping)
+        noise = noise_of(request, mode)
+        keeps_scores = bool(config.return_dict_in_generate and config.output_scores)
+        sampler_class = LockStepSampler if mode.is_lock_step else RejectionSampler
+        sampler = sampler_class(request.logits_processor, noise, keeps_scores)
+        sequences = Sequences(input_ids, pad_token(config), runner.num_padding)
+        proposer = proposer_of(request, runner, noise)
+        executor = EagerExecutor(
+            runner,
+            proposer,
+            UnreadStates(proposer.runner.read, first_slots(runner), runner.num_cached),
+            sampler if wrap_sampler is None else wrap_sampler(sampler),
+            sequences,
+            stopping,
+            OutputCollector(config, runner.past_key_values),
+        )
+        with capturing(request, executor):
+            return Engine(executor, planner_of(request, mode, executor.clock)).run()
+
+
+@contextmanager
+def capturing(request: Request, executor: EagerExecutor):
+    """A context in which the call's own forwards of the target leave their states with the executor."""
+    layer_ids = request.drafter.config.resolve_layer_ids(len(decoder_layers(request.target)))
+    with capture_states(request.target, layer_ids, executor.runner.past_key_values) as captured:
+        executor.unread.captured = captured
+        yield
+
+
+def first_slots(runner: TargetRunner) -> list[int]:
+    """The first slot of each sequence that the drafter reads: neither padding nor a cached token."""
+    return [max(padding, runner.num_cached) for padding in runner.num_padding]
+
+
+def proposer_of(request: Request, runner: TargetRunner, noise: Noise | None) -> Proposer:
+    """The drafter's side of a request."""
+    pairs = zip(first_slots(runner), runner.num_padding, strict=True)
+    drafting = DrafterRunner(request.drafter, [first - padding for first, padding in pairs])
+    vocab_size = request.target.config.get_text_config().vocab_size
+    threshold = request.settings.threshold
+    sampler = DraftSampler(
+        request.drafter, vocab_size, request.logits_processor, noise, threshold, len(request.input_ids)
+    )
+    return Proposer(drafting, sampler)
+
+
+def noise_of(request: Request, mode: Mode) -> Noise | None:
+    """The random numbers of a sampled call. Rejection sampling accepts more of a chain; coupled noise makes the text the
+    same whatever is drafted, for this sequence or others of the batch."""
+    if not request.generation_config.do_sample:
+        return None
+    count, length = request.input_ids.shape
+    is_coupled = request.settings.is_auto or mode.draws_trees or count > 1
+    vocab_size = request.target.config.get_text_config().vocab_size
+    noise = Noise(count, vocab_size, request.input_ids.device, is_coupled)
+    noise.start(length)
+    return noise
+
+
+def planner_of(request: Request, mode: Mode, clock: Clock) -> AutoPlanner | FixedPlanner:
+    """The planner for a request's settings."""
+    settings, do_sample = request.settings, bool(request.generation_config.do_sample)
+    if not mode.may_draft:
+        return FixedPlanner(0)
+    if not settings.is_auto:
+        return FixedPlanner.of(settings, mode.draws_trees)
+    known = knowledge_of(request.drafter, request.target, len(request.input_ids), mode.draws_trees, do_sample)
+    top_k = (settings.top_k or TOP_K) if mode.draws_trees else 1
+    return AutoPlanner(known, clock, top_k, settings.total_tokens or MAX_NODES)
+
+
+def decode_with(
+    target: PreTrainedModel,
+    drafter: Eagle31DrafterModel,
+    input_ids: Tensor,
+    generation_config: GenerationConfig,
+    wrap_sampler: WrapSampler | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Decodes for a caller whose request nobody has checked yet: `custom_generate`. `kwargs`: the other arguments of
+    `Request.of`."""
+    check_request(target, drafter, generation_config, generation_config.get_generation_mode())
+    streamer = kwargs.get("streamer")
+    if streamer is not None:  # generate does not know it, so the prompt is still to be put
+        streamer.put(input_ids.cpu())
+    request = Request.of(target, drafter, input_ids, generation_config=generation_config, **kwargs)
+    return speculative_decoding(request, wrap_sampler)
+
+
+def pad_token(config: GenerationConfig) -> int:
+    """The id that plain generate fills sequences with that have ended."""
+    token = getattr(config, "_pad_token_tensor", None)
+    return 0 if token is None else int(token)

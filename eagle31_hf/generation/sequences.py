@@ -1,0 +1,115 @@
+"""The sequences of a batch as they grow, each at its own pace. B sequences, L tokens of the left-padded prompt."""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from .transfer import Mirrored, to_device
+
+
+class Commit:
+    """The tokens that one forward adds to every sequence, on the host and, by one copy, on the device.
+
+    `tokens[b]` follow the tokens of sequence b; `paths[b]` are the nodes of the forward that they and the token before
+    them were accepted at; `counts`: how many they are; `ids` (B, M): the tokens, padded with `pad_token_id`; `path`
+    (B, P): the paths, padded with nodes that stay where they are, or None where all of them are the first nodes;
+    `going`: which sequences go on, on the host, `going_index` (W,) on the device.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        tokens: list[list[int]],
+        paths: list[list[int]],
+        finished: Sequence[bool],
+        pad_token_id: int = 0,
+    ):
+        self.tokens = tokens
+        self.paths = paths
+        self.going = [b for b, has_finished in enumerate(finished) if not has_finished]
+        counts = [len(new) for new in tokens]
+        longest = max(counts)
+        columns: list[Sequence] = [[new + [pad_token_id] * (longest - len(new)) for new in tokens]]
+        columns.append(counts)
+        columns.append(self.going)
+        self.are_prefixes = all(path == list(range(len(path))) for path in paths)
+        if not self.are_prefixes:
+            deepest = max(len(path) for path in paths)
+            columns.append([[*path, *range(len(path), deepest)] for path in paths])
+        self.ids, count, self.going_index, *path = to_device(device, *columns)
+        self.counts = Mirrored(counts, count[:, None])
+        self.path = path[0] if path else None
+
+    @cached_property
+    def is_going(self) -> Tensor:
+        """1 for each sequence that goes on, else 0 (B, 1), on the device."""
+        return torch.zeros_like(self.counts.on(self.ids.device)).index_fill_(0, self.going_index, 1)
+
+
+class Sequences:
+    """The token ids so far, on the device, with their lengths on the host and on the device.
+
+    `lengths`: tokens of each sequence, left padding included; `finished[b]`: sequence b has ended. `num_padding`:
+    left-padding tokens of each. `pad_token_id` fills what is shorter than the longest sequence.
+    """
+
+    def __init__(self, input_ids: Tensor, pad_token_id: int, num_padding: list[int]):
+        self.pad_token_id = pad_token_id
+        self.num_padding = num_padding
+        self.prompt_length = input_ids.shape[1]
+        self.lengths = Mirrored([self.prompt_length] * len(input_ids))
+        self.finished = [False] * len(input_ids)
+        self.commit = Commit(input_ids.device, [[]] * len(input_ids), [[]] * len(input_ids), self.finished)
+        self._ids = input_ids
+
+    def __len__(self) -> int:
+        return len(self.finished)
+
+    @property
+    def device(self) -> torch.device:
+        return self._ids.device
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that goes on (of the longest of all, when none does)."""
+        lengths = self.lengths.host
+        return max((lengths[b] for b, finished in enumerate(self.finished) if not finished), default=max(lengths))
+
+    def prefix(self, b: int) -> Tensor:
+        """Sequence b so far (1, its length)."""
+        return self._ids[b : b + 1, : self.lengths.host[b]]
+
+    def prefixes(self) -> list[Tensor]:
+        """Every sequence so far."""
+        return [self.prefix(b) for b in range(len(self))]
+
+    def padded(self) -> Tensor:
+        """All sequences (B, length of the longest), shorter ones padded on the right."""
+        return self._ids[:, : max(self.lengths.host)]
+
+    def last(self) -> Tensor:
+        """The token committed last in every sequence (B, 1)."""
+        if self.lengths.is_uniform:
+            end = self.lengths.host[0]
+            return self._ids[:, end - 1 : end]
+        return self._ids.gather(1, self.lengths.on(self.device) - 1)
+
+    def append(self, commit: Commit, finished: list[bool]) -> None:
+        """Adds the commit's tokens, and notes which sequences have ended with them."""
+        num_new = commit.ids.shape[1]
+        end = max(self.lengths.host) + num_new
+        if end > self._ids.shape[1]:
+            ample = self._ids.new_full((len(self), end + end // 4 + 64), self.pad_token_id)
+            ample[:, : self._ids.shape[1]] = self._ids
+            self._ids = ample
+        if self.lengths.is_uniform:
+            begin = self.lengths.host[0]
+            self._ids[:, begin : begin + num_new] = commit.ids
+        else:
+            slots = self.lengths.on(self.device) + torch.arange(num_new, device=self.device)
+            self._ids.scatter_(1, slots, commit.ids)
+        self.lengths = self.lengths + commit.counts
+        self.finished = finished
+        self.commit = commit

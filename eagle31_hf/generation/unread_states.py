@@ -1,0 +1,99 @@
+"""The queue between the target's forwards and the drafter: states that were captured and accepted, not read yet.
+
+B sequences, L tokens of the prompt, n*ht width of a token's captured states.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from ..features import CapturedStates
+from .aux_states import AuxStates, gathered
+from .drafter_runner import READ_AT_ONCE
+from .sequences import Commit
+
+
+class UnreadStates:
+    """Collects the states that the drafter is to read, and has them read in time.
+
+    `read`: hands states to the drafter. `first_slots`: the first slot of each sequence that it reads. `num_cached`:
+    tokens of the prompt that the target's cache already held, whose states are not captured.
+    """
+
+    def __init__(self, read: Callable[[AuxStates], object], first_slots: list[int], num_cached: int):
+        self._read = read
+        self._first_slots = first_slots
+        self._captured_from = num_cached
+        self._parts: list[AuxStates] = []
+        self._last_state: Tensor | None = None  # of the prompt, until the token after it is known
+        self.captured: CapturedStates | None = None  # set while the target's states are captured
+
+    def __len__(self) -> int:
+        """Tokens of each sequence that the drafter reads before it drafts."""
+        return sum(len(part) for part in self._parts)
+
+    def take(self) -> AuxStates:
+        """Everything that is unread, as read from now on."""
+        parts, self._parts = self._parts, []
+        return AuxStates.joined(parts)
+
+    @contextmanager
+    def reading_prompt(self, input_ids: Tensor) -> Iterator[None]:
+        """A context in which every forward of the target is a piece of the prompt (B, L), read as soon as it has
+        run."""
+        assert self.captured is not None
+
+        def read() -> None:
+            for part in self.of_text(input_ids):
+                self._read(part)
+
+        self.captured.on_forward = read
+        try:
+            yield
+        finally:
+            self.captured.on_forward = None
+
+    def of_text(self, input_ids: Tensor) -> Iterator[AuxStates]:
+        """The states captured of the texts (B, L), piece by piece, as far as the tokens after them are known. The state
+        of their last token is kept apart."""
+        assert self.captured is not None
+        length = input_ids.shape[1]
+        for states in self.captured.pieces(READ_AT_ONCE):
+            first = self._captured_from
+            self._captured_from += states.shape[1]
+            end = min(self._captured_from, length - 1)
+            if self._captured_from >= length:
+                self._last_state = states[:, length - 1 - first : length - first]
+            count = max(end - first, 0)
+            part = AuxStates(states[:, :count], input_ids[:, first + 1 : end + 1], [count] * len(states))
+            part = part.without_first([min(max(slot - first, 0), count) for slot in self._first_slots])
+            if max(part.counts.host) > 0:
+                yield part
+
+    def queue_text(self, input_ids: Tensor) -> None:
+        """Queues the states captured of the text (1, L) since the last call. Captured states of rejected drafts, which
+        follow the accepted ones, are dropped."""
+        for part in self.of_text(input_ids):
+            self.read_all()
+            self._parts.append(part)
+        self._captured_from = input_ids.shape[1] - 1
+
+    def queue(self, commit: Commit) -> None:
+        """Queues the states of the last forward at the nodes of a commit's paths; its tokens follow them."""
+        assert self.captured is not None
+        states = self.captured.take() if self._last_state is None else self._last_state
+        self._last_state = None
+        count = commit.ids.shape[1]
+        states = states[:, :count] if commit.path is None else gathered(states, commit.path[:, :count])
+        self._parts.append(AuxStates(states, commit.ids, commit.counts))
+        if len(self) > READ_AT_ONCE:  # nothing was drafted for long; the next draft begins with reading the last of it
+            *earlier, last = self._parts
+            self._parts = earlier
+            self.read_all()
+            self._parts = [last]
+
+    def read_all(self) -> None:
+        """Has everything that is unread read."""
+        if self._parts:
+            self._read(self.take())
