@@ -16,6 +16,7 @@ from .checkpoints import convert_checkpoint, export_checkpoint
 from .configuration import Eagle31Config
 from .generation.candidate_generator import Eagle31CandidateGenerator
 from .generation.hook import install, uninstall
+from .generation.request import decode_with
 from .modeling import Eagle31DrafterModel, Eagle31DrafterOutput
 from .upgrade import UpgradeReport, upgrade_to_eagle31
 from .version import __version__
@@ -56,4 +57,5 @@ def __getattr__(name: str) -> Any:
 
 AutoConfig.register("eagle31", Eagle31Config)
 AutoModel.register(Eagle31Config, Eagle31DrafterModel)
+Eagle31DrafterModel.decoding_method = staticmethod(decode_with)
 install()

@@ -4,8 +4,9 @@ scores.
 B batch, T tokens, h drafter width, ht target width, n captured states, V target vocabulary, Vd draft vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ from .attention import GQAttention, MLAttention
 from .configuration import Eagle31Config
 from .names import refuse_unknown
 from .pretrained import Eagle31PreTrainedModel
-from .tying import TargetTie, check_loaded, execution_device, rows_of, scores_of, shape_of
+from .targets.ends import TargetTie, check_loaded, execution_device, rows_of, scores_of, shape_of
 
 logger = logging.get_logger(__name__)
 MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
@@ -93,6 +94,8 @@ class Eagle31DrafterModel(Eagle31PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
     supports_gradient_checkpointing = True
+    # The loop behind `decode`, which `import eagle31_hf` sets: generation depends on the model, not the model on it.
+    decoding_method: ClassVar[Callable[..., Any]]
     accepts_loss_kwargs = True  # a Trainer says how many labels of several batches the loss is the mean of
     _can_record_outputs = {"hidden_states": Eagle31DecoderLayer, "attentions": [GQAttention, MLAttention]}
 
@@ -358,15 +361,13 @@ class Eagle31DrafterModel(Eagle31PreTrainedModel):
         such a callable: bind the streamer, `custom_generate=functools.partial(drafter.decode, streamer=streamer)`; stop
         strings need `assistant_model=drafter`.
         """
-        from .generation.request import decode_with  # the model does not depend on generation, this entry point does
-
         knobs = {
             "num_assistant_tokens": num_assistant_tokens,
             "assistant_confidence_threshold": assistant_confidence_threshold,
             "draft_tree_top_k": draft_tree_top_k,
             "draft_tree_total_tokens": draft_tree_total_tokens,
         }
-        return decode_with(
+        return Eagle31DrafterModel.decoding_method(
             model,
             self,
             input_ids,

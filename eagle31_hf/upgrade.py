@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .acceptance import AcceptanceStats, track_acceptance
 from .configuration import Eagle31Config
 from .diagnostics.acceptance import AcceptanceStats, measure_acceptance
-from .features import decoder_layers, target_states
 from .modeling import Eagle31DrafterModel
+from .targets.ends import execution_device, weight_of
+from .targets.layers import decoder_layers, target_states
 from .training.unroll import unroll
-from .tying import execution_device, weight_of
 
 MAX_ROWS = 4096
 MIN_ROWS = 32

@@ -22,9 +22,8 @@ from transformers import (
 )
 
 from eagle31_hf import Eagle31Config, Eagle31DrafterModel
-from eagle31_hf.features import decoder_layers
-from eagle31_hf.generation import selftest
 from eagle31_hf.targets import trial
+from eagle31_hf.targets.layers import decoder_layers
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # pytest's workers share the CPU's cores
 

@@ -3,10 +3,10 @@
 import json
 
 import pytest
-from eagle31_hf.generation.tuning import MAX_DEPTH
 
 from eagle31_hf import demo
 from eagle31_hf.cli import COMMANDS, main
+from eagle31_hf.generation.planning.calibration import MAX_DEPTH
 
 TARGET, DRAFTER = str(demo.FOLDER / "target"), str(demo.FOLDER / "eagle31")
 

@@ -7,8 +7,8 @@ import torch
 from transformers.utils import logging
 
 from eagle31_hf import demo
+from eagle31_hf.checking.check import CAPABILITIES, TargetReport
 from eagle31_hf.cli import checking, main
-from eagle31_hf.targets.check import CAPABILITIES, TargetReport
 
 TARGET, DRAFTER = str(demo.FOLDER / "target"), str(demo.FOLDER / "eagle31")
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from ..acceptance import track_acceptance
+from ..cache import adopt as cache
 from ..configuration import Eagle31Config
-from ..generation import cache
 from ..modeling import Eagle31DrafterModel
 from . import environment, synchronize
 from .synthetic import MARK, synthetic_decoding

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..features import decoder_layers
 from ..modeling import Eagle31DrafterModel
+from ..targets.layers import decoder_layers
 from ..training.fresh import new_drafter
 from ..training.objective import Batch, DraftingObjective, Settings
 from ..training.target import TargetReader

@@ -75,3 +75,14 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     """Zeros of a shape, whose rows lie a multiple of ALIGNMENT apart."""
     width = shape[-1]
     return torch.zeros(*shape[:-1], -(-width // ALIGNMENT) * ALIGNMENT, dtype=dtype, device=device)[..., :width]
+
+
+def ancestors_of(parents: Tensor, depth: int) -> Tensor:
+    """Parents (B, K) of the nodes 1 to K of a tree, each before its children and none deeper than `depth`; node 0 is the
+    root -> whether node j is on the path to node i (B, K + 1, K + 1), i itself included."""
+    num_sequences, count = parents.shape
+    paths = torch.eye(count + 1, device=parents.device).repeat(num_sequences, 1, 1)
+    paths[:, 1:].scatter_(2, parents[:, :, None], 1.0)  # who is at most one step up
+    for _ in range((depth - 1).bit_length()):
+        paths = (paths @ paths).clamp_(max=1.0)  # at most twice as many steps up
+    return paths > 0

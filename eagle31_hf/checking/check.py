@@ -9,8 +9,8 @@ import torch
 import transformers
 
 from ..configuration import default_layer_ids
-from ..features import decoder_layers
 from ..generation.refusals import why_no_target
+from ..targets.layers import decoder_layers
 from .drafters import DrafterReport, check_drafter
 from .source import CONTRADICTIONS, TargetSource, count_parameters, read_target
 from .trial import (

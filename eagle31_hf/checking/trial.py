@@ -19,10 +19,10 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from ..acceptance import LOCK_STEP, TREES, track_acceptance
 from ..checkpoints.sources import first_line
 from ..configuration import Eagle31Config
-from ..features import decoder_layers, target_states
-from ..generation.selftest import FAILURES, why_no_trees
 from ..modeling import Eagle31DrafterModel
 from ..seeding import seeded
+from ..targets.layers import decoder_layers, target_states
+from ..targets.probe import FAILURES, why_no_trees
 from ..training.objective import Batch, DraftingObjective, Settings
 from ..training.target import TargetReader
 from ..training.unroll import unroll

@@ -17,7 +17,7 @@ LINES = {
 
 
 def check(args: argparse.Namespace) -> int:
-    from ..targets import check_target
+    from ..checking import check_target
 
     with _quietly():
         report = check_target(

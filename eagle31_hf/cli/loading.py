@@ -23,7 +23,7 @@ def refuse_drafter(source: str, revision: str | None = None) -> None:
 def refuse_missing_weights(source: str) -> None:
     """Raises ValueError where a folder's weights are less than a bit for every parameter of its config: transformers
     would make up the rest, tens of gigabytes maybe, before it finds that some are missing."""
-    from ..targets.source import count_parameters, read_target
+    from ..checking.source import count_parameters, read_target
 
     if not os.path.isdir(source):
         return

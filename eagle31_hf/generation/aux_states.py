@@ -6,7 +6,7 @@ B sequences, M tokens, n*ht width of a token's captured states, concatenated.
 import torch
 from torch import Tensor
 
-from .transfer import Mirrored
+from ..cache.transfer import Mirrored
 
 
 class AuxStates:

@@ -7,8 +7,8 @@ from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from ..features import capture_states, decoder_layers
 from ..modeling import Eagle31DrafterModel
+from ..targets.layers import capture_states, decoder_layers
 from ..wrappers import drafter_in
 from .draft_sampler import DraftSampler
 from .drafter_runner import DrafterRunner

@@ -8,11 +8,11 @@ read.
 import torch
 from torch import Tensor
 
+from ..cache import adopt as cache
+from ..cache.masks import SlotMask
+from ..cache.transfer import Mirrored
 from ..modeling import Eagle31DrafterModel, Eagle31DrafterOutput
-from . import cache
 from .aux_states import AuxStates, gathered
-from .masks import SlotMask
-from .transfer import Mirrored
 from .tree import VisibleNodes
 
 READ_AT_ONCE = 1024  # tokens a drafter's forward takes

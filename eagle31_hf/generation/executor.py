@@ -11,15 +11,16 @@ from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..acceptance import CHAINS, LOCK_STEP, PLAIN, TREES, Recorder
+from ..cache import adopt as cache
+from ..cache.commit import Commit
 from ..clock import Clock
-from . import cache
 from .outputs import OutputCollector
 from .planning.plan import Plan
 from .proposer import Proposer
 from .rejection_sampler import Accepted, RejectionSampler
-from .sequences import Commit, Sequences
+from .sequences import Sequences
 from .stopping import Ends, Stopping
-from .target import TargetRunner, last_logits
+from .target_runner import TargetRunner, last_logits
 from .tree import DraftTokens
 from .unread_states import UnreadStates
 

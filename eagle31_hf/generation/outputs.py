@@ -9,7 +9,7 @@ from transformers import Cache, GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from .cache import static_spans, windows
+from ..cache.adopt import static_spans, windows
 from .rejection_sampler import Accepted
 
 

@@ -6,9 +6,9 @@ from torch import Tensor
 from transformers import Cache, GenerationConfig, PreTrainedConfig, PreTrainedModel, StaticCache
 from transformers.generation import GenerationMode
 
-from ..features import decoder_layers
+from ..cache import adopt as cache
 from ..modeling import Eagle31DrafterModel
-from . import cache
+from ..targets.layers import decoder_layers
 
 SUPPORTED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
 

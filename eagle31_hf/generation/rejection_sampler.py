@@ -102,7 +102,7 @@ class RejectionSampler:
             return AtAllNodes(likeliest(logits), logits)
         if not self.saves_waits(logits) or not processors.are(self.processors, processors.POINTWISE):
             return NodeByNode(self, sequences, drafts, logits)
-        scores = self.processors(None, logits.flatten(0, 1)).unflatten(0, logits.shape[:2])  # type: ignore[arg-type]
+        scores = self.processors(None, logits.flatten(0, 1)).unflatten(0, logits.shape[:2])
         if self.noise is None:
             return AtAllNodes(likeliest(scores), scores)
         if self.noise.is_coupled:
@@ -112,6 +112,20 @@ class RejectionSampler:
     def saves_waits(self, logits: Tensor) -> bool:
         """Whether work on nodes that are not reached is worth the waits it saves: not where the host computes."""
         return logits.device.type != "cpu"
+
+    def choose(
+        self, b: int, slot: int, scores: Tensor, draft: Tensor | None = None, q_logits: Tensor | None = None
+    ) -> Tensor:
+        """One token (1,) for a slot of sequence b: the argmax of p (1, V), or a sample of it: the draft (1,), drawn
+        from q (1, V), with probability min(1, p/q), else a token drawn from the residual max(p - q, 0)."""
+        if self.noise is None:
+            return scores.argmax(-1)
+        check_distributions(scores)
+        if draft is None or q_logits is None:
+            return self.noise.pick(b, slot, scores)
+        if bool(are_kept(draft, scores, q_logits, self.noise.uniforms(b, 1))):
+            return draft
+        return self.noise.pick(b, slot, residual(scores, q_logits))
 
     def _noise_at(self, sequences: Sequences, drafts: DraftTokens) -> Tensor:
         """The noise (B, N, V) that every node's token is drawn with."""
@@ -166,7 +180,8 @@ class LockStepSampler(RejectionSampler):
             if is_short := bool(spoiled[node]):
                 break
             scores.append(self.processors(context, logits[:, node]))  # type: ignore[arg-type]
-            token = torch.where(going, self._token(context.shape[1], scores[-1]), sequences.pad_token_id)
+            chosen = torch.cat([self.choose(b, context.shape[1], scores[-1][b : b + 1]) for b in all_b])
+            token = torch.where(going, chosen, sequences.pad_token_id)
             tokens.append(token[:, None])
             agrees = node < drafted.shape[1] and bool((token == drafted[:, node])[going].all())
             ends.after_step(torch.cat((context, tokens[-1]), dim=1), scores)
@@ -178,13 +193,6 @@ class LockStepSampler(RejectionSampler):
         accepted = Accepted.of([Walk(ids[b], path, each_scores[b]) for b in all_b], ends.finished, host)
         accepted.num_drafts = [None if was else n for was, n in zip(was_finished, accepted.num_drafts, strict=True)]
         return accepted
-
-    def _token(self, slot: int, scores: Tensor) -> Tensor:
-        """The next token (B,) of each sequence."""
-        if self.noise is None:
-            return scores.argmax(-1)
-        check_distributions(scores)
-        return torch.cat([self.noise.pick(b, slot, scores[b : b + 1]) for b in range(len(scores))])
 
 
 class Choices:
@@ -230,8 +238,7 @@ class NodeByNode(Choices):
     """Chosen when a node is reached, since processors are to see its prefix."""
 
     def __init__(self, sampler: RejectionSampler, sequences: Sequences, drafts: DraftTokens, logits: Tensor):
-        self.noise = sampler.noise
-        self.sequences = sequences
+        self.sampler = sampler
         self.drafts = drafts
         self.logits = logits
         self.processors = processors.by_sequence(sampler.processors, len(sequences))
@@ -241,16 +248,11 @@ class NodeByNode(Choices):
         new = self.prefixes[b].new_tensor([tokens], dtype=torch.long)
         context = torch.cat((self.prefixes[b], new), dim=1) if tokens else self.prefixes[b]
         scores = self.processors[b](context, self.logits[b, node : node + 1])  # type: ignore[arg-type]
-        if self.noise is None:
-            return int(scores.argmax(-1)), scores
-        check_distributions(scores)
-        slot, drafts = context.shape[1], self.drafts
-        if drafts.logits is None or node >= drafts.ids.shape[1]:
-            return int(self.noise.pick(b, slot, scores)), scores
-        draft, q_logits = drafts.ids[b, node : node + 1], drafts.logits[b, node : node + 1]
-        if bool(are_kept(draft, scores, q_logits, self.noise.uniforms(b, 1))):
-            return int(draft), scores
-        return int(self.noise.pick(b, slot, residual(scores, q_logits))), scores
+        draft, q_logits, drafts = None, None, self.drafts
+        if drafts.logits is not None and node < drafts.ids.shape[1]:
+            draft = drafts.ids[b, node : node + 1]
+            q_logits = drafts.logits[b, node : node + 1]
+        return int(self.sampler.choose(b, context.shape[1], scores, draft, q_logits)), scores
 
 
 class OfDrawnDrafts(Choices):

@@ -12,10 +12,12 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from ..cache import adopt as cache
 from ..clock import Clock
-from ..features import capture_states, decoder_layers
 from ..modeling import Eagle31DrafterModel
-from . import cache, processors
+from ..targets.layers import capture_states, decoder_layers
+from ..targets.probe import why_no_drafts_with_attentions, why_no_trees
+from . import processors
 from .draft_sampler import DraftSampler
 from .drafter_runner import MASKED, DrafterRunner
 from .engine import Engine
@@ -30,10 +32,9 @@ from .planning.settings import DraftingSettings, resolve_settings
 from .proposer import Proposer
 from .refusals import check_inputs, check_request
 from .rejection_sampler import LockStepSampler, RejectionSampler
-from .selftest import why_no_drafts_with_attentions, why_no_trees
 from .sequences import Sequences
 from .stopping import Stopping
-from .target import TargetRunner
+from .target_runner import TargetRunner
 from .unread_states import UnreadStates
 
 # Makes the sampler of a call, given the usual one: benchmarks and `eagle31 check` put another in its place.

@@ -9,10 +9,12 @@ from transformers import Cache, GenerationConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import ModelOutput
 
-from . import cache
-from .masks import SlotMask
-from .sequences import Commit, Sequences
-from .transfer import Mirrored
+from ..cache import adopt as cache
+from ..cache.commit import Commit
+from ..cache.masks import SlotMask
+from ..cache.transfer import Mirrored
+from ..targets.masks import slot_masks
+from .sequences import Sequences
 from .tree import DraftTokens
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
@@ -191,29 +193,6 @@ class TargetRunner:
                 ModelOutput(), copy.copy(model_kwargs), num_new_tokens=step
             )
         return model_kwargs
-
-
-def slot_masks(
-    target: PreTrainedModel, past_key_values: Cache, mask: SlotMask, going: list[int] | None = None
-) -> Tensor | dict[str, Tensor]:
-    """Additive masks (B, 1, N, keys) in the form the target takes: by layer type where its config has them, else one.
-
-    `mask`: of N new tokens as queries; `going`: the sequences that have not ended, by default all.
-    """
-    config = target.config.get_text_config(decoder=True)
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    starts = mask.starts.host
-    starts = starts if not going else [starts[b] for b in going]
-
-    def additive(window: int | None) -> Tensor:
-        seen_from, end = cache.key_span(past_key_values, starts, mask.visible.shape[1], window)
-        return mask.additive(end, target.dtype, seen_from, window)
-
-    if kinds is None:
-        return additive(window)
-    windows = {"full_attention": None, "sliding_attention": window}
-    return {kind: additive(windows[kind]) for kind in set(kinds)}
 
 
 def last_logits(

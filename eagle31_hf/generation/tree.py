@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .transfer import to_host
+from ..cache.masks import ancestors_of
+from ..cache.transfer import to_host
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,7 @@ class DraftTokens:
     @classmethod
     def tree(cls, ids: Tensor, parents: Tensor, depth: int, log_probs: Tensor | None = None) -> "DraftTokens":
         """The trees of drafts (B, K) and their parents (B, K), each before its children, none deeper than `depth`."""
-        num_sequences, count = ids.shape
-        paths = torch.eye(count + 1, device=ids.device).repeat(num_sequences, 1, 1)
-        paths[:, 1:].scatter_(2, parents[:, :, None], 1.0)  # who is at most one step up
-        for _ in range((depth - 1).bit_length()):
-            paths = (paths @ paths).clamp_(max=1.0)  # at most twice as many steps up
-        ancestors = paths > 0
+        ancestors = ancestors_of(parents, depth)
         return cls(ids, depth, parents, ancestors.sum(2) - 1, ancestors, log_probs)
 
     @property

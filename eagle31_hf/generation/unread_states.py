@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from ..features import CapturedStates
+from ..cache.commit import Commit
+from ..targets.layers import CapturedStates
 from .aux_states import AuxStates, gathered
 from .drafter_runner import READ_AT_ONCE
-from .sequences import Commit
 
 
 class UnreadStates:

@@ -7,11 +7,10 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.utils import logging
 
-from ..tying import execution_device
-from .masks import SlotMask
-from .target import slot_masks
-from .transfer import Mirrored
-from .tree import DraftTokens
+from ..cache.masks import SlotMask, ancestors_of
+from ..cache.transfer import Mirrored
+from .ends import execution_device
+from .masks import slot_masks
 
 logger = logging.get_logger(__name__)
 
@@ -155,21 +154,22 @@ def _error(target: PreTrainedModel) -> float:
     draw = torch.randint(0, config.vocab_size, (PREFIX + len(PARENTS),), generator=generator).to(device)
     prefix, nodes = draw[:PREFIX], draw[PREFIX:]
     parents = torch.tensor([PARENTS[1:]], device=device)
-    tree = DraftTokens.tree(nodes[None, 1:], parents, depth=len(PARENTS))
-    mask = SlotMask(Mirrored([PREFIX]), tree.ancestors, tree.depths, tree.depths)
+    ancestors = ancestors_of(parents, depth=len(PARENTS))
+    depths = ancestors.sum(2) - 1
+    mask = SlotMask(Mirrored([PREFIX]), ancestors, depths, depths)
     cache = DynamicCache(config=config)
     target(input_ids=prefix[None], past_key_values=cache, use_cache=True)
     cache.crop(0)
     out = target(
         input_ids=nodes[None],
-        position_ids=PREFIX + tree.depths,
+        position_ids=PREFIX + depths,
         past_key_values=cache,
         use_cache=True,
         attention_mask=slot_masks(target, cache, mask),
     )
     reference = torch.zeros_like(out.logits[0], dtype=torch.float32)
     for leaf in set(range(len(PARENTS))) - set(PARENTS):
-        path = tree.ancestors[0, leaf]
+        path = ancestors[0, leaf]
         text = torch.cat((prefix, nodes[path]))
         reference[path] = target(input_ids=text[None], use_cache=False).logits[0, PREFIX:].float()
     spread = reference.std().clamp(min=1e-6)

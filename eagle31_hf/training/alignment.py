@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from ..features import decoder_layers
+from ..targets.layers import decoder_layers
 from .documents import Text
 from .drift import Alignment
 from .loss_mask import loss_mask

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from ..tying import execution_device, scores_of, weight_of
+from ..targets.ends import execution_device, scores_of, weight_of
 
 PROBE_TOKENS = 24
 CLOSE = {torch.float32: 5e-3, torch.float64: 5e-3}  # of the logits' spread; other dtypes round more

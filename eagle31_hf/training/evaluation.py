@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ..diagnostics.acceptance import measure_acceptance
 from ..modeling import Eagle31DrafterModel
-from ..tying import execution_device
+from ..targets.ends import execution_device
 from .chunked import PredictionFigures
 from .kinds import tokens_of
 from .objective import Batch, Settings, Sums, UnrollRecord

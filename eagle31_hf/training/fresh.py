@@ -11,7 +11,7 @@ from .. import vocab
 from ..configuration import Eagle31Config
 from ..modeling import Eagle31DrafterModel
 from ..seeding import seeded
-from ..tying import shape_of, weight_of
+from ..targets.ends import shape_of, weight_of
 from .ends import ends_of
 from .losses import TargetDistribution
 from .shapes import drafter_fields

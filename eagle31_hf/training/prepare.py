@@ -16,10 +16,10 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..configuration import Eagle31Config
-from ..features import decoder_layers
 from ..seeding import seeded
 from ..storage.fingerprints import digest, tokenizer_fingerprint, weights_fingerprint
-from ..tying import shape_of
+from ..targets.ends import shape_of
+from ..targets.layers import decoder_layers
 from . import regenerate as on_policy
 from .chats import RowMaker
 from .ends import tensor_parallel_group

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallba
 
 from ..modeling import Eagle31DrafterModel
 from ..storage.fingerprints import tokenizer_fingerprint
-from ..tying import execution_device, shape_of
+from ..targets.ends import execution_device, shape_of
 from .fresh import choose_vocabulary, count_answers, mass_covered, new_drafter
 from .packing import Part
 from .prepare import prepare_data, rows_in_memory

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..storage.fingerprints import digest
-from ..tying import execution_device
+from ..targets.ends import execution_device
 from .chats import SAID
 from .kinds import Chat
 from .skipped import Skipped, refused_by

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
-from ..features import capture_states, decoder_layers
 from ..modeling import Eagle31DrafterModel
-from ..tying import execution_device, scores_of
+from ..targets.ends import execution_device, scores_of
+from ..targets.layers import capture_states, decoder_layers
 from .documents import Text, texts_of
 from .ends import Scoring, TargetEnds, ends_of, find_scoring, last_state, tensor_parallel_group
 from .packing import PackedRows, Part

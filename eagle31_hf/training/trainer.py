@@ -16,9 +16,9 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, SaveStrategy, SchedulerType
 from transformers.utils import logging
 
-from ..features import decoder_layers
 from ..hub import CARD, render_card
 from ..modeling import Eagle31DrafterModel
+from ..targets.layers import decoder_layers
 from .alignment import AlignmentReader
 from .arguments import Eagle31TrainingArguments
 from .divergence import DivergenceWatch

@@ -12,13 +12,13 @@ from torch import nn
 from transformers import CONFIG_MAPPING, LlamaConfig, LlamaForCausalLM, PreTrainedConfig
 
 from eagle31_hf import Eagle31Config, Eagle31DrafterModel, demo
+from eagle31_hf.checking import check_target, trial
+from eagle31_hf.checking.check import ANSWERS, CAPABILITIES, tiny_layer_ids
+from eagle31_hf.checking.drafters import check_drafter
+from eagle31_hf.checking.shrink import VOCAB, WIDTH, WINDOW, tiny_config
+from eagle31_hf.checking.source import TargetSource, read_target
+from eagle31_hf.checking.trial import WAYS
 from eagle31_hf.cli import checking, loading
-from eagle31_hf.targets import check_target, trial
-from eagle31_hf.targets.check import ANSWERS, CAPABILITIES, tiny_layer_ids
-from eagle31_hf.targets.drafters import check_drafter
-from eagle31_hf.targets.shrink import VOCAB, WIDTH, WINDOW, tiny_config
-from eagle31_hf.targets.source import TargetSource, read_target
-from eagle31_hf.targets.trial import WAYS
 
 sys.path.append(str(Path(__file__).parents[1] / "generation"))
 

@@ -8,9 +8,9 @@ import pytest
 from transformers import LlamaConfig
 
 from eagle31_hf import demo
+from eagle31_hf.checking import check_target
+from eagle31_hf.checking.source import read_target
 from eagle31_hf.cli import loading
-from eagle31_hf.targets import check_target
-from eagle31_hf.targets.source import read_target
 
 SHARDS = {"model-00001-of-00002.safetensors": 50, "model-00002-of-00002.safetensors": 30}
 INDEX = json.dumps({"metadata": {}, "weight_map": dict(zip("ab", SHARDS, strict=True))})

@@ -3,12 +3,11 @@ fails."""
 
 import pytest
 import torch
-from eagle31_hf.generation.verify import Judge
 from transformers import LlamaConfig, LlamaForCausalLM, OpenAIGPTConfig, XLMConfig
 
+from eagle31_hf.checking import check_target, trial
+from eagle31_hf.checking.check import CAPABILITIES
 from eagle31_hf.generation import decoding
-from eagle31_hf.targets import check_target, trial
-from eagle31_hf.targets.check import CAPABILITIES
 
 SMALL = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 4, "num_attention_heads": 4}
 SPREAD = {"initializer_range": 0.5, "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None}

@@ -8,7 +8,7 @@ from conftest import build_drafter, build_target
 from eagle31_hf.diagnostics.acceptance import measure_acceptance
 from eagle31_hf.diagnostics.attention_mass import attention_entropy, attention_mass, mass_of_chain
 from eagle31_hf.diagnostics.drift import log_growth, recorded_chains, state_norm
-from eagle31_hf.features import target_states
+from eagle31_hf.targets.layers import target_states
 
 DEPTH = 4
 PROMPT = torch.tensor([[1, 2, 3, 5, 8, 2, 7]])

@@ -79,7 +79,7 @@ def together(target: PreTrainedModel, drafter: Eagle31DrafterModel, rows: list[l
 
 def keeps_step(stats: AcceptanceStats) -> bool:
     """Whether every round of drafting committed as many tokens to every row as to the others."""
-    rounds = [row.accepted_per_round for row in stats.rows]
+    rounds = [row.accepted_per_round for row in stats.sequences]
     return all(len({row[i] for row in rounds if i < len(row)}) == 1 for i in range(max(map(len, rounds))))
 
 

@@ -33,7 +33,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from eagle31_hf import Eagle31DrafterModel, track_acceptance
-from eagle31_hf.targets.trial import departures
+from eagle31_hf.checking.trial import departures
 
 LIMIT = 2.0  # ulp: two logits, each rounded the other way, are that far apart
 MANTISSA_BITS = 7

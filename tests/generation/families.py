@@ -23,10 +23,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from eagle31_hf import Eagle31Config, Eagle31DrafterModel, track_acceptance
-from eagle31_hf.features import decoder_layers
-from eagle31_hf.generation import selftest
-from eagle31_hf.targets.trial import CHAINS, DIFFERENT, IN_STEP, REFUSED, Seen, difference, watching
-from eagle31_hf.targets.trial import SAME_TEXT as LOSSLESS
+from eagle31_hf.checking.trial import CHAINS, DIFFERENT, IN_STEP, REFUSED, Seen, difference, watching
+from eagle31_hf.checking.trial import SAME_TEXT as LOSSLESS
+from eagle31_hf.targets.layers import decoder_layers
 
 ATTENTIONS = ("eager", "sdpa")
 BATCHES = (1, 4)  # prompts a call
@@ -410,7 +409,7 @@ def decode(
             return Outcome(REFUSED, str(refusal))
     alone = decode_alone(name, attention, num_prompts) if prompt is None else target.generate(**prompt, **ASKED)
     accepted, drafted = sum(stats.accepted_per_position), sum(stats.drafted_per_position)
-    by_row = tuple(sum(row.accepted_per_position) for row in stats.rows)
+    by_row = tuple(sum(row.accepted_per_position) for row in stats.sequences)
     wrong = difference(ours, alone)
     word = DIFFERENT if wrong else seen.word(drafting)
     return Outcome(

@@ -29,7 +29,7 @@ from families import (
     decode,
 )
 
-from eagle31_hf.generation.selftest import why_no_trees
+from eagle31_hf.targets.probe import why_no_trees
 
 HEAD = ("family", *(f"batch {count}: {', '.join(DRAFTINGS)}" for count in BATCHES), "attention", "why not")
 

@@ -1,13 +1,11 @@
 """What the tests plug into generate to see what it does."""
 
 import torch
-from eagle31_hf.generation.drafting import Proposal
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from eagle31_hf import Eagle31DrafterModel, track_acceptance
-from eagle31_hf.generation.tree import DraftTree
 
 
 def speculate(target: PreTrainedModel, drafter: Eagle31DrafterModel, prompt: Tensor, **kwargs):

@@ -10,8 +10,6 @@ from batches import FOREIGN, Idle, alone, keeps_step, known_rows, left_padded, m
 from chi_square import critical_value, statistic
 from close import assert_close
 from conftest import VOCAB
-from eagle31_hf.generation.randomness import Draws
-from eagle31_hf.generation.verify import Judge
 from sequences import V, likelihoods, numbers, small_drafter, small_target
 from transformers import (
     LogitsProcessor,
@@ -22,6 +20,8 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+
+from eagle31_hf.generation.noise import Noise
 
 LENGTH, SEED = 20, 5
 SAMPLED = {"max_new_tokens": LENGTH, "do_sample": True, "top_k": 0}
@@ -159,7 +159,7 @@ def test_repeated_rows(target, drafter, drafting):
     repeated = [row for row in rows for _ in range(3)]
     assert_close("text", output, drawn_alone(target, repeated))
     assert len({tuple(row) for row in output.tolist()}) == 6
-    assert len(stats.rows) == 6
+    assert len(stats.sequences) == 6
 
 
 @each_drafting

@@ -99,7 +99,7 @@ def test_rows_that_are_the_same(target, drafter, drafting):
     rows = known_rows(target, 8) * 3
     output, stats = together(target, drafter, rows, **GREEDY, **drafting)
     assert_close("text", output, alone(target, rows[:1], **GREEDY).expand(3, -1))
-    assert stats.rows[0] == stats.rows[1] == stats.rows[2]
+    assert stats.sequences[0] == stats.sequences[1] == stats.sequences[2]
 
 
 def test_every_row_is_as_it_is_alone(target, drafter):
@@ -111,7 +111,7 @@ def test_every_row_is_as_it_is_alone(target, drafter):
         assert_close(f"text {b}", output[b, -LENGTH:], expected[0, -LENGTH:])
         # near the end drafts are cut to what the longest row has left
         shared = slice(0, len(single.accepted_per_round) - 2)
-        assert stats.rows[b].accepted_per_round[shared] == single.accepted_per_round[shared]
+        assert stats.sequences[b].accepted_per_round[shared] == single.accepted_per_round[shared]
 
 
 MASKS = {
@@ -211,8 +211,8 @@ def test_eos_at_every_offset_of_a_burst(make_target, make_drafter, drafting):
     for eos in range(VOCAB):
         output, stats = together(target, drafter, rows, eos_token_id=eos, **GREEDY, **drafting)
         assert_close(f"text, eos {eos}", output, ended(whole, eos, whole.shape[1] - LENGTH))
-        last |= {row.accepted_per_round[-1] for row in stats.rows if row.accepted_per_round}
-        lengths |= {row.generated_tokens for row in stats.rows}
+        last |= {row.accepted_per_round[-1] for row in stats.sequences if row.accepted_per_round}
+        lengths |= {row.generated_tokens for row in stats.sequences}
     assert len(lengths) > 8
     assert last >= {0, 1, 2, 3} or not drafting
 
@@ -230,7 +230,7 @@ def test_several_eos_and_padding(target, drafter, pad, drafting):
     rows = mixed_rows(target)
     output, stats = together(target, drafter, rows, eos_token_id=[7, 4], pad_token_id=pad, **GREEDY, **drafting)
     assert_close("text", output, alone(target, rows, eos_token_id=[7, 4], pad_token_id=pad, **GREEDY))
-    assert min(row.generated_tokens for row in stats.rows) < output.shape[1] - left_padded(rows)[0].shape[1], (
+    assert min(row.generated_tokens for row in stats.sequences) < output.shape[1] - left_padded(rows)[0].shape[1], (
         "no row ended early"
     )
 
@@ -250,7 +250,7 @@ def test_every_length(target, drafter, limit, drafting):
         given = {limit: count if limit == "max_new_tokens" else length + count}
         output, stats = together(target, drafter, rows, **given, **drafting)
         assert_close(f"text of {count} tokens", output, expected[:, : length + count])
-        assert [row.generated_tokens for row in stats.rows] == [count] * len(rows)
+        assert [row.generated_tokens for row in stats.sequences] == [count] * len(rows)
 
 
 @pytest.mark.parametrize("eos", [None, 10, 5], ids=lambda eos: f"eos_{eos}")
@@ -273,8 +273,8 @@ def test_rows_that_have_ended_do_not_disturb(target, drafter, drafting):
     rows = [*known_rows(target, 12), [4], [7]]
     stats = check(target, drafter, rows, eos_token_id=1, **drafting)
     single = check(target, drafter, rows[:1], eos_token_id=1, **drafting)
-    assert [row.generated_tokens for row in stats.rows] == [LENGTH, 4, 3]
-    assert stats.rows[0].accepted_per_round == single.rows[0].accepted_per_round
+    assert [row.generated_tokens for row in stats.sequences] == [LENGTH, 4, 3]
+    assert stats.sequences[0].accepted_per_round == single.rows[0].accepted_per_round
 
 
 @pytest.mark.parametrize("drafting", [{"num_assistant_tokens": 6}, TREE], ids=DRAFTINGS)
@@ -536,19 +536,21 @@ def test_statistics_of_rows_add_up(target, drafter, drafting, step):
     handle.remove()
     num_prompt = left_padded(rows)[0].shape[1]
     tokens = [row.index(7) + 1 if 7 in row else len(row) for row in output[:, num_prompt:].tolist()]
-    assert [row.generated_tokens for row in stats.rows] == tokens
+    assert [row.generated_tokens for row in stats.sequences] == tokens
     assert stats.generated_tokens == sum(tokens)
-    assert [row.prefills for row in stats.rows] == [1] * len(rows)
+    assert [row.prefills for row in stats.sequences] == [1] * len(rows)
     assert stats.prefills == len(rows)
-    assert stats.target_forwards == len(forwards) - 1 == max(len(row.accepted_per_round) for row in stats.rows)
+    assert stats.target_forwards == len(forwards) - 1 == max(len(row.accepted_per_round) for row in stats.sequences)
     assert all(shape[0] == len(rows) for shape in forwards)
     for name in ("drafted_per_position", "accepted_per_position"):
-        counts = [getattr(row, name) for row in stats.rows]
+        counts = [getattr(row, name) for row in stats.sequences]
         assert getattr(stats, name) == [
             sum(row[i] for row in counts if i < len(row)) for i in range(max(map(len, counts)))
         ]
-    assert sorted(stats.accepted_per_round) == sorted(count for row in stats.rows for count in row.accepted_per_round)
-    for row in stats.rows:
+    assert sorted(stats.accepted_per_round) == sorted(
+        count for row in stats.sequences for count in row.accepted_per_round
+    )
+    for row in stats.sequences:
         bonus = sum(row.accepted_per_round) + len(row.accepted_per_round) + 1
         assert row.generated_tokens in (bonus, bonus - 1), (
             "a text ends with a draft, or with a token of the target's own"

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from bf16 import LIMIT, check_family, ulp
-from eagle31_hf.generation.verify import Judge
 
 INITIALIZER_RANGE = 0.02  # transformers' own; the target's margins then move by a few ulp at most, seldom by 2
 SMALL = {"num_prompts": 8, "max_new_tokens": 12, "initializer_range": INITIALIZER_RANGE}

@@ -8,7 +8,7 @@ from observers import speculate
 from torch.nn.functional import pad
 from transformers import DynamicCache
 
-from eagle31_hf.generation.cache import crop, recording_past
+from eagle31_hf.cache.adopt import crop, recording_past
 
 TURN = {"max_new_tokens": 13, "do_sample": False, "return_dict_in_generate": True}
 

@@ -11,8 +11,8 @@ from observers import num_hooks, speculate
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper
 
 from eagle31_hf import Eagle31CandidateGenerator
-from eagle31_hf.features import target_states
 from eagle31_hf.generation import decoding
+from eagle31_hf.targets.layers import target_states
 
 LENGTH = 20
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from close import assert_close
 from conftest import NO_SPECIAL_TOKENS, build_drafter
-from eagle31_hf.generation.checks import Knobs, resolve_knobs
 from observers import Puts, num_hooks
 from transformers import (
     DynamicCache,

@@ -11,8 +11,7 @@ from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
 from eagle31_hf import track_acceptance
-from eagle31_hf.features import decoder_layers
-from eagle31_hf.generation import selftest, statistics
+from eagle31_hf.targets.layers import decoder_layers
 
 LENGTH = 20
 BATCH = torch.tensor([[1, 2, 3, 5, 8], [4, 4, 4, 4, 4], [9, 0, 7, 7, 1]])

@@ -5,11 +5,10 @@ import torch
 from close import FORWARD, assert_close
 from conftest import KNOWN_TOKENS, VOCAB, greedy_text
 from eagle31_hf.generation.drafting import DraftSession, Reading
-from eagle31_hf.generation.randomness import Draws
 from transformers import LogitsProcessorList, NoBadWordsLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper
 from transformers.generation import SuppressTokensLogitsProcessor
 
-from eagle31_hf.features import target_states
+from eagle31_hf.targets.layers import target_states
 
 NAMES = ["eagle31", "eagle3", "pruned", "two_layers", "window_4", "own_embedding", "padded_vocabulary"]
 

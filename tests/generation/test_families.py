@@ -26,8 +26,6 @@ from families import (
 )
 from packaging.version import Version
 
-from eagle31_hf.generation import selftest
-
 IMAGE_TOKEN = VOCAB - 1  # as `families.build_target` configures it
 TEXT_AROUND = ([1, 0], [4, 5, 3, 8, 2])
 BATCH = 4

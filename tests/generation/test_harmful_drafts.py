@@ -9,16 +9,13 @@ import torch
 from batches import Idle, Notebook, known_rows, left_padded
 from close import TARGET_FORWARD, assert_close
 from conftest import PROMPT, build_drafter, build_target
-from eagle31_hf.generation.drafting import Proposal
-from eagle31_hf.generation.texts import Texts
-from eagle31_hf.generation.verify import Judge
 from test_slots import DRAFTINGS, steady_clock
 from transformers import Cache, DynamicCache, LogitsProcessorList, PreTrainedModel, StaticCache, StoppingCriteriaList
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
 from eagle31_hf import AcceptanceStats, Eagle31DrafterModel, track_acceptance
-from eagle31_hf.generation.cache import keep_paths, slots
-from eagle31_hf.generation.selftest import why_no_trees
+from eagle31_hf.cache.adopt import keep_paths, slots
+from eagle31_hf.targets.probe import why_no_trees
 
 HARMFUL, LENGTH = 4, 14
 TAKEN_FOR = {"llama": 8, "mistral_window_8": 5}  # the token instead of which drafters propose it
@@ -94,7 +91,7 @@ def was_harmed(stats: AcceptanceStats) -> bool:
     """Whether a row got, from several forwards, less than the drafts it accepted and a token more from each."""
     return any(
         sum(row.accepted_per_round) + len(row.accepted_per_round) > row.generated_tokens - row.prefills + 1
-        for row in stats.rows
+        for row in stats.sequences
     )
 
 

@@ -19,7 +19,7 @@ REQUESTS = [(torch.tensor(prompt), way) for prompt in PROMPTS for way in DRAFTIN
 
 def counts(stats: AcceptanceStats) -> tuple:
     """Everything counted, in all and row by row; not the seconds."""
-    rows = [(row.generated_tokens, row.drafted_per_position, row.accepted_per_round) for row in stats.rows]
+    rows = [(row.generated_tokens, row.drafted_per_position, row.accepted_per_round) for row in stats.sequences]
     return (
         stats.prefills,
         stats.generated_tokens,

@@ -12,7 +12,7 @@ from test_slots import DRAFTINGS, steady_clock
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from eagle31_hf.features import decoder_layers
+from eagle31_hf.targets.layers import decoder_layers
 
 LENGTH = 11
 OTHER_TEXT = torch.tensor([[9, 0, 7, 7, 1, 6, 2]])

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import LogitsProcessorList
 
 from eagle31_hf import Eagle31DrafterModel
-from eagle31_hf.features import CapturedStates, target_states
 from eagle31_hf.generation import chain, drafting
+from eagle31_hf.targets.layers import CapturedStates, target_states
 
 CHUNKS = (1, 3, 13, 50)
 LONG = 400

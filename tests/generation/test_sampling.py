@@ -12,9 +12,6 @@ import torch
 from chi_square import critical_value, statistic
 from conftest import build_target
 from eagle31_hf.generation.drafting import DraftSession, Reading
-from eagle31_hf.generation.randomness import Draws
-from eagle31_hf.generation.texts import Texts
-from eagle31_hf.generation.verify import Judge
 from observers import Diary, speculate
 from torch import Tensor
 from transformers import (
@@ -28,7 +25,7 @@ from transformers import (
 )
 
 from eagle31_hf import Eagle31Config, Eagle31DrafterModel, Eagle31DrafterOutput
-from eagle31_hf.features import target_states
+from eagle31_hf.targets.layers import target_states
 
 V, LENGTH, DRAWS = 4, 3, 3000
 PROMPT = torch.tensor([[0, 2, 1]])

@@ -28,17 +28,7 @@ from transformers.cache_utils import (
 )
 
 from eagle31_hf import track_acceptance
-from eagle31_hf.generation import statistics, tuning
-from eagle31_hf.generation.cache import (
-    HEADROOM,
-    Placement,
-    SlotLayer,
-    is_adoptable,
-    keep_paths,
-    key_span,
-    slot_cache,
-    slots,
-)
+from eagle31_hf.cache.adopt import HEADROOM, Placement, SlotLayer, is_adoptable, keep_paths, key_span, slot_cache, slots
 
 HEADS, KEY_SIZE, VALUE_SIZE = 2, 3, 5
 WINDOW, LIMIT = 6, 67

@@ -8,7 +8,7 @@ import torch
 from observers import Puts, speculate
 
 from eagle31_hf import AcceptanceStats, track_acceptance
-from eagle31_hf.acceptance import RowStats
+from eagle31_hf.acceptance import SequenceStats
 
 GREEDY = {"max_new_tokens": 24, "do_sample": False}
 DRAFTED = GREEDY | {"num_assistant_tokens": 5}
@@ -144,7 +144,7 @@ def test_counts_of_one_round():
     assert stats.accepted_per_round == [1, 0, 4]
     assert stats.mean_accepted_length == 8 / 3
     assert torch.allclose(torch.tensor(stats.acceptance_rates), torch.tensor([1.0, 0.5, 0.5, 1.0]))
-    assert stats.rows[0] == RowStats(1, 9, [2, 2, 2, 1], [2, 1, 1, 1], [1, 0, 4])
+    assert stats.sequences[0] == SequenceStats(1, 9, [2, 2, 2, 1], [2, 1, 1, 1], [1, 0, 4])
     assert "by row" not in stats.summary()
 
 
@@ -154,8 +154,11 @@ def test_counts_of_two_rows():
     stats.add_prefill([1, 1])
     stats.add_round(drafted=2, accepted=[2, 0], tokens=[3, 1])
     stats.add_round(drafted=3, accepted=[None, 1], tokens=[0, 2])
-    assert stats.rows == [RowStats(1, 4, [1, 1], [1, 1], [2]), RowStats(1, 4, [2, 2, 1], [1, 0, 0], [0, 1])]
-    assert [row.mean_accepted_length for row in stats.rows] == [3.0, 1.5]
+    assert stats.sequences == [
+        SequenceStats(1, 4, [1, 1], [1, 1], [2]),
+        SequenceStats(1, 4, [2, 2, 1], [1, 0, 0], [0, 1]),
+    ]
+    assert [row.mean_accepted_length for row in stats.sequences] == [3.0, 1.5]
     assert (stats.target_forwards, stats.prefills, stats.generated_tokens) == (2, 2, 8)
     assert stats.accepted_per_round == [2, 0, 1]
     assert stats.drafted_per_position == [3, 3, 1]

@@ -32,11 +32,11 @@ from transformers import (
 )
 
 from eagle31_hf import Eagle31DrafterModel
-from eagle31_hf.features import decoder_layers, target_states
+from eagle31_hf.cache.adopt import keep_paths, slots
 from eagle31_hf.generation import drafting, selftest
-from eagle31_hf.generation.cache import keep_paths, slots
-from eagle31_hf.generation.target import slot_masks
 from eagle31_hf.generation.tree import Candidates, DraftTree
+from eagle31_hf.targets.layers import decoder_layers, target_states
+from eagle31_hf.targets.masks import slot_masks
 
 GOLDEN = Path(__file__).parents[1] / "fixtures" / "original-eagle3"
 NAMES = [

@@ -13,9 +13,6 @@ from chi_square import critical_value, statistic
 from close import TARGET_FORWARD, assert_close
 from conftest import TARGETS, VOCAB, build_target, greedy_text
 from eagle31_hf.generation.drafting import DraftSession, Fixed, Proposal, Reading
-from eagle31_hf.generation.randomness import Draws
-from eagle31_hf.generation.texts import Texts
-from eagle31_hf.generation.verify import Judge, Verdict
 from observers import Countdown, Diary, InterruptError, Puts, num_hooks, raise_at, speculate, tree_of
 from test_threads import PROMPTS, at_once
 from torch import Tensor
@@ -32,10 +29,9 @@ from transformers import (
 
 import eagle31_hf
 from eagle31_hf import Eagle31Config, Eagle31DrafterModel
-from eagle31_hf.features import target_states
 from eagle31_hf.generation import hook
-from eagle31_hf.generation.target import slot_masks
-from eagle31_hf.generation.tree import DraftTree
+from eagle31_hf.targets.layers import target_states
+from eagle31_hf.targets.masks import slot_masks
 
 LENGTH = 24
 GREEDY = {"max_new_tokens": LENGTH, "do_sample": False}

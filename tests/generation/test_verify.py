@@ -4,15 +4,11 @@ import pytest
 import torch
 from chi_square import critical_value, statistic
 from close import assert_close
-from eagle31_hf.generation.drafting import Proposal
-from eagle31_hf.generation.randomness import Draws
-from eagle31_hf.generation.texts import Texts
-from eagle31_hf.generation.verify import Judge, Verdict, likeliest
 from observers import Diary
 from torch import Tensor
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper
 
-from eagle31_hf.generation.tree import DraftTree
+from eagle31_hf.generation.rejection_sampler import likeliest
 
 PREFIX = torch.tensor([[4, 2]])
 NONE = LogitsProcessorList()

@@ -10,8 +10,6 @@ from observers import speculate
 from test_slots import DRAFTINGS, steady_clock
 from transformers import PreTrainedModel, StaticCache
 
-from eagle31_hf.generation import selftest
-
 LENGTH = 9
 IDS, MASK = left_padded([[1, 2, 3, 5, 8], [4, 4], [9, 0, 7]])
 COMPANY = {

@@ -10,11 +10,11 @@ from safetensors.torch import load
 from transformers import LlamaConfig
 
 from eagle31_hf import Eagle31DrafterModel
+from eagle31_hf.checking.drafters import check_drafter
+from eagle31_hf.checking.source import read_target
 from eagle31_hf.checkpoints.headers import read_headers
 from eagle31_hf.checkpoints.sources import HubError, fetch
 from eagle31_hf.cli import main
-from eagle31_hf.targets.drafters import check_drafter
-from eagle31_hf.targets.source import read_target
 
 TARGET, DRAFTER = "org/target", "tester/drafter"
 CONFIG = {"model_type": "llama", "vocab_size": 61, "hidden_size": 20, "num_hidden_layers": 4, "num_attention_heads": 2}

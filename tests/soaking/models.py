@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from eagle31_hf import Eagle31DrafterModel
-from eagle31_hf.features import decoder_layers
+from eagle31_hf.targets.layers import decoder_layers
 
 ATTENTIONS = families.ATTENTIONS
 KEPT = 48  # models kept for later runs

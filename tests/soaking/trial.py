@@ -18,8 +18,7 @@ from torch import Tensor
 from transformers import GenerationMixin
 
 from eagle31_hf import AcceptanceStats, track_acceptance
-from eagle31_hf.features import decoder_layers
-from eagle31_hf.generation import selftest, statistics, tuning
+from eagle31_hf.targets.layers import decoder_layers
 
 from . import axes
 from .callbacks import ERRORS, LAYERS, PLACES, Fuse, Notes, Setting

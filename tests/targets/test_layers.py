@@ -23,7 +23,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from eagle31_hf.features import capture_states, decoder_layers, target_states
+from eagle31_hf.targets.layers import capture_states, decoder_layers, target_states
 
 VOCAB, WIDTH, NUM_LAYERS = 61, 20, 5
 SIZES = {"vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": NUM_LAYERS, "num_attention_heads": 2}

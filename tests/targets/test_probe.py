@@ -10,8 +10,7 @@ from test_tree import OTHER_TARGETS, OTHERS, build_other
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from eagle31_hf import track_acceptance
-from eagle31_hf.features import decoder_layers
-from eagle31_hf.generation import selftest
+from eagle31_hf.targets.layers import decoder_layers
 
 IDS = torch.tensor([[1, 2, 3, 5, 8, 4]])
 ROWS = torch.tensor([[1, 2, 3, 5, 8, 4], [0, 0, 9, 7, 7, 1]])

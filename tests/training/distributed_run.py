@@ -32,7 +32,7 @@ from training_runs import (
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
-from eagle31_hf.features import decoder_layers
+from eagle31_hf.targets.layers import decoder_layers
 from eagle31_hf.training.divergence import TrainingDivergedError
 from eagle31_hf.training.output import check_output, in_all_processes
 from eagle31_hf.training.prepare import prepare_data

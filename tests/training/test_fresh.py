@@ -6,7 +6,7 @@ from close import assert_close
 from conftest import VOCAB, build_target
 from torch.nn.functional import softmax
 
-from eagle31_hf.features import target_states
+from eagle31_hf.targets.layers import target_states
 from eagle31_hf.training.fresh import choose_vocabulary, count_answers, mass_covered, new_drafter
 from eagle31_hf.training.target import TargetReader
 

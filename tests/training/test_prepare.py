@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eagle31_hf.cli.preparation import add_prepare_data
 from eagle31_hf.cli.preparation import prepare_data as command
-from eagle31_hf.features import target_states
+from eagle31_hf.targets.layers import target_states
 from eagle31_hf.training.chats import RowMaker
 from eagle31_hf.training.prepare import prepare_data
 from eagle31_hf.training.store import HiddenStateStore, load_target_parts, missing_shards

@@ -9,7 +9,7 @@ from close import FORWARD, assert_close
 from conftest import VOCAB, build_target
 from torch import nn
 
-from eagle31_hf.features import target_states
+from eagle31_hf.targets.layers import target_states
 from eagle31_hf.training.documents import Text, texts_of
 from eagle31_hf.training.ends import Scoring, find_scoring
 from eagle31_hf.training.fresh import new_drafter

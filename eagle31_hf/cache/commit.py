@@ -1,0 +1,51 @@
+"""The outcome of one forward for a cache: which of its nodes are kept, and the tokens chosen there.
+
+B sequences of the batch, W of which go on.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from .transfer import Mirrored, to_device
+
+
+class Commit:
+    """The tokens that one forward adds to every sequence, on the host and, by one copy, on the device.
+
+    `tokens[b]` follow the tokens of sequence b; `paths[b]` are the nodes of the forward that they and the token before
+    them were accepted at; `counts`: how many they are; `ids` (B, M): the tokens, padded with `pad_token_id`; `path`
+    (B, P): the paths, padded with nodes that stay where they are, or None where all of them are the first nodes;
+    `going`: which sequences go on, on the host, `going_index` (W,) on the device.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        tokens: list[list[int]],
+        paths: list[list[int]],
+        finished: Sequence[bool],
+        pad_token_id: int = 0,
+    ):
+        self.tokens = tokens
+        self.paths = paths
+        self.going = [b for b, has_finished in enumerate(finished) if not has_finished]
+        counts = [len(new) for new in tokens]
+        longest = max(counts)
+        columns: list[Sequence] = [[new + [pad_token_id] * (longest - len(new)) for new in tokens]]
+        columns.append(counts)
+        columns.append(self.going)
+        self.are_prefixes = all(path == list(range(len(path))) for path in paths)
+        if not self.are_prefixes:
+            deepest = max(len(path) for path in paths)
+            columns.append([[*path, *range(len(path), deepest)] for path in paths])
+        self.ids, count, self.going_index, *path = to_device(device, *columns)
+        self.counts = Mirrored(counts, count[:, None])
+        self.path = path[0] if path else None
+
+    @cached_property
+    def is_going(self) -> Tensor:
+        """1 for each sequence that goes on, else 0 (B, 1), on the device."""
+        return torch.zeros_like(self.counts.on(self.ids.device)).index_fill_(0, self.going_index, 1)

@@ -1,0 +1,216 @@
+"""One layer's keys and values, written in place.
+
+A *slot* is a token's index in its sequence's text, left padding included. B sequences, H heads, R new tokens, D width.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer
+
+from .commit import Commit
+from .transfer import Mirrored
+
+HEADROOM = 256  # slots a buffer is allocated for beyond what is needed, at least; a quarter of it, where that is more
+
+
+@dataclass
+class Placement:
+    """Where the tokens of the next forward go, shared by a cache's layers. By default after the end, the same slots in
+    every row.
+
+    `slots` (W, R): for rows that differ, the slot of every token of the W rows in `written`, the others are not
+    written. `high`: the greatest first slot of a row. `low`: the least slot a token stands at (a tree's nodes are
+    written further on than they stand). `is_final`: nothing of it will be taken back, so windowed layers need not keep
+    more than their window.
+    """
+
+    slots: Tensor | None = None
+    written: Tensor | None = None
+    low: int | None = None
+    high: int | None = None
+    is_final: bool = False
+
+    def place(self, starts: Mirrored, num_tokens: int, device: torch.device, commit: Commit | None = None) -> None:
+        """As many tokens a sequence, from slot `starts[b]` on; with a commit, only the sequences that go on after it
+        are written."""
+        going = range(len(starts.host)) if commit is None else commit.going
+        first = [starts.host[b] for b in going]
+        self.low = min(first)
+        self.high = max(first)
+        self.slots = None
+        self.written = None
+        if self.low < self.high or len(first) < len(starts.host):
+            begin = starts.on(device)
+            every = commit is None or len(first) == len(starts.host)
+            self.written = torch.arange(len(first), device=device) if every else commit.going_index
+            self.slots = (begin if every else begin[self.written]) + torch.arange(num_tokens, device=device)
+
+    def clear(self) -> None:
+        """The next forward appends again."""
+        self.slots = None
+        self.written = None
+        self.low = None
+        self.high = None
+
+
+class SlotLayer(DynamicLayer):
+    """One layer's keys and values (B, H, capacity, D), of which slots up to `end` are in use.
+
+    `window`: how many tokens a token attends to, itself included; slots that have left every row's window may be given
+    up, the buffer then begins at slot `first`. `fixed`: the buffer never moves or grows, and forwards always see all of
+    it (CUDA graphs); its slots past the end are for the mask to hide.
+    """
+
+    def __init__(self, placement: Placement, limit: int | None = None, window: int | None = None, fixed: bool = False):
+        super().__init__()
+        self.placement = placement
+        self.limit = limit
+        self.fixed = fixed
+        self.window = self.sliding_window = window
+        self.is_sliding = window is not None
+        self.is_compileable = fixed  # transformers then masks unused slots, also for a single token
+        self.buffers: list[Tensor] = []  # keys, values
+        self.first = self.end = self.settled = 0  # settled: as far as tokens have been accepted
+        # buffers and `first` it began with; with a window they are never written to
+        self.taken_over: tuple[list[Tensor], int] = [], 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def hold(self, keys: Tensor, values: Tensor, end: int) -> "SlotLayer":
+        """Takes over tensors that hold the slots before `end`; a fixed layer keeps writing to these very tensors."""
+        self.lazy_initialization(keys, values)
+        self.buffers = [keys, values]
+        self.end = end
+        self.settled = end
+        self.first = 0 if self.fixed else end - keys.shape[-2]
+        self.taken_over = list(self.buffers), self.first
+        return self
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Writes R new tokens (B, H, R, D) of every row; returns what they may attend to, themselves included."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        place, num_new = self.placement, key_states.shape[-2]
+        high = self.end if place.high is None else place.high
+        low = high if place.low is None else place.low
+        seen_from, new = self.seen_from(low), (key_states, value_states)
+        if (
+            place.is_final
+            and place.slots is None
+            and self.window is not None
+            and not self.fixed
+            and num_new >= self.window
+        ):
+            return self._pass_by(new)
+        self._make_room(seen_from, high + num_new, new)
+        for buffer, states in zip(self.buffers, new, strict=True):
+            if place.slots is None:
+                buffer[..., high - self.first : high - self.first + num_new, :] = states
+            else:
+                written = place.written.to(states.device)
+                buffer[written[:, None], :, place.slots.to(states.device) - self.first] = states[written].transpose(
+                    1, 2
+                )
+        self.end = high + num_new
+        if self.fixed:
+            return self.buffers[0], self.buffers[1]
+        self.keys, self.values = (
+            buffer[..., seen_from - self.first : self.end - self.first, :] for buffer in self.buffers
+        )
+        return self.keys, self.values
+
+    def _pass_by(self, new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """A prompt longer than the window: all of it is seen once, its last window - 1 tokens are kept."""
+        seen_from, num_new = self.seen_from(self.end), new[0].shape[-2]
+        held = [buffer[..., seen_from - self.first : self.end - self.first, :] for buffer in self.buffers] or [
+            x[..., :0, :] for x in new
+        ]
+        full = [torch.cat(pair, dim=-2) for pair in zip(held, new, strict=True)]
+        self.end += num_new
+        self.first = self.seen_from(self.end)
+        self.buffers = [states[..., states.shape[-2] - (self.end - self.first) :, :].clone() for states in full]
+        self.keys, self.values = self.buffers
+        return full[0], full[1]
+
+    def _make_room(self, seen_from: int, end: int, like: tuple[Tensor, Tensor]) -> None:
+        """A buffer for slots up to `end`; what comes before `seen_from` is given up when it has to move anyway."""
+        capacity = self.buffers[0].shape[-2] if self.buffers else 0
+        if end - self.first <= capacity:
+            return
+        if self.fixed and (self.buffers or end > (self.limit or 0)):
+            raise RuntimeError(f"a static cache of {capacity or self.limit} tokens got token {end}.")
+        used, needed = min(self.end, end) - seen_from, end - seen_from
+        if needed > capacity or any(buffer is self.buffers[0] for buffer in self.taken_over[0]):
+            # Zeros, not whatever memory held: a masked slot still meets the weight 0, and 0 times NaN is NaN.
+            fresh = [
+                states.new_zeros((*states.shape[:-2], self._capacity(needed), states.shape[-1])) for states in like
+            ]
+        else:
+            fresh = self.buffers
+        for i, buffer in enumerate(self.buffers):
+            held = buffer[..., seen_from - self.first : seen_from - self.first + used, :]
+            fresh[i][..., :used, :] = held.clone() if fresh[i] is buffer else held
+            self.buffers[i] = fresh[i]  # one old buffer at a time is still there
+        self.buffers, self.first = fresh, seen_from
+
+    def _capacity(self, needed: int) -> int:
+        if self.fixed:
+            return self.limit or needed
+        ample = needed + max(needed // 4, HEADROOM)
+        return ample if self.limit is None or self.window is not None else max(needed, min(ample, self.limit))
+
+    def seen_from(self, slot: int) -> int:
+        """The first slot a token at `slot` attends to."""
+        return 0 if self.window is None or self.fixed else max(0, slot - self.window + 1)
+
+    def move(self, rows: Tensor, source: Tensor, goal: Tensor) -> None:
+        """Copies places `source` (W, M) of the buffers to places `goal` (W, M), in the W `rows` (W, 1)."""
+        for buffer in self.buffers:
+            buffer[rows, :, goal] = buffer[rows, :, source]
+
+    def wipe(self, ends: list[int]) -> None:
+        """Zeros from slot `ends[b]` of every row b on."""
+        for buffer in self.buffers:
+            for b, end in enumerate(ends):
+                buffer[b, :, max(end - self.first, 0) :] = 0
+
+    def settle(self, end: int) -> None:
+        """The longest row ends before slot `end`."""
+        self.end = self.settled = end
+        if self.buffers and not self.fixed:
+            seen_from = max(self.seen_from(end), self.first)
+            self.keys, self.values = (
+                buffer[..., seen_from - self.first : end - self.first, :] for buffer in self.buffers
+            )
+
+    def take_back(self) -> None:
+        """Takes back every token that was not accepted. Of a prompt that failed midway a windowed layer may have given
+        up what the tokens before it attend to, which the buffers it began with still hold."""
+        if self.first > self.seen_from(self.settled):
+            self.buffers, self.first = self.taken_over
+        self.settle(self.settled)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self.settle(self.end - abs(tokens_to_remove))
+
+    def get_seq_length(self) -> int:
+        return self.end
+
+    def get_max_length(self) -> int:
+        """As of a stock layer of its kind: how many slots a static one has (BLOOM makes its mask as long), -1 for one
+        that grows."""
+        return self.get_mask_sizes(0)[0] if self.fixed else super().get_max_length()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if self.fixed:
+            return (self.buffers[0].shape[-2] if self.buffers else self.limit or query_length), 0
+        offset = self.seen_from(self.end)
+        return self.end - offset + query_length, offset
+
+    def held(self, count: int) -> list[Tensor]:
+        """Keys and values of the last `count` tokens."""
+        return [buffer[..., self.end - count - self.first : self.end - self.first, :] for buffer in self.buffers]
