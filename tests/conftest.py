@@ -22,7 +22,8 @@ from transformers import (
 )
 
 from eagle31_hf import Eagle31Config, Eagle31DrafterModel
-from eagle31_hf.targets import trial
+from eagle31_hf.checking import trial
+from eagle31_hf.targets import probe
 from eagle31_hf.targets.layers import decoder_layers
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # pytest's workers share the CPU's cores
@@ -33,7 +34,7 @@ QUICK = {
     "test_attention",
     "test_close",
     "test_configuration",
-    "test_features",
+    "test_layers",
     "test_latent_attention",
     "test_habits",
     "test_layering",
@@ -219,10 +220,10 @@ def drafter(make_drafter, target) -> Eagle31DrafterModel:
 
 @pytest.fixture
 def logged_by_selftest(monkeypatch) -> list[str]:
-    """What the self-test logs, beginning with nothing known."""
+    """The lines that the probe of targets logs, beginning with nothing known."""
     lines: list[str] = []
-    monkeypatch.setattr(selftest, "_verdicts", {})
-    monkeypatch.setattr(selftest.logger, "warning", lambda text, *values: lines.append(text % values))
+    monkeypatch.setattr(probe, "_verdicts", {})
+    monkeypatch.setattr(probe.logger, "warning", lambda text, *values: lines.append(text % values))
     return lines
 
 

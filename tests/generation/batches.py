@@ -1,4 +1,4 @@
-"""Batches for the tests: rows of different lengths, what the target alone makes of them, and how the rows went along."""
+"""Batches for the tests: prompts of different lengths, what the target alone makes of them, and how they went along."""
 
 import torch
 from conftest import NO_SPECIAL_TOKENS, VOCAB, WIDTH, greedy_text
@@ -48,43 +48,43 @@ def build_other(kind: str) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
 
 
-def left_padded(rows: list[list[int]], pad: int = PAD) -> tuple[Tensor, Tensor]:
+def left_padded(prompts: list[list[int]], pad: int = PAD) -> tuple[Tensor, Tensor]:
     """Token ids and attention mask (B, L)."""
-    longest = max(map(len, rows))
-    ids = torch.tensor([[pad] * (longest - len(row)) + list(row) for row in rows])
-    return ids, torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+    longest = max(map(len, prompts))
+    padded = torch.tensor([[pad] * (longest - len(ids)) + list(ids) for ids in prompts])
+    return padded, torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts])
 
 
-def known_rows(target: PreTrainedModel, *lengths: int) -> list[list[int]]:
+def known_prompts(target: PreTrainedModel, *lengths: int) -> list[list[int]]:
     """Beginnings of the text the drafters know."""
     return [greedy_text(target)[0, :length].tolist() for length in lengths]
 
 
-def mixed_rows(target: PreTrainedModel) -> list[list[int]]:
-    """Five rows of different lengths: the longest but one is foreign to the drafters, and one is a single token."""
-    return [*known_rows(target, 5, 9), FOREIGN[0], *known_rows(target, 11), FOREIGN[1]]
+def mixed_prompts(target: PreTrainedModel) -> list[list[int]]:
+    """Five prompts of different lengths: the longest but one is foreign to the drafters, and one is a single token."""
+    return [*known_prompts(target, 5, 9), FOREIGN[0], *known_prompts(target, 11), FOREIGN[1]]
 
 
-def alone(target: PreTrainedModel, rows: list[list[int]], **kwargs):
-    """What plain generate makes of the rows."""
-    ids, mask = left_padded(rows)
+def alone(target: PreTrainedModel, prompts: list[list[int]], **kwargs):
+    """The output of plain generate for a batch of prompts."""
+    ids, mask = left_padded(prompts)
     return target.generate(ids, attention_mask=mask, **{"pad_token_id": PAD, "do_sample": False} | kwargs)
 
 
-def together(target: PreTrainedModel, drafter: Eagle31DrafterModel, rows: list[list[int]], pad: int = PAD, **kwargs):
-    """What generate makes of them with the drafter, and the statistics. `pad`: what stands before a shorter prompt."""
-    ids, mask = left_padded(rows, pad)
+def together(target: PreTrainedModel, drafter: Eagle31DrafterModel, prompts: list[list[int]], pad: int = PAD, **kwargs):
+    """The output of generate with the drafter, and the statistics. `pad`: the token before a shorter prompt."""
+    ids, mask = left_padded(prompts, pad)
     return speculate(target, drafter, ids, attention_mask=mask, **{"pad_token_id": PAD, "do_sample": False} | kwargs)
 
 
 def keeps_step(stats: AcceptanceStats) -> bool:
-    """Whether every round of drafting committed as many tokens to every row as to the others."""
-    rounds = [row.accepted_per_round for row in stats.sequences]
-    return all(len({row[i] for row in rounds if i < len(row)}) == 1 for i in range(max(map(len, rounds))))
+    """Whether every round of drafting committed as many tokens to every sequence as to the others."""
+    rounds = [one.accepted_per_round for one in stats.sequences]
+    return all(len({counts[i] for counts in rounds if i < len(counts)}) == 1 for i in range(max(map(len, rounds))))
 
 
 class Idle(StoppingCriteria):
-    """Never stops, and is no criterion the library knows: rows keep step. Notes all texts it is shown."""
+    """Never stops, and is no criterion the library knows: sequences keep step. Notes all texts it is shown."""
 
     def __init__(self):
         self.texts: list[list[list[int]]] = []
@@ -95,7 +95,7 @@ class Idle(StoppingCriteria):
 
 
 class EndsWith(Idle):
-    """Stops a row at a token of its own: row b at `tokens[b]`."""
+    """Stops each sequence at a token of its own: b at `tokens[b]`."""
 
     def __init__(self, tokens: list[int]):
         super().__init__()
@@ -107,7 +107,7 @@ class EndsWith(Idle):
 
 
 class Notebook(LogitsProcessor):
-    """Keeps state, as a grammar does: what it favours depends on how often it was called. Notes all texts it is shown."""
+    """Keeps state, as a grammar does: its favourites depend on how often it was called. Notes all texts it is shown."""
 
     def __init__(self, vocab_size: int = VOCAB, strength: float = 3.0):
         self.texts: list[list[list[int]]] = []

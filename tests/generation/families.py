@@ -4,8 +4,8 @@
 
 same text: drafts are accepted and rejected, and text and logits are the target's own; prompts of a batch go at their
 own pace; chains: the same, but a tree was asked for and chains were drafted, with a logged reason; in step: the same
-for a batch, whose rows were kept equally long and drafted for in chains, with a logged reason; refused: generate raises
-ValueError before anything is decoded.
+for a batch, whose sequences were kept equally long and drafted for in chains, with a logged reason; refused: generate
+raises ValueError before anything is decoded.
 """
 
 import logging
@@ -18,13 +18,16 @@ from unittest.mock import patch
 import torch
 import transformers
 from conftest import NO_SPECIAL_TOKENS, PROMPT, ROPED, WIDTH, fit_head, greedy_text
+from observers import noting
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import ModelOutput
 
-from eagle31_hf import Eagle31Config, Eagle31DrafterModel, track_acceptance
-from eagle31_hf.checking.trial import CHAINS, DIFFERENT, IN_STEP, REFUSED, Seen, difference, watching
+from eagle31_hf import AcceptanceStats, Eagle31Config, Eagle31DrafterModel, track_acceptance
+from eagle31_hf.acceptance import LOCK_STEP, TREES
+from eagle31_hf.checking.trial import CHAINS, DIFFERENT, IN_STEP, REFUSED, difference
 from eagle31_hf.checking.trial import SAME_TEXT as LOSSLESS
+from eagle31_hf.targets import probe
 from eagle31_hf.targets.layers import decoder_layers
 
 ATTENTIONS = ("eager", "sdpa")
@@ -35,11 +38,11 @@ DRAFTINGS = {
 }
 LOGITS = {"return_dict_in_generate": True, "output_logits": True}
 ASKED = {"max_new_tokens": 24, "do_sample": False} | LOGITS
-ASKED_OF_A_BATCH = {"max_new_tokens": 12, "do_sample": False}  # for more than tokens its rows would keep step
+ASKED_OF_A_BATCH = {"max_new_tokens": 12, "do_sample": False}  # for more than tokens its sequences would keep step
 VOCAB, WINDOW = 29, 8  # the text outgrows the window twice or more
 # A batch is PROMPT and these: PROMPT with so many tokens of the text the drafter knows, so that its errors, and with
-# them the bursts, come at other times in every row; and a stranger, of which it knows nothing. In step a stranger would
-# keep all rows from accepting anything.
+# them the bursts, come at other times in every sequence; and a stranger, of which it knows nothing. In step a stranger
+# would keep all sequences from accepting anything.
 AHEAD, AHEAD_IN_STEP, STRANGER = (3, 7), (3, 7, 1), (7, 6)
 
 SHAPE = ROPED | {"num_hidden_layers": 3}
@@ -380,15 +383,15 @@ class Outcome:
     """`word`: one of the table's, or "different" where text or logits are not the target's own; `reason`: the one
     logged or raised, or what is different.
 
-    `accepted`, `rejected`: the numbers of drafted levels; `accepted_by_row`: of each prompt; `num_trees`, `num_ragged`:
-    the forwards that verified trees, and rows of different lengths.
+    `accepted`, `rejected`: the numbers of drafted levels; `accepted_by_sequence`: of each prompt; `num_trees`,
+    `num_ragged`: the forwards that verified trees, and sequences of different lengths.
     """
 
     word: str
     reason: str = ""
     accepted: int = 0
     rejected: int = 0
-    accepted_by_row: tuple[int, ...] = ()
+    accepted_by_sequence: tuple[int, ...] = ()
     num_trees: int = 0
     num_ragged: int = 0
 
@@ -400,7 +403,8 @@ def decode(
     NotThereError."""
     target, drafter = build_target(name, attention), build_drafter(name)
     asked = ASKED if num_prompts == 1 else ASKED_OF_A_BATCH
-    with track_acceptance() as stats, observed() as seen:
+    is_ragged = noting(lambda sequences, drafts, logits: not sequences.lengths.is_uniform)
+    with track_acceptance() as stats, probed_anew() as warnings, is_ragged as ragged:
         try:
             ours = target.generate(
                 **(prompt or prompts(name, num_prompts)), assistant_model=drafter, **asked, **DRAFTINGS[drafting]
@@ -409,18 +413,23 @@ def decode(
             return Outcome(REFUSED, str(refusal))
     alone = decode_alone(name, attention, num_prompts) if prompt is None else target.generate(**prompt, **ASKED)
     accepted, drafted = sum(stats.accepted_per_position), sum(stats.drafted_per_position)
-    by_row = tuple(sum(row.accepted_per_position) for row in stats.sequences)
     wrong = difference(ours, alone)
-    word = DIFFERENT if wrong else seen.word(drafting)
     return Outcome(
-        word,
-        wrong or "; ".join(seen.warnings),
+        DIFFERENT if wrong else way_of(stats, drafting),
+        wrong or "; ".join(warnings),
         accepted,
         drafted - accepted,
-        by_row,
-        seen.verified.trees,
-        seen.verified.ragged,
+        tuple(sum(one.accepted_per_position) for one in stats.sequences),
+        stats.kinds[TREES],
+        sum(ragged),
     )
+
+
+def way_of(stats: AcceptanceStats, drafting: str) -> str:
+    """The table's word for calls that gave the target's own text."""
+    if stats.kinds[LOCK_STEP]:
+        return IN_STEP
+    return CHAINS if drafting == "tree" and not stats.kinds[TREES] else LOSSLESS
 
 
 def prompts(name: str, num_prompts: int) -> dict[str, Tensor]:
@@ -435,30 +444,24 @@ def decode_alone(name: str, attention: str, num_prompts: int) -> ModelOutput:
     )
 
 
-class Observed(logging.Handler):
-    """What a call did beside its output: the reasons it logged and what it verified, how."""
+class Warnings(logging.Handler):
+    """The reasons that the probe of targets logs."""
 
-    def __init__(self, verified: Seen):
+    def __init__(self):
         super().__init__()
-        self.warnings: list[str] = []
-        self.verified = verified
+        self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.warnings.append(record.getMessage())
-
-    def word(self, drafting: str) -> str:
-        if self.verified.in_step:
-            return IN_STEP
-        return CHAINS if drafting == "tree" and self.verified.trees == 0 else LOSSLESS
+        self.lines.append(record.getMessage())
 
 
 @contextmanager
-def observed() -> Iterator[Observed]:
-    """Within it, no verdict about a target is remembered from earlier calls."""
-    with patch.dict(selftest._verdicts, clear=True), watching() as verified:
-        seen = Observed(verified)
-        selftest.logger.addHandler(seen)
+def probed_anew() -> Iterator[list[str]]:
+    """A context in which no verdict about a target is remembered from earlier calls. Gives the reasons logged in it."""
+    with patch.dict(probe._verdicts, clear=True):
+        warnings = Warnings()
+        probe.logger.addHandler(warnings)
         try:
-            yield seen
+            yield warnings.lines
         finally:
-            selftest.logger.removeHandler(seen)
+            probe.logger.removeHandler(warnings)

@@ -3,9 +3,9 @@
     python tests/generation/family_table.py [--grouped]
 
 "same text": text and, for one prompt, logits are the target's own, with drafts accepted and rejected; in a batch every
-row goes at its own pace. "chains": the same, but of chains where a tree was asked for. "in step": the same, but all
-rows accept as much as the one that accepts least, of chains. "attention": the implementations of the target that give
-this row. `--grouped` gives families with equal rows one row.
+sequence goes at its own pace. "chains": the same, but of chains where a tree was asked for. "in step": the same, but
+all sequences accept as much as the one that accepts least, of chains. "attention": the implementations of the target
+that give this row of the table. `--grouped` gives families with equal rows one row.
 """
 
 import argparse
@@ -35,7 +35,10 @@ HEAD = ("family", *(f"batch {count}: {', '.join(DRAFTINGS)}" for count in BATCHE
 
 
 def row(name: str, attention: str) -> tuple[str, ...]:
-    """The words of a family, a cell a batch, and the reason of the first that is not "same text". Raises NotThereError."""
+    """The words of a family, a cell a batch, and the reason of the first that is not "same text".
+
+    Raises NotThereError.
+    """
     outcomes = [[decode(name, attention, drafting, count) for drafting in DRAFTINGS] for count in BATCHES]
     words = [", ".join(outcome.word for outcome in cell) for cell in outcomes]
     reasons = [reason(name, attention, outcome) for cell in outcomes for outcome in cell if outcome.word != LOSSLESS]

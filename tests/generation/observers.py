@@ -1,4 +1,9 @@
-"""What the tests plug into generate to see what it does."""
+"""Parts that the tests plug into generate to see what it does."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -6,6 +11,9 @@ from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from eagle31_hf import Eagle31DrafterModel, track_acceptance
+from eagle31_hf.generation.rejection_sampler import RejectionSampler
+from eagle31_hf.generation.sequences import Sequences
+from eagle31_hf.generation.tree import DraftTokens
 
 
 def speculate(target: PreTrainedModel, drafter: Eagle31DrafterModel, prompt: Tensor, **kwargs):
@@ -15,12 +23,27 @@ def speculate(target: PreTrainedModel, drafter: Eagle31DrafterModel, prompt: Ten
     return output, stats
 
 
-def tree_of(proposal: Proposal, text: Tensor) -> DraftTree:
-    """What was drafted after the text (1, L), a chain's too."""
-    if proposal.tree is not None:
-        return proposal.tree
-    ids = torch.cat((text[:, -1:], proposal.ids), dim=1)
-    return DraftTree.from_parents(ids, torch.arange(-1, ids.shape[1] - 1)[None], ids.shape[1])
+def as_tree(drafts: DraftTokens) -> DraftTokens:
+    """The drafts with their parents, depths and ancestors written out, those of a chain too."""
+    if not drafts.is_chain:
+        return drafts
+    num_drafts = drafts.ids.shape[1]
+    return DraftTokens.tree(drafts.ids, torch.arange(num_drafts).expand_as(drafts.ids), num_drafts, drafts.log_probs)
+
+
+@contextmanager
+def noting(note: Callable[[Sequences, DraftTokens, Tensor], Any]) -> Iterator[list]:
+    """A context in which `note` is called with what every `RejectionSampler.accept` is given, the prompt's too, and its
+    answers are listed. A `LockStepSampler` is not watched."""
+    notes: list = []
+    accept = RejectionSampler.accept
+
+    def noted(self, sequences, drafts, logits, ends):
+        notes.append(note(sequences, drafts, logits))
+        return accept(self, sequences, drafts, logits, ends)
+
+    with patch.object(RejectionSampler, "accept", noted):
+        yield notes
 
 
 def num_hooks(target: PreTrainedModel) -> int:

@@ -6,7 +6,7 @@ B rows, V target vocabulary.
 
 import pytest
 import torch
-from batches import FOREIGN, Idle, alone, keeps_step, known_rows, left_padded, mixed_rows, together
+from batches import FOREIGN, Idle, alone, keeps_step, known_prompts, left_padded, mixed_prompts, together
 from chi_square import critical_value, statistic
 from close import assert_close
 from conftest import VOCAB
@@ -89,7 +89,7 @@ PROCESSORS = {
 @each_drafting
 def test_the_seed_and_the_target_decide(target, drafter, processors, kwargs, drafting):
     """Whatever is drafted, and however it is verified."""
-    rows = mixed_rows(target)
+    rows = mixed_prompts(target)
     output, stats = drawn(target, drafter, rows, eos_token_id=[3], **kwargs, **drafting)
     assert_close("text", output, drawn_alone(target, rows, processors, eos_token_id=[3]))
     assert not drafting or not keeps_step(stats)
@@ -100,7 +100,7 @@ def test_the_seed_and_the_target_decide(target, drafter, processors, kwargs, dra
 @pytest.mark.parametrize("drafting", [CHAIN, TREE], ids=["chain", "tree"])
 def test_other_targets_and_drafters(make_target, make_drafter, kind, name, drafting):
     target = make_target(kind)
-    rows = mixed_rows(target)
+    rows = mixed_prompts(target)
     output, _ = drawn(target, make_drafter(target, name), rows, **drafting)
     assert_close("text", output, drawn_alone(target, rows))
 
@@ -108,7 +108,7 @@ def test_other_targets_and_drafters(make_target, make_drafter, kind, name, draft
 @pytest.mark.parametrize("eos", [{}, {"eos_token_id": [3, 1]}], ids=["length", "eos"])
 @each_drafting
 def test_keeping_step_does_not_matter(target, drafter, eos, drafting):
-    rows = known_rows(target, 5, 9)  # few and likely, so that both accept at once
+    rows = known_prompts(target, 5, 9)  # few and likely, so that both accept at once
     criteria = StoppingCriteriaList([Idle()])
     output, stats = drawn(target, drafter, rows, temperature=0.5, stopping_criteria=criteria, **eos, **drafting)
     assert_close("text", output, drawn_alone(target, rows, [TemperatureLogitsWarper(0.5)], **eos))
@@ -119,7 +119,7 @@ def test_keeping_step_does_not_matter(target, drafter, eos, drafting):
 @pytest.mark.parametrize("drafting", [TREE, {}], ids=["tree", "auto"])
 def test_one_row(target, drafter, drafting):
     """Not so chains of a given length, which are sampled by rejection."""
-    for rows in (known_rows(target, 9), [FOREIGN[1]]):
+    for rows in (known_prompts(target, 9), [FOREIGN[1]]):
         output, _ = drawn(target, drafter, rows, **drafting)
         assert_close("text", output, drawn_alone(target, rows))
 
@@ -129,11 +129,11 @@ def test_one_row(target, drafter, drafting):
 def test_neighbours_do_not_matter(target, drafter, place, drafting):
     """The text of a row depends on its place, and on nothing in the others: not even on how long they are or when they
     end."""
-    (row,) = known_rows(target, 9)
+    (row,) = known_prompts(target, 9)
     neighbours = [
-        [*known_rows(target, 5, 7), FOREIGN[1]],
+        [*known_prompts(target, 5, 7), FOREIGN[1]],
         [FOREIGN[0], FOREIGN[2], FOREIGN[0]],
-        known_rows(target, 16, 9, 3),
+        known_prompts(target, 16, 9, 3),
     ]
     texts = []
     for others in neighbours:
@@ -147,14 +147,14 @@ def test_neighbours_do_not_matter(target, drafter, place, drafting):
 
 def test_places_matter(target, drafter):
     """The same prompt, the same round: other texts."""
-    output, _ = drawn(target, drafter, known_rows(target, 9) * 4, **CHAIN)
+    output, _ = drawn(target, drafter, known_prompts(target, 9) * 4, **CHAIN)
     assert len({tuple(row) for row in output.tolist()}) == 4
 
 
 @each_drafting
 def test_repeated_rows(target, drafter, drafting):
     """`num_return_sequences` is a batch of the same row, each with a text of its own."""
-    rows = [*known_rows(target, 9), FOREIGN[1]]
+    rows = [*known_prompts(target, 9), FOREIGN[1]]
     output, stats = drawn(target, drafter, rows, num_return_sequences=3, **drafting)
     repeated = [row for row in rows for _ in range(3)]
     assert_close("text", output, drawn_alone(target, repeated))
@@ -164,15 +164,15 @@ def test_repeated_rows(target, drafter, drafting):
 
 @each_drafting
 def test_seeds(target, drafter, drafting):
-    rows = mixed_rows(target)
+    rows = mixed_prompts(target)
     texts = [drawn(target, drafter, rows, seed, **drafting)[0].tolist() for seed in (1, 2, 1)]
     assert texts[0] == texts[2]
     assert all(one != two for one, two in zip(texts[0], texts[1], strict=True))
 
 
 def test_calls_after_a_seed_differ(target, drafter):
-    first, _ = drawn(target, drafter, mixed_rows(target), **CHAIN)
-    second, _ = together(target, drafter, mixed_rows(target), **SAMPLED, **CHAIN)
+    first, _ = drawn(target, drafter, mixed_prompts(target), **CHAIN)
+    second, _ = together(target, drafter, mixed_prompts(target), **SAMPLED, **CHAIN)
     assert not first.equal(second)
 
 
@@ -184,7 +184,7 @@ def test_a_call_takes_as_much_from_the_global_generator_whatever_is_drafted(targ
     for name, kwargs in [("eagle31", one) for one in (*DRAFTINGS.values(), {"max_new_tokens": 3}, step)] + [
         ("pruned", CHAIN)
     ]:
-        drawn(target, make_drafter(target, name), mixed_rows(target)[:num_rows], **kwargs)
+        drawn(target, make_drafter(target, name), mixed_prompts(target)[:num_rows], **kwargs)
         states.append(torch.get_rng_state())
     assert all(state.equal(states[0]) for state in states)
     torch.manual_seed(SEED)
@@ -194,7 +194,7 @@ def test_a_call_takes_as_much_from_the_global_generator_whatever_is_drafted(targ
 def test_greedy_takes_nothing_from_the_global_generator(target, drafter):
     torch.manual_seed(SEED)
     before = torch.get_rng_state()
-    together(target, drafter, mixed_rows(target), max_new_tokens=LENGTH, **CHAIN)
+    together(target, drafter, mixed_prompts(target), max_new_tokens=LENGTH, **CHAIN)
     assert torch.get_rng_state().equal(before)
 
 

@@ -12,9 +12,9 @@ from batches import (
     alone,
     build_other,
     keeps_step,
-    known_rows,
+    known_prompts,
     left_padded,
-    mixed_rows,
+    mixed_prompts,
     together,
 )
 from close import TARGET_FORWARD, assert_close
@@ -59,22 +59,22 @@ PAIRS += [("llama", name) for name in ("eagle3", "two_layers", "window_4", "mla"
 @each_drafting
 def test_greedy_text_is_the_targets_own(make_target, make_drafter, kind, name, drafting):
     target = make_target(kind)
-    stats = check(target, make_drafter(target, name), mixed_rows(target), **drafting)
+    stats = check(target, make_drafter(target, name), mixed_prompts(target), **drafting)
     assert not keeps_step(stats)
 
 
 @pytest.mark.parametrize("kind", TARGETS)
 def test_auto(make_target, make_drafter, kind):
     target = make_target(kind)
-    check(target, make_drafter(target), mixed_rows(target))
-    check(target, make_drafter(target), mixed_rows(target), draft_tree_top_k=1)
+    check(target, make_drafter(target), mixed_prompts(target))
+    check(target, make_drafter(target), mixed_prompts(target), draft_tree_top_k=1)
 
 
 @pytest.mark.parametrize("depth", range(1, 7))
 @pytest.mark.parametrize("kind", ["llama", "mistral_window_8"])
 def test_every_depth(make_target, make_drafter, kind, depth):
     target = make_target(kind)
-    stats = check(target, make_drafter(target), mixed_rows(target), num_assistant_tokens=depth)
+    stats = check(target, make_drafter(target), mixed_prompts(target), num_assistant_tokens=depth)
     assert max(stats.accepted_per_round) >= min(depth, 3)
     assert not keeps_step(stats)
 
@@ -82,7 +82,7 @@ def test_every_depth(make_target, make_drafter, kind, depth):
 @pytest.mark.parametrize("count", [2, 3, 4, 6, 7])
 @each_drafting
 def test_any_number_of_rows(target, drafter, count, drafting):
-    rows = [*known_rows(target, 5, 12), *FOREIGN, *known_rows(target, 8, 10)]
+    rows = [*known_prompts(target, 5, 12), *FOREIGN, *known_prompts(target, 8, 10)]
     check(target, drafter, rows[:count], **drafting)
 
 
@@ -91,12 +91,12 @@ def test_any_number_of_rows(target, drafter, count, drafting):
 def test_a_row_of_padding_and_one_token(make_target, make_drafter, kind, drafting):
     """Nearly nothing for its queries to see, and positions far from its slots."""
     target = make_target(kind)
-    check(target, make_drafter(target), [[4], *known_rows(target, 18)], **drafting)
+    check(target, make_drafter(target), [[4], *known_prompts(target, 18)], **drafting)
 
 
 @and_auto
 def test_rows_that_are_the_same(target, drafter, drafting):
-    rows = known_rows(target, 8) * 3
+    rows = known_prompts(target, 8) * 3
     output, stats = together(target, drafter, rows, **GREEDY, **drafting)
     assert_close("text", output, alone(target, rows[:1], **GREEDY).expand(3, -1))
     assert stats.sequences[0] == stats.sequences[1] == stats.sequences[2]
@@ -104,7 +104,7 @@ def test_rows_that_are_the_same(target, drafter, drafting):
 
 def test_every_row_is_as_it_is_alone(target, drafter):
     """Neither text nor acceptance of a row depend on its neighbours, its padding or where they are in their texts."""
-    rows = mixed_rows(target)
+    rows = mixed_prompts(target)
     output, stats = together(target, drafter, rows, **GREEDY, **CHAIN)
     for b, row in enumerate(rows):
         expected, single = together(target, drafter, [row], **GREEDY, **CHAIN)
@@ -125,7 +125,7 @@ MASKS = {
 @each_drafting
 def test_padding_that_is_not_on_the_left(make_target, make_drafter, kind, mask, drafting):
     target = make_target(kind)
-    ids = torch.tensor([*known_rows(target, 9, 9), [9, 0, 7, 7, 1, 2, 2, 4, 4]])
+    ids = torch.tensor([*known_prompts(target, 9, 9), [9, 0, 7, 7, 1, 2, 2, 4, 4]])
     kwargs = {"attention_mask": torch.tensor(mask), "pad_token_id": PAD} | GREEDY
     output = target.generate(ids, assistant_model=make_drafter(target), **drafting, **kwargs)
     assert_close("text", output, target.generate(ids, **kwargs))
@@ -141,7 +141,7 @@ def test_inputs_that_grow_with_the_text(make_target, make_drafter, kwargs, draft
     """Every new token of a row is of the type of its last one, at the next position."""
     target = make_target("gpt2")
     ids, kwargs = (
-        torch.tensor([*known_rows(target, 5), [7, 7, 1, 2, 9]]),
+        torch.tensor([*known_prompts(target, 5), [7, 7, 1, 2, 9]]),
         {name: torch.tensor(value) for name, value in kwargs.items()},
     )
     output = target.generate(ids, assistant_model=make_drafter(target), **drafting, **kwargs, **GREEDY)
@@ -151,15 +151,15 @@ def test_inputs_that_grow_with_the_text(make_target, make_drafter, kwargs, draft
 @each_drafting
 def test_positions_a_model_works_out_from_the_mask(drafting):
     target = build_other("opt")
-    check(target, build_drafter(target), mixed_rows(target), **drafting)
+    check(target, build_drafter(target), mixed_prompts(target), **drafting)
 
 
 def test_custom_generate_is_the_same(target, drafter):
-    ids, mask = left_padded(mixed_rows(target))
+    ids, mask = left_padded(mixed_prompts(target))
     kwargs = {"attention_mask": mask, "pad_token_id": PAD} | GREEDY | CHAIN
     with track_acceptance() as stats:
         output = target.generate(ids, custom_generate=drafter.decode, **kwargs)
-    expected, expected_stats = together(target, drafter, mixed_rows(target), **GREEDY | CHAIN)
+    expected, expected_stats = together(target, drafter, mixed_prompts(target), **GREEDY | CHAIN)
     assert_close("text", output, expected)
     assert stats.accepted_per_round == expected_stats.accepted_per_round
 
@@ -188,7 +188,7 @@ PROCESSORS = {
 @each_drafting
 def test_processors_of_rows(target, drafter, kwargs, drafting):
     """They see each row's own text, whatever the length of the others."""
-    stats = check(target, drafter, mixed_rows(target), **kwargs, **drafting)
+    stats = check(target, drafter, mixed_prompts(target), **kwargs, **drafting)
     assert not keeps_step(stats)
 
 
@@ -206,7 +206,7 @@ def test_rows_cannot_be_repeated_greedily(target, drafter, prompt):
 def test_eos_at_every_offset_of_a_burst(make_target, make_drafter, drafting):
     """Whatever token is EOS, rows end at different times; the others go on as if nothing had happened."""
     target = make_target("mistral_window_8")  # its text uses ten of the eleven ids
-    drafter, rows, last, lengths = make_drafter(target), mixed_rows(target), set(), set()
+    drafter, rows, last, lengths = make_drafter(target), mixed_prompts(target), set(), set()
     whole = alone(target, rows, **GREEDY)
     for eos in range(VOCAB):
         output, stats = together(target, drafter, rows, eos_token_id=eos, **GREEDY, **drafting)
@@ -227,7 +227,7 @@ def ended(texts, eos, num_prompt):
 @pytest.mark.parametrize("pad", [PAD, 4, 7], ids=["neither", "second_eos", "first_eos"])
 @each_drafting
 def test_several_eos_and_padding(target, drafter, pad, drafting):
-    rows = mixed_rows(target)
+    rows = mixed_prompts(target)
     output, stats = together(target, drafter, rows, eos_token_id=[7, 4], pad_token_id=pad, **GREEDY, **drafting)
     assert_close("text", output, alone(target, rows, eos_token_id=[7, 4], pad_token_id=pad, **GREEDY))
     assert min(row.generated_tokens for row in stats.sequences) < output.shape[1] - left_padded(rows)[0].shape[1], (
@@ -236,7 +236,7 @@ def test_several_eos_and_padding(target, drafter, pad, drafting):
 
 
 def test_padding_nobody_set_is_eos(target, drafter):
-    rows = mixed_rows(target)
+    rows = mixed_prompts(target)
     output, _ = together(target, drafter, rows, eos_token_id=7, pad_token_id=None, **GREEDY, **CHAIN)
     assert_close("text", output, alone(target, rows, eos_token_id=7, pad_token_id=None, **GREEDY))
 
@@ -244,7 +244,7 @@ def test_padding_nobody_set_is_eos(target, drafter):
 @pytest.mark.parametrize("limit", ["max_new_tokens", "max_length"])
 @each_drafting
 def test_every_length(target, drafter, limit, drafting):
-    rows = mixed_rows(target)
+    rows = mixed_prompts(target)
     length, expected = left_padded(rows)[0].shape[1], alone(target, rows, max_new_tokens=13)
     for count in range(1, 14):
         given = {limit: count if limit == "max_new_tokens" else length + count}
@@ -258,7 +258,7 @@ def test_every_length(target, drafter, limit, drafting):
 def test_stop_strings(make_target, make_drafter, tokenizer, eos, drafting):
     """With EOS a row ends by itself; without, plain generate lets it go on until all have met one."""
     target = make_target("mistral_window_8")
-    rows = mixed_rows(target)
+    rows = mixed_prompts(target)
     for b in (0, 4):
         letters = tokenizer.decode(alone(target, rows, **GREEDY)[b])
         strings = ["zz", *(letters[end - 2 : end] for end in (len(letters) - 13, len(letters) - 6))]
@@ -270,7 +270,7 @@ def test_stop_strings(make_target, make_drafter, tokenizer, eos, drafting):
 @each_drafting
 def test_rows_that_have_ended_do_not_disturb(target, drafter, drafting):
     """They are written over with every forward; text and acceptance of the others are those of a row by itself."""
-    rows = [*known_rows(target, 12), [4], [7]]
+    rows = [*known_prompts(target, 12), [4], [7]]
     stats = check(target, drafter, rows, eos_token_id=1, **drafting)
     single = check(target, drafter, rows[:1], eos_token_id=1, **drafting)
     assert [row.generated_tokens for row in stats.sequences] == [LENGTH, 4, 3]
@@ -283,7 +283,7 @@ def test_a_table_of_positions_that_ends_with_the_text(drafting):
     check(
         target,
         build_drafter(target),
-        [*known_rows(target, 8), [1, 9, 3, 3, 2, 0, 4, 4]],
+        [*known_prompts(target, 8), [1, 9, 3, 3, 2, 0, 4, 4]],
         max_new_tokens=37 - 8,
         **drafting,
     )
@@ -291,7 +291,7 @@ def test_a_table_of_positions_that_ends_with_the_text(drafting):
 
 @pytest.mark.parametrize("drafting", [CHAIN, TREE], ids=DRAFTINGS)
 def test_a_static_cache_that_ends_with_the_text(target, drafter, drafting):
-    check(target, drafter, mixed_rows(target), cache_implementation="static", **drafting)
+    check(target, drafter, mixed_prompts(target), cache_implementation="static", **drafting)
 
 
 # --- caches ---
@@ -315,7 +315,7 @@ def turn(target, ids, mask, past=None, **kwargs):
 def test_the_cache_of_an_answer_goes_into_the_next_turn(make_target, make_drafter, kind, eos, drafting):
     target, answers, new = make_target(kind), [], torch.tensor([[3, 1]] * 5)
     for assistant in ({"assistant_model": make_drafter(target)} | drafting, {}):
-        ids, mask, past = turn(target, *left_padded(mixed_rows(target)), **eos, **assistant)
+        ids, mask, past = turn(target, *left_padded(mixed_prompts(target)), **eos, **assistant)
         assert past.get_seq_length() == ids.shape[1] - 1
         assert {type(layer) for layer in past.layers} == {
             type(layer) for layer in DynamicCache(config=target.config).layers
@@ -328,7 +328,7 @@ def test_the_cache_of_an_answer_goes_into_the_next_turn(make_target, make_drafte
 @each_drafting
 def test_the_cache_holds_the_token_a_row_ended_with(target, drafter, drafting):
     """A chat's next turn usually sees it."""
-    ids, mask = left_padded([[7], *known_rows(target, 8)])  # the first ends after three tokens
+    ids, mask = left_padded([[7], *known_prompts(target, 8)])  # the first ends after three tokens
     kwargs = {"eos_token_id": 1, "return_dict_in_generate": True, "attention_mask": mask, "pad_token_id": PAD} | GREEDY
     ours, theirs = (
         target.generate(ids, **kwargs, **assistant) for assistant in ({"assistant_model": drafter} | drafting, {})
@@ -349,7 +349,7 @@ def test_the_cache_holds_the_token_a_row_ended_with(target, drafter, drafting):
 @each_drafting
 def test_a_cache_from_an_earlier_forward(make_target, make_drafter, kind, whole, drafting):
     target, outputs = make_target(kind), []
-    ids, mask = left_padded(mixed_rows(target))
+    ids, mask = left_padded(mixed_prompts(target))
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     for assistant in ({"assistant_model": make_drafter(target)} | drafting, {}):
         past = target(
@@ -379,7 +379,7 @@ STEP = {
 @pytest.mark.parametrize("kwargs", STEP.values(), ids=STEP)
 @pytest.mark.parametrize("drafting", [CHAIN, {}], ids=["chain", "auto"])
 def test_rows_keep_step_where_something_sees_them_together(target, drafter, kwargs, drafting):
-    rows = known_rows(target, 5, 9, 11)
+    rows = known_prompts(target, 5, 9, 11)
     output, stats = together(target, drafter, rows, eos_token_id=7, **GREEDY, **drafting, **kwargs())
     expected = alone(target, rows, eos_token_id=7, **GREEDY, **kwargs())
     if "return_dict_in_generate" in kwargs():
@@ -392,13 +392,13 @@ def test_rows_keep_step_where_something_sees_them_together(target, drafter, kwar
 @and_auto
 def test_rows_keep_step_where_the_target_takes_no_masks_of_ours(kind, drafting):
     target = build_other(kind)
-    stats = check(target, build_drafter(target), known_rows(target, 5, 9, 7), eos_token_id=7, **drafting)
+    stats = check(target, build_drafter(target), known_prompts(target, 5, 9, 7), eos_token_id=7, **drafting)
     assert keeps_step(stats)
-    check(target, build_drafter(target), mixed_rows(target), **drafting)
+    check(target, build_drafter(target), mixed_prompts(target), **drafting)
 
 
 def test_a_pace_of_their_own_takes_fewer_forwards(target, drafter):
-    rows = mixed_rows(target)
+    rows = mixed_prompts(target)
     ragged = check(target, drafter, rows, **CHAIN)
     in_step = check(target, drafter, rows, stopping_criteria=StoppingCriteriaList([Idle()]), **CHAIN)
     assert keeps_step(in_step)
@@ -415,7 +415,7 @@ FIELDS = ("scores", "logits", "hidden_states", "attentions")
 def test_outputs_are_those_of_plain_generate(make_target, make_drafter, kind, eos):
     """Rows that have ended too: plain generate goes on feeding them padding, and returns what becomes of it."""
     target = make_target(kind, "eager")  # the implementation that returns attentions
-    rows = known_rows(make_target(kind), 5, 9, 11)
+    rows = known_prompts(make_target(kind), 5, 9, 11)
     asked = {"return_dict_in_generate": True} | {f"output_{name}": True for name in FIELDS}
     kwargs = GREEDY | {"no_repeat_ngram_size": 4} | asked | eos
     output, stats = together(target, make_drafter(target, "eagle31", "eager"), rows, **kwargs, **CHAIN)
@@ -430,7 +430,7 @@ def test_outputs_are_those_of_plain_generate(make_target, make_drafter, kind, eo
 @pytest.mark.parametrize("same", [True, False], ids=["same_rows", "different_rows"])
 def test_a_processor_with_state_is_called_as_plain_generate_calls_it(target, drafter, eos, same):
     """Every prefix of the batch once, those of rows that have ended padded."""
-    rows = known_rows(target, 8, 8) if same else known_rows(target, 5, 9, 11)
+    rows = known_prompts(target, 8, 8) if same else known_prompts(target, 5, 9, 11)
     ours, theirs = Notebook(strength=0.1), Notebook(strength=0.1)
     stats = check_calls(
         target,
@@ -447,7 +447,7 @@ def test_a_processor_with_state_is_called_as_plain_generate_calls_it(target, dra
 @pytest.mark.parametrize("eos", [None, 7, 3], ids=lambda eos: f"eos_{eos}")
 @pytest.mark.parametrize("same", [True, False], ids=["same_rows", "different_rows"])
 def test_a_criterion_is_called_as_plain_generate_calls_it(target, drafter, eos, same):
-    rows = known_rows(target, 8, 8) if same else known_rows(target, 5, 9, 11)
+    rows = known_prompts(target, 8, 8) if same else known_prompts(target, 5, 9, 11)
     ours, theirs = (EndsWith([10, 2, 5][: len(rows)]) for _ in range(2))
     check_calls(
         target,
@@ -464,7 +464,7 @@ def test_a_criterion_is_called_as_plain_generate_calls_it(target, drafter, eos, 
 def test_a_processor_beside_a_criterion_that_ends_rows(target, drafter, eos):
     """A row that a criterion ends goes on as padding where there is an EOS: no processor may have seen it go on
     otherwise."""
-    rows = known_rows(target, 8, 8)
+    rows = known_prompts(target, 8, 8)
     ours, theirs = Notebook(strength=0.1), Notebook(strength=0.1)
 
     def given(one):
@@ -484,7 +484,7 @@ def check_calls(target, drafter, rows, ours, theirs, kwargs, given):
 
 
 def test_prefix_allowed_tokens_fn_is_told_which_row(target, drafter):
-    rows, calls = known_rows(target, 5, 9, 11), ([], [])
+    rows, calls = known_prompts(target, 5, 9, 11), ([], [])
 
     def allowed(into):
         def function(b, ids):
@@ -502,7 +502,7 @@ def test_prefix_allowed_tokens_fn_is_told_which_row(target, drafter):
 @pytest.mark.parametrize("eos", [{}, {"eos_token_id": 7}], ids=["length", "eos"])
 def test_a_streamer_gets_the_batch_step_by_step(target, drafter, eos):
     ours, theirs = Puts(), Puts()
-    rows = known_rows(target, 5, 9, 11)
+    rows = known_prompts(target, 5, 9, 11)
     _, stats = together(target, drafter, rows, streamer=ours, **GREEDY, **CHAIN, **eos)
     alone(target, rows, streamer=theirs, **GREEDY, **eos)
     assert ours.calls == theirs.calls
@@ -510,8 +510,8 @@ def test_a_streamer_gets_the_batch_step_by_step(target, drafter, eos):
 
 
 def test_max_time_ends_all_rows_at_once(target, drafter, monkeypatch):
-    """A clock that ticks once for every criterion asked: then the time is up at a certain token, whatever the bursts."""
-    rows = known_rows(target, 8, 8)
+    """A clock that ticks once for every criterion asked: the time is up at a certain token, whatever the bursts."""
+    rows = known_prompts(target, 8, 8)
     for limit, count in ((1e-9, 1), (6.5, 7)):
         ticks = iter(range(1000))
         with monkeypatch.context() as patch:
@@ -527,7 +527,7 @@ def test_max_time_ends_all_rows_at_once(target, drafter, monkeypatch):
 @pytest.mark.parametrize("step", [False, True], ids=["own_pace", "in_step"])
 @each_drafting
 def test_statistics_of_rows_add_up(target, drafter, drafting, step):
-    rows, forwards = mixed_rows(target), []
+    rows, forwards = mixed_prompts(target), []
     handle = target.register_forward_pre_hook(
         lambda module, args, kwargs: forwards.append(kwargs["input_ids"].shape), with_kwargs=True
     )
@@ -561,8 +561,8 @@ def test_statistics_of_rows_add_up(target, drafter, drafting, step):
 
 def test_leaves_nothing_behind(target, drafter):
     for kwargs in (CHAIN, TREE, {"stopping_criteria": StoppingCriteriaList([Idle()])}):
-        first, stats = together(target, drafter, mixed_rows(target), **GREEDY, **CHAIN | kwargs)
-        again, stats_again = together(target, drafter, mixed_rows(target), **GREEDY, **CHAIN | kwargs)
+        first, stats = together(target, drafter, mixed_prompts(target), **GREEDY, **CHAIN | kwargs)
+        again, stats_again = together(target, drafter, mixed_prompts(target), **GREEDY, **CHAIN | kwargs)
         assert_close("text", again, first)
         assert stats_again.accepted_per_round == stats.accepted_per_round
     assert num_hooks(target) == 0

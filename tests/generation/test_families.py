@@ -26,6 +26,8 @@ from families import (
 )
 from packaging.version import Version
 
+from eagle31_hf.targets import probe
+
 IMAGE_TOKEN = VOCAB - 1  # as `families.build_target` configures it
 TEXT_AROUND = ([1, 0], [4, 5, 3, 8, 2])
 BATCH = 4
@@ -95,7 +97,7 @@ def test_family_in_a_batch(name, attention, drafting):
     # At their own pace rows do differ in length, or nothing was tried; in step they never do.
     assert (outcome.num_ragged > 0) == (outcome.word == LOSSLESS), outcome
     assert (outcome.num_trees > 0) == (outcome.word == LOSSLESS and drafting == "tree"), outcome
-    assert (len(set(outcome.accepted_by_row)) > 1) == (outcome.word == LOSSLESS), outcome
+    assert (len(set(outcome.accepted_by_sequence)) > 1) == (outcome.word == LOSSLESS), outcome
 
 
 def best_attention(name: str) -> str:
@@ -107,7 +109,7 @@ def best_attention(name: str) -> str:
 
 
 def image_prompt(name: str) -> dict[str, torch.Tensor]:
-    """An image and text around it. Qwen's positions fall behind the number of tokens, as an image takes fewer of them."""
+    """An image and text around it. Qwen's positions fall behind the tokens' number, as an image takes fewer of them."""
     # seeds torch where the model is not built yet: before the seed of the picture
     config = build_target(name, "eager").config
     torch.manual_seed(3)
@@ -138,7 +140,7 @@ def test_text_after_an_image(name, attention, drafting):
 
 
 def test_a_verdict_is_not_taken_over_by_another_config_of_the_class(monkeypatch):
-    monkeypatch.setattr(selftest, "_verdicts", {})
+    monkeypatch.setattr(probe, "_verdicts", {})
     for name in ("Falcon, rope", "Falcon, alibi"):
         target, drafter = build_target(name, "eager"), build_drafter(name)
         prompt = torch.tensor(PROMPT)

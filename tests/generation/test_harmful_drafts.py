@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from batches import Idle, Notebook, known_rows, left_padded
+from batches import Idle, Notebook, known_prompts, left_padded
 from close import TARGET_FORWARD, assert_close
 from conftest import PROMPT, build_drafter, build_target
 from test_slots import DRAFTINGS, steady_clock
@@ -36,7 +36,7 @@ def foreign_cache(target: PreTrainedModel) -> Cache:
 
 
 def rows(target: PreTrainedModel) -> dict:
-    ids, mask = left_padded(known_rows(target, 5, 7, 9))
+    ids, mask = left_padded(known_prompts(target, 5, 7, 9))
     return {"inputs": ids, "attention_mask": mask}
 
 

@@ -1,4 +1,4 @@
-"""The user's code may run the target in the midst of a call, however it gets to run: nothing of it reaches the drafter."""
+"""User code that runs the target in the midst of a call, however it gets to run: nothing of it reaches the drafter."""
 
 import threading
 from contextvars import Context
