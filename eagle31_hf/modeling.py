@@ -265,6 +265,7 @@ class Eagle31DrafterModel(Eagle31PreTrainedModel):
         output_hidden_states: bool | int | list[int] | None = None,
         output_attentions: bool | None = None,
         return_dict: bool | None = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
     ) -> Eagle31DrafterOutput:
         """One drafting step over T rows; row t stands at a position whose *next* token is `input_ids[:, t]` (B, T).
 
@@ -287,11 +288,11 @@ class Eagle31DrafterModel(Eagle31PreTrainedModel):
         embeds = self.embed(input_ids)
         if past_key_values is None and use_cache:
             past_key_values = DynamicCache()
-        if position_ids is None:
+        if position_ids is None and position_embeddings is None:
             seen = 0 if past_key_values is None else past_key_values.get_seq_length()
             position_ids = torch.arange(seen, seen + x.shape[1], device=x.device)[None]
         masks = self._masks(x, attention_mask, past_key_values, position_ids)
-        cos, sin = self.rotary_emb(x, position_ids)
+        cos, sin = self.rotary_emb(x, position_ids) if position_embeddings is None else position_embeddings
         for layer in self.layers:
             kind: Any = layer.attention_type
             x = layer(x, embeds, cos, sin, masks[kind], past_key_values)

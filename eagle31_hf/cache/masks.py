@@ -45,7 +45,8 @@ class SlotMask:
         if self.starts.is_uniform and window is None and self.seen is None and seen_from == 0:
             mask = _zeros((num_sequences, num_queries, end), dtype, self.visible.device)
             mask[..., begin : begin + num_new].masked_fill_(~self.visible, least)
-            mask[..., begin + num_new :] = least
+            if begin + num_new < end:  # slots of a static cache that are not in use
+                mask[..., begin + num_new :] = least
             return mask[:, None]
         allowed = self._allowed(min(seen_from, *self.starts.host), end, window)[..., seen_from - end :]
         mask = _zeros(allowed.shape, dtype, self.visible.device)

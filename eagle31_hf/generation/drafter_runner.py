@@ -16,6 +16,7 @@ from .aux_states import AuxStates, gathered
 from .tree import VisibleNodes
 
 READ_AT_ONCE = 1024  # tokens a drafter's forward takes
+LEVELS_AT_ONCE = 16
 FEW = 64  # new tokens for which a mask is made here, in a few operations; the model's own takes many
 MASKED = ("eager", "sdpa")  # attention implementations that take an additive mask
 
@@ -37,6 +38,9 @@ class DrafterRunner:
         windows = {"full_attention": None, "sliding_attention": sliding}
         self._takes_masks = drafter.config._attn_implementation in MASKED
         self._windows = {kind: windows[kind] for kind in set(drafter.config.layer_types)}
+        self._has_windows = set(self._windows.values()) != {None}
+        self._rope_of_drafts: tuple[Tensor, Tensor] | None = None  # after what has been read
+        self._below: Tensor | None = None  # which tokens of a sequence each one sees: those before it, and itself
 
     def read(self, unread: AuxStates) -> tuple[Tensor, Tensor]:
         """Reads states that are new to it. Returns the state (B, 1, h) and the draft logits (B, 1, Vd) of each
@@ -51,13 +55,14 @@ class DrafterRunner:
         out = self._forward(
             unread.tokens.to(self.like.device),
             {"target_hidden_states": unread.states.to(self.like)},
-            self._positions_from(0, num_new),
+            self._rope(0, num_new),
             self._mask_of_text(num_new),
             logits_to_keep=1 if last is None else last[:, 0],
         )
         self.lengths = self.lengths + unread.counts
         self._positions = self._positions + unread.counts
         self.settle()
+        self._rope_of_drafts = None
         state = out.last_hidden_state
         return (state[:, -1:] if last is None else gathered(state, last)), out.logits
 
@@ -74,9 +79,8 @@ class DrafterRunner:
         self.placement.place(starts, width, ids.device)
         if visible is not None:
             self.placement.low = min(self.lengths.host)
-        positions = self._positions_from(level, 1).expand(-1, width)
         mask = self._mask_of_nodes(visible, nodes, width)
-        out = self._forward(ids, {"hidden_states": state}, positions, mask)
+        out = self._forward(ids, {"hidden_states": state}, self._rope_at(level), mask)
         return out.last_hidden_state, out.logits
 
     def settle(self) -> None:
@@ -89,27 +93,37 @@ class DrafterRunner:
         self,
         ids: Tensor,
         source: dict[str, Tensor],
-        positions: Tensor,
+        rope: tuple[Tensor, Tensor],
         mask: dict[str, Tensor | None] | None,
         logits_to_keep: int | Tensor = 0,
     ) -> Eagle31DrafterOutput:
         return self.drafter(
             ids,
             **source,
-            position_ids=positions,
+            position_embeddings=rope,
             attention_mask=mask,
             past_key_values=self.past_key_values,
             logits_to_keep=logits_to_keep,
             return_dict=True,
         )
 
-    def _positions_from(self, first: int, count: int) -> Tensor:
-        """Positions (B or 1, count) of tokens `first` after what has been read, and of those that follow."""
+    def _rope(self, first: int, count: int) -> tuple[Tensor, Tensor]:
+        """The rotary embeddings, cos and sin (B or 1, count, D), of tokens `first` after what has been read, and of
+        those that follow."""
         device = self.like.device
         if self._positions.is_uniform:
             begin = self._positions.host[0] + first
-            return torch.arange(begin, begin + count, device=device)[None]
-        return self._positions.on(device) + torch.arange(first, first + count, device=device)
+            positions = torch.arange(begin, begin + count, device=device)[None]
+        else:
+            positions = self._positions.on(device) + torch.arange(first, first + count, device=device)
+        return self.drafter.rotary_emb(self.like, positions)
+
+    def _rope_at(self, level: int) -> tuple[Tensor, Tensor]:
+        """Those of a level of drafts; computed for several levels at once, since each takes many operations."""
+        if self._rope_of_drafts is None or level >= self._rope_of_drafts[0].shape[1]:
+            self._rope_of_drafts = self._rope(0, max(LEVELS_AT_ONCE, level + 1))
+        cos, sin = self._rope_of_drafts
+        return cos[:, level : level + 1], sin[:, level : level + 1]
 
     def _mask_of_text(self, num_new: int) -> dict[str, Tensor | None] | None:
         """The masks by layer type for tokens to be read; None: the drafter's own, of a sequence."""
@@ -118,9 +132,12 @@ class DrafterRunner:
             return dict.fromkeys(self._windows)  # sees all its cache returns
         if self.placement.slots is None and (num_new > FEW or not self._takes_masks):
             return None
-        visible = torch.ones(num_new, num_new, dtype=torch.bool, device=self.like.device).tril()
-        depths = torch.arange(num_new, device=self.like.device)[None]
-        return self._masks(visible.expand(len(self.lengths.host), -1, -1), depths, depths)
+        if self._below is None or num_new > len(self._below):
+            shape = max(num_new, FEW), max(num_new, FEW)
+            self._below = torch.ones(shape, dtype=torch.bool, device=self.like.device).tril()
+        visible = self._below[:num_new, :num_new].expand(len(self.lengths.host), -1, -1)
+        depths = torch.arange(num_new, device=self.like.device)[None] if self._has_windows else None
+        return self._masks(visible, depths, depths)
 
     def _mask_of_nodes(self, visible: Tensor | None, nodes: VisibleNodes, width: int) -> dict[str, Tensor | None]:
         """The masks by layer type for a level of drafts."""
@@ -129,7 +146,7 @@ class DrafterRunner:
                 return dict.fromkeys(self._windows)  # sees all its cache returns
             shape = (len(self.lengths.host), width, nodes.count)
             visible = torch.ones(shape, dtype=torch.bool, device=self.like.device)
-        depths = None if set(self._windows.values()) == {None} else nodes.depths()
+        depths = nodes.depths() if self._has_windows else None
         return self._masks(visible, None if depths is None else depths[:, -width:], depths)
 
     def _masks(self, visible: Tensor, query_depths: Tensor | None, depths: Tensor | None) -> dict[str, Tensor | None]:

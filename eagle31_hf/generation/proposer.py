@@ -29,10 +29,10 @@ class Proposer:
         Of every level the likeliest children of the likeliest nodes are candidates; the best of all are drafted.
         """
         device = self.runner.like.device
-        root = torch.cat([prefix[:, -1:] for prefix in prefixes]).to(device)
+        roots = [prefix[:, -1:].to(device) for prefix in prefixes]
         if self.sampler.reads_text:
             prefixes = [prefix.to(device) for prefix in prefixes]
-        level = Level(root, prefixes, plan)
+        level = Level(roots[0] if len(roots) == 1 else torch.cat(roots), prefixes, plan)
         try:
             level.state, level.logits = self.runner.read(unread)
             while self._expand(level):
@@ -91,9 +91,10 @@ class Level:
         self.prefixes = prefixes
         self.expansion = Expansion(root)
         self.nodes = VisibleNodes(len(prefixes), root.device)
-        self.path_ids = root.new_zeros(len(prefixes), 1, 0)
+        self.path_ids = root[:, None, :0]
         self.drawn_from = list[Tensor]()
-        self.state = self.logits = root.new_zeros(0)
+        self.state = root  # until the drafter has read: then (B, F, h)
+        self.logits = root  # then (B, F, Vd)
 
     def texts(self, proposer: Proposer) -> Tensor | None:
         """The ids drafted up to every node (B, F, level), where processors read them."""

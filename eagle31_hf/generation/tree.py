@@ -117,7 +117,6 @@ class Expansion:
 
     def __init__(self, root: Tensor):
         """The roots' token ids (B, 1)."""
-        zero = torch.zeros(root.shape, device=root.device)
         self.ids, self.parents = list[Tensor](), list[Tensor]()  # by level, (B, C)
         self.scores, self.log_probs = list[Tensor](), list[Tensor]()
         self.is_chain = True
@@ -125,7 +124,7 @@ class Expansion:
         # Of the frontier (B, F): candidate indices (None: the last candidate), token ids, scores.
         self.frontier: Tensor | None = None
         self.frontier_ids = root
-        self.frontier_scores = zero
+        self.frontier_scores: Tensor | None = None  # None: that of the root, 0
 
     @property
     def levels(self) -> int:
@@ -141,7 +140,9 @@ class Expansion:
         """
         own = log_probs if scores is None else scores
         flat = ids.flatten(1)
-        totals = flat if own is None else (own + self.frontier_scores[..., None]).flatten(1)
+        if own is not None and self.frontier_scores is not None:
+            own = own + self.frontier_scores[..., None]
+        totals = flat if own is None else own.flatten(1)
         self.ids.append(flat)
         if log_probs is not None:
             self.scores.append(totals)
@@ -167,7 +168,7 @@ class Expansion:
             assert self.frontier is not None
             self.frontier = self.frontier[:, :width]
             self.frontier_ids = self.frontier_ids[:, :width]
-            self.frontier_scores = self.frontier_scores[:, :width]
+            self.frontier_scores = None if self.frontier_scores is None else self.frontier_scores[:, :width]
         return self.frontier_ids
 
     def best(self, count: int, depth: int | None = None, is_chain: bool = False) -> DraftTokens:

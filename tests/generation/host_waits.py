@@ -1,0 +1,126 @@
+"""Counts, for every way to decode, how often a round makes the host wait for the device, and how many operations it
+launches: on a pretend accelerator, with a Llama and synthetic acceptance. Launches are those of a Llama of 32 layers,
+extrapolated from two of fewer layers, since every layer launches the same.
+
+    python tests/generation/host_waits.py [--lines]     a table; with --lines where the host waits
+    python tests/generation/host_waits.py --json        {name: {"waits", "launches", "decisions"}}, a round
+"""
+
+import argparse
+import json
+import sys
+from collections import Counter
+from typing import Any
+
+import torch
+from pretend import LAUNCHES, WAITS, Held, accelerator, moved
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from eagle31_hf import Eagle31Config, Eagle31DrafterModel, track_acceptance
+from eagle31_hf.bench.synthetic import MARK, synthetic_decoding
+from eagle31_hf.generation.planning.controller import LevelController
+
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "vocab_size": 512,
+}  # fmt: skip
+LAYERS = 32  # of the Llama whose launches are told
+FEW, MORE = 4, 6  # layers of those that are run
+SURVIVAL = tuple(0.75 ** (depth + 1) for depth in range(12))
+CHAIN = {"num_assistant_tokens": 5}
+TREE = {"num_assistant_tokens": 5, "draft_tree_top_k": 4, "draft_tree_total_tokens": 16}
+SAMPLED = {"do_sample": True, "top_k": 20, "temperature": 0.8}
+# Ways to decode: name -> the drafting knobs, the sampling options, and the sequences of the batch.
+WAYS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
+    "chain": (CHAIN, {}, 1),
+    "tree": (TREE, {}, 1),
+    "auto": ({"num_assistant_tokens": "auto"}, {}, 1),
+    "sampled chain": (CHAIN, SAMPLED, 1),
+    "sampled tree": (TREE, SAMPLED, 1),
+    "chain, batch of 4": (CHAIN, {}, 4),
+    "tree, batch of 4": (TREE, {}, 4),
+    "sampled chain, batch of 4": (CHAIN, SAMPLED, 4),
+}
+LAUNCHES_TOLD = ("chain", "tree")
+PROMPT_TOKENS, WARM, SHORT, LONG = 12, 3, 10, 36  # the difference of two texts leaves out what is done once a call
+
+
+def models(num_layers: int) -> tuple[Any, Eagle31DrafterModel]:
+    """A target of so many layers that ends no text, and a drafter, both random, on the pretend device."""
+    torch.manual_seed(0)
+    config = LlamaConfig(**SIZES, num_hidden_layers=num_layers, eos_token_id=None, pad_token_id=0)
+    target = AutoModelForCausalLM.from_config(config).eval().bfloat16()
+    setattr(target, MARK, True)
+    config = Eagle31Config(**SIZES, draft_vocab_size=256, aux_hidden_state_layer_ids=[1, 2, 3])
+    drafter = Eagle31DrafterModel(config).eval().bfloat16()
+    return moved(target), moved(drafter)
+
+
+def counts(target: Any, drafter: Eagle31DrafterModel, way: str, num_tokens: int) -> tuple[Counter, Counter]:
+    """Decodes so many tokens: how often the host waited, by reason and line; and rounds, decisions and launches."""
+    knobs, sampling, num_sequences = WAYS[way]
+    ids = Held(torch.randint(SIZES["vocab_size"], (num_sequences, PROMPT_TOKENS)))
+    if sampling:
+        options: dict[str, Any] = {"assistant_model": drafter, **knobs, **sampling}
+    else:
+        options = {"custom_generate": synthetic_decoding(drafter, knobs, SURVIVAL), "do_sample": False}
+    WAITS.clear()
+    LAUNCHES.clear()
+    noted = Counter[str]()
+    width = LevelController.width
+
+    def counted(self: LevelController, scores: Tensor, level: int) -> int:
+        noted["decisions"] += 1
+        return width(self, scores, level)
+
+    LevelController.width = counted  # type: ignore[method-assign]
+    try:
+        with track_acceptance() as stats:
+            target.generate(ids, attention_mask=Held(torch.ones_like(ids.x)), max_new_tokens=num_tokens, **options)
+    finally:
+        LevelController.width = width  # type: ignore[method-assign]
+    noted["launches"] = sum(LAUNCHES.values())
+    noted["rounds"] = stats.target_forwards
+    return Counter(WAITS), noted
+
+
+def by_round(target: Any, drafter: Eagle31DrafterModel, way: str) -> dict[str, Any]:
+    """Waits, launches and decisions about levels, of a round in the midst of a text; and where it waits."""
+    counts(target, drafter, way, WARM)  # what is tried and built once
+    few, short = counts(target, drafter, way, SHORT)
+    many, long = counts(target, drafter, way, LONG)
+    rounds = long["rounds"] - short["rounds"]
+    lines = {" ".join(place): (many[place] - few[place]) / rounds for place in many}
+    return {
+        "waits": sum(lines.values()),
+        "launches": (long["launches"] - short["launches"]) / rounds,
+        "decisions": (long["decisions"] - short["decisions"]) / rounds,
+        "lines": {place: count for place, count in lines.items() if count},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--lines", action="store_true")
+    args = parser.parse_args()
+    with accelerator():
+        pair, larger = models(FEW), models(MORE)
+        found = {way: by_round(*pair, way) for way in WAYS}
+        for way in LAUNCHES_TOLD:
+            of_a_layer = (by_round(*larger, way)["launches"] - found[way]["launches"]) / (MORE - FEW)
+            found[way]["launches"] += (LAYERS - FEW) * of_a_layer
+    if args.json:
+        json.dump(found, sys.stdout)
+        return
+    print(f"{'a round of':28} {'waits':>6} {'launches':>9} {'decisions':>10}")
+    for way, figures in found.items():
+        launches = f"{figures['launches']:9.0f}" if way in LAUNCHES_TOLD else " " * 9
+        print(f"{way:28} {figures['waits']:6.2f} {launches} {figures['decisions']:10.2f}")
+        for place, count in figures["lines"].items() if args.lines else ():
+            print(f"    {count:5.2f}  {place}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""A round makes the host wait for the device as seldom as can be, and launches no more than it did: counted on a
+pretend accelerator, in a process of its own, whose torch knows that device."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).with_name("host_waits.py")
+MOST_WAITS = {
+    "chain": 2,
+    "tree": 3,
+    "sampled chain": 3,
+    "sampled tree": 3,
+    "chain, batch of 4": 4,
+    "tree, batch of 4": 4,
+    "sampled chain, batch of 4": 4,
+}
+MOST_LAUNCHES = {"chain": 1634, "tree": 1882}  # a Llama of 32 layers: those of the loop before it had tensors only
+pytestmark = pytest.mark.skipif(torch.__version__ < "2.9", reason="the pretend device needs torch 2.9")
+
+
+@pytest.fixture(scope="module")
+def figures() -> dict:
+    done = subprocess.run([sys.executable, SCRIPT, "--json"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.xdist_group("host_waits")
+@pytest.mark.parametrize("way", MOST_WAITS)
+def test_waits_of_a_round(figures, way):
+    assert figures[way]["waits"] <= MOST_WAITS[way], figures[way]["lines"]
+
+
+@pytest.mark.xdist_group("host_waits")
+def test_auto_waits_once_more_for_every_level_it_decides_on(figures):
+    assert figures["auto"]["waits"] <= 3 + figures["auto"]["decisions"], figures["auto"]["lines"]
+
+
+@pytest.mark.xdist_group("host_waits")
+@pytest.mark.parametrize("way", MOST_LAUNCHES)
+def test_launches_of_a_round(figures, way):
+    assert figures[way]["launches"] <= MOST_LAUNCHES[way]
