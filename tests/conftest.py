@@ -1,7 +1,9 @@
 """Tiny real targets and drafters for them, built from configs and seeds; and which tests belong to which marker."""
 
 import os
+import sys
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from eagle31_hf.checking import trial
 from eagle31_hf.targets import probe
 from eagle31_hf.targets.layers import decoder_layers
 
+sys.path.append(str(Path(__file__).parent / "generation"))  # helpers there serve other folders, too
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # pytest's workers share the CPU's cores
 
 # Test modules from every part of the library that together take under a minute on two cores, for a developer between

@@ -175,8 +175,8 @@ def keep_paths(cache: Cache, starts: Mirrored, commit: Commit) -> None:
             if layer.buffers:
                 place = layer.first, layer.device
                 if place not in by_place:
-                    slots = (sequences, begin + commit.path - layer.first, goal - layer.first)
-                    by_place[place] = [index.to(layer.device) for index in slots]
+                    slots = [(slot - layer.first).clamp_(min=0) for slot in (begin + commit.path, goal)]
+                    by_place[place] = [index.to(layer.device) for index in (sequences, *slots)]
                 layer.move(*by_place[place])
     settle(cache, max(start + len(path) for start, path in zip(starts.host, commit.paths, strict=True)))
 

@@ -14,7 +14,8 @@ from close import assert_close
 from conftest import build_drafter, build_target
 from factories import VOCAB, build, inputs, target
 
-from eagle31_hf import Eagle31DrafterModel, track_acceptance, tying
+from eagle31_hf import Eagle31DrafterModel, track_acceptance
+from eagle31_hf.targets import ends
 from eagle31_hf.training.fresh import new_drafter
 
 SHARED = {"share_target_embeddings": True, "share_target_head": True, "draft_vocab_size": VOCAB}
@@ -172,11 +173,11 @@ class StoredHead(torch.nn.Linear):
 @pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn], ids=["int8", "float8"])
 def test_states_are_not_rounded_to_what_a_head_is_stored_in(stored):
     head, states = StoredHead(stored), torch.randn(2, 3, 20, generator=torch.Generator().manual_seed(0))
-    assert_close("scores", tying.scores_of(head, states), head(states))
+    assert_close("scores", ends.scores_of(head, states), head(states))
     with pytest.raises(
         ValueError, match=f"the target's head is {stored} on cpu; expected it loaded, and not quantized"
     ):
-        tying.weight_of(head, "head")
+        ends.weight_of(head, "head")
 
 
 def test_embeddings_that_an_adapter_wraps():
@@ -184,7 +185,7 @@ def test_embeddings_that_an_adapter_wraps():
     ids = torch.tensor([[3, 1, 4, 1, 5]])
     for kind in ("llama", "gemma3"):
         drafter, theirs = build(share_target_embeddings=True), target(kind)
-        rows = theirs.get_input_embeddings().weight[ids].detach()
+        vectors = theirs.get_input_embeddings().weight[ids].detach()
         config = peft.LoraConfig(target_modules=["embed_tokens"], init_lora_weights=False)
         adapted = peft.get_peft_model(theirs, config)
         drafter.load_target_embeddings(adapted)
@@ -194,9 +195,9 @@ def test_embeddings_that_an_adapter_wraps():
             @ layer.lora_embedding_B["default"].T
             * layer.scaling["default"]
         )
-        assert_close("adapted rows", drafter.embed(ids), rows + change, 1e-5)
+        assert_close("adapted vectors", drafter.embed(ids), vectors + change, 1e-5)
         with adapted.disable_adapter():
-            assert_close("rows", drafter.embed(ids), rows, 1e-6)
+            assert_close("vectors", drafter.embed(ids), vectors, 1e-6)
 
 
 def test_a_head_of_torchs_own_quantization(recwarn):
@@ -204,6 +205,6 @@ def test_a_head_of_torchs_own_quantization(recwarn):
     head = torch.nn.Sequential(torch.nn.Linear(20, VOCAB))
     quantized = torch.ao.quantization.quantize_dynamic(head, {torch.nn.Linear}, torch.qint8)[0]
     states = torch.randn(3, 20)
-    assert_close("scores", tying.scores_of(quantized, states), quantized(states))
+    assert_close("scores", ends.scores_of(quantized, states), quantized(states))
     with pytest.raises(ValueError, match=r"the target's head is torch.qint8 .* expected it loaded, and not quantized"):
-        tying.weight_of(quantized, "head")
+        ends.weight_of(quantized, "head")

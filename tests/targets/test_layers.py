@@ -98,7 +98,7 @@ def test_chunks_of_several_forwards_are_concatenated(kind):
     with capture_states(target, [0, 3, 5]) as captured:
         for chunk in tokens()[:, :7].split((4, 1, 2), dim=1):
             target(chunk, past_key_values=cache)
-        assert_close("first 7 rows", captured.take(), expected[:, :7], FORWARD)
+        assert_close("first 7 tokens", captured.take(), expected[:, :7], FORWARD)
         target(tokens()[:, 7:], past_key_values=cache)
         assert_close("the rest", captured.take(), expected[:, 7:], FORWARD)
 

@@ -1,19 +1,20 @@
-"""What is tried of a target before it verifies anything: attentions beside several tokens, and errors that are not the
-target's."""
+"""What is tried of a target before it verifies anything: trees, attentions beside several tokens, and errors that are
+not the target's."""
 
 import pytest
 import torch
 from close import assert_close
-from conftest import build_drafter, build_target
-from observers import InterruptError
-from test_tree import OTHER_TARGETS, OTHERS, build_other
+from conftest import TARGETS, build_drafter, build_target
+from observers import InterruptError, speculate
+from other_targets import OTHER_TARGETS, OTHERS, build_other
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from eagle31_hf import track_acceptance
+from eagle31_hf.targets import probe
 from eagle31_hf.targets.layers import decoder_layers
 
 IDS = torch.tensor([[1, 2, 3, 5, 8, 4]])
-ROWS = torch.tensor([[1, 2, 3, 5, 8, 4], [0, 0, 9, 7, 7, 1]])
+PROMPTS = torch.tensor([[1, 2, 3, 5, 8, 4], [0, 0, 9, 7, 7, 1]])
 MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
 GREEDY = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 6}
 WAYS = {"chain": {"num_assistant_tokens": 5}, "tree": {"num_assistant_tokens": 3, "draft_tree_top_k": 3}, "auto": {}}
@@ -27,12 +28,12 @@ def build_falcon(attention: str):
 
 @pytest.mark.parametrize("returns_dict", [True, False], ids=["dict", "ids"])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("rows", [1, 2])
-def test_a_target_whose_attentions_see_the_drafts_is_given_none(logged_by_selftest, rows, way, returns_dict):
+@pytest.mark.parametrize("num_prompts", [1, 2])
+def test_a_target_whose_attentions_see_the_drafts_is_given_none(logged_by_selftest, num_prompts, way, returns_dict):
     """Falcon's own code for attentions adds sdpa's boolean mask: a token then sees the drafts after it."""
     target = build_falcon("sdpa")
     drafter = build_drafter(target)
-    inputs = {"input_ids": IDS} if rows == 1 else {"input_ids": ROWS, "attention_mask": MASK}
+    inputs = {"input_ids": IDS} if num_prompts == 1 else {"input_ids": PROMPTS, "attention_mask": MASK}
     asked = GREEDY | {"output_attentions": True, "return_dict_in_generate": returns_dict}
     alone = target.generate(**inputs, **asked)
     with track_acceptance() as stats:
@@ -69,6 +70,104 @@ def test_others_are(logged_by_selftest, kind, attention, asks):
     assert logged_by_selftest == []
 
 
+# --- trees ---
+
+TAKEN = [(kind, dtype) for kind in (*TARGETS, "falcon") for dtype in (torch.float32, torch.bfloat16)] + [
+    ("deepseek", torch.float32)
+]
+
+
+@pytest.mark.parametrize(("kind", "dtype"), TAKEN, ids=[f"{kind}-{dtype}" for kind, dtype in TAKEN])
+def test_targets_that_take_trees(logged_by_selftest, kind, dtype):
+    target = build_other(kind) if kind in OTHER_TARGETS else build_target(kind)
+    try:
+        assert probe.why_no_trees(target.to(dtype)) is None
+    finally:
+        target.float()
+    assert logged_by_selftest == []
+
+
+@pytest.mark.parametrize("kind", ["bloom", "mpt", "falcon_alibi"])
+def test_targets_that_do_not(logged_by_selftest, prompt, kind):
+    """Positions counted by slot: they fall back to chains, and say so once."""
+    target = build_other(kind)
+    drafter = build_drafter(target)
+    greedy = {"max_new_tokens": 16, "do_sample": False}
+    chain, chain_stats = speculate(target, drafter, prompt, num_assistant_tokens=5, **greedy)
+    assert logged_by_selftest == []
+    for _ in range(2):
+        output, stats = speculate(target, drafter, prompt, num_assistant_tokens=5, draft_tree_top_k=4, **greedy)
+        assert_close("text", output, target.generate(prompt, **greedy))
+        assert_close("text of chains", output, chain)
+        assert stats.accepted_per_round == chain_stats.accepted_per_round
+        assert stats.drafted_per_position == chain_stats.drafted_per_position
+    assert len(logged_by_selftest) == 1
+    assert f"chains instead of trees for {type(target).__name__}" in logged_by_selftest[0]
+
+
+@pytest.mark.parametrize("implementation", ["flex_attention", "flash_attention_2"])
+def test_an_implementation_without_masks_is_not_even_tried(logged_by_selftest, monkeypatch, implementation):
+    target = build_target("llama")
+    monkeypatch.setattr(target.config, "_attn_implementation_internal", implementation)
+    monkeypatch.setattr(target, "forward", lambda *args, **kwargs: pytest.fail("the target was run"))
+    assert f"attention implementation {implementation}" in probe.why_no_trees(target)
+    assert len(logged_by_selftest) == 1
+
+
+def test_layers_of_another_type_are_not_even_tried(logged_by_selftest, monkeypatch):
+    target = build_target("gemma3_window_8")
+    monkeypatch.setattr(target.config, "layer_types", ["chunked_attention", "full_attention"] * 2)
+    monkeypatch.setattr(target, "forward", lambda *args, **kwargs: pytest.fail("the target was run"))
+    assert "layers of type chunked_attention" in probe.why_no_trees(target)
+
+
+def wrong_mask(original):
+    """A target that reads a tree as if it were a sequence."""
+
+    def forward(*args, attention_mask=None, **kwargs):
+        masks = attention_mask.values() if isinstance(attention_mask, dict) else [attention_mask]
+        if "position_ids" in kwargs:  # a tree, not a sequence
+            for mask in masks:
+                mask[..., -mask.shape[2] :] = mask.new_full((mask.shape[2],) * 2, torch.finfo(mask.dtype).min).triu(1)
+        return original(*args, attention_mask=attention_mask, **kwargs)
+
+    return forward
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", TARGETS)
+def test_a_tree_read_as_a_sequence_is_noticed(logged_by_selftest, monkeypatch, kind, dtype):
+    target = build_target(kind).to(dtype)
+    monkeypatch.setattr(target, "forward", wrong_mask(target.forward))
+    assert "differ from those over its paths" in probe.why_no_trees(target)
+
+
+def test_positions_read_by_slot_are_noticed(logged_by_selftest, monkeypatch):
+    target = build_target("gpt2")
+    original = target.forward
+    monkeypatch.setattr(target, "forward", lambda *args, position_ids=None, **kwargs: original(*args, **kwargs))
+    assert "differ from those over its paths" in probe.why_no_trees(target)
+
+
+def test_the_self_test_runs_once_and_draws_no_random_numbers(logged_by_selftest, prompt, monkeypatch):
+    target = build_target("llama")
+    drafter, calls, tried = build_drafter(target), [], probe._error
+    monkeypatch.setattr(probe, "_error", lambda model: calls.append(model) or tried(model))
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        state = torch.get_rng_state()
+        assert probe.why_no_trees(target) is None
+        assert torch.get_rng_state().equal(state)
+        speculate(target, drafter, prompt, max_new_tokens=6, num_assistant_tokens=5, draft_tree_top_k=3)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("order", [("falcon", "falcon_alibi"), ("falcon_alibi", "falcon")], ids="-".join)
+def test_a_verdict_is_not_that_of_another_config(logged_by_selftest, order):
+    for kind in order:
+        assert (probe.why_no_trees(build_other(kind)) is None) == (kind == "falcon")
+
+
 # --- rounding ---
 
 
@@ -89,12 +188,16 @@ class Coarse(LlamaForCausalLM):
 def test_in_low_precision_a_tree_may_be_as_coarse_as_a_sequence(logged_by_selftest, dtype, takes_trees):
     target = Coarse(build_target("llama").config).to(dtype).eval()
     target.noise = 0.1
-    assert selftest._error(target) > selftest.LOW_PRECISION_TOLERANCE
-    assert (selftest.why_no_trees(target) is None) == takes_trees
+    assert probe._error(target) > probe.LOW_PRECISION_TOLERANCE
+    assert (probe.why_no_trees(target) is None) == takes_trees
 
 
 def test_in_low_precision_a_wrong_mask_is_found(logged_by_selftest):
-    assert "differ from those over its paths" in selftest.why_no_trees(build_other("mpt").to(torch.bfloat16))
+    target = build_other("mpt")
+    try:
+        assert "differ from those over its paths" in probe.why_no_trees(target.bfloat16())
+    finally:
+        target.float()
 
 
 # --- errors that are not the target's ---
@@ -126,7 +229,7 @@ def test_an_error_of_a_callers_hook_is_raised_and_is_no_verdict(logged_by_selfte
         handle.remove()
     assert_close("text", target.generate(IDS, **GREEDY, assistant_model=drafter, **WAYS["tree"]), expected)
     assert logged_by_selftest == []
-    assert list(selftest._verdicts.values()) == [None]
+    assert list(probe._verdicts.values()) == [None]
 
 
 def test_a_hook_that_goes_on_failing_is_not_remembered(logged_by_selftest):
@@ -139,12 +242,12 @@ def test_a_hook_that_goes_on_failing_is_not_remembered(logged_by_selftest):
             target.generate(IDS, **GREEDY, assistant_model=drafter, **WAYS["tree"])
     finally:
         handle.remove()
-    assert selftest.why_no_trees(target) is None
+    assert probe.why_no_trees(target) is None
 
 
 def test_a_target_that_refuses_trees_says_so_once(logged_by_selftest):
     config_class, fields = OTHER_TARGETS["falcon_alibi"]
     target = AutoModelForCausalLM.from_config(config_class(**OTHERS | fields), attn_implementation="eager").eval()
     for _ in range(3):
-        assert "its forward refuses a tree" in selftest.why_no_trees(target)
+        assert "its forward refuses a tree" in probe.why_no_trees(target)
     assert len(logged_by_selftest) == 1

@@ -76,9 +76,15 @@ class LevelController:
 
     def select(self, limit: int) -> Selection:
         """The candidates to verify, at most `limit`: as many as bring more than they cost."""
-        if self.trial is not None:
-            return Selection(min(self.trial, limit))
         ranked = [self._ranked(b) for b in range(len(self.totals[0]))]
+        count = min(limit, len(ranked[0]), self._best_count(ranked, limit) if self.trial is None else self.trial)
+        if count == 0:
+            return Selection(0)
+        depths = [1 + max(level for _, level in row[:count]) for row in ranked]
+        return Selection(count, max(depths), min(depths) == count)
+
+    def _best_count(self, ranked: list[list[tuple[float, int]]], limit: int) -> int:
+        """How many of the best candidates bring more than they cost."""
         sums, gained = [0.0], 0.0
         for place in zip(*ranked, strict=True):
             gained += sum(math.exp(score) for score, _ in place)
@@ -86,11 +92,7 @@ class LevelController:
         counts = [count for count in COUNTS if count <= min(limit, len(sums) - 1)]
         seconds = estimate(self.verify, tuple(count + 1 for count in counts))
         values = [sums[count] - self.rate * cost for count, cost in zip(counts, seconds, strict=True)]
-        count = counts[values.index(max(values))]
-        if count == 0:
-            return Selection(0)
-        depths = [1 + max(level for _, level in row[:count]) for row in ranked]
-        return Selection(count, max(depths), min(depths) == count)
+        return counts[values.index(max(values))]
 
     def _ranked(self, b: int) -> list[tuple[float, int]]:
         """Log-chance and level of sequence b's candidates, best first; of equals the earlier one first."""

@@ -1,21 +1,20 @@
 """A cache within `slots` holds what the stock layers would hold, at less copying, and gives it back as the target alone
 leaves it.
 
-B rows, R tokens written at once, H heads, D head size.
+B sequences, R tokens written at once, H heads, D head size.
 """
 
 import random
-from contextlib import contextmanager
-from types import SimpleNamespace
-from weakref import WeakKeyDictionary
 
 import pytest
 import torch
 from close import TARGET_FORWARD, assert_close
+from committed import commit_of, keep
 from conftest import TARGETS, greedy_text
+from draftings import CACHES, DRAFTINGS, steady_clock
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache
 from transformers.cache_utils import (
     Cache,
     DynamicIndexedLayer,
@@ -28,8 +27,11 @@ from transformers.cache_utils import (
 )
 
 from eagle31_hf import track_acceptance
-from eagle31_hf.cache.adopt import HEADROOM, Placement, SlotLayer, is_adoptable, keep_paths, key_span, slot_cache, slots
+from eagle31_hf.cache.adopt import is_adoptable, key_span, slot_cache, slots
+from eagle31_hf.cache.layer import HEADROOM, Placement, SlotLayer
+from eagle31_hf.cache.transfer import Mirrored
 
+CPU = torch.device("cpu")
 HEADS, KEY_SIZE, VALUE_SIZE = 2, 3, 5
 WINDOW, LIMIT = 6, 67
 LAYERS = {
@@ -38,47 +40,16 @@ LAYERS = {
     "static": lambda: StaticLayer(LIMIT),
     "static_sliding": lambda: StaticSlidingWindowLayer(LIMIT, WINDOW),
 }
-DRAFTINGS = {
-    "chain": {"num_assistant_tokens": 4},
-    "tree": {"num_assistant_tokens": 4, "draft_tree_top_k": 3, "draft_tree_total_tokens": 12},
-    "auto": {"num_assistant_tokens": "auto"},
-}
 STEPS = {"return_dict_in_generate": True, "output_logits": True}
-CACHES = {
-    "dynamic": lambda config: DynamicCache(config=config),
-    "without_config": lambda config: DynamicCache(),
-    "static": lambda config: StaticCache(config=config, max_cache_len=80),
-}
 
 
-@contextmanager
-def steady_clock(target, drafter):
-    """Time goes on with forwards only, the target's thirty times as dear, and nothing is known of earlier calls: auto
-    then drafts, trees too, and the same on every machine.
-    """
-    seconds = [0.0]
-
-    def passing(duration: float):
-        return lambda *_: seconds.__setitem__(0, seconds[0] + duration)
-
-    handles = [target.register_forward_hook(passing(0.3)), drafter.register_forward_hook(passing(0.01))]
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (statistics, tuning):
-            patch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: seconds[0]))
-        patch.setattr(tuning, "_tuners", WeakKeyDictionary())
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-
-def states(rows: int, count: int) -> tuple[Tensor, Tensor]:
+def states(num_sequences: int, count: int) -> tuple[Tensor, Tensor]:
     """New keys and values (B, H, R, D)."""
-    return torch.randn(rows, HEADS, count, KEY_SIZE), torch.randn(rows, HEADS, count, VALUE_SIZE)
+    shape = num_sequences, HEADS, count
+    return torch.randn(*shape, KEY_SIZE), torch.randn(*shape, VALUE_SIZE)
 
 
-def row(pair: tuple[Tensor, Tensor], b: int, places) -> tuple[Tensor, Tensor]:
+def one(pair: tuple[Tensor, Tensor], b: int, places) -> tuple[Tensor, Tensor]:
     return pair[0][b : b + 1, :, places], pair[1][b : b + 1, :, places]
 
 
@@ -87,15 +58,15 @@ def joined(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def stock_layer(kind: str, text: tuple[Tensor, Tensor]):
-    """A layer of that kind that got the tokens of one row one at a time."""
+    """A layer of that kind that got the tokens of one sequence one at a time."""
     layer = LAYERS[kind]()
     for i in range(text[0].shape[2]):
-        layer.update(*row(text, 0, slice(i, i + 1)))
+        layer.update(*one(text, 0, slice(i, i + 1)))
     return layer
 
 
 def random_path(draw: random.Random, count: int) -> list[int]:
-    """Some rows of a forward, the root first."""
+    """Some nodes of a forward, the root first."""
     return [0, *sorted(draw.sample(range(1, count), draw.randint(0, count - 1)))]
 
 
@@ -104,7 +75,7 @@ def random_path(draw: random.Random, count: int) -> list[int]:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("kind", ["dynamic", "sliding"])
-def test_rounds_of_equally_long_rows_equal_those_of_a_stock_layer(kind, seed):
+def test_rounds_of_equally_long_sequences_equal_those_of_a_stock_layer(kind, seed):
     """Appending and taking back: the same keys are seen, and the model is told the same sizes to build its mask by."""
     draw, stock, cache = random.Random(seed), LAYERS[kind](), Cache(layers=[LAYERS[kind]()])
     torch.manual_seed(seed)
@@ -116,7 +87,7 @@ def test_rounds_of_equally_long_rows_equal_those_of_a_stock_layer(kind, seed):
             assert cache.get_seq_length() == length
             assert cache.get_mask_sizes(count, 0) == stock.get_mask_sizes(count)
             assert_close("keys and values seen", cache.update(*new, 0), stock.update(*new))
-            keep_paths(cache, [length] * 2, [list(range(kept))] * 2)
+            keep(cache, [length] * 2, [list(range(kept))] * 2)
             stock.crop(kept - count)
     assert_close("keys at the end", cache.layers[0].keys, stock.keys)
     assert_close("values at the end", cache.layers[0].values, stock.values)
@@ -124,8 +95,8 @@ def test_rounds_of_equally_long_rows_equal_those_of_a_stock_layer(kind, seed):
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("kind", LAYERS)
-def test_rows_at_their_own_pace(kind, seed):
-    """Every row sees its own text and the new tokens, however far the others are, and whatever is kept of what was
+def test_sequences_at_their_own_pace(kind, seed):
+    """Every sequence sees its own text and the new tokens, however far the others are, and whatever is kept of what was
     written before."""
     draw, cache, texts = random.Random(seed), Cache(layers=[LAYERS[kind]()]), []
     torch.manual_seed(seed)
@@ -135,28 +106,28 @@ def test_rows_at_their_own_pace(kind, seed):
         placement.is_final = True
         cache.update(*prompt, 0)
         placement.is_final = False
-        texts = [row(prompt, b, slice(None)) for b in range(3)]
+        texts = [one(prompt, b, slice(None)) for b in range(3)]
         while not all(ended):
             starts, count = [text[0].shape[2] for text in texts], draw.choice([1, 2, 4, 9])
             going = [start for start, end in zip(starts, ended, strict=True) if not end]
             if max(going) + count > LIMIT:
                 break
             new = states(3, count)
-            placement.rows(starts, count, torch.device("cpu"), ended)
+            paths = [[] if end else random_path(draw, count) for end in ended]
+            placement.place(Mirrored(starts), count, CPU, commit_of(paths))
             seen, (first, end) = cache.update(*new, 0), key_span(cache, going, count, window)
             placement.clear()
             assert seen[0].shape[2] == seen[1].shape[2] == end - first
             for b in (b for b in range(3) if not ended[b]):
                 nearest = max(0, starts[b] + 1 - window) if window else 0
-                whole, places = joined(texts[b], row(new, b, slice(None))), slice(nearest, starts[b] + count)
+                whole, places = joined(texts[b], one(new, b, slice(None))), slice(nearest, starts[b] + count)
                 assert_close(
-                    f"row {b} of {starts}",
-                    row(seen, b, slice(nearest - first, places.stop - first)),
-                    row(whole, 0, places),
+                    f"sequence {b} of {starts}",
+                    one(seen, b, slice(nearest - first, places.stop - first)),
+                    one(whole, 0, places),
                 )
-            paths = [[] if ended[b] else random_path(draw, count) for b in range(3)]
-            keep_paths(cache, starts, paths)
-            texts = [joined(text, row(new, b, path)) for b, (text, path) in enumerate(zip(texts, paths, strict=True))]
+            keep(cache, starts, paths)
+            texts = [joined(text, one(new, b, path)) for b, (text, path) in enumerate(zip(texts, paths, strict=True))]
             ended = [end or draw.random() < 0.04 for end in ended]
     (layer,), longest = cache.layers, max(text[0].shape[2] for text in texts)
     assert type(layer) is type(LAYERS[kind]())
@@ -169,51 +140,49 @@ def test_rows_at_their_own_pace(kind, seed):
             assert_close("values given back", layer.values[b : b + 1, :, held], stock.values[:, :, held])
 
 
-def write_round(
-    cache: Cache, placement: Placement, starts: list[int], ended: list[bool], path: list[int]
-) -> tuple[Tensor, Tensor]:
-    """Four tokens a row of two, of which the second row keeps `path`; returns what was kept."""
+def write_round(cache: Cache, placement: Placement, starts: list[int], path: list[int]) -> tuple[Tensor, Tensor]:
+    """Four tokens of two sequences, of which the first has ended and the second keeps `path`; returns what was kept."""
     new = states(2, 4)
-    placement.rows(starts, 4, torch.device("cpu"), ended)
+    placement.place(Mirrored(starts), 4, CPU, commit_of([[], path]))
     cache.update(*new, 0)
     placement.clear()
-    keep_paths(cache, starts, [[], path])
-    return row(new, 1, path)
+    keep(cache, starts, [[], path])
+    return one(new, 1, path)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "sliding"])
-def test_a_row_that_ended_long_ago_is_in_nobodys_way(kind):
+def test_a_sequence_that_ended_long_ago_is_in_nobodys_way(kind):
     """A window moves on from it, and no more memory is held than without it."""
     cache = Cache(layers=[LAYERS[kind]()])
     with slots(cache, 2000) as placement:
         cache.update(*(prompt := states(2, 3)), 0)
-        keep_paths(cache, [0, 0], [[0, 1, 2]] * 2)
-        text = row(prompt, 1, slice(None))
+        keep(cache, [0, 0], [[0, 1, 2]] * 2)
+        text = one(prompt, 1, slice(None))
         for _ in range(200):
-            text = joined(text, write_round(cache, placement, [3, text[0].shape[2]], [True, False], [0, 2, 3]))
+            text = joined(text, write_round(cache, placement, [3, text[0].shape[2]], [0, 2, 3]))
         (layer,) = cache.layers
         assert kind == "dynamic" or layer.buffers[0].shape[2] <= WINDOW + 4 + HEADROOM
     (layer,) = cache.layers
     count = layer.keys.shape[2]
     assert int(layer.get_seq_length()) == text[0].shape[2]
-    assert_close("keys and values", row((layer.keys, layer.values), 1, slice(None)), row(text, 0, slice(-count, None)))
+    assert_close("keys and values", one((layer.keys, layer.values), 1, slice(None)), one(text, 0, slice(-count, None)))
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_a_row_that_ended_at_the_last_slot_is_in_nobodys_way(kind):
+def test_a_sequence_that_ended_at_the_last_slot_is_in_nobodys_way(kind):
     """The others go on in the slots before it."""
     cache = Cache(layers=[LAYERS[kind]()])
     with slots(cache, LIMIT) as placement:
         cache.update(*(prompt := states(2, LIMIT)), 0)
-        keep_paths(cache, [0, 0], [list(range(LIMIT)), list(range(50))])
-        kept = write_round(cache, placement, [LIMIT, 50], [True, False], [0, 2])
-        keep_paths(cache, [LIMIT, 52], [[], []])
+        keep(cache, [0, 0], [list(range(LIMIT)), list(range(50))])
+        kept = write_round(cache, placement, [LIMIT, 50], [0, 2])
+        keep(cache, [LIMIT, 52], [[], []])
         (layer,) = cache.layers
         assert cache.get_seq_length() == LIMIT
         assert_close(
             "kept", tuple(buffer[1:, :, 50 - layer.first : 52 - layer.first] for buffer in layer.buffers), kept
         )
-        assert_close("of the ended row", tuple(layer.held(3)[0][:1]), tuple(prompt[0][:1, :, -3:]))
+        assert_close("of the ended one", tuple(layer.held(3)[0][:1]), tuple(prompt[0][:1, :, -3:]))
 
 
 @pytest.mark.parametrize("window", [None, WINDOW])
@@ -228,24 +197,24 @@ def test_what_a_drafter_writes_on_is_forgotten(seed, window):
     for _ in range(12):
         counts, new = [draw.randint(0, 5), draw.randint(1, 5)], states(2, 5)
         lengths = [text[0].shape[2] for text in texts]
-        placement.rows(lengths, 5, torch.device("cpu"))
+        placement.place(Mirrored(lengths), 5, CPU)
         layer.update(*new)
-        texts = [joined(text, row(new, b, slice(0, counts[b]))) for b, text in enumerate(texts)]
+        texts = [joined(text, one(new, b, slice(0, counts[b]))) for b, text in enumerate(texts)]
         lengths = [text[0].shape[2] for text in texts]
         layer.settle(max(lengths))
         tree, width = [], draw.randint(1, 4)
         for level in range(draw.randint(0, 4)):
             tree.append(states(2, width))
             starts = [length + level * width for length in lengths]
-            placement.rows(starts, width, torch.device("cpu"))
+            placement.place(Mirrored(starts), width, CPU)
             placement.low = min(lengths)
             seen = layer.update(*tree[-1])
             first = 0 if window is None else max(0, min(lengths) - window + 1)
             for b, text in enumerate(texts):
-                whole = joined(text, *(row(part, b, slice(None)) for part in tree))
+                whole = joined(text, *(one(part, b, slice(None)) for part in tree))
                 nearest = 0 if window is None else max(0, lengths[b] - window + 1)
-                got = row(seen, b, slice(nearest - first, starts[b] + width - first))
-                assert_close(f"row {b} at level {level}", got, row(whole, 0, slice(nearest, None)))
+                got = one(seen, b, slice(nearest - first, starts[b] + width - first))
+                assert_close(f"sequence {b} at level {level}", got, one(whole, 0, slice(nearest, None)))
         layer.settle(max(lengths))
         assert layer.get_seq_length() == max(lengths)
 
@@ -291,10 +260,10 @@ def test_within_its_capacity_a_buffer_stays_and_nothing_of_it_is_copied(ragged):
     with FreshTensors() as fresh:
         for _ in range(HEADROOM // 4):
             starts = [length, length - ragged]
-            layer.placement.rows(starts, 3, torch.device("cpu"))
+            layer.placement.place(Mirrored(starts), 3, CPU)
             cache.update(*states(2, 3), 0)
             layer.placement.clear()
-            keep_paths(cache, starts, [[0, 2]] * 2)
+            keep(cache, starts, [[0, 2]] * 2)
             length += 2
     assert address(layer) == home
     assert max(fresh.sizes) <= few, "something as large as the text was copied"
@@ -328,10 +297,10 @@ def test_a_window_bounds_the_memory_of_a_long_text(count):
     layer, homes, text = SlotLayer(Placement(), limit=10**6, window=WINDOW), set(), states(1, 0)
     for step in range(1500):
         text = joined(text, states(1, count))
-        seen = layer.update(*row(text, 0, slice(text[0].shape[2] - count, None)))
-        assert_close("keys and values seen", seen, row(text, 0, slice(-(WINDOW - 1 + count), None)))
+        seen = layer.update(*one(text, 0, slice(text[0].shape[2] - count, None)))
+        assert_close("keys and values seen", seen, one(text, 0, slice(-(WINDOW - 1 + count), None)))
         layer.settle(layer.end - count // 2)
-        text = row(text, 0, slice(-2 * WINDOW - count, text[0].shape[2] - count // 2))
+        text = one(text, 0, slice(-2 * WINDOW - count, text[0].shape[2] - count // 2))
         if step > 100:
             homes.add(address(layer))
         assert layer.buffers[0].shape[2] <= WINDOW + count + HEADROOM
@@ -419,11 +388,11 @@ def test_layers_come_back_also_on_error(kind, filled):
 
     def write() -> None:
         for i in range(filled, 12):
-            cache.update(*row(new, 0, slice(i, i + 1)), 0)
-            keep_paths(cache, [i], [[0]])
+            cache.update(*one(new, 0, slice(i, i + 1)), 0)
+            keep(cache, [i], [[0]])
 
     if filled:
-        cache.update(*row(new, 0, slice(0, filled)), 0)
+        cache.update(*one(new, 0, slice(0, filled)), 0)
     with pytest.raises(KeyError), slots(cache, LIMIT):
         raise_after(write)
     assert cache.layers == [layer]
@@ -432,18 +401,19 @@ def test_layers_come_back_also_on_error(kind, filled):
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_an_error_takes_back_what_was_not_accepted(kind):
-    """A caller who catches it and goes on with his text and his cache would be answered as if he had said the drafts."""
+    """A caller who catches it and goes on with his text and his cache would be answered as if he had said the
+    drafts."""
     layer, new = LAYERS[kind](), states(1, 12)
     cache = Cache(layers=[layer])
 
     def write() -> None:
-        cache.update(*row(new, 0, slice(0, 9)), 0)
-        keep_paths(cache, [0], [list(range(9))])
-        cache.update(*row(new, 0, slice(9, 12)), 0)
+        cache.update(*one(new, 0, slice(0, 9)), 0)
+        keep(cache, [0], [list(range(9))])
+        cache.update(*one(new, 0, slice(9, 12)), 0)
 
     with pytest.raises(KeyError), slots(cache, LIMIT):
         raise_after(write)
-    assert_holds(layer, kind, row(new, 0, slice(0, 9)))
+    assert_holds(layer, kind, one(new, 0, slice(0, 9)))
 
 
 def raise_after(function) -> None:
@@ -452,7 +422,7 @@ def raise_after(function) -> None:
 
 
 def assert_holds(layer, kind: str, text: tuple[Tensor, Tensor]) -> None:
-    """A stock layer with what it holds of one row's text."""
+    """A stock layer with what it holds of one sequence's text."""
     stock, length = stock_layer(kind, text), text[0].shape[2]
     held = slice(0, length if kind == "static" else None)
     assert int(layer.get_seq_length()) == int(stock.get_seq_length()) == length
