@@ -167,18 +167,26 @@ def keep_paths(cache: Cache, starts: Mirrored, commit: Commit) -> None:
     to be moved, and the nodes that pad a shorter path stay where they are.
     """
     if commit.path is not None:
-        begin = starts.on(commit.path.device) * (commit.counts.on(commit.path.device) > 0)  # ended ones stay, anywhere
-        sequences = torch.arange(len(commit.path), device=begin.device)[:, None]
-        goal = begin + torch.arange(commit.path.shape[1], device=begin.device)
-        by_place: dict[tuple, list[Tensor]] = {}  # layers have few first slots and devices
+        by_place: dict[tuple, tuple] = {}  # layers have few first slots and devices
         for layer in cache.layers:
             if layer.buffers:
                 place = layer.first, layer.device
                 if place not in by_place:
-                    slots = [(slot - layer.first).clamp_(min=0) for slot in (begin + commit.path, goal)]
-                    by_place[place] = [index.to(layer.device) for index in (sequences, *slots)]
+                    by_place[place] = _places(starts, commit, *place)
                 layer.move(*by_place[place])
     settle(cache, max(start + len(path) for start, path in zip(starts.host, commit.paths, strict=True)))
+
+
+def _places(starts: Mirrored, commit: Commit, first: int, device: torch.device) -> tuple[Tensor, Tensor | int]:
+    """From which places of a buffer that begins at slot `first` a commit's paths move, and to which."""
+    assert commit.path is not None
+    if len(commit.paths) == 1:
+        begin = starts.host[0] - first
+        return (commit.path + begin).to(device), begin
+    begins = starts.on(commit.path.device) * (commit.counts.on(commit.path.device) > 0)  # ended ones stay, anywhere
+    goal = begins + torch.arange(commit.path.shape[1], device=begins.device) - first
+    source = begins + commit.path - first
+    return source.clamp_(min=0).to(device), goal.clamp_(min=0).to(device)
 
 
 def settle(cache: Cache, end: int) -> None:

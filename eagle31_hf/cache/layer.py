@@ -167,10 +167,15 @@ class SlotLayer(DynamicLayer):
         """The first slot a token at `slot` attends to."""
         return 0 if self.window is None or self.fixed else max(0, slot - self.window + 1)
 
-    def move(self, rows: Tensor, source: Tensor, goal: Tensor) -> None:
-        """Copies places `source` (W, M) of the buffers to places `goal` (W, M), in the W `rows` (W, 1)."""
+    def move(self, source: Tensor, goal: Tensor | int) -> None:
+        """Copies places `source` (B, M) of the buffers to places `goal` (B, M), or, for one sequence, to those from
+        `goal` on."""
         for buffer in self.buffers:
-            buffer[rows, :, goal] = buffer[rows, :, source]
+            if isinstance(goal, int):
+                buffer[:, :, goal : goal + source.shape[1]] = buffer.index_select(2, source[0])
+            else:
+                rows = torch.arange(len(source), device=source.device)[:, None]
+                buffer[rows, :, goal] = buffer[rows, :, source]
 
     def wipe(self, ends: list[int]) -> None:
         """Zeros from slot `ends[b]` of every row b on."""

@@ -43,33 +43,27 @@ class Proposer:
 
     def _expand(self, level: "Level") -> bool:
         """Adds the children of the frontier's nodes, and runs the best of them where the plan goes on from there."""
-        if level.plan.is_scored:
-            width, from_node = self._score(level)
-        else:
-            width, from_node = self._draw(level), None
-        depth = level.expansion.levels
-        if width == 0 or depth == level.plan.depth:
+        expansion = level.expansion
+        width = self._score(level) if level.plan.is_scored else self._draw(level)
+        if width == 0 or expansion.levels == level.plan.depth:
             return False
-        if from_node is not None:
-            from_node = from_node[:, :width]
-        ids = level.expansion.narrow(width)
+        ids, from_node = expansion.advance(width)
         if self.sampler.reads_text:
             level.path_ids = torch.cat((pick(level.path_ids, from_node), ids[..., None]), dim=2)
         visible = level.nodes.extend(from_node, ids.shape[1])
         level.state, level.logits = self.runner.step(ids, pick(level.state, from_node), level.nodes, visible)
         return True
 
-    def _score(self, level: "Level") -> tuple[int, Tensor | None]:
-        """Adds the likeliest children of every node. Returns how many of them the next level starts from, and the nodes
-        (B, F') of this level they hang on."""
+    def _score(self, level: "Level") -> int:
+        """Adds the likeliest children of every node. Returns how many of them the next level starts from."""
         plan, expansion = level.plan, level.expansion
         depth = expansion.levels
         log_probs, ids = self.sampler.likeliest(level.logits, plan.top_k, level.prefixes, depth, level.texts(self))
-        scores = None if plan.controller is None else plan.controller.scores(log_probs, depth)
-        from_node = expansion.extend(ids, log_probs, plan.max_width, scores)
         if plan.controller is None:
-            return plan.max_width, from_node
-        return plan.controller.width(expansion.scores[-1], depth), from_node
+            expansion.extend(ids, log_probs)
+            return plan.max_width
+        expansion.extend(ids, log_probs, plan.controller.scores(log_probs, depth))
+        return plan.controller.width(expansion.scores[-1], depth)
 
     def _draw(self, level: "Level") -> int:
         """Adds one child, as the target would choose it. Returns 0 where the drafter does not trust it, else 1."""
@@ -103,7 +97,7 @@ class Level:
     def drafted(self) -> DraftTokens:
         """The best candidates, as many as the plan wants."""
         if not self.expansion.levels:  # the processors leave nothing to propose
-            return DraftTokens.none(self.expansion.frontier_ids)
+            return DraftTokens.none(self.expansion.root)
         selection = Selection(self.plan.max_nodes - 1)
         if self.plan.controller is not None:
             selection = self.plan.controller.select(selection.count)

@@ -2,6 +2,7 @@
 root, is the token committed last; a parent comes before its children. A chain is a tree of width one."""
 
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -109,74 +110,58 @@ def depths_of(parents: list[int]) -> list[int]:
 
 
 class Expansion:
-    """The candidates that an expansion has scored so far, for B sequences alike: candidate 0 is the root; every level
-    adds children of the frontier.
+    """The candidates that an expansion has scored so far, for B sequences alike; every level adds the k children of each
+    node of the frontier. Of a chain k is 1.
 
     Source: EAGLE-2 (arXiv 2406.16858), section 4: expand the best of each level, rerank all of them at the end.
     """
 
     def __init__(self, root: Tensor):
         """The roots' token ids (B, 1)."""
-        self.ids, self.parents = list[Tensor](), list[Tensor]()  # by level, (B, C)
-        self.scores, self.log_probs = list[Tensor](), list[Tensor]()
-        self.is_chain = True
-        self.count = 1
-        # Of the frontier (B, F): candidate indices (None: the last candidate), token ids, scores.
-        self.frontier: Tensor | None = None
-        self.frontier_ids = root
-        self.frontier_scores: Tensor | None = None  # None: that of the root, 0
+        self.root = root
+        self.top_k = 1
+        self.ids = list[Tensor]()  # by level, (B, F k)
+        self.scores = list[Tensor]()
+        self.log_probs = list[Tensor]()
+        self._count = 1  # nodes and candidates so far, the root included
+        self._frontiers = list[Tensor]()  # by level, (B, F): the numbers of the nodes whose children it adds
+        self._frontier_scores: Tensor | None = None  # (B, F), None: that of the root, 0
 
     @property
     def levels(self) -> int:
         return len(self.ids)
 
-    def extend(
-        self, ids: Tensor, log_probs: Tensor | None = None, width: int = 1, scores: Tensor | None = None
-    ) -> Tensor | None:
-        """Adds the children (B, F, k) of the F frontier nodes; the `width` best of them are the new frontier.
-
-        `scores` (B, F, k): what a child adds to its parent's score, by default its log-probability. Returns for each
-        frontier node which node of the old frontier is its parent (B, F'); None where it is the only one.
-        """
+    def extend(self, ids: Tensor, log_probs: Tensor | None = None, scores: Tensor | None = None) -> None:
+        """Adds a level: the children (B, F, k) of the frontier's nodes. `scores` (B, F, k): what a child adds to its
+        parent's score, by default its log-probability."""
+        self.top_k = ids.shape[2]
+        self.ids.append(ids.flatten(1))
         own = log_probs if scores is None else scores
-        flat = ids.flatten(1)
-        if own is not None and self.frontier_scores is not None:
-            own = own + self.frontier_scores[..., None]
-        totals = flat if own is None else own.flatten(1)
-        self.ids.append(flat)
-        if log_probs is not None:
-            self.scores.append(totals)
+        if log_probs is not None and own is not None:
+            total = own if self._frontier_scores is None else own + self._frontier_scores[..., None]
+            self.scores.append(total.flatten(1))
             self.log_probs.append(log_probs.flatten(1))
-        first, self.count = self.count, self.count + flat.shape[1]
-        if self.is_chain and flat.shape[1] == 1:
-            self.frontier_ids, self.frontier_scores = flat, totals
-            return None
-        if self.is_chain:  # no longer: the chain so far is written out
-            self.is_chain = False
-            self.parents = [torch.full_like(one, node) for node, one in enumerate(self.ids[:-1])]
-            self.frontier = torch.full_like(flat[:, :1], first - 1)
-        assert self.frontier is not None
-        self.parents.append(self.frontier[..., None].expand(ids.shape).flatten(1))
-        self.frontier_scores, best = totals.topk(min(width, totals.shape[1]), dim=1)
-        self.frontier = best + first
-        self.frontier_ids = flat.gather(1, best)
-        return best // ids.shape[2]
 
-    def narrow(self, width: int) -> Tensor:
-        """Keeps the best `width` nodes of the frontier. Returns their ids (B, F')."""
-        if width < self.frontier_ids.shape[1]:
-            assert self.frontier is not None
-            self.frontier = self.frontier[:, :width]
-            self.frontier_ids = self.frontier_ids[:, :width]
-            self.frontier_scores = None if self.frontier_scores is None else self.frontier_scores[:, :width]
-        return self.frontier_ids
+    def advance(self, width: int) -> tuple[Tensor, Tensor | None]:
+        """Makes the best `width` candidates of the last level the new frontier. Returns their ids (B, F), and the nodes
+        (B, F) of the old frontier that are their parents, None where there is but one child of one node."""
+        ids = self.ids[-1]
+        if ids.shape[1] == 1:
+            self._frontier_scores = self.scores[-1] if self.scores else None
+            return ids, None
+        self._frontier_scores, best = self.scores[-1].topk(min(width, ids.shape[1]), dim=1)
+        if not self._frontiers:
+            self._frontiers.append(torch.zeros_like(self.root))
+        self._frontiers.append(best + self._count)
+        self._count += ids.shape[1]
+        return ids.gather(1, best), best // self.top_k
 
     def best(self, count: int, depth: int | None = None, is_chain: bool = False) -> DraftTokens:
         """The `count` best candidates, as a tree or chain. A stable sort: a child never scores above its parent, and in
         a tie comes after it. `depth`: how many levels they lie in, where it is known; `is_chain`: in each level one."""
         if count == 0:
             return DraftTokens(self.ids[0][:, :0], 0, log_probs=self.log_probs[0][:, :0] if self.log_probs else None)
-        if self.is_chain:
+        if self.top_k == 1:
             ids = torch.cat(self.ids[:count], dim=1)
             log_probs = torch.cat(self.log_probs[:count], dim=1) if self.log_probs else None
             return DraftTokens(ids, ids.shape[1], log_probs=log_probs)
@@ -187,17 +172,17 @@ class Expansion:
         num_kept = kept.shape[1]
         if is_chain:
             return DraftTokens(ids, num_kept, log_probs=log_probs)
-        parents = self._parents_among(kept)
+        parents = self._parents_among(kept, scores.shape[1])
         return DraftTokens.tree(ids, parents, min(depth or self.levels, num_kept), log_probs)
 
-    def _parents_among(self, kept: Tensor) -> Tensor:
-        """The parents (B, K) of the candidates that are kept (B, K, counted from the first child of the root), as nodes
-        of their tree."""
-        parents = torch.cat(self.parents, dim=1)
-        node = torch.zeros_like(parents)  # of each candidate that is kept, from 1 on
-        node.scatter_(1, kept, torch.arange(1, kept.shape[1] + 1, device=kept.device).expand_as(kept))
-        parents = parents.gather(1, kept)  # candidates, the root being 0
-        return torch.where(parents == 0, 0, node.gather(1, (parents - 1).clamp_(min=0)))
+    def _parents_among(self, kept: Tensor, count: int) -> Tensor:
+        """The parents (B, K) of the candidates that are kept (B, K), of `count`, as nodes of their tree. Candidates are
+        numbered from 0, as frontiers' nodes from 1: the root is their 0."""
+        frontiers = self._frontiers or [torch.zeros_like(self.root)]
+        parents = torch.cat(frontiers, dim=1).gather(1, kept // self.top_k)
+        node = kept.new_zeros(len(kept), count + 1)  # of each candidate that is kept, from 1 on; of the root 0
+        node.scatter_(1, kept + 1, torch.arange(1, kept.shape[1] + 1, device=kept.device).expand_as(kept))
+        return node.gather(1, parents)
 
 
 class VisibleNodes:
@@ -224,7 +209,7 @@ class VisibleNodes:
             above = torch.ones(self.num_sequences, width, before, dtype=torch.bool, device=self.device)
         else:
             above = pick(self._visible, from_node)
-        itself = torch.eye(width, dtype=torch.bool, device=self.device).expand(self.num_sequences, -1, -1)
+        itself = identity(width, self.device).expand(self.num_sequences, -1, -1)
         self._visible = torch.cat((above, itself), dim=2)
         return self._visible
 
@@ -232,6 +217,12 @@ class VisibleNodes:
         """The level (1, count) of every node that has run, the first being 0."""
         levels = [torch.full((1, width), level, device=self.device) for level, width in enumerate(self.widths)]
         return torch.cat(levels, dim=1)
+
+
+@cache
+def identity(size: int, device: torch.device) -> Tensor:
+    """The identity matrix (size, size) of booleans."""
+    return torch.eye(size, dtype=torch.bool, device=device)
 
 
 def pick(x: Tensor, nodes: Tensor | None) -> Tensor:
