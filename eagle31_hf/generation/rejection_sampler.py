@@ -100,7 +100,9 @@ class RejectionSampler:
         """The way tokens are chosen: at all nodes at once where that needs no prefix and no wait, else one by one."""
         if self.noise is None and not self.processors:
             return AtAllNodes(likeliest(logits), logits)
-        if not self.saves_waits(logits) or not processors.are(self.processors, processors.POINTWISE):
+        is_cheap = self.saves_waits(logits) and processors.are(self.processors, processors.POINTWISE)
+        is_coupled = self.noise is None or self.noise.is_coupled
+        if not is_cheap or (not is_coupled and drafts.num_nodes > 1 and drafts.logits is None):
             return NodeByNode(self, sequences, drafts, logits)
         scores = self.processors(None, logits.flatten(0, 1)).unflatten(0, logits.shape[:2])
         if self.noise is None:
