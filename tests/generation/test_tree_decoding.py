@@ -12,8 +12,7 @@ import torch
 from chi_square import critical_value, statistic
 from close import TARGET_FORWARD, assert_close
 from conftest import TARGETS, VOCAB, build_target, greedy_text
-from eagle31_hf.generation.drafting import DraftSession, Fixed, Proposal, Reading
-from observers import Countdown, Diary, InterruptError, Puts, num_hooks, raise_at, speculate, tree_of
+from observers import Countdown, Diary, InterruptError, Puts, num_hooks, raise_at, speculate
 from test_threads import PROMPTS, at_once
 from torch import Tensor
 from torch.nn.functional import pad
@@ -29,7 +28,19 @@ from transformers import (
 
 import eagle31_hf
 from eagle31_hf import Eagle31Config, Eagle31DrafterModel
+from eagle31_hf.cache.masks import SlotMask
+from eagle31_hf.cache.transfer import Mirrored
 from eagle31_hf.generation import hook
+from eagle31_hf.generation.aux_states import AuxStates
+from eagle31_hf.generation.draft_sampler import DraftSampler
+from eagle31_hf.generation.drafter_runner import DrafterRunner
+from eagle31_hf.generation.noise import Noise
+from eagle31_hf.generation.planning.plan import Plan
+from eagle31_hf.generation.proposer import Proposer
+from eagle31_hf.generation.rejection_sampler import Accepted, RejectionSampler
+from eagle31_hf.generation.sequences import Sequences
+from eagle31_hf.generation.stopping import Ends, Stopping
+from eagle31_hf.generation.tree import DraftTokens
 from eagle31_hf.targets.layers import target_states
 from eagle31_hf.targets.masks import slot_masks
 
@@ -42,22 +53,24 @@ def knobs(top_k: int = 3, total: int = 16, depth: int = 4) -> dict[str, int]:
 
 
 @pytest.fixture
-def trees(monkeypatch) -> list[DraftTree]:
+def trees(monkeypatch) -> list[DraftTokens]:
     """Every tree that is drafted: a test of trees must not pass on chains."""
-    drafted: list[DraftTree] = []
-    original = DraftSession.propose_tree
+    drafted: list[DraftTokens] = []
+    original = Proposer.propose
 
-    def propose_tree(self, reading, contexts, *shape):
-        proposal = original(self, reading, contexts, *shape)
-        drafted.append(tree_of(proposal, contexts[0]))
-        return proposal
+    def propose(self, unread, prefixes, plan):
+        drafts = original(self, unread, prefixes, plan)
+        if plan.top_k > 1:
+            assert not drafts.is_chain
+            drafted.append(drafts)
+        return drafts
 
-    monkeypatch.setattr(DraftSession, "propose_tree", propose_tree)
+    monkeypatch.setattr(Proposer, "propose", propose)
     return drafted
 
 
-def branches(trees: list[DraftTree]) -> bool:
-    return any(len(children) > 1 for tree in trees for children in tree.children()[0])
+def branches(trees: list[DraftTokens]) -> bool:
+    return any(len(children) > 1 for tree in trees for children in tree.on_host()[0].children(0))
 
 
 # --- greedy ---
@@ -89,8 +102,8 @@ def test_greedy_equals_the_target_alone(make_target, make_drafter, trees, prompt
         assert_close(f"text with {shape}", output, expected)
         assert stats.generated_tokens == LENGTH
         accepted += stats.accepted_per_round
-        assert max(tree.ids.shape[1] for tree in trees) <= shape[1]
-        assert max(tree.depth for tree in trees) <= shape[2]
+        assert max(tree.num_nodes for tree in trees) <= shape[1]
+        assert max(int(tree.depths.max()) for tree in trees) <= shape[2]
         trees_seen, trees[:] = list(trees), []
         assert len(trees_seen) >= stats.target_forwards - 1  # nothing is left to draft for the last token
         assert branches(trees_seen) or shape[1] == 2
@@ -114,37 +127,39 @@ def test_left_padding(make_target, make_drafter, trees, prompt, kind):
     mask = pad(torch.ones_like(prompt), (4, 0))
     output, stats = speculate(target, drafter, padded, attention_mask=mask, pad_token_id=6, **knobs(), **GREEDY)
     assert_close("text", output, target.generate(padded, attention_mask=mask, pad_token_id=6, **GREEDY))
-    of_padded = [tree.ids.tolist() for tree in trees]
+    of_padded = [(tree.ids.tolist(), tree.parents.tolist()) for tree in trees]
     trees.clear()
     _, unpadded = speculate(target, drafter, prompt, **knobs(), **GREEDY)
-    assert of_padded == [tree.ids.tolist() for tree in trees], "padding changed what is drafted"
+    assert of_padded == [(tree.ids.tolist(), tree.parents.tolist()) for tree in trees], (
+        "padding changed what is drafted"
+    )
     assert stats.accepted_per_round == unpadded.accepted_per_round
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral_window_8"])
 def test_the_drafter_reads_the_states_of_the_accepted_path(make_target, make_drafter, monkeypatch, prompt, kind):
-    """Whichever rows of the verifying forward held it: they are the states of the text alone."""
+    """Whichever nodes of the verifying forward held it: they are the states of the text alone."""
     target = make_target(kind)
-    drafter, original, moved = make_drafter(target), DraftSession.propose_tree, []
+    drafter, original, moved = make_drafter(target), Proposer.propose, []
     of_text, _ = target_states(
         target, greedy_text(target), drafter.config.resolve_layer_ids(target.config.num_hidden_layers)
     )
 
-    def propose_tree(self, reading, contexts, *shape):
-        start, end = self.lengths[0], contexts[0].shape[1] - 1
-        assert reading.counts == [end - start]
-        assert_close(f"states from {start}", reading.states, of_text[:, start:end], TARGET_FORWARD)
-        assert_close(f"tokens from {start}", reading.tokens, contexts[0][:, start + 1 :])
-        return original(self, reading, contexts, *shape)
+    def propose(self, unread, prefixes, plan):
+        start, end = self.runner.lengths.host[0], prefixes[0].shape[1] - 1
+        assert unread.counts.host == [end - start]
+        assert_close(f"states from {start}", unread.states, of_text[:, start:end], TARGET_FORWARD)
+        assert_close(f"tokens from {start}", unread.tokens, prefixes[0][:, start + 1 :])
+        return original(self, unread, prefixes, plan)
 
-    def row_by_row(*args):
-        verdict = judged(*args)
-        moved.append(verdict.paths[0] != list(range(len(verdict.paths[0]))))
-        return verdict
+    def accept(*args):
+        accepted = chosen(*args)
+        moved.append(accepted.paths[0] != list(range(len(accepted.paths[0]))))
+        return accepted
 
-    judged = Judge.row_by_row
-    monkeypatch.setattr(DraftSession, "propose_tree", propose_tree)
-    monkeypatch.setattr(Judge, "row_by_row", row_by_row)
+    chosen = RejectionSampler.accept
+    monkeypatch.setattr(Proposer, "propose", propose)
+    monkeypatch.setattr(RejectionSampler, "accept", accept)
     speculate(target, drafter, prompt, **knobs(4, 30, 5), **GREEDY)
     assert any(moved), "the path always led: nothing was to be moved"
 
@@ -247,7 +262,7 @@ def test_every_length(target, drafter, trees, prompt, limit, count):
     output, stats = speculate(target, drafter, prompt, do_sample=False, **knobs(4, 30, 5), **kwargs)
     assert_close("text", output, greedy_text(target)[:, :length])
     assert stats.generated_tokens == count
-    assert all(tree.depth <= count - 2 for tree in trees), "drafted past the end"
+    assert all(int(tree.depths.max()) <= count - 2 for tree in trees), "drafted past the end"
 
 
 def test_stop_strings_at_every_offset(late, make_drafter, prompt, tokenizer):
@@ -479,30 +494,30 @@ def joint(next_token: list[Tensor]) -> Tensor:
 
 
 @torch.inference_mode()
-def drawn(target, drafter, processors, shape: tuple[int, int, int], judge_class: type[Judge] = Judge) -> Tensor:
+def drawn(
+    target, drafter, processors, shape: tuple[int, int, int], kind: type[RejectionSampler] = RejectionSampler
+) -> Tensor:
     """Counts by continuation of SAMPLED tokens: one round with a tree, completed by the target alone."""
     top_k, total, depth = shape
     states, _ = target_states(target, START, drafter.config.aux_hidden_state_layer_ids)
     length, cpu = START.shape[1] - 1, torch.device("cpu")
-    session = DraftSession(drafter, V, processors, None, 0.0, [0])
-    reading = Reading(states[:, :-1], START[:, 1:], [length])
-    tree = tree_of(session.propose_tree(reading, [START], Fixed(depth, top_k, total), depth, total), START)
+    proposer = Proposer(DrafterRunner(drafter, [0]), DraftSampler(drafter, V, processors, None, 0.0, 1))
+    unread = AuxStates(states[:, :-1], START[:, 1:], [length])
+    tree = proposer.propose(unread, [START], Plan(depth, top_k, top_k, total))
     past = DynamicCache()
     target(START[:, :-1], past_key_values=past)
-    masks = slot_masks(target, past, [length], tree.ancestors, tree.depths)
-    logits = target(tree.ids, position_ids=length + tree.depths, attention_mask=masks, past_key_values=past).logits
+    masks = slot_masks(target, past, SlotMask(Mirrored([length]), tree.ancestors, tree.depths, tree.depths))
+    ids = torch.cat((START[:, -1:], tree.ids), dim=1)
+    logits = target(ids, position_ids=length + tree.depths, attention_mask=masks, past_key_values=past).logits
     next_token, counts = exact(target, processors), torch.zeros(V**SAMPLED)
     torch.manual_seed(0)
-    draws = Draws(1, V, cpu, is_coupled=True)
-    judge, texts, proposal = (
-        judge_class(processors, draws, set()),
-        Texts(START, 0, [0]),
-        Proposal(tree.ids[:, 1:], tree=tree),
-    )
+    noise = Noise(1, V, cpu, is_coupled=True)
+    sampler, sequences = kind(processors, noise), Sequences(START, 0, [0])
     for _ in range(DRAWS):
-        draws.forget([START.shape[1] + 99])  # the same slots, with other noise
-        draws.start(START.shape[1])
-        tokens = judge.row_by_row(texts, proposal, logits.clone()).tokens[0]
+        noise.forget([START.shape[1] + 99])  # the same slots, with other noise
+        noise.start(START.shape[1])
+        ends = Ends(Stopping(StoppingCriteriaList(), max_length=99), sequences)
+        tokens = sampler.accept(sequences, tree, logits.clone(), ends).tokens[0]
         while len(tokens) < SAMPLED:
             tokens.append(int(torch.multinomial(next_token[len(tokens)][number(tokens)], 1)))
         counts[number(tokens[:SAMPLED])] += 1
@@ -537,48 +552,48 @@ def test_sequences_are_distributed_as_the_target_alone_would(small, small_drafte
     assert value < critical_value(df, len(CASES) + 1)
 
 
-class FirstChild(Judge):
+class FirstChild(RejectionSampler):
     """Takes the first child of the root whatever the target says."""
 
-    def row_by_row(self, texts: Texts, proposal: Proposal, logits: Tensor, *ends) -> Verdict:
-        self.proposal = proposal
-        return super().row_by_row(texts, proposal, logits, *ends)
+    def accept(self, sequences: Sequences, drafts: DraftTokens, logits: Tensor, ends: Ends) -> Accepted:
+        self.drafts = drafts
+        return super().accept(sequences, drafts, logits, ends)
 
-    def _choose(self, b, slot, *logits):
-        return self.proposal.ids[b, :1] if slot == START.shape[1] else super()._choose(b, slot, *logits)
+    def choose(self, b, slot, *logits):
+        return self.drafts.ids[b, :1] if slot == START.shape[1] else super().choose(b, slot, *logits)
 
 
-class ArgmaxAtTheRoot(Judge):
-    def _choose(self, b, slot, p_logits, *draft):
-        return p_logits.argmax(-1) if slot == START.shape[1] else super()._choose(b, slot, p_logits, *draft)
+class ArgmaxAtTheRoot(RejectionSampler):
+    def choose(self, b, slot, scores, *draft):
+        return scores.argmax(-1) if slot == START.shape[1] else super().choose(b, slot, scores, *draft)
 
 
 class PrefersAChild(FirstChild):
     """Draws twice, and keeps the draw that is a draft."""
 
-    def _choose(self, b, slot, p_logits, *draft):
-        one, two = Judge._choose(self, b, slot, p_logits, *draft), (p_logits + self.draws.gumbel(b)).argmax(-1)
-        return one if slot > START.shape[1] or int(one) in self.proposal.children()[b][0] else two
+    def choose(self, b, slot, scores, *draft):
+        one, two = RejectionSampler.choose(self, b, slot, scores, *draft), (scores + self.noise.gumbel(b)).argmax(-1)
+        return one if slot > START.shape[1] or int(one) in self.drafts.on_host()[0].children(b)[0] else two
 
 
-class OfTheParents(Judge):
+class OfTheParents(RejectionSampler):
     """Draws below the root from the distribution after the parent."""
 
-    def row_by_row(self, texts: Texts, proposal: Proposal, logits: Tensor, *ends) -> Verdict:
-        return super().row_by_row(texts, proposal, logits[:, proposal.tree.parents[0].clamp(min=0)], *ends)
+    def accept(self, sequences: Sequences, drafts: DraftTokens, logits: Tensor, ends: Ends) -> Accepted:
+        return super().accept(sequences, drafts, logits[:, pad(drafts.parents[0], (1, 0))], ends)
 
 
-class Unprocessed(Judge):
-    def row_by_row(self, texts: Texts, proposal: Proposal, logits: Tensor, *ends) -> Verdict:
+class Unprocessed(RejectionSampler):
+    def accept(self, sequences: Sequences, drafts: DraftTokens, logits: Tensor, ends: Ends) -> Accepted:
         self.processors = LogitsProcessorList()
-        return super().row_by_row(texts, proposal, logits, *ends)
+        return super().accept(sequences, drafts, logits, ends)
 
 
-class TheSameNoiseAgain(Judge):
+class TheSameNoiseAgain(RejectionSampler):
     """Every token is drawn with the noise of the first."""
 
-    def _choose(self, b, slot, *logits):
-        return super()._choose(b, START.shape[1], *logits)
+    def choose(self, b, slot, *logits):
+        return super().choose(b, START.shape[1], *logits)
 
 
 MUTATIONS = {
@@ -591,11 +606,11 @@ MUTATIONS = {
 }
 
 
-@pytest.mark.parametrize(("judge_class", "processors"), MUTATIONS.values(), ids=MUTATIONS)
-def test_the_test_sees_another_acceptance(small, small_drafters, judge_class, processors):
+@pytest.mark.parametrize(("kind", "processors"), MUTATIONS.values(), ids=MUTATIONS)
+def test_the_test_sees_another_acceptance(small, small_drafters, kind, processors):
     processors = LogitsProcessorList(processors)
     value, df = statistic(
-        drawn(small, small_drafters["full"], processors, (2, 7, 3), judge_class), joint(exact(small, processors))
+        drawn(small, small_drafters["full"], processors, (2, 7, 3), kind), joint(exact(small, processors))
     )
     assert value > critical_value(df, len(CASES) + 1)
 
