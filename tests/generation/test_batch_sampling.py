@@ -1,7 +1,7 @@
-"""Sampling a batch: every row is distributed as the target alone would have it, independently of the others, and
+"""Sampling a batch: every sequence is distributed as the target alone would have it, independently of the others, and
 depends on the seed, the target and its own text only.
 
-B rows, V target vocabulary.
+B sequences, V target vocabulary.
 """
 
 import pytest
@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from eagle31_hf.generation.noise import Noise
+from eagle31_hf.generation.rejection_sampler import RejectionSampler, Walk
 
 LENGTH, SEED = 20, 5
 SAMPLED = {"max_new_tokens": LENGTH, "do_sample": True, "top_k": 0}
@@ -40,35 +41,35 @@ each_drafting = pytest.mark.parametrize("drafting", DRAFTINGS.values(), ids=DRAF
 # --- what a text depends on ---
 
 
-class Noise(LogitsProcessor):
+class AddsNoise(LogitsProcessor):
     """Makes the argmax a draw, with the noise of the slot."""
 
-    def __init__(self, num_rows: int):
-        self.draws = Draws(num_rows, VOCAB, torch.device("cpu"), is_coupled=True)
+    def __init__(self, num_sequences: int):
+        self.noise = Noise(num_sequences, VOCAB, torch.device("cpu"), is_coupled=True)
         self.is_first = True
 
     def __call__(self, input_ids, scores):
         if self.is_first:
-            self.draws.start(input_ids.shape[1])
+            self.noise.start(input_ids.shape[1])
         self.is_first = False
-        return scores + torch.stack([self.draws.noise(b, input_ids.shape[1]) for b in range(len(input_ids))])
+        return scores + torch.stack([self.noise.of_slot(b, input_ids.shape[1]) for b in range(len(input_ids))])
 
 
-def drawn_alone(target, rows, processors=(), seed=SEED, **kwargs):
+def drawn_alone(target, prompts, processors=(), seed=SEED, **kwargs):
     """The text the target alone draws, one token at a time: transformers' greedy search over noisy scores."""
     torch.manual_seed(seed)
     return alone(
         target,
-        rows,
+        prompts,
         max_new_tokens=LENGTH,
-        logits_processor=LogitsProcessorList([*processors, Noise(len(rows))]),
+        logits_processor=LogitsProcessorList([*processors, AddsNoise(len(prompts))]),
         **kwargs,
     )
 
 
-def drawn(target, drafter, rows, seed=SEED, **kwargs):
+def drawn(target, drafter, prompts, seed=SEED, **kwargs):
     torch.manual_seed(seed)
-    return together(target, drafter, rows, **SAMPLED | kwargs)
+    return together(target, drafter, prompts, **SAMPLED | kwargs)
 
 
 PROCESSORS = {
@@ -89,9 +90,9 @@ PROCESSORS = {
 @each_drafting
 def test_the_seed_and_the_target_decide(target, drafter, processors, kwargs, drafting):
     """Whatever is drafted, and however it is verified."""
-    rows = mixed_prompts(target)
-    output, stats = drawn(target, drafter, rows, eos_token_id=[3], **kwargs, **drafting)
-    assert_close("text", output, drawn_alone(target, rows, processors, eos_token_id=[3]))
+    prompts = mixed_prompts(target)
+    output, stats = drawn(target, drafter, prompts, eos_token_id=[3], **kwargs, **drafting)
+    assert_close("text", output, drawn_alone(target, prompts, processors, eos_token_id=[3]))
     assert not drafting or not keeps_step(stats)
 
 
@@ -100,36 +101,47 @@ def test_the_seed_and_the_target_decide(target, drafter, processors, kwargs, dra
 @pytest.mark.parametrize("drafting", [CHAIN, TREE], ids=["chain", "tree"])
 def test_other_targets_and_drafters(make_target, make_drafter, kind, name, drafting):
     target = make_target(kind)
-    rows = mixed_prompts(target)
-    output, _ = drawn(target, make_drafter(target, name), rows, **drafting)
-    assert_close("text", output, drawn_alone(target, rows))
+    prompts = mixed_prompts(target)
+    output, _ = drawn(target, make_drafter(target, name), prompts, **drafting)
+    assert_close("text", output, drawn_alone(target, prompts))
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"temperature": 1.4, "top_k": 5, "top_p": 0.9}], ids=["plain", "warpers"])
+@each_drafting
+def test_choosing_at_all_nodes_at_once_does_not_matter(target, drafter, monkeypatch, kwargs, drafting):
+    """As where it saves waits for a GPU."""
+    prompts, texts = mixed_prompts(target), []
+    for at_once in (False, True):
+        monkeypatch.setattr(RejectionSampler, "saves_waits", lambda self, logits, at_once=at_once: at_once)
+        texts.append(drawn(target, drafter, prompts, eos_token_id=[3], **kwargs, **drafting)[0])
+    assert_close("text", *texts)
 
 
 @pytest.mark.parametrize("eos", [{}, {"eos_token_id": [3, 1]}], ids=["length", "eos"])
 @each_drafting
 def test_keeping_step_does_not_matter(target, drafter, eos, drafting):
-    rows = known_prompts(target, 5, 9)  # few and likely, so that both accept at once
+    prompts = known_prompts(target, 5, 9)  # few and likely, so that both accept at once
     criteria = StoppingCriteriaList([Idle()])
-    output, stats = drawn(target, drafter, rows, temperature=0.5, stopping_criteria=criteria, **eos, **drafting)
-    assert_close("text", output, drawn_alone(target, rows, [TemperatureLogitsWarper(0.5)], **eos))
+    output, stats = drawn(target, drafter, prompts, temperature=0.5, stopping_criteria=criteria, **eos, **drafting)
+    assert_close("text", output, drawn_alone(target, prompts, [TemperatureLogitsWarper(0.5)], **eos))
     assert keeps_step(stats)
     assert not drafting or max(stats.accepted_per_round) >= 1
 
 
 @pytest.mark.parametrize("drafting", [TREE, {}], ids=["tree", "auto"])
-def test_one_row(target, drafter, drafting):
+def test_one_sequence(target, drafter, drafting):
     """Not so chains of a given length, which are sampled by rejection."""
-    for rows in (known_prompts(target, 9), [FOREIGN[1]]):
-        output, _ = drawn(target, drafter, rows, **drafting)
-        assert_close("text", output, drawn_alone(target, rows))
+    for prompts in (known_prompts(target, 9), [FOREIGN[1]]):
+        output, _ = drawn(target, drafter, prompts, **drafting)
+        assert_close("text", output, drawn_alone(target, prompts))
 
 
 @pytest.mark.parametrize("place", [0, 2])
 @each_drafting
 def test_neighbours_do_not_matter(target, drafter, place, drafting):
-    """The text of a row depends on its place, and on nothing in the others: not even on how long they are or when they
-    end."""
-    (row,) = known_prompts(target, 9)
+    """The text of a sequence depends on its place, and on nothing in the others: not even on how long they are or when
+    they end."""
+    (prompt,) = known_prompts(target, 9)
     neighbours = [
         [*known_prompts(target, 5, 7), FOREIGN[1]],
         [FOREIGN[0], FOREIGN[2], FOREIGN[0]],
@@ -137,9 +149,9 @@ def test_neighbours_do_not_matter(target, drafter, place, drafting):
     ]
     texts = []
     for others in neighbours:
-        rows = [*others[:place], row, *others[place:]]
-        output, _ = drawn(target, drafter, rows, eos_token_id=0, pad_token_id=0, **drafting)
-        texts.append(output[place, left_padded(rows)[0].shape[1] :].tolist())
+        prompts = [*others[:place], prompt, *others[place:]]
+        output, _ = drawn(target, drafter, prompts, eos_token_id=0, pad_token_id=0, **drafting)
+        texts.append(output[place, left_padded(prompts)[0].shape[1] :].tolist())
     ends = [text.index(0) + 1 if 0 in text else LENGTH for text in texts]
     assert [text[:end] for text, end in zip(texts, ends, strict=True)] == [texts[0][: ends[0]]] * 3
     assert ends[0] > 5
@@ -148,24 +160,24 @@ def test_neighbours_do_not_matter(target, drafter, place, drafting):
 def test_places_matter(target, drafter):
     """The same prompt, the same round: other texts."""
     output, _ = drawn(target, drafter, known_prompts(target, 9) * 4, **CHAIN)
-    assert len({tuple(row) for row in output.tolist()}) == 4
+    assert len({tuple(text) for text in output.tolist()}) == 4
 
 
 @each_drafting
-def test_repeated_rows(target, drafter, drafting):
-    """`num_return_sequences` is a batch of the same row, each with a text of its own."""
-    rows = [*known_prompts(target, 9), FOREIGN[1]]
-    output, stats = drawn(target, drafter, rows, num_return_sequences=3, **drafting)
-    repeated = [row for row in rows for _ in range(3)]
+def test_repeated_prompts(target, drafter, drafting):
+    """`num_return_sequences` is a batch of the same prompt, each with a text of its own."""
+    prompts = [*known_prompts(target, 9), FOREIGN[1]]
+    output, stats = drawn(target, drafter, prompts, num_return_sequences=3, **drafting)
+    repeated = [prompt for prompt in prompts for _ in range(3)]
     assert_close("text", output, drawn_alone(target, repeated))
-    assert len({tuple(row) for row in output.tolist()}) == 6
+    assert len({tuple(text) for text in output.tolist()}) == 6
     assert len(stats.sequences) == 6
 
 
 @each_drafting
 def test_seeds(target, drafter, drafting):
-    rows = mixed_prompts(target)
-    texts = [drawn(target, drafter, rows, seed, **drafting)[0].tolist() for seed in (1, 2, 1)]
+    prompts = mixed_prompts(target)
+    texts = [drawn(target, drafter, prompts, seed, **drafting)[0].tolist() for seed in (1, 2, 1)]
     assert texts[0] == texts[2]
     assert all(one != two for one, two in zip(texts[0], texts[1], strict=True))
 
@@ -176,15 +188,15 @@ def test_calls_after_a_seed_differ(target, drafter):
     assert not first.equal(second)
 
 
-@pytest.mark.parametrize("num_rows", [1, 4])
-def test_a_call_takes_as_much_from_the_global_generator_whatever_is_drafted(target, make_drafter, num_rows):
+@pytest.mark.parametrize("num_sequences", [1, 4])
+def test_a_call_takes_as_much_from_the_global_generator_whatever_is_drafted(target, make_drafter, num_sequences):
     """So what the caller draws afterwards does not depend on the drafter, nor on whether its tokens were accepted."""
     states = []
     step = {"stopping_criteria": StoppingCriteriaList([Idle()])}
     for name, kwargs in [("eagle31", one) for one in (*DRAFTINGS.values(), {"max_new_tokens": 3}, step)] + [
         ("pruned", CHAIN)
     ]:
-        drawn(target, make_drafter(target, name), mixed_prompts(target)[:num_rows], **kwargs)
+        drawn(target, make_drafter(target, name), mixed_prompts(target)[:num_sequences], **kwargs)
         states.append(torch.get_rng_state())
     assert all(state.equal(states[0]) for state in states)
     torch.manual_seed(SEED)
@@ -200,7 +212,7 @@ def test_greedy_takes_nothing_from_the_global_generator(target, drafter):
 
 # --- how texts are distributed ---
 
-# of different lengths, so that rows are padded; the first has no token that can be drafted
+# of different lengths, so that prompts are padded; the first has no token that can be drafted
 PROMPTS = ([2, 2, 2], [3, 3, 1, 0, 2], [1])
 COPIES, COUNTED = 1200, 3  # texts a prompt; tokens counted of each, of which all but the first were drafted
 
@@ -213,10 +225,10 @@ def small():
 
 def sampled(small, copies=COPIES, prompts=PROMPTS[:1], **kwargs):
     """Numbers (prompts, copies) of the continuations drawn in one batch, and the statistics."""
-    rows = [prompt for prompt in prompts for _ in range(copies)]
+    repeated = [prompt for prompt in prompts for _ in range(copies)]
     torch.manual_seed(0)
-    output, stats = together(*small, rows, 0, pad_token_id=0, **SAMPLED | {"max_new_tokens": COUNTED + 2} | kwargs)
-    start = max(map(len, rows))
+    output, stats = together(*small, repeated, 0, pad_token_id=0, **SAMPLED | {"max_new_tokens": COUNTED + 2} | kwargs)
+    start = max(map(len, prompts))
     return numbers(output[:, start : start + COUNTED]).unflatten(0, (len(prompts), copies)), stats
 
 
@@ -258,14 +270,14 @@ def test_sequences_are_distributed_as_the_target_alone_would(small, processors, 
 
 
 @pytest.mark.parametrize("kwargs", [{"num_assistant_tokens": 3}, SMALL_TREE], ids=["chain", "tree"])
-def test_rows_of_different_prompts(small, kwargs):
+def test_different_prompts(small, kwargs):
     found, _ = sampled(small, 600, PROMPTS, **kwargs)
-    for row, prompt in zip(found, PROMPTS, strict=True):
-        value, df = deviation(row, likelihoods(small[0], prompt, [], COUNTED))
+    for numbers_found, prompt in zip(found, PROMPTS, strict=True):
+        value, df = deviation(numbers_found, likelihoods(small[0], prompt, [], COUNTED))
         assert value < critical_value(df, NUM_TESTS)
 
 
-def test_repeated_rows_are_distributed_so_too(small):
+def test_repeated_prompts_are_distributed_so_too(small):
     torch.manual_seed(0)
     kwargs = {"num_return_sequences": COPIES, "num_assistant_tokens": 3} | SAMPLED | {"max_new_tokens": COUNTED + 2}
     output, _ = together(*small, PROMPTS[:1], pad_token_id=0, **kwargs)
@@ -275,14 +287,15 @@ def test_repeated_rows_are_distributed_so_too(small):
 
 
 def neighbours_joint(found, target) -> tuple[float, int]:
-    """Rows 2i and 2i + 1 (as many pairs as there are) against the product of their distributions; two tokens of each."""
+    """Sequences 2i and 2i + 1 (as many pairs as there are) against the product of their distributions; two tokens of
+    each."""
     p = likelihoods(target, PROMPTS[0], [], 2)
     pairs = found[0].div(V ** (COUNTED - 2), rounding_mode="floor").unflatten(0, (-1, 2))
     return deviation(pairs[:, 0] * V**2 + pairs[:, 1], (p[:, None] * p).flatten())
 
 
 @pytest.mark.parametrize("kwargs", [{"num_assistant_tokens": 3}, SMALL_TREE], ids=["chain", "tree"])
-def test_rows_are_independent(small, kwargs):
+def test_sequences_are_independent(small, kwargs):
     value, df = neighbours_joint(sampled(small, 2 * COPIES, **kwargs)[0], small[0])
     assert value < critical_value(df, NUM_TESTS)
 
@@ -290,68 +303,81 @@ def test_rows_are_independent(small, kwargs):
 # --- what these tests see ---
 
 
-def shared_between_two(self, *args, original=Draws.__init__, **kwargs):
-    """Odd rows draw with the noise of the row before them: each text by itself is right."""
+def shared_between_two(self, *args, original=Noise.__init__, **kwargs):
+    """Odd sequences draw with the noise of the one before them: each text by itself is right."""
     original(self, *args, **kwargs)
     for even, odd in zip(self.generators[::2], self.generators[1::2], strict=False):
         odd.set_state(even.get_state())
 
 
-def reused(self, row, original=Draws.gumbel):
+def reused(self, b, original=Noise.gumbel):
     """Every noise serves two slots."""
     held = self.__dict__.setdefault("held", {})
-    if row in held:
-        return held.pop(row)
-    held[row] = original(self, row)
-    return held[row]
+    if b in held:
+        return held.pop(b)
+    held[b] = original(self, b)
+    return held[b]
 
 
 def walk(choose, context_of=lambda prefix, context: context):
-    """`Judge._walk` with another choice of the token, or other texts for the processors."""
+    """`RejectionSampler._walk` with another choice of the token, or other texts for the processors."""
 
-    def _walk(self, b, texts, proposal, children, logits, row_processors, spoiled, chosen, ends):
-        prefix, tokens, path, scores = texts.row(b), [], [0], []
+    def _walk(self, b, children, spoiled, choices, ends):
+        prefix, so_far = choices.prefixes[b], Walk([], [0], [])
         while True:
-            node = path[-1]
-            context = torch.cat((prefix, prefix.new_tensor([tokens], dtype=prefix.dtype)), dim=1)
-            scores.append(row_processors(context_of(prefix, context), logits[node : node + 1]))
-            tokens.append(choose(self.draws, b, context.shape[1], scores[-1], children[node]))
-            path += [children[node][tokens[-1]]] if tokens[-1] in children[node] else []
-            if ends(b, tokens, scores) or path[-1] == node:
-                return tokens, path, scores
+            node = so_far.path[-1]
+            context = torch.cat((prefix, prefix.new_tensor([so_far.tokens], dtype=prefix.dtype)), dim=1)
+            scores = choices.processors[b](context_of(prefix, context), choices.logits[b, node : node + 1])
+            token = choose(self.noise, b, context.shape[1], scores, children[node])
+            so_far.tokens.append(token)
+            so_far.path += [children[node][token]] if token in children[node] else []
+            if ends.after(b, so_far.tokens, []) or so_far.path[-1] == node:
+                return so_far
 
     return _walk
 
 
-def honest(draws, b, slot, scores, children):
-    return int(draws.pick(b, slot, scores))
+def honest(noise, b, slot, scores, children):
+    return int(noise.pick(b, slot, scores))
 
 
-def redrawn_when_rejected(draws, b, slot, scores, children):
-    token = honest(draws, b, slot, scores, children)
-    return token if token in children or not children else int((scores + draws.gumbel(b)).argmax())
+def redrawn_when_rejected(noise, b, slot, scores, children):
+    token = honest(noise, b, slot, scores, children)
+    return token if token in children or not children else int((scores + noise.gumbel(b)).argmax())
 
 
-def draft_among_the_two_best(draws, b, slot, scores, children):
-    best = (scores + draws.noise(b, slot)).topk(2).indices[0].tolist()
+def draft_among_the_two_best(noise, b, slot, scores, children):
+    best = (scores + noise.of_slot(b, slot)).topk(2).indices[0].tolist()
     return next((token for token in best if token in children), best[0])
 
 
 MUTATIONS = {
-    "reused-chain": (Draws, "gumbel", reused, [], {"num_assistant_tokens": 3}),
-    "reused-tree": (Draws, "gumbel", reused, [], SMALL_TREE),
-    "redrawn_when_rejected-chain": (Judge, "_walk", walk(redrawn_when_rejected), [], {"num_assistant_tokens": 3}),
-    "redrawn_when_rejected-tree": (Judge, "_walk", walk(redrawn_when_rejected), [], SMALL_TREE),
-    "draft_among_the_two_best": (Judge, "_walk", walk(draft_among_the_two_best), [], {"num_assistant_tokens": 3}),
+    "reused-chain": (Noise, "gumbel", reused, [], {"num_assistant_tokens": 3}),
+    "reused-tree": (Noise, "gumbel", reused, [], SMALL_TREE),
+    "redrawn_when_rejected-chain": (
+        RejectionSampler,
+        "_walk",
+        walk(redrawn_when_rejected),
+        [],
+        {"num_assistant_tokens": 3},
+    ),
+    "redrawn_when_rejected-tree": (RejectionSampler, "_walk", walk(redrawn_when_rejected), [], SMALL_TREE),
+    "draft_among_the_two_best": (
+        RejectionSampler,
+        "_walk",
+        walk(draft_among_the_two_best),
+        [],
+        {"num_assistant_tokens": 3},
+    ),
     "only_the_committed_prefix": (
-        Judge,
+        RejectionSampler,
         "_walk",
         walk(honest, lambda prefix, context: prefix),
         PENALTY,
         PENALIZED | EVERYTHING,
     ),
     "a_token_behind": (
-        Judge,
+        RejectionSampler,
         "_walk",
         walk(honest, lambda prefix, context: context[:, :-1]),
         PENALTY,
@@ -370,12 +396,12 @@ def test_the_test_sees_other_distributions(small, monkeypatch, owner, name, muta
 def test_the_copy_of_the_walk_is_right(small, monkeypatch):
     """What the mutations are made of samples correctly by itself."""
     expected, _ = sampled(small, 100, **SMALL_TREE)
-    monkeypatch.setattr(Judge, "_walk", walk(honest))
+    monkeypatch.setattr(RejectionSampler, "_walk", walk(honest))
     assert_close("texts", sampled(small, 100, **SMALL_TREE)[0], expected)
 
 
 def test_the_test_of_independence_sees_shared_noise(small, monkeypatch):
-    monkeypatch.setattr(Draws, "__init__", shared_between_two)
+    monkeypatch.setattr(Noise, "__init__", shared_between_two)
     found, _ = sampled(small, 2 * COPIES, num_assistant_tokens=3)
     value, df = neighbours_joint(found, small[0])
     assert value > critical_value(df, NUM_TESTS)

@@ -10,8 +10,8 @@ import itertools
 import pytest
 import torch
 from chi_square import critical_value, statistic
+from close import assert_close
 from conftest import build_target
-from eagle31_hf.generation.drafting import DraftSession, Reading
 from observers import Diary, speculate
 from torch import Tensor
 from transformers import (
@@ -19,12 +19,22 @@ from transformers import (
     MinPLogitsWarper,
     NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
+    StoppingCriteriaList,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
 from eagle31_hf import Eagle31Config, Eagle31DrafterModel, Eagle31DrafterOutput
+from eagle31_hf.generation.aux_states import AuxStates
+from eagle31_hf.generation.draft_sampler import DraftSampler
+from eagle31_hf.generation.drafter_runner import DrafterRunner
+from eagle31_hf.generation.noise import Noise
+from eagle31_hf.generation.planning.plan import Plan
+from eagle31_hf.generation.proposer import Proposer
+from eagle31_hf.generation.rejection_sampler import RejectionSampler
+from eagle31_hf.generation.sequences import Sequences
+from eagle31_hf.generation.stopping import Ends, Stopping
 from eagle31_hf.targets.layers import target_states
 
 V, LENGTH, DRAWS = 4, 3, 3000
@@ -69,7 +79,7 @@ def exact(target, processors) -> list[Tensor]:
 
 
 class Remembered:
-    """The forward of a drafter after PROMPT, remembered by the tokens drafted so far, so that a draw costs a look-up."""
+    """The forward of a drafter after PROMPT, remembered by the tokens drafted so far: a draw costs a look-up."""
 
     def __init__(self, drafter: Eagle31DrafterModel):
         self.forward, self.known, self.path, self.first = drafter.forward, {}, (), {}
@@ -102,17 +112,20 @@ def drawn(target, drafter, processors, depth: int, monkeypatch, threshold: float
     monkeypatch.setattr(drafter, "forward", Remembered(drafter), raising=False)
     next_token, counts = exact(target, processors), torch.zeros(V**LENGTH)
     torch.manual_seed(0)
-    random = Draws(1, V, torch.device("cpu"), is_coupled=False)
-    session, judge = DraftSession(drafter, V, processors, random, threshold, [0]), Judge(processors, random, set())
+    noise = Noise(1, V, torch.device("cpu"), is_coupled=False)
+    draft_sampler, sampler = (
+        DraftSampler(drafter, V, processors, noise, threshold, 1),
+        RejectionSampler(processors, noise),
+    )
+    unread = AuxStates(states[:, :-1], PROMPT[:, 1:], [PROMPT.shape[1] - 1])
     for _ in range(draws):
-        session.lengths = [0]  # nothing is read yet
-        proposal = session.propose_chain(Reading(states[:, :-1], PROMPT[:, 1:], [PROMPT.shape[1] - 1]), [PROMPT], depth)
-        assert proposal.logits is not None, "drafts were not verified by rejection sampling"
-        drafted = proposal.ids[0].tolist()
-        row = number(drafted + [0] * (depth - len(drafted)))
-        tokens = judge.row_by_row(
-            Texts(PROMPT, 0, [0]), proposal, target_logits[row : row + 1, : len(drafted) + 1].clone()
-        ).tokens[0]
+        drafts = Proposer(DrafterRunner(drafter, [0]), draft_sampler).propose(unread, [PROMPT], Plan(depth))
+        assert drafts.logits is not None, "drafts were not verified by rejection sampling"
+        drafted, sequences = drafts.ids[0].tolist(), Sequences(PROMPT, 0, [0])
+        text = number(drafted + [0] * (depth - len(drafted)))
+        logits = target_logits[text : text + 1, : drafts.num_nodes].clone()
+        ends = Ends(Stopping(StoppingCriteriaList(), max_length=99), sequences)
+        tokens = sampler.accept(sequences, drafts, logits, ends).tokens[0]
         while len(tokens) < LENGTH:
             tokens.append(int(torch.multinomial(next_token[len(tokens)][number(tokens)], 1)))
         counts[number(tokens[:LENGTH])] += 1
@@ -159,29 +172,29 @@ def test_sequences_are_distributed_as_the_target_alone_would(
     assert value < critical_value(df, len(CASES) + 1)
 
 
-def argmax_with_softmax_logits(session, *args):
+def argmax_with_softmax_logits(sampler, *args):
     """Drafts by argmax, but says it sampled."""
-    _, logits, trusted = PICK(session, *args)
-    return logits.argmax(-1, keepdim=True), logits, trusted
+    _, logits, is_trusted = DRAW(sampler, *args)
+    return logits.argmax(-1, keepdim=True), logits, is_trusted
 
 
-def other_temperature(session, *args):
-    tokens, logits, trusted = PICK(session, *args)
-    return tokens, logits / 0.7, trusted
+def other_temperature(sampler, *args):
+    tokens, logits, is_trusted = DRAW(sampler, *args)
+    return tokens, logits / 0.7, is_trusted
 
 
-def without_processors(session, draft_logits, *args):
-    """Draws through the processors, but reports what they were given."""
-    tokens, _, trusted = PICK(session, draft_logits, *args)
-    return tokens, draft_logits, trusted
+def without_processors(sampler, draft_logits, *args):
+    """Draws through the processors, but reports the logits they were given."""
+    tokens, _, is_trusted = DRAW(sampler, draft_logits, *args)
+    return tokens, draft_logits, is_trusted
 
 
-PICK = DraftSession._pick
+DRAW = DraftSampler.draw
 MUTATIONS = {
-    "argmax": (DraftSession, "_pick", argmax_with_softmax_logits, []),
-    "other_temperature": (DraftSession, "_pick", other_temperature, []),
-    "unprocessed": (DraftSession, "_pick", without_processors, [TemperatureLogitsWarper(0.6)]),
-    "always_accepts": (Draws, "uniform", lambda draws, row: torch.tensor(0.0), []),
+    "argmax": (DraftSampler, "draw", argmax_with_softmax_logits, []),
+    "other_temperature": (DraftSampler, "draw", other_temperature, []),
+    "unprocessed": (DraftSampler, "draw", without_processors, [TemperatureLogitsWarper(0.6)]),
+    "always_accepts": (Noise, "uniforms", lambda noise, b, count: torch.zeros(count), []),
 }
 
 
@@ -210,6 +223,22 @@ def test_generate_itself(target, drafters):
         counts[number(output[0, PROMPT.shape[1] :].tolist()[:LENGTH])] += 1
     value, df = statistic(counts, joint(exact(target, processors)))
     assert value < critical_value(df, len(CASES) + 1)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"temperature": 0.7, "top_p": 0.9}], ids=["plain", "warpers"])
+def test_judging_all_drafts_at_once_does_not_matter(target, drafters, monkeypatch, kwargs):
+    """As where it saves waits for a GPU."""
+    asked = {"max_new_tokens": 40, "do_sample": True, "top_k": 0, "eos_token_id": 3, "num_assistant_tokens": 4} | kwargs
+    texts, accepted = [], []
+    for at_once in (False, True):
+        monkeypatch.setattr(RejectionSampler, "saves_waits", lambda self, logits, at_once=at_once: at_once)
+        torch.manual_seed(0)
+        outputs = [speculate(target, drafters["full"], PROMPT, **asked) for _ in range(12)]
+        texts.append([output for output, _ in outputs])
+        accepted.append([stats.accepted_per_round for _, stats in outputs])
+    assert_close("texts", *texts)
+    assert accepted[0] == accepted[1]
+    assert {0, 1, 2} <= {count for counts in accepted[0] for count in counts}
 
 
 def test_a_processor_with_state_is_sampled_from_too(target, drafters):
