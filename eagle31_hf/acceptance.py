@@ -20,8 +20,8 @@ _trackers: ContextVar[tuple["AcceptanceStats", ...]] = ContextVar("eagle31_track
 
 @dataclass
 class SequenceStats:
-    """Counts of one sequence. Lists are by depth: `accepted_per_position[i]` of `drafted_per_position[i]` tokens drafted at
-    depth i + 1 were accepted. `accepted_per_round` has one entry a verification."""
+    """Counts of one sequence. Lists are by depth: `accepted_per_position[i]` of `drafted_per_position[i]` tokens
+    drafted at depth i + 1 were accepted. `accepted_per_round` has one entry a verification."""
 
     prefills: int = 0
     generated_tokens: int = 0
@@ -56,8 +56,8 @@ class SequenceStats:
 
 @dataclass
 class AcceptanceStats(SequenceStats):
-    """Counts over every generate() call inside one `track_acceptance()`, all rows of a batch taken together; `rows[b]`
-    has those of row b.
+    """Counts over every generate() call inside one `track_acceptance()`, all sequences of a batch taken together;
+    `sequences[b]` has those of sequence b.
 
     `target_forwards` counts verification forwards, each of which serves every sequence that has not ended; the prompts'
     forwards, each of which gives the first token of a text, are not among them, but counted by text in `prefills`.
@@ -115,8 +115,8 @@ class AcceptanceStats(SequenceStats):
                     counts.generated_tokens += count
 
     def add_round(self, kind: str, drafted: int, accepted: list[int | None], tokens: list[int]) -> None:
-        """A forward verified chains or trees `drafted` tokens deep, of which sequence b accepted `accepted[b]` (None: it had
-        ended) and committed `tokens[b]`."""
+        """A forward verified chains or trees `drafted` tokens deep, of which sequence b accepted `accepted[b]` (None:
+        it had ended) and committed `tokens[b]`."""
         with self._lock:
             self.target_forwards += 1
             self.kinds[kind] += 1
