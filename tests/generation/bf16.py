@@ -3,7 +3,7 @@ explains it.
 
     python tests/generation/bf16.py [--prompts 24] [--max-new-tokens 32] [--initializer-range 0.02] [family ...]
 
-A verification of several rows rounds otherwise than single steps do. Where a text first departs, the *margin* is what
+A verification of several tokens rounds otherwise than single steps do. Where a text first departs, the *margin* is what
 the target's own logits prefer its token by to ours, in ulps of bf16 at the preferred one, from plain generate's raw
 logits. (Ours being nearly always the second best, it is the target's top-2 margin; it is never less.) A margin of 2 ulp
 or more is a failure: exit status 1.
@@ -101,7 +101,7 @@ def check_family(name: str, num_prompts: int, max_new_tokens: int, initializer_r
 
 
 def calls(known: list[int], num_prompts: int) -> Iterator[list[list[int]]]:
-    """Prompts one by one, then in batches: in turn the beginning of the text the drafter knows, and texts nobody knows."""
+    """Prompts one by one, then in batches: in turn a beginning of the text the drafter knows, and one nobody knows."""
     generator = torch.Generator().manual_seed(0)
     prompts = []
     for i in range(num_prompts):
@@ -128,25 +128,25 @@ def check_call(
     tally.texts += len(sequences)
     tally.same += len(sequences) - len(departed)
     tally.accepted += sum(stats.accepted_per_position)
-    for row, step, difference in departed:
-        unit = float(ulp(alone.logits[step][row].max()))
+    for b, step, difference in departed:
+        unit = float(ulp(alone.logits[step][b].max()))
         tally.margins.append(difference / unit)
         if difference >= LIMIT * unit:
-            exact = exact_difference(target, prompts, alone, sequences, row, step) / unit
+            exact = exact_difference(target, prompts, alone, sequences, b, step) / unit
             tally.failures.append(
-                f"{drafting}, row {row} of {len(sequences)}, token {step}: {difference / unit:.2f} ulp, in fp32"
+                f"{drafting}, sequence {b} of {len(sequences)}, token {step}: {difference / unit:.2f} ulp, in fp32"
                 f" {exact:.2f}"
             )
 
 
 @torch.no_grad()
 def exact_difference(
-    target: PreTrainedModel, prompts: dict[str, Tensor], alone: ModelOutput, sequences: Tensor, row: int, step: int
+    target: PreTrainedModel, prompts: dict[str, Tensor], alone: ModelOutput, sequences: Tensor, b: int, step: int
 ) -> float:
     """By how much the same weights in fp32 prefer the target's own token to ours."""
-    num_padding, place = int((prompts["attention_mask"][row] == 0).sum()), prompts["input_ids"].shape[1] + step
-    logits = copy.deepcopy(target).float()(alone.sequences[row : row + 1, num_padding:place]).logits[0, -1]
-    return float(logits[alone.sequences[row, place]] - logits[sequences[row, place]])
+    num_padding, place = int((prompts["attention_mask"][b] == 0).sum()), prompts["input_ids"].shape[1] + step
+    logits = copy.deepcopy(target).float()(alone.sequences[b : b + 1, num_padding:place]).logits[0, -1]
+    return float(logits[alone.sequences[b, place]] - logits[sequences[b, place]])
 
 
 def ulp(x: Tensor) -> Tensor:

@@ -4,6 +4,8 @@ import pytest
 import torch
 from bf16 import LIMIT, check_family, ulp
 
+from eagle31_hf.generation.rejection_sampler import LockStepSampler, RejectionSampler
+
 INITIALIZER_RANGE = 0.02  # transformers' own; the target's margins then move by a few ulp at most, seldom by 2
 SMALL = {"num_prompts": 8, "max_new_tokens": 12, "initializer_range": INITIALIZER_RANGE}
 TEXTS = 2 * 8 * 2  # each prompt alone and in a batch, by chains and by trees
@@ -18,20 +20,21 @@ def test_departures_are_ties(name):
     assert tally.accepted > TEXTS  # else plain decoding would have been compared with itself
 
 
-@pytest.mark.parametrize("method", ["row_by_row", "together"])
-def test_a_wrong_verification_is_reported(monkeypatch, method):
+@pytest.mark.parametrize(
+    ("kind", "name"), [(RejectionSampler, "Qwen3"), (LockStepSampler, "Falcon, alibi")], ids=["free", "lock_step"]
+)
+def test_a_wrong_verification_is_reported(monkeypatch, kind, name):
     """By margins of many ulp, though every token is the target's second best: a tie now and then cannot hide it."""
-    original = getattr(Judge, method)
+    original = kind.accept
 
-    def second_best(self, texts, proposal, logits, *args):
-        if proposal.num_rows > 1:  # the prompt's own token stays right
+    def second_best(self, sequences, drafts, logits, ends):
+        if drafts.num_nodes > 1:  # the prompt's own token stays right
             logits.scatter_(-1, logits.argmax(-1, keepdim=True), float("-inf"))
-        return original(self, texts, proposal, logits, *args)
+        return original(self, sequences, drafts, logits, ends)
 
-    monkeypatch.setattr(Judge, method, second_best)
-    name = {"row_by_row": "Qwen3", "together": "Falcon, alibi"}[method]
+    monkeypatch.setattr(kind, "accept", second_best)
     tally = check_family(name, num_prompts=4, max_new_tokens=6, initializer_range=INITIALIZER_RANGE)
-    touched = tally.texts if method == "row_by_row" else tally.texts // 2  # only batches keep step
+    touched = tally.texts if kind is RejectionSampler else tally.texts // 2  # only batches are decoded in lock-step
     assert tally.same == tally.texts - touched
     assert len(tally.failures) > touched / 2
     assert max(tally.margins) > 4 * LIMIT

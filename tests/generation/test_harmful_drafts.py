@@ -9,12 +9,18 @@ import torch
 from batches import Idle, Notebook, known_prompts, left_padded
 from close import TARGET_FORWARD, assert_close
 from conftest import PROMPT, build_drafter, build_target
-from test_slots import DRAFTINGS, steady_clock
+from draftings import DRAFTINGS, steady_clock
 from transformers import Cache, DynamicCache, LogitsProcessorList, PreTrainedModel, StaticCache, StoppingCriteriaList
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
 from eagle31_hf import AcceptanceStats, Eagle31DrafterModel, track_acceptance
 from eagle31_hf.cache.adopt import keep_paths, slots
+from eagle31_hf.cache.commit import Commit
+from eagle31_hf.cache.transfer import Mirrored
+from eagle31_hf.generation.rejection_sampler import LockStepSampler, RejectionSampler
+from eagle31_hf.generation.sequences import Sequences
+from eagle31_hf.generation.stopping import Ends, Stopping
+from eagle31_hf.generation.tree import DraftTokens
 from eagle31_hf.targets.probe import why_no_trees
 
 HARMFUL, LENGTH = 4, 14
@@ -35,22 +41,22 @@ def foreign_cache(target: PreTrainedModel) -> Cache:
     return Cache(layers=[Windowed(layer.sliding_window) if layer.is_sliding else Whole() for layer in layers])
 
 
-def rows(target: PreTrainedModel) -> dict:
+def batch(target: PreTrainedModel) -> dict:
     ids, mask = left_padded(known_prompts(target, 5, 7, 9))
     return {"inputs": ids, "attention_mask": mask}
 
 
-def row(target: PreTrainedModel) -> dict:
+def single(target: PreTrainedModel) -> dict:
     return {"inputs": torch.tensor(PROMPT)}
 
 
 COMPANY: dict[str, Callable[[PreTrainedModel], dict]] = {
-    "alone": row,
-    "static": lambda target: row(target) | {"past_key_values": StaticCache(config=target.config, max_cache_len=40)},
-    "not_ours": lambda target: row(target) | {"past_key_values": foreign_cache(target)},
-    "batch": rows,
-    "static_batch": lambda target: rows(target) | {"cache_implementation": "static"},
-    "in_step": lambda target: rows(target) | {"stopping_criteria": StoppingCriteriaList([Idle()])},
+    "alone": single,
+    "static": lambda target: single(target) | {"past_key_values": StaticCache(config=target.config, max_cache_len=40)},
+    "not_ours": lambda target: single(target) | {"past_key_values": foreign_cache(target)},
+    "batch": batch,
+    "static_batch": lambda target: batch(target) | {"cache_implementation": "static"},
+    "in_step": lambda target: batch(target) | {"stopping_criteria": StoppingCriteriaList([Idle()])},
 }
 
 
@@ -88,10 +94,10 @@ def generate(target, drafter=None, way: str = "chain", company: str = "alone", *
 
 
 def was_harmed(stats: AcceptanceStats) -> bool:
-    """Whether a row got, from several forwards, less than the drafts it accepted and a token more from each."""
+    """Whether a sequence got, from several forwards, less than the drafts it accepted and a token more from each."""
     return any(
-        sum(row.accepted_per_round) + len(row.accepted_per_round) > row.generated_tokens - row.prefills + 1
-        for row in stats.sequences
+        sum(one.accepted_per_round) + len(one.accepted_per_round) > one.generated_tokens - one.prefills + 1
+        for one in stats.sequences
     )
 
 
@@ -154,25 +160,20 @@ def test_a_cache_is_handed_back_without_them():
     with slots(past, 10):
         past.update(torch.ones(2, 1, 3, 4), torch.ones(2, 1, 3, 4), 0)
         past.update(torch.full((2, 1, 3, 4), torch.nan), torch.full((2, 1, 3, 4), torch.inf), 0)
-        keep_paths(past, [3, 3], [[], []])
+        keep_paths(past, Mirrored([3, 3]), Commit(torch.device("cpu"), [[], []], [[], []], [False, False]))
     held = torch.ones(2, 1, 10, 4).masked_fill(torch.arange(10)[:, None] >= 3, 0)
     assert_close("keys and values", [past.layers[0].keys, past.layers[0].values], [held, held])
 
 
+@pytest.mark.parametrize("kind", [RejectionSampler, LockStepSampler])
 @pytest.mark.parametrize("is_plain", [True, False])
-def test_a_round_without_drafts_may_still_see_those_of_earlier_ones(is_plain):
+def test_a_round_without_drafts_may_still_see_those_of_earlier_ones(is_plain, kind):
     """Only after these have been wiped out, scores that are NaN are what plain decoding sees: its choice is the first
     of them."""
-    texts, ended = Texts(torch.tensor([[5, 7]]), 0, [0]), [False]
-    proposal, logits = (
-        Proposal(torch.empty(1, 0, dtype=torch.long), is_plain=is_plain),
-        torch.full((1, 1, 9), torch.nan),
-    )
+    sequences, logits = Sequences(torch.tensor([[5, 7]]), 0, [0]), torch.full((1, 1, 9), torch.nan)
+    drafts = DraftTokens.none(sequences.padded(), is_plain=is_plain)
     for processors in (LogitsProcessorList(), LogitsProcessorList([Notebook(9)])):
-        judge = Judge(processors, None, set())
-        verdicts = (
-            judge.row_by_row(texts, proposal, logits),
-            judge.together(texts, proposal, logits, lambda *_: ended)[0],
-        )
-        assert [verdict.tokens for verdict in verdicts] == ([[[0]]] * 2 if is_plain else [[[]]] * 2)
-        assert [verdict.is_short(ended) for verdict in verdicts] == [not is_plain] * 2
+        ends = Ends(Stopping(StoppingCriteriaList(), max_length=99), sequences)
+        accepted = kind(processors, None).accept(sequences, drafts, logits, ends)
+        assert accepted.tokens == ([[0]] if is_plain else [[]])
+        assert accepted.is_short == (not is_plain)

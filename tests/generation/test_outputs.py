@@ -74,8 +74,8 @@ class Forbids(LogitsProcessor):
         return scores.scatter_(1, input_ids[:, -1:], float("-inf"))
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_a_processor_that_writes_to_the_scores(target, drafter, prompt, rows):
+@pytest.mark.parametrize("num_sequences", [1, 3])
+def test_a_processor_that_writes_to_the_scores(target, drafter, prompt, num_sequences):
     """Plain generate hands it the tensor that is the step's logits."""
     kwargs = {
         "max_new_tokens": LENGTH,
@@ -85,9 +85,9 @@ def test_a_processor_that_writes_to_the_scores(target, drafter, prompt, rows):
         "output_scores": True,
     }
     output, _ = speculate(
-        target, drafter, prompt.repeat(rows, 1), logits_processor=[Forbids()], num_assistant_tokens=5, **kwargs
+        target, drafter, prompt.repeat(num_sequences, 1), logits_processor=[Forbids()], num_assistant_tokens=5, **kwargs
     )
-    expected = target.generate(prompt.repeat(rows, 1), logits_processor=[Forbids()], **kwargs)
+    expected = target.generate(prompt.repeat(num_sequences, 1), logits_processor=[Forbids()], **kwargs)
     for name in ("sequences", "scores", "logits"):
         assert_close(name, output[name], expected[name], TARGET_FORWARD)
 
@@ -137,8 +137,8 @@ def test_a_tensor_unless_a_dict_is_asked_for(target, drafter, prompt):
     assert isinstance(output, torch.Tensor)
 
 
-def test_memory_of_rejected_rows_is_not_kept(target, drafter, prompt):
-    """Whoever keeps the outputs keeps what they are views of: at most the rows of one round."""
+def test_memory_of_rejected_drafts_is_not_kept(target, drafter, prompt):
+    """Whoever keeps the outputs keeps what they are views of: at most the logits of one round."""
     kwargs = {"return_dict_in_generate": True, "output_scores": True, "num_assistant_tokens": 3}
     output, _ = speculate(target, drafter, prompt, max_new_tokens=LENGTH, do_sample=False, **kwargs)
     assert all(scores.untyped_storage().nbytes() <= 4 * 4 * scores.numel() for scores in output.scores)

@@ -13,6 +13,7 @@ from chi_square import critical_value, statistic
 from close import assert_close
 from conftest import build_target
 from observers import Diary, speculate
+from proposers import build_proposer, propose
 from torch import Tensor
 from transformers import (
     LogitsProcessorList,
@@ -26,12 +27,9 @@ from transformers import (
 )
 
 from eagle31_hf import Eagle31Config, Eagle31DrafterModel, Eagle31DrafterOutput
-from eagle31_hf.generation.aux_states import AuxStates
 from eagle31_hf.generation.draft_sampler import DraftSampler
-from eagle31_hf.generation.drafter_runner import DrafterRunner
 from eagle31_hf.generation.noise import Noise
 from eagle31_hf.generation.planning.plan import Plan
-from eagle31_hf.generation.proposer import Proposer
 from eagle31_hf.generation.rejection_sampler import RejectionSampler
 from eagle31_hf.generation.sequences import Sequences
 from eagle31_hf.generation.stopping import Ends, Stopping
@@ -113,13 +111,10 @@ def drawn(target, drafter, processors, depth: int, monkeypatch, threshold: float
     next_token, counts = exact(target, processors), torch.zeros(V**LENGTH)
     torch.manual_seed(0)
     noise = Noise(1, V, torch.device("cpu"), is_coupled=False)
-    draft_sampler, sampler = (
-        DraftSampler(drafter, V, processors, noise, threshold, 1),
-        RejectionSampler(processors, noise),
-    )
-    unread = AuxStates(states[:, :-1], PROMPT[:, 1:], [PROMPT.shape[1] - 1])
+    sampler = RejectionSampler(processors, noise)
     for _ in range(draws):
-        drafts = Proposer(DrafterRunner(drafter, [0]), draft_sampler).propose(unread, [PROMPT], Plan(depth))
+        proposer = build_proposer(drafter, processors, noise, threshold, vocab_size=V)
+        drafts = propose(proposer, PROMPT, states, 0, PROMPT.shape[1] - 1, Plan(depth))
         assert drafts.logits is not None, "drafts were not verified by rejection sampling"
         drafted, sequences = drafts.ids[0].tolist(), Sequences(PROMPT, 0, [0])
         text = number(drafted + [0] * (depth - len(drafted)))

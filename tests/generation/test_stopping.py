@@ -4,8 +4,8 @@ import pytest
 import torch
 from close import assert_close
 from conftest import greedy_text
+from draftings import DRAFTINGS
 from observers import Countdown, Diary, speculate
-from test_slots import DRAFTINGS
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
@@ -120,7 +120,7 @@ def test_max_time_ends_after_the_first_token(target, drafter, prompt):
 
 
 def test_max_time_ends_inside_a_burst(target, drafter, prompt, monkeypatch):
-    """A clock that ticks once for every criterion asked: then the time is up at a certain token, whatever the bursts."""
+    """A clock that ticks once for every criterion asked: the time is up at a certain token, whatever the bursts."""
     ticks = iter(range(1000))
     monkeypatch.setattr("transformers.generation.stopping_criteria.time.time", lambda: float(next(ticks)))
     output, stats = speculate(target, drafter, prompt, num_assistant_tokens=5, max_time=6.5, **GREEDY)
@@ -176,11 +176,11 @@ class Confidant(BaseStreamer, LogitsProcessor, StoppingCriteria):
 
 @pytest.mark.parametrize("stops", [True, False])
 @pytest.mark.parametrize("heard", ["streamer", "processor", "criterion"])
-@pytest.mark.parametrize(("drafting", "num_rows"), [("chain", 1), ("tree", 1), ("chain", 3)])
+@pytest.mark.parametrize(("drafting", "num_sequences"), [("chain", 1), ("tree", 1), ("chain", 3)])
 def test_what_the_user_plugs_in_is_called_in_plain_decodings_order(
-    target, drafter, prompt, drafting, num_rows, heard, stops
+    target, drafter, prompt, drafting, num_sequences, heard, stops
 ):
-    prompts = prompt.repeat(num_rows, 1)
+    prompts = prompt.repeat(num_sequences, 1)
     for count in (1, 2, 3, 5, 8, 13):
         texts, users = [], []
         for assistant in ({}, {"assistant_model": drafter, **DRAFTINGS[drafting]}):

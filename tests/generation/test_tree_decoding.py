@@ -13,6 +13,7 @@ from chi_square import critical_value, statistic
 from close import TARGET_FORWARD, assert_close
 from conftest import TARGETS, VOCAB, build_target, greedy_text
 from observers import Countdown, Diary, InterruptError, Puts, num_hooks, raise_at, speculate
+from proposers import build_proposer, propose
 from test_threads import PROMPTS, at_once
 from torch import Tensor
 from torch.nn.functional import pad
@@ -31,9 +32,6 @@ from eagle31_hf import Eagle31Config, Eagle31DrafterModel
 from eagle31_hf.cache.masks import SlotMask
 from eagle31_hf.cache.transfer import Mirrored
 from eagle31_hf.generation import hook
-from eagle31_hf.generation.aux_states import AuxStates
-from eagle31_hf.generation.draft_sampler import DraftSampler
-from eagle31_hf.generation.drafter_runner import DrafterRunner
 from eagle31_hf.generation.noise import Noise
 from eagle31_hf.generation.planning.plan import Plan
 from eagle31_hf.generation.proposer import Proposer
@@ -501,9 +499,8 @@ def drawn(
     top_k, total, depth = shape
     states, _ = target_states(target, START, drafter.config.aux_hidden_state_layer_ids)
     length, cpu = START.shape[1] - 1, torch.device("cpu")
-    proposer = Proposer(DrafterRunner(drafter, [0]), DraftSampler(drafter, V, processors, None, 0.0, 1))
-    unread = AuxStates(states[:, :-1], START[:, 1:], [length])
-    tree = proposer.propose(unread, [START], Plan(depth, top_k, top_k, total))
+    proposer = build_proposer(drafter, processors, vocab_size=V)
+    tree = propose(proposer, START, states, 0, length, Plan(depth, top_k, top_k, total))
     past = DynamicCache()
     target(START[:, :-1], past_key_values=past)
     masks = slot_masks(target, past, SlotMask(Mirrored([length]), tree.ancestors, tree.depths, tree.depths))

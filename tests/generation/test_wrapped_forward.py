@@ -6,9 +6,11 @@ import pytest
 from batches import left_padded
 from close import assert_close
 from conftest import build_drafter, build_target
+from draftings import DRAFTINGS, steady_clock
 from observers import speculate
-from test_slots import DRAFTINGS, steady_clock
 from transformers import PreTrainedModel, StaticCache
+
+from eagle31_hf.targets import probe
 
 LENGTH = 9
 IDS, MASK = left_padded([[1, 2, 3, 5, 8], [4, 4], [9, 0, 7]])
@@ -126,8 +128,8 @@ def test_chains_where_positions_are_hidden_and_one_line_says_so(wrapping, monkey
     target, lines = build_target("qwen3"), []
     drafter = build_drafter(target)
     wrapping(target)
-    monkeypatch.setattr(selftest, "_verdicts", {})
-    monkeypatch.setattr(selftest.logger, "warning", lambda text, *values: lines.append(text % values))
+    monkeypatch.setattr(probe, "_verdicts", {})
+    monkeypatch.setattr(probe.logger, "warning", lambda text, *values: lines.append(text % values))
     _, stats = speculate(target, drafter, IDS[:1], max_new_tokens=LENGTH, do_sample=False, **DRAFTINGS["tree"])
     assert len(lines) == (wrapping in HIDDEN)
     assert all("chains instead of trees for" in line for line in lines)

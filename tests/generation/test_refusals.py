@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from eagle31_hf import Eagle31Config, Eagle31DrafterModel
+from eagle31_hf.generation.planning.settings import DraftingSettings, resolve_settings
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
 
@@ -89,7 +90,7 @@ def refused(target, drafter, entry, message, **kwargs):
     assert [model.generation_config.to_dict() for model in (target, drafter)] == configs
 
 
-BATCHES = {  # refused before, and no more: (rows of the prompt, what is asked, rows that come back)
+BATCHES = {  # refused before, and no more: (prompts, what is asked, sequences that come back)
     "batch": (3, {}, 3),
     "return_sequences": (1, {"num_return_sequences": 2, "do_sample": True}, 2),
     "batch_of_return_sequences": (2, {"num_return_sequences": 3, "do_sample": True}, 6),
@@ -97,12 +98,14 @@ BATCHES = {  # refused before, and no more: (rows of the prompt, what is asked, 
 
 
 @ENTRIES
-@pytest.mark.parametrize(("num_rows", "kwargs", "expected"), BATCHES.values(), ids=BATCHES)
-def test_a_batch_is_not_refused(target, drafter, prompt, entry, num_rows, kwargs, expected):
-    output = target.generate(prompt.repeat(num_rows, 1), num_assistant_tokens=3, **GREEDY | entry(drafter) | kwargs)
+@pytest.mark.parametrize(("num_sequences", "kwargs", "expected"), BATCHES.values(), ids=BATCHES)
+def test_a_batch_is_not_refused(target, drafter, prompt, entry, num_sequences, kwargs, expected):
+    output = target.generate(
+        prompt.repeat(num_sequences, 1), num_assistant_tokens=3, **GREEDY | entry(drafter) | kwargs
+    )
     assert output.shape == (expected, prompt.shape[1] + 8)
     if "do_sample" not in kwargs:
-        assert_close("text", output, target.generate(prompt, **GREEDY).repeat(num_rows, 1))
+        assert_close("text", output, target.generate(prompt, **GREEDY).repeat(num_sequences, 1))
 
 
 @ENTRIES
@@ -271,77 +274,92 @@ def test_a_drafters_own_bad_knob_is_refused_too(target, prompt):
 
 
 KNOBS = {  # given in the call, generation config, drafter's own: the result
-    "default": ({}, {}, {}, Knobs(None, 0.0, None, None)),
-    "drafter": ({}, {}, {"num_assistant_tokens": 3, "assistant_confidence_threshold": 0.2}, Knobs(3, 0.2, None, None)),
+    "default": ({}, {}, {}, DraftingSettings(None, 0.0, None, None)),
+    "drafter": (
+        {},
+        {},
+        {"num_assistant_tokens": 3, "assistant_confidence_threshold": 0.2},
+        DraftingSettings(3, 0.2, None, None),
+    ),
     "config": (
         {},
         {"num_assistant_tokens": 7, "assistant_confidence_threshold": 0.1},
         {"num_assistant_tokens": 3},
-        Knobs(7, 0.1, None, None),
+        DraftingSettings(7, 0.1, None, None),
     ),
     "stock_defaults": (
         {},
         {"num_assistant_tokens": 20, "assistant_confidence_threshold": 0.4},
         {},
-        Knobs(None, 0.0, None, None),
+        DraftingSettings(None, 0.0, None, None),
     ),
     "call": (
         {"num_assistant_tokens": 20, "assistant_confidence_threshold": 0.4},
         {"num_assistant_tokens": 7},
         {},
-        Knobs(20, 0.4, None, None),
+        DraftingSettings(20, 0.4, None, None),
     ),
-    "call_of_auto": ({"num_assistant_tokens": "auto"}, {"num_assistant_tokens": 7}, {}, Knobs(None, 0.0, None, None)),
+    "call_of_auto": (
+        {"num_assistant_tokens": "auto"},
+        {"num_assistant_tokens": 7},
+        {},
+        DraftingSettings(None, 0.0, None, None),
+    ),
     "call_of_zero": (
         {"assistant_confidence_threshold": 0.0},
         {},
         {"assistant_confidence_threshold": 0.9},
-        Knobs(None, 0.0, None, None),
+        DraftingSettings(None, 0.0, None, None),
     ),
-    "none_in_call": ({"num_assistant_tokens": None}, {}, {"num_assistant_tokens": 2}, Knobs(2, 0.0, None, None)),
+    "none_in_call": (
+        {"num_assistant_tokens": None},
+        {},
+        {"num_assistant_tokens": 2},
+        DraftingSettings(2, 0.0, None, None),
+    ),
     "none_in_drafter": (
         {},
         {},
         {"num_assistant_tokens": None, "assistant_confidence_threshold": None},
-        Knobs(None, 0.0, None, None),
+        DraftingSettings(None, 0.0, None, None),
     ),
     "tree": (
         {"draft_tree_top_k": 4},
         {},
         {"num_assistant_tokens": 6, "draft_tree_total_tokens": 24},
-        Knobs(6, 0.0, 4, 24),
+        DraftingSettings(6, 0.0, 4, 24),
     ),
     "tree_of_auto": (
         {"draft_tree_top_k": "auto", "num_assistant_tokens": 2},
         {},
         {"draft_tree_top_k": 4},
-        Knobs(2, 0.0, None, None),
+        DraftingSettings(2, 0.0, None, None),
     ),
 }
 
 
 @pytest.mark.parametrize(("given", "configured", "own", "expected"), KNOBS.values(), ids=KNOBS)
-def test_resolve_knobs(target, given, configured, own, expected):
+def test_resolve_settings(target, given, configured, own, expected):
     drafter = build_drafter(target)
     drafter.generation_config.update(**own)
     for name in ("draft_tree_top_k", "draft_tree_total_tokens"):
         setattr(drafter.generation_config, name, own.get(name))  # `update` keeps to what a config knows
-    assert resolve_knobs(drafter, GenerationConfig(**configured), given) == expected
+    assert resolve_settings(drafter, GenerationConfig(**configured), given) == expected
 
 
 MAY_DRAW_TREES = [  # auto may, unless one child a node was asked for; a fixed depth only when asked
-    (Knobs(None, 0.0, None, None), True),
-    (Knobs(None, 0.0, 1, None), False),
-    (Knobs(None, 0.0, 4, None), True),
-    (Knobs(5, 0.0, None, None), False),
-    (Knobs(5, 0.0, 1, 60), False),
-    (Knobs(5, 0.0, 2, None), True),
+    (DraftingSettings(None, 0.0, None, None), True),
+    (DraftingSettings(None, 0.0, 1, None), False),
+    (DraftingSettings(None, 0.0, 4, None), True),
+    (DraftingSettings(5, 0.0, None, None), False),
+    (DraftingSettings(5, 0.0, 1, 60), False),
+    (DraftingSettings(5, 0.0, 2, None), True),
 ]
 
 
-@pytest.mark.parametrize(("knobs", "expected"), MAY_DRAW_TREES, ids=str)
-def test_which_knobs_may_draw_trees(knobs, expected):
-    assert knobs.may_draw_trees == expected
+@pytest.mark.parametrize(("settings", "expected"), MAY_DRAW_TREES, ids=str)
+def test_which_settings_may_draw_trees(settings, expected):
+    assert settings.may_draw_trees == expected
 
 
 def test_a_target_that_keeps_no_cache_is_refused(target, drafter, prompt):

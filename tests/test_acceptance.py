@@ -1,4 +1,4 @@
-"""What speculation achieved, recounted by hand."""
+"""Statistics of speculation, recounted by hand."""
 
 import contextvars
 from threading import Thread
@@ -8,22 +8,22 @@ import torch
 from observers import Puts, speculate
 
 from eagle31_hf import AcceptanceStats, track_acceptance
-from eagle31_hf.acceptance import SequenceStats
+from eagle31_hf.acceptance import CHAINS, LOCK_STEP, PLAIN, TREES, SequenceStats
 
 GREEDY = {"max_new_tokens": 24, "do_sample": False}
 DRAFTED = GREEDY | {"num_assistant_tokens": 5}
 
 
 class Recount(Puts):
-    """Rows of every target forward, and how many tokens were streamed before the next."""
+    """Tokens of every target forward, and how many tokens were streamed before the next."""
 
     def __init__(self, target):
         super().__init__()
-        self.rows, self.tokens = [], []
+        self.read, self.tokens = [], []
         self.handle = target.register_forward_pre_hook(self.forward, with_kwargs=True)
 
     def forward(self, module, args, kwargs):
-        self.rows.append(kwargs["input_ids"].shape[1])
+        self.read.append(kwargs["input_ids"].shape[1])
         self.tokens.append(0)
 
     def put(self, value):
@@ -41,12 +41,12 @@ class Recount(Puts):
 def test_recounted(target, drafter, prompt, depth, kwargs):
     recount = Recount(target)
     output, stats = speculate(target, drafter, prompt, num_assistant_tokens=depth, streamer=recount, **GREEDY, **kwargs)
-    (_, *rows), (prefill, *tokens) = recount.rows, recount.tokens
+    (_, *read), (prefill, *tokens) = recount.read, recount.tokens
     assert prefill == stats.prefills == 1
-    assert stats.target_forwards == len(rows)
+    assert stats.target_forwards == len(read)
     assert stats.generated_tokens == 1 + sum(tokens) == output.shape[1] - prompt.shape[1]
-    assert stats.mean_accepted_length == pytest.approx(sum(tokens) / len(rows))
-    drafted, accepted = [row - 1 for row in rows], [count - 1 for count in tokens]
+    assert stats.mean_accepted_length == pytest.approx(sum(tokens) / len(read))
+    drafted, accepted = [count - 1 for count in read], [count - 1 for count in tokens]
     # the last token may have been a draft: then no token of the target's own follows
     if kwargs.get("eos_token_id") == output[0, -1]:
         accepted[-1] = stats.accepted_per_round[-1]
@@ -136,35 +136,53 @@ def test_summary_and_seconds(target, drafter, prompt):
 def test_counts_of_one_round():
     stats = AcceptanceStats()
     stats.add_prefill([1])
-    stats.add_round(drafted=3, accepted=[1], tokens=[2])
-    stats.add_round(drafted=0, accepted=[0], tokens=[1])
-    stats.add_round(drafted=4, accepted=[4], tokens=[5])
+    stats.add_round(CHAINS, drafted=3, accepted=[1], tokens=[2])
+    stats.add_round(PLAIN, drafted=0, accepted=[0], tokens=[1])
+    stats.add_round(CHAINS, drafted=4, accepted=[4], tokens=[5])
     assert stats.drafted_per_position == [2, 2, 2, 1]
     assert stats.accepted_per_position == [2, 1, 1, 1]
     assert stats.accepted_per_round == [1, 0, 4]
+    assert stats.kinds == {CHAINS: 2, PLAIN: 1}
     assert stats.mean_accepted_length == 8 / 3
     assert torch.allclose(torch.tensor(stats.acceptance_rates), torch.tensor([1.0, 0.5, 0.5, 1.0]))
     assert stats.sequences[0] == SequenceStats(1, 9, [2, 2, 2, 1], [2, 1, 1, 1], [1, 0, 4])
-    assert "by row" not in stats.summary()
+    assert "by sequence" not in stats.summary()
 
 
-def test_counts_of_two_rows():
+def test_counts_of_two_sequences():
     """A forward serves both; one that has ended counts for nothing more."""
     stats = AcceptanceStats()
     stats.add_prefill([1, 1])
-    stats.add_round(drafted=2, accepted=[2, 0], tokens=[3, 1])
-    stats.add_round(drafted=3, accepted=[None, 1], tokens=[0, 2])
+    stats.add_round(CHAINS, drafted=2, accepted=[2, 0], tokens=[3, 1])
+    stats.add_round(CHAINS, drafted=3, accepted=[None, 1], tokens=[0, 2])
     assert stats.sequences == [
         SequenceStats(1, 4, [1, 1], [1, 1], [2]),
         SequenceStats(1, 4, [2, 2, 1], [1, 0, 0], [0, 1]),
     ]
-    assert [row.mean_accepted_length for row in stats.sequences] == [3.0, 1.5]
+    assert [one.mean_accepted_length for one in stats.sequences] == [3.0, 1.5]
     assert (stats.target_forwards, stats.prefills, stats.generated_tokens) == (2, 2, 8)
     assert stats.accepted_per_round == [2, 0, 1]
     assert stats.drafted_per_position == [3, 3, 1]
     assert stats.mean_accepted_length == 2.0
-    assert "2.00 tokens per target forward and row" in stats.summary()
-    assert "by row: 3.00 1.50" in stats.summary()
+    assert "2.00 tokens per target forward and sequence" in stats.summary()
+    assert "by sequence: 3.00 1.50" in stats.summary()
+
+
+KINDS = {  # the number of prompts, what is asked, the kind of every round that drafts
+    "chain": (1, {"num_assistant_tokens": 3}, CHAINS),
+    "tree": (1, {"num_assistant_tokens": 3, "draft_tree_top_k": 2, "draft_tree_total_tokens": 8}, TREES),
+    "batch": (2, {"num_assistant_tokens": 3}, CHAINS),
+    "lock_step": (2, {"num_assistant_tokens": 3, "output_scores": True, "return_dict_in_generate": True}, LOCK_STEP),
+}
+
+
+@pytest.mark.parametrize(("num_sequences", "kwargs", "kind"), KINDS.values(), ids=KINDS)
+def test_kinds_of_rounds(target, drafter, prompt, num_sequences, kwargs, kind):
+    _, stats = speculate(target, drafter, prompt.repeat(num_sequences, 1), **GREEDY, **kwargs)
+    assert sum(stats.kinds.values()) == stats.target_forwards
+    assert stats.kinds[kind] > 3
+    assert set(stats.kinds) <= {kind, PLAIN}  # nothing is left to draft for the last token
+    assert stats.kinds[PLAIN] <= 1
 
 
 def test_what_auto_chose_is_counted_round_by_round(target, drafter, prompt):
