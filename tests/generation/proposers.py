@@ -24,10 +24,11 @@ def build_proposer(
     threshold: float = 0.0,
     num_sequences: int = 1,
     vocab_size: int = VOCAB,
+    first_position: int = 0,
 ) -> Proposer:
-    """A proposer that has read nothing yet, for sequences that begin at position 0."""
+    """A proposer that has read nothing yet. `first_position`: of the first token it will read of each sequence."""
     sampler = DraftSampler(drafter, vocab_size, LogitsProcessorList(processors), noise, threshold, num_sequences)
-    return Proposer(DrafterRunner(drafter, [0] * num_sequences), sampler)
+    return Proposer(DrafterRunner(drafter, [first_position] * num_sequences), sampler)
 
 
 def states_for(target, drafter: Eagle31DrafterModel, text: Tensor) -> Tensor:

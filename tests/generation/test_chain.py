@@ -6,12 +6,13 @@ import pytest
 import torch
 from close import FORWARD, assert_close
 from conftest import TARGETS, VOCAB
-from eagle31_hf.generation.drafting import DraftSession, Reading
 from observers import num_hooks, speculate
+from proposers import build_proposer, states_for, unread
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper
 
 from eagle31_hf import Eagle31CandidateGenerator
-from eagle31_hf.generation import decoding
+from eagle31_hf.generation.planning.plan import Plan
+from eagle31_hf.generation.proposer import Proposer
 from eagle31_hf.targets.layers import target_states
 
 LENGTH = 20
@@ -24,11 +25,6 @@ class Watched(Eagle31CandidateGenerator):
         ids, logits = super().get_candidates(input_ids, *args, is_first_iteration=is_first_iteration, **kwargs)
         self.__dict__.setdefault("rounds", []).append([ids.shape[1] - input_ids.shape[1]])
         return ids, logits
-
-    def propose(self, contexts, *args):
-        proposal = super().propose(contexts, *args)
-        self.__dict__.setdefault("proposals", []).append((contexts[0], proposal.ids))
-        return proposal
 
     def update_candidate_strategy(self, input_ids, scores, num_matches):
         self.rounds[-1].append(int(num_matches))
@@ -88,38 +84,37 @@ def padded_by_two(target, prompt):
 STARTS = {"plain": (lambda target, prompt: {}, 0), "cached": (cached_by, 3), "padded": (padded_by_two, 2)}
 
 
+@pytest.fixture
+def proposals(monkeypatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The first sequence's text and the drafts after it, of every round."""
+    noted, original = [], Proposer.propose
+
+    def propose(self, unread, prefixes, plan):
+        drafts = original(self, unread, prefixes, plan)
+        noted.append((prefixes[0], drafts.ids))
+        return drafts
+
+    monkeypatch.setattr(Proposer, "propose", propose)
+    return noted
+
+
 @pytest.mark.parametrize("name", ["eagle31", "two_layers", "window_4"])
-@pytest.mark.parametrize(("start", "unread"), STARTS.values(), ids=STARTS)
+@pytest.mark.parametrize(("start", "first"), STARTS.values(), ids=STARTS)
 @torch.no_grad()
-def test_drafts_follow_from_the_committed_text_alone(target, make_drafter, prompt, monkeypatch, start, unread, name):
-    """Round by round the same drafts as from a fresh session that reads the states of the whole text at once."""
-    drafter, generators = make_drafter(target, name), []
-    monkeypatch.setattr(
-        decoding,
-        "Eagle31CandidateGenerator",
-        lambda *args, **kwargs: generators.append(Watched(*args, **kwargs)) or generators[0],
-    )
-    kwargs = start(target, prompt)
-    speculate(
-        target,
-        drafter,
-        prompt,
-        num_assistant_tokens=3,
-        max_new_tokens=LENGTH,
-        do_sample=False,
-        pad_token_id=0,
-        **kwargs,
-    )
-    num_padding = unread if "attention_mask" in kwargs else 0
-    position = unread - num_padding
-    for text, drafts in generators[0].proposals:
-        states, _ = target_states(target, text[:, num_padding:-1], generators[0].layer_ids)
-        session = DraftSession(
-            drafter, VOCAB, LogitsProcessorList(), draws=None, confidence_threshold=0.0, starts=[position]
-        )
-        whole = Reading(states[:, position:], text[:, unread + 1 :], [text.shape[1] - unread - 1])
-        assert_close(f"drafts after {text.tolist()}", drafts, session.propose_chain(whole, [text], drafts.shape[1]).ids)
-    assert len(generators[0].proposals) > 3
+def test_drafts_follow_from_the_committed_text_alone(target, make_drafter, prompt, proposals, start, first, name):
+    """Round by round the same drafts as from a fresh proposer that reads the states of the whole text at once."""
+    drafter, kwargs = make_drafter(target, name), start(target, prompt)
+    greedy = {"max_new_tokens": LENGTH, "do_sample": False, "pad_token_id": 0}
+    speculate(target, drafter, prompt, num_assistant_tokens=3, **greedy, **kwargs)
+    assert len(proposals) > 3
+    num_padding = first if "attention_mask" in kwargs else 0
+    for text, drafts in list(proposals):
+        unpadded = text[:, num_padding:]
+        states = states_for(target, drafter, unpadded[:, :-1])
+        fresh = build_proposer(drafter, first_position=first - num_padding)
+        whole = unread(unpadded, states, first - num_padding, unpadded.shape[1] - 1)
+        expected = fresh.propose(whole, [text], Plan(drafts.shape[1])).ids
+        assert_close(f"drafts after {text.tolist()}", drafts, expected)
 
 
 def test_the_first_call_drafts_nothing_and_no_draft_reaches_past_the_end(target, drafter, prompt):

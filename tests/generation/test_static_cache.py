@@ -1,6 +1,6 @@
 """A static cache: the text is the target's own, its tensors stay where they are, and attention always sees all of them.
 
-B rows, R tokens of a forward.
+B sequences, R tokens of a forward.
 """
 
 import families
@@ -8,12 +8,13 @@ import pytest
 import torch
 from close import TARGET_FORWARD, assert_close
 from conftest import TARGETS, build_target, greedy_text
-from eagle31_hf.generation.drafting import DraftSession
+from draftings import DRAFTINGS, steady_clock
 from observers import num_hooks, speculate
-from test_slots import DRAFTINGS, steady_clock
 from torch import Tensor
 from transformers import StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from eagle31_hf.generation.proposer import Proposer
 
 LENGTH = 24
 PROMPTS = {1: [[1, 2, 3, 5, 8]], 4: [[1, 2, 3, 5, 8], [4, 4, 4, 4, 4], [9, 0, 7, 7, 1], [3, 1, 2, 2, 6]]}
@@ -23,15 +24,15 @@ PROMPTS = {1: [[1, 2, 3, 5, 8]], 4: [[1, 2, 3, 5, 8], [4, 4, 4, 4, 4], [9, 0, 7,
 def sizes(monkeypatch) -> list[int]:
     """How many tokens, with the root, every drafted tree has."""
     drafted: list[int] = []
-    original = DraftSession.propose_tree
+    original = Proposer.propose
 
-    def propose_tree(self, *args, **kwargs):
-        proposal = original(self, *args, **kwargs)
-        if proposal.tree is not None:
-            drafted.append(proposal.num_rows)
-        return proposal
+    def propose(self, *args):
+        drafts = original(self, *args)
+        if not drafts.is_chain:
+            drafted.append(drafts.num_nodes)
+        return drafts
 
-    monkeypatch.setattr(DraftSession, "propose_tree", propose_tree)
+    monkeypatch.setattr(Proposer, "propose", propose)
     return drafted
 
 
@@ -42,11 +43,11 @@ def decode(target, drafter, prompt: Tensor, drafting: str | None, count: int, **
         return target.generate(prompt, max_new_tokens=count, do_sample=False, **knobs, **kwargs)
 
 
-@pytest.mark.parametrize("rows", PROMPTS, ids="{}_rows".format)
+@pytest.mark.parametrize("count", PROMPTS, ids="{}_prompts".format)
 @pytest.mark.parametrize("drafting", DRAFTINGS)
 @pytest.mark.parametrize("kind", TARGETS)
-def test_text_is_that_of_the_target_alone(make_target, make_drafter, kind, drafting, rows):
-    target, prompt = make_target(kind), torch.tensor(PROMPTS[rows])
+def test_text_is_that_of_the_target_alone(make_target, make_drafter, kind, drafting, count):
+    target, prompt = make_target(kind), torch.tensor(PROMPTS[count])
     got = decode(target, make_drafter(target), prompt, drafting, LENGTH, cache_implementation="static")
     assert_close("text", got, target.generate(prompt, max_new_tokens=LENGTH, do_sample=False))
 
@@ -72,8 +73,8 @@ def test_a_token_alone_in_its_forward_sees_the_text_only(make_target, make_draft
 
 @pytest.mark.parametrize("drafting", DRAFTINGS)
 def test_a_dynamic_cache_asked_for_by_name(target, drafter, drafting):
-    for rows in PROMPTS.values():
-        prompt = torch.tensor(rows)
+    for prompts in PROMPTS.values():
+        prompt = torch.tensor(prompts)
         got = decode(target, drafter, prompt, drafting, LENGTH, cache_implementation="dynamic")
         assert_close("text", got, target.generate(prompt, max_new_tokens=LENGTH, do_sample=False))
 
@@ -83,7 +84,7 @@ def test_a_dynamic_cache_asked_for_by_name(target, drafter, drafting):
 
 @pytest.fixture
 def attended(monkeypatch) -> list:
-    """What every call of attention gets: the layer, where its keys are, how many of them, and how many its mask is for."""
+    """Notes of every call of attention: the layer, where its keys are, how many of them, and how many its mask is for."""
     calls, original = [], ALL_ATTENTION_FUNCTIONS["sdpa"]
 
     def watching(module, query, key, value, attention_mask, *args, **kwargs):
@@ -99,7 +100,7 @@ def attended(monkeypatch) -> list:
 @pytest.mark.parametrize("kind", TARGETS)
 @pytest.mark.parametrize("drafting", DRAFTINGS)
 def test_addresses_and_shapes_never_change(make_target, make_drafter, attended, prompt, kind, drafting):
-    """What a captured graph of the forward relies on. An earlier turn has filled the cache and so decided where it is."""
+    """A captured graph of the forward relies on it. An earlier turn has filled the cache and so decided where it is."""
     target, past = make_target(kind), StaticCache(config=make_target(kind).config, max_cache_len=60)
     target(prompt[:, :3], past_key_values=past)
     homes = [(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in past.layers]
