@@ -4,13 +4,14 @@ import pytest
 import torch
 from close import assert_close
 from conftest import REREADS_IN_CHUNKS, greedy_text
+from draftings import CACHES, DRAFTINGS, steady_clock
 from observers import InterruptError, Puts, num_hooks
-from test_slots import CACHES, DRAFTINGS, steady_clock
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
-from eagle31_hf import track_acceptance
+from eagle31_hf import acceptance, track_acceptance
+from eagle31_hf.targets import probe
 from eagle31_hf.targets.layers import decoder_layers
 
 LENGTH = 20
@@ -76,7 +77,7 @@ def all_hooks(*models) -> list:
 def assert_clean(target, drafter, prompt: Tensor, way: str) -> None:
     """No hooks, no open trackers, and a next call that says what the target says, counted from zero."""
     assert num_hooks(target) == num_hooks(drafter) == 0
-    assert statistics._trackers.get() == ()
+    assert acceptance._trackers.get() == ()
     with steady_clock(target, drafter), track_acceptance() as stats:
         output = target.generate(
             prompt, assistant_model=drafter, max_new_tokens=LENGTH, do_sample=False, **DRAFTINGS[way]
@@ -132,11 +133,11 @@ def test_without_the_hook(target, drafter, prompt, place):
 @pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
 def test_while_the_target_is_tried_out(target, drafter, prompt, monkeypatch, error):
     """An interrupted self-test is no verdict: the next call tries again."""
-    monkeypatch.setattr(selftest, "_verdicts", {})
+    monkeypatch.setattr(probe, "_verdicts", {})
     failing_generate(target, drafter, prompt, "target", 1, error, **DRAFTINGS["tree"])
-    assert selftest._verdicts == {}
+    assert probe._verdicts == {}
     assert_clean(target, drafter, prompt, "tree")
-    assert list(selftest._verdicts.values()) == [None]
+    assert list(probe._verdicts.values()) == [None]
 
 
 # --- the caller's cache ---

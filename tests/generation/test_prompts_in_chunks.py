@@ -1,28 +1,29 @@
 """A prompt in pieces is the same prompt: `prefill_chunk_size` saves memory and changes nothing else.
 
-B rows, L tokens of the prompt, n captured layers of width ht.
+B sequences, L tokens of the prompt, n captured layers of width ht.
 """
 
 import pytest
 import torch
 from close import TARGET_FORWARD, assert_close
 from conftest import REREADS_IN_CHUNKS, WIDTH, build_drafter, build_target, greedy_text
-from eagle31_hf.generation.drafting import DraftSession, Reading
+from draftings import DRAFTINGS, steady_clock
 from observers import num_hooks, speculate
-from test_slots import DRAFTINGS, steady_clock
+from proposers import states_for
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import LogitsProcessorList
 
 from eagle31_hf import Eagle31DrafterModel
-from eagle31_hf.generation import chain, drafting
-from eagle31_hf.targets.layers import CapturedStates, target_states
+from eagle31_hf.generation import drafter_runner, unread_states
+from eagle31_hf.generation.aux_states import AuxStates
+from eagle31_hf.generation.drafter_runner import DrafterRunner
+from eagle31_hf.targets.layers import CapturedStates
 
 CHUNKS = (1, 3, 13, 50)
 LONG = 400
-# Of three rows with 0, 4 and 12 tokens of padding.
+# Three prompts with 0, 4 and 12 tokens of padding.
 PADDED = torch.tensor(
     [[1, 2, 3, 5, 8, 2, 7, 10, 2, 10, 6, 8, 2], [0, 0, 0, 0, 9, 0, 7, 7, 1, 6, 2, 2, 5], [0] * 12 + [3]]
 )
@@ -34,21 +35,21 @@ def knobs(way: str) -> dict:
 
 
 @pytest.fixture
-def sessions(monkeypatch) -> list[DraftSession]:
+def runners(monkeypatch) -> list[DrafterRunner]:
     """The drafter's side of every call."""
-    made, original = [], DraftSession.__init__
+    made, original = [], DrafterRunner.__init__
 
-    def note(self, *args, **kwargs):
-        original(self, *args, **kwargs)
+    def note(self, *args):
+        original(self, *args)
         made.append(self)
 
-    monkeypatch.setattr(DraftSession, "__init__", note)
+    monkeypatch.setattr(DrafterRunner, "__init__", note)
     return made
 
 
 @pytest.fixture
 def fused(monkeypatch) -> list[int]:
-    """How many tokens a row the drafter takes at once."""
+    """How many tokens of each sequence the drafter takes at once."""
     counts, original = [], Eagle31DrafterModel.fuse_target_states
 
     def note(self, states: Tensor) -> Tensor:
@@ -62,13 +63,13 @@ def fused(monkeypatch) -> list[int]:
 @pytest.fixture
 def handed(monkeypatch) -> list[int]:
     """How many tokens' states are put together for the drafter, in which pieces it then takes them."""
-    counts, original = [], DraftSession.read
+    counts, original = [], DrafterRunner.read
 
-    def note(self, reading: Reading):
-        counts.append(reading.states.shape[1])
-        return original(self, reading)
+    def note(self, unread: AuxStates):
+        counts.append(unread.states.shape[1])
+        return original(self, unread)
 
-    monkeypatch.setattr(DraftSession, "read", note)
+    monkeypatch.setattr(DrafterRunner, "read", note)
     return counts
 
 
@@ -105,7 +106,7 @@ def test_text_is_that_of_the_target_alone(make_target, make_drafter, kind, way, 
 @pytest.mark.parametrize("way", DRAFTINGS)
 @pytest.mark.parametrize("kind", ["qwen3", "mistral_window_8"])
 def test_a_batch_with_padding(make_target, make_drafter, kind, way, size):
-    """The first chunks of a row may be padding alone, which is not read."""
+    """The first chunks of a sequence may be padding alone, which is not read."""
     target = make_target(kind)
     drafter, common = make_drafter(target), {"attention_mask": MASK, "pad_token_id": 0}
     with steady_clock(target, drafter):
@@ -138,37 +139,37 @@ def test_with_a_static_cache(target, drafter):
 
 @pytest.mark.parametrize("size", CHUNKS)
 @pytest.mark.parametrize("name", ["eagle31", "two_layers", "window_4", "mla"])
-def test_the_drafters_cache_is_that_of_the_whole_prompt(target, make_drafter, sessions, name, size):
+def test_the_drafters_cache_is_that_of_the_whole_prompt(target, make_drafter, runners, name, size):
     """Else drafts would be worse after a chunked prompt, and nobody would notice."""
     drafter, prompt = make_drafter(target, name), greedy_text(target)[:, :13]
     whole = speculate(target, drafter, prompt, **knobs("chain"))[1]
     pieces = speculate(target, drafter, prompt, prefill_chunk_size=size, **knobs("chain"))[1]
     assert pieces.accepted_per_round == whole.accepted_per_round
-    assert_same_readings(*sessions)
+    assert_same_states_read(*runners)
 
 
 @pytest.mark.parametrize("size", CHUNKS)
-def test_the_drafters_cache_of_a_batch(target, drafter, sessions, size):
+def test_the_drafters_cache_of_a_batch(target, drafter, runners, size):
     for chunk in (None, size):
         common = {"attention_mask": MASK, "pad_token_id": 0, "prefill_chunk_size": chunk}
         speculate(target, drafter, PADDED, **common, **knobs("chain"))
-    assert_same_readings(*sessions)
+    assert_same_states_read(*runners)
 
 
-def assert_same_readings(whole: DraftSession, pieces: DraftSession) -> None:
-    """What the drafter has read of every row, and the keys it holds of it."""
-    assert pieces.lengths == whole.lengths
+def assert_same_states_read(whole: DrafterRunner, pieces: DrafterRunner) -> None:
+    """As much of every sequence, and the same keys of it."""
+    assert pieces.lengths.host == whole.lengths.host
     layers = zip(pieces.past_key_values.layers, whole.past_key_values.layers, strict=True)
     for i, (got, expected) in enumerate(layers):
         window = expected.window or 100
-        for b, length in enumerate(whole.lengths):
+        for b, length in enumerate(whole.lengths.host):
             first = max(0, length - window + 1)
             for name, ours, theirs in zip(("keys", "values"), got.buffers, expected.buffers, strict=True):
                 ours, theirs = (
                     ours[b, :, first - got.first : length - got.first],
                     theirs[b, :, first - expected.first : length - expected.first],
                 )
-                assert_close(f"{name} of layer {i}, row {b}", ours, theirs, TARGET_FORWARD)
+                assert_close(f"{name} of layer {i}, sequence {b}", ours, theirs, TARGET_FORWARD)
 
 
 # --- memory ---
@@ -190,7 +191,7 @@ def test_states_are_read_as_soon_as_their_chunk_has_run(target, drafter, fused, 
 
 
 @pytest.mark.parametrize("batch", [False, True], ids=["alone", "batch"])
-def test_a_long_prompt_is_read_in_pieces(target, drafter, sessions, fused, handed, monkeypatch, batch):
+def test_a_long_prompt_is_read_in_pieces(target, drafter, runners, fused, handed, monkeypatch, batch):
     """A drafter's forward over all of it at once would be the largest of the whole call, and so would a copy of all the
     states."""
     prompt, common = (
@@ -200,18 +201,18 @@ def test_a_long_prompt_is_read_in_pieces(target, drafter, sessions, fused, hande
     assert max(fused) == max(handed) == 12
     fused.clear()
     handed.clear()
-    for module in (chain, drafting):
+    for module in (unread_states, drafter_runner):
         monkeypatch.setattr(module, "READ_AT_ONCE", 5)
     pieces = speculate(target, drafter, prompt, **common, **knobs("chain"))[1]
     assert max(fused) == max(handed) == 5
     assert pieces.accepted_per_round == whole.accepted_per_round
-    assert_same_readings(*sessions)
+    assert_same_states_read(*runners)
 
 
 @pytest.mark.parametrize("way", DRAFTINGS)
 def test_drafting_goes_on_after_long_bursts_were_read_ahead(target, drafter, fused, monkeypatch, prompt, way):
     """As they are where nothing has been drafted for long: states are not held until drafting pays again."""
-    monkeypatch.setattr(chain, "READ_AT_ONCE", 2)
+    monkeypatch.setattr(unread_states, "READ_AT_ONCE", 2)
     with steady_clock(target, drafter):
         output, stats = speculate(target, drafter, prompt, **knobs(way))
     assert_close("text", output, target.generate(prompt, max_new_tokens=15, do_sample=False))
@@ -221,16 +222,15 @@ def test_drafting_goes_on_after_long_bursts_were_read_ahead(target, drafter, fus
 @pytest.mark.parametrize("counts", [[12], [12, 7], [3, 12]], ids=str)
 @pytest.mark.parametrize("at_once", [1, 4, 11])
 def test_pieces_end_in_the_same_state_and_logits(target, drafter, monkeypatch, counts, at_once):
-    """Of every row's own last token, be it in the last piece or long before."""
-    text = greedy_text(target)[:, :13]
-    states, _ = target_states(target, text, drafter.config.resolve_layer_ids(target.config.num_hidden_layers))
-    rows = len(counts)
-    reading = Reading(states[:, :-1].expand(rows, -1, -1), text[:, 1:].expand(rows, -1), counts)
+    """Of every sequence's own last token, be it in the last piece or long before."""
+    text, num_sequences = greedy_text(target)[:, :13], len(counts)
+    states = states_for(target, drafter, text)[:, :-1].expand(num_sequences, -1, -1)
+    unread = AuxStates(states, text[:, 1:].expand(num_sequences, -1), counts)
     results = []
     for size in (100, at_once):
-        monkeypatch.setattr(drafting, "READ_AT_ONCE", size)
-        session = DraftSession(drafter, 11, LogitsProcessorList(), None, 0.0, [0] * rows)
-        results.append((*session.read(reading), session.lengths))
+        monkeypatch.setattr(drafter_runner, "READ_AT_ONCE", size)
+        runner = DrafterRunner(drafter, [0] * num_sequences)
+        results.append((*runner.read(unread), runner.lengths.host))
     assert results[1][2] == results[0][2] == counts
     for name, got, expected in zip(("states", "logits"), results[1], results[0], strict=False):
         assert_close(name, got, expected, TARGET_FORWARD)

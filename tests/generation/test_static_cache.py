@@ -84,7 +84,7 @@ def test_a_dynamic_cache_asked_for_by_name(target, drafter, drafting):
 
 @pytest.fixture
 def attended(monkeypatch) -> list:
-    """Notes of every call of attention: the layer, where its keys are, how many of them, and how many its mask is for."""
+    """Notes of every call of attention: the layer, where its keys are, how many, and how many its mask is for."""
     calls, original = [], ALL_ATTENTION_FUNCTIONS["sdpa"]
 
     def watching(module, query, key, value, attention_mask, *args, **kwargs):
