@@ -1,0 +1,443 @@
+"""What `num_assistant_tokens="auto"` learns and chooses, in worlds of which everything is known: their clock is
+simulated, their drafter's probabilities are the chances that its tokens are accepted, and the best fixed depth can be
+tried out beside it.
+"""
+
+import math
+import random
+import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+import torch
+from close import assert_close
+from torch import Tensor
+
+from eagle31_hf import clock
+from eagle31_hf.clock import Clock
+from eagle31_hf.generation.aux_states import AuxStates
+from eagle31_hf.generation.planning.auto import TRIALS, AutoPlanner
+from eagle31_hf.generation.planning.calibration import MAX_DEPTH, Calibration
+from eagle31_hf.generation.planning.controller import COUNTS, TOP_K
+from eagle31_hf.generation.planning.costs import CostModel, Rate
+from eagle31_hf.generation.planning.fixed import TREE_NODES, FixedPlanner
+from eagle31_hf.generation.planning.knowledge import Knowledge
+from eagle31_hf.generation.planning.plan import UNLIMITED, Plan, Selection
+from eagle31_hf.generation.planning.settings import DraftingSettings
+from eagle31_hf.generation.proposer import Proposer
+from eagle31_hf.generation.rejection_sampler import Accepted
+from eagle31_hf.generation.tree import DraftTokens, HostDrafts
+
+# The figures that auto must reach.
+LEARNING_ROUNDS = 40  # after so many rounds in a world,
+SHARE_OF_BEST = 0.97  # so much of the tokens a second of the best fixed setting,
+SHARE_OF_PLAIN = 0.97  # or, of a drafter that is never right, of plain decoding,
+LEAST_PLAIN_ROUNDS = 450  # with so many of 564 rounds without drafts,
+MOST_PLAIN_ROUNDS = 560  # and once drafting pays again, so many of 600 rounds without
+MOST_PLAIN_LATER = 10  # and so many of the 100 after them.
+FREE_TO_DEAR = 4  # Trees have so many times as many drafts where tokens of a forward are free as where they are dear.
+
+CPU = torch.device("cpu")
+
+
+# --- what is learnt ---
+
+
+def costs(samples: dict[int, list[float]]) -> CostModel:
+    known = CostModel()
+    for size, seconds in samples.items():
+        for second in seconds:
+            known.add(size, second)
+    return known
+
+
+def test_costs_are_what_is_usual_and_lines_between():
+    known = costs({1: [10.0] * 4 + [500.0], 5: [14.0] * 5})
+    assert known.estimate((1, 2, 3, 5, 9)) == [10.0, 11.0, 12.0, 14.0, 18.0]
+    assert CostModel().estimate((1, 7)) == [0.0, 0.0]
+    assert costs({4: [20.0]}).estimate((1, 4, 6)) == [20.0, 20.0, 22.0]
+
+
+def test_old_costs_are_forgotten():
+    known = costs({1: [10.0] * 9 + [30.0] * 9})
+    assert known.estimate((1,)) == [30.0]
+
+
+def test_one_slow_forward_does_not_make_all_larger_ones_slow():
+    """Sizes seen once lie; what contradicts many others is averaged with them."""
+    known = costs({1: [10.0] * 9, 4: [25.0], 8: [12.0] * 9, 16: [14.0] * 9})
+    estimates = known.estimate((1, 4, 8, 16))
+    assert estimates == sorted(estimates)
+    assert estimates[2] < 14.0
+    assert (estimates[0], estimates[3]) == (10.0, 14.0)
+
+
+def test_rates_follow_what_happens_now():
+    rate = Rate()
+    assert rate.value == 0.0
+    for _ in range(50):
+        rate.add(1, 1.0)
+    for _ in range(50):
+        rate.add(4, 1.0)
+    assert 3.0 < rate.value < 4.0
+    rate.fade()
+    for _ in range(10):
+        rate.add(4, 1.0)
+    assert rate.value == pytest.approx(4.0, abs=0.2)
+
+
+TRUTHS = {  # slope, intercept, what every further depth takes away
+    "as_it_says": (1.0, 0.0, 0.0),
+    "overconfident": (0.6, -0.5, 0.0),
+    "timid": (1.6, 0.8, 0.0),
+    "worse_with_depth": (1.0, 0.5, -0.5),
+}
+
+
+@pytest.mark.parametrize(("slope", "intercept", "decay"), TRUTHS.values(), ids=TRUTHS)
+def test_chances_are_calibrated(slope, intercept, decay):
+    calibration, dice = Calibration(), random.Random(0)
+
+    def truth(chance: float, depth: int) -> float:
+        return 1 / (1 + math.exp(-slope * math.log(chance / (1 - chance)) - intercept - decay * depth))
+
+    for _ in range(4000):
+        chance, depth = dice.uniform(0.05, 0.99), dice.randrange(5)
+        calibration.learn(math.log(chance), depth, dice.random() < truth(chance, depth))
+    for depth in range(5):
+        chances = [0.2, 0.5, 0.8, 0.95]
+        found = calibration(torch.tensor([[chances]]).log(), depth).exp()[0, 0]
+        expected = torch.tensor([truth(chance, depth) for chance in chances])
+        assert_close(f"chances at depth {depth}", found, expected, 0.17)
+
+
+def test_learning_is_quick():
+    """What one depth teaches holds for the others, until they say otherwise."""
+    calibration = Calibration()
+    for _ in range(20):
+        calibration.learn(math.log(0.5), 0, accepted=True)
+    assert 0.7 < float(calibration(torch.tensor([[[0.5]]]).log(), MAX_DEPTH - 1).exp()) < 0.95
+
+
+def test_probabilities_of_nothing_and_of_all_are_learnt_from():
+    calibration = Calibration()
+    for log_prob in (float("-inf"), 0.0, -1e-9, -1e4):
+        calibration.learn(log_prob, 0, accepted=False)
+    chances = calibration(torch.tensor([[[float("-inf"), 0.0]]]), 0)
+    assert bool(chances.isfinite().all())
+
+
+# --- what is chosen ---
+
+
+class Drafter:
+    """A world's drafter, in place of `DrafterRunner` and `DraftSampler`: its forwards take time, and `log_probs` has
+    the chance of each of its tokens. No two tokens of a round have the same id."""
+
+    like = torch.zeros(1)
+    reads_text = False
+    noise = None
+
+    def __init__(self, world: "World"):
+        self.world = world
+        self.log_probs: dict[int, float] = {}
+
+    def read(self, unread: AuxStates) -> tuple[Tensor, Tensor]:
+        self.world.spend(self.world.step, 1)
+        return torch.zeros(1, 1, 1), torch.zeros(1, 1, 1)
+
+    def step(self, ids: Tensor, *_) -> tuple[Tensor, Tensor]:
+        width = ids.shape[1]
+        self.world.spend(self.world.step, width)
+        return torch.zeros(1, width, 1), torch.zeros(1, width, 1)
+
+    def settle(self) -> None:
+        """Nothing is kept."""
+
+    def likeliest(self, logits: Tensor, top_k: int, *_) -> tuple[Tensor, Tensor]:
+        log_probs = self.world.log_probs(logits.shape[1], top_k)
+        first = len(self.log_probs) + 1
+        ids = torch.arange(first, first + log_probs.numel()).view_as(log_probs)
+        self.log_probs.update(zip(ids.flatten().tolist(), log_probs.flatten().tolist(), strict=True))
+        return log_probs, ids
+
+    def draw(self, logits: Tensor, *_) -> tuple[Tensor, Tensor, bool]:
+        return self.likeliest(logits[:, None], 1)[1][:, 0], logits, True
+
+
+@dataclass
+class World:
+    """Forwards of so many milliseconds, and a drafter that is right with the chance it says. `keep`: of drafts so many
+    are not refused whatever it says, so 0 is a drafter that is never right."""
+
+    verify: tuple[float, float] = (10.0, 0.15)  # at all, and a token
+    step: tuple[float, float] = (1.0, 0.05)
+    sureness: float = 2.0
+    keep: float = 1.0
+    now: float = 0.0
+    dice: random.Random = field(default_factory=lambda: random.Random(0))
+    torch_dice: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def spend(self, price: tuple[float, float], num_tokens: int) -> float:
+        seconds = (price[0] + price[1] * num_tokens) / 1000 * self.dice.uniform(0.97, 1.03)
+        self.now += seconds
+        return seconds
+
+    def log_probs(self, width: int, top_k: int) -> Tensor:
+        """(1, width, top_k): some nodes surer than others."""
+        logits = torch.randn(1, width, 8, generator=self.torch_dice)
+        logits[..., 0] += self.sureness * (1 + torch.randn(1, width, generator=self.torch_dice))
+        return (1.5 * logits).log_softmax(-1).sort(dim=-1, descending=True).values[..., :top_k]
+
+    def draft(self, drafter: Drafter, plan: Plan) -> DraftTokens:
+        text = torch.zeros(1, 1, dtype=torch.long)
+        if plan.depth < 1:
+            return DraftTokens.none(text)
+        return Proposer(drafter, drafter).propose(AuxStates(torch.zeros(1, 1, 1), text, [1]), [text], plan)
+
+    def accept(self, drafts: HostDrafts, log_probs: dict[int, float]) -> Accepted:
+        """Of a node's children at most one is right, each with the chance its log-probability gives."""
+        children, tokens, path = drafts.children(0), [], [0]
+        while (right := self.right_of(children[path[-1]], log_probs)) is not None:
+            tokens.append(right)
+            path.append(children[path[-1]][right])
+        own = -1
+        if drafts.guess and self.keep and self.dice.random() < math.exp(drafts.guess_log_probs[0][0]):
+            own = drafts.guess[0][0]
+        return Accepted([[*tokens, own]], [path], [len(tokens)], [[]], [False], False, drafts)
+
+    def right_of(self, children: dict[int, int], log_probs: dict[int, float]) -> int | None:
+        left = self.dice.random()
+        for token in children:
+            chance = 0.0 if self.keep == 0.0 else math.exp(log_probs[token])
+            if left < chance:
+                return token
+            left -= chance
+        return None
+
+    def expected_tokens(self, drafts: DraftTokens, log_probs: dict[int, float]) -> float:
+        """The target's own, and every draft with the chance that its path is right."""
+        if not self.keep or not drafts.ids.shape[1]:
+            return 1.0
+        count = drafts.num_nodes
+        paths = torch.ones(count, count).tril() if drafts.is_chain else drafts.ancestors[0].float()
+        return float((paths @ torch.tensor([0.0, *(log_probs[token] for token in drafts.ids[0].tolist())])).exp().sum())
+
+    def decode(self, planner: AutoPlanner | FixedPlanner, rounds: int) -> tuple[float, float]:
+        """Returns the tokens to be expected, and seconds."""
+        began, num_tokens = self.now, 0.0
+        for _ in range(rounds):
+            plan, start, drafter = planner.plan(100, UNLIMITED, 1, 1), self.now, Drafter(self)
+            drafts = self.draft(drafter, plan)
+            seconds = {"draft": self.now - start, "accept": 0.0}
+            seconds["verify"] = self.spend(self.verify, drafts.num_nodes)
+            num_tokens += self.expected_tokens(drafts, drafter.log_probs)
+            accepted = self.accept(drafts.on_host()[0], drafter.log_probs)
+            planner.observe(drafts.num_nodes, accepted, seconds)
+        return num_tokens, self.now - began
+
+
+@pytest.fixture
+def world(monkeypatch):
+    def make(**figures) -> World:
+        made = World(**figures)
+        monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=made.perf_counter))
+        return made
+
+    return make
+
+
+def auto(known: Knowledge | None = None, *args) -> AutoPlanner:
+    """A planner that knows nothing, or what it is given; by the world's clock."""
+    return AutoPlanner(Knowledge() if known is None else known, Clock(CPU), *args)
+
+
+def rate(decoded: tuple[float, float]) -> float:
+    return decoded[0] / decoded[1]
+
+
+WORLDS = {
+    "cheap_drafter": {"step": (0.3, 0.02)},
+    "dear_drafter": {"step": (3.0, 0.1)},
+    "tokens_are_free": {"verify": (10.0, 0.0)},
+    "tokens_are_dear": {"verify": (8.0, 2.0)},
+    "sure": {"sureness": 5.0},
+    "unsure": {"sureness": 0.3},
+}
+
+
+FIXED = {  # depths, and for trees numbers of nodes
+    "chains": [(0, 1), (1, 1), (2, 1), (3, 1), (5, 1), (8, 1), (12, 1)],
+    "trees": [(3, 9), (5, 17), (7, 25), (7, 61)],
+}
+
+
+@pytest.mark.parametrize("kind", FIXED)
+@pytest.mark.parametrize("figures", WORLDS.values(), ids=WORLDS)
+def test_no_fixed_setting_is_better(world, figures, kind):
+    top_k = TOP_K if kind == "trees" else 1
+    fixed = {
+        shape: rate(world(**figures).decode(FixedPlanner(shape[0], top_k, shape[1]), 250)) for shape in FIXED[kind]
+    }
+    ours, planner = world(**figures), auto(None, top_k)
+    ours.decode(planner, LEARNING_ROUNDS)
+    assert rate(ours.decode(planner, 400)) > SHARE_OF_BEST * max(fixed.values()), fixed
+
+
+def test_trees_are_drawn_where_tokens_are_free(world):
+    chosen = {}
+    for name, verify in {"free": (10.0, 0.0), "dear": (5.0, 3.0)}.items():
+        ours, planner = world(verify=verify, sureness=1.0), auto()
+        ours.decode(planner, 200)
+        chosen[name] = sum(count * times for count, times in planner.drafts_by_count.items()) / 200
+    assert chosen["free"] > FREE_TO_DEAR * chosen["dear"]
+
+
+def test_a_drafter_that_is_never_right_costs_next_to_nothing(world):
+    ours, planner = world(keep=0.0), auto()
+    ours.decode(planner, 64)
+    plain = rate(world(keep=0.0).decode(FixedPlanner(0), 500))
+    assert rate(ours.decode(planner, 500)) > SHARE_OF_PLAIN * plain
+    assert planner.choices["plain"] > LEAST_PLAIN_ROUNDS
+
+
+def test_drafting_comes_back_when_it_pays_again(world):
+    ours, planner = world(keep=0.0), auto()
+    ours.decode(planner, 300)
+    ours.keep, before = 1.0, Counter(planner.choices)
+    ours.decode(planner, 600)
+    assert before["plain"] > 200
+    assert (planner.choices - before)["plain"] < MOST_PLAIN_ROUNDS
+    late = Counter(planner.choices)
+    ours.decode(planner, 100)
+    assert (planner.choices - late)["plain"] < MOST_PLAIN_LATER
+
+
+def test_a_new_call_goes_on_with_what_was_learnt(world):
+    ours, known = world(), Knowledge()
+    ours.decode(auto(known), 100)
+    assert auto(known).plan(100, UNLIMITED, 1, 1).controller.trial is None
+
+
+def test_first_rounds_try_every_size(world):
+    ours, planner = world(), auto()
+    ours.decode(planner, 1 + len(TRIALS))
+    assert {1, 5, 9, 17, 33} <= set(planner.known.verify.seconds)
+    assert {1, 2, 4, 8} <= set(planner.known.step.seconds)
+
+
+def test_depth_and_size_stay_within_what_is_left(world):
+    ours, known = world(), Knowledge()
+    assert auto(known).plan(0, UNLIMITED, 1, 1).depth == 0
+    ours.decode(auto(known), 100)
+    assert auto(known).plan(3, UNLIMITED, 1, 1).depth == 3
+    assert auto(known).plan(100, UNLIMITED, 1, 1).depth == MAX_DEPTH
+    assert auto(known, TOP_K, 9).plan(100, UNLIMITED, 1, 1).max_nodes == 9
+    assert auto(known, TOP_K, 9).plan(100, 7, 1, 1).max_nodes == 7
+    controller = auto(known).plan(100, UNLIMITED, 1, 1).controller
+    controller.width(torch.zeros(1, 500), 0)  # all of them certain
+    assert 5 < controller.select(UNLIMITED).count <= COUNTS[-1]
+    assert controller.select(5).count == 5
+
+
+def test_the_best_candidates_are_ranked_as_they_will_be_verified(world):
+    """Before they are put together it is known how deep they lie, and whether they are a chain in every sequence."""
+    ours, known = world(verify=(10.0, 0.0)), Knowledge()
+    ours.decode(auto(known), 100)
+    for levels, expected in (
+        ([[[-0.1, -9.0], [-0.2, -9.0]], [[-0.2, -9.1], [-0.3, -9.1]]], Selection(2, 2, True)),
+        ([[[-0.1, -9.0], [-0.2, -0.1]], [[-0.2, -9.1], [-9.2, -9.3]]], Selection(2, 2, False)),
+        ([[[-0.1, -0.2], [-0.2, -0.1]], [[-9.0, -9.1], [-9.2, -9.3]]], Selection(2, 1, False)),
+    ):
+        controller = auto(known).plan(100, UNLIMITED, 2, 1).controller
+        for level, scores in enumerate(levels):
+            controller.width(torch.tensor(scores), level)
+        assert controller.select(2) == expected
+
+
+def test_it_says_what_it_chose_and_why(world):
+    ours, planner = world(), auto()
+    ours.decode(planner, 60)
+    assert sum(planner.choices.values()) == 60
+    words = planner.explain()
+    for figure in ("target forwards take 1", "a draft step 1.", "tokens/s", "drafts a round: ", "by depth: "):
+        assert figure in words, f"{figure!r} is not in {words!r}"
+
+
+def test_a_fixed_plan_is_the_users():
+    assert FixedPlanner(5, 1, 60).plan(100, UNLIMITED, 1, 1) == Plan(5)
+    assert FixedPlanner(5, 4, 16).plan(3, UNLIMITED, 1, 1) == Plan(3, 4, 4, 16)
+    assert FixedPlanner(5, 4, 16).plan(100, 9, 1, 1) == Plan(5, 4, 4, 9)
+    assert FixedPlanner(5, 4, 16).plan(0, UNLIMITED, 1, 1).depth == 0
+    assert FixedPlanner(5, 4, 16).explain() == ""
+    tree = DraftingSettings(depth=5, threshold=0.0, top_k=4, total_tokens=None)
+    assert FixedPlanner.of(tree, draws_trees=True).plan(100, UNLIMITED, 1, 1) == Plan(5, 4, 4, TREE_NODES)
+    assert FixedPlanner.of(tree, draws_trees=False).plan(100, UNLIMITED, 1, 1) == Plan(5)
+    chain = DraftingSettings(depth=5, threshold=0.0, top_k=None, total_tokens=None)
+    assert FixedPlanner.of(chain, draws_trees=True).plan(100, UNLIMITED, 1, 1) == Plan(5)
+
+
+# --- threads ---
+
+
+@pytest.fixture
+def hasty_threads():
+    """Threads take turns as often as they can."""
+    found = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(found)
+
+
+def test_threads_that_share_what_is_learnt(hasty_threads):
+    """No observation is lost, and none is seen half made."""
+    num_threads, rounds, scores = 4, 20, torch.tensor([[0.9, 0.5, 0.2, 0.1]]).log()
+    accepted = Accepted([[1]], [[0]], [0], [[]], [False], False, HostDrafts([[]]))
+    seconds = {"draft": 1.0, "verify": 1.0, "accept": 0.0}
+
+    def serve(known: Knowledge, seed: int) -> None:
+        torch.set_num_threads(1)
+        planner = auto(known)
+        for i in range(rounds):
+            # always another number of tokens to read
+            controller = planner.plan(100, UNLIMITED, 1, 1 + 7 * i + seed).controller
+            for level in range(4 if controller else 0):
+                controller.width(scores, level)
+            planner.observe(9 if controller else 1, accepted, seconds)
+        assert planner.explain()
+
+    with ThreadPoolExecutor(num_threads) as pool:
+        for _ in range(30):
+            known = Knowledge()
+            list(pool.map(serve, [known] * num_threads, range(num_threads)))
+            assert known.plain.rounds + known.drafting.rounds == num_threads * rounds
+            for costs in (known.verify, known.read, known.step, known.rest):
+                assert set(costs.usual) == set(costs.seconds) == {size for size, _ in costs.known}
+
+
+def test_a_round_goes_by_what_was_known_when_it_began(world):
+    """Whatever other threads learn meanwhile."""
+    ours, known = world(), Knowledge()
+    ours.decode(auto(known), 100)
+    scores = torch.tensor([[0.9, 0.5, 0.2, 0.1]]).log()
+
+    def choices(controller) -> list:
+        chosen = [controller.scores(scores[:, None], 1), controller.width(scores, 0)]
+        selection = controller.select(UNLIMITED)
+        return [*chosen, selection.count, selection.depth]
+
+    early, late, later = (auto(known).plan(100, UNLIMITED, 1, 1).controller for _ in range(3))
+    before = choices(early)
+    for size in range(1, 60):
+        known.step.add(size, 1e3)
+        known.verify.add(size, 1e3)
+    for _ in range(100):
+        known.calibration.learn(-0.1, 1, accepted=False)
+    assert_close("choices", choices(late), before)
+    assert auto(known).plan(100, UNLIMITED, 1, 1).controller.step != later.step, "nothing was learnt"
