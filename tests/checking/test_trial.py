@@ -3,11 +3,14 @@ fails."""
 
 import pytest
 import torch
+from observers import noting
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, OpenAIGPTConfig, XLMConfig
 
 from eagle31_hf.checking import check_target, trial
 from eagle31_hf.checking.check import CAPABILITIES
-from eagle31_hf.generation import decoding
+from eagle31_hf.generation.sequences import Sequences
+from eagle31_hf.generation.tree import DraftTokens
 
 SMALL = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 4, "num_attention_heads": 4}
 SPREAD = {"initializer_range": 0.5, "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None}
@@ -19,27 +22,18 @@ def make_trial(model_class: type = LlamaForCausalLM) -> trial.Trial:
     return trial.Trial(target, trial.build_drafter(target))
 
 
+def first_draft(sequences: Sequences, drafts: DraftTokens, logits: Tensor) -> tuple[Sequences, int, int | None]:
+    """The call's sequences, their length, and the first token drafted after them."""
+    return sequences, sequences.longest, int(drafts.ids[0, 0]) if drafts.ids.shape[1] else None
+
+
 def test_the_two_samples_are_drafted_differently():
-    calls: list[dict[int, int]] = []  # for each call: length of the text -> the first token drafted after it
-
-    def noting(target, *rules):
-        first: dict[int, int] = {}
-        calls.append(first)
-
-        class Noting(Judge):
-            def row_by_row(self, texts, proposal, *args):
-                if proposal.ids.shape[1]:
-                    first[texts.longest] = int(proposal.ids[0, 0])
-                return super().row_by_row(texts, proposal, *args)
-
-        return Noting(*rules)
-
-    token = decoding.judge_of.set(noting)
-    try:
+    with noting(first_draft) as rounds:
         assert make_trial().sampling() == trial.Outcome(trial.SAME_TEXT)
-    finally:
-        decoding.judge_of.reset(token)
-    one, other = calls
+    calls: dict[Sequences, dict[int, int]] = {}  # of each call: length of the text -> the first token drafted after it
+    for call, length, token in rounds:
+        calls.setdefault(call, {}).update({} if token is None else {length: token})
+    one, other = calls.values()
     both = one.keys() & other.keys()
     assert both
     assert any(one[length] != other[length] for length in both)
