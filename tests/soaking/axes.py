@@ -13,7 +13,7 @@ from transformers import DynamicCache, GenerationConfig, StaticCache
 from .callbacks import PROCESSORS, STOPS, STREAMERS, Setting
 from .models import ATTENTIONS, FAMILIES, WRAPPERS, conftest
 
-LONGEST = 100  # tokens a row may come to have
+LONGEST = 100  # tokens a sequence may come to have
 
 
 def text_config(setting: Setting):
@@ -102,14 +102,14 @@ OF_CALLS = {name: AXES[name] for name in ("cache", "choice", "processors", "stop
 def prompts(setting: Setting, known: Tensor) -> dict[str, Tensor]:
     """As many as `setting.batch`, left-padded: beginnings of the text the drafter knows (1, L), or anything."""
     rng = setting.rng
-    rows = []
+    texts = []
     for _ in range(setting.batch):
         length = rng.randrange(1, 14)
         is_known = rng.random() < 0.7
-        rows.append(known[0, : length + 4].tolist() if is_known else [setting.token() for _ in range(length)])
-    longest = max(map(len, rows))
-    ids = torch.tensor([[setting.token()] * (longest - len(row)) + row for row in rows])
-    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+        texts.append(known[0, : length + 4].tolist() if is_known else [setting.token() for _ in range(length)])
+    longest = max(map(len, texts))
+    ids = torch.tensor([[setting.token()] * (longest - len(text)) + text for text in texts])
+    mask = torch.tensor([[0] * (longest - len(text)) + [1] * len(text) for text in texts])
     return {"input_ids": ids} | ({"attention_mask": mask} if setting.batch > 1 or rng.random() < 0.5 else {})
 
 

@@ -146,7 +146,7 @@ class Criterion(StoppingCriteria):
 
 
 class EndsAt(Criterion):
-    """Stops a row at a token of its own."""
+    """Stops every sequence at a token of its own."""
 
     def __init__(self, setting: Setting):
         super().__init__(setting)
@@ -157,7 +157,7 @@ class EndsAt(Criterion):
 
 
 class Countdown(Criterion):
-    """Stops all rows after so many tokens."""
+    """Stops all sequences after so many tokens."""
 
     def __init__(self, setting: Setting):
         super().__init__(setting)
@@ -241,8 +241,8 @@ def criteria(*kinds: type[Criterion]):
 def allowed_tokens(setting: Setting) -> dict:
     """A third of the vocabulary after every token."""
 
-    def allowed(row: int, text: Tensor) -> list[int]:
-        setting.notes.note("prefix function", (row, text.tolist()))
+    def allowed(b: int, text: Tensor) -> list[int]:
+        setting.notes.note("prefix function", (b, text.tolist()))
         if "prefix function" in setting.notes.fuses:
             setting.notes.fuses["prefix function"]()
         return [(int(text[-1]) * 5 + step) % setting.vocab_size for step in range(1, setting.vocab_size // 3 + 1)]

@@ -1,4 +1,4 @@
-"""Two outcomes compared in everything a caller can see. fp32; B rows, L tokens, V target vocabulary."""
+"""Two outcomes compared in everything a caller can see. fp32; B sequences, L tokens, V target vocabulary."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-# of a tensor's own scale: fp32 rows computed together or one by one are 1e-6 apart, a wrong token is tenths
+# of a tensor's own scale: in fp32, tokens computed together or one by one are 1e-6 apart, a wrong token is tenths
 TOLERANCE = 1e-4
 TIE = 1e-5  # of the scores' spread: two tokens that close are told apart by rounding alone
 # wrappers that round activations to a few bits, so that a difference in the last place may grow to a step
@@ -86,20 +86,20 @@ def departure(each, ours: Tensor, alone: Tensor) -> Difference:
     shared = min(ours.shape[1], alone.shape[1])
     places = (ours[:, :shared] != alone[:, :shared]).nonzero()
     if not len(places):
-        return Difference(f"{what}: {ours.shape[1]} tokens a row instead of {alone.shape[1]}")
-    row, place = min(places.tolist(), key=lambda at: at[1])
-    step = scores[place - given][row]
+        return Difference(f"{what}: {ours.shape[1]} tokens a sequence instead of {alone.shape[1]}")
+    b, place = min(places.tolist(), key=lambda at: at[1])
+    step = scores[place - given][b]
     spread = step[step.isfinite()].std()
-    margin = float((step[alone[row, place]] - step[ours[row, place]]) / spread)
+    margin = float((step[alone[b, place]] - step[ours[b, place]]) / spread)
     limit = COARSE.get(each.trial.choices["wrapper"], TIE)
     return Difference(
-        f"{what}: row {row}, token {place - given}, preferred by {margin:.1e} of the scores' spread", margin <= limit
+        f"{what}: sequence {b}, token {place - given}, preferred by {margin:.1e} of the scores' spread", margin <= limit
     )
 
 
 def of_values(name: str, ours: Any, alone: Any, tolerance: float, padding: list[int]) -> list[str]:
-    """Tensors, caches, and tuples of them however deep; the first difference. `padding`: by row, how many tokens before
-    it say nothing."""
+    """Tensors, caches, and tuples of them however deep; the first difference. `padding`: how many tokens before each
+    sequence say nothing."""
     if isinstance(alone, Cache):
         return of_caches(name, ours, alone, tolerance, padding)
     if isinstance(alone, (tuple, list)):
@@ -122,8 +122,8 @@ def of_values(name: str, ours: Any, alone: Any, tolerance: float, padding: list[
     error = (ours.double() - alone.double()).abs().masked_fill(ours == alone, 0.0)
     # a prompt's: (B, L, H), (B, heads, L, keys)
     if alone.dim() > 2 and len(alone) == len(padding) and alone.shape[-2] > 1:
-        for row, count in enumerate(padding):
-            error[row, ..., :count, :] = 0.0
+        for b, count in enumerate(padding):
+            error[b, ..., :count, :] = 0.0
     if bool((error <= tolerance * scale).all()):
         return []
     return [f"{name}: differs by {float(error.nan_to_num(torch.inf).max()) / scale:.1e} of its scale"]

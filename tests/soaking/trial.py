@@ -3,7 +3,7 @@ caller can see."""
 
 import json
 import random
-import time as clock
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin
 
-from eagle31_hf import AcceptanceStats, track_acceptance
+from eagle31_hf import AcceptanceStats, acceptance, clock, track_acceptance
+from eagle31_hf.generation.planning import knowledge
+from eagle31_hf.targets import probe
 from eagle31_hf.targets.layers import decoder_layers
 
 from . import axes
@@ -137,7 +139,7 @@ class Run:
         self.given = axes.prompts(self.setting("prompts"), conftest.greedy_text(self.bare))
 
     def padding(self) -> list[int]:
-        """Tokens before every row of the output."""
+        """Tokens of padding before every sequence of the output."""
         given = self.given
         mask = given.get("attention_mask", torch.ones_like(given["input_ids"]))
         times = 2 if self.trial.choices["choice"] == "returned twice" else 1
@@ -247,7 +249,7 @@ class Run:
             ),
             "methods of GenerationMixin": [id(value) for value in vars(GenerationMixin).values()],
             "whether gradients are on": torch.is_grad_enabled(),
-            "open trackers": len(statistics._trackers.get()),
+            "open trackers": len(acceptance._trackers.get()),
         }
         if not self.trial.is_sampled:
             found["random numbers"] = torch.get_rng_state().numpy().tobytes()
@@ -289,10 +291,9 @@ def own_clock(rng: random.Random) -> Iterator[None]:
         return now[0]
 
     with ExitStack() as stack:
-        for module in (statistics, tuning):
-            stack.enter_context(patch.object(module, "time", SimpleNamespace(perf_counter=read)))
-        stack.enter_context(patch.object(tuning, "_tuners", WeakKeyDictionary()))
-        stack.enter_context(patch.dict(selftest._verdicts, clear=True))
+        stack.enter_context(patch.object(clock, "time", SimpleNamespace(perf_counter=read)))
+        stack.enter_context(patch.object(knowledge, "_known", WeakKeyDictionary()))
+        stack.enter_context(patch.dict(probe._verdicts, clear=True))
         yield
 
 
@@ -308,7 +309,7 @@ class Result:
 
 
 def run(trial: Trial) -> Result:
-    began = clock.perf_counter()
+    began = time.perf_counter()
     each = Run(trial)
     drafting = trial.choices["drafting"]
     ours = each.converse(drafting)
@@ -316,7 +317,7 @@ def run(trial: Trial) -> Result:
         told = [
             Difference(f"refused after {who} was called") for who in ours.notes.seen if not who.startswith("streamer")
         ]  # put the prompt
-        return Result(told + spoilt(ours), ours, "refused", clock.perf_counter() - began)
+        return Result(told + spoilt(ours), ours, "refused", time.perf_counter() - began)
     reference = each.converse(partner(drafting, trial), is_reference=True)
     found = differences(each, reference, ours) + spoilt(ours)
     word = "same"
@@ -332,7 +333,7 @@ def run(trial: Trial) -> Result:
             found += goes_on(each, ours, whole)
     if trial.choices["wrapper"].startswith("compiled"):
         torch._dynamo.reset()
-    return Result(found, ours, word, clock.perf_counter() - began)
+    return Result(found, ours, word, time.perf_counter() - began)
 
 
 def spoilt(outcome: Outcome) -> list[Difference]:
