@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from test_fuzz import damage, damage_header, damage_json, damage_pickle, value
+from damage import damage, damage_header, damage_json, damage_pickle, value
 
 PICKLE, KNOBS = "pytorch_model.bin", "generation_config.json"
 PLAIN_KNOBS = {"num_assistant_tokens": 4, "assistant_confidence_threshold": 0.1, "transformers_version": "5.23.0"}

@@ -17,8 +17,8 @@ from tempfile import mkdtemp
 
 import pytest
 import torch
+from folders import SPECFORGE, WEIGHTS, assert_loads, contents
 from kill_points import disturbed_at, killed_at, start, was_killed
-from test_convert import SPECFORGE, WEIGHTS, assert_loads, contents
 from writers import LAYOUTS
 
 from eagle31_hf import Eagle31DrafterModel, convert_checkpoint, export_checkpoint

@@ -12,9 +12,9 @@ import pytest
 import torch
 from close import assert_close
 from factories import MLA, NORMS, VARIANTS, VOCAB, build, inputs, target
+from folders import contents
 from safetensors import safe_open
 from safetensors.torch import load_file
-from test_convert import contents
 from writers import KIMI_YARN, LAYOUTS, YARN
 
 from eagle31_hf import Eagle31Config, Eagle31DrafterModel, convert_checkpoint, export_checkpoint

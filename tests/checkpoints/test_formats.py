@@ -4,7 +4,6 @@ decides.
 B batch, T tokens, V target vocabulary, Vd draft vocabulary.
 """
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,8 @@ import pytest
 import torch
 from close import assert_close
 from factories import DRAFT_VOCAB, VOCAB, WIDTH, inputs, target
-from safetensors.torch import load_file, save_file
+from folders import edited
+from safetensors.torch import load_file
 from transformers import PreTrainedConfig
 from writers import LAYOUTS, write_weights
 
@@ -53,18 +53,6 @@ def assert_same(loaded: Eagle31DrafterModel, drafter: Eagle31DrafterModel) -> No
         logits.append((first.logits, model(tokens, hidden_states=first.last_hidden_state).logits))
     assert_close("logits", *logits)
     assert all(step.isfinite().all() for step in logits[0])
-
-
-def edited(folder: Path, tensors: dict | None = None, **config) -> Path:
-    """The checkpoint in `folder` with tensors and config keys replaced, or, where None, left out."""
-    if tensors:
-        weights = load_file(folder / "model.safetensors") | tensors
-        save_file(
-            {name: w for name, w in weights.items() if w is not None}, folder / "model.safetensors", {"format": "pt"}
-        )
-    stated = json.loads((folder / "config.json").read_text()) | config
-    (folder / "config.json").write_text(json.dumps({key: value for key, value in stated.items() if value is not None}))
-    return folder
 
 
 @pytest.mark.usefixtures("poisoned_memory")

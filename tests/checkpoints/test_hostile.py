@@ -17,9 +17,8 @@ from typing import Any
 import pytest
 import torch
 from factories import DRAFT_VOCAB, VOCAB, WIDTH
+from folders import contents, edited
 from safetensors.torch import load_file, save_file
-from test_convert import contents
-from test_formats import edited
 from torch import nn
 from transformers import AutoModel
 from writers import LAYOUTS, LLAMA, SIZES, write_weights

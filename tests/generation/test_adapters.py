@@ -8,8 +8,8 @@ import torch
 from batches import left_padded
 from close import assert_close
 from conftest import build_drafter, build_target
+from draftings import DRAFTINGS, steady_clock
 from observers import Puts, num_hooks
-from test_slots import DRAFTINGS, steady_clock
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from close import assert_close
 from conftest import REREADS_IN_CHUNKS, greedy_text
+from draftings import CACHES, DRAFTINGS, steady_clock
 from observers import InterruptError, Puts, num_hooks
-from test_slots import CACHES, DRAFTINGS, steady_clock
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer

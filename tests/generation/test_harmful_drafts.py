@@ -9,7 +9,7 @@ import torch
 from batches import Idle, Notebook, known_rows, left_padded
 from close import TARGET_FORWARD, assert_close
 from conftest import PROMPT, build_drafter, build_target
-from test_slots import DRAFTINGS, steady_clock
+from draftings import DRAFTINGS, steady_clock
 from transformers import Cache, DynamicCache, LogitsProcessorList, PreTrainedModel, StaticCache, StoppingCriteriaList
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from close import assert_close
+from draftings import DRAFTINGS
 from observers import num_hooks, speculate
-from test_slots import DRAFTINGS
 
 from eagle31_hf import AcceptanceStats, track_acceptance
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from close import assert_close
 from conftest import build_drafter, build_target
+from draftings import DRAFTINGS, steady_clock
 from observers import speculate
-from test_slots import DRAFTINGS, steady_clock
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 

@@ -9,7 +9,7 @@ import torch
 from batches import Idle, left_padded
 from close import assert_close
 from conftest import VOCAB, build_drafter, greedy_text
-from test_slots import DRAFTINGS, steady_clock
+from draftings import DRAFTINGS, steady_clock
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 

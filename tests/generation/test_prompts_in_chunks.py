@@ -7,8 +7,8 @@ import pytest
 import torch
 from close import TARGET_FORWARD, assert_close
 from conftest import REREADS_IN_CHUNKS, WIDTH, build_drafter, build_target, greedy_text
+from draftings import DRAFTINGS, steady_clock
 from observers import num_hooks, speculate
-from test_slots import DRAFTINGS, steady_clock
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -6,7 +6,7 @@ import torch
 from close import assert_close
 from conftest import build_drafter, build_target
 from observers import InterruptError
-from test_tree import OTHER_TARGETS, OTHERS, build_other
+from other_targets import OTHER_TARGETS, OTHERS, build_other
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from eagle31_hf import track_acceptance

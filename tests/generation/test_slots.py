@@ -5,17 +5,15 @@ B rows, R tokens written at once, H heads, D head size.
 """
 
 import random
-from contextlib import contextmanager
-from types import SimpleNamespace
-from weakref import WeakKeyDictionary
 
 import pytest
 import torch
 from close import TARGET_FORWARD, assert_close
 from conftest import TARGETS, greedy_text
+from draftings import CACHES, DRAFTINGS, steady_clock
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache
 from transformers.cache_utils import (
     Cache,
     DynamicIndexedLayer,
@@ -28,7 +26,6 @@ from transformers.cache_utils import (
 )
 
 from eagle31_hf import track_acceptance
-from eagle31_hf.generation import statistics, tuning
 from eagle31_hf.generation.cache import (
     HEADROOM,
     Placement,
@@ -48,39 +45,7 @@ LAYERS = {
     "static": lambda: StaticLayer(LIMIT),
     "static_sliding": lambda: StaticSlidingWindowLayer(LIMIT, WINDOW),
 }
-DRAFTINGS = {
-    "chain": {"num_assistant_tokens": 4},
-    "tree": {"num_assistant_tokens": 4, "draft_tree_top_k": 3, "draft_tree_total_tokens": 12},
-    "auto": {"num_assistant_tokens": "auto"},
-}
 STEPS = {"return_dict_in_generate": True, "output_logits": True}
-CACHES = {
-    "dynamic": lambda config: DynamicCache(config=config),
-    "without_config": lambda config: DynamicCache(),
-    "static": lambda config: StaticCache(config=config, max_cache_len=80),
-}
-
-
-@contextmanager
-def steady_clock(target, drafter):
-    """Time goes on with forwards only, the target's thirty times as dear, and nothing is known of earlier calls: auto
-    then drafts, trees too, and the same on every machine.
-    """
-    seconds = [0.0]
-
-    def passing(duration: float):
-        return lambda *_: seconds.__setitem__(0, seconds[0] + duration)
-
-    handles = [target.register_forward_hook(passing(0.3)), drafter.register_forward_hook(passing(0.01))]
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (statistics, tuning):
-            patch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: seconds[0]))
-        patch.setattr(tuning, "_tuners", WeakKeyDictionary())
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def states(rows: int, count: int) -> tuple[Tensor, Tensor]:

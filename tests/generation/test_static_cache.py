@@ -8,8 +8,8 @@ import pytest
 import torch
 from close import TARGET_FORWARD, assert_close
 from conftest import TARGETS, build_target, greedy_text
+from draftings import DRAFTINGS, steady_clock
 from observers import num_hooks, speculate
-from test_slots import DRAFTINGS, steady_clock
 from torch import Tensor
 from transformers import StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

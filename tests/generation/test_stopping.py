@@ -4,8 +4,8 @@ import pytest
 import torch
 from close import assert_close
 from conftest import greedy_text
+from draftings import DRAFTINGS
 from observers import Countdown, Diary, speculate
-from test_slots import DRAFTINGS
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 

@@ -7,28 +7,18 @@ leave behind.
 """
 
 from dataclasses import fields
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from close import TARGET_FORWARD, assert_close
-from conftest import NO_SPECIAL_TOKENS, PRUNED_IDS, TARGETS, VOCAB, WIDTH, build_drafter, build_target, greedy_text
+from conftest import PRUNED_IDS, TARGETS, VOCAB, build_drafter, build_target, greedy_text
 from observers import InterruptError, raise_at, speculate, tree_of
+from other_targets import OTHER_TARGETS, build_other
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    BloomConfig,
-    DeepseekV3Config,
-    DynamicCache,
-    FalconConfig,
-    LlamaConfig,
-    LogitsProcessorList,
-    MistralConfig,
-    MptConfig,
-)
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LogitsProcessorList, MistralConfig
 
 from eagle31_hf import Eagle31DrafterModel
 from eagle31_hf.features import decoder_layers, target_states
@@ -50,50 +40,6 @@ NAMES = [
     "mla",
     "padded_vocabulary",
 ]
-
-OTHERS = {"vocab_size": VOCAB, "initializer_range": 0.5, "use_cache": True} | NO_SPECIAL_TOKENS
-OTHER_TARGETS = {
-    "deepseek": (
-        DeepseekV3Config,
-        {
-            "hidden_size": WIDTH,
-            "intermediate_size": 40,
-            "moe_intermediate_size": 12,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 3,
-            "num_key_value_heads": 3,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "n_group": 1,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-            "q_lora_rank": 18,
-            "kv_lora_rank": 14,
-            "qk_nope_head_dim": 6,
-            "qk_rope_head_dim": 4,
-            "v_head_dim": 5,
-            "max_position_embeddings": 128,
-            "tie_word_embeddings": False,
-        },
-    ),
-    "bloom": (BloomConfig, {"hidden_size": WIDTH, "n_layer": 4, "n_head": 3}),
-    "mpt": (MptConfig, {"d_model": WIDTH, "n_layers": 4, "n_heads": 3, "max_seq_len": 128}),
-    "falcon": (FalconConfig, {"hidden_size": WIDTH, "num_hidden_layers": 4, "num_attention_heads": 3, "alibi": False}),
-    "falcon_alibi": (
-        FalconConfig,
-        {"hidden_size": WIDTH, "num_hidden_layers": 4, "num_attention_heads": 3, "alibi": True},
-    ),
-}
-
-
-@cache
-def build_other(kind: str):
-    """One of OTHER_TARGETS."""
-    config_class, fields = OTHER_TARGETS[kind]
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config_class(**OTHERS | fields), attn_implementation="eager").eval()
-    model.generation_config.use_cache = True  # a config of MPT's turns it off
-    return model
 
 
 def path_of(tree: DraftTree, node: int, row: int = 0) -> tuple[int, ...]:

@@ -6,8 +6,8 @@ import pytest
 from batches import left_padded
 from close import assert_close
 from conftest import build_drafter, build_target
+from draftings import DRAFTINGS, steady_clock
 from observers import speculate
-from test_slots import DRAFTINGS, steady_clock
 from transformers import PreTrainedModel, StaticCache
 
 from eagle31_hf.generation import selftest

@@ -9,9 +9,7 @@ import pytest
 from huggingface_hub import close_session, constants, hf_api
 from transformers.utils import hub as transformers_hub
 
-from .server import HubServer
-
-CHUNK_BYTES = 1024  # downloads resume at whole chunks: small ones let small files break off as large ones do
+from .server import CHUNK_BYTES, HubServer
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 DATE = "2026-01-01T00:00:00.000Z"
 LFS_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "*.onnx", "*.parquet", "*.npz", "*.zip", "*.model")
 LFS_BYTES = 10 * 1024 * 1024  # from here on files are LFS under any name
+CHUNK_BYTES = 1024  # of downloads, which resume at whole ones: small, so that small files break off as large ones do
 FIRST_FILES = {".gitattributes": "".join(f"{p} filter=lfs diff=lfs merge=lfs -text\n" for p in LFS_PATTERNS).encode()}
 PLACEHOLDERS = {"repo": "[^/]+/[^/]+?", "revision": "[^/]+", "name": "[^/]+", "oid": "[0-9a-f]{64}", "path": ".+"}
 

@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard
 from eagle31_hf import Eagle31DrafterModel
 from eagle31_hf.hub import publish
 
-from .test_drafters import original_release
+from .repositories import original_release
 
 CARDS = sorted(path.parent for path in (Path(__file__).parents[2] / "model_cards").glob("*/config.json"))
 ALWAYS = {"model_type", "architectures", "target_model", "weights_from"}

@@ -10,8 +10,8 @@ from transformers.models.auto import auto_factory
 
 from eagle31_hf import Eagle31Config, Eagle31DrafterModel
 
+from .repositories import BASE, REPO, original_release, pointing
 from .server import HubServer
-from .test_drafters import BASE, REPO, original_release, pointing
 
 LOADERS = (Eagle31Config, AutoConfig, Eagle31DrafterModel, AutoModel)
 every_loader = pytest.mark.parametrize("loader", LOADERS, ids=lambda loader: loader.__name__)

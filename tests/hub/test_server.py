@@ -25,8 +25,7 @@ from huggingface_hub.errors import (
 )
 from transformers import AutoConfig, AutoModel, LlamaConfig, LlamaModel
 
-from .conftest import CHUNK_BYTES
-from .server import FIRST_FILES, HubServer
+from .server import CHUNK_BYTES, FIRST_FILES, HubServer
 
 REPO = "tester/drafter"
 CONFIG = {"config.json": b'{"model_type": "llama"}'}

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 from factories import target as build_target
-from test_regenerate import build_tokenizer
+from letters import build_tokenizer
 
 from eagle31_hf.training.chats import RowMaker
 from eagle31_hf.training.kinds import KINDS

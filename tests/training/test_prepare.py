@@ -14,7 +14,7 @@ import time
 import pytest
 import torch
 from close import FORWARD, assert_close
-from test_regenerate import END, build_tokenizer
+from letters import END, build_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eagle31_hf.cli.preparation import add_prepare_data

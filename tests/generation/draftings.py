@@ -1,0 +1,43 @@
+"""Ways to draft and kinds of caches that tests go through, and a clock for auto that stands still between forwards."""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+from weakref import WeakKeyDictionary
+
+import pytest
+from transformers import DynamicCache, StaticCache
+
+from eagle31_hf.generation import statistics, tuning
+
+DRAFTINGS = {
+    "chain": {"num_assistant_tokens": 4},
+    "tree": {"num_assistant_tokens": 4, "draft_tree_top_k": 3, "draft_tree_total_tokens": 12},
+    "auto": {"num_assistant_tokens": "auto"},
+}
+CACHES = {
+    "dynamic": lambda config: DynamicCache(config=config),
+    "without_config": lambda config: DynamicCache(),
+    "static": lambda config: StaticCache(config=config, max_cache_len=80),
+}
+
+
+@contextmanager
+def steady_clock(target, drafter):
+    """Time goes on with forwards only, the target's thirty times as dear, and nothing is known of earlier calls: auto
+    then drafts, trees too, and the same on every machine.
+    """
+    seconds = [0.0]
+
+    def passing(duration: float):
+        return lambda *_: seconds.__setitem__(0, seconds[0] + duration)
+
+    handles = [target.register_forward_hook(passing(0.3)), drafter.register_forward_hook(passing(0.01))]
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (statistics, tuning):
+            patch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: seconds[0]))
+        patch.setattr(tuning, "_tuners", WeakKeyDictionary())
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
