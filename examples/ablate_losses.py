@@ -18,7 +18,7 @@ from train import own_words, train
 
 from eagle31_hf import demo
 from eagle31_hf.bench import environment
-from eagle31_hf.training.packing import Rows
+from eagle31_hf.training.packing import Examples
 
 DRAFTERS = {"EAGLE 3.1": {}, "EAGLE 3": {"fc_norm": False, "norm_output": False}}
 ALIGNED, REGULARISED = {"attention_alignment": 0.1}, {"drift_regulariser": 0.1}
@@ -44,7 +44,7 @@ class Ablation:
         self.rows = own_words(self.target, self.tokenizer, work / "data", RECORDS)
         self.held_out = self.continued_prompts()
 
-    def continued_prompts(self) -> Rows:
+    def continued_prompts(self) -> Examples:
         """Prompts of files neither target nor drafters were trained on, each with what the target says next."""
         prompts = torch.cat(demo.prompts(self.tokenizer, NUM_HELD_OUT, PROMPT))
         texts = self.target.generate(
@@ -54,7 +54,9 @@ class Ablation:
             max_new_tokens=NEW_TOKENS,
             eos_token_id=None,
         )
-        return Rows.from_rows({"input_ids": text, "answers": torch.arange(len(text)) >= PROMPT} for text in texts)
+        return Examples.from_iterable(
+            {"input_ids": text, "answers": torch.arange(len(text)) >= PROMPT} for text in texts
+        )
 
     def name(self, drafter: str, losses: str, seed: int) -> str:
         return f"{drafter}, {losses}, seed {seed}, {self.steps} steps"

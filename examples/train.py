@@ -18,7 +18,7 @@ from eagle31_hf.demo.corpus import training_files
 from eagle31_hf.training.fresh import new_drafter
 from eagle31_hf.training.output import check_output, claim, discard_replaced, set_aside
 from eagle31_hf.training.packing import Part
-from eagle31_hf.training.prepare import prepare_data
+from eagle31_hf.training.prepare import PreparationOptions, prepare_data
 from eagle31_hf.training.recipe import log_in_lines
 from eagle31_hf.training.store import HiddenStateStore
 
@@ -37,19 +37,15 @@ def own_words(target, tokenizer, folder: Path, count: int, seed: int = 0) -> Hid
             text = draw.choice(texts)
             start = draw.randrange(len(text) - CHARACTERS + 1)
             file.write(json.dumps({"text": text[start : start + CHARACTERS]}) + "\n")
-    prepare_data(
-        target,
-        tokenizer,
-        str(folder / "texts.jsonl"),
-        folder / "rows",
+    options = PreparationOptions(
         max_length=LENGTH,
         regenerate=True,
         max_new_tokens=LENGTH // 2,
         generation={"do_sample": False},
         batch_size=64,
         records_per_shard=128,
-        progress=print,
     )
+    prepare_data(target, tokenizer, str(folder / "texts.jsonl"), folder / "rows", options, progress=print)
     return HiddenStateStore(folder / "rows")
 
 

@@ -32,42 +32,43 @@ def prepare_data(args: argparse.Namespace) -> int:
     from ..training.prepare import prepare_data as prepare
     from ..training.store import check_store_folder
 
+    options = _options(args)
+    check_store_folder(args.output)
+    progress(f"loading {args.target}")
+    tokenizer, target = load_tokenizer(args.target, args.revision), load_target(args)
+    prepared = prepare(target, tokenizer, args.data, args.output, options, part=args.part, progress=progress)
+    report = asdict(prepared)
+    show(args, report, "\n".join(_lines(report)))
+    return 0
+
+
+def _options(args: argparse.Namespace) -> Any:
+    """Returns the options of the data. Raises ValueError for those that do not go together."""
+    from ..training.prepare import PreparationOptions
+
     generation = _generation(args)
     if not args.regenerate and (generation or args.max_new_tokens is not None):
         raise ValueError(
             "--max-new-tokens, --temperature, --top-p and --top-k are of regenerated answers; expected --regenerate"
             " too."
         )
-    check_store_folder(args.output)
-    progress(f"loading {args.target}")
-    template = None if args.chat_template is None else read_text(args.chat_template)
-    tokenizer, target = load_tokenizer(args.target, args.revision), load_target(args)
-    prepared = prepare(
-        target,
-        tokenizer,
-        args.data,
-        args.output,
+    return PreparationOptions(
         max_length=args.max_length,
+        mask=args.mask,
+        split=args.split,
+        seed=args.seed,
+        template_augmentation=args.template_augmentation,
+        chat_template=None if args.chat_template is None else read_text(args.chat_template),
+        template_options=dict(args.template_option),
+        regenerate=args.regenerate,
+        generation=generation,
         states=args.states,
         layer_ids=args.layers,
         dtype=args.states_dtype,
-        regenerate=args.regenerate,
-        generation=generation,
         batch_size=args.batch_size,
         records_per_shard=args.records_per_shard,
-        part=args.part,
-        template_augmentation=args.template_augmentation,
-        template_options=dict(args.template_option),
-        chat_template=template,
-        seed=args.seed,
-        split=args.split,
-        mask=args.mask,
-        progress=progress,
         **({} if args.max_new_tokens is None else {"max_new_tokens": args.max_new_tokens}),
     )
-    report = asdict(prepared)
-    show(args, report, "\n".join(_lines(report)))
-    return 0
 
 
 def load_target(args: argparse.Namespace) -> Any:

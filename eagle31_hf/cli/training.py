@@ -125,18 +125,14 @@ def read_data(args: argparse.Namespace, target: Any, tokenizer: Any, settings: A
     """Returns the rows to train and to evaluate on; where there are none to evaluate on, the settings say so too."""
     from transformers.trainer_utils import IntervalStrategy
 
-    from ..training.recipe import RowReader
+    from ..training.prepare import PreparationOptions
+    from ..training.recipe import ExampleReader
 
-    reader = RowReader(
-        target,
-        tokenizer,
-        args.max_length,
-        progress,
-        split=args.split,
-        seed=args.seed,
-        template_options=dict(args.template_option),
-        regenerate_in=Path(args.output) if args.regenerate else None,
+    options = PreparationOptions(
+        max_length=args.max_length, split=args.split, seed=args.seed, template_options=dict(args.template_option)
     )
+    regenerate_in = Path(args.output) if args.regenerate else None
+    reader = ExampleReader(target, tokenizer, options, progress, regenerate_in)
     data = reader.training_data(args.data, args.eval_data, args.eval_rows)
     if data.held_out is None and args.eval_rows:
         progress("too few rows to hold any out: nothing is evaluated, and the last checkpoint is kept")

@@ -26,7 +26,7 @@ from .evaluation import EvalShare, Evaluation, served
 from .kinds import check_ids, tokens_of
 from .loss_mask import loss_denominators
 from .objective import Batch, DraftingObjective, Sums
-from .packing import Collator, PackedRows
+from .packing import Collator, PackedExamples
 from .regenerate import stop_ids
 from .saving import (
     check_finite,
@@ -75,8 +75,8 @@ class Eagle31Trainer(Trainer):
         args._n_gpu = min(args.n_gpu, 1)  # several devices without a launcher are the target's
         self.target, self.reader = target, self._reader(model, target, args, train_dataset)
         freeze(model, args)
-        if args.packing and hasattr(train_dataset, "__len__") and not isinstance(train_dataset, PackedRows):
-            train_dataset = PackedRows(train_dataset, args.max_length)
+        if args.packing and hasattr(train_dataset, "__len__") and not isinstance(train_dataset, PackedExamples):
+            train_dataset = PackedExamples(train_dataset, args.max_length)
         for rows in (train_dataset, eval_dataset):
             check_rows(rows, model.config.vocab_size)
         objective = DraftingObjective(model, args.settings(), self.reader.logits)
