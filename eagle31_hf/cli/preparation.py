@@ -1,4 +1,4 @@
-"""`eagle31 prepare-data`: training data into a store, in the target's own words and with its states where asked."""
+"""`eagle31 prepare-data`: makes a store of training data, with the target's own answers and states where asked."""
 
 import argparse
 from typing import Any
@@ -27,6 +27,7 @@ SAMPLING = ("top_p", "top_k")  # of generate()
 
 
 def prepare_data(args: argparse.Namespace) -> int:
+    """Makes the shards that are missing, and shows what the store holds."""
     from dataclasses import asdict
 
     from ..training.prepare import prepare_data as prepare
@@ -72,7 +73,7 @@ def _options(args: argparse.Namespace) -> Any:
 
 
 def load_target(args: argparse.Namespace) -> Any:
-    """The target as it is asked for: where, in which dtype, quantized or spread over devices."""
+    """Loads the target as the options of `add_loading` say: its device or devices, its dtype, quantized or not."""
     from transformers import BitsAndBytesConfig
     from transformers.distributed import DistributedConfig
 
@@ -92,7 +93,7 @@ def load_target(args: argparse.Namespace) -> Any:
 
 
 def _generation(args: argparse.Namespace) -> dict[str, Any]:
-    """Options of generate(); what is not given here is as the target's own generation config has it."""
+    """Returns the options of `generate` that are given; others are as in the target's own generation config."""
     given = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
     if args.temperature is not None:
         given["do_sample"] = args.temperature > 0
@@ -111,7 +112,7 @@ def _lines(report: dict[str, Any]) -> list[str]:
 
 
 def part_of(text: str) -> tuple[int, int]:
-    """`I/N`, the I-th of N processes, counted from 0."""
+    """Reads `I/N`, the I-th of N processes, counted from 0."""
     index, _, count = text.partition("/")
     if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
         raise argparse.ArgumentTypeError(f"got {text!r}, expected I/N with I from 0 to N - 1, e.g. 0/4")
@@ -199,6 +200,7 @@ def _add_states(parser: argparse.ArgumentParser) -> None:
 
 
 def add_template_option(parser: argparse.ArgumentParser) -> None:
+    """Adds --template-option."""
     parser.add_argument(
         "--template-option",
         type=field,
@@ -210,6 +212,7 @@ def add_template_option(parser: argparse.ArgumentParser) -> None:
 
 
 def add_loading(parser: argparse.ArgumentParser) -> None:
+    """Adds the options by which `load_target` loads the target."""
     parser.add_argument("--revision", type=path, help="branch, tag or commit of the target's Hub repository")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the target (default: auto, its own)")
     parser.add_argument(

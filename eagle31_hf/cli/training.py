@@ -1,4 +1,4 @@
-"""`eagle31 train`: a drafter for any causal language model, from data to a folder worth pushing."""
+"""`eagle31 train`: trains a drafter for any causal language model, from data to a folder for the Hub."""
 
 import argparse
 from pathlib import Path
@@ -11,6 +11,7 @@ from .preparation import add_loading, add_template_option, load_target
 
 
 def train(args: argparse.Namespace) -> int:
+    """Trains a drafter in a folder that no other run writes into meanwhile."""
     from ..training.output import claim
 
     check_options(args)
@@ -20,7 +21,7 @@ def train(args: argparse.Namespace) -> int:
 
 
 def run(args: argparse.Namespace, settings: Any) -> int:
-    """Runs the training, in a folder that no other run writes into meanwhile."""
+    """Goes through a run from its data to the saved drafter."""
     from ..training.output import check_output, discard_replaced, in_all_processes
     from ..training.recipe import log_in_lines
     from ..training.trainer import Eagle31Trainer
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace, settings: Any) -> int:
 
 
 def replace(output: str) -> None:
-    """Makes room for a run in the folder of an earlier one, whose result stays until there is a new one."""
+    """Moves an earlier run's files aside, and says where they are until there is a new drafter."""
     from ..training.output import set_aside
 
     aside = set_aside(output)
@@ -76,7 +77,7 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def arguments(args: argparse.Namespace) -> Any:
-    """The command's own options, then --set, as arguments of the trainer."""
+    """Returns the command's own options, and then --set, as arguments of the trainer."""
     from ..training.arguments import Eagle31TrainingArguments
 
     every = {"eval_steps": args.eval_every, "save_steps": args.eval_every}
@@ -108,8 +109,10 @@ def arguments(args: argparse.Namespace) -> Any:
 
 
 def stored_target(args: argparse.Namespace) -> Any:
-    """Returns what the data keeps of the target, or None where the target has to be loaded. Raises ValueError for
-    options that need the target itself."""
+    """Returns the parts of the target that the data keeps, or None where the target has to be loaded.
+
+    Raises ValueError for options that need the whole target.
+    """
     from ..training.recipe import target_in_store
 
     target = target_in_store(args.data, args.target)
@@ -157,7 +160,7 @@ def starting_drafter(
 
 
 def report(args: argparse.Namespace, trainer: Any, metrics: dict[str, Any]) -> None:
-    """What came of it: one object, or a few lines."""
+    """Shows the outcome as one JSON object, or in a few lines."""
     evaluated = [entry for entry in trainer.state.log_history if "eval_accepted_length" in entry]
     best: dict[str, Any] = max(evaluated, key=lambda entry: entry["eval_accepted_length"], default={})
     if args.json:
