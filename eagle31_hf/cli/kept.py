@@ -48,7 +48,7 @@ def shards(args: argparse.Namespace) -> str:
 
 
 def checkpoint(args: argparse.Namespace) -> str:
-    """Names the newest checkpoint or the rows of `eagle31 train`, and the earlier drafter that it was to replace."""
+    """Names the newest checkpoint or the examples of `eagle31 train`, and the drafter that it was to replace."""
     from ..training.output import REPLACED, holds_rows
     from ..training.saving import checkpoints
 
