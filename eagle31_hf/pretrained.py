@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from .checkpoints.files import HUB_OPTIONS
 from .checkpoints.read import FIELDS, Checkpoint, read_checkpoint
-from .checkpoints.sharing import folder_lock, settled
+from .checkpoints.sharing import folder_lock, reads_one_state
 from .checkpoints.write import remove_stale_weights
 from .configuration import Eagle31Config
 from .hub import CARD, CardFacts, render_card, upload
@@ -42,7 +42,7 @@ class Eagle31PreTrainedModel(PreTrainedModel):
         self.card_facts = CardFacts()
 
     @classmethod
-    @settled("pretrained_model_name_or_path")
+    @reads_one_state("pretrained_model_name_or_path")
     def from_pretrained(
         cls,
         pretrained_model_name_or_path,

@@ -22,7 +22,7 @@ from .write import write_weights
 
 ORIGINAL = "original"  # where an in-place conversion puts what it replaced
 RECORD = "conversion.json"
-SECURED = ("config.json", RECORD)  # the files in it besides the weights
+BESIDE_WEIGHTS = ("config.json", RECORD)  # the files in it besides the weights
 
 
 def convert_checkpoint(
@@ -199,7 +199,7 @@ def _check_room(folder: Path, names: set[str]) -> None:
     kept = sorted(path.name for path in original.iterdir()) if original.is_dir() else []
     # a call that died before its commit left copies of these; the record comes first
     if RECORD in kept or "config.json" not in kept:
-        kept = [name for name in kept if name not in SECURED]
+        kept = [name for name in kept if name not in BESIDE_WEIGHTS]
     if kept:
         raise ValueError(
             f"{original}: holds {kept}, of an earlier conversion maybe; nothing was changed. Move it away, or"
@@ -266,7 +266,7 @@ def _discard_original(folder: Path) -> None:
     """
     original = folder / ORIGINAL
     if (original / RECORD).is_file():
-        for name in (*_recorded(original / RECORD), *SECURED):
+        for name in (*_recorded(original / RECORD), *BESIDE_WEIGHTS):
             (original / name).unlink(missing_ok=True)
     if original.is_dir() and not any(original.iterdir()):
         original.rmdir()

@@ -38,7 +38,7 @@ def foreign_config(
             " does"
         )
     fields |= {name: value for name, value in overrides.items() if name in keys.FLAGS}
-    _add_shown(fields, shapes, source, notes)
+    _add_from_tensors(fields, shapes, source, notes)
     if "aux_hidden_state_layer_ids" not in overrides:
         ids, reason = _find_ids(files, producer, convention)
         if ids is None:
@@ -73,7 +73,7 @@ def _check_ambiguous(producer: Producer, fields: dict[str, Any], overrides: Mapp
         )
 
 
-def _add_shown(fields: dict[str, Any], shapes: Shapes, source: str, notes: list[str]) -> None:
+def _add_from_tensors(fields: dict[str, Any], shapes: Shapes, source: str, notes: list[str]) -> None:
     """Adds the fields that the tensors decide, whatever the config says. Raises ValueError for flags that contradict
     them."""
     for flag, sign in (("fc_norm", "fc_norm.0.weight"), ("norm_before_fc", "input_norm.weight")):

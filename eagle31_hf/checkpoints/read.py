@@ -23,7 +23,7 @@ from .files import FLOATS, HUB_OPTIONS, SIDE_FILES, CheckpointFiles, StoredTenso
 from .infer import build_config, check_computable, foreign_config
 from .knobs import read_knobs
 from .producers import NATIVE, identify
-from .sharing import settled
+from .sharing import reads_one_state
 from .tensors import Shapes, expected_tensors, native_names, refuse_other_graphs
 
 # Options that hold for the weights a config points to as well; `revision` and `subfolder` are of the repository with
@@ -84,7 +84,7 @@ class Checkpoint:
         return mapping or None
 
 
-@settled("source")
+@reads_one_state("source")
 def read_checkpoint(
     source: str, overrides: Mapping[str, Any] | None = None, aux_layer_convention: str | None = None, **hub: Any
 ) -> Checkpoint:

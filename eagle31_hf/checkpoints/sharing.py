@@ -190,7 +190,7 @@ def unchanged(before: Stamps, source: str | os.PathLike | None, subfolder: str |
         raise failure
 
 
-def settled(argument: str) -> Callable[[Function], Function]:
+def reads_one_state(argument: str) -> Callable[[Function], Function]:
     """Decorates a function that reads the folder given as its argument of that name.
 
     The function is called again where the folder has changed meanwhile, so that it returns, or fails, for one state of

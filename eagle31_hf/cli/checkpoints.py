@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..storage.jsonl import JsonLines
-from . import kept
+from . import resuming
 from .loading import load_causal_lm, load_tokenizer
 from .parsing import add_json, add_reading, device, path, positive, progress, read_text, reading_options, show
 
@@ -207,7 +207,7 @@ def add_info(parser: argparse.ArgumentParser) -> None:
 
 
 def add_convert(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(kept=kept.conversion)
+    parser.set_defaults(left_behind=resuming.conversion)
     parser.add_argument("source", type=path, help="folder or Hub repository")
     parser.add_argument(
         "destination",
@@ -222,7 +222,7 @@ def add_convert(parser: argparse.ArgumentParser) -> None:
 
 
 def add_export(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(kept=lambda args: kept.new_folder(args.destination))
+    parser.set_defaults(left_behind=lambda args: resuming.new_folder(args.destination))
     parser.add_argument("drafter", type=path, help="folder or Hub repository, of any format")
     parser.add_argument("destination", type=path, help="a new folder")
     parser.add_argument("--format", choices=("vllm", "sglang", "speculators"), default="vllm")
@@ -237,7 +237,7 @@ def add_export(parser: argparse.ArgumentParser) -> None:
 
 
 def add_publish(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(kept=kept.upload)
+    parser.set_defaults(left_behind=resuming.upload)
     parser.add_argument("folder", type=path, help="a native checkpoint, or a config with weights_from")
     parser.add_argument("--repo-id", type=path, required=True, help="OWNER/NAME")
     parser.add_argument("--private", action="store_true")
@@ -247,7 +247,7 @@ def add_publish(parser: argparse.ArgumentParser) -> None:
 
 
 def add_upgrade(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(kept=lambda args: kept.new_folder(args.output))
+    parser.set_defaults(left_behind=lambda args: resuming.new_folder(args.output))
     parser.add_argument("--target", type=path, required=True, help="folder or Hub repository of the target")
     parser.add_argument(
         "--drafter", type=path, required=True, help="folder or Hub repository of its EAGLE 3 drafter, of any format"

@@ -64,7 +64,7 @@ def explain(error: BaseException, args: Namespace | None) -> tuple[str, int] | N
             text = text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
             word, status = ("failed", FAILED) if of_machine else (word, status)
             return (
-                f"eagle31: {word}: {text}" + (f" {sentence(args)}" if of_machine and args is not None else ""),
+                f"eagle31: {word}: {text}" + (f" {outlook(args)}" if of_machine and args is not None else ""),
                 status,
             )
     return None
@@ -85,19 +85,19 @@ def _text(error: BaseException) -> tuple[str, bool]:
     return " ".join(str(cause).split()) or type(error).__name__, is_full
 
 
-def sentence(args: Namespace) -> str:
-    """Returns sentences on what a stopped command leaves behind, from the function in `kept` that belongs to it."""
-    kept: Callable[[Namespace], str] = getattr(args, "kept", lambda args: "Nothing was written.")
+def outlook(args: Namespace) -> str:
+    """Returns sentences on what a stopped command leaves behind, by the function of `resuming` that belongs to it."""
+    left_behind: Callable[[Namespace], str] = getattr(args, "left_behind", lambda args: "Nothing was written.")
     sources = [getattr(args, name, None) for name in ("target", "drafter", "source")]
     is_remote = any(source and not os.path.exists(source) for source in sources)
-    return kept(args) + (" What was downloaded stays in the Hub's cache." if is_remote else "")
+    return left_behind(args) + (" What was downloaded stays in the Hub's cache." if is_remote else "")
 
 
-def listen() -> None:
+def raise_on_signals() -> None:
     """Makes the first signal of STOPPING raise Stopped; the second one ends the process at once."""
 
     def stop(number: int, frame: FrameType | None) -> None:
-        forget()
+        die_on_signals()
         raise Stopped(number)
 
     for number in STOPPING:
@@ -105,7 +105,7 @@ def listen() -> None:
             signal.signal(number, stop)
 
 
-def forget() -> None:
+def die_on_signals() -> None:
     """Makes a signal of STOPPING end the process at once."""
     for number in STOPPING:
         if signal.getsignal(number) not in (signal.SIG_IGN, None):
@@ -120,20 +120,20 @@ def as_program(run: Callable[[], int]) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # a locale may be unable to encode what a model generates
-    listen()
+    raise_on_signals()
     try:
         return _status(run)
     except Stopped as stop:
-        silence()
+        flush_outputs()
         die(stop.number)
     except BrokenPipeError:
         if not output_is_closed():
             raise
-        silence()
+        flush_outputs()
         die(getattr(signal, "SIGPIPE", signal.SIGTERM))  # as C programs end
     finally:
-        forget()
-        silence()
+        die_on_signals()
+        flush_outputs()
 
 
 def _status(run: Callable[[], int]) -> Any:
@@ -159,7 +159,7 @@ def _is_abandoned(stream: Any) -> bool:
         return False
 
 
-def silence() -> None:
+def flush_outputs() -> None:
     """Flushes stdout and stderr. Where that fails they go to the null device, or Python would complain at its exit."""
     for stream in (sys.stdout, sys.stderr):
         try:

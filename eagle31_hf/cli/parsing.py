@@ -56,43 +56,43 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
 
-def whole(least: int, most: int = LARGEST) -> Callable[[str], int]:
+def integer(least: int, most: int = LARGEST) -> Callable[[str], int]:
     """Returns a reader of integers from `least` to `most`."""
 
     def read(text: str) -> int:
-        number = int(text) if text.isascii() and text.removeprefix("-").isdecimal() and len(text) < 20 else None
-        if number is None or not least <= number <= most:
-            upper = "" if number is not None and number < least else f" and at most {most}"
+        value = int(text) if text.isascii() and text.removeprefix("-").isdecimal() and len(text) < 20 else None
+        if value is None or not least <= value <= most:
+            upper = "" if value is not None and value < least else f" and at most {most}"
             raise argparse.ArgumentTypeError(f"got {text[:40]!r}, expected an integer of at least {least}{upper}")
-        return number
+        return value
 
     return read
 
 
-def real(least: float, most: float = math.inf, above: bool = False) -> Callable[[str], float]:
+def number(least: float, most: float = math.inf, above: bool = False) -> Callable[[str], float]:
     """Returns a reader of finite numbers from `least` to `most`; with `above`, `least` itself is refused."""
     upper = "" if most == math.inf else f" and at most {most:g}"
 
     def read(text: str) -> float:
         try:
-            number = float(text)
+            value = float(text)
         except ValueError:
-            number = math.nan
-        if not (math.isfinite(number) and least <= number <= most) or (above and number == least):
+            value = math.nan
+        if not (math.isfinite(value) and least <= value <= most) or (above and value == least):
             raise argparse.ArgumentTypeError(
                 f"got {text[:40]!r}, expected a number {'above' if above else 'of at least'} {least:g}{upper}"
             )
-        return number
+        return value
 
     return read
 
 
-positive = whole(1)
-count = whole(0)
-seed = whole(0, MAX_SEED)
-temperature = real(0)
-share = real(0, 1)
-top_p = real(0, 1, above=True)
+positive = integer(1)
+count = integer(0)
+seed = integer(0, MAX_SEED)
+temperature = number(0)
+share = number(0, 1)
+top_p = number(0, 1, above=True)
 
 
 def positive_or_auto(text: str) -> int | str:

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from . import kept
+from . import resuming
 from .loading import load_causal_lm, load_tokenizer
 from .parsing import (
     DTYPES,
@@ -120,7 +120,7 @@ def part_of(text: str) -> tuple[int, int]:
 
 
 def add_prepare_data(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(kept=kept.shards)
+    parser.set_defaults(left_behind=resuming.shards)
     parser.add_argument(
         "--target", type=path, required=True, help="folder or Hub repository of the model to train a drafter for"
     )

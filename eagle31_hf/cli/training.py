@@ -4,9 +4,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from . import kept
+from . import resuming
 from .loading import load_tokenizer
-from .parsing import config_field, count, field, path, positive, progress, real, seed, show
+from .parsing import config_field, count, field, number, path, positive, progress, seed, show
 from .preparation import add_loading, add_template_option, load_target
 
 
@@ -181,7 +181,7 @@ def report(args: argparse.Namespace, trainer: Any, metrics: dict[str, Any]) -> N
 
 
 def add_train(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(kept=kept.checkpoint)
+    parser.set_defaults(left_behind=resuming.checkpoint)
     parser.add_argument(
         "--target", type=path, required=True, help="folder or Hub repository of the model to train a drafter for"
     )
@@ -255,11 +255,11 @@ def _add_optimisation(parser: argparse.ArgumentParser) -> None:
         "--loss", default="kl", help="kl, reverse_kl, jsd, tv, lk_alpha, lk_lambda, ce, or a mixture as kl=0.9,tv=0.1"
     )
     parser.add_argument("--max-length", type=positive, default=2048, help="tokens of a packed row (default: 2048)")
-    parser.add_argument("--epochs", type=real(0, above=True), default=2.0)
+    parser.add_argument("--epochs", type=number(0, above=True), default=2.0)
     parser.add_argument("--steps", type=positive, help="instead of epochs")
     parser.add_argument("--batch-size", type=positive, default=1, help="packed rows of each process (default: 1)")
     parser.add_argument("--accumulate", type=positive, default=8, help="batches a step (default: 8)")
-    parser.add_argument("--learning-rate", type=real(0), default=1e-4)
+    parser.add_argument("--learning-rate", type=number(0), default=1e-4)
     parser.add_argument("--bf16", action="store_true", help="mixed precision")
     parser.add_argument("--seed", type=seed, default=0)
     parser.add_argument("--report-to", default="none", help="trackio, wandb, tensorboard")

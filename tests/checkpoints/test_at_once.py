@@ -409,7 +409,7 @@ def test_a_folder_that_never_settles_is_one_clear_error(prepare):
     """Copied by another program, or mended over and over: here its config is touched at every look."""
     prepared, looks = prepare("safetensors"), []
 
-    @sharing.settled("source")
+    @sharing.reads_one_state("source")
     def read(source: Path) -> None:
         looks.append(source)
         os.utime(source / "config.json", ns=(0, len(looks)))

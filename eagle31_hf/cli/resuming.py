@@ -1,6 +1,6 @@
 """Sentences on what a command has left on the disk when it is stopped or the machine fails, and on how to go on.
 
-A parser names the function of its command by `set_defaults(kept=...)`.
+A parser names the function of its command by `set_defaults(left_behind=...)`.
 """
 
 import argparse
