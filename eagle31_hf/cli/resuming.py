@@ -49,7 +49,7 @@ def shards(args: argparse.Namespace) -> str:
 
 def checkpoint(args: argparse.Namespace) -> str:
     """Names the newest checkpoint or the examples of `eagle31 train`, and the drafter that it was to replace."""
-    from ..training.output import REPLACED, holds_rows
+    from ..training.output import REPLACED, holds_data
     from ..training.saving import checkpoints
 
     aside = [path.parent for path in Path(args.output, REPLACED).glob("*/model*.safetensors*")]
@@ -60,7 +60,7 @@ def checkpoint(args: argparse.Namespace) -> str:
     if found:
         newest = max(found, key=lambda path: path.stat().st_mtime)
         return f"{newest} is kept; {resumed} from the last complete checkpoint.{earlier}"
-    if holds_rows(args.output) and not begun:
+    if holds_data(args.output) and not begun:
         return f"There is no checkpoint in {args.output} yet, but rows, which are kept; {resumed} with them.{earlier}"
     return (
         f"There is no checkpoint in {args.output} yet; begin"

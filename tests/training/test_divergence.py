@@ -174,7 +174,7 @@ def test_weights_broken_before_the_first_step(tmp_path):
         TrainingDivergedError,
         match=r"^weights are not finite after step 0\. Training .* no checkpoint was written before",
     ):
-        trainer._check_weights()
+        trainer.check_weights()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

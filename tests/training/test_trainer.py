@@ -181,7 +181,7 @@ def test_a_run_that_pushes_to_the_hub(tmp_path, hub):  # noqa: F811
     assert not any(name.startswith("checkpoint") or "optimizer" in name for name in files)
     card = files["README.md"].decode()
     assert 'from_pretrained("tester/trained"' in card
-    assert "6 of 2 rows" in card
+    assert "6 of 2 sequences" in card
     loaded = Eagle31DrafterModel.from_pretrained("tester/trained")
     for name, weight in trainer.drafter.state_dict().items():
         assert_close(name, loaded.state_dict()[name], weight)
@@ -437,7 +437,7 @@ def test_a_checkpoint_is_a_drafter(tmp_path):
         assert_close(name, loaded.state_dict()[name], weight)
 
 
-@pytest.mark.parametrize("where", ["rows", "eval_dataset"])
+@pytest.mark.parametrize("where", ["examples", "eval_dataset"])
 def test_examples_of_another_tokenizer_are_refused(tmp_path, where):
     foreign = [{"input_ids": [1, 2, VOCAB + 3], "answers": [True] * 3}]
     with pytest.raises(ValueError, match=rf"token ids go from 1 to {VOCAB + 3}; expected 0 to {VOCAB - 1}"):
