@@ -36,6 +36,7 @@ QUICK = {
     "test_configuration",
     "test_features",
     "test_latent_attention",
+    "test_docs",
     "test_habits",
     "test_layering",
     "test_model_cards",
