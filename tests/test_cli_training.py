@@ -229,8 +229,7 @@ def test_a_stopped_run_names_the_drafter_it_was_to_replace(capsys, folder):
 
 
 def test_a_run_stopped_while_it_regenerates_goes_on_by_resume(capsys, folder):
-    """With the rows it has made, which are as prepare-data makes them; without --resume it is refused, as the sentence
-    says."""
+    """It goes on with its examples, which are as prepare-data makes them; without --resume it is refused."""
     asked = argparse.Namespace(output=str(folder / "drafter"), overwrite=False)
     assert resuming.checkpoint(asked).endswith("yet; begin anew.")
     status, _, err = run(
@@ -270,7 +269,7 @@ def test_a_stopped_conversion_says_of_any_config_what_it_is(tmp_path):
 
 
 def test_a_finished_run_is_finished(capsys, folder):
-    """Resumed, it trains nothing and writes what is there already; asked for more steps, it goes on."""
+    """When resumed, it trains nothing and writes the same files again; asked for more steps, it goes on."""
     asked = ["--steps", "8", "--set", "eval_steps=3", "--set", "save_steps=3"]
     status, out, _ = trained(capsys, folder, *asked)
     assert (status, json.loads(out)["steps"]) == (0, 8)

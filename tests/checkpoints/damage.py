@@ -99,7 +99,7 @@ KEYS = (
 
 
 def value(rng: random.Random, depth: int = 0) -> Any:
-    """Any JSON value, mostly one that some key has to be afraid of."""
+    """Draws a JSON value, mostly one that the reader of some key does not expect."""
     kind = rng.randrange(9 if depth < 3 else 6)
     if kind < 2:
         return rng.choice(NUMBERS)
@@ -117,13 +117,13 @@ def value(rng: random.Random, depth: int = 0) -> Any:
 
 
 def places(tree: Any) -> list[tuple[Any, Any]]:
-    """Every (container, key) in a JSON value."""
+    """Returns every (container, key) in a JSON value."""
     items = list(tree.items()) if isinstance(tree, dict) else list(enumerate(tree)) if isinstance(tree, list) else []
     return [(tree, key) for key, _ in items] + [place for _, child in items for place in places(child)]
 
 
 def edit(tree: dict, rng: random.Random) -> None:
-    """One random change: a value replaced, scaled, nested, dropped, moved to another key, or a key added."""
+    """Makes one random change: a value replaced, scaled, nested, dropped or moved to another key, or a key added."""
     all_places = places(tree)
     container, key = rng.choice(all_places) if all_places else (tree, "a")
     other, other_key = rng.choice(all_places) if all_places else (tree, "a")
@@ -150,7 +150,7 @@ def edit(tree: dict, rng: random.Random) -> None:
 
 
 def damage(data: bytes, rng: random.Random, end: int | None = None) -> bytes:
-    """Bytes flipped, cut out, doubled or inserted before `end`, or the rest cut off."""
+    """Flips bytes, cuts some out, doubles or inserts some before `end`, or cuts off the rest."""
     changed = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 5))):
         at = rng.randrange(max(1, min(len(changed), end or len(changed))))
@@ -171,7 +171,7 @@ def damage(data: bytes, rng: random.Random, end: int | None = None) -> bytes:
 
 
 def json_text(tree: Any, rng: random.Random) -> bytes:
-    """The value as text, sometimes with a key twice or with a number only text can hold."""
+    """Returns the value as text, sometimes with a key twice or with a number that only text can hold."""
     text = json.dumps(tree)
     if rng.random() < 0.1:
         text = text.replace("{", '{"' + rng.choice(KEYS) + '": ' + json.dumps(value(rng)) + ", ", 1)
@@ -203,7 +203,7 @@ def damage_header(path: Path, rng: random.Random) -> None:
 
 
 def damage_pickle(path: Path, rng: random.Random) -> None:
-    """Damage to the archive, or to the pickle in a sound one."""
+    """Damages the archive, or the pickle in a sound archive."""
     if rng.random() < 0.3:
         path.write_bytes(damage(path.read_bytes(), rng))
         return

@@ -1,4 +1,4 @@
-"""A checkpoint's folder: all that is in it, whether a drafter is, and one with fields or tensors changed."""
+"""Helpers for a checkpoint's folder: contents, comparison with a drafter, copies with other fields or tensors."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ SPECFORGE, WEIGHTS = LAYOUTS["specforge"], "model.safetensors"
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file under the folder, empty folders as names that end in a slash."""
+    """Returns path -> bytes of every file under the folder; empty folders are names that end in a slash."""
     files = {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
     return files | {f"{p.relative_to(folder)}/": b"" for p in folder.rglob("*") if p.is_dir() and not any(p.iterdir())}
 
@@ -35,7 +35,7 @@ def assert_loads(folder: Path, drafter: Eagle31DrafterModel, **options) -> None:
 
 
 def edited(folder: Path, tensors: dict | None = None, **config) -> Path:
-    """The checkpoint in `folder` with tensors and config keys replaced, or, where None, left out."""
+    """Changes the checkpoint in `folder`: tensors and config keys are replaced, or, where None, left out."""
     if tensors:
         weights = load_file(folder / "model.safetensors") | tensors
         save_file(

@@ -1,4 +1,4 @@
-"""Conversion into a folder and in place: the same bytes, nothing lost whenever the process dies, nothing written when
+"""Conversion into a folder and in place: the same bytes, nothing lost if the process dies, nothing written when
 refused."""
 
 import json
@@ -301,8 +301,10 @@ def is_new(folder: Path, layout) -> bool:
 
 
 def assert_old_or_new(folder: Path, layout, before: dict[str, bytes], discard: bool) -> None:
-    """Either every file is as it was, or the new checkpoint is read and every old file lies somewhere, unless they are
-    discarded."""
+    """Asserts that every file is as it was, or that the new checkpoint is read and every old file lies somewhere.
+
+    With `discard` the old files may be gone.
+    """
     after = contents(folder)
     if not is_new(folder, layout):
         assert {name: after.get(name) for name in before} == before
@@ -383,7 +385,8 @@ MEBIBYTE = 2**20
 
 
 def peak(*arguments: Path) -> int:
-    """Bytes of memory a process of its own held at most. Not getrusage: what that says starts at the parent's."""
+    """Returns the most bytes of memory that a process of its own held. getrusage does not say: its figure starts at the
+    parent's."""
     run = subprocess.run(
         [sys.executable, "-c", MEASURED, *map(str, arguments)], check=True, capture_output=True, text=True
     )

@@ -1,5 +1,4 @@
-"""Every producer's layout loads to the drafter it was written from; what may mean two things asks, and one argument
-decides.
+"""Every producer's layout loads to the drafter it was written from; an ambiguous one asks, and one argument decides.
 
 B batch, T tokens, V target vocabulary, Vd draft vocabulary.
 """
@@ -27,7 +26,7 @@ ASKED = {name: layout for name, layout in LAYOUTS.items() if layout.options}
 
 @pytest.fixture
 def poisoned_memory():
-    """torch.empty is filled with NaN or the largest integer: an unwritten tensor cannot pass for a loaded one."""
+    """Fills torch.empty with NaN or the largest integer: an unwritten tensor cannot pass for a loaded one."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -35,7 +34,7 @@ def poisoned_memory():
 
 @torch.no_grad()
 def assert_same(loaded: Eagle31DrafterModel, drafter: Eagle31DrafterModel) -> None:
-    """Fields, tensors and logits, all exactly."""
+    """Asserts that fields, tensors and logits are exactly the same."""
     for name in FIELDS:
         assert_close(name, getattr(loaded.config, name), getattr(drafter.config, name))
     assert set(loaded.state_dict()) == set(drafter.state_dict())
@@ -360,7 +359,7 @@ def test_fields_given_win(tmp_path):
 
 @pytest.mark.parametrize("as_path", [str, Path])
 def test_a_config_elsewhere_wins(as_path, tmp_path):
-    """By its folder's name, as transformers takes it."""
+    """It is given by its folder's name, as transformers takes it."""
     LAYOUTS["specforge_of_two_meanings"].write(tmp_path / "source")
     Eagle31DrafterModel.from_pretrained(tmp_path / "source", norm_output=False).config.save_pretrained(
         tmp_path / "config"

@@ -1,7 +1,6 @@
-"""Random damage to configs, headers, indices and pickles: it is read or refused (ValueError, OSError), soon and in
-little memory.
+"""Random damage to configs, headers, indices and pickles: each file is read or refused, soon and in little memory.
 
-`python tests/checkpoints/test_fuzz.py 10000 [first seed]` runs more and prints what came out.
+`python tests/checkpoints/test_fuzz.py 10000 [first seed]` runs more and prints the outcomes.
 """
 
 import collections
@@ -41,7 +40,7 @@ BASES = (
 
 
 def damage_one(folder: Path, rng: random.Random) -> str:
-    """Damages one file of a checkpoint; which kind it was."""
+    """Damages one file of a checkpoint, and returns the kind of damage."""
     ways: dict[str, Callable[[Path, random.Random], None]] = {
         ".json": damage_json, ".bin": damage_pickle, ".safetensors": damage_header
     }  # fmt: skip
@@ -63,7 +62,7 @@ def write_bases(root: Path) -> dict[str, tuple[Path, dict[str, Any]]]:
 
 
 def run(seed: int, bases: dict[str, tuple[Path, dict[str, Any]]], folder: Path) -> tuple[str, str]:
-    """One damaged checkpoint, read: what was damaged, and what came out. Raises what should not have come out."""
+    """Reads one damaged checkpoint. Returns the damage and the outcome; raises errors that are no refusals."""
     rng = random.Random(seed)
     base, options = bases[rng.choice(sorted(bases))]
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What the tests put on the Hub: a drafter as the first release names things, and a config that points to one."""
+"""Repositories for the tests' Hub: a drafter as the first release names things, and a config that points to one."""
 
 import json
 
@@ -10,7 +10,7 @@ REPO, BASE = "tester/drafter", "yuhuili/eagle3"
 
 
 def original_release(drafter: Eagle31DrafterModel) -> dict[str, bytes]:
-    """The drafter as the first EAGLE 3 code names things, config and all, sharded in two."""
+    """Returns the files of a drafter as the first EAGLE 3 code names things, config and all, sharded in two."""
     config = drafter.config
     names = (
         "vocab_size",

@@ -1,5 +1,4 @@
-"""Drafters on the Hub: pushed, published, fetched from where a config points to, converted by pull request; interrupted
-and refused."""
+"""Drafters on the Hub: pushed, published, fetched by a config that points to them, converted, refused."""
 
 import io
 import json
@@ -242,7 +241,7 @@ LINKED = ("README.md", "generation_config.json", "config.json", "model.safetenso
 
 @pytest.mark.parametrize("name", LINKED)
 def test_a_link_out_of_the_folder_is_not_followed(hub, drafter, tmp_path, name):
-    """Whoever made the folder could have anything published that its publisher can read."""
+    """The folder's author could otherwise have any file published that its publisher can read."""
     drafter.save_pretrained(tmp_path / "saved")
     (tmp_path / "saved" / name).rename(tmp_path / "private")
     (tmp_path / "saved" / name).symlink_to("../private")

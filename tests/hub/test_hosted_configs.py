@@ -1,5 +1,4 @@
-"""The folders of model_cards/: each loads once the repository it names serves weights, and says nothing it does not
-know."""
+"""The folders of model_cards/: each loads once the repository it names serves weights, and claims nothing else."""
 
 import json
 from pathlib import Path

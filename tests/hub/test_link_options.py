@@ -1,4 +1,4 @@
-"""Hub options of a `from_pretrained` also hold for the weights its config points to, in every class that can be asked."""
+"""Hub options of a `from_pretrained` also hold for the weights its config points to, in every loading class."""
 
 import json
 
@@ -24,7 +24,7 @@ def files() -> dict[str, bytes]:
 
 @pytest.fixture(autouse=True)
 def without_peft(monkeypatch):
-    """Where it is installed, transformers' AutoModel first looks for an adapter, without the options it was given."""
+    """Hides peft, with which transformers' AutoModel first looks for an adapter, without the options it was given."""
     monkeypatch.setattr(auto_factory, "is_peft_available", lambda: False)
 
 
@@ -107,7 +107,7 @@ def test_files_are_fetched_again_when_asked(loader, hub: HubServer, files):
 @every_loader
 @pytest.mark.parametrize("is_pinned", [True, False])
 def test_a_revision_is_of_the_config_and_never_of_the_weights(is_pinned, loader, hub: HubServer, files):
-    """A branch of that name in both repositories: the weights' is not looked at, pinned or not."""
+    """Both repositories have a branch of that name; that of the weights is not looked at, pinned or not."""
     commit = hub.add(BASE, files)
     hub.add(BASE, {"config.json": b"{}"}, revision="trained")
     if is_pinned:

@@ -1,4 +1,4 @@
-"""The Hub of `server.py` as the installed `huggingface_hub` and `transformers` see it."""
+"""The Hub of `server.py`, used by the installed `huggingface_hub` and `transformers`."""
 
 import subprocess
 import sys
