@@ -1,10 +1,9 @@
-"""`Eagle31Config`: what a drafter is, field by field, and which values are refused."""
+"""`Eagle31Config`: the fields of a drafter's config, and how they are read from and written to config.json."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import fields
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +12,12 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import RopeParameters
 
+from .config_rules import check_bounds, check_rules
 from .json_file import read_json
 from .names import refuse_unknown
 
-LAYER_TYPES = ("full_attention", "sliding_attention")
-# Bounds of what is built from a config before a tensor has shown its size: a drafter has one layer or two, the largest
-# vocabularies have a sixtieth of MAX_SIZE, and no rope has ten parameters.
-MAX_LAYERS = 256
-MAX_SIZE = 2**24
-MAX_LENGTH = 2**31
-MAX_ROPE_PARAMETERS = 32
 DTYPES = ("float32", "float16", "bfloat16", "float64")
-FLOATS = ("attention_dropout", "rms_norm_eps", "initializer_range", "logit_scale")
-# What `PreTrainedConfig` takes besides its fields, from a person or out of its own `to_dict()`.
+# Keywords that `PreTrainedConfig` takes besides its fields, from a person or out of its own `to_dict()`.
 BASE_NAMES = (
     "model_type",
     "name_or_path",
@@ -44,12 +36,13 @@ BASE_NAMES = (
     "use_return_dict",
     "use_cache",
 )
-# What a config.json may set besides this class's own fields. All else is left unread: it may not size a table of
-# labels, name code for attention, or turn this model's outputs into tuples.
+# Fields that a config.json may set besides this class's own. All others are left unread: a file may not size a table
+# of labels, name code for attention, or turn this model's outputs into tuples.
 FILE_NAMES = (
     "model_type", "architectures", "dtype", "torch_dtype", "transformers_version", "name_or_path", "_name_or_path",
     "rope_theta", "rope_scaling", "partial_rotary_factor",
 )  # fmt: skip
+# Keywords that `from_dict` takes besides fields.
 FROM_DICT_NAMES = (
     "return_unused_kwargs", "_from_auto", "_from_pipeline",
     "revision", "token", "cache_dir", "local_files_only", "force_download", "proxies", "subfolder",
@@ -85,9 +78,9 @@ def completes_configs(function: Completer) -> Completer:
 
 
 def default_layer_ids(num_target_layers: int) -> list[int]:
-    """The field's default capture points `[2, L // 2, L - 3]` for a target of `num_target_layers` layers (L >= 7).
+    """Returns the layer ids that are captured by default, `[2, L // 2, L - 3]` for a target of L layers.
 
-    Raises ValueError for a target too shallow to have three distinct ones.
+    Raises ValueError for a target of fewer than 7 layers, which does not have three distinct ones.
     """
     ids = [2, num_target_layers // 2, num_target_layers - 3]
     if sorted(set(ids)) != ids:
@@ -98,18 +91,35 @@ def default_layer_ids(num_target_layers: int) -> list[int]:
     return ids
 
 
+def base_names() -> set[str]:
+    """Returns the names that `PreTrainedConfig` takes, which `Eagle31Config` takes too."""
+    return {*(field.name for field in fields(PreTrainedConfig)), *BASE_NAMES}
+
+
+def _read_part(values: Mapping[str, Any], own_names: set[str]) -> dict[str, Any]:
+    """Returns the values of a config.json that are read. Raises ValueError for a dtype that weights do not have."""
+    read = {name: value for name, value in values.items() if name in own_names or name in FILE_NAMES}
+    for name in ("dtype", "torch_dtype"):
+        dtype = str(read.get(name)).removeprefix("torch.")
+        if dtype not in (*DTYPES, "None"):
+            raise ValueError(f"Eagle31Config: {name} is {dtype[:80]}; expected {', '.join(DTYPES)}.")
+    return read
+
+
 @strict
 class Eagle31Config(PreTrainedConfig):
-    r"""Configuration of an EAGLE 3.1 (or EAGLE 3) drafter. Every field is written out when saved; readers disagree on
-    defaults.
+    r"""Configuration of an EAGLE 3.1 or EAGLE 3 drafter.
+
+    Every field is written out when saved, because readers of config.json disagree on defaults.
 
     Args:
-        vocab_size: target vocabulary V, padding rows included (ids the embedding accepts).
+        vocab_size: target vocabulary V: the ids that the target's embedding accepts, padding included.
         draft_vocab_size: draft vocabulary Vd, the ids the drafter can propose; `None` means V.
         hidden_size: drafter width h.
         target_hidden_size: target width ht; `None` means h.
-        aux_hidden_state_layer_ids: ascending indices into the target's `hidden_states` tuple (0: embedding output, i: output of
-            the i-th layer, always before the target's final norm). `None`: `[2, L // 2, L - 3]` of the target it is run with.
+        aux_hidden_state_layer_ids: ascending indices into the target's `hidden_states` tuple (0: the embedding's
+            output, i: the output of the i-th layer, always before the target's final norm). `None`:
+            `[2, L // 2, L - 3]` for the L layers of the target it is run with.
         fc_norm: an RMSNorm on each captured state before `fc` (EAGLE 3.1).
         norm_output: the post-norm state is fed to the next step (EAGLE 3.1); otherwise the pre-norm one (EAGLE 3).
         norm_before_fc: one RMSNorm over the concatenated states before `fc`; excludes `fc_norm`.
@@ -121,16 +131,18 @@ class Eagle31Config(PreTrainedConfig):
         share_target_head: the checkpoint holds no `lm_head`; the target's is used (needs h == ht and Vd == V).
         logit_scale: factor on the draft logits.
         fc_bias: `fc` has a bias.
-        kv_lora_rank: set for MLA layers (DeepSeek, Kimi): keys and values are cached as one latent of this width. `q_lora_rank` (None: no
-            query latent), `qk_nope_head_dim`, `qk_rope_head_dim` and `v_head_dim` are MLA's other sizes; rope is interleaved.
+        kv_lora_rank: width of the latent that MLA layers (DeepSeek, Kimi) cache for keys and values; `None`: layers
+            are not MLA. `q_lora_rank` (`None`: no query latent), `qk_nope_head_dim`, `qk_rope_head_dim` and
+            `v_head_dim` are MLA's other sizes; rope is interleaved.
         target_model: name of the target this drafter was trained for.
-        weights_from: `{"repo_id", "revision"}` of the EAGLE 3 weights a repository with only a config refers to. They are fetched with
-            the `token`, `cache_dir`, `local_files_only`, `force_download` and `proxies` given to `from_pretrained`, always at the revision
-            named here (without one, "main"): `revision` and `subfolder` given there say where this config is.
+        weights_from: `{"repo_id", "revision"}` of the EAGLE 3 weights to which a repository with only a config points.
+            They are fetched at the revision named here (by default "main"), with the `token`, `cache_dir`,
+            `local_files_only`, `force_download` and `proxies` given to `from_pretrained`; a `revision` or `subfolder`
+            given there says where this config is.
 
-    Raises huggingface_hub's StrictDataclassError for contradicting fields and ValueError for a keyword that is none; of
-    a config.json, fields of other models are left unread. Source: EAGLE-3 (arXiv 2503.01840), Attention Drift (arXiv
-    2605.09992).
+    Raises huggingface_hub's StrictDataclassError for fields that contradict each other, ValueError for a keyword that
+    is no field. Fields of other models in a config.json are left unread. Source: EAGLE-3 (arXiv 2503.01840), Attention
+    Drift (arXiv 2605.09992).
     """
 
     model_type = "eagle31"
@@ -179,7 +191,7 @@ class Eagle31Config(PreTrainedConfig):
 
     def __post_init__(self, **kwargs):
         self._refuse_unknown(name for name in kwargs if not name.startswith("_"))
-        self._check_bounds()
+        check_bounds(self, self._own_names())
         if self.draft_vocab_size is None:
             self.draft_vocab_size = self.vocab_size
         if self.target_hidden_size is None:
@@ -196,8 +208,10 @@ class Eagle31Config(PreTrainedConfig):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
-        """As in transformers; fields that contradict each other or have the wrong type are a ValueError that names the
-        file."""
+        """Reads the config of a folder or Hub repository, with the arguments of transformers' `from_pretrained`.
+
+        Raises ValueError, naming the file, for fields that contradict each other or have the wrong type.
+        """
         try:
             with hub_options(kwargs):
                 return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
@@ -206,35 +220,38 @@ class Eagle31Config(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
-        """As in transformers; a config that only points to its weights (`weights_from`) is completed by the checkpoint
-        it points to.
+        """Makes a config of a dict; only this class's fields are read from it.
 
-        That is fetched with the Hub options of the `from_pretrained` that calls this; in a call of its own, with those
-        given here. Of `config_dict` only this class's fields are read. Raises ValueError for a keyword that is none of
-        them, unless `return_unused_kwargs` asks for those.
+        A config that only points to its weights (`weights_from`) is completed by the checkpoint it points to, which is
+        fetched with the Hub options given here, or to the `from_pretrained` that calls this. Raises ValueError for a
+        keyword that is no field, unless `return_unused_kwargs` asks for those.
         """
         if not kwargs.get("return_unused_kwargs"):
             cls._refuse_unknown(kwargs.keys() - set(FROM_DICT_NAMES))
         if config_dict.get("weights_from") is not None:
             [complete] = _COMPLETERS
             config_dict = complete(config_dict, HUB_OPTIONS_GIVEN.get({}) | kwargs).to_dict()
-        return super().from_dict(cls._read_part(config_dict), **kwargs)
+        return super().from_dict(_read_part(config_dict, cls._own_names()), **kwargs)
 
     @classmethod
     def from_json_file(cls, json_file):
-        """As in transformers, within bounds: see `from_dict`."""
+        """Reads a config from a JSON file, as `from_dict` does from a dict."""
         return cls.from_dict(cls._dict_from_json_file(json_file))
 
     @classmethod
     def _dict_from_json_file(cls, json_file) -> dict[str, Any]:
-        """What transformers reads a config.json with; this one refuses a file that could exhaust memory or the stack."""
+        """Reads a config.json in place of transformers' reader, and refuses a file that could exhaust memory or the
+        stack."""
         values = read_json(Path(json_file))
         values.pop("configuration_files", None)  # would name other files to read instead
         return values
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
-        """Raises ValueError where the folder or repository holds something else, a target passed by mistake for one."""
+        """Returns the values of a folder's or repository's config.json.
+
+        Raises ValueError where they are those of another model, as of a target passed by mistake.
+        """
         # transformers 5.17 loses it
         token = {name: value for name, value in HUB_OPTIONS_GIVEN.get({}).items() if name == "token"}
         values, unused = super().get_config_dict(pretrained_model_name_or_path, **token | kwargs)
@@ -248,41 +265,27 @@ class Eagle31Config(PreTrainedConfig):
 
     @classmethod
     def _own_names(cls) -> set[str]:
-        """The fields this class adds to `PreTrainedConfig`, a subclass's too."""
+        """Returns the names of the fields that this class, or a subclass, adds to `PreTrainedConfig`."""
         inherited = {field.name for field in fields(PreTrainedConfig)} - Eagle31Config.__annotations__.keys()
         return {field.name for field in fields(cls)} - inherited
 
     @classmethod
-    def base_names(cls) -> set[str]:
-        """The names `PreTrainedConfig` takes, which this class's constructor does, too."""
-        return {*(field.name for field in fields(PreTrainedConfig)), *BASE_NAMES}
-
-    @classmethod
     def _refuse_unknown(cls, names: Iterable[str]) -> None:
-        unknown = set(names) - cls.base_names()
-        refuse_unknown(unknown, cls._own_names(), "fields of Eagle31Config")
-
-    @classmethod
-    def _read_part(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The part of a config.json that is read. Raises ValueError for a dtype that weights do not have."""
-        read = {name: value for name, value in values.items() if name in cls._own_names() or name in FILE_NAMES}
-        for name in ("dtype", "torch_dtype"):
-            dtype = str(read.get(name)).removeprefix("torch.")
-            if dtype not in (*DTYPES, "None"):
-                raise ValueError(f"Eagle31Config: {name} is {dtype[:80]}; expected {', '.join(DTYPES)}.")
-        return read
+        refuse_unknown(set(names) - base_names(), cls._own_names(), "fields of Eagle31Config")
 
     @property
     def num_aux_states(self) -> int:
-        """n, the number of captured target states."""
+        """The number n of target layers whose hidden states are captured."""
         return 3 if self.aux_hidden_state_layer_ids is None else len(self.aux_hidden_state_layer_ids)
 
     @property
     def is_eagle31(self) -> bool:
+        """True for EAGLE 3.1, which norms every captured state and the state it feeds back; False for EAGLE 3."""
         return self.fc_norm and self.norm_output
 
     def resolve_layer_ids(self, num_target_layers: int) -> list[int]:
-        """The capture points for a target of that many layers. Raises ValueError when one lies outside it."""
+        """Returns the layer ids to capture in a target of that many layers. Raises ValueError where one lies outside
+        it."""
         ids = self.aux_hidden_state_layer_ids or default_layer_ids(num_target_layers)
         if ids[-1] > num_target_layers:
             raise ValueError(
@@ -292,114 +295,6 @@ class Eagle31Config(PreTrainedConfig):
             )
         return ids
 
-    def _check_bounds(self) -> None:
-        """Raises ValueError for sizes no drafter has, before anything is as long as one of them says."""
-        limits = {"num_hidden_layers": MAX_LAYERS, "sliding_window": MAX_LENGTH, "max_position_embeddings": MAX_LENGTH}
-        for name in self._own_names():
-            value = getattr(self, name)
-            if type(value) is int and not name.endswith("_token_id") and value > limits.get(name, MAX_SIZE):
-                raise ValueError(f"Eagle31Config: {name} is {value}; expected at most {limits.get(name, MAX_SIZE)}.")
-        if isinstance(self.rope_parameters, dict) and len(self.rope_parameters) > MAX_ROPE_PARAMETERS:
-            count = len(self.rope_parameters)
-            raise ValueError(
-                f"Eagle31Config: rope_parameters are {count}; expected a rope of transformers, at most"
-                f" {MAX_ROPE_PARAMETERS}."
-            )
-
-    def _sizes(self) -> dict[str, int | None]:
-        """What has to be above 0."""
-        names = ["hidden_size", "target_hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size"]
-        latent = ["kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"] + ["q_lora_rank"] * (
-            self.q_lora_rank is not None
-        )
-        names += ["max_position_embeddings", *(["head_dim"] if self.kv_lora_rank is None else latent)]
-        return {name: getattr(self, name) for name in names}
-
     def validate_architecture(self):
-        """Refuses contradicting fields; called by the strict dataclass after construction."""
-        ids = self.aux_hidden_state_layer_ids
-        rules = (
-            (
-                all((size or 0) > 0 for size in self._sizes().values()),
-                (
-                    f"{', '.join(f'{name} is {size}' for name, size in self._sizes().items() if (size or 0) <= 0)};"
-                    " expected sizes above 0"
-                ),
-            ),
-            (
-                self.kv_lora_rank is None or not (self.qk_norm or (self.qk_rope_head_dim or 1) % 2),
-                (
-                    f"MLA layers (kv_lora_rank={self.kv_lora_rank}) with qk_norm={self.qk_norm},"
-                    f" qk_rope_head_dim={self.qk_rope_head_dim}; expected no qk_norm and an even qk_rope_head_dim"
-                ),
-            ),
-            (
-                all(isfinite(getattr(self, name)) for name in FLOATS),
-                f"{', '.join(f'{name} is {getattr(self, name)}' for name in FLOATS)}; expected finite numbers",
-            ),
-            (
-                _is_share((self.rope_parameters or {}).get("partial_rotary_factor", 1.0)),
-                (
-                    f"rope_parameters are {str(self.rope_parameters)[:200]}; expected a partial_rotary_factor above 0"
-                    " and at most 1"
-                ),
-            ),
-            (self.num_hidden_layers >= 1, f"num_hidden_layers is {self.num_hidden_layers}; expected at least 1"),
-            (
-                0 < self.draft_vocab_size <= self.vocab_size,
-                f"draft_vocab_size is {self.draft_vocab_size}; expected 1 to vocab_size ({self.vocab_size})",
-            ),
-            (
-                self.num_attention_heads % max(1, self.num_key_value_heads) == 0,
-                (
-                    f"num_attention_heads ({self.num_attention_heads}) is not a multiple of num_key_value_heads"
-                    f" ({self.num_key_value_heads})"
-                ),
-            ),
-            (
-                not (self.fc_norm and self.norm_before_fc),
-                (
-                    "fc_norm and norm_before_fc are both true; expected at most one: fc_norm norms each captured state,"
-                    " norm_before_fc their concatenation"
-                ),
-            ),
-            (
-                ids is None
-                or (len(ids) > 0 and min(ids) >= 0 and sorted(set(ids)) == list(ids) and bool not in map(type, ids)),
-                f"aux_hidden_state_layer_ids is {str(ids)[:200]}; expected distinct ids >= 0 in ascending order",
-            ),
-            (
-                len(self.layer_types) == self.num_hidden_layers and set(self.layer_types) <= set(LAYER_TYPES),
-                f"layer_types is {str(self.layer_types)[:200]}; expected {self.num_hidden_layers} of {LAYER_TYPES}",
-            ),
-            (
-                "sliding_attention" not in self.layer_types or (self.sliding_window or 0) > 0,
-                (
-                    f"layer_types asks for sliding attention but sliding_window is {self.sliding_window}; expected"
-                    " tokens > 0"
-                ),
-            ),
-            (
-                not self.share_target_embeddings or self.hidden_size == self.target_hidden_size,
-                (
-                    f"share_target_embeddings needs hidden_size ({self.hidden_size}) == target_hidden_size"
-                    f" ({self.target_hidden_size}); give the drafter its own table (share_target_embeddings=False)"
-                ),
-            ),
-            (
-                not self.share_target_head
-                or (self.hidden_size == self.target_hidden_size and self.draft_vocab_size == self.vocab_size),
-                (
-                    f"share_target_head needs equal widths ({self.hidden_size}, {self.target_hidden_size}) and a full"
-                    f" draft vocabulary ({self.draft_vocab_size} of {self.vocab_size}); give the drafter its own head"
-                    " (share_target_head=False)"
-                ),
-            ),
-        )
-        for holds, message in rules:
-            if not holds:
-                raise ValueError(f"Eagle31Config: {message}.")
-
-
-def _is_share(value: Any) -> bool:
-    return type(value) in (int, float) and 0 < value <= 1
+        """Raises ValueError for fields that contradict each other; the strict dataclass calls it after construction."""
+        check_rules(self)

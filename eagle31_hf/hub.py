@@ -1,4 +1,4 @@
-"""The Hub: a drafter's model card, publishing a folder, and a pull request that converts somebody's repository."""
+"""Drafters on the Hub: the model card, a folder's upload, and pull requests that convert somebody's repository."""
 
 import re
 import shutil
@@ -22,19 +22,18 @@ from .json_file import read_json
 from .storage.folders import write_json
 
 CARD = "README.md"
-# What the client raises besides where an upload fails: bad names, uploads that broke off, a Hub that is not to be
-# asked.
+# Errors of the Hub's client where an upload fails: those of a request, bad names, broken connections, offline mode.
 UPLOAD_ERRORS = (*HUB_ERRORS, HFValidationError, RuntimeError, OfflineModeIsEnabled)
 TAGS = ["eagle31_hf", "speculative-decoding", "draft-model"]
 
 
 @dataclass
 class CardFacts:
-    """What a card can say that config and weights do not. Empty parts are left out.
+    """Facts for a model card that neither config nor weights tell. Empty ones are left out.
 
-    `training`: what was done -> in words; `acceptance`: one row a measurement, `{"data", "depth",
-    "mean_accepted_length", "accepted_per_position", "drafted_per_position"}` as in `AcceptanceStats`; `license`,
-    `datasets`, `language` and `tags` as the Hub spells them.
+    `training`: names of facts -> their words. `acceptance`: a dict for each measurement, `{"data", "depth",
+    "mean_accepted_length", "accepted_per_position", "drafted_per_position"}` as in `AcceptanceStats`. `license`,
+    `datasets`, `language` and `tags` are as the Hub spells them.
     """
 
     license: str | None = None
@@ -46,14 +45,14 @@ class CardFacts:
 
 
 def kind(config: Eagle31Config) -> str:
-    """The generation of EAGLE a drafter is of, by its norms, as its card and `eagle31 info` call it."""
+    """Returns the generation of EAGLE that a drafter's norms show, as its card and `eagle31 info` call it."""
     if config.is_eagle31 or (config.norm_before_fc and config.norm_output):
         return "EAGLE 3.1"
     return "EAGLE 3" if not (config.fc_norm or config.norm_output) else "between EAGLE 3 and 3.1"
 
 
 def render_card(config: Eagle31Config, facts: CardFacts | None = None, repo_id: str = "OWNER/NAME") -> str:
-    """The model card of a native drafter: metadata the Hub understands, how to use it, what it is, what was measured."""
+    """Returns the model card of a native drafter: metadata for the Hub, use, config, training and acceptance."""
     facts = facts or CardFacts()
     parts = [_front_matter(config, facts), _usage(config, repo_id), _flags(config)]
     if facts.training:
@@ -155,11 +154,12 @@ def publish(
     create_pr: bool = False,
     commit_message: str | None = None,
 ) -> str:
-    """Uploads a native checkpoint, or a config that points to its weights, whose revision is pinned to today's commit.
+    """Uploads a native checkpoint, or a config that points to its weights, in one commit. Returns the commit's URL.
 
-    A card is written where the folder has none; a card the repository has already is kept. What an interrupted upload
-    has brought over is not sent again. Returns the commit's URL. Raises ValueError for a folder that is neither, is
-    half converted or holds links that lead out of it, OSError when the folder changes meanwhile or the Hub refuses.
+    The revision of weights that a config points to is pinned to their present commit. A card is written where the
+    folder has none; one that the repository has is kept. Files that an interrupted upload has sent are not sent again.
+    Raises ValueError for a folder that is neither, is half converted or holds links that lead out of it, OSError where
+    the folder changes meanwhile or the Hub refuses.
     """
     folder, api = Path(folder), HfApi(token=token)
     _check_repo_id(repo_id)
@@ -193,22 +193,20 @@ def publish(
 
 
 def _stage(api: HfApi, folder: Path, values: dict[str, Any], staged: Path, repo_id: str) -> None:
-    """Puts what is to be uploaded of a folder, whose config.json holds `values`, into `staged`: weights as links, the
-    rest as files."""
+    """Puts the files of a folder that are to be uploaded into `staged`, weights as links, others as copies.
+
+    `values` are those of its config.json.
+    """
     if values.get("weights_from") is None or any(folder.glob("*.safetensors")):
         checkpoint = read_checkpoint(str(folder))
         if not checkpoint.is_native or values.get("transformers_weights") == STAGED:
             raise ValueError(f"{folder}: is not the native format yet; run `eagle31 convert {folder}` first.")
-        config, names = (
-            checkpoint.config,
-            [*(file.name for file in checkpoint.files.weight_files), "generation_config.json"],
-        )
+        config = checkpoint.config
+        names = [*(file.name for file in checkpoint.files.weight_files), "generation_config.json"]
     else:
         values["weights_from"] = _pinned(api, values["weights_from"], folder)
-        config, names = (
-            Eagle31Config.from_dict({name: value for name, value in values.items() if name != "weights_from"}),
-            [],
-        )
+        config = Eagle31Config.from_dict({name: value for name, value in values.items() if name != "weights_from"})
+        names = []
     _own_file(folder, "config.json")
     write_json(staged / "config.json", values)
     for name in names:
@@ -218,10 +216,9 @@ def _stage(api: HfApi, folder: Path, values: dict[str, Any], staged: Path, repo_
 
 
 def _own_file(folder: Path, name: str) -> Path:
-    """Where a file of the folder lies: in it, or where the Hub's cache keeps the files of a snapshot that was
-    downloaded.
+    """Returns the path of a file of the folder, links resolved; in a snapshot of the Hub's cache files are links.
 
-    Raises ValueError for a link to anything else: what it names may be private, and whoever made the folder chose it.
+    Raises ValueError for a link to any other place: the file there may be private, and the folder may be a stranger's.
     """
     home, file = folder.resolve(), (folder / name).resolve()
     snapshots = next((parent for parent in home.parents if parent.name == "snapshots"), None)
@@ -241,6 +238,7 @@ def _check_repo_id(repo_id: str) -> None:
 
 
 def _pinned(api: HfApi, link: Any, folder: Path) -> dict[str, str]:
+    """Returns `weights_from` with the commit that its revision names now."""
     if not isinstance(link, dict) or not isinstance(link.get("repo_id"), str):
         raise ValueError(
             f'{folder}: config.json: weights_from is {link!r}; expected {{"repo_id": "owner/name", "revision":'
@@ -270,8 +268,10 @@ def upload(
     commit_message: str,
     commit_description: str | None = None,
 ) -> str:
-    """One commit with everything in `folder`; a card of the repository's own is left alone. Raises OSError when the Hub
-    refuses."""
+    """Uploads everything in `folder` in one commit, except a card where the repository has one.
+
+    Returns the URL of the commit, or of the pull request. Raises OSError where the Hub refuses.
+    """
     try:
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         has_card = api.file_exists(repo_id, CARD, revision=revision) if _has_revision(api, repo_id, revision) else False
@@ -302,8 +302,9 @@ def convert_on_hub(
 ) -> tuple[Checkpoint, str | None]:
     """Opens a pull request that replaces the weights and config of a Hub repository with the native ones.
 
-    Returns the checkpoint and the pull request's URL, None where the repository is native already. The originals stay
-    in the history.
+    The originals stay in the history. `options` are those of `convert_checkpoint`. Returns the checkpoint and the pull
+    request's URL, None where the repository is native already. Raises OSError where the Hub refuses, ValueError for a
+    checkpoint that cannot be converted.
     """
     api = HfApi(token=token)
     hub: dict[str, Any] = {"token": token, "revision": revision}

@@ -1,4 +1,4 @@
-"""JSON from untrusted files: read within limits on size, depth and numbers, or refused."""
+"""JSON of untrusted files, read within limits on size, depth and numbers, or refused."""
 
 import json
 import math
@@ -49,8 +49,8 @@ def parse_json(data: bytes, where: str, max_values: int = MAX_VALUES, constants:
 
 
 def parse_value(text: str) -> Any:
-    """Returns the JSON value in a text. Raises ValueError for what is none: NaN, infinity, and numbers larger than any
-    are none either."""
+    """Returns the JSON value in a text. Raises ValueError where there is none, as for NaN, infinity and numbers that
+    are too large."""
     try:
         return _decoded(text, constants=False)
     except RecursionError:
@@ -85,7 +85,10 @@ def _integer(text: str) -> int:
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object. Raises ValueError for a repeated key: parsers differ in which of its values they keep."""
+    """Returns the object of these pairs.
+
+    Raises ValueError for a repeated key: parsers differ in which of its values they keep.
+    """
     value = dict(pairs)
     if len(value) != len(pairs):
         seen = set[str]()
@@ -95,7 +98,8 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check(value: Any) -> None:
-    """Raises ValueError for values nested too deep, and for text with control characters. Does not recurse."""
+    """Raises ValueError for values nested too deep, and for text with control characters. Goes level by level, because
+    recursion would exhaust the stack."""
     level, depth = [value], 0
     while level:
         depth += 1
@@ -112,5 +116,5 @@ def _children(parent: list | dict) -> list[Any]:
 
 
 def show(text: str) -> str:
-    """The beginning of an untrusted text, escaped so that it is safe to print."""
+    """Returns the beginning of an untrusted text, escaped so that it is safe to print."""
     return ascii(text[:80])

@@ -1,4 +1,4 @@
-"""Names that users write: an unknown one is refused, and the known one it resembles is suggested."""
+"""Names that users write: unknown ones are refused, with the known name that they resemble."""
 
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
@@ -7,7 +7,7 @@ ALIKE = 0.8  # the least ratio of difflib at which a name is suggested; norm_oup
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name most like `name`, or None where none is similar."""
+    """Returns the known name most like `name`, or None where none is similar."""
     return next(iter(get_close_matches(name[:80], known, 1, ALIKE)), None)
 
 

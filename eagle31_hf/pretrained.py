@@ -1,4 +1,4 @@
-"""Loading, saving and publishing of drafters: reads every EAGLE 3 and 3.1 format, writes the native one."""
+"""Drafters are loaded from every EAGLE 3 and 3.1 format, and saved and published in the native one."""
 
 from contextlib import nullcontext
 from copy import deepcopy
@@ -15,8 +15,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
 from .checkpoints.files import HUB_OPTIONS
-from .checkpoints.read import Checkpoint, read_checkpoint
-from .checkpoints.sharing import folder_lock, settled
+from .checkpoints.read import FIELDS, Checkpoint, read_checkpoint
+from .checkpoints.sharing import folder_lock, reads_one_state
 from .checkpoints.write import remove_stale_weights
 from .configuration import Eagle31Config
 from .hub import CARD, CardFacts, render_card, upload
@@ -26,12 +26,12 @@ logger = logging.get_logger(__name__)
 
 
 class Eagle31PreTrainedModel(PreTrainedModel):
-    """How a drafter is loaded, saved and published; its network is in `Eagle31DrafterModel`."""
+    """Base class of `Eagle31DrafterModel`, which adds the network: loads, saves and publishes a drafter."""
 
     config_class = Eagle31Config
     base_model_prefix = "model"
-    # Headers are compared with the config before anything is loaded; tensors of these names that no file holds are in
-    # Checkpoint.made.
+    # transformers is to warn of no tensor: headers are compared with the config before anything is loaded, and tensors
+    # of these names that no file holds are in Checkpoint.made.
     _keys_to_ignore_on_load_missing = [*(f"^{name}$" for name in MAPS), r"o_proj\.bias$"]
     _keys_to_ignore_on_load_unexpected = [r".*"]
 
@@ -42,7 +42,7 @@ class Eagle31PreTrainedModel(PreTrainedModel):
         self.card_facts = CardFacts()
 
     @classmethod
-    @settled("pretrained_model_name_or_path")
+    @reads_one_state("pretrained_model_name_or_path")
     def from_pretrained(
         cls,
         pretrained_model_name_or_path,
@@ -52,49 +52,39 @@ class Eagle31PreTrainedModel(PreTrainedModel):
         output_loading_info: bool = False,
         **kwargs,
     ):
-        """As `PreTrainedModel.from_pretrained`, for every EAGLE 3 and 3.1 format and for configs that only point to
-        their weights.
+        """Loads a drafter in any EAGLE 3 or 3.1 format from a folder or Hub repository, or by a config that points to
+        its weights.
 
-        Fields of `Eagle31Config` given as keywords, or by `config` (one, or the folder or repository of one), win over
-        the checkpoint's. `aux_layer_convention`, "boundary" or "output", says how a checkpoint counts the target's
-        layers where it does not say so itself. `drafter.checkpoint` keeps what was found. A folder that is converted
-        during the read is read as before or as after the conversion. Raises OSError when something is not there;
-        ValueError when tensors are missing, extra, misshapen or not finite, or the checkpoint is no EAGLE 3 drafter's
-        or is ambiguous (the message names the argument that decides).
+        Arguments are those of `PreTrainedModel.from_pretrained`, and fields of `Eagle31Config`. Fields given as
+        keywords, or by `config` (one, or the folder or repository of one), win over the checkpoint's.
+        `aux_layer_convention`, "boundary" or "output", says how a checkpoint counts the target's layers where it does
+        not say so itself. `drafter.checkpoint` keeps how it was read. A folder that is converted meanwhile is read as
+        before or as after the conversion. Raises OSError where something is not there; ValueError where tensors are
+        missing, extra, misshapen or not finite, or the checkpoint is no EAGLE 3 drafter's or is ambiguous (the message
+        names the argument that decides).
         """
         if pretrained_model_name_or_path is None:  # weights are in kwargs["state_dict"]
             return super().from_pretrained(
                 None, *args, config=config, output_loading_info=output_loading_info, **kwargs
             )
-        hub = {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
-        overrides = {name: kwargs.pop(name) for name in Eagle31Config.__annotations__ if name in kwargs}
-        if config is not None:
-            config = given_config(config, hub)
-            overrides = {name: getattr(config, name) for name in Eagle31Config.__annotations__} | overrides
-        with torch.device("cpu"):  # not the caller's default device: "meta" is for transformers to refuse, below
-            checkpoint = read_checkpoint(pretrained_model_name_or_path, overrides, aux_layer_convention, **hub)
-        for note in checkpoint.notes:
-            logger.warning("%s: %s.", checkpoint.source, note)
-        kwargs["ignore_mismatched_sizes"] = True  # shapes were compared above, except that of t2d, which is rebuilt
+        checkpoint = _read_as_asked(pretrained_model_name_or_path, config, aux_layer_convention, kwargs)
         config = deepcopy(checkpoint.config)
         # where weights have another file name
         config.transformers_weights = checkpoint.files.config.get("transformers_weights")
+        options = {name: value for name, value in kwargs.items() if name not in (*HUB_OPTIONS, *FIELDS)}
+        options["ignore_mismatched_sizes"] = True  # shapes were compared before, except that of t2d, which is rebuilt
         loaded: Any = super().from_pretrained(
             str(checkpoint.folder),
             *args,
             config=config,
             key_mapping=checkpoint.key_mapping,
             output_loading_info=True,
-            **kwargs,
+            **options,
         )
         model, info = loaded
         del model.config.transformers_weights
         model.config.name_or_path = str(pretrained_model_name_or_path)
-        fill_in(model, checkpoint)
-        check_finite(model, checkpoint)
-        if checkpoint.knobs:
-            model.generation_config = GenerationConfig.from_dict(dict(checkpoint.knobs))
-        model.checkpoint = checkpoint
+        finish_loading(model, checkpoint)
         info["missing_keys"] = set(info["missing_keys"]) - checkpoint.made.keys()
         info["unexpected_keys"] = set(info["unexpected_keys"]) - checkpoint.dropped.keys()
         return (model, info) if output_loading_info else model
@@ -107,19 +97,20 @@ class Eagle31PreTrainedModel(PreTrainedModel):
         push_to_hub: bool = False,
         **kwargs,
     ):
-        """Writes the native format, whatever was loaded: config, weights under their native names, drafting knobs, and
-        a model card (`drafter.card_facts` adds license, data, training and acceptance to it) where the folder has none
-        yet.
+        """Writes the drafter in the native format, whatever format it was loaded from.
 
-        Processes that save into one folder take turns, so that it holds one drafter whole. Of a distributed run only
-        the first one writes.
+        That is the config, the weights under their native names, the drafting knobs, and a model card where the folder
+        has none; `drafter.card_facts` adds license, data, training and acceptance to it. Arguments are those of
+        `PreTrainedModel.save_pretrained`. Processes that save into one folder take turns, so that it holds one drafter
+        whole; of a distributed run only the first writes.
         """
         names = ("repo_id", "commit_message", "commit_description", "private", "create_pr", "revision", "tags")
         hub = {name: kwargs.pop(name) for name in names if name in kwargs}
-        folder, writes = Path(save_directory), self.should_save_on_this_rank(is_main_process)
+        folder = Path(save_directory)
+        writes = self.should_save_on_this_rank(is_main_process)
         config: Any = self.config
         folder.mkdir(parents=True, exist_ok=True)
-        # others take part in what the first one waits for
+        # processes that do not write still take part in gathering the weights, and must not wait for the lock
         with folder_lock(folder, required=False) if writes else nullcontext():
             super().save_pretrained(folder, is_main_process, state_dict, **kwargs | {"save_original_format": False})
             if writes:
@@ -146,9 +137,10 @@ class Eagle31PreTrainedModel(PreTrainedModel):
         max_shard_size: int | str = "50GB",
         tags: list[str] | None = None,
     ) -> str:
-        """Saves and uploads in one commit, the card included unless the repository has one. Returns the commit's URL.
+        """Saves the drafter and uploads it in one commit, with a card unless the repository has one.
 
-        Raises OSError when the Hub refuses; what an interrupted upload has already sent is not sent again.
+        Returns the commit's URL. Raises OSError where the Hub refuses; files that an interrupted upload has sent are
+        not sent again.
         """
         with TemporaryDirectory() as folder:
             self.save_pretrained(folder, max_shard_size=max_shard_size)
@@ -161,9 +153,23 @@ class Eagle31PreTrainedModel(PreTrainedModel):
             )
 
 
+def _read_as_asked(source: Any, config: Any, convention: str | None, kwargs: dict[str, Any]) -> Checkpoint:
+    """Reads a checkpoint from its headers, with the options of the Hub and the fields among the arguments of a
+    `from_pretrained`, and logs its notes."""
+    hub = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
+    overrides = {name: kwargs[name] for name in FIELDS if name in kwargs}
+    if config is not None:
+        config = given_config(config, hub)
+        overrides = {name: getattr(config, name) for name in FIELDS} | overrides
+    with torch.device("cpu"):  # not the caller's default device: "meta" is for transformers to refuse
+        checkpoint = read_checkpoint(source, overrides, convention, **hub)
+    for note in checkpoint.notes:
+        logger.warning("%s: %s.", checkpoint.source, note)
+    return checkpoint
+
+
 def given_config(config: Any, hub: dict[str, Any]) -> Eagle31Config:
-    """The `config` of a `from_pretrained`: itself, or what the folder or repository of that name holds, as in
-    transformers.
+    """Returns the `config` of a `from_pretrained`, read from the folder or repository where it is the name of one.
 
     Raises ValueError for anything else.
     """
@@ -177,7 +183,20 @@ def given_config(config: Any, hub: dict[str, Any]) -> Eagle31Config:
 
 
 def default_generation_config() -> GenerationConfig:
+    """Returns the drafting knobs of a drafter whose checkpoint sets none: the library chooses how far to draft."""
     return GenerationConfig(num_assistant_tokens="auto", assistant_confidence_threshold=0.0)
+
+
+def finish_loading(model: Eagle31PreTrainedModel, checkpoint: Checkpoint) -> None:
+    """Gives a loaded model the tensors and drafting knobs that transformers did not load.
+
+    Raises ValueError naming the first parameter that is not finite.
+    """
+    fill_in(model, checkpoint)
+    check_finite(model, checkpoint)
+    if checkpoint.knobs:
+        model.generation_config = GenerationConfig.from_dict(dict(checkpoint.knobs))
+    model.checkpoint = checkpoint
 
 
 @torch.no_grad()

@@ -1,5 +1,7 @@
-"""Signals while the program `eagle31` starts: imports take seconds, in which Ctrl-C ends it with one line, not a
-traceback."""
+"""Signals during the start of the program `eagle31`: imports take seconds, and Ctrl-C then prints a line, no traceback.
+
+It is the first module that the package imports.
+"""
 
 import os
 import signal
@@ -13,16 +15,18 @@ STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP
 
 
 def is_program() -> bool:
-    """Whether this process is the program, by its own name or as `python -m eagle31_hf`, and not one that imports the
-    library."""
+    """Returns True where this process is the program, by its own name or as `python -m eagle31_hf`; False for a program
+    that imports the library."""
     return os.path.basename(sys.argv[0]) in ("eagle31", "eagle31.exe") or (
         sys.argv[0] == "-m" and ("-m", "eagle31_hf") in pairwise(sys.orig_argv)
     )
 
 
 def die(number: int) -> NoReturn:
-    """Ends the process by a signal's default action, so that its parent sees which signal ended it (a shell: status 128
-    + number)."""
+    """Ends the process by a signal's default action, so that its parent sees the signal.
+
+    A shell reports the status 128 + `number`.
+    """
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
     os._exit(128 + number)  # reached where the signal is blocked, or does not end a process by default
@@ -34,8 +38,10 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def watch() -> None:
-    """Catches STOPPING until the command itself runs. A signal that the process was started to ignore, as by `nohup`,
-    stays ignored."""
+    """Makes the signals STOPPING end the program with one line, until the command itself handles them.
+
+    A signal that the process was started to ignore, as by `nohup`, stays ignored.
+    """
     if is_program():
         for number in STOPPING:
             if signal.getsignal(number) not in (signal.SIG_IGN, None):

@@ -1,8 +1,7 @@
-"""vLLM serves an `eagle31` checkpoint as it is, where both are installed: the entry point `vllm.general_plugins` leads
-here.
+"""A plugin by which vLLM, installed beside this library, serves a native checkpoint as it is.
 
-Tensors already carry the names that vLLM's drafter classes load; only config.json has to be read as an export for vLLM
-would state it.
+vLLM finds it by the entry point `vllm.general_plugins`. Tensors already have the names that vLLM's drafter classes
+load; only config.json is read as an export for vLLM would state it.
 """
 
 from pathlib import Path
@@ -15,10 +14,10 @@ from .configuration import Eagle31Config
 
 
 class ReadsEagle31:
-    """On top of a parser of vLLM: a drafter's config becomes the one vLLM knows, every other config stays what it is."""
+    """Mixin for vLLM's parser of config.json: a drafter's config becomes one that vLLM knows, others stay the same."""
 
     def parse(self, model: str | Path, *args: Any, **kwargs: Any) -> tuple[dict, PreTrainedConfig]:
-        """The config as a dict and as an object. Raises ValueError where vLLM cannot run the drafter."""
+        """Returns the config as a dict and as an object. Raises ValueError where vLLM cannot run the drafter."""
         values, config = super().parse(model, *args, **kwargs)
         if not isinstance(config, Eagle31Config):
             return values, config
@@ -32,9 +31,9 @@ class ReadsEagle31:
 
 
 def register() -> None:
-    """vLLM calls this in each of its processes; a second call changes nothing.
+    """Replaces vLLM's parser of config.json by a subclass that differs for `eagle31` alone.
 
-    vLLM warns that its parser of config.json is replaced. It is: by a subclass that differs for `eagle31` alone.
+    vLLM calls this in each of its processes, and warns of the replacement; a second call changes nothing.
     """
     from vllm.transformers_utils.config import get_config_parser, register_config_parser
 

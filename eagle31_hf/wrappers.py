@@ -1,4 +1,4 @@
-"""Finds the drafter inside its wrappers: torch.compile, PEFT, data parallelism."""
+"""Wrappers around a drafter: torch.compile, PEFT and data parallelism, in which `generate` finds it."""
 
 from typing import Any
 
@@ -9,11 +9,11 @@ from .modeling import Eagle31DrafterModel
 
 
 def drafter_in(model: Any) -> Any:
-    """The drafter that an assistant model is or wraps, or None for what holds none.
+    """Returns the drafter that an assistant model is or wraps, or None where there is none.
 
-    A compiled module is returned as it is: its attributes are the drafter's, and a call of it is a call of the compiled
-    forward. Of a PEFT model the adapted drafter is returned; its adapters stay active. Raises ValueError for a drafter
-    in a wrapper that cannot draft.
+    A compiled module is returned as it is: its attributes are the drafter's, and a call of it runs the compiled
+    forward. For a PEFT model it is the adapted drafter, whose adapters stay active. Raises ValueError for a drafter in
+    a wrapper that cannot draft.
     """
     compiled, inner = None, model
     while isinstance(inner, nn.Module) and not isinstance(inner, Eagle31DrafterModel):

@@ -2,9 +2,9 @@
 
     python examples/ablate_losses.py [--work FOLDER] [--seeds 3] [--output examples/results]
 
-EAGLE 3.1 and EAGLE 3 drafters of the demo's target, trained a few minutes each on the same rows. A seed is one of the
-new drafter's weights and of the order of rows; variants are compared seed by seed. What is done is kept in FOLDER, and
-a rerun goes on.
+EAGLE 3.1 and EAGLE 3 drafters of the demo's target, trained a few minutes each on the same examples. A seed is one of
+the new drafter's weights and of the order of examples; variants are compared seed by seed. What is done is kept in
+FOLDER, and a rerun goes on.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from train import own_words, train
 
 from eagle31_hf import demo
 from eagle31_hf.bench import environment
-from eagle31_hf.training.packing import Rows
+from eagle31_hf.training.packing import Examples
 
 DRAFTERS = {"EAGLE 3.1": {}, "EAGLE 3": {"fc_norm": False, "norm_output": False}}
 ALIGNED, REGULARISED = {"attention_alignment": 0.1}, {"drift_regulariser": 0.1}
@@ -34,18 +34,19 @@ T95 = {2: 12.7, 3: 4.3, 4: 3.2, 5: 2.8, 6: 2.6, 7: 2.4, 8: 2.4}  # Student's t, 
 
 
 class Ablation:
-    """Trains and evaluates what has not been yet; `found` by drafter, losses and seed."""
+    """Trains and evaluates drafters, those that a file does not know yet; `found` by drafter, losses and seed."""
 
     def __init__(self, work: Path, steps: int):
         self.target, self.tokenizer = demo.load_target()
         self.work, self.steps = work, steps
         self.file = work / "ablation.json"
         self.found: dict[str, dict[str, float]] = json.loads(self.file.read_text()) if self.file.exists() else {}
-        self.rows = own_words(self.target, self.tokenizer, work / "data", RECORDS)
+        self.examples = own_words(self.target, self.tokenizer, work / "data", RECORDS)
         self.held_out = self.continued_prompts()
 
-    def continued_prompts(self) -> Rows:
-        """Prompts of files neither target nor drafters were trained on, each with what the target says next."""
+    def continued_prompts(self) -> Examples:
+        """Makes examples of prompts from files that neither target nor drafters were trained on, and of the target's
+        continuations."""
         prompts = torch.cat(demo.prompts(self.tokenizer, NUM_HELD_OUT, PROMPT))
         texts = self.target.generate(
             prompts,
@@ -54,7 +55,9 @@ class Ablation:
             max_new_tokens=NEW_TOKENS,
             eos_token_id=None,
         )
-        return Rows.from_rows({"input_ids": text, "answers": torch.arange(len(text)) >= PROMPT} for text in texts)
+        return Examples.from_iterable(
+            {"input_ids": text, "answers": torch.arange(len(text)) >= PROMPT} for text in texts
+        )
 
     def name(self, drafter: str, losses: str, seed: int) -> str:
         return f"{drafter}, {losses}, seed {seed}, {self.steps} steps"
@@ -66,7 +69,7 @@ class Ablation:
         trainer = train(
             self.target,
             self.tokenizer,
-            self.rows,
+            self.examples,
             self.work / "ablation" / name.replace(", ", "-").replace(" ", ""),
             DRAFTERS[drafter] | {"seed": seed},
             seed=seed,
@@ -97,7 +100,7 @@ def spread(values: torch.Tensor) -> float:
 
 
 def against_none(ablation: Ablation, drafter: str, losses: str, figure: str, num_seeds: int) -> tuple[float, float]:
-    """Mean paired difference to no further loss, and its standard error."""
+    """Returns the mean paired difference to training without these losses, and its standard error."""
     differences = ablation.values(drafter, losses, figure, num_seeds) - ablation.values(
         drafter, "none", figure, num_seeds
     )
@@ -131,7 +134,7 @@ def table(ablation: Ablation, drafter: str, num_seeds: int) -> list[str]:
 
 
 def conclusions(ablation: Ablation, num_seeds: int) -> list[str]:
-    """Computed, so that a "no" is said as plainly as a "yes"."""
+    """Returns a line for each drafter and losses; computed, so that a "no" is said as plainly as a "yes"."""
     found = []
     for drafter in DRAFTERS:
         for losses in LOSSES:

@@ -42,7 +42,7 @@ Install = Callable[[Eagle31DrafterModel], list[Any]]  # puts hooks on a drafter,
 
 
 def rms(states: Tensor) -> Tensor:
-    """States (..., h) -> their root mean squares (..., 1)."""
+    """Returns the root mean squares (..., 1) of states (..., h)."""
     return state_norm(states)[..., None]
 
 
@@ -50,8 +50,8 @@ def rms(states: Tensor) -> Tensor:
 
 
 def noisy(part: int, scale: float) -> Install:
-    """Noise of `scale` times its root mean square on what layer 0 reads, at every depth and in the prompt: 0 the state,
-    1 the embedding."""
+    """Adds noise to what layer 0 reads at every depth and in the prompt (`part` 0: the state, 1: the embedding),
+    `scale` times its root mean square."""
 
     def install(drafter: Eagle31DrafterModel) -> list[Any]:
         generator = torch.Generator().manual_seed(0)
@@ -66,7 +66,7 @@ def noisy(part: int, scale: float) -> Install:
 
 
 def fed_back(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
-    """A hook that changes the state a drafter is fed of its own, and nothing where it reads the target's."""
+    """Returns a hook that changes the states that a drafter is fed of its own, but not those of the target."""
 
     def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         state = kwargs.get("hidden_states")
@@ -76,7 +76,7 @@ def fed_back(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
 
 
 def noisy_feedback(scale: float) -> Install:
-    """The same noise, on nothing but the state fed back: the first drafted token never meets it."""
+    """Adds the same noise to nothing but the state fed back: the first drafted token never meets it."""
 
     def install(drafter: Eagle31DrafterModel) -> list[Any]:
         generator = torch.Generator().manual_seed(0)
@@ -87,7 +87,7 @@ def noisy_feedback(scale: float) -> Install:
 
 
 def pinned(drafter: Eagle31DrafterModel) -> list[Any]:
-    """Every state fed back is scaled to the magnitude of what `fc` gave where its chain began."""
+    """Scales every state fed back to the magnitude of the fused state where its chain began."""
     magnitude = dict[str, Tensor]()
 
     def note(module: nn.Module, args: Any, fused: Tensor) -> None:
@@ -102,7 +102,7 @@ def untouched(drafter: Eagle31DrafterModel) -> list[Any]:
 
 
 def attending_with(function: Callable[..., Any]) -> Install:
-    """The drafter's attention is `function`, called as transformers calls one."""
+    """Makes `function` the drafter's attention; it is called as transformers calls one."""
 
     def install(drafter: Eagle31DrafterModel) -> list[Any]:
         ALL_ATTENTION_FUNCTIONS.register("paper_tables", function)
@@ -116,7 +116,7 @@ def attending_with(function: Callable[..., Any]) -> Install:
 def window_and_first(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """The last WINDOW keys and the text's first, which a window alone loses."""
+    """Attends to the last WINDOW keys and to the text's first, which a window alone loses."""
     key, value = (x.repeat_interleave(module.num_key_value_groups, dim=1) for x in (key, value))
     keys = torch.arange(key.shape[2])
     at = keys[-query.shape[2] :, None]
@@ -138,7 +138,7 @@ def changed(drafter: Eagle31DrafterModel, install: Install) -> Iterator[None]:
 
 
 def figures_of(drift: Drift) -> dict[str, Any]:
-    """The means of the recorded chains, as the file of figures has them; masses and entropy (nats) are of layer 0."""
+    """Returns the means of the recorded chains as the file of figures has them; masses and entropy are of layer 0."""
     masses = dict(zip(KINDS, torch.tensor(drift.masses).T.tolist(), strict=True))
     norms = {"scales": drift.inputs, "states": drift.states}
     return {"chains": drift.num_chains, **norms, **masses, "entropy": drift.entropies}
@@ -173,7 +173,7 @@ class Bench:
         return self.tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
 
     def decode(self, drafter: Eagle31DrafterModel, prompts: list[Tensor], depth: int) -> dict[str, Any]:
-        """Greedy; `standard_error` of the accepted length takes rounds for independent."""
+        """Measures acceptance; `standard_error` of the accepted length takes rounds for independent."""
         stats = measure_acceptance(self.target, drafter, prompts, depth, NEW_TOKENS)
         spread = torch.tensor(stats.accepted_per_round).double().std() / math.sqrt(stats.target_forwards)
         return {
@@ -192,7 +192,7 @@ class Bench:
         prompts: list[Tensor] | None = None,
         **fields: Any,
     ) -> dict[str, Any]:
-        """Of a demo drafter, with other `fields` of its config, to which something is done."""
+        """Measures acceptance of a demo drafter with other `fields` of its config, changed by `install`."""
 
         def measure() -> dict[str, Any]:
             drafter: Any = Eagle31DrafterModel.from_pretrained(demo.FOLDER / name, dtype=torch.float32, **fields)
@@ -202,7 +202,7 @@ class Bench:
         return self.once(f"{name}: {condition}, {DRAFTED} deep", measure)
 
     def watched(self, folder: Path, has_bos: bool = False) -> dict[str, Any]:
-        """The same of a drafter that drafts WATCHED deep, with its states and attention."""
+        """Measures acceptance of a drafter that drafts WATCHED deep, and its states and attention."""
 
         def measure() -> dict[str, Any]:
             drafter: Any = Eagle31DrafterModel.from_pretrained(folder, dtype=torch.float32)
@@ -213,14 +213,14 @@ class Bench:
         return self.once(f"{folder.name}, {WATCHED} deep" + ", BOS in front" * has_bos, measure)
 
     def train(self, name: str, depth: int) -> Path:
-        """A drafter for table E, unless it is there already."""
+        """Trains a drafter for table E, unless it is there already; returns its folder."""
         folder = self.work / f"{name}-depth{depth}-steps{self.steps}"
         if not (folder / "model.safetensors").exists():
-            rows = own_words(self.target, self.tokenizer, self.work / "data", RECORDS)
+            examples = own_words(self.target, self.tokenizer, self.work / "data", RECORDS)
             train(
                 self.target,
                 self.tokenizer,
-                rows,
+                examples,
                 folder,
                 FLAGS[name],
                 max_steps=self.steps,
@@ -386,7 +386,7 @@ BEFORE = (
 
 
 def templates(bench: Bench) -> dict[str, tuple[list[Tensor], str]]:
-    """Prompts by what is around them, and the paper's row that is nearest."""
+    """Returns prompts by what is around them, and the nearest line of the paper's table."""
     bos, plain = torch.tensor([[bench.tokenizer.bos_token_id]]), bench.prompts()
     header, before = bench.ids(HEADER), bench.ids(BEFORE)
     return {

@@ -18,18 +18,18 @@ from eagle31_hf.demo.corpus import training_files
 from eagle31_hf.training.fresh import new_drafter
 from eagle31_hf.training.output import check_output, claim, discard_replaced, set_aside
 from eagle31_hf.training.packing import Part
-from eagle31_hf.training.prepare import prepare_data
+from eagle31_hf.training.prepare import PreparationOptions, prepare_data
 from eagle31_hf.training.recipe import log_in_lines
 from eagle31_hf.training.store import HiddenStateStore
 
-LENGTH, CHARACTERS = 192, 900  # tokens of a row, half of them the prompt; characters that hold as many
+LENGTH, CHARACTERS = 192, 900  # tokens of an example, half of them the prompt; characters that hold as many
 # a shallow drafter of a deep, narrow target
 SHAPE = {"intermediate_size": 512, "aux_hidden_state_layer_ids": [2, 12, 21]}
 
 
 def own_words(target, tokenizer, folder: Path, count: int, seed: int = 0) -> HiddenStateStore:
-    """`count` pieces of training text, each continued greedily by the target. Run again, it goes on where it was
-    stopped."""
+    """Makes examples of `count` pieces of training text, each continued greedily by the target. Run again, it goes on
+    where it was stopped."""
     texts, draw = [text for text in training_files() if len(text) > CHARACTERS], random.Random(seed)
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "texts.jsonl", "w", encoding="utf-8") as file:
@@ -37,29 +37,32 @@ def own_words(target, tokenizer, folder: Path, count: int, seed: int = 0) -> Hid
             text = draw.choice(texts)
             start = draw.randrange(len(text) - CHARACTERS + 1)
             file.write(json.dumps({"text": text[start : start + CHARACTERS]}) + "\n")
-    prepare_data(
-        target,
-        tokenizer,
-        str(folder / "texts.jsonl"),
-        folder / "rows",
+    options = PreparationOptions(
         max_length=LENGTH,
         regenerate=True,
         max_new_tokens=LENGTH // 2,
         generation={"do_sample": False},
         batch_size=64,
         records_per_shard=128,
-        progress=print,
     )
-    return HiddenStateStore(folder / "rows")
+    prepare_data(target, tokenizer, str(folder / "texts.jsonl"), folder / "examples", options, progress=print)
+    return HiddenStateStore(folder / "examples")
 
 
 def train(
-    target, tokenizer, rows, output: Path, flags: dict | None = None, num_held_out: int = 32, checkpoint=None, **options
+    target,
+    tokenizer,
+    examples,
+    output: Path,
+    flags: dict | None = None,
+    num_held_out: int = 32,
+    checkpoint=None,
+    **options,
 ) -> Eagle31Trainer:
-    """A new drafter on all but the last rows, which it is evaluated on; `flags` of its config, `options` of the
-    trainer. It goes on from `checkpoint`, if any."""
+    """Trains a new drafter on all but the last examples, on which it is evaluated, from `checkpoint` on, if any.
+    `flags` are of its config, `options` of the trainer."""
     drafter = new_drafter(target, **SHAPE | (flags or {}))
-    split = len(rows) - num_held_out
+    split = len(examples) - num_held_out
     defaults = {
         "learning_rate": 2e-3,
         "depth": 4,
@@ -82,8 +85,8 @@ def train(
     trainer = Eagle31Trainer(
         drafter,
         Eagle31TrainingArguments(str(output), **defaults | options),
-        Part(rows, 0, split),
-        Part(rows, split, len(rows)),
+        Part(examples, 0, split),
+        Part(examples, split, len(examples)),
         target=target,
         processing_class=tokenizer,
     )
@@ -96,7 +99,7 @@ def train(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--rows", type=int, default=1024)
+    parser.add_argument("--rows", type=int, default=1024, help="examples to train on and to evaluate on")
     parser.add_argument("--epochs", type=float, default=3)
     parser.add_argument("--resume", action="store_true", help="go on from the last complete checkpoint in the folder")
     parser.add_argument("--overwrite", action="store_true", help="replace the drafter that is in the folder")
@@ -105,14 +108,16 @@ def main() -> None:
         checkpoint = check_output(args.output, args.resume, args.overwrite)
         torch.manual_seed(0)
         target, tokenizer = demo.load_target()
-        rows = own_words(target, tokenizer, args.output / "data", args.rows)
+        examples = own_words(target, tokenizer, args.output / "data", args.rows)
         if args.overwrite:
             set_aside(args.output)
-        trainer = train(target, tokenizer, rows, args.output, num_train_epochs=args.epochs, checkpoint=checkpoint)
+        trainer = train(target, tokenizer, examples, args.output, num_train_epochs=args.epochs, checkpoint=checkpoint)
         discard_replaced(args.output)
     last = next(entry for entry in reversed(trainer.state.log_history) if "eval_accepted_length" in entry)
     served = last["eval_served_accepted_length"]
-    print(f"{last['eval_accepted_length']:.2f} tokens a target forward on rows held out, {served:.2f} in generate()")
+    print(
+        f"{last['eval_accepted_length']:.2f} tokens a target forward on examples held out, {served:.2f} in generate()"
+    )
 
 
 if __name__ == "__main__":

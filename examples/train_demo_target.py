@@ -44,7 +44,7 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def packed(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Tensor:
-    """All texts, each closed by the end token, cut into rows (rows, LENGTH)."""
+    """Returns all texts, each closed by the end token, cut into sequences (N, LENGTH)."""
     ids = [i for text in texts for i in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
     return torch.tensor(ids[: len(ids) // LENGTH * LENGTH]).view(-1, LENGTH)
 
@@ -56,22 +56,12 @@ def learning_rate(progress: float, peak: float = 3e-3, warmup: float = 0.03) -> 
 
 
 @torch.no_grad()
-def mean_loss(model: LlamaForCausalLM, rows: torch.Tensor) -> float:
-    return sum(model(input_ids=batch, labels=batch).loss.item() * len(batch) for batch in rows.split(BATCH)) / len(rows)
+def mean_loss(model: LlamaForCausalLM, ids: torch.Tensor) -> float:
+    return sum(model(input_ids=batch, labels=batch).loss.item() * len(batch) for batch in ids.split(BATCH)) / len(ids)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=2600)
-    parser.add_argument("--minutes", type=float, default=60, help="ends the schedule early on a slow machine")
-    args = parser.parse_args()
-    torch.manual_seed(0)
-
-    texts = list(training_files())
-    tokenizer = train_tokenizer(texts)
-    tokenizer.save_pretrained(args.output)
-    rows, held_out = packed(tokenizer, texts), packed(tokenizer, [held_out_file(name) for name in HELD_OUT])[:64]
+def new_target() -> LlamaForCausalLM:
+    """Makes the untrained target."""
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=128,
@@ -86,22 +76,30 @@ def main() -> None:
         eos_token_id=1,
         pad_token_id=1,
     )
-    model = LlamaForCausalLM(config)
+    return LlamaForCausalLM(config)
+
+
+def new_optimizer(model: LlamaForCausalLM) -> torch.optim.Optimizer:
+    """Makes an optimizer that decays matrices, but not norms."""
     decayed = [p for p in model.parameters() if p.dim() > 1]
     plain = [p for p in model.parameters() if p.dim() == 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}], betas=(0.9, 0.95)
-    )
-    print(f"{len(texts)} files, {rows.numel():,} tokens, {model.num_parameters():,} parameters", flush=True)
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95))
 
-    start, order, running = time.time(), torch.empty(0, dtype=torch.long), float("nan")
+
+def train(model: LlamaForCausalLM, ids: torch.Tensor, args: argparse.Namespace) -> dict:
+    """Trains on sequences (N, LENGTH), writing the model now and then; returns what is worth writing down."""
+    optimizer = new_optimizer(model)
+    order = torch.empty(0, dtype=torch.long)
+    running, num_steps = float("nan"), 0
+    start = time.time()
     for step in range(args.steps):
         progress = max(step / args.steps, (time.time() - start) / (60 * args.minutes))
         if progress >= 1:
             break
         if len(order) < BATCH:
-            order = torch.cat([order, torch.randperm(len(rows))])
-        batch, order = rows[order[:BATCH]], order[BATCH:]
+            order = torch.cat([order, torch.randperm(len(ids))])
+        batch, order = ids[order[:BATCH]], order[BATCH:]
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(progress)
         loss = model(input_ids=batch, labels=batch).loss
@@ -110,16 +108,34 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         running = loss.item() if step == 0 else 0.98 * running + 0.02 * loss.item()
+        num_steps = step + 1
         if step % 50 == 0:
             print(f"step {step} loss {running:.3f} {(time.time() - start) / 60:.1f} min", flush=True)
         if step % 400 == 399:
             model.save_pretrained(args.output)
+    return {
+        "steps": num_steps,
+        "tokens_trained": num_steps * BATCH * LENGTH,
+        "minutes": round((time.time() - start) / 60, 1),
+        "train_loss": round(running, 4),
+    }
 
-    record = {
-        "python": sys.version.split()[0], "files": len(texts), "tokens_in_corpus": rows.numel(), "steps": step + 1,
-        "tokens_trained": (step + 1) * BATCH * LENGTH, "minutes": round((time.time() - start) / 60, 1),
-        "train_loss": round(running, 4), "held_out_loss": round(mean_loss(model, held_out), 4),
-    }  # fmt: skip
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=2600)
+    parser.add_argument("--minutes", type=float, default=60, help="ends the schedule early on a slow machine")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    texts = list(training_files())
+    tokenizer = train_tokenizer(texts)
+    tokenizer.save_pretrained(args.output)
+    ids, held_out = packed(tokenizer, texts), packed(tokenizer, [held_out_file(name) for name in HELD_OUT])[:64]
+    model = new_target()
+    print(f"{len(texts)} files, {ids.numel():,} tokens, {model.num_parameters():,} parameters", flush=True)
+    record = {"python": sys.version.split()[0], "files": len(texts), "tokens_in_corpus": ids.numel()}
+    record |= train(model, ids, args) | {"held_out_loss": round(mean_loss(model, held_out), 4)}
     model.to(torch.bfloat16).save_pretrained(args.output)
     (args.output / "training.json").write_text(json.dumps(record, indent=2) + "\n")
     print(json.dumps(record), flush=True)

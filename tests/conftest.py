@@ -39,6 +39,7 @@ QUICK = {
     "test_configuration",
     "test_layers",
     "test_latent_attention",
+    "test_docs",
     "test_habits",
     "test_layering",
     "test_model_cards",

@@ -1,9 +1,8 @@
 # ruff: noqa: E402
-"""Checkpoint folders that were damaged or made to do harm: each is loaded, or refused in one line, in bounded time and
-memory.
+"""Fuzzing of checkpoint folders: each is damaged or made to do harm, and must load or be refused in one line.
 
-`python tests/fuzz_checkpoints.py --runs 10000 --seed 0` prints what came out, and every finding with the seed that
-repeats it.
+Time and memory are bounded. `python tests/fuzz_checkpoints.py --runs 10000 --seed 0` prints the outcomes, and every
+finding with the seed that repeats it.
 """
 
 import argparse
@@ -48,7 +47,7 @@ REFUSALS = (ValueError, OSError, FileNotFoundError, IsADirectoryError, NotADirec
 
 
 class TookTooLong(BaseException):
-    """Raised by the timers, past every `except Exception`."""
+    """An exception that the timers raise, past every `except Exception`."""
 
 
 # What has to hold of each.
@@ -59,7 +58,7 @@ def folder_size(folder: Path) -> int:
 
 
 def reset_peak() -> int:
-    """Begins a new peak of resident memory, which is now as large as what is returned (Linux)."""
+    """Begins a new peak of resident memory, and returns the present figure in bytes (Linux)."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
     return status("VmRSS")
@@ -78,7 +77,7 @@ def run_out(*_: Any) -> None:
 
 
 def attempt(way: Callable[[], Any]) -> Exception | None:
-    """What the way in raised. Raises AssertionError for what must not come out of it."""
+    """Returns the error of one way in, None where there is none. Raises AssertionError for one that is no refusal."""
     signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
     signal.setitimer(signal.ITIMER_REAL, WALL_SECONDS)
     try:
@@ -107,7 +106,7 @@ def info(folder: Path, is_read: bool) -> None:
 
 
 def check(folder: Path, options: dict[str, Any], marker: Path) -> str:
-    """All ways in. Returns what came out; raises AssertionError for a finding."""
+    """Tries all ways in, and returns their common outcome. Raises AssertionError for a finding."""
     hub, target = {"local_files_only": True}, folder.parent / "converted"
     shutil.rmtree(target, ignore_errors=True)
     limit = ALLOWED_MEMORY + 2 * folder_size(folder)
@@ -134,7 +133,7 @@ def check(folder: Path, options: dict[str, Any], marker: Path) -> str:
 
 
 def agree(refusals: dict[str, Exception | None], folder: Path) -> str:
-    """The ways in agree, and say which checkpoint they refuse."""
+    """Asserts that the ways in agree, and that errors name the checkpoint."""
     for name in ("read", "load", "convert"):
         text = str(refusals[name] or folder)
         assert str(folder) in text, f"{name}: the refusal does not name the checkpoint: {text[:500]}"
@@ -151,7 +150,8 @@ def agree(refusals: dict[str, Exception | None], folder: Path) -> str:
 
 
 def bases() -> dict[str, Layout | Path]:
-    """Every producer's layout, of safetensors and of pickles, and the folders that the producers themselves wrote."""
+    """Returns every producer's layout, of safetensors and of pickles, and the folders that the producers themselves
+    wrote."""
     layouts: dict[str, Layout | Path] = dict(LAYOUTS)
     layouts |= {f"{name}.bin": replace(layout, file=PICKLE) for name, layout in LAYOUTS.items()}
     written = {f"written by {path.parent.name}": path.parent for path in sorted(FIXTURES.glob("formats/*/config.json"))}
@@ -159,7 +159,7 @@ def bases() -> dict[str, Layout | Path]:
 
 
 def write_base(base: Layout | Path, root: Path) -> Path:
-    """Puts a sound checkpoint below `root`. Returns its folder."""
+    """Writes a sound checkpoint below `root`, and returns its folder."""
     if isinstance(base, Path):
         return Path(shutil.copytree(base, root / "drafter"))
     base.write(root / "whole")
@@ -171,7 +171,7 @@ def write_base(base: Layout | Path, root: Path) -> Path:
 
 
 def run(seed: int, root: Path) -> tuple[str, str]:
-    """One folder: what was done to it, what came out. Raises AssertionError for a finding."""
+    """Fuzzes one folder. Returns the changes made to it and the outcome; raises AssertionError for a finding."""
     rng, marker = random.Random(seed), root / "attacked"
     for path in root.iterdir():
         unlink(path)

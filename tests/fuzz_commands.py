@@ -1,9 +1,8 @@
-"""Random command lines over all commands and options of the real parser: `python tests/fuzz_commands.py --runs 1000
---seed 0`.
+"""Fuzzing of command lines, over all commands and options of the real parser.
 
-Each is run in the process, a share of them as programs of their own. It must end with a status of 0, 1 or 2 and at most
-one line that says why, show no traceback, print one JSON object or nothing where --json was given, and write nothing
-outside the folder it was given.
+`python tests/fuzz_commands.py --runs 1000 --seed 0` runs each in the process, and a share of them as programs of their
+own. Each must end with a status of 0, 1 or 2 and at most one line that says why, show no traceback, print one JSON
+object or nothing where --json was given, and write nothing outside the folder it was given.
 """
 
 import argparse
@@ -180,7 +179,7 @@ BROKEN = (
 
 
 class World:
-    """Tiny models, data and broken things, made once; and a folder of its own for every run."""
+    """Tiny models, data and broken things, made once, and a folder for each run."""
 
     def __init__(self, folder: Path):
         self.folder, self.made = folder, folder / "made"
@@ -219,12 +218,12 @@ class World:
                 (broken / name).write_text(text)
 
     def contents(self) -> dict[str, tuple[int, int]]:
-        """Everything that no run may touch."""
+        """Returns all files that no run may touch."""
         found = (path for path in self.made.rglob("*") if not path.is_symlink())
         return {str(path): (path.stat().st_size if path.is_file() else 0, path.stat().st_mtime_ns) for path in found}
 
     def places(self, own: Path) -> list[str]:
-        """Paths to draw from: what was made, a copy of a drafter in the run's folder, and what is not there yet."""
+        """Returns paths to draw from: things that were made, a copy of a drafter in the run's folder, and new names."""
         new = [
             own / "new",
             own / "a" / "b" / "c",
@@ -244,13 +243,13 @@ def letters() -> PreTrainedTokenizerFast:
 
 
 def actions(command: str) -> list[argparse.Action]:
-    """Every argument of a command, from the parser's own table."""
+    """Returns every argument of a command, from the parser's own table."""
     [commands] = [action for action in parser()._actions if isinstance(action, argparse._SubParsersAction)]
     return [action for action in commands.choices[command]._actions if not isinstance(action, argparse._HelpAction)]
 
 
 def draw(random_state: random.Random, world: World, own: Path) -> list[str]:
-    """A command line: mostly sound ones with some arguments wrong, missing, twice or out of place."""
+    """Draws a command line: mostly a sound one with some arguments wrong, missing, twice or out of place."""
     command = random_state.choice([*COMMANDS])
     known, places = actions(command), world.places(own)
     line: list[str] = [command]
@@ -290,7 +289,7 @@ def argument(
 
 
 def sound(random_state: random.Random, action: argparse.Action, command: str, world: World, own: Path) -> str | None:
-    """A value that the command may well accept, by what the argument is called."""
+    """Returns a value that the command may well accept for an argument, by the argument's name."""
     made = world.made
     if action.choices:
         return random_state.choice([*action.choices])
@@ -319,7 +318,7 @@ def inside(folder: Path) -> Iterator[tuple[io.StringIO, io.StringIO]]:
 
 
 def run_here(line: list[str], own: Path) -> tuple[int | str | None, str, str]:
-    """Status, stdout and stderr; an exception that comes out is a status of its own."""
+    """Runs a command line in this process. Returns status, stdout and stderr; an exception is a status of its own."""
     status: int | str | None
     with inside(own) as (out, err):
         try:
@@ -353,7 +352,7 @@ def environment() -> dict[str, str]:
 
 
 def faults(line: list[str], status: int | str | None, out: str, err: str) -> list[str]:
-    """What is wrong with how a command line ended."""
+    """Returns the faults in how a command line ended."""
     told = [text for text in err.splitlines() if text.startswith(("eagle31: error:", "eagle31: failed:"))]
     found = []
     if status not in (0, 1, 2):
@@ -378,8 +377,10 @@ def faults(line: list[str], status: int | str | None, out: str, err: str) -> lis
 def fuzz(
     runs: int, seed: int, folder: Path, every: int = 0, seconds: float = float("inf")
 ) -> tuple[list[str], Counter]:
-    """Descriptions of what went wrong, and statuses with their counts. Every `every`-th run is a program; it ends after
-    `seconds`."""
+    """Runs many command lines. Returns descriptions of the faults, and statuses with their counts.
+
+    Every `every`-th run is a program. It ends after `seconds`.
+    """
     world, problems, statuses, begun = World(folder), [], Counter[str](), time.monotonic()
     for number in range(runs):
         if time.monotonic() - begun > seconds:
@@ -407,7 +408,7 @@ def fuzz(
 
 @contextlib.contextmanager
 def prepared() -> Iterator[None]:
-    """No network in the block, and quiet libraries."""
+    """A context without network and with quiet libraries."""
     was = constants.HF_HUB_OFFLINE
     constants.HF_HUB_OFFLINE = True
     logging.disable(logging.CRITICAL)

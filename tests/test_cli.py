@@ -1,4 +1,4 @@
-"""The command line as a user meets it: in the process, with the demo pair."""
+"""The command line, run in the process with the demo pair."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""`eagle31 check` as a user meets it."""
+"""`eagle31 check`: its lines, its JSON and its status."""
 
 import json
 

@@ -1,5 +1,4 @@
-"""`eagle31 info | convert | export | publish | upgrade | bench`, in the process, with the demo pair and the exports of
-it."""
+"""`eagle31 info | convert | export | publish | upgrade | bench`, in the process, with the demo pair and its exports."""
 
 import json
 import shlex
@@ -16,7 +15,7 @@ TARGET, DRAFTER, EAGLE3 = (str(demo.FOLDER / name) for name in ("target", "eagle
 
 @pytest.fixture
 def foreign(tmp_path) -> str:
-    """The demo's EAGLE 3 drafter as speculators holds it."""
+    """The demo's EAGLE 3 drafter in speculators' format."""
     return str(export_checkpoint(EAGLE3, tmp_path / "foreign", "speculators"))
 
 

@@ -1,4 +1,4 @@
-"""What a command says of arguments that cannot be: before anything is loaded or written, and never by a traceback."""
+"""Commands with arguments that cannot be: refused in one line, before anything is loaded or written."""
 
 import json
 import re
@@ -19,7 +19,7 @@ TARGET, DRAFTER = str(demo.FOLDER / "target"), str(demo.FOLDER / "eagle31")
 
 @pytest.fixture
 def folder(tmp_path, tokenizer, monkeypatch) -> Path:
-    """A target with its tokenizer, a drafter, and texts; and the current folder."""
+    """The current folder, with a target and its tokenizer, a drafter, and texts."""
     target = build_target("llama")
     target.save_pretrained(tmp_path / "target")
     tokenizer.save_pretrained(tmp_path / "target")

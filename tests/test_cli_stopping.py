@@ -1,4 +1,4 @@
-"""A command that is stopped: by a signal, wherever it is, by a reader that goes away, or by a disk that is full."""
+"""Commands that are stopped: by a signal, wherever they are, by a closed output, or by a full disk."""
 
 import json
 import shutil
@@ -41,7 +41,7 @@ def reading(folder: Path) -> list:
 
 
 def stopped(program, number: int) -> str:
-    """The line a program that a signal ended has left; there is no other that tells of it."""
+    """Returns the line that a program left which a signal ended; no other line tells of it."""
     assert program.wait() == -number, program.err
     assert "Traceback" not in program.err
     [line] = [line for line in program.err.splitlines() if "stopped" in line]
@@ -50,7 +50,7 @@ def stopped(program, number: int) -> str:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_stopped_while_torch_is_imported(number):
-    """Python itself says what it imports; the program's own first module has just been loaded when the signal comes."""
+    """Python itself says what it imports: the program's own first module has just been loaded when the signal comes."""
     command = [sys.executable, "-X", "importtime", "-m", "eagle31_hf", "info", DRAFTER]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heeded) as process:
         for line in process.stderr:
@@ -76,7 +76,7 @@ def test_stopped_while_it_generates(start, tmp_path, number):
 
 
 def test_a_signal_that_is_to_be_ignored_is(start, tmp_path):
-    """As under `nohup`."""
+    """The program is started as by `nohup`."""
     program = start(tmp_path, ["info", DRAFTER], ignored=[signal.SIGHUP])
     program.wait_for("")
     while program.process.is_alive():

@@ -11,7 +11,7 @@ from conftest import build_target
 from eagle31_hf import Eagle31DrafterModel, track_acceptance
 from eagle31_hf.bench.engine import build
 from eagle31_hf.bench.training import Step
-from eagle31_hf.cli import kept, main
+from eagle31_hf.cli import main, resuming
 from eagle31_hf.training.output import claim, set_aside
 
 QUICK = [
@@ -221,18 +221,17 @@ def test_what_no_run_wrote_is_not_replaced(capsys, folder, theirs):
 def test_a_stopped_run_names_the_drafter_it_was_to_replace(capsys, folder):
     assert trained(capsys, folder, "--steps", "2")[0] == 0
     asked = argparse.Namespace(output=str(folder / "drafter"), overwrite=True)
-    assert "earlier" not in kept.checkpoint(asked)
+    assert "earlier" not in resuming.checkpoint(asked)
     aside = set_aside(folder / "drafter")
-    assert kept.checkpoint(asked).endswith(f"yet; begin anew, with --overwrite. The earlier drafter is in {aside}.")
+    assert resuming.checkpoint(asked).endswith(f"yet; begin anew, with --overwrite. The earlier drafter is in {aside}.")
     assert trained(capsys, folder, "--steps", "2", "--overwrite")[0] == 0
-    assert "earlier" not in kept.checkpoint(asked)
+    assert "earlier" not in resuming.checkpoint(asked)
 
 
 def test_a_run_stopped_while_it_regenerates_goes_on_by_resume(capsys, folder):
-    """With the rows it has made, which are as prepare-data makes them; without --resume it is refused, as the sentence
-    says."""
+    """It goes on with its examples, which are as prepare-data makes them; without --resume it is refused."""
     asked = argparse.Namespace(output=str(folder / "drafter"), overwrite=False)
-    assert kept.checkpoint(asked).endswith("yet; begin anew.")
+    assert resuming.checkpoint(asked).endswith("yet; begin anew.")
     status, _, err = run(
         capsys,
         "prepare-data",
@@ -247,7 +246,7 @@ def test_a_run_stopped_while_it_regenerates_goes_on_by_resume(capsys, folder):
         "--regenerate",
     )
     assert status == 0, err
-    assert kept.checkpoint(asked).endswith(
+    assert resuming.checkpoint(asked).endswith(
         "yet, but rows, which are kept; the same command with --resume goes on with them."
     )
     status, _, err = trained(capsys, folder, "--steps", "2", "--regenerate")
@@ -255,7 +254,7 @@ def test_a_run_stopped_while_it_regenerates_goes_on_by_resume(capsys, folder):
     status, _, err = trained(capsys, folder, "--steps", "2", "--regenerate", "--resume")
     assert (status, "shard 1 of" in err) == (0, False), err
     asked.overwrite = True
-    assert "the same command with --resume instead of --overwrite goes on from the last" in kept.checkpoint(asked)
+    assert "the same command with --resume instead of --overwrite goes on from the last" in resuming.checkpoint(asked)
 
 
 def test_a_stopped_conversion_says_of_any_config_what_it_is(tmp_path):
@@ -266,11 +265,11 @@ def test_a_stopped_conversion_says_of_any_config_what_it_is(tmp_path):
         ('{"model_type": "eagle31"}', "is native by now"),
     ):
         (tmp_path / "config.json").write_text(text)
-        assert kept.conversion(asked) == f"{tmp_path} {state}; the same command finishes the work."
+        assert resuming.conversion(asked) == f"{tmp_path} {state}; the same command finishes the work."
 
 
 def test_a_finished_run_is_finished(capsys, folder):
-    """Resumed, it trains nothing and writes what is there already; asked for more steps, it goes on."""
+    """When resumed, it trains nothing and writes the same files again; asked for more steps, it goes on."""
     asked = ["--steps", "8", "--set", "eval_steps=3", "--set", "save_steps=3"]
     status, out, _ = trained(capsys, folder, *asked)
     assert (status, json.loads(out)["steps"]) == (0, 8)

@@ -1,6 +1,7 @@
 """What holds the project's tools together: one set of pins, markers that name modules there are, workflows that only
 call the scripts."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -38,6 +39,24 @@ def test_workflows_only_run_the_stages(path):
     for job in workflow["jobs"].values():
         assert [row["stage"] for row in job["strategy"]["matrix"]["include"]] == stages
         assert [step["run"] for step in job["steps"] if "run" in step] == ["bash .ci/run ${{ matrix.stage }}"]
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Last names of the modules a file imports, and of what it imports from them."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.rpartition(".")[2] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {(node.module or "").rpartition(".")[2], *(alias.name for alias in node.names)}
+    return found
+
+
+def test_what_tests_share_is_in_modules_without_tests():
+    paths = sorted(Path(__file__).parent.rglob("*.py"))
+    modules = {path.stem for path in paths if path.name.startswith("test_")}
+    shared = {path.name: both for path in paths if (both := imported_modules(path) & modules)}
+    assert not shared
 
 
 def test_marked_modules_are_there():

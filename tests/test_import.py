@@ -1,4 +1,4 @@
-"""What `import eagle31_hf` loads."""
+"""The modules that `import eagle31_hf` loads."""
 
 import json
 import subprocess
@@ -18,7 +18,7 @@ print(json.dumps([sorted(before), sorted(set(sys.modules) - before)]))
 
 @pytest.fixture(scope="module")
 def loaded() -> tuple[list[str], list[str]]:
-    """Names of the modules loaded before, and by, the import."""
+    """Returns the names of the modules loaded before the import, and by it."""
     run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
     return tuple(json.loads(run.stdout.splitlines()[-1]))
 

@@ -1,4 +1,4 @@
-"""What the cards say is what the training wrote down."""
+"""The demo's model card states the figures that its training wrote down."""
 
 import json
 from pathlib import Path

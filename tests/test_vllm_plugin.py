@@ -1,4 +1,4 @@
-"""vLLM reads a native checkpoint's config as it would an export's; with vLLM in the interpreter, it serves one."""
+"""vLLM reads a native checkpoint's config as it would an export's, and serves it where vLLM is installed."""
 
 import importlib.util
 import subprocess
@@ -24,7 +24,7 @@ needs_vllm = pytest.mark.skipif(
 
 
 class ReadsConfigJson:
-    """What vLLM's parser returns for a model type that transformers knows."""
+    """A parser that returns what vLLM's returns for a model type that transformers knows."""
 
     def parse(self, model, **options):
         values, _ = PreTrainedConfig.get_config_dict(model)

@@ -1,4 +1,4 @@
-"""Checkpoint formats: names, shapes and config keys. No model is built here."""
+"""Checkpoints of every format: read, converted to the native one, and exported. No model is built here."""
 
 from .convert import convert_checkpoint
 from .export import EXPORT_FORMATS, engine_config, export_checkpoint, launch_line

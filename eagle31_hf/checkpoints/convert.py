@@ -1,4 +1,7 @@
-"""Any checkpoint to the native format: into a new folder, or in place with one rename that decides between old and new."""
+"""Conversion of any checkpoint to the native format: into a new folder, or in place.
+
+In place one rename decides: before it the folder is the old checkpoint, from it on the new one.
+"""
 
 import os
 import shutil
@@ -19,7 +22,7 @@ from .write import write_weights
 
 ORIGINAL = "original"  # where an in-place conversion puts what it replaced
 RECORD = "conversion.json"
-SECURED = ("config.json", RECORD)  # what is in it besides the weights
+BESIDE_WEIGHTS = ("config.json", RECORD)  # the files in it besides the weights
 
 
 def convert_checkpoint(
@@ -32,15 +35,17 @@ def convert_checkpoint(
 ) -> Checkpoint:
     """Converts an EAGLE 3 or 3.1 checkpoint of any format to the native one, tensor by tensor, each in its own dtype.
 
-    `destination=None` converts a local folder in place: the originals go to its `original/`, or away with
-    `discard_original`. Whenever the process dies, `from_pretrained` on the folder loads either the old or the new
-    checkpoint, and a second call finishes the work; on a finished folder it does nothing. Of several calls at once one
-    converts, and the others wait until it has. `source` may be a Hub repository when a destination is given. `options`:
-    `revision`, `token` and the like, and fields of `Eagle31Config` that win over the checkpoint's. Returns the native
-    checkpoint, as `read_checkpoint` sees it, with the reasons and notes of the conversion. Raises OSError when
-    something is not there, cannot be written to or locked, or changes meanwhile, ValueError (before anything is
-    written) when the checkpoint cannot be converted, and for options of a Hub repository that a folder converted in
-    place does not have.
+    Without a `destination` a local folder is converted in place: the originals are moved to its `original/`, or removed
+    with `discard_original`. If the process dies, at whatever moment, `from_pretrained` on the folder loads either the
+    old or the new checkpoint, and a second call finishes the work; on a finished folder it does nothing. Of several
+    calls at once one converts, and the others wait until it is done. With a `destination`, `source` may be a Hub
+    repository. `options` are `revision`, `token` and the like, and fields of `Eagle31Config` that win over the
+    checkpoint's.
+
+    Returns the native checkpoint, as `read_checkpoint` sees it, with the reasons and notes of the conversion. Raises
+    OSError where something is not there, cannot be written to or locked, or changes meanwhile; ValueError, before
+    anything is written, where the checkpoint cannot be converted, and for options of a Hub repository that a folder
+    converted in place does not have.
     """
     hub = {name: options.pop(name) for name in HUB_OPTIONS if name in options}
     if destination is None:
@@ -67,13 +72,13 @@ def convert_checkpoint(
 
 
 def entries(checkpoint: Checkpoint) -> dict[str, Entry]:
-    """Every native tensor of a checkpoint, ready to be written."""
+    """Returns every tensor of a checkpoint by its native name, ready to be written."""
     stored = {name: tensor.entry() for name, tensor in checkpoint.tensors.items()}
     return stored | {name: Entry.of_tensor(tensor) for name, tensor in checkpoint.made.items()}
 
 
 def record(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What was converted, and how it was understood."""
+    """Returns the content of conversion.json: the checkpoint that was converted, and how it was understood."""
     return {
         "source": checkpoint.files.source,
         "format": checkpoint.format,
@@ -86,6 +91,7 @@ def record(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def write_native_config(config: Eagle31Config, path: Path) -> None:
+    """Writes the config.json of a native checkpoint."""
     config.architectures = ["Eagle31DrafterModel"]
     config.to_json_file(str(path), use_diff=True)
 
@@ -101,12 +107,12 @@ def _with_history(native: Checkpoint, checkpoint: Checkpoint) -> Checkpoint:
     return native
 
 
-# In place. What the folder holds after each step, and what from_pretrained reads of it (*):
+# Conversion in place. The folder after each step, and the files of it that from_pretrained reads (*):
 #   stage   config.json*, old weights*; eagle31-converting/model.safetensors, original/config.json
 #   commit  config.json* pointing to eagle31-converting/model.safetensors*; old weights, original/config.json
 #   tidy    config.json*, model.safetensors*; everything old in original/
-# The commit is one rename. Before it the folder is the old checkpoint, from it on the new one. All of it is done under
-# the folder's lock, and whatever a killed process left in eagle31-converting/ is removed by the next.
+# The commit is one rename. All of it is done under the folder's lock, and the next conversion removes what a killed
+# process has left in eagle31-converting/.
 
 
 def _convert_in_place(folder: Path, overrides: dict[str, Any], convention: str | None, discard: bool) -> Checkpoint:
@@ -155,14 +161,14 @@ def _is_committed(checkpoint: Checkpoint) -> bool:
 
 
 def _is_done(folder: Path, checkpoint: Checkpoint) -> bool:
-    """Returns True where a folder is native already and its config has the options asked for; `checkpoint`: the folder
-    read with them."""
+    """Returns True where the folder is native already; `checkpoint` is the folder read with the options asked for,
+    which may change its config."""
     is_native = checkpoint.folder == folder and checkpoint.is_native and not _is_committed(checkpoint)
     return is_native and checkpoint.config.to_dict() == read_checkpoint(str(folder)).config.to_dict()
 
 
 def _stage(folder: Path, checkpoint: Checkpoint, before: Stamps) -> None:
-    """Writes the new weights where nobody reads them yet, and secures the old config."""
+    """Writes the new weights where nobody reads them yet, and copies the old config to original/."""
     original, staged = folder / ORIGINAL, folder / STAGED
     names = {file.name for file in checkpoint.files.weight_files} | {
         name for name in WEIGHT_NAMES if (folder / name).is_file()
@@ -185,12 +191,15 @@ def _stage(folder: Path, checkpoint: Checkpoint, before: Stamps) -> None:
 
 
 def _check_room(folder: Path, names: set[str]) -> None:
-    """Raises ValueError when what lies in the folder does not let the weights `names` be moved to original/."""
+    """Raises ValueError where the weight files `names` cannot be moved to original/.
+
+    They may be links, or original/ may hold files of an earlier conversion.
+    """
     original = folder / ORIGINAL
     kept = sorted(path.name for path in original.iterdir()) if original.is_dir() else []
-    # of a call that died before its commit, these are copies; the record comes first
+    # a call that died before its commit left copies of these; the record comes first
     if RECORD in kept or "config.json" not in kept:
-        kept = [name for name in kept if name not in SECURED]
+        kept = [name for name in kept if name not in BESIDE_WEIGHTS]
     if kept:
         raise ValueError(
             f"{original}: holds {kept}, of an earlier conversion maybe; nothing was changed. Move it away, or"
@@ -204,13 +213,14 @@ def _check_room(folder: Path, names: set[str]) -> None:
 
 
 def _new_work(folder: Path) -> Path:
-    """A new folder of our own in eagle31-converting/: files are finished there, then renamed to where they belong."""
+    """Makes a folder in eagle31-converting/, in which files are finished before they are moved to where they belong."""
     parent = (folder / STAGED).parent
     parent.mkdir(exist_ok=True)
     return Path(tempfile.mkdtemp(dir=parent))
 
 
 def _commit(folder: Path, checkpoint: Checkpoint) -> None:
+    """Puts the native config in place, which points to the staged weights: from now on the folder is native."""
     config = _new_work(folder) / "config.json"
     checkpoint.config.architectures = ["Eagle31DrafterModel"]
     write_json(config, checkpoint.config.to_diff_dict() | {"transformers_weights": STAGED})
@@ -218,7 +228,7 @@ def _commit(folder: Path, checkpoint: Checkpoint) -> None:
 
 
 def _tidy(folder: Path) -> None:
-    """From the commit to the final layout. Every step may find itself already done."""
+    """Takes the folder from the commit to its final layout; an earlier call may have done some of the steps."""
     original = folder / ORIGINAL
     staged = folder / STAGED
     work = _new_work(folder)
@@ -235,7 +245,10 @@ def _tidy(folder: Path) -> None:
 
 
 def _recorded(path: Path) -> list[str]:
-    """The weight files a record lists. It may have come with a download, so no name may lead out of the folder."""
+    """Returns the weight files that a record lists.
+
+    Raises ValueError for a name that leads out of the folder: the record may have come with a download.
+    """
     names = read_json(path).get("weight_files")
     if not isinstance(names, list):
         raise ValueError(
@@ -247,11 +260,13 @@ def _recorded(path: Path) -> list[str]:
 
 
 def _discard_original(folder: Path) -> None:
-    """Removes what a conversion put into original/, and the folder if nothing else is in it. The record goes last: it
-    has the list."""
+    """Removes the files that a conversion has put into original/, and the folder if nothing else is in it.
+
+    The record is removed last, because it lists the others.
+    """
     original = folder / ORIGINAL
     if (original / RECORD).is_file():
-        for name in (*_recorded(original / RECORD), *SECURED):
+        for name in (*_recorded(original / RECORD), *BESIDE_WEIGHTS):
             (original / name).unlink(missing_ok=True)
     if original.is_dir() and not any(original.iterdir()):
         original.rmdir()

@@ -1,4 +1,4 @@
-"""A drafter to the formats other engines read. One row a format: what it cannot express, its config, its names."""
+"""Export of a drafter to the formats that other engines read; EXPORT_FORMATS has an entry for each of them."""
 
 import json
 import os
@@ -26,7 +26,7 @@ from .read import read_checkpoint
 from .sharing import stamps, unchanged
 from .write import write_weights
 
-Rule = tuple[Callable[[Eagle31Config], bool], str]  # what is true of a config that cannot be expressed, and why
+Rule = tuple[Callable[[Eagle31Config], bool], str]  # a test of configs that an engine cannot run, and the reason
 
 NO_BIAS: Rule = (lambda c: c.fc_bias, "fc has a bias, which it would drop")
 SILU: Rule = (lambda c: c.hidden_act != "silu", "it computes silu, whatever hidden_act says")
@@ -75,23 +75,29 @@ SPECULATORS_CANNOT: tuple[Rule, ...] = (
 
 @dataclass(frozen=True)
 class ExportFormat:
+    """A format: the engine that reads it, the drafters this cannot run, and how config and tensors are written."""
+
     engine: str
     cannot: tuple[Rule, ...]
-    config: Callable[[Eagle31Config, str | None], dict[str, Any]]
+    config: Callable[[Eagle31Config, str | None], dict[str, Any]]  # a config and the target's model_type -> config.json
     names: Callable[[Eagle31Config, str], list[str]]  # native name -> names in the file
     command: Callable[[str, str, int], list[str]]  # target, folder, depth -> the words of the command that serves them
     ascending_vocabulary: bool = False
 
 
+def _architecture(config: Eagle31Config) -> tuple[str, str]:
+    """Returns the architecture and model_type under which engines know a drafter's layers."""
+    if config.kv_lora_rank is not None:
+        return "Eagle3DeepseekV2ForCausalLM", "deepseek_v2"
+    return ("Eagle3Qwen3ForCausalLM", "qwen3") if config.qk_norm else ("LlamaForCausalLMEagle3", "llama")
+
+
 def flat_config(config: Eagle31Config, target_type: str | None = None) -> dict[str, Any]:
-    """The flat layout vLLM and SGLang share, every flag written out. Layer ids: boundary at the top, which vLLM reads."""
-    architecture, model_type = (
-        ("Eagle3DeepseekV2ForCausalLM", "deepseek_v2")
-        if config.kv_lora_rank is not None
-        else ("Eagle3Qwen3ForCausalLM", "qwen3")
-        if config.qk_norm
-        else ("LlamaForCausalLMEagle3", "llama")
-    )
+    """Returns the flat config.json that vLLM and SGLang share, with every flag written out.
+
+    Its layer ids are boundary ids at the top level, where vLLM reads them.
+    """
+    architecture, model_type = _architecture(config)
     ids = config.aux_hidden_state_layer_ids
     return (
         write_geometry(config)
@@ -109,7 +115,7 @@ def flat_config(config: Eagle31Config, target_type: str | None = None) -> dict[s
 
 
 def sglang_config(config: Eagle31Config, target_type: str | None = None) -> dict[str, Any]:
-    """The same with the ids once more as SGLang reads them, which depends on the target: see `sglang_ids`."""
+    """Returns the flat config.json with the layer ids once more, as SGLang reads them: see `sglang_ids`."""
     ids = config.aux_hidden_state_layer_ids
     nested = (
         {}
@@ -121,10 +127,10 @@ def sglang_config(config: Eagle31Config, target_type: str | None = None) -> dict
 
 
 def sglang_ids(ids: list[int], target_type: str | None) -> list[int]:
-    """Boundary ids as SGLang's model for that target wants them: it adds 1, for gpt-oss never, for DeepSeek only if
-    they start at 1.
+    """Returns boundary ids as SGLang has to be told them for a target of that model_type.
 
-    Raises ValueError where no list means these layers. Source: SGLang #25454 and #32334.
+    SGLang adds 1 to the ids it reads; for gpt-oss it never does, for DeepSeek and Kimi only if they start at 1. Raises
+    ValueError where no list means these layers. Source: SGLang #25454 and #32334.
     """
     kind = (target_type or "").replace("-", "_").lower()
     if kind.startswith("gpt_oss"):
@@ -139,6 +145,7 @@ def sglang_ids(ids: list[int], target_type: str | None) -> list[int]:
 
 
 def _target_type(config: Eagle31Config) -> str | None:
+    """Returns the kind of target that `target_model` names, as far as SGLang's layer ids depend on it."""
     name = (config.target_model or "").split("/")[-1].lower()
     if "distill" in name:  # DeepSeek's name on a Llama or Qwen
         return None
@@ -146,7 +153,7 @@ def _target_type(config: Eagle31Config) -> str | None:
 
 
 def speculators_config(config: Eagle31Config, target_type: str | None = None) -> dict[str, Any]:
-    """speculators' container: geometry nested, flags and boundary ids outside, no `model_type` at the top."""
+    """Returns speculators' config.json: geometry nested, flags and boundary ids outside, no `model_type` at the top."""
     layer = write_geometry(config) | {"model_type": "qwen3" if config.qk_norm else "llama"}
     layer["num_aux_hidden_states"] = config.num_aux_states  # vLLM makes its config of this dict and sizes fc by it
     return {name: getattr(config, name) for name in FLAGS} | {
@@ -171,12 +178,16 @@ def speculators_config(config: Eagle31Config, target_type: str | None = None) ->
 
 
 def same_name(config: Eagle31Config, name: str) -> list[str]:
+    """Returns the native name alone."""
     return [name]
 
 
 def sglang_names(config: Eagle31Config, name: str) -> list[str]:
-    """One layer: `midlayer.*`, as every version reads it. More: later layers call their first norm hidden_norm, vLLM
-    input_layernorm."""
+    """Returns the names of a tensor for SGLang.
+
+    The layer of a drafter with one is `midlayer.*`, which every version reads. In a drafter with more, the first norm
+    of a later layer is hidden_norm; it is also written as input_layernorm, which vLLM reads.
+    """
     if config.num_hidden_layers == 1:
         return [name.replace("layers.0.", "midlayer.", 1)]
     is_later_norm = name.endswith(".input_layernorm.weight") and not name.startswith("layers.0.")
@@ -184,6 +195,7 @@ def sglang_names(config: Eagle31Config, name: str) -> list[str]:
 
 
 def vllm_command(target: str, folder: str, depth: int) -> list[str]:
+    """Returns the words of the command by which vLLM serves a target with a drafter that drafts `depth` tokens."""
     return [
         "vllm",
         "serve",
@@ -194,6 +206,7 @@ def vllm_command(target: str, folder: str, depth: int) -> list[str]:
 
 
 def sglang_command(target: str, folder: str, depth: int) -> list[str]:
+    """Returns the words of the command by which SGLang serves a target with a drafter that drafts `depth` tokens."""
     return [
         "python",
         "-m",
@@ -223,19 +236,24 @@ EXPORT_FORMATS = {
 
 
 def engine_config(config: Eagle31Config, format: str = "vllm", target_type: str | None = None) -> dict[str, Any]:
-    """The config.json `format` reads for a drafter with this config. Raises ValueError, with the reason, where there is
-    none."""
+    """Returns the config.json of a drafter in an export format.
+
+    `target_type`: see `export_checkpoint`. Raises ValueError, with the reasons, where the engine cannot run it.
+    """
     if format not in EXPORT_FORMATS:
         raise ValueError(f"format is {format!r}; expected one of {', '.join(EXPORT_FORMATS)}.")
-    row = EXPORT_FORMATS[format]
-    reasons = [reason for applies, reason in row.cannot if applies(config)]
+    chosen = EXPORT_FORMATS[format]
+    reasons = [reason for applies, reason in chosen.cannot if applies(config)]
     if reasons:
-        raise ValueError(f"{row.engine} cannot run this drafter: {'; '.join(reasons)}.")
-    return row.config(config, target_type) | {EXPORTED_BY: NATIVE}  # so that it is read back without a question
+        raise ValueError(f"{chosen.engine} cannot run this drafter: {'; '.join(reasons)}.")
+    return chosen.config(config, target_type) | {EXPORTED_BY: NATIVE}  # so that it is read back without a question
 
 
 def launch_line(config: Eagle31Config, folder: str | os.PathLike, format: str, depth: int = 5) -> str:
-    """The shell command that serves the target with an exported drafter, whatever characters their names have."""
+    """Returns the shell command that serves the target with an exported drafter, its words quoted where need be.
+
+    `depth`: tokens drafted a round.
+    """
     return shlex.join(EXPORT_FORMATS[format].command(config.target_model or "TARGET", os.fspath(folder), depth))
 
 
@@ -248,18 +266,17 @@ def export_checkpoint(
     aux_layer_convention: str | None = None,
     **options: Any,
 ) -> Path:
-    """Writes a drafter, loaded or a checkpoint of any format, as `format` ("vllm", "sglang", "speculators") reads it.
+    """Writes a drafter, loaded or a checkpoint of any format, in the format "vllm", "sglang" or "speculators".
 
-    `target_type`: the target's `model_type`, where SGLang's layer ids depend on it (gpt_oss, deepseek_v3, kimi_k2);
-    without it, it is told from `target_model`. speculators takes draft vocabularies in ascending order only: rows of
-    the head are put so. Returns the new folder. Raises ValueError (before anything is written) when the engine cannot
-    express the drafter, or the destination is not empty; OSError when the checkpoint is not there or changes meanwhile.
-    `options` are those of `convert_checkpoint`.
+    `target_type`: the target's `model_type`, where SGLang's layer ids depend on it (gpt_oss, deepseek_v3, kimi_k2); by
+    default it is taken from `target_model`. speculators reads draft vocabularies in ascending order only, so for it the
+    rows of the head are sorted. `options` are those of `convert_checkpoint`.
+
+    Returns the new folder. Raises ValueError, before anything is written, where the engine cannot run the drafter or
+    the destination is not empty; OSError where the checkpoint is not there or changes meanwhile.
     """
-    path, subfolder = (
-        None if isinstance(drafter_or_path, PreTrainedModel) else drafter_or_path,
-        options.get("subfolder"),
-    )
+    path = None if isinstance(drafter_or_path, PreTrainedModel) else drafter_or_path
+    subfolder = options.get("subfolder")
     before = stamps(path, subfolder)
     if isinstance(drafter_or_path, PreTrainedModel):
         config, tensors, source = _of_model(drafter_or_path)
@@ -273,10 +290,10 @@ def export_checkpoint(
         values = engine_config(config, format, target_type)
     except ValueError as error:
         raise ValueError(f"{error} Nothing was written.") from None
-    row, destination = EXPORT_FORMATS[format], Path(destination)
-    if row.ascending_vocabulary and "d2t" in tensors:
+    chosen, destination = EXPORT_FORMATS[format], Path(destination)
+    if chosen.ascending_vocabulary and "d2t" in tensors:
         tensors = _ascending(tensors, config.vocab_size)
-    named = {name: entry for native, entry in tensors.items() for name in row.names(config, native)}
+    named = {name: entry for native, entry in tensors.items() for name in chosen.names(config, native)}
     with new_folder(destination) as folder, unchanged(before, path, subfolder):
         write_weights(folder / WEIGHTS, named, source)
         write_json(folder / "config.json", values)
@@ -293,7 +310,7 @@ def _of_model(model: PreTrainedModel) -> tuple[Eagle31Config, dict[str, Entry], 
 
 
 def _ascending(tensors: Mapping[str, Entry], vocab_size: int) -> dict[str, Entry]:
-    """The draft vocabulary in ascending order of target ids, the rows of the head with it."""
+    """Sorts the draft vocabulary by target ids, and the rows of the head with it."""
     ids = vocab.target_ids(_tensor(tensors["d2t"]))
     order = ids.argsort()
     if torch.equal(order, torch.arange(len(order))):

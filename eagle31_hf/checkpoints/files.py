@@ -1,6 +1,6 @@
-"""A checkpoint's files: found in a folder or on the Hub, and described from their headers before any weight is read.
+"""A checkpoint's files, found in a folder or on the Hub, and described by their headers before any weight is read.
 
-Nothing here executes what a file says: configs and indices are parsed as JSON, pickles by `pickles`.
+No code in a file is run: configs and indices are parsed as JSON, pickles by `pickles`.
 """
 
 import os
@@ -27,13 +27,13 @@ WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 WEIGHT_NAMES = (WEIGHTS, WEIGHTS_INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")  # first found is read
 SIDE_FILES = ("eagle_meta.pt", "eagle3_meta.pt")  # NeMo's draft vocabulary, where its weights leave it out
 SUBFOLDERS = ("", "model/consolidated")  # NeMo writes into the latter
-# where a conversion in place has the new weights until the old ones are moved
+# the new weights of a conversion in place, until the old ones are moved away
 STAGED = "eagle31-converting/model.safetensors"
 HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies", "subfolder")
-# what transformers, where peft is installed, adds the adapter of to any weights beside it
+# marks an adapter, which transformers adds to any weights beside it where peft is installed
 ADAPTER = "adapter_config.json"
-# A drafter has some forty tensors, described in a few kilobytes; what is built of a header may be a hundred times its
-# size.
+# A drafter has some forty tensors, described in a few kilobytes; the objects built from a header may be a hundred times
+# its size.
 MAX_HEADER_BYTES = 2**20
 MAX_CONFIG_VALUES = 100_000
 MAX_NAME = 500
@@ -43,7 +43,10 @@ MAX_FILE_NAME = 255  # bytes, of most file systems
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a file: its dtype (safetensors' name), its shape, and in a safetensors file its first byte."""
+    """A tensor of a file: its dtype (safetensors' name), its shape, and the offset of its first byte.
+
+    In a pickle it has no such offset (None).
+    """
 
     name: str
     dtype: str
@@ -56,7 +59,7 @@ class StoredTensor:
         return torch.Size(self.shape).numel() * DTYPES[self.dtype].itemsize
 
     def chunks(self) -> Iterator[memoryview]:
-        """Its bytes in pieces of at most 1 MiB; each piece is valid until the next is asked for."""
+        """Yields its bytes in pieces of at most CHUNK_BYTES; each is valid until the next is asked for."""
         if self.start is None:
             yield from tensor_chunks(self.load())
             return
@@ -75,7 +78,7 @@ class StoredTensor:
         return Entry(self.dtype, self.shape, self.chunks)
 
     def load(self) -> Tensor:
-        """The tensor itself. A pickle is opened anew for each, so that only this one's pages are ever in memory."""
+        """Reads the tensor. A pickle is opened anew for each, so that only the pages of one are ever in memory."""
         if self.start is None:
             return unpickle(self.file)[self.name].contiguous()
         with safe_open(self.file, "pt") as tensors:
@@ -84,7 +87,10 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """What lies in `folder`, which is `source` itself or where the Hub's files were put."""
+    """The files of a checkpoint: its config, its tensors, and the files that hold them.
+
+    `folder` is the one named by `source`, or that of the Hub's cache.
+    """
 
     source: str
     folder: Path
@@ -95,8 +101,10 @@ class CheckpointFiles:
 
 
 def find(source: str, **hub: Any) -> Path:
-    """The folder with the config and weights of a folder or Hub repository, downloaded if need be. Raises OSError if
-    there is none."""
+    """Returns the folder with the config and weights of a folder or Hub repository, downloaded if need be.
+
+    Raises OSError where there is none.
+    """
     check_name(source)
     if os.path.isdir(source):
         folder = Path(source, hub.get("subfolder") or "")
@@ -114,8 +122,10 @@ def find(source: str, **hub: Any) -> Path:
 
 
 def _fetch_weights(source: str, config: Path, hub: dict[str, Any]) -> None:
-    """The first of WEIGHT_NAMES a repository has, with its shards. Raises OSError where one is missing, or may be there
-    unseen."""
+    """Downloads the first of WEIGHT_NAMES that a repository has, with its shards.
+
+    Raises OSError where a shard is missing, or where the Hub does not tell which weights there are.
+    """
     unseen = None
     for name in WEIGHT_NAMES:
         try:
@@ -136,6 +146,7 @@ def _fetch_weights(source: str, config: Path, hub: dict[str, Any]) -> None:
 
 
 def read_config(source: str, folder: Path) -> dict[str, Any]:
+    """Returns the values of a drafter's config.json. Raises ValueError where there is none, or only an adapter's."""
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(
@@ -149,9 +160,9 @@ def read_config(source: str, folder: Path) -> dict[str, Any]:
 
 
 def open_files(source: str, **hub: Any) -> CheckpointFiles:
-    """Config and tensor headers of a folder or Hub repository; a repository of only a config has no tensors.
+    """Reads the config and the tensors' headers of a folder or Hub repository; one with only a config has no tensors.
 
-    Raises OSError when something is not there, ValueError (file, what was found, what was expected) when it is not
+    Raises OSError where something is not there, ValueError (file, what was found, what was expected) where it is not
     sound.
     """
     folder = find(source, **hub)
@@ -181,8 +192,10 @@ def open_files(source: str, **hub: Any) -> CheckpointFiles:
 
 
 def weights_name(folder: Path, config: dict[str, Any]) -> str | None:
-    """The file to read weights from: transformers' `transformers_weights` in the config decides, else the first usual
-    name."""
+    """Returns the name of the file to read weights from, None where there is none.
+
+    `transformers_weights` in the config decides, as in transformers; else it is the first of WEIGHT_NAMES.
+    """
     named = config.get("transformers_weights")
     if named == STAGED:
         return named
@@ -198,6 +211,7 @@ def weights_name(folder: Path, config: dict[str, Any]) -> str | None:
 
 
 def check_file_name(name: Any, where: Path, key: str) -> None:
+    """Raises ValueError unless `name`, which the file `where` has under `key`, is a plain name of a file beside it."""
     is_plain = (
         isinstance(name, str)
         and name == os.path.basename(name)
@@ -212,7 +226,10 @@ def check_file_name(name: Any, where: Path, key: str) -> None:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Tensor name -> shard of an index file; shards are plain names beside it."""
+    """Returns tensor name -> name of the shard, which lies beside the index.
+
+    Raises ValueError for an index that is damaged, or names a file elsewhere.
+    """
     value = read_json(path)
     if not isinstance(value.get("metadata"), dict):  # transformers reads it, and fails without
         raise ValueError(f"{path}: metadata is {str(value.get('metadata'))[:80]}; expected an object, {{}} will do.")
@@ -241,7 +258,10 @@ def _check_index(path: Path, index: dict[str, str], tensors: dict[str, StoredTen
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Names, dtypes and shapes of a file's tensors; the weights themselves are not read."""
+    """Returns names, dtypes and shapes of a file's tensors without reading the weights.
+
+    Raises ValueError for a file that is damaged, or has a dtype that no drafter has.
+    """
     return _safetensors_header(path) if path.suffix == ".safetensors" else _pickle_header(path)
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint read from its headers: of a Hub repository with safetensors nothing large is downloaded."""
+"""Checkpoints read from their headers: of a Hub repository with safetensors nothing large is downloaded."""
 
 import struct
 from collections.abc import Iterator, Mapping
@@ -28,11 +28,11 @@ class RangeError(Exception):
 def read_headers(
     name: str, overrides: Mapping[str, Any] | None = None, convention: str | None = None, revision: str | None = None
 ) -> Checkpoint:
-    """Reads a checkpoint as `read_checkpoint` does, but of a Hub repository with safetensors downloads only the config,
-    headers and draft vocabulary maps.
+    """Reads a checkpoint as `read_checkpoint` does, without its weights where it is on the Hub.
 
-    What is in the Hub's cache is read from there; pickles, and weights in another repository that the config names, are
-    downloaded whole. Raises OSError where something is not there or the Hub fails, ValueError for what is unsound.
+    Only the config, the headers and the draft vocabulary maps are downloaded. Files in the Hub's cache are read from
+    there; pickles, and weights in another repository that the config names, are downloaded whole. Raises OSError where
+    something is not there or the Hub fails, ValueError for an unsound checkpoint.
     """
     check_name(name)
     if Path(name).exists() or isinstance(try_to_load_from_cache(name, WEIGHTS, revision=revision), str):
@@ -111,8 +111,10 @@ def _fetch_header(name: str, file: str, commit: str | None, folder: Path) -> boo
 
 
 def _maps(header: bytes, num_bytes: int) -> Iterator[tuple[int, int]]:
-    """First byte and end of every vocabulary map in a safetensors file of so many bytes after its header. What is
-    unsound in the header, which may be a stranger's, is passed over here, and refused when the copy is read."""
+    """Yields first byte and end of every vocabulary map in a safetensors file with `num_bytes` after its header.
+
+    An unsound header, which may be a stranger's, is passed over here; it is refused when the copy is read.
+    """
     try:
         entries = parse_json(header, "")
     except ValueError:
@@ -126,8 +128,7 @@ def _maps(header: bytes, num_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 def _fetch(url: str, start: int, count: int) -> bytes:
-    """Returns `count` bytes of a file on the Hub, from `start` on. Raises RangeError where it does not send exactly
-    these."""
+    """Downloads `count` bytes of a file on the Hub, from `start` on. Raises RangeError where it sends others."""
     if not 0 < count <= MAX_BYTES:
         raise RangeError
     headers = build_hf_headers() | {"Range": f"bytes={start}-{start + count - 1}"}

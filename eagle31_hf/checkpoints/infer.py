@@ -1,4 +1,4 @@
-"""The native config of a checkpoint another library wrote, from what its config states and what its tensors show."""
+"""The native config of a checkpoint that another library wrote: inferred from its config and its tensors' shapes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from .. import vocab
 from ..configuration import Eagle31Config
 from . import keys, layer_ids
 from .files import FLOATS, CheckpointFiles
-from .producers import SPECULATORS, Producer, eagle_config
+from .producers import SPECULATORS, Producer
 from .tensors import Shapes, layer_count
 
 
@@ -24,10 +24,10 @@ def foreign_config(
     reasons: list[str],
     notes: list[str],
 ) -> Eagle31Config:
-    """The native config of a foreign checkpoint: what its config states, what its tensors show, what the caller insists
-    on.
+    """Returns the native config of another producer's checkpoint.
 
-    `shapes` has native names. Appends to `reasons` and `notes`. Raises ValueError for contradictions and ambiguities.
+    Fields come from its config, from its tensors, whose `shapes` have native names, and from the caller's `overrides`;
+    the latter win. Appends to `reasons` and `notes`. Raises ValueError for contradictions and ambiguities.
     """
     source = files.source
     fields = keys.read_fields(files.config, source)
@@ -38,7 +38,7 @@ def foreign_config(
             " does"
         )
     fields |= {name: value for name, value in overrides.items() if name in keys.FLAGS}
-    _add_shown(fields, shapes, source, notes)
+    _add_from_tensors(fields, shapes, source, notes)
     if "aux_hidden_state_layer_ids" not in overrides:
         ids, reason = _find_ids(files, producer, convention)
         if ids is None:
@@ -73,8 +73,9 @@ def _check_ambiguous(producer: Producer, fields: dict[str, Any], overrides: Mapp
         )
 
 
-def _add_shown(fields: dict[str, Any], shapes: Shapes, source: str, notes: list[str]) -> None:
-    """What the tensors decide, whatever the config says of it; flags that contradict them are an error."""
+def _add_from_tensors(fields: dict[str, Any], shapes: Shapes, source: str, notes: list[str]) -> None:
+    """Adds the fields that the tensors decide, whatever the config says. Raises ValueError for flags that contradict
+    them."""
     for flag, sign in (("fc_norm", "fc_norm.0.weight"), ("norm_before_fc", "input_norm.weight")):
         stated, shown = fields.get(flag), sign in shapes
         if stated is not None and stated != shown:
@@ -115,7 +116,8 @@ def _add_shown(fields: dict[str, Any], shapes: Shapes, source: str, notes: list[
 
 
 def _add_sizes(fields: dict[str, Any], shapes: Shapes, source: str, notes: list[str]) -> None:
-    """Sizes a config may leave out, and the two vocabularies."""
+    """Adds the sizes that a config may leave out, and the two vocabularies'. Raises ValueError where they contradict
+    the tensors."""
     for name, shape in (
         ("hidden_size", shapes.get("norm.weight")),
         ("intermediate_size", shapes.get("layers.0.mlp.gate_proj.weight")),
@@ -154,8 +156,9 @@ def _add_sizes(fields: dict[str, Any], shapes: Shapes, source: str, notes: list[
 
 
 def _find_ids(files: CheckpointFiles, producer: Producer, convention: str | None) -> tuple[list[int] | None, str]:
-    """The boundary ids of the captured states, or None, and where they were found."""
-    config, nested = files.config, eagle_config(files.config)
+    """Returns the boundary ids of the captured states and where they were found; None and what to do where they are
+    nowhere."""
+    config, nested = files.config, keys.eagle_config(files.config)
     at_top = next((config[key] for key in ("eagle_aux_hidden_state_layer_ids",) if config.get(key) is not None), None)
     in_nest, as_output = nested.get("eagle_aux_hidden_state_layer_ids"), config.get("aux_hidden_states_layer_ids")
     where = f"{files.source}: config.json: "
@@ -185,7 +188,10 @@ def _find_ids(files: CheckpointFiles, producer: Producer, convention: str | None
 
 
 def _add_target_width(fields: dict[str, Any], files: CheckpointFiles, shapes: Shapes, notes: list[str]) -> None:
-    """Target width and number of captured states out of fc's width; raises ValueError where they do not fit."""
+    """Adds the target's width, and checks that fc reads that many captured states of that width.
+
+    Raises ValueError where it does not.
+    """
     source, fc = files.source, shapes["fc.weight"]
     if len(fc) != 2:
         raise ValueError(f"{source}: fc.weight has shape {fc}; expected two dimensions.")
@@ -225,7 +231,7 @@ def _add_target_width(fields: dict[str, Any], files: CheckpointFiles, shapes: Sh
 
 
 def build_config(fields: dict[str, Any], source: str) -> Eagle31Config:
-    """The config of these fields; what it refuses is a ValueError that names the checkpoint."""
+    """Returns the config of these fields. Raises ValueError, naming the checkpoint, for fields that it refuses."""
     try:
         return Eagle31Config.from_dict(fields)
     except (

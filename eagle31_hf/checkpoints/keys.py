@@ -1,33 +1,26 @@
-"""Config keys of other producers <-> fields of `Eagle31Config`. Reading and writing share the tables below."""
+"""The config keys of other producers, and the fields of `Eagle31Config` they stand for, in both directions."""
 
 from typing import Any
 
+from ..config_rules import FLOATS
 from ..configuration import Eagle31Config
 
+LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 # Named alike everywhere: in flat configs, in speculators' nested transformer_layer_config, and here.
 GEOMETRY = (
-    *(
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-    ),
-    *("hidden_act", "rms_norm_eps", "max_position_embeddings", "attention_dropout", "initializer_range", "logit_scale"),
-    *("layer_types", "sliding_window", "bos_token_id", "eos_token_id", "pad_token_id"),
-    *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
-)
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "max_position_embeddings", "attention_dropout",
+    "initializer_range", "logit_scale", "layer_types", "sliding_window", "bos_token_id", "eos_token_id", "pad_token_id",
+    *LATENT,
+)  # fmt: skip
 FLAGS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")
 DRAFTER = ("draft_vocab_size", "target_hidden_size", "target_model", *FLAGS)
-FLOATS = ("rms_norm_eps", "attention_dropout", "initializer_range", "logit_scale")
-# What transformers' LlamaConfig, which every engine reads these configs with, means by an absent key.
+# Values of absent keys in transformers' LlamaConfig, with which every engine reads these configs.
 ABSENT = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "hidden_act": "silu"}
 DEFAULT_ROPE_THETA = 10000.0
 
-# Keys (top level or in eagle_config) with which the graph is another one: key, the values that are ours, what the
-# others mean.
+# Keys, at the top level or in eagle_config, that switch to another network: key, the values under which it is EAGLE 3,
+# and what a drafter with another value does.
 OTHER_GRAPH_KEYS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("use_aux_hidden_state", (True, None), "reads the target's last state only and has no fc"),
     ("parallel_drafting", (False, None), "drafts in parallel (P-EAGLE)"),
@@ -43,9 +36,15 @@ SPECULATORS_TYPES = ("eagle3", None)
 SPECULATORS_LAYERS = ("llama", "qwen3")
 
 
+def eagle_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the object that several producers nest in their config.json, empty where there is none."""
+    nested = config.get("eagle_config")
+    return nested if isinstance(nested, dict) else {}
+
+
 def refuse_other_graphs(config: dict[str, Any], source: str) -> None:
-    """Raises ValueError for switches under which a drafter computes something else than EAGLE 3 and 3.1 do."""
-    nested = config.get("eagle_config") if isinstance(config.get("eagle_config"), dict) else {}
+    """Raises ValueError for a config whose drafter computes something else than EAGLE 3 and 3.1 do."""
+    nested = eagle_config(config)
     for key, ours, what in OTHER_GRAPH_KEYS:
         for place, where in ((config, "config.json"), (nested, "config.json: eagle_config")):
             if key in place and place[key] not in ours:
@@ -61,10 +60,13 @@ def refuse_other_graphs(config: dict[str, Any], source: str) -> None:
 
 
 def read_fields(config: dict[str, Any], source: str) -> dict[str, Any]:
-    """Fields of `Eagle31Config` a foreign config states, as stated: neither layer ids nor what tensors decide is
-    settled here."""
+    """Returns the fields of `Eagle31Config` that another producer's config states, as they are stated.
+
+    Layer ids are not among them; fields that the tensors decide may still be wrong. Raises ValueError, naming the key,
+    for values that contradict each other or have the wrong type.
+    """
     config = _flatten(config, source)
-    nested = config.get("eagle_config") if isinstance(config.get("eagle_config"), dict) else {}
+    nested = eagle_config(config)
     fields = {name: config[name] for name in (*GEOMETRY, *DRAFTER) if config.get(name) is not None}
     for name, alias in (("norm_before_fc", nested.get("norm_before_fc")), ("fc_norm", config.get("use_aux_norm"))):
         if alias is not None:
@@ -76,7 +78,7 @@ def read_fields(config: dict[str, Any], source: str) -> dict[str, Any]:
 
 
 def _flatten(config: dict[str, Any], source: str) -> dict[str, Any]:
-    """speculators nests the geometry in transformer_layer_config and keeps the flags outside."""
+    """Returns a flat config: speculators nests the geometry in transformer_layer_config, with the flags outside."""
     if "transformer_layer_config" not in config:
         return config
     inner = config["transformer_layer_config"]
@@ -107,8 +109,11 @@ def _agree(source: str, name: str, value: Any, other: Any) -> None:
 
 
 def rope_parameters(config: dict[str, Any], source: str) -> dict[str, Any]:
-    """One spelling out of three: rope_parameters (transformers 5), rope_scaling and rope_theta (before),
-    partial_rotary_factor."""
+    """Returns rope as transformers 5 spells it, out of rope_parameters, or rope_scaling with rope_theta, and
+    partial_rotary_factor.
+
+    Raises ValueError where they contradict each other.
+    """
     given, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     for name, value in (("rope_parameters", given), ("rope_scaling", scaling)):
         if not isinstance(value, dict):
@@ -143,13 +148,12 @@ def rope_parameters(config: dict[str, Any], source: str) -> dict[str, Any]:
 
 
 def write_geometry(config: Eagle31Config) -> dict[str, Any]:
-    """What both families of formats spell the same way, rope in all its spellings, for old and new readers."""
+    """Returns the keys that both families of formats share, with rope in every spelling, for old and new readers."""
     values = {name: getattr(config, name) for name in GEOMETRY}
-    latent = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     values = {
         name: value
         for name, value in values.items()
-        if value is not None or (name not in latent and name != "sliding_window")
+        if value is not None or (name not in LATENT and name != "sliding_window")
     }
     rope = dict(config.rope_parameters)
     scaling = {name: value for name, value in rope.items() if name not in ("rope_theta", "partial_rotary_factor")}

@@ -1,4 +1,4 @@
-"""The drafting knobs: what they may be, and those a native checkpoint keeps in its generation_config.json."""
+"""The drafting knobs of a generation config: their ranges, and those that a native checkpoint keeps."""
 
 from numbers import Integral, Real
 from pathlib import Path
@@ -11,13 +11,19 @@ from ..json_file import read_json
 KNOBS_FILE = "generation_config.json"
 AUTO = "auto"
 MAX_TOKENS = 4096  # the most that may be drafted in one round: caches are sized by it
-LEAST = {"num_assistant_tokens": 1, "draft_tree_top_k": 1, "draft_tree_total_tokens": 2}  # what counts tokens
+LEAST = {
+    "num_assistant_tokens": 1,
+    "draft_tree_top_k": 1,
+    "draft_tree_total_tokens": 2,
+}  # of the knobs that count tokens
 KNOBS = ("num_assistant_tokens", "assistant_confidence_threshold", "draft_tree_top_k", "draft_tree_total_tokens")
 
 
 def check_knob(name: str, value: Any, begin: str = "", origin: str = "") -> None:
-    """Raises ValueError for a value of the wrong type or range: True counts as no number, and NaN lies in no range. The
-    message begins with `begin`, and `origin` says where the value comes from."""
+    """Raises ValueError for a value of the wrong type or range, as NaN, or True for a number.
+
+    The message begins with `begin`; `origin` says where the value comes from.
+    """
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if name not in LEAST:
         holds, expected = is_number and 0.0 <= value < 1.0, "0 (never stop a chain early) to less than 1"
@@ -31,11 +37,10 @@ def check_knob(name: str, value: Any, begin: str = "", origin: str = "") -> None
 
 
 def read_knobs(folder: Path) -> dict[str, Any]:
-    """Returns what generation_config.json sets, by the names of `GenerationConfig`; nothing where there is no such
-    file.
+    """Returns the values of a folder's generation_config.json, by the names of `GenerationConfig`.
 
-    Only numbers, words and lists of numbers are read: a drafter needs no more. Raises ValueError for a file that is
-    damaged, for knobs out of range, and for what `GenerationConfig` refuses.
+    Without such a file there are none. Only numbers, words and lists of numbers are read: a drafter needs no more.
+    Raises ValueError for a damaged file, for knobs out of range, and for values that `GenerationConfig` refuses.
     """
     path = folder / KNOBS_FILE
     if not path.is_file():

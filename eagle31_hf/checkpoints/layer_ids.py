@@ -1,21 +1,21 @@
-"""Which target states a drafter reads. Two conventions are in use under the same keys; this library counts boundaries.
+"""The layer ids of the target states that a drafter reads, in the two conventions that share the same config keys.
 
-Boundary k is the residual stream entering layer k, `hidden_states[k]` in transformers; output j is what layer j
-returns, boundary j + 1. Engines differ in how they read one list (vLLM: boundary; SGLang: output, mostly), so a list
-alone does not tell.
+Boundary k is the residual stream that enters layer k, `hidden_states[k]` in transformers; output j is the stream that
+layer j returns, boundary j + 1. This library counts boundaries. Engines differ in how they read one list (vLLM:
+boundary; SGLang: output, mostly), so a list alone does not tell.
 """
 
 from typing import Any
 
-CONVENTIONS = {"boundary": 0, "output": 1}  # what to add to get boundaries
+CONVENTIONS = {"boundary": 0, "output": 1}  # what is added to an id to get the boundary
 
 
 def resolve(ids: Any, where: str, insisted: str | None, usual: str | None) -> tuple[list[int], str]:
-    """The boundary ids of a list in a config, and why they were read so.
+    """Returns the boundary ids of a list in a config, and the reason they were read so.
 
-    `insisted` is the convention the user or the key itself names; `usual` that of the producer, which is believed
-    unless the numbers tell otherwise. Raises ValueError for a list no trainer can have meant, and for one that may mean
-    two things.
+    `where` names the list in messages. `insisted` is the convention that the user or the key itself names; `usual` that
+    of the producer, which is believed unless the numbers tell otherwise. Raises ValueError for a list no trainer can
+    have meant, and for one that may mean two things.
     """
     check(ids, where)
     if insisted is not None:
@@ -37,7 +37,10 @@ def check(ids: Any, where: str) -> None:
 
 
 def _evidence(ids: list[int]) -> tuple[str, str] | None:
-    """The default capture points of some depth L, in either convention, give themselves away; so does where they start."""
+    """Returns the convention that the ids themselves show, and by what sign; None where they show none.
+
+    A trainer's or an engine's default for some depth L gives itself away, and so does the first id.
+    """
     if len(ids) == 3:
         first, middle, last = ids
         if first == 2 and middle == (last + 3) // 2:
@@ -52,7 +55,7 @@ def _evidence(ids: list[int]) -> tuple[str, str] | None:
 
 
 def as_output(ids: list[int]) -> list[int]:
-    """Boundary ids as output ids. Raises ValueError for boundary 0, the embedding, which no layer puts out."""
+    """Returns boundary ids as output ids. Raises ValueError for boundary 0, the embedding, which no layer returns."""
     if ids[0] == 0:
         raise ValueError(
             f"aux_hidden_state_layer_ids {ids} hold 0, the embedding's output, which output ids cannot express."

@@ -1,5 +1,7 @@
-"""PyTorch's `.bin` and `.pt` files: checked to be plain tensors in a sound archive, then mapped by torch's tensor-only
-unpickler."""
+"""PyTorch's `.bin` and `.pt` files: no code of theirs runs, and only plain tensors are read.
+
+A file is first checked to be a sound archive of plain tensors, then mapped by torch's tensor-only unpickler.
+"""
 
 import pickle
 import pickletools
@@ -11,21 +13,21 @@ from typing import Any
 
 import torch
 
-# A drafter's some forty tensors are described by a pickle of a few kilobytes; what is built from it may be a hundred
-# times its size.
+# A drafter has some forty tensors, which a pickle of a few kilobytes describes; the objects built from a pickle may be
+# a hundred times its size.
 MAX_PICKLE_BYTES, MAX_DIRECTORY_BYTES = 2**18, 2**20
 # Globals that a pickle of plain tensors names. torch's unpickler allows more: tensors of any size without data, sets,
 # attributes.
 PLAIN = re.compile(
     r"torch\._utils\._rebuild_(tensor|tensor_v2|parameter)|torch\.[A-Z]\w+Storage|collections\.OrderedDict"
 )
-# Globals that torch's unpickler allows, which run no code, but of which plain tensors have no need.
+# Globals that torch's unpickler allows because they run no code, but that plain tensors do not need.
 VALUES = re.compile(
     r"torch\.(Size|device|Tensor|(float|u?int|q?u?int|bfloat|complex|bool|per_)\w*)|torch\.serialization\._get_layout"
     r"|torch\.storage\.\w+Storage"
     r"|torch\.(nested|_dynamo)\..+|(__builtin__|builtins|collections)\.(set|bytearray|complex|Counter)"
 )
-# Globals by which tensors are rebuilt that are not plain, and what to call those.
+# Globals by which tensors are rebuilt that are not plain, and what each is called.
 OTHER_TENSORS = {
     "torch._utils._rebuild_meta_tensor_no_storage": "a tensor without memory, of the device meta",
     "torch._utils._rebuild_sparse_tensor": "a sparse tensor",
@@ -43,7 +45,7 @@ OTHER_TENSORS = {
 
 
 def unpickle(path: Path) -> dict[Any, Any]:
-    """Returns a pickle's tensors, memory-mapped. Only the format of PyTorch 1.6 (2020) and later.
+    """Returns the dictionary in a file of PyTorch 1.6 (2020) or later, its tensors memory-mapped.
 
     Raises ValueError for a file that is damaged, holds more than plain tensors, or asks to run code; the message begins
     with the path.
@@ -88,20 +90,25 @@ class NotPlainError(Exception):
 
 
 def stored_sizes(path: Path) -> set[int]:
-    """The sizes in bytes of an archive's records: a storage of any other size is cut off, or reaches into the next."""
+    """Returns the sizes in bytes of an archive's records.
+
+    A storage of any other size is cut off, or reaches into the next record.
+    """
     with zipfile.ZipFile(path) as archive:
         return {entry.file_size for entry in archive.infolist()}
 
 
 def _reason(error: Exception) -> str:
-    """Returns what torch says of the file, without its advice to load it as code."""
+    """Returns torch's message about the file, without its advice to load it as code."""
     text = str(error).partition("WeightsUnpickler error:")[2] or str(error)
     return re.split(r"\n| In PyTorch 2\.6|\. Please ", text.strip())[0][:200]
 
 
 def _check_archive(path: Path) -> None:
-    """Refuses what could fill memory before torch looks at it: a directory of millions of entries, compressed entries,
-    a huge pickle."""
+    """Raises ValueError for an archive that could fill memory before torch looks at it.
+
+    It may have a directory of millions of entries, compressed entries, or a huge pickle.
+    """
     if not zipfile.is_zipfile(path):
         raise ValueError(
             "not a zip archive, as PyTorch has written since 1.6; load it in a process you trust and save it again"
@@ -119,7 +126,10 @@ def _check_archive(path: Path) -> None:
 
 
 def _check_description(path: Path) -> None:
-    """Refuses data.pkl, the archive's pickle of names and shapes, where it names more globals than plain tensors need."""
+    """Raises an error where data.pkl, the pickle of names and shapes, names more globals than plain tensors need.
+
+    UnpicklingError: it asks for code; NotPlainError: for tensors that are not plain.
+    """
     reader = torch._C.PyTorchFileReader(str(path))  # finds the record that `torch.load` will find
     # GLOBAL is the one operation by which torch's unpickler looks up a name; it refuses the others itself.
     asked = [

@@ -1,5 +1,4 @@
-"""Who wrote a checkpoint, told from its config and tensor names. What differs by producer is in this table; the rest is
-common."""
+"""The producers of EAGLE 3 checkpoints, and the signs in config and tensor names by which each is recognized."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,13 +6,16 @@ from typing import Any
 
 from ..configuration import Eagle31Config
 from .files import CheckpointFiles
+from .keys import eagle_config
 
 
 @dataclass(frozen=True)
 class Producer:
-    """`convention` is how it counts the ids it nests in `eagle_config`; None: it did both, so the numbers must tell.
+    """A library or model family that writes checkpoints, and the ways in which these differ from others.
 
-    `cautions`: what of its training engines do not replicate, each with a test on the drafter's config.
+    `detect` returns the sign by which a checkpoint is this producer's, or None. `convention` is how it counts the layer
+    ids it nests in `eagle_config` (see `layer_ids`), None where it has counted in both ways. `cautions` say how its
+    training differs from what engines compute, each with a test of whether it concerns a drafter's config.
     """
 
     name: str
@@ -23,18 +25,14 @@ class Producer:
     cautions: tuple[tuple[Callable[[Eagle31Config], bool], str], ...] = ()
 
 
-def eagle_config(config: dict[str, Any]) -> dict[str, Any]:
-    nested = config.get("eagle_config")
-    return nested if isinstance(nested, dict) else {}
-
-
 def architecture(config: dict[str, Any]) -> str:
+    """Returns the first of the config's architectures, "" where it names none."""
     names = config.get("architectures")
     return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
 
 
 def drafter_sign(config: dict[str, Any]) -> str | None:
-    """Returns what in a config.json says that it is a drafter's; None where nothing does, as in a target's."""
+    """Returns the key and value by which a config.json is a drafter's; None for that of a target."""
     if config.get("model_type") == Eagle31Config.model_type:
         return f"model_type {Eagle31Config.model_type!r}"
     if "speculators_model_type" in config:
@@ -48,6 +46,8 @@ def drafter_sign(config: dict[str, Any]) -> str | None:
 
 
 def has_key(*keys: str, nested: bool = False) -> Callable[[CheckpointFiles], str | None]:
+    """Returns a detector of any of these keys in config.json, or with `nested` also in its eagle_config."""
+
     def detect(files: CheckpointFiles) -> str | None:
         places = [files.config, eagle_config(files.config)] if nested else [files.config]
         found = next((key for key in keys for place in places if key in place), None)
@@ -163,7 +163,7 @@ PRODUCERS = (
 
 
 def identify(files: CheckpointFiles) -> tuple[Producer, str]:
-    """The first producer whose sign is there, and the sign."""
+    """Returns the first of PRODUCERS whose sign is there, and the sign."""
     for producer in PRODUCERS:
         reason = producer.detect(files)
         if reason is not None:

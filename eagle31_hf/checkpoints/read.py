@@ -1,6 +1,6 @@
-"""Any EAGLE 3 or 3.1 checkpoint, understood: its files, its config in native terms, and which tensor is which.
+"""`read_checkpoint`: any EAGLE 3 or 3.1 checkpoint in native terms, its config and which tensor is which.
 
-Everything that can be refused is refused here, from headers, before a weight is loaded or a byte is written.
+Everything that can be refused is refused here, by headers alone, before a weight is loaded or a byte is written.
 """
 
 import re
@@ -15,7 +15,7 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from torch import Tensor
 
 from .. import vocab
-from ..configuration import Eagle31Config, completes_configs
+from ..configuration import Eagle31Config, base_names, completes_configs
 from ..json_file import show
 from ..names import nearest, refuse_unknown
 from . import keys, layer_ids
@@ -23,7 +23,7 @@ from .files import FLOATS, HUB_OPTIONS, SIDE_FILES, CheckpointFiles, StoredTenso
 from .infer import build_config, check_computable, foreign_config
 from .knobs import read_knobs
 from .producers import NATIVE, identify
-from .sharing import settled
+from .sharing import reads_one_state
 from .tensors import Shapes, expected_tensors, native_names, refuse_other_graphs
 
 # Options that hold for the weights a config points to as well; `revision` and `subfolder` are of the repository with
@@ -44,11 +44,11 @@ FIELDS = frozenset(Eagle31Config.__annotations__)
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A drafter's checkpoint in native terms. `tensors`: native name -> where it is stored; `made`: native tensors the
-    files lack.
+    """A drafter's checkpoint in native terms.
 
-    `reasons` say why it was read so, `notes` what the user may want to know; both are complete sentences without a full
-    stop.
+    `tensors`: native name -> where it is stored. `made`: tensors that the files lack, or hold in a form that is not
+    trusted. `reasons` say why the checkpoint was read as it was, `notes` what the user may want to know; both are
+    sentences without a full stop.
     """
 
     source: str
@@ -68,33 +68,32 @@ class Checkpoint:
 
     @property
     def num_parameters(self) -> int:
-        """Numbers in its tensors, vocabulary maps not among them."""
+        """The number of values in its tensors, vocabulary maps not counted."""
         return sum(prod(stored.shape) for name, stored in self.tensors.items() if name not in vocab.MAPS)
 
     @property
     def is_native(self) -> bool:
-        """Whether the files are a native checkpoint as they stand."""
+        """True where the files are a native checkpoint as they are."""
         renamed = any(name != stored.name for name, stored in self.tensors.items())
         return self.format == NATIVE and not renamed and not self.dropped and not self.made.keys() - {*vocab.MAPS}
 
     @property
     def key_mapping(self) -> dict[str, str] | None:
-        """Names on disk -> native names, as transformers' `from_pretrained(key_mapping=)` takes them; None when all are
-        native."""
+        """Names on disk -> native names, as transformers' `from_pretrained` takes them; None where all are native."""
         mapping = {f"^{re.escape(stored.name)}$": name for name, stored in self.tensors.items() if stored.name != name}
         return mapping or None
 
 
-@settled("source")
+@reads_one_state("source")
 def read_checkpoint(
     source: str, overrides: Mapping[str, Any] | None = None, aux_layer_convention: str | None = None, **hub: Any
 ) -> Checkpoint:
-    """Reads a folder's or Hub repository's config and tensor headers.
+    """Reads the config and the tensors' headers of a folder or Hub repository, in whatever EAGLE 3 or 3.1 format.
 
-    `overrides` are fields of `Eagle31Config` that win over what is found; `aux_layer_convention`, "boundary" or
-    "output", says how the checkpoint counts the target's layers where it does not say so itself. `hub`: revision,
-    token, cache_dir, .... Raises OSError when something is not there, ValueError when it is unsound, no EAGLE 3
-    drafter, or may mean two things.
+    `overrides` are fields of `Eagle31Config` that win over the checkpoint's; `aux_layer_convention`, "boundary" or
+    "output", says how it counts the target's layers where it does not say so itself. `hub`: revision, token, cache_dir
+    and the like. Raises OSError where something is not there, ValueError where the checkpoint is unsound, is not an
+    EAGLE 3 drafter's, or may mean two things.
     """
     if aux_layer_convention not in (None, *layer_ids.CONVENTIONS):
         raise ValueError(
@@ -115,10 +114,11 @@ def read_checkpoint(
 
 @completes_configs
 def complete_config(values: Mapping[str, Any], given: Mapping[str, Any]) -> Eagle31Config:
-    """The whole config of a drafter whose `config.json` only points to its weights and states some fields over theirs.
+    """Returns the whole config of a drafter whose config.json, `values`, only points to its weights.
 
-    `given`: keyword arguments of a `from_pretrained`. Fields of `Eagle31Config` win over what is stated; the options
-    that LINK_OPTIONS names are used for the weights, too.
+    Fields that config.json states win over those of the weights. `given` are keyword arguments of a `from_pretrained`:
+    fields of `Eagle31Config`, which win over both, and options of the Hub, of which LINK_OPTIONS hold for the weights
+    too. Raises OSError and ValueError as `read_checkpoint` does.
     """
     overrides = {name: value for name, value in given.items() if name in FIELDS}
     files, stated = _follow(CheckpointFiles("config.json with weights_from", Path(), dict(values)), overrides, given)
@@ -128,6 +128,7 @@ def complete_config(values: Mapping[str, Any], given: Mapping[str, Any]) -> Eagl
 def _understand(
     source: str, files: CheckpointFiles, overrides: dict[str, Any], aux_layer_convention: str | None
 ) -> Checkpoint:
+    """Returns the checkpoint that the files are. Raises ValueError as `read_checkpoint` does."""
     producer, sign = identify(files)
     reasons = [f"{producer.name}: {sign}"]
     names, dropped = native_names(files.tensors, files.source)
@@ -149,7 +150,7 @@ def _understand(
 def _follow(
     files: CheckpointFiles, overrides: dict[str, Any], hub: Mapping[str, Any]
 ) -> tuple[CheckpointFiles, dict[str, Any]]:
-    """The files a Hub-hosted config points to, and the fields it states, over which `overrides` win."""
+    """Returns the files to which a Hub-hosted config points, and the fields it states, over which `overrides` win."""
     where, link = f"{files.source}: config.json: weights_from", files.config["weights_from"]
     if (
         not isinstance(link, dict)
@@ -184,8 +185,8 @@ def _follow(
 
 
 def _misspelt(values: Mapping[str, Any]) -> list[str]:
-    """A note on every key of a native config.json that is no field but is spelt almost like one."""
-    unknown = sorted(values.keys() - FIELDS - Eagle31Config.base_names())
+    """Returns a note on every key of a native config.json that is no field but is spelt almost like one."""
+    unknown = sorted(values.keys() - FIELDS - base_names())
     meant = {name: nearest(name, FIELDS) for name in unknown}
     return [
         f"config.json has {show(name)}, which is no field and not read: is {other} meant"
@@ -195,7 +196,10 @@ def _misspelt(values: Mapping[str, Any]) -> list[str]:
 
 
 def _checked(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with its vocabulary map settled, once every tensor the config asks for is there, and none besides."""
+    """Returns the checkpoint with its vocabulary maps.
+
+    Raises ValueError unless the tensors are exactly those that the config asks for.
+    """
     source = checkpoint.files.source
     config = checkpoint.config
     tensors = dict(checkpoint.tensors)
@@ -249,13 +253,16 @@ def _compare(
 
 
 def _some(names: Collection[str]) -> str:
-    """The names as a list in print, the first forty of them."""
+    """Returns the first forty of the names, for a message."""
     listed = str(sorted(names)[:40]) if names else "none"
     return listed if len(names) <= 40 else f"{listed} and {len(names) - 40} more"
 
 
 def _vocabulary_map(checkpoint: Checkpoint, notes: list[str]) -> dict[str, Tensor]:
-    """`d2t` int64 and `t2d` bool: the first decides, the second is always rebuilt from it."""
+    """Returns `d2t` (Vd,) int64 and `t2d` (V,) bool; the second is always rebuilt from the first.
+
+    Raises ValueError for maps that are none, or of another size.
+    """
     source = checkpoint.files.source
     config = checkpoint.config
     tensors = checkpoint.tensors
@@ -293,7 +300,10 @@ def _load_map(stored: StoredTensor) -> Tensor:
 
 
 def _side_map(checkpoint: Checkpoint, notes: list[str]) -> Tensor:
-    """NeMo's older checkpoints keep the draft vocabulary as absolute ids in a file of its own."""
+    """Returns the draft vocabulary of older checkpoints of NeMo, which keep its absolute ids in a file of their own.
+
+    Raises ValueError where there is no such file.
+    """
     config = checkpoint.config
     for name in SIDE_FILES:
         if (checkpoint.folder / name).is_file():

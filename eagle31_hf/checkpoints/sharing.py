@@ -1,5 +1,4 @@
-"""Folders used by several processes: those that change one in place take turns, those that read it see it before or
-after a change."""
+"""Folders that several processes use: those that change one take turns, those that read it see no half of a change."""
 
 import functools
 import inspect
@@ -22,20 +21,20 @@ except ImportError:  # Windows
 
 logger = logging.get_logger(__name__)
 Function = TypeVar("Function", bound=Callable[..., Any])
-LOCK = ".eagle31.lock"  # there while a process changes the folder; if it is killed, until the next one is done
+LOCK = ".eagle31.lock"  # it exists while a process changes the folder; if that is killed, until the next one is done
 ATTEMPTS = 5  # at reading: one conversion in place changes the files twice, at its commit and with the final layout
 
 
 @contextmanager
 def folder_lock(folder: Path, required: bool = True) -> Iterator[None]:
-    """A lock on a folder: processes, and threads of one process, hold it in turn. The system releases it when its owner
-    dies.
+    """A lock on a folder, which processes, and threads of one process, hold in turn.
 
-    A thread that holds it and asks again, through a function it calls, goes on at once. The lock file is removed by its
-    owner, before the lock is released. Who waited then gets the lock of the removed file, which nobody else looks for;
-    it notices that the path names another file, or none, and tries again. Raises OSError where there is no lock to be
-    had: the lock file cannot be opened or is a link, or the file system has no locks. With `required=False` it goes on
-    without one instead, and says so.
+    The system releases it when its owner dies. A thread that holds it and asks again, in a function it calls, goes on
+    at once. Raises OSError where the lock cannot be had: the lock file cannot be opened or is a link, or the file
+    system has no locks. With `required=False` the block then runs without a lock, after a warning.
+
+    The owner removes the lock file before it releases the lock. A process that waited then gets the lock of the removed
+    file, which nobody else looks for; it notices that the path names another file, or none, and tries again.
     """
     status = os.stat(folder)
     identity = (status.st_dev, status.st_ino)
@@ -87,8 +86,8 @@ def try_lock(descriptor: int) -> bool:
 
 
 def _taken(path: Path) -> int:
-    """The descriptor of the lock file at `path`, once this process has its lock and it is still the one that others
-    look for."""
+    """Returns the descriptor of the lock file at `path`, once this process holds its lock and others still find it
+    there."""
     while True:
         descriptor = _locked(path)
         try:
@@ -152,8 +151,10 @@ Stamps = dict[str, tuple[int, ...]]
 
 
 def stamps(source: str | os.PathLike | None, subfolder: str | None = None) -> Stamps:
-    """Path -> device, inode, modification time and size of each file of a drafter's folder; empty for what is no
-    folder."""
+    """Returns path -> device, inode, modification time and size of each file of a drafter's folder.
+
+    It is empty for a Hub repository and for None.
+    """
     found: Stamps = {}
     for sub in SUBFOLDERS if source is not None else ():
         folder = Path(source, subfolder or "", sub)
@@ -168,8 +169,10 @@ def stamps(source: str | os.PathLike | None, subfolder: str | None = None) -> St
 
 @contextmanager
 def unchanged(before: Stamps, source: str | os.PathLike | None, subfolder: str | None = None) -> Iterator[None]:
-    """Around a block that reads a folder. Raises OSError, whatever the block raised, if the folder's stamps are no
-    longer `before`."""
+    """A context for reading a folder, whose stamps were `before`.
+
+    Raises OSError at its end, whatever was raised in it, where the folder has changed meanwhile.
+    """
     failure = None
     try:
         yield
@@ -187,11 +190,11 @@ def unchanged(before: Stamps, source: str | os.PathLike | None, subfolder: str |
         raise failure
 
 
-def settled(argument: str) -> Callable[[Function], Function]:
-    """Decorates a function that reads the folder in its argument of that name: it is called again when the folder
-    changed meanwhile.
+def reads_one_state(argument: str) -> Callable[[Function], Function]:
+    """Decorates a function that reads the folder given as its argument of that name.
 
-    The function then returns, or fails, for one state of the folder. Raises OSError when it is changed again and again.
+    The function is called again where the folder has changed meanwhile, so that it returns, or fails, for one state of
+    the folder. Raises OSError where the folder changes again and again.
     """
 
     def decorate(function: Function) -> Function:

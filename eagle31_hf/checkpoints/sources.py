@@ -1,5 +1,4 @@
-"""Finds what a checkpoint's name stands for, a folder or a Hub repository; where that cannot be read, errors say so in
-plain words."""
+"""Files of a folder or a Hub repository, by its name; plain words where they cannot be read."""
 
 import os
 from typing import Any
@@ -16,8 +15,8 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import validate_repo_id
 from transformers.utils import cached_file
 
-# What the client raises when a request fails: its own error, and that one's base class, the error of the HTTP library
-# it happens to use.
+# Errors that the Hub's client raises when a request fails: its own, and the base class of that, which belongs to the
+# HTTP library it uses.
 HUB_ERRORS = (HfHubHTTPError.__mro__[1], HfHubHTTPError)
 
 
@@ -43,8 +42,11 @@ def check_name(source: str, expected: str = "drafter") -> None:
 
 
 def find_config(source: str, expected: str = "drafter", **hub: Any) -> str:
-    """The path of `config.json` in a folder, or downloaded from a Hub repository. Raises OSError that says why there is
-    none."""
+    """Returns the path of `config.json` in a folder, or in the Hub's cache, where it is downloaded to.
+
+    `expected` says in messages what the name is to be of. `hub`: revision, token and the like. Raises OSError where
+    there is none.
+    """
     check_name(source, expected)
     if os.path.isdir(source):
         path = os.path.join(source, hub.get("subfolder") or "", "config.json")
@@ -63,10 +65,10 @@ def find_config(source: str, expected: str = "drafter", **hub: Any) -> str:
 
 
 def fetch(source: str, name: str, **hub: Any) -> str | None:
-    """The path of a repository's file in the Hub's cache, downloaded if need be; None where the repository has no such
-    file.
+    """Returns the path of a repository's file in the Hub's cache, downloaded if need be; None where the repository has
+    no such file.
 
-    Raises OSError, which names the repository and the remedy, where the Hub does not tell; `HubError` where the Hub did
+    Raises OSError, which names the repository and the remedy, where the Hub refuses to tell, `HubError` where it did
     not answer.
     """
     try:
@@ -84,8 +86,7 @@ def fetch(source: str, name: str, **hub: Any) -> str | None:
 
 
 def _diagnosed(source: str, name: str, revision: str | None, error: OSError, cause: BaseException | None) -> OSError:
-    """Returns an error that names what was asked for and the remedy where the Hub's client caused `error`; else `error`
-    itself."""
+    """Returns an error in plain words for one that the Hub's client caused, `error` itself for any other."""
     page = f"{constants.ENDPOINT}/{source}"
     if isinstance(cause, GatedRepoError):
         return OSError(
@@ -109,6 +110,6 @@ def _diagnosed(source: str, name: str, revision: str | None, error: OSError, cau
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's message, or its type: some of the client's have no message."""
+    """Returns the first line of an exception's message, or its type: some of the client's have no message."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__

@@ -1,5 +1,4 @@
-"""Names and shapes: what a drafter's config says its tensors are, what other producers call them, and what marks other
-graphs.
+"""Names and shapes of a drafter's tensors: those its config implies, those of other producers, those of other networks.
 
 h drafter width, ht target width, n captured states, H heads, KV key-value heads, d head_dim, V target and Vd draft
 vocabulary.
@@ -12,7 +11,8 @@ from ..configuration import Eagle31Config
 
 Shapes = dict[str, tuple[int, ...]]
 
-# Names on disk -> native names, tried in order, each at most once a name. Every row is a spelling some producer writes.
+# Patterns of names on disk -> native names, applied in order, each at most once a name. Each is a spelling that some
+# producer writes.
 RENAMES = (
     (r"^model\.", ""),  # NeMo prefixes everything but the head and the vocabulary maps
     (r"^midlayer\.(\d+)\.", r"layers.\1."),  # Megatron export
@@ -25,12 +25,13 @@ RENAMES = (
     (r"^final_norm\.", "norm."),
     (r"^(layers\.[1-9]\d*)\.hidden_norm\.", r"\1.input_layernorm."),  # SGLang's later layers
 )
+# Patterns of names that are not read, and why.
 DROPPED = (
     (r"rotary_emb\.", "computed from the config"),
     (r"^layers\.[1-9]\d*\.hidden_norm\.", "later layers have one norm before attention, input_layernorm"),
 )
 
-# Tensors that only other architectures have -> what to say.
+# Patterns of names that only other networks have, and what each is called.
 OTHER_GRAPHS = (
     (r"(^|\.)mask_hidden$", "a P-EAGLE head (parallel drafting)"),
     (r"lora_[AB]\b", "a LoRA adapter: merge it into its drafter first"),
@@ -42,13 +43,17 @@ OTHER_GRAPHS = (
 
 
 def native_name(name: str) -> str:
+    """Returns the native name for a name on disk."""
     for pattern, replacement in RENAMES:
         name = re.sub(pattern, replacement, name, count=1)
     return name
 
 
 def native_names(names: Iterable[str], source: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Names on disk -> native names, and those left out with the reason. Raises ValueError where two become one."""
+    """Returns names on disk -> native names, and the names that are left out -> why.
+
+    Raises ValueError where two names become one.
+    """
     renamed = {}
     dropped = {}
     short_names = {name.removeprefix("model.") for name in names}
@@ -71,8 +76,7 @@ def native_names(names: Iterable[str], source: str) -> tuple[dict[str, str], dic
 
 
 def refuse_other_graphs(shapes: Shapes, source: str, model_type: str | None) -> None:
-    """Raises ValueError, with the name of what it is, for a checkpoint that is no EAGLE 3 drafter. `shapes` has native
-    names."""
+    """Raises ValueError for a checkpoint that is no EAGLE 3 drafter, saying what it is; `shapes` has native names."""
     for pattern, what in OTHER_GRAPHS:
         found = next((name for name in sorted(shapes) if re.search(pattern, name)), None)
         if found:
@@ -106,15 +110,17 @@ def refuse_other_graphs(shapes: Shapes, source: str, model_type: str | None) -> 
 
 
 def layer_count(shapes: Iterable[str]) -> int:
-    """1 + the highest layer index among the names."""
+    """Returns the number of layers that native names have: 1 + the highest index."""
     return 1 + max(
         (int(match[1]) for match in (re.match(r"layers\.(\d{1,4})\.", name) for name in shapes) if match), default=-1
     )
 
 
 def expected_tensors(config: Eagle31Config) -> Shapes:
-    """Native names and shapes of everything a checkpoint with this config holds. The one description of the native
-    format."""
+    """Returns native names and shapes of all tensors of a checkpoint with this config.
+
+    This is the one description of the native format.
+    """
     h, fused = config.hidden_size, config.num_aux_states * config.target_hidden_size
     shapes: Shapes = {"fc.weight": (h, fused), "norm.weight": (h,)}
     if config.fc_bias:
@@ -150,15 +156,15 @@ def _layer(config: Eagle31Config, is_fused: bool) -> Shapes:
 
 def _grouped_attention(config: Eagle31Config, in_features: int) -> Shapes:
     q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    rows = {
+    linear = {
         "q_proj": (q, in_features),
         "k_proj": (kv, in_features),
         "v_proj": (kv, in_features),
         "o_proj": (config.hidden_size, q),
     }
-    shapes: Shapes = {f"{name}.weight": shape for name, shape in rows.items()}
+    shapes: Shapes = {f"{name}.weight": shape for name, shape in linear.items()}
     if config.attention_bias:
-        shapes |= {f"{name}.bias": shape[:1] for name, shape in rows.items()}
+        shapes |= {f"{name}.bias": shape[:1] for name, shape in linear.items()}
     if config.qk_norm:
         shapes |= {"q_norm.weight": (config.head_dim,), "k_norm.weight": (config.head_dim,)}
     return shapes

@@ -1,6 +1,7 @@
-"""`eagle31`: one table, command -> function. Exit status 0; 1: something failed; 2: the user's input was at fault.
+"""`eagle31`, the program: a table of commands and their functions.
 
-Ctrl-C, SIGTERM and a reader that goes away end the process by their signal.
+Exit status 0: done; 1: something failed; 2: the user's input was at fault. Ctrl-C, SIGTERM and a closed output end the
+process by their signal.
 """
 
 import argparse
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from . import benchmarks, checking, checkpoints, endings, preparation, run, training
 from .parsing import Parser, progress
 
-# name: (function, what adds its arguments, one line, example)
+# name: (function, function that adds its arguments, one line of help, example)
 COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Callable[[argparse.ArgumentParser], None], str, str]] = {
     "demo": (
         run.demo,
@@ -89,6 +90,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Callable[[argpars
 
 
 def parser() -> argparse.ArgumentParser:
+    """Returns the parser of all commands."""
     main_parser = Parser(prog="eagle31", description="EAGLE 3.1 speculative decoding for transformers.")
     commands = main_parser.add_subparsers(required=True, metavar="command")
     for name, (function, add_arguments, line, example) in COMMANDS.items():
@@ -99,12 +101,15 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The program, or with `arguments` a function like any other: signals and the process stay the caller's."""
+    """Runs the program, or, with `arguments`, one command within the caller's process, whose signals stay its own.
+
+    Returns the exit status.
+    """
     return endings.as_program(lambda: answer(sys.argv[1:])) if arguments is None else answer(arguments)
 
 
 def answer(arguments: list[str]) -> int:
-    """Parses and runs. What goes wrong is one line on stderr, and the exit status."""
+    """Parses the arguments and runs the command; an error becomes one line on stderr. Returns the exit status."""
     args = None
     try:
         args = parser().parse_args(arguments)
@@ -116,7 +121,7 @@ def answer(arguments: list[str]) -> int:
             args.out.flush()
         return status
     except endings.Stopped as stop:
-        progress(f"stopped by {stop}. {endings.sentence(args)}" if args is not None else f"stopped by {stop}.")
+        progress(f"stopped by {stop}. {endings.outlook(args)}" if args is not None else f"stopped by {stop}.")
         raise
     except Exception as error:
         explained = endings.explain(error, args)

@@ -1,4 +1,4 @@
-"""`eagle31 bench`: measurements that are reported as ratios within one run."""
+"""`eagle31 bench`: measurements, reported as ratios within one run."""
 
 import argparse
 from pathlib import Path
@@ -8,6 +8,7 @@ from .parsing import device, path, positive, progress, show
 
 
 def bench(args: argparse.Namespace) -> int:
+    """Runs one of MEASUREMENTS and shows its figures."""
     result, table = MEASUREMENTS[args.what](args)
     show(args, result, table)
     return 0

@@ -1,4 +1,4 @@
-"""`eagle31 check`: what will work with a target and a drafter, before either is downloaded."""
+"""`eagle31 check`: says what will work with a target and a drafter, before either is downloaded."""
 
 import argparse
 import json
@@ -9,7 +9,7 @@ from typing import Any
 from .parsing import add_json, add_reading, path, progress, show
 
 UNITS = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
-# A capability -> the name of its line.
+# Capabilities, and the names of their lines.
 LINES = {
     "chain": "chains", "tree": "trees", "auto": "auto", "batch": "batches", "static_cache": "static cache",
     "prompt_in_chunks": "prompt in chunks", "sampling": "sampling", "training": "training",
@@ -17,6 +17,7 @@ LINES = {
 
 
 def check(args: argparse.Namespace) -> int:
+    """Shows the report on a target and maybe a drafter. Returns 1 where they do not work."""
     from ..checking import check_target
 
     with _quietly():
@@ -36,9 +37,10 @@ def check(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """A context in which transformers and this library log errors only, as what generate would log of the tiny model is
-    in the report, and torch runs on one thread: at sizes this small more of them only wait for each other. Afterwards
-    all is as it was."""
+    """A context in which transformers and this library log errors only, and torch runs on one thread.
+
+    The report says what `generate` would log for the tiny model, and at its size threads only wait for each other.
+    """
     import torch
     from transformers.utils import logging
 

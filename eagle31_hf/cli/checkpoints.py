@@ -1,4 +1,4 @@
-"""`eagle31 info`, `convert`, `export`, `publish`, `upgrade`: what a checkpoint is, and making another of it."""
+"""`eagle31 info`, `convert`, `export`, `publish` and `upgrade`: say what a checkpoint is, or make another of it."""
 
 import argparse
 import json
@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from ..storage.jsonl import JsonLines
-from . import kept
+from . import resuming
 from .loading import load_causal_lm, load_tokenizer
 from .parsing import add_json, add_reading, device, path, positive, progress, read_text, reading_options, show
 
 
 def info(args: argparse.Namespace) -> int:
+    """Shows a checkpoint's format and config, and why it was read so."""
     from ..checkpoints.headers import read_headers
 
     checkpoint = read_headers(args.drafter, dict(args.set), args.aux_layer_convention, args.revision)
@@ -36,7 +37,7 @@ def _report(checkpoint: Any) -> dict[str, Any]:
 
 
 def _exports(config: Any) -> dict[str, str]:
-    """Format -> "yes", or why not."""
+    """Returns export format -> "yes", or the reason why not."""
     from ..checkpoints import EXPORT_FORMATS, engine_config
 
     found = {}
@@ -54,58 +55,55 @@ def _info_lines(source: str, checkpoint: Any, report: dict[str, Any]) -> list[st
 
     config = checkpoint.config
     depth = checkpoint.knobs.get("num_assistant_tokens")
-    attention = (
-        f"MLA latent {config.kv_lora_rank}"
-        if config.kv_lora_rank is not None
-        else (
-            f"{config.num_key_value_heads} key-value heads of {config.head_dim}{', q/k norm' if config.qk_norm else ''}"
-        )
-    )
-    own, shared = "its own", "the target's"
+    dtype = str(config.dtype).removeprefix("torch.")
+    form = "native" if checkpoint.is_native else "converted while loading"
+    refusals = [answer for answer in report["exports"].values() if answer != "yes"]
     rows = [
-        (
-            "drafter",
-            (
-                f"{source}: {report['kind']}, {report['parameters']:,} parameters,"
-                f" {str(config.dtype).removeprefix('torch.')}"
-            ),
-        ),
+        ("drafter", f"{source}: {report['kind']}, {report['parameters']:,} parameters, {dtype}"),
         ("target", config.target_model or "not named"),
-        ("format", f"{'native' if checkpoint.is_native else 'converted while loading'}; {checkpoint.reasons[0]}"),
+        ("format", f"{form}; {checkpoint.reasons[0]}"),
         *(("", reason) for reason in checkpoint.reasons[1:]),
         *(("note", note) for note in checkpoint.notes),
         ("flags", ", ".join(f"{name}={getattr(config, name)}".lower() for name in FLAGS)),
-        (
-            "layers",
-            (
-                f"{config.num_hidden_layers}, width {config.hidden_size}, MLP {config.intermediate_size}, "
-                f"{config.num_attention_heads} heads, {attention}"
-            ),
-        ),
-        (
-            "reads",
-            (
-                f"{config.num_aux_states} target states of width {config.target_hidden_size}, hidden_states indices "
-                f"{config.aux_hidden_state_layer_ids or '[2, L // 2, L - 3]'}"
-            ),
-        ),
-        (
-            "vocabulary",
-            (
-                f"proposes {config.draft_vocab_size} of {config.vocab_size} ids; embedding:"
-                f" {shared if config.share_target_embeddings else own}, head:"
-                f" {shared if config.share_target_head else own}"
-            ),
-        ),
-        ("rope", json.dumps(config.rope_parameters)),
+        *_network_lines(config),
         ("exports", ", ".join(name for name, answer in report["exports"].items() if answer == "yes") or "none"),
-        *(("", answer) for answer in report["exports"].values() if answer != "yes"),
+        *(("", refusal) for refusal in refusals),
         *([("drafting", f"num_assistant_tokens={depth}")] if depth else []),
     ]
     return [f"{name:<11} {text}" for name, text in rows]
 
 
+def _network_lines(config: Any) -> list[tuple[str, str]]:
+    """Returns the lines on a drafter's layers, captured states, vocabulary and rope."""
+    attention = f"MLA latent {config.kv_lora_rank}"
+    if config.kv_lora_rank is None:
+        norm = ", q/k norm" if config.qk_norm else ""
+        attention = f"{config.num_key_value_heads} key-value heads of {config.head_dim}{norm}"
+    embedding, head = (
+        "the target's" if is_shared else "its own"
+        for is_shared in (config.share_target_embeddings, config.share_target_head)
+    )
+    return [
+        (
+            "layers",
+            f"{config.num_hidden_layers}, width {config.hidden_size}, MLP {config.intermediate_size},"
+            f" {config.num_attention_heads} heads, {attention}",
+        ),
+        (
+            "reads",
+            f"{config.num_aux_states} target states of width {config.target_hidden_size}, hidden_states indices"
+            f" {config.aux_hidden_state_layer_ids or '[2, L // 2, L - 3]'}",
+        ),
+        (
+            "vocabulary",
+            f"proposes {config.draft_vocab_size} of {config.vocab_size} ids; embedding: {embedding}, head: {head}",
+        ),
+        ("rope", json.dumps(config.rope_parameters)),
+    ]
+
+
 def convert(args: argparse.Namespace) -> int:
+    """Converts a folder or a repository to the native format."""
     from ..checkpoints import convert_checkpoint
     from ..hub import convert_on_hub
 
@@ -130,6 +128,7 @@ def convert(args: argparse.Namespace) -> int:
 
 
 def export(args: argparse.Namespace) -> int:
+    """Writes a drafter for another engine, and shows the command that serves it."""
     from ..checkpoints import export_checkpoint, launch_line, read_checkpoint
 
     progress(f"writing {args.destination}")
@@ -142,6 +141,7 @@ def export(args: argparse.Namespace) -> int:
 
 
 def publish(args: argparse.Namespace) -> int:
+    """Uploads a folder, and shows the commit's URL."""
     from ..hub import publish as upload_folder
 
     progress(f"uploading {args.folder} to {args.repo_id}")
@@ -153,6 +153,7 @@ def publish(args: argparse.Namespace) -> int:
 
 
 def upgrade(args: argparse.Namespace) -> int:
+    """Makes an EAGLE 3 drafter an EAGLE 3.1 one, and shows its acceptance before and after."""
     from ..modeling import Eagle31DrafterModel
     from ..storage.folders import check_new_folder, new_folder
     from ..upgrade import upgrade_to_eagle31
@@ -177,8 +178,10 @@ def upgrade(args: argparse.Namespace) -> int:
 
 
 def read_texts(path: Path) -> list[str]:
-    """The `text` of every line of a .jsonl file, or any other file as one text. Raises ValueError for a line without
-    one."""
+    """Returns the `text` of every line of a .jsonl file, or any other file as one text.
+
+    Raises ValueError for a line without such a text.
+    """
     content = read_text(path)
     if path.suffix != ".jsonl":
         return [content]
@@ -204,7 +207,7 @@ def add_info(parser: argparse.ArgumentParser) -> None:
 
 
 def add_convert(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(kept=kept.conversion)
+    parser.set_defaults(left_behind=resuming.conversion)
     parser.add_argument("source", type=path, help="folder or Hub repository")
     parser.add_argument(
         "destination",
@@ -219,7 +222,7 @@ def add_convert(parser: argparse.ArgumentParser) -> None:
 
 
 def add_export(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(kept=lambda args: kept.new_folder(args.destination))
+    parser.set_defaults(left_behind=lambda args: resuming.new_folder(args.destination))
     parser.add_argument("drafter", type=path, help="folder or Hub repository, of any format")
     parser.add_argument("destination", type=path, help="a new folder")
     parser.add_argument("--format", choices=("vllm", "sglang", "speculators"), default="vllm")
@@ -234,7 +237,7 @@ def add_export(parser: argparse.ArgumentParser) -> None:
 
 
 def add_publish(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(kept=kept.upload)
+    parser.set_defaults(left_behind=resuming.upload)
     parser.add_argument("folder", type=path, help="a native checkpoint, or a config with weights_from")
     parser.add_argument("--repo-id", type=path, required=True, help="OWNER/NAME")
     parser.add_argument("--private", action="store_true")
@@ -244,7 +247,7 @@ def add_publish(parser: argparse.ArgumentParser) -> None:
 
 
 def add_upgrade(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(kept=lambda args: kept.new_folder(args.output))
+    parser.set_defaults(left_behind=lambda args: resuming.new_folder(args.output))
     parser.add_argument("--target", type=path, required=True, help="folder or Hub repository of the target")
     parser.add_argument(
         "--drafter", type=path, required=True, help="folder or Hub repository of its EAGLE 3 drafter, of any format"

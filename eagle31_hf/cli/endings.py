@@ -1,4 +1,4 @@
-"""The end of a command: its exit status, the one line that says what went wrong, and what is left when it is stopped."""
+"""The end of a command: its exit status, the line that says what went wrong, and the handling of signals."""
 
 import errno
 import os
@@ -17,15 +17,15 @@ from ..checkpoints.sources import HUB_ERRORS, HubError
 from ..starting import STOPPING, die
 
 FAILED, BAD_INPUT = 1, 2
-LONGEST = 1000  # characters of a line, however long what it quotes is
-# The kinds of error a command may end with, the first that fits; any other is a defect of ours, and keeps its
-# traceback.
+LONGEST = 1000  # characters of a line: it may quote a long text
+# The kinds of error that a command may end with, of which the first that fits counts. Any other error is a defect of
+# this library, and keeps its traceback.
 KINDS: tuple[tuple[tuple[type[BaseException], ...], str, int], ...] = (
     ((HubError, OfflineModeIsEnabled, MemoryError, SafetensorError), "failed", FAILED),
     ((ValueError, OSError, StrictDataclassError), "error", BAD_INPUT),
     ((RuntimeError, ImportError, *HUB_ERRORS), "failed", FAILED),
 )
-# What is wrong with a file that was named, and what to do about it.
+# Errors of a file that was named, in plain words, and what to do about them.
 FILE_ERRORS = {
     errno.ENOENT: "there is no such file or folder. Check the path.",
     errno.EISDIR: "is a folder; expected a file.",
@@ -36,7 +36,7 @@ FILE_ERRORS = {
     errno.ENAMETOOLONG: "the name is too long for a file.",
     errno.ELOOP: "is a link that leads back to itself.",
 }
-# What is wrong with the machine, whatever was named.
+# Errors of the machine, in plain words, whatever file was named.
 MACHINE_ERRORS = {
     errno.ENOSPC: "the disk is full. Free some space and run the same command again.",
     errno.EDQUOT: "the disk quota is used up. Free some space and run the same command again.",
@@ -47,7 +47,7 @@ MACHINE_ERRORS = {
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal that asks the program to stop: raised wherever the program is then, so that it cleans up on the way out."""
+    """A signal that asks the program to stop. It is raised wherever the program is then, so that this cleans up."""
 
     def __init__(self, number: int):
         super().__init__(signal.Signals(number).name)
@@ -55,7 +55,7 @@ class Stopped(KeyboardInterrupt):
 
 
 def explain(error: BaseException, args: Namespace | None) -> tuple[str, int] | None:
-    """The line for stderr and the exit status; None for a defect, and where nobody reads the output any more."""
+    """Returns the line for stderr and the exit status; None for a defect of this library, and for a closed output."""
     if isinstance(error, BrokenPipeError) and output_is_closed():
         return None
     for types, word, status in KINDS:
@@ -64,14 +64,14 @@ def explain(error: BaseException, args: Namespace | None) -> tuple[str, int] | N
             text = text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
             word, status = ("failed", FAILED) if of_machine else (word, status)
             return (
-                f"eagle31: {word}: {text}" + (f" {sentence(args)}" if of_machine and args is not None else ""),
+                f"eagle31: {word}: {text}" + (f" {outlook(args)}" if of_machine and args is not None else ""),
                 status,
             )
     return None
 
 
 def _text(error: BaseException) -> tuple[str, bool]:
-    """One line, and whether the machine is at fault rather than what was asked for."""
+    """Returns an error's message in one line, and True where the machine is at fault rather than the user's input."""
     number = getattr(error, "errno", None)
     known: dict[int | None, str] = {**FILE_ERRORS, **MACHINE_ERRORS}
     if isinstance(error, OSError) and number in known:
@@ -85,19 +85,19 @@ def _text(error: BaseException) -> tuple[str, bool]:
     return " ".join(str(cause).split()) or type(error).__name__, is_full
 
 
-def sentence(args: Namespace) -> str:
-    """Sentences on what a stopped command leaves behind; each command names its own by `set_defaults(kept=...)`."""
-    kept: Callable[[Namespace], str] = getattr(args, "kept", lambda args: "Nothing was written.")
+def outlook(args: Namespace) -> str:
+    """Returns sentences on what a stopped command leaves behind, by the function of `resuming` that belongs to it."""
+    left_behind: Callable[[Namespace], str] = getattr(args, "left_behind", lambda args: "Nothing was written.")
     sources = [getattr(args, name, None) for name in ("target", "drafter", "source")]
     is_remote = any(source and not os.path.exists(source) for source in sources)
-    return kept(args) + (" What was downloaded stays in the Hub's cache." if is_remote else "")
+    return left_behind(args) + (" What was downloaded stays in the Hub's cache." if is_remote else "")
 
 
-def listen() -> None:
-    """From now on the first signal of STOPPING raises Stopped; the second one ends the process at once."""
+def raise_on_signals() -> None:
+    """Makes the first signal of STOPPING raise Stopped; the second one ends the process at once."""
 
     def stop(number: int, frame: FrameType | None) -> None:
-        forget()
+        die_on_signals()
         raise Stopped(number)
 
     for number in STOPPING:
@@ -105,33 +105,35 @@ def listen() -> None:
             signal.signal(number, stop)
 
 
-def forget() -> None:
-    """From now on a signal of STOPPING ends the process at once."""
+def die_on_signals() -> None:
+    """Makes a signal of STOPPING end the process at once."""
     for number in STOPPING:
         if signal.getsignal(number) not in (signal.SIG_IGN, None):
             signal.signal(number, signal.SIG_DFL)
 
 
 def as_program(run: Callable[[], int]) -> int:
-    """Runs the command as this process's program. Returns its exit status, unless a signal or a closed output ends the
-    process."""
+    """Runs the command as the program of this process.
+
+    Returns its exit status, unless a signal or a closed output ends the process.
+    """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # a locale may be unable to encode what a model generates
-    listen()
+    raise_on_signals()
     try:
         return _status(run)
     except Stopped as stop:
-        silence()
+        flush_outputs()
         die(stop.number)
     except BrokenPipeError:
         if not output_is_closed():
             raise
-        silence()
+        flush_outputs()
         die(getattr(signal, "SIGPIPE", signal.SIGTERM))  # as C programs end
     finally:
-        forget()
-        silence()
+        die_on_signals()
+        flush_outputs()
 
 
 def _status(run: Callable[[], int]) -> Any:
@@ -157,9 +159,8 @@ def _is_abandoned(stream: Any) -> bool:
         return False
 
 
-def silence() -> None:
-    """Flushes stdout and stderr; what cannot be written is sent to the null device, or Python would complain at its
-    exit."""
+def flush_outputs() -> None:
+    """Flushes stdout and stderr. Where that fails they go to the null device, or Python would complain at its exit."""
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:

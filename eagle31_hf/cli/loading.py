@@ -1,8 +1,9 @@
-"""Targets and tokenizers for the commands: refused in plain words where they are not there or cannot be read."""
+"""Targets and tokenizers for the commands, refused in plain words where they cannot be read."""
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from ..checkpoints.producers import drafter_sign
@@ -11,18 +12,17 @@ from ..json_file import read_json
 
 
 def refuse_drafter(source: str, revision: str | None = None) -> None:
-    """Raises OSError where there is no such model, ValueError where it is a drafter: before seconds are spent on
-    loading anything."""
-    from pathlib import Path
-
+    """Raises OSError where there is no such model, ValueError where it is a drafter, before seconds of loading."""
     sign = drafter_sign(read_json(Path(find_config(source, "target", revision=revision)), constants=True))
     if sign is not None:
         raise ValueError(f"{source}: is a drafter ({sign}); expected the target, which it drafts for.")
 
 
 def refuse_missing_weights(source: str) -> None:
-    """Raises ValueError where a folder's weights are less than a bit for every parameter of its config: transformers
-    would make up the rest, tens of gigabytes maybe, before it finds that some are missing."""
+    """Raises ValueError where a folder's weights have less than a bit for every parameter of its config.
+
+    transformers would make up the rest, tens of gigabytes maybe, before it finds that some are missing.
+    """
     from ..checking.source import count_parameters, read_target
 
     if not os.path.isdir(source):
@@ -37,6 +37,7 @@ def refuse_missing_weights(source: str) -> None:
 
 
 def load_tokenizer(source: str, revision: str | None = None) -> Any:
+    """Loads the tokenizer of a folder or Hub repository. Raises OSError and ValueError in plain words."""
     from transformers import AutoTokenizer
 
     refuse_drafter(source, revision)
@@ -45,7 +46,8 @@ def load_tokenizer(source: str, revision: str | None = None) -> Any:
 
 
 def load_causal_lm(source: str, **options: Any) -> Any:
-    """The model, for evaluation. `options` are those of `from_pretrained`."""
+    """Loads a target for evaluation; `options` are those of `from_pretrained`. Raises OSError and ValueError in plain
+    words."""
     from transformers import AutoModelForCausalLM
 
     refuse_drafter(source, options.get("revision"))
@@ -58,9 +60,10 @@ def load_causal_lm(source: str, **options: Any) -> Any:
 
 @contextmanager
 def reading(source: str, failure: str, expected: str) -> Iterator[None]:
-    """Names the source in whatever goes wrong while transformers and tokenizers read files of any origin: their readers
-    let KeyError, TypeError and bare exceptions through. OSError, RuntimeError, ImportError and MemoryError pass as they
-    are.
+    """A context in which errors of transformers and tokenizers become ValueErrors that name the source.
+
+    Their readers let KeyError, TypeError and bare exceptions of damaged files through. OSError, RuntimeError,
+    ImportError and MemoryError pass as they are.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""What all commands share: how arguments are read, how progress is shown, and how results are printed."""
+"""Arguments, progress and results, as all commands read, show and print them."""
 
 import argparse
 import json
@@ -30,7 +30,7 @@ def show(args: argparse.Namespace, result: dict[str, Any], text: str) -> None:
 
 
 def to_json(value: Any) -> str:
-    """JSON as its standard has it: a figure that is not finite is null."""
+    """Returns strict JSON: a figure that is not finite is null."""
     return json.dumps(_finite(value), allow_nan=False)
 
 
@@ -43,72 +43,75 @@ def _finite(value: Any) -> Any:
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports bad arguments the way all other input errors are reported."""
+    """A parser that reports bad arguments as all other errors of input are reported."""
 
     def error(self, message: str):
         raise ValueError(f"{message} (see {self.prog} --help)")
 
     def parse_known_args(self, args=None, namespace=None):
-        """As usual; `--name=--`, of which argparse before Python 3.13 makes an empty list, is refused."""
+        """Refuses `--name=--`, of which argparse before Python 3.13 makes an empty list; else as in argparse."""
         for word in args or ():
             if word.startswith("--") and word.endswith("=--"):
                 self.error(f"argument {word[:-3][:80]}: expected a value, got '--'")
         return super().parse_known_args(args, namespace)
 
 
-def whole(least: int, most: int = LARGEST) -> Callable[[str], int]:
-    """Reads an integer from `least` to `most`."""
+def integer(least: int, most: int = LARGEST) -> Callable[[str], int]:
+    """Returns a reader of integers from `least` to `most`."""
 
     def read(text: str) -> int:
-        number = int(text) if text.isascii() and text.removeprefix("-").isdecimal() and len(text) < 20 else None
-        if number is None or not least <= number <= most:
-            upper = "" if number is not None and number < least else f" and at most {most}"
+        value = int(text) if text.isascii() and text.removeprefix("-").isdecimal() and len(text) < 20 else None
+        if value is None or not least <= value <= most:
+            upper = "" if value is not None and value < least else f" and at most {most}"
             raise argparse.ArgumentTypeError(f"got {text[:40]!r}, expected an integer of at least {least}{upper}")
-        return number
+        return value
 
     return read
 
 
-def real(least: float, most: float = math.inf, above: bool = False) -> Callable[[str], float]:
-    """Reads a finite number from `least`, or `above` it, to `most`."""
+def number(least: float, most: float = math.inf, above: bool = False) -> Callable[[str], float]:
+    """Returns a reader of finite numbers from `least` to `most`; with `above`, `least` itself is refused."""
     upper = "" if most == math.inf else f" and at most {most:g}"
 
     def read(text: str) -> float:
         try:
-            number = float(text)
+            value = float(text)
         except ValueError:
-            number = math.nan
-        if not (math.isfinite(number) and least <= number <= most) or (above and number == least):
+            value = math.nan
+        if not (math.isfinite(value) and least <= value <= most) or (above and value == least):
             raise argparse.ArgumentTypeError(
                 f"got {text[:40]!r}, expected a number {'above' if above else 'of at least'} {least:g}{upper}"
             )
-        return number
+        return value
 
     return read
 
 
-positive = whole(1)
-count = whole(0)
-seed = whole(0, MAX_SEED)
-temperature = real(0)
-share = real(0, 1)
-top_p = real(0, 1, above=True)
+positive = integer(1)
+count = integer(0)
+seed = integer(0, MAX_SEED)
+temperature = number(0)
+share = number(0, 1)
+top_p = number(0, 1, above=True)
 
 
 def positive_or_auto(text: str) -> int | str:
+    """Reads a positive integer, or the word auto."""
     return text if text == "auto" else positive(text)
 
 
 def path(text: str) -> str:
-    """The name of a file, a folder or a repository. Refuses an empty one, maybe of an unset variable: it would mean the
-    current folder."""
+    """Reads the name of a file, a folder or a repository.
+
+    An empty one, of an unset variable maybe, is refused: it would mean the current folder.
+    """
     if not text.strip() or "\0" in text:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a name")
     return text
 
 
 def words(text: str) -> str:
-    """Text for a tokenizer. Invalid UTF-8 on the command line arrives as lone surrogates, which no tokenizer reads."""
+    """Reads text for a tokenizer. Invalid UTF-8 is refused; it arrives as lone surrogates, which no tokenizer reads."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -117,8 +120,7 @@ def words(text: str) -> str:
 
 
 def read_text(file: str | Path) -> str:
-    """The content of a text file. Raises ValueError, which names the file, where that is not UTF-8, OSError where it
-    cannot be read."""
+    """Returns the content of a text file. Raises ValueError where it is not UTF-8, OSError where it cannot be read."""
     try:
         return Path(file).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -126,7 +128,7 @@ def read_text(file: str | Path) -> str:
 
 
 def device(text: str) -> str:
-    """A device that this machine has and this build of PyTorch can use."""
+    """Reads the name of a device that this machine has and this build of PyTorch can use."""
     import torch
 
     try:
@@ -141,6 +143,7 @@ def device(text: str) -> str:
 
 
 def device_map(text: str) -> str:
+    """Reads one of transformers' ways to spread a model over devices, or the name of a device."""
     return text if text in PLACEMENTS else device(text)
 
 
@@ -156,16 +159,18 @@ def _devices() -> str:
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
+    """Adds --device and --json."""
     parser.add_argument("--device", type=device, default="cpu", help="cpu, cuda, cuda:1, mps (default: cpu)")
     add_json(parser)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
+    """Adds --json."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def add_reading(parser: argparse.ArgumentParser) -> None:
-    """Options that decide where a checkpoint is ambiguous, and its revision."""
+    """Adds the options that decide how an ambiguous checkpoint is read, and the one for its revision."""
     parser.add_argument(
         "--aux-layer-convention", choices=("boundary", "output"), help="how the checkpoint counts the target's layers"
     )
@@ -181,12 +186,13 @@ def add_reading(parser: argparse.ArgumentParser) -> None:
 
 
 def reading_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the options of `add_reading` as keyword arguments of a `from_pretrained`."""
     options = {"aux_layer_convention": args.aux_layer_convention, "revision": args.revision} | dict(args.set)
     return {name: value for name, value in options.items() if value is not None}
 
 
 def field(text: str) -> tuple[str, Any]:
-    """Reads `NAME=VALUE`, the value as JSON, or else as a plain string."""
+    """Reads `NAME=VALUE`; the value is JSON, or else a plain string."""
     name, sign, value = text.partition("=")
     if not sign or not name.isidentifier():
         raise argparse.ArgumentTypeError(f"got {text[:80]!r}, expected NAME=VALUE, e.g. norm_output=false")
@@ -197,7 +203,7 @@ def field(text: str) -> tuple[str, Any]:
 
 
 def config_field(text: str) -> tuple[str, Any]:
-    """Reads `FIELD=VALUE`, a field of Eagle31Config."""
+    """Reads `FIELD=VALUE` for a field of Eagle31Config."""
     from ..configuration import Eagle31Config
 
     name, value = field(text)

@@ -1,9 +1,9 @@
-"""`eagle31 prepare-data`: training data into a store, in the target's own words and with its states where asked."""
+"""`eagle31 prepare-data`: makes a store of training data, with the target's own answers and states where asked."""
 
 import argparse
 from typing import Any
 
-from . import kept
+from . import resuming
 from .loading import load_causal_lm, load_tokenizer
 from .parsing import (
     DTYPES,
@@ -27,10 +27,25 @@ SAMPLING = ("top_p", "top_k")  # of generate()
 
 
 def prepare_data(args: argparse.Namespace) -> int:
+    """Makes the shards that are missing, and shows what the store holds."""
     from dataclasses import asdict
 
     from ..training.prepare import prepare_data as prepare
     from ..training.store import check_store_folder
+
+    options = _options(args)
+    check_store_folder(args.output)
+    progress(f"loading {args.target}")
+    tokenizer, target = load_tokenizer(args.target, args.revision), load_target(args)
+    prepared = prepare(target, tokenizer, args.data, args.output, options, part=args.part, progress=progress)
+    report = asdict(prepared)
+    show(args, report, "\n".join(_lines(report)))
+    return 0
+
+
+def _options(args: argparse.Namespace) -> Any:
+    """Returns the options of the data. Raises ValueError for those that do not go together."""
+    from ..training.prepare import PreparationOptions
 
     generation = _generation(args)
     if not args.regenerate and (generation or args.max_new_tokens is not None):
@@ -38,40 +53,27 @@ def prepare_data(args: argparse.Namespace) -> int:
             "--max-new-tokens, --temperature, --top-p and --top-k are of regenerated answers; expected --regenerate"
             " too."
         )
-    check_store_folder(args.output)
-    progress(f"loading {args.target}")
-    template = None if args.chat_template is None else read_text(args.chat_template)
-    tokenizer, target = load_tokenizer(args.target, args.revision), load_target(args)
-    prepared = prepare(
-        target,
-        tokenizer,
-        args.data,
-        args.output,
+    return PreparationOptions(
         max_length=args.max_length,
+        mask=args.mask,
+        split=args.split,
+        seed=args.seed,
+        template_augmentation=args.template_augmentation,
+        chat_template=None if args.chat_template is None else read_text(args.chat_template),
+        template_options=dict(args.template_option),
+        regenerate=args.regenerate,
+        generation=generation,
         states=args.states,
         layer_ids=args.layers,
         dtype=args.states_dtype,
-        regenerate=args.regenerate,
-        generation=generation,
         batch_size=args.batch_size,
         records_per_shard=args.records_per_shard,
-        part=args.part,
-        template_augmentation=args.template_augmentation,
-        template_options=dict(args.template_option),
-        chat_template=template,
-        seed=args.seed,
-        split=args.split,
-        mask=args.mask,
-        progress=progress,
         **({} if args.max_new_tokens is None else {"max_new_tokens": args.max_new_tokens}),
     )
-    report = asdict(prepared)
-    show(args, report, "\n".join(_lines(report)))
-    return 0
 
 
 def load_target(args: argparse.Namespace) -> Any:
-    """The target as it is asked for: where, in which dtype, quantized or spread over devices."""
+    """Loads the target as the options of `add_loading` say: its device or devices, its dtype, quantized or not."""
     from transformers import BitsAndBytesConfig
     from transformers.distributed import DistributedConfig
 
@@ -91,7 +93,7 @@ def load_target(args: argparse.Namespace) -> Any:
 
 
 def _generation(args: argparse.Namespace) -> dict[str, Any]:
-    """Options of generate(); what is not given here is as the target's own generation config has it."""
+    """Returns the options of `generate` that are given; others are as in the target's own generation config."""
     given = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
     if args.temperature is not None:
         given["do_sample"] = args.temperature > 0
@@ -110,7 +112,7 @@ def _lines(report: dict[str, Any]) -> list[str]:
 
 
 def part_of(text: str) -> tuple[int, int]:
-    """`I/N`, the I-th of N processes, counted from 0."""
+    """Reads `I/N`, the I-th of N processes, counted from 0."""
     index, _, count = text.partition("/")
     if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
         raise argparse.ArgumentTypeError(f"got {text!r}, expected I/N with I from 0 to N - 1, e.g. 0/4")
@@ -118,7 +120,7 @@ def part_of(text: str) -> tuple[int, int]:
 
 
 def add_prepare_data(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(kept=kept.shards)
+    parser.set_defaults(left_behind=resuming.shards)
     parser.add_argument(
         "--target", type=path, required=True, help="folder or Hub repository of the model to train a drafter for"
     )
@@ -198,6 +200,7 @@ def _add_states(parser: argparse.ArgumentParser) -> None:
 
 
 def add_template_option(parser: argparse.ArgumentParser) -> None:
+    """Adds --template-option."""
     parser.add_argument(
         "--template-option",
         type=field,
@@ -209,6 +212,7 @@ def add_template_option(parser: argparse.ArgumentParser) -> None:
 
 
 def add_loading(parser: argparse.ArgumentParser) -> None:
+    """Adds the options by which `load_target` loads the target."""
     parser.add_argument("--revision", type=path, help="branch, tag or commit of the target's Hub repository")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the target (default: auto, its own)")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""`eagle31 demo` and `eagle31 generate`: decoding with a drafter, beside the target alone."""
+"""`eagle31 demo` and `eagle31 generate`: decode with a drafter, and beside it with the target alone."""
 
 import argparse
 import sys
@@ -24,6 +24,7 @@ DEPTHS = (3, 5, 7)
 
 
 def demo(args: argparse.Namespace) -> int:
+    """Decodes the demo's prompts in several ways, and shows their speed. Returns 1 where a text is not the target's."""
     from .. import demo as pair
     from ..bench import AUTO_SHAPE, Shape, measure
 
@@ -40,6 +41,7 @@ def demo(args: argparse.Namespace) -> int:
 
 
 def generate(args: argparse.Namespace) -> int:
+    """Streams a completion, and says what was accepted."""
     import torch
     from transformers import TextStreamer
 
@@ -78,7 +80,7 @@ def generate(args: argparse.Namespace) -> int:
 
 
 def _inputs(tokenizer: Any, args: argparse.Namespace) -> Any:
-    """The prompt as the target reads it. Raises ValueError where nothing comes of it."""
+    """Returns the prompt's token ids and mask. Raises ValueError for one without tokens, and for a missing template."""
     if args.chat and tokenizer.chat_template is None:
         raise ValueError(
             f"--chat: {args.target} has no chat template; expected a target for chats, or the prompt without --chat."
@@ -96,7 +98,10 @@ def _inputs(tokenizer: Any, args: argparse.Namespace) -> Any:
 
 
 def _room(target: Any, prompt_tokens: int, max_new_tokens: int) -> int:
-    """As many new tokens as the target's context has room for. Raises ValueError for a prompt that fills it."""
+    """Returns the number of new tokens that the target's context has room for, at most `max_new_tokens`.
+
+    Raises ValueError for a prompt that fills it.
+    """
     context = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if not isinstance(context, int) or prompt_tokens + max_new_tokens <= context:
         return max_new_tokens

@@ -1,16 +1,17 @@
-"""`eagle31 train`: a drafter for any causal language model, from data to a folder worth pushing."""
+"""`eagle31 train`: trains a drafter for any causal language model, from data to a folder for the Hub."""
 
 import argparse
 from pathlib import Path
 from typing import Any
 
-from . import kept
+from . import resuming
 from .loading import load_tokenizer
-from .parsing import config_field, count, field, path, positive, progress, real, seed, show
+from .parsing import config_field, count, field, number, path, positive, progress, seed, show
 from .preparation import add_loading, add_template_option, load_target
 
 
 def train(args: argparse.Namespace) -> int:
+    """Trains a drafter in a folder that no other run writes into meanwhile."""
     from ..training.output import claim
 
     check_options(args)
@@ -20,7 +21,7 @@ def train(args: argparse.Namespace) -> int:
 
 
 def run(args: argparse.Namespace, settings: Any) -> int:
-    """Runs the training, in a folder that no other run writes into meanwhile."""
+    """Goes through a run from its data to the saved drafter."""
     from ..training.output import check_output, discard_replaced, in_all_processes
     from ..training.recipe import log_in_lines
     from ..training.trainer import Eagle31Trainer
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace, settings: Any) -> int:
 
 
 def replace(output: str) -> None:
-    """Makes room for a run in the folder of an earlier one, whose result stays until there is a new one."""
+    """Moves an earlier run's files aside, and says where they are until there is a new drafter."""
     from ..training.output import set_aside
 
     aside = set_aside(output)
@@ -76,7 +77,7 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def arguments(args: argparse.Namespace) -> Any:
-    """The command's own options, then --set, as arguments of the trainer."""
+    """Returns the command's own options, and then --set, as arguments of the trainer."""
     from ..training.arguments import Eagle31TrainingArguments
 
     every = {"eval_steps": args.eval_every, "save_steps": args.eval_every}
@@ -108,8 +109,10 @@ def arguments(args: argparse.Namespace) -> Any:
 
 
 def stored_target(args: argparse.Namespace) -> Any:
-    """Returns what the data keeps of the target, or None where the target has to be loaded. Raises ValueError for
-    options that need the target itself."""
+    """Returns the parts of the target that the data keeps, or None where the target has to be loaded.
+
+    Raises ValueError for options that need the whole target.
+    """
     from ..training.recipe import target_in_store
 
     target = target_in_store(args.data, args.target)
@@ -125,18 +128,14 @@ def read_data(args: argparse.Namespace, target: Any, tokenizer: Any, settings: A
     """Returns the rows to train and to evaluate on; where there are none to evaluate on, the settings say so too."""
     from transformers.trainer_utils import IntervalStrategy
 
-    from ..training.recipe import RowReader
+    from ..training.prepare import PreparationOptions
+    from ..training.recipe import ExampleReader
 
-    reader = RowReader(
-        target,
-        tokenizer,
-        args.max_length,
-        progress,
-        split=args.split,
-        seed=args.seed,
-        template_options=dict(args.template_option),
-        regenerate_in=Path(args.output) if args.regenerate else None,
+    options = PreparationOptions(
+        max_length=args.max_length, split=args.split, seed=args.seed, template_options=dict(args.template_option)
     )
+    regenerate_in = Path(args.output) if args.regenerate else None
+    reader = ExampleReader(target, tokenizer, options, progress, regenerate_in)
     data = reader.training_data(args.data, args.eval_data, args.eval_rows)
     if data.held_out is None and args.eval_rows:
         progress("too few rows to hold any out: nothing is evaluated, and the last checkpoint is kept")
@@ -161,7 +160,7 @@ def starting_drafter(
 
 
 def report(args: argparse.Namespace, trainer: Any, metrics: dict[str, Any]) -> None:
-    """What came of it: one object, or a few lines."""
+    """Shows the outcome as one JSON object, or in a few lines."""
     evaluated = [entry for entry in trainer.state.log_history if "eval_accepted_length" in entry]
     best: dict[str, Any] = max(evaluated, key=lambda entry: entry["eval_accepted_length"], default={})
     if args.json:
@@ -182,7 +181,7 @@ def report(args: argparse.Namespace, trainer: Any, metrics: dict[str, Any]) -> N
 
 
 def add_train(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(kept=kept.checkpoint)
+    parser.set_defaults(left_behind=resuming.checkpoint)
     parser.add_argument(
         "--target", type=path, required=True, help="folder or Hub repository of the model to train a drafter for"
     )
@@ -256,11 +255,11 @@ def _add_optimisation(parser: argparse.ArgumentParser) -> None:
         "--loss", default="kl", help="kl, reverse_kl, jsd, tv, lk_alpha, lk_lambda, ce, or a mixture as kl=0.9,tv=0.1"
     )
     parser.add_argument("--max-length", type=positive, default=2048, help="tokens of a packed row (default: 2048)")
-    parser.add_argument("--epochs", type=real(0, above=True), default=2.0)
+    parser.add_argument("--epochs", type=number(0, above=True), default=2.0)
     parser.add_argument("--steps", type=positive, help="instead of epochs")
     parser.add_argument("--batch-size", type=positive, default=1, help="packed rows of each process (default: 1)")
     parser.add_argument("--accumulate", type=positive, default=8, help="batches a step (default: 8)")
-    parser.add_argument("--learning-rate", type=real(0), default=1e-4)
+    parser.add_argument("--learning-rate", type=number(0), default=1e-4)
     parser.add_argument("--bf16", action="store_true", help="mixed precision")
     parser.add_argument("--seed", type=seed, default=0)
     parser.add_argument("--report-to", default="none", help="trackio, wandb, tensorboard")

@@ -1,5 +1,5 @@
-"""A real pair, trained on the source of Python's standard library: one target, an EAGLE 3.1 and an EAGLE 3 drafter for
-it."""
+"""The demo: a small target trained on the source of Python's standard library, and an EAGLE 3.1 and an EAGLE 3 drafter
+for it."""
 
 from pathlib import Path
 from typing import Any
@@ -16,20 +16,23 @@ DRAFTERS = ("eagle31", "eagle3")
 
 
 def load_target(device: str = "cpu") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The demo's target in fp32 and its tokenizer."""
+    """Loads the demo's target in fp32, and its tokenizer."""
     target: Any = AutoModelForCausalLM.from_pretrained(FOLDER / "target", dtype=torch.float32)
     return target.to(device).eval(), AutoTokenizer.from_pretrained(FOLDER / "target")
 
 
 def load_drafter(name: str, device: str = "cpu") -> Eagle31DrafterModel:
-    """One of `DRAFTERS`, in fp32."""
+    """Loads one of `DRAFTERS` in fp32."""
     drafter: Any = Eagle31DrafterModel.from_pretrained(FOLDER / name, dtype=torch.float32)
     return drafter.to(device).eval()
 
 
 def prompts(tokenizer: PreTrainedTokenizerBase, count: int, num_tokens: int = 96) -> list[Tensor]:
-    """`count` prompts (1, num_tokens), each from a third into a held-out file; files are used in turn, later parts of
-    them next."""
+    """Returns `count` prompts (1, num_tokens) from the files held out of training.
+
+    The files are used in turn. The first prompt of a file begins a third into it, each later one where the one before
+    ended.
+    """
     chosen = []
     for i in range(count):
         ids = tokenizer(held_out_file(HELD_OUT[i % len(HELD_OUT)]), return_tensors="pt")["input_ids"]

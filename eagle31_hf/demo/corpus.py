@@ -1,4 +1,4 @@
-"""The demo pair's text: the source of Python's own standard library, read from the running interpreter."""
+"""The demo's text: the source of Python's standard library, read from the running interpreter."""
 
 import sysconfig
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ HELD_OUT = (
     "heapq.py", "queue.py", "sched.py", "shelve.py", "statistics.py", "textwrap.py",
 )  # fmt: skip
 
-# Tests repeat themselves; the rest are tables or generated text rather than code.
+# Folders that are left out: tests, which repeat themselves, and tables or generated text rather than code.
 LEFT_OUT = {
     "test",
     "tests",
@@ -26,11 +26,12 @@ LARGEST_FILE = 200_000  # bytes
 
 
 def stdlib() -> Path:
+    """Returns the folder of the standard library."""
     return Path(sysconfig.get_path("stdlib"))
 
 
 def training_files() -> Iterator[str]:
-    """The text of every training file, in path order."""
+    """Yields the text of every training file, in the order of their paths."""
     root = stdlib()
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).parts
@@ -39,7 +40,10 @@ def training_files() -> Iterator[str]:
 
 
 def held_out_file(name: str) -> str:
-    """Text of one of `HELD_OUT`. Raises FileNotFoundError where the interpreter ships without its library's source."""
+    """Returns the text of one of `HELD_OUT`.
+
+    Raises FileNotFoundError for an interpreter without the source of its library.
+    """
     path = stdlib() / name
     if not path.exists():
         raise FileNotFoundError(

@@ -1,4 +1,4 @@
-"""The library's one writer of safetensors files: a stream of at most one tensor in memory, in safetensors' own order."""
+"""The library's one writer of safetensors files: streamed in chunks, and in the order that safetensors has."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What a training run can be told besides what transformers' TrainingArguments say."""
+"""The arguments of a training run: transformers' own, with defaults that suit drafters, and those of a drafter."""
 
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
@@ -12,13 +12,13 @@ from .losses import parse_mixture
 from .objective import MAX_DEPTH, Settings
 
 BEST = "accepted_length"  # loss goes on falling where acceptance no longer rises
-UNBOUNDED = ("max_grad_norm",)  # infinity clips nothing, and the norm is logged all the same
+UNBOUNDED = ("max_grad_norm",)  # may be infinite: that clips nothing, and the norm is logged all the same
 
 
 @dataclass
 class Eagle31TrainingArguments(TrainingArguments):
-    """`transformers.TrainingArguments` with defaults that suit drafters, and what only drafters have. Raises ValueError
-    for others.
+    """`transformers.TrainingArguments` with defaults that suit drafters, and arguments that only drafters have; each of
+    those has its help with it. Raises ValueError for values that cannot be.
 
     `depth`: steps unrolled; an EAGLE 3.1 drafter serves deeper than it was trained (arXiv 2605.09992, table of training
     depths).
@@ -43,19 +43,21 @@ class Eagle31TrainingArguments(TrainingArguments):
         default=None, metadata={"help": "a weight for each depth, instead of depth_decay"}
     )
     loss: str = field(default="kl", metadata={"help": "distance to the target, or a mixture as in kl=0.9,tv=0.1"})
-    loss_mask: str = field(default="serving", metadata={"help": f"which rows are supervised: {', '.join(CONVENTIONS)}"})
+    loss_mask: str = field(
+        default="serving", metadata={"help": f"which chains are supervised: {', '.join(CONVENTIONS)}"}
+    )
     normalisation: str = field(
         default="token", metadata={"help": f"what is averaged over: {', '.join(NORMALISATIONS)}"}
     )
     attention_alignment: float = field(
         default=0.0, metadata={"help": "weight of the loss between the drafter's and the target's attention"}
     )
-    alignment_slots: int = field(default=16, metadata={"help": "slots a row whose attention is aligned"})
+    alignment_slots: int = field(default=16, metadata={"help": "positions of a sequence whose attention is aligned"})
     drift_regulariser: float = field(
         default=0.0, metadata={"help": "weight of the penalty on states that grow with depth"}
     )
-    max_length: int = field(default=4096, metadata={"help": "tokens a packed row holds"})
-    packing: bool = field(default=True, metadata={"help": "several texts to a row, which do not see each other"})
+    max_length: int = field(default=4096, metadata={"help": "tokens of a packed sequence, at most"})
+    packing: bool = field(default=True, metadata={"help": "several texts to a sequence, which do not see each other"})
     train_embeddings: bool = field(
         default=False, metadata={"help": "also train the drafter's own table, where it has one"}
     )
@@ -78,8 +80,7 @@ class Eagle31TrainingArguments(TrainingArguments):
         self.check()
 
     def _check_numbers(self) -> None:
-        """Raises ValueError where a number is expected, of this class or of transformers', and something else was
-        given."""
+        """Raises ValueError for a field, of this class or of transformers', that should be a number and is none."""
         for declared in fields(self):
             value, usual = getattr(self, declared.name), declared.default
             if isinstance(usual, int | float) and not isinstance(usual, bool):
@@ -90,7 +91,7 @@ class Eagle31TrainingArguments(TrainingArguments):
                     raise ValueError(f"Eagle31TrainingArguments: {declared.name} is {value!r}; expected {expected}.")
 
     def check(self) -> None:
-        """Raises ValueError for what contradicts itself."""
+        """Raises ValueError for values out of range and for values that contradict each other."""
         weights = self.depth_weights
         rules = (
             (1 <= self.depth <= MAX_DEPTH, f"depth is {self.depth}; expected 1 to {MAX_DEPTH}"),
@@ -127,7 +128,7 @@ class Eagle31TrainingArguments(TrainingArguments):
         parse_mixture(self.loss)
 
     def settings(self) -> Settings:
-        """The settings of the loss that is minimised."""
+        """Returns the settings of the loss that is minimised."""
         weights = self.depth_weights or self._decaying(self.depth)
         return Settings(
             self.depth,
@@ -140,7 +141,7 @@ class Eagle31TrainingArguments(TrainingArguments):
         )
 
     def eval_settings(self) -> Settings:
-        """The settings of an evaluation: rows that serving can reach, each token alike, as deep as it will be served."""
+        """Returns the settings of an evaluation: chains that serving can reach, all alike, as deep as they will be."""
         depth = self.eval_depth or self.depth
         weights = self.depth_weights if self.depth_weights and depth == self.depth else self._decaying(depth)
         return Settings(depth, tuple(weights), parse_mixture(self.loss))

@@ -1,4 +1,4 @@
-"""Records into rows of tokens, rendered as serving renders them. T tokens."""
+"""Training examples from records, rendered as serving renders them. T tokens."""
 
 import random
 import re
@@ -16,25 +16,26 @@ from .records import Record
 from .skipped import Skipped, refused_by
 
 MASKS = ("answers", "all")
-RENDERINGS = {  # of a chat -> whether through the template, and whether with BOS
+RENDERINGS = {  # of a chat: with the template or not, with BOS or not
     "regular": (True, True),
     "no_bos": (True, False),
     "no_template": (False, True),
     "no_bos_no_template": (False, False),
 }
-LEAST_TEXT = 4  # tokens, of a piece of plain text
+LEAST_TEXT = 4  # tokens of a piece of plain text
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-# what an assistant's message may consist of
+# fields of an assistant's message that it may consist of
 SAID = ("content", "tool_calls", "reasoning_content", "reasoning", "thinking")
 
 
 @dataclass
-class RowMaker:
-    """Makes rows, {"input_ids": (T,) long, "answers": (T,) bool}, of at most `max_length` tokens.
+class ExampleMaker:
+    """Makes examples, {"input_ids": (T,) int64, "answers": (T,) bool}, of at most `max_length` tokens.
 
-    mask: "answers", or "all" where every token counts. template_augmentation: the share of chats rendered in another of
-    RENDERINGS, the same ones for the same `seed`. stop_ids: the ids a turn of the target's may end with, by default its
-    EOS. template_options: what the chat template reads besides, as `enable_thinking`. Raises ValueError for others.
+    `mask`: "answers", or "all": every token counts as an answer's. `template_augmentation`: the share of chats rendered
+    in another of RENDERINGS, the same ones for the same `seed`. `stop_ids`: the ids a turn of the target may end with,
+    by default its EOS. `template_options`: further variables of the chat template, as `enable_thinking`. Raises
+    ValueError for values that cannot be.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -57,11 +58,11 @@ class RowMaker:
         if self.stop_ids is None:
             self.stop_ids = {self.tokenizer.eos_token_id}
 
-    def rows(self, record: Record, index: int = 0) -> list[dict[str, Tensor]]:
-        """Makes the rows of one record: one of a chat, or one for each answer, and of a text one for each piece of it.
+    def examples(self, record: Record, index: int = 0) -> list[dict[str, Tensor]]:
+        """Makes the examples of one record: one of a chat, or one for each answer; of a text one for each piece of it.
 
-        `index`: the record's place in the data, which decides about its augmentation.
-        Raises Skipped for a record without a row, ValueError for what is wrong with more than the record.
+        `index`: the record's place in the data, which decides about its augmentation. Raises Skipped for a record that
+        gives no example, ValueError for what is wrong with more than the record.
         """
         texts = self._texts(parse_record(record), index)
         for text in texts:
@@ -69,10 +70,10 @@ class RowMaker:
                 check_ids(text.input_ids, self.vocab_size)
             if self.mask == "all":
                 text.answers = torch.ones_like(text.answers)
-        # Once unrolled, a row is supervised where the target says two tokens one after the other: the first of them is
+        # Once unrolled, an example is supervised where two tokens of an answer follow each other: the first of them is
         # never drafted.
-        rows = [{name: part[: self.max_length].clone() for name, part in vars(text).items()} for text in texts]
-        kept = [row for row in rows if loss_mask(row["answers"][None], 0).any()]
+        examples = [{name: part[: self.max_length].clone() for name, part in vars(text).items()} for text in texts]
+        kept = [example for example in examples if loss_mask(example["answers"][None], 0).any()]
         if not kept:
             is_long = any(len(text.input_ids) > self.max_length for text in texts)
             is_silent = not any(text.answers.any() for text in texts)
@@ -108,7 +109,7 @@ class RowMaker:
         return draw.choice(others) if draw.random() < self.template_augmentation else regular
 
     def _bare(self, chat: Chat) -> Tokens:
-        """Contents alone, a line each; the line break after an answer is not part of it."""
+        """Renders contents alone, a line each; the line break after an answer is not part of it."""
         bos = self.tokenizer.bos_token_id
         ids = [bos] if self.tokenizer("")["input_ids"][:1] == [bos] else []
         answers = [False] * len(ids)
@@ -150,7 +151,7 @@ class RowMaker:
             )
 
     def _by_marks(self, chat: Chat) -> Tokens:
-        """Answers are what the template marks as generated."""
+        """Renders the chat; answers are the parts that the template marks as generated."""
         rendered = self._render(chat, return_assistant_tokens_mask=True)
         ids = rendered["input_ids"]
         answers = [False] * len(rendered["input_ids"])
@@ -162,8 +163,8 @@ class RowMaker:
         return _tokens(ids, answers)
 
     def _by_prefixes(self, chat: Chat) -> list[Tokens]:
-        """Answers are what a message adds to the prompt before it: one row where no later message changes that, else a
-        row for each."""
+        """Renders the chat; an answer is what its message adds to the prompt before it. Returns one text where no later
+        message changes that, else one for each answer."""
         whole = self._render(chat)["input_ids"]
         turns = []
         for number, message in enumerate(chat.messages):
@@ -178,12 +179,11 @@ class RowMaker:
         return [_tokens(whole, answers)]
 
     def _turn(self, chat: Chat, number: int) -> tuple[list[int], list[bool]]:
-        """The chat up to the end of the message, which is the only answer, as it is when the target has just given it."""
+        """Renders the chat up to the end of a message, as it is when the target has just given it: the only answer."""
         prompt = self._render(chat, number, add_generation_prompt=True)["input_ids"]
         ids = self._render(chat, number + 1)["input_ids"]
         begin = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, ids, strict=False)))
-        # Within the header of the answer they may part: a line break of the prompt's may be one token with what follows
-        # it.
+        # They may part within the header of the answer: a line break of the prompt may be one token with what follows.
         if begin < len(prompt) and begin < len(self._render(chat, number)["input_ids"]):
             raise Skipped("template refused it: it renders a prompt otherwise once it is answered")
         answers = [False] * len(ids)
@@ -191,7 +191,8 @@ class RowMaker:
         return ids[:end], answers[:end]
 
     def _mark(self, ids: list[int], answers: list[bool], begin: int, end: int) -> int:
-        """Marks an answer up to the token that ends the turn, which may be the next; templates go on with a line break."""
+        """Marks an answer up to the token that ends its turn, which may be the one after it, and returns its end.
+        Templates go on with a line break."""
         stops = [place for place in range(begin, min(end + 1, len(ids))) if ids[place] in self.stop_ids]
         end = stops[-1] + 1 if stops else end
         if any(token not in self.stop_ids for token in ids[begin:end]):

@@ -1,5 +1,5 @@
-"""Divergence: losses, gradients and weights that are no longer finite numbers, found without waiting for the device at
-every step."""
+"""Divergence: losses, gradients and weights that are no longer finite, found without waiting for the device at every
+step."""
 
 import math
 from collections.abc import Iterable
@@ -13,17 +13,17 @@ from transformers import TrainingArguments
 from .saving import last_checkpoint
 
 READ_EVERY = 10  # steps at most between two reads; a run also reads when it logs, evaluates or saves
-PATIENCE = 5  # steps in a row that are not finite
+PATIENCE = 5  # steps that are not finite, one after the other
 # the same where fp16 losses are scaled: the scale begins at 2**16, and is halved after each step that overflows
 SCALED_PATIENCE = 25
 
 
 class TrainingDivergedError(RuntimeError):
-    """Training was stopped because its losses, gradients or weights are not finite; no such weights were saved."""
+    """Raised to stop a training whose losses, gradients or weights are not finite; no such weights were saved."""
 
 
 class Step(NamedTuple):
-    """An optimizer step: its loss and the norm of its gradient, over all processes."""
+    """An optimizer step: its number, its loss and the norm of its gradient, over all processes."""
 
     number: int
     loss: float
@@ -41,10 +41,11 @@ class DivergenceWatch:
     """
 
     def __init__(self, accelerator: Any, args: TrainingArguments):
-        self.accelerator, self.args = accelerator, args
+        self.accelerator = accelerator
+        self.args = args
         self.last: Step | None = None
-        self.first_broken: Step | None = None  # the first of the latest steps in a row that are not finite
-        self.num_broken = 0  # how many they are
+        self.first_broken: Step | None = None  # the first of the latest steps, one after the other, that are not finite
+        self.num_broken = 0  # their number
         self._loss: Tensor | None = None
         self._numbers, self._unread = list[int](), list[Tensor]()
 
@@ -54,7 +55,7 @@ class DivergenceWatch:
         self._loss = loss if self._loss is None else self._loss + loss
 
     def end_step(self, number: int, gradient_norm: Tensor | float | None) -> None:
-        """Records the step. `gradient_norm`: None where the backend does not report it."""
+        """Records the step that ends. `gradient_norm`: None where the backend does not report it."""
         if self._loss is None:
             return
         norm = gradient_norm.full_tensor() if isinstance(gradient_norm, DTensor) else gradient_norm
@@ -68,7 +69,7 @@ class DivergenceWatch:
         return len(self._unread) >= READ_EVERY
 
     def check_steps(self) -> None:
-        """Raises TrainingDivergedError where several steps in a row were not finite."""
+        """Raises TrainingDivergedError where several steps, one after the other, were not finite."""
         self._read()
         scaler = self.accelerator.scaler
         if self.num_broken >= (PATIENCE if scaler is None else SCALED_PATIENCE):
@@ -92,7 +93,7 @@ class DivergenceWatch:
         self._numbers, self._unread = [], []
 
     def _message(self, consequence: str) -> str:
-        """Where it began, what is left, and what to change."""
+        """Returns the message of the error: where it began, which checkpoint is left, and what to change."""
         step = self.first_broken or self.last
         kept = last_checkpoint(self.args.output_dir)
         args = self.args
@@ -114,8 +115,8 @@ class DivergenceWatch:
 
 @torch.no_grad()
 def num_not_finite(weights: Iterable[Tensor]) -> Tensor:
-    """Number of tensors with NaN or infinity (in this process's part, where sharded), a scalar on their device. Makes
-    no copies."""
+    """Returns the number of tensors with NaN or infinity (in this process's part, where sharded), a scalar on their
+    device, without copying them."""
     num_broken = torch.zeros((), dtype=torch.long)
     for weight in weights:
         local = weight.to_local() if isinstance(weight, DTensor) else weight

@@ -1,4 +1,4 @@
-"""What a record holds, by its kind: a chat, plain text or tokens. Its fields may have any type JSON has. T tokens."""
+"""Kinds of records: chats, plain text, and tokens. Their fields may have any type that JSON has. T tokens."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ SHORT.maxstring = SHORT.maxother = 60
 
 @dataclass
 class Chat:
-    """Messages as chat templates take them, and the tools offered in it."""
+    """A chat: messages as chat templates take them, and the tools offered in it."""
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None = None
@@ -27,7 +27,7 @@ class Chat:
 
 @dataclass
 class Tokens:
-    """`input_ids` (T,) int64; `answers` (T,) bool: which of them belong to answers, not to prompts."""
+    """A text as tokens: `input_ids` (T,) int64; `answers` (T,) bool, which of them belong to answers."""
 
     input_ids: Tensor
     answers: Tensor
@@ -45,12 +45,12 @@ ROLES = {name: name for name in ("system", "developer", "user", "assistant", "to
     "observation": "tool",
 }
 MARKS: dict[str, Callable[[Tensor], Tensor]] = dict.fromkeys(("answers", "loss_mask", "assistant_masks"), Tensor.bool)
-ANSWER_COLUMNS = MARKS | {"labels": lambda labels: labels != -100}  # a column -> which tokens are answers
+ANSWER_COLUMNS = MARKS | {"labels": lambda labels: labels != -100}  # a column -> which tokens belong to answers
 
 
 def tokens_of(record: Record) -> Tokens:
-    """What has been tokenized already, its answers under any of ANSWER_COLUMNS. Raises Skipped where one is missing or
-    too short."""
+    """Reads a record that has been tokenized already, its answers under any of ANSWER_COLUMNS. Raises Skipped where ids
+    or answers are missing, differ in number or are of another type."""
     column = next((name for name in ANSWER_COLUMNS if record.get(name) is not None), None)
     if column is None or record.get("input_ids") is None:
         names = SHORT.repr([*record]) if len(record) > 8 else ", ".join(map(str, record)) or "nothing"
@@ -71,7 +71,7 @@ def tokens_of(record: Record) -> Tokens:
 
 
 def _whole_numbers(record: Record, column: str) -> Tensor:
-    """A column of integers as int64; it may be empty. Floats are refused, whole ones too."""
+    """Returns a column of integers as int64; it may be empty. Raises Skipped for floats, whole ones too."""
     values = record[column]
     refusal = Skipped(f"{column} are no integers", f"{column} are {SHORT.repr(values)}; expected a list of integers.")
     others = {*map(type, values)} - {int} if isinstance(values, list | tuple) else ()
@@ -84,6 +84,7 @@ def _whole_numbers(record: Record, column: str) -> Tensor:
 
 
 def _zeros_and_ones(record: Record, column: str) -> Tensor:
+    """Returns a column of marks, bool or 0 and 1. Raises Skipped for others."""
     refusal = Skipped(
         f"{column} are not 0 or 1",
         f"{column} are {SHORT.repr(record[column])}; expected true or false, or 1 or 0, each.",
@@ -137,7 +138,7 @@ def _check_text(parsed: Any) -> None:
 
 
 def _message(turn: Any) -> dict[str, Any]:
-    """A message as templates take it, from one with role and content, or with from and value (ShareGPT's)."""
+    """Returns a message as templates take it, from one with role and content, or with from and value (ShareGPT's)."""
     is_native = isinstance(turn, Mapping) and turn.get("role") is not None
     if not is_native and not (isinstance(turn, Mapping) and {"from", "value"} <= turn.keys()):
         expected = "expected an object with role and content, or from and value"
@@ -155,7 +156,7 @@ def _message(turn: Any) -> dict[str, Any]:
 
 
 def _sound(message: dict[str, Any]) -> dict[str, Any]:
-    """The message, its fields checked to have the types that templates read."""
+    """Returns the message, once its fields are known to have the types that templates read."""
     _string(message["role"], "role")
     for name in ("reasoning_content", "reasoning", "thinking"):
         _string(message.get(name, ""), name)
@@ -196,7 +197,7 @@ def _tools(tools: Any) -> list[Any] | None:
 
 
 def _answered(record: Record, asked: str, answer: str) -> Chat:
-    """One question and its answer, in these columns: each is text, or messages."""
+    """Makes a chat of a question and its answer in these columns, each of which is text or messages."""
     turns = list[Any]()
     for role, name in (("user", asked), ("assistant", answer)):
         side = record[name]
@@ -209,7 +210,7 @@ def _instruction(record: Record) -> Chat:
     return _answered({**record, "instruction": "\n\n".join(part for part in parts if part)}, "instruction", "output")
 
 
-# columns that identify a kind; the first match counts
+# columns that identify a kind of record; the first match counts
 KINDS: dict[tuple[str, ...], Callable[[Record], Chat | str | Tokens]] = {
     ("input_ids",): tokens_of,
     ("messages",): lambda record: _chat(record, record["messages"], "messages"),
@@ -222,7 +223,7 @@ KINDS: dict[tuple[str, ...], Callable[[Record], Chat | str | Tokens]] = {
 
 
 def parse_record(record: Record) -> Chat | str | Tokens:
-    """What a record holds: a chat, plain text or tokens. Raises Skipped for a record of no kind in KINDS, and for
+    """Parses a record into a chat, plain text or tokens. Raises Skipped for a record of no kind in KINDS, and for
     fields of other types."""
     found = {name for name, value in record.items() if value is not None}
     for columns, read in KINDS.items():

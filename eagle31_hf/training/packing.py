@@ -1,4 +1,8 @@
-"""Rows of tokens, packed and padded into batches. B rows, T tokens, n*ht captured states, ht target width."""
+"""Training examples, packed into sequences and collated into batches.
+
+An example is {"input_ids" (T,), "answers" (T,) bool}, or what `kinds.tokens_of` reads as one; with the target's states
+also {"states" (T, n*ht), "last_states" (T, ht)}: n captured states, ht target width. B sequences, T tokens.
+"""
 
 from bisect import bisect_left, insort
 from collections import defaultdict
@@ -13,13 +17,13 @@ from torch.utils.data import Dataset
 
 from .kinds import tokens_of
 
-Row = Mapping[str, Any]
+Example = Mapping[str, Any]
 STATE_COLUMNS = ("states", "last_states")  # (T, n*ht) and (T, ht)
 
 
-class Rows(Dataset):
-    """Rows held in memory, end to end: ids (N,) int32, answers (N,) bool, and where each row begins and the last ends
-    (R + 1,)."""
+class Examples(Dataset):
+    """R examples held in memory, end to end: ids (N,) int32, answers (N,) bool, and `offsets` (R + 1,), where each
+    begins and the last ends."""
 
     def __init__(self, input_ids: Tensor, answers: Tensor, offsets: Tensor):
         self.input_ids = input_ids
@@ -28,13 +32,13 @@ class Rows(Dataset):
         self.lengths: list[int] = offsets.diff().tolist()
 
     @classmethod
-    def from_rows(cls, rows: Iterable[Row]) -> "Rows":
-        """Copies rows of any kind into memory, end to end. Raises ValueError where there are none."""
+    def from_iterable(cls, examples: Iterable[Example]) -> "Examples":
+        """Copies examples of any kind into memory, end to end. Raises ValueError where there are none."""
         ids = list[Tensor]()
         answers = list[Tensor]()
         offsets = [0]
-        for row in rows:
-            tokens = tokens_of(row)
+        for example in examples:
+            tokens = tokens_of(example)
             ids.append(tokens.input_ids.int())
             answers.append(tokens.answers)
             offsets.append(offsets[-1] + len(tokens.input_ids))
@@ -52,9 +56,10 @@ class Rows(Dataset):
 
 
 def pack(lengths: Sequence[int], max_length: int) -> list[list[int]]:
-    """Best-fit decreasing: which rows share a row of at most `max_length` tokens, in the order of the first of each.
+    """Packs examples of these lengths into sequences of at most `max_length` tokens, best-fit decreasing.
 
-    Raises ValueError for a row that is longer.
+    Returns the indices of the examples of each sequence, in the order of the first of each. Raises ValueError for an
+    example that is longer.
     """
     if len(lengths) and max(lengths) > max_length:
         index = lengths.index(max(lengths))
@@ -81,52 +86,53 @@ def pack(lengths: Sequence[int], max_length: int) -> list[list[int]]:
         if not by_room[left]:
             insort(rooms, left)
         by_room[left].append(best)
-    return sorted(sorted(rows) for rows in packs)
+    return sorted(sorted(indices) for indices in packs)
 
 
-class PackedRows(Dataset):
-    """Items are lists of rows that fit into `max_length` tokens together; `lengths` is theirs, summed.
+class PackedExamples(Dataset):
+    """Lists of examples that fit into a sequence of `max_length` tokens together; `lengths` are those of the sequences.
 
-    Takes the rows' own `lengths` where they have them. Raises ValueError for a row that is longer.
+    Takes the `lengths` of the examples where they are known. Raises ValueError for an example that is longer.
     """
 
-    def __init__(self, rows: Any, max_length: int):
+    def __init__(self, examples: Any, max_length: int):
         lengths = (
-            rows.lengths if hasattr(rows, "lengths") else [len(rows[index]["input_ids"]) for index in range(len(rows))]
+            examples.lengths
+            if hasattr(examples, "lengths")
+            else [len(examples[index]["input_ids"]) for index in range(len(examples))]
         )
-        self.rows, self.packs = rows, pack(lengths, max_length)
+        self.examples = examples
+        self.packs = pack(lengths, max_length)
         self.lengths = [sum(lengths[index] for index in indices) for indices in self.packs]
 
     def __len__(self) -> int:
         return len(self.packs)
 
-    def __getitem__(self, index: int) -> list[Row]:
-        return [self.rows[index] for index in self.packs[index]]
+    def __getitem__(self, index: int) -> list[Example]:
+        return [self.examples[index] for index in self.packs[index]]
 
 
 @dataclass
 class Collator:
-    """Rows, or lists of rows to lie end to end -> `input_ids`, `answers` and `documents`, all (B, T), T the longest.
+    """Makes a batch of examples, or of lists of examples to lie end to end in one sequence each.
 
-    `documents` numbers the rows that lie end to end from 1; padding is 0, an answer nowhere. Rows with `states` (T,
-    n*ht) and `last_states` (T, ht) give (B, T, n*ht) and (B, T, ht), zero in the padding. T is rounded up to a multiple
-    of `pad_to_multiple_of`. Raises ValueError for rows without ids or answers, and for states that only some rows have,
-    or not for all tokens.
+    Returns `input_ids`, `answers` and `documents`, all (B, T), T the longest, rounded up to a multiple of
+    `pad_to_multiple_of`. `documents` numbers the examples of a sequence from 1; padding is 0, and answers nowhere.
+    Examples with states give `states` (B, T, n*ht) and `last_states` (B, T, ht), zero in the padding. Raises ValueError
+    for examples without ids or answers, and for states that only some examples have, or not for all tokens.
     """
 
     pad_to_multiple_of: int | None = None
 
-    def __call__(self, items: Sequence[Row | Sequence[Row]]) -> dict[str, Tensor]:
-        texts = [self._text([item] if isinstance(item, Mapping) else item) for item in items]
-        if len({frozenset(text) for text in texts}) > 1:
-            raise ValueError(
-                f"rows have {' or '.join(sorted({', '.join(text) for text in texts}))}; expected the same in all of a"
-                " batch."
-            )
-        longest = max(len(text["input_ids"]) for text in texts)
+    def __call__(self, items: Sequence[Example | Sequence[Example]]) -> dict[str, Tensor]:
+        sequences = [self._sequence([item] if isinstance(item, Mapping) else item) for item in items]
+        if len({frozenset(sequence) for sequence in sequences}) > 1:
+            columns = " or ".join(sorted({", ".join(sequence) for sequence in sequences}))
+            raise ValueError(f"rows have {columns}; expected the same in all of a batch.")
+        longest = max(len(sequence["input_ids"]) for sequence in sequences)
         # The first is padded to the length of all: `pad_sequence` pads the others to the longest it is given.
         length = longest + -longest % (self.pad_to_multiple_of or 1)
-        return {name: self._padded([text[name] for text in texts], length) for name in texts[0]}
+        return {name: self._padded([sequence[name] for sequence in sequences], length) for name in sequences[0]}
 
     @staticmethod
     def _padded(parts: list[Tensor], length: int) -> Tensor:
@@ -135,35 +141,34 @@ class Collator:
         return pad_sequence([first, *parts[1:]], batch_first=True)
 
     @staticmethod
-    def _text(rows: Sequence[Row]) -> dict[str, Tensor]:
-        tokens = [tokens_of(row) for row in rows]
-        text = {
+    def _sequence(examples: Sequence[Example]) -> dict[str, Tensor]:
+        """Joins the columns of the examples of one sequence."""
+        tokens = [tokens_of(example) for example in examples]
+        sequence = {
             "input_ids": torch.cat([part.input_ids for part in tokens]),
             "answers": torch.cat([part.answers for part in tokens]),
             "documents": torch.cat([torch.full_like(part.input_ids, 1 + number) for number, part in enumerate(tokens)]),
         }
         for name in STATE_COLUMNS:
-            if any(name in row for row in rows):
-                lengths = [len(row[name]) if name in row else 0 for row in rows]
-                if lengths != [len(part.input_ids) for part in tokens]:
-                    raise ValueError(
-                        f"rows of {[len(part.input_ids) for part in tokens]} tokens have {name} of {lengths}; expected"
-                        " as many."
-                    )
-                text[name] = torch.cat([torch.as_tensor(row[name]) for row in rows])
-        return text
+            if any(name in example for example in examples):
+                lengths = [len(example[name]) if name in example else 0 for example in examples]
+                expected = [len(part.input_ids) for part in tokens]
+                if lengths != expected:
+                    raise ValueError(f"rows of {expected} tokens have {name} of {lengths}; expected as many.")
+                sequence[name] = torch.cat([torch.as_tensor(example[name]) for example in examples])
+        return sequence
 
 
 class Part(Dataset):
-    """Rows from `start` to `end` of others, with their lengths."""
+    """The examples of another dataset from `start` up to `end`, with their lengths."""
 
-    def __init__(self, rows: Any, start: int, end: int):
-        self.rows = rows
+    def __init__(self, examples: Any, start: int, end: int):
+        self.examples = examples
         self.start = start
-        self.lengths = rows.lengths[start:end]
+        self.lengths = examples.lengths[start:end]
 
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def __getitem__(self, index: int) -> Row:
-        return self.rows[self.start + range(len(self))[index]]
+    def __getitem__(self, index: int) -> Example:
+        return self.examples[self.start + range(len(self))[index]]

@@ -1,14 +1,14 @@
-"""Training data as a store: records become rows, in the target's own words where asked, with its states where asked.
+"""Training data made into a store: records become examples, in the target's own words and with its states where asked.
 
 Shards are made one by one from the records that are theirs, and from nothing else: a run that was stopped goes on, and
-several processes can make some each. T tokens of a row, n captured states, ht target width.
+several processes can make some each. T tokens of an example, n captured states, ht target width.
 """
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,25 +21,72 @@ from ..storage.fingerprints import digest, tokenizer_fingerprint, weights_finger
 from ..targets.ends import shape_of
 from ..targets.layers import decoder_layers
 from . import regenerate as on_policy
-from .chats import RowMaker
+from .chats import ExampleMaker
 from .ends import tensor_parallel_group
 from .kinds import Chat, parse_record
-from .packing import Rows
-from .records import Records, identity, read_records
+from .packing import Examples
+from .records import Record, Records, identity, read_records
 from .skipped import Skipped, Skips
-from .store import HiddenStateStore, Manifest, Row, missing_shards, open_store, save_target_parts, write_shard
+from .store import Columns, HiddenStateStore, Manifest, missing_shards, open_store, save_target_parts, write_shard
 from .target import TargetReader
 
-MAX_LENGTH = 2048
-MAX_NEW_TOKENS = 1024
-BATCH_SIZE = 8
-RECORDS_PER_SHARD = 64
 MOST_REASONS = 5  # in an error
+Made = TypeVar("Made")
+Progress = Callable[[str], None]  # is told one line at a time
+
+
+@dataclass(frozen=True)
+class PreparationOptions:
+    """Options of training data.
+
+    `split` is that of a dataset; `max_length`, `mask`, `template_augmentation`, `chat_template`, `template_options` and
+    `seed` are `ExampleMaker`'s. `regenerate`: answers are the target's own, by generate() with the arguments
+    `generation`, of at most `max_new_tokens` tokens. `states`: the target's states are stored too, those at `layer_ids`
+    (by default where drafters read) in `dtype`, one of STORED_DTYPES (by default the target's). `batch_size`: examples
+    the target reads, or prompts it answers, at once. Raises ValueError for options that do not go together.
+    """
+
+    max_length: int = 2048
+    mask: str = "answers"
+    split: str = "train"
+    seed: int = 0
+    template_augmentation: float = 0.0
+    chat_template: str | None = None
+    template_options: dict[str, Any] = field(default_factory=dict)
+    regenerate: bool = False
+    max_new_tokens: int = 1024
+    generation: dict[str, Any] = field(default_factory=dict)
+    states: bool = False
+    layer_ids: list[int] | None = None
+    dtype: str | None = None
+    batch_size: int = 8
+    records_per_shard: int = 64
+
+    def __post_init__(self) -> None:
+        if not self.states and (self.layer_ids, self.dtype) != (None, None):
+            raise ValueError(
+                f"layer_ids is {self.layer_ids} and dtype {self.dtype!r} without states; expected neither, or states."
+            )
+        if self.regenerate and self.template_augmentation:
+            raise ValueError(
+                f"template_augmentation is {self.template_augmentation}; expected 0 with regenerate: prompts are as"
+                " they are served."
+            )
+
+    def for_target(self, target: PreTrainedModel) -> "PreparationOptions":
+        """Returns the options with the layers and dtype of the states filled in. Raises ValueError for layers that the
+        target does not have."""
+        if not self.states:
+            return self
+        config = Eagle31Config(aux_hidden_state_layer_ids=self.layer_ids)
+        layer_ids = config.resolve_layer_ids(len(decoder_layers(target)))
+        return replace(self, layer_ids=layer_ids, dtype=self.dtype or str(target.dtype).removeprefix("torch."))
 
 
 @dataclass
 class Prepared:
-    """What a store holds by now: rows, their tokens, and what made none, by reason. `shards` of `num_shards` are there."""
+    """What a store holds by now: examples (`rows`), their tokens, and by reason what gave none; `shards` of
+    `num_shards` are there."""
 
     folder: str
     rows: int
@@ -49,190 +96,226 @@ class Prepared:
     num_shards: int
 
 
-@dataclass
-class _Workshop:
-    """Makes the rows of one shard after the other."""
-
-    records: Records
-    records_per_shard: int
-    maker: RowMaker
-    speaker: on_policy.Speaker | None
-    reader: TargetReader | None
-    mask: str
-    seed: int
-    batch_size: int
-    skips: Skips
-
-    def shard(self, index: int) -> tuple[list[Row], Counter[str]]:
-        first = index * self.records_per_shard
-        numbers = range(first, min(first + self.records_per_shard, len(self.records)))
-        if self.speaker is None:
-            rows = [row for number in numbers for row in rows_of_record(self.records, number, self.maker, self.skips)]
-        else:
-            with seeded(on_policy.seed_of(self.seed, index)):
-                rows = self._regenerated(self.speaker, numbers)
-        return (rows if self.reader is None else self._with_states(self.reader, rows)), self.skips.taken()
-
-    def _regenerated(self, speaker: on_policy.Speaker, numbers: range) -> list[Row]:
-        """Chats are answered; of what is no chat, all before the first answer is the prompt, or the first half of a
-        plain text."""
-        chats, prompts = list[tuple[int, Chat]](), list[tuple[int, Tensor]]()
-        for number in numbers:
-            try:
-                parsed = parse_record(self.records[number])
-                if isinstance(parsed, Chat):
-                    chats.append((number, parsed))
-                else:
-                    prompts += [
-                        (number, row["input_ids"][: _end_of_prompt(row)])
-                        for row in self.maker.rows(self.records[number], number)
-                    ]
-            except Skipped as refusal:
-                self.skips.add(number, refusal)
-        talks = on_policy.regenerate(
-            speaker,
-            [chat for _, chat in chats],
-            lambda i, refusal: self.skips.add(chats[i][0], refusal),
-            chat_template=self.maker.chat_template,
-            **self.maker.template_options,
-        )
-        continued = on_policy.continue_texts(
-            speaker, [prompt for _, prompt in prompts], lambda i, refusal: self.skips.add(prompts[i][0], refusal)
-        )
-        rows = [row for made in (*talks, *continued) for row in made]
-        if self.mask == "all":
-            rows = [row | {"answers": torch.ones_like(row["answers"])} for row in rows]
-        return rows
-
-    def _with_states(self, reader: TargetReader, rows: list[Row]) -> list[Row]:
-        order = sorted(rows, key=lambda row: -len(row["input_ids"]))
-        for start in range(0, len(order), self.batch_size):
-            batch = order[start : start + self.batch_size]
-            ids = pad_sequence([row["input_ids"] for row in batch], batch_first=True)
-            documents = pad_sequence([torch.ones_like(row["input_ids"]) for row in batch], batch_first=True)
-            for row, *both in zip(batch, *reader.read(ids, documents), strict=True):
-                row |= {
-                    name: states[: len(row["input_ids"])]
-                    for name, states in zip(("states", "last_states"), both, strict=True)
-                }
-        return rows
-
-
-def rows_of_record(records: Records, number: int, maker: RowMaker, skips: Skips) -> list[Row]:
-    """The rows of one record; none where it cannot be read or makes none, which is counted with its reason and goes no
-    further."""
-    try:
-        return maker.rows(records[number], number)
-    except Skipped as refusal:
-        skips.add(number, refusal)
-        return []
-
-
-def _end_of_prompt(row: Row) -> int:
-    return int(row["answers"].int().argmax()) or len(row["answers"]) // 2
-
-
 def prepare_data(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     source: str,
     output: str | Path,
+    options: PreparationOptions | None = None,
     *,
-    max_length: int = MAX_LENGTH,
-    states: bool = False,
-    layer_ids: list[int] | None = None,
-    dtype: str | None = None,
-    regenerate: bool = False,
-    max_new_tokens: int = MAX_NEW_TOKENS,
-    generation: dict[str, Any] | None = None,
-    batch_size: int = BATCH_SIZE,
-    records_per_shard: int = RECORDS_PER_SHARD,
     part: tuple[int, int] = (0, 1),
-    template_augmentation: float = 0.0,
-    chat_template: str | None = None,
-    template_options: dict[str, Any] | None = None,
-    seed: int = 0,
-    split: str = "train",
-    mask: str = "answers",
-    progress: Callable[[str], None] | None = None,
+    progress: Progress | None = None,
 ) -> Prepared:
-    """Makes the shards of `output` that are missing, of them those whose number is part[0] modulo part[1]; run again,
-    it goes on.
+    """Makes the shards that are missing in the store `output`; run again, it goes on.
 
-    `states`: with the target's, at `layer_ids` (by default where drafters read) and in `dtype`, one of STORED_DTYPES
-    (by default the target's). `regenerate`: answers are the target's own, by generate() with the options `generation`.
-    The others are RowMaker's. A record that makes no row is counted with its reason, and the first of each reason are
-    told to `progress`, with file and line. Raises ValueError for options that do not go together, where `output` holds
-    something else, and where no record makes a row.
+    `source`: what `read_records` reads. `part`: makes only the shards whose number is part[0] modulo part[1]. A record
+    that gives no example is counted with its reason, and the first ones of each reason are told to `progress`, with
+    file and line. Raises ValueError for a target whose processes depend on each other, where `output` holds something
+    else, and where no record gives an example.
     """
-    _check(target, states, layer_ids, dtype, regenerate, template_augmentation, part)
-    records = read_records(source, split)
-    stops = on_policy.stop_ids(target, tokenizer)
-    embedding = target.get_input_embeddings()
-    if states:
-        layer_ids = Eagle31Config(aux_hidden_state_layer_ids=layer_ids).resolve_layer_ids(len(decoder_layers(target)))
-        dtype = dtype or str(target.dtype).removeprefix("torch.")
-    maker = RowMaker(
-        tokenizer,
-        max_length,
-        shape_of(embedding)[0],
-        "answers" if regenerate else mask,
-        template_augmentation,
-        seed,
-        chat_template,
-        set(stops),
-        template_options or {},
-    )
-    speaker = (
-        on_policy.Speaker(target, tokenizer, max_length, max_new_tokens, batch_size, generation or {})
-        if regenerate
-        else None
-    )
-    reader = TargetReader(target, layer_ids) if states else None
-    made_of = _made_of(source, split, mask, maker, speaker)
-    open_store(output, _manifest(target, tokenizer, made_of, len(records), records_per_shard, layer_ids, dtype))
-    if reader is not None and part[0] == 0:
-        save_target_parts(output, target, reader.scoring.as_dict())
+    if not 0 <= part[0] < part[1]:
+        raise ValueError(f"part is {part[0]}/{part[1]}; expected 0/n to n-1/n for n processes.")
+    if tensor_parallel_group(target) is not None:
+        raise ValueError(
+            "the target is tensor-parallel, whose processes cannot each make their own shards; expected a whole one in"
+            " every process, or one that device_map spreads over devices."
+        )
+    options = (options or PreparationOptions()).for_target(target)
+    records = read_records(source, options.split)
     skips = Skips(records.where, progress)
-    workshop = _Workshop(records, records_per_shard, maker, speaker, reader, mask, seed, batch_size, skips)
-    _make(workshop, output, part, progress or (lambda message: None))
+    builder = ShardBuilder(target, tokenizer, records, options, skips)
+    open_store(output, builder.manifest(source))
+    if builder.reader is not None and part[0] == 0:
+        save_target_parts(output, target, builder.reader.scoring.as_dict())
+    _make_shards(builder, output, part, progress or (lambda line: None))
     prepared = _summary(output)
     if prepared.shards == prepared.num_shards and not prepared.rows:
-        raise _no_rows(source, records, skips, prepared.skipped)
+        raise _no_examples(source, records, skips, prepared.skipped)
     return prepared
 
 
-def rows_in_memory(
+def examples_in_memory(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     source: str,
-    *,
-    max_length: int,
-    split: str = "train",
-    seed: int = 0,
-    template_options: dict[str, Any] | None = None,
-    progress: Callable[[str], None] | None = None,
-) -> tuple[Rows, dict[str, int]]:
-    """Rows of a source as it is, and what made none, by reason; `progress` is told where the first of each reason are.
+    options: PreparationOptions,
+    progress: Progress | None = None,
+) -> tuple[Examples, dict[str, int]]:
+    """Returns the examples of a source as it is, and by reason how many records gave none; `progress` is told where the
+    first ones of each reason are. Options of stores, regeneration and states do not count.
 
-    Raises ValueError where no record makes a row.
+    Raises ValueError where no record gives an example.
     """
-    records, rows = read_records(source, split), list[Row]()
+    records = read_records(source, options.split)
     skips = Skips(records.where, progress)
-    table: Any = target.get_input_embeddings()
-    stops = set(on_policy.stop_ids(target, tokenizer))
-    maker = RowMaker(
-        tokenizer, max_length, shape_of(table)[0], seed=seed, stop_ids=stops, template_options=template_options or {}
-    )
-    for number in range(len(records)):
-        rows += rows_of_record(records, number, maker, skips)
+    maker = example_maker(target, tokenizer, options)
+    made = each_record(records, range(len(records)), maker.examples, skips)
+    examples = [example for _, of_record in made for example in of_record]
     skipped = dict(skips.taken())
-    if not rows:
-        raise _no_rows(source, records, skips, skipped)
-    return Rows.from_rows(rows), skipped
+    if not examples:
+        raise _no_examples(source, records, skips, skipped)
+    return Examples.from_iterable(examples), skipped
 
 
-def _no_rows(source: str, records: Records, skips: Skips, counts: dict[str, int]) -> ValueError:
+def example_maker(
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: PreparationOptions
+) -> ExampleMaker:
+    """Returns what makes examples of records for a target. In answers that are regenerated all else is a prompt."""
+    embedding: Any = target.get_input_embeddings()
+    return ExampleMaker(
+        tokenizer,
+        options.max_length,
+        vocab_size=shape_of(embedding)[0],
+        mask="answers" if options.regenerate else options.mask,
+        template_augmentation=options.template_augmentation,
+        seed=options.seed,
+        chat_template=options.chat_template,
+        stop_ids=set(on_policy.stop_ids(target, tokenizer)),
+        template_options=options.template_options,
+    )
+
+
+def each_record(
+    records: Records, numbers: Iterable[int], make: Callable[[Record, int], Made], skips: Skips
+) -> Iterator[tuple[int, Made]]:
+    """Yields the number of each record and what `make` makes of the record and its number; one that cannot be read, or
+    of which nothing can be made, is counted with its reason instead."""
+    for number in numbers:
+        try:
+            made = make(records[number], number)
+        except Skipped as refusal:
+            skips.add(number, refusal)
+        else:
+            yield number, made
+
+
+class ShardBuilder:
+    """Makes the examples of a store's shards; `options` are those of the target, see `for_target`."""
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        records: Records,
+        options: PreparationOptions,
+        skips: Skips,
+    ):
+        self.target = target
+        self.tokenizer = tokenizer
+        self.records = records
+        self.options = options
+        self.skips = skips
+        self.maker = example_maker(target, tokenizer, options)
+        self.generator: on_policy.AnswerGenerator | None = None
+        if options.regenerate:
+            self.generator = on_policy.AnswerGenerator(
+                target, tokenizer, options.max_length, options.max_new_tokens, options.batch_size, options.generation
+            )
+        self.reader = TargetReader(target, options.layer_ids) if options.states else None
+
+    def build(self, index: int) -> tuple[list[Columns], Counter[str]]:
+        """Returns the examples of a shard, and by reason how many of its records gave none."""
+        first = index * self.options.records_per_shard
+        numbers = range(first, min(first + self.options.records_per_shard, len(self.records)))
+        if self.generator is None:
+            made = each_record(self.records, numbers, self.maker.examples, self.skips)
+            examples = [example for _, of_record in made for example in of_record]
+        else:
+            with seeded(on_policy.seed_of(self.options.seed, index)):
+                examples = self._regenerated(self.generator, numbers)
+        if self.reader is not None:
+            self._add_states(self.reader, examples)
+        return examples, self.skips.taken()
+
+    def _regenerated(self, generator: on_policy.AnswerGenerator, numbers: range) -> list[Columns]:
+        """Returns examples in the target's words: chats are answered; of what is no chat, all before the first answer
+        is the prompt, or the first half of a plain text."""
+        chats, prompts = list[tuple[int, Chat]](), list[tuple[int, Tensor]]()
+        for number, made in each_record(self.records, numbers, self._chat_or_prompts, self.skips):
+            if isinstance(made, Chat):
+                chats.append((number, made))
+            else:
+                prompts += [(number, prompt) for prompt in made]
+        answered = on_policy.regenerate(
+            generator,
+            [chat for _, chat in chats],
+            lambda i, refusal: self.skips.add(chats[i][0], refusal),
+            chat_template=self.options.chat_template,
+            **self.options.template_options,
+        )
+        continued = on_policy.continue_texts(
+            generator, [prompt for _, prompt in prompts], lambda i, refusal: self.skips.add(prompts[i][0], refusal)
+        )
+        examples = [{**example} for made in (*answered, *continued) for example in made]
+        if self.options.mask == "all":
+            for example in examples:
+                example["answers"] = torch.ones_like(example["answers"])
+        return examples
+
+    def _chat_or_prompts(self, record: Record, number: int) -> Chat | list[Tensor]:
+        parsed = parse_record(record)
+        if isinstance(parsed, Chat):
+            return parsed
+        examples = self.maker.examples(record, number)
+        return [example["input_ids"][: _end_of_prompt(example)] for example in examples]
+
+    def _add_states(self, reader: TargetReader, examples: list[Columns]) -> None:
+        """Adds the target's states to the examples; examples of like length are read together."""
+        order = sorted(examples, key=lambda example: -len(example["input_ids"]))
+        for start in range(0, len(order), self.options.batch_size):
+            batch = order[start : start + self.options.batch_size]
+            ids = pad_sequence([example["input_ids"] for example in batch], batch_first=True)
+            documents = pad_sequence([torch.ones_like(example["input_ids"]) for example in batch], batch_first=True)
+            for example, states, last_states in zip(batch, *reader.read(ids, documents), strict=True):
+                length = len(example["input_ids"])
+                example |= {"states": states[:length], "last_states": last_states[:length]}
+
+    def manifest(self, source: str) -> Manifest:
+        """Returns the manifest of the store."""
+        return Manifest(
+            self.target.name_or_path,
+            weights_fingerprint(self.target),
+            tokenizer_fingerprint(self.tokenizer),
+            self._made_of(source),
+            self.target.config.get_text_config(decoder=True).hidden_size,
+            num_records=len(self.records),
+            records_per_shard=self.options.records_per_shard,
+            commit=getattr(self.target.config, "_commit_hash", None),  # only those of the Hub have one
+            layer_ids=self.options.layer_ids,
+            dtype=self.options.dtype,
+        )
+
+    def _made_of(self, source: str) -> dict[str, Any]:
+        """Returns all that the examples follow from besides the target and its tokenizer, as the manifest keeps it."""
+        options = self.options
+        made_of: dict[str, Any] = {
+            "data": identity(source, options.split),
+            "max_length": options.max_length,
+            "mask": options.mask,
+            "seed": options.seed,
+            "regenerate": options.regenerate,
+            "template_augmentation": options.template_augmentation,
+            "chat_template": None if options.chat_template is None else digest(options.chat_template),
+            "stop_ids": sorted(self.maker.stop_ids or ()),
+        }
+        if options.template_options:
+            made_of["template_options"] = options.template_options
+        if options.regenerate:
+            made_of |= {
+                "max_new_tokens": options.max_new_tokens,
+                "batch_size": options.batch_size,
+                "generation": options.generation,
+                # what `generation` leaves out is as it says
+                "generation_config": digest(self.target.generation_config.to_json_string(use_diff=False)),
+            }
+        return made_of
+
+
+def _end_of_prompt(example: Columns) -> int:
+    return int(example["answers"].int().argmax()) or len(example["answers"]) // 2
+
+
+def _no_examples(source: str, records: Records, skips: Skips, counts: dict[str, int]) -> ValueError:
     reasons = ", ".join(f"{count:,}: {reason}" for reason, count in sorted(counts.items())[:MOST_REASONS])
     first = "".join(f" {number}) {text}" for number, text in enumerate(skips.first, 1))
     return ValueError(
@@ -241,88 +324,13 @@ def _no_rows(source: str, records: Records, skips: Skips, counts: dict[str, int]
     )
 
 
-def _check(
-    target: PreTrainedModel,
-    states: bool,
-    layer_ids: Any,
-    dtype: Any,
-    regenerate: bool,
-    template_augmentation: float,
-    part: tuple[int, int],
-) -> None:
-    """Raises ValueError for options that do not go together, and for a target whose processes depend on each other."""
-    if not 0 <= part[0] < part[1]:
-        raise ValueError(f"part is {part[0]}/{part[1]}; expected 0/n to n-1/n for n processes.")
-    if not states and (layer_ids, dtype) != (None, None):
-        raise ValueError(f"layer_ids is {layer_ids} and dtype {dtype!r} without states; expected neither, or states.")
-    if regenerate and template_augmentation:
-        raise ValueError(
-            f"template_augmentation is {template_augmentation}; expected 0 with regenerate: prompts are as they are"
-            " served."
-        )
-    if tensor_parallel_group(target) is not None:
-        raise ValueError(
-            "the target is tensor-parallel, whose processes cannot each make their own shards; expected a whole one in"
-            " every process, or one that device_map spreads over devices."
-        )
-
-
-def _made_of(source: str, split: str, mask: str, maker: RowMaker, speaker: on_policy.Speaker | None) -> dict[str, Any]:
-    """All that rows follow from besides the target and its tokenizer, as the manifest keeps it."""
-    made_of: dict[str, Any] = {
-        "data": identity(source, split),
-        "max_length": maker.max_length,
-        "mask": mask,
-        "seed": maker.seed,
-        "regenerate": speaker is not None,
-        "template_augmentation": maker.template_augmentation,
-        "chat_template": None if maker.chat_template is None else digest(maker.chat_template),
-        "stop_ids": sorted(maker.stop_ids or ()),
-    }
-    if maker.template_options:
-        made_of["template_options"] = maker.template_options
-    if speaker is not None:
-        own = digest(speaker.target.generation_config.to_json_string(use_diff=False))  # what is not given is as it says
-        made_of |= {
-            "max_new_tokens": speaker.max_new_tokens,
-            "batch_size": speaker.batch_size,
-            "generation": speaker.generation,
-        }
-        made_of["generation_config"] = own
-    return made_of
-
-
-def _manifest(
-    target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    made_of: dict[str, Any],
-    num_records: int,
-    records_per_shard: int,
-    layer_ids: list[int] | None,
-    dtype: str | None,
-) -> Manifest:
-    width = target.config.get_text_config(decoder=True).hidden_size
-    commit = getattr(target.config, "_commit_hash", None)  # only those of the Hub have one
-    return Manifest(
-        target.name_or_path,
-        weights_fingerprint(target),
-        tokenizer_fingerprint(tokenizer),
-        made_of,
-        width,
-        num_records,
-        records_per_shard,
-        commit,
-        layer_ids,
-        dtype,
-    )
-
-
-def _make(workshop: _Workshop, output: str | Path, part: tuple[int, int], progress: Callable[[str], None]) -> None:
+def _make_shards(builder: ShardBuilder, output: str | Path, part: tuple[int, int], progress: Progress) -> None:
     mine = [index for index in missing_shards(output) if index % part[1] == part[0]]
     for done, index in enumerate(mine, 1):
-        rows, skipped = workshop.shard(index)
-        write_shard(output, index, rows, skipped)
-        progress(f"shard {done} of {len(mine)}: {len(rows)} rows, {sum(len(row['input_ids']) for row in rows)} tokens")
+        examples, skipped = builder.build(index)
+        write_shard(output, index, examples, skipped)
+        num_tokens = sum(len(example["input_ids"]) for example in examples)
+        progress(f"shard {done} of {len(mine)}: {len(examples)} rows, {num_tokens} tokens")
 
 
 def _summary(output: str | Path) -> Prepared:

@@ -1,11 +1,11 @@
-"""The parts of a training run: rows to train and to evaluate on, a draft vocabulary, the drafter to begin with, and the
-lines that say how it goes.
+"""The parts of a training run: examples to train and to evaluate on, a draft vocabulary, the drafter to begin with, and
+the lines that say how it goes.
 
 `eagle31 train` and examples/train.py are made of these parts; each can be used alone.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +18,24 @@ from ..storage.fingerprints import tokenizer_fingerprint
 from ..targets.ends import execution_device, shape_of
 from .fresh import choose_vocabulary, count_answers, mass_covered, new_drafter
 from .packing import Part
-from .prepare import prepare_data, rows_in_memory
+from .prepare import PreparationOptions, examples_in_memory, prepare_data
 from .regenerate import stop_ids
 from .shapes import layer_ids_for
 from .store import MANIFEST, HiddenStateStore, read_manifest
 from .target import StoredTarget, TargetReader
 
-ROWS_FOR_COVERAGE = 16  # on which the target's probability of a draft vocabulary is measured
-ROWS_FOR_UPGRADE = 16  # on which an EAGLE 3 drafter is calibrated
+FOR_COVERAGE = 16  # examples on which the target's probability of a draft vocabulary is measured
+FOR_UPGRADE = 16  # examples on which an EAGLE 3 drafter is calibrated
 Progress = Callable[[str], None]  # is told one line at a time
 Upgrade = Callable[[Eagle31DrafterModel, Any, list[Tensor]], Eagle31DrafterModel]
 
 
 @dataclass
 class TrainingData:
-    """Rows to train on, rows to evaluate on (None: there are none), and the facts that training.json keeps of them.
+    """Examples to train on, examples to evaluate on (None: there are none), and the facts that training.json keeps of
+    them.
 
-    `layer_ids`: the target layers whose states are stored with the rows, None where there are no states.
+    `layer_ids`: the target layers whose states are stored with the examples, None where there are no states.
     """
 
     train: Any
@@ -44,40 +45,36 @@ class TrainingData:
 
 
 @dataclass(frozen=True)
-class RowReader:
-    """Reads sources of training data as rows for one target and its tokenizer.
+class ExampleReader:
+    """Reads sources of training data as examples for one target and its tokenizer.
 
-    A source is a store that prepare-data wrote, or chats and texts, of which rows of at most `max_length` tokens are
-    made now. With `regenerate_in`, answers are first replaced by the target's own; these rows go into stores below that
-    folder, so that none is generated twice. `split` is that of a dataset; `template_options` are read by the chat
-    template.
+    A source is a store that prepare-data wrote, or chats and texts, of which examples are made now as `options` say.
+    With `regenerate_in`, answers are first replaced by the target's own; these examples go into stores below that
+    folder, so that none is generated twice.
     """
 
     target: Any  # the model, or a StoredTarget
     tokenizer: PreTrainedTokenizerBase
-    max_length: int
+    options: PreparationOptions
     progress: Progress
-    split: str = "train"
-    seed: int = 0
-    template_options: Mapping[str, Any] = field(default_factory=dict)
     regenerate_in: Path | None = None
 
     def training_data(self, source: str, eval_source: str | None, num_held_out: int) -> TrainingData:
         """Reads `source` to train on and `eval_source` to evaluate on.
 
-        Without the latter the last `num_held_out` rows of the data are held out, at most a tenth of them. Raises
-        ValueError where no record makes a row, and for a store of another tokenizer.
+        Without the latter the last `num_held_out` examples of the data are held out, at most a tenth of them. Raises
+        ValueError where no record gives an example, and for a store of another tokenizer.
         """
-        rows, facts = self.read(source, "data")
-        layer_ids = rows.manifest.layer_ids if isinstance(rows, HiddenStateStore) else None
+        examples, facts = self.read(source, "data")
+        layer_ids = examples.manifest.layer_ids if isinstance(examples, HiddenStateStore) else None
         if eval_source:
-            return TrainingData(rows, self.read(eval_source, "eval-data")[0], facts, layer_ids)
-        split = len(rows) - min(num_held_out, len(rows) // 10)
-        held_out = Part(rows, split, len(rows)) if split < len(rows) else None
-        return TrainingData(Part(rows, 0, split), held_out, facts, layer_ids)
+            return TrainingData(examples, self.read(eval_source, "eval-data")[0], facts, layer_ids)
+        split = len(examples) - min(num_held_out, len(examples) // 10)
+        held_out = Part(examples, split, len(examples)) if split < len(examples) else None
+        return TrainingData(Part(examples, 0, split), held_out, facts, layer_ids)
 
     def read(self, source: str, name: str) -> tuple[Any, dict[str, Any]]:
-        """Returns the rows of a source, and its facts; regenerated rows go into the subfolder `name`."""
+        """Returns the examples of a source, and its facts; regenerated ones go into the subfolder `name`."""
         if (Path(source) / MANIFEST).is_file():
             store = HiddenStateStore(source)
             store.check(tokenizer_fingerprint=tokenizer_fingerprint(self.tokenizer))
@@ -85,40 +82,21 @@ class RowReader:
         if self.regenerate_in is not None:
             store = self._regenerated(source, self.regenerate_in / name)
             return store, self._facts(source, store, store.skipped)
-        rows, skipped = rows_in_memory(
-            self.target,
-            self.tokenizer,
-            source,
-            max_length=self.max_length,
-            split=self.split,
-            seed=self.seed,
-            template_options=dict(self.template_options),
-            progress=self.progress,
-        )
-        return rows, self._facts(source, rows, skipped)
+        examples, skipped = examples_in_memory(self.target, self.tokenizer, source, self.options, self.progress)
+        return examples, self._facts(source, examples, skipped)
 
     def _regenerated(self, source: str, folder: Path) -> HiddenStateStore:
         """Makes the store in `folder`, each process of a distributed run its share of the shards."""
         state = PartialState()
-        prepare_data(
-            self.target,
-            self.tokenizer,
-            source,
-            str(folder),
-            max_length=self.max_length,
-            regenerate=True,
-            split=self.split,
-            seed=self.seed,
-            part=(state.process_index, state.num_processes),
-            progress=self.progress,
-            template_options=dict(self.template_options),
-        )
+        part = (state.process_index, state.num_processes)
+        options = replace(self.options, regenerate=True)
+        prepare_data(self.target, self.tokenizer, source, folder, options, part=part, progress=self.progress)
         state.wait_for_everyone()
         return HiddenStateStore(folder)
 
-    def _facts(self, source: str, rows: Any, skipped: Mapping[str, int]) -> dict[str, Any]:
-        """Counts rows, tokens and skipped records, and tells them to `progress`."""
-        facts = {"source": source, "rows": len(rows), "tokens": sum(rows.lengths), "skipped": dict(skipped)}
+    def _facts(self, source: str, examples: Any, skipped: Mapping[str, int]) -> dict[str, Any]:
+        """Counts examples (`rows`), tokens and skipped records, and tells them to `progress`."""
+        facts = {"source": source, "rows": len(examples), "tokens": sum(examples.lengths), "skipped": dict(skipped)}
         left_out = "".join(f", {count:,} skipped ({reason})" for reason, count in sorted(skipped.items()))
         self.progress(f"{source}: {facts['rows']:,} rows of {facts['tokens']:,} tokens{left_out}")
         return facts
@@ -152,8 +130,8 @@ def draft_vocabulary(
         return None, None
     ids, tokens = choose_vocabulary(count_answers(data.train, vocab_size), size, stop_ids(target, tokenizer))
     reader = target if isinstance(target, StoredTarget) else _reader_of(target)
-    rows = data.held_out or data.train
-    mass = mass_covered((rows[i] for i in range(min(ROWS_FOR_COVERAGE, len(rows)))), ids, reader)
+    examples = data.held_out or data.train
+    mass = mass_covered((examples[i] for i in range(min(FOR_COVERAGE, len(examples)))), ids, reader)
     progress(
         f"a draft vocabulary of {len(ids):,} covers {tokens:.2%} of the answers' tokens, {mass:.2%} of the target's"
         " probability"
@@ -175,15 +153,15 @@ def loaded_drafter(
 ) -> Eagle31DrafterModel:
     """Loads a drafter of any format in fp32, to train it further; `fields` of `Eagle31Config` win over its own.
 
-    `upgrade`, if given, makes an EAGLE 3 drafter an EAGLE 3.1 one, by calibration on rows of the data. Raises OSError
-    and ValueError as `from_pretrained` does.
+    `upgrade`, if given, makes an EAGLE 3 drafter an EAGLE 3.1 one, by calibration on examples of the data. Raises
+    OSError and ValueError as `from_pretrained` does.
     """
     drafter = Eagle31DrafterModel.from_pretrained(source, **dict(fields or {}))
     drafter = drafter.float().to(execution_device(target))
     if upgrade is None or drafter.config.is_eagle31:
         return drafter
     progress("making the EAGLE 3 drafter an EAGLE 3.1 one, by calibration")
-    texts = [data.train[i]["input_ids"][None] for i in range(min(ROWS_FOR_UPGRADE, len(data.train)))]
+    texts = [data.train[i]["input_ids"][None] for i in range(min(FOR_UPGRADE, len(data.train)))]
     drafter = upgrade(drafter, target, texts)
     progress(drafter.upgrade_report.summary().replace("\n", "; "))
     return drafter

@@ -1,4 +1,4 @@
-"""Training data as it is found: records out of files, folders and datasets."""
+"""Records of training data, read from files, folders and datasets."""
 
 import hashlib
 import json
@@ -15,9 +15,7 @@ from ..storage.jsonl import JsonLines
 from .skipped import Skipped
 
 Record = Mapping[str, Any]
-SAVED_DATASET = ("state.json", "dataset_dict.json")  # what `Dataset.save_to_disk` and `DatasetDict.save_to_disk` leave
-
-
+SAVED_DATASET = ("state.json", "dataset_dict.json")  # left by `Dataset.save_to_disk` and `DatasetDict.save_to_disk`
 COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".zip"}
 
 
@@ -26,7 +24,7 @@ class Records(Sequence):
 
     @abstractmethod
     def where(self, number: int) -> str:
-        """The place of a record, as its file and line."""
+        """Returns the place of a record, as its file and line."""
 
 
 class Lines(Records):
@@ -72,7 +70,7 @@ class Items(Records):
 
 
 class Table(Records):
-    """The rows of a dataset."""
+    """Records of a dataset of the `datasets` library."""
 
     def __init__(self, name: str, data: Any):
         self.name, self.data = name, data
@@ -88,7 +86,7 @@ class Table(Records):
 
 
 class Joined(Records):
-    """Several sources, one after the other."""
+    """Records of several sources, one after the other."""
 
     def __init__(self, parts: list[Records]):
         self._parts, self._ends = parts, [*accumulate(map(len, parts))]
@@ -111,8 +109,8 @@ class Joined(Records):
 
 
 def _parsed(data: bytes) -> Any:
-    """A JSON value, in which a Skipped stands for an object that has a key twice: readers disagree about which of the
-    two counts."""
+    """Parses a JSON value; a Skipped stands for an object in it that has a key twice, as readers disagree about which
+    of the two counts."""
 
     def plain(pairs: list[tuple[str, Any]]) -> Any:
         value = dict(pairs)
@@ -162,8 +160,8 @@ FILES: dict[str, Callable[[Path], Records]] = {".jsonl": Lines, ".json": _json, 
 
 
 def read_records(source: str, split: str = "train") -> Records:
-    """Records of a file, of all files in a folder in the order of their paths, or of a dataset: saved in a folder, or
-    of the Hub.
+    """Reads the records of a file, of all files in a folder in the order of their paths, or of a dataset, saved in a
+    folder or of the Hub.
 
     `.jsonl` is read lazily; a file that is not `.jsonl`, `.json` or `.parquet` is one record {"text"}. Datasets of the
     Hub go by "owner/name" or "owner/name:config"; `split` is theirs and that of saved ones. Raises FileNotFoundError
@@ -181,8 +179,8 @@ def read_records(source: str, split: str = "train") -> Records:
 
 
 def identity(source: str, split: str = "train") -> str:
-    """Hash of the data, the same wherever it lies: of the contents of files, or of a dataset's name, split and
-    fingerprint."""
+    """Returns a hash of the data, the same wherever it lies: of the contents of files, or of a dataset's name, split
+    and fingerprint."""
     if not _is_local(source):
         name = None if Path(source).exists() else source
         return hashlib.sha256(json.dumps([name, split, _dataset(source, split)._fingerprint]).encode()).hexdigest()

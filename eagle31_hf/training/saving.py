@@ -1,4 +1,4 @@
-"""Checkpoints: which can be resumed, and what is written beside the weights."""
+"""Checkpoints of a run: which can be resumed, and what is written beside the weights."""
 
 import json
 import logging
@@ -25,14 +25,13 @@ from .objective import Settings
 
 logger = logging.getLogger(__name__)
 RECORD = "training.json"
-STAGED_RECORD = f"{RECORD}.partial"  # what a kill may leave of it
-# a user's checkpoint-best or checkpoint-100.bak is none of ours
+STAGED_RECORD = f"{RECORD}.partial"  # a record that is being written, left behind by a kill
+# names of checkpoints of a run; a user's checkpoint-best or checkpoint-100.bak is none
 CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-([0-9]+)")
 
 
 def write_record(folder: Path, drafter: Eagle31DrafterModel, settings: Settings, facts: dict[str, Any]) -> None:
-    """Writes `training.json`: which tokens the head stands for, hashed, how the drafter was trained, and `facts` about
-    the data.
+    """Writes `training.json`: the draft vocabulary, hashed, how the drafter was trained, and `facts` about the data.
 
     It also marks a folder as a run's own, which another run may replace; so it is whole or not there, and comes before
     the weights.
@@ -52,12 +51,13 @@ def has_record(folder: Path) -> bool:
 
 
 def vocabulary_digest(d2t: Tensor | None) -> str | None:
+    """Returns a hash of the target ids that a drafter can propose; None for a full vocabulary. `d2t` (Vd,): offsets."""
     return None if d2t is None else digest(repr(vocab.target_ids(d2t.cpu()).tolist()))
 
 
 def check_vocabulary(drafter: Eagle31DrafterModel, checkpoint: str) -> None:
-    """Raises ValueError where a checkpoint's head stands for other tokens than the drafter's: trained weights would be
-    taken for others."""
+    """Raises ValueError where a checkpoint has another draft vocabulary than the drafter: its head's weights would be
+    taken for those of other tokens."""
     weights = Path(checkpoint, "model.safetensors")
     if not weights.exists():
         return
@@ -85,7 +85,7 @@ def check_finite(folder: Path, weights: Mapping[str, Tensor]) -> None:
 
 
 def ended_state(folder: Path) -> TrainerState | None:
-    """The state of a run that came to its end in the folder; None where none did, or it cannot be read."""
+    """Reads the state of a run that came to its end in the folder; None where none did, or it cannot be read."""
     try:
         return TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
     except (OSError, ValueError, TypeError, RecursionError):
@@ -93,7 +93,7 @@ def ended_state(folder: Path) -> TrainerState | None:
 
 
 def checkpoints(folder: str | Path) -> list[Path]:
-    """The checkpoints in a folder, whole or not, by their step: the subfolders `checkpoint-<digits>`."""
+    """Returns the checkpoints in a folder, whole or not, by their step: the subfolders `checkpoint-<digits>`."""
     found = {
         path: CHECKPOINT.fullmatch(path.name)
         for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
@@ -103,7 +103,7 @@ def checkpoints(folder: str | Path) -> list[Path]:
 
 
 def remove_oldest(folder: str | Path, limit: int | None, best: str | None) -> None:
-    """Removes the oldest checkpoints of those beyond `limit`, but neither the newest nor the best; with None or 0 none."""
+    """Removes the oldest checkpoints beyond `limit`, but neither the newest nor the best; none without a limit."""
     found = [path for path in sort_checkpoints(str(folder), use_mtime=True) if CHECKPOINT.fullmatch(Path(path).name)]
     kept = {*found[-1:], str(Path(best)) if best else None}
     excess = len(found) - max(limit, len(kept.intersection(found))) if limit else 0
@@ -112,8 +112,8 @@ def remove_oldest(folder: str | Path, limit: int | None, best: str | None) -> No
 
 
 def why_incomplete(checkpoint: Path) -> str | None:
-    """What keeps a checkpoint from being resumed, None for a whole one: the Trainer's state, which is written last, can
-    be read, as can the weights."""
+    """Returns what keeps a checkpoint from being resumed, None for a whole one: the Trainer's state, which is written
+    last, can be read, and so can the weights."""
     try:
         json.loads((checkpoint / TRAINER_STATE_NAME).read_bytes())
         with safe_open(checkpoint / "model.safetensors", framework="pt"):  # which knows how long the file has to be
@@ -123,7 +123,7 @@ def why_incomplete(checkpoint: Path) -> str | None:
 
 
 def last_checkpoint(folder: str | Path) -> str | None:
-    """The newest checkpoint that was written to its end."""
+    """Returns the newest checkpoint in a folder that was written to its end, None where there is none."""
     for path in reversed(checkpoints(folder)):
         reason = why_incomplete(path)
         if reason is None:

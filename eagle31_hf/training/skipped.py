@@ -1,5 +1,4 @@
-"""Records of which no row (training sequence) can be made: counted by reason, with the places of the first few of each
-reason."""
+"""Records of which no training example can be made: counted by reason, with the places of the first few of each."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -10,7 +9,7 @@ LONGEST = 100  # characters of what a template or a tokenizer says
 
 
 class Skipped(ValueError):  # noqa: N818 -- no error of the program: only this record is skipped
-    """This record makes no row.
+    """Raised for a record that gives no training example.
 
     `reason`: a few words, the same for all records that fail so: they are counted by it. `details`: the text, by
     default the reason. `place`: the file and line, where they are known already.
@@ -27,8 +26,8 @@ class Skipped(ValueError):  # noqa: N818 -- no error of the program: only this r
 
 @contextmanager
 def refused_by(what: str) -> Iterator[None]:
-    """Whatever a template or a tokenizer raises in the block is a reason to skip the record: a template is a program
-    that came with the model, and tokenizers raise plain `Exception`."""
+    """Raises Skipped instead of whatever a template or a tokenizer (`what`) raises in the block: a template is a
+    program that came with the model, and tokenizers raise plain `Exception`."""
     try:
         yield
     except MemoryError:
@@ -39,9 +38,9 @@ def refused_by(what: str) -> Iterator[None]:
 
 
 class Skips:
-    """Counts what made no row by reason, and reports where the first records of each reason are.
+    """Counts skipped records by reason, and reports where the first ones of each reason are.
 
-    `place_of`: a record's number -> its file and line.
+    `place_of`: a record's number -> its file and line. `report` is told a line for each of these.
     """
 
     def __init__(self, place_of: Callable[[int], str], report: Callable[[str], None] | None = None):
@@ -63,6 +62,6 @@ class Skips:
             self.report(f"skipped {refusal}")
 
     def taken(self) -> Counter[str]:
-        """The counts since they were last taken."""
+        """Returns the counts since they were last taken."""
         counts, self._counts = self._counts, Counter[str]()
         return counts

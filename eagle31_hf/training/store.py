@@ -1,9 +1,9 @@
-"""A folder of rows, with or without the target's states: `manifest.json`, what it was made from, and numbered
-safetensors shards.
+"""A store of training examples, with or without the target's states: a folder with a `manifest.json`, which says what
+it was made from, and numbered safetensors shards.
 
-T tokens of a row, n captured states, ht target width. A row is {"input_ids" (T,), "answers" (T,) bool}, and with states
-also {"states" (T, n*ht), "last_states" (T, ht)}: the captured ones, and the one that enters the target's head. A shard
-holds the rows one after another.
+T tokens of an example, n captured states, ht target width. An example is {"input_ids" (T,), "answers" (T,) bool}, and
+with states also {"states" (T, n*ht), "last_states" (T, ht)}: the captured ones, and those that enter the target's head.
+A shard holds the examples one after another.
 """
 
 import json
@@ -29,8 +29,8 @@ from ..storage.sealed import open_sealed, write_sealed
 from ..storage.tensor_file import Entry
 from .ends import parts_of
 
-Row = dict[str, Tensor]
-Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # a tensor's dtype, and the shape of what it has of a token
+Columns = dict[str, Tensor]  # of an example
+Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # a column's dtype, and the shape of its entry for one token
 MANIFEST, TARGET_PARTS = "manifest.json", "target.safetensors"
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
@@ -40,11 +40,11 @@ NOT_FINITE = "states are not finite"
 
 @dataclass
 class Manifest:
-    """A record of what a store's rows were made from, so that others are not mixed with them, and how they lie in its
-    shards.
+    """A record of what a store's examples were made from, so that others are not mixed with them, and how they lie in
+    its shards.
 
-    `revision` is the target's `weights_fingerprint`, `commit` that of its repository; `source` says what the rows were
-    made of, and how. Without `layer_ids` and `dtype` the store has tokens only.
+    `revision` is the target's `weights_fingerprint`, `commit` that of its repository; `source` says what the examples
+    were made of, and how. Without `layer_ids` and `dtype` the store has tokens only.
     """
 
     target: str
@@ -71,7 +71,7 @@ class Manifest:
         return -(-self.num_records // self.records_per_shard)
 
     def layout(self) -> Layout:
-        """Name of every tensor that has an entry per token -> dtype and shape of an entry."""
+        """Returns the dtype and the shape of an entry of every column that has one for each token."""
         layout: Layout = {"input_ids": (torch.int32, ()), "answers": (torch.uint8, ())}
         if self.layer_ids is None:
             return layout
@@ -82,8 +82,8 @@ class Manifest:
 
 
 def _flat(manifest: Manifest) -> dict[str, Any]:
-    """What two stores of the same rows have in common; where the target was found does not count, `revision` says which
-    it was."""
+    """Returns what two stores of the same examples have in common. Where the target was found does not count:
+    `revision` says which it was."""
     values = asdict(manifest)
     source = values.pop("source")
     _ = values.pop("target")
@@ -92,7 +92,7 @@ def _flat(manifest: Manifest) -> dict[str, Any]:
 
 
 def read_manifest(folder: str | Path) -> Manifest:
-    """The manifest of the store in a folder. Raises ValueError where there is none, or one of another version."""
+    """Reads the manifest of the store in a folder. Raises ValueError where there is none, or one of another version."""
     path = Path(folder, MANIFEST)
     if not path.is_file():
         raise ValueError(f"{folder}: holds no {MANIFEST}; expected a folder that prepare-data has made.")
@@ -107,7 +107,7 @@ def read_manifest(folder: str | Path) -> Manifest:
 
 
 def check_store_folder(folder: str | Path) -> None:
-    """Raises ValueError for a folder that holds something else than a store; several processes may be making one there."""
+    """Raises ValueError for a folder that holds something else than a store, which several processes may be making."""
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise ValueError(
@@ -153,17 +153,17 @@ def missing_shards(folder: str | Path) -> list[int]:
     return [index for index in range(read_manifest(folder).num_shards) if not shard_path(folder, index).is_file()]
 
 
-def write_shard(folder: str | Path, index: int, rows: Iterable[Row], skipped: Mapping[str, int]) -> None:
-    """Writes a shard, whole or not at all; `skipped` counts by reason what gave no row. Rows with NaN or infinite
-    states join them.
+def write_shard(folder: str | Path, index: int, examples: Iterable[Columns], skipped: Mapping[str, int]) -> None:
+    """Writes a shard, whole or not at all.
 
-    Raises OSError naming the shard when it cannot be written.
+    `skipped` counts by reason the records that gave no example; examples with NaN or infinite states join them. Raises
+    OSError naming the shard when it cannot be written.
     """
     layout = read_manifest(folder).layout()
     skips = Counter(skipped)
-    encoded = list[Row]()
-    for row in rows:
-        stored = _encode(row, layout)
+    encoded = list[Columns]()
+    for example in examples:
+        stored = _encode(example, layout)
         if all(
             stored[name].isfinite().all()
             for name in ("states", "last_states", "scales")
@@ -172,36 +172,36 @@ def write_shard(folder: str | Path, index: int, rows: Iterable[Row], skipped: Ma
             encoded.append(stored)
         else:
             skips[NOT_FINITE] += 1
-    offsets = torch.tensor([0] + [len(row["input_ids"]) for row in encoded]).cumsum(0)
+    offsets = torch.tensor([0] + [len(columns["input_ids"]) for columns in encoded]).cumsum(0)
     tensors = {"offsets": Entry.of_tensor(offsets)}
     for name, (dtype, shape) in layout.items():
-        tensors[name] = Entry.of_pieces(dtype, (int(offsets[-1]), *shape), [row[name] for row in encoded])
+        tensors[name] = Entry.of_pieces(dtype, (int(offsets[-1]), *shape), [columns[name] for columns in encoded])
     facts = {"rows": str(len(encoded)), "tokens": str(int(offsets[-1])), "skipped": json.dumps(skips, sort_keys=True)}
     write_sealed(shard_path(folder, index), tensors, facts)
 
 
-def _encode(row: Row, layout: Layout) -> Row:
-    """A row as it is stored. fp8 has one scale per token and captured state: they differ in size by orders of
-    magnitude."""
-    row = dict(row)
+def _encode(example: Columns, layout: Layout) -> Columns:
+    """Returns the columns as they are stored. fp8 has one scale per token and captured state, which differ in size by
+    orders of magnitude."""
+    columns = dict(example)
     if "scales" in layout:
-        states = row["states"].float().unflatten(-1, (*layout["scales"][1], -1))
+        states = columns["states"].float().unflatten(-1, (*layout["scales"][1], -1))
         scales = (states.abs().amax(-1) / FP8_MAX).clamp(min=torch.finfo(torch.float32).tiny)
-        row |= {"states": (states / scales[..., None]).flatten(-2), "scales": scales}
-    stored = {name: row[name].to(dtype) for name, (dtype, _) in layout.items()}
+        columns |= {"states": (states / scales[..., None]).flatten(-2), "scales": scales}
+    stored = {name: columns[name].to(dtype) for name, (dtype, _) in layout.items()}
     for name, (_, shape) in layout.items():
-        if stored[name].shape != (len(row["input_ids"]), *shape):
-            raise ValueError(
-                f"{name} of a row has shape {tuple(stored[name].shape)}; expected {(len(row['input_ids']), *shape)}."
-            )
+        found, expected = tuple(stored[name].shape), (len(columns["input_ids"]), *shape)
+        if found != expected:
+            raise ValueError(f"{name} of a row has shape {found}; expected {expected}.")
     return stored
 
 
 class HiddenStateStore(Dataset):
-    """The rows of a store, read one by one; every process opens the files for itself. fp8 states are given as bfloat16.
+    """The examples of a store, read one by one; every process opens the files for itself. fp8 states are returned as
+    bfloat16.
 
-    Raises ValueError when shards are missing, or when one that is opened for the first time has changed since it was
-    written.
+    `allow_partial`: leaves out shards that are missing. `verify`: checks a shard when it is first opened. Raises
+    ValueError when shards are missing, or when one has changed since it was written.
     """
 
     def __init__(self, folder: str | Path, allow_partial: bool = False, verify: bool = True):
@@ -231,7 +231,7 @@ class HiddenStateStore(Dataset):
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_files": {}}
 
-    def __getitem__(self, i: int) -> Row:
+    def __getitem__(self, i: int) -> Columns:
         i = range(len(self))[i]
         shard = bisect_right(self._starts, i) - 1
         start, end = self._offsets[shard][i - self._starts[shard] :][:2]
@@ -240,8 +240,7 @@ class HiddenStateStore(Dataset):
                 self._files[shard] = file
         layout = self.manifest.layout()
         # A slice is a view of the whole mapped tensor, which is what would be sent between processes.
-        row = {name: self._files[shard].get_slice(name)[start:end].clone() for name in layout}
-        return _decode(row)
+        return _decode({name: self._files[shard].get_slice(name)[start:end].clone() for name in layout})
 
     def check(
         self,
@@ -249,7 +248,7 @@ class HiddenStateStore(Dataset):
         layer_ids: list[int] | None = None,
         tokenizer_fingerprint: str | None = None,
     ):
-        """Raises ValueError naming what of these the rows were not made with."""
+        """Raises ValueError naming which of these the examples were not made with; None is not looked at."""
         for name, expected in (
             ("revision", target_fingerprint),
             ("layer_ids", layer_ids),
@@ -263,17 +262,18 @@ class HiddenStateStore(Dataset):
                 )
 
 
-def _decode(row: Row) -> Row:
-    row |= {"input_ids": row["input_ids"].long(), "answers": row["answers"].bool()}
-    if "scales" in row:
-        scales = row.pop("scales")
-        states = row["states"].float().unflatten(-1, (scales.shape[-1], -1)) * scales[..., None]
-        row["states"] = states.flatten(-2).bfloat16()
-    return row
+def _decode(stored: Columns) -> Columns:
+    """Returns an example from its stored columns."""
+    columns = stored | {"input_ids": stored["input_ids"].long(), "answers": stored["answers"].bool()}
+    if "scales" in columns:
+        scales = columns.pop("scales")
+        states = columns["states"].float().unflatten(-1, (scales.shape[-1], -1)) * scales[..., None]
+        columns["states"] = states.flatten(-2).bfloat16()
+    return columns
 
 
 def save_target_parts(folder: str | Path, target: PreTrainedModel, scoring: dict[str, Any]) -> None:
-    """What stands in for the target where only its states are: `parts_of` it, and its configs."""
+    """Writes what stands in for the target where only its states are: `parts_of` it, and its configs."""
     parts = parts_of(target)
     tensors = {name: Entry.of_tensor(weight) for name, weight in parts.items()}
     write_sealed(Path(folder, TARGET_PARTS), tensors, {"scoring": json.dumps(scoring, sort_keys=True)})
@@ -281,8 +281,8 @@ def save_target_parts(folder: str | Path, target: PreTrainedModel, scoring: dict
     target.generation_config.save_pretrained(folder)
 
 
-def load_target_parts(folder: str | Path) -> tuple[Row, dict[str, Any]]:
-    """`parts_of` a target, a tied head too, and the `scoring` they were saved with.
+def load_target_parts(folder: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Reads `parts_of` a target, a tied head too, and the `scoring` they were saved with.
 
     Raises OSError where there are none, ValueError when they are damaged.
     """

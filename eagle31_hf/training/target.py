@@ -17,7 +17,7 @@ from ..targets.ends import execution_device, scores_of
 from ..targets.layers import capture_states, decoder_layers
 from .documents import Text, texts_of
 from .ends import Scoring, TargetEnds, ends_of, find_scoring, last_state, tensor_parallel_group
-from .packing import PackedRows, Part
+from .packing import PackedExamples, Part
 from .store import HiddenStateStore, load_target_parts
 
 Watch = Callable[[list[Text]], AbstractContextManager[None]]  # a context around the forward over a group of texts
@@ -135,8 +135,8 @@ def stored_target(drafter: Eagle31DrafterModel, examples: Any) -> StoredTarget:
     Raises ValueError where there are none, or the states are not those that the drafter reads.
     """
     store = examples
-    while isinstance(store, PackedRows | Part):
-        store = store.rows
+    while isinstance(store, PackedExamples | Part):
+        store = store.examples
     if not isinstance(store, HiddenStateStore) or store.manifest.layer_ids is None:
         raise ValueError(
             "there is neither a target nor a store with its states; pass target=, or data that prepare-data wrote with"

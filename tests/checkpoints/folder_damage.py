@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from test_fuzz import damage, damage_header, damage_json, damage_pickle, value
+from damage import damage, damage_header, damage_json, damage_pickle, value
 
 PICKLE, KNOBS = "pytorch_model.bin", "generation_config.json"
 PLAIN_KNOBS = {"num_assistant_tokens": 4, "assistant_confidence_threshold": 0.1, "transformers_version": "5.23.0"}
 
 
 class Attack:
-    """What a pickle makes of itself when it is loaded: a file, if it gets that far."""
+    """An object whose pickle calls a function when it is loaded, to write a file for instance."""
 
     def __init__(self, call: Callable, *arguments: Any):
         self.call, self.arguments = call, arguments
@@ -41,7 +41,7 @@ def archived(data: bytes) -> bytes:
 
 
 def hostile_pickles(rng: random.Random, marker: Path) -> bytes:
-    """A pickle that would write a file, fill memory, or hold something else than tensors."""
+    """Returns a pickle that would write a file, fill memory, or hold something else than tensors."""
     storage = (
         b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpu\x8a\x06"
         + struct.pack("<q", 2**40)[:6]
@@ -211,7 +211,7 @@ def replace_json(folder: Path, rng: random.Random) -> None:
 
 
 def damage_any(folder: Path, rng: random.Random) -> None:
-    """A file truncated, overwritten with random bytes, or damaged as its format allows."""
+    """Truncates a file, overwrites it with random bytes, or damages it as its format allows."""
     files = files_of(folder)
     if not files:
         return
@@ -244,7 +244,7 @@ def damage_any(folder: Path, rng: random.Random) -> None:
 
 
 def long_header(folder: Path, rng: random.Random) -> None:
-    """A safetensors file whose header is long, or says that it is."""
+    """Writes a safetensors file whose header is long, or says that it is."""
     entries = {
         f"x{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(rng.choice((10**3, 3 * 10**4)))
     }
@@ -264,7 +264,7 @@ def unlink(path: Path) -> None:
 
 
 def odd_file(folder: Path, rng: random.Random) -> None:
-    """A folder, a pipe, a device or a link where a file is expected, or a link where a folder is made."""
+    """Puts a folder, a pipe, a device or a link where a file is expected, or a link where a folder is made."""
     names = [path.name for path in files_of(folder)] + [
         KNOBS,
         "eagle_meta.pt",
@@ -335,7 +335,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def mutate(folder: Path, rng: random.Random, marker: Path) -> str:
-    """One to three changes; which kinds they were."""
+    """Makes one to three changes, and returns their kinds."""
     kinds: dict[str, Callable[[], None]] = {
         "damage": lambda: damage_any(folder, rng),
         "key": lambda: hostile_key(folder, rng),

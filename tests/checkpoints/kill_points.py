@@ -1,5 +1,4 @@
-"""Forked processes: one that kills itself right before its n-th step towards the disk, one disturbed at its n-th look,
-several at once."""
+"""Forked processes that are killed right before their n-th step towards the disk, or disturbed at a look at files."""
 
 import os
 import signal
@@ -16,13 +15,15 @@ LOOKS = ("stat", "get_slice")  # at files and at tensors of a file, besides open
 
 
 def killed_at(n: int, work: Callable[[], Any], folder: Path) -> bool:
-    """Runs `work` in a process of its own that is killed at its n-th step under `folder`. Whether it came that far."""
+    """Runs `work` in a process that is killed at its n-th step under `folder`. Returns True where it came that far."""
     return was_killed(start(work, folder, n))
 
 
 def start(work: Callable[[], Any], folder: Path, n: int = 0, delay: float = 0.0) -> int:
-    """The id of a process that runs `work` after `delay` seconds and is killed at its n-th step under `folder`; at none
-    for 0."""
+    """Starts a process that runs `work` after `delay` seconds, and returns its id.
+
+    It is killed at its n-th step under `folder`, with `n` 0 at none.
+    """
     pid = os.fork()
     if pid == 0:
         time.sleep(delay)
@@ -31,7 +32,7 @@ def start(work: Callable[[], Any], folder: Path, n: int = 0, delay: float = 0.0)
 
 
 def was_killed(pid: int) -> bool:
-    """Waits for a process of `start`. Whether it was killed; if not, it has to have ended well."""
+    """Waits for a process of `start`. Returns True where it was killed; if it was not, it has to have ended well."""
     status = os.waitpid(pid, 0)[1]
     if os.WIFSIGNALED(status):
         assert os.WTERMSIG(status) == signal.SIGKILL
@@ -41,8 +42,10 @@ def was_killed(pid: int) -> bool:
 
 
 def disturbed_at(n: int, work: Callable[[], Any], folder: Path, disturbance: Callable[[], Any]) -> bool:
-    """Runs `work` in a process of its own, and `disturbance` right before its n-th look at files. Whether it came that
-    far."""
+    """Runs `work` in a process, and `disturbance` right before its n-th look at files.
+
+    Returns True where it came that far.
+    """
     pid = os.fork()
     if pid == 0:
         came_that_far = False
@@ -72,8 +75,7 @@ def _run(n: int, work: Callable[[], Any], folder: str) -> None:
 
 
 def _watch(n: int, act: Callable[[], Any], is_step: Callable[[str, tuple], bool], calls: tuple[str, ...]) -> None:
-    """Calls `act` right before the n-th step of this process: an audit event that is one, or a call of a builtin of
-    that name."""
+    """Calls `act` right before the n-th step of this process: an event for which `is_step` holds, or one of `calls`."""
     left = n
 
     def step() -> None:

@@ -1,5 +1,4 @@
-"""Several processes on one folder: conversions in place take turns, what reads it sees the old checkpoint or the new
-one."""
+"""Several processes on one folder: conversions in place take turns, readers see the old checkpoint or the new one."""
 
 import errno
 import json
@@ -17,8 +16,8 @@ from tempfile import mkdtemp
 
 import pytest
 import torch
+from folders import SPECFORGE, WEIGHTS, assert_loads, contents
 from kill_points import disturbed_at, killed_at, start, was_killed
-from test_convert import SPECFORGE, WEIGHTS, assert_loads, contents
 from writers import LAYOUTS
 
 from eagle31_hf import Eagle31DrafterModel, convert_checkpoint, export_checkpoint
@@ -43,7 +42,8 @@ STEPS = 45  # towards the disk, of one conversion: a killed one dies somewhere a
 
 @dataclass(frozen=True)
 class Prepared:
-    """A drafter, its unconverted folder, which each test gets anew, and what is in that once it is converted."""
+    """A drafter, its unconverted folder, which each test gets anew, and the contents of that folder once it is
+    converted."""
 
     drafter: Eagle31DrafterModel
     folder: Path
@@ -81,7 +81,7 @@ def assert_exact(folder: Path, drafter: Eagle31DrafterModel) -> None:
 
 @pytest.mark.parametrize("round_number", range(ROUNDS))
 def test_conversions_take_turns(round_number, prepare):
-    """Two or four processes, starting up to 0.2 s apart; in every other round one is killed at some step."""
+    """Two or four processes start up to 0.2 s apart; in every other round one is killed at some step."""
     random = Random(round_number)
     count, kill, discard = (2, 4)[round_number // 2 % 2], round_number % 2 == 1, round_number % 3 == 2
     kind = random.choice(list(KINDS))
@@ -118,7 +118,7 @@ def test_threads_of_one_process_take_turns(prepare):
 
 
 class Waiting(logging.Handler):
-    """An event for every process that says it waits."""
+    """A log handler that counts the processes that say they wait."""
 
     def __init__(self):
         super().__init__()
@@ -185,7 +185,8 @@ def test_who_waited_for_a_removed_lock_file_waits_for_its_successor(tmp_path, wa
 
 
 def test_a_lock_file_that_became_a_link_is_an_error_and_the_lock_is_let_go(tmp_path, waiting):
-    """While one waits for it. Else whoever has the file under its new name would wait for ever."""
+    """It becomes one while a process waits for it. Whoever has the file under its new name would otherwise wait for
+    ever."""
 
     def wait() -> None:
         with pytest.raises(OSError, match=LOCK), folder_lock(tmp_path):
@@ -208,7 +209,7 @@ def test_a_lock_file_that_became_a_link_is_an_error_and_the_lock_is_let_go(tmp_p
 
 
 def test_a_lock_whose_file_cannot_be_removed_is_let_go(tmp_path):
-    """Here a folder stands in its place by then."""
+    """A folder stands in its place by then."""
 
     def work() -> None:
         with folder_lock(tmp_path):
@@ -257,7 +258,7 @@ def public_path():
 
 
 def refused_to_a_stranger(work, folder: Path) -> None:
-    """In a process of another user, where this one may do everything."""
+    """Runs `work` in a process of another user, because this one may do everything."""
 
     def as_stranger() -> None:
         if os.getuid() == 0:
@@ -307,8 +308,10 @@ def test_a_lock_file_of_somebody_elses_is_one_clear_error(public_path):
 
 
 def disturb_everywhere(work, folder: Path, begin) -> int:
-    """Runs `work` on what `begin` prepares; before its n-th look at files, the folder is converted. How many looks it
-    took."""
+    """Runs `work` on what `begin` prepares, again and again; before its n-th look at files, the folder is converted.
+
+    Returns the number of looks.
+    """
     n = 1
     begin()
     while disturbed_at(n, work, folder, lambda: convert_checkpoint(folder)):
@@ -327,7 +330,7 @@ def test_a_reader_sees_the_old_checkpoint_or_the_new_one(kind, prepare):
 
 
 def test_a_reader_of_a_half_converted_folder_sees_the_same(prepare, tmp_path):
-    """Killed after its commit, a conversion is finished by another while the folder is read."""
+    """A conversion is killed after its commit, and another finishes it while the folder is read."""
     prepared, n = prepare("safetensors"), 1
     while not (
         killed_at(n, lambda: convert_checkpoint(prepared.folder), prepared.folder)
@@ -375,8 +378,8 @@ def test_what_is_written_from_a_folder_that_changes_is_whole_or_nothing(write, p
 
 
 def test_what_changes_while_its_conversion_is_prepared_is_left_alone(prepare):
-    """By somebody who knows nothing of our lock, a trainer that saves, say. Once the old config is in original/, it is
-    too late."""
+    """The change is by somebody who knows nothing of our lock, a trainer that saves, say. Once the old config is in
+    original/, it is too late."""
     prepared = prepare("safetensors")
     other = replace(SPECFORGE, extra={"norm.weight": torch.full((20,), 2.0)})
 
@@ -406,10 +409,10 @@ def test_what_changes_while_its_conversion_is_prepared_is_left_alone(prepare):
 
 
 def test_a_folder_that_never_settles_is_one_clear_error(prepare):
-    """Copied by another program, or mended over and over: here its config is touched at every look."""
+    """Another program copies it, or mends it over and over: here its config is touched at every look."""
     prepared, looks = prepare("safetensors"), []
 
-    @sharing.settled("source")
+    @sharing.reads_one_state("source")
     def read(source: Path) -> None:
         looks.append(source)
         os.utime(source / "config.json", ns=(0, len(looks)))
@@ -438,7 +441,7 @@ def test_the_second_of_two_writers_of_a_new_folder_is_refused(tmp_path):
 
 @pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
 def test_a_new_folder_is_as_open_as_the_umask_lets_it_be(tmp_path, umask, monkeypatch):
-    """And the umask, which is the whole process's, stays: files of other threads would have other modes meanwhile."""
+    """The umask itself stays: it is the process's, and files of other threads would have other modes meanwhile."""
     before = os.umask(umask)
     try:
         with monkeypatch.context() as patched:

@@ -1,4 +1,4 @@
-"""Conversion into a folder and in place: the same bytes, nothing lost whenever the process dies, nothing written when
+"""Conversion into a folder and in place: the same bytes, nothing lost if the process dies, nothing written when
 refused."""
 
 import json
@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from close import assert_close
+from folders import SPECFORGE, WEIGHTS, assert_loads, contents
 from kill_points import killed_at
 from safetensors.torch import load_file, save
 from writers import LAYOUTS, write_weights
@@ -20,33 +21,9 @@ from writers import LAYOUTS, write_weights
 from eagle31_hf import Eagle31DrafterModel, convert_checkpoint
 from eagle31_hf.checkpoints import read_checkpoint
 
-SPECFORGE, WEIGHTS = LAYOUTS["specforge"], "model.safetensors"
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """Every file under the folder, empty folders as names that end in a slash."""
-    files = {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
-    return files | {f"{p.relative_to(folder)}/": b"" for p in folder.rglob("*") if p.is_dir() and not any(p.iterdir())}
-
 
 def stamps(folder: Path) -> dict[str, tuple[int, int]]:
     return {str(p): (p.stat().st_mtime_ns, p.stat().st_ino) for p in sorted(folder.rglob("*"))}
-
-
-def assert_loads(folder: Path, drafter: Eagle31DrafterModel, **options) -> None:
-    loaded = Eagle31DrafterModel.from_pretrained(folder, **options)
-    assert set(loaded.state_dict()) == set(drafter.state_dict())
-    for name, tensor in drafter.state_dict().items():
-        assert_close(name, loaded.state_dict()[name], tensor)
-    for name in (
-        "fc_norm",
-        "norm_output",
-        "aux_hidden_state_layer_ids",
-        "rope_parameters",
-        "num_hidden_layers",
-        "qk_norm",
-    ):
-        assert_close(name, getattr(loaded.config, name), getattr(drafter.config, name))
 
 
 # What comes out.
@@ -324,8 +301,10 @@ def is_new(folder: Path, layout) -> bool:
 
 
 def assert_old_or_new(folder: Path, layout, before: dict[str, bytes], discard: bool) -> None:
-    """Either every file is as it was, or the new checkpoint is read and every old file lies somewhere, unless they are
-    discarded."""
+    """Asserts that every file is as it was, or that the new checkpoint is read and every old file lies somewhere.
+
+    With `discard` the old files may be gone.
+    """
     after = contents(folder)
     if not is_new(folder, layout):
         assert {name: after.get(name) for name in before} == before
@@ -406,7 +385,8 @@ MEBIBYTE = 2**20
 
 
 def peak(*arguments: Path) -> int:
-    """Bytes of memory a process of its own held at most. Not getrusage: what that says starts at the parent's."""
+    """Returns the most bytes of memory that a process of its own held. getrusage does not say: its figure starts at the
+    parent's."""
     run = subprocess.run(
         [sys.executable, "-c", MEASURED, *map(str, arguments)], check=True, capture_output=True, text=True
     )

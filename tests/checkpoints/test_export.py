@@ -1,5 +1,4 @@
-"""Export: back and forth changes no byte, every key is what the engine reads, and what it cannot express is refused
-with the reason.
+"""Export: back and forth changes no byte, every key is one the engine reads, and a drafter it cannot run is refused.
 
 V target vocabulary, Vd draft vocabulary.
 """
@@ -12,9 +11,9 @@ import pytest
 import torch
 from close import assert_close
 from factories import MLA, NORMS, VARIANTS, VOCAB, build, inputs, target
+from folders import contents
 from safetensors import safe_open
 from safetensors.torch import load_file
-from test_convert import contents
 from writers import KIMI_YARN, LAYOUTS, YARN
 
 from eagle31_hf import Eagle31Config, Eagle31DrafterModel, convert_checkpoint, export_checkpoint
@@ -66,7 +65,7 @@ CASES += [(name, format) for name, (_, formats) in ONLY_SOME.items() for format 
 
 
 def native(folder: Path, **fields) -> Eagle31DrafterModel:
-    """A native checkpoint in `folder`, converted from one that is written otherwise."""
+    """Makes a native checkpoint in `folder`, converted from another format."""
     drafter = build(**IDS | fields)
     drafter.save_pretrained(folder.with_name("saved"), max_shard_size="4KB")
     convert_checkpoint(folder.with_name("saved"), folder)
@@ -89,7 +88,7 @@ def test_back_and_forth_changes_no_byte(name, format, tmp_path):
 
 @torch.no_grad()
 def ascending(drafter: Eagle31DrafterModel) -> Eagle31DrafterModel:
-    """The same drafter with its draft vocabulary in ascending order."""
+    """Returns the same drafter with its draft vocabulary in ascending order."""
     order = drafter.draft_to_target_ids().argsort()
     drafter.lm_head.weight.copy_(drafter.lm_head.weight[order].clone())
     drafter.set_draft_vocabulary(drafter.draft_to_target_ids()[order].clone())

@@ -1,10 +1,8 @@
-"""Every producer's layout loads to the drafter it was written from; what may mean two things asks, and one argument
-decides.
+"""Every producer's layout loads to the drafter it was written from; an ambiguous one asks, and one argument decides.
 
 B batch, T tokens, V target vocabulary, Vd draft vocabulary.
 """
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +11,8 @@ import pytest
 import torch
 from close import assert_close
 from factories import DRAFT_VOCAB, VOCAB, WIDTH, inputs, target
-from safetensors.torch import load_file, save_file
+from folders import edited
+from safetensors.torch import load_file
 from transformers import PreTrainedConfig
 from writers import LAYOUTS, write_weights
 
@@ -27,7 +26,7 @@ ASKED = {name: layout for name, layout in LAYOUTS.items() if layout.options}
 
 @pytest.fixture
 def poisoned_memory():
-    """torch.empty is filled with NaN or the largest integer: an unwritten tensor cannot pass for a loaded one."""
+    """Fills torch.empty with NaN or the largest integer: an unwritten tensor cannot pass for a loaded one."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -35,7 +34,7 @@ def poisoned_memory():
 
 @torch.no_grad()
 def assert_same(loaded: Eagle31DrafterModel, drafter: Eagle31DrafterModel) -> None:
-    """Fields, tensors and logits, all exactly."""
+    """Asserts that fields, tensors and logits are exactly the same."""
     for name in FIELDS:
         assert_close(name, getattr(loaded.config, name), getattr(drafter.config, name))
     assert set(loaded.state_dict()) == set(drafter.state_dict())
@@ -53,18 +52,6 @@ def assert_same(loaded: Eagle31DrafterModel, drafter: Eagle31DrafterModel) -> No
         logits.append((first.logits, model(tokens, hidden_states=first.last_hidden_state).logits))
     assert_close("logits", *logits)
     assert all(step.isfinite().all() for step in logits[0])
-
-
-def edited(folder: Path, tensors: dict | None = None, **config) -> Path:
-    """The checkpoint in `folder` with tensors and config keys replaced, or, where None, left out."""
-    if tensors:
-        weights = load_file(folder / "model.safetensors") | tensors
-        save_file(
-            {name: w for name, w in weights.items() if w is not None}, folder / "model.safetensors", {"format": "pt"}
-        )
-    stated = json.loads((folder / "config.json").read_text()) | config
-    (folder / "config.json").write_text(json.dumps({key: value for key, value in stated.items() if value is not None}))
-    return folder
 
 
 @pytest.mark.usefixtures("poisoned_memory")
@@ -372,7 +359,7 @@ def test_fields_given_win(tmp_path):
 
 @pytest.mark.parametrize("as_path", [str, Path])
 def test_a_config_elsewhere_wins(as_path, tmp_path):
-    """By its folder's name, as transformers takes it."""
+    """It is given by its folder's name, as transformers takes it."""
     LAYOUTS["specforge_of_two_meanings"].write(tmp_path / "source")
     Eagle31DrafterModel.from_pretrained(tmp_path / "source", norm_output=False).config.save_pretrained(
         tmp_path / "config"

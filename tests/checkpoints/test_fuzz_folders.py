@@ -1,5 +1,4 @@
-"""A share of `tests/fuzz_checkpoints.py`, which see, in a process of its own: its memory is measured, and it is
-offline."""
+"""A share of `tests/fuzz_checkpoints.py` in a process of its own, whose memory is measured, and which is offline."""
 
 import subprocess
 import sys

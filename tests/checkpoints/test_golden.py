@@ -1,8 +1,7 @@
-"""A checkpoint the original EAGLE 3 code wrote, and what that code computes with it: random weights, fp32, width 96,
-128 of 500 ids.
+"""Parity with the original EAGLE 3 code, on a checkpoint it wrote: random weights, fp32, width 96, 128 of 500 ids.
 
-`golden.safetensors`: the target's table `embed`, captured `features` (B, T, 3 * 96) and `input_ids` (B, T + 1) of a
-first round; `logits` and pre-norm `out_hidden` of the plain forward.
+`golden.safetensors` holds the target's table `embed`, captured `features` (B, T, 3 * 96) and `input_ids` (B, T + 1) of
+a first round; `logits` and pre-norm `out_hidden` of the plain forward.
 """
 
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Checkpoints that are broken, hostile or something else: one error that says where, what and what to do, before
-anything is written."""
+"""Checkpoints that are broken, hostile or something else: one error says where, what and what to do, and nothing is
+written."""
 
 import io
 import json
@@ -17,9 +17,8 @@ from typing import Any
 import pytest
 import torch
 from factories import DRAFT_VOCAB, VOCAB, WIDTH
+from folders import contents, edited
 from safetensors.torch import load_file, save_file
-from test_convert import contents
-from test_formats import edited
 from torch import nn
 from transformers import AutoModel
 from writers import LAYOUTS, LLAMA, SIZES, write_weights
@@ -36,7 +35,7 @@ MAX_MESSAGE = 4000
 
 
 class Attack:
-    """What a pickle makes of itself when it is loaded: a file, if it gets that far."""
+    """An object whose pickle calls a function when it is loaded: to write a file, unless another is named."""
 
     def __init__(self, path: Path):
         self.call: tuple = (open, (str(path), "w"))
@@ -52,7 +51,7 @@ class Attack:
 
 
 def refused(folder: Path, *patterns: str, error=(ValueError, OSError), **options) -> None:
-    """Every way in is one error whose text matches all patterns; what lies on disk stays as it was."""
+    """Asserts that every way in is one error whose text matches all patterns, and that files stay as they were."""
     before = contents(folder.parent)
     ways: tuple[Callable, ...] = (
         lambda: Eagle31DrafterModel.from_pretrained(folder, **options),
@@ -223,7 +222,7 @@ def test_parameters_load_and_the_format_before_1_6_does_not(folder):
 
 
 def test_tensors_of_one_storage_load(folder):
-    """Views that share memory, or lie in it in another order, are what they show."""
+    """Views that share memory, or lie in it in another order, have the values that they show."""
     drafter = BIN.write(folder)
     tensors = torch.load(folder / PICKLE)
     names = [name for name, tensor in tensors.items() if tensor.is_floating_point()]
@@ -280,7 +279,7 @@ def test_a_compressed_pickle_is_not_unpacked(folder):
 
 
 def bytearray_of(size: int) -> bytes:
-    """A pickle that asks for a bytearray of `size` zeros: `builtins.bytearray` is among what torch's unpickler allows."""
+    """Returns a pickle that asks for a bytearray of `size` zeros, which torch's unpickler allows."""
     return b"\x80\x02}X\x01\x00\x00\x00ac__builtin__\nbytearray\n\x8a\x08" + struct.pack("<q", size) + b"\x85Rs."
 
 
@@ -300,7 +299,7 @@ NOT_PICKLES = {
 
 
 def archived(data: bytes) -> bytes:
-    """A file as torch.save lays it out, with `data` where the pickle of names and shapes is."""
+    """Returns a file as torch.save lays it out, with `data` in place of the pickle of names and shapes."""
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         archive.writestr("archive/data.pkl", data)
@@ -810,7 +809,7 @@ def test_an_adapter_beside_the_weights_is_not_added_to_them(folder):
 
 @pytest.mark.parametrize("name", ["original", "eagle31-converting"])
 def test_a_link_in_place_of_a_folder_that_conversion_writes_to(name, folder, tmp_path):
-    """Through it, a file of that name elsewhere would be overwritten."""
+    """Through the link, a file of that name elsewhere would be overwritten."""
     SPECFORGE.write(folder)
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / WEIGHTS).write_text("mine")

@@ -1,7 +1,6 @@
-"""Drafters that their producers' own code saved load, and compute what that code computed; `peers/producer_fixtures.py`
-wrote both.
+"""Parity with other producers: drafters that their code saved load, and compute what that code computed.
 
-T captured target states, k depth of the chain.
+`peers/producer_fixtures.py` wrote both. T captured target states, k depth of the chain.
 """
 
 import json
@@ -28,13 +27,13 @@ IDENTIFIED = {
 
 
 def golden(case: str) -> tuple[dict, dict[str, Tensor]]:
-    """The loader's arguments and the config to expect, and what the producer computed."""
+    """Returns the loader's arguments, the config to expect, and the producer's results."""
     with safe_open(FORMATS / f"{case}.golden.safetensors", "pt") as file:
         return json.loads(file.metadata()["fixture"]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
 def load(source: Path, fixture: dict, peer: dict[str, Tensor]) -> Eagle31DrafterModel:
-    """The drafter in fp32, with the target's table where it has none."""
+    """Loads the drafter in fp32, with the target's table where it has none."""
     drafter = Eagle31DrafterModel.from_pretrained(source, dtype=torch.float32, **fixture["arguments"])
     if "embed" in peer:
         drafter.set_input_embeddings(nn.Embedding.from_pretrained(peer["embed"].float()))
@@ -43,8 +42,8 @@ def load(source: Path, fixture: dict, peer: dict[str, Tensor]) -> Eagle31Drafter
 
 @torch.no_grad()
 def assert_parity(drafter: Eagle31DrafterModel, peer: dict[str, Tensor]) -> None:
-    """From every slot: all target states up to it at once, then one given token after another on the drafter's own
-    state."""
+    """Compares the steps of a chain from every token: target states up to it at once, then given tokens one by one, on
+    the drafter's own state."""
     tokens, states = peer["input_ids"], peer["target_hidden_states"]
     for slot in range(states.shape[1]):
         cache, rows, source = DynamicCache(), tokens[:, : slot + 1], {"target_hidden_states": states[:, : slot + 1]}

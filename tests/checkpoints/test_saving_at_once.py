@@ -1,4 +1,4 @@
-"""`save_pretrained` by several processes into one folder: it holds one drafter whole, and nobody waits for ever."""
+"""`save_pretrained` by several processes into one folder: it holds one drafter whole, and no process waits for ever."""
 
 import errno
 import os
@@ -29,7 +29,7 @@ def save(name: str, folder) -> None:
 
 
 def which(folder) -> str:
-    """The name of the drafter that the folder holds, all of it."""
+    """Returns the name of the drafter that the folder holds, all of it."""
     loaded = Eagle31DrafterModel.from_pretrained(folder)
     name = "one file" if loaded.config.num_hidden_layers == 1 else "shards"
     expected = DRAFTERS[name][0].state_dict()
@@ -67,7 +67,7 @@ def test_weights_of_another_name_are_no_reason_to_remove_any(tmp_path):
 
 
 def in_time(work) -> bool:
-    """Runs `work` in a thread of its own; False where it is waiting still after a minute."""
+    """Runs `work` in a thread. Returns False where it still waits after a minute."""
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(60)
@@ -75,7 +75,7 @@ def in_time(work) -> bool:
 
 
 def test_who_holds_the_lock_can_save(tmp_path):
-    """As whatever changes a folder under its lock, and saves on the way."""
+    """A function that changes a folder under its lock may save on the way."""
 
     def work() -> None:
         with folder_lock(tmp_path):
@@ -88,7 +88,7 @@ def test_who_holds_the_lock_can_save(tmp_path):
 
 
 def test_who_does_not_write_does_not_wait(tmp_path):
-    """A process of a distributed run that only takes part in gathering: the one that writes may be waiting for it."""
+    """It is a process of a distributed run that only takes part in gathering: the one that writes may wait for it."""
     with folder_lock(tmp_path):
         assert in_time(lambda: DRAFTERS["one file"][0].save_pretrained(tmp_path, is_main_process=False))
     assert not [*tmp_path.iterdir()]

@@ -1,7 +1,7 @@
-"""Tiny drafters written as each producer writes them: names and config keys are spelled out here, so that no table is
-its own witness.
+"""Tiny drafters written as each producer writes them.
 
-V target vocabulary, Vd draft vocabulary, n captured states.
+Names and config keys are spelled out here, so that no table of the library is its own witness. V target vocabulary, Vd
+draft vocabulary, n captured states.
 """
 
 import json
@@ -47,9 +47,11 @@ def nested(ids: list[int] | None = None, **more: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Layout:
-    """`fields`: the drafter's own config; `config`: what the producer writes of it; `renames`: native prefix -> its
-    names, all of which are written; a native tensor whose name is in `without` is not. `options`: what the user has to
-    say when loading, and nothing less.
+    """A producer's way to write a drafter.
+
+    `fields`: the drafter's own config; `config`: the keys that the producer writes; `renames`: native prefix -> its
+    names, all of which are written; `without`: native names that are not written; `options`: arguments that the user
+    has to give when loading, and no others.
     """
 
     fields: dict[str, Any]
@@ -99,7 +101,7 @@ class Layout:
 def write_weights(
     folder: Path, tensors: dict[str, Tensor], file: str, shards: int = 1, metadata: dict[str, str] | None = None
 ) -> None:
-    """One file, or several with an index, as safetensors or pickles."""
+    """Writes one file, or several with an index, as safetensors or pickles."""
     stem, suffix = file.rsplit(".", 1)
     save: Callable = (
         (lambda t, p: torch.save(t, p))

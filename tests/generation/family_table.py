@@ -1,14 +1,14 @@
-"""The matrix of `families.FAMILIES` as this machine and this version of transformers give it, as a Markdown table.
+"""The matrix of `families.FAMILIES` as this machine and this version of transformers give it, as JSON.
 
-    python tests/generation/family_table.py [--grouped]
+    python tests/generation/family_table.py > docs/figures/families.json       # of which docs/tables.py makes a table
 
 "same text": text and, for one prompt, logits are the target's own, with drafts accepted and rejected; in a batch every
-sequence goes at its own pace. "chains": the same, but of chains where a tree was asked for. "in step": the same, but
-all sequences accept as much as the one that accepts least, of chains. "attention": the implementations of the target
-that give this row of the table. `--grouped` gives families with equal rows one row.
+row goes at its own pace. "chains": the same, but of chains where a tree was asked for. "in step": the same, but all
+rows accept as much as the one that accepts least, of chains. "attention": the implementations of the target that give
+this row. Families that do the same share a row.
 """
 
-import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -31,14 +31,11 @@ from families import (
 
 from eagle31_hf.targets.probe import why_no_trees
 
-HEAD = ("family", *(f"batch {count}: {', '.join(DRAFTINGS)}" for count in BATCHES), "attention", "why not")
+BATCH_KEYS = [f"batch {count}" for count in BATCHES]
 
 
 def row(name: str, attention: str) -> tuple[str, ...]:
-    """The words of a family, a cell a batch, and the reason of the first that is not "same text".
-
-    Raises NotThereError.
-    """
+    """A family's words, a cell a batch, and the reason of the first that is not "same text". Raises NotThereError."""
     outcomes = [[decode(name, attention, drafting, count) for drafting in DRAFTINGS] for count in BATCHES]
     words = [", ".join(outcome.word for outcome in cell) for cell in outcomes]
     reasons = [reason(name, attention, outcome) for cell in outcomes for outcome in cell if outcome.word != LOSSLESS]
@@ -70,30 +67,22 @@ def rows(name: str) -> dict[tuple[str, ...], list[str]]:
     return found
 
 
-def table(names: list[str], grouped: bool) -> list[str]:
+def grouped(names: list[str]) -> list[dict[str, str | list[str]]]:
+    """The rows that families have, each with the families that have it."""
     members: dict[tuple[str, ...], list[str]] = {}
     for name in names:
         for (*words, why), attentions in rows(name).items():
-            cells = (*words, ", ".join(attentions), why)
-            members.setdefault(cells if grouped else (*cells, name), []).append(name)
-    lines = [
-        HEAD,
-        ("---",) * len(HEAD),
-        *(("; ".join(group), *cells[: len(HEAD) - 1]) for cells, group in members.items()),
-    ]
-    return [f"| {' | '.join(line)} |" for line in lines]
+            members.setdefault((*words, ", ".join(attentions), why), []).append(name)
+    keys = (*BATCH_KEYS, "attention", "why")
+    return [{"families": group, **dict(zip(keys, cells, strict=True))} for cells, group in members.items()]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--grouped", action="store_true", help="one row for all families that do the same")
-    arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.get_logger("eagle31_hf").setLevel("WARNING")
-    print(
-        f"transformers {transformers.__version__}, torch {torch.__version__}, fp32, greedy, {len(FAMILIES)} families\n"
-    )
-    print("\n".join(table(list(FAMILIES), arguments.grouped)))
+    environment = f"transformers {transformers.__version__}, torch {torch.__version__}, fp32, greedy"
+    found = {"environment": environment, "rows": grouped(list(FAMILIES))}
+    print(json.dumps(found, indent=1, ensure_ascii=False))
 
 
 if __name__ == "__main__":

@@ -139,9 +139,7 @@ def test_a_prefill_in_chunks(make_target, make_drafter, prompt, kind):
     assert stats.accepted_per_round == speculate(target, make_drafter(target), prompt, **DRAFTED)[1].accepted_per_round
 
 
-OFFLOADED = pytest.param(
-    "offloaded", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA streams")
-)
+OFFLOADED = pytest.param("offloaded", marks=pytest.mark.gpu)  # it needs CUDA streams
 
 
 @pytest.mark.parametrize("implementation", ["dynamic", OFFLOADED])

@@ -1,10 +1,7 @@
 """One target and one drafter serve several threads at once."""
 
-from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
-
 import pytest
-import torch
+from at_once import PROMPTS, at_once
 from close import assert_close
 from observers import num_hooks, speculate
 
@@ -12,20 +9,6 @@ from eagle31_hf import track_acceptance
 
 GREEDY = {"max_new_tokens": 20, "do_sample": False}
 DRAFTED = GREEDY | {"num_assistant_tokens": 5}
-PROMPTS = [torch.tensor([ids]) for ids in ([1, 2, 3, 5, 8], [4, 4], [9, 0, 7, 7, 1, 6, 2, 2, 5], [3])]
-
-
-def at_once(functions):
-    """Runs all at the same time, in threads of their own."""
-    barrier = Barrier(len(functions))
-
-    def run(function):
-        torch.set_num_threads(1)
-        barrier.wait(timeout=60)
-        return function()
-
-    with ThreadPoolExecutor(len(functions)) as pool:
-        return list(pool.map(run, functions))
 
 
 @pytest.mark.parametrize("name", ["eagle31", "pruned", "target_head"])

@@ -9,12 +9,12 @@ import itertools
 
 import pytest
 import torch
+from at_once import PROMPTS, at_once
 from chi_square import critical_value, statistic
 from close import TARGET_FORWARD, assert_close
 from conftest import TARGETS, VOCAB, build_target, greedy_text
 from observers import Countdown, Diary, InterruptError, Puts, num_hooks, raise_at, speculate
 from proposers import build_proposer, propose
-from test_threads import PROMPTS, at_once
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import (

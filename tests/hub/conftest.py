@@ -9,14 +9,12 @@ import pytest
 from huggingface_hub import close_session, constants, hf_api
 from transformers.utils import hub as transformers_hub
 
-from .server import HubServer
-
-CHUNK_BYTES = 1024  # downloads resume at whole chunks: small ones let small files break off as large ones do
+from .server import CHUNK_BYTES, HubServer
 
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    """Logged in as "tester", with an empty cache."""
+    """A Hub, with this process logged in as "tester", and an empty cache."""
     with HubServer(tmp_path / "hf_home") as server:
         close_session()  # connections kept alive would still reach another test's Hub
         environment = server.environment()
@@ -30,7 +28,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
 
 
 def read_environment_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `huggingface_hub` reads from the environment at import, and the two API objects that keep a copy of it."""
+    """Makes `huggingface_hub` read the environment again, which it reads at import, and renews its two API objects."""
     spec = find_spec(constants.__name__)
     fresh = module_from_spec(spec)
     spec.loader.exec_module(fresh)

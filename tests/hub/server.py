@@ -24,6 +24,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 DATE = "2026-01-01T00:00:00.000Z"
 LFS_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "*.onnx", "*.parquet", "*.npz", "*.zip", "*.model")
 LFS_BYTES = 10 * 1024 * 1024  # from here on files are LFS under any name
+CHUNK_BYTES = 1024  # of downloads, which resume at whole ones: small, so that small files break off as large ones do
 FIRST_FILES = {".gitattributes": "".join(f"{p} filter=lfs diff=lfs merge=lfs -text\n" for p in LFS_PATTERNS).encode()}
 PLACEHOLDERS = {"repo": "[^/]+/[^/]+?", "revision": "[^/]+", "name": "[^/]+", "oid": "[0-9a-f]{64}", "path": ".+"}
 
@@ -53,7 +54,7 @@ ROUTES = (
 
 @dataclass(frozen=True)
 class Blob:
-    """A file as one commit holds it."""
+    """A file of a commit."""
 
     data: bytes
     lfs: bool
@@ -76,7 +77,7 @@ class Blob:
         return self.sha256 if self.lfs else self.git_oid
 
     def entry(self, path: str) -> dict:
-        """For listings of a tree, and with `blobId` and `sha256` for those of a repo."""
+        """Returns the file's entry for listings of a tree, and, by `blobId` and `sha256`, of a repo."""
         lfs = {"oid": self.sha256, "sha256": self.sha256, "size": len(self.data), "pointerSize": len(self.in_git)}
         known = {"type": "file", "path": path, "size": len(self.data), "oid": self.git_oid, "blobId": self.git_oid}
         return known | ({"lfs": lfs} if self.lfs else {})
@@ -113,12 +114,12 @@ class HubError(Exception):
 
 
 class BrokenOff(Exception):  # noqa: N818 - not an error of the server: a fault that a test asked for
-    """The connection ends here."""
+    """An exception that ends the connection here."""
 
 
 @dataclass
 class Request:
-    """One line of the log. `path` is unquoted and without its query; `received` and `sent` count bytes of the bodies."""
+    """A line of the log. `path` is unquoted and without its query; `received` and `sent` count bytes of the bodies."""
 
     method: str
     path: str
@@ -142,7 +143,7 @@ class Repo:
         return self.id.split("/")[0] in user.namespaces
 
     def find(self, revision: str) -> Commit:
-        """By branch, tag, full ref name or full commit id."""
+        """Returns the commit of a branch, a tag, a full ref name or a full commit id."""
         for name in (f"refs/heads/{revision}", f"refs/tags/{revision}", revision):
             if name in self.refs:
                 return self.commits[self.refs[name]]
@@ -177,7 +178,7 @@ def ref_of(revision: str) -> str:
 
 
 def route(method: str, path: str) -> tuple[str, str, dict[str, str]]:
-    """The action for a request, what it needs, and the placeholders in the path. HEAD is routed as GET."""
+    """Returns the action for a request, the right it needs, and the placeholders in the path. HEAD is routed as GET."""
     for allowed, pattern, action, needs in ROUTES:
         match = re.fullmatch(re.sub(r"\{(\w+)\}", lambda m: f"(?P<{m[1]}>{PLACEHOLDERS[m[1]]})", pattern), path)
         if match and allowed == method.replace("HEAD", "GET"):
@@ -186,7 +187,7 @@ def route(method: str, path: str) -> tuple[str, str, dict[str, str]]:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One connection. Each action of ROUTES is a method that returns a Reply, or what to send as JSON."""
+    """A connection. Each action of ROUTES is a method that returns a Reply, or an object to send as JSON."""
 
     protocol_version = "HTTP/1.1"
     # headers and body are two writes: else each answer waits for a delayed acknowledgement
@@ -207,7 +208,7 @@ class Handler(BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_POST = do_PUT = dispatch  # noqa: N815 - the names http.server asks for
 
     def log_message(self, *args: Any) -> None:
-        """The log is `HubServer.log`."""
+        """Prints nothing: the log is `HubServer.log`."""
 
     def receive(self) -> bytes:
         size = int(self.headers.get("Content-Length", 0))
@@ -284,7 +285,7 @@ class Handler(BaseHTTPRequestHandler):
             self.refuse(403, "", refusal)
 
     def refuse(self, status: int, code: str, message: str) -> NoReturn:
-        """The anonymous are asked to log in, whatever the reason."""
+        """Refuses a request; an anonymous user is asked to log in, whatever the reason."""
         if self.user is not ANYONE:
             raise HubError(status, code, message)
         # The client takes a 401 without a code for a missing repo on https URLs only: the code makes it do so on http.
@@ -475,7 +476,8 @@ OPERATIONS: dict[str, Callable[..., None]] = {
 
 
 class HubServer(ThreadingHTTPServer):
-    """Serves while it is a context. `home` becomes the client's HF_HOME; `token` is the default user's, named "tester"."""
+    """A Hub that serves while it is a context. `home` becomes the client's HF_HOME; `token` is that of its user
+    "tester"."""
 
     def __init__(self, home: Path):
         super().__init__(("127.0.0.1", 0), Handler)
@@ -498,8 +500,7 @@ class HubServer(ThreadingHTTPServer):
         self.server_close()
 
     def environment(self) -> dict[str, str]:
-        """For a process that uses this Hub: os.environ, with settings of Hugging Face libraries for this Hub and no
-        others."""
+        """Returns the environment of a process that uses this Hub, without other settings of Hugging Face libraries."""
         kept = {
             name: value
             for name, value in os.environ.items()
@@ -513,7 +514,7 @@ class HubServer(ThreadingHTTPServer):
         return kept | hub | ones | dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1,localhost")
 
     def add_user(self, name: str, *organizations: str, can_write: bool = True) -> str:
-        """The token of a user who owns the namespaces of that name and of the organizations."""
+        """Adds a user who owns the namespaces of that name and of the organizations, and returns the token."""
         token = f"hf_{name}_{len(self.users)}"
         self.users[token] = User(name, frozenset({name, *organizations}), can_write)
         return token
@@ -550,12 +551,11 @@ class HubServer(ThreadingHTTPServer):
         return [request for request in self.log if request.method == method and part_of_path in request.path]
 
     def break_upload(self, after: int, times: int = 1) -> None:
-        """The next PUT of an LFS object longer than `after` bytes is read so far and answered by closing the
-        connection."""
+        """Makes the next PUT of an LFS object longer than `after` bytes read so far and close the connection."""
         self.faults["PUT"] += [after] * times
 
     def break_download(self, after: int, times: int = 1) -> None:
-        """The next GET that would send more than `after` bytes of an LFS object ends there, and so does its connection."""
+        """Makes the next GET that would send more than `after` bytes of an LFS object end there, and its connection."""
         self.faults["GET"] += [after] * times
 
     def fault(self, method: str, size: int) -> int | None:

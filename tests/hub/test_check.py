@@ -1,4 +1,4 @@
-"""`check_target` on a Hub: of a target only config.json is fetched, of a drafter only config, headers and vocabulary."""
+"""`check_target` on a Hub: a target's config.json is fetched only, and a drafter's config, headers and vocabulary."""
 
 import json
 

@@ -1,5 +1,4 @@
-"""Drafters on the Hub: pushed, published, fetched from where a config points to, converted by pull request; interrupted
-and refused."""
+"""Drafters on the Hub: pushed, published, fetched by a config that points to them, converted, refused."""
 
 import io
 import json
@@ -11,16 +10,16 @@ import pytest
 import torch
 from factories import build
 from huggingface_hub import ModelCard, snapshot_download
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel
 
 from eagle31_hf import Eagle31Config, Eagle31DrafterModel
 from eagle31_hf.checkpoints import export_checkpoint, read_checkpoint
 from eagle31_hf.hub import convert_on_hub, publish
 
+from .repositories import BASE, REPO, original_release, pointing
 from .server import HubServer
 
-REPO, BASE = "tester/drafter", "yuhuili/eagle3"
 NATIVE = {"config.json", "generation_config.json", "model.safetensors", "README.md", ".gitattributes"}
 
 
@@ -34,43 +33,6 @@ def drafter() -> Eagle31DrafterModel:
 def assert_same(loaded: Eagle31DrafterModel, drafter: Eagle31DrafterModel) -> None:
     for name, tensor in drafter.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor), name
-
-
-def original_release(drafter: Eagle31DrafterModel) -> dict[str, bytes]:
-    """The drafter as the first EAGLE 3 code names things, config and all, sharded in two."""
-    config = drafter.config
-    names = (
-        "vocab_size",
-        "draft_vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_attention_heads",
-        "num_key_value_heads",
-    )
-    names += ("head_dim", "rms_norm_eps", "max_position_embeddings")
-    values = {name: getattr(config, name) for name in names}
-    values |= {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "num_hidden_layers": 1,
-        "hidden_act": "silu",
-    }
-    tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in drafter.state_dict().items()}
-    shards = {
-        "model-00001-of-00002.safetensors": sorted(tensors)[:5],
-        "model-00002-of-00002.safetensors": sorted(tensors)[5:],
-    }
-    index = {"metadata": {}, "weight_map": {name: shard for shard, held in shards.items() for name in held}}
-    files = {shard: save({name: tensors[name] for name in held}) for shard, held in shards.items()}
-    return files | {
-        "config.json": json.dumps(values).encode(),
-        "model.safetensors.index.json": json.dumps(index).encode(),
-    }
-
-
-def pointing(**fields) -> bytes:
-    link = {"repo_id": BASE, "revision": "main"}
-    return json.dumps({"model_type": "eagle31", "weights_from": link, "target_model": "org/target"} | fields).encode()
 
 
 def test_push_brings_a_card_and_loads_back(hub, drafter):
@@ -279,7 +241,7 @@ LINKED = ("README.md", "generation_config.json", "config.json", "model.safetenso
 
 @pytest.mark.parametrize("name", LINKED)
 def test_a_link_out_of_the_folder_is_not_followed(hub, drafter, tmp_path, name):
-    """Whoever made the folder could have anything published that its publisher can read."""
+    """The folder's author could otherwise have any file published that its publisher can read."""
     drafter.save_pretrained(tmp_path / "saved")
     (tmp_path / "saved" / name).rename(tmp_path / "private")
     (tmp_path / "saved" / name).symlink_to("../private")

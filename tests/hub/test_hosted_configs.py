@@ -1,5 +1,4 @@
-"""The folders of model_cards/: each loads once the repository it names serves weights, and says nothing it does not
-know."""
+"""The folders of model_cards/: each loads once the repository it names serves weights, and claims nothing else."""
 
 import json
 from pathlib import Path
@@ -11,7 +10,7 @@ from huggingface_hub import ModelCard
 from eagle31_hf import Eagle31DrafterModel
 from eagle31_hf.hub import publish
 
-from .test_drafters import original_release
+from .repositories import original_release
 
 CARDS = sorted(path.parent for path in (Path(__file__).parents[2] / "model_cards").glob("*/config.json"))
 ALWAYS = {"model_type", "architectures", "target_model", "weights_from"}

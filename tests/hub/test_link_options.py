@@ -1,4 +1,4 @@
-"""Hub options of a `from_pretrained` also hold for the weights its config points to, in every class that can be asked."""
+"""Hub options of a `from_pretrained` also hold for the weights its config points to, in every loading class."""
 
 import json
 
@@ -10,8 +10,8 @@ from transformers.models.auto import auto_factory
 
 from eagle31_hf import Eagle31Config, Eagle31DrafterModel
 
+from .repositories import BASE, REPO, original_release, pointing
 from .server import HubServer
-from .test_drafters import BASE, REPO, original_release, pointing
 
 LOADERS = (Eagle31Config, AutoConfig, Eagle31DrafterModel, AutoModel)
 every_loader = pytest.mark.parametrize("loader", LOADERS, ids=lambda loader: loader.__name__)
@@ -24,7 +24,7 @@ def files() -> dict[str, bytes]:
 
 @pytest.fixture(autouse=True)
 def without_peft(monkeypatch):
-    """Where it is installed, transformers' AutoModel first looks for an adapter, without the options it was given."""
+    """Hides peft, with which transformers' AutoModel first looks for an adapter, without the options it was given."""
     monkeypatch.setattr(auto_factory, "is_peft_available", lambda: False)
 
 
@@ -107,7 +107,7 @@ def test_files_are_fetched_again_when_asked(loader, hub: HubServer, files):
 @every_loader
 @pytest.mark.parametrize("is_pinned", [True, False])
 def test_a_revision_is_of_the_config_and_never_of_the_weights(is_pinned, loader, hub: HubServer, files):
-    """A branch of that name in both repositories: the weights' is not looked at, pinned or not."""
+    """Both repositories have a branch of that name; that of the weights is not looked at, pinned or not."""
     commit = hub.add(BASE, files)
     hub.add(BASE, {"config.json": b"{}"}, revision="trained")
     if is_pinned:

@@ -1,4 +1,4 @@
-"""The Hub of `server.py` as the installed `huggingface_hub` and `transformers` see it."""
+"""The Hub of `server.py`, used by the installed `huggingface_hub` and `transformers`."""
 
 import subprocess
 import sys
@@ -25,8 +25,7 @@ from huggingface_hub.errors import (
 )
 from transformers import AutoConfig, AutoModel, LlamaConfig, LlamaModel
 
-from .conftest import CHUNK_BYTES
-from .server import FIRST_FILES, HubServer
+from .server import CHUNK_BYTES, FIRST_FILES, HubServer
 
 REPO = "tester/drafter"
 CONFIG = {"config.json": b'{"model_type": "llama"}'}

@@ -1,4 +1,4 @@
-"""What a command says of a repository it cannot have: each reason in its own words, and nothing on stdout."""
+"""Commands on a repository they cannot have: each reason in its own words, and nothing on stdout."""
 
 from pathlib import Path
 
@@ -84,7 +84,7 @@ def test_offline_without_what_is_needed(capsys, monkeypatch, command):
 
 
 def test_offline_with_what_is_needed(capsys, monkeypatch):
-    """Headers read from the Hub are not kept; what was downloaded to be used is."""
+    """Headers read from the Hub are not kept; files that were downloaded to be used are."""
     assert main(["info", "tester/drafter"]) == 0
     Eagle31DrafterModel.from_pretrained("tester/drafter")
     online = capsys.readouterr().out

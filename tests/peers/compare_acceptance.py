@@ -1,7 +1,7 @@
 """Accepted tokens by position, ours beside vLLM's, for the same prompts (greedy, fp32), in every form vLLM takes a
 drafter in.
 
-    python tests/peers/compare_acceptance.py --vllm-python PATH_TO_A_PYTHON_WITH_VLLM [--prompts 4] [--max-new-tokens 64]
+    python tests/peers/compare_acceptance.py --vllm-python PYTHON_WITH_VLLM [--prompts 4] [--max-new-tokens 64]
 
 For each of DRAFTERS and each depth: the native folder (eagle31_hf is installed beside vLLM, whose plug-in reads it) and
 the exports for vLLM and for speculators. How to install vLLM stands in `vllm_counts.py`. Exit status 1 where a count
@@ -62,7 +62,8 @@ def folders(name: str, target, workspace: Path) -> dict[str, Path]:
 
 
 def our_counts(target, drafter, prompts, depth: int, max_new_tokens: int) -> dict:
-    """Accepted and drafted tokens by position over the rounds that begin with fewer than `max_new_tokens` tokens."""
+    """Counts accepted and drafted tokens by position over the rounds that begin with fewer than `max_new_tokens`
+    tokens."""
     accepted, drafts, texts = [0] * depth, 0, []
     for prompt in prompts:
         with track_acceptance() as stats:
@@ -88,7 +89,7 @@ def our_counts(target, drafter, prompts, depth: int, max_new_tokens: int) -> dic
 
 
 def vllm_counts(python: str, folder: Path, prompts, depth: int, max_new_tokens: int) -> dict:
-    """The same, counted by vLLM in a process of its own."""
+    """Returns the same, counted by vLLM in a process of its own."""
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump([prompt[0].tolist() for prompt in prompts], file)
         file.flush()
@@ -116,7 +117,7 @@ def vllm_counts(python: str, folder: Path, prompts, depth: int, max_new_tokens: 
 
 
 def compare(target, prompts, name: str, args: argparse.Namespace) -> bool:
-    """Prints the rows of one drafter; whether all are identical."""
+    """Prints the lines of one drafter; returns whether all are identical."""
     same = True
     with tempfile.TemporaryDirectory() as workspace:
         by_form = folders(name, target, Path(workspace))

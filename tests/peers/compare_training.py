@@ -7,15 +7,16 @@ and parameters.
 For installing them see `speculators_fixtures.py` and `vllm_counts.py`; both want the torch we run on. Nothing else
 should be busy. Parts:
 
-- `losses`: of equal weights on the first batch, by depth, and the gradient of every parameter, over the rows both sides count. What
-  differs is which rows: speculators also trains the row whose target says what follows a text's last token, and, packed, rows at a text's
-  end that go on with the next text's tokens.
-- `speed`: seconds of a step (forward, loss, backward, clipping, AdamW) and memory above what the process held before its first step, in
-  each of SETTINGS. The sides take turns in short blocks, so that whatever else the machine does meets all of them; the processor's seconds
-  show it least. `by row` gives either side one row at a time and adds up gradients: less memory, and less attention for speculators, which
-  otherwise packs a batch into one row and on a CPU computes what it then masks.
-- `acceptance`: both train `--steps` steps, vLLM serves both and counts accepted drafts for the same held-out prompts; once for each of
-  `--seeds`, which draw the rows and their order.
+- `losses`: of equal weights on the first batch, by depth, and the gradient of every parameter, over the predictions
+  both sides count. Speculators also trains the prediction of what follows a text's last token, and, packed, predictions
+  at a text's end that go on with the next text's tokens.
+- `speed`: seconds of a step (forward, loss, backward, clipping, AdamW) and memory above what the process held before
+  its first step, in each of SETTINGS. The sides take turns in short blocks, so that whatever else the machine does
+  meets all of them; the processor's seconds show it least. `by row` gives either side one sequence at a time and adds
+  up gradients: less memory, and less attention for speculators, which otherwise packs a batch into one sequence and on
+  a CPU computes what it then masks.
+- `acceptance`: both train `--steps` steps, vLLM serves both and counts accepted drafts for the same held-out prompts;
+  once for each of `--seeds`, which draw the sequences and their order.
 
 In both, the target has run beforehand: its states lie in a file. All is fp32, full vocabulary, all tokens are answers,
 embedding and head are the target's and frozen, as speculators has them.
@@ -45,12 +46,12 @@ HERE = Path(__file__).parent
 sys.path.append(str(HERE.parents[1] / "examples"))
 import train_demo_drafters as example  # noqa: E402 -- an example is no package
 
-BY_ROW = ("--batching", "rows")
+BY_SEQUENCE = ("--batching", "sequences")
 SIDES = {  # name -> script and its options
     "ours": ("our_training.py", ()),
     "speculators": ("speculators_training.py", ()),
-    "ours, by row": ("our_training.py", BY_ROW),
-    "speculators, by row": ("speculators_training.py", BY_ROW),
+    "ours, by row": ("our_training.py", BY_SEQUENCE),
+    "speculators, by row": ("speculators_training.py", BY_SEQUENCE),
 }
 TRAINED = ("ours", "speculators")
 PARTS = ("losses", "speed", "acceptance")
@@ -60,9 +61,10 @@ CLIP = 1.0
 
 @dataclass(frozen=True)
 class Setting:
-    """Rows a batch, tokens a row, and the vocabulary of a target of random weights, or None for the demo's."""
+    """Sequences of a batch, tokens of a sequence, and the vocabulary of a target of random weights, or None for the
+    demo's."""
 
-    rows: int
+    num_sequences: int
     length: int
     vocab_size: int | None = None
 
@@ -80,7 +82,7 @@ DEMO = next(iter(SETTINGS))
 
 
 def load_target(setting: Setting):
-    """The demo's target, or one of its shape with another vocabulary."""
+    """Loads the demo's target, or makes one of its shape with another vocabulary."""
     if setting.vocab_size is None:
         return demo.load_target()[0]
     config = AutoConfig.from_pretrained(demo.FOLDER / "target", vocab_size=setting.vocab_size)
@@ -88,27 +90,29 @@ def load_target(setting: Setting):
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
-def draw_rows(target, setting: Setting, count: int) -> torch.Tensor:
-    """Text of the demo (N, T), half of it continued by the target where rows are as long as the demo's; else any
-    tokens."""
+def draw_sequences(target, setting: Setting, count: int) -> torch.Tensor:
+    """Returns text of the demo (count, T), half of it continued by the target where it is as long as the demo's; else
+    any tokens."""
     if setting.vocab_size is not None:
         return torch.randint(setting.vocab_size, (count, setting.length))
     _, tokenizer = demo.load_target()
     pieces = setting.length // example.LENGTH
-    rows = example.text_rows(tokenizer, count * pieces)
+    texts = example.draw_texts(tokenizer, count * pieces)
     if pieces > 1:
-        return rows.view(count, setting.length)
-    continued = example.continued_rows(target, rows[count // 2 :, : example.PROMPT])
-    return torch.cat([rows[: count // 2], continued])
+        return texts.view(count, setting.length)
+    continued = example.continued(target, texts[count // 2 :, : example.PROMPT])
+    return torch.cat([texts[: count // 2], continued])
 
 
-def read_states(target, layer_ids: list[int], rows: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What the target says: captured states (N, T, n*h), and its last state before and after its norm (N, T, h)."""
+def read_states(target, layer_ids: list[int], ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Reads the target's captured states (N, T, n*h) and its last state before and after its norm (N, T, h) for tokens
+    (N, T)."""
     reader = TargetReader(target, [*layer_ids, target.config.num_hidden_layers])
-    parts = [reader.read(part, torch.ones_like(part)) for part in rows.split(16)]
+    parts = [reader.read(part, torch.ones_like(part)) for part in ids.split(16)]
     states, last = (torch.cat(column) for column in zip(*parts, strict=True))
     states, before_norm = states.split([len(layer_ids) * last.shape[-1], last.shape[-1]], dim=-1)
-    return {"rows": rows, "states": states.contiguous(), "before_norm": before_norm.contiguous(), "last_states": last}
+    states, before_norm = states.contiguous(), before_norm.contiguous()
+    return {"input_ids": ids, "states": states, "before_norm": before_norm, "last_states": last}
 
 
 def prepare(workspace: Path, setting: Setting, steps: int, args: argparse.Namespace, seed: int = 0) -> None:
@@ -121,10 +125,10 @@ def prepare(workspace: Path, setting: Setting, steps: int, args: argparse.Namesp
     head, table = target.get_output_embeddings().weight, target.get_input_embeddings().weight
     parts = {"embedding": table, "head": head, "norm": target.model.norm.weight}
     save_file({name: part.detach().clone() for name, part in parts.items()}, workspace / "target.safetensors")
-    rows = draw_rows(target, setting, steps * setting.rows)
-    save_file(read_states(target, drafter.config.aux_hidden_state_layer_ids, rows), workspace / "data.safetensors")
+    ids = draw_sequences(target, setting, steps * setting.num_sequences)
+    save_file(read_states(target, drafter.config.aux_hidden_state_layer_ids, ids), workspace / "data.safetensors")
     plan = {
-        "batches": torch.randperm(len(rows)).view(steps, setting.rows).tolist(),
+        "batches": torch.randperm(len(ids)).view(steps, setting.num_sequences).tolist(),
         "learning_rates": [example.learning_rate(step / steps) for step in range(steps)],
         "optimizer": OPTIMIZER,
         "clip": CLIP,
@@ -151,7 +155,7 @@ class Running:
         )
 
     def ask(self, command: str, **arguments) -> dict:
-        """Raises RuntimeError where the side has ended instead of answering."""
+        """Sends a command and returns the answer. Raises RuntimeError where the side has ended instead of answering."""
         print(json.dumps({"command": command} | arguments), file=self.process.stdin, flush=True)
         answer = self.process.stdout.readline()
         if not answer:
@@ -181,8 +185,8 @@ def print_table(head: tuple[str, ...], rows: list[tuple]) -> None:
 
 
 def compare_losses(workspace: Path, args: argparse.Namespace) -> dict:
-    """Loss by depth and gradients of the first batch. Raises ValueError where the sides do not train the same
-    parameters."""
+    """Compares losses by depth and gradients on the first batch. Raises ValueError where the sides do not train the
+    same parameters."""
     found = {}
     prepare(workspace, SETTINGS[DEMO], SPEED_BATCHES, args)
     for name in TRAINED:
@@ -203,7 +207,7 @@ def compare_losses(workspace: Path, args: argparse.Namespace) -> dict:
 
 
 def take_turns(sides: dict[str, Running], args: argparse.Namespace) -> dict[str, dict]:
-    """Seconds of every step and memory of each side."""
+    """Returns the seconds of every step and the memory of each side."""
     found: dict[str, dict] = {name: {"seconds": [], "processor": []} for name in sides}
     for block in range(args.blocks + 1):
         for name, side in sides.items():
@@ -214,7 +218,7 @@ def take_turns(sides: dict[str, Running], args: argparse.Namespace) -> dict[str,
 
 
 def measure(setting: Setting, args: argparse.Namespace) -> dict:
-    """Seconds and memory of a step on each side, and how many times ours."""
+    """Returns seconds and memory of a step on each side, and how many times ours they are."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         prepare(Path(folder), setting, SPEED_BATCHES, args)
         found = take_turns(
@@ -258,7 +262,7 @@ def train_both(workspace: Path, args: argparse.Namespace) -> dict:
 
 
 def served(workspace: Path, prompts: list[torch.Tensor], args: argparse.Namespace) -> dict:
-    """What vLLM accepts, each side served from the files its own library wrote."""
+    """Counts what vLLM accepts, each side served from the files its own library wrote."""
     found = {}
     for depth in args.served_depths:
         for name in TRAINED:
@@ -269,8 +273,8 @@ def served(workspace: Path, prompts: list[torch.Tensor], args: argparse.Namespac
 
 
 def compare_acceptance(workspace: Path, args: argparse.Namespace) -> dict:
-    """Accepted drafts in vLLM of what both sides trained, seed by seed, and how far ours is above, with its standard
-    error."""
+    """Counts accepted drafts in vLLM of what both sides trained, seed by seed, and how far ours is above, with its
+    standard error."""
     prompts, found = demo.prompts(demo.load_target()[1], args.prompts), dict[str, dict]()
     for seed in args.seeds:
         folder = workspace / f"seed-{seed}"

@@ -17,7 +17,7 @@ class Ours(Side):
 
     def __init__(self, workspace: Path, batching: str):
         super().__init__(workspace, batching)
-        self.data = load_tensors(workspace / "data.safetensors", ("rows", "states", "last_states"))
+        self.data = load_tensors(workspace / "data.safetensors", ("input_ids", "states", "last_states"))
         parts = load_tensors(workspace / "target.safetensors", ("embedding", "head"))
         self.model = Eagle31DrafterModel.from_pretrained(workspace / "initial", dtype=torch.float32).train()
         self.model.set_input_embeddings(nn.Embedding.from_pretrained(parts["embedding"], freeze=True))
@@ -31,14 +31,14 @@ class Ours(Side):
             self.model, Settings(depth, tuple(decay**k for k in range(depth))), logits_of
         )
 
-    def part(self, rows: list[int]) -> Batch:
-        ids = self.data["rows"][rows]
+    def part(self, sequences: list[int]) -> Batch:
+        ids = self.data["input_ids"][sequences]
         answers, documents = torch.ones_like(ids, dtype=torch.bool), torch.ones_like(ids)
-        return Batch(ids, answers, documents, self.data["states"][rows], self.data["last_states"][rows])
+        return Batch(ids, answers, documents, self.data["states"][sequences], self.data["last_states"][sequences])
 
-    def batch(self, rows: list[int]) -> list[Batch]:
-        """What to run forward and backward before a step."""
-        return [self.part(rows)] if self.batching == "whole" else [self.part([row]) for row in rows]
+    def batch(self, sequences: list[int]) -> list[Batch]:
+        """Returns what to run forward and backward before a step."""
+        return [self.part(sequences)] if self.batching == "whole" else [self.part([sequence]) for sequence in sequences]
 
     def backward(self, batch: list[Batch]) -> float:
         settings, total = self.objective.settings, 0.0
@@ -50,8 +50,8 @@ class Ours(Side):
             total += loss.item()
         return total
 
-    def exact_losses(self, rows: list[int]) -> list[float]:
-        result = self.objective(self.part(rows))
+    def exact_losses(self, sequences: list[int]) -> list[float]:
+        result = self.objective(self.part(sequences))
         result["loss"].backward()
         return Sums.means(result["sums"])["distance"]
 

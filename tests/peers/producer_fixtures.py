@@ -5,28 +5,31 @@ Run by hand, once per producer, each in an environment of its own that starts wi
 
     OMP_NUM_THREADS=1 python tests/peers/producer_fixtures.py PRODUCER DESTINATION
 
-- specforge: `pip install --no-deps specforge==0.2.0`, then `pip install transformers==5.8.1 safetensors accelerate datasets pydantic
-  psutil pyyaml openai-harmony`. Its triton and sglang are for training and capturing only.
-- speculators: `pip install --no-deps speculators==0.9.0 hs-connectors==0.9.0`, then `pip install transformers==5.19.0 datasets
-  safetensors loguru pydantic pydantic-settings rich typer click httpx openai protobuf psutil aiohttp tqdm`.
+- specforge: `pip install --no-deps specforge==0.2.0`, then `pip install transformers==5.8.1 safetensors accelerate
+  datasets pydantic psutil pyyaml openai-harmony`. Its triton and sglang are for training and capturing only.
+- speculators: `pip install --no-deps speculators==0.9.0 hs-connectors==0.9.0`, then `pip install transformers==5.19.0
+  datasets safetensors loguru pydantic pydantic-settings rich typer click httpx openai protobuf psutil aiohttp tqdm`.
 - modelopt: `pip install nvidia-modelopt==0.47.0 transformers==5.14.1 accelerate datasets requests`.
-- nemo: `pip install --no-deps nemo-automodel==0.7.0 megatron-fsdp==0.5.0`, then `pip install transformers==5.18.0 datasets pyyaml
-  accelerate tiktoken torchdata pillow requests`.
-- angelslim: `pip install --no-deps angelslim==0.5.0`, then `pip install transformers==5.19.0 accelerate datasets pillow`.
+- nemo: `pip install --no-deps nemo-automodel==0.7.0 megatron-fsdp==0.5.0`, then `pip install transformers==5.18.0
+  datasets pyyaml accelerate tiktoken torchdata pillow requests`.
+- angelslim: `pip install --no-deps angelslim==0.5.0`, then `pip install transformers==5.19.0 accelerate datasets
+  pillow`.
 
 Legend: T captured target states (9), ht target width, n captured layers, V target vocabulary (120), Vd draft vocabulary
 (50), h drafter width (24), k depth of the chain (0 to 3).
 
-Each checkpoint is a folder as the producer wrote it. Beside it lies NAME.golden.safetensors. Slot t is row t of every
-tensor below.
-- `input_ids` (1, T) int64, the token after each state, and `target_hidden_states` (1, T, n*ht) fp32. At depth k slot t embeds
-  `input_ids[0, t + k]`: the tokens are given, never the drafter's own picks.
-- `logits.{k}` (1, T - k, Vd) and `state.{k}` (1, T - k, h) fp32: the draft logits of depth k and the state that depth k + 1 reads. Row t
-  equals a drafter with a key-value cache that saw states and tokens up to t, then k tokens more on its own states. Fewer rows where the
-  producer trains something else than any engine serves; the case says what.
-- `target_ids` (Vd,) int64: the target id of each draft id. `embed` (V, h) bf16: the target's table, when the checkpoint has none.
-- metadata: one key, `fixture`, JSON of {`written_by`, `arguments`: what the loader has to be told, `expected`: fields of its config}.
-  One key, because safetensors writes several in random order, and a second run should give the same bytes.
+Each checkpoint is a folder as the producer wrote it. Beside it lies NAME.golden.safetensors. Entry t of every tensor
+below is of position t.
+- `input_ids` (1, T) int64, the token after each state, and `target_hidden_states` (1, T, n*ht) fp32. At depth k
+  position t embeds `input_ids[0, t + k]`: the tokens are given, never the drafter's own picks.
+- `logits.{k}` (1, T - k, Vd) and `state.{k}` (1, T - k, h) fp32: the draft logits of depth k and the state that depth k
+  + 1 reads. Entry t equals a drafter with a key-value cache that saw states and tokens up to t, then k tokens more on
+  its own states. Fewer entries where the producer trains something else than any engine serves; the case says what.
+- `target_ids` (Vd,) int64: the target id of each draft id. `embed` (V, h) bf16: the target's table, when the checkpoint
+  has none.
+- metadata: one key, `fixture`, JSON of {`written_by`, `arguments`: what the loader has to be told, `expected`: fields
+  of its config}. One key, because safetensors writes several in random order, and a second run should give the same
+  bytes.
 
 All weights are drawn at random, norms and biases included, and rounded to bf16 before the producer runs in fp32, so
 that files in bf16 hold exactly what was run.
@@ -151,8 +154,8 @@ def draw_inputs(generator: torch.Generator, width: int = WIDTH, num_layers: int 
 
 @torch.no_grad()
 def unroll(inputs: dict[str, Tensor], fused: Tensor, step: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Steps:
-    """The training-time test most of these share: tokens move left by one a step, rows past the end would embed padding
-    and are cut.
+    """The training-time test most of these share: tokens move left by one a step, positions past the end would embed
+    padding and are cut.
 
     `step` takes tokens (1, T) and the state (1, T, h), keeps its keys itself, and returns logits and the next state.
     """
@@ -545,7 +548,7 @@ def modelopt_model(architecture: dict, options: dict) -> nn.Module:
 
 @torch.no_grad()
 def modelopt_steps(model: nn.Module, inputs: dict[str, Tensor]) -> Steps:
-    """Its training-time test moves the states right instead of the tokens left: slot t of depth k is its row t + k."""
+    """Its training-time test moves the states right instead of the tokens left: entry t of depth k is its t + k."""
     draft, steps = model.eagle_module, []
     embeds = model.get_input_embeddings()(inputs["input_ids"])
     state = draft.fc(inputs["target_hidden_states"])
@@ -754,7 +757,7 @@ PRODUCERS = {  # name: its cases and the packages that wrote them
 
 
 def write(case: Case, destination: Path, package: str) -> Path:
-    """Writes one checkpoint and what is expected of it. Raises ValueError if the producer computed anything not finite."""
+    """Writes a checkpoint and what is expected of it. Raises ValueError if the producer computed NaN or infinity."""
     tensors = case.inputs | {"target_ids": case.target_ids}
     for k, (logits, state) in enumerate(case.steps):
         tensors |= {f"logits.{k}": logits, f"state.{k}": state}

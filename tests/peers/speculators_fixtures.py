@@ -8,17 +8,18 @@ torchaudio):
 Legend: T captured target states (14), h width of target and drafter (32), n captured layers (3), V target vocabulary
 (61), Vd draft vocabulary (40), k depth of the chain (0 to 6).
 
-Each file is one tiny drafter. Slot t is row t of every tensor below.
-- `target_hidden_states` (1, T, n*h) fp32, `input_ids` (1, T + 1) int64, `position_ids` (1, T) int64. At depth k slot t embeds
-  `input_ids[0, t + 1 + k]` (the tokens are given, never the drafter's own picks) at position `position_ids[0, t] + k`.
+Each file is one tiny drafter. Entry t of every tensor below is of position t.
+- `target_hidden_states` (1, T, n*h) fp32, `input_ids` (1, T + 1) int64, `position_ids` (1, T) int64. At depth k
+  position t embeds `input_ids[0, t + 1 + k]` (the tokens are given, never the drafter's own picks) at position
+  `position_ids[0, t] + k`.
 - `fused` (1, T, h): the target states after their norms and `fc`, what depth 0 reads.
-- `logits.{k}` (1, T - k, Vd) and `states.{k}` (1, T - k, h): the draft logits of depth k and the state that depth k + 1 reads.
-  Rows past T - k would embed padding and are cut. Row t equals a drafter with a key-value cache that saw
+- `logits.{k}` (1, T - k, Vd) and `states.{k}` (1, T - k, h): the draft logits of depth k and the state that depth k + 1
+  reads. Entries past T - k would embed padding and are cut. Entry t equals a drafter with a key-value cache that saw
   `target_hidden_states[:, :t + 1]` beside `input_ids[:, 1:t + 2]`, then k tokens more on its own states.
-- `weights.<name>`: the parameters under their canonical names, floats as bf16 (exact: rounded before the peer ran in fp32),
-  `d2t` int64 (Vd,), `t2d` bool (V,).
-- metadata: one key, `fixture`, JSON of {`config`: arguments of `Eagle31Config`, `speculators_version`}. One key, because safetensors
-  writes several in random order, and a second run should give the same bytes.
+- `weights.<name>`: the parameters under their canonical names, floats as bf16 (exact: rounded before the peer ran in
+  fp32), `d2t` int64 (Vd,), `t2d` bool (V,).
+- metadata: one key, `fixture`, JSON of {`config`: arguments of `Eagle31Config`, `speculators_version`}. One key,
+  because safetensors writes several in random order, and a second run should give the same bytes.
 
 Cases: {llama, qwen3} x VARIANTS x {1, 2} layers, all twenty. speculators refuses `norm_before_fc` with `fc_norm`,
 builds `fc` for targets as wide as the drafter only, and has no MLA, so no file holds these. Its SDPA path is used,

@@ -4,8 +4,8 @@
 Runs in an environment of its own, see `speculators_fixtures.py`. On a CPU it can train with attention `sdpa` (flex
 attention has no backward pass there) and with the loss `eager` (`fused` is Triton), and leaves out `torch.compile`.
 
-`--batching whole` is what its trainer does: it packs all rows into one, told apart by document ids. `rows` spares it
-the attention between rows, which on a CPU it computes and masks.
+`--batching whole` is what its trainer does: it packs all sequences into one, told apart by document ids. `sequences`
+spares it the attention between them, which on a CPU it computes and masks.
 """
 
 import json
@@ -46,7 +46,7 @@ ATTENTION, LOSS = "sdpa", "eager"
 
 
 def model_like(config: dict, depth: int) -> Eagle3DraftModel:
-    """speculators' drafter of the shape that our `config.json` describes."""
+    """Builds speculators' drafter in the shape that our `config.json` describes."""
     layer_config = LlamaConfig(**{name: config[name] for name in SAME_NAME})
     layer_config._attn_implementation = ATTENTION
     return Eagle3DraftModel(
@@ -66,7 +66,7 @@ def model_like(config: dict, depth: int) -> Eagle3DraftModel:
 
 
 def fill(model: Eagle3DraftModel, initial: dict[str, Tensor], target: dict[str, Tensor]) -> None:
-    """Our first weights, and the target's. Raises ValueError for any that is left as it was."""
+    """Fills in our first weights, and the target's. Raises ValueError for any that is left as it was."""
     weights = initial | {
         "embed_tokens.weight": target["embedding"],
         "verifier_lm_head.weight": target["head"],
@@ -85,7 +85,7 @@ class Theirs(Side):
 
     def __init__(self, workspace: Path, batching: str):
         super().__init__(workspace, batching)
-        self.data = load_tensors(workspace / "data.safetensors", ("rows", "states", "before_norm"))
+        self.data = load_tensors(workspace / "data.safetensors", ("input_ids", "states", "before_norm"))
         target = load_tensors(workspace / "target.safetensors", ("embedding", "head", "norm"))
         config = json.loads((workspace / "initial" / "config.json").read_text())
         self.model = model_like(config, self.plan["depth"]).train()
@@ -96,15 +96,15 @@ class Theirs(Side):
             "loss_config": resolve_loss_config("kl_div", LOSS),
         }
 
-    def sample(self, row: int, last_counts: bool = True) -> dict[str, Tensor]:
-        """A row as speculators' data set hands it out. What follows the last token is a target of its, not of ours."""
-        ids = self.data["rows"][row]
+    def sample(self, sequence: int, last_counts: bool = True) -> dict[str, Tensor]:
+        """A sequence as speculators' data set hands it out. It also predicts what follows the last token, we do not."""
+        ids = self.data["input_ids"][sequence]
         mask = torch.ones(len(ids), dtype=torch.bool)
         mask[-1] = last_counts
         return {
             "input_ids": ids,
-            "hidden_states": self.data["states"][row],
-            "verifier_last_hidden_states": self.data["before_norm"][row],
+            "hidden_states": self.data["states"][sequence],
+            "verifier_last_hidden_states": self.data["before_norm"][sequence],
             "loss_mask": mask,
             "lengths": torch.tensor([len(ids)]),
             "position_ids": torch.arange(len(ids)),
@@ -116,9 +116,9 @@ class Theirs(Side):
         collated = CollateFn(length, hidden_size, dtype=torch.float32, preprocess=shift_batch)(samples)
         return {name: value for name, value in collated.items() if isinstance(value, Tensor)}
 
-    def batch(self, rows: list[int]) -> list[dict[str, Tensor]]:
-        """What to run forward and backward before a step."""
-        samples = [self.sample(row) for row in rows]
+    def batch(self, sequences: list[int]) -> list[dict[str, Tensor]]:
+        """Returns what to run forward and backward before a step."""
+        samples = [self.sample(sequence) for sequence in sequences]
         return [self.collate(samples)] if self.batching == "whole" else [self.collate([sample]) for sample in samples]
 
     def backward(self, batch: list[dict[str, Tensor]]) -> float:
@@ -129,14 +129,14 @@ class Theirs(Side):
             total += loss.item() / len(batch)
         return total
 
-    def exact_losses(self, rows: list[int]) -> list[float]:
-        """Row by row: packed, it also counts rows whose tokens come from the next document."""
+    def exact_losses(self, sequences: list[int]) -> list[float]:
+        """Sequence by sequence: packed, it also counts predictions of tokens of the next document."""
         depth, decay = self.plan["depth"], self.plan["decay"]
         losses = torch.zeros(depth)
-        for row in rows:
-            _, loss, metrics = self.model(**self.collate([self.sample(row, last_counts=False)]), **self.options)
-            (loss / len(rows)).backward()
-            losses += torch.stack([metrics[f"loss_{k}_sum"] / decay**k for k in range(depth)]) / len(rows)
+        for sequence in sequences:
+            _, loss, metrics = self.model(**self.collate([self.sample(sequence, last_counts=False)]), **self.options)
+            (loss / len(sequences)).backward()
+            losses += torch.stack([metrics[f"loss_{k}_sum"] / decay**k for k in range(depth)]) / len(sequences)
         return losses.tolist()
 
     def save(self, folder: Path) -> None:

@@ -2,10 +2,10 @@
 environment.
 
 A side is a process that waits for commands, one JSON object a line, does them and answers with one line. So several can
-take turns on the same cores without loading anything twice. The plan says which rows make each batch, at which learning
-rate, how deep to unroll.
+take turns on the same cores without loading anything twice. The plan says which sequences make each batch, at which
+learning rate, how deep to unroll.
 
-N rows of T tokens, n captured states, h width.
+N sequences of T tokens, n captured states, h width.
 """
 
 import argparse
@@ -22,23 +22,23 @@ from safetensors import safe_open
 from torch import Tensor
 
 MIB = 2**20
-BATCHINGS = ("whole", "rows")
+BATCHINGS = ("whole", "sequences")
 
 
 def load_tensors(path: Path, names: tuple[str, ...]) -> dict[str, Tensor]:
-    """Copies, so that no page of the file counts as memory of the steps."""
+    """Reads copies, so that no page of the file counts as memory of the steps."""
     with safe_open(path, framework="pt") as file:
         return {name: file.get_tensor(name).clone() for name in names}
 
 
 def memory_now() -> float:
-    """MiB in memory."""
+    """Returns the MiB in memory."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize() / MIB
 
 
 def memory_peak() -> float:
-    """MiB in memory at most since the program began; `ru_maxrss` would go back to the process that started it."""
+    """Returns the most MiB in memory since the program began; `ru_maxrss` counts the process that started it, too."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024 / MIB
 
@@ -55,15 +55,16 @@ class Side:
         self.plan = json.loads((workspace / "plan.json").read_text())
         self.step = 0
 
-    def batch(self, rows: list[int]) -> Any:
+    def batch(self, sequences: list[int]) -> Any:
         raise NotImplementedError
 
     def backward(self, batch: Any) -> float:
         """Adds the gradients of the loss, and returns it."""
         raise NotImplementedError
 
-    def exact_losses(self, rows: list[int]) -> list[float]:
-        """By depth, over the rows that both sides count; adds the gradients of their weighted sum."""
+    def exact_losses(self, sequences: list[int]) -> list[float]:
+        """Returns the losses by depth, over the predictions that both sides count; adds the gradients of their weighted
+        sum."""
         raise NotImplementedError
 
     def save(self, folder: Path) -> None:
@@ -76,7 +77,7 @@ class Side:
         self.optimizer = torch.optim.AdamW(self.trained().values(), **self.plan["optimizer"])
         self.memory_before = memory_now()
 
-    # What a command does, named as the command.
+    # The commands, by their names.
 
     def describe(self) -> dict:
         return {
@@ -86,15 +87,15 @@ class Side:
         }
 
     def first_batch(self) -> dict:
-        """Loss by depth and the norm of every parameter's gradient, before any step."""
+        """Returns the loss by depth and the norm of every parameter's gradient, before any step."""
         losses = self.exact_losses(self.plan["batches"][0])
         norms = {name: parameter.grad.norm().item() for name, parameter in sorted(self.trained().items())}
         self.model.zero_grad(set_to_none=True)
         return {"losses": losses, "gradient_norms": norms}
 
     def train(self, count: int) -> dict:
-        """Seconds, those of the processor and loss of each of the next steps; putting a batch together is a loader's
-        work, not counted."""
+        """Trains the next steps; returns the seconds, the processor's seconds and the loss of each. Putting a batch
+        together is a loader's work, and not counted."""
         seconds, processor, losses = [], [], []
         for _ in range(count):
             which = self.step % len(self.plan["batches"])
@@ -112,7 +113,7 @@ class Side:
         return {"seconds": seconds, "processor": processor, "losses": losses}
 
     def memory(self) -> dict:
-        """MiB before the first step, and how much more at most since."""
+        """Returns the MiB before the first step, and how much more at most since."""
         return {"before": self.memory_before, "steps": memory_peak() - self.memory_before}
 
     def write(self, folder: str) -> dict:
@@ -133,7 +134,10 @@ def arguments(doc: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workspace", type=Path, required=True, help="what compare_training.py prepared")
     parser.add_argument(
-        "--batching", choices=BATCHINGS, default="whole", help="a batch at once, or row by row, adding up gradients"
+        "--batching",
+        choices=BATCHINGS,
+        default="whole",
+        help="a batch at once, or sequence by sequence, adding up gradients",
     )
     return parser
 

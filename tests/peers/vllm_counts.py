@@ -12,8 +12,8 @@ They run one after another, greedily, in fp32, as chains; ends of text are ignor
 Compare with `target.generate(..., eos_token_id=None, do_sample=False)`.
 
 The JSON object on stdout:
-- `drafts`: rounds in which a chain was verified; `drafted_per_position`, `accepted_per_position`: counts by depth, one per draft
-  token. A round counts in full even where the length limit cuts what it accepted.
+- `drafts`: rounds in which a chain was verified; `drafted_per_position`, `accepted_per_position`: counts by depth, one
+  per draft token. A round counts in full even where the length limit cuts what it accepted.
 - `tokens`: generated ids by prompt; `drafted_per_round`, `accepted_per_round`: by prompt, how many of each round.
 - `versions`.
 """

@@ -11,7 +11,7 @@ from eagle31_hf.storage.tensor_file import CHUNK_BYTES, DTYPES, Entry, write_ten
 
 
 def tensors() -> dict[str, torch.Tensor]:
-    """Two of every dtype, named so that names alone would order them otherwise; one is larger than a chunk, one empty."""
+    """Returns two tensors of every dtype, in another order by name, one larger than a chunk, and an empty one."""
     generator = torch.Generator().manual_seed(0)
     made = {}
     for number, dtype in enumerate(reversed(DTYPES.values())):

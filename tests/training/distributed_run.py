@@ -24,7 +24,7 @@ from training_runs import (
     VOCAB,
     InterruptAfter,
     LostMachineError,
-    make_rows,
+    make_examples,
     make_trainer,
     outcome,
     target,
@@ -37,7 +37,7 @@ from eagle31_hf.training.divergence import TrainingDivergedError
 from eagle31_hf.training.output import check_output, in_all_processes
 from eagle31_hf.training.prepare import prepare_data
 
-# an odd number: with a row a process, in some step one process has no answers and the other has
+# an odd number: with an example a process, in some step one process has no answers and the other has
 EMPTY = (0, 2, 3, 7, 11)
 EVALUATED = {
     "eval_rows": 5,
@@ -86,15 +86,15 @@ STOPPED_AT = 2  # of three steps an epoch
 def trainer_of(folder: Path, name: str, processes: int = 2, **others: Any):
     """Of a run of RUNS; one process alone has the batch of both, and nothing sharded."""
     options = dict(RUNS[name])
-    rows, count = make_rows(empty=options.pop("empty", ())), options.pop("eval_rows", 0)
+    examples, count = make_examples(empty=options.pop("empty", ())), options.pop("eval_rows", 0)
     options |= others
     if options.pop("tensor_parallel", False):
         options["target"] = tensor_parallel_target(folder / "target") if processes > 1 else target(**EVEN)
     if processes == 1:
         options = {k: v for k, v in options.items() if k not in (*FSDP, "shard_target", CHECKPOINTING, "bf16")}
         options["per_device_train_batch_size"] = 2 * options.get("per_device_train_batch_size", 2)
-    options |= {"eval_dataset": make_rows(count, seed=1)} if count else {}
-    return make_trainer(folder, rows, **options)
+    options |= {"eval_dataset": make_examples(count, seed=1)} if count else {}
+    return make_trainer(folder, examples, **options)
 
 
 def tensor_parallel_target(folder: Path):

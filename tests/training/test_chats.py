@@ -5,7 +5,7 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from eagle31_hf.training.chats import RENDERINGS, RowMaker
+from eagle31_hf.training.chats import RENDERINGS, ExampleMaker
 from eagle31_hf.training.loss_mask import loss_mask
 from eagle31_hf.training.skipped import Skipped
 
@@ -80,22 +80,22 @@ def messages(*turns) -> dict:
     return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
 
-def rows_of(tokenizer, record, index: int = 0, **options) -> list[tuple[str, list[str]]]:
-    """Of each row its text, and its answers."""
-    made = RowMaker(tokenizer, **{"max_length": 200} | options).rows(record, index)
-    return [(decoded(tokenizer, row["input_ids"]), answers_of(tokenizer, row)) for row in made]
+def examples_of(tokenizer, record, index: int = 0, **options) -> list[tuple[str, list[str]]]:
+    """Of each example its text, and its answers."""
+    made = ExampleMaker(tokenizer, **{"max_length": 200} | options).examples(record, index)
+    return [(decoded(tokenizer, example["input_ids"]), answers_of(tokenizer, example)) for example in made]
 
 
 def decoded(tokenizer, ids) -> str:
     return "".join(tokenizer.convert_ids_to_tokens(ids.tolist()))
 
 
-def answers_of(tokenizer, row) -> list[str]:
-    marked, found = row["answers"].tolist(), []
+def answers_of(tokenizer, example) -> list[str]:
+    marked, found = example["answers"].tolist(), []
     for place, is_answer in enumerate(marked):
         if is_answer and not (place and marked[place - 1]):
             end = next((i for i in range(place, len(marked)) if not marked[i]), len(marked))
-            found.append(decoded(tokenizer, row["input_ids"][place:end]))
+            found.append(decoded(tokenizer, example["input_ids"][place:end]))
     return found
 
 
@@ -103,7 +103,7 @@ def answers_of(tokenizer, row) -> list[str]:
 def test_an_answer_is_what_the_assistant_says_and_the_end_of_its_turn(make_tokenizer, template):
     tokenizer = make_tokenizer(template)
     chat = messages(*CHAT[template == "strict" :])
-    ((text, answers),) = rows_of(tokenizer, chat)
+    ((text, answers),) = examples_of(tokenizer, chat)
     assert answers == ["abc<end>", "de<end>"]
     assert text == tokenizer.apply_chat_template(chat["messages"], tokenize=False)
 
@@ -111,46 +111,46 @@ def test_an_answer_is_what_the_assistant_says_and_the_end_of_its_turn(make_token
 @pytest.mark.parametrize("template", ["chatml", "llama", "marked", "marked_inside"])
 def test_chains_predict_the_second_token_of_an_answer_to_the_end_of_its_turn(make_tokenizer, template):
     tokenizer = make_tokenizer(template)
-    (row,) = RowMaker(tokenizer, 200).rows(messages(*CHAT))
-    slots = loss_mask(row["answers"][None], 0)[0].nonzero().flatten()
-    assert decoded(tokenizer, row["input_ids"][slots + 2]) == "bc<end>e<end>"
+    (example,) = ExampleMaker(tokenizer, 200).examples(messages(*CHAT))
+    slots = loss_mask(example["answers"][None], 0)[0].nonzero().flatten()
+    assert decoded(tokenizer, example["input_ids"][slots + 2]) == "bc<end>e<end>"
 
 
 def test_bos_comes_from_the_template_alone(make_tokenizer):
     """The tokenizer puts one before every text, which for a chat serving does not ask for."""
     for template, count in (("llama", 1), ("chatml", 0)):
         tokenizer = make_tokenizer(template)
-        ((text, _),) = rows_of(tokenizer, messages(*CHAT))
+        ((text, _),) = examples_of(tokenizer, messages(*CHAT))
         assert text.count("<bos>") == count
         assert text.startswith("<bos>" * count)
 
 
-def test_thoughts_stripped_later_make_a_row_of_each_turn(make_tokenizer):
+def test_thoughts_stripped_later_make_an_example_of_each_turn(make_tokenizer):
     """As serving has it: what is being said is thought about, what was said before no longer is."""
     tokenizer = make_tokenizer("stripping")
     chat = messages(
         ("user", "hi"), ("assistant", "<think>x</think>a"), ("user", "yo"), ("assistant", "<think>y</think>b")
     )
     ask, again = "<im>user\nhi<end>\n<im>assistant\n", "<end>\n<im>user\nyo<end>\n<im>assistant\n"
-    assert rows_of(tokenizer, chat) == [
+    assert examples_of(tokenizer, chat) == [
         (ask + "<think>x</think>a<end>", ["<think>x</think>a<end>"]),
         (ask + "a" + again + "<think>y</think>b<end>", ["<think>y</think>b<end>"]),
     ]
     prompt = tokenizer.apply_chat_template(chat["messages"][:3], add_generation_prompt=True, tokenize=False)
-    assert rows_of(tokenizer, chat)[1][0].startswith(prompt)
-    assert len(rows_of(tokenizer, messages(*CHAT))) == 1
+    assert examples_of(tokenizer, chat)[1][0].startswith(prompt)
+    assert len(examples_of(tokenizer, messages(*CHAT))) == 1
 
 
 def test_a_prompt_may_begin_the_thinking(make_tokenizer):
     tokenizer = make_tokenizer("thinking")
     thought = {"role": "assistant", "content": "a", "thinking": "xy"}
     ask = {"role": "user", "content": "hi"}
-    ((_, answers),) = rows_of(tokenizer, {"messages": [ask, thought, ask, thought | {"thinking": None}]})
+    ((_, answers),) = examples_of(tokenizer, {"messages": [ask, thought, ask, thought | {"thinking": None}]})
     assert answers == ["xy\n</think>a<end>", "\n\n</think>a<end>"]
 
 
 def test_switches_of_the_template(make_tokenizer):
-    ((text, answers),) = rows_of(make_tokenizer("switched"), messages(*CHAT), template_options={"thinks": False})
+    ((text, answers),) = examples_of(make_tokenizer("switched"), messages(*CHAT), template_options={"thinks": False})
     assert text.count("<im>assistant\n<think></think>") == 2
     assert answers == ["abc<end>", "de<end>"], "what the prompt holds is no part of the answer"
 
@@ -159,28 +159,28 @@ def test_other_ends_of_a_turn(make_tokenizer):
     """A target may end its turn with other tokens than the tokenizer's EOS: its generation config lists them."""
     tokenizer = make_tokenizer("chatml", eos_token="<eos>")
     end = tokenizer.convert_tokens_to_ids("<end>")
-    assert rows_of(tokenizer, messages(*CHAT), stop_ids={0, end})[0][1] == ["abc<end>", "de<end>"]
-    assert rows_of(tokenizer, messages(*CHAT), stop_ids={0})[0][1] == ["abc<end>\n", "de<end>\n"]
+    assert examples_of(tokenizer, messages(*CHAT), stop_ids={0, end})[0][1] == ["abc<end>", "de<end>"]
+    assert examples_of(tokenizer, messages(*CHAT), stop_ids={0})[0][1] == ["abc<end>\n", "de<end>\n"]
 
 
 @pytest.mark.parametrize("template", ["chatml", "marked", "marked_inside", "thinking"])
 def test_silent_turns_are_no_answers(make_tokenizer, template):
     chat = [("user", "hi"), ("assistant", ""), ("user", "yo")]
-    assert rows_of(make_tokenizer(template), messages(*chat, ("assistant", "ab")))[0][1] == [
+    assert examples_of(make_tokenizer(template), messages(*chat, ("assistant", "ab")))[0][1] == [
         "\n\n</think>" * (template == "thinking") + "ab<end>"
     ]
     with pytest.raises(Skipped, match="no answer"):
-        rows_of(make_tokenizer(template), messages(*chat))
+        examples_of(make_tokenizer(template), messages(*chat))
 
 
 def test_nobody_asks_the_assistant_to_begin(make_tokenizer):
     chat = messages(("assistant", "hello"), ("user", "hi"), ("assistant", "ab"))
-    assert rows_of(make_tokenizer(), chat)[0][1] == ["ab<end>"]
+    assert examples_of(make_tokenizer(), chat)[0][1] == ["ab<end>"]
 
 
 def test_tools_and_calls_reach_the_template(make_tokenizer):
     call = {"role": "assistant", "tool_calls": [{"name": "fn", "arguments": {}}]}
-    ((text, answers),) = rows_of(
+    ((text, answers),) = examples_of(
         make_tokenizer("tools"), {"messages": [{"role": "user", "content": "hi"}, call], "tools": [{"name": "t"}]}
     )
     assert text.startswith("t<im>user")
@@ -191,15 +191,15 @@ def test_tokenizers_that_cannot_place_marks():
     """Written in Python, they do not know which letters a token is of."""
     tokenizer = ByT5Tokenizer(chat_template=TEMPLATES["marked"].replace("<end>", "</s>"))
     assert not tokenizer.is_fast
-    assert rows_of(tokenizer, messages(*CHAT))[0][1] == ["abc</s>", "de</s>"]
+    assert examples_of(tokenizer, messages(*CHAT))[0][1] == ["abc</s>", "de</s>"]
 
 
 def test_a_template_of_ones_own(make_tokenizer):
-    assert rows_of(make_tokenizer(None), messages(*CHAT), chat_template=CHATML)[0][1] == ["abc<end>", "de<end>"]
+    assert examples_of(make_tokenizer(None), messages(*CHAT), chat_template=CHATML)[0][1] == ["abc<end>", "de<end>"]
 
 
 def test_one_question_is_a_chat(make_tokenizer):
-    assert rows_of(make_tokenizer(), {"prompt": "hi", "completion": "ab"}) == [
+    assert examples_of(make_tokenizer(), {"prompt": "hi", "completion": "ab"}) == [
         ("<im>user\nhi<end>\n<im>assistant\nab<end>\n", ["ab<end>"])
     ]
 
@@ -238,38 +238,40 @@ def test_one_question_is_a_chat(make_tokenizer):
 )
 def test_skipped(make_tokenizer, template, record, reason, options):
     with pytest.raises(Skipped, match=reason):
-        rows_of(make_tokenizer(template), record, **options)
+        examples_of(make_tokenizer(template), record, **options)
 
 
 def test_long_chats_are_cut_at_the_end(make_tokenizer):
     """Two tokens of an answer are the least: the first of them is never drafted."""
     tokenizer = make_tokenizer()
-    whole = rows_of(tokenizer, messages(*CHAT))[0][0]
+    whole = examples_of(tokenizer, messages(*CHAT))[0][0]
     start = tokenizer(whole, add_special_tokens=False).char_to_token(whole.index("abc"))
-    assert [rows_of(tokenizer, messages(*CHAT), max_length=start + n)[0][1] for n in (2, 3, 4, 5)] == [
+    assert [examples_of(tokenizer, messages(*CHAT), max_length=start + n)[0][1] for n in (2, 3, 4, 5)] == [
         ["ab"],
         ["abc"],
         *[["abc<end>"]] * 2,
     ]
     with pytest.raises(Skipped, match="over-long prompt"):
-        rows_of(tokenizer, messages(*CHAT), max_length=start + 1)
+        examples_of(tokenizer, messages(*CHAT), max_length=start + 1)
 
 
 @pytest.mark.parametrize(("length", "pieces"), [(7, [8]), (16, [8, 8]), (18, [8, 8]), (19, [8, 8, 4])])
 def test_text_is_cut_into_pieces(make_tokenizer, length, pieces):
     tokenizer = make_tokenizer()
     text = "".join(chr(97 + i) for i in range(length))
-    made = RowMaker(tokenizer, 8).rows({"text": text})
-    assert [len(row["input_ids"]) for row in made] == pieces
-    assert ("<bos>" + text).startswith(decoded(tokenizer, torch.cat([row["input_ids"] for row in made])))
-    assert all(row["answers"].all() for row in made)
-    assert all(row["input_ids"].untyped_storage().nbytes() == 8 * len(row["input_ids"]) for row in made)
+    made = ExampleMaker(tokenizer, 8).examples({"text": text})
+    assert [len(example["input_ids"]) for example in made] == pieces
+    assert ("<bos>" + text).startswith(decoded(tokenizer, torch.cat([example["input_ids"] for example in made])))
+    assert all(example["answers"].all() for example in made)
+    assert all(example["input_ids"].untyped_storage().nbytes() == 8 * len(example["input_ids"]) for example in made)
 
 
 def test_tokens_are_kept_and_cut(make_tokenizer):
-    (row,) = RowMaker(make_tokenizer(), 4).rows({"input_ids": [5, 6, 7, 8, 9], "labels": [-100, 6, 7, 8, 9]})
+    (example,) = ExampleMaker(make_tokenizer(), 4).examples(
+        {"input_ids": [5, 6, 7, 8, 9], "labels": [-100, 6, 7, 8, 9]}
+    )
     torch.testing.assert_close(
-        row, {"input_ids": torch.tensor([5, 6, 7, 8]), "answers": torch.tensor([False, True, True, True])}
+        example, {"input_ids": torch.tensor([5, 6, 7, 8]), "answers": torch.tensor([False, True, True, True])}
     )
 
 
@@ -277,8 +279,8 @@ def test_tokens_are_kept_and_cut(make_tokenizer):
     "record", [messages(*CHAT), messages(("user", "hi")), {"input_ids": [5, 6, 7], "answers": [0, 0, 0]}]
 )
 def test_all_tokens_may_count(make_tokenizer, record):
-    (row,) = RowMaker(make_tokenizer("stripping"), 200, mask="all").rows(record)
-    assert row["answers"].all()
+    (example,) = ExampleMaker(make_tokenizer("stripping"), 200, mask="all").examples(record)
+    assert example["answers"].all()
 
 
 PERTURBED = {
@@ -294,21 +296,21 @@ def test_perturbed_renderings(make_tokenizer):
     name_of = {text: name for name, (text, _) in PERTURBED.items()}
     drawn = []
     for index in range(400):
-        ((text, answers),) = rows_of(tokenizer, chat, index, template_augmentation=0.5, seed=3)
+        ((text, answers),) = examples_of(tokenizer, chat, index, template_augmentation=0.5, seed=3)
         assert answers == PERTURBED[name_of[text]][1]
         drawn.append(name_of[text])
     counts = {name: drawn.count(name) for name in RENDERINGS}
     assert 160 < counts["regular"] < 240
     assert all(40 < counts[name] < 95 for name in RENDERINGS if name != "regular")
-    again = [rows_of(tokenizer, chat, index, template_augmentation=0.5, seed=3)[0][0] for index in (7, 0, 300)]
+    again = [examples_of(tokenizer, chat, index, template_augmentation=0.5, seed=3)[0][0] for index in (7, 0, 300)]
     assert [name_of[text] for text in again] == [drawn[index] for index in (7, 0, 300)]
-    assert {rows_of(tokenizer, chat, index)[0][0] for index in range(50)} == {PERTURBED["regular"][0]}
+    assert {examples_of(tokenizer, chat, index)[0][0] for index in range(50)} == {PERTURBED["regular"][0]}
 
 
 @pytest.mark.parametrize("special", [{}, {"bos_token": "<bos>"}], ids=["no BOS", "BOS not used"])
 def test_a_target_without_bos_is_not_robbed_of_its_first_token(make_tokenizer, special):
     tokenizer, chat = make_tokenizer("chatml", has_bos=False, **special), messages(("user", "hi"), ("assistant", "ab"))
-    texts = {rows_of(tokenizer, chat, index, template_augmentation=1)[0][0] for index in range(40)}
+    texts = {examples_of(tokenizer, chat, index, template_augmentation=1)[0][0] for index in range(40)}
     assert texts == {"<im>user\nhi<end>\n<im>assistant\nab<end>\n", "hi\nab"}
 
 
@@ -321,5 +323,5 @@ def test_what_is_wrong_with_everything(make_tokenizer):
         ({"text": "hello"}, {"max_length": 3}, "max_length is 3; expected at least 4"),
     ):
         with pytest.raises(ValueError, match=problem) as caught:
-            rows_of(tokenizer, record, **options)
+            examples_of(tokenizer, record, **options)
         assert not isinstance(caught.value, Skipped)

@@ -7,7 +7,7 @@ import torch
 from accelerate.state import AcceleratorState
 from factories import build
 from safetensors.torch import load_file
-from training_runs import make_rows, make_trainer
+from training_runs import make_examples, make_trainer
 from transformers import TrainerCallback
 
 from eagle31_hf.training.divergence import PATIENCE, READ_EVERY, SCALED_PATIENCE, TrainingDivergedError, num_not_finite
@@ -61,7 +61,7 @@ def test_it_stops_after_some_steps_in_a_row(tmp_path, options):
 
 @pytest.mark.parametrize("evaluates", [False, True])
 def test_the_last_finite_checkpoint_is_kept(tmp_path, evaluates):
-    options = SAVING | ({"eval_dataset": make_rows(3, seed=1), "save_steps": 2} | EVALUATING if evaluates else {})
+    options = SAVING | ({"eval_dataset": make_examples(3, seed=1), "save_steps": 2} | EVALUATING if evaluates else {})
     _, steps, said = diverged(tmp_path, **options)
     assert steps == BREAKS_AT, "weights that are not finite are found where they would be saved or evaluated"
     kept = "checkpoint-2" if evaluates else "checkpoint-3"
@@ -76,7 +76,7 @@ def test_the_last_finite_checkpoint_is_kept(tmp_path, evaluates):
 )
 def test_a_run_that_diverges_at_its_very_end_is_no_success(tmp_path, options):
     """Too late for several steps in a row, and also where an earlier checkpoint would be loaded as the best."""
-    options = options | ({"eval_dataset": make_rows(3, seed=1)} if options else {})
+    options = options | ({"eval_dataset": make_examples(3, seed=1)} if options else {})
     _, _, said = diverged(tmp_path, max_steps=BREAKS_AT + 1, **options)
     assert "weights are not finite after step" in said
     assert not (tmp_path / "model.safetensors").exists()
@@ -174,7 +174,7 @@ def test_weights_broken_before_the_first_step(tmp_path):
         TrainingDivergedError,
         match=r"^weights are not finite after step 0\. Training .* no checkpoint was written before",
     ):
-        trainer._check_weights()
+        trainer.check_weights()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

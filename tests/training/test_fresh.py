@@ -25,7 +25,7 @@ def test_a_drafter_of_any_targets_shape_drafts_for_it(kind):
     assert target.generate(prompt, assistant_model=drafter.eval(), **options).equal(target.generate(prompt, **options))
 
 
-def test_its_head_begins_as_the_targets_rows():
+def test_its_head_begins_as_the_targets():
     target = build_target()
     head = target.get_output_embeddings().weight
     assert_close("all", new_drafter(target).lm_head.weight, head, 0.0)
@@ -63,11 +63,11 @@ def test_a_misspelt_field_is_refused():
 
 
 def test_the_vocabulary_is_the_most_frequent_answers_and_what_ends_a_text():
-    rows = [
+    examples = [
         {"input_ids": torch.tensor([7, 3, 3, 4]), "answers": torch.tensor([False, True, True, True])},
         {"input_ids": [7, 7, 5, 3], "answers": [False, False, True, True]},
     ]
-    counts = count_answers(rows, VOCAB)
+    counts = count_answers(examples, VOCAB)
     assert counts.tolist() == [0, 0, 0, 3, 1, 1, 0, 0, 0, 0, 0]
     ids, share = choose_vocabulary(counts, 3, always=[9])
     assert ids.tolist() == [3, 4, 9]
@@ -85,5 +85,5 @@ def test_covered_mass_is_the_targets_on_the_answers():
     tokens = torch.arange(9)[None] % VOCAB
     _, logits = target_states(target, tokens, [1])
     p = softmax(logits[0].float(), -1)[:, SOME].sum(-1)
-    row = {"input_ids": tokens[0], "answers": torch.tensor([False] * 4 + [True] * 5)}
-    assert mass_covered([row], SOME, TargetReader(target, [1])) == pytest.approx(p[3:8].mean().item(), abs=1e-5)
+    example = {"input_ids": tokens[0], "answers": torch.tensor([False] * 4 + [True] * 5)}
+    assert mass_covered([example], SOME, TargetReader(target, [1])) == pytest.approx(p[3:8].mean().item(), abs=1e-5)

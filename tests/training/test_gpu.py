@@ -7,7 +7,7 @@ import pytest
 import torch
 from close import assert_close
 from factories import VARIANTS, build, inputs, target
-from training_runs import PLAIN, make_rows, make_trainer, run
+from training_runs import PLAIN, make_examples, make_trainer, run
 
 from eagle31_hf.training.objective import Batch, DraftingObjective, Settings
 from eagle31_hf.training.target import TargetReader
@@ -76,13 +76,13 @@ def test_mixed_precision_trains_and_what_is_walked_is_served(tmp_path):
     losses = run(trainer).losses
     assert losses[-1] < 0.9 * losses[0]
     theirs = target().to(DEVICE)
-    prompts = torch.tensor([row["input_ids"][:6] for row in make_rows(4)]).to(DEVICE)
+    prompts = torch.tensor([example["input_ids"][:6] for example in make_examples(4)]).to(DEVICE)
     texts = theirs.generate(
         prompts, attention_mask=torch.ones_like(prompts), do_sample=False, max_new_tokens=24, eos_token_id=None
     )
-    rows = [{"input_ids": text.tolist(), "answers": [at >= 6 for at in range(len(text))]} for text in texts]
+    examples = [{"input_ids": text.tolist(), "answers": [at >= 6 for at in range(len(text))]} for text in texts]
     options = {"eval_prompts": 4, "eval_max_new_tokens": 24, "use_cpu": DEVICE == "cpu"}
     metrics = make_trainer(
-        tmp_path / "fp32", rows, trainer.drafter.float(), target=theirs, eval_dataset=rows, **options
+        tmp_path / "fp32", examples, trainer.drafter.float(), target=theirs, eval_dataset=examples, **options
     ).evaluate()
     assert metrics["eval_accepted_length"] == metrics["eval_served_accepted_length"]

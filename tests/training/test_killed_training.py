@@ -16,7 +16,7 @@ import pytest
 import torch
 from close import assert_close
 from distributed_run import launched
-from training_runs import Run, make_rows, make_trainer, run
+from training_runs import Run, make_examples, make_trainer, run
 
 from eagle31_hf.training.saving import last_checkpoint
 
@@ -41,7 +41,7 @@ TORN = {1: "optimizer.pt", 2: "training_args.bin", 3: "optimizer.pt", 6: "rng_st
 
 
 def trainer_in(folder: Path):
-    return make_trainer(folder, eval_dataset=make_rows(3, seed=1), **OPTIONS)
+    return make_trainer(folder, eval_dataset=make_examples(3, seed=1), **OPTIONS)
 
 
 def train(folder: Path, resumes: bool = True) -> None:

@@ -11,7 +11,7 @@ from socket import socket
 import pytest
 from accelerate import PartialState
 from factories import build
-from training_runs import make_rows, make_trainer
+from training_runs import make_examples, make_trainer
 
 from eagle31_hf.training.objective import Settings
 from eagle31_hf.training.output import REPLACED, check_output, claim, discard_replaced, in_all_processes, set_aside
@@ -247,7 +247,7 @@ def test_a_limit_removes_only_numbered_checkpoints(tmp_path, limit, best):
     options = SAVING | {"save_total_limit": limit, "max_steps": 8}
     if best:  # which is the first: the learning rate is far too high
         options |= {
-            "eval_dataset": make_rows(3, seed=1),
+            "eval_dataset": make_examples(3, seed=1),
             "eval_strategy": "steps",
             "eval_steps": 2,
             "load_best_model_at_end": True,
@@ -304,7 +304,7 @@ def test_no_process_waits_for_one_that_failed():
 
 
 @pytest.mark.parametrize("name", ["config.json", "manifest.jsonl", "shard-00000.safetensors"])
-def test_prepared_rows_do_not_go_among_other_files(tmp_path, name):
+def test_prepared_examples_do_not_go_among_other_files(tmp_path, name):
     written(tmp_path / "there", name)
     with pytest.raises(ValueError, match=f"holds {name} and no {MANIFEST}; expected a folder that is new or empty"):
         check_store_folder(tmp_path / "there")
@@ -327,7 +327,7 @@ LENGTHS = [
 
 
 def finished(folder, resume=False, **options):
-    """A run of steps of two rows, six an epoch; its steps, weights and files."""
+    """A run of steps of two examples, six an epoch; its steps, weights and files."""
     trainer = make_trainer(folder, **SAVING | options)
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model()
@@ -341,7 +341,7 @@ def test_it_stays_finished_however_often_it_is_resumed(tmp_path, options, best):
     if best:
         strategy = options.get("save_strategy", "steps")
         options = options | {
-            "eval_dataset": make_rows(3, seed=1),
+            "eval_dataset": make_examples(3, seed=1),
             "eval_strategy": strategy,
             "eval_steps": 2,
             "load_best_model_at_end": True,
@@ -358,7 +358,7 @@ def test_the_best_checkpoint_stays_the_best(tmp_path, limit, monkeypatch):
     name by then."""
     monkeypatch.chdir(tmp_path)
     options = {
-        "eval_dataset": make_rows(3, seed=1),
+        "eval_dataset": make_examples(3, seed=1),
         "eval_strategy": "steps",
         "eval_steps": 2,
         "load_best_model_at_end": True,

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from eagle31_hf.training.loss_mask import loss_mask
-from eagle31_hf.training.packing import Collator, PackedRows, Rows, pack
+from eagle31_hf.training.packing import Collator, Examples, PackedExamples, pack
 
 WIDTH = 3
 
 
-def row(length: int, seed: int = 0, **states) -> dict[str, torch.Tensor]:
+def example(length: int, seed: int = 0, **states) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
         "input_ids": torch.randint(1, 90, (length,), generator=generator),
@@ -21,13 +21,13 @@ def row(length: int, seed: int = 0, **states) -> dict[str, torch.Tensor]:
 
 
 def with_states(length: int, dtype=torch.bfloat16) -> dict[str, torch.Tensor]:
-    return row(
+    return example(
         length, states=torch.randn(length, 2 * WIDTH, dtype=dtype), last_states=torch.randn(length, WIDTH, dtype=dtype)
     )
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_packs_hold_every_row_once_and_fit(seed):
+def test_packs_hold_every_example_once_and_fit(seed):
     draw = random.Random(seed)
     lengths = [draw.choice((1, 3, 17, draw.randint(1, 64))) for _ in range(500)]
     packs = pack(lengths, 64)
@@ -53,28 +53,28 @@ def test_packs(lengths, packs):
     assert pack(lengths, 8) == packs
 
 
-def test_long_rows_are_refused():
+def test_long_examples_are_refused():
     with pytest.raises(ValueError, match="row 1 has 9 tokens; expected at most 8"):
         pack([3, 9], 8)
 
 
-def test_rows_in_memory_are_what_they_were_made_of():
-    given = [row(length, length) for length in (5, 1, 9)]
-    rows = Rows.from_rows(iter(given))
-    assert (len(rows), rows.lengths, rows.input_ids.dtype) == (3, [5, 1, 9], torch.int32)
+def test_examples_in_memory_are_what_they_were_made_of():
+    given = [example(length, length) for length in (5, 1, 9)]
+    examples = Examples.from_iterable(iter(given))
+    assert (len(examples), examples.lengths, examples.input_ids.dtype) == (3, [5, 1, 9], torch.int32)
     for index in (0, 1, 2, -1):
-        torch.testing.assert_close(rows[index], given[index])
-    assert [len(got["answers"]) for got in pickle.loads(pickle.dumps(rows))] == [5, 1, 9]
+        torch.testing.assert_close(examples[index], given[index])
+    assert [len(got["answers"]) for got in pickle.loads(pickle.dumps(examples))] == [5, 1, 9]
     with pytest.raises(IndexError):
-        rows[3]
+        examples[3]
     with pytest.raises(ValueError, match="there are no rows"):
-        Rows.from_rows([])
+        Examples.from_iterable([])
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["lengths known", "lengths measured"])
-def test_packed_rows(known):
-    given = [row(length, length) for length in (5, 6, 2, 3)]
-    packed = PackedRows(Rows.from_rows(given) if known else given, 8)
+def test_packed_examples(known):
+    given = [example(length, length) for length in (5, 6, 2, 3)]
+    packed = PackedExamples(Examples.from_iterable(given) if known else given, 8)
     assert (len(packed), packed.lengths) == (2, [8, 8])
     torch.testing.assert_close(packed[1], [given[1], given[2]])
 
@@ -115,7 +115,7 @@ def test_states_are_padded_with_zeros(multiple, length):
 @pytest.mark.parametrize("depth", range(3))
 def test_packed_and_padded_texts_are_supervised_as_alone(depth):
     """Nothing in the padding, nothing across two documents."""
-    texts = [row(length, length) for length in (7, 9, 20)]
+    texts = [example(length, length) for length in (7, 9, 20)]
     batch = Collator(pad_to_multiple_of=8)([texts[:2], texts[2]])
     kept = loss_mask(batch["answers"], depth, documents=batch["documents"])
     alone = [loss_mask(text["answers"][None], depth)[0].nonzero().flatten() for text in texts]
@@ -128,11 +128,11 @@ def test_packed_and_padded_texts_are_supervised_as_alone(depth):
     [
         ([{"input_ids": [1, 2]}], "a row has input_ids; expected input_ids and one of"),
         ([{"answers": [1, 1]}], "a row has answers; expected input_ids"),
-        ([with_states(3), row(3)], "rows have .*; expected the same in all of a batch"),
-        ([[with_states(3), row(2)]], r"rows of \[3, 2\] tokens have states of \[3, 0\]"),
-        ([row(4, states=torch.zeros(3, 6))], r"rows of \[4\] tokens have states of \[3\]"),
+        ([with_states(3), example(3)], "rows have .*; expected the same in all of a batch"),
+        ([[with_states(3), example(2)]], r"rows of \[3, 2\] tokens have states of \[3, 0\]"),
+        ([example(4, states=torch.zeros(3, 6))], r"rows of \[4\] tokens have states of \[3\]"),
     ],
 )
-def test_bad_rows(items, problem):
+def test_bad_examples(items, problem):
     with pytest.raises(ValueError, match=problem):
         Collator()(items)

@@ -14,20 +14,25 @@ import time
 import pytest
 import torch
 from close import FORWARD, assert_close
-from test_regenerate import END, build_tokenizer
+from letters import END, build_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eagle31_hf.cli.preparation import add_prepare_data
 from eagle31_hf.cli.preparation import prepare_data as command
 from eagle31_hf.targets.layers import target_states
-from eagle31_hf.training.chats import RowMaker
-from eagle31_hf.training.prepare import prepare_data
+from eagle31_hf.training.chats import ExampleMaker
+from eagle31_hf.training.prepare import PreparationOptions, Prepared, prepare_data
 from eagle31_hf.training.store import HiddenStateStore, load_target_parts, missing_shards
 
 LENGTH, LAYERS = 48, [0, 2, 4]
 SAMPLING = {"do_sample": True, "temperature": 2.0}
 REGENERATED = {"max_length": LENGTH, "regenerate": True, "max_new_tokens": 10, "generation": SAMPLING, "batch_size": 3}
 WITH_STATES = {"states": True, "layer_ids": LAYERS, "records_per_shard": 3}
+
+
+def prepare(target, tokenizer, data: str, folder, part=(0, 1), progress=None, **options) -> Prepared:
+    options = PreparationOptions(**options)
+    return prepare_data(target, tokenizer, data, folder, options, part=part, progress=progress)
 
 
 def write_data(path, records: list[dict]) -> str:
@@ -73,7 +78,7 @@ def data(tmp_path_factory) -> str:
 def whole(tmp_path_factory, target, tokenizer, data):
     """A store of sampled answers and states that was made in one go."""
     folder = tmp_path_factory.mktemp("whole")
-    prepare_data(target, tokenizer, data, folder, **REGENERATED, **WITH_STATES)
+    prepare(target, tokenizer, data, folder, **REGENERATED, **WITH_STATES)
     return folder
 
 
@@ -81,12 +86,12 @@ def contents(folder) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_rows_are_those_of_the_records(tmp_path, target, tokenizer, data):
-    prepared = prepare_data(target, tokenizer, data, tmp_path, max_length=20, records_per_shard=4)
-    maker = RowMaker(tokenizer, 20)
+def test_examples_are_those_of_the_records(tmp_path, target, tokenizer, data):
+    prepared = prepare(target, tokenizer, data, tmp_path, max_length=20, records_per_shard=4)
+    maker = ExampleMaker(tokenizer, 20)
     expected = []
     for index, record in enumerate(conversations()):
-        expected += maker.rows(record, index)
+        expected += maker.examples(record, index)
     store = HiddenStateStore(tmp_path)
     assert (prepared.rows, prepared.tokens, prepared.shards, prepared.num_shards) == (
         len(expected),
@@ -94,9 +99,9 @@ def test_rows_are_those_of_the_records(tmp_path, target, tokenizer, data):
         4,
         4,
     )
-    for found, row in zip(store, expected, strict=True):
-        assert found.keys() == row.keys()
-        assert all(torch.equal(found[name], row[name]) for name in row)
+    for found, example in zip(store, expected, strict=True):
+        assert found.keys() == example.keys()
+        assert all(torch.equal(found[name], example[name]) for name in example)
 
 
 def test_answers_end_where_the_target_ends_them(tmp_path, target, tokenizer):
@@ -105,38 +110,38 @@ def test_answers_end_where_the_target_ends_them(tmp_path, target, tokenizer):
     template = "{% for m in messages %}{{ m.content }}{{ 'ga' if m.role == 'assistant' }}{% endfor %}"
     turns = [{"role": "user", "content": "bb"}, {"role": "assistant", "content": "cde"}]
     data = write_data(tmp_path / "data.jsonl", [{"messages": turns}])
-    prepare_data(target, tokenizer, data, tmp_path / "store", max_length=LENGTH, chat_template=template)
-    row = HiddenStateStore(tmp_path / "store")[0]
-    assert tokenizer.decode(row["input_ids"][row["answers"]]) == "cdeg"
+    prepare(target, tokenizer, data, tmp_path / "store", max_length=LENGTH, chat_template=template)
+    example = HiddenStateStore(tmp_path / "store")[0]
+    assert tokenizer.decode(example["input_ids"][example["answers"]]) == "cdeg"
 
 
 @pytest.mark.parametrize("regenerate", [False, True])
-def test_states_are_those_of_each_row_alone(tmp_path, target, tokenizer, data, regenerate):
+def test_states_are_those_of_each_example_alone(tmp_path, target, tokenizer, data, regenerate):
     options = REGENERATED if regenerate else {"max_length": LENGTH}
-    prepare_data(target, tokenizer, data, tmp_path, **options, **WITH_STATES)
+    prepare(target, tokenizer, data, tmp_path, **options, **WITH_STATES)
     store = HiddenStateStore(tmp_path)
     assert len(store) >= 14
-    for row in store:
-        states, logits = target_states(target, row["input_ids"][None], LAYERS)
-        said = target.lm_head(row["last_states"]).detach()
-        for name, found, expected in (("states", row["states"], states[0]), ("logits", said, logits[0])):
+    for example in store:
+        states, logits = target_states(target, example["input_ids"][None], LAYERS)
+        said = target.lm_head(example["last_states"]).detach()
+        for name, found, expected in (("states", example["states"], states[0]), ("logits", said, logits[0])):
             assert_close(name, found, expected, FORWARD)
 
 
 def test_stored_parts_say_what_the_target_said(tmp_path, target, tokenizer, data):
     """A final norm applied twice, or never, would show."""
-    prepare_data(target, tokenizer, data, tmp_path, **REGENERATED | {"generation": {"do_sample": False}}, **WITH_STATES)
+    prepare(target, tokenizer, data, tmp_path, **REGENERATED | {"generation": {"do_sample": False}}, **WITH_STATES)
     parts, scoring = load_target_parts(tmp_path)
     assert scoring == {"scale": 1.0, "cap": None}
-    for row in HiddenStateStore(tmp_path):
-        predicted = (row["last_states"] @ parts["head"].T).argmax(-1)[:-1]
-        answered = row["answers"][1:]
-        assert torch.equal(predicted[answered], row["input_ids"][1:][answered])
+    for example in HiddenStateStore(tmp_path):
+        predicted = (example["last_states"] @ parts["head"].T).argmax(-1)[:-1]
+        answered = example["answers"][1:]
+        assert torch.equal(predicted[answered], example["input_ids"][1:][answered])
 
 
 def test_by_default_states_are_those_drafters_read_in_the_target_s_dtype(tmp_path, make_target, tokenizer, data):
     target = copy.deepcopy(make_target("llama")).bfloat16()
-    prepare_data(target, tokenizer, data, tmp_path, max_length=LENGTH, states=True)
+    prepare(target, tokenizer, data, tmp_path, max_length=LENGTH, states=True)
     manifest = HiddenStateStore(tmp_path).manifest
     assert (manifest.layer_ids, manifest.dtype) == ([2, 3, 4], "bfloat16")
 
@@ -145,20 +150,20 @@ def test_by_default_states_are_those_drafters_read_in_the_target_s_dtype(tmp_pat
 def test_templates_are_told_their_options(tmp_path, target, data, options):
     tokenizer = build_tokenizer()
     tokenizer.chat_template = "{{ 'gfg' if loud }}" + tokenizer.chat_template
-    prepare_data(target, tokenizer, data, tmp_path / "loud", template_options={"loud": True}, **options)
-    prepare_data(target, tokenizer, data, tmp_path / "still", **options)
+    prepare(target, tokenizer, data, tmp_path / "loud", template_options={"loud": True}, **options)
+    prepare(target, tokenizer, data, tmp_path / "still", **options)
     beginnings = [
-        {tuple(row["input_ids"][:4].tolist()) for row in HiddenStateStore(tmp_path / name)}
+        {tuple(example["input_ids"][:4].tolist()) for example in HiddenStateStore(tmp_path / name)}
         for name in ("loud", "still")
     ]
     assert {beginning[:3] for beginning in beginnings[0]} == {(6, 5, 6)}
     assert {beginning[0] for beginning in beginnings[1]} == {8}
 
 
-def test_what_makes_no_row_is_counted(tmp_path, target, tokenizer):
+def test_what_makes_no_example_is_counted(tmp_path, target, tokenizer):
     records = [*conversations(3), {"messages": [{"role": "user", "content": "abc"}]}, {"text": "ab"}, {"messages": []}]
     data = write_data(tmp_path / "data.jsonl", records)
-    prepared = prepare_data(target, tokenizer, data, tmp_path / "store", max_length=LENGTH, records_per_shard=1)
+    prepared = prepare(target, tokenizer, data, tmp_path / "store", max_length=LENGTH, records_per_shard=1)
     assert prepared.rows == 3
     assert prepared.skipped == {"no answer": 2, "too short": 1}
     assert prepared.shards == 6
@@ -169,52 +174,52 @@ def test_states_that_are_not_finite_are_counted(tmp_path, make_target, tokenizer
     target.get_input_embeddings().weight.data[30, 0] = float("nan")
     records = [{"input_ids": [1, 2, token, 3, 4], "answers": [1] * 5} for token in (5, 30, 6, 31)]
     data = write_data(tmp_path / "data.jsonl", records)
-    prepared = prepare_data(target, tokenizer, data, tmp_path / "store", max_length=LENGTH, **WITH_STATES)
+    prepared = prepare(target, tokenizer, data, tmp_path / "store", max_length=LENGTH, **WITH_STATES)
     assert prepared.skipped == {"states are not finite": 1}
-    assert [int(row["input_ids"][2]) for row in HiddenStateStore(tmp_path / "store")] == [5, 6, 31]
+    assert [int(example["input_ids"][2]) for example in HiddenStateStore(tmp_path / "store")] == [5, 6, 31]
 
 
 @pytest.mark.parametrize("mask", ["answers", "all"])
 def test_texts_and_tokens_are_gone_on_with(tmp_path, target, tokenizer, mask):
     tokens = {"input_ids": [1, 2, 3, 4, 5, 6], "answers": [0, 0, 0, 0, 1, 1]}
     data = write_data(tmp_path / "data.jsonl", [{"text": "abcdefgh"}, tokens, *conversations(1)])
-    prepare_data(target, tokenizer, data, tmp_path / "store", mask=mask, **REGENERATED)
-    rows = [*HiddenStateStore(tmp_path / "store")]
-    *_, text, pretokenized = rows
+    prepare(target, tokenizer, data, tmp_path / "store", mask=mask, **REGENERATED)
+    examples = [*HiddenStateStore(tmp_path / "store")]
+    *_, text, pretokenized = examples
     assert text["input_ids"][:4].tolist() == [0, 1, 2, 3]
     assert pretokenized["input_ids"][:4].tolist() == [1, 2, 3, 4]
-    for row in (text, pretokenized):
+    for example in (text, pretokenized):
         begin = 0 if mask == "all" else 4
-        assert row["answers"].tolist() == [i >= begin for i in range(len(row["input_ids"]))]
-        assert len(row["input_ids"]) > 5
+        assert example["answers"].tolist() == [i >= begin for i in range(len(example["input_ids"]))]
+        assert len(example["input_ids"]) > 5
 
 
 def test_a_missing_shard_is_made_again_as_it_was(tmp_path, target, tokenizer, data, whole):
     """Its samples too: they do not depend on what was sampled before."""
-    prepare_data(target, tokenizer, data, tmp_path, **REGENERATED, **WITH_STATES)
+    prepare(target, tokenizer, data, tmp_path, **REGENERATED, **WITH_STATES)
     removed = tmp_path / "shard-00002.safetensors"
     removed.unlink()
     messages = []
-    prepare_data(target, tokenizer, data, tmp_path, **REGENERATED, **WITH_STATES, progress=messages.append)
+    prepare(target, tokenizer, data, tmp_path, **REGENERATED, **WITH_STATES, progress=messages.append)
     assert len(messages) == 1
     assert contents(tmp_path) == contents(whole)
 
 
 def test_other_seeds_give_other_answers(tmp_path, target, tokenizer, data, whole):
-    prepare_data(target, tokenizer, data, tmp_path, **REGENERATED, **WITH_STATES, seed=1)
+    prepare(target, tokenizer, data, tmp_path, **REGENERATED, **WITH_STATES, seed=1)
     found, other = HiddenStateStore(tmp_path), HiddenStateStore(whole)
-    assert [row["input_ids"].tolist() for row in found] != [row["input_ids"].tolist() for row in other]
+    assert [example["input_ids"].tolist() for example in found] != [example["input_ids"].tolist() for example in other]
 
 
 def test_one_question_has_another_answer_in_every_shard(tmp_path, target, tokenizer):
     data = write_data(tmp_path / "data.jsonl", [{"text": "abcdefgh"}] * 4)
-    prepare_data(target, tokenizer, data, tmp_path / "store", **REGENERATED, records_per_shard=1)
-    assert len({str(row["input_ids"].tolist()) for row in HiddenStateStore(tmp_path / "store")}) > 1
+    prepare(target, tokenizer, data, tmp_path / "store", **REGENERATED, records_per_shard=1)
+    assert len({str(example["input_ids"].tolist()) for example in HiddenStateStore(tmp_path / "store")}) > 1
 
 
 def test_parts_make_the_same_store(tmp_path, target, tokenizer, data, whole):
     for index, expected in ((2, [0, 1, 3, 4]), (0, [1, 4]), (1, [])):
-        prepared = prepare_data(target, tokenizer, data, tmp_path, **REGENERATED, **WITH_STATES, part=(index, 3))
+        prepared = prepare(target, tokenizer, data, tmp_path, **REGENERATED, **WITH_STATES, part=(index, 3))
         assert missing_shards(tmp_path) == expected
         assert (prepared.shards, prepared.num_shards) == (5 - len(expected), 5)
     assert contents(tmp_path) == contents(whole)
@@ -240,31 +245,31 @@ DIFFERENT = {
 @pytest.mark.parametrize("option", DIFFERENT)
 def test_other_options_need_another_folder(tmp_path, target, tokenizer, data, option):
     options = REGENERATED | WITH_STATES
-    prepare_data(target, tokenizer, data, tmp_path, **options, part=(9, 10))
+    prepare(target, tokenizer, data, tmp_path, **options, part=(9, 10))
     dropped = {"states": ("states", "layer_ids"), "regenerate": ("regenerate", "max_new_tokens", "generation")}.get(
         option, ()
     )
     changed = options if dropped else options | {option: DIFFERENT[option]}
     with pytest.raises(ValueError, match=r"manifest.json: .* Name another folder"):
-        prepare_data(
+        prepare(
             target, tokenizer, data, tmp_path, **{name: value for name, value in changed.items() if name not in dropped}
         )
 
 
 def test_other_data_targets_and_tokenizers_need_another_folder(tmp_path, target, tokenizer, data):
-    prepare_data(target, tokenizer, data, tmp_path, max_length=LENGTH)
+    prepare(target, tokenizer, data, tmp_path, max_length=LENGTH)
     with pytest.raises(ValueError, match=r"source.data is"):
-        prepare_data(
+        prepare(
             target, tokenizer, write_data(tmp_path / "other.jsonl", conversations()[::-1]), tmp_path, max_length=LENGTH
         )
     trained = copy.deepcopy(target)
     trained.get_output_embeddings().weight.data[0, 0] += 1
     with pytest.raises(ValueError, match="revision is"):
-        prepare_data(trained, tokenizer, data, tmp_path, max_length=LENGTH)
+        prepare(trained, tokenizer, data, tmp_path, max_length=LENGTH)
     other = build_tokenizer()
     other.chat_template += " "
     with pytest.raises(ValueError, match="tokenizer is"):
-        prepare_data(target, other, data, tmp_path, max_length=LENGTH)
+        prepare(target, other, data, tmp_path, max_length=LENGTH)
 
 
 @pytest.mark.parametrize(
@@ -283,12 +288,12 @@ def test_other_data_targets_and_tokenizers_need_another_folder(tmp_path, target,
 )
 def test_options_that_do_not_go_together(tmp_path, target, tokenizer, data, options, words):
     with pytest.raises(ValueError, match=words):
-        prepare_data(target, tokenizer, data, tmp_path / "store", **options)
+        prepare(target, tokenizer, data, tmp_path / "store", **options)
     assert not (tmp_path / "store").exists()
 
 
 def _prepare(target, tokenizer, data, folder) -> None:
-    prepare_data(target, tokenizer, data, folder, **REGENERATED, **WITH_STATES)
+    prepare(target, tokenizer, data, folder, **REGENERATED, **WITH_STATES)
 
 
 def _num_shards(folder, suffix: str) -> int:

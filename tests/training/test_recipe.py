@@ -1,4 +1,4 @@
-"""The parts of a training run: what is held out, where regenerated rows go, what a new drafter begins with."""
+"""The parts of a training run: what is held out, where regenerated examples go, what a new drafter begins with."""
 
 import json
 from copy import deepcopy
@@ -7,8 +7,9 @@ import pytest
 import torch
 from conftest import build_target
 
+from eagle31_hf.training.prepare import PreparationOptions
 from eagle31_hf.training.recipe import (
-    RowReader,
+    ExampleReader,
     draft_vocabulary,
     line_of,
     loaded_drafter,
@@ -18,12 +19,13 @@ from eagle31_hf.training.recipe import (
 from eagle31_hf.training.store import HiddenStateStore
 
 RECORDS = 30
+OPTIONS = PreparationOptions(max_length=40)
 
 
 @pytest.fixture
 def source(tmp_path) -> str:
     letters = torch.randint(0, 10, (RECORDS, 12), generator=torch.Generator().manual_seed(0))
-    lines = [json.dumps({"text": "".join(chr(ord("a") + i) for i in row)}) for row in letters.tolist()]
+    lines = [json.dumps({"text": "".join(chr(ord("a") + i) for i in text)}) for text in letters.tolist()]
     (tmp_path / "texts.jsonl").write_text("\n".join(lines))
     return str(tmp_path / "texts.jsonl")
 
@@ -42,38 +44,42 @@ def told() -> list[str]:
 
 
 @pytest.fixture
-def reader(target, speller, told) -> RowReader:
-    return RowReader(target, speller, 40, told.append)
+def reader(target, speller, told) -> ExampleReader:
+    return ExampleReader(target, speller, OPTIONS, told.append)
 
 
 @pytest.mark.parametrize(("asked", "held_out"), [(0, None), (2, 2), (99, 3)], ids=["none", "some", "a tenth"])
-def test_the_last_rows_are_held_out(reader, source, told, asked, held_out):
+def test_the_last_examples_are_held_out(reader, source, told, asked, held_out):
     data = reader.training_data(source, None, asked)
     whole, facts = reader.read(source, "data")
-    rows = [data.train[i] for i in range(len(data.train))] + [data.held_out[i] for i in range(held_out or 0)]
+    examples = [data.train[i] for i in range(len(data.train))] + [data.held_out[i] for i in range(held_out or 0)]
     assert (len(data.train), data.held_out is None) == (RECORDS - (held_out or 0), held_out is None)
-    assert [row["input_ids"].tolist() for row in rows] == [whole[i]["input_ids"].tolist() for i in range(RECORDS)]
+    assert [example["input_ids"].tolist() for example in examples] == [
+        whole[i]["input_ids"].tolist() for i in range(RECORDS)
+    ]
     assert data.facts == facts
     assert facts["rows"] == RECORDS
-    assert facts["tokens"] == sum(len(row["input_ids"]) for row in rows)
+    assert facts["tokens"] == sum(len(example["input_ids"]) for example in examples)
     assert told == 2 * [f"{source}: 30 rows of {facts['tokens']} tokens"]
 
 
-def test_rows_of_another_source_are_held_out_whole(reader, source, tmp_path):
+def test_examples_of_another_source_are_held_out_whole(reader, source, tmp_path):
     (tmp_path / "others.jsonl").write_text('{"text": "abcdefgh"}')
     data = reader.training_data(source, str(tmp_path / "others.jsonl"), 5)
     assert (len(data.train), len(data.held_out)) == (RECORDS, 1)
 
 
-def test_regenerated_rows_are_read_from_their_store_by_another_run(target, speller, source, tmp_path, told):
-    reader = RowReader(target, speller, 40, told.append, regenerate_in=tmp_path / "run")
-    rows, facts = reader.read(source, "data")
+def test_regenerated_examples_are_read_from_their_store_by_another_run(target, speller, source, tmp_path, told):
+    reader = ExampleReader(target, speller, OPTIONS, told.append, regenerate_in=tmp_path / "run")
+    examples, facts = reader.read(source, "data")
     made = [line for line in told if line.startswith("shard")]
-    again, facts_again = RowReader(target, speller, 40, told.append).read(str(tmp_path / "run" / "data"), "data")
+    again, facts_again = ExampleReader(target, speller, OPTIONS, told.append).read(
+        str(tmp_path / "run" / "data"), "data"
+    )
     assert (facts["rows"], facts["tokens"]) == (facts_again["rows"], facts_again["tokens"])
     assert [line for line in told if line.startswith("shard")] == made
     assert isinstance(again, HiddenStateStore)
-    assert all(torch.equal(rows[i]["input_ids"], again[i]["input_ids"]) for i in range(len(rows)))
+    assert all(torch.equal(examples[i]["input_ids"], again[i]["input_ids"]) for i in range(len(examples)))
     assert target_in_store(str(tmp_path / "run" / "data"), "target") is None, "it has no states"
     speller.add_tokens("a token more")
     with pytest.raises(ValueError, match=r"tokenizer is .*, expected"):

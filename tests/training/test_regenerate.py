@@ -5,30 +5,14 @@ from collections import Counter
 
 import pytest
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from letters import END, build_tokenizer
 
 from eagle31_hf.seeding import seeded
 from eagle31_hf.training.kinds import Chat
-from eagle31_hf.training.regenerate import Speaker, continue_texts, regenerate, seed_of, stop_ids
+from eagle31_hf.training.regenerate import AnswerGenerator, continue_texts, regenerate, seed_of, stop_ids
 
-END, NEW_TOKENS, LENGTH = 10, 12, 60
+NEW_TOKENS, LENGTH = 12, 60
 GREEDY = {"do_sample": False}
-# Letters are tokens: h, i and j begin what the system, the user and the assistant say, k ends it. "gg" offers tools.
-TEMPLATE = (
-    "{{ 'gg' if tools }}{% for m in messages %}{% if m.content == 'bad' %}{{ raise_exception('bad words') }}{% endif"
-    " %}{{ {'system': 'h', 'user': 'i', 'assistant': 'j', 'tool': 'i'}[m.role] }}{{ m.content or 'f' }}{{ 'k' if m.role"
-    " == 'assistant' }}{% endfor %}{{ 'j' if add_generation_prompt }}"
-)
-
-
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    backend = Tokenizer(models.WordLevel({chr(ord("a") + i): i for i in range(END + 1)}))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    backend.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="k")
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +49,9 @@ def alone(target, prompt: list[int], num_tokens: int = NEW_TOKENS) -> list[int]:
     )[0].tolist()
 
 
-def make(speaker: Speaker, chats: list[Chat]) -> tuple[list[list[dict]], Counter]:
+def make(generator: AnswerGenerator, chats: list[Chat]) -> tuple[list[list[dict]], Counter]:
     skipped = Counter()
-    return regenerate(speaker, copy.deepcopy(chats), counting(skipped)), skipped
+    return regenerate(generator, copy.deepcopy(chats), counting(skipped)), skipped
 
 
 def counting(skipped: Counter):
@@ -75,7 +59,7 @@ def counting(skipped: Counter):
 
 
 def ids_of(found: list[list[dict]]) -> list[list[list[int]]]:
-    return [[row["input_ids"].tolist() for row in rows] for rows in found]
+    return [[example["input_ids"].tolist() for example in examples] for examples in found]
 
 
 def ending(target, ends: list[int]):
@@ -84,31 +68,31 @@ def ending(target, ends: list[int]):
     return target
 
 
-def expected_rows(target, tokenizer, conversation: Chat) -> list[tuple[list[int], int]]:
+def expected_examples(target, tokenizer, conversation: Chat) -> list[tuple[list[int], int]]:
     """Ids of each turn and where its answer begins, from the documentation: turn by turn, one prompt at a time."""
-    said, rows = [], []
+    said, examples = [], []
     for message in conversation.messages:
         if message["role"] != "assistant":
             said.append(message)
             continue
         prompt = tokenizer.apply_chat_template(said, tools=conversation.tools, add_generation_prompt=True)["input_ids"]
         ids = alone(target, prompt)
-        rows.append((ids, len(prompt)))
+        examples.append((ids, len(prompt)))
         said = [*said, {"role": "assistant", "content": tokenizer.decode(ids[len(prompt) :], skip_special_tokens=True)}]
-    return rows
+    return examples
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
 def test_every_turn_is_what_the_target_says_alone(target, tokenizer, batch_size):
-    speaker = Speaker(target, tokenizer, LENGTH, NEW_TOKENS, batch_size, GREEDY)
-    found, skipped = make(speaker, CHATS)
-    for rows, conversation in zip(found, CHATS, strict=True):
+    generator = AnswerGenerator(target, tokenizer, LENGTH, NEW_TOKENS, batch_size, GREEDY)
+    found, skipped = make(generator, CHATS)
+    for examples, conversation in zip(found, CHATS, strict=True):
         expected = [
-            (ids, begin) for ids, begin in expected_rows(target, tokenizer, conversation) if len(ids) >= begin + 2
+            (ids, begin) for ids, begin in expected_examples(target, tokenizer, conversation) if len(ids) >= begin + 2
         ]
-        assert [row["input_ids"].tolist() for row in rows] == [ids for ids, _ in expected]
-        for row, (ids, begin) in zip(rows, expected, strict=True):
-            assert row["answers"].tolist() == [i >= begin for i in range(len(ids))]
+        assert [example["input_ids"].tolist() for example in examples] == [ids for ids, _ in expected]
+        for example, (ids, begin) in zip(examples, expected, strict=True):
+            assert example["answers"].tolist() == [i >= begin for i in range(len(ids))]
     num_turns = sum(message["role"] == "assistant" for conversation in CHATS for message in conversation.messages)
     assert sum(map(len, found)) + skipped["too short"] == num_turns
     assert skipped.total() < 3
@@ -116,12 +100,14 @@ def test_every_turn_is_what_the_target_says_alone(target, tokenizer, batch_size)
 
 def test_the_end_of_the_turn_is_the_target_s_to_say(make_target, tokenizer):
     target = make_target("llama", eos_token_id=END)
-    rows = [row for made in make(Speaker(target, tokenizer, 90, 40, 3, GREEDY), CHATS)[0] for row in made]
-    ended = [row for row in rows if row["input_ids"][-1] == END]
-    assert len(ended) > len(rows) // 2
-    for row in rows:
-        answer = row["input_ids"][row["answers"]]
-        assert row["answers"][-1]
+    examples = [
+        example for made in make(AnswerGenerator(target, tokenizer, 90, 40, 3, GREEDY), CHATS)[0] for example in made
+    ]
+    ended = [example for example in examples if example["input_ids"][-1] == END]
+    assert len(ended) > len(examples) // 2
+    for example in examples:
+        answer = example["input_ids"][example["answers"]]
+        assert example["answers"][-1]
         assert END not in answer[:-1]
 
 
@@ -130,7 +116,7 @@ def test_an_end_only_the_tokenizer_knows(make_target, tokenizer):
     knowing, ignorant = make_target("llama", eos_token_id=END), make_target("llama")
     assert stop_ids(ignorant, tokenizer) == stop_ids(knowing, tokenizer) == [END]
     found, expected = (
-        ids_of(make(Speaker(target, tokenizer, LENGTH, NEW_TOKENS, 2, GREEDY), CHATS)[0])
+        ids_of(make(AnswerGenerator(target, tokenizer, LENGTH, NEW_TOKENS, 2, GREEDY), CHATS)[0])
         for target in (ignorant, knowing)
     )
     assert found == expected
@@ -139,28 +125,35 @@ def test_an_end_only_the_tokenizer_knows(make_target, tokenizer):
 def test_several_ends(make_target, tokenizer):
     target = ending(make_target("llama"), [END, 6])
     assert stop_ids(target, tokenizer) == [6, END]
-    rows = [row for made in make(Speaker(target, tokenizer, LENGTH, 30, 3, GREEDY), CHATS)[0] for row in made]
-    assert {int(row["input_ids"][-1]) for row in rows} >= {6, END}
-    for row in rows:
-        assert not torch.isin(row["input_ids"][row["answers"]][:-1], torch.tensor([6, END])).any()
+    examples = [
+        example
+        for made in make(AnswerGenerator(target, tokenizer, LENGTH, 30, 3, GREEDY), CHATS)[0]
+        for example in made
+    ]
+    assert {int(example["input_ids"][-1]) for example in examples} >= {6, END}
+    for example in examples:
+        assert not torch.isin(example["input_ids"][example["answers"]][:-1], torch.tensor([6, END])).any()
 
 
 def test_later_prompts_hold_what_the_target_said(make_target, tokenizer):
     target = make_target("llama", eos_token_id=END)
-    ((first, second, _),), _ = make(Speaker(target, tokenizer, LENGTH, NEW_TOKENS, 2, GREEDY), CHATS[:1])
+    ((first, second, _),), _ = make(AnswerGenerator(target, tokenizer, LENGTH, NEW_TOKENS, 2, GREEDY), CHATS[:1])
     said = tokenizer.decode(first["input_ids"][first["answers"]], skip_special_tokens=True)
     assert tokenizer.decode(second["input_ids"][~second["answers"]]) == f"iabcj{said}kiefj"
 
 
 def test_a_last_question_is_answered_and_a_chat_that_begins_with_an_answer_goes_on(make_target, tokenizer):
-    speaker = Speaker(make_target("llama", eos_token_id=END), tokenizer, LENGTH, NEW_TOKENS, 2, GREEDY)
+    generator = AnswerGenerator(make_target("llama", eos_token_id=END), tokenizer, LENGTH, NEW_TOKENS, 2, GREEDY)
     begun = Chat([{"role": "assistant", "content": "c"}, *chat("abc").messages])
-    (asked, went_on), _ = make(speaker, [chat("abc"), begun])
-    assert [tokenizer.decode(row["input_ids"][~row["answers"]]) for row in asked + went_on] == ["iabcj", "jckiabcj"]
+    (asked, went_on), _ = make(generator, [chat("abc"), begun])
+    assert [tokenizer.decode(example["input_ids"][~example["answers"]]) for example in asked + went_on] == [
+        "iabcj",
+        "jckiabcj",
+    ]
 
 
 def test_calls_of_tools_stay_since_what_follows_answers_them(make_target, tokenizer):
-    speaker = Speaker(make_target("llama", eos_token_id=END), tokenizer, LENGTH, NEW_TOKENS, 2, GREEDY)
+    generator = AnswerGenerator(make_target("llama", eos_token_id=END), tokenizer, LENGTH, NEW_TOKENS, 2, GREEDY)
     call = {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}
     messages = [
         {"role": "user", "content": "a"},
@@ -168,15 +161,15 @@ def test_calls_of_tools_stay_since_what_follows_answers_them(make_target, tokeni
         {"role": "tool", "content": "e"},
         {"role": "assistant", "content": "d"},
     ]
-    ((row,),), _ = make(speaker, [Chat(messages, tools=[{"name": "f"}])])
-    assert tokenizer.decode(row["input_ids"][~row["answers"]]) == "ggiajfkiej"
+    ((example,),), _ = make(generator, [Chat(messages, tools=[{"name": "f"}])])
+    assert tokenizer.decode(example["input_ids"][~example["answers"]]) == "ggiajfkiej"
 
 
-def test_rows_are_cut_at_the_limit_and_prompts_without_room_are_skipped(make_target, tokenizer):
+def test_examples_are_cut_at_the_limit_and_prompts_without_room_are_skipped(make_target, tokenizer):
     target = make_target("llama", eos_token_id=END)
     chats = [chat("abc", "d"), chat("a" * 16, "d"), chat("a" * 17, "d", "a", "d"), chat("a" * 40, "d", "a", "d")]
-    found, skipped = make(Speaker(target, tokenizer, 20, NEW_TOKENS, 3, GREEDY), chats)
-    assert [len(rows) for rows in found] == [1, 1, 0, 0]
+    found, skipped = make(AnswerGenerator(target, tokenizer, 20, NEW_TOKENS, 3, GREEDY), chats)
+    assert [len(examples) for examples in found] == [1, 1, 0, 0]
     assert skipped == {"over-long prompt": 2}
     whole = alone(target, found[1][0]["input_ids"][:18].tolist())
     assert found[1][0]["input_ids"].tolist() == whole[:20]
@@ -184,16 +177,18 @@ def test_rows_are_cut_at_the_limit_and_prompts_without_room_are_skipped(make_tar
 
 
 def test_what_a_template_refuses_is_counted(make_target, tokenizer):
-    speaker = Speaker(make_target("llama", eos_token_id=END), tokenizer, LENGTH, NEW_TOKENS, 2, GREEDY)
-    found, skipped = make(speaker, [chat("abc", "d", "bad", "d"), chat("bad", "d"), chat("b", "d")])
-    assert [len(rows) for rows in found] == [1, 0, 1]
+    generator = AnswerGenerator(make_target("llama", eos_token_id=END), tokenizer, LENGTH, NEW_TOKENS, 2, GREEDY)
+    found, skipped = make(generator, [chat("abc", "d", "bad", "d"), chat("bad", "d"), chat("b", "d")])
+    assert [len(examples) for examples in found] == [1, 0, 1]
     assert skipped == {"template refused it: bad words": 2}
 
 
 def test_an_answer_of_one_token_teaches_nothing(make_target, tokenizer):
     """Its only token is not drafted. The chat goes on, with an answer of no words."""
     target = ending(make_target("llama"), [*range(END + 1)])
-    found, skipped = make(Speaker(target, tokenizer, LENGTH, NEW_TOKENS, 2, GREEDY), [chat("abc", "d", "e", "d")])
+    found, skipped = make(
+        AnswerGenerator(target, tokenizer, LENGTH, NEW_TOKENS, 2, GREEDY), [chat("abc", "d", "e", "d")]
+    )
     assert found == [[]]
     assert skipped == {"too short": 2}
 
@@ -202,19 +197,19 @@ def test_an_answer_of_one_token_teaches_nothing(make_target, tokenizer):
 def test_texts_are_gone_on_with(target, tokenizer, batch_size):
     prompts = [[1, 2, 3], [8, 1], [5, 2] * 4, [4] * 59, [2, 0]]
     skipped = Counter()
-    speaker = Speaker(target, tokenizer, LENGTH, NEW_TOKENS, batch_size, GREEDY)
-    found = continue_texts(speaker, [torch.tensor(prompt) for prompt in prompts], counting(skipped))
+    generator = AnswerGenerator(target, tokenizer, LENGTH, NEW_TOKENS, batch_size, GREEDY)
+    found = continue_texts(generator, [torch.tensor(prompt) for prompt in prompts], counting(skipped))
     assert skipped["over-long prompt"] == 1
     assert found[3] == []
-    for rows, prompt in zip(found, prompts, strict=True):
-        for row in rows:
-            assert row["input_ids"].tolist() == alone(target, prompt)
-            assert row["answers"].tolist() == [i >= len(prompt) for i in range(len(row["input_ids"]))]
+    for examples, prompt in zip(found, prompts, strict=True):
+        for example in examples:
+            assert example["input_ids"].tolist() == alone(target, prompt)
+            assert example["answers"].tolist() == [i >= len(prompt) for i in range(len(example["input_ids"]))]
     assert sum(map(len, found)) == len(prompts) - skipped.total() >= 3
 
 
 def test_samples_follow_from_the_seed_alone(make_target, tokenizer):
-    speaker = Speaker(
+    generator = AnswerGenerator(
         make_target("llama", eos_token_id=END),
         tokenizer,
         LENGTH,
@@ -225,7 +220,7 @@ def test_samples_follow_from_the_seed_alone(make_target, tokenizer):
 
     def sample(*seed: int) -> list[list[int]]:
         with seeded(seed_of(*seed)):
-            return [row["input_ids"].tolist() for rows in make(speaker, CHATS)[0] for row in rows]
+            return [example["input_ids"].tolist() for examples in make(generator, CHATS)[0] for example in examples]
 
     first = sample(0, 3)
     torch.rand(7)

@@ -1,4 +1,4 @@
-"""Stores of rows: what is read is what was written, and what was not wholly written is not there."""
+"""Stores of examples: what is read is what was written, and what was not wholly written is not there."""
 
 import copy
 import json
@@ -37,7 +37,7 @@ FP8_STEP = 2.0**-4  # of a value: three bits of mantissa, rounded
 BF16_STEP = 2.0**-9
 
 
-def rows(lengths: list[int], seed: int = 0, dtype: torch.dtype = torch.float32) -> list[dict]:
+def examples(lengths: list[int], seed: int = 0, dtype: torch.dtype = torch.float32) -> list[dict]:
     generator = torch.Generator().manual_seed(seed)
     made = []
     for n in lengths:
@@ -56,12 +56,12 @@ def rows(lengths: list[int], seed: int = 0, dtype: torch.dtype = torch.float32) 
 
 
 def fill(folder, manifest: Manifest = MANIFEST, shards=((4, 1, 7), (), (2, 3), (5,)), **options) -> list[dict]:
-    """A store of these shards of rows of these lengths; its rows."""
+    """A store of these shards of examples of these lengths; its examples."""
     open_store(folder, manifest)
-    written = [rows([*lengths], seed, **options) for seed, lengths in enumerate(shards)]
+    written = [examples([*lengths], seed, **options) for seed, lengths in enumerate(shards)]
     for index, made in enumerate(written):
         write_shard(folder, index, made, Counter({"too short": index}))
-    return [row for made in written for row in made]
+    return [example for made in written for example in made]
 
 
 def assert_same(found: dict, expected: dict) -> None:
@@ -72,7 +72,7 @@ def assert_same(found: dict, expected: dict) -> None:
 
 
 @pytest.mark.parametrize("dtype", EXACT)
-def test_rows_are_read_as_they_were_written(tmp_path, dtype):
+def test_examples_are_read_as_they_were_written(tmp_path, dtype):
     expected = fill(tmp_path, replace(MANIFEST, dtype=dtype), dtype=EXACT[dtype])
     store = HiddenStateStore(tmp_path)
     assert len(store) == len(expected) == 6
@@ -87,11 +87,11 @@ def test_rows_are_read_as_they_were_written(tmp_path, dtype):
 def test_tokens_alone(tmp_path):
     expected = fill(tmp_path, TOKENS_ONLY)
     store = HiddenStateStore(tmp_path)
-    for found, row in zip(store, expected, strict=True):
-        assert_same(found, {name: row[name] for name in ("input_ids", "answers")})
+    for found, example in zip(store, expected, strict=True):
+        assert_same(found, {name: example[name] for name in ("input_ids", "answers")})
 
 
-def test_only_the_row_is_held(tmp_path):
+def test_only_the_example_is_held(tmp_path):
     """And not the shard it is a part of, which would be sent along between processes."""
     fill(tmp_path)
     for value in HiddenStateStore(tmp_path)[0].values():
@@ -101,10 +101,10 @@ def test_only_the_row_is_held(tmp_path):
 def test_fp8_rounds_within_a_step_of_each_value_or_of_its_state(tmp_path):
     """Three states of very different size: each has a scale of its own."""
     expected = fill(tmp_path, replace(MANIFEST, dtype="fp8"))
-    for found, row in zip(HiddenStateStore(tmp_path), expected, strict=True):
+    for found, example in zip(HiddenStateStore(tmp_path), expected, strict=True):
         assert found["states"].dtype == found["last_states"].dtype == torch.bfloat16
-        assert torch.equal(found["last_states"], row["last_states"].bfloat16())
-        values = row["states"].unflatten(-1, (len(LAYERS), WIDTH))
+        assert torch.equal(found["last_states"], example["last_states"].bfloat16())
+        values = example["states"].unflatten(-1, (len(LAYERS), WIDTH))
         smallest = values.abs().amax(-1, keepdim=True) / 448 * 2.0**-10  # half of the least fp8 holds
         bound = values.abs() * (FP8_STEP + 2 * BF16_STEP) + smallest
         assert ((found["states"].float().unflatten(-1, (len(LAYERS), WIDTH)) - values).abs() <= bound).all()
@@ -112,9 +112,9 @@ def test_fp8_rounds_within_a_step_of_each_value_or_of_its_state(tmp_path):
 
 def test_fp8_of_a_state_of_zeros(tmp_path):
     open_store(tmp_path, replace(MANIFEST, dtype="fp8", num_records=1))
-    (row,) = rows([3])
-    row["states"][1] = 0
-    write_shard(tmp_path, 0, [row], {})
+    (example,) = examples([3])
+    example["states"][1] = 0
+    write_shard(tmp_path, 0, [example], {})
     assert (HiddenStateStore(tmp_path)[0]["states"][1] == 0).all()
 
 
@@ -123,7 +123,7 @@ def test_fp8_of_a_state_of_zeros(tmp_path):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_states_that_are_not_finite_are_counted_and_left_out(tmp_path, dtype, name, value):
     open_store(tmp_path, replace(MANIFEST, dtype=dtype, num_records=3))
-    made = rows([4, 6, 5])
+    made = examples([4, 6, 5])
     made[1][name][3, 2] = value
     skipped = Counter({"too short": 2})
     write_shard(tmp_path, 0, made, skipped)
@@ -136,18 +136,18 @@ def test_states_that_are_not_finite_are_counted_and_left_out(tmp_path, dtype, na
 
 def test_states_too_large_for_fp16_are_not_finite(tmp_path):
     open_store(tmp_path, replace(MANIFEST, dtype="float16", num_records=1))
-    (row,) = rows([3])
-    row["states"][0, 0] = 1e5
-    write_shard(tmp_path, 0, [row], {})
+    (example,) = examples([3])
+    example["states"][0, 0] = 1e5
+    write_shard(tmp_path, 0, [example], {})
     assert HiddenStateStore(tmp_path).skipped == {NOT_FINITE: 1}
 
 
 def test_states_of_another_width_are_refused(tmp_path):
     open_store(tmp_path, MANIFEST)
-    (row,) = rows([3])
-    row["states"] = row["states"][:, :-1]
+    (example,) = examples([3])
+    example["states"] = example["states"][:, :-1]
     with pytest.raises(ValueError, match=r"states of a row has shape \(3, 14\); expected \(3, 15\)"):
-        write_shard(tmp_path, 0, [row], {})
+        write_shard(tmp_path, 0, [example], {})
     assert missing_shards(tmp_path) == [0, 1, 2, 3]
 
 
@@ -156,8 +156,8 @@ def test_workers_of_a_loader_read_the_same(tmp_path):
     store = HiddenStateStore(tmp_path)
     store[0]
     loader = DataLoader(store, batch_size=None, num_workers=2, multiprocessing_context="fork")
-    for found, row in zip(loader, expected, strict=True):
-        assert_same(found, row)
+    for found, example in zip(loader, expected, strict=True):
+        assert_same(found, example)
 
 
 def test_pickled_while_files_are_open(tmp_path):
@@ -319,7 +319,7 @@ def test_what_a_killed_writer_left_is_not_a_shard_and_goes_when_it_is_written(tm
     for leftover in leftovers:
         leftover.write_bytes(b"half")
     assert missing_shards(tmp_path) == [0, 1, 2, 3]
-    write_shard(tmp_path, 0, rows([3]), {})
+    write_shard(tmp_path, 0, examples([3]), {})
     assert [leftover.exists() for leftover in leftovers] == [False, True]
     assert missing_shards(tmp_path) == [1, 2, 3]
 
@@ -341,7 +341,7 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_shard_or_none(tmp_path):
     """Killed as soon as so much of a file is written; on a busy machine the news may come late, so more often than
     would be needed."""
     open_store(tmp_path, replace(MANIFEST, num_records=1))
-    made, halves, tries = rows([200_000, 1]), 0, 0
+    made, halves, tries = examples([200_000, 1]), 0, 0
     write_shard(tmp_path, 0, made, {})
     whole = shard_path(tmp_path, 0).stat().st_size
     shard_path(tmp_path, 0).unlink()
@@ -367,9 +367,9 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_shard_or_none(tmp_path):
 FULL = f"""
 import resource, signal, sys
 sys.path[:0] = {sys.path!r}
-from test_store import rows, write_shard
+from test_store import examples, write_shard
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-made = rows([50, 60])
+made = examples([50, 60])
 resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))
 try:
     write_shard(sys.argv[1], 2, made, {{}})
@@ -381,7 +381,7 @@ except OSError as error:
 def test_a_full_disk(tmp_path):
     """A limit on the size of files, which a write runs into half way."""
     open_store(tmp_path, MANIFEST)
-    write_shard(tmp_path, 0, rows([3]), {})
+    write_shard(tmp_path, 0, examples([3]), {})
     done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=True)
     assert "shard-00002.safetensors: could not be written (File too large)" in done.stdout
     assert "run the same command again: finished files are kept" in done.stdout
@@ -389,12 +389,12 @@ def test_a_full_disk(tmp_path):
     assert missing_shards(tmp_path) == [1, 2, 3]
 
 
-def test_one_set_of_rows_has_one_file(tmp_path):
+def test_one_set_of_examples_has_one_file(tmp_path):
     """Whoever writes it, and whichever way the tensors lie in memory."""
-    made = rows([4, 7])
+    made = examples([4, 7])
     for name, written in (
         ("a", made),
-        ("b", [{key: value.t().contiguous().t() for key, value in row.items()} for row in made]),
+        ("b", [{key: value.t().contiguous().t() for key, value in example.items()} for example in made]),
     ):
         open_store(tmp_path / name, MANIFEST)
         write_shard(tmp_path / name, 0, written, {"b": 1, "a": 2})

@@ -8,7 +8,7 @@ from conftest import PROMPT, build_drafter, build_target
 from factories import VOCAB, build, target
 from hub.conftest import hub  # noqa: F401 -- a fixture
 from safetensors.torch import load_file
-from training_runs import CHECKPOINTING, PLAIN, InterruptAfter, LostMachineError, make_rows, make_trainer, run
+from training_runs import CHECKPOINTING, PLAIN, InterruptAfter, LostMachineError, make_examples, make_trainer, run
 from transformers import TrainerCallback
 
 from eagle31_hf import Eagle31DrafterModel
@@ -18,7 +18,7 @@ from eagle31_hf.training.ends import find_scoring
 from eagle31_hf.training.store import HiddenStateStore, Manifest, open_store, save_target_parts, write_shard
 from eagle31_hf.training.target import TargetReader
 
-SUMMED = 1e-5  # fp32: sums over the rows of a step in another order, over a few plain gradient steps
+SUMMED = 1e-5  # fp32: sums over the examples of a step in another order, over a few plain gradient steps
 FIGURE = 2e-5  # figures are logged to five digits
 BF16_LOSS = 0.02  # of the loss: logits of eight bits
 SAVING = {"save_strategy": "steps", "save_steps": 1}
@@ -37,11 +37,11 @@ def assert_same(found, expected, tolerance=EXACT):
 def test_accumulated_batches_are_one_batch(tmp_path, normalisation, batch):
     """Rows differ in length and number of answer tokens; the last step of an epoch has fewer of them."""
     options = PLAIN | {"normalisation": normalisation, "num_train_epochs": 2}
-    rows = make_rows(10)
-    whole = run(make_trainer(tmp_path, rows, per_device_train_batch_size=4, **options))
+    examples = make_examples(10)
+    whole = run(make_trainer(tmp_path, examples, per_device_train_batch_size=4, **options))
     parts = run(
         make_trainer(
-            tmp_path, rows, per_device_train_batch_size=batch, gradient_accumulation_steps=4 // batch, **options
+            tmp_path, examples, per_device_train_batch_size=batch, gradient_accumulation_steps=4 // batch, **options
         )
     )
     assert len(whole.losses) == 6
@@ -51,7 +51,7 @@ def test_accumulated_batches_are_one_batch(tmp_path, normalisation, batch):
 
 
 @pytest.mark.parametrize("normalisation", ["token", "sequence"])
-def test_packed_rows_are_rows(tmp_path, normalisation):
+def test_packed_examples_are_examples(tmp_path, normalisation):
     options = PLAIN | {"normalisation": normalisation, "num_train_epochs": 3, "per_device_train_batch_size": 12}
     packed = make_trainer(tmp_path, packing=True, **options)
     assert len(packed.train_dataset) < 6
@@ -69,7 +69,7 @@ def test_a_resumed_run_is_the_run_bit_for_bit(tmp_path, step):
         "lr_scheduler_type": "cosine",
         "eval_strategy": "steps",
         "eval_steps": 2,
-        "eval_dataset": make_rows(3, seed=7),
+        "eval_dataset": make_examples(3, seed=7),
     }
     whole = run(make_trainer(tmp_path / "whole", **options))
     assert len(whole.losses) == 6
@@ -142,7 +142,7 @@ class Listener(TrainerCallback):
 def test_callbacks_see_every_figure(tmp_path):
     listener = Listener()
     make_trainer(
-        tmp_path, callbacks=[listener], eval_dataset=make_rows(2), eval_strategy="epoch", eval_prompts=1
+        tmp_path, callbacks=[listener], eval_dataset=make_examples(2), eval_strategy="epoch", eval_prompts=1
     ).train()
     names = ("distance", "accuracy", "acceptance", "greedy_acceptance", "coverage", "state_norm")
     names += tuple(f"{place}_mass" for place in ("sink", "prompt", "own", "self"))
@@ -181,7 +181,7 @@ def test_a_run_that_pushes_to_the_hub(tmp_path, hub):  # noqa: F811
     assert not any(name.startswith("checkpoint") or "optimizer" in name for name in files)
     card = files["README.md"].decode()
     assert 'from_pretrained("tester/trained"' in card
-    assert "6 of 2 rows" in card
+    assert "6 of 2 sequences" in card
     loaded = Eagle31DrafterModel.from_pretrained("tester/trained")
     for name, weight in trainer.drafter.state_dict().items():
         assert_close(name, loaded.state_dict()[name], weight)
@@ -197,7 +197,7 @@ def greedy(teller, prompt: list[int], num_tokens: int, **options) -> list[int]:
     )[0].tolist()
 
 
-def greedy_rows(teller, prompts: list[list[int]], num_tokens: int) -> list[dict]:
+def greedy_examples(teller, prompts: list[list[int]], num_tokens: int) -> list[dict]:
     """The target's own texts."""
     texts = [greedy(teller, prompt, num_tokens) for prompt in prompts]
     return [
@@ -216,17 +216,17 @@ def test_the_accepted_length_is_that_of_generate(tmp_path, depth, stop):
     """Walking the target's own greedy texts counts what decoding them again counts."""
     teller, num_tokens = build_target("qwen3", eos_token_id=stop), 24
     drafter = build_drafter(teller)
-    rows = greedy_rows(teller, PROMPTS, num_tokens)
-    ends = {row["input_ids"][-1] == stop for row in rows}
+    examples = greedy_examples(teller, PROMPTS, num_tokens)
+    ends = {example["input_ids"][-1] == stop for example in examples}
     assert ends == ({True, False} if stop else {False}), "some texts end by themselves, others by their length"
     trainer = make_trainer(
         tmp_path,
-        rows,
+        examples,
         drafter,
         target=teller,
-        eval_dataset=rows,
+        eval_dataset=examples,
         eval_depth=depth,
-        eval_prompts=len(rows),
+        eval_prompts=len(examples),
         eval_max_new_tokens=num_tokens,
         per_device_eval_batch_size=4,
     )
@@ -241,7 +241,7 @@ def test_the_accepted_length_is_that_of_generate(tmp_path, depth, stop):
     accepted = [*stats.accepted_per_position, *[0] * depth][:depth]
     for way in ("served", "walked"):
         assert [metrics[f"eval_{way}_acceptance_{k + 1}"] for k in range(depth)] == [n / rounds for n in accepted]
-    store = write_store(tmp_path / "store", teller, drafter, rows)
+    store = write_store(tmp_path / "store", teller, drafter, examples)
     offline = make_trainer(tmp_path, store, drafter, target=None, eval_dataset=store, eval_depth=depth)
     assert offline.evaluate()["eval_accepted_length"] == stats.mean_accepted_length, "a store knows what ends a text"
 
@@ -261,7 +261,7 @@ def test_the_best_checkpoint_is_the_one_that_drafts_best(tmp_path, strategy):
     """A head that is sure of itself, also where it errs, drafts well and has a high loss; one that says nothing has a
     lower one."""
     teller = build_target("qwen3")
-    drafter, rows = build_drafter(teller), greedy_rows(teller, [list(PROMPT[0])] * 3, 24)
+    drafter, examples = build_drafter(teller), greedy_examples(teller, [list(PROMPT[0])] * 3, 24)
     sure = 10 * drafter.lm_head.weight.detach().clone()
     options = {
         "learning_rate": 0.0,
@@ -272,10 +272,10 @@ def test_the_best_checkpoint_is_the_one_that_drafts_best(tmp_path, strategy):
     }
     trainer = make_trainer(
         tmp_path,
-        rows,
+        examples,
         drafter,
         target=teller,
-        eval_dataset=rows[:1],
+        eval_dataset=examples[:1],
         callbacks=[Weights([sure * 0, sure, sure * -1])],
         load_best_model_at_end=True,
         save_strategy=strategy,
@@ -294,17 +294,17 @@ def test_the_best_checkpoint_is_the_one_that_drafts_best(tmp_path, strategy):
 # Data and targets.
 
 
-def write_store(folder, teller, drafter, rows: list[dict]) -> HiddenStateStore:
-    """The rows with the target's states, in fp32."""
+def write_store(folder, teller, drafter, examples: list[dict]) -> HiddenStateStore:
+    """The examples with the target's states, in fp32."""
     ids = drafter.config.aux_hidden_state_layer_ids
     reader, made = TargetReader(teller, ids), []
-    for row in rows:
-        tokens = torch.tensor([row["input_ids"]])
+    for example in examples:
+        tokens = torch.tensor([example["input_ids"]])
         states, last = reader.read(tokens, torch.ones_like(tokens))
         made.append(
             {
                 "input_ids": tokens[0],
-                "answers": torch.tensor(row["answers"]),
+                "answers": torch.tensor(example["answers"]),
                 "states": states[0],
                 "last_states": last[0],
             }
@@ -315,7 +315,7 @@ def write_store(folder, teller, drafter, rows: list[dict]) -> HiddenStateStore:
         "tokenizer",
         {},
         teller.config.hidden_size,
-        num_records=len(rows),
+        num_records=len(examples),
         records_per_shard=5,
         layer_ids=ids,
         dtype="float32",
@@ -332,9 +332,9 @@ def write_store(folder, teller, drafter, rows: list[dict]) -> HiddenStateStore:
     "fields", [{}, {"share_target_embeddings": True, "draft_vocab_size": VOCAB, "share_target_head": True}]
 )
 def test_stored_states_train_as_the_target_does(tmp_path, fields, packing):
-    rows, options = make_rows(), PLAIN | {"packing": packing, "max_length": 32}
-    store = write_store(tmp_path / "store", target(), build(**fields), rows)
-    online = make_trainer(tmp_path / "online", rows, build(**fields), eval_dataset=rows[:3], **options)
+    examples, options = make_examples(), PLAIN | {"packing": packing, "max_length": 32}
+    store = write_store(tmp_path / "store", target(), build(**fields), examples)
+    online = make_trainer(tmp_path / "online", examples, build(**fields), eval_dataset=examples[:3], **options)
     offline = make_trainer(
         tmp_path / "offline", store, build(**fields), target=None, eval_dataset=[store[i] for i in range(3)], **options
     )
@@ -348,37 +348,43 @@ def test_stored_states_train_as_the_target_does(tmp_path, fields, packing):
 
 def test_a_store_that_does_not_belong_to_the_run_is_refused(tmp_path):
     drafter = build()
-    store = write_store(tmp_path / "store", target(), drafter, make_rows(2))
+    store = write_store(tmp_path / "store", target(), drafter, make_examples(2))
     with pytest.raises(ValueError, match="attention_alignment"):
         make_trainer(tmp_path, store, drafter, target=None, attention_alignment=0.1)
     with pytest.raises(ValueError, match=r"layer_ids is \[1, 2, 4\], expected \[0, 2, 4\]"):
         make_trainer(tmp_path, store, build(aux_hidden_state_layer_ids=[0, 2, 4]), target=None)
     with pytest.raises(ValueError, match="neither a target nor a store"):
-        make_trainer(tmp_path, make_rows(2), drafter, target=None)
+        make_trainer(tmp_path, make_examples(2), drafter, target=None)
 
 
 def test_a_drafter_is_served_with_the_layers_it_was_trained_on(tmp_path):
     """One that names none takes defaults, which need not be those of the store."""
-    store = write_store(tmp_path / "store", target(), build(aux_hidden_state_layer_ids=[0, 2, 4]), make_rows(2))
+    store = write_store(tmp_path / "store", target(), build(aux_hidden_state_layer_ids=[0, 2, 4]), make_examples(2))
     trainer = make_trainer(tmp_path, store, build(aux_hidden_state_layer_ids=None), target=None)
     assert trainer.drafter.config.aux_hidden_state_layer_ids == [0, 2, 4]
-    fewer = write_store(tmp_path / "fewer", target(), build(aux_hidden_state_layer_ids=[0, 4]), make_rows(2))
+    fewer = write_store(tmp_path / "fewer", target(), build(aux_hidden_state_layer_ids=[0, 4]), make_examples(2))
     with pytest.raises(ValueError, match="has 2 states a token, the drafter reads 3"):
         make_trainer(tmp_path, fewer, build(aux_hidden_state_layer_ids=None), target=None)
 
 
 @pytest.mark.parametrize("normalisation", ["token", "sequence"])
 @pytest.mark.parametrize("packing", [True, False])
-def test_rows_without_answers_are_nothing(tmp_path, normalisation, packing):
+def test_examples_without_answers_are_nothing(tmp_path, normalisation, packing):
     """Alone they are a loss of zero; beside others they change nothing."""
-    rows, options = (
-        make_rows(6, empty=(1, 2, 5)),
+    examples, options = (
+        make_examples(6, empty=(1, 2, 5)),
         PLAIN | {"normalisation": normalisation, "packing": packing, "attention_alignment": 0.1},
     )
     drafter = build()
     before = {name: value.clone() for name, value in drafter.state_dict().items()}
     none = make_trainer(
-        tmp_path, [rows[1], rows[2]], drafter, eval_dataset=[rows[5]], eval_prompts=1, drift_regulariser=0.1, **options
+        tmp_path,
+        [examples[1], examples[2]],
+        drafter,
+        eval_dataset=[examples[5]],
+        eval_prompts=1,
+        drift_regulariser=0.1,
+        **options,
     )
     assert set(run(none).losses.tolist()) == {0.0}
     for name, value in before.items():
@@ -386,8 +392,8 @@ def test_rows_without_answers_are_nothing(tmp_path, normalisation, packing):
     assert none.evaluate()["eval_loss"] == 0.0
     options |= {"per_device_train_batch_size": 6, "num_train_epochs": 3, "attention_alignment": 0.0}
     assert_same(
-        run(make_trainer(tmp_path, rows, **options)),
-        run(make_trainer(tmp_path, [rows[0], rows[3], rows[4]], **options)),
+        run(make_trainer(tmp_path, examples, **options)),
+        run(make_trainer(tmp_path, [examples[0], examples[3], examples[4]], **options)),
         SUMMED,
     )
 
@@ -431,8 +437,8 @@ def test_a_checkpoint_is_a_drafter(tmp_path):
         assert_close(name, loaded.state_dict()[name], weight)
 
 
-@pytest.mark.parametrize("where", ["rows", "eval_dataset"])
-def test_rows_of_another_tokenizer_are_refused(tmp_path, where):
+@pytest.mark.parametrize("where", ["examples", "eval_dataset"])
+def test_examples_of_another_tokenizer_are_refused(tmp_path, where):
     foreign = [{"input_ids": [1, 2, VOCAB + 3], "answers": [True] * 3}]
     with pytest.raises(ValueError, match=rf"token ids go from 1 to {VOCAB + 3}; expected 0 to {VOCAB - 1}"):
         make_trainer(tmp_path, **{where: foreign})
@@ -442,11 +448,11 @@ def test_texts_a_target_breaks_on_are_left_out_and_counted(tmp_path):
     """One token's embedding is NaN, so every text with it has NaN states from there on."""
     theirs, token = target(), 50
     theirs.get_input_embeddings().weight.data[token] = float("nan")
-    rows = make_rows()
-    num_broken = sum(token in row["input_ids"] for row in rows)
-    assert 0 < num_broken < len(rows)
+    examples = make_examples()
+    num_broken = sum(token in example["input_ids"] for example in examples)
+    assert 0 < num_broken < len(examples)
     drafter = build()  # its own embedding is whole
-    found = run(make_trainer(tmp_path, rows, drafter, target=theirs))
+    found = run(make_trainer(tmp_path, examples, drafter, target=theirs))
     assert found.logs[-2]["texts_with_broken_states"] == num_broken
     assert all(weight.isfinite().all() for weight in found.weights.values())
     assert found.losses.isfinite().all()

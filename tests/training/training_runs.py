@@ -1,4 +1,4 @@
-"""Tiny training runs: random rows, a random target of 61 ids and a drafter of it, and what a run comes to."""
+"""Tiny training runs: random examples, a random target of 61 ids and a drafter of it, and what a run comes to."""
 
 import sys
 from dataclasses import fields
@@ -44,21 +44,21 @@ CHECKPOINTING = next(
 )
 
 
-def make_rows(count: int = ROWS, seed: int = 0, empty: tuple[int, ...] = ()) -> list[dict[str, Any]]:
+def make_examples(count: int = ROWS, seed: int = 0, empty: tuple[int, ...] = ()) -> list[dict[str, Any]]:
     """Rows of 8 to 24 tokens, answers of 2 to all but 2 of them; those at `empty` have none."""
     generator = torch.Generator().manual_seed(seed)
     draw = lambda least, most: int(torch.randint(least, most + 1, (), generator=generator))  # noqa: E731
-    rows = []
+    examples = []
     for index in range(count):
         length = draw(8, 24)
         begin = length if index in empty else draw(2, length - 2)
         ids = torch.randint(VOCAB, (length,), generator=generator).tolist()
-        rows.append({"input_ids": ids, "answers": [at >= begin for at in range(length)]})
-    return rows
+        examples.append({"input_ids": ids, "answers": [at >= begin for at in range(length)]})
+    return examples
 
 
 def make_trainer(
-    folder: Any, rows: Any = None, drafter: Eagle31DrafterModel | None = None, **options: Any
+    folder: Any, examples: Any = None, drafter: Eagle31DrafterModel | None = None, **options: Any
 ) -> Eagle31Trainer:
     """`options` of Eagle31Trainer by their names, all others are arguments."""
     given = {
@@ -71,7 +71,7 @@ def make_trainer(
     # accelerate shards on accelerators, and on a CPU silently does not; what it calls in torch runs on both
     if arguments.fsdp:
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    return Eagle31Trainer(drafter or build(), arguments, make_rows() if rows is None else rows, **given)
+    return Eagle31Trainer(drafter or build(), arguments, make_examples() if examples is None else examples, **given)
 
 
 class LostMachineError(Exception):

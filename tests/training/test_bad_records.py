@@ -1,5 +1,5 @@
-"""Whatever a row holds, it is a row or a reason that is counted, with file and line; nothing ends the preparation of
-the others."""
+"""Whatever a record holds, it gives an example or a reason that is counted, with file and line; nothing ends the
+preparation of the others."""
 
 import json
 import random
@@ -8,11 +8,11 @@ from collections import Counter
 import pytest
 import torch
 from factories import target as build_target
-from test_regenerate import build_tokenizer
+from letters import build_tokenizer
 
-from eagle31_hf.training.chats import RowMaker
+from eagle31_hf.training.chats import ExampleMaker
 from eagle31_hf.training.kinds import KINDS
-from eagle31_hf.training.prepare import prepare_data, rows_in_memory, rows_of_record
+from eagle31_hf.training.prepare import PreparationOptions, each_record, examples_in_memory, prepare_data
 from eagle31_hf.training.records import read_records
 from eagle31_hf.training.skipped import SHOWN, Skips
 from eagle31_hf.training.store import HiddenStateStore
@@ -21,7 +21,7 @@ GOOD = {"input_ids": [1, 2, 3, 4, 5], "answers": [0, 0, 1, 1, 1]}
 ASKED, SAID = {"role": "user", "content": "abc"}, {"role": "assistant", "content": "def"}
 DEEP = "[" * 100_000
 
-# A line of a file, without its end -> why it makes no row.
+# A line of a file, without its end -> why it makes no example.
 LINES = {
     b'{"text": 5}': "text is no text",
     b'{"text": NaN}': "text is no text",
@@ -124,16 +124,18 @@ def written(path, lines: list[bytes]) -> str:
 
 
 def prepared(records, tokenizer, report=None) -> tuple[list[int], Counter]:
-    """How many rows each record gave, and what was counted."""
-    maker, skips = RowMaker(tokenizer, 40, vocab_size=61), Skips(records.where, report)
-    return [len(rows_of_record(records, number, maker, skips)) for number in range(len(records))], skips.taken()
+    """How many examples each record gave, and what was counted."""
+    maker, skips = ExampleMaker(tokenizer, 40, vocab_size=61), Skips(records.where, report)
+    numbers = range(len(records))
+    made = dict(each_record(records, numbers, maker.examples, skips))
+    return [len(made.get(number, ())) for number in numbers], skips.taken()
 
 
 @pytest.mark.parametrize(("line", "reason"), LINES.items(), ids=[line[:60].decode("latin-1") for line in LINES])
-def test_a_bad_row_is_counted_with_its_place(tmp_path, tokenizer, line, reason):
+def test_a_bad_record_is_counted_with_its_place(tmp_path, tokenizer, line, reason):
     path, said = written(tmp_path / "data.jsonl", [b"", line, json.dumps(GOOD).encode()]), []
-    rows, counts = prepared(read_records(path), tokenizer, said.append)
-    assert rows == [0, 1]
+    examples, counts = prepared(read_records(path), tokenizer, said.append)
+    assert examples == [0, 1]
     (found,) = counts
     assert found.startswith(reason)
     (message,) = said
@@ -154,7 +156,7 @@ def test_of_a_list_and_of_several_files_the_place_is_named_too(tmp_path, tokeniz
     ]
 
 
-def test_rows_of_a_dataset(tmp_path, tokenizer):
+def test_records_of_a_dataset(tmp_path, tokenizer):
     datasets = pytest.importorskip("datasets")
     data = datasets.Dataset.from_list([{"text": "abcdef"}, {"text": ""}, {"text": "abcdef"}])
     data.to_parquet(tmp_path / "data.parquet")
@@ -164,20 +166,22 @@ def test_rows_of_a_dataset(tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize("end", [b"", b"\n", b"\r\n", b'\n{"text": "ab'])
-def test_good_rows_among_bad_ones(tmp_path, tokenizer, end):
+def test_good_records_among_bad_ones(tmp_path, tokenizer, end):
     """Byte order marks, blank lines, and a last line that was cut off."""
     lines = [b"\xef\xbb\xbf" + json.dumps(GOOD).encode(), b" \t", *LINES, b"\xef\xbb\xbf" + json.dumps(GOOD).encode()]
-    rows, counts = prepared(read_records(written(tmp_path / "data.jsonl", [*lines[:-1], lines[-1] + end])), tokenizer)
-    assert sum(rows) == 2
+    examples, counts = prepared(
+        read_records(written(tmp_path / "data.jsonl", [*lines[:-1], lines[-1] + end])), tokenizer
+    )
+    assert sum(examples) == 2
     assert counts.total() == len(LINES) + (b"{" in end)
 
 
 def test_a_reason_is_told_a_few_times_and_counted_every_time(tmp_path, tokenizer):
     said = []
-    rows, counts = prepared(
+    examples, counts = prepared(
         read_records(written(tmp_path / "data.jsonl", [b'{"text": 5}'] * 20)), tokenizer, said.append
     )
-    assert (sum(rows), counts, len(said)) == (0, {"text is no text": 20}, SHOWN)
+    assert (sum(examples), counts, len(said)) == (0, {"text is no text": 20}, SHOWN)
 
 
 @pytest.mark.parametrize("regenerate", [False, True])
@@ -187,7 +191,9 @@ def test_stores_are_made_of_the_others(tmp_path, tokenizer, target, regenerate):
     data, said = written(tmp_path / "data.jsonl", lines), []
     options = {"max_length": 40, "records_per_shard": 20, "regenerate": regenerate}
     options |= {"max_new_tokens": 6, "generation": {"do_sample": False}} if regenerate else {}
-    made = prepare_data(target, tokenizer, data, tmp_path / "store", progress=said.append, **options)
+    made = prepare_data(
+        target, tokenizer, data, tmp_path / "store", PreparationOptions(**options), progress=said.append
+    )
     assert made.rows >= 2
     counts = Counter(made.skipped)
     expected = prepared(read_records(data), tokenizer)[1]
@@ -203,11 +209,11 @@ def test_stores_are_made_of_the_others(tmp_path, tokenizer, target, regenerate):
     assert HiddenStateStore(tmp_path / "store").skipped == counts
 
 
-def test_where_no_row_is_left_the_first_reasons_are_named(tmp_path, tokenizer, target):
+def test_where_no_example_is_left_the_first_reasons_are_named(tmp_path, tokenizer, target):
     data = written(tmp_path / "data.jsonl", [b'{"text": 5}', b"NaN", b'{"text": "a'])
     for make in (
-        lambda: rows_in_memory(target, tokenizer, data, max_length=40),
-        lambda: prepare_data(target, tokenizer, data, tmp_path / "store", max_length=40),
+        lambda: examples_in_memory(target, tokenizer, data, PreparationOptions(max_length=40)),
+        lambda: prepare_data(target, tokenizer, data, tmp_path / "store", PreparationOptions(max_length=40)),
     ):
         with pytest.raises(ValueError, match="none of its 3 records makes a row") as caught:
             make()
@@ -215,7 +221,7 @@ def test_where_no_row_is_left_the_first_reasons_are_named(tmp_path, tokenizer, t
             assert f"{number}) {data}, line {number}: {text}" in str(caught.value)
 
 
-# Rows at random.
+# Records at random.
 
 SCALARS = [
     None,
@@ -313,16 +319,18 @@ def line_of(draw: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_rows_at_random(tmp_path, tokenizer, seed):
+def test_records_at_random(tmp_path, tokenizer, seed):
     draw, said = random.Random(seed), []
     lines = [line_of(draw) for _ in range(1500)]
     records = read_records(written(tmp_path / "data.jsonl", lines))
-    maker, skips, num_good = RowMaker(tokenizer, 40, vocab_size=61), Skips(records.where, said.append), 0
-    for number in range(len(records)):
-        rows = rows_of_record(records, number, maker, skips)
-        num_good += bool(rows)
-        assert all(row["input_ids"].dtype == torch.long and row["answers"].dtype == torch.bool for row in rows)
-        assert all(0 <= int(row["input_ids"].min()) <= int(row["input_ids"].max()) < 61 for row in rows)
+    maker, skips = ExampleMaker(tokenizer, 40, vocab_size=61), Skips(records.where, said.append)
+    num_good = 0
+    for _, examples in each_record(records, range(len(records)), maker.examples, skips):
+        num_good += 1
+        for example in examples:
+            ids, answers = example["input_ids"], example["answers"]
+            assert (ids.dtype, answers.dtype) == (torch.long, torch.bool)
+            assert 0 <= int(ids.min()) <= int(ids.max()) < 61
     counts = skips.taken()
     assert num_good + counts.total() == len(records)
     assert num_good > 50

@@ -1,5 +1,7 @@
-"""What each command leaves behind when it is stopped or the machine fails, and how to go on: a sentence, from what is
-on the disk."""
+"""Sentences on what a command has left on the disk when it is stopped or the machine fails, and on how to go on.
+
+A parser names the function of its command by `set_defaults(left_behind=...)`.
+"""
 
 import argparse
 from pathlib import Path
@@ -8,13 +10,14 @@ from ..json_file import read_json
 
 
 def new_folder(folder: str | None) -> str:
-    """For commands whose folder appears only once it is complete."""
+    """Says whether a folder is there that appears only once it is complete."""
     if folder is None:
         return "Nothing was written."
     return f"{folder} is complete." if Path(folder, "config.json").is_file() else f"Nothing was written to {folder}."
 
 
 def conversion(args: argparse.Namespace) -> str:
+    """Says how far `eagle31 convert` has come."""
     if args.create_pr:
         return "Nothing was changed on the Hub."
     if args.destination is not None:
@@ -28,10 +31,12 @@ def conversion(args: argparse.Namespace) -> str:
 
 
 def upload(args: argparse.Namespace) -> str:
+    """Says that `eagle31 publish` commits at its end only."""
     return "Nothing was committed; the same command goes on, and what was sent is not sent again."
 
 
 def shards(args: argparse.Namespace) -> str:
+    """Says how many shards `eagle31 prepare-data` has made."""
     from ..training.store import missing_shards, read_manifest
 
     try:
@@ -43,7 +48,8 @@ def shards(args: argparse.Namespace) -> str:
 
 
 def checkpoint(args: argparse.Namespace) -> str:
-    from ..training.output import REPLACED, holds_rows
+    """Names the newest checkpoint or the examples of `eagle31 train`, and the drafter that it was to replace."""
+    from ..training.output import REPLACED, holds_data
     from ..training.saving import checkpoints
 
     aside = [path.parent for path in Path(args.output, REPLACED).glob("*/model*.safetensors*")]
@@ -54,7 +60,7 @@ def checkpoint(args: argparse.Namespace) -> str:
     if found:
         newest = max(found, key=lambda path: path.stat().st_mtime)
         return f"{newest} is kept; {resumed} from the last complete checkpoint.{earlier}"
-    if holds_rows(args.output) and not begun:
+    if holds_data(args.output) and not begun:
         return f"There is no checkpoint in {args.output} yet, but rows, which are kept; {resumed} with them.{earlier}"
     return (
         f"There is no checkpoint in {args.output} yet; begin"

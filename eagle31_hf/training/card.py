@@ -1,0 +1,34 @@
+"""The model card of a drafter in training: what it says of the run."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerState
+from transformers.trainer_utils import SchedulerType
+
+from ..hub import CARD, CardFacts, render_card
+from ..modeling import Eagle31DrafterModel
+from .arguments import Eagle31TrainingArguments
+
+
+def note_training(facts: CardFacts, args: Eagle31TrainingArguments, state: TrainerState, batch_size: int) -> None:
+    """Adds to the facts of a card how far the drafter was trained, and how; `batch_size`: sequences of each process."""
+    batch = batch_size * args.gradient_accumulation_steps * args.world_size
+    facts.training |= {
+        "Steps": f"{state.global_step:,} of {batch} sequences of up to {args.max_length:,} tokens",
+        "Loss": f"{args.loss}, {args.depth} deep, normalised by {args.normalisation}, loss mask: {args.loss_mask}",
+        "Optimizer": f"learning rate {args.learning_rate:g}, {SchedulerType(args.lr_scheduler_type).value}",
+    }
+    evaluated = next((entry for entry in reversed(state.log_history) if "eval_accepted_length" in entry), None)
+    if evaluated is not None:
+        facts.training["Accepted length"] = (
+            f"{evaluated['eval_accepted_length']:.2f} a target forward, walking the answers held out,"
+            f" {args.eval_settings().depth} deep"
+        )
+
+
+def write_card(folder: Path, drafter: Eagle31DrafterModel, name: str | None) -> None:
+    """Writes the drafter's card into a folder. `name`: its repository's, by default the folder's."""
+    config: Any = drafter.config
+    card = render_card(config, drafter.card_facts, name or folder.name)
+    (folder / CARD).write_text(card, encoding="utf-8")
