@@ -1,5 +1,5 @@
-"""A batch with a drafter is the same batch without: row by row where rows may go at their own pace, in step where they
-may not."""
+"""A batch with a drafter is the same batch without: sequence by sequence where they may go at their own pace, in
+lock-step where they may not."""
 
 import pytest
 import torch
@@ -36,10 +36,10 @@ each_drafting = pytest.mark.parametrize("drafting", DRAFTINGS.values(), ids=DRAF
 and_auto = pytest.mark.parametrize("drafting", [*DRAFTINGS.values(), {}], ids=[*DRAFTINGS, "auto"])
 
 
-def check(target, drafter, rows, **kwargs):
+def check(target, drafter, prompts, **kwargs):
     """The same text as the target alone; returns the statistics."""
-    output, stats = together(target, drafter, rows, **GREEDY | kwargs)
-    assert_close("text", output, alone(target, rows, **GREEDY | without_knobs(kwargs)))
+    output, stats = together(target, drafter, prompts, **GREEDY | kwargs)
+    assert_close("text", output, alone(target, prompts, **GREEDY | without_knobs(kwargs)))
     return stats
 
 
@@ -47,7 +47,7 @@ def without_knobs(kwargs):
     return {name: value for name, value in kwargs.items() if name not in TREE}
 
 
-# --- rows at their own pace ---
+# --- sequences at their own pace ---
 
 PAIRS = [(kind, name) for kind in TARGETS for name in ("eagle31", "pruned")]
 PAIRS += [("llama", name) for name in ("eagle3", "two_layers", "window_4", "mla", "padded_vocabulary")] + [
@@ -81,35 +81,35 @@ def test_every_depth(make_target, make_drafter, kind, depth):
 
 @pytest.mark.parametrize("count", [2, 3, 4, 6, 7])
 @each_drafting
-def test_any_number_of_rows(target, drafter, count, drafting):
-    rows = [*known_prompts(target, 5, 12), *FOREIGN, *known_prompts(target, 8, 10)]
-    check(target, drafter, rows[:count], **drafting)
+def test_any_number_of_sequences(target, drafter, count, drafting):
+    prompts = [*known_prompts(target, 5, 12), *FOREIGN, *known_prompts(target, 8, 10)]
+    check(target, drafter, prompts[:count], **drafting)
 
 
 @pytest.mark.parametrize("kind", TARGETS)
 @each_drafting
-def test_a_row_of_padding_and_one_token(make_target, make_drafter, kind, drafting):
+def test_a_sequence_of_padding_and_one_token(make_target, make_drafter, kind, drafting):
     """Nearly nothing for its queries to see, and positions far from its slots."""
     target = make_target(kind)
     check(target, make_drafter(target), [[4], *known_prompts(target, 18)], **drafting)
 
 
 @and_auto
-def test_rows_that_are_the_same(target, drafter, drafting):
-    rows = known_prompts(target, 8) * 3
-    output, stats = together(target, drafter, rows, **GREEDY, **drafting)
-    assert_close("text", output, alone(target, rows[:1], **GREEDY).expand(3, -1))
+def test_sequences_that_are_the_same(target, drafter, drafting):
+    prompts = known_prompts(target, 8) * 3
+    output, stats = together(target, drafter, prompts, **GREEDY, **drafting)
+    assert_close("text", output, alone(target, prompts[:1], **GREEDY).expand(3, -1))
     assert stats.sequences[0] == stats.sequences[1] == stats.sequences[2]
 
 
-def test_every_row_is_as_it_is_alone(target, drafter):
-    """Neither text nor acceptance of a row depend on its neighbours, its padding or where they are in their texts."""
-    rows = mixed_prompts(target)
-    output, stats = together(target, drafter, rows, **GREEDY, **CHAIN)
-    for b, row in enumerate(rows):
-        expected, single = together(target, drafter, [row], **GREEDY, **CHAIN)
+def test_every_sequence_is_as_it_is_alone(target, drafter):
+    """Neither text nor acceptance of a sequence depend on its neighbours, its padding or how far the others are."""
+    prompts = mixed_prompts(target)
+    output, stats = together(target, drafter, prompts, **GREEDY, **CHAIN)
+    for b, prompt in enumerate(prompts):
+        expected, single = together(target, drafter, [prompt], **GREEDY, **CHAIN)
         assert_close(f"text {b}", output[b, -LENGTH:], expected[0, -LENGTH:])
-        # near the end drafts are cut to what the longest row has left
+        # near the end drafts are cut to what the longest sequence has left
         shared = slice(0, len(single.accepted_per_round) - 2)
         assert stats.sequences[b].accepted_per_round[shared] == single.accepted_per_round[shared]
 
@@ -138,7 +138,7 @@ def test_padding_that_is_not_on_the_left(make_target, make_drafter, kind, mask, 
 )
 @each_drafting
 def test_inputs_that_grow_with_the_text(make_target, make_drafter, kwargs, drafting):
-    """Every new token of a row is of the type of its last one, at the next position."""
+    """Every new token of a sequence is of the type of its last one, at the next position."""
     target = make_target("gpt2")
     ids, kwargs = (
         torch.tensor([*known_prompts(target, 5), [7, 7, 1, 2, 9]]),
@@ -186,13 +186,13 @@ PROCESSORS = {
 
 @pytest.mark.parametrize("kwargs", PROCESSORS.values(), ids=PROCESSORS)
 @each_drafting
-def test_processors_of_rows(target, drafter, kwargs, drafting):
-    """They see each row's own text, whatever the length of the others."""
+def test_processors_of_sequences(target, drafter, kwargs, drafting):
+    """They see each sequence's own text, whatever the length of the others."""
     stats = check(target, drafter, mixed_prompts(target), **kwargs, **drafting)
     assert not keeps_step(stats)
 
 
-def test_rows_cannot_be_repeated_greedily(target, drafter, prompt):
+def test_sequences_cannot_be_repeated_greedily(target, drafter, prompt):
     """Refused as without a drafter, by transformers' own message."""
     for assistant in ({}, {"assistant_model": drafter}):
         with pytest.raises(ValueError, match="num_return_sequences"):
@@ -204,77 +204,78 @@ def test_rows_cannot_be_repeated_greedily(target, drafter, prompt):
 
 @and_auto
 def test_eos_at_every_offset_of_a_burst(make_target, make_drafter, drafting):
-    """Whatever token is EOS, rows end at different times; the others go on as if nothing had happened."""
+    """Whatever token is EOS, sequences end at different times; the others go on as if nothing had happened."""
     target = make_target("mistral_window_8")  # its text uses ten of the eleven ids
-    drafter, rows, last, lengths = make_drafter(target), mixed_prompts(target), set(), set()
-    whole = alone(target, rows, **GREEDY)
+    drafter, prompts, last, lengths = make_drafter(target), mixed_prompts(target), set(), set()
+    whole = alone(target, prompts, **GREEDY)
     for eos in range(VOCAB):
-        output, stats = together(target, drafter, rows, eos_token_id=eos, **GREEDY, **drafting)
+        output, stats = together(target, drafter, prompts, eos_token_id=eos, **GREEDY, **drafting)
         assert_close(f"text, eos {eos}", output, ended(whole, eos, whole.shape[1] - LENGTH))
-        last |= {row.accepted_per_round[-1] for row in stats.sequences if row.accepted_per_round}
-        lengths |= {row.generated_tokens for row in stats.sequences}
+        last |= {one.accepted_per_round[-1] for one in stats.sequences if one.accepted_per_round}
+        lengths |= {one.generated_tokens for one in stats.sequences}
     assert len(lengths) > 8
     assert last >= {0, 1, 2, 3} or not drafting
 
 
 def ended(texts, eos, num_prompt):
-    """What plain generate would have returned: padding after a row's first EOS, as long as the longest row."""
-    new = [row[: row.index(eos) + 1] if eos in row else row for row in texts[:, num_prompt:].tolist()]
+    """The output of plain generate with EOS: padding after a sequence's first EOS, as long as the longest of them."""
+    new = [text[: text.index(eos) + 1] if eos in text else text for text in texts[:, num_prompt:].tolist()]
     longest = max(map(len, new))
-    return torch.cat((texts[:, :num_prompt], torch.tensor([row + [PAD] * (longest - len(row)) for row in new])), dim=1)
+    padded = [text + [PAD] * (longest - len(text)) for text in new]
+    return torch.cat((texts[:, :num_prompt], torch.tensor(padded)), dim=1)
 
 
 @pytest.mark.parametrize("pad", [PAD, 4, 7], ids=["neither", "second_eos", "first_eos"])
 @each_drafting
 def test_several_eos_and_padding(target, drafter, pad, drafting):
-    rows = mixed_prompts(target)
-    output, stats = together(target, drafter, rows, eos_token_id=[7, 4], pad_token_id=pad, **GREEDY, **drafting)
-    assert_close("text", output, alone(target, rows, eos_token_id=[7, 4], pad_token_id=pad, **GREEDY))
-    assert min(row.generated_tokens for row in stats.sequences) < output.shape[1] - left_padded(rows)[0].shape[1], (
-        "no row ended early"
+    prompts = mixed_prompts(target)
+    output, stats = together(target, drafter, prompts, eos_token_id=[7, 4], pad_token_id=pad, **GREEDY, **drafting)
+    assert_close("text", output, alone(target, prompts, eos_token_id=[7, 4], pad_token_id=pad, **GREEDY))
+    assert min(one.generated_tokens for one in stats.sequences) < output.shape[1] - left_padded(prompts)[0].shape[1], (
+        "no sequence ended early"
     )
 
 
 def test_padding_nobody_set_is_eos(target, drafter):
-    rows = mixed_prompts(target)
-    output, _ = together(target, drafter, rows, eos_token_id=7, pad_token_id=None, **GREEDY, **CHAIN)
-    assert_close("text", output, alone(target, rows, eos_token_id=7, pad_token_id=None, **GREEDY))
+    prompts = mixed_prompts(target)
+    output, _ = together(target, drafter, prompts, eos_token_id=7, pad_token_id=None, **GREEDY, **CHAIN)
+    assert_close("text", output, alone(target, prompts, eos_token_id=7, pad_token_id=None, **GREEDY))
 
 
 @pytest.mark.parametrize("limit", ["max_new_tokens", "max_length"])
 @each_drafting
 def test_every_length(target, drafter, limit, drafting):
-    rows = mixed_prompts(target)
-    length, expected = left_padded(rows)[0].shape[1], alone(target, rows, max_new_tokens=13)
+    prompts = mixed_prompts(target)
+    length, expected = left_padded(prompts)[0].shape[1], alone(target, prompts, max_new_tokens=13)
     for count in range(1, 14):
         given = {limit: count if limit == "max_new_tokens" else length + count}
-        output, stats = together(target, drafter, rows, **given, **drafting)
+        output, stats = together(target, drafter, prompts, **given, **drafting)
         assert_close(f"text of {count} tokens", output, expected[:, : length + count])
-        assert [row.generated_tokens for row in stats.sequences] == [count] * len(rows)
+        assert [one.generated_tokens for one in stats.sequences] == [count] * len(prompts)
 
 
 @pytest.mark.parametrize("eos", [None, 10, 5], ids=lambda eos: f"eos_{eos}")
 @each_drafting
 def test_stop_strings(make_target, make_drafter, tokenizer, eos, drafting):
-    """With EOS a row ends by itself; without, plain generate lets it go on until all have met one."""
+    """With EOS a sequence ends by itself; without, plain generate lets it go on until all have met one."""
     target = make_target("mistral_window_8")
-    rows = mixed_prompts(target)
+    prompts = mixed_prompts(target)
     for b in (0, 4):
-        letters = tokenizer.decode(alone(target, rows, **GREEDY)[b])
+        letters = tokenizer.decode(alone(target, prompts, **GREEDY)[b])
         strings = ["zz", *(letters[end - 2 : end] for end in (len(letters) - 13, len(letters) - 6))]
         kwargs = {"stop_strings": strings, "tokenizer": tokenizer, "eos_token_id": eos}
-        stats = check(target, make_drafter(target), rows, **kwargs, **drafting)
+        stats = check(target, make_drafter(target), prompts, **kwargs, **drafting)
         assert eos is not None or keeps_step(stats)
 
 
 @each_drafting
-def test_rows_that_have_ended_do_not_disturb(target, drafter, drafting):
-    """They are written over with every forward; text and acceptance of the others are those of a row by itself."""
-    rows = [*known_prompts(target, 12), [4], [7]]
-    stats = check(target, drafter, rows, eos_token_id=1, **drafting)
-    single = check(target, drafter, rows[:1], eos_token_id=1, **drafting)
-    assert [row.generated_tokens for row in stats.sequences] == [LENGTH, 4, 3]
-    assert stats.sequences[0].accepted_per_round == single.rows[0].accepted_per_round
+def test_sequences_that_have_ended_do_not_disturb(target, drafter, drafting):
+    """They are written over with every forward; text and acceptance of the others are those of a sequence by itself."""
+    prompts = [*known_prompts(target, 12), [4], [7]]
+    stats = check(target, drafter, prompts, eos_token_id=1, **drafting)
+    single = check(target, drafter, prompts[:1], eos_token_id=1, **drafting)
+    assert [one.generated_tokens for one in stats.sequences] == [LENGTH, 4, 3]
+    assert stats.sequences[0].accepted_per_round == single.sequences[0].accepted_per_round
 
 
 @pytest.mark.parametrize("drafting", [{"num_assistant_tokens": 6}, TREE], ids=DRAFTINGS)
@@ -298,7 +299,7 @@ def test_a_static_cache_that_ends_with_the_text(target, drafter, drafting):
 
 
 def turn(target, ids, mask, past=None, **kwargs):
-    """Ids, mask and cache after an answer. Slots from a row's EOS on are hidden from what follows."""
+    """Ids, mask and cache after an answer. Slots from a sequence's EOS on are hidden from what follows."""
     kwargs = (
         {"attention_mask": mask, "past_key_values": past, "pad_token_id": PAD, "return_dict_in_generate": True}
         | GREEDY
@@ -326,7 +327,7 @@ def test_the_cache_of_an_answer_goes_into_the_next_turn(make_target, make_drafte
 
 
 @each_drafting
-def test_the_cache_holds_the_token_a_row_ended_with(target, drafter, drafting):
+def test_the_cache_holds_the_token_a_sequence_ended_with(target, drafter, drafting):
     """A chat's next turn usually sees it."""
     ids, mask = left_padded([[7], *known_prompts(target, 8)])  # the first ends after three tokens
     kwargs = {"eos_token_id": 1, "return_dict_in_generate": True, "attention_mask": mask, "pad_token_id": PAD} | GREEDY
@@ -362,7 +363,7 @@ def test_a_cache_from_an_earlier_forward(make_target, make_drafter, kind, whole,
     assert_close("text", *outputs)
 
 
-# --- rows in step ---
+# --- sequences in lock-step ---
 
 STEP = {
     "criterion": lambda: {"stopping_criteria": StoppingCriteriaList([Idle()])},
@@ -378,10 +379,10 @@ STEP = {
 
 @pytest.mark.parametrize("kwargs", STEP.values(), ids=STEP)
 @pytest.mark.parametrize("drafting", [CHAIN, {}], ids=["chain", "auto"])
-def test_rows_keep_step_where_something_sees_them_together(target, drafter, kwargs, drafting):
-    rows = known_prompts(target, 5, 9, 11)
-    output, stats = together(target, drafter, rows, eos_token_id=7, **GREEDY, **drafting, **kwargs())
-    expected = alone(target, rows, eos_token_id=7, **GREEDY, **kwargs())
+def test_sequences_keep_step_where_something_sees_them_together(target, drafter, kwargs, drafting):
+    prompts = known_prompts(target, 5, 9, 11)
+    output, stats = together(target, drafter, prompts, eos_token_id=7, **GREEDY, **drafting, **kwargs())
+    expected = alone(target, prompts, eos_token_id=7, **GREEDY, **kwargs())
     if "return_dict_in_generate" in kwargs():
         output, expected = output.sequences, expected.sequences
     assert_close("text", output, expected)
@@ -390,7 +391,7 @@ def test_rows_keep_step_where_something_sees_them_together(target, drafter, kwar
 
 @pytest.mark.parametrize("kind", ["bloom", "mpt"])
 @and_auto
-def test_rows_keep_step_where_the_target_takes_no_masks_of_ours(kind, drafting):
+def test_sequences_keep_step_where_the_target_takes_no_masks_of_ours(kind, drafting):
     target = build_other(kind)
     stats = check(target, build_drafter(target), known_prompts(target, 5, 9, 7), eos_token_id=7, **drafting)
     assert keeps_step(stats)
@@ -398,9 +399,9 @@ def test_rows_keep_step_where_the_target_takes_no_masks_of_ours(kind, drafting):
 
 
 def test_a_pace_of_their_own_takes_fewer_forwards(target, drafter):
-    rows = mixed_prompts(target)
-    ragged = check(target, drafter, rows, **CHAIN)
-    in_step = check(target, drafter, rows, stopping_criteria=StoppingCriteriaList([Idle()]), **CHAIN)
+    prompts = mixed_prompts(target)
+    ragged = check(target, drafter, prompts, **CHAIN)
+    in_step = check(target, drafter, prompts, stopping_criteria=StoppingCriteriaList([Idle()]), **CHAIN)
     assert keeps_step(in_step)
     assert not keeps_step(ragged)
     assert ragged.target_forwards < in_step.target_forwards
@@ -413,13 +414,13 @@ FIELDS = ("scores", "logits", "hidden_states", "attentions")
 @pytest.mark.parametrize("eos", [{}, {"eos_token_id": 7}], ids=["length", "eos"])
 @pytest.mark.parametrize("kind", TARGETS)
 def test_outputs_are_those_of_plain_generate(make_target, make_drafter, kind, eos):
-    """Rows that have ended too: plain generate goes on feeding them padding, and returns what becomes of it."""
+    """Sequences that have ended too: plain generate goes on feeding them padding, and returns what becomes of it."""
     target = make_target(kind, "eager")  # the implementation that returns attentions
-    rows = known_prompts(make_target(kind), 5, 9, 11)
+    prompts = known_prompts(make_target(kind), 5, 9, 11)
     asked = {"return_dict_in_generate": True} | {f"output_{name}": True for name in FIELDS}
     kwargs = GREEDY | {"no_repeat_ngram_size": 4} | asked | eos
-    output, stats = together(target, make_drafter(target, "eagle31", "eager"), rows, **kwargs, **CHAIN)
-    expected = alone(target, rows, **kwargs)
+    output, stats = together(target, make_drafter(target, "eagle31", "eager"), prompts, **kwargs, **CHAIN)
+    expected = alone(target, prompts, **kwargs)
     assert max(stats.accepted_per_round) >= 1
     assert_close("sequences", output.sequences, expected.sequences)
     for name in FIELDS:
@@ -427,15 +428,15 @@ def test_outputs_are_those_of_plain_generate(make_target, make_drafter, kind, eo
 
 
 @pytest.mark.parametrize("eos", [None, 7, 3, 1, 10], ids=lambda eos: f"eos_{eos}")
-@pytest.mark.parametrize("same", [True, False], ids=["same_rows", "different_rows"])
+@pytest.mark.parametrize("same", [True, False], ids=["same_prompts", "different_prompts"])
 def test_a_processor_with_state_is_called_as_plain_generate_calls_it(target, drafter, eos, same):
-    """Every prefix of the batch once, those of rows that have ended padded."""
-    rows = known_prompts(target, 8, 8) if same else known_prompts(target, 5, 9, 11)
+    """Every prefix of the batch once, those of sequences that have ended padded."""
+    prompts = known_prompts(target, 8, 8) if same else known_prompts(target, 5, 9, 11)
     ours, theirs = Notebook(strength=0.1), Notebook(strength=0.1)
     stats = check_calls(
         target,
         drafter,
-        rows,
+        prompts,
         ours,
         theirs,
         {"eos_token_id": eos},
@@ -445,14 +446,14 @@ def test_a_processor_with_state_is_called_as_plain_generate_calls_it(target, dra
 
 
 @pytest.mark.parametrize("eos", [None, 7, 3], ids=lambda eos: f"eos_{eos}")
-@pytest.mark.parametrize("same", [True, False], ids=["same_rows", "different_rows"])
+@pytest.mark.parametrize("same", [True, False], ids=["same_prompts", "different_prompts"])
 def test_a_criterion_is_called_as_plain_generate_calls_it(target, drafter, eos, same):
-    rows = known_prompts(target, 8, 8) if same else known_prompts(target, 5, 9, 11)
-    ours, theirs = (EndsWith([10, 2, 5][: len(rows)]) for _ in range(2))
+    prompts = known_prompts(target, 8, 8) if same else known_prompts(target, 5, 9, 11)
+    ours, theirs = (EndsWith([10, 2, 5][: len(prompts)]) for _ in range(2))
     check_calls(
         target,
         drafter,
-        rows,
+        prompts,
         ours,
         theirs,
         {"eos_token_id": eos},
@@ -461,10 +462,10 @@ def test_a_criterion_is_called_as_plain_generate_calls_it(target, drafter, eos, 
 
 
 @pytest.mark.parametrize("eos", [None, 7, 3], ids=lambda eos: f"eos_{eos}")
-def test_a_processor_beside_a_criterion_that_ends_rows(target, drafter, eos):
-    """A row that a criterion ends goes on as padding where there is an EOS: no processor may have seen it go on
+def test_a_processor_beside_a_criterion_that_ends_sequences(target, drafter, eos):
+    """A sequence that a criterion ends goes on as padding where there is an EOS: no processor may have seen it go on
     otherwise."""
-    rows = known_prompts(target, 8, 8)
+    prompts = known_prompts(target, 8, 8)
     ours, theirs = Notebook(strength=0.1), Notebook(strength=0.1)
 
     def given(one):
@@ -473,18 +474,18 @@ def test_a_processor_beside_a_criterion_that_ends_rows(target, drafter, eos):
             "stopping_criteria": StoppingCriteriaList([EndsWith([10, 2])]),
         }
 
-    check_calls(target, drafter, rows, ours, theirs, {"eos_token_id": eos}, given)
+    check_calls(target, drafter, prompts, ours, theirs, {"eos_token_id": eos}, given)
 
 
-def check_calls(target, drafter, rows, ours, theirs, kwargs, given):
-    output, stats = together(target, drafter, rows, **GREEDY, **CHAIN, **kwargs, **given(ours))
-    assert_close("text", output, alone(target, rows, **GREEDY, **kwargs, **given(theirs)))
+def check_calls(target, drafter, prompts, ours, theirs, kwargs, given):
+    output, stats = together(target, drafter, prompts, **GREEDY, **CHAIN, **kwargs, **given(ours))
+    assert_close("text", output, alone(target, prompts, **GREEDY, **kwargs, **given(theirs)))
     assert ours.texts == theirs.texts
     return stats
 
 
-def test_prefix_allowed_tokens_fn_is_told_which_row(target, drafter):
-    rows, calls = known_prompts(target, 5, 9, 11), ([], [])
+def test_prefix_allowed_tokens_fn_is_told_which_sequence(target, drafter):
+    prompts, calls = known_prompts(target, 5, 9, 11), ([], [])
 
     def allowed(into):
         def function(b, ids):
@@ -493,8 +494,8 @@ def test_prefix_allowed_tokens_fn_is_told_which_row(target, drafter):
 
         return function
 
-    output, stats = together(target, drafter, rows, prefix_allowed_tokens_fn=allowed(calls[0]), **GREEDY, **CHAIN)
-    assert_close("text", output, alone(target, rows, prefix_allowed_tokens_fn=allowed(calls[1]), **GREEDY))
+    output, stats = together(target, drafter, prompts, prefix_allowed_tokens_fn=allowed(calls[0]), **GREEDY, **CHAIN)
+    assert_close("text", output, alone(target, prompts, prefix_allowed_tokens_fn=allowed(calls[1]), **GREEDY))
     assert calls[0] == calls[1]
     assert keeps_step(stats)
 
@@ -502,22 +503,22 @@ def test_prefix_allowed_tokens_fn_is_told_which_row(target, drafter):
 @pytest.mark.parametrize("eos", [{}, {"eos_token_id": 7}], ids=["length", "eos"])
 def test_a_streamer_gets_the_batch_step_by_step(target, drafter, eos):
     ours, theirs = Puts(), Puts()
-    rows = known_prompts(target, 5, 9, 11)
-    _, stats = together(target, drafter, rows, streamer=ours, **GREEDY, **CHAIN, **eos)
-    alone(target, rows, streamer=theirs, **GREEDY, **eos)
+    prompts = known_prompts(target, 5, 9, 11)
+    _, stats = together(target, drafter, prompts, streamer=ours, **GREEDY, **CHAIN, **eos)
+    alone(target, prompts, streamer=theirs, **GREEDY, **eos)
     assert ours.calls == theirs.calls
     assert max(stats.accepted_per_round) >= 1
 
 
-def test_max_time_ends_all_rows_at_once(target, drafter, monkeypatch):
+def test_max_time_ends_all_sequences_at_once(target, drafter, monkeypatch):
     """A clock that ticks once for every criterion asked: the time is up at a certain token, whatever the bursts."""
-    rows = known_prompts(target, 8, 8)
+    prompts = known_prompts(target, 8, 8)
     for limit, count in ((1e-9, 1), (6.5, 7)):
         ticks = iter(range(1000))
         with monkeypatch.context() as patch:
             patch.setattr("transformers.generation.stopping_criteria.time.time", lambda ticks=ticks: float(next(ticks)))
-            output, stats = together(target, drafter, rows, max_time=limit, **GREEDY, **CHAIN)
-        assert_close("text", output, alone(target, rows, max_new_tokens=count))
+            output, stats = together(target, drafter, prompts, max_time=limit, **GREEDY, **CHAIN)
+        assert_close("text", output, alone(target, prompts, max_new_tokens=count))
     assert max(stats.accepted_per_round) >= 2
 
 
@@ -526,37 +527,37 @@ def test_max_time_ends_all_rows_at_once(target, drafter, monkeypatch):
 
 @pytest.mark.parametrize("step", [False, True], ids=["own_pace", "in_step"])
 @each_drafting
-def test_statistics_of_rows_add_up(target, drafter, drafting, step):
-    rows, forwards = mixed_prompts(target), []
+def test_statistics_of_sequences_add_up(target, drafter, drafting, step):
+    prompts, forwards = mixed_prompts(target), []
     handle = target.register_forward_pre_hook(
         lambda module, args, kwargs: forwards.append(kwargs["input_ids"].shape), with_kwargs=True
     )
     extra = {"stopping_criteria": StoppingCriteriaList([Idle()])} if step else {}
-    output, stats = together(target, drafter, rows, eos_token_id=7, **GREEDY, **drafting, **extra)
+    output, stats = together(target, drafter, prompts, eos_token_id=7, **GREEDY, **drafting, **extra)
     handle.remove()
-    num_prompt = left_padded(rows)[0].shape[1]
-    tokens = [row.index(7) + 1 if 7 in row else len(row) for row in output[:, num_prompt:].tolist()]
-    assert [row.generated_tokens for row in stats.sequences] == tokens
+    num_prompt = left_padded(prompts)[0].shape[1]
+    tokens = [text.index(7) + 1 if 7 in text else len(text) for text in output[:, num_prompt:].tolist()]
+    assert [one.generated_tokens for one in stats.sequences] == tokens
     assert stats.generated_tokens == sum(tokens)
-    assert [row.prefills for row in stats.sequences] == [1] * len(rows)
-    assert stats.prefills == len(rows)
-    assert stats.target_forwards == len(forwards) - 1 == max(len(row.accepted_per_round) for row in stats.sequences)
-    assert all(shape[0] == len(rows) for shape in forwards)
+    assert [one.prefills for one in stats.sequences] == [1] * len(prompts)
+    assert stats.prefills == len(prompts)
+    assert stats.target_forwards == len(forwards) - 1 == max(len(one.accepted_per_round) for one in stats.sequences)
+    assert all(shape[0] == len(prompts) for shape in forwards)
     for name in ("drafted_per_position", "accepted_per_position"):
-        counts = [getattr(row, name) for row in stats.sequences]
+        counts = [getattr(one, name) for one in stats.sequences]
         assert getattr(stats, name) == [
-            sum(row[i] for row in counts if i < len(row)) for i in range(max(map(len, counts)))
+            sum(by_depth[i] for by_depth in counts if i < len(by_depth)) for i in range(max(map(len, counts)))
         ]
     assert sorted(stats.accepted_per_round) == sorted(
-        count for row in stats.sequences for count in row.accepted_per_round
+        count for one in stats.sequences for count in one.accepted_per_round
     )
-    for row in stats.sequences:
-        bonus = sum(row.accepted_per_round) + len(row.accepted_per_round) + 1
-        assert row.generated_tokens in (bonus, bonus - 1), (
+    for one in stats.sequences:
+        bonus = sum(one.accepted_per_round) + len(one.accepted_per_round) + 1
+        assert one.generated_tokens in (bonus, bonus - 1), (
             "a text ends with a draft, or with a token of the target's own"
         )
-        assert sum(row.accepted_per_position) == sum(row.accepted_per_round)
-    assert "by row: " in stats.summary()
+        assert sum(one.accepted_per_position) == sum(one.accepted_per_round)
+    assert "by sequence: " in stats.summary()
 
 
 def test_leaves_nothing_behind(target, drafter):
@@ -566,4 +567,4 @@ def test_leaves_nothing_behind(target, drafter):
         assert_close("text", again, first)
         assert stats_again.accepted_per_round == stats.accepted_per_round
     assert num_hooks(target) == 0
-    assert eagle31_hf.AcceptanceStats().rows == []
+    assert eagle31_hf.AcceptanceStats().sequences == []
