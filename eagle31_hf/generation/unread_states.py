@@ -26,17 +26,23 @@ class UnreadStates:
         self._first_slots = first_slots
         self._captured_from = num_cached
         self._parts: list[AuxStates] = []
+        self._num_tokens = 0  # of all parts
         self._last_state: Tensor | None = None  # of the prompt, until the token after it is known
         self.captured: CapturedStates | None = None  # set while the target's states are captured
 
     def __len__(self) -> int:
         """Tokens of each sequence that the drafter reads before it drafts."""
-        return sum(len(part) for part in self._parts)
+        return self._num_tokens
 
     def take(self) -> AuxStates:
         """Everything that is unread, as read from now on."""
         parts, self._parts = self._parts, []
+        self._num_tokens = 0
         return AuxStates.joined(parts)
+
+    def _add(self, part: AuxStates) -> None:
+        self._parts.append(part)
+        self._num_tokens += len(part)
 
     @contextmanager
     def reading_prompt(self, input_ids: Tensor) -> Iterator[None]:
@@ -76,7 +82,7 @@ class UnreadStates:
         follow the accepted ones, are dropped."""
         for part in self.of_text(input_ids):
             self.read_all()
-            self._parts.append(part)
+            self._add(part)
         self._captured_from = input_ids.shape[1] - 1
 
     def queue(self, commit: Commit) -> None:
@@ -86,12 +92,10 @@ class UnreadStates:
         self._last_state = None
         count = commit.ids.shape[1]
         states = states[:, :count] if commit.path is None else gathered(states, commit.path[:, :count])
-        self._parts.append(AuxStates(states, commit.ids, commit.counts))
-        if len(self) > READ_AT_ONCE:  # nothing was drafted for long; the next draft begins with reading the last of it
-            *earlier, last = self._parts
-            self._parts = earlier
+        part = AuxStates(states, commit.ids, commit.counts)
+        if len(self) + len(part) > READ_AT_ONCE:  # nothing was drafted for long; the next draft reads what comes last
             self.read_all()
-            self._parts = [last]
+        self._add(part)
 
     def read_all(self) -> None:
         """Has everything that is unread read."""

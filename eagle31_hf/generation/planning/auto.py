@@ -15,9 +15,14 @@ from .knowledge import Knowledge
 from .plan import PLAIN, Plan
 
 TRIALS = (4, 8, 16, 32, 8, 16)  # drafts verified in the first rounds, before anything is measured
-PLAIN_EVERY = 64  # every so many rounds one without drafting measures what drafting is compared with
-FIRST_PAUSE, LONGEST_PAUSE = 8, 512  # plain rounds after drafting was slower than plain decoding; doubled each time
-PROBES = 6  # rounds drafted after a pause, before drafting may pause again
+FEWEST_TRIALS, HOPELESS = 2, 0.8  # trials end early where drafting gives less than this share of plain decoding's rate
+PLAIN_EVERY = 128  # every so many rounds one without drafting measures what drafting is compared with
+# Plain rounds after drafting was slower than plain decoding: at first, and at most; each pause is longer than the one
+# before by GROWTH. With PROBES drafted rounds between pauses, a target for which drafting never pays loses some ten
+# rounds of the first thousand.
+FIRST_PAUSE, LONGEST_PAUSE, GROWTH = 8, 512, 4
+PROBES = 2
+USUAL_READ = 8  # tokens: a longer reading catches up on a pause, which drafting is not to be blamed for
 MAX_NODES = COUNTS[-1] + 1
 
 
@@ -44,11 +49,18 @@ class AutoPlanner:
         with self.known.lock:
             if max_depth < 1 or self._is_plain():
                 return PLAIN
-            trial = dict(enumerate(TRIALS)).get(self.known.drafting.rounds)
+            trial = TRIALS[self.known.drafting.rounds] if self._is_trial() else None
             self.controller = LevelController(self.known, self.clock, self.top_k, num_sequences, num_unread, trial)
         width = self.controller.max_width
         nodes = min(self.max_nodes, max_nodes)
         return Plan(min(MAX_DEPTH, max_depth), self.top_k, width, nodes, self.controller)
+
+    def _is_trial(self) -> bool:
+        """Whether a round is drafted to learn what drafts of a size cost."""
+        known = self.known
+        if known.drafting.rounds < FEWEST_TRIALS:
+            return True
+        return known.drafting.rounds < len(TRIALS) and known.drafting.value > HOPELESS * known.plain.value
 
     def _is_plain(self) -> bool:
         """Whether this round does without drafts: in a pause, or to measure plain decoding."""
@@ -61,10 +73,10 @@ class AutoPlanner:
         if self.probes_left > 0:
             self.probes_left -= 1
             return False
-        if known.drafting.rounds >= len(TRIALS) and known.drafting.value < known.plain.value:
+        if not self._is_trial() and known.drafting.value < known.plain.value:
             pause = known.pause or FIRST_PAUSE
             self.pause_left = pause - 1
-            known.pause = min(2 * pause, LONGEST_PAUSE)
+            known.pause = min(GROWTH * pause, LONGEST_PAUSE)
             self.probes_left = PROBES
             known.drafting.fade()
             return True
@@ -100,7 +112,8 @@ class AutoPlanner:
             known.step.add(width, taken)
         known.rest.add(0, seconds - reading - sum(taken for _, taken in levels))
         steps = sum(known.step.estimate((width,))[0] for width, _ in levels)
-        return known.read.estimate((controller.num_unread,))[0] + steps + known.rest.estimate((0,))[0]
+        reading = known.read.estimate((min(controller.num_unread, USUAL_READ),))[0]
+        return reading + steps + known.rest.estimate((0,))[0]
 
     def _note_choice(self, accepted: Accepted) -> None:
         drafts = accepted.drafts
