@@ -211,7 +211,7 @@ class DraftingObjective(nn.Module):
 
 
 class UnrollRecord:
-    """What the unroll gave at the supervised positions, a list by depth of each: states to score (N, h), weights (N,),
+    """The unroll at the supervised positions, each a list by depth: states to score (N, h), weights (N,),
     sequence and position (N,), norms of the states (N,), attention masses (N, 4) where they are observed."""
 
     def __init__(self) -> None:

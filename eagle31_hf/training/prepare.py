@@ -85,7 +85,7 @@ class PreparationOptions:
 
 @dataclass
 class Prepared:
-    """What a store holds by now: examples (`rows`), their tokens, and by reason what gave none; `shards` of
+    """The contents of a store by now: examples (`rows`), their tokens, and by reason what gave none; `shards` of
     `num_shards` are there."""
 
     folder: str
