@@ -178,7 +178,7 @@ class Eagle31Trainer(CheckpointingTrainer):
         """Measures what generate() accepts. Nothing is measured where the target is spread over processes, nor for a
         target that generate() cannot draft for: another server may."""
         args = self.args
-        if self.target is None or self.reader.in_step or self.is_fsdp_enabled or not args.eval_prompts:
+        if self.target is None or self.reader.in_lockstep or self.is_fsdp_enabled or not args.eval_prompts:
             return {}
         depth = args.eval_settings().depth
         try:

@@ -1,7 +1,7 @@
 """The unroll computes, for all positions at once, what a drafter with a cache computes when it serves; and gradients
 flow as they would.
 
-B batch, T tokens, S positions (T - 1), n captured states, ht target width, V target vocabulary, Vd draft vocabulary.
+B batch, T tokens, S positions (T - 1), n aux hidden states, ht target width, V target vocabulary, Vd draft vocabulary.
 """
 
 import pytest
@@ -115,7 +115,7 @@ def test_gradients_equal_those_of_the_chain(fields):
 
 
 @pytest.mark.parametrize("fields", NORMS.values(), ids=NORMS)
-def test_every_depth_reaches_fc_and_the_captured_states(fields):
+def test_every_depth_reaches_fc_and_the_aux_hidden_states(fields):
     drafter = build(**fields)
     tokens, states = inputs(drafter, LENGTH)
     states.requires_grad_()
