@@ -63,7 +63,7 @@ def render_card(config: Eagle31Config, facts: CardFacts | None = None, repo_id: 
 
 
 def _front_matter(config: Eagle31Config, facts: CardFacts) -> str:
-    # a local folder is none
+    # a local folder is no base model on the Hub
     named = config.target_model if re.fullmatch(r"[\w.-]+/[\w.-]+", config.target_model or "") else None
     data = ModelCardData(
         base_model=named,

@@ -69,7 +69,7 @@ class Eagle31PreTrainedModel(PreTrainedModel):
             )
         checkpoint = _read_as_asked(pretrained_model_name_or_path, config, aux_layer_convention, kwargs)
         config = deepcopy(checkpoint.config)
-        # where weights have another file name
+        # by this transformers finds weights under another file name
         config.transformers_weights = checkpoint.files.config.get("transformers_weights")
         options = {name: value for name, value in kwargs.items() if name not in (*HUB_OPTIONS, *FIELDS)}
         options["ignore_mismatched_sizes"] = True  # shapes were compared before, except that of t2d, which is rebuilt

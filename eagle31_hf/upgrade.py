@@ -1,8 +1,8 @@
-"""An EAGLE 3 drafter made an EAGLE 3.1 one, without training: norms on the captured states, and the post-norm state fed
-back.
+"""An EAGLE 3 drafter made an EAGLE 3.1 one, without training: norms on the aux hidden states, and the post-norm state
+fed back.
 
-N positions of the calibration texts, n captured states of width ht, h drafter width. Half of the positions are fitted;
-the movements reported are those of the other half.
+N positions of the calibration texts, n aux hidden states of width ht, h drafter width. Half of the positions are
+fitted; the movements reported are those of the other half.
 """
 
 from collections.abc import Callable, Sequence
@@ -187,8 +187,8 @@ def _with_new_modules(drafter: Eagle31DrafterModel) -> Eagle31DrafterModel:
 
 
 def _fit_fc_norm(drafter: Eagle31DrafterModel, upgraded: Eagle31DrafterModel, states: Tensor) -> tuple[float, float]:
-    """Sets `fc_norm` from captured states (N, n*ht); returns the movement with one scale a state, and with the weights
-    that are set.
+    """Sets `fc_norm` from aux hidden states (N, n*ht); returns the movement with one scale a state, and with the
+    weights that are set.
 
     Conjugate gradients on the normal equations of sum_t |W (w * u_t) - f_t|^2 / |f_t|^2, u the normed states, f the old
     fused state, from the best scales on; the iterate that moves the held-out positions least is kept.
@@ -214,7 +214,7 @@ def _fit_fc_norm(drafter: Eagle31DrafterModel, upgraded: Eagle31DrafterModel, st
 
 
 def _normed_and_fused(drafter: Eagle31DrafterModel, states: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the normed captured states (N, n*ht) and the old fused states without the bias (N, h), both relative to
+    """Returns the normed aux hidden states (N, n*ht) and the old fused states without the bias (N, h), both relative to
     the size of the latter, so that all positions weigh alike."""
     pieces = states.split(TEXT_TOKENS)
     fused = torch.cat([drafter.fuse_target_states(piece.to(drafter.norm.weight)[None])[0].float() for piece in pieces])

@@ -20,7 +20,7 @@ from .sharing import Stamps, folder_lock, stamps, unchanged
 from .sources import check_name
 from .write import write_weights
 
-ORIGINAL = "original"  # where an in-place conversion puts what it replaced
+ORIGINAL = "original"  # the folder of the files that a conversion in place has replaced
 RECORD = "conversion.json"
 BESIDE_WEIGHTS = ("config.json", RECORD)  # the files in it besides the weights
 
@@ -135,12 +135,12 @@ def _convert_alone(folder: Path, overrides: dict[str, Any], convention: str | No
             f"{folder}: its weights are in {checkpoint.folder}; convert that folder, or name a destination."
         )
     for path in (folder / ORIGINAL, (folder / STAGED).parent):
-        # through a link, files elsewhere would be overwritten
+        # through a link, files in another place would be overwritten
         if path.is_symlink() or (path.exists() and not path.is_dir()):
             raise ValueError(
                 f"{path}: is a link or a file; expected nothing, or a folder of an earlier conversion. Move it away."
             )
-    if _is_committed(checkpoint):  # an earlier call came that far
+    if _is_committed(checkpoint):  # by an earlier call, which was stopped before it tidied
         _tidy(folder)
         before = stamps(folder)
         checkpoint = read_checkpoint(str(folder), overrides, convention)
@@ -233,7 +233,7 @@ def _tidy(folder: Path) -> None:
     staged = folder / STAGED
     work = _new_work(folder)
     for name in _recorded(original / RECORD):
-        # once it is there, the name may be the new file's
+        # once it is in original/, the file of that name here may be a new one
         if (folder / name).is_file() and not (original / name).exists():
             os.replace(folder / name, original / name)
     _link_or_copy(staged, work / WEIGHTS)

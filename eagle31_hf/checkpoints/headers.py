@@ -100,7 +100,7 @@ def _fetch_header(name: str, file: str, commit: str | None, folder: Path) -> boo
                 copy.write(_fetch(url, 8 + length + start, end - start))
     except EntryNotFoundError:
         return False
-    # what the Hub answers is said in plain words where the whole file is asked for
+    # the reader of whole files, which is tried next, says in plain words what the Hub answers
     except (HfHubHTTPError, OfflineModeIsEnabled):
         raise RangeError from None
     except HUB_ERRORS as error:

@@ -107,7 +107,7 @@ def _add_from_tensors(fields: dict[str, Any], shapes: Shapes, source: str, notes
         del fields["layer_types"]
     if f"{first}.kv_a_proj_with_mqa.weight" not in shapes:
         for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
-            fields.pop(name, None)  # the target's, where its whole config was written
+            fields.pop(name, None)  # of the target, whose whole config some producers write
     elif fields.get("kv_lora_rank") is None:
         raise ValueError(
             f"{source}: the weights have {first}.kv_a_proj_with_mqa, config.json no kv_lora_rank; expected MLA's sizes."

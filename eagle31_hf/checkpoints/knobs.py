@@ -11,11 +11,8 @@ from ..json_file import read_json
 KNOBS_FILE = "generation_config.json"
 AUTO = "auto"
 MAX_TOKENS = 4096  # the most that may be drafted in one round: caches are sized by it
-LEAST = {
-    "num_assistant_tokens": 1,
-    "draft_tree_top_k": 1,
-    "draft_tree_total_tokens": 2,
-}  # of the knobs that count tokens
+# The knobs that count tokens, and the least each may be.
+LEAST = {"num_assistant_tokens": 1, "draft_tree_top_k": 1, "draft_tree_total_tokens": 2}
 KNOBS = ("num_assistant_tokens", "assistant_confidence_threshold", "draft_tree_top_k", "draft_tree_total_tokens")
 
 

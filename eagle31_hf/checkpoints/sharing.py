@@ -207,7 +207,7 @@ def reads_one_state(argument: str) -> Callable[[Function], Function]:
                 before = stamps(source, kwargs.get("subfolder"))
                 try:
                     result, failure = function(*args, **kwargs), None
-                except Exception as error:  # as in `unchanged`
+                except Exception as error:  # if the folder changed meanwhile, it says nothing about its content
                     result, failure = None, error
                 if stamps(source, kwargs.get("subfolder")) == before:
                     if failure is not None:

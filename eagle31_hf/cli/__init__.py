@@ -114,7 +114,7 @@ def answer(arguments: list[str]) -> int:
     try:
         args = parser().parse_args(arguments)
         args.out = sys.stdout
-        # libraries print, too
+        # with --json, lines that libraries print must not be on stdout
         with contextlib.redirect_stdout(sys.stderr if getattr(args, "json", False) else sys.stdout):
             status = args.function(args)
         if args.out is not None:

@@ -30,7 +30,7 @@ def check(args: argparse.Namespace) -> int:
             aux_layer_convention=args.aux_layer_convention,
             progress=progress,
         )
-    # Through JSON and back: a drafter's config may hold what JSON has no word for, as a dtype, which becomes its name.
+    # Through JSON and back: values of a drafter's config that JSON does not have, as a dtype, become their names.
     show(args, json.loads(json.dumps(report.as_dict(), default=str)), "\n".join(_lines(report)))
     return 0 if report.works else 1
 
@@ -62,7 +62,7 @@ def _quietly() -> Iterator[None]:
 def _lines(report: Any) -> list[str]:
     rows = [("target", f"{report.target}{_about(report)}")]
     rows += [("tried", report.tried)] if report.tried else []
-    said: dict[str, str] = {}  # a reason is said in full once
+    said: dict[str, str] = {}  # every reason is said in full once
     for each in report.capabilities:
         again = said.setdefault(each.text, each.name) != each.name and each.answer != "works"
         rows += [(LINES[each.name], f"{each.answer}: {f'as {LINES[said[each.text]]}' if again else each.text}")]

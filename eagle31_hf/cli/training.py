@@ -43,7 +43,7 @@ def run(args: argparse.Namespace, settings: Any) -> int:
     if args.overwrite:
         in_all_processes(lambda: replace(output))
     result = trainer.train(resume_from_checkpoint=checkpoint)
-    # Checkpoints keep fp32 to go on from; what is served has the target's dtype.
+    # Checkpoints keep fp32 to go on from; the drafter that is served has the target's dtype.
     trainer.drafter.to(target.get_input_embeddings().weight.dtype)
     trainer.save_model()
     if trainer.is_world_process_zero():

@@ -27,7 +27,7 @@ def log_growth(norms: Tensor, first: Tensor) -> Tensor:
 
 @dataclass
 class Chain:
-    """One drafted chain. `inputs`: norms of each captured state, and of the fused state they become, at the position
+    """One drafted chain. `inputs`: norms of each aux hidden state, and of the fused state they become, at the position
     where the chain begins. By depth: `states`, the norm of the state that is scored and fed to the next step;
     `masses`, the attention masses in the order of `attention_mass.KINDS`, and `entropies` in nats, of layer 0."""
 

@@ -92,7 +92,7 @@ class _Chosen:
 class AlignmentReader:
     """Chooses positions of a batch, and gathers the target's attention from the tokens their chains embed.
 
-    `layer_ids`: the captured states; the attention read is that of the layers they come out of. `num_chosen`: R.
+    `layer_ids`: the aux hidden states; the attention read is that of the layers they come out of. `num_chosen`: R.
     """
 
     def __init__(self, target: PreTrainedModel, layer_ids: list[int], depth: int, num_chosen: int):

@@ -49,7 +49,7 @@ class UnrollAttention:
         self._layers: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def __call__(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Queries (B, H, S, D), keys and values (B, Hkv, S, ...) of a depth -> (B, S, H, V)."""
+        """Attends at one depth: queries (B, H, S, D), keys and values (B, Hkv, S, ...) -> output (B, S, H, V)."""
         layer: Any = module
         q, k = q.to(v.dtype), k.to(v.dtype)  # rope promotes them under autocast
         depths = self._layers.setdefault(layer.layer_idx, [])

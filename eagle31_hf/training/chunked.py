@@ -19,7 +19,7 @@ BYTES_AT_ONCE = {"cpu": 2**23, "cuda": 2**28}
 
 @dataclass(frozen=True)
 class Predictions:
-    """What is scored: draft states after the norm (N, h), the weights (N,) of their distances, and `at` (N,), the index
+    """N predictions: draft states after the norm (N, h), the weights (N,) of their distances, and `at` (N,), the index
     of the target state each is compared with."""
 
     states: Tensor
@@ -29,8 +29,8 @@ class Predictions:
 
 @dataclass(frozen=True)
 class Head:
-    """How draft states become draft logits: `score`, states (n, h) -> logits (n, vocab_size), by `parameters` alone,
-    which get gradients where they require any."""
+    """A drafter's head: `score` makes states (n, h) draft logits (n, vocab_size), by `parameters` alone, which get
+    gradients where they require any."""
 
     score: Callable[[Tensor], Tensor]
     parameters: Sequence[nn.Parameter]

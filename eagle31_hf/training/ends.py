@@ -21,7 +21,8 @@ CLOSE_IN_HALF = 0.05
 
 @dataclass(frozen=True)
 class Scoring:
-    """What a target does to its head's output y: cap * tanh(scale y / cap), or scale y without a cap."""
+    """The function by which a target makes its logits of its head's output y: cap * tanh(scale y / cap), or scale y
+    without a cap."""
 
     scale: float = 1.0
     cap: float | None = None

@@ -1,6 +1,6 @@
 """The drafter and its loss on a batch as one module, which DDP, FSDP and autocast can wrap.
 
-B sequences of packed texts, T tokens, K depths, N predictions of all depths, n captured states, ht target width, h
+B sequences of packed texts, T tokens, K depths, N predictions of all depths, n aux hidden states, ht target width, h
 drafter width, V and Vd the vocabularies of target and draft.
 """
 
@@ -82,8 +82,8 @@ class Sums:
 
 
 class Batch:
-    """A batch with the target's states: token ids, answer mask and numbers of packed texts (B, T), 0 padding; captured
-    states (B, T, n*ht), the states that enter the target's head (B, T, ht), and the target's attention where the
+    """A batch with the target's states: token ids, answer mask and numbers of packed texts (B, T), 0 padding; aux
+    hidden states (B, T, n*ht), the states that enter the target's head (B, T, ht), and the target's attention where the
     drafter's is to be aligned with it.
 
     No dataclass: FSDP would look into it, and round the target's states to the dtype it trains in.
@@ -211,7 +211,7 @@ class DraftingObjective(nn.Module):
 
 
 class UnrollRecord:
-    """What the unroll gave at the supervised positions, a list by depth of each: states to score (N, h), weights (N,),
+    """The unroll at the supervised positions, each a list by depth: states to score (N, h), weights (N,),
     sequence and position (N,), norms of the states (N,), attention masses (N, 4) where they are observed."""
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Training examples, packed into sequences and collated into batches.
 
 An example is {"input_ids" (T,), "answers" (T,) bool}, or what `kinds.tokens_of` reads as one; with the target's states
-also {"states" (T, n*ht), "last_states" (T, ht)}: n captured states, ht target width. B sequences, T tokens.
+also {"states" (T, n*ht), "last_states" (T, ht)}: n aux hidden states, ht target width. B sequences, T tokens.
 """
 
 from bisect import bisect_left, insort

@@ -1,7 +1,7 @@
 """Training data made into a store: records become examples, in the target's own words and with its states where asked.
 
 Shards are made one by one from the records that are theirs, and from nothing else: a run that was stopped goes on, and
-several processes can make some each. T tokens of an example, n captured states, ht target width.
+several processes can make some each. T tokens of an example, n aux hidden states, ht target width.
 """
 
 from collections import Counter
@@ -85,7 +85,7 @@ class PreparationOptions:
 
 @dataclass
 class Prepared:
-    """What a store holds by now: examples (`rows`), their tokens, and by reason what gave none; `shards` of
+    """The contents of a store by now: examples (`rows`), their tokens, and by reason what gave none; `shards` of
     `num_shards` are there."""
 
     folder: str

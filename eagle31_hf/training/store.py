@@ -1,9 +1,9 @@
 """A store of training examples, with or without the target's states: a folder with a `manifest.json`, which says what
 it was made from, and numbered safetensors shards.
 
-T tokens of an example, n captured states, ht target width. An example is {"input_ids" (T,), "answers" (T,) bool}, and
-with states also {"states" (T, n*ht), "last_states" (T, ht)}: the captured ones, and those that enter the target's head.
-A shard holds the examples one after another.
+T tokens of an example, n aux hidden states, ht target width. An example is {"input_ids" (T,), "answers" (T,) bool}, and
+with states also {"states" (T, n*ht), "last_states" (T, ht)}: the aux hidden states, and those that enter the target's
+head. A shard holds the examples one after another.
 """
 
 import json
@@ -181,7 +181,7 @@ def write_shard(folder: str | Path, index: int, examples: Iterable[Columns], ski
 
 
 def _encode(example: Columns, layout: Layout) -> Columns:
-    """Returns the columns as they are stored. fp8 has one scale per token and captured state, which differ in size by
+    """Returns the columns as they are stored. fp8 has one scale per token and aux hidden state, which differ in size by
     orders of magnitude."""
     columns = dict(example)
     if "scales" in layout:

@@ -1,6 +1,6 @@
 """The frozen target as training reads it: the states the drafter is fed, the state its own head reads, and its logits.
 
-B sequences of packed texts, T tokens, n captured states, ht target width, V target vocabulary.
+B sequences of packed texts, T tokens, n aux hidden states, ht target width, V target vocabulary.
 """
 
 from collections.abc import Callable
@@ -39,16 +39,16 @@ class TargetReader:
     """Runs the target over packed texts, each as a sequence of its own: every architecture can do that, and none sees
     its neighbour.
 
-    `in_step`: other processes hold parts of the target, so all have to run it equally often. A tensor-parallel one
+    `in_lockstep`: other processes hold parts of the target, so all have to run it equally often. A tensor-parallel one
     needs more: all of its processes run the texts of each in turn. `ends`: what a drafter is tied to, see `ends_of`.
     """
 
-    def __init__(self, target: PreTrainedModel, layer_ids: list[int], in_step: bool = False):
+    def __init__(self, target: PreTrainedModel, layer_ids: list[int], in_lockstep: bool = False):
         self.target = target
         self.layer_ids = layer_ids
         self.group = tensor_parallel_group(target)
         self.device = execution_device(target)
-        self.in_step = in_step or self.group is not None
+        self.in_lockstep = in_lockstep or self.group is not None
         self.scoring = find_scoring(target)
         self.ends = ends_of(target)
         probe = torch.zeros(1, 2, dtype=torch.long)
@@ -57,7 +57,7 @@ class TargetReader:
 
     @torch.no_grad()
     def read(self, input_ids: Tensor, documents: Tensor, watch: Watch | None = None) -> tuple[Tensor, Tensor]:
-        """Returns the captured states (B, T, n*ht) and the states that enter the head (B, T, ht) of tokens (B, T).
+        """Returns the aux hidden states (B, T, n*ht) and the states that enter the head (B, T, ht) of tokens (B, T).
 
         `documents` (B, T): the numbers of their texts, 0 padding, whose states are zero.
         """
@@ -78,7 +78,7 @@ class TargetReader:
         return states, last
 
     def _run(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the captured states (M, L, n*ht) and last states (M, L, ht) of texts (M, L); runs other processes'
+        """Returns the aux hidden states (M, L, n*ht) and last states (M, L, ht) of texts (M, L); runs other processes'
         texts, too, where it has to."""
         own, of_all = 0, [tokens]
         if self.group is not None:
@@ -95,7 +95,7 @@ class TargetReader:
     def _same_number(self, groups: list[list[Text]]) -> list[list[Text]]:
         """Returns the groups, and as many empty ones as another process has more."""
         count = torch.tensor(max(1, len(groups)), device=self.device)
-        if self.in_step:
+        if self.in_lockstep:
             torch.distributed.all_reduce(count, torch.distributed.ReduceOp.MAX, group=self.group)
         return groups + [[]] * (int(count) - len(groups))
 

@@ -178,7 +178,7 @@ class Eagle31Trainer(CheckpointingTrainer):
         """Measures what generate() accepts. Nothing is measured where the target is spread over processes, nor for a
         target that generate() cannot draft for: another server may."""
         args = self.args
-        if self.target is None or self.reader.in_step or self.is_fsdp_enabled or not args.eval_prompts:
+        if self.target is None or self.reader.in_lockstep or self.is_fsdp_enabled or not args.eval_prompts:
             return {}
         depth = args.eval_settings().depth
         try:
@@ -226,7 +226,7 @@ def source_of_states(
 
 
 def freeze(drafter: Eagle31DrafterModel, args: Eagle31TrainingArguments) -> None:
-    """Leaves trainable what `args` say; of a target's modules nothing ever is."""
+    """Sets which of the drafter's own tables are trained, as `args` say. The target's never are."""
     for module, is_trained in ((drafter.embed_tokens, args.train_embeddings), (drafter.lm_head, args.train_head)):
         if module is not None:
             module.requires_grad_(is_trained)

@@ -29,9 +29,9 @@ def unroll(
     """Yields, depth by depth, the states to score and the states fed to the next depth, both (B, S - k, h).
 
     Entry t of depth k is of the chain of position t; chains whose tokens would lie past the end are left out.
-    `input_ids` (B, T); `states` (B, T, n*ht), captured from the target. `documents` (B, T): the number of the packed
-    text each token belongs to; texts do not see each other, and each has positions of its own. Gradients flow through
-    all depths; with `recompute` the backward pass runs each depth again instead of keeping what it computed.
+    `input_ids` (B, T); `states` (B, T, n*ht): aux hidden states of the target. `documents` (B, T): the number of the
+    packed text each token belongs to; texts do not see each other, and each has positions of its own. Gradients flow
+    through all depths; with `recompute` the backward pass runs each depth again instead of keeping what it computed.
     `observers` see layer 0 attend. Raises ValueError for a depth that no chain has tokens for, and for attention
     dropout.
     """

@@ -105,8 +105,8 @@ def draw_sequences(target, setting: Setting, count: int) -> torch.Tensor:
 
 
 def read_states(target, layer_ids: list[int], ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Reads the target's captured states (N, T, n*h) and its last state before and after its norm (N, T, h) for tokens
-    (N, T)."""
+    """Reads the target's aux hidden states (N, T, n*h) and its last state before and after its norm (N, T, h) for
+    tokens (N, T)."""
     reader = TargetReader(target, [*layer_ids, target.config.num_hidden_layers])
     parts = [reader.read(part, torch.ones_like(part)) for part in ids.split(16)]
     states, last = (torch.cat(column) for column in zip(*parts, strict=True))

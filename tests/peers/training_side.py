@@ -5,7 +5,7 @@ A side is a process that waits for commands, one JSON object a line, does them a
 take turns on the same cores without loading anything twice. The plan says which sequences make each batch, at which
 learning rate, how deep to unroll.
 
-N sequences of T tokens, n captured states, h width.
+N sequences of T tokens, n aux hidden states, h width.
 """
 
 import argparse

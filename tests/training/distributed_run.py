@@ -84,7 +84,7 @@ STOPPED_AT = 2  # of three steps an epoch
 
 
 def trainer_of(folder: Path, name: str, processes: int = 2, **others: Any):
-    """Of a run of RUNS; one process alone has the batch of both, and nothing sharded."""
+    """Returns the trainer of a run of RUNS; one process alone has the batch of both, and nothing sharded."""
     options = dict(RUNS[name])
     examples, count = make_examples(empty=options.pop("empty", ())), options.pop("eval_rows", 0)
     options |= others
@@ -108,7 +108,7 @@ def tensor_parallel_target(folder: Path):
 
 
 def launched(folder: Path, *arguments: str) -> list[subprocess.Popen]:
-    """This script in two processes, as `accelerate launch` starts it; their errors go to `folder`."""
+    """Starts this script in two processes, as `accelerate launch` does; their errors go to `folder`."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -146,7 +146,7 @@ def main(folder: Path) -> None:
 
 
 def refused(folder: Path) -> dict[str, str]:
-    """What is not done with a tensor-parallel target, and what is said."""
+    """Returns the messages with which things are refused that cannot be done with a tensor-parallel target."""
     spread, said = tensor_parallel_target(folder / "target"), {}
     asked = {
         "alignment": lambda: make_trainer(folder, target=spread, attention_alignment=0.1),
@@ -162,7 +162,7 @@ def refused(folder: Path) -> dict[str, str]:
 
 
 def stopped(folder: Path) -> dict[str, str]:
-    """What ends a run in all processes at once, and what is said."""
+    """Returns the messages of errors that end a run in all processes at once."""
     said = {}
     for name in ("token", "fsdp"):
         try:
@@ -180,7 +180,7 @@ def stopped(folder: Path) -> dict[str, str]:
 
 
 def finish(trainer, folder: Path) -> None:
-    """Leaves the model, and what every process saw."""
+    """Writes the model, and what every process saw."""
     if trainer.reader.in_step:
         weights = [
             weight for layer in decoder_layers(trainer.target) for weight in layer.parameters() if weight.dim() > 1

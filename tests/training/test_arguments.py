@@ -1,4 +1,4 @@
-"""Arguments of a training run: what no run can use is refused before there is a trainer, whatever it came from."""
+"""Arguments of a training run: those that no run can use are refused before there is a trainer."""
 
 import math
 
@@ -36,6 +36,6 @@ def test_allowed():
 
 
 def test_a_loss_of_no_depth_that_can_be_unrolled_is_none():
-    """Also where no trainer is between."""
+    """Settings made without arguments are checked, too."""
     with pytest.raises(ValueError, match=f"depth is 65; expected 1 to {MAX_DEPTH}"):
         Settings(65, (1.0,) * 65)

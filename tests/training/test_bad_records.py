@@ -1,5 +1,5 @@
-"""Whatever a record holds, it gives an example or a reason that is counted, with file and line; nothing ends the
-preparation of the others."""
+"""Bad records: each gives an example or a reason that is counted, with file and line; none ends the preparation of the
+others."""
 
 import json
 import random
@@ -124,7 +124,7 @@ def written(path, lines: list[bytes]) -> str:
 
 
 def prepared(records, tokenizer, report=None) -> tuple[list[int], Counter]:
-    """How many examples each record gave, and what was counted."""
+    """Returns how many examples each record gave, and the counts of reasons."""
     maker, skips = ExampleMaker(tokenizer, 40, vocab_size=61), Skips(records.where, report)
     numbers = range(len(records))
     made = dict(each_record(records, numbers, maker.examples, skips))
@@ -167,7 +167,7 @@ def test_records_of_a_dataset(tmp_path, tokenizer):
 
 @pytest.mark.parametrize("end", [b"", b"\n", b"\r\n", b'\n{"text": "ab'])
 def test_good_records_among_bad_ones(tmp_path, tokenizer, end):
-    """Byte order marks, blank lines, and a last line that was cut off."""
+    """A byte order mark, blank lines, and a last line that was cut off do not hide good records."""
     lines = [b"\xef\xbb\xbf" + json.dumps(GOOD).encode(), b" \t", *LINES, b"\xef\xbb\xbf" + json.dumps(GOOD).encode()]
     examples, counts = prepared(
         read_records(written(tmp_path / "data.jsonl", [*lines[:-1], lines[-1] + end])), tokenizer
@@ -186,7 +186,7 @@ def test_a_reason_is_told_a_few_times_and_counted_every_time(tmp_path, tokenizer
 
 @pytest.mark.parametrize("regenerate", [False, True])
 def test_stores_are_made_of_the_others(tmp_path, tokenizer, target, regenerate):
-    """With the counts of each shard, whether it was made in one go or not."""
+    """The store keeps the counts of each shard, whether it was made in one go or not."""
     lines = [json.dumps({"messages": [ASKED, SAID]}).encode(), *LINES, json.dumps({"text": "abcdefgh"}).encode()]
     data, said = written(tmp_path / "data.jsonl", lines), []
     options = {"max_length": 40, "records_per_shard": 20, "regenerate": regenerate}

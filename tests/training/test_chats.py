@@ -1,4 +1,4 @@
-"""Which tokens of a chat are the target's to say, under templates as targets have them."""
+"""The tokens of a chat that are the target's to say, under templates as targets have them."""
 
 import pytest
 import torch
@@ -57,7 +57,8 @@ CHAT = [("system", "s"), ("user", "hi"), ("assistant", "abc"), ("user", "yo"), (
 
 @pytest.fixture(scope="module")
 def make_tokenizer():
-    """One character a token, but for special ones and "\\n\\n"; texts, not chats, get BOS from the tokenizer itself."""
+    """Makes tokenizers of one character a token, but for special ones and "\\n\\n"; texts, not chats, get BOS from the
+    tokenizer itself."""
 
     def build(template: str | None = "chatml", has_bos: bool = True, **special) -> PreTrainedTokenizerFast:
         words = ["<unk>", *SPECIAL, "\n\n", *map(chr, (10, *range(32, 127)))]
@@ -81,7 +82,7 @@ def messages(*turns) -> dict:
 
 
 def examples_of(tokenizer, record, index: int = 0, **options) -> list[tuple[str, list[str]]]:
-    """Of each example its text, and its answers."""
+    """Returns the text and the answers of each example."""
     made = ExampleMaker(tokenizer, **{"max_length": 200} | options).examples(record, index)
     return [(decoded(tokenizer, example["input_ids"]), answers_of(tokenizer, example)) for example in made]
 
@@ -112,8 +113,8 @@ def test_an_answer_is_what_the_assistant_says_and_the_end_of_its_turn(make_token
 def test_chains_predict_the_second_token_of_an_answer_to_the_end_of_its_turn(make_tokenizer, template):
     tokenizer = make_tokenizer(template)
     (example,) = ExampleMaker(tokenizer, 200).examples(messages(*CHAT))
-    slots = loss_mask(example["answers"][None], 0)[0].nonzero().flatten()
-    assert decoded(tokenizer, example["input_ids"][slots + 2]) == "bc<end>e<end>"
+    positions = loss_mask(example["answers"][None], 0)[0].nonzero().flatten()
+    assert decoded(tokenizer, example["input_ids"][positions + 2]) == "bc<end>e<end>"
 
 
 def test_bos_comes_from_the_template_alone(make_tokenizer):
@@ -126,7 +127,7 @@ def test_bos_comes_from_the_template_alone(make_tokenizer):
 
 
 def test_thoughts_stripped_later_make_an_example_of_each_turn(make_tokenizer):
-    """As serving has it: what is being said is thought about, what was said before no longer is."""
+    """When serving, thoughts are in the turn under way, but no longer in those before it."""
     tokenizer = make_tokenizer("stripping")
     chat = messages(
         ("user", "hi"), ("assistant", "<think>x</think>a"), ("user", "yo"), ("assistant", "<think>y</think>b")
@@ -188,7 +189,7 @@ def test_tools_and_calls_reach_the_template(make_tokenizer):
 
 
 def test_tokenizers_that_cannot_place_marks():
-    """Written in Python, they do not know which letters a token is of."""
+    """Tokenizers written in Python do not know which letters a token is of."""
     tokenizer = ByT5Tokenizer(chat_template=TEMPLATES["marked"].replace("<end>", "</s>"))
     assert not tokenizer.is_fast
     assert examples_of(tokenizer, messages(*CHAT))[0][1] == ["abc</s>", "de</s>"]

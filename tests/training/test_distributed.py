@@ -25,7 +25,7 @@ LONGEST = 240  # seconds
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """What two processes left of all runs."""
+    """The folder in which two processes have left the outcomes of all runs."""
     made = tmp_path_factory.mktemp("two")
     processes = launched(made)
     try:
@@ -69,8 +69,8 @@ def test_two_processes_are_one(folder, name):
 
 @pytest.mark.parametrize("name", [name for name in RUNS if "eval_rows" in RUNS[name] and name not in RESUMED])
 def test_figures_of_all_processes_are_those_of_one(folder, name):
-    """Of training and of five examples held out: a mean of means would be another number, as would an example that is
-    counted twice."""
+    """Figures of training and of five examples held out: a mean of means would be another number, as would an example
+    that is counted twice."""
     for found, expected in zip(left(folder, name).logs, alone(folder, name).logs, strict=True):
         is_served = {key for key in expected if "served" in key}
         assert found.keys() == expected.keys() - (is_served if "target" in name or "fsdp" in name else set())

@@ -19,7 +19,7 @@ BREAKS_AT = 4
 
 
 class Break(TrainerCallback):
-    """From step BREAKS_AT on the learning rate is one with which no weight stays finite."""
+    """Sets, from step BREAKS_AT on, a learning rate with which no weight stays finite."""
 
     def __init__(self):
         self.steps = 0
@@ -75,7 +75,7 @@ def test_the_last_finite_checkpoint_is_kept(tmp_path, evaluates):
     "options", [{}, EVALUATING | SAVING | {"save_steps": 2, "save_total_limit": None}], ids=["last", "best"]
 )
 def test_a_run_that_diverges_at_its_very_end_is_no_success(tmp_path, options):
-    """Too late for several steps in a row, and also where an earlier checkpoint would be loaded as the best."""
+    """It is too late for several steps in a row, and also where an earlier checkpoint would be loaded as the best."""
     options = options | ({"eval_dataset": make_examples(3, seed=1)} if options else {})
     _, _, said = diverged(tmp_path, max_steps=BREAKS_AT + 1, **options)
     assert "weights are not finite after step" in said
@@ -89,8 +89,8 @@ def test_the_loss_is_shown_as_it_is(tmp_path):
 
 
 class Spoil(TrainerCallback):
-    """For some steps the drafter's own embedding of one token, which is not trained, makes the loss of most batches
-    NaN."""
+    """Makes the loss of most batches NaN for some steps, by the drafter's own embedding of one token, which is not
+    trained."""
 
     def __init__(self, drafter, steps: range):
         self.weight, self.steps = drafter.embed_tokens.weight.data, steps

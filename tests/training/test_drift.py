@@ -1,4 +1,4 @@
-"""Where attention goes, and the losses that hold it, against attention computed in full.
+"""Attention masses, and the losses that hold attention, against attention computed in full.
 
 B sequences, H heads, S positions, K depths.
 """
@@ -22,7 +22,7 @@ PACKED = torch.tensor([[1] * 5 + [2] * 6, [1] * 11])
 
 
 def seen_by(drafter, documents):
-    """Every depth of layer 0, as observers are shown it."""
+    """Returns every depth of layer 0, as observers are shown it."""
     tokens, states = inputs(drafter, LENGTH)
     found = []
     list(unroll(drafter, tokens, states, DEPTH, documents, observers=[found.append]))
@@ -30,7 +30,7 @@ def seen_by(drafter, documents):
 
 
 def full_attention(seen, documents, window):
-    """Probabilities (B, H, S, S + k) over the keys of depth 0 and the position's own later ones."""
+    """Returns the attention weights (B, H, S, S + k) over the keys of depth 0 and the position's own later ones."""
     positions = torch.arange(LENGTH - 1)
     mask = positions[None, :] <= positions[:, None]
     if window is not None:
@@ -68,7 +68,7 @@ def test_only_growth_is_penalised():
 
 
 def test_the_regulariser_pulls_states_back():
-    """Of an EAGLE 3 drafter, whose states may grow; weighted it makes up the difference between two losses."""
+    """The states of an EAGLE 3 drafter may grow; the weighted penalty is the difference between two losses."""
     drafter = build(**VARIANTS["eagle3"])
     tokens, states = inputs(drafter, LENGTH)
     batch = Batch(tokens, torch.ones_like(tokens).bool(), torch.ones_like(tokens), states, states[..., :5])

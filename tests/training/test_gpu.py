@@ -55,7 +55,7 @@ def test_a_run_comes_to_what_it_comes_to_on_a_cpu(tmp_path, options):
     expected = run(make_trainer(tmp_path / "cpu", **PLAIN, **options))
     torch.manual_seed(0)
     found = run(make_trainer(tmp_path / "gpu", use_cpu=DEVICE == "cpu", **PLAIN, **options))
-    if not options.get("attention_alignment"):  # which slots are aligned is drawn on the device
+    if not options.get("attention_alignment"):  # which positions are aligned is drawn on the device
         assert_close("losses", found.losses, expected.losses, CLOSE)
         for name, weight in found.weights.items():
             assert_close(name, weight.cpu(), expected.weights[name], CLOSE)

@@ -45,14 +45,14 @@ def trainer_in(folder: Path):
 
 
 def train(folder: Path, resumes: bool = True) -> None:
-    """What a person, or a queue, starts again after every end but the good one."""
+    """Trains as a person, or a queue, does: started again after every end but the good one."""
     resume = resumes and last_checkpoint(folder) is not None
     torch.save(tuple(run(trainer_in(folder), resume)), folder / "outcome.pt")
 
 
 @pytest.fixture(scope="module")
 def start():
-    """`start(folder, resumes)`: a process that trains."""
+    """Starts a process that trains: `start(folder, resumes)`."""
     context = multiprocessing.get_context("forkserver")
     # seconds, once instead of at every start
     context.set_forkserver_preload(["transformers.trainer", "eagle31_hf.training.trainer"])
@@ -142,7 +142,7 @@ def test_what_an_earlier_run_left_does_not_count(tmp_path, start):
 @pytest.mark.parametrize("name", ["trainer_state.json", "model.safetensors"])
 @pytest.mark.parametrize("size", [None, 0, 100])
 def test_a_checkpoint_that_was_not_written_to_its_end_is_passed_over(tmp_path, name, size):
-    """Also where the machine went, and what had been written last with it."""
+    """The machine may have gone, and with it what had been written last."""
     make_trainer(tmp_path, **OPTIONS | {"eval_strategy": "no", "num_train_epochs": 1}).train()
     assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-3")
     path = tmp_path / "checkpoint-3" / name

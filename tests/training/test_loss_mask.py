@@ -1,4 +1,4 @@
-"""Which chains are supervised, spelt out for one conversation."""
+"""The loss mask, spelt out for one conversation."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def test_conventions_of_others(depth):
 @pytest.mark.parametrize("convention", CONVENTIONS)
 @pytest.mark.parametrize("depth", range(3))
 def test_documents_are_not_crossed(convention, depth):
-    """Packed, two texts are supervised as they are one by one."""
+    """Two packed texts are supervised as they are one by one."""
     generator = torch.Generator().manual_seed(depth)
     texts = [(torch.rand(1, length, generator=generator) > 0.3).long() for length in (7, 9)]
     packed, documents = torch.cat(texts, dim=1), torch.tensor([[0] * 7 + [1] * 9])

@@ -23,7 +23,7 @@ def pair(draft_ids=DRAFT_IDS, spread: float = 2.0):
 
 
 def on_target(q, draft_ids):
-    """q over all of V (N, V)."""
+    """Returns q over all of V: (N, V)."""
     return q if draft_ids is None else torch.zeros(N, V).index_copy(1, draft_ids, q)
 
 
@@ -87,7 +87,7 @@ def test_kl_of_one_vocabulary_is_torchs():
 @BOTH
 @pytest.mark.parametrize("name", ["kl", "reverse_kl", "lk_lambda"])
 def test_least_where_q_is_the_renormalised_p(name, draft_ids):
-    """And its gradient is zero there."""
+    """Its gradient is zero there."""
     target_logits, _ = pair(draft_ids)
     best = target_logits if draft_ids is None else target_logits[:, draft_ids]
     distance, neg_grad = DISTANCES[name](
@@ -123,7 +123,7 @@ def test_cross_entropy_leaves_out_what_the_vocabulary_lacks():
 
 
 def test_acceptance_is_of_the_whole_target_distribution():
-    """Renormalised to the draft vocabulary it would promise more than is served."""
+    """A distribution renormalised to the draft vocabulary would promise more than is served."""
     target_logits, _ = pair()
     covered = target_logits.softmax(-1)[:, DRAFT_IDS].sum(-1)
     target = TargetDistribution.from_logits(target_logits, DRAFT_IDS)
@@ -133,7 +133,7 @@ def test_acceptance_is_of_the_whole_target_distribution():
 
 @pytest.mark.parametrize("name", DISTANCES)
 def test_finite_where_p_is_certain_and_q_is_not(name):
-    """Certain to the last bit: p underflows elsewhere; and q is certain of another token."""
+    """p is certain to the last bit and underflows elsewhere; q is certain of another token."""
     logits = torch.full((2, V), -1e4)
     logits[0, DRAFT_IDS[0]] = logits[1, DRAFT_IDS[1]] = 1e4
     draft = torch.full((2, VD), -1e4).index_fill(1, torch.tensor([0]), 1e4)

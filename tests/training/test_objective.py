@@ -80,7 +80,7 @@ def test_the_loss_is_its_definition(kind, decay):
 @pytest.mark.parametrize("normalisation", ["token", "sequence"])
 @pytest.mark.parametrize("convention", CONVENTIONS)
 def test_a_batch_in_parts_adds_up_to_the_whole(convention, normalisation):
-    """Exact under accumulation: every part is divided by what the whole has."""
+    """Accumulation is exact, since every part is divided by the denominators of the whole."""
     drafter = build()
     settings = Settings(DEPTH, (1.0, 0.8, 0.6, 0.4), convention=convention, normalisation=normalisation)
     objective, whole = objective_of(drafter, settings), batch_of(drafter, ragged_answers(), batch=3)
@@ -142,7 +142,7 @@ def test_a_batch_shorter_than_the_unroll_is_padded():
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
 def test_a_text_with_broken_states_is_left_out_whole(broken):
-    """And the other texts of its sequence stay as they were."""
+    """The other texts of its sequence stay as they were."""
     drafter = build()
     documents = torch.tensor([[1] * 5 + [2] * 6, [1] * 11])
     whole = batch_of(drafter, documents=documents)

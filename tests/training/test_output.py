@@ -194,7 +194,7 @@ def test_what_no_run_is_known_to_have_written_is_not_replaced(tmp_path, somebody
 
 
 def test_the_record_comes_first(tmp_path):
-    """Whenever a run is killed, the folder is known as a run's."""
+    """The folder is known as a run's, whenever the run is killed."""
     trainer = make_trainer(tmp_path)
     trainer.drafter.save_pretrained = None  # the run ends where it would write the drafter
     with pytest.raises(TypeError):
@@ -204,7 +204,7 @@ def test_the_record_comes_first(tmp_path):
 
 
 def test_what_is_replaced_is_kept_until_it_is_discarded(tmp_path):
-    """However often a run that replaces it is stopped; what no run writes stays where it is."""
+    """It is kept however often a run that replaces it is stopped; files that no run writes stay where they are."""
     checkpoint(tmp_path)
     first = contents(tmp_path)
     written(tmp_path, *ROWS, "notes.txt", "checkpoint-best/model.safetensors", "checkpoint-100.bak/model.safetensors")
@@ -270,7 +270,7 @@ def test_a_state_nested_without_end_is_no_whole_checkpoint(tmp_path):
 
 
 def look(rank: int, port: int, outcomes) -> None:
-    """One of two processes of a run, of which the main one meets an error that nobody foresaw."""
+    """Runs one of two processes of a run, of which the main one meets an error that nobody foresaw."""
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -354,8 +354,8 @@ def test_it_stays_finished_however_often_it_is_resumed(tmp_path, options, best):
 
 @pytest.mark.parametrize("limit", [1, 2])
 def test_the_best_checkpoint_stays_the_best(tmp_path, limit, monkeypatch):
-    """Also where the last one is gone, as the Trainer removes it with a limit of one, and where the folder has another
-    name by then."""
+    """It stays so where the last one is gone, as the Trainer removes it with a limit of one, and where the folder has
+    another name by then."""
     monkeypatch.chdir(tmp_path)
     options = {
         "eval_dataset": make_examples(3, seed=1),
@@ -391,7 +391,7 @@ def test_more_steps_are_trained_and_fewer_are_not(tmp_path):
 
 
 def test_an_earlier_run_s_end_is_not_this_one_s(tmp_path):
-    """Begun anew in the same folder, and stopped."""
+    """A run is begun anew in the same folder, and stopped."""
     finished(tmp_path, max_steps=6)
     trainer = make_trainer(tmp_path, **SAVING | {"max_steps": 6})
     trainer.get_batch_samples = None  # the run ends where it would begin
@@ -405,7 +405,7 @@ def test_an_earlier_run_s_end_is_not_this_one_s(tmp_path):
 
 @contextmanager
 def held_by_another_process(folder: Path):
-    """Gives the process, which has claimed the folder."""
+    """Yields the process that has claimed the folder."""
     context = get_context("fork")
     # and no Event: setting one waits for a waiting process to wake, also for one that was killed
     here, there = context.Pipe()

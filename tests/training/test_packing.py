@@ -114,7 +114,7 @@ def test_states_are_padded_with_zeros(multiple, length):
 
 @pytest.mark.parametrize("depth", range(3))
 def test_packed_and_padded_texts_are_supervised_as_alone(depth):
-    """Nothing in the padding, nothing across two documents."""
+    """No position is in the padding, and no chain crosses two documents."""
     texts = [example(length, length) for length in (7, 9, 20)]
     batch = Collator(pad_to_multiple_of=8)([texts[:2], texts[2]])
     kept = loss_mask(batch["answers"], depth, documents=batch["documents"])

@@ -195,7 +195,7 @@ def test_texts_and_tokens_are_gone_on_with(tmp_path, target, tokenizer, mask):
 
 
 def test_a_missing_shard_is_made_again_as_it_was(tmp_path, target, tokenizer, data, whole):
-    """Its samples too: they do not depend on what was sampled before."""
+    """Samples, too, do not depend on what was sampled before."""
     prepare(target, tokenizer, data, tmp_path, **REGENERATED, **WITH_STATES)
     removed = tmp_path / "shard-00002.safetensors"
     removed.unlink()
@@ -311,7 +311,7 @@ MOMENTS = {
 
 @pytest.mark.parametrize("seed", range(3))
 def test_killed_again_and_again_it_ends_with_the_same_bytes(tmp_path, target, tokenizer, data, whole, seed):
-    """SIGKILL, of which no process hears."""
+    """It is killed by SIGKILL, of which no process hears."""
     context, draw, kills = multiprocessing.get_context("fork"), random.Random(seed), 0
     for moment in (*MOMENTS.values(), None):
         delay, start = draw.uniform(0, 0.4), time.monotonic()

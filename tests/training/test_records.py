@@ -1,4 +1,4 @@
-"""What files, folders and records hold."""
+"""Records of files, folders and datasets, and their kinds."""
 
 import importlib.util
 import json

@@ -26,7 +26,7 @@ def target(request, make_target):
 
 
 def chat(*contents: str, system: str | None = None, **options) -> Chat:
-    """Questions and answers by turns."""
+    """Makes a chat of questions and answers by turns."""
     roles = ("user", "assistant")
     messages = [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
     return Chat([{"role": "system", "content": system}] * (system is not None) + messages, **options)
@@ -42,7 +42,7 @@ CHATS = [
 
 
 def alone(target, prompt: list[int], num_tokens: int = NEW_TOKENS) -> list[int]:
-    """Prompt and answer, the prompt in a batch of its own."""
+    """Returns a prompt and its answer, generated in a batch of its own."""
     ids = torch.tensor([prompt])
     return target.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, pad_token_id=0, do_sample=False
@@ -69,7 +69,7 @@ def ending(target, ends: list[int]):
 
 
 def expected_examples(target, tokenizer, conversation: Chat) -> list[tuple[list[int], int]]:
-    """Ids of each turn and where its answer begins, from the documentation: turn by turn, one prompt at a time."""
+    """Returns the ids of each turn and where its answer begins, by the documentation: one prompt at a time."""
     said, examples = [], []
     for message in conversation.messages:
         if message["role"] != "assistant":

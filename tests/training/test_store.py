@@ -92,14 +92,14 @@ def test_tokens_alone(tmp_path):
 
 
 def test_only_the_example_is_held(tmp_path):
-    """And not the shard it is a part of, which would be sent along between processes."""
+    """The shard that it is a part of would be sent along between processes."""
     fill(tmp_path)
     for value in HiddenStateStore(tmp_path)[0].values():
         assert value.untyped_storage().nbytes() == value.nbytes
 
 
 def test_fp8_rounds_within_a_step_of_each_value_or_of_its_state(tmp_path):
-    """Three states of very different size: each has a scale of its own."""
+    """Three states differ much in size: each has a scale of its own."""
     expected = fill(tmp_path, replace(MANIFEST, dtype="fp8"))
     for found, example in zip(HiddenStateStore(tmp_path), expected, strict=True):
         assert found["states"].dtype == found["last_states"].dtype == torch.bfloat16
@@ -330,7 +330,7 @@ def _write_again_and_again(folder, made) -> None:
 
 
 def _size_of_partial(folder) -> int:
-    """Bytes written of a file that is not finished, -1 where there is none."""
+    """Returns the bytes written of a file that is not finished, -1 where there is none."""
     for path in folder.glob("*.partial"):
         with suppress(FileNotFoundError):
             return path.stat().st_size
@@ -338,8 +338,8 @@ def _size_of_partial(folder) -> int:
 
 
 def test_a_writer_killed_at_any_moment_leaves_a_whole_shard_or_none(tmp_path):
-    """Killed as soon as so much of a file is written; on a busy machine the news may come late, so more often than
-    would be needed."""
+    """The writer is killed as soon as so much of a file is written; on a busy machine the news may come late, so more
+    often than would be needed."""
     open_store(tmp_path, replace(MANIFEST, num_records=1))
     made, halves, tries = examples([200_000, 1]), 0, 0
     write_shard(tmp_path, 0, made, {})
@@ -390,7 +390,7 @@ def test_a_full_disk(tmp_path):
 
 
 def test_one_set_of_examples_has_one_file(tmp_path):
-    """Whoever writes it, and whichever way the tensors lie in memory."""
+    """The file is the same whoever writes it, and whichever way the tensors lie in memory."""
     made = examples([4, 7])
     for name, written in (
         ("a", made),

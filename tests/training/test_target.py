@@ -1,4 +1,4 @@
-"""What training reads of a target: states and logits as the target alone has them, texts packed or not.
+"""States and logits that training reads of a target: those the target alone has, texts packed or not.
 
 B sequences, T tokens.
 """

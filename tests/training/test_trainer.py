@@ -1,4 +1,4 @@
-"""What `Eagle31Trainer` promises, on tiny real runs: exact accumulation, bit-exact resumption, figures that serving
+"""The promises of `Eagle31Trainer`, on tiny real runs: exact accumulation, bit-exact resumption, figures that serving
 would measure."""
 
 import pytest
@@ -25,7 +25,7 @@ SAVING = {"save_strategy": "steps", "save_steps": 1}
 
 
 def assert_same(found, expected, tolerance=EXACT):
-    """Of two runs."""
+    """Asserts that two runs came to the same."""
     assert found.weights.keys() == expected.weights.keys()
     for name, weight in expected.weights.items():
         assert_close(name, found.weights[name], weight, tolerance)
@@ -35,7 +35,7 @@ def assert_same(found, expected, tolerance=EXACT):
 @pytest.mark.parametrize("normalisation", ["token", "sequence"])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_accumulated_batches_are_one_batch(tmp_path, normalisation, batch):
-    """Rows differ in length and number of answer tokens; the last step of an epoch has fewer of them."""
+    """Examples differ in length and number of answer tokens; the last step of an epoch has fewer of them."""
     options = PLAIN | {"normalisation": normalisation, "num_train_epochs": 2}
     examples = make_examples(10)
     whole = run(make_trainer(tmp_path, examples, per_device_train_batch_size=4, **options))
@@ -60,7 +60,7 @@ def test_packed_examples_are_examples(tmp_path, normalisation):
 
 @pytest.mark.parametrize("step", [1, 2, 3, 5])  # three steps are an epoch
 def test_a_resumed_run_is_the_run_bit_for_bit(tmp_path, step):
-    """The alignment draws slots at random, evaluations lie in between, and the learning rate follows a schedule."""
+    """The alignment draws positions at random, evaluations lie in between, and the learning rate follows a schedule."""
     options = SAVING | {
         "gradient_accumulation_steps": 2,
         "num_train_epochs": 2,
@@ -156,7 +156,7 @@ def test_callbacks_see_every_figure(tmp_path):
 
 
 def test_a_second_run_begins_its_figures_anew(tmp_path):
-    """Six steps are logged by fours: two are left over."""
+    """Six steps are logged by fours, so two are left over."""
     trainer = make_trainer(tmp_path, logging_steps=4, learning_rate=0.0)
     assert run(trainer).logs == run(trainer).logs
 
@@ -358,7 +358,7 @@ def test_a_store_that_does_not_belong_to_the_run_is_refused(tmp_path):
 
 
 def test_a_drafter_is_served_with_the_layers_it_was_trained_on(tmp_path):
-    """One that names none takes defaults, which need not be those of the store."""
+    """A drafter that names none takes defaults, which need not be those of the store."""
     store = write_store(tmp_path / "store", target(), build(aux_hidden_state_layer_ids=[0, 2, 4]), make_examples(2))
     trainer = make_trainer(tmp_path, store, build(aux_hidden_state_layer_ids=None), target=None)
     assert trainer.drafter.config.aux_hidden_state_layer_ids == [0, 2, 4]

@@ -1,7 +1,7 @@
 """The unroll computes, for all positions at once, what a drafter with a cache computes when it serves; and gradients
 flow as they would.
 
-B batch, T tokens, S positions (T - 1), n captured states, ht target width, V target vocabulary, Vd draft vocabulary.
+B batch, T tokens, S positions (T - 1), n aux hidden states, ht target width, V target vocabulary, Vd draft vocabulary.
 """
 
 import pytest
@@ -21,7 +21,7 @@ WINDOWS = {
 
 
 def unroll(drafter, *args, **kwargs):
-    """By depth the logits and the fed-back states."""
+    """Yields the logits and the fed-back states of each depth."""
     for normed, state in unrolled.unroll(drafter, *args, **kwargs):
         yield drafter.score(normed), state
 
@@ -72,30 +72,32 @@ def test_a_chain_does_not_see_another(fields):
         state[:, changed] += 1.0  # what depth k + 1 is fed in this chain: the yielded state is a view of it
 
 
-@pytest.mark.parametrize("slot", [0, 3, 6])
+@pytest.mark.parametrize("position", [0, 3, 6])
 @pytest.mark.parametrize(("fields", "window"), WINDOWS.values(), ids=WINDOWS)
-def test_what_a_slot_depends_on(fields, window, slot):
-    """By gradient: on the states at its slot and before, and on the tokens its chain has embedded; within the window of
-    depth 0.
+def test_what_a_chain_depends_on(fields, window, position):
+    """By gradient, a chain depends on the states up to its position and on the tokens it has embedded, within the
+    window of depth 0.
 
     Deeper windows start later, but their queries are made of what depth 0 read.
     """
-    drafter, first = build(**fields), 0 if window is None else max(0, slot - window + 1)
+    drafter, first = build(**fields), 0 if window is None else max(0, position - window + 1)
     tokens, states = inputs(drafter, LENGTH, batch=1)
     states.requires_grad_()
     for k, (logits, _) in enumerate(unroll(drafter, tokens, states, DEPTH)):
-        by_state, by_row = torch.autograd.grad(
-            logits[:, slot].square().sum(), (states, drafter.embed_tokens.weight), retain_graph=True
+        by_state, by_embedding = torch.autograd.grad(
+            logits[:, position].square().sum(), (states, drafter.embed_tokens.weight), retain_graph=True
         )
-        assert by_state[0].any(-1).nonzero().flatten().tolist() == list(range(first, slot + 1)), f"states at depth {k}"
-        embedded = by_row.any(-1).nonzero().flatten().tolist()
-        assert embedded == sorted(tokens[0, first + 1 : slot + 2 + k].tolist()), f"tokens at depth {k}"
+        assert by_state[0].any(-1).nonzero().flatten().tolist() == list(range(first, position + 1)), (
+            f"states at depth {k}"
+        )
+        embedded = by_embedding.any(-1).nonzero().flatten().tolist()
+        assert embedded == sorted(tokens[0, first + 1 : position + 2 + k].tolist()), f"tokens at depth {k}"
 
 
 @pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS)
 def test_gradients_equal_those_of_the_chain(fields):
-    """Also those that reach a depth through the states fed on: the chain here is an ordinary autograd graph."""
-    drafter, slot = build(**fields), 5
+    """Gradients that reach a depth through the states fed on count, too: the chain is an ordinary autograd graph."""
+    drafter, position = build(**fields), 5
     tokens, states = inputs(drafter, LENGTH)
     states.requires_grad_()
     weights = dict(drafter.named_parameters()) | {"states": states}
@@ -104,14 +106,16 @@ def test_gradients_equal_those_of_the_chain(fields):
         total = sum(logits.square().sum() for logits in logits_by_depth)
         return dict(zip(weights, torch.autograd.grad(total, list(weights.values())), strict=True))
 
-    expected = gradients(logits for logits, _ in chain(drafter, tokens, states, slot, DEPTH))
-    for name, gradient in gradients(logits[:, slot] for logits, _ in unroll(drafter, tokens, states, DEPTH)).items():
+    expected = gradients(logits for logits, _ in chain(drafter, tokens, states, position, DEPTH))
+    for name, gradient in gradients(
+        logits[:, position] for logits, _ in unroll(drafter, tokens, states, DEPTH)
+    ).items():
         assert_close(name, gradient, expected[name], FORWARD)
         assert gradient.any(), name
 
 
 @pytest.mark.parametrize("fields", NORMS.values(), ids=NORMS)
-def test_every_depth_reaches_fc_and_the_captured_states(fields):
+def test_every_depth_reaches_fc_and_the_aux_hidden_states(fields):
     drafter = build(**fields)
     tokens, states = inputs(drafter, LENGTH)
     states.requires_grad_()

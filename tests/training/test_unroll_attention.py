@@ -13,7 +13,7 @@ B, H, HKV, S, D, DEPTH = 2, 4, 2, 21, 8, 4
 
 
 def dense_mask(depth, window):
-    """Which of the (depth + 1) S keys, depth by depth, the S positions see at this depth: (S, (depth + 1) S)."""
+    """Returns which of the (depth + 1) S keys of all depths the S positions see at this depth: (S, (depth + 1) S)."""
     positions, own = torch.arange(S), torch.eye(S, dtype=torch.bool)
     first = positions[None, :] <= positions[:, None]
     if window is not None:
@@ -33,7 +33,7 @@ def drawn(*shape, seed):
 
 
 def depths(width=D):
-    """Queries, keys and values of every depth."""
+    """Returns queries, keys and values of every depth."""
     return [
         (drawn(B, H, S, D, seed=k), drawn(B, HKV, S, D, seed=10 + k), drawn(B, HKV, S, width, seed=20 + k))
         for k in range(DEPTH)
@@ -95,7 +95,7 @@ def test_layers_keep_their_own_keys():
 
 
 def test_later_keys_of_other_chains_are_not_seen():
-    """What a chain drafts never shows up in another."""
+    """The drafts of a chain never show up in another."""
     first, second = depths()[:2]
     _, before = attended(UnrollAttention(), Layer(), (first, second))
     changed = tuple(x.detach().clone() for x in second)

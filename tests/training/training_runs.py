@@ -1,4 +1,4 @@
-"""Tiny training runs: random examples, a random target of 61 ids and a drafter of it, and what a run comes to."""
+"""Tiny training runs: random examples, a random target of 61 ids and a drafter of it, and the outcome of a run."""
 
 import sys
 from dataclasses import fields
@@ -45,7 +45,7 @@ CHECKPOINTING = next(
 
 
 def make_examples(count: int = ROWS, seed: int = 0, empty: tuple[int, ...] = ()) -> list[dict[str, Any]]:
-    """Rows of 8 to 24 tokens, answers of 2 to all but 2 of them; those at `empty` have none."""
+    """Makes examples of 8 to 24 tokens, answers of 2 to all but 2 of them; those at `empty` have none."""
     generator = torch.Generator().manual_seed(seed)
     draw = lambda least, most: int(torch.randint(least, most + 1, (), generator=generator))  # noqa: E731
     examples = []
@@ -60,7 +60,7 @@ def make_examples(count: int = ROWS, seed: int = 0, empty: tuple[int, ...] = ())
 def make_trainer(
     folder: Any, examples: Any = None, drafter: Eagle31DrafterModel | None = None, **options: Any
 ) -> Eagle31Trainer:
-    """`options` of Eagle31Trainer by their names, all others are arguments."""
+    """Makes a trainer; of `options` those of Eagle31Trainer go by their names, all others are arguments."""
     given = {
         name: options.pop(name)
         for name in ("eval_dataset", "processing_class", "callbacks", "optimizers")
@@ -90,7 +90,7 @@ class InterruptAfter(TrainerCallback):
 
 
 class Run(NamedTuple):
-    """What a run came to; logs without what depends on the clock."""
+    """The outcome of a run; logs without what depends on the clock."""
 
     weights: dict[str, Tensor]
     logs: list[dict[str, float]]
