@@ -13,7 +13,11 @@ from typing import Any
 
 from .clock import Clock
 
-PLAIN, CHAINS, TREES, LOCK_STEP = "plain", "chains", "trees", "lock-step"  # kinds of rounds
+# kinds of rounds
+PLAIN = "plain"
+CHAINS = "chains"
+TREES = "trees"
+LOCK_STEP = "lock-step"
 
 _trackers: ContextVar[tuple["AcceptanceStats", ...]] = ContextVar("eagle31_trackers", default=())
 
@@ -130,7 +134,7 @@ class AcceptanceStats(SequenceStats):
             self.seconds[phase] += seconds
 
     def add_choices(self, choices: Counter[str], explanation: str) -> None:
-        """What auto chose in one call, and why."""
+        """Adds what auto chose in one call, and why."""
         with self._lock:
             self.choices += choices
             self.explanation = explanation

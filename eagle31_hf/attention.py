@@ -18,7 +18,8 @@ from .configuration import Eagle31Config
 
 
 class GQAttention(nn.Module):
-    """Attention whose input may be wider than the drafter: layer 0 reads [embedding, state], so its `input_size` is 2h."""
+    """Attention whose input may be wider than the drafter: layer 0 reads [embedding, state], so its `input_size` is
+    2h."""
 
     is_causal = True
 
@@ -112,7 +113,8 @@ class MLAttention(nn.Module):
     def expanded(
         self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention with the keys (B, H, S, N + P) and values (B, H, S, V) of every head -> (B, T, H, V) and weights."""
+        """Attention with the keys (B, H, S, N + P) and values (B, H, S, V) of every head -> (B, T, H, V) and
+        weights."""
         kv = self.kv_b_proj(latent[:, 0]).view(*k_rope.shape[::2], self.num_heads, -1).transpose(1, 2)
         k_nope, v = kv.split((self.sizes["nope"], self.sizes["value"]), dim=-1)
         k = torch.cat((k_nope, k_rope.expand(-1, self.num_heads, -1, -1)), dim=-1)
@@ -138,9 +140,9 @@ class MLAttention(nn.Module):
         return out, None if weights is None else weights.view(*q.shape[:3], -1)
 
     def absorbs(self, num_queries: int, mask: Any) -> bool:
-        """Whether the absorbed form is possible, and multiplies less: a query costs it 2 R - N - V more a head and key,
-        while expanding a key costs R (N + V) once a head. It needs a mask it can repeat, and the weight itself, not a
-        quantized one.
+        """Returns whether the absorbed form is possible, and multiplies less: a query costs it 2 R - N - V more a
+        head and key, while expanding a key costs R (N + V) once a head. It needs a mask it can repeat, and the
+        weight itself, not a quantized one.
         """
         repeatable = (isinstance(mask, Tensor) and mask.dim() == 4) or (mask is None and num_queries == 1)
         rank, out = self.sizes["rank"], self.sizes["nope"] + self.sizes["value"]
@@ -184,8 +186,8 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def yarn_temperature(rope: Any) -> float:
-    """What YaRN multiplies MLA's softmax scale with: (0.1 mscale_all_dim ln factor + 1)^2. Source: DeepSeek-V2's
-    released code."""
+    """Returns what YaRN multiplies MLA's softmax scale with: (0.1 mscale_all_dim ln factor + 1)^2. Source:
+    DeepSeek-V2's released code."""
     scale, mscale = rope.get("factor", 1.0), rope.get("mscale_all_dim", 0.0)
     if rope["rope_type"] == "default" or not mscale or scale <= 1:
         return 1.0

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cosine_similarity
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
@@ -25,7 +24,8 @@ from .attention import GQAttention, MLAttention
 from .configuration import Eagle31Config
 from .names import refuse_unknown
 from .pretrained import Eagle31PreTrainedModel
-from .targets.ends import TargetTie, check_loaded, execution_device, rows_of, scores_of, shape_of
+from .shared_target import SharesTarget
+from .targets.ends import TargetTie
 
 logger = logging.get_logger(__name__)
 MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
@@ -78,7 +78,7 @@ class Eagle31DecoderLayer(GradientCheckpointingLayer):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Eagle31DrafterModel(Eagle31PreTrainedModel):
+class Eagle31DrafterModel(SharesTarget, Eagle31PreTrainedModel):
     """EAGLE 3.1 (or EAGLE 3) drafter of a frozen target; see `Eagle31Config` for what its flags mean.
 
     Its drafting knobs are fields of `generation_config`: `num_assistant_tokens` ("auto", the default: chosen as it
@@ -134,74 +134,13 @@ class Eagle31DrafterModel(Eagle31PreTrainedModel):
             init.zeros_(self.d2t)
             init.copy_(self.t2d, first_ids(self.config))
 
-    def get_input_embeddings(self) -> nn.Module | None:
-        """Its own table, else the target's, else None while no target has been seen, or when it is gone."""
-        return self.tie.get()[0] if self.embed_tokens is None else self.embed_tokens
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        """Gives the drafter a table (V, h) of its own."""
-        self.embed_tokens = value  # type: ignore[assignment]
-        self.config.share_target_embeddings = False
-
-    def get_output_embeddings(self) -> nn.Module | None:
-        """Its own head, else the target's, else None while no target has been seen, or when it is gone."""
-        return self.tie.get()[1] if self.lm_head is None else self.lm_head
-
-    def load_target_embeddings(self, target: Any) -> None:
-        """Ties the drafter to the target's input embedding, and to its head where the checkpoint has none, without a
-        copy.
-
-        Both are held weakly, for this thread and for those that have tied no other: keep the target yourself. They may
-        be quantized, offloaded, or wrapped by an adapter. Raises ValueError when the target's width or vocabulary is
-        not the one the drafter was made for, and when weights that are needed are on the meta device with nothing to
-        load them.
-        """
-        embedding: Any = target.get_input_embeddings()
-        head = target.get_output_embeddings()
-        rows, width = shape_of(embedding)
-        trained_for = (
-            f"the drafter was made for {self.config.target_model or 'a target it does not name'}; pass that target."
-        )
-        target_width = target.config.get_text_config().hidden_size
-        if target_width != self.config.target_hidden_size:
-            raise ValueError(
-                f"the target's width is {target_width}, the drafter expects {self.config.target_hidden_size}:"
-                f" {trained_for}"
-            )
-        if self.embed_tokens is None and width != self.config.hidden_size:
-            raise ValueError(
-                f"the target's embedding is {width} wide, the drafter that shares it {self.config.hidden_size}:"
-                f" {trained_for}"
-            )
-        if not vocab.same_vocabulary(self.config.vocab_size, rows):
-            raise ValueError(
-                f"the target's vocabulary has {rows} ids, the drafter's {self.config.vocab_size} (more than padding"
-                f" apart): {trained_for}"
-            )
-        check_loaded(self, "the drafter")
-        if self.embed_tokens is None:
-            check_loaded(embedding, "the target's embedding, which the drafter shares,")
-        if self.lm_head is None and head is not None:
-            check_loaded(head, "the target's head, which the drafter shares,")
-        before, _ = self.tie.get()
-        self.tie.set(embedding, head)
-        if (
-            before is not embedding
-            and self.embed_tokens is not None
-            and unrelated(self.embed_tokens.weight, embedding.weight)
-        ):
-            logger.warning(
-                "the drafter's own embedding has nothing in common with the target's, as in checkpoints of TorchSpec"
-                " before March 2026, where it is random. If it was not trained from scratch, load with"
-                " share_target_embeddings=True."
-            )
-
     def draft_to_target_ids(self) -> Tensor | None:
         """The target id of every draft id (Vd,); None for a full draft vocabulary, where the two are the same."""
         return None if self.d2t is None else vocab.target_ids(self.d2t)
 
     def set_draft_vocabulary(self, ids: Tensor) -> None:
-        """Sets which target ids (Vd,) the rows of the head stand for. Raises ValueError unless distinct and in range."""
+        """Sets which target ids (Vd,) the rows of the head stand for. Raises ValueError unless distinct and in
+        range."""
         if self.d2t is None or len(ids) != len(self.d2t):
             raise ValueError(
                 f"got {len(ids)} ids for a draft vocabulary of {self.config.draft_vocab_size} of"
@@ -221,34 +160,6 @@ class Eagle31DrafterModel(Eagle31PreTrainedModel):
             states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
         return self.fc(states)
 
-    @property
-    def like(self) -> Tensor:
-        """A tensor of the device and dtype that the drafter's activations have, quantized or offloaded as it may be."""
-        weight = self.norm.weight  # a norm is never quantized
-        return weight if not weight.is_meta else weight.new_empty(0, device=execution_device(self))
-
-    def embed(self, input_ids: Tensor) -> Tensor:
-        """Token ids (B, T) -> embeddings (B, T, h) on the drafter's device, unscaled even where the target scales its
-        own."""
-        table: Any = self.get_input_embeddings()
-        if table is None:
-            raise RuntimeError(
-                "the drafter has no embedding yet, or no longer: its checkpoint shares the target's, which has to be"
-                " kept. Call drafter.load_target_embeddings(target)."
-            )
-        return rows_of(table, input_ids).to(self.like)
-
-    def score(self, normed: Tensor) -> Tensor:
-        """Post-norm states (B, T, h) -> draft logits (B, T, Vd)."""
-        head: Any = self.get_output_embeddings()
-        if head is None:
-            raise RuntimeError(
-                "the drafter has no head yet, or no longer: its checkpoint shares the target's, which has to be kept. "
-                "Call drafter.load_target_embeddings(target)."
-            )
-        logits = scores_of(head, normed).to(normed)
-        return logits if self.config.logit_scale == 1.0 else logits * self.config.logit_scale
-
     @capture_outputs
     def forward(
         self,
@@ -267,30 +178,27 @@ class Eagle31DrafterModel(Eagle31PreTrainedModel):
         return_dict: bool | None = None,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
     ) -> Eagle31DrafterOutput:
-        """One drafting step over T rows; row t stands at a position whose *next* token is `input_ids[:, t]` (B, T).
+        """Runs one drafting step over T tokens; token t stands where the *next* id is `input_ids[:, t]` (B, T).
 
-        Exactly one of `target_hidden_states` (B, T, n*ht), captured from the target, and `hidden_states` (B, T, h), the
-        state an earlier call returned. `attention_mask` is 2-D over cached and new rows, 4-D in the form of the
-        attention implementation, or a dict of 4-D masks by layer type. `logits_to_keep`: score the last so many rows
-        only (0: all; None: none), or one row of every sequence (B,).
+        Exactly one of `target_hidden_states` (B, T, n*ht), captured from the target, and `hidden_states` (B, T, h),
+        the state an earlier call returned. `attention_mask` is 2-D over cached and new tokens, 4-D in the form of
+        the attention implementation, or a dict of 4-D masks by layer type. `logits_to_keep`: score the last so many
+        tokens only (0: all; None: none), or one of every sequence (B,). `position_embeddings`: cos and sin (B or 1,
+        T, D) in place of `position_ids`.
 
         `labels` (B, T) are target ids aligned with `input_ids`, usually `input_ids` themselves, or -100 for a token
-        that does not count. Logits at row t predict the token after `input_ids[:, t]`, so they are scored against
-        `labels[:, t + 1]`. `loss` is the mean cross-entropy over the labels that count and are in the draft vocabulary;
-        NaN where there is none. With `num_items_in_batch` it is their sum divided by that. `output_hidden_states`,
-        `output_attentions` (with the attention implementation "eager") and `return_dict` are as in transformers. Raises
-        ValueError when neither or both states are given, and when labels do not fit the logits.
+        that does not count. Logits at token t are scored against `labels[:, t + 1]`. `loss` is the mean cross-entropy
+        over the labels that count and are in the draft vocabulary, or their sum divided by `num_items_in_batch`; NaN
+        where there is none. The other arguments are as in transformers. Raises ValueError when neither or both states
+        are given, and when labels do not fit the logits.
         """
-        if (target_hidden_states is None) == (hidden_states is None):
-            given = "neither" if hidden_states is None else "both"
-            raise ValueError(f"got {given} of target_hidden_states and hidden_states; expected exactly one.")
+        _check_one_of(target_hidden_states, hidden_states)
         x = self.fuse_target_states(target_hidden_states) if hidden_states is None else hidden_states
         embeds = self.embed(input_ids)
         if past_key_values is None and use_cache:
             past_key_values = DynamicCache()
         if position_ids is None and position_embeddings is None:
-            seen = 0 if past_key_values is None else past_key_values.get_seq_length()
-            position_ids = torch.arange(seen, seen + x.shape[1], device=x.device)[None]
+            position_ids = _positions_after(past_key_values, x)
         masks = self._masks(x, attention_mask, past_key_values, position_ids)
         cos, sin = self.rotary_emb(x, position_ids) if position_embeddings is None else position_embeddings
         for layer in self.layers:
@@ -299,7 +207,7 @@ class Eagle31DrafterModel(Eagle31PreTrainedModel):
         normed = self.norm(x)
         logits = self._logits(normed, logits_to_keep)
         return Eagle31DrafterOutput(
-            loss=None if labels is None else self._loss(logits, labels, num_items_in_batch),
+            loss=None if labels is None else next_token_loss(self, logits, labels, num_items_in_batch),
             logits=logits,
             last_hidden_state=normed if self.config.norm_output else x,
             past_key_values=past_key_values,
@@ -313,21 +221,6 @@ class Eagle31DrafterModel(Eagle31PreTrainedModel):
             rows = torch.arange(len(normed), device=normed.device)
             return self.score(normed[rows, logits_to_keep.to(normed.device)][:, None])
         return self.score(normed[:, -logits_to_keep:])
-
-    def _loss(self, logits: Tensor | None, labels: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
-        """Draft logits (B, T, Vd) and labels (B, T) as `forward` takes them -> the loss, a scalar in fp32."""
-        if logits is None or logits.shape[:2] != labels.shape:
-            found = "none" if logits is None else f"of shape {tuple(logits.shape)}"
-            raise ValueError(
-                f"labels are of shape {tuple(labels.shape)}, logits {found}; expected a label and logits for every"
-                " token."
-            )
-        labels = labels.to(logits.device)
-        if self.d2t is not None:
-            labels = vocab.draft_labels(labels, self.draft_to_target_ids(), self.config.vocab_size)
-        return self.loss_function(
-            logits, labels, vocab_size=self.config.draft_vocab_size, num_items_in_batch=num_items_in_batch
-        )
 
     def _masks(self, x: Tensor, mask: Tensor | dict | None, past: Cache | None, position_ids: Tensor) -> dict[str, Any]:
         """The attention mask of each layer type in use, in the form of the attention implementation."""
@@ -355,12 +248,12 @@ class Eagle31DrafterModel(Eagle31PreTrainedModel):
         draft_tree_total_tokens: int | str | None = None,
         **model_kwargs: Any,
     ):
-        """For `target.generate(**inputs, custom_generate=drafter.decode)`: the same as `assistant_model=drafter`,
-        without the hook.
+        """Decodes for `target.generate(**inputs, custom_generate=drafter.decode)`: the same as
+        `assistant_model=drafter`, without the hook.
 
-        The drafting knobs may be given to that `generate`. transformers hands neither a streamer nor a tokenizer on to
-        such a callable: bind the streamer, `custom_generate=functools.partial(drafter.decode, streamer=streamer)`; stop
-        strings need `assistant_model=drafter`.
+        The drafting knobs may be given to that `generate`. transformers hands neither a streamer nor a tokenizer on
+        to such a callable: bind the streamer, `custom_generate=functools.partial(drafter.decode,
+        streamer=streamer)`; stop strings need `assistant_model=drafter`.
         """
         knobs = {
             "num_assistant_tokens": num_assistant_tokens,
@@ -382,26 +275,39 @@ class Eagle31DrafterModel(Eagle31PreTrainedModel):
         )
 
 
+def next_token_loss(
+    drafter: Eagle31DrafterModel, logits: Tensor | None, labels: Tensor, num_items_in_batch: Tensor | int | None
+) -> Tensor:
+    """Draft logits (B, T, Vd) and labels (B, T) as `forward` takes them -> the loss, a scalar in fp32."""
+    if logits is None or logits.shape[:2] != labels.shape:
+        found = "none" if logits is None else f"of shape {tuple(logits.shape)}"
+        raise ValueError(
+            f"labels are of shape {tuple(labels.shape)}, logits {found}; expected a label and logits for every token."
+        )
+    labels = labels.to(logits.device)
+    if drafter.d2t is not None:
+        labels = vocab.draft_labels(labels, drafter.draft_to_target_ids(), drafter.config.vocab_size)
+    return drafter.loss_function(
+        logits, labels, vocab_size=drafter.config.draft_vocab_size, num_items_in_batch=num_items_in_batch
+    )
+
+
+def _check_one_of(target_hidden_states: Tensor | None, hidden_states: Tensor | None) -> None:
+    """Raises ValueError when neither or both of a drafter's two inputs are given."""
+    if (target_hidden_states is None) == (hidden_states is None):
+        given = "neither" if hidden_states is None else "both"
+        raise ValueError(f"got {given} of target_hidden_states and hidden_states; expected exactly one.")
+
+
+def _positions_after(past: Cache | None, x: Tensor) -> Tensor:
+    """Positions (1, T) of states (B, T, h) that follow those in a cache."""
+    seen = 0 if past is None else past.get_seq_length()
+    return torch.arange(seen, seen + x.shape[1], device=x.device)[None]
+
+
 def first_ids(config: Eagle31Config) -> Tensor:
     """`t2d` of the draft vocabulary that is the first ids of the target's; one byte an id, where comparing numbers
     takes nine."""
     marks = torch.zeros(config.vocab_size, dtype=torch.bool)
     marks[: config.draft_vocab_size] = True
     return marks
-
-
-@torch.no_grad()
-def unrelated(table: Tensor, other: Tensor) -> bool:
-    """Whether rows of two embeddings (V, h) of one width point in unrelated directions, seen on up to 256 rows."""
-    if (
-        table.shape[1] != other.shape[1]
-        or not other.is_floating_point()
-        or "meta" in (table.device.type, other.device.type)
-    ):
-        return False
-    rows = torch.linspace(0, min(len(table), len(other)) - 1, 256, dtype=torch.long).unique()
-    similarity = cosine_similarity(
-        table[rows.to(table.device)].float(), other[rows.to(other.device)].float().to(table.device)
-    )
-    # four standard deviations of random directions
-    return bool(similarity.mean() < 4 / (len(rows) * table.shape[1]) ** 0.5)

@@ -67,7 +67,7 @@ def check_mapping(d2t: Tensor, vocab_size: int) -> None:
 
 
 def same_vocabulary(drafter_size: int, target_size: int) -> bool:
-    """Whether two vocabulary sizes can belong to one tokenizer, padding rows aside."""
+    """Returns whether two vocabulary sizes can belong to one tokenizer, padding rows aside."""
     return abs(drafter_size - target_size) <= max(PADDING_ROWS, PADDING_SHARE * max(drafter_size, target_size))
 
 

@@ -12,7 +12,7 @@ LAYERS = (
     {"acceptance", "attention", "cache", "checkpoints"},
     {"targets"},
     {"hub"},
-    {"pretrained"},
+    {"pretrained", "shared_target"},
     {"modeling"},
     {"wrappers"},
     {"generation"},

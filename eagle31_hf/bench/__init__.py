@@ -1,4 +1,5 @@
-"""Speed and acceptance of drafters, always beside the target alone and within one run: machines are shared and noisy."""
+"""Speed and acceptance of drafters, always beside the target alone and within one run: machines are shared and
+noisy."""
 
 import os
 import platform
@@ -46,7 +47,7 @@ class ForwardClock:
 
 @dataclass(frozen=True)
 class Shape:
-    """How a drafter drafts: chains of `depth`, trees of `top_k` children a node and `total_tokens` nodes, or what auto
+    """A way to draft: chains of `depth`, trees of `top_k` children a node and `total_tokens` nodes, or what auto
     chooses, at most `depth` deep."""
 
     depth: int
@@ -117,7 +118,8 @@ class Contestant:
         return sequence
 
     def run_profiled(self, prompt: Tensor, max_new_tokens: int) -> None:
-        """Where the milliseconds of one call go; clocks on the models' forwards make a GPU wait, so `run` has none."""
+        """Decodes a prompt and notes where the seconds go; clocks on the models' forwards make a GPU wait, so `run`
+        has none."""
         target, drafter = ForwardClock(self.target), ForwardClock(self.drafter)
         with target.running(), drafter.running(), track_acceptance() as stats:
             _, seconds = self.generate(prompt, max_new_tokens)

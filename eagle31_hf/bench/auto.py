@@ -24,15 +24,22 @@ FIXED = (
     Shape(7, 4, 40),
 )
 # Nothing of it is Python, which is all that the pair has seen.
-PROSE = """\
-It was late in the autumn when the letter came. The old man had been expecting it for some weeks, and yet, when he held it in his hand, he
-found that he did not want to open it at once. He put it on the table by the window, made himself a cup of tea, and sat down to look at
-the garden, where the last of the apples were still hanging on the tree. Nobody had picked them this year.
-When his daughter came home in the evening she saw the letter lying there and asked him what it said. "I do not know yet," he answered.
-"I thought that we might read it together, after supper, as we used to do when your mother was alive." She nodded, and hung up her coat.
-The road to the village was longer than she remembered. There had been rain in the night, and the fields on both sides were dark and
-heavy; now and then a bird went up from the hedge and was gone. She thought of what she would say to them, and how little of it was true.
-"""
+PROSE = (
+    "It was late in the autumn when the letter came. The old man had been expecting it for some weeks, and "
+    "yet, when he held it in his hand, he\n"
+    "found that he did not want to open it at once. He put it on the table by the window, made himself a cup "
+    "of tea, and sat down to look at\n"
+    "the garden, where the last of the apples were still hanging on the tree. Nobody had picked them this "
+    "year.\n"
+    'When his daughter came home in the evening she saw the letter lying there and asked him what it said. "I '
+    'do not know yet," he answered.\n'
+    '"I thought that we might read it together, after supper, as we used to do when your mother was alive." '
+    "She nodded, and hung up her coat.\n"
+    "The road to the village was longer than she remembered. There had been rain in the night, and the fields "
+    "on both sides were dark and\n"
+    "heavy; now and then a bird went up from the hedge and was gone. She thought of what she would say to "
+    "them, and how little of it was true.\n"
+)
 
 
 def prompts_by_kind(tokenizer: Any, code: list[Tensor], count: int, length: int = 96) -> dict[str, list[Tensor]]:

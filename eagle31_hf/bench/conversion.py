@@ -1,4 +1,4 @@
-"""How fast a checkpoint converts, beside copying the same bytes on the same disk in the same run."""
+"""The speed of converting a checkpoint, beside copying the same bytes on the same disk in the same run."""
 
 import json
 import os

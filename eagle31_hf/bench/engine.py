@@ -1,4 +1,5 @@
-"""How close `generate` comes to what its two models' forwards take: real shapes, random weights, acceptance by decree.
+"""The efficiency of `generate` beside the bare forwards of its two models: real shapes, random weights, acceptance
+by decree.
 
 Every forward of a generate() call is recorded and run again, the same inputs over caches of the same length, with
 nothing around it. *Efficiency* is the seconds of those bare forwards over the seconds of the call.
@@ -212,7 +213,9 @@ def _measure(
         return {"custom_generate": synthetic_decoding(drafter, setting.knobs, setting.survival, seed)}
 
     decode(**ours())  # warm up
-    walls, alone, efficiencies = [], [], []
+    walls = []
+    alone = []
+    efficiencies = []
     for seed in range(rounds):
         alone.append(decode())
         with track_acceptance() as stats, Recording(target, drafter) as recording:

@@ -69,7 +69,8 @@ def synthetic_decoding(
     def decode(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         if not getattr(model, MARK, False):
             raise RuntimeError(
-                "synthetic acceptance makes up the text; it is for benchmarks, on models built by eagle31_hf.bench.engine."
+                "synthetic acceptance makes up the text; it is for benchmarks, on models built by"
+                " eagle31_hf.bench.engine."
             )
         draws = _evenly_spread(seed)
         return decode_with(

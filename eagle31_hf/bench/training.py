@@ -1,4 +1,4 @@
-"""What a step of training takes, by part, and the memory it needs: real shapes, random weights, random text.
+"""The seconds of a training step, by part, and the memory it needs: real shapes, random weights, random text.
 
 The drafter is in fp32, under autocast where the target's dtype is another one, as `eagle31 train --bf16` has it.
 """

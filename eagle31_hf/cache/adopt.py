@@ -113,15 +113,15 @@ ADOPTED: dict[type, tuple[Callable[..., SlotLayer], Callable[..., None]]] = {
 
 
 def is_adoptable(cache: Cache) -> bool:
-    """Whether `slots` can keep this cache's tokens."""
+    """Returns whether `slots` can keep this cache's tokens."""
     kinds = {type(layer) for layer in cache.layers} | ({cache.layer_class_to_replicate} - {None})
     return kinds <= set(ADOPTED) and not cache.offloading
 
 
 @contextmanager
 def slots(cache: Cache, limit: int) -> Iterator[Placement | None]:
-    """Within it the layers of an adoptable cache are `SlotLayer`s; after it they are as they were, with the tokens
-    written meanwhile.
+    """A context in which the layers of an adoptable cache are `SlotLayer`s; after it they are as they were, with the
+    tokens written meanwhile.
 
     `limit`: slots that will ever be in use. None where the cache cannot be adopted: windowed layers then keep what
     `crop` may have to bring back.
@@ -160,8 +160,7 @@ def slot_cache(config: PreTrainedConfig) -> tuple[Cache, Placement]:
 
 
 def keep_paths(cache: Cache, starts: Mirrored, commit: Commit) -> None:
-    """Of the nodes written from slot `starts[b]` on keeps, in every sequence b of the batch, those of its path,
-    ascending, and drops the others.
+    """Keeps the nodes of every sequence's path, ascending, of those written from slot `starts[b]` on; drops the others.
 
     Keys carry their position in themselves, so an accepted path only moves together; a node never moves onto one still
     to be moved, and the nodes that pad a shorter path stay where they are.
@@ -178,7 +177,7 @@ def keep_paths(cache: Cache, starts: Mirrored, commit: Commit) -> None:
 
 
 def _places(starts: Mirrored, commit: Commit, first: int, device: torch.device) -> tuple[Tensor, Tensor | int]:
-    """From which places of a buffer that begins at slot `first` a commit's paths move, and to which."""
+    """Returns from which places of a buffer that begins at slot `first` a commit's paths move, and to which."""
     assert commit.path is not None
     if len(commit.paths) == 1:
         begin = starts.host[0] - first
@@ -254,7 +253,8 @@ def _static_span(layer: Any, end: int, num_new: int) -> slice:
 
 @contextmanager
 def recording_past(cache: Cache):
-    """Within it, windowed layers keep what `crop` may have to bring back; after it they are as they were found."""
+    """A context in which windowed layers keep what `crop` may have to bring back; after it they are as they were
+    found."""
     layers = [layer for layer in cache.layers if hasattr(layer, "record_past")]
     found = [layer.record_past for layer in layers]
     cache.activate_past_recording()

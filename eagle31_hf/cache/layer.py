@@ -17,13 +17,13 @@ HEADROOM = 256  # slots a buffer is allocated for beyond what is needed, at leas
 
 @dataclass
 class Placement:
-    """Where the tokens of the next forward go, shared by a cache's layers. By default after the end, the same slots in
-    every row.
+    """The slots that the tokens of the next forward go to, shared by a cache's layers. By default after the end, the
+    same slots in every row.
 
     `slots` (W, R): for rows that differ, the slot of every token of the W rows in `written`, the others are not
     written. `high`: the greatest first slot of a row. `low`: the least slot a token stands at (a tree's nodes are
-    written further on than they stand). `is_final`: nothing of it will be taken back, so windowed layers need not keep
-    more than their window.
+    written further on than they stand). `is_final`: nothing of it will be taken back, so windowed layers need not
+    keep more than their window.
     """
 
     slots: Tensor | None = None
@@ -33,8 +33,8 @@ class Placement:
     is_final: bool = False
 
     def place(self, starts: Mirrored, num_tokens: int, device: torch.device, commit: Commit | None = None) -> None:
-        """As many tokens a sequence, from slot `starts[b]` on; with a commit, only the sequences that go on after it
-        are written."""
+        """Places as many tokens a sequence, from slot `starts[b]` on; with a commit, only the sequences that go on
+        after it are written."""
         going = range(len(starts.host)) if commit is None else commit.going
         first = [starts.host[b] for b in going]
         self.low = min(first)
@@ -72,7 +72,9 @@ class SlotLayer(DynamicLayer):
         self.is_sliding = window is not None
         self.is_compileable = fixed  # transformers then masks unused slots, also for a single token
         self.buffers: list[Tensor] = []  # keys, values
-        self.first = self.end = self.settled = 0  # settled: as far as tokens have been accepted
+        self.first = 0
+        self.end = 0
+        self.settled = 0  # as far as tokens have been accepted
         # buffers and `first` it began with; with a window they are never written to
         self.taken_over: tuple[list[Tensor], int] = [], 0
 
@@ -206,8 +208,8 @@ class SlotLayer(DynamicLayer):
         return self.end
 
     def get_max_length(self) -> int:
-        """As of a stock layer of its kind: how many slots a static one has (BLOOM makes its mask as long), -1 for one
-        that grows."""
+        """The answer of a stock layer of its kind: how many slots a static one has (BLOOM makes its mask as long),
+        -1 for one that grows."""
         return self.get_mask_sizes(0)[0] if self.fixed else super().get_max_length()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

@@ -53,8 +53,8 @@ class SlotMask:
         return mask.masked_fill_(~allowed, least)[:, None]
 
     def _allowed(self, first: int, end: int, window: int | None) -> Tensor:
-        """Where a query may look (B, Q, end - first), of the slots from `first` on: new tokens may have left the
-        window, too."""
+        """Returns where a query may look (B, Q, end - first), of the slots from `first` on: new tokens may have left
+        the window, too."""
         visible, device = self.visible, self.visible.device
         begin = self.starts.on(device)[..., None]
         slot = torch.arange(first, end, device=device)
@@ -79,8 +79,8 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def ancestors_of(parents: Tensor, depth: int) -> Tensor:
-    """Parents (B, K) of the nodes 1 to K of a tree, each before its children and none deeper than `depth`; node 0 is the
-    root -> whether node j is on the path to node i (B, K + 1, K + 1), i itself included."""
+    """Parents (B, K) of the nodes 1 to K of a tree, each before its children and none deeper than `depth`; node 0 is
+    the root -> whether node j is on the path to node i (B, K + 1, K + 1), i itself included."""
     num_sequences, count = parents.shape
     paths = torch.eye(count + 1, device=parents.device).repeat(num_sequences, 1, 1)
     paths[:, 1:].scatter_(2, parents[:, :, None], 1.0)  # who is at most one step up

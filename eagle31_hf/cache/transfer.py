@@ -23,7 +23,7 @@ class Mirrored:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all sequences have the same integer, so that no copy on a device is needed."""
+        """Returns whether all sequences have the same integer, so that no copy on a device is needed."""
         return min(self.host) == max(self.host)
 
     def on(self, device: torch.device) -> Tensor:

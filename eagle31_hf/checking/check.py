@@ -87,7 +87,7 @@ class TargetReport:
         return {capability.name: capability for capability in self.capabilities}[name]
 
     def as_dict(self) -> dict[str, Any]:
-        """What can be written as JSON: `capabilities` is {name: {"answer", "text"}}, `drafter` {"name", "fits",
+        """Returns what can be written as JSON: `capabilities` is {name: {"answer", "text"}}, `drafter` {"name", "fits",
         "num_parameters", "num_bytes", "config", "findings": [{"name", "fits", "text"}]} or null, the rest as the
         fields."""
         found = {name: value for name, value in vars(self).items() if name not in ("capabilities", "drafter")}
@@ -262,7 +262,8 @@ def tiny_layer_ids(source: TargetSource, tiny: Any, like: Any) -> list[int] | No
 
 
 def _verdict(capabilities: list[Capability], drafter: DrafterReport | None) -> tuple[bool, str]:
-    """Whether the target decodes with a drafter, with this one where one was named, and the sentence that says so."""
+    """Returns whether the target decodes with a drafter, with this one where one was named, and the sentence that
+    says so."""
     by_answer: dict[str, list[str]] = {}
     for each in capabilities:
         by_answer.setdefault(each.answer, []).append(each.name.replace("_", " "))

@@ -30,7 +30,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class DrafterReport:
-    """What a drafter is and whether it fits. `config` is None where its checkpoint could not be read, as `findings`
+    """A drafter's kind, and whether it fits. `config` is None where its checkpoint could not be read, as `findings`
     then say."""
 
     name: str

@@ -102,7 +102,8 @@ def groups(value: int, config: dict[str, Any]) -> int:
 RULES: tuple[tuple[str, Rule], ...] = (
     (r"(text_)?vocab_size(_per_layer_input)?|padded_vocab_size", always(VOCAB)),
     (
-        r"hidden_size|n_embd|d_model|dim|embed_dim|lru_width|word_embed_proj_dim|embedding_size|dense_hidden_size|out_hidden_size"
+        r"hidden_size|n_embd|d_model|dim|embed_dim|lru_width|word_embed_proj_dim|embedding_size|dense_hidden_size"
+        r"|out_hidden_size"
         r"|projection_dim|text_hidden_size|embedding_dim|emb_dim|vision_output_dim",
         always(WIDTH),
     ),
@@ -128,12 +129,14 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (r"q_lora_rank", at_most(24)),
     (r"laurel_rank|\w+_rank|hidden_size_per_layer_input", at_most(8)),
     (
-        r"moe_(\w+_)?intermediate_size|\w*expert\w*_intermediate_size|shared_intermediate_size|(expert_)?ffn_hidden_size",
+        r"moe_(\w+_)?intermediate_size|\w*expert\w*_intermediate_size|shared_intermediate_size"
+        r"|(expert_)?ffn_hidden_size",
         at_most(32),
     ),
     (r"\w*intermediate_size\w*|n_inner|dff|d_ff|\w*ffn_dim|\w*ffn_hidden_size|mlp_dim", at_most(96)),
     (
-        r"num_experts_per_tok(en)?|num_experts_per_topk|moe_top_?k|moe_k|top_k_experts|experts_per_token|moe_num_experts_per_tok",
+        r"num_experts_per_tok(en)?|num_experts_per_topk|moe_top_?k|moe_k|top_k_experts|experts_per_token"
+        r"|moe_num_experts_per_tok",
         at_most(2),
     ),
     (r"n_shared_experts|num_shared_experts|moe_num_shared_experts", at_most(1)),
@@ -280,8 +283,8 @@ def _kept_layers(values: dict[str, Any], num_layers: int) -> list[int]:
 
 
 def _kind(values: dict[str, Any], num_layers: int, layer: int) -> tuple:
-    """What a config says of one layer: in lists with an entry per layer, in lists of layer numbers, and in counts of
-    first layers."""
+    """Returns what a config says of one layer: in lists with an entry per layer, in lists of layer numbers, and in
+    counts of first layers."""
     kind: list[Any] = []
     for name, value in values.items():
         if (

@@ -180,8 +180,8 @@ def fit_head(drafter: Eagle31DrafterModel, target: PreTrainedModel, text: Tensor
 
 
 def departures(sequences: Tensor, alone: GenerateDecoderOnlyOutput) -> Iterator[tuple[int, int, float]]:
-    """For every row of `sequences` (B, L) that differs from what the target generates alone: the row's number, its
-    first new token that differs, and by how much the target's logits there prefer its own token."""
+    """Returns for every row of `sequences` (B, L) that differs from what the target generates alone: the row's
+    number, its first new token that differs, and by how much the target's logits there prefer its own token."""
     num_given = alone.sequences.shape[1] - len(alone.logits)
     for row, (ours, own) in enumerate(zip(sequences, alone.sequences, strict=True)):
         places = (ours != own).nonzero()

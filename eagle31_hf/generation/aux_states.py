@@ -24,7 +24,7 @@ class AuxStates:
 
     @property
     def is_full(self) -> bool:
-        """Whether every sequence has all `len(self)` tokens."""
+        """Returns whether every sequence has all `len(self)` tokens."""
         return min(self.counts.host) == len(self)
 
     @classmethod

@@ -16,7 +16,9 @@ class Engine:
 
     def run(self) -> Any:
         """Returns what `generate` returns."""
-        executor, planner, recorder = self.executor, self.planner, self.executor.recorder
+        executor = self.executor
+        planner = self.planner
+        recorder = self.executor.recorder
         recorder.prefill([len(tokens) for tokens in executor.prefill().tokens])
         while not all(executor.sequences.finished):
             room = executor.room()

@@ -27,8 +27,8 @@ from .unread_states import UnreadStates
 
 @dataclass(frozen=True)
 class Room:
-    """How far a round may draft. `depth`: levels; `nodes`: of a tree, the root included; `num_unread`: tokens of each
-    sequence that the drafter reads first."""
+    """The room a round has for drafts. `depth`: levels; `nodes`: of a tree, the root included; `num_unread`: tokens
+    of each sequence that the drafter reads first."""
 
     depth: int
     nodes: int
@@ -56,7 +56,7 @@ class Executor(Protocol):
         ...
 
     def room(self) -> Room:
-        """How far the next round may draft."""
+        """Returns how far the next round may draft."""
         ...
 
     def round(self, plan: Plan) -> "Outcome":

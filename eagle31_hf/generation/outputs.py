@@ -1,5 +1,5 @@
-"""What `return_dict_in_generate` asks for, cut from multi-token forwards into the pieces plain generate returns, one
-per token."""
+"""The outputs that `return_dict_in_generate` asks for, cut from multi-token forwards into the pieces plain generate
+returns, one per token."""
 
 from typing import Any
 
@@ -48,7 +48,7 @@ class OutputCollector:
             self.attentions += cut(outputs.attentions, num_tokens, self.past_key_values)
 
     def result(self, sequences: Tensor) -> Tensor | GenerateDecoderOnlyOutput:
-        """What generate() returns."""
+        """Returns what generate() returns."""
         if not self.wanted:
             return sequences
         collected: dict[str, Any] = {

@@ -38,7 +38,7 @@ PER_SEQUENCE = (
 
 
 def are(processors: LogitsProcessorList, kinds: tuple[type, ...]) -> bool:
-    """Whether every processor is of one of these very classes."""
+    """Returns whether every processor is of one of these very classes."""
     return all(type(processor) in kinds for processor in processors)
 
 
@@ -48,7 +48,7 @@ def of(processors: LogitsProcessorList, kinds: tuple[type, ...]) -> LogitsProces
 
 
 def temperature(processors: LogitsProcessorList) -> float:
-    """What the logits are divided by, all in all."""
+    """Returns what the logits are divided by, all in all."""
     return prod(processor.temperature for processor in processors if isinstance(processor, TemperatureLogitsWarper))
 
 
@@ -70,8 +70,8 @@ def _of_sequence(processor: Any, b: int, num_sequences: int) -> Any:
 
 
 def apply(processors: list[LogitsProcessorList], contexts: list[Tensor], logits: Tensor) -> Tensor:
-    """Scores for logits (R, V), whose texts are `contexts[r]` (1, L_r): as many of each sequence, one sequence after the
-    other."""
+    """Scores for logits (R, V), whose texts are `contexts[r]` (1, L_r): as many of each sequence, one sequence after
+    the other."""
     if not processors[0]:
         return logits
     if are(processors[0], POINTWISE):

@@ -14,8 +14,8 @@ SUPPORTED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, Generati
 
 
 def why_no_target(model_class: type, config: PreTrainedConfig) -> str | None:
-    """Returns why no drafter can work for models of a class, whatever is asked of them; None where nothing is known against
-    it."""
+    """Returns why no drafter can work for models of a class, whatever is asked of them; None where nothing is known
+    against it."""
     name = model_class.__name__
     if config.is_encoder_decoder:
         return f"{name} is an encoder-decoder; expected a decoder-only causal LM"
@@ -27,7 +27,8 @@ def why_no_target(model_class: type, config: PreTrainedConfig) -> str | None:
 def check_request(
     target: PreTrainedModel, drafter: Eagle31DrafterModel, config: GenerationConfig, mode: GenerationMode
 ) -> None:
-    """Raises ValueError where drafter and target do not fit, or the generation config asks for what is not supported."""
+    """Raises ValueError where drafter and target do not fit, or the generation config asks for what is not
+    supported."""
     caches = (None, "dynamic", "static", "offloaded")
     refusal = why_no_target(type(target), target.config)
     rules = (

@@ -81,7 +81,7 @@ class RejectionSampler:
 
     @property
     def only_compares(self) -> bool:
-        """Whether it only compares logits, so that they may be of any dtype and are not written to."""
+        """Returns whether it only compares logits, so that they may be of any dtype and are not written to."""
         return self.noise is None and not self.processors and not self.keeps_scores
 
     def accept(self, sequences: Sequences, drafts: DraftTokens, logits: Tensor, ends: Ends) -> Accepted:
@@ -112,7 +112,8 @@ class RejectionSampler:
         return OfDrawnDrafts(self, sequences, drafts, scores)
 
     def saves_waits(self, logits: Tensor) -> bool:
-        """Whether work on nodes that are not reached is worth the waits it saves: not where the host computes."""
+        """Returns whether work on nodes that are not reached is worth the waits it saves: not where the host
+        computes."""
         return logits.device.type != "cpu"
 
     def choose(
@@ -169,8 +170,8 @@ class LockStepSampler(RejectionSampler):
     is_lock_step = True
 
     def accept(self, sequences: Sequences, drafts: DraftTokens, logits: Tensor, ends: Ends) -> Accepted:
-        """As many tokens as all sequences accept, up to the first with which one ends. With EOS ids, a sequence that
-        has ended is padded and does not hold back the others."""
+        """Accepts as many tokens as all sequences do, up to the first with which one ends. With EOS ids, a sequence
+        that has ended is padded and does not hold back the others."""
         all_b, drafted = range(len(sequences)), drafts.ids
         host, (spoiled,) = drafts.on_host(are_spoiled(logits, drafts).any(0))
         was_finished, is_short = sequences.finished, False
@@ -250,7 +251,9 @@ class NodeByNode(Choices):
         new = self.prefixes[b].new_tensor([tokens], dtype=torch.long)
         context = torch.cat((self.prefixes[b], new), dim=1) if tokens else self.prefixes[b]
         scores = self.processors[b](context, self.logits[b, node : node + 1])  # type: ignore[arg-type]
-        draft, q_logits, drafts = None, None, self.drafts
+        draft = None
+        q_logits = None
+        drafts = self.drafts
         if drafts.logits is not None and node < drafts.ids.shape[1]:
             draft = drafts.ids[b, node : node + 1]
             q_logits = drafts.logits[b, node : node + 1]

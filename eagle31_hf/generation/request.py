@@ -43,7 +43,7 @@ WrapSampler = Callable[[RejectionSampler], RejectionSampler]
 
 @dataclass
 class Request:
-    """What `generate` hands to a decoding method, and the drafter. `input_ids` (B, L) are left-padded."""
+    """The arguments that `generate` hands to a decoding method, and the drafter. `input_ids` (B, L) are left-padded."""
 
     target: PreTrainedModel
     drafter: Eagle31DrafterModel
@@ -87,8 +87,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Mode:
-    """How a request may be decoded. `may_draft`: the target can verify drafts; `draws_trees`: trees, not only chains;
-    `is_lock_step`: sequences of the batch stay equally long, since something looks at all of them at once."""
+    """The way a request may be decoded. `may_draft`: the target can verify drafts; `draws_trees`: trees, not only
+    chains; `is_lock_step`: sequences of the batch stay equally long, since something looks at all of them at once."""
 
     may_draft: bool
     draws_trees: bool
@@ -182,8 +182,8 @@ def proposer_of(request: Request, runner: TargetRunner, noise: Noise | None) -> 
 
 
 def noise_of(request: Request, mode: Mode) -> Noise | None:
-    """The random numbers of a sampled call. Rejection sampling accepts more of a chain; coupled noise makes the text the
-    same whatever is drafted, for this sequence or others of the batch."""
+    """The random numbers of a sampled call. Rejection sampling accepts more of a chain; coupled noise makes the text
+    the same whatever is drafted, for this sequence or others of the batch."""
     if not request.generation_config.do_sample:
         return None
     count, length = request.input_ids.shape

@@ -35,8 +35,8 @@ class Stopping:
 
 
 class Ends:
-    """Which sequences have ended, in `finished`, as far as it has been asked in one round. `scores`: of all tokens so
-    far, where they are kept."""
+    """The sequences that have ended, in `finished`, as far as it has been asked in one round. `scores`: of all
+    tokens so far, where they are kept."""
 
     def __init__(self, stopping: Stopping, sequences: Sequences, scores: tuple[Tensor, ...] | None = None):
         self.stopping = stopping
@@ -45,7 +45,7 @@ class Ends:
         self.finished = list(sequences.finished)
 
     def after(self, b: int, tokens: list[int], new_scores: list[Tensor]) -> bool:
-        """Whether sequence b ends with the last of its new tokens; asked once for each of them, in order.
+        """Returns whether sequence b ends with the last of its new tokens; asked once for each of them, in order.
         `new_scores`: (1, V) a token, where they are kept."""
         self.finished[b] = self._is_met(b, tokens, new_scores)
         if self.stopping.streamer is not None:

@@ -57,12 +57,12 @@ class TargetRunner:
 
     @property
     def takes_slots(self) -> bool:
-        """Whether its cache can hold trees and rows of different lengths."""
+        """Returns whether its cache can hold trees and rows of different lengths."""
         return self.placement is not None
 
     def passes_positions(self, input_ids: Tensor) -> bool:
-        """Whether `generate` passes position ids to the model. A model that gets none derives them by a rule of its
-        own, which is right for plain sequences, but not for trees and rows of different lengths."""
+        """Returns whether `generate` passes position ids to the model. A model that gets none derives them by a rule
+        of its own, which is right for plain sequences, but not for trees and rows of different lengths."""
         if self._last_position is None:
             return False
         return "position_ids" in self.target.prepare_inputs_for_generation(
@@ -71,8 +71,8 @@ class TargetRunner:
 
     @property
     def cache_outlives_call(self) -> bool:
-        """Whether the caller keeps the cache: rows that end before others must then leave in it what plain decoding
-        writes."""
+        """Returns whether the caller keeps the cache: rows that end before others must then leave in it what plain
+        decoding writes."""
         return getattr(self.past_key_values, "_is_user_defined", False)
 
     def prefill(self, input_ids: Tensor) -> CausalLMOutputWithPast:
@@ -171,8 +171,8 @@ class TargetRunner:
         return self.target(**inputs, return_dict=True)
 
     def keep(self, sequences: Sequences, commit: Commit, num_nodes: int) -> None:
-        """Of the last forward's `num_nodes` nodes keeps those of the commit's paths in the cache, drops the others; the
-        sequences lack the new tokens yet."""
+        """Keeps the nodes of the commit's paths in the cache, of the last forward's `num_nodes`, and drops the
+        others; the sequences lack the new tokens yet."""
         if self.placement is None:
             cache.crop(self.past_key_values, num_nodes - len(commit.paths[0]))
         else:

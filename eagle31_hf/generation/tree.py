@@ -86,7 +86,7 @@ class HostDrafts:
     guess_log_probs: list[list[float]] | None = None
 
     def children(self, b: int) -> list[dict[int, int]]:
-        """For every node of sequence b, the root first, its children: token id -> node."""
+        """Returns for every node of sequence b, the root first, its children: token id -> node."""
         found: list[dict[int, int]] = [{} for _ in range(len(self.ids[b]) + 1)]
         parents = range(len(self.ids[b])) if self.parents is None else self.parents[b]
         for node, (token, parent) in enumerate(zip(self.ids[b], parents, strict=True), start=1):
@@ -110,8 +110,8 @@ def depths_of(parents: list[int]) -> list[int]:
 
 
 class Expansion:
-    """The candidates that an expansion has scored so far, for B sequences alike; every level adds the k children of each
-    node of the frontier. Of a chain k is 1.
+    """The candidates that an expansion has scored so far, for B sequences alike; every level adds the k children of
+    each node of the frontier. Of a chain k is 1.
 
     Source: EAGLE-2 (arXiv 2406.16858), section 4: expand the best of each level, rerank all of them at the end.
     """
@@ -186,8 +186,8 @@ class Expansion:
 
 
 class VisibleNodes:
-    """Which of the nodes a drafter has run each node of the last level sees: its ancestors and itself, in the order
-    they ran."""
+    """The nodes that each node of the last level sees, of those the drafter has run: its ancestors and itself, in
+    the order they ran."""
 
     def __init__(self, num_sequences: int, device: torch.device):
         self.num_sequences, self.device = num_sequences, device

@@ -78,7 +78,7 @@ class CapturedStates:
         return torch.cat([*self.pieces()], dim=1)
 
     def pieces(self, size: int | None = None) -> Iterator[Tensor]:
-        """What `take` returns, in pieces of at most `size` tokens, so that no copy of all of it is made."""
+        """Returns what `take` returns, in pieces of at most `size` tokens, so that no copy of all of it is made."""
         if not all(self._chunks):
             raise ValueError(
                 "EAGLE drafting: the target skipped a layer that the drafter reads (as those for images, without one);"
@@ -135,7 +135,8 @@ def _forward_hooks(decoder: nn.Module, captured: CapturedStates) -> list:
 
 
 def _hook(layers: nn.ModuleList, layer_id: int, index: int, captured: CapturedStates):
-    """State 0 is the input of the first layer, state i the output of the i-th (counted from 1), before any final norm."""
+    """State 0 is the input of the first layer, state i the output of the i-th (counted from 1), before any final
+    norm."""
     if layer_id == 0:
 
         def before(module, args, kwargs):

@@ -44,7 +44,7 @@ _verdicts: dict[tuple, str | None] = {}
 
 
 def why_no_trees(target: PreTrainedModel, is_told_positions: bool = True) -> str | None:
-    """None where trees are verified as sequences would be, else the reason, logged the first time it is found.
+    """Returns None where trees are verified as sequences would be, else the reason, logged the first time it is found.
 
     `is_told_positions`: whether `generate` hands positions to its forward; one that a user has wrapped may hide that it
     takes them.
@@ -54,16 +54,16 @@ def why_no_trees(target: PreTrainedModel, is_told_positions: bool = True) -> str
 
 
 def why_no_drafts_with_attentions(target: PreTrainedModel) -> str | None:
-    """None where a forward that returns attentions reads several tokens as it reads them one by one, else the reason,
-    logged the first time it is found. Some have other code for such forwards: Falcon's adds the sdpa implementation's
-    boolean mask, so that tokens see those after them."""
+    """Returns None where a forward that returns attentions reads several tokens as it reads them one by one, else
+    the reason, logged the first time it is found. Some have other code for such forwards: Falcon's adds the sdpa
+    implementation's boolean mask, so that tokens see those after them."""
     return _verdict("nothing is drafted while attentions are returned", target, True, lambda: _try_attentions(target))
 
 
 def _verdict(
     meaning: str, target: PreTrainedModel, is_told_positions: bool, find: Callable[[], str | None]
 ) -> str | None:
-    """What is known, or is now found."""
+    """Returns what is known, or is now found."""
     config, implementation = target.config.get_text_config(decoder=True), str(target.config._attn_implementation)
     key = (
         meaning,
@@ -108,8 +108,8 @@ def _try_attentions(target: PreTrainedModel) -> str | None:
 def _judged(
     target: PreTrainedModel, error_of: Callable[[PreTrainedModel], float], refuses: str, differs: str
 ) -> str | None:
-    """None where the error is one of rounding. An exception that comes again is a `Refusal`; one that does not was not
-    the target's, and is raised."""
+    """Returns None where the error is one of rounding. An exception that comes again is a `Refusal`; one that does
+    not was not the target's, and is raised."""
     try:
         error = error_of(target)
     except FAILURES as failure:

@@ -20,7 +20,9 @@ PLAIN_EVERY = 128  # every so many rounds one without drafting measures what dra
 # Plain rounds after drafting was slower than plain decoding: at first, and at most; each pause is longer than the one
 # before by GROWTH. With PROBES drafted rounds between pauses, a target for which drafting never pays loses some ten
 # rounds of the first thousand.
-FIRST_PAUSE, LONGEST_PAUSE, GROWTH = 8, 512, 4
+FIRST_PAUSE = 8
+LONGEST_PAUSE = 512
+GROWTH = 4
 PROBES = 2
 USUAL_READ = 8  # tokens: a longer reading catches up on a pause, which drafting is not to be blamed for
 MAX_NODES = COUNTS[-1] + 1
@@ -56,14 +58,14 @@ class AutoPlanner:
         return Plan(min(MAX_DEPTH, max_depth), self.top_k, width, nodes, self.controller)
 
     def _is_trial(self) -> bool:
-        """Whether a round is drafted to learn what drafts of a size cost."""
+        """Returns whether a round is drafted to learn what drafts of a size cost."""
         known = self.known
         if known.drafting.rounds < FEWEST_TRIALS:
             return True
         return known.drafting.rounds < len(TRIALS) and known.drafting.value > HOPELESS * known.plain.value
 
     def _is_plain(self) -> bool:
-        """Whether this round does without drafts: in a pause, or to measure plain decoding."""
+        """Returns whether this round does without drafts: in a pause, or to measure plain decoding."""
         known = self.known
         if self.pause_left > 0:
             self.pause_left -= 1
@@ -147,7 +149,7 @@ class AutoPlanner:
 
 
 def explanation(known: Knowledge, drafts_by_count: Counter[int]) -> str:
-    """What auto knows, and how many drafts it verified a round, in two lines for people."""
+    """Returns what auto knows, and how many drafts it verified a round, in two lines for people."""
     sizes = known.verify.known
     ends = sizes[:1] + sizes[-1:] if len(sizes) > 1 else sizes
     verify = ", ".join(f"{1000 * seconds:.1f} ms for {count}" for count, seconds in ends)

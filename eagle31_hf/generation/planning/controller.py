@@ -52,7 +52,7 @@ class LevelController:
         return self.calibration(log_probs, level)
 
     def width(self, scores: Tensor, level: int) -> int:
-        """How many of a level's candidates, with log-chances (B, C), the next level starts from."""
+        """Returns how many of a level's candidates, with log-chances (B, C), the next level starts from."""
         self.totals.append(scores.tolist())
         self._marks.append(self._clock.mark())
         best = [sorted(map(math.exp, row), reverse=True)[: self.max_width] for row in self.totals[-1]]
@@ -67,7 +67,9 @@ class LevelController:
             return min(width, len(best[0])) if (level + 1) * width < self.trial else 0
         hope = EXPLORATION_BONUS * self.calibration.going_on[min(level + 1, MAX_DEPTH - 1)]
         widths = [width for width in WIDTHS if width <= len(best[0])]
-        values, gained, done = [], 0.0, 0
+        values = []
+        gained = 0.0
+        done = 0
         for width, seconds in zip(widths, estimate(self.step, tuple(widths)), strict=True):
             gained += sum(max(0.0, chance * hope - self._draft_tokens) for row in best for chance in row[done:width])
             done = width
@@ -84,7 +86,7 @@ class LevelController:
         return Selection(count, max(depths), min(depths) == count)
 
     def _best_count(self, ranked: list[list[tuple[float, int]]], limit: int) -> int:
-        """How many of the best candidates bring more than they cost."""
+        """Returns how many of the best candidates bring more than they cost."""
         sums, gained = [0.0], 0.0
         for place in zip(*ranked, strict=True):
             gained += sum(math.exp(score) for score, _ in place)

@@ -1,4 +1,4 @@
-"""What has been learned of a drafter and a target working together; it outlives calls."""
+"""The knowledge about a drafter and a target working together; it outlives calls."""
 
 import threading
 from dataclasses import dataclass, field

@@ -10,7 +10,7 @@ UNLIMITED = 2**31  # nodes
 
 @dataclass(frozen=True)
 class Selection:
-    """Which candidates are verified: the best `count`, which lie in `depth` levels (None: not known); `is_chain`: in
+    """The candidates that are verified: the best `count`, which lie in `depth` levels (None: not known); `is_chain`: in
     every sequence one in each level."""
 
     count: int
@@ -50,7 +50,7 @@ class Plan:
 
     @property
     def is_scored(self) -> bool:
-        """Whether candidates are compared with each other, so that their probabilities are needed."""
+        """Returns whether candidates are compared with each other, so that their probabilities are needed."""
         return self.top_k > 1 or self.controller is not None
 
 

@@ -21,7 +21,7 @@ OWN_DEFAULTS = {
 
 @dataclass(frozen=True)
 class DraftingSettings:
-    """How to draft. `depth` None: auto. `top_k`, `total_tokens` None: the usual value for the depth."""
+    """The way to draft. `depth` None: auto. `top_k`, `total_tokens` None: the usual value for the depth."""
 
     depth: int | None
     threshold: float
@@ -66,5 +66,5 @@ def resolve_settings(
 
 
 def _is_stock(value: Any, stock: Any) -> bool:
-    """Whether a value is the one transformers fills in. An array, say, would compare as an array."""
+    """Returns whether a value is the one transformers fills in. An array, say, would compare as an array."""
     return isinstance(value, Real) and value == stock

@@ -1,0 +1,139 @@
+"""The embedding and head that a drafter shares with its target, beside those it has of its own.
+
+B batch, T tokens, h drafter width, V target vocabulary, Vd draft vocabulary.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cosine_similarity
+from transformers.utils import logging
+
+from . import vocab
+from .configuration import Eagle31Config
+from .targets.ends import TargetTie, check_loaded, execution_device, rows_of, scores_of, shape_of
+
+logger = logging.get_logger(__name__)
+
+
+class SharesTarget(nn.Module):
+    """The part of a drafter that embeds tokens and scores states, by its own modules or by those of its target."""
+
+    config: Eagle31Config
+    embed_tokens: Any
+    lm_head: Any
+    norm: nn.RMSNorm
+    tie: TargetTie
+
+    def get_input_embeddings(self) -> nn.Module | None:
+        """Its own table, else the target's, else None while no target has been seen, or when it is gone."""
+        return self.tie.get()[0] if self.embed_tokens is None else self.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Gives the drafter a table (V, h) of its own."""
+        self.embed_tokens = value
+        self.config.share_target_embeddings = False
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """Its own head, else the target's, else None while no target has been seen, or when it is gone."""
+        return self.tie.get()[1] if self.lm_head is None else self.lm_head
+
+    def load_target_embeddings(self, target: Any) -> None:
+        """Ties the drafter to the target's input embedding, and to its head where the checkpoint has none, without a
+        copy.
+
+        Both are held weakly, for this thread and for those that have tied no other: keep the target yourself. They may
+        be quantized, offloaded, or wrapped by an adapter. Raises ValueError when the target's width or vocabulary is
+        not the one the drafter was made for, and when weights that are needed are on the meta device with nothing to
+        load them.
+        """
+        embedding: Any = target.get_input_embeddings()
+        head = target.get_output_embeddings()
+        self._check_fits(target, embedding)
+        check_loaded(self, "the drafter")
+        if self.embed_tokens is None:
+            check_loaded(embedding, "the target's embedding, which the drafter shares,")
+        if self.lm_head is None and head is not None:
+            check_loaded(head, "the target's head, which the drafter shares,")
+        before, _ = self.tie.get()
+        self.tie.set(embedding, head)
+        if (
+            before is not embedding
+            and self.embed_tokens is not None
+            and unrelated(self.embed_tokens.weight, embedding.weight)
+        ):
+            logger.warning(
+                "the drafter's own embedding has nothing in common with the target's, as in checkpoints of TorchSpec"
+                " before March 2026, where it is random. If it was not trained from scratch, load with"
+                " share_target_embeddings=True."
+            )
+
+    def _check_fits(self, target: Any, embedding: Any) -> None:
+        """Raises ValueError when a target's width or vocabulary is not the one the drafter was made for."""
+        rows, width = shape_of(embedding)
+        trained_for = (
+            f"the drafter was made for {self.config.target_model or 'a target it does not name'}; pass that target."
+        )
+        target_width = target.config.get_text_config().hidden_size
+        if target_width != self.config.target_hidden_size:
+            raise ValueError(
+                f"the target's width is {target_width}, the drafter expects {self.config.target_hidden_size}:"
+                f" {trained_for}"
+            )
+        if self.embed_tokens is None and width != self.config.hidden_size:
+            raise ValueError(
+                f"the target's embedding is {width} wide, the drafter that shares it {self.config.hidden_size}:"
+                f" {trained_for}"
+            )
+        if not vocab.same_vocabulary(self.config.vocab_size, rows):
+            raise ValueError(
+                f"the target's vocabulary has {rows} ids, the drafter's {self.config.vocab_size} (more than padding"
+                f" apart): {trained_for}"
+            )
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor of the device and dtype that the drafter's activations have, quantized or offloaded as it may be."""
+        weight = self.norm.weight  # a norm is never quantized
+        return weight if not weight.is_meta else weight.new_empty(0, device=execution_device(self))
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Token ids (B, T) -> embeddings (B, T, h) on the drafter's device, unscaled even where the target scales its
+        own."""
+        table: Any = self.get_input_embeddings()
+        if table is None:
+            raise RuntimeError(
+                "the drafter has no embedding yet, or no longer: its checkpoint shares the target's, which has to be"
+                " kept. Call drafter.load_target_embeddings(target)."
+            )
+        return rows_of(table, input_ids).to(self.like)
+
+    def score(self, normed: Tensor) -> Tensor:
+        """Post-norm states (B, T, h) -> draft logits (B, T, Vd)."""
+        head: Any = self.get_output_embeddings()
+        if head is None:
+            raise RuntimeError(
+                "the drafter has no head yet, or no longer: its checkpoint shares the target's, which has to be kept. "
+                "Call drafter.load_target_embeddings(target)."
+            )
+        logits = scores_of(head, normed).to(normed)
+        return logits if self.config.logit_scale == 1.0 else logits * self.config.logit_scale
+
+
+@torch.no_grad()
+def unrelated(table: Tensor, other: Tensor) -> bool:
+    """Returns whether rows of two embeddings (V, h) of one width point in unrelated directions, seen on up to 256
+    rows."""
+    if (
+        table.shape[1] != other.shape[1]
+        or not other.is_floating_point()
+        or "meta" in (table.device.type, other.device.type)
+    ):
+        return False
+    rows = torch.linspace(0, min(len(table), len(other)) - 1, 256, dtype=torch.long).unique()
+    similarity = cosine_similarity(
+        table[rows.to(table.device)].float(), other[rows.to(other.device)].float().to(table.device)
+    )
+    # four standard deviations of random directions
+    return bool(similarity.mean() < 4 / (len(rows) * table.shape[1]) ** 0.5)
