@@ -16,25 +16,19 @@ class Commit:
     """The tokens that one forward adds to every sequence, on the host and, by one copy, on the device.
 
     `tokens[b]` follow the tokens of sequence b; `paths[b]` are the nodes of the forward that they and the token before
-    them were accepted at; `counts`: how many they are; `ids` (B, M): the tokens, padded with `pad_token_id`; `path`
-    (B, P): the paths, padded with nodes that stay where they are, or None where all of them are the first nodes;
-    `going`: which sequences go on, on the host, `going_index` (W,) on the device.
+    them were accepted at; `counts`: how many they are; `ids` (B, M): the tokens, padded with 0, which every embedding
+    has, since the drafter reads them; `path` (B, P): the paths, padded with nodes that stay where they are, or None
+    where all of them are the first nodes; `going`: which sequences go on, on the host, `going_index` (W,) on the
+    device.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        tokens: list[list[int]],
-        paths: list[list[int]],
-        finished: Sequence[bool],
-        pad_token_id: int = 0,
-    ):
+    def __init__(self, device: torch.device, tokens: list[list[int]], paths: list[list[int]], finished: Sequence[bool]):
         self.tokens = tokens
         self.paths = paths
         self.going = [b for b, has_finished in enumerate(finished) if not has_finished]
         counts = [len(new) for new in tokens]
         longest = max(counts)
-        columns: list[Sequence] = [[new + [pad_token_id] * (longest - len(new)) for new in tokens]]
+        columns: list[Sequence] = [[new + [0] * (longest - len(new)) for new in tokens]]
         columns.append(counts)
         columns.append(self.going)
         self.are_prefixes = all(path == list(range(len(path))) for path in paths)

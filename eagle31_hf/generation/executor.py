@@ -136,7 +136,7 @@ class EagerExecutor:
         """The drafts of a round."""
         sequences = self.sequences
         if plan.depth < 1:
-            return DraftTokens.none(sequences.padded(), is_plain=self.was_short)
+            return DraftTokens.none(sequences.last(), is_plain=self.was_short)
         drafts = self.proposer.propose(self.unread.take(), sequences.prefixes(), plan).to(sequences.device)
         if self._is_lock_step and self.stopping.eos_token_ids:  # plain decoding feeds padding to ended sequences
             ended = [b for b, finished in enumerate(sequences.finished) if finished]
@@ -150,7 +150,7 @@ class EagerExecutor:
         sequences = self.sequences
         ends = Ends(self.stopping, sequences, self.collector.scores)
         accepted = self.sampler.accept(sequences, drafts, logits, ends)
-        commit = Commit(sequences.device, accepted.tokens, accepted.paths, accepted.finished, sequences.pad_token_id)
+        commit = Commit(sequences.device, accepted.tokens, accepted.paths, accepted.finished)
         self.runner.keep(sequences, commit, drafts.num_nodes)
         self.unread.queue(commit)
         sequences.append(commit, accepted.finished)

@@ -46,7 +46,11 @@ class Sequences:
 
     def padded(self) -> Tensor:
         """All sequences (B, length of the longest), shorter ones padded on the right."""
-        return self._ids[:, : max(self.lengths.host)]
+        ids = self._ids[:, : max(self.lengths.host)]
+        if self.lengths.is_uniform:
+            return ids
+        is_padding = torch.arange(ids.shape[1], device=ids.device) >= self.lengths.on(ids.device)
+        return ids.masked_fill(is_padding, self.pad_token_id)
 
     def last(self) -> Tensor:
         """The token committed last in every sequence (B, 1)."""
@@ -60,7 +64,7 @@ class Sequences:
         num_new = commit.ids.shape[1]
         end = max(self.lengths.host) + num_new
         if end > self._ids.shape[1]:
-            ample = self._ids.new_full((len(self), end + end // 4 + 64), self.pad_token_id)
+            ample = self._ids.new_zeros(len(self), end + end // 4 + 64)
             ample[:, : self._ids.shape[1]] = self._ids
             self._ids = ample
         if self.lengths.is_uniform:

@@ -242,6 +242,18 @@ def test_padding_nobody_set_is_eos(target, drafter):
     assert_close("text", output, alone(target, prompts, eos_token_id=7, pad_token_id=None, **GREEDY))
 
 
+@pytest.mark.parametrize("pad", [VOCAB + 500, -1])
+@each_drafting
+def test_padding_that_no_embedding_has(target, drafter, pad, drafting):
+    """Some configs name such an id; nothing reads it as long as no sequence ends before the others."""
+    prompts = mixed_prompts(target)
+    stats = check(target, drafter, prompts, pad_token_id=pad, **drafting)
+    assert not keeps_step(stats)
+    output, _ = together(target, drafter, prompts, eos_token_id=7, pad_token_id=pad, **GREEDY, **drafting)
+    whole = alone(target, prompts, **GREEDY)
+    assert_close("text", output.where(output != pad, PAD), ended(whole, 7, whole.shape[1] - LENGTH))
+
+
 @pytest.mark.parametrize("limit", ["max_new_tokens", "max_length"])
 @each_drafting
 def test_every_length(target, drafter, limit, drafting):
