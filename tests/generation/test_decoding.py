@@ -38,14 +38,14 @@ def test_greedy_equals_the_target_alone(make_target, make_drafter, prompt, kind,
         assert max(accepted) >= 1, "no burst was ever committed"
 
 
-@pytest.mark.parametrize("rows", [VOCAB + 5, VOCAB - 2], ids=["target_padded", "drafter_padded"])
-def test_vocabularies_a_padding_apart(make_target, make_drafter, prompt, rows):
-    target, other = make_target(vocab_size=rows), make_target()
+@pytest.mark.parametrize("vocab_size", [VOCAB + 5, VOCAB - 2], ids=["target_padded", "drafter_padded"])
+def test_vocabularies_a_padding_apart(make_target, make_drafter, prompt, vocab_size):
+    target, other = make_target(vocab_size=vocab_size), make_target()
     drafter = make_drafter(other)  # of VOCAB ids, with the wrong target's text in its head
-    prompt = prompt % rows
+    prompt = prompt % vocab_size
     for sampling in ({"do_sample": False}, {"do_sample": True, "top_k": 0}):
         output, _ = speculate(target, drafter, prompt, max_new_tokens=LENGTH, **sampling, num_assistant_tokens=5)
-        assert int(output.max()) < rows
+        assert int(output.max()) < vocab_size
         if not sampling["do_sample"]:
             assert_close("text", output, target.generate(prompt, **GREEDY))
 

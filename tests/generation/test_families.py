@@ -31,7 +31,7 @@ from eagle31_hf.targets import probe
 IMAGE_TOKEN = VOCAB - 1  # as `families.build_target` configures it
 TEXT_AROUND = ([1, 0], [4, 5, 3, 8, 2])
 BATCH = 4
-# Batches run in trees with sdpa, or with eager where there is no sdpa: chains of ragged rows are verified under the
+# Batches run in trees with sdpa, or with eager where there is no sdpa: chains of unequal lengths are verified under the
 # masks of trees, and in step there are only chains. All combinations run for one family a mask: without a window, with
 # one everywhere, with one in some layers, of latent keys, with positions on three axes, in step. `family_table.py` has
 # the others.
@@ -94,7 +94,7 @@ def test_family_in_a_batch(name, attention, drafting):
         attention = best_attention(name)
     outcome = decode_or_skip(name, attention, drafting, BATCH)
     check_word(outcome, FAMILIES[name].expected(drafting, BATCH))
-    # At their own pace rows do differ in length, or nothing was tried; in step they never do.
+    # At their own pace sequences do differ in length, or nothing was tried; in step they never do.
     assert (outcome.num_ragged > 0) == (outcome.word == LOSSLESS), outcome
     assert (outcome.num_trees > 0) == (outcome.word == LOSSLESS and drafting == "tree"), outcome
     assert (len(set(outcome.accepted_by_sequence)) > 1) == (outcome.word == LOSSLESS), outcome

@@ -18,15 +18,15 @@ REQUESTS = [(torch.tensor(prompt), way) for prompt in PROMPTS for way in DRAFTIN
 
 
 def counts(stats: AcceptanceStats) -> tuple:
-    """Everything counted, in all and row by row; not the seconds."""
-    rows = [(row.generated_tokens, row.drafted_per_position, row.accepted_per_round) for row in stats.sequences]
+    """Everything counted, in all and sequence by sequence; not the seconds."""
+    each = [(one.generated_tokens, one.drafted_per_position, one.accepted_per_round) for one in stats.sequences]
     return (
         stats.prefills,
         stats.generated_tokens,
         stats.target_forwards,
         stats.drafted_per_position,
         stats.accepted_per_round,
-        rows,
+        each,
     )
 
 

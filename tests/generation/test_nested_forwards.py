@@ -100,7 +100,7 @@ PLACES = {
     ),
     "prefix_function": lambda pair, run: (
         None,
-        {"prefix_allowed_tokens_fn": lambda row, ids: then(list(range(11)), run)},
+        {"prefix_allowed_tokens_fn": lambda b, ids: then(list(range(11)), run)},
     ),
     "before_target": hooked(lambda pair: pair.target.register_forward_pre_hook),
     "after_target": hooked(lambda pair: pair.target.register_forward_hook),

@@ -13,12 +13,12 @@ from draftings import DRAFTINGS, steady_clock
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from eagle31_hf.generation import tuning
+from eagle31_hf.generation.planning import knowledge
 
 LENGTH = 12
 NAN, INF = float("nan"), float("inf")
 IDS, MASK = left_padded([[1, 2, 3, 5, 8], [4, 4], [9, 0, 7]])
-COMPANY = {  # who is decoded together: one prompt, a batch at each row's own pace, a batch that keeps step
+COMPANY = {  # who is decoded together: one prompt, a batch at each sequence's own pace, a batch in lock-step
     "alone": lambda: {"inputs": IDS[:1]},
     "batch": lambda: {"inputs": IDS, "attention_mask": MASK},
     "in_step": lambda: {"inputs": IDS, "attention_mask": MASK, "stopping_criteria": StoppingCriteriaList([Idle()])},
@@ -146,11 +146,11 @@ def test_what_comes_after_the_end_is_not_looked_at(target, drafter, prompt):
 def broken(target: PreTrainedModel, part: str, value: float):
     drafter = build_drafter(target)
     with torch.no_grad():
-        {"head_row": drafter.lm_head.weight[3], "norm": drafter.norm.weight, "fc": drafter.fc.weight}[part].fill_(value)
+        {"head": drafter.lm_head.weight[3], "norm": drafter.norm.weight, "fc": drafter.fc.weight}[part].fill_(value)
     return drafter
 
 
-BROKEN = [("head_row", NAN), ("norm", INF), ("fc", NAN)]
+BROKEN = [("head", NAN), ("norm", INF), ("fc", NAN)]
 
 
 @pytest.mark.parametrize(("part", "value"), BROKEN)
@@ -176,13 +176,8 @@ def test_auto_learns_nothing_that_is_no_number(target, part, value):
         target.generate(
             IDS, attention_mask=MASK, assistant_model=drafter, max_new_tokens=LENGTH, pad_token_id=6, **kwargs
         )
-    tuners = list(tuning._tuners[drafter][target].values())
-    assert tuners
-    for tuner in tuners:
-        known = [
-            tuner.calibration.slope,
-            tuner.calibration.intercept,
-            *tuner.calibration.offsets,
-            *tuner.calibration.going_on,
-        ]
-        assert all(map(math.isfinite, known)), known
+    known = list(knowledge._known[drafter][target].values())
+    assert len(known) == 2
+    for calibration in (one.calibration for one in known):
+        numbers = [calibration.slope, calibration.intercept, *calibration.offsets, *calibration.going_on]
+        assert all(map(math.isfinite, numbers)), numbers
