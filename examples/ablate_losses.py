@@ -23,7 +23,10 @@ from eagle31_hf.training.packing import Examples
 DRAFTERS = {"EAGLE 3.1": {}, "EAGLE 3": {"fc_norm": False, "norm_output": False}}
 ALIGNED, REGULARISED = {"attention_alignment": 0.1}, {"drift_regulariser": 0.1}
 LOSSES = {"none": {}, "alignment 0.1": ALIGNED, "drift 0.1": REGULARISED, "both": ALIGNED | REGULARISED}
-RECORDS, NUM_HELD_OUT, PROMPT, NEW_TOKENS = 1536, 96, 96, 96
+RECORDS = 1536
+NUM_HELD_OUT = 96
+PROMPT = 96
+NEW_TOKENS = 96
 DEPTH, EVAL_DEPTH = 4, 7
 FIGURES = {
     "accepted length": lambda found: found["eval_accepted_length"],

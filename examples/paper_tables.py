@@ -149,7 +149,9 @@ class Bench:
 
     def __init__(self, work: Path, num_prompts: int, steps: int):
         self.target, self.tokenizer = demo.load_target()
-        self.work, self.num_prompts, self.steps = work, num_prompts, steps
+        self.work = work
+        self.num_prompts = num_prompts
+        self.steps = steps
         self.file = work / "figures.json"
         self.found: dict[str, Any] = json.loads(self.file.read_text()) if self.file.exists() else {}
         self.used = dict[str, Any]()

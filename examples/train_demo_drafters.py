@@ -27,7 +27,10 @@ from eagle31_hf.training.fresh import new_drafter
 from eagle31_hf.training.objective import Batch, DraftingObjective, Settings, Sums
 from eagle31_hf.training.target import TargetReader
 
-LENGTH, PROMPT, BATCH, DEPTH = 256, 64, 8, 5
+LENGTH = 256
+PROMPT = 64
+BATCH = 8
+DEPTH = 5
 TOTALS = ("rows", "rows_continued_by_target", "steps", "tokens_trained", "minutes_both")  # of training.json
 FLAGS = {"eagle31": {"fc_norm": True, "norm_output": True}, "eagle3": {"fc_norm": False, "norm_output": False}}
 

@@ -19,7 +19,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from eagle31_hf.demo.corpus import HELD_OUT, held_out_file, training_files
 
-VOCAB_SIZE, LENGTH, BATCH = 2048, 512, 4
+VOCAB_SIZE = 2048
+LENGTH = 512
+BATCH = 4
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:

@@ -124,22 +124,19 @@ class AlignmentReader:
         if chosen is None:
             yield
             return
+        embedded = chosen.offset[:, None] + 1 + torch.arange(self.depth, device=chosen.offset.device)
         num_seen = 0
 
-        def see(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **options: Any):
+        def see(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
             nonlocal num_seen
             num_seen += 1
-            is_causal = options.get("is_causal", args[1] if len(args) > 1 else False)
-            scale = options.get("scale", args[2] if len(args) > 2 else None)
-            at = chosen.offset[:, None] + 1 + torch.arange(self.depth, device=query.device)
-            found = attention_from(query, key, attn_mask, is_causal, scale, chosen.text, at).to(self.attention)
+            found = attention_from(query, key, attn_mask, is_causal, scale, chosen.text, embedded).to(self.attention)
             for m in range(len(found)):
                 begin, count = int(chosen.start[m]), int(chosen.offset[m]) + 1
                 self.attention[chosen.sequence[m], chosen.number[m], :, begin : begin + count] += found[m, :, :count]
 
         with observed_attention(self.target, self.layers, see):
             yield
-        embedded = chosen.offset[:, None] + 1 + torch.arange(self.depth, device=chosen.offset.device)
         has_token = embedded < chosen.length[:, None] - 1  # to be predicted
         self.attention[chosen.sequence, chosen.number] *= has_token[:, :, None] / max(1, num_seen)
 

@@ -242,18 +242,9 @@ class HiddenStateStore(Dataset):
         # A slice is a view of the whole mapped tensor, which is what would be sent between processes.
         return _decode({name: self._files[shard].get_slice(name)[start:end].clone() for name in layout})
 
-    def check(
-        self,
-        target_fingerprint: str | None = None,
-        layer_ids: list[int] | None = None,
-        tokenizer_fingerprint: str | None = None,
-    ):
+    def check(self, layer_ids: list[int] | None = None, tokenizer_fingerprint: str | None = None) -> None:
         """Raises ValueError naming which of these the examples were not made with; None is not looked at."""
-        for name, expected in (
-            ("revision", target_fingerprint),
-            ("layer_ids", layer_ids),
-            ("tokenizer", tokenizer_fingerprint),
-        ):
+        for name, expected in (("layer_ids", layer_ids), ("tokenizer", tokenizer_fingerprint)):
             found = getattr(self.manifest, name)
             if expected is not None and found != expected:
                 raise ValueError(

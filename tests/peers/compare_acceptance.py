@@ -64,7 +64,9 @@ def folders(name: str, target, workspace: Path) -> dict[str, Path]:
 def our_counts(target, drafter, prompts, depth: int, max_new_tokens: int) -> dict:
     """Counts accepted and drafted tokens by position over the rounds that begin with fewer than `max_new_tokens`
     tokens."""
-    accepted, drafts, texts = [0] * depth, 0, []
+    accepted = [0] * depth
+    drafts = 0
+    texts = []
     for prompt in prompts:
         with track_acceptance() as stats:
             sequence = target.generate(

@@ -58,7 +58,9 @@ from torch import Tensor, nn
 from transformers import DeepseekV3Config, DynamicCache, LlamaConfig, LlamaForCausalLM, Qwen3Config
 
 NUM_STATES, DEPTHS = 9, 4
-VOCAB, DRAFT_VOCAB, WIDTH = 120, 50, 24
+VOCAB = 120
+DRAFT_VOCAB = 50
+WIDTH = 24
 OUTPUT_IDS = [1, 3, 6]  # counted as layer outputs
 LAYER_IDS = [2, 4, 7]  # the same as indices into `hidden_states`
 STATE_SCALES = (0.5, 2.0, 6.0, 3.0)
@@ -159,7 +161,9 @@ def unroll(inputs: dict[str, Tensor], fused: Tensor, step: Callable[[Tensor, Ten
 
     `step` takes tokens (1, T) and the state (1, T, h), keeps its keys itself, and returns logits and the next state.
     """
-    tokens, state, steps = inputs["input_ids"], fused, []
+    tokens = inputs["input_ids"]
+    state = fused
+    steps = []
     for k in range(DEPTHS):
         logits, state = step(tokens, state)
         steps.append((logits[:, : NUM_STATES - k], state[:, : NUM_STATES - k]))

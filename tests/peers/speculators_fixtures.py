@@ -40,7 +40,9 @@ from transformers import LlamaConfig, Qwen3Config
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "speculators"
 SEED = 100
 NUM_STATES, DEPTHS = 14, 7
-HIDDEN, VOCAB, DRAFT_VOCAB = 32, 61, 40
+HIDDEN = 32
+VOCAB = 61
+DRAFT_VOCAB = 40
 LAYER_IDS = [2, 4, 5]
 STATE_SCALES = (0.5, 2.0, 6.0)
 LAYER_CONFIGS = {"llama": (LlamaConfig, 8), "qwen3": (Qwen3Config, 16)}

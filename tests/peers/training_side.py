@@ -96,7 +96,9 @@ class Side:
     def train(self, count: int) -> dict:
         """Trains the next steps; returns the seconds, the processor's seconds and the loss of each. Putting a batch
         together is a loader's work, and not counted."""
-        seconds, processor, losses = [], [], []
+        seconds = []
+        processor = []
+        losses = []
         for _ in range(count):
             which = self.step % len(self.plan["batches"])
             batch = self.batch(self.plan["batches"][which])

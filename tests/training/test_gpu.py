@@ -12,7 +12,9 @@ from training_runs import PLAIN, make_examples, make_trainer, run
 from eagle31_hf.training.objective import Batch, DraftingObjective, Settings
 from eagle31_hf.training.target import TargetReader
 
-DEVICE, DEPTH, LENGTH = "cuda", 3, 25
+DEVICE = "cuda"
+DEPTH = 3
+LENGTH = 25
 CLOSE = 1e-3  # fp32, sums in another order
 
 pytestmark = pytest.mark.gpu

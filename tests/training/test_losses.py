@@ -10,7 +10,9 @@ from torch.nn.functional import kl_div, log_softmax
 
 from eagle31_hf.training.losses import DISTANCES, DraftDistribution, TargetDistribution, mixed, overlap, parse_mixture
 
-N, V, VD = 7, 23, 9
+N = 7
+V = 23
+VD = 9
 DRAFT_IDS = torch.randperm(V, generator=torch.Generator().manual_seed(5))[:VD]  # in no order
 BOTH = pytest.mark.parametrize("draft_ids", [None, DRAFT_IDS], ids=["same_vocabulary", "pruned"])
 

@@ -13,7 +13,9 @@ from eagle31_hf.training.loss_mask import CONVENTIONS, loss_denominators
 from eagle31_hf.training.objective import Batch, DraftingObjective, Settings, Sums
 from eagle31_hf.training.target import TargetReader
 
-DEPTH, LENGTH, HT = 4, 11, 20
+DEPTH = 4
+LENGTH = 11
+HT = 20
 SUMMED = 1e-5  # fp32 sums in another order
 EVEN = Settings(DEPTH, (1.0,) * DEPTH)
 HEAD = torch.randn(VOCAB, HT, generator=torch.Generator().manual_seed(7))

@@ -32,7 +32,9 @@ def written(folder, *names: str):
     return folder
 
 
-STRANGER, OURS, ROWS = ("model.safetensors", "config.json"), ("checkpoint-4/trainer_state.json",), (f"data/{MANIFEST}",)
+STRANGER = ("model.safetensors", "config.json")
+OURS = ("checkpoint-4/trainer_state.json",)
+ROWS = (f"data/{MANIFEST}",)
 
 
 @pytest.mark.parametrize(

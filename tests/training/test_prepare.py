@@ -312,7 +312,9 @@ MOMENTS = {
 @pytest.mark.parametrize("seed", range(3))
 def test_killed_again_and_again_it_ends_with_the_same_bytes(tmp_path, target, tokenizer, data, whole, seed):
     """It is killed by SIGKILL, of which no process hears."""
-    context, draw, kills = multiprocessing.get_context("fork"), random.Random(seed), 0
+    context = multiprocessing.get_context("fork")
+    draw = random.Random(seed)
+    kills = 0
     for moment in (*MOMENTS.values(), None):
         delay, start = draw.uniform(0, 0.4), time.monotonic()
         reached = moment or (lambda folder, delay=delay, start=start: time.monotonic() - start > delay)

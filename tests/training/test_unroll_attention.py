@@ -9,7 +9,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from eagle31_hf.training import attention
 from eagle31_hf.training.attention import UnrollAttention
 
-B, H, HKV, S, D, DEPTH = 2, 4, 2, 21, 8, 4
+B = 2
+H = 4
+HKV = 2
+S = 21
+D = 8
+DEPTH = 4
 
 
 def dense_mask(depth, window):
@@ -25,7 +30,9 @@ def dense_mask(depth, window):
 class Layer(nn.Module):
     def __init__(self, layer_idx=0, window=None):
         super().__init__()
-        self.layer_idx, self.sliding_window, self.scaling = layer_idx, window, 0.3
+        self.layer_idx = layer_idx
+        self.sliding_window = window
+        self.scaling = 0.3
 
 
 def drawn(*shape, seed):

@@ -12,7 +12,10 @@ def drafted(hits, stops):
     """The same, token by token as a decoder goes: accept hits one after the other, then the bonus token, until the text
     ends."""
     depth, left = hits.shape
-    rounds, tokens, accepted, at = 0, 0, 0, 0
+    rounds = 0
+    tokens = 0
+    accepted = 0
+    at = 0
     while at < left:
         rounds, number = rounds + 1, 0
         while number < depth and at + number < left - (not stops) and hits[number, at]:
@@ -36,7 +39,9 @@ def test_as_drafted_step_by_step(depth, left, stops):
 
 
 def test_expected_rounds_are_those_of_many_drawn_ones():
-    draw, depth, left = random.Random(0), 3, 9
+    draw = random.Random(0)
+    depth = 3
+    left = 9
     chances = torch.rand(depth, left, generator=torch.Generator().manual_seed(1))
 
     def once():
