@@ -202,8 +202,7 @@ class Eagle31DrafterModel(SharesTarget, Eagle31PreTrainedModel):
         masks = self._masks(x, attention_mask, past_key_values, position_ids)
         cos, sin = self.rotary_emb(x, position_ids) if position_embeddings is None else position_embeddings
         for layer in self.layers:
-            kind: Any = layer.attention_type
-            x = layer(x, embeds, cos, sin, masks[kind], past_key_values)
+            x = layer(x, embeds, cos, sin, masks[layer.attention_type], past_key_values)  # type: ignore[index]
         normed = self.norm(x)
         logits = self._logits(normed, logits_to_keep)
         return Eagle31DrafterOutput(
