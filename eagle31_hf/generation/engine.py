@@ -3,14 +3,13 @@
 from typing import Any
 
 from .executor import Executor
-from .planning.auto import AutoPlanner
-from .planning.fixed import FixedPlanner
+from .planning.plan import Planner
 
 
 class Engine:
     """Decodes one call: the prompt, then rounds of drafting, verifying and accepting until every sequence has ended."""
 
-    def __init__(self, executor: Executor, planner: AutoPlanner | FixedPlanner):
+    def __init__(self, executor: Executor, planner: Planner):
         self.executor = executor
         self.planner = planner
 

@@ -28,6 +28,7 @@ from .planning.auto import MAX_NODES, AutoPlanner
 from .planning.controller import TOP_K
 from .planning.fixed import FixedPlanner
 from .planning.knowledge import knowledge_of
+from .planning.plan import Planner
 from .planning.settings import DraftingSettings, resolve_settings
 from .proposer import Proposer
 from .refusals import check_inputs, check_request
@@ -194,7 +195,7 @@ def noise_of(request: Request, mode: Mode) -> Noise | None:
     return noise
 
 
-def planner_of(request: Request, mode: Mode, clock: Clock) -> AutoPlanner | FixedPlanner:
+def planner_of(request: Request, mode: Mode, clock: Clock) -> Planner:
     """The planner for a request's settings."""
     settings, do_sample = request.settings, bool(request.generation_config.do_sample)
     if not mode.may_draft:

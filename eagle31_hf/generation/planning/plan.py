@@ -1,7 +1,9 @@
 """A round's plan: how far to draft, and how wide. A chain is a tree with one child a node."""
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -55,3 +57,23 @@ class Plan:
 
 
 PLAIN = Plan(0)
+
+
+class Planner(Protocol):
+    """Chooses the plan of every round of one call. `choices` counts what it chose, by name, for people."""
+
+    choices: Counter[str]
+
+    def plan(self, max_depth: int, max_nodes: int, num_sequences: int, num_unread: int) -> Plan:
+        """The plan of a round in which no draft may be deeper than `max_depth`, no tree larger than `max_nodes`; the
+        drafter reads `num_unread` tokens of each of `num_sequences` first."""
+        ...
+
+    def observe(self, num_nodes: int, accepted: Any, seconds: Mapping[str, float]) -> None:
+        """A round is over: `num_nodes` of each sequence were verified, `accepted` is what the sampler returned, and
+        `seconds` are those of its phases, `"draft"`, `"verify"`, `"accept"`."""
+        ...
+
+    def explain(self) -> str:
+        """Figures behind the choices, for people; "" where there are none."""
+        ...
