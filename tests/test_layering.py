@@ -7,7 +7,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "eagle31_hf"
 LAYERS = (
-    {"config_rules", "json_file", "names", "seeding"},
+    {"errors", "config_rules", "json_file", "names", "seeding"},
     {"version", "starting", "clock", "configuration", "storage", "vocab"},
     {"acceptance", "attention", "cache", "checkpoints"},
     {"targets"},

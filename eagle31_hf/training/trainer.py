@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
+from ..errors import is_refusal
 from ..modeling import Eagle31DrafterModel
 from ..targets.layers import decoder_layers
 from .alignment import AlignmentReader
@@ -26,7 +27,6 @@ from .regenerate import stop_ids
 from .target import StoredTarget, TargetReader, shard, stored_target
 
 logger = logging.get_logger(__name__)
-REFUSAL = "EAGLE drafting: "  # how generate() begins to say that it cannot
 CHECKED = 4  # items of a dataset that are looked at before anything begins
 
 
@@ -192,7 +192,7 @@ class Eagle31Trainer(CheckpointingTrainer):
                 self.accelerator,
             )
         except ValueError as error:
-            if not str(error).startswith(REFUSAL):
+            if not is_refusal(error):
                 raise
             logger.warning_once(
                 "there are no served_ figures, as generate() refuses to draft for this target: %s", error
