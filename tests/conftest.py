@@ -223,7 +223,7 @@ def drafter(make_drafter, target) -> Eagle31DrafterModel:
 
 
 @pytest.fixture
-def logged_by_selftest(monkeypatch) -> list[str]:
+def logged_by_probe(monkeypatch) -> list[str]:
     """The lines that the probe of targets logs, beginning with nothing known."""
     lines: list[str] = []
     monkeypatch.setattr(probe, "_verdicts", {})
