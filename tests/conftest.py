@@ -51,6 +51,7 @@ QUICK = {
     "test_cache",
     "test_chain",
     "test_refusals",
+    "test_sequences",
     "test_hook",
     "test_drafter_outputs",
     "test_acceptance",
