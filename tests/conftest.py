@@ -51,6 +51,7 @@ QUICK = {
     "test_cache",
     "test_chain",
     "test_refusals",
+    "test_sequences",
     "test_hook",
     "test_drafter_outputs",
     "test_acceptance",
@@ -223,7 +224,7 @@ def drafter(make_drafter, target) -> Eagle31DrafterModel:
 
 
 @pytest.fixture
-def logged_by_selftest(monkeypatch) -> list[str]:
+def logged_by_probe(monkeypatch) -> list[str]:
     """The lines that the probe of targets logs, beginning with nothing known."""
     lines: list[str] = []
     monkeypatch.setattr(probe, "_verdicts", {})

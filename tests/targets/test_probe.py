@@ -29,7 +29,7 @@ def build_falcon(attention: str):
 @pytest.mark.parametrize("returns_dict", [True, False], ids=["dict", "ids"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("num_prompts", [1, 2])
-def test_a_target_whose_attentions_see_the_drafts_is_given_none(logged_by_selftest, num_prompts, way, returns_dict):
+def test_a_target_whose_attentions_see_the_drafts_is_given_none(logged_by_probe, num_prompts, way, returns_dict):
     """Falcon's own code for attentions adds sdpa's boolean mask: a token then sees the drafts after it."""
     target = build_falcon("sdpa")
     drafter = build_drafter(target)
@@ -47,15 +47,15 @@ def test_a_target_whose_attentions_see_the_drafts_is_given_none(logged_by_selfte
     else:
         assert_close("text", ours, alone)
     assert sum(stats.drafted_per_position) == 0
-    assert len(logged_by_selftest) == 1
-    assert "nothing is drafted while attentions are returned for FalconForCausalLM" in logged_by_selftest[0]
-    assert "attn_implementation='eager'" in logged_by_selftest[0]
+    assert len(logged_by_probe) == 1
+    assert "nothing is drafted while attentions are returned for FalconForCausalLM" in logged_by_probe[0]
+    assert "attn_implementation='eager'" in logged_by_probe[0]
 
 
 @pytest.mark.parametrize(
     ("kind", "attention", "asks"), [("falcon", "eager", True), ("falcon", "sdpa", False), ("llama", "sdpa", True)]
 )
-def test_others_are(logged_by_selftest, kind, attention, asks):
+def test_others_are(logged_by_probe, kind, attention, asks):
     target = build_falcon(attention) if kind == "falcon" else build_target(kind, attention)
     with track_acceptance() as stats:
         target.generate(
@@ -67,7 +67,7 @@ def test_others_are(logged_by_selftest, kind, attention, asks):
             **WAYS["chain"],
         )
     assert sum(stats.drafted_per_position) > 0
-    assert logged_by_selftest == []
+    assert logged_by_probe == []
 
 
 # --- trees ---
@@ -78,43 +78,43 @@ TAKEN = [(kind, dtype) for kind in (*TARGETS, "falcon") for dtype in (torch.floa
 
 
 @pytest.mark.parametrize(("kind", "dtype"), TAKEN, ids=[f"{kind}-{dtype}" for kind, dtype in TAKEN])
-def test_targets_that_take_trees(logged_by_selftest, kind, dtype):
+def test_targets_that_take_trees(logged_by_probe, kind, dtype):
     target = build_other(kind) if kind in OTHER_TARGETS else build_target(kind)
     try:
         assert probe.why_no_trees(target.to(dtype)) is None
     finally:
         target.float()
-    assert logged_by_selftest == []
+    assert logged_by_probe == []
 
 
 @pytest.mark.parametrize("kind", ["bloom", "mpt", "falcon_alibi"])
-def test_targets_that_do_not(logged_by_selftest, prompt, kind):
+def test_targets_that_do_not(logged_by_probe, prompt, kind):
     """Positions counted by slot: they fall back to chains, and say so once."""
     target = build_other(kind)
     drafter = build_drafter(target)
     greedy = {"max_new_tokens": 16, "do_sample": False}
     chain, chain_stats = speculate(target, drafter, prompt, num_assistant_tokens=5, **greedy)
-    assert logged_by_selftest == []
+    assert logged_by_probe == []
     for _ in range(2):
         output, stats = speculate(target, drafter, prompt, num_assistant_tokens=5, draft_tree_top_k=4, **greedy)
         assert_close("text", output, target.generate(prompt, **greedy))
         assert_close("text of chains", output, chain)
         assert stats.accepted_per_round == chain_stats.accepted_per_round
         assert stats.drafted_per_position == chain_stats.drafted_per_position
-    assert len(logged_by_selftest) == 1
-    assert f"chains instead of trees for {type(target).__name__}" in logged_by_selftest[0]
+    assert len(logged_by_probe) == 1
+    assert f"chains instead of trees for {type(target).__name__}" in logged_by_probe[0]
 
 
 @pytest.mark.parametrize("implementation", ["flex_attention", "flash_attention_2"])
-def test_an_implementation_without_masks_is_not_even_tried(logged_by_selftest, monkeypatch, implementation):
+def test_an_implementation_without_masks_is_not_even_tried(logged_by_probe, monkeypatch, implementation):
     target = build_target("llama")
     monkeypatch.setattr(target.config, "_attn_implementation_internal", implementation)
     monkeypatch.setattr(target, "forward", lambda *args, **kwargs: pytest.fail("the target was run"))
     assert f"attention implementation {implementation}" in probe.why_no_trees(target)
-    assert len(logged_by_selftest) == 1
+    assert len(logged_by_probe) == 1
 
 
-def test_layers_of_another_type_are_not_even_tried(logged_by_selftest, monkeypatch):
+def test_layers_of_another_type_are_not_even_tried(logged_by_probe, monkeypatch):
     target = build_target("gemma3_window_8")
     monkeypatch.setattr(target.config, "layer_types", ["chunked_attention", "full_attention"] * 2)
     monkeypatch.setattr(target, "forward", lambda *args, **kwargs: pytest.fail("the target was run"))
@@ -136,20 +136,20 @@ def wrong_mask(original):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", TARGETS)
-def test_a_tree_read_as_a_sequence_is_noticed(logged_by_selftest, monkeypatch, kind, dtype):
+def test_a_tree_read_as_a_sequence_is_noticed(logged_by_probe, monkeypatch, kind, dtype):
     target = build_target(kind).to(dtype)
     monkeypatch.setattr(target, "forward", wrong_mask(target.forward))
     assert "differ from those over its paths" in probe.why_no_trees(target)
 
 
-def test_positions_read_by_slot_are_noticed(logged_by_selftest, monkeypatch):
+def test_positions_read_by_slot_are_noticed(logged_by_probe, monkeypatch):
     target = build_target("gpt2")
     original = target.forward
     monkeypatch.setattr(target, "forward", lambda *args, position_ids=None, **kwargs: original(*args, **kwargs))
     assert "differ from those over its paths" in probe.why_no_trees(target)
 
 
-def test_the_self_test_runs_once_and_draws_no_random_numbers(logged_by_selftest, prompt, monkeypatch):
+def test_the_self_test_runs_once_and_draws_no_random_numbers(logged_by_probe, prompt, monkeypatch):
     target = build_target("llama")
     drafter, calls, tried = build_drafter(target), [], probe._error
     monkeypatch.setattr(probe, "_error", lambda model: calls.append(model) or tried(model))
@@ -163,7 +163,7 @@ def test_the_self_test_runs_once_and_draws_no_random_numbers(logged_by_selftest,
 
 
 @pytest.mark.parametrize("order", [("falcon", "falcon_alibi"), ("falcon_alibi", "falcon")], ids="-".join)
-def test_a_verdict_is_not_that_of_another_config(logged_by_selftest, order):
+def test_a_verdict_is_not_that_of_another_config(logged_by_probe, order):
     for kind in order:
         assert (probe.why_no_trees(build_other(kind)) is None) == (kind == "falcon")
 
@@ -185,14 +185,14 @@ class Coarse(LlamaForCausalLM):
 @pytest.mark.parametrize(
     ("dtype", "takes_trees"), [(torch.bfloat16, True), (torch.float32, False)], ids=["bf16", "fp32"]
 )
-def test_in_low_precision_a_tree_may_be_as_coarse_as_a_sequence(logged_by_selftest, dtype, takes_trees):
+def test_in_low_precision_a_tree_may_be_as_coarse_as_a_sequence(logged_by_probe, dtype, takes_trees):
     target = Coarse(build_target("llama").config).to(dtype).eval()
     target.noise = 0.1
     assert probe._error(target) > probe.LOW_PRECISION_TOLERANCE
     assert (probe.why_no_trees(target) is None) == takes_trees
 
 
-def test_in_low_precision_a_wrong_mask_is_found(logged_by_selftest):
+def test_in_low_precision_a_wrong_mask_is_found(logged_by_probe):
     target = build_other("mpt")
     try:
         assert "differ from those over its paths" in probe.why_no_trees(target.bfloat16())
@@ -216,7 +216,7 @@ def raising(calls: range, error: type[Exception]):
 
 @pytest.mark.parametrize("error", [ValueError, RuntimeError, InterruptError])
 @pytest.mark.parametrize("first", range(5))
-def test_an_error_of_a_callers_hook_is_raised_and_is_no_verdict(logged_by_selftest, error, first):
+def test_an_error_of_a_callers_hook_is_raised_and_is_no_verdict(logged_by_probe, error, first):
     """Once, in any of the forwards of the self-test or just after it."""
     target = build_target("llama")
     drafter = build_drafter(target)
@@ -228,11 +228,11 @@ def test_an_error_of_a_callers_hook_is_raised_and_is_no_verdict(logged_by_selfte
     finally:
         handle.remove()
     assert_close("text", target.generate(IDS, **GREEDY, assistant_model=drafter, **WAYS["tree"]), expected)
-    assert logged_by_selftest == []
+    assert logged_by_probe == []
     assert list(probe._verdicts.values()) == [None]
 
 
-def test_a_hook_that_goes_on_failing_is_not_remembered(logged_by_selftest):
+def test_a_hook_that_goes_on_failing_is_not_remembered(logged_by_probe):
     """Its error comes out of the prompt's forward; the next call tries the target again."""
     target = build_target("llama")
     drafter = build_drafter(target)
@@ -245,9 +245,9 @@ def test_a_hook_that_goes_on_failing_is_not_remembered(logged_by_selftest):
     assert probe.why_no_trees(target) is None
 
 
-def test_a_target_that_refuses_trees_says_so_once(logged_by_selftest):
+def test_a_target_that_refuses_trees_says_so_once(logged_by_probe):
     config_class, fields = OTHER_TARGETS["falcon_alibi"]
     target = AutoModelForCausalLM.from_config(config_class(**OTHERS | fields), attn_implementation="eager").eval()
     for _ in range(3):
         assert "its forward refuses a tree" in probe.why_no_trees(target)
-    assert len(logged_by_selftest) == 1
+    assert len(logged_by_probe) == 1
