@@ -5,6 +5,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from .errors import DraftingRefusedError
 from .modeling import Eagle31DrafterModel
 
 
@@ -38,7 +39,7 @@ def _check_adapter(model: Any) -> None:
     if getattr(model.active_peft_config, "is_prompt_learning", False) and isinstance(
         model.get_base_model(), Eagle31DrafterModel
     ):
-        raise ValueError(
+        raise DraftingRefusedError(
             f"EAGLE drafting: the drafter's adapter is a {model.active_peft_config.peft_type}, whose virtual tokens"
             " have no target states; expected one that changes weights, such as LoRA, or none."
         )
@@ -48,7 +49,7 @@ def _check_no_drafter(model: nn.Module) -> None:
     """Raises ValueError where an unknown wrapper holds a drafter: plain assisted generation would fail on it much
     later."""
     if any(isinstance(part, Eagle31DrafterModel) for part in model.modules()):
-        raise ValueError(
+        raise DraftingRefusedError(
             f"EAGLE drafting: assistant_model is a {type(model).__name__} around a drafter; expected the drafter"
             " itself, or one in torch.compile, PEFT, DataParallel or DistributedDataParallel. Pass the drafter without"
             " this wrapper."

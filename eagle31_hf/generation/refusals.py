@@ -7,6 +7,7 @@ from transformers import Cache, GenerationConfig, PreTrainedConfig, PreTrainedMo
 from transformers.generation import GenerationMode
 
 from ..cache import adopt as cache
+from ..errors import DraftingRefusedError
 from ..modeling import Eagle31DrafterModel
 from ..targets.layers import decoder_layers
 
@@ -50,7 +51,7 @@ def check_request(
     )
     for holds, message in rules:
         if not holds:
-            raise ValueError(f"EAGLE drafting: {message}.")
+            raise DraftingRefusedError(f"EAGLE drafting: {message}.")
     drafter.load_target_embeddings(target)
     drafter.config.resolve_layer_ids(len(decoder_layers(target)))
 
@@ -59,25 +60,29 @@ def check_inputs(input_ids: Tensor, model_kwargs: dict[str, Any], synced_gpus: b
     """Raises ValueError for an empty prompt, a prompt without token ids, or a cache that cannot drop tokens."""
     past_key_values = model_kwargs.get("past_key_values")
     if model_kwargs.get("inputs_embeds") is not None:
-        raise ValueError(
+        raise DraftingRefusedError(
             "EAGLE drafting: got inputs_embeds; expected input_ids, since the drafter reads the tokens themselves."
         )
     if input_ids.shape[1] == 0:
-        raise ValueError("EAGLE drafting: the prompt is empty; expected at least one token, e.g. the BOS token.")
+        raise DraftingRefusedError(
+            "EAGLE drafting: the prompt is empty; expected at least one token, e.g. the BOS token."
+        )
     if synced_gpus:
-        raise ValueError(
+        raise DraftingRefusedError(
             "EAGLE drafting: synced_gpus is set (transformers does where ZeRO-3 or FSDP shards the target); expected"
             " False: use a device_map to split the target."
         )
     for kind, reason in cache.UNSUPPORTED.items():
         if isinstance(past_key_values, kind):
-            raise ValueError(f"EAGLE drafting: past_key_values is a {type(past_key_values).__name__}: {reason}.")
+            raise DraftingRefusedError(
+                f"EAGLE drafting: past_key_values is a {type(past_key_values).__name__}: {reason}."
+            )
     if not isinstance(past_key_values, Cache):
-        raise ValueError(
+        raise DraftingRefusedError(
             f"EAGLE drafting: past_key_values is {type(past_key_values).__name__}; expected a transformers Cache."
         )
     if isinstance(past_key_values, StaticCache) and not cache.is_adoptable(past_key_values):
-        raise ValueError(
+        raise DraftingRefusedError(
             "EAGLE drafting: past_key_values is a StaticCache that is offloaded or has layers that are not attention's;"
             " expected a plain StaticCache, a DynamicCache or none."
         )

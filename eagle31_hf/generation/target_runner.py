@@ -13,6 +13,7 @@ from ..cache import adopt as cache
 from ..cache.commit import Commit
 from ..cache.masks import SlotMask
 from ..cache.transfer import Mirrored
+from ..errors import DraftingRefusedError
 from ..targets.masks import slot_masks
 from .sequences import Sequences
 from .tree import DraftTokens
@@ -88,13 +89,13 @@ class TargetRunner:
         found, expected = getattr(outputs, "past_key_values", None), self.num_before + input_ids.shape[1]
         if found is not self.past_key_values or int(found.get_seq_length()) != expected:
             if found is None or int(found.get_seq_length()) == 0:
-                raise ValueError(
+                raise DraftingRefusedError(
                     f"EAGLE drafting: {type(self.target).__name__} kept nothing in a cache; expected one, to take"
                     " rejected tokens back from. Gradient checkpointing switches it off in training mode"
                     " (target.eval() switches it on); a model that never keeps one cannot be drafted for: drop"
                     " assistant_model."
                 )
-            raise ValueError(
+            raise DraftingRefusedError(
                 f"EAGLE drafting: after a prompt of {expected} tokens the target's cache holds"
                 f" {int(found.get_seq_length())}; expected the prompt and nothing else, in the cache that generate"
                 " handed in. Tokens that no text knows of, as of PEFT's prompt tuning, p-tuning and prefix tuning,"

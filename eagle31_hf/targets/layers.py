@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
+from ..errors import DraftingRefusedError
+
 
 def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
     """The target's decoder layers, found by their number. Raises ValueError where there is no such list."""
@@ -67,7 +69,7 @@ class CapturedStates:
     def append(self, index: int, states: Tensor) -> None:
         if self._is_capturing:
             if states.dim() != 3:
-                raise ValueError(
+                raise DraftingRefusedError(
                     f"EAGLE drafting: the target's layers pass states of shape {tuple(states.shape)} on; expected"
                     " (batch, tokens, width). It does not work with this architecture."
                 )
@@ -80,7 +82,7 @@ class CapturedStates:
     def pieces(self, size: int | None = None) -> Iterator[Tensor]:
         """Returns what `take` returns, in pieces of at most `size` tokens, so that no copy of all of it is made."""
         if not all(self._chunks):
-            raise ValueError(
+            raise DraftingRefusedError(
                 "EAGLE drafting: the target skipped a layer that the drafter reads (as those for images, without one);"
                 " expected every layer to run. Name others: aux_hidden_state_layer_ids."
             )
@@ -89,7 +91,7 @@ class CapturedStates:
             chunks.clear()
         lengths = {states.shape[1] for states in layers}
         if len(lengths) > 1:
-            raise ValueError(
+            raise DraftingRefusedError(
                 f"EAGLE drafting: the target ran the layers the drafter reads over {min(lengths)} and over"
                 f" {max(lengths)} tokens (layers that share their keys are skipped in a prompt); expected all. It does"
                 " not work with this architecture."

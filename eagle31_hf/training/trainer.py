@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
-from ..errors import is_refusal
+from ..errors import DraftingRefusedError
 from ..modeling import Eagle31DrafterModel
 from ..targets.layers import decoder_layers
 from .alignment import AlignmentReader
@@ -191,9 +191,7 @@ class Eagle31Trainer(CheckpointingTrainer):
                 args.eval_max_new_tokens,
                 self.accelerator,
             )
-        except ValueError as error:
-            if not is_refusal(error):
-                raise
+        except DraftingRefusedError as error:
             logger.warning_once(
                 "there are no served_ figures, as generate() refuses to draft for this target: %s", error
             )
