@@ -181,7 +181,7 @@ def stopped(folder: Path) -> dict[str, str]:
 
 def finish(trainer, folder: Path) -> None:
     """Writes the model, and what every process saw."""
-    if trainer.reader.in_step:
+    if trainer.reader.in_lockstep:
         weights = [
             weight for layer in decoder_layers(trainer.target) for weight in layer.parameters() if weight.dim() > 1
         ]
