@@ -182,7 +182,8 @@ def test_a_sequence_that_ended_at_the_last_slot_is_in_nobodys_way(kind):
         assert_close(
             "kept", tuple(buffer[1:, :, 50 - layer.first : 52 - layer.first] for buffer in layer.buffers), kept
         )
-        assert_close("of the ended one", tuple(layer.held(3)[0][:1]), tuple(prompt[0][:1, :, -3:]))
+        ended = tuple(buffer[:1, :, : LIMIT - layer.first] for buffer in layer.buffers)
+        assert_close("of the ended one", ended, one(prompt, 0, slice(layer.first, None)))
 
 
 @pytest.mark.parametrize("window", [None, WINDOW])

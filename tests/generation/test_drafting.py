@@ -158,15 +158,18 @@ def test_the_logits_are_those_the_ids_were_drawn_from(target, make_drafter, text
 def test_a_coupled_chain_is_guessed_with_the_noise_of_its_slots(target, make_drafter, text, states, name):
     """With the noise the target will draw with, slot by slot; then nothing but the tokens themselves is to be
     verified."""
-    drafter, depth = make_drafter(target, name), 4
+    drafter, depth, temperature = make_drafter(target, name), 4, 8.0  # so hot that noise decides
     noise = Noise(1, VOCAB, torch.device("cpu"), is_coupled=True)
     noise.start(10)
-    drafts = propose(build_proposer(drafter, [TemperatureLogitsWarper(0.8)], noise), text, states, 0, 9, Plan(depth))
+    proposer = build_proposer(drafter, [TemperatureLogitsWarper(temperature)], noise)
+    drafts = propose(proposer, text, states, 0, 9, Plan(depth))
+    greedy = propose(build_proposer(drafter), text, states, 0, 9, Plan(depth))
+    assert not torch.equal(drafts.ids, greedy.ids)
     assert drafts.logits is None
     out = drafter(text[:, 1:10], target_hidden_states=states[:, :9], use_cache=True)
     ids = torch.arange(VOCAB) if drafter.d2t is None else drafter.draft_to_target_ids()
     for i in range(depth):
-        choice = ids[(out.logits[0, -1] / 0.8 + noise.of_slot(0, 10 + i)[ids]).argmax()]
+        choice = ids[(out.logits[0, -1] / temperature + noise.of_slot(0, 10 + i)[ids]).argmax()]
         assert_close(f"draft {i}", drafts.ids[0, i], choice)
         out = drafter(
             choice[None, None],

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from eagle31_hf import Eagle31DrafterModel
 from eagle31_hf.generation import draft_sampler, proposer
 from eagle31_hf.generation.aux_states import AuxStates
-from eagle31_hf.generation.planning.plan import Plan, Selection
+from eagle31_hf.generation.planning.plan import UNLIMITED, Plan, Selection
 from eagle31_hf.generation.tree import DraftTokens, Expansion
 
 GOLDEN = Path(__file__).parents[1] / "fixtures" / "original-eagle3"
@@ -161,10 +161,10 @@ def expand(log_probs_of, depth: int, top_k: int, width: int) -> tuple[Expansion,
     frontiers: list[list[tuple[int, ...]]] = [frontier]
     for _ in range(depth):
         best = torch.stack([log_probs_of(path) for path in frontier]).topk(top_k)
-        from_node = expansion.extend(best.indices[None], best.values[None], width)
+        expansion.extend(best.indices[None], best.values[None])
+        ids, from_node = expansion.advance(width)
         parents = [0] if from_node is None else from_node[0].tolist()
-        tokens = expansion.frontier_ids[0].tolist()
-        frontier = [(*frontier[parent], token) for parent, token in zip(parents, tokens, strict=True)]
+        frontier = [(*frontier[parent], token) for parent, token in zip(parents, ids[0].tolist(), strict=True)]
         frontiers.append(frontier)
     return expansion, frontiers
 
@@ -211,11 +211,14 @@ def test_sequences_are_expanded_and_reranked_alone(total, ties):
         log_probs = torch.rand(2, width, 4, generator=generator).log()
         log_probs = torch.round(log_probs) if ties else log_probs
         ids = torch.randint(500, (2, width, 4), generator=generator)
-        from_node = both.extend(ids, log_probs, next_width)
-        expected = [one.extend(ids[b : b + 1], log_probs[b : b + 1], next_width) for b, one in enumerate(alone)]
-        assert_close("parents", from_node, torch.cat(expected))
-        for name in ("frontier", "frontier_ids", "frontier_scores"):
-            assert_close(name, getattr(both, name), torch.cat([getattr(one, name) for one in alone]))
+        both.extend(ids, log_probs)
+        for b, one in enumerate(alone):
+            one.extend(ids[b : b + 1], log_probs[b : b + 1])
+        each = [one.advance(next_width) for one in alone]
+        for name, got, expected in zip(
+            ("frontier", "its parents"), both.advance(next_width), zip(*each, strict=True), strict=True
+        ):
+            assert_close(name, got, torch.cat(expected))
         width = next_width
     assert_each_equals(both.best(total - 1), [one.best(total - 1) for one in alone])
 
@@ -236,8 +239,8 @@ def test_scores_of_ones_own_choose_and_log_probabilities_stay():
     """A child's chance to be accepted is not the probability the drafter gives it."""
     expansion = Expansion(torch.tensor([[3]]))
     scores = torch.tensor([[[-3.0, -0.5]]])
-    expansion.extend(torch.tensor([[[7, 8]]]), torch.tensor([[[-0.1, -2.0]]]), 2, scores)
-    assert expansion.frontier_ids.tolist() == [[8, 7]]
+    expansion.extend(torch.tensor([[[7, 8]]]), torch.tensor([[[-0.1, -2.0]]]), scores)
+    assert expansion.advance(2)[0].tolist() == [[8, 7]]
     tree = expansion.best(1)
     assert tree.ids.tolist() == [[8]]
     assert_close("log-probabilities", tree.log_probs, torch.tensor([[-2.0]]))
@@ -341,7 +344,7 @@ def test_every_node_is_scored_as_its_path_run_as_a_chain(target, make_drafter, m
     drafts = propose(ours, text, states, 5, num_read, plan_of(6, 3, 30))  # deeper than the window of four
     assert ours.runner.past_key_values.get_seq_length() == num_read
 
-    scored = DraftTokens.tree(torch.cat(Kept.last.ids, dim=1), torch.cat(Kept.last.parents, dim=1), 6)
+    scored = Expansion.best(Kept.last, UNLIMITED)
     paths = [path_of(scored, node) for node in range(1, scored.num_nodes)]
     expected = [sum(float(oracle(path[:i])[token]) for i, token in enumerate(path)) for path in paths]
     assert_close("scores", torch.cat(Kept.last.scores, dim=1)[0], torch.tensor(expected), TARGET_FORWARD)
