@@ -94,7 +94,7 @@ class Remembered:
     def run(self, path) -> Eagle31DrafterOutput:
         out = self.forward(**self.first, use_cache=True)
         for i, token in enumerate(path):
-            position = self.first["position_ids"][:, -1:] + 1 + i
+            position = torch.tensor([[PROMPT.shape[1] - 1 + i]])
             state = out.last_hidden_state[:, -1:]
             out = self.forward(
                 torch.tensor([[token]]), hidden_states=state, position_ids=position, past_key_values=out.past_key_values
