@@ -118,16 +118,16 @@ class AcceptanceStats(SequenceStats):
                     counts.prefills += 1
                     counts.generated_tokens += count
 
-    def add_round(self, kind: str, drafted: int, accepted: list[int | None], tokens: list[int]) -> None:
-        """A forward verified chains or trees `drafted` tokens deep, of which sequence b accepted `accepted[b]` (None:
-        it had ended) and committed `tokens[b]`."""
+    def add_round(self, kind: str, drafted: list[int], accepted: list[int | None], tokens: list[int]) -> None:
+        """A forward verified a chain or tree `drafted[b]` tokens deep for sequence b, which accepted `accepted[b]` of
+        them (None: it had ended) and committed `tokens[b]`."""
         with self._lock:
             self.target_forwards += 1
             self.kinds[kind] += 1
             for b, (count, new) in enumerate(zip(accepted, tokens, strict=True)):
                 if count is not None:
-                    self._add_round(drafted, count, new)
-                    self._sequence(b)._add_round(drafted, count, new)
+                    self._add_round(drafted[b], count, new)
+                    self._sequence(b)._add_round(drafted[b], count, new)
 
     def add_seconds(self, phase: str, seconds: float) -> None:
         with self._lock:
@@ -137,7 +137,7 @@ class AcceptanceStats(SequenceStats):
         """Adds what auto chose in one call, and why."""
         with self._lock:
             self.choices += choices
-            self.explanation = explanation
+            self.explanation = explanation or self.explanation
 
 
 class Recorder:
@@ -154,7 +154,7 @@ class Recorder:
         for stats in self._stats:
             stats.add_prefill(tokens)
 
-    def round(self, kind: str, drafted: int, accepted: list[int | None], tokens: list[int]) -> None:
+    def round(self, kind: str, drafted: list[int], accepted: list[int | None], tokens: list[int]) -> None:
         for stats in self._stats:
             stats.add_round(kind, drafted, accepted, tokens)
 

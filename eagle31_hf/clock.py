@@ -11,6 +11,7 @@ class Clock:
     taking one waits for nothing; elsewhere it is the host's time."""
 
     def __init__(self, device: torch.device):
+        self.device = device
         self.uses_events = device.type == "cuda"
 
     def mark(self) -> Any:
@@ -18,10 +19,13 @@ class Clock:
         if not self.uses_events:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self.device))
         return event
 
     def seconds(self, begin: Any, end: Any) -> float:
-        """Seconds between two marks. The device must have reached the later one, as it has when the host has read
-        something that came after it."""
-        return begin.elapsed_time(end) / 1000 if self.uses_events else end - begin
+        """Seconds between two marks. Waits for a device that has not reached the later one yet: ask when the host has
+        read something that came after it, or shortly before it."""
+        if not self.uses_events:
+            return end - begin
+        end.synchronize()
+        return begin.elapsed_time(end) / 1000

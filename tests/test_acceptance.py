@@ -136,9 +136,9 @@ def test_summary_and_seconds(target, drafter, prompt):
 def test_counts_of_one_round():
     stats = AcceptanceStats()
     stats.add_prefill([1])
-    stats.add_round(CHAINS, drafted=3, accepted=[1], tokens=[2])
-    stats.add_round(PLAIN, drafted=0, accepted=[0], tokens=[1])
-    stats.add_round(CHAINS, drafted=4, accepted=[4], tokens=[5])
+    stats.add_round(CHAINS, drafted=[3], accepted=[1], tokens=[2])
+    stats.add_round(PLAIN, drafted=[0], accepted=[0], tokens=[1])
+    stats.add_round(CHAINS, drafted=[4], accepted=[4], tokens=[5])
     assert stats.drafted_per_position == [2, 2, 2, 1]
     assert stats.accepted_per_position == [2, 1, 1, 1]
     assert stats.accepted_per_round == [1, 0, 4]
@@ -153,8 +153,8 @@ def test_counts_of_two_sequences():
     """A forward serves both; one that has ended counts for nothing more."""
     stats = AcceptanceStats()
     stats.add_prefill([1, 1])
-    stats.add_round(CHAINS, drafted=2, accepted=[2, 0], tokens=[3, 1])
-    stats.add_round(CHAINS, drafted=3, accepted=[None, 1], tokens=[0, 2])
+    stats.add_round(CHAINS, drafted=[2, 2], accepted=[2, 0], tokens=[3, 1])
+    stats.add_round(CHAINS, drafted=[3, 3], accepted=[None, 1], tokens=[0, 2])
     assert stats.sequences == [
         SequenceStats(1, 4, [1, 1], [1, 1], [2]),
         SequenceStats(1, 4, [2, 2, 1], [1, 0, 0], [0, 1]),

@@ -21,12 +21,12 @@ class Engine:
         recorder.prefill([len(tokens) for tokens in executor.prefill().tokens])
         while not all(executor.sequences.finished):
             room = executor.room()
-            plan = planner.plan(room.depth, room.nodes, len(executor.sequences), room.num_unread)
+            plan = planner.plan(room.depth, room.nodes, executor.sequences.going, room.num_unread)
             outcome = executor.round(plan)
             seconds = recorder.settle()
             accepted = outcome.accepted
             num_tokens = [len(tokens) for tokens in accepted.tokens]
-            recorder.round(outcome.kind, accepted.drafts.depth, accepted.num_drafts, num_tokens)
+            recorder.round(outcome.kind, accepted.drafts.depths(), accepted.num_drafts, num_tokens)
             planner.observe(outcome.num_nodes, accepted, seconds)
         recorder.choices(planner.choices, planner.explain())
         return executor.result()

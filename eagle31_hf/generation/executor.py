@@ -1,5 +1,5 @@
-"""Runs the rounds of one call: drafts, verifies, accepts and commits. The engine knows it by `prefill` and `round`
-only, so that another executor can stand in its place.
+"""Runs the rounds of one call: drafts, verifies, accepts and commits. The engine knows it by the members of
+`Executor` only, so that another executor can stand in its place.
 
 B sequences, L tokens, N nodes, V target vocabulary.
 """

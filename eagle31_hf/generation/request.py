@@ -143,11 +143,17 @@ def speculative_decoding(request: Request, wrap_sampler: WrapSampler | None = No
         sampler = sampler_class(request.logits_processor, noise, keeps_scores)
         sequences = Sequences(input_ids, pad_token(config), runner.num_padding)
         proposer = proposer_of(request, runner, noise)
+        wrapped = sampler if wrap_sampler is None else wrap_sampler(sampler)
+        if wrapped.is_lock_step != sampler.is_lock_step:
+            raise ValueError(
+                f"got a {type(wrapped).__name__} in place of a {type(sampler).__name__}; expected one that"
+                f" {'keeps' if sampler.is_lock_step else 'does not keep'} the batch in lock-step, as this call needs."
+            )
         executor = EagerExecutor(
             runner,
             proposer,
             UnreadStates(proposer.runner.read, first_slots(runner), runner.num_cached),
-            sampler if wrap_sampler is None else wrap_sampler(sampler),
+            wrapped,
             sequences,
             stopping,
             OutputCollector(config, runner.past_key_values),

@@ -27,6 +27,11 @@ class Sequences:
         return len(self.finished)
 
     @property
+    def going(self) -> list[int]:
+        """The sequences that have not ended."""
+        return [b for b, finished in enumerate(self.finished) if not finished]
+
+    @property
     def device(self) -> torch.device:
         return self._ids.device
 

@@ -202,4 +202,4 @@ def last_logits(
     """The logits of the last `num_rows` nodes: a fresh fp32 tensor (B, num_rows, V), safe to write to, or,
     `are_read_only`, as they are."""
     logits = outputs.logits[:, -num_rows:]
-    return logits if are_read_only else logits.to(copy=True, dtype=torch.float32, device=device)
+    return logits.to(device) if are_read_only else logits.to(copy=True, dtype=torch.float32, device=device)

@@ -93,12 +93,11 @@ class HostDrafts:
             found[parent][token] = node
         return found
 
-    @property
-    def depth(self) -> int:
-        """Levels of the deepest tree."""
+    def depths(self) -> list[int]:
+        """Returns the levels of each sequence's tree."""
         if self.parents is None:
-            return len(self.ids[0])
-        return max(max(depths_of(parents)) for parents in self.parents)
+            return [len(ids) for ids in self.ids]
+        return [max(depths_of(parents)) for parents in self.parents]
 
 
 def depths_of(parents: list[int]) -> list[int]:

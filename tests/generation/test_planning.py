@@ -233,7 +233,7 @@ class World:
         """Returns the tokens to be expected, and seconds."""
         began, num_tokens = self.now, 0.0
         for _ in range(rounds):
-            plan, start, drafter = planner.plan(100, UNLIMITED, 1, 1), self.now, Drafter(self)
+            plan, start, drafter = planner.plan(100, UNLIMITED, [0], 1), self.now, Drafter(self)
             drafts = self.draft(drafter, plan)
             seconds = {"draft": self.now - start, "accept": 0.0}
             seconds["verify"] = self.spend(self.verify, drafts.num_nodes)
@@ -322,7 +322,7 @@ def test_drafting_comes_back_when_it_pays_again(world):
 def test_a_new_call_goes_on_with_what_was_learnt(world):
     ours, known = world(), Knowledge()
     ours.decode(auto(known), 100)
-    assert auto(known).plan(100, UNLIMITED, 1, 1).controller.trial is None
+    assert auto(known).plan(100, UNLIMITED, [0], 1).controller.trial is None
 
 
 def test_first_rounds_try_every_size(world):
@@ -334,13 +334,13 @@ def test_first_rounds_try_every_size(world):
 
 def test_depth_and_size_stay_within_what_is_left(world):
     ours, known = world(), Knowledge()
-    assert auto(known).plan(0, UNLIMITED, 1, 1).depth == 0
+    assert auto(known).plan(0, UNLIMITED, [0], 1).depth == 0
     ours.decode(auto(known), 100)
-    assert auto(known).plan(3, UNLIMITED, 1, 1).depth == 3
-    assert auto(known).plan(100, UNLIMITED, 1, 1).depth == MAX_DEPTH
-    assert auto(known, TOP_K, 9).plan(100, UNLIMITED, 1, 1).max_nodes == 9
-    assert auto(known, TOP_K, 9).plan(100, 7, 1, 1).max_nodes == 7
-    controller = auto(known).plan(100, UNLIMITED, 1, 1).controller
+    assert auto(known).plan(3, UNLIMITED, [0], 1).depth == 3
+    assert auto(known).plan(100, UNLIMITED, [0], 1).depth == MAX_DEPTH
+    assert auto(known, TOP_K, 9).plan(100, UNLIMITED, [0], 1).max_nodes == 9
+    assert auto(known, TOP_K, 9).plan(100, 7, [0], 1).max_nodes == 7
+    controller = auto(known).plan(100, UNLIMITED, [0], 1).controller
     controller.width(torch.zeros(1, 500), 0)  # all of them certain
     assert 5 < controller.select(UNLIMITED).count <= COUNTS[-1]
     assert controller.select(5).count == 5
@@ -355,7 +355,7 @@ def test_the_best_candidates_are_ranked_as_they_will_be_verified(world):
         ([[[-0.1, -9.0], [-0.2, -0.1]], [[-0.2, -9.1], [-9.2, -9.3]]], Selection(2, 2, False)),
         ([[[-0.1, -0.2], [-0.2, -0.1]], [[-9.0, -9.1], [-9.2, -9.3]]], Selection(2, 1, False)),
     ):
-        controller = auto(known).plan(100, UNLIMITED, 2, 1).controller
+        controller = auto(known).plan(100, UNLIMITED, [0, 1], 1).controller
         for level, scores in enumerate(levels):
             controller.width(torch.tensor(scores), level)
         assert controller.select(2) == expected
@@ -371,16 +371,16 @@ def test_it_says_what_it_chose_and_why(world):
 
 
 def test_a_fixed_plan_is_the_users():
-    assert FixedPlanner(5, 1, 60).plan(100, UNLIMITED, 1, 1) == Plan(5)
-    assert FixedPlanner(5, 4, 16).plan(3, UNLIMITED, 1, 1) == Plan(3, 4, 4, 16)
-    assert FixedPlanner(5, 4, 16).plan(100, 9, 1, 1) == Plan(5, 4, 4, 9)
-    assert FixedPlanner(5, 4, 16).plan(0, UNLIMITED, 1, 1).depth == 0
+    assert FixedPlanner(5, 1, 60).plan(100, UNLIMITED, [0], 1) == Plan(5)
+    assert FixedPlanner(5, 4, 16).plan(3, UNLIMITED, [0], 1) == Plan(3, 4, 4, 16)
+    assert FixedPlanner(5, 4, 16).plan(100, 9, [0], 1) == Plan(5, 4, 4, 9)
+    assert FixedPlanner(5, 4, 16).plan(0, UNLIMITED, [0], 1).depth == 0
     assert FixedPlanner(5, 4, 16).explain() == ""
     tree = DraftingSettings(depth=5, threshold=0.0, top_k=4, total_tokens=None)
-    assert FixedPlanner.of(tree, draws_trees=True).plan(100, UNLIMITED, 1, 1) == Plan(5, 4, 4, TREE_NODES)
-    assert FixedPlanner.of(tree, draws_trees=False).plan(100, UNLIMITED, 1, 1) == Plan(5)
+    assert FixedPlanner.of(tree, draws_trees=True).plan(100, UNLIMITED, [0], 1) == Plan(5, 4, 4, TREE_NODES)
+    assert FixedPlanner.of(tree, draws_trees=False).plan(100, UNLIMITED, [0], 1) == Plan(5)
     chain = DraftingSettings(depth=5, threshold=0.0, top_k=None, total_tokens=None)
-    assert FixedPlanner.of(chain, draws_trees=True).plan(100, UNLIMITED, 1, 1) == Plan(5)
+    assert FixedPlanner.of(chain, draws_trees=True).plan(100, UNLIMITED, [0], 1) == Plan(5)
 
 
 # --- threads ---
@@ -406,7 +406,7 @@ def test_threads_that_share_what_is_learnt(hasty_threads):
         planner = auto(known)
         for i in range(rounds):
             # always another number of tokens to read
-            controller = planner.plan(100, UNLIMITED, 1, 1 + 7 * i + seed).controller
+            controller = planner.plan(100, UNLIMITED, [0], 1 + 7 * i + seed).controller
             for level in range(4 if controller else 0):
                 controller.width(scores, level)
             planner.observe(9 if controller else 1, accepted, seconds)
@@ -432,7 +432,7 @@ def test_a_round_goes_by_what_was_known_when_it_began(world):
         selection = controller.select(UNLIMITED)
         return [*chosen, selection.count, selection.depth]
 
-    early, late, later = (auto(known).plan(100, UNLIMITED, 1, 1).controller for _ in range(3))
+    early, late, later = (auto(known).plan(100, UNLIMITED, [0], 1).controller for _ in range(3))
     before = choices(early)
     for size in range(1, 60):
         known.step.add(size, 1e3)
@@ -440,4 +440,4 @@ def test_a_round_goes_by_what_was_known_when_it_began(world):
     for _ in range(100):
         known.calibration.learn(-0.1, 1, accepted=False)
     assert_close("choices", choices(late), before)
-    assert auto(known).plan(100, UNLIMITED, 1, 1).controller.step != later.step, "nothing was learnt"
+    assert auto(known).plan(100, UNLIMITED, [0], 1).controller.step != later.step, "nothing was learnt"

@@ -57,7 +57,7 @@ def paths_of(drafts: DraftTokens, b: int = 0) -> set[tuple[int, ...]]:
 
 def deepest(drafts: DraftTokens) -> int:
     """Levels of the deepest tree."""
-    return drafts.on_host()[0].depth
+    return max(drafts.on_host()[0].depths())
 
 
 def assert_well_formed(drafts: DraftTokens) -> None:

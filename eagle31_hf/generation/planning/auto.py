@@ -39,20 +39,19 @@ class AutoPlanner:
         self.choices: Counter[str] = Counter()
         self.drafts_by_count: Counter[int] = Counter()
         self.controller: LevelController | None = None
-        self.rounds = 0
         self.pause_left = 0
         self.probes_left = 0
 
-    def plan(self, max_depth: int, max_nodes: int, num_sequences: int, num_unread: int) -> Plan:
+    def plan(self, max_depth: int, max_nodes: int, going: list[int], num_unread: int) -> Plan:
         """The plan of a round in which no draft may be deeper than `max_depth`, no tree larger than `max_nodes`;
-        the drafter reads `num_unread` tokens of each of `num_sequences` first."""
-        self.rounds += 1
+        the drafter reads `num_unread` tokens of each of the sequences that are `going` first."""
         self.controller = None
         with self.known.lock:
+            self.known.rounds += 1
             if max_depth < 1 or self._is_plain():
                 return PLAIN
             trial = TRIALS[self.known.drafting.rounds] if self._is_trial() else None
-            self.controller = LevelController(self.known, self.clock, self.top_k, num_sequences, num_unread, trial)
+            self.controller = LevelController(self.known, self.clock, self.top_k, going, num_unread, trial)
         width = self.controller.max_width
         nodes = min(self.max_nodes, max_nodes)
         return Plan(min(MAX_DEPTH, max_depth), self.top_k, width, nodes, self.controller)
@@ -70,7 +69,7 @@ class AutoPlanner:
         if self.pause_left > 0:
             self.pause_left -= 1
             return True
-        if known.plain.rounds == 0 or self.rounds % PLAIN_EVERY == 0:
+        if known.plain.rounds == 0 or known.rounds % PLAIN_EVERY == 0:
             return True
         if self.probes_left > 0:
             self.probes_left -= 1
@@ -135,7 +134,7 @@ class AutoPlanner:
         for b, path in enumerate(accepted.paths):
             children, log_probs = drafts.children(b), drafts.log_probs[b]
             for depth, node in enumerate(path):
-                next_node = path[depth + 1] if depth + 1 < len(path) else None
+                next_node = children[node].get(accepted.tokens[b][depth])  # accepted, also where it ended the text
                 if children[node]:
                     went_on = next_node is not None
                     calibration.going_on[depth] += 0.05 * (went_on - calibration.going_on[depth])

@@ -26,9 +26,10 @@ class LevelController:
     """
 
     def __init__(
-        self, known: Knowledge, clock: Clock, top_k: int, num_sequences: int, num_unread: int, trial: int | None
+        self, known: Knowledge, clock: Clock, top_k: int, going: list[int], num_unread: int, trial: int | None
     ):
         self.top_k = top_k
+        self.going = going
         self.num_unread = num_unread
         self.trial = trial
         self.calibration = known.calibration.copy()
@@ -36,10 +37,10 @@ class LevelController:
         self.verify = known.verify.known  # lists that are replaced, never changed
         self.step = known.step.known
         self.widths: list[int] = []  # of the levels that were run
-        self.totals: list[list[list[float]]] = []  # log-chances of every level's candidates, by sequence
+        self.totals: list[list[list[float]]] = []  # log-chances of every level's candidates, by sequence that is going
         low, high = estimate(self.verify, (2, 10))
         # tokens lost by verifying one more draft
-        self._draft_tokens = self.rate * max(high - low, 0.0) / 8 / num_sequences
+        self._draft_tokens = self.rate * max(high - low, 0.0) / 8 / len(going)
         self._clock = clock
         self._marks = [clock.mark()]
 
@@ -53,7 +54,8 @@ class LevelController:
 
     def width(self, scores: Tensor, level: int) -> int:
         """Returns how many of a level's candidates, with log-chances (B, C), the next level starts from."""
-        self.totals.append(scores.tolist())
+        by_sequence = scores.tolist()
+        self.totals.append([by_sequence[b] for b in self.going])
         self._marks.append(self._clock.mark())
         best = [sorted(map(math.exp, row), reverse=True)[: self.max_width] for row in self.totals[-1]]
         width = self._best_width(best, level)

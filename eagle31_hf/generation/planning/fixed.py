@@ -25,7 +25,7 @@ class FixedPlanner:
         top_k = (settings.top_k or 1) if draws_trees else 1
         return cls(settings.depth, top_k, settings.total_tokens or TREE_NODES)
 
-    def plan(self, max_depth: int, max_nodes: int, num_sequences: int, num_unread: int) -> Plan:
+    def plan(self, max_depth: int, max_nodes: int, going: list[int], num_unread: int) -> Plan:
         """The plan of a round in which no draft may be deeper than `max_depth`, no tree larger than `max_nodes`."""
         depth = min(self.depth, max_depth)
         if depth < 1:

@@ -26,6 +26,7 @@ class Knowledge:
     rest: CostModel = field(default_factory=CostModel)  # of drafting, without reading and steps
     drafting: Rate = field(default_factory=Rate)
     plain: Rate = field(default_factory=Rate)
+    rounds: int = 0
     pause: int = 0  # plain rounds that the next pause takes; 0: as many as the first one
     lock: threading.Lock = field(default_factory=threading.Lock)
 

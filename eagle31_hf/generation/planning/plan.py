@@ -64,9 +64,10 @@ class Planner(Protocol):
 
     choices: Counter[str]
 
-    def plan(self, max_depth: int, max_nodes: int, num_sequences: int, num_unread: int) -> Plan:
-        """The plan of a round in which no draft may be deeper than `max_depth`, no tree larger than `max_nodes`; the
-        drafter reads `num_unread` tokens of each of `num_sequences` first."""
+    def plan(self, max_depth: int, max_nodes: int, going: list[int], num_unread: int) -> Plan:
+        """The plan of a round in which no draft may be deeper than `max_depth`, no tree larger than `max_nodes`.
+
+        `going`: the sequences of the batch that have not ended; the drafter reads `num_unread` tokens of each first."""
         ...
 
     def observe(self, num_nodes: int, accepted: Any, seconds: Mapping[str, float]) -> None:
