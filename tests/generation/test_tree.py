@@ -16,11 +16,14 @@ from observers import InterruptError, as_tree, raise_at, speculate
 from proposers import build_proposer, propose, states_for
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers import TemperatureLogitsWarper
 
 from eagle31_hf import Eagle31DrafterModel
 from eagle31_hf.generation import draft_sampler, proposer
 from eagle31_hf.generation.aux_states import AuxStates
+from eagle31_hf.generation.noise import Noise
 from eagle31_hf.generation.planning.plan import UNLIMITED, Plan, Selection
+from eagle31_hf.generation.proposer import Proposer
 from eagle31_hf.generation.tree import DraftTokens, Expansion
 
 GOLDEN = Path(__file__).parents[1] / "fixtures" / "original-eagle3"
@@ -388,15 +391,29 @@ class WidthOne:
         return Selection(limit)
 
 
+def with_noise(drafter, temperature: float) -> Proposer:
+    """A proposer that guesses with noise, the same for every one."""
+    torch.manual_seed(0)
+    noise = Noise(1, VOCAB, torch.device("cpu"), is_coupled=True)
+    noise.start(10)
+    return build_proposer(drafter, [TemperatureLogitsWarper(temperature)], noise)
+
+
 @torch.no_grad()
+@pytest.mark.parametrize("temperature", [None, 8.0], ids=["greedy", "by_noise"])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_tree_of_width_one_is_the_chain(target, make_drafter, name):
+def test_a_tree_of_width_one_is_the_chain(target, make_drafter, name, temperature):
     """The likeliest tokens, compared with others, are those that a chain takes without comparing them."""
     drafter, text = make_drafter(target, name), greedy_text(target)[:, :10]
     states = states_for(target, drafter, text)
-    chain = propose(build_proposer(drafter), text, states, 0, 9, Plan(5))
+
+    def drafted(plan: Plan) -> DraftTokens:
+        ours = build_proposer(drafter) if temperature is None else with_noise(drafter, temperature)
+        return propose(ours, text, states, 0, 9, plan)
+
+    chain = drafted(Plan(5))
     for plan in (plan_of(5, 1, 60), Plan(5, 1, 1, 60, WidthOne())):
-        tree = propose(build_proposer(drafter), text, states, 0, 9, plan)
+        tree = drafted(plan)
         assert_close("drafts", tree.ids, chain.ids)
         assert tree.is_chain, "a chain is verified as a sequence"
         assert (tree.depth, tree.num_nodes) == (5, 6)
