@@ -3,9 +3,9 @@
     python tests/generation/family_table.py > docs/figures/families.json       # of which docs/tables.py makes a table
 
 "same text": text and, for one prompt, logits are the target's own, with drafts accepted and rejected; in a batch every
-row goes at its own pace. "chains": the same, but of chains where a tree was asked for. "in step": the same, but all
-rows accept as much as the one that accepts least, of chains. "attention": the implementations of the target that give
-this row. Families that do the same share a row.
+sequence goes at its own pace. "chains": the same, but of chains where a tree was asked for. "in step": the same, but
+all sequences accept as much as the one that accepts least, of chains. "attention": the implementations of the target
+that give this row of the table. Families that do the same share a row.
 """
 
 import json
