@@ -97,7 +97,9 @@ class DraftSampler:
         best = log_probs.topk(min(top_k, self.num_choices, log_probs.shape[-1]), dim=-1)
         # Where processors have left nothing, or the drafter's numbers overflow, it knows nothing.
         values = best.values.nan_to_num(nan=NOT_LIKELY)
-        return values, best.indices if ids is None else ids[best.indices]
+        chosen = best.indices if ids is None else ids[best.indices]
+        # Where processors leave fewer ids than are asked for, padding of the drafter's vocabulary is among the rest.
+        return values, chosen if self.out_of_range is None else chosen.clamp(max=self.vocab_size - 1)
 
     def _processed(
         self, logits: Tensor, prefixes: list[Tensor], path_ids: Tensor | None

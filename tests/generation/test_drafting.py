@@ -211,3 +211,16 @@ def test_a_chain_ends_after_a_token_it_does_not_trust(target, drafter, text, sta
         ids = propose(start(drafter, threshold=threshold), text, states, 0, 9, Plan(4)).ids
         assert_close("drafts", ids, full.ids[:, : ids.shape[1]])
         assert ids.shape[1] == length if length else ids.shape[1] > 1
+
+
+@pytest.mark.parametrize("drafting", [{}, {"num_assistant_tokens": 3, "draft_tree_top_k": 5}], ids=["auto", "tree"])
+def test_processors_that_leave_few_ids_propose_no_padding_of_the_vocabulary(target, make_drafter, drafting):
+    """Fewer ids than a node may have children: the rest must be ids that the drafter can embed."""
+    drafter, prompt = make_drafter(target, "padded_vocabulary"), torch.tensor([[1, 2, 3, 5, 8]])
+    texts = []
+    for knobs in (drafting, {"num_assistant_tokens": "auto", "draft_tree_top_k": 1}):
+        torch.manual_seed(0)
+        texts.append(
+            target.generate(prompt, assistant_model=drafter, do_sample=True, top_k=2, max_new_tokens=20, **knobs)
+        )
+    assert_close("texts", texts[0], texts[1])
