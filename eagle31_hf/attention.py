@@ -123,7 +123,8 @@ class MLAttention(nn.Module):
     def absorbed(
         self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """The same, with `kv_b_proj` moved to the queries and the output: all heads share the latent as key and value.
+        """Attention in the latent space: `kv_b_proj` is applied to the queries and the output, so that all heads
+        share the latent as key and value. Takes and returns the same as `expanded`.
 
         The heads become rows of one head, (B, 1, H T, R + P), so that nothing repeats the latent for each of them.
         """

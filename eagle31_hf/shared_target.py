@@ -27,7 +27,8 @@ class SharesTarget(nn.Module):
     tie: TargetTie
 
     def get_input_embeddings(self) -> nn.Module | None:
-        """Its own table, else the target's, else None while no target has been seen, or when it is gone."""
+        """Returns the drafter's own embedding, else the target's; None while no target has been seen, or when it is
+        gone."""
         return self.tie.get()[0] if self.embed_tokens is None else self.embed_tokens
 
     def set_input_embeddings(self, value: nn.Module) -> None:
@@ -36,7 +37,7 @@ class SharesTarget(nn.Module):
         self.config.share_target_embeddings = False
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """Its own head, else the target's, else None while no target has been seen, or when it is gone."""
+        """Returns the drafter's own head, else the target's; None while no target has been seen, or when it is gone."""
         return self.tie.get()[1] if self.lm_head is None else self.lm_head
 
     def load_target_embeddings(self, target: Any) -> None:

@@ -75,6 +75,13 @@ def test_commands_are_understood(page):
             assert all((ROOT / word).exists() for word in arguments if word.startswith("tests")), " ".join(words)
 
 
+def test_files_that_ci_runs_are_there():
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    files = re.findall(r"\btests/\S+", script)
+    assert files, "no test file is named in .ci/run"
+    assert not [name for name in files if not (ROOT / name).is_file()]
+
+
 @each_page
 def test_what_python_blocks_import_is_there(page):
     for block in blocks(page, "python"):

@@ -69,7 +69,7 @@ class Setting:
 
 
 def geometric(rate: float, depth: int) -> tuple[float, ...]:
-    """Every position accepts with the same chance."""
+    """Returns the chances that drafts are kept to each depth, where every position is accepted with chance `rate`."""
     return tuple(rate ** (position + 1) for position in range(depth))
 
 
@@ -171,7 +171,8 @@ def measure_engine(
     settings: tuple[Setting, ...] = SETTINGS,
     progress: Callable[[str], None] = lambda message: None,
 ) -> dict[str, Any]:
-    """Every setting beside plain generate, in turn, `rounds` times; medians -> {"target", "runs", "environment"}."""
+    """Measures every setting beside plain generate, in turn, `rounds` times. Returns medians: {"target", "runs",
+    "environment"}."""
     progress(f"building a target and a drafter of the shape {shape}")
     target, drafter = build(shape, dtype, device)
     runs = []

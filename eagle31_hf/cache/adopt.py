@@ -177,7 +177,8 @@ def keep_paths(cache: Cache, starts: Mirrored, commit: Commit) -> None:
 
 
 def _places(starts: Mirrored, commit: Commit, first: int, device: torch.device) -> tuple[Tensor, Tensor | int]:
-    """Returns from which places of a buffer that begins at slot `first` a commit's paths move, and to which."""
+    """Returns the places of a buffer that a commit's paths move from, and those they move to; it begins at slot
+    `first`."""
     assert commit.path is not None
     if len(commit.paths) == 1:
         begin = starts.host[0] - first
@@ -189,14 +190,14 @@ def _places(starts: Mirrored, commit: Commit, first: int, device: torch.device) 
 
 
 def settle(cache: Cache, end: int) -> None:
-    """All tokens before slot `end` are accepted, and no others are kept."""
+    """Keeps the tokens before slot `end`, which are accepted, and drops all others."""
     for layer in cache.layers:
         layer.settle(end)
 
 
 def wipe(cache: Cache, ends: list[int]) -> None:
-    """Zeros wherever rows were rejected, from slot `ends[b]` of every row b on: a masked slot still meets the weight 0,
-    and 0 times NaN is NaN."""
+    """Writes zeros over rejected tokens, from slot `ends[b]` of every sequence b on: a masked slot still meets the
+    weight 0, and 0 times NaN is NaN."""
     for layer in cache.layers:
         layer.wipe(ends)
 
@@ -227,18 +228,21 @@ def capacity(cache: Cache) -> int | None:
 
 
 def windows(cache: Cache) -> list[int | None]:
-    """By layer, how many tokens it attends to; None where it attends to all."""
+    """Returns, for each attention layer, the length of its sliding window in tokens, None where it has none."""
     return [layer.sliding_window if layer.is_sliding else None for layer in attention_layers(cache)]
 
 
 def attention_layers(cache: Cache) -> list[Any]:
-    """Its layers but those of convolutions and recurrences, which give no attentions."""
+    """Returns the layers of a cache that hold keys and values; those of convolutions and recurrences give no
+    attentions."""
     return [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
 
 
 def static_spans(cache: Cache, num_after: int, num_new: int) -> list[slice | None]:
-    """By layer, the slots a stock static layer would show to `num_new` tokens, after which `num_after` more are in the
-    cache; None for layers that are not static."""
+    """Returns, for each attention layer, the slots that attentions of a stock static layer cover; None for one that is
+    not static.
+
+    `num_new`: the query tokens; `num_after`: tokens that the cache holds after them."""
     return [
         _static_span(layer, layer.end - num_after, num_new) if getattr(layer, "fixed", False) else None
         for layer in attention_layers(cache)

@@ -15,15 +15,13 @@ from .transfer import Mirrored, to_device
 class Commit:
     """The tokens that one forward adds to every sequence, on the host and, by one copy, on the device.
 
-    `tokens[b]` follow the tokens of sequence b; `paths[b]` are the nodes of the forward that they and the token before
-    them were accepted at; `counts`: how many they are; `ids` (B, M): the tokens, padded with 0, which every embedding
-    has, since the drafter reads them; `path` (B, P): the paths, padded with nodes that stay where they are, or None
-    where all of them are the first nodes; `going`: which sequences go on, on the host, `going_index` (W,) on the
-    device.
+    `paths[b]` are the nodes of the forward at which the tokens of sequence b were chosen; `counts`: how many they
+    are; `ids` (B, M): the tokens, padded with 0, which every embedding has, since the drafter reads them; `path` (B,
+    P): the paths, padded with nodes that stay where they are, or None where all of them are the first nodes;
+    `going`: which sequences go on, on the host, `going_index` (W,) on the device.
     """
 
     def __init__(self, device: torch.device, tokens: list[list[int]], paths: list[list[int]], finished: Sequence[bool]):
-        self.tokens = tokens
         self.paths = paths
         self.going = [b for b, has_finished in enumerate(finished) if not has_finished]
         counts = [len(new) for new in tokens]
@@ -31,8 +29,7 @@ class Commit:
         columns: list[Sequence] = [[new + [0] * (longest - len(new)) for new in tokens]]
         columns.append(counts)
         columns.append(self.going)
-        self.are_prefixes = all(path == list(range(len(path))) for path in paths)
-        if not self.are_prefixes:
+        if any(path != list(range(len(path))) for path in paths):
             deepest = max(len(path) for path in paths)
             columns.append([[*path, *range(len(path), deepest)] for path in paths])
         self.ids, count, self.going_index, *path = to_device(device, *columns)

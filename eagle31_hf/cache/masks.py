@@ -3,6 +3,8 @@
 B sequences, Q query tokens, N new tokens.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -70,6 +72,12 @@ class SlotMask:
             allowed = torch.cat((allowed[..., :inside] & seen, allowed[..., inside:]), dim=-1)
         places = begin + torch.arange(visible.shape[2], device=device) - first
         return allowed.clone().scatter_(2, places.expand_as(visible), visible)
+
+
+def windows_by_kind(layer_types: Iterable[str], window: int | None) -> dict[str, int | None]:
+    """The sliding window of each type of layers in use, in tokens; None for full attention."""
+    windows = {"full_attention": None, "sliding_attention": window}
+    return {kind: windows[kind] for kind in set(layer_types)}
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

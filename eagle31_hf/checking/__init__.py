@@ -1,4 +1,4 @@
-"""All that can be said of a target before it is downloaded: `check_target`, `eagle31 check`."""
+"""A report on a target before it is downloaded: `check_target`, `eagle31 check`."""
 
 from .check import TargetReport, check_target
 

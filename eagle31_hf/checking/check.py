@@ -181,7 +181,8 @@ def _facts(source: TargetSource) -> dict[str, Any]:
 
 
 def _try(source: TargetSource, drafter: DrafterReport | None, notes: list[str]) -> tuple[list[Capability], str | None]:
-    """Every capability, and what was run, None where the config alone answers. Adds to `notes`."""
+    """Tries a tiny model of the target. Returns every capability and a description of the model that was run, None
+    where the config alone answers; adds to `notes`."""
     refusal = why_no_target(source.model_class, source.config)
     if source.config.is_encoder_decoder:
         return [Capability(name, REFUSED, refusal or "") for name in CAPABILITIES], None

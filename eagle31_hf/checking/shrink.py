@@ -69,7 +69,7 @@ def key_value_heads(value: int, config: dict[str, Any]) -> int:
 
 
 def part_of_head(value: int, config: dict[str, Any]) -> int:
-    """The same share of the head as in the original, an even number."""
+    """Returns as large a share of the tiny head as `value` is of the original's head, an even number."""
     whole = config.get("head_dim") or value * 4
     return max(2, HEAD_DIM * value // whole // 2 * 2)
 

@@ -190,7 +190,8 @@ def model_class_of(config: PreTrainedConfig, architectures: Any = None) -> Any:
 
 
 def _with_weights(source: TargetSource, folder: Path) -> TargetSource:
-    """The same with the size of the weights that lie beside its config, if all of them do."""
+    """Returns the source with the bytes of the weights in the folder of its config, None unless all of them are
+    there."""
     files = _weight_files(folder)
     num_bytes = sum(file.stat().st_size for file in files) if files and all(file.is_file() for file in files) else None
     return replace(source, num_bytes=num_bytes)

@@ -84,7 +84,7 @@ class Outcome:
 
 
 class CannotTryError(Exception):
-    """No tiny model could be made of a config; the text says why."""
+    """Raised where no tiny model can be made of a config, or it does not decode; the text says why."""
 
 
 def build_tiny(source: TargetSource) -> tuple[PreTrainedModel, list[str]]:

@@ -89,4 +89,4 @@ class Eagle31CandidateGenerator(CandidateGenerator):
         return torch.cat((input_ids, drafts.ids), dim=1), drafts.logits
 
     def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
-        """Nothing to adapt: the depth is the caller's."""
+        """Does nothing: the depth is the caller's choice."""

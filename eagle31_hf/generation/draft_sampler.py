@@ -15,8 +15,8 @@ from .noise import Noise
 # A drafter's logits are scored as if the target drew at this temperature: greedy text is drawn at 0 (and a sampled one,
 # its noise given), but the drafter's guess of it is not certain. On the demo pair trees are deepest at 0.15 to 0.25; at
 # 1, as in EAGLE-2, they are a third shallower than chains are long.
-TREE_TEMPERATURE = 0.25
-NOT_LIKELY = float("-inf")
+SCORE_TEMPERATURE = 0.25
+IMPOSSIBLE = float("-inf")
 
 
 class DraftSampler:
@@ -39,12 +39,13 @@ class DraftSampler:
         self.processors = processors.by_sequence(shaping, num_sequences)
         self.temperature = processors.temperature(shaping) if noise is not None else 1.0
         self.device = drafter.like.device
-        self.draft_ids = drafter.draft_to_target_ids()
+        self.draft_ids = drafter.draft_to_target_ids()  # None: the drafter's columns are target ids
         ids = torch.arange(drafter.config.draft_vocab_size) if self.draft_ids is None else self.draft_ids
-        out_of_range = (ids >= vocab_size).to(self.device)  # padding of the drafter's vocabulary
-        self.out_of_range = out_of_range if bool(out_of_range.any()) else None
-        self.num_choices = len(ids) - int(out_of_range.sum())
-        self.noise_ids = ids.clamp(max=vocab_size - 1).to(self.device)
+        self.columns: Tensor | None = None  # of the drafter's logits, where some are padding of its vocabulary
+        if bool((ids >= vocab_size).any()):
+            self.columns = (ids < vocab_size).nonzero()[:, 0].to(self.device)
+            ids = self.draft_ids = ids.to(self.device)[self.columns]
+        self.ids = ids.to(self.device)
         # Processors that read the text index by target id; logits a token was drawn from must be the target's size.
         self.reads_text = not processors.are(shaping, processors.POINTWISE)
 
@@ -58,13 +59,11 @@ class DraftSampler:
         (B, 1, level), where processors read the text: these tokens. The ids are None where the processors leave the
         drafter nothing to propose.
         """
-        in_target_ids = self.noise is not None or self.reads_text or self.out_of_range is not None
-        if in_target_ids:
-            logits = scatter_logits(logits, self.draft_ids, self.vocab_size)
-        if self.processors[0]:
-            logits = processors.apply(self.processors, self._texts(prefixes, path_ids), logits)
-            if self.reads_text and bool((logits.amax(-1) == NOT_LIKELY).any()):
-                return None, logits, False
+        in_target_ids = self.noise is not None or self.reads_text
+        logits, ids = self._processed(logits[:, None], prefixes, path_ids, in_target_ids)
+        logits = logits[:, 0]
+        if self.reads_text and bool((logits.amax(-1) == IMPOSSIBLE).any()):
+            return None, logits, False
         if self.noise is None:
             tokens = logits.argmax(-1, keepdim=True)
         else:
@@ -75,9 +74,7 @@ class DraftSampler:
         is_trusted = True
         if self.threshold:
             is_trusted = bool((logits.float().softmax(-1).gather(1, tokens) >= self.threshold).any())
-        if not in_target_ids and self.draft_ids is not None:
-            tokens = self.draft_ids[tokens]
-        return tokens, logits, is_trusted
+        return tokens if ids is None else ids[tokens], logits, is_trusted
 
     def likeliest(
         self, logits: Tensor, top_k: int, prefixes: list[Tensor], level: int, path_ids: Tensor | None
@@ -85,37 +82,35 @@ class DraftSampler:
         """Draft logits (B, F, Vd) -> log-probabilities and target ids (B, F, k) of the tokens that the target is
         likeliest to choose. `path_ids` (B, F, level), where processors read the text: the tokens drafted up to every
         node."""
-        logits, ids = self._processed(logits.float(), prefixes, path_ids)
+        logits, ids = self._processed(logits.float(), prefixes, path_ids, in_target_ids=self.reads_text)
         if self.noise is not None:
             noise = torch.stack([self.noise.of_slot(b, one.shape[1] + level) for b, one in enumerate(prefixes)])
             noise = noise.to(logits.device)
             # Times the temperature, so that the colder the draw, the less the noise counts: at 0 this is greedy text.
             if not self.reads_text:
-                noise = noise[:, self.noise_ids]
+                noise = noise[:, self.ids]
             logits = (logits + noise[:, None]) * self.temperature
-        log_probs = (logits / TREE_TEMPERATURE).log_softmax(-1)
-        best = log_probs.topk(min(top_k, self.num_choices, log_probs.shape[-1]), dim=-1)
+        log_probs = (logits / SCORE_TEMPERATURE).log_softmax(-1)
+        best = log_probs.topk(min(top_k, log_probs.shape[-1]), dim=-1)
         # Where processors have left nothing, or the drafter's numbers overflow, it knows nothing.
-        values = best.values.nan_to_num(nan=NOT_LIKELY)
-        chosen = best.indices if ids is None else ids[best.indices]
-        # Where processors leave fewer ids than are asked for, padding of the drafter's vocabulary is among the rest.
-        return values, chosen if self.out_of_range is None else chosen.clamp(max=self.vocab_size - 1)
+        values = best.values.nan_to_num(nan=IMPOSSIBLE)
+        return values, best.indices if ids is None else ids[best.indices]
 
     def _processed(
-        self, logits: Tensor, prefixes: list[Tensor], path_ids: Tensor | None
+        self, logits: Tensor, prefixes: list[Tensor], path_ids: Tensor | None, in_target_ids: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Draft logits (B, F, Vd) as the processors leave them, and the target ids of the columns, None where the
-        columns are target ids."""
+        """Draft logits (B, F, Vd) as the processors leave them, and the target ids of their columns, None where the
+        columns are target ids, as all of V are with `in_target_ids`."""
         shape = logits.shape[:2]
-        if self.reads_text:
-            logits = scatter_logits(logits.flatten(0, 1), self.draft_ids, self.vocab_size)
-            texts = self._texts(prefixes, path_ids)
-            return processors.apply(self.processors, texts, logits).unflatten(0, shape), None
-        if self.out_of_range is not None:
-            logits = logits.masked_fill(self.out_of_range, NOT_LIKELY)
+        ids = self.draft_ids
+        logits = logits.flatten(0, 1)
+        if self.columns is not None:
+            logits = logits[:, self.columns]
+        if in_target_ids:
+            logits, ids = scatter_logits(logits, ids, self.vocab_size), None
         if self.processors[0]:
-            logits = processors.apply(self.processors, prefixes, logits.flatten(0, 1)).unflatten(0, shape)
-        return logits, self.draft_ids
+            logits = processors.apply(self.processors, self._texts(prefixes, path_ids), logits)
+        return logits.unflatten(0, shape), ids
 
     def _texts(self, prefixes: list[Tensor], path_ids: Tensor | None) -> list[Tensor]:
         """The text (1, L) up to every node (B F in all); the prefixes themselves where no processor reads them."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..cache import adopt as cache
-from ..cache.masks import SlotMask
+from ..cache.masks import SlotMask, windows_by_kind
 from ..cache.transfer import Mirrored
 from ..modeling import Eagle31DrafterModel, Eagle31DrafterOutput
 from .aux_states import AuxStates, gathered
@@ -34,10 +34,8 @@ class DrafterRunner:
         self.first_positions = first_positions
         self.lengths = Mirrored([0] * len(first_positions))
         self._positions = Mirrored(first_positions)  # of the next token it reads
-        sliding = drafter.config.sliding_window
-        windows = {"full_attention": None, "sliding_attention": sliding}
         self._takes_masks = drafter.config._attn_implementation in MASKED
-        self._windows = {kind: windows[kind] for kind in set(drafter.config.layer_types)}
+        self._windows = windows_by_kind(drafter.config.layer_types, drafter.config.sliding_window)
         self._has_windows = set(self._windows.values()) != {None}
         self._rope_of_drafts: tuple[Tensor, Tensor] | None = None  # after what has been read
         self._below: Tensor | None = None  # which tokens of a sequence each one sees: those before it, and itself
@@ -55,7 +53,7 @@ class DrafterRunner:
         out = self._forward(
             unread.tokens.to(self.like.device),
             {"target_hidden_states": unread.states.to(self.like)},
-            self._rope(0, num_new),
+            self._rope(num_new),
             self._mask_of_text(num_new),
             logits_to_keep=1 if last is None else last[:, 0],
         )
@@ -67,7 +65,7 @@ class DrafterRunner:
         return (state[:, -1:] if last is None else gathered(state, last)), out.logits
 
     def step(self, ids: Tensor, state: Tensor, nodes: VisibleNodes, visible: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Runs one level of drafts (B, F) on the states (B, F, h) before them, `nodes.widths[-1]` of which it is.
+        """Runs one level of drafts (B, F) on the states (B, F, h) before them, the last level of `nodes`.
 
         `visible` (B, F, N): which of the nodes run so far they see; None: all. Returns states (B, F, h) and draft
         logits (B, F, Vd).
@@ -85,9 +83,7 @@ class DrafterRunner:
 
     def settle(self) -> None:
         """Drops what no target state stands behind."""
-        end = max(self.lengths.host)
-        for layer in self.past_key_values.layers:
-            layer.settle(end)
+        cache.settle(self.past_key_values, max(self.lengths.host))
 
     def _forward(
         self,
@@ -107,21 +103,21 @@ class DrafterRunner:
             return_dict=True,
         )
 
-    def _rope(self, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """The rotary embeddings, cos and sin (B or 1, count, D), of tokens `first` after what has been read, and of
-        those that follow."""
+    def _rope(self, count: int) -> tuple[Tensor, Tensor]:
+        """The rotary embeddings, cos and sin (B or 1, count, D), of the tokens after what has been read."""
         device = self.like.device
         if self._positions.is_uniform:
-            begin = self._positions.host[0] + first
+            begin = self._positions.host[0]
             positions = torch.arange(begin, begin + count, device=device)[None]
         else:
-            positions = self._positions.on(device) + torch.arange(first, first + count, device=device)
+            positions = self._positions.on(device) + torch.arange(count, device=device)
         return self.drafter.rotary_emb(self.like, positions)
 
     def _rope_at(self, level: int) -> tuple[Tensor, Tensor]:
-        """Those of a level of drafts; computed for several levels at once, since each takes many operations."""
+        """The rotary embeddings (B or 1, 1, D) of a level of drafts; computed for several levels at once, since each
+        call takes many operations."""
         if self._rope_of_drafts is None or level >= self._rope_of_drafts[0].shape[1]:
-            self._rope_of_drafts = self._rope(0, max(LEVELS_AT_ONCE, level + 1))
+            self._rope_of_drafts = self._rope(max(LEVELS_AT_ONCE, level + 1))
         cos, sin = self._rope_of_drafts
         return cos[:, level : level + 1], sin[:, level : level + 1]
 

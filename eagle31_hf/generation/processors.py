@@ -43,7 +43,7 @@ def are(processors: LogitsProcessorList, kinds: tuple[type, ...]) -> bool:
 
 
 def of(processors: LogitsProcessorList, kinds: tuple[type, ...]) -> LogitsProcessorList:
-    """Those of these very classes."""
+    """Returns the processors that are of one of these very classes."""
     return LogitsProcessorList(processor for processor in processors if type(processor) in kinds)
 
 

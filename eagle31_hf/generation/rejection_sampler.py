@@ -164,8 +164,8 @@ class RejectionSampler:
 
 
 class LockStepSampler(RejectionSampler):
-    """The same for sequences that stay equally long: processors and criteria see the whole batch at one length, as in
-    plain decoding. Only for chains."""
+    """Chooses the target's tokens for a batch whose sequences stay equally long: each gets as many as the one that
+    accepts least. Processors and criteria see the whole batch at one length, as in plain decoding. Only for chains."""
 
     is_lock_step = True
 

@@ -14,9 +14,8 @@ class Sequences:
     left-padding tokens of each. `pad_token_id` fills what is shorter than the longest sequence.
     """
 
-    def __init__(self, input_ids: Tensor, pad_token_id: int, num_padding: list[int]):
+    def __init__(self, input_ids: Tensor, pad_token_id: int):
         self.pad_token_id = pad_token_id
-        self.num_padding = num_padding
         self.prompt_length = input_ids.shape[1]
         self.lengths = Mirrored([self.prompt_length] * len(input_ids))
         self.finished = [False] * len(input_ids)
@@ -46,7 +45,7 @@ class Sequences:
         return self._ids[b : b + 1, : self.lengths.host[b]]
 
     def prefixes(self) -> list[Tensor]:
-        """Every sequence so far."""
+        """Returns the tokens of every sequence so far, each (1, its length)."""
         return [self.prefix(b) for b in range(len(self))]
 
     def padded(self) -> Tensor:

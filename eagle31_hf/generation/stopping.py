@@ -35,8 +35,8 @@ class Stopping:
 
 
 class Ends:
-    """The sequences that have ended, in `finished`, as far as it has been asked in one round. `scores`: of all
-    tokens so far, where they are kept."""
+    """The sequences that have ended, in `finished`, as far as it has been asked in one round. `scores`: of the
+    tokens before this round, where they are kept."""
 
     def __init__(self, stopping: Stopping, sequences: Sequences, scores: tuple[Tensor, ...] | None = None):
         self.stopping = stopping
@@ -53,7 +53,10 @@ class Ends:
         return self.finished[b]
 
     def after_step(self, ids: Tensor, new_scores: list[Tensor]) -> None:
-        """The same for all sequences (B, L), which have the same number of new tokens. `new_scores`: (B, V) a token."""
+        """Asks the criteria about all sequences at once, each with one more token, and notes in `finished` which
+        have ended.
+
+        `ids` (B, L): the sequences, equally long, new tokens included; `new_scores`: (B, V) for each new token."""
         met = self.stopping.criteria(ids, self._all_scores(new_scores)).tolist()
         if self.stopping.streamer is not None:
             self.stopping.streamer.put(ids[:, -1].cpu())

@@ -1,7 +1,7 @@
 """Drafted tokens as tensors: no model. B sequences, K drafted tokens of each, N = K + 1 nodes of its tree; node 0, the
 root, is the token committed last; a parent comes before its children. A chain is a tree of width one."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any
 
@@ -10,18 +10,19 @@ from torch import Tensor
 
 from ..cache.masks import ancestors_of
 from ..cache.transfer import to_host
+from .aux_states import gathered
 
 
 @dataclass(frozen=True)
 class DraftTokens:
     """The tokens drafted in one round; a chain where `parents` is None: every node hangs on the one before it.
 
-    `ids` (B, K): target ids; `depth`: levels, at most. Of trees: `parents` (B, K), nodes; `depths` (B, N), the root's
-    being 0; `ancestors` (B, N, N): whether node j is on the path to node i, i itself included. `log_probs` (B, K): the
-    drafter's, given the parent, where they were scored. `logits` (B, K, V): those that the tokens of a chain were
-    drawn from, where rejection sampling needs them. `guess`: of sequences for which nothing is drafted, the likeliest
-    next token (B, 1) and its log-probability (B, 1). `is_plain`: nothing is drafted, and no earlier draft is left in
-    the cache, so the target's logits are those of plain decoding.
+    `ids` (B, K): target ids; `depth`: levels, at most. Of trees: `parents` (B, K), nodes; `depths` (B, N), the
+    root's being 0; `ancestors` (B, N, N): whether node j is on the path to node i, i itself included. `log_probs`
+    (B, K): the scores of each, given its parent, as `DraftSampler.likeliest` returns them. `logits` (B, K, V): those
+    that the tokens of a chain were drawn from, where rejection sampling needs them. `guess`: of sequences for which
+    nothing is drafted, the likeliest next token (B, 1) and its log-probability (B, 1). `is_plain`: nothing is
+    drafted, and no earlier draft is left in the cache, so the target's logits are those of plain decoding.
     """
 
     ids: Tensor
@@ -36,7 +37,7 @@ class DraftTokens:
 
     @classmethod
     def none(cls, like: Tensor, is_plain: bool = False) -> "DraftTokens":
-        """No drafts after ids `like` (B, L)."""
+        """Makes the drafts of a round without any; `like` (B, L) gives batch size, dtype and device."""
         return cls(like[:, :0], 0, is_plain=is_plain)
 
     @classmethod
@@ -84,9 +85,15 @@ class HostDrafts:
     log_probs: list[list[float]] | None = None
     guess: list[list[int]] | None = None
     guess_log_probs: list[list[float]] | None = None
+    _children: dict[int, list[dict[int, int]]] = field(default_factory=dict, repr=False, compare=False)
 
     def children(self, b: int) -> list[dict[int, int]]:
         """Returns for every node of sequence b, the root first, its children: token id -> node."""
+        if b not in self._children:  # asked for by the sampler, and by what learns from the round
+            self._children[b] = self._children_of(b)
+        return self._children[b]
+
+    def _children_of(self, b: int) -> list[dict[int, int]]:
         found: list[dict[int, int]] = [{} for _ in range(len(self.ids[b]) + 1)]
         parents = range(len(self.ids[b])) if self.parents is None else self.parents[b]
         for node, (token, parent) in enumerate(zip(self.ids[b], parents, strict=True), start=1):
@@ -198,8 +205,8 @@ class VisibleNodes:
         return sum(self.widths)
 
     def extend(self, from_node: Tensor | None, width: int) -> Tensor | None:
-        """Runs a level of `width` nodes that hang on nodes `from_node` (B, F) of the last one (None: on its only one).
-        Returns which nodes each of them sees (B, F, count); None for a chain."""
+        """Adds a level of `width` nodes, children of the nodes `from_node` (B, F) of the last level (None: of its only
+        one). Returns which nodes each of them sees (B, F, count); None for a chain."""
         before = self.count
         self.widths.append(width)
         if self._visible is None and width == 1:
@@ -226,4 +233,4 @@ def identity(size: int, device: torch.device) -> Tensor:
 
 def pick(x: Tensor, nodes: Tensor | None) -> Tensor:
     """Entries `nodes` (B, F') of dimension 1 of x (B, F, n); None: x itself."""
-    return x if nodes is None else x.gather(1, nodes[..., None].expand(-1, -1, x.shape[2]))
+    return x if nodes is None else gathered(x, nodes)

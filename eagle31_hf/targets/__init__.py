@@ -1,1 +1,1 @@
-"""All that is known of a target: its layers, its embedding and head, what it can do."""
+"""Knowledge about targets: their layers, embedding and head, masks, and what they can do."""

@@ -4,7 +4,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from ..cache import adopt as cache
-from ..cache.masks import SlotMask
+from ..cache.masks import SlotMask, windows_by_kind
 
 
 def slot_masks(
@@ -26,5 +26,4 @@ def slot_masks(
 
     if kinds is None:
         return additive(window)
-    windows = {"full_attention": None, "sliding_attention": window}
-    return {kind: additive(windows[kind]) for kind in set(kinds)}
+    return {kind: additive(one) for kind, one in windows_by_kind(kinds, window).items()}

@@ -170,7 +170,7 @@ def test_a_cache_is_handed_back_without_them():
 def test_a_round_without_drafts_may_still_see_those_of_earlier_ones(is_plain, kind):
     """Only after these have been wiped out, scores that are NaN are what plain decoding sees: its choice is the first
     of them."""
-    sequences, logits = Sequences(torch.tensor([[5, 7]]), 0, [0]), torch.full((1, 1, 9), torch.nan)
+    sequences, logits = Sequences(torch.tensor([[5, 7]]), 0), torch.full((1, 1, 9), torch.nan)
     drafts = DraftTokens.none(sequences.padded(), is_plain=is_plain)
     for processors in (LogitsProcessorList(), LogitsProcessorList([Notebook(9)])):
         ends = Ends(Stopping(StoppingCriteriaList(), max_length=99), sequences)

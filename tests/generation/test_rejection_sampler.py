@@ -68,13 +68,13 @@ def accept(
     sampler: RejectionSampler, drafted: Tensor, draft_logits: Tensor | None, logits: Tensor, *criteria: StoppingCriteria
 ) -> Accepted:
     """The outcome for one sequence after PREFIX, drafts (1, K) and target logits (1, K + 1, V)."""
-    sequences, drafts = Sequences(PREFIX, 0, [0]), DraftTokens(drafted, drafted.shape[1], logits=draft_logits)
+    sequences, drafts = Sequences(PREFIX, 0), DraftTokens(drafted, drafted.shape[1], logits=draft_logits)
     return sampler.accept(sequences, drafts, logits.clone(), ends_of(sequences, *criteria))
 
 
 def three_sequences() -> Sequences:
     """The second one token longer than the others, the last at its end."""
-    sequences = Sequences(torch.tensor([[4, 2], [1, 5], [3, 3]]), 0, [0, 0, 0])
+    sequences = Sequences(torch.tensor([[4, 2], [1, 5], [3, 3]]), 0)
     finished = [False, False, True]
     sequences.append(Commit(CPU, [[], [3], []], [[], [0], []], finished), finished)
     return sequences
@@ -199,7 +199,7 @@ WALKS = {  # what the target chooses at every node, what is committed, the nodes
 @pytest.mark.usefixtures("chooses_at_once")
 @pytest.mark.parametrize(("chosen", "tokens", "path"), WALKS.values(), ids=WALKS)
 def test_a_tree_is_walked_while_the_targets_token_is_a_child(chosen, tokens, path, processors):
-    logits, sequences = logits_choosing(*chosen), Sequences(PREFIX, 0, [0])
+    logits, sequences = logits_choosing(*chosen), Sequences(PREFIX, 0)
     accepted = sampler(processors).accept(sequences, TREE, logits.clone(), ends_of(sequences))
     assert (accepted.tokens, accepted.paths) == ([tokens], [path])
     assert_close("scores", accepted.scores, [[(2.0 if processors else 1.0) * logits[:, node] for node in path]])
@@ -236,7 +236,7 @@ def test_drawn_drafts_are_judged_at_once_as_node_by_node(processors, monkeypatch
         torch.manual_seed(0)
         one, found = sampler(processors, do_sample=True), []
         for _ in range(60):
-            sequences, q_logits = Sequences(PREFIX, 0, [0]), torch.randn(1, 4, 6)
+            sequences, q_logits = Sequences(PREFIX, 0), torch.randn(1, 4, 6)
             logits = torch.cat((q_logits, torch.randn(1, 1, 6)), dim=1) + 0.5 * torch.randn(1, 5, 6)
             if processors:
                 logits /= 2  # which the temperature undoes
@@ -286,7 +286,7 @@ def test_sequences_accept_each_for_itself():
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 def test_in_lock_step_sequences_go_as_far_as_all_of_them(do_sample):
     """A sequence that has ended says padding and stops nobody."""
-    sequences, seen = Sequences(torch.tensor([[4, 2], [1, 5], [3, 3]]), 0, [0, 0, 0]), list[list[list[int]]]()
+    sequences, seen = Sequences(torch.tensor([[4, 2], [1, 5], [3, 3]]), 0), list[list[list[int]]]()
     sequences.finished[2] = True
     logits = torch.cat([logits_choosing(1, 2, 4), logits_choosing(1, 5, 4), logits_choosing(4, 4, 4)])
     processors = LogitsProcessorList([lambda ids, scores: seen.append(ids.tolist()) or 1000 * scores])
@@ -315,7 +315,7 @@ class SecondAtFour(StoppingCriteria):
 
 def test_in_lock_step_sequences_stop_where_one_ends():
     """Though the drafts go on to be right; and a criterion is shown every length once, with the scores up to there."""
-    sequences, criterion = Sequences(torch.tensor([[4, 2], [1, 5]]), 0, [0, 0]), SecondAtFour()
+    sequences, criterion = Sequences(torch.tensor([[4, 2], [1, 5]]), 0), SecondAtFour()
     logits = logits_choosing(1, 2, 3, 0).repeat(2, 1, 1)
     ends = Ends(Stopping(StoppingCriteriaList([criterion]), ENOUGH), sequences, scores=())
     drafts = DraftTokens(torch.tensor([[1, 2, 3]] * 2), 3)

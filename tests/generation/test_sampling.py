@@ -116,7 +116,7 @@ def drawn(target, drafter, processors, depth: int, monkeypatch, threshold: float
         proposer = build_proposer(drafter, processors, noise, threshold, vocab_size=V)
         drafts = propose(proposer, PROMPT, states, 0, PROMPT.shape[1] - 1, Plan(depth))
         assert drafts.logits is not None, "drafts were not verified by rejection sampling"
-        drafted, sequences = drafts.ids[0].tolist(), Sequences(PROMPT, 0, [0])
+        drafted, sequences = drafts.ids[0].tolist(), Sequences(PROMPT, 0)
         text = number(drafted + [0] * (depth - len(drafted)))
         logits = target_logits[text : text + 1, : drafts.num_nodes].clone()
         ends = Ends(Stopping(StoppingCriteriaList(), max_length=99), sequences)

@@ -23,7 +23,7 @@ def grown(sequences: Sequences, tokens: list[list[int]], finished: list[bool]) -
 def test_they_grow_as_lists_do(keeps_step):
     """Past every capacity they have held so far, some of them ended."""
     draw, texts, finished = random.Random(0), [list(prompt) for prompt in PROMPTS], [False] * 3
-    sequences = Sequences(torch.tensor(PROMPTS), PAD, [0, 1, 0])
+    sequences = Sequences(torch.tensor(PROMPTS), PAD)
     for step in range(120):
         count = draw.randint(0, 4)
         counts = [count if keeps_step else draw.randint(0, 4) * (not finished[b]) for b in range(3)]
@@ -42,14 +42,14 @@ def test_they_grow_as_lists_do(keeps_step):
 
 
 def test_the_longest_of_all_where_none_goes_on():
-    sequences = Sequences(torch.tensor(PROMPTS), PAD, [0, 0, 0])
+    sequences = Sequences(torch.tensor(PROMPTS), PAD)
     grown(sequences, [[1], [1, 2, 3], []], [True] * 3)
     assert sequences.longest == 6
 
 
 def test_the_prompt_is_not_written_to():
     prompt = torch.tensor(PROMPTS)
-    grown(Sequences(prompt, PAD, [0, 0, 0]), [[8], [8, 8], [8]], [False] * 3)
+    grown(Sequences(prompt, PAD), [[8], [8, 8], [8]], [False] * 3)
     assert prompt.tolist() == PROMPTS
 
 

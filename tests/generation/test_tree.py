@@ -271,7 +271,7 @@ def test_ties_leave_the_tree_connected(log_probs_of, total):
 @torch.no_grad()
 def test_the_trees_are_the_original_codes(monkeypatch):
     """Which scores them at temperature 1."""
-    monkeypatch.setattr(draft_sampler, "TREE_TEMPERATURE", 1.0)
+    monkeypatch.setattr(draft_sampler, "SCORE_TEMPERATURE", 1.0)
     golden = load_file(GOLDEN / "golden.safetensors") | load_file(GOLDEN / "golden_trees.safetensors")
     drafter = Eagle31DrafterModel.from_pretrained(GOLDEN).eval()
     drafter.set_input_embeddings(nn.Embedding.from_pretrained(golden["embed"]))
@@ -338,7 +338,7 @@ class Oracle:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_node_is_scored_as_its_path_run_as_a_chain(target, make_drafter, monkeypatch, name, attention):
     monkeypatch.setattr(proposer, "Expansion", Kept)
-    monkeypatch.setattr(draft_sampler, "TREE_TEMPERATURE", 0.7)
+    monkeypatch.setattr(draft_sampler, "SCORE_TEMPERATURE", 0.7)
     drafter = make_drafter(target, name, attention)
     text, num_read = greedy_text(target)[:, :10], 9
     states = states_for(target, drafter, text)

@@ -509,7 +509,7 @@ def drawn(
     next_token, counts = exact(target, processors), torch.zeros(V**SAMPLED)
     torch.manual_seed(0)
     noise = Noise(1, V, cpu, is_coupled=True)
-    sampler, sequences = kind(processors, noise), Sequences(START, 0, [0])
+    sampler, sequences = kind(processors, noise), Sequences(START, 0)
     for _ in range(DRAWS):
         noise.forget([START.shape[1] + 99])  # the same slots, with other noise
         noise.start(START.shape[1])

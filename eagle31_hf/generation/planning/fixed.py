@@ -1,4 +1,4 @@
-"""The same plan every round: a chain or a tree of the size that the caller asked for."""
+"""A planner that plans every round alike: a chain or a tree of the size that the caller asked for."""
 
 from collections import Counter
 from typing import Any
