@@ -18,7 +18,7 @@ class Commit:
     `paths[b]` are the nodes of the forward at which the tokens of sequence b were chosen; `counts`: how many they
     are; `ids` (B, M): the tokens, padded with 0, which every embedding has, since the drafter reads them; `path` (B,
     P): the paths, padded with nodes that stay where they are, or None where all of them are the first nodes;
-    `going`: which sequences go on, on the host, `going_index` (W,) on the device.
+    `going`: which sequences go on, on the host.
     """
 
     def __init__(self, device: torch.device, tokens: list[list[int]], paths: list[list[int]], finished: Sequence[bool]):
@@ -26,15 +26,22 @@ class Commit:
         self.going = [b for b, has_finished in enumerate(finished) if not has_finished]
         counts = [len(new) for new in tokens]
         longest = max(counts)
-        columns: list[Sequence] = [[new + [0] * (longest - len(new)) for new in tokens]]
-        columns.append(counts)
-        columns.append(self.going)
+        columns: dict[str, Sequence] = {"ids": [new + [0] * (longest - len(new)) for new in tokens]}
         if any(path != list(range(len(path))) for path in paths):
             deepest = max(len(path) for path in paths)
-            columns.append([[*path, *range(len(path), deepest)] for path in paths])
-        self.ids, count, self.going_index, *path = to_device(device, *columns)
-        self.counts = Mirrored(counts, count[:, None])
-        self.path = path[0] if path else None
+            columns["path"] = [[*path, *range(len(path), deepest)] for path in paths]
+        if len(tokens) > 1:  # of one sequence nobody asks which, and its count is made on the device
+            columns |= {"counts": counts, "going": self.going}
+        sent = dict(zip(columns, to_device(device, *columns.values()), strict=True))
+        self.ids = sent["ids"]
+        self.path = sent.get("path")
+        self.counts = Mirrored(counts, sent["counts"][:, None] if "counts" in sent else None)
+        self._going = sent.get("going")
+
+    @cached_property
+    def going_index(self) -> Tensor:
+        """The sequences that go on (W,), on the device."""
+        return torch.arange(len(self.going), device=self.ids.device) if self._going is None else self._going
 
     @cached_property
     def is_going(self) -> Tensor:

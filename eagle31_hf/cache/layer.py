@@ -89,6 +89,7 @@ class SlotLayer(DynamicLayer):
         self.end = end
         self.settled = end
         self.first = 0 if self.fixed else end - keys.shape[-2]
+        self.keys, self.values = keys, values
         self.taken_over = list(self.buffers), self.first
         return self
 
@@ -187,8 +188,9 @@ class SlotLayer(DynamicLayer):
 
     def settle(self, end: int) -> None:
         """The longest row ends before slot `end`."""
+        shows_it = end == self.end and self.window is None  # as `update` left it, in most plain rounds
         self.end = self.settled = end
-        if self.buffers and not self.fixed:
+        if self.buffers and not self.fixed and not shows_it:
             seen_from = max(self.seen_from(end), self.first)
             self.keys, self.values = (
                 buffer[..., seen_from - self.first : end - self.first, :] for buffer in self.buffers

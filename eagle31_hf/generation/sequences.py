@@ -10,8 +10,8 @@ from ..cache.transfer import Mirrored
 class Sequences:
     """The token ids so far, on the device, with their lengths on the host and on the device.
 
-    `lengths`: tokens of each sequence, left padding included; `finished[b]`: sequence b has ended. `num_padding`:
-    left-padding tokens of each. `pad_token_id` fills what is shorter than the longest sequence.
+    `lengths`: tokens of each sequence, left padding included; `finished[b]`: sequence b has ended.
+    `pad_token_id` fills what is shorter than the longest sequence.
     """
 
     def __init__(self, input_ids: Tensor, pad_token_id: int):

@@ -8,7 +8,7 @@ import pytest
 from transformers import DynamicCache, StaticCache
 
 from eagle31_hf import clock
-from eagle31_hf.generation.planning import auto, knowledge
+from eagle31_hf.generation.planning import exploration, knowledge
 
 DRAFTINGS = {
     "chain": {"num_assistant_tokens": 4},
@@ -25,7 +25,7 @@ CACHES = {
 @contextmanager
 def steady_clock(target, drafter):
     """A context in which time goes on with forwards only, the target's thirty times as dear, nothing is known of
-    earlier calls, and no trial is given up early: auto then drafts, trees too, and the same on every machine."""
+    earlier calls, and no exploration is given up early: auto then drafts, trees too, and the same on every machine."""
     seconds = [0.0]
 
     def passing(duration: float):
@@ -35,7 +35,8 @@ def steady_clock(target, drafter):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: seconds[0]))
         patch.setattr(knowledge, "_known", WeakKeyDictionary())
-        patch.setattr(auto, "HOPELESS", 0.0)
+        patch.setattr(exploration, "HOPELESS", 0.0)
+        patch.setattr(exploration, "ALLOWED_LOSS", float("inf"))
         try:
             yield
         finally:

@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -17,12 +18,14 @@ from close import assert_close
 from torch import Tensor
 
 from eagle31_hf import clock
+from eagle31_hf.acceptance import CHAINS, PLAIN, TREES
 from eagle31_hf.clock import Clock
 from eagle31_hf.generation.aux_states import AuxStates
-from eagle31_hf.generation.planning.auto import TRIALS, AutoPlanner
+from eagle31_hf.generation.planning.auto import AutoPlanner
 from eagle31_hf.generation.planning.calibration import MAX_DEPTH, Calibration
-from eagle31_hf.generation.planning.controller import COUNTS, TOP_K
+from eagle31_hf.generation.planning.controller import COUNTS, TOP_K, LevelController
 from eagle31_hf.generation.planning.costs import CostModel, Rate
+from eagle31_hf.generation.planning.exploration import ALLOWED_LOSS, Exploration
 from eagle31_hf.generation.planning.fixed import TREE_NODES, FixedPlanner
 from eagle31_hf.generation.planning.knowledge import Knowledge
 from eagle31_hf.generation.planning.plan import UNLIMITED, Plan, Selection
@@ -83,10 +86,12 @@ def test_rates_follow_what_happens_now():
     for _ in range(50):
         rate.add(4, 1.0)
     assert 3.0 < rate.value < 4.0
+    before = rate.value
     rate.fade()
-    for _ in range(10):
-        rate.add(4, 1.0)
-    assert rate.value == pytest.approx(4.0, abs=0.2)
+    assert rate.value == pytest.approx(before), "it only weighs less"
+    for _ in range(20):
+        rate.add(2, 1.0)
+    assert rate.value == pytest.approx(2.0, abs=0.5)
 
 
 TRUTHS = {  # slope, intercept, what every further depth takes away
@@ -171,12 +176,15 @@ class Drafter:
 @dataclass
 class World:
     """Forwards of so many milliseconds, and a drafter that is right with the chance it says. `keep`: of drafts so many
-    are not refused whatever it says, so 0 is a drafter that is never right."""
+    are not refused whatever it says, so 0 is a drafter that is never right. `decree`: the chance that a node's first
+    child is right, whatever the drafter says. `tree`: milliseconds that a round takes longer with a tree."""
 
     verify: tuple[float, float] = (10.0, 0.15)  # at all, and a token
     step: tuple[float, float] = (1.0, 0.05)
     sureness: float = 2.0
     keep: float = 1.0
+    decree: float | None = None
+    tree: float = 0.0
     now: float = 0.0
     dice: random.Random = field(default_factory=lambda: random.Random(0))
     torch_dice: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
@@ -214,6 +222,8 @@ class World:
 
     def right_of(self, children: dict[int, int], log_probs: dict[int, float]) -> int | None:
         left = self.dice.random()
+        if self.decree is not None:
+            return next((token for token in children if left < self.decree), None)
         for token in children:
             chance = 0.0 if self.keep == 0.0 else math.exp(log_probs[token])
             if left < chance:
@@ -235,10 +245,12 @@ class World:
         for _ in range(rounds):
             plan, start, drafter = planner.plan(100, UNLIMITED, [0], 1), self.now, Drafter(self)
             drafts = self.draft(drafter, plan)
+            self.spend((0.0 if drafts.is_chain else self.tree, 0.0), 0)
             seconds = {"draft": self.now - start, "accept": 0.0}
             seconds["verify"] = self.spend(self.verify, drafts.num_nodes)
-            num_tokens += self.expected_tokens(drafts, drafter.log_probs)
             accepted = self.accept(drafts.on_host()[0], drafter.log_probs)
+            by_decree = self.decree is not None
+            num_tokens += len(accepted.tokens[0]) if by_decree else self.expected_tokens(drafts, drafter.log_probs)
             planner.observe(drafts.num_nodes, accepted, seconds)
         return num_tokens, self.now - began
 
@@ -256,6 +268,11 @@ def world(monkeypatch):
 def auto(known: Knowledge | None = None, *args) -> AutoPlanner:
     """A planner that knows nothing, or what it is given; by the world's clock."""
     return AutoPlanner(Knowledge() if known is None else known, Clock(CPU), *args)
+
+
+def controller_of(known: Knowledge, going: tuple[int, ...] = (0,)) -> LevelController:
+    """The controller of a round that draws a tree and tries nothing out."""
+    return LevelController(known, Clock(CPU), TOP_K, list(going), 1, None)
 
 
 def rate(decoded: tuple[float, float]) -> float:
@@ -307,6 +324,39 @@ def test_a_drafter_that_is_never_right_costs_next_to_nothing(world):
     assert planner.choices["plain"] > LEAST_PLAIN_ROUNDS
 
 
+@pytest.mark.parametrize(("chance", "share"), [(0.2, 0.95), (0.45, 0.97), (0.65, 1.08)])
+def test_a_small_target_is_served_from_the_first_call_on(world, chance, share):
+    """A draft step takes a fifth of the target's forward, a tree half of one more: chains may pay, trees do not."""
+    figures = {"verify": (6.2, 0.45), "step": (1.3, 0.15), "tree": 2.8, "decree": chance}
+    plain = rate(world(**figures).decode(FixedPlanner(0), 500))
+    calls = [rate(world(**figures, dice=random.Random(seed)).decode(auto(), 600)) for seed in range(3)]
+    assert sum(calls) / len(calls) > share * plain, calls
+
+
+def test_an_exploration_ends_when_it_has_lost_what_it_may():
+    exploration, chosen = Exploration(), []
+    for _ in range(200):
+        chosen.append(exploration.choose((PLAIN, CHAINS, TREES)))
+        exploration.add(chosen[-1], 1, 1, 1.0 if chosen[-1] == PLAIN else 2.0, is_trial=False)
+    assert chosen[0] == PLAIN, "it is what all others are compared with"
+    begun = [i for i in range(1, 200) if chosen[i] == CHAINS and chosen[i - 1] == PLAIN]
+    pauses = [after - before for before, after in pairwise(begun)]
+    assert len(begun) >= 3
+    assert pauses == sorted(set(pauses)), "each pause is longer than the one before"
+    assert chosen.count(CHAINS) <= len(begun) * (1 + ALLOWED_LOSS), "each of them loses a token"
+    assert TREES not in chosen, "chains give half of what plain decoding does"
+
+
+def test_a_kind_that_is_faster_is_kept():
+    exploration, seconds = Exploration(), {PLAIN: 1.0, CHAINS: 0.9, TREES: 0.8}
+    chosen = []
+    for _ in range(400):
+        chosen.append(exploration.choose(tuple(seconds)))
+        exploration.add(chosen[-1], 1, 1, seconds[chosen[-1]], is_trial=False)
+    assert chosen[-200:].count(TREES) > 150
+    assert exploration.rate == pytest.approx(1 / 0.8)
+
+
 def test_drafting_comes_back_when_it_pays_again(world):
     ours, planner = world(keep=0.0), auto()
     ours.decode(planner, 300)
@@ -327,8 +377,8 @@ def test_a_new_call_goes_on_with_what_was_learnt(world):
 
 def test_first_rounds_try_every_size(world):
     ours, planner = world(), auto()
-    ours.decode(planner, 1 + len(TRIALS))
-    assert {1, 5, 9, 17, 33} <= set(planner.known.verify.seconds)
+    ours.decode(planner, 100)
+    assert {1, 3, 5, 9, 17, 33} <= set(planner.known.verify.seconds)
     assert {1, 2, 4, 8} <= set(planner.known.step.seconds)
 
 
@@ -336,11 +386,13 @@ def test_depth_and_size_stay_within_what_is_left(world):
     ours, known = world(), Knowledge()
     assert auto(known).plan(0, UNLIMITED, [0], 1).depth == 0
     ours.decode(auto(known), 100)
+    for arm in known.exploration.arms.values():
+        arm.due = 1000  # so that no round is plain, to compare
     assert auto(known).plan(3, UNLIMITED, [0], 1).depth == 3
     assert auto(known).plan(100, UNLIMITED, [0], 1).depth == MAX_DEPTH
     assert auto(known, TOP_K, 9).plan(100, UNLIMITED, [0], 1).max_nodes == 9
     assert auto(known, TOP_K, 9).plan(100, 7, [0], 1).max_nodes == 7
-    controller = auto(known).plan(100, UNLIMITED, [0], 1).controller
+    controller = controller_of(known)
     controller.width(torch.zeros(1, 500), 0)  # all of them certain
     assert 5 < controller.select(UNLIMITED).count <= COUNTS[-1]
     assert controller.select(5).count == 5
@@ -355,7 +407,7 @@ def test_the_best_candidates_are_ranked_as_they_will_be_verified(world):
         ([[[-0.1, -9.0], [-0.2, -0.1]], [[-0.2, -9.1], [-9.2, -9.3]]], Selection(2, 2, False)),
         ([[[-0.1, -0.2], [-0.2, -0.1]], [[-9.0, -9.1], [-9.2, -9.3]]], Selection(2, 1, False)),
     ):
-        controller = auto(known).plan(100, UNLIMITED, [0, 1], 1).controller
+        controller = controller_of(known, (0, 1))
         for level, scores in enumerate(levels):
             controller.width(torch.tensor(scores), level)
         assert controller.select(2) == expected
@@ -416,8 +468,8 @@ def test_threads_that_share_what_is_learnt(hasty_threads):
         for _ in range(30):
             known = Knowledge()
             list(pool.map(serve, [known] * num_threads, range(num_threads)))
-            assert known.plain.rounds + known.drafting.rounds == num_threads * rounds
-            for costs in (known.verify, known.read, known.step, known.rest):
+            assert sum(arm.rounds for arm in known.exploration.arms.values()) == num_threads * rounds
+            for costs in (known.verify, known.read, known.step, *known.rest.values()):
                 assert set(costs.usual) == set(costs.seconds) == {size for size, _ in costs.known}
 
 
@@ -432,7 +484,7 @@ def test_a_round_goes_by_what_was_known_when_it_began(world):
         selection = controller.select(UNLIMITED)
         return [*chosen, selection.count, selection.depth]
 
-    early, late, later = (auto(known).plan(100, UNLIMITED, [0], 1).controller for _ in range(3))
+    early, late, later = (controller_of(known) for _ in range(3))
     before = choices(early)
     for size in range(1, 60):
         known.step.add(size, 1e3)
@@ -440,4 +492,4 @@ def test_a_round_goes_by_what_was_known_when_it_began(world):
     for _ in range(100):
         known.calibration.learn(-0.1, 1, accepted=False)
     assert_close("choices", choices(late), before)
-    assert auto(known).plan(100, UNLIMITED, [0], 1).controller.step != later.step, "nothing was learnt"
+    assert controller_of(known).step != later.step, "nothing was learnt"

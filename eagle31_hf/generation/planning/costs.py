@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 
 LATELY = 9  # times of a size that count
+FADE = 0.3  # the weight that is left to what may be out of date
 
 
 class CostModel:
@@ -72,17 +73,15 @@ class Rate:
         self.memory = memory
         self.tokens = 0.0
         self.seconds = 0.0
-        self.rounds = 0
 
     def add(self, tokens: int, seconds: float) -> None:
         self.tokens = self.memory * self.tokens + tokens
         self.seconds = self.memory * self.seconds + seconds
-        self.rounds += 1
 
     def fade(self) -> None:
-        """Reduces the weight of all rounds so far to a tenth."""
-        self.tokens *= 0.1
-        self.seconds *= 0.1
+        """Reduces the weight of all rounds so far: they may say little about the text at hand."""
+        self.tokens *= FADE
+        self.seconds *= FADE
 
     @property
     def value(self) -> float:

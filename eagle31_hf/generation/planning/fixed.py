@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import Any
 
-from .plan import PLAIN, Plan
+from .plan import NO_DRAFTS, Plan
 from .settings import DraftingSettings
 
 TREE_NODES = 60  # of a tree whose size is not given, as in EAGLE-2
@@ -29,7 +29,7 @@ class FixedPlanner:
         """The plan of a round in which no draft may be deeper than `max_depth`, no tree larger than `max_nodes`."""
         depth = min(self.depth, max_depth)
         if depth < 1:
-            return PLAIN
+            return NO_DRAFTS
         if self.top_k == 1:
             return Plan(depth)
         return Plan(depth, self.top_k, self.top_k, min(self.max_nodes, max_nodes))

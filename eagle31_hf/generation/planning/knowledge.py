@@ -6,9 +6,11 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
+from ...acceptance import CHAINS, TREES
 from ...modeling import Eagle31DrafterModel
 from .calibration import Calibration
-from .costs import CostModel, Rate
+from .costs import CostModel
+from .exploration import Exploration
 
 
 @dataclass
@@ -23,17 +25,14 @@ class Knowledge:
     verify: CostModel = field(default_factory=CostModel)  # of the target's forward, by nodes
     read: CostModel = field(default_factory=CostModel)  # of the drafter's forward over accepted states, by tokens
     step: CostModel = field(default_factory=CostModel)  # of the drafter's forward over a level of drafts, by nodes
-    rest: CostModel = field(default_factory=CostModel)  # of drafting, without reading and steps
-    drafting: Rate = field(default_factory=Rate)
-    plain: Rate = field(default_factory=Rate)
-    rounds: int = 0
-    pause: int = 0  # plain rounds that the next pause takes; 0: as many as the first one
+    rest: dict[str, CostModel] = field(default_factory=lambda: {CHAINS: CostModel(), TREES: CostModel()})  # of drafting
+    exploration: Exploration = field(default_factory=Exploration)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def rate(self) -> float:
-        """Tokens a second of the faster of drafting and plain decoding: what a second has to bring."""
-        return max(self.drafting.value, self.plain.value)
+        """Tokens a second of the fastest kind of rounds: what a second has to bring."""
+        return self.exploration.rate
 
 
 _known: WeakKeyDictionary[Eagle31DrafterModel, WeakKeyDictionary[PreTrainedModel, dict[tuple, Knowledge]]]

@@ -56,7 +56,7 @@ class Plan:
         return self.top_k > 1 or self.controller is not None
 
 
-PLAIN = Plan(0)
+NO_DRAFTS = Plan(0)
 
 
 class Planner(Protocol):

@@ -1,0 +1,107 @@
+"""The kind of the next round: the fastest that is known and, now and then, another one, to learn whether it is faster.
+
+A multi-armed bandit whose arms are plain rounds, chains and trees. What exploring may lose is bounded: an exploration
+ends when it has lost some tokens, and each one that was in vain makes the pause before the next longer.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ...acceptance import CHAINS, PLAIN, TREES
+from .costs import Rate
+
+ALLOWED_LOSS = 2.0  # tokens a sequence that one exploration may lose beside the fastest kind
+FIRST_PAUSE = 32  # rounds before a kind is explored again
+LONGEST_PAUSE = 1024
+GROWTH = 2  # of the pause, with every exploration in vain
+HOPELESS = 0.8  # trees are not explored where chains give less than this share of the fastest kind's rate
+
+
+@dataclass
+class Arm:
+    """One kind of rounds. `trials`: drafts verified in its first rounds, to learn what they cost; `longest`: rounds
+    that an exploration takes at most; `rounds`: how many there were; `due`: the round of the pair from which on it may
+    be explored; `pause`: rounds from the end of an exploration to the next."""
+
+    trials: tuple[int, ...] = ()
+    longest: int = 16
+    rate: Rate = field(default_factory=Rate)
+    rounds: int = 0
+    pause: int = FIRST_PAUSE
+    due: int = 0
+
+    @property
+    def trial(self) -> int | None:
+        """The drafts to verify in its next round to learn what they cost; None where enough is known."""
+        return self.trials[self.rounds] if self.rounds < len(self.trials) else None
+
+    def rest(self, rounds: int) -> None:
+        """Puts its next exploration off, at round `rounds`."""
+        self.due = rounds + self.pause
+        self.pause = min(GROWTH * self.pause, LONGEST_PAUSE)
+
+
+class Exploration:
+    """Chooses the kind of every round, by the tokens a second that each kind gave."""
+
+    def __init__(self):
+        self.arms = {PLAIN: Arm(longest=1), CHAINS: Arm((4, 2)), TREES: Arm((8, 16, 32, 4))}
+        self.rounds = 0
+        self.last = PLAIN
+        self.fastest = PLAIN
+        self.explored: str | None = None
+        self._lost = 0.0  # tokens a sequence, in this exploration
+        self._left = 0  # rounds of it
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second of the fastest kind: what a second has to bring."""
+        return max(arm.rate.value for arm in self.arms.values())
+
+    def choose(self, kinds: Sequence[str]) -> str:
+        """The kind of the next round, one of `kinds`."""
+        self.rounds += 1
+        fastest = max(kinds, key=lambda kind: self.arms[kind].rate.value)
+        if self.explored is not None and self._is_over(fastest):
+            self.arms[self.explored].rest(self.rounds)
+            self.explored = None
+        if self.explored is None:
+            self._change(fastest)
+            self.explored = next((kind for kind in kinds if self._is_due(kind)), None)
+            self._lost = 0.0
+            self._left = self.arms[self.explored].longest if self.explored else 0
+        chosen = self.explored or fastest
+        if chosen != self.last:
+            self.arms[chosen].rate.fade()  # the text may have changed since
+        self.last = chosen
+        return chosen
+
+    def _is_over(self, fastest: str) -> bool:
+        """Returns whether the exploration has shown what it can, or lost what it may."""
+        assert self.explored is not None
+        is_known = self.arms[self.explored].trial is None
+        return self._left <= 0 or self._lost > ALLOWED_LOSS or (is_known and fastest == self.explored)
+
+    def _change(self, fastest: str) -> None:
+        """Notes which kind is the fastest now; the one that was rests, and that it rests longer is forgotten."""
+        if fastest == self.fastest:
+            return
+        self.arms[fastest].pause = FIRST_PAUSE
+        self.arms[self.fastest].rest(self.rounds)
+        self.fastest = fastest
+
+    def _is_due(self, kind: str) -> bool:
+        if kind == self.fastest or self.rounds < max(2, self.arms[kind].due):
+            return False
+        return kind != TREES or self.arms[CHAINS].rate.value >= HOPELESS * self.rate
+
+    def add(self, kind: str, num_sequences: int, num_tokens: int, seconds: float, is_trial: bool) -> None:
+        """Learns from a round of `kind` that gave so many tokens in so many seconds."""
+        arm = self.arms[kind]
+        if kind == self.explored:
+            others = max(arm.rate.value for name, arm in self.arms.items() if name != kind)
+            self._lost += (seconds * others - num_tokens) / num_sequences
+            self._left -= 1
+        arm.rounds += 1
+        if not is_trial:  # drafted to measure and not to be fast
+            arm.rate.add(num_tokens, seconds)
