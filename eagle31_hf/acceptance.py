@@ -148,6 +148,7 @@ class Recorder:
         self._clock = clock
         self._stats = _trackers.get()
         self._spans: dict[str, tuple[Any, Any]] = {}
+        self._began: Any = None
 
     def prefill(self, tokens: list[int]) -> None:
         self.settle()
@@ -162,12 +163,15 @@ class Recorder:
         for stats in self._stats:
             stats.add_choices(choices, explanation)
 
-    @contextmanager
-    def timed(self, phase: str) -> Iterator[None]:
-        """A context that is a phase of the round."""
-        began = self._clock.mark()
-        yield
-        self._spans[phase] = began, self._clock.mark()
+    def begin(self) -> None:
+        """The first phase of the round begins."""
+        self._began = self._clock.mark()
+
+    def end(self, phase: str) -> None:
+        """A phase ends, and the next one begins."""
+        now = self._clock.mark()
+        self._spans[phase] = self._began, now
+        self._began = now
 
     def settle(self) -> dict[str, float]:
         """Returns the seconds of each phase of the round that is over: the host has read what came of it."""

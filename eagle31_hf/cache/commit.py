@@ -26,17 +26,18 @@ class Commit:
         self.going = [b for b, has_finished in enumerate(finished) if not has_finished]
         counts = [len(new) for new in tokens]
         longest = max(counts)
-        columns: dict[str, Sequence] = {"ids": [new + [0] * (longest - len(new)) for new in tokens]}
-        if any(path != list(range(len(path))) for path in paths):
+        columns: list[Sequence] = [[new + [0] * (longest - len(new)) for new in tokens]]
+        has_moves = any(path != list(range(len(path))) for path in paths)
+        if has_moves:
             deepest = max(len(path) for path in paths)
-            columns["path"] = [[*path, *range(len(path), deepest)] for path in paths]
-        if len(tokens) > 1:  # of one sequence nobody asks which, and its count is made on the device
-            columns |= {"counts": counts, "going": self.going}
-        sent = dict(zip(columns, to_device(device, *columns.values()), strict=True))
-        self.ids = sent["ids"]
-        self.path = sent.get("path")
-        self.counts = Mirrored(counts, sent["counts"][:, None] if "counts" in sent else None)
-        self._going = sent.get("going")
+            columns.append([[*path, *range(len(path), deepest)] for path in paths])
+        is_batch = len(tokens) > 1
+        if is_batch:  # of one sequence nobody asks which, and its count needs no copy
+            columns += [counts, self.going]
+        self.ids, *sent = to_device(device, *columns)
+        self.path = sent[0] if has_moves else None
+        self.counts = Mirrored(counts, sent[-2][:, None] if is_batch else None)
+        self._going = sent[-1] if is_batch else None
 
     @cached_property
     def going_index(self) -> Tensor:

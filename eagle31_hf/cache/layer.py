@@ -97,34 +97,40 @@ class SlotLayer(DynamicLayer):
         """Writes R new tokens (B, H, R, D) of every row; returns what they may attend to, themselves included."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        place, num_new = self.placement, key_states.shape[-2]
+        place = self.placement
+        num_new = key_states.shape[-2]
         high = self.end if place.high is None else place.high
-        low = high if place.low is None else place.low
-        seen_from, new = self.seen_from(low), (key_states, value_states)
-        if (
-            place.is_final
-            and place.slots is None
-            and self.window is not None
-            and not self.fixed
-            and num_new >= self.window
-        ):
-            return self._pass_by(new)
-        self._make_room(seen_from, high + num_new, new)
-        for buffer, states in zip(self.buffers, new, strict=True):
-            if place.slots is None:
-                buffer[..., high - self.first : high - self.first + num_new, :] = states
-            else:
-                written = place.written.to(states.device)
-                buffer[written[:, None], :, place.slots.to(states.device) - self.first] = states[written].transpose(
-                    1, 2
-                )
-        self.end = high + num_new
+        seen_from = 0 if self.window is None else self.seen_from(high if place.low is None else place.low)
+        if place.is_final and self._passes_by(num_new):
+            return self._pass_by((key_states, value_states))
+        end = high + num_new
+        if not self.buffers or end - self.first > self.buffers[0].shape[-2]:
+            self._make_room(seen_from, end, (key_states, value_states))
+        keys, values = self.buffers
+        if place.slots is None:
+            keys[..., high - self.first : end - self.first, :] = key_states
+            values[..., high - self.first : end - self.first, :] = value_states
+        else:
+            self._write_rows(key_states, value_states)
+        self.end = end
         if self.fixed:
-            return self.buffers[0], self.buffers[1]
-        self.keys, self.values = (
-            buffer[..., seen_from - self.first : self.end - self.first, :] for buffer in self.buffers
-        )
+            return keys, values
+        self.keys = keys[..., seen_from - self.first : end - self.first, :]
+        self.values = values[..., seen_from - self.first : end - self.first, :]
         return self.keys, self.values
+
+    def _write_rows(self, *new: Tensor) -> None:
+        """Writes the tokens of rows that differ, each to its own slots."""
+        written, slots = self.placement.written, self.placement.slots
+        assert written is not None
+        assert slots is not None
+        for buffer, states in zip(self.buffers, new, strict=True):
+            rows = written.to(states.device)
+            buffer[rows[:, None], :, slots.to(states.device) - self.first] = states[rows].transpose(1, 2)
+
+    def _passes_by(self, num_new: int) -> bool:
+        """Returns whether a prompt fills the whole window, so that nothing before it need be kept."""
+        return self.placement.slots is None and self.window is not None and not self.fixed and num_new >= self.window
 
     def _pass_by(self, new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """A prompt longer than the window: all of it is seen once, its last window - 1 tokens are kept."""
@@ -140,10 +146,8 @@ class SlotLayer(DynamicLayer):
         return full[0], full[1]
 
     def _make_room(self, seen_from: int, end: int, like: tuple[Tensor, Tensor]) -> None:
-        """A buffer for slots up to `end`; what comes before `seen_from` is given up when it has to move anyway."""
+        """Makes larger buffers, for slots up to `end`; what comes before `seen_from` is given up on the way."""
         capacity = self.buffers[0].shape[-2] if self.buffers else 0
-        if end - self.first <= capacity:
-            return
         if self.fixed and (self.buffers or end > (self.limit or 0)):
             raise RuntimeError(f"a static cache of {capacity or self.limit} tokens got token {end}.")
         used, needed = min(self.end, end) - seen_from, end - seen_from

@@ -62,7 +62,7 @@ def to_device(device: torch.device, *values: Sequence) -> list[Tensor]:
 
 def to_host(*tensors: Tensor) -> list[Any]:
     """Tensors of one device -> nested lists, by one copy. Integers are exact up to 2**24, as every token id is."""
-    if tensors[0].device.type == "cpu":
+    if not tensors or tensors[0].device.type == "cpu":
         return [tensor.tolist() for tensor in tensors]
     has_floats = any(tensor.is_floating_point() for tensor in tensors)
     packed = torch.cat([tensor.flatten().to(torch.float32 if has_floats else torch.long) for tensor in tensors])

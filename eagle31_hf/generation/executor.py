@@ -91,11 +91,14 @@ class EagerExecutor:
         self.clock = Clock(sequences.device)
         self.recorder = Recorder(self.clock)
         self.was_short = False  # drafts may have made the last round's logits NaN: the next does without
+        self.holds_drafts = False  # the cache may hold rejected ones, masked or past its end
 
     def prefill(self) -> Accepted:
-        with self.recorder.timed("prefill"), self.unread.reading_prompt(self.sequences.padded()):
+        self.recorder.begin()
+        with self.unread.reading_prompt(self.sequences.padded()):
             outputs = self.runner.prefill(self.sequences.padded())
             logits = self._logits(outputs, 1)
+        self.recorder.end("prefill")
         drafts = DraftTokens.none(self.sequences.padded(), is_plain=True)
         return self._accept(outputs, logits, drafts, is_prefill=True)
 
@@ -108,13 +111,15 @@ class EagerExecutor:
         return Room(0 if self.was_short else depth, nodes, len(self.unread))
 
     def round(self, plan: Plan) -> Outcome:
-        with self.recorder.timed("draft"):
-            drafts = self._propose(plan)
-        with self.recorder.timed("verify"):
-            outputs = self.runner.verify(self.sequences, drafts)
-            logits = self._logits(outputs, drafts.num_nodes)
-        with self.recorder.timed("accept"):
-            accepted = self._accept(outputs, logits, drafts)
+        recorder = self.recorder
+        recorder.begin()
+        drafts = self._propose(plan)
+        recorder.end("draft")
+        outputs = self.runner.verify(self.sequences, drafts)
+        logits = self._logits(outputs, drafts.num_nodes)
+        recorder.end("verify")
+        accepted = self._accept(outputs, logits, drafts)
+        recorder.end("accept")
         kind = PLAIN if drafts.num_nodes == 1 else CHAINS if drafts.is_chain else TREES
         return Outcome(LOCK_STEP if self._is_lock_step else kind, drafts.num_nodes, accepted)
 
@@ -136,7 +141,11 @@ class EagerExecutor:
         """The drafts of a round."""
         sequences = self.sequences
         if plan.depth < 1:
-            return DraftTokens.none(sequences.last(), is_plain=self.was_short)
+            if self.holds_drafts:
+                self.runner.wipe(sequences)
+                self.holds_drafts = False
+            return DraftTokens.none(sequences.last(), is_plain=True)
+        self.holds_drafts = True
         drafts = self.proposer.propose(self.unread.take(), sequences.prefixes(), plan).to(sequences.device)
         if self._is_lock_step and self.stopping.eos_token_ids:  # plain decoding feeds padding to ended sequences
             ended = [b for b, finished in enumerate(sequences.finished) if finished]
@@ -155,8 +164,6 @@ class EagerExecutor:
         self.unread.queue(commit)
         sequences.append(commit, accepted.finished)
         self.was_short = accepted.is_short
-        if accepted.is_short:
-            self.runner.wipe(sequences)
         if self.sampler.noise is not None:
             self.sampler.noise.forget(sequences.lengths.host)
         self.collector.add(outputs, logits, accepted, is_prefill)

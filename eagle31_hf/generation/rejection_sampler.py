@@ -88,7 +88,9 @@ class RejectionSampler:
         """Target logits (B, N, V) -> the tokens each sequence accepts, whatever the others do, up to the one with which
         it ends. Logits are fp32 and overwritten, unless `only_compares`."""
         choices = self._choices(sequences, drafts, logits)
-        host, (spoiled, *found) = drafts.on_host(are_spoiled(logits, drafts), *choices.to_read())
+        suspects = [] if drafts.is_plain else [are_spoiled(logits)]
+        host, found = drafts.on_host(*suspects, *choices.to_read())
+        spoiled = found.pop(0) if suspects else [[False]] * len(sequences)
         choices.read(found, host)
         walks = [
             None if sequences.finished[b] else self._walk(b, host.children(b), spoiled[b], choices, ends)
@@ -173,7 +175,9 @@ class LockStepSampler(RejectionSampler):
         """Accepts as many tokens as all sequences do, up to the first with which one ends. With EOS ids, a sequence
         that has ended is padded and does not hold back the others."""
         all_b, drafted = range(len(sequences)), drafts.ids
-        host, (spoiled,) = drafts.on_host(are_spoiled(logits, drafts).any(0))
+        suspects = [] if drafts.is_plain else [are_spoiled(logits).any(0)]
+        host, found = drafts.on_host(*suspects)
+        spoiled = found[0] if suspects else [False]
         was_finished, is_short = sequences.finished, False
         tokens, scores = list[Tensor](), list[Tensor]()
         is_padded = [finished and bool(ends.stopping.eos_token_ids) for finished in was_finished]
@@ -324,15 +328,13 @@ def likeliest(logits: Tensor) -> Tensor:
     return logits.max(-1).indices
 
 
-def are_spoiled(logits: Tensor, drafts: DraftTokens) -> Tensor:
+def are_spoiled(logits: Tensor) -> Tensor:
     """Logits (B, N, V) -> the nodes (B, N) whose logits decide nothing, because drafts may have made them NaN.
 
     Where a draft's keys or values are not finite, nodes that do not see it become NaN, too: they weigh it 0, and 0
     times NaN is NaN. A state that is NaN makes every logit NaN, so a few of them tell; more than one, since models may
     mask ids of their own.
     """
-    if drafts.is_plain:
-        return torch.zeros(logits.shape[:2], dtype=torch.bool, device=logits.device)
     return logits[..., :8].isnan().any(-1)
 
 

@@ -64,6 +64,8 @@ class DraftTokens:
 
     def on_host(self, *others: Tensor) -> tuple["HostDrafts", list[Any]]:
         """The drafts, and further tensors, as lists; read from the device by one copy."""
+        if self.is_plain:
+            return HostDrafts([[]] * len(self.ids)), to_host(*others)
         wanted = {"ids": self.ids, "parents": self.parents, "log_probs": self.log_probs}
         if self.guess is not None:
             wanted |= {"guess": self.guess[0], "guess_log_probs": self.guess[1]}

@@ -61,13 +61,9 @@ class CapturedStates:
         ):
             self.on_forward()
 
-    @property
-    def _is_capturing(self) -> bool:
-        is_ours = self._past_key_values is None or (bool(self._forwards) and self._forwards[-1])
-        return is_ours and threading.get_ident() == self._thread
-
     def append(self, index: int, states: Tensor) -> None:
-        if self._is_capturing:
+        is_ours = self._past_key_values is None or (self._forwards and self._forwards[-1])
+        if is_ours and threading.get_ident() == self._thread:
             if states.dim() != 3:
                 raise DraftingRefusedError(
                     f"EAGLE drafting: the target's layers pass states of shape {tuple(states.shape)} on; expected"
@@ -77,10 +73,17 @@ class CapturedStates:
 
     def take(self) -> Tensor:
         """Everything captured since the last call, concatenated: (B, T, n*ht) on the device of the last layer read."""
-        return torch.cat([*self.pieces()], dim=1)
+        layers = self._by_layer()
+        return torch.cat([states.to(layers[-1].device) for states in layers], dim=-1)
 
-    def pieces(self, size: int | None = None) -> Iterator[Tensor]:
+    def pieces(self, size: int) -> Iterator[Tensor]:
         """Returns what `take` returns, in pieces of at most `size` tokens, so that no copy of all of it is made."""
+        layers = self._by_layer()
+        for first in range(0, layers[0].shape[1], size):
+            yield torch.cat([states[:, first : first + size].to(layers[-1].device) for states in layers], dim=-1)
+
+    def _by_layer(self) -> list[Tensor]:
+        """The states (B, T, ht) that each layer's hook captured since the last call."""
         if not all(self._chunks):
             raise DraftingRefusedError(
                 "EAGLE drafting: the target skipped a layer that the drafter reads (as those for images, without one);"
@@ -96,9 +99,7 @@ class CapturedStates:
                 f" {max(lengths)} tokens (layers that share their keys are skipped in a prompt); expected all. It does"
                 " not work with this architecture."
             )
-        num_tokens, device = layers[0].shape[1], layers[-1].device
-        for first in range(0, num_tokens, size or num_tokens):
-            yield torch.cat([states[:, first : first + (size or num_tokens)].to(device) for states in layers], dim=-1)
+        return layers
 
 
 @contextmanager

@@ -50,20 +50,23 @@ class AutoPlanner:
 
     def observe(self, num_nodes: int, accepted: Accepted, seconds: Mapping[str, float]) -> None:
         """Learns from a round that is over: `num_nodes` of each sequence were verified; `seconds` its phases took."""
-        known, num_tokens = self.known, sum(len(tokens) for tokens in accepted.tokens)
+        known, controller = self.known, self.controller
+        num_tokens = [len(tokens) for tokens in accepted.tokens]
+        num_going = max(1, len(num_tokens) - num_tokens.count(0))
         with known.lock:
             known.verify.add(num_nodes, seconds["verify"] + seconds["accept"])
             # The usual seconds of such a round, not those of this one: machines are shared, and one hiccup outweighs
             # many rounds.
-            usual = known.verify.estimate((num_nodes,))[0]
-            if self.controller is not None:
-                usual += self._drafting_seconds(self.controller, seconds["draft"])
-            going = sum(bool(tokens) for tokens in accepted.tokens)
-            is_trial = self.controller is not None and self.controller.trial is not None
-            known.exploration.add(self.kind, max(going, 1), num_tokens, usual, is_trial)
+            if controller is None:
+                usual = known.verify.usual(num_nodes)
+                known.exploration.add(self.kind, num_going, sum(num_tokens), usual)
+                self.choices["plain"] += 1
+                return
+            usual = known.verify.estimate((num_nodes,))[0] + self._drafting_seconds(controller, seconds["draft"])
+            is_trial = controller.trial is not None
+            known.exploration.add(self.kind, num_going, sum(num_tokens), usual, is_trial)
             self._note_choice(accepted)
-            if self.controller is not None:
-                self._calibrate(accepted)
+            self._calibrate(accepted)
 
     def _drafting_seconds(self, controller: LevelController, seconds: float) -> float:
         """Adds the times of a round's drafting, `seconds` in all; returns the seconds that such drafting usually
@@ -81,9 +84,6 @@ class AutoPlanner:
 
     def _note_choice(self, accepted: Accepted) -> None:
         drafts = accepted.drafts
-        if self.kind == PLAIN:
-            self.choices["plain"] += 1
-            return
         count = len(drafts.ids[0])
         kind = "of trees" if drafts.parents is not None else "of chains" if count else "with drafts not worth verifying"
         self.choices[kind] += 1

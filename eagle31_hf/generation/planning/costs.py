@@ -13,18 +13,27 @@ class CostModel:
 
     def __init__(self):
         self.seconds: dict[int, deque[float]] = {}
-        self.usual: dict[int, float] = {}
-        self.known: list[tuple[int, float]] = []  # by size; a larger forward is never taken to be the faster one
+        self._known: list[tuple[int, float]] | None = []
 
     def add(self, size: int, seconds: float) -> None:
         """Adds the time that one forward of a size took."""
-        lately = self.seconds.setdefault(size, deque(maxlen=LATELY))
-        lately.append(seconds)
-        kept = sorted(lately)[: max(1, 3 * len(lately) // 4)]
-        self.usual[size] = sum(kept) / len(kept)
-        sizes = sorted(self.usual)
-        levels = rising([self.usual[one] for one in sizes], [len(self.seconds[one]) for one in sizes])
-        self.known = list(zip(sizes, levels, strict=True))
+        self.seconds.setdefault(size, deque(maxlen=LATELY)).append(seconds)
+        self._known = None
+
+    def usual(self, size: int) -> float:
+        """Returns the seconds that forwards of a size take, of which there was one at least."""
+        lately = sorted(self.seconds[size])
+        kept = lately[: max(1, 3 * len(lately) // 4)]
+        return sum(kept) / len(kept)
+
+    @property
+    def known(self) -> list[tuple[int, float]]:
+        """Sizes and their seconds, ascending: a larger forward is never taken to be the faster one."""
+        if self._known is None:
+            sizes = sorted(self.seconds)
+            levels = rising([self.usual(one) for one in sizes], [len(self.seconds[one]) for one in sizes])
+            self._known = list(zip(sizes, levels, strict=True))
+        return self._known
 
     def estimate(self, sizes: tuple[int, ...]) -> list[float]:
         """Returns the seconds for sizes in ascending order; see the function `estimate`."""

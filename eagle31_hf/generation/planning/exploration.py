@@ -95,8 +95,9 @@ class Exploration:
             return False
         return kind != TREES or self.arms[CHAINS].rate.value >= HOPELESS * self.rate
 
-    def add(self, kind: str, num_sequences: int, num_tokens: int, seconds: float, is_trial: bool) -> None:
-        """Learns from a round of `kind` that gave so many tokens in so many seconds."""
+    def add(self, kind: str, num_sequences: int, num_tokens: int, seconds: float, is_trial: bool = False) -> None:
+        """Learns from a round of `kind` that gave its sequences so many tokens, all in all, in so many seconds;
+        `is_trial`: it was drafted to learn what it costs."""
         arm = self.arms[kind]
         if kind == self.explored:
             others = max(arm.rate.value for name, arm in self.arms.items() if name != kind)
