@@ -337,7 +337,7 @@ def test_an_exploration_ends_when_it_has_lost_what_it_may():
     exploration, chosen = Exploration(), []
     for _ in range(200):
         chosen.append(exploration.choose((PLAIN, CHAINS, TREES)))
-        exploration.add(chosen[-1], 1, 1, 1.0 if chosen[-1] == PLAIN else 2.0)
+        exploration.add(chosen[-1], 1, 1.0 if chosen[-1] == PLAIN else 2.0)
     assert chosen[0] == PLAIN, "it is what all others are compared with"
     begun = [i for i in range(1, 200) if chosen[i] == CHAINS and chosen[i - 1] == PLAIN]
     pauses = [after - before for before, after in pairwise(begun)]
@@ -352,7 +352,7 @@ def test_a_kind_that_is_faster_is_kept():
     chosen = []
     for _ in range(400):
         chosen.append(exploration.choose(tuple(seconds)))
-        exploration.add(chosen[-1], 1, 1, seconds[chosen[-1]])
+        exploration.add(chosen[-1], 1, seconds[chosen[-1]])
     assert chosen[-200:].count(TREES) > 150
     assert exploration.rate == pytest.approx(1 / 0.8)
 

@@ -51,20 +51,18 @@ class AutoPlanner:
     def observe(self, num_nodes: int, accepted: Accepted, seconds: Mapping[str, float]) -> None:
         """Learns from a round that is over: `num_nodes` of each sequence were verified; `seconds` its phases took."""
         known, controller = self.known, self.controller
-        num_tokens = [len(tokens) for tokens in accepted.tokens]
-        num_going = max(1, len(num_tokens) - num_tokens.count(0))
+        num_tokens = sum(len(tokens) for tokens in accepted.tokens)
         with known.lock:
             known.verify.add(num_nodes, seconds["verify"] + seconds["accept"])
             # The usual seconds of such a round, not those of this one: machines are shared, and one hiccup outweighs
             # many rounds.
             if controller is None:
                 usual = known.verify.usual(num_nodes)
-                known.exploration.add(self.kind, num_going, sum(num_tokens), usual)
+                known.exploration.add(self.kind, num_tokens, usual)
                 self.choices["plain"] += 1
                 return
             usual = known.verify.estimate((num_nodes,))[0] + self._drafting_seconds(controller, seconds["draft"])
-            is_trial = controller.trial is not None
-            known.exploration.add(self.kind, num_going, sum(num_tokens), usual, is_trial)
+            known.exploration.add(self.kind, num_tokens, usual, is_trial=controller.trial is not None)
             self._note_choice(accepted)
             self._calibrate(accepted)
 

@@ -82,16 +82,24 @@ class Rate:
         self.memory = memory
         self.tokens = 0.0
         self.seconds = 0.0
+        self.rounds = 0.0
 
     def add(self, tokens: int, seconds: float) -> None:
         self.tokens = self.memory * self.tokens + tokens
         self.seconds = self.memory * self.seconds + seconds
+        self.rounds = self.memory * self.rounds + 1
 
     def fade(self) -> None:
         """Reduces the weight of all rounds so far: they may say little about the text at hand."""
         self.tokens *= FADE
         self.seconds *= FADE
+        self.rounds *= FADE
 
     @property
     def value(self) -> float:
         return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def per_round(self) -> float:
+        """Tokens a round."""
+        return self.tokens / self.rounds if self.rounds else 0.0

@@ -1,7 +1,8 @@
 """The kind of the next round: the fastest that is known and, now and then, another one, to learn whether it is faster.
 
 A multi-armed bandit whose arms are plain rounds, chains and trees. What exploring may lose is bounded: an exploration
-ends when it has lost some tokens, and each one that was in vain makes the pause before the next longer.
+ends when it has lost as much as a few rounds give, and each one that was in vain makes the pause before the next one
+longer.
 """
 
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 from ...acceptance import CHAINS, PLAIN, TREES
 from .costs import Rate
 
-ALLOWED_LOSS = 2.0  # tokens a sequence that one exploration may lose beside the fastest kind
+ALLOWED_LOSS = 1.5  # rounds' worth of tokens that one exploration may lose beside the fastest kind
 FIRST_PAUSE = 32  # rounds before a kind is explored again
 LONGEST_PAUSE = 1024
 GROWTH = 2  # of the pause, with every exploration in vain
@@ -50,7 +51,7 @@ class Exploration:
         self.last = PLAIN
         self.fastest = PLAIN
         self.explored: str | None = None
-        self._lost = 0.0  # tokens a sequence, in this exploration
+        self._lost = 0.0  # rounds' worth of tokens, in this exploration
         self._left = 0  # rounds of it
 
     @property
@@ -83,7 +84,8 @@ class Exploration:
         return self._left <= 0 or self._lost > ALLOWED_LOSS or (is_known and fastest == self.explored)
 
     def _change(self, fastest: str) -> None:
-        """Notes which kind is the fastest now; the one that was rests, and that it rests longer is forgotten."""
+        """Notes which kind is the fastest now. The one that was is explored again after its pause; the pause of the new
+        one, should it fall behind, is the first one again."""
         if fastest == self.fastest:
             return
         self.arms[fastest].pause = FIRST_PAUSE
@@ -91,17 +93,20 @@ class Exploration:
         self.fastest = fastest
 
     def _is_due(self, kind: str) -> bool:
+        """Returns whether a kind that is not the fastest is to be explored now: plain rounds come first, then chains,
+        then, where chains are not hopeless, trees."""
         if kind == self.fastest or self.rounds < max(2, self.arms[kind].due):
             return False
         return kind != TREES or self.arms[CHAINS].rate.value >= HOPELESS * self.rate
 
-    def add(self, kind: str, num_sequences: int, num_tokens: int, seconds: float, is_trial: bool = False) -> None:
-        """Learns from a round of `kind` that gave its sequences so many tokens, all in all, in so many seconds;
-        `is_trial`: it was drafted to learn what it costs."""
+    def add(self, kind: str, num_tokens: int, seconds: float, is_trial: bool = False) -> None:
+        """Learns from a round of `kind` that gave so many tokens, of all sequences, in so many seconds; `is_trial`: it
+        was drafted to learn what it costs."""
         arm = self.arms[kind]
         if kind == self.explored:
-            others = max(arm.rate.value for name, arm in self.arms.items() if name != kind)
-            self._lost += (seconds * others - num_tokens) / num_sequences
+            other = max((one.rate for one in self.arms.values() if one is not arm), key=lambda rate: rate.value)
+            if other.rounds:
+                self._lost += (seconds * other.value - num_tokens) / other.per_round
             self._left -= 1
         arm.rounds += 1
         if not is_trial:  # drafted to measure and not to be fast
