@@ -65,8 +65,9 @@ class AcceptanceStats(SequenceStats):
 
     `target_forwards` counts verification forwards, each of which serves every sequence that has not ended; the prompts'
     forwards, each of which gives the first token of a text, are not among them, but counted by text in `prefills`.
-    `seconds` is wall time of the decoding loop by phase. `kinds` counts rounds of PLAIN, CHAINS,
-    TREES and LOCK_STEP; `choices` is what `num_assistant_tokens="auto"` chose, by how many rounds, `explanation` why.
+    `seconds` is the time of the decoding loop by phase, on a GPU the device's. `kinds` counts rounds of PLAIN, CHAINS,
+    TREES and LOCK_STEP; `choices` counts the rounds of each choice of `num_assistant_tokens="auto"`, `explanation` says
+    why.
     """
 
     target_forwards: int = 0

@@ -34,6 +34,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "vocab_size": 512,
     },
+    "small": {
+        "hidden_size": 256,
+        "intermediate_size": 432,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": 8192,
+    },
     "qwen3-0.6b": {
         "hidden_size": 1024,
         "intermediate_size": 3072,
@@ -193,6 +202,27 @@ def measure_engine(
     }
 
 
+def seconds_of_call(
+    target: PreTrainedModel,
+    drafter: Eagle31DrafterModel,
+    setting: Setting | None,
+    prompt: Tensor,
+    max_new_tokens: int,
+    seed: int = 0,
+) -> float:
+    """Decodes greedily after prompts (B, L), with a setting or, None, by the target alone; returns the seconds."""
+    options: dict[str, Any] = {}
+    if setting is not None:
+        options["custom_generate"] = synthetic_decoding(drafter, setting.knobs, setting.survival, seed)
+    synchronize()
+    began = time.perf_counter()
+    target.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new_tokens, do_sample=False, **options
+    )
+    synchronize()
+    return time.perf_counter() - began
+
+
 def _measure(
     target: PreTrainedModel,
     drafter: Eagle31DrafterModel,
@@ -201,26 +231,14 @@ def _measure(
     max_new_tokens: int,
     rounds: int,
 ) -> dict[str, Any]:
-    def decode(**options) -> float:
-        synchronize()
-        began = time.perf_counter()
-        target.generate(
-            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new_tokens, do_sample=False, **options
-        )
-        synchronize()
-        return time.perf_counter() - began
-
-    def ours(seed: int = 0) -> dict[str, Any]:
-        return {"custom_generate": synthetic_decoding(drafter, setting.knobs, setting.survival, seed)}
-
-    decode(**ours())  # warm up
+    seconds_of_call(target, drafter, setting, prompt, max_new_tokens)  # warm up
     walls = []
     alone = []
     efficiencies = []
     for seed in range(rounds):
-        alone.append(decode())
+        alone.append(seconds_of_call(target, drafter, None, prompt, max_new_tokens))
         with track_acceptance() as stats, Recording(target, drafter) as recording:
-            walls.append(decode(**ours(seed)))
+            walls.append(seconds_of_call(target, drafter, setting, prompt, max_new_tokens, seed))
         bare = recording.replay(len(prompt), prompt.shape[1] + max_new_tokens + 64)
         efficiencies.append(bare / (walls[-1] - stats.seconds["prefill"]))
     num_tokens = setting.rows * max_new_tokens

@@ -191,7 +191,7 @@ class SlotLayer(DynamicLayer):
                 buffer[b, :, max(end - self.first, 0) :] = 0
 
     def settle(self, end: int) -> None:
-        """The longest row ends before slot `end`."""
+        """Keeps the slots before `end`, up to which the longest row is accepted, and drops all others."""
         shows_it = end == self.end and self.window is None  # as `update` left it, in most plain rounds
         self.end = self.settled = end
         if self.buffers and not self.fixed and not shows_it:

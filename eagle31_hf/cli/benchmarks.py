@@ -35,13 +35,14 @@ def _engine(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
     from ..bench.engine import measure_engine
 
-    prompt_tokens = 128 if args.prompt_tokens is None else args.prompt_tokens
+    prompt_tokens = args.prompt_tokens or 128
+    max_new_tokens = args.max_new_tokens or 64
     result = measure_engine(
         args.shape,
         getattr(torch, args.dtype),
         args.device,
         prompt_tokens,
-        args.max_new_tokens,
+        max_new_tokens,
         args.rounds,
         progress=progress,
     )
@@ -49,7 +50,7 @@ def _engine(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     lines = [
         (
             f"{args.shape}, random weights, {env['dtype']}, {env['device']}, {env['threads']} threads; {prompt_tokens}"
-            f" + {args.max_new_tokens} tokens, medians of {args.rounds} rounds"
+            f" + {max_new_tokens} tokens, medians of {args.rounds} rounds"
         ),
         f"the target alone: {result['target']['tokens_per_second']:.1f} tokens/s",
         "drafting                rows  accepted length  speedup  efficiency (bare forwards / generate)",
@@ -132,7 +133,27 @@ def _train(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     return result, "\n".join(lines)
 
 
-MEASUREMENTS = {"auto": _auto, "convert": _convert, "engine": _engine, "memory": _memory, "train": _train}
+def _small(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    from ..bench.small import measure_small
+
+    result = measure_small(args.prompt_tokens or 64, args.max_new_tokens or 192, progress)
+    lines = ["accepted  drafting     tokens a round  speedup  by call"]
+    lines += [
+        f"{run['rate']:>8}  {run['setting']:<11} {run['mean_accepted_length']:>15.2f}  {run['speedup']:>6.2f}x "
+        + "".join(f" {speedup:.2f}" for speedup in run["speedups"])
+        for run in result["runs"]
+    ]
+    return result, "\n".join(lines)
+
+
+MEASUREMENTS = {
+    "auto": _auto,
+    "convert": _convert,
+    "engine": _engine,
+    "memory": _memory,
+    "small": _small,
+    "train": _train,
+}
 
 
 def add_bench(parser: argparse.ArgumentParser) -> None:
@@ -143,23 +164,27 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
             "auto: the demo pair beside every fixed setting; convert: converting a checkpoint, beside copying it; "
             "engine: decoding with made-up acceptance, beside the bare forwards; "
             "memory: a long prompt, with and without a drafter; "
+            "small: a small target, from auto's first call on; "
             "train: a step of training, by part"
         ),
     )
     parser.add_argument(
         "--rounds", type=positive, default=3, help="convert: the fastest counts; engine: the median (default: 3)"
     )
-    convert, engine = parser.add_argument_group("convert"), parser.add_argument_group("engine, memory, train")
+    convert, engine = parser.add_argument_group("convert"), parser.add_argument_group("engine, memory, small, train")
     convert.add_argument("--megabytes", type=positive, default=1000, help="size of the checkpoint (default: 1000)")
     convert.add_argument("--folder", type=path, help="where to write (default: the system's temporary folder)")
     engine.add_argument(
-        "--shape", choices=("tiny", "qwen3-0.6b", "qwen3-8b"), default="qwen3-0.6b", help="(default: qwen3-0.6b)"
+        "--shape",
+        choices=("tiny", "small", "qwen3-0.6b", "qwen3-8b"),
+        default="qwen3-0.6b",
+        help="(default: qwen3-0.6b)",
     )
     engine.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of the weights (default: bfloat16)"
     )
     engine.add_argument("--device", type=device, default="cpu", help="cpu, cuda, cuda:1, ... (default: cpu)")
-    engine.add_argument("--prompt-tokens", type=positive, help="(default: 128; memory: 16384; train: 2048)")
+    engine.add_argument("--prompt-tokens", type=positive, help="(default: 128; memory: 16384; small: 64; train: 2048)")
     engine.add_argument("--depth", type=positive, default=4, help="train: steps unrolled (default: 4)")
-    engine.add_argument("--max-new-tokens", type=positive, default=64, help="tokens a row (default: 64)")
+    engine.add_argument("--max-new-tokens", type=positive, help="tokens a sequence (default: 64; small: 192)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -15,7 +15,7 @@ from ..cache import adopt as cache
 from ..cache.commit import Commit
 from ..clock import Clock
 from .outputs import OutputCollector
-from .planning.plan import Plan
+from .planning.plan import UNLIMITED, Plan
 from .proposer import Proposer
 from .rejection_sampler import Accepted, RejectionSampler
 from .sequences import Sequences
@@ -28,7 +28,7 @@ from .unread_states import UnreadStates
 @dataclass(frozen=True)
 class Room:
     """The room a round has for drafts. `depth`: levels; `nodes`: of a tree, the root included; `num_unread`: tokens
-    of each sequence that the drafter reads first."""
+    of each sequence that the drafter reads first, at most."""
 
     depth: int
     nodes: int
@@ -104,7 +104,7 @@ class EagerExecutor:
 
     def room(self) -> Room:
         sequences, capacity = self.sequences, cache.capacity(self.runner.past_key_values)
-        depth, nodes = self.stopping.max_length - sequences.longest - 1, Plan.max_nodes
+        depth, nodes = self.stopping.max_length - sequences.longest - 1, UNLIMITED
         if capacity is not None:  # a static cache's last slots
             nodes = capacity - (self.runner.num_before + sequences.longest - 1)
             depth = min(depth, nodes - 1)

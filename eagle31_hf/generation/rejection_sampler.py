@@ -143,7 +143,8 @@ class RejectionSampler:
         noise = torch.stack(by_depth)
         if drafts.depths is None:
             return noise
-        return noise.gather(1, drafts.depths[..., None].expand(-1, -1, noise.shape[2]))
+        depths = drafts.depths.clamp(max=drafts.depth)  # trees of sequences that have ended may be deeper
+        return noise.gather(1, depths[..., None].expand(-1, -1, noise.shape[2]))
 
     def _walk(
         self, b: int, children: list[dict[int, int]], spoiled: list[bool], choices: "Choices", ends: Ends

@@ -208,8 +208,9 @@ def planner_of(request: Request, mode: Mode, clock: Clock) -> Planner:
         return FixedPlanner(0)
     if not settings.is_auto:
         return FixedPlanner.of(settings, mode.draws_trees)
-    known = knowledge_of(request.drafter, request.target, len(request.input_ids), mode.draws_trees, do_sample)
     top_k = (settings.top_k or TOP_K) if mode.draws_trees else 1
+    kind = (str(request.input_ids.device), len(request.input_ids), top_k, mode.is_lock_step, do_sample)
+    known = knowledge_of(request.drafter, request.target, *kind)
     return AutoPlanner(known, clock, top_k, settings.total_tokens or MAX_NODES)
 
 

@@ -77,7 +77,7 @@ class CapturedStates:
         return torch.cat([states.to(layers[-1].device) for states in layers], dim=-1)
 
     def pieces(self, size: int) -> Iterator[Tensor]:
-        """Returns what `take` returns, in pieces of at most `size` tokens, so that no copy of all of it is made."""
+        """Yields what `take` returns, in pieces of at most `size` tokens, so that no copy of all of it is made."""
         layers = self._by_layer()
         for first in range(0, layers[0].shape[1], size):
             yield torch.cat([states[:, first : first + size].to(layers[-1].device) for states in layers], dim=-1)

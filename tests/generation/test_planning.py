@@ -347,6 +347,53 @@ def test_an_exploration_ends_when_it_has_lost_what_it_may():
     assert TREES not in chosen, "chains give half of what plain decoding does"
 
 
+def test_a_trial_that_fails_is_not_tried_again():
+    """One that needs more memory than there is would fail every call."""
+    arm, seen = Exploration().arms[TREES], []
+    while (trial := arm.next_trial()) is not None:
+        seen.append(trial)
+    assert seen == [8, 16, 32, 4]
+
+
+def test_one_slow_plain_round_is_forgotten():
+    exploration = Exploration()
+    exploration.add(PLAIN, 1, 1.0)
+    exploration.add(PLAIN, 1, 0.01)
+    assert exploration.rate == pytest.approx(100)
+
+
+def test_rates_are_those_of_a_sequence(world):
+    """A batch of which few sequences go on gives fewer tokens, with or without drafts."""
+    world()
+    known = Knowledge()
+    seconds = {"draft": 0.0, "verify": 1.0, "accept": 0.0}
+    for tokens, num_drafts in (([[1], [1]], [0, 0]), ([[1], [0]], [0, None])):
+        planner = auto(known)
+        planner.observe(
+            1, Accepted(tokens, [[0], []], num_drafts, [[], []], [False] * 2, False, HostDrafts([[], []])), seconds
+        )
+        assert known.rate == pytest.approx(1.0)
+
+
+def test_nothing_is_learnt_from_sequences_that_had_ended(world):
+    """In lock-step their drafts are padding, and so is what they accept."""
+    world()
+    known = Knowledge()
+    planner = auto(known, 1)
+    seconds = {"draft": 1.0, "verify": 1.0, "accept": 0.0}
+    for drafts in ([[], []], [[0], [0]]):
+        controller = planner.plan(9, UNLIMITED, [0], 1).controller
+        if controller is not None:
+            controller.width(torch.tensor([[-0.5], [-0.5]]), 0)
+        paths = [[0], list(range(1 + len(drafts[1])))]
+        tokens = [[3], [0] * len(paths[1])]
+        host = HostDrafts(drafts, log_probs=[[-0.5] * len(ids) for ids in drafts])
+        accepted = Accepted(tokens, paths, [0, None], [[], []], [False, True], False, host)
+        planner.observe(1 + len(drafts[0]), accepted, seconds)
+    assert known.exploration.arms[CHAINS].rounds == 1
+    assert known.calibration.seen[0] == 1
+
+
 def test_a_kind_that_is_faster_is_kept():
     exploration, seconds = Exploration(), {PLAIN: 1.0, CHAINS: 0.9, TREES: 0.8}
     chosen = []

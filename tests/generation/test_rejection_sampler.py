@@ -208,8 +208,9 @@ def test_a_tree_is_walked_while_the_targets_token_is_a_child(chosen, tokens, pat
 @PROCESSORS
 @pytest.mark.parametrize("kind", ["chain", "tree"])
 def test_coupled_noise_chooses_the_same_at_once_as_node_by_node(kind, processors, monkeypatch):
-    """Each node's token is drawn with the noise of its depth in its own sequence, whatever else is drafted."""
-    parents = torch.tensor([[0, 0, 2, 2]] * 3)
+    """Each node's token is drawn with the noise of its depth in its own sequence, whatever else is drafted. The tree of
+    the sequence that has ended is deeper than the round says."""
+    parents = torch.tensor([[0, 0, 2, 3]] * 2 + [[0, 1, 2, 3]])
     ways, outcomes = (False, True), []
     for at_once in ways:
         monkeypatch.setattr(RejectionSampler, "saves_waits", lambda self, logits, at_once=at_once: at_once)
@@ -217,7 +218,7 @@ def test_coupled_noise_chooses_the_same_at_once_as_node_by_node(kind, processors
         found = []
         for _ in range(20):
             sequences, ids, logits = three_sequences(), torch.randint(0, 6, (3, 4)), 2 * torch.randn(3, 5, 6)
-            drafts = DraftTokens.tree(ids, parents, 2) if kind == "tree" else DraftTokens(ids, 4)
+            drafts = DraftTokens.tree(ids, parents, 3) if kind == "tree" else DraftTokens(ids, 4)
             one = sampler(processors, do_sample=True, is_coupled=True, num_sequences=3)
             accepted = one.accept(sequences, drafts, logits, ends_of(sequences))
             found.append((accepted.tokens, accepted.paths, accepted.num_drafts))

@@ -1,7 +1,9 @@
-"""`num_assistant_tokens="auto"`: a plan chosen every round from what has been measured, for the most tokens a second.
+"""`num_assistant_tokens="auto"`: a plan chosen every round from what has been measured, for the most tokens a
+second.
 
-Expected tokens come from the drafter's own probabilities, calibrated by depth on what the target accepted; expected
-seconds from what forwards of that size usually took.
+A round is plain, drafts a chain or drafts a tree, as `exploration.py` chooses; how far it drafts, `controller.py`
+decides. Expected tokens come from the drafter's own probabilities, calibrated by depth on what the target accepted;
+expected seconds from what forwards of that size usually took.
 """
 
 from collections import Counter
@@ -43,7 +45,7 @@ class AutoPlanner:
             if self.kind == PLAIN:
                 return NO_DRAFTS
             top_k = 1 if self.kind == CHAINS else self.top_k
-            trial = known.exploration.arms[self.kind].trial
+            trial = known.exploration.arms[self.kind].next_trial()
             self.controller = LevelController(known, self.clock, top_k, going, num_unread, trial)
         nodes = min(self.max_nodes, max_nodes)
         return Plan(min(MAX_DEPTH, max_depth), top_k, self.controller.max_width, nodes, self.controller)
@@ -51,7 +53,12 @@ class AutoPlanner:
     def observe(self, num_nodes: int, accepted: Accepted, seconds: Mapping[str, float]) -> None:
         """Learns from a round that is over: `num_nodes` of each sequence were verified; `seconds` its phases took."""
         known, controller = self.known, self.controller
-        num_tokens = sum(len(tokens) for tokens in accepted.tokens)
+        counts = [
+            len(new)
+            for new, was_going in zip(accepted.tokens, accepted.num_drafts, strict=True)
+            if was_going is not None
+        ]
+        num_tokens = sum(counts) / max(1, len(counts))
         with known.lock:
             known.verify.add(num_nodes, seconds["verify"] + seconds["accept"])
             # The usual seconds of such a round, not those of this one: machines are shared, and one hiccup outweighs
@@ -90,14 +97,16 @@ class AutoPlanner:
     def _calibrate(self, accepted: Accepted) -> None:
         """Learns from every draft whose parent was accepted, and from a guess that was not worth verifying."""
         calibration, drafts = self.known.calibration, accepted.drafts
-        for b, tokens in enumerate(accepted.tokens):
+        going = [b for b, count in enumerate(accepted.num_drafts) if count is not None]
+        for b in going:
+            tokens = accepted.tokens[b]
             if drafts.guess is not None and drafts.guess_log_probs is not None and tokens:
                 calibration.learn(drafts.guess_log_probs[b][0], 0, tokens[0] == drafts.guess[b][0])
         if drafts.log_probs is None:
             return
-        for b, path in enumerate(accepted.paths):
+        for b in going:
             children, log_probs = drafts.children(b), drafts.log_probs[b]
-            for depth, node in enumerate(path):
+            for depth, node in enumerate(accepted.paths[b]):
                 next_node = children[node].get(accepted.tokens[b][depth])  # accepted, also where it ended the text
                 if children[node]:
                     went_on = next_node is not None
@@ -124,6 +133,6 @@ def explanation(known: Knowledge, drafts_by_count: Counter[int]) -> str:
     return (
         f"auto knows: target forwards take {verify} tokens; a draft step {1000 * step:.1f} ms, which pays where it"
         f" brings {known.rate * step:.2f} tokens or more at {known.rate:.1f} tokens/s\n"
-        f"auto knows: tokens/s: {rates}; drafts a round: {typical};"
+        f"auto knows: tokens/s a sequence: {rates}; drafts a round: {typical};"
         f" rounds that go on, by depth: {chances or 'not known'}"
     )

@@ -11,7 +11,7 @@ from .knowledge import Knowledge
 from .plan import Selection
 
 TOP_K = 4  # children of a node, where nobody said how many
-WIDTHS = (1, 2, 3, 4, 6, 8)  # nodes of a level that may get children
+WIDTHS = (1, 2, 3, 4, 6, 8)  # how many nodes of a level may get children
 COUNTS = (*range(9), 10, 12, 16, 24, 32, 48, 60)  # drafts that may be verified: few, so that each one's cost is known
 # A level is worth this many times its own tokens: expanding it also shows whether the next one pays.
 EXPLORATION_BONUS = 1.15
@@ -33,7 +33,7 @@ class LevelController:
         self.num_unread = num_unread
         self.trial = trial
         self.calibration = known.calibration.copy()
-        self.rate = known.rate
+        self.rate = known.rate * len(going)  # tokens a second of all sequences
         self.verify = known.verify.known  # lists that are replaced, never changed
         self.step = known.step.known
         self.widths: list[int] = []  # of the levels that were run

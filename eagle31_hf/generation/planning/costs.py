@@ -8,8 +8,8 @@ FADE = 0.3  # the weight that is left to what may be out of date
 
 
 class CostModel:
-    """The seconds that forwards take, by their size, the tokens they run: the mean of the last nine without the slowest
-    quarter (other load on the machine only ever makes them slower), interpolated linearly between sizes."""
+    """The seconds that forwards take, by their size, the tokens they run: the mean of the fastest three quarters of the
+    last nine (other load on the machine only ever makes them slower), interpolated linearly between sizes."""
 
     def __init__(self):
         self.seconds: dict[int, deque[float]] = {}
@@ -84,7 +84,7 @@ class Rate:
         self.seconds = 0.0
         self.rounds = 0.0
 
-    def add(self, tokens: int, seconds: float) -> None:
+    def add(self, tokens: float, seconds: float) -> None:
         self.tokens = self.memory * self.tokens + tokens
         self.seconds = self.memory * self.seconds + seconds
         self.rounds = self.memory * self.rounds + 1

@@ -1,8 +1,8 @@
 """The kind of the next round: the fastest that is known and, now and then, another one, to learn whether it is faster.
 
 A multi-armed bandit whose arms are plain rounds, chains and trees. What exploring may lose is bounded: an exploration
-ends when it has lost as much as a few rounds give, and each one that was in vain makes the pause before the next one
-longer.
+ends when it has lost what one and a half rounds give, and each one that was in vain makes the pause before the next
+one longer.
 """
 
 from collections.abc import Sequence
@@ -14,15 +14,16 @@ from .costs import Rate
 ALLOWED_LOSS = 1.5  # rounds' worth of tokens that one exploration may lose beside the fastest kind
 FIRST_PAUSE = 32  # rounds before a kind is explored again
 LONGEST_PAUSE = 1024
-GROWTH = 2  # of the pause, with every exploration in vain
+GROWTH = 2  # of the pause, whenever one begins
 HOPELESS = 0.8  # trees are not explored where chains give less than this share of the fastest kind's rate
 
 
 @dataclass
 class Arm:
-    """One kind of rounds. `trials`: drafts verified in its first rounds, to learn what they cost; `longest`: rounds
-    that an exploration takes at most; `rounds`: how many there were; `due`: the round of the pair from which on it may
-    be explored; `pause`: rounds from the end of an exploration to the next."""
+    """One kind of rounds. `trials`: drafts to verify in its first rounds, to learn what they cost, those that were
+    begun left out; `longest`: rounds that an exploration takes at most; `rounds`: how many there were; `due`: the
+    round, as `Exploration.rounds` counts, from which on it may be explored; `pause`: rounds that the next pause
+    takes."""
 
     trials: tuple[int, ...] = ()
     longest: int = 16
@@ -31,13 +32,14 @@ class Arm:
     pause: int = FIRST_PAUSE
     due: int = 0
 
-    @property
-    def trial(self) -> int | None:
-        """The drafts to verify in its next round to learn what they cost; None where enough is known."""
-        return self.trials[self.rounds] if self.rounds < len(self.trials) else None
+    def next_trial(self) -> int | None:
+        """The drafts to verify in the round that begins, to learn what they cost; None where enough is known. One that
+        fails, for want of memory, say, is not tried again."""
+        first, self.trials = (self.trials[0], self.trials[1:]) if self.trials else (None, ())
+        return first
 
-    def rest(self, rounds: int) -> None:
-        """Puts its next exploration off, at round `rounds`."""
+    def postpone(self, rounds: int) -> None:
+        """Puts its next exploration off by a pause that begins at round `rounds`."""
         self.due = rounds + self.pause
         self.pause = min(GROWTH * self.pause, LONGEST_PAUSE)
 
@@ -56,7 +58,7 @@ class Exploration:
 
     @property
     def rate(self) -> float:
-        """Tokens a second of the fastest kind: what a second has to bring."""
+        """Tokens a second and sequence of the fastest kind: what a second has to bring."""
         return max(arm.rate.value for arm in self.arms.values())
 
     def choose(self, kinds: Sequence[str]) -> str:
@@ -64,7 +66,7 @@ class Exploration:
         self.rounds += 1
         fastest = max(kinds, key=lambda kind: self.arms[kind].rate.value)
         if self.explored is not None and self._is_over(fastest):
-            self.arms[self.explored].rest(self.rounds)
+            self.arms[self.explored].postpone(self.rounds)
             self.explored = None
         if self.explored is None:
             self._change(fastest)
@@ -72,15 +74,17 @@ class Exploration:
             self._lost = 0.0
             self._left = self.arms[self.explored].longest if self.explored else 0
         chosen = self.explored or fastest
+        if self.explored is not None:
+            self._left -= 1
         if chosen != self.last:
-            self.arms[chosen].rate.fade()  # the text may have changed since
+            self.arms[chosen].rate.fade()  # the text may have changed since its last round
         self.last = chosen
         return chosen
 
     def _is_over(self, fastest: str) -> bool:
         """Returns whether the exploration has shown what it can, or lost what it may."""
         assert self.explored is not None
-        is_known = self.arms[self.explored].trial is None
+        is_known = not self.arms[self.explored].trials
         return self._left <= 0 or self._lost > ALLOWED_LOSS or (is_known and fastest == self.explored)
 
     def _change(self, fastest: str) -> None:
@@ -89,7 +93,7 @@ class Exploration:
         if fastest == self.fastest:
             return
         self.arms[fastest].pause = FIRST_PAUSE
-        self.arms[self.fastest].rest(self.rounds)
+        self.arms[self.fastest].postpone(self.rounds)
         self.fastest = fastest
 
     def _is_due(self, kind: str) -> bool:
@@ -99,15 +103,16 @@ class Exploration:
             return False
         return kind != TREES or self.arms[CHAINS].rate.value >= HOPELESS * self.rate
 
-    def add(self, kind: str, num_tokens: int, seconds: float, is_trial: bool = False) -> None:
-        """Learns from a round of `kind` that gave so many tokens, of all sequences, in so many seconds; `is_trial`: it
-        was drafted to learn what it costs."""
+    def add(self, kind: str, num_tokens: float, seconds: float, is_trial: bool = False) -> None:
+        """Learns from a round of `kind` that gave so many tokens, the mean of the sequences, in so many seconds, the
+        usual ones of such a round; `is_trial`: it was drafted to learn what it costs."""
         arm = self.arms[kind]
         if kind == self.explored:
             other = max((one.rate for one in self.arms.values() if one is not arm), key=lambda rate: rate.value)
             if other.rounds:
                 self._lost += (seconds * other.value - num_tokens) / other.per_round
-            self._left -= 1
+        if kind == PLAIN:  # always gives one token, and its usual seconds are a mean already
+            arm.rate = Rate()
         arm.rounds += 1
         if not is_trial:  # drafted to measure and not to be fast
             arm.rate.add(num_tokens, seconds)

@@ -17,21 +17,23 @@ from .exploration import Exploration
 class Knowledge:
     """Costs, calibration and rates of one pair on one kind of call.
 
-    Shared by threads: only `AutoPlanner` reads and writes it, and holds its lock. A round under way uses what its
+    Shared by threads: it is read and written under its lock, which `AutoPlanner` holds. A round under way uses what its
     controller copied when the round began, and hands over what it observed when it is over.
     """
 
     calibration: Calibration = field(default_factory=Calibration)
-    verify: CostModel = field(default_factory=CostModel)  # of the target's forward, by nodes
+    verify: CostModel = field(default_factory=CostModel)  # of verifying and accepting, by nodes
     read: CostModel = field(default_factory=CostModel)  # of the drafter's forward over accepted states, by tokens
     step: CostModel = field(default_factory=CostModel)  # of the drafter's forward over a level of drafts, by nodes
-    rest: dict[str, CostModel] = field(default_factory=lambda: {CHAINS: CostModel(), TREES: CostModel()})  # of drafting
+    rest: dict[str, CostModel] = field(
+        default_factory=lambda: {CHAINS: CostModel(), TREES: CostModel()}
+    )  # of all else in drafting
     exploration: Exploration = field(default_factory=Exploration)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def rate(self) -> float:
-        """Tokens a second of the fastest kind of rounds: what a second has to bring."""
+        """Tokens a second and sequence of the fastest kind of rounds: what a second has to bring."""
         return self.exploration.rate
 
 
@@ -41,7 +43,7 @@ _known_lock = threading.Lock()
 
 
 def knowledge_of(drafter: Eagle31DrafterModel, target: PreTrainedModel, *kind: object) -> Knowledge:
-    """The knowledge of this pair for one kind of call: number of sequences, trees or not, sampled or not."""
+    """The knowledge of this pair for one kind of call: device, number of sequences, trees, lock-step or sampled."""
     with _known_lock:
         by_target = _known.setdefault(drafter, WeakKeyDictionary())
         return by_target.setdefault(target, {}).setdefault(kind, Knowledge())

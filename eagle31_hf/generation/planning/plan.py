@@ -52,7 +52,7 @@ class Plan:
 
     @property
     def is_scored(self) -> bool:
-        """Returns whether candidates are compared with each other, so that their probabilities are needed."""
+        """Returns whether the probabilities of candidates are needed: to compare them, or for the controller."""
         return self.top_k > 1 or self.controller is not None
 
 
