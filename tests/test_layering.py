@@ -8,7 +8,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "eagle31_hf"
 LAYERS = (
     {"errors", "config_rules", "json_file", "names", "seeding"},
-    {"version", "starting", "clock", "configuration", "storage", "vocab"},
+    {"version", "starting", "clock", "configuration", "storage", "vocab", "kernels"},
     {"acceptance", "attention", "cache", "checkpoints"},
     {"targets"},
     {"hub"},

@@ -1,0 +1,50 @@
+"""RMSNorm together with what stands before it: y = x / sqrt(mean(x^2) + eps) * weight.
+
+B sequences, T tokens, h width, n captured states of a token, ht target width, V vocabulary.
+"""
+
+import torch
+from torch import Tensor
+
+from .operation import operation
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dimension, in fp32."""
+    x = x.float()
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
+
+
+@operation(shapes=lambda x, residual, weight, eps: (torch.empty_like(x), torch.empty_like(x)))
+def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The sum of x and the residual (..., h), rounded to the dtype of x, and the RMSNorm of that rounded sum:
+    (normed, sum). Without a residual the sum is a copy of x."""
+    total = x.clone() if residual is None else x + residual
+    return _normed(total, weight, eps).to(x.dtype), total
+
+
+@operation(
+    shapes=lambda ids, table, table_weight, state, state_weight, eps: torch.empty_like(
+        torch.cat((state, state), dim=-1)
+    )
+)
+def embed_norms(
+    ids: Tensor, table: Tensor, table_weight: Tensor, state: Tensor, state_weight: Tensor, eps: float
+) -> Tensor:
+    """The input of a drafter's first layer: [RMSNorm of the embedding, RMSNorm of the state], (B, T, 2h).
+
+    `ids` (B, T) int64 index the rows of `table` (V, h), whose dtype may be another one; `state` (B, T, h), whose rows
+    may lie apart; `table_weight`, `state_weight` (h,) of the two norms."""
+    embeds = torch.nn.functional.embedding(ids, table).to(state.dtype)
+    parts = _normed(embeds, table_weight, eps), _normed(state, state_weight, eps)
+    return torch.cat(parts, dim=-1).to(state.dtype)
+
+
+@operation(shapes=lambda states, weights, eps: torch.empty_like(states))
+def state_norms(states: Tensor, weights: list[Tensor], eps: float) -> Tensor:
+    """The RMSNorm of each of the n captured states of a token by its own weight: states (B, T, n*ht), n weights
+    (ht,) -> (B, T, n*ht)."""
+    parts = states.split(weights[0].shape[0], dim=-1)
+    return torch.cat([_normed(part, weight, eps) for part, weight in zip(parts, weights, strict=True)], dim=-1).to(
+        states.dtype
+    )

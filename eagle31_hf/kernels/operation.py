@@ -1,0 +1,82 @@
+"""`@operation` makes an operation of torch's registry from a reference in plain torch; on a GPU a Triton kernel stands
+in for it."""
+
+import functools
+import os
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# "torch", or the names of operations that are to run as torch does: EAGLE31_KERNELS=add_rms_norm,silu_mul
+SWITCH = "EAGLE31_KERNELS"
+OPERATIONS: dict[str, "Operation"] = {}
+
+
+class Operation:
+    """`eagle31::name`, one node for torch.compile, torch.export and every counter of operations.
+
+    `reference` is its specification: what it returns, in fp32, rounded to the dtype asked for once. The kernel is the
+    function `name` of the module beside it, `x_triton.py`, which takes the same arguments.
+    """
+
+    def __init__(self, reference: Callable[..., Any], mutates: tuple[str, ...], shapes: Callable[..., Any]):
+        self.reference = reference
+        self.name = reference.__name__
+        self.module = f"{reference.__module__}_triton"
+
+        @functools.wraps(reference)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            device = next(arg.device for arg in _leaves((*args, *kwargs.values())) if isinstance(arg, Tensor))
+            chosen = self.kernel() if why_torch(self.name, device) is None else reference
+            return chosen(*args, **kwargs)
+
+        self._op = torch.library.custom_op(f"eagle31::{self.name}", run, mutates_args=mutates)
+        self._op.register_fake(shapes)
+        functools.update_wrapper(self, reference)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._op(*args, **kwargs)
+
+    def kernel(self) -> Callable[..., Any]:
+        """The function that launches the kernel; Triton is imported here, not before."""
+        return getattr(import_module(self.module), self.name)
+
+
+def operation(shapes: Callable[..., Any], mutates: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Operation]:
+    """Makes an `Operation` of the reference that is decorated. `shapes`: the same arguments -> empty tensors of the
+    shapes it returns, for tensors without data; `mutates`: names of the arguments it writes to."""
+
+    def made(reference: Callable[..., Any]) -> Operation:
+        OPERATIONS[reference.__name__] = Operation(reference, mutates, shapes)
+        return OPERATIONS[reference.__name__]
+
+    return made
+
+
+def why_torch(name: str, device: torch.device) -> str | None:
+    """Why an operation runs as torch does on a device; None where its kernel runs."""
+    wanted = os.environ.get(SWITCH, "")
+    if wanted == "torch" or name in wanted.split(","):
+        return f"{SWITCH}={wanted}"
+    if device.type != "cuda":
+        return f"no GPU, but {device.type}"
+    if not _has_triton():
+        return "Triton is not installed"
+    return None
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def _leaves(values: Any) -> list[Any]:
+    """The arguments of an operation, lists of tensors taken apart."""
+    leaves = []
+    for value in values:
+        leaves += value if isinstance(value, list | tuple) else [value]
+    return leaves

@@ -1,0 +1,54 @@
+"""Rotary embedding, and keys and values written to where they stay, at slots that the device holds.
+
+B sequences, T new tokens, H heads of queries, Hkv of keys, D head width, P <= D the part of it that is rotated, C slots
+of the buffers. Sequence b writes its tokens to the slots `starts[b]` to `starts[b] + T - 1`.
+"""
+
+import torch
+from torch import Tensor
+
+from .operation import operation
+
+
+@operation(shapes=lambda new, buffers, starts: None, mutates=("buffers",))
+def append(new: list[Tensor], buffers: list[Tensor], starts: Tensor) -> None:
+    """Writes keys (B, Hkv, T, D) and values (B, Hkv, T, Dv), strided as they may be, to the buffers (B, Hkv, C, D) and
+    (B, Hkv, C, Dv). `starts` (B, 1) int64."""
+    slots = (starts + torch.arange(new[0].shape[2], device=starts.device))[:, None, :, None]
+    for buffer, states in zip(buffers, new, strict=True):
+        buffer.scatter_(2, slots.expand(*states.shape), states.to(buffer.dtype))
+
+
+def _rotated_queries(qkv: list[Tensor], *args) -> Tensor:
+    return torch.empty_like(qkv[0], memory_format=torch.contiguous_format)
+
+
+@operation(shapes=_rotated_queries, mutates=("buffers",))
+def rope_append(
+    qkv: list[Tensor], rope: list[Tensor], norms: list[Tensor], eps: float, buffers: list[Tensor], starts: Tensor
+) -> Tensor:
+    """Rotates queries and keys, after the RMSNorm of each head by `norms`, the weights (D,) for queries and for
+    keys, empty where there is none, and appends keys and values, see `append`. Returns the rotated queries (B, T, H,
+    D).
+
+    `qkv`: queries (B, T, H, D), keys (B, T, Hkv, D) and values (B, T, Hkv, Dv). `rope`: cos and sin (B or 1, T, P),
+    each angle twice, in halves: of the first P entries of a head, x becomes x * cos + (-x[P/2:], x[:P/2]) * sin."""
+    q, k, v = qkv
+    q_weight, k_weight = norms or (None, None)
+    q = _rotated(q, q_weight, eps, *rope)
+    k = _rotated(k, k_weight, eps, *rope)
+    append.reference([k.transpose(1, 2), v.transpose(1, 2)], buffers, starts)
+    return q
+
+
+def _rotated(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+    """Heads (B, T, H, D) normed, where there is a weight, and rotated."""
+    dtype = x.dtype
+    x = x.float()
+    if weight is not None:
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
+    rotated, rest = x.split((cos.shape[-1], x.shape[-1] - cos.shape[-1]), dim=-1)
+    first, second = rotated.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    rotated = rotated * cos.float()[:, :, None] + turned * sin.float()[:, :, None]
+    return torch.cat((rotated, rest), dim=-1).to(dtype)

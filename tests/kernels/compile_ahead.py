@@ -1,0 +1,119 @@
+"""Compiles every kernel for GPUs that are not here, and says what it needs there: registers, spills, shared memory, and
+whether it loads 16 bytes at once.
+
+    TRITON_INTERPRET=0 python tests/kernels/compile_ahead.py --json [--only NAME]
+
+A kernel's cases stand in `CASES` of `tests/kernels/cases_X.py`: name -> Case.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "0"  # before Triton is imported
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+# Compute capability -> bytes of shared memory that a block may opt in to.
+SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+AMD = "gfx942"
+AMD_SHARED = 65_536
+TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel at real sizes. `types` by argument: "*bf16", "*i64", "i32", "fp32"; every other argument is a
+    constant of `constants`. Pointers, strides and what `divisible` names are multiples of 16, as they are at real
+    sizes, and Triton compiles for such. `options`: num_warps, num_stages. `is_wide`: it must load 16 bytes at once."""
+
+    kernel: Any
+    types: dict[str, str]
+    constants: dict[str, Any]
+    options: dict[str, int] = field(default_factory=dict)
+    is_wide: bool = False
+    divisible: tuple[str, ...] = ()
+
+
+def compiled(case: Case, target: GPUTarget) -> Any:
+    """The kernel compiled for a target."""
+    names = case.kernel.arg_names
+    aligned = [n for n, kind in case.types.items() if kind.startswith("*") or "stride" in n or n in case.divisible]
+    source = ASTSource(
+        fn=case.kernel,
+        signature={name: case.types.get(name, "constexpr") for name in names},
+        constexprs={(names.index(n),): value for n, value in case.constants.items()},
+        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
+    )
+    return triton.compile(source, target=target, options=case.options)
+
+
+def of_nvidia(case: Case, capability: int) -> dict[str, Any]:
+    """What the kernel needs on an NVIDIA GPU; `problems` names what it must not."""
+    done = compiled(case, GPUTarget("cuda", capability, 32))
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(done.asm["cubin"])
+        usage, code = (
+            subprocess.run([TOOL, flag, file.name], capture_output=True, text=True, check=True).stdout
+            for flag in ("-res-usage", "-sass")
+        )
+    found: dict[str, Any] = {kind: int(count) for kind, count in re.findall(r"(REG|STACK):(\d+)", usage)}
+    found["shared"] = done.metadata.shared
+    found["wide loads"] = len(re.findall(r"(?:LDG|LDGSTS)\S*\.128", code))
+    found["problems"] = [
+        *(["spills"] if re.search(r"\b(?:LDL|STL)\b", code) or found["STACK"] else []),
+        *(["too much shared memory"] if found["shared"] > SHARED[capability] else []),
+        *(["no 16-byte load"] if case.is_wide and not found["wide loads"] else []),
+    ]
+    return found
+
+
+def of_amd(case: Case) -> dict[str, Any]:
+    """What the kernel needs on an AMD GPU."""
+    done = compiled(case, GPUTarget("hip", AMD, 64))
+    counts = re.findall(r"\.(vgpr_count|vgpr_spill_count|sgpr_spill_count):\s+(\d+)", done.asm["amdgcn"])
+    found: dict[str, Any] = {kind: int(count) for kind, count in counts}
+    found["shared"] = done.metadata.shared
+    spills = found.get("vgpr_spill_count", 0) + found.get("sgpr_spill_count", 0)
+    found["problems"] = [
+        *(["spills"] if spills else []),
+        *(["too much shared memory"] if found["shared"] > AMD_SHARED else []),
+    ]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="cases whose name begins so")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    sys.path.insert(0, str(HERE))
+    cases = {}
+    for path in sorted(HERE.glob("cases_*.py")):
+        cases |= import_module(path.stem).CASES
+    found = {}
+    for name, case in cases.items():
+        if name.startswith(args.only):
+            found[name] = {f"sm_{each}": of_nvidia(case, each) for each in SHARED} | {AMD: of_amd(case)}
+            if not args.json:
+                for target, figures in found[name].items():
+                    print(f"{name:40} {target:8} {figures}")
+    if args.json:
+        json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    sys.modules.setdefault("compile_ahead", sys.modules["__main__"])  # which the cases import Case from
+    main()

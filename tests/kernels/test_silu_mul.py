@@ -1,0 +1,18 @@
+"""`silu_mul`: its kernel, in Triton's interpreter where there is no GPU, beside its reference."""
+
+import pytest
+import torch
+from kernel_close import assert_matches
+from poison import Guarded
+
+from eagle31_hf.kernels.silu_mul import silu_mul
+
+pytest.importorskip("triton")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 7), (3, 5, 61), (2, 1, 1500)], ids=str)
+def test_kernel_matches_reference(shape, dtype):
+    torch.manual_seed(0)
+    gate, up = (Guarded.holding((torch.randn(shape) * 4).to(dtype)).tensor for _ in range(2))
+    assert_matches("out", silu_mul.kernel()(gate, up), silu_mul.reference(gate, up))
