@@ -76,7 +76,7 @@ def _has_triton() -> bool:
 
 def _leaves(values: Any) -> list[Any]:
     """The arguments of an operation, lists of tensors taken apart."""
-    leaves = []
+    leaves = list[Any]()
     for value in values:
         leaves += value if isinstance(value, list | tuple) else [value]
     return leaves
