@@ -63,11 +63,11 @@ class AcceptanceStats(SequenceStats):
     """Counts over every generate() call inside one `track_acceptance()`, all sequences of a batch taken together;
     `sequences[b]` has those of sequence b.
 
-    `target_forwards` counts verification forwards, each of which serves every sequence that has not ended; the prompts'
-    forwards, each of which gives the first token of a text, are not among them, but counted by text in `prefills`.
-    `seconds` is the time of the decoding loop by phase, on a GPU the device's. `kinds` counts rounds of PLAIN, CHAINS,
-    TREES and LOCK_STEP; `choices` counts the rounds of each choice of `num_assistant_tokens="auto"`, `explanation` says
-    why.
+    `target_forwards` counts verification forwards, each of which serves every sequence that has not ended; the
+    prompts' forwards, each of which gives the first token of a text, are not among them, but counted by text in
+    `prefills`. `seconds` is the time of the decoding loop by phase, on a GPU the device's. `kinds` counts rounds of
+    PLAIN, CHAINS, TREES and LOCK_STEP; `executions` counts, on a GPU, how they were run: as CUDA graphs, or eagerly
+    and why; `choices` counts the rounds of each choice of `num_assistant_tokens="auto"`, `explanation` says why.
     """
 
     target_forwards: int = 0
@@ -77,6 +77,7 @@ class AcceptanceStats(SequenceStats):
     )
     kinds: Counter[str] = field(default_factory=Counter)
     choices: Counter[str] = field(default_factory=Counter)
+    executions: Counter[str] = field(default_factory=Counter)
     explanation: str = ""
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
@@ -102,6 +103,7 @@ class AcceptanceStats(SequenceStats):
         ]
         if len(self.sequences) > 1:
             lines.append("by sequence: " + " ".join(f"{one.mean_accepted_length:.2f}" for one in self.sequences))
+        lines += [f"{count} rounds {how}" for how, count in self.executions.most_common()]
         if self.choices:
             lines.append("auto: " + ", ".join(f"{count} rounds {name}" for name, count in self.choices.most_common()))
             lines.append(self.explanation)
@@ -134,6 +136,11 @@ class AcceptanceStats(SequenceStats):
         with self._lock:
             self.seconds[phase] += seconds
 
+    def add_execution(self, execution: str) -> None:
+        """A round was run in this way."""
+        with self._lock:
+            self.executions[execution] += 1
+
     def add_choices(self, choices: Counter[str], explanation: str) -> None:
         """Adds what auto chose in one call, and why."""
         with self._lock:
@@ -150,6 +157,7 @@ class Recorder:
         self._stats = _trackers.get()
         self._spans: dict[str, tuple[Any, Any]] = {}
         self._began: Any = None
+        self.execution = ""  # how rounds are run, where there are several ways; for people
 
     def prefill(self, tokens: list[int]) -> None:
         self.settle()
@@ -159,6 +167,8 @@ class Recorder:
     def round(self, kind: str, drafted: list[int], accepted: list[int | None], tokens: list[int]) -> None:
         for stats in self._stats:
             stats.add_round(kind, drafted, accepted, tokens)
+            if self.execution:
+                stats.add_execution(self.execution)
 
     def choices(self, choices: Counter[str], explanation: str) -> None:
         for stats in self._stats:
@@ -173,6 +183,10 @@ class Recorder:
         now = self._clock.mark()
         self._spans[phase] = self._began, now
         self._began = now
+
+    def note(self, phase: str, began: Any, ended: Any) -> None:
+        """Notes the marks around a phase, which the device has passed."""
+        self._spans[phase] = began, ended
 
     def settle(self) -> dict[str, float]:
         """Returns the seconds of each phase of the round that is over: the host has read what came of it."""

@@ -3,6 +3,8 @@
 B sequences, F nodes of a level, V target vocabulary, Vd draft vocabulary.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
@@ -76,16 +78,42 @@ class DraftSampler:
             is_trusted = bool((logits.float().softmax(-1).gather(1, tokens) >= self.threshold).any())
         return tokens if ids is None else ids[tokens], logits, is_trusted
 
+    @property
+    def is_plain(self) -> bool:
+        """Returns whether it reads the drafter's logits as they are."""
+        return self.noise is None and not self.processors[0] and self.columns is None
+
+    def drawn(self, logits: Tensor, noise: Tensor | None) -> Tensor:
+        """Draft logits (B, Vd) and the noise (B, V) that the target will draw with -> target ids (B, 1). For
+        processors that read no text."""
+        processed, ids = self._processed(logits[:, None], [logits], None, in_target_ids=noise is not None)
+        tokens = (processed[:, 0] if noise is None else processed[:, 0].float() + noise).argmax(-1, keepdim=True)
+        return tokens if ids is None else ids[tokens]
+
     def likeliest(
         self, logits: Tensor, top_k: int, prefixes: list[Tensor], level: int, path_ids: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Draft logits (B, F, Vd) -> log-probabilities and target ids (B, F, k) of the tokens that the target is
         likeliest to choose. `path_ids` (B, F, level), where processors read the text: the tokens drafted up to every
         node."""
-        logits, ids = self._processed(logits.float(), prefixes, path_ids, in_target_ids=self.reads_text)
+        noise = None
         if self.noise is not None:
             noise = torch.stack([self.noise.of_slot(b, one.shape[1] + level) for b, one in enumerate(prefixes)])
             noise = noise.to(logits.device)
+        return self.scored(logits, top_k, noise, prefixes, path_ids)
+
+    def scored(
+        self,
+        logits: Tensor,
+        top_k: int,
+        noise: Tensor | None,
+        prefixes: Sequence[Tensor] = (),
+        path_ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The same as `likeliest`, with the noise (B, V) of the slot of these tokens; `prefixes` may be left out where
+        no processor reads the text."""
+        logits, ids = self._processed(logits.float(), prefixes or [logits], path_ids, in_target_ids=self.reads_text)
+        if noise is not None:
             # Times the temperature, so that the colder the draw, the less the noise counts: at 0 this is greedy text.
             if not self.reads_text:
                 noise = noise[:, self.ids]
@@ -97,7 +125,7 @@ class DraftSampler:
         return values, best.indices if ids is None else ids[best.indices]
 
     def _processed(
-        self, logits: Tensor, prefixes: list[Tensor], path_ids: Tensor | None, in_target_ids: bool
+        self, logits: Tensor, prefixes: Sequence[Tensor], path_ids: Tensor | None, in_target_ids: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Draft logits (B, F, Vd) as the processors leave them, and the target ids of their columns, None where the
         columns are target ids, as all of V are with `in_target_ids`."""
@@ -112,7 +140,7 @@ class DraftSampler:
             logits = processors.apply(self.processors, self._texts(prefixes, path_ids), logits)
         return logits.unflatten(0, shape), ids
 
-    def _texts(self, prefixes: list[Tensor], path_ids: Tensor | None) -> list[Tensor]:
+    def _texts(self, prefixes: Sequence[Tensor], path_ids: Tensor | None) -> Sequence[Tensor]:
         """The text (1, L) up to every node (B F in all); the prefixes themselves where no processor reads them."""
         if path_ids is None:
             return prefixes

@@ -81,6 +81,12 @@ class DrafterRunner:
         out = self._forward(ids, {"hidden_states": state}, self._rope_at(level), mask)
         return out.last_hidden_state, out.logits
 
+    def go_on_from(self, lengths: list[int]) -> None:
+        """Goes on after so many tokens of every sequence, which its cache holds."""
+        self.lengths = Mirrored(lengths)
+        self._positions = Mirrored([a + b for a, b in zip(lengths, self.first_positions, strict=True)])
+        self.settle()
+
     def settle(self) -> None:
         """Drops what no target state stands behind."""
         cache.settle(self.past_key_values, max(self.lengths.host))

@@ -1,6 +1,7 @@
 """The kinds of logits processors: those that may be shown one sequence at a time, and those that may shape a draft."""
 
 import copy
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -69,7 +70,7 @@ def _of_sequence(processor: Any, b: int, num_sequences: int) -> Any:
     return processor
 
 
-def apply(processors: list[LogitsProcessorList], contexts: list[Tensor], logits: Tensor) -> Tensor:
+def apply(processors: list[LogitsProcessorList], contexts: Sequence[Tensor], logits: Tensor) -> Tensor:
     """Scores for logits (R, V), whose texts are `contexts[r]` (1, L_r): as many of each sequence, one sequence after
     the other."""
     if not processors[0]:

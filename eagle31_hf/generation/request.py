@@ -3,7 +3,7 @@
 B sequences, L tokens of the prompt.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
+from transformers.utils import logging
 
 from ..cache import adopt as cache
 from ..clock import Clock
@@ -18,10 +19,13 @@ from ..modeling import Eagle31DrafterModel
 from ..targets.layers import capture_states, decoder_layers
 from ..targets.probe import why_no_drafts_with_attentions, why_no_trees
 from . import processors
+from .captured.kept import kept_for
+from .captured.seam import Seam, seam_of
+from .captured.why import why_not_captured
 from .draft_sampler import DraftSampler
 from .drafter_runner import MASKED, DrafterRunner
 from .engine import Engine
-from .executor import EagerExecutor
+from .executor import EagerExecutor, Executor
 from .noise import Noise
 from .outputs import OutputCollector
 from .planning.auto import MAX_NODES, AutoPlanner
@@ -38,13 +42,15 @@ from .stopping import Stopping
 from .target_runner import TargetRunner
 from .unread_states import UnreadStates
 
+logger = logging.get_logger(__name__)
 # Makes the sampler of a call, given the usual one: benchmarks and `eagle31 check` put another in its place.
 WrapSampler = Callable[[RejectionSampler], RejectionSampler]
 
 
 @dataclass
 class Request:
-    """The arguments that `generate` hands to a decoding method, and the drafter. `input_ids` (B, L) are left-padded."""
+    """The arguments that `generate` hands to a decoding method, and the drafter. `input_ids` (B, L) are left-padded;
+    `may_capture`: the caller has not set `disable_compile`."""
 
     target: PreTrainedModel
     drafter: Eagle31DrafterModel
@@ -55,6 +61,7 @@ class Request:
     settings: DraftingSettings
     streamer: BaseStreamer | None
     model_kwargs: dict[str, Any]
+    may_capture: bool = True
 
     @classmethod
     def of(
@@ -83,6 +90,7 @@ class Request:
             settings=settings,
             streamer=streamer,
             model_kwargs=kwargs,
+            may_capture=not generation_config.disable_compile,
         )
 
 
@@ -137,7 +145,9 @@ def speculative_decoding(request: Request, wrap_sampler: WrapSampler | None = No
     config.disable_compile = True  # of a prompt in chunks over a static cache: hooks would be traced, and our layers
     with cache.slots(runner.past_key_values, runner.num_before + config.max_length + spare) as runner.placement:
         mode = Mode.of(request, runner, stopping)
-        noise = noise_of(request, mode)
+        seam = seam_of(input_ids.device)
+        why_eager = None if seam is None else why_not_captured(request, runner, mode, wrap_sampler)
+        noise = noise_of(request, mode, is_captured=seam is not None and why_eager is None)
         keeps_scores = bool(config.return_dict_in_generate and config.output_scores)
         sampler_class = LockStepSampler if mode.is_lock_step else RejectionSampler
         sampler = sampler_class(request.logits_processor, noise, keeps_scores)
@@ -149,7 +159,7 @@ def speculative_decoding(request: Request, wrap_sampler: WrapSampler | None = No
                 f"got a {type(wrapped).__name__} in place of a {type(sampler).__name__}; expected one that"
                 f" {'keeps' if sampler.is_lock_step else 'does not keep'} the batch in lock-step, as this call needs."
             )
-        executor = EagerExecutor(
+        eager = EagerExecutor(
             runner,
             proposer,
             UnreadStates(proposer.runner.read, first_slots(runner), runner.num_cached),
@@ -158,8 +168,8 @@ def speculative_decoding(request: Request, wrap_sampler: WrapSampler | None = No
             stopping,
             OutputCollector(config, runner.past_key_values),
         )
-        with capturing(request, executor):
-            return Engine(executor, planner_of(request, mode, executor.clock)).run()
+        with capturing(request, eager), executor_of(request, eager, seam, why_eager) as executor:
+            return Engine(executor, planner_of(request, mode, eager.clock)).run()
 
 
 @contextmanager
@@ -169,6 +179,25 @@ def capturing(request: Request, executor: EagerExecutor):
     with capture_states(request.target, layer_ids, executor.runner.past_key_values) as captured:
         executor.unread.captured = captured
         yield
+
+
+@contextmanager
+def executor_of(request: Request, eager: EagerExecutor, seam: Seam | None, why_eager: str | None) -> Iterator[Executor]:
+    """A context with what runs the rounds: captured ones, through a seam, or the eager executor, and why."""
+    if seam is None:
+        yield eager
+        return
+    if why_eager is None:
+        with kept_for(request, eager, seam) as kept:
+            if kept is not None:
+                eager.recorder.execution = f"as {seam.name}"
+                with kept.serving(eager) as executor:
+                    yield executor
+                return
+        why_eager = "another call of these models is in captured rounds"
+    eager.recorder.execution = f"eagerly: {why_eager}"
+    log_eager(request.target, why_eager)
+    yield eager
 
 
 def first_slots(runner: TargetRunner) -> list[int]:
@@ -188,13 +217,18 @@ def proposer_of(request: Request, runner: TargetRunner, noise: Noise | None) -> 
     return Proposer(drafting, sampler)
 
 
-def noise_of(request: Request, mode: Mode) -> Noise | None:
+def log_eager(target: PreTrainedModel, reason: str) -> None:
+    """Logs why rounds run eagerly, once for each reason."""
+    logger.warning_once(f"EAGLE drafting: rounds of {type(target).__name__} run eagerly: {reason}.")
+
+
+def noise_of(request: Request, mode: Mode, is_captured: bool) -> Noise | None:
     """The random numbers of a sampled call. Rejection sampling accepts more of a chain; coupled noise makes the text
-    the same whatever is drafted, for this sequence or others of the batch."""
+    the same whatever is drafted, for this sequence or others of the batch. It is all that captured rounds know."""
     if not request.generation_config.do_sample:
         return None
     count, length = request.input_ids.shape
-    is_coupled = request.settings.is_auto or mode.draws_trees or count > 1
+    is_coupled = request.settings.is_auto or mode.draws_trees or count > 1 or is_captured
     vocab_size = request.target.config.get_text_config().vocab_size
     noise = Noise(count, vocab_size, request.input_ids.device, is_coupled)
     noise.start(length)

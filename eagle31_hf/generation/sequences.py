@@ -63,6 +63,17 @@ class Sequences:
             return self._ids[:, end - 1 : end]
         return self._ids.gather(1, self.lengths.on(self.device) - 1)
 
+    def hold_in(self, text: Tensor) -> None:
+        """Keeps the tokens in `text` (B, C) from now on, where the device adds to them."""
+        length = max(self.lengths.host)
+        text[:, :length] = self._ids[:, :length]
+        self._ids = text
+
+    def grow(self, counts: list[int], finished: list[bool]) -> None:
+        """Notes that the device has added so many tokens to every sequence, and which have ended with them."""
+        self.lengths = self.lengths + Mirrored(counts)
+        self.finished = finished
+
     def append(self, commit: Commit, finished: list[bool]) -> None:
         """Adds the commit's tokens, and notes which sequences have ended with them."""
         num_new = commit.ids.shape[1]

@@ -25,7 +25,9 @@ class TargetRunner:
     """Runs the target's forwards and owns their keyword arguments, the cache among them, as tokens are committed.
 
     A slot is a position in the cache, a node a token of a verifying forward: a row's last token or a draft after it.
-    `num_padding`: left-padding tokens of each row; `num_cached`: tokens of the prompt its cache already holds.
+    `num_padding`: left-padding tokens of each row; `num_cached`: tokens of the prompt its cache already holds;
+    `seen` (B, L): which tokens of the prompt are attended to, None: all; `last_position`: of the prompt's last token,
+    (B, 1), or (axes, B, 1) where images take several axes, None where the model is told none.
     """
 
     def __init__(
@@ -51,10 +53,10 @@ class TargetRunner:
         # tokens the cache holds before the prompt
         self.num_before = 0 if is_whole else int(self.past_key_values.get_seq_length())
         self.placement: cache.Placement | None = None  # set within `cache.slots`
-        self._seen = None if mask is None or bool(mask.all()) else mask.bool()
+        self.seen = None if mask is None or bool(mask.all()) else mask.bool()
         self._covered = input_ids.shape[1]  # tokens that masks and positions among the keyword arguments cover
         positions = model_kwargs.get("position_ids")
-        self._last_position = None if positions is None else positions[..., -1:]
+        self.last_position = None if positions is None else positions[..., -1:]
 
     @property
     def takes_slots(self) -> bool:
@@ -64,7 +66,7 @@ class TargetRunner:
     def passes_positions(self, input_ids: Tensor) -> bool:
         """Returns whether `generate` passes position ids to the model. A model that gets none derives them by a rule
         of its own, which is right for plain sequences, but not for trees and rows of different lengths."""
-        if self._last_position is None:
+        if self.last_position is None:
             return False
         return "position_ids" in self.target.prepare_inputs_for_generation(
             input_ids, next_sequence_length=1, **self.model_kwargs
@@ -132,7 +134,7 @@ class TargetRunner:
         self.placement.place(starts, num_nodes, ids.device, commit)
         try:
             inputs = self.target.prepare_inputs_for_generation(ids, next_sequence_length=num_nodes, **kwargs)
-            shared = SlotMask(starts, visible, depths, depths, self._seen)
+            shared = SlotMask(starts, visible, depths, depths, self.seen)
             inputs["attention_mask"] = slot_masks(self.target, self.past_key_values, shared, commit.going)
             return self._run(inputs, num_nodes)
         finally:
@@ -151,12 +153,12 @@ class TargetRunner:
         """Positions of nodes that stand `depths` (B, N) after each sequence's last token. The last position that
         `generate` was given is (B, 1), or (axes, B, 1) where images take several axes; a text token advances every
         axis by one."""
-        assert self._last_position is not None
+        assert self.last_position is not None
         new = sequences.lengths - sequences.prompt_length
         if new.is_uniform and not any(sequences.finished):
-            return self._last_position + (depths + new.host[0]).to(self._last_position)
+            return self.last_position + (depths + new.host[0]).to(self.last_position)
         since = (new.on(depths.device) + depths) * sequences.commit.is_going
-        return self._last_position + since.to(self._last_position)
+        return self.last_position + since.to(self.last_position)
 
     def _verify_chains(self, ids: Tensor, drafts: DraftTokens) -> CausalLMOutputWithPast:
         self.model_kwargs = self._grown(self.model_kwargs, ids.shape[1] - self._covered)

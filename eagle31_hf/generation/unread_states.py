@@ -23,7 +23,7 @@ class UnreadStates:
 
     def __init__(self, read: Callable[[AuxStates], object], first_slots: list[int], num_cached: int):
         self._read = read
-        self._first_slots = first_slots
+        self.first_slots = first_slots
         self._captured_from = num_cached
         self._parts: list[AuxStates] = []
         self._num_tokens = 0  # of all parts
@@ -40,7 +40,8 @@ class UnreadStates:
         self._num_tokens = 0
         return AuxStates.joined(parts)
 
-    def _add(self, part: AuxStates) -> None:
+    def put(self, part: AuxStates) -> None:
+        """Adds states that are to be read next."""
         self._parts.append(part)
         self._num_tokens += len(part)
 
@@ -73,7 +74,7 @@ class UnreadStates:
                 self._last_state = states[:, length - 1 - first : length - first]
             count = max(end - first, 0)
             part = AuxStates(states[:, :count], input_ids[:, first + 1 : end + 1], [count] * len(states))
-            part = part.without_first([min(max(slot - first, 0), count) for slot in self._first_slots])
+            part = part.without_first([min(max(slot - first, 0), count) for slot in self.first_slots])
             if max(part.counts.host) > 0:
                 yield part
 
@@ -82,7 +83,7 @@ class UnreadStates:
         follow the accepted ones, are dropped."""
         for part in self.of_text(input_ids):
             self.read_all()
-            self._add(part)
+            self.put(part)
         self._captured_from = input_ids.shape[1] - 1
 
     def queue(self, commit: Commit) -> None:
@@ -95,7 +96,7 @@ class UnreadStates:
         part = AuxStates(states, commit.ids, commit.counts)
         if len(self) + len(part) > READ_AT_ONCE:  # nothing was drafted for long; the next draft reads what comes last
             self.read_all()
-        self._add(part)
+        self.put(part)
 
     def read_all(self) -> None:
         """Has everything that is unread read."""

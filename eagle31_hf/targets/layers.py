@@ -76,6 +76,11 @@ class CapturedStates:
         layers = self._by_layer()
         return torch.cat([states.to(layers[-1].device) for states in layers], dim=-1)
 
+    def drop(self) -> None:
+        """Drops everything captured since the last call of `take`."""
+        for chunks in self._chunks:
+            chunks.clear()
+
     def pieces(self, size: int) -> Iterator[Tensor]:
         """Yields what `take` returns, in pieces of at most `size` tokens, so that no copy of all of it is made."""
         layers = self._by_layer()
@@ -90,8 +95,7 @@ class CapturedStates:
                 " expected every layer to run. Name others: aux_hidden_state_layer_ids."
             )
         layers = [chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=1) for chunks in self._chunks]
-        for chunks in self._chunks:
-            chunks.clear()
+        self.drop()
         lengths = {states.shape[1] for states in layers}
         if len(lengths) > 1:
             raise DraftingRefusedError(

@@ -1,10 +1,13 @@
 """Masks in the form a target takes them. B sequences, N new tokens."""
 
+import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from ..cache import adopt as cache
 from ..cache.masks import SlotMask, windows_by_kind
+
+ALL_LAYERS = "all layers"
 
 
 def slot_masks(
@@ -14,9 +17,7 @@ def slot_masks(
 
     `mask`: of N new tokens as queries; `going`: the sequences that have not ended, by default all.
     """
-    config = target.config.get_text_config(decoder=True)
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
+    windows = windows_of(target)
     starts = mask.starts.host
     starts = starts if not going else [starts[b] for b in going]
 
@@ -24,6 +25,31 @@ def slot_masks(
         seen_from, end = cache.key_span(past_key_values, starts, mask.visible.shape[1], window)
         return mask.additive(end, target.dtype, seen_from, window)
 
-    if kinds is None:
-        return additive(window)
-    return {kind: additive(one) for kind, one in windows_by_kind(kinds, window).items()}
+    masks = {kind: additive(window) for kind, window in windows.items()}
+    return masks.get(ALL_LAYERS, masks)
+
+
+def span_masks(
+    target: PreTrainedModel, starts: Tensor, begin: Tensor, places: Tensor, bits: Tensor
+) -> Tensor | dict[str, Tensor]:
+    """Masks of spans (B, 1, N, 3), see `kernels.tree_attention`, in the form the target takes them. The new tokens at
+    places (B, N), in slots from `starts` (B, 1) on, see the slots from `begin` (B, 1) up to these, as far as their
+    window goes, and the new tokens of their bits (B, N), all of which have to be in the window."""
+    windows = windows_of(target)
+    masks = {kind: spans_of(starts, begin, places, bits, window) for kind, window in windows.items()}
+    return masks.get(ALL_LAYERS, masks)
+
+
+def windows_of(target: PreTrainedModel) -> dict[str, int | None]:
+    """The sliding windows of a target, in tokens, by type of layers; by ALL_LAYERS where its config has no types."""
+    config = target.config.get_text_config(decoder=True)
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    return {ALL_LAYERS: window} if kinds is None else windows_by_kind(kinds, window)
+
+
+def spans_of(starts: Tensor, begin: Tensor, places: Tensor, bits: Tensor, window: int | None) -> Tensor:
+    """One mask of spans; `bits` (B or 1, N)."""
+    if window is not None:
+        begin = torch.maximum(places - (window - 1), begin)
+    return torch.stack(torch.broadcast_tensors(starts, begin, bits.expand_as(places)), dim=-1)[:, None]

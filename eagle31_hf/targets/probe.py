@@ -2,20 +2,26 @@
 trees, and whether it can verify anything while it returns attentions."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.utils import logging
 
+from ..cache import adopt
+from ..cache.arena import Arena, move_into
 from ..cache.masks import SlotMask, ancestors_of
 from ..cache.transfer import Mirrored
 from .ends import execution_device
-from .masks import slot_masks
+from .masks import slot_masks, span_masks
+from .tree_attention import attention_to_spans
 
 logger = logging.get_logger(__name__)
 
 PREFIX = 6
 PARENTS = (-1, 0, 0, 1, 2, 3)  # two branches that go on
+ARENA = 128  # slots, more than there are tokens
 # Shares of the logits' spread. In fp32 right targets are off by 2e-5 at most, wrong ones by 0.06 and more. In lower
 # precision what rounding does depends on the model and the machine's kernels: a target may be off by
 # LOW_PRECISION_TOLERANCE, or by ROUNDINGS times as much as it is where a sequence is read in two forwards, as plain
@@ -95,6 +101,21 @@ def _try_trees(target: PreTrainedModel) -> str | None:
     )
 
 
+def why_no_spans(target: PreTrainedModel) -> str | None:
+    """Returns None where the target reads a tree from an arena, by masks of spans, as it reads sequences, else the
+    reason, logged the first time it is found."""
+    return _verdict("rounds are not captured", target, True, lambda: _try_spans(target))
+
+
+def _try_spans(target: PreTrainedModel) -> str | None:
+    return _judged(
+        target,
+        lambda target: _error(target, tree_from_arena),
+        "its forward refuses to read a tree from an arena",
+        "its logits over a tree in an arena differ from those over its paths",
+    )
+
+
 def _try_attentions(target: PreTrainedModel) -> str | None:
     return _judged(
         target,
@@ -144,8 +165,56 @@ def _rounding(target: PreTrainedModel) -> float:
     return float((out.logits.float() - whole).abs().max() / whole.std().clamp(min=1e-6))
 
 
+@dataclass
+class Tree:
+    """A tree of random tokens after a random text: `prefix` (1, PREFIX), `nodes` (1, N), which nodes each of them sees
+    (1, N, N), and their depths (1, N)."""
+
+    prefix: Tensor
+    nodes: Tensor
+    visible: Tensor
+    depths: Tensor
+
+
+def tree_in_slots(target: PreTrainedModel, tree: Tree) -> Tensor:
+    """The target's logits (1, N, V) over a tree, by a mask of four dimensions."""
+    cache = DynamicCache(config=target.config.get_text_config(decoder=True))
+    target(input_ids=tree.prefix, past_key_values=cache, use_cache=True)
+    cache.crop(0)
+    mask = SlotMask(Mirrored([PREFIX]), tree.visible, tree.depths, tree.depths)
+    return target(
+        input_ids=tree.nodes,
+        position_ids=PREFIX + tree.depths,
+        past_key_values=cache,
+        use_cache=True,
+        attention_mask=slot_masks(target, cache, mask),
+    ).logits
+
+
+def tree_from_arena(target: PreTrainedModel, tree: Tree) -> Tensor:
+    """The target's logits (1, N, V) over a tree, read from an arena by masks of spans."""
+    cache = DynamicCache(config=target.config.get_text_config(decoder=True))
+    starts = torch.full_like(tree.depths[:, :1], PREFIX)
+    bits = (tree.visible.long() << torch.arange(len(PARENTS), device=starts.device)).sum(2)
+    with adopt.slots(cache, ARENA) as placement:
+        if placement is None:
+            raise ValueError(f"its {type(cache).__name__} has layers that are not attention's")
+        placement = move_into(cache, Arena(ARENA))
+        target(input_ids=tree.prefix, past_key_values=cache, use_cache=True)
+        placement.on_device = starts
+        places = starts + tree.depths
+        with attention_to_spans(target):
+            return target(
+                input_ids=tree.nodes,
+                position_ids=places,
+                past_key_values=cache,
+                use_cache=True,
+                attention_mask=span_masks(target, starts, torch.zeros_like(starts), places, bits),
+            ).logits
+
+
 @torch.no_grad()
-def _error(target: PreTrainedModel) -> float:
+def _error(target: PreTrainedModel, logits_of: Callable[[PreTrainedModel, Tree], Tensor] = tree_in_slots) -> float:
     """The largest difference of logits between a tree and its paths taken one by one, in units of the logits' standard
     deviation."""
     config = target.config.get_text_config(decoder=True)
@@ -155,25 +224,14 @@ def _error(target: PreTrainedModel) -> float:
     prefix, nodes = draw[:PREFIX], draw[PREFIX:]
     parents = torch.tensor([PARENTS[1:]], device=device)
     ancestors = ancestors_of(parents, depth=len(PARENTS))
-    depths = ancestors.sum(2) - 1
-    mask = SlotMask(Mirrored([PREFIX]), ancestors, depths, depths)
-    cache = DynamicCache(config=config)
-    target(input_ids=prefix[None], past_key_values=cache, use_cache=True)
-    cache.crop(0)
-    out = target(
-        input_ids=nodes[None],
-        position_ids=PREFIX + depths,
-        past_key_values=cache,
-        use_cache=True,
-        attention_mask=slot_masks(target, cache, mask),
-    )
-    reference = torch.zeros_like(out.logits[0], dtype=torch.float32)
+    logits = logits_of(target, Tree(prefix[None], nodes[None], ancestors, ancestors.sum(2) - 1))[0].float()
+    reference = torch.zeros_like(logits)
     for leaf in set(range(len(PARENTS))) - set(PARENTS):
         path = ancestors[0, leaf]
         text = torch.cat((prefix, nodes[path]))
         reference[path] = target(input_ids=text[None], use_cache=False).logits[0, PREFIX:].float()
     spread = reference.std().clamp(min=1e-6)
-    return float((out.logits[0].float() - reference).abs().max() / spread)
+    return float((logits - reference).abs().max() / spread)
 
 
 @torch.no_grad()

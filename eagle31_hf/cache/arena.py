@@ -1,0 +1,109 @@
+"""Keys and values that stay at one address from call to call, with lengths that the device holds: what a captured
+round, which replays the same operations on the same memory, needs.
+
+B sequences, H heads, C slots, D width.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from ..kernels.rope import append
+from .layer import Placement, SlotLayer
+
+
+class Arena:
+    """The buffers (B, H, C, D) of every layer of one cache, made when a layer first writes and kept. `capacity`: C."""
+
+    def __init__(self, capacity: int):
+        self.capacity = capacity
+        self.buffers: dict[int, list[Tensor]] = {}  # by layer: keys, values
+
+    def of_layer(self, index: int, like: tuple[Tensor, Tensor]) -> list[Tensor]:
+        """The buffers of a layer whose new keys and values (B, H, T, D) are `like` these."""
+        if index not in self.buffers:
+            self.buffers[index] = [
+                states.new_zeros((*states.shape[:-2], self.capacity, states.shape[-1])) for states in like
+            ]
+        return self.buffers[index]
+
+    def all(self) -> list[Tensor]:
+        """The buffers of all layers that have written, keys and values in turn."""
+        return [buffer for index in sorted(self.buffers) for buffer in self.buffers[index]]
+
+    def num_bytes(self) -> int:
+        return sum(buffer.numel() * buffer.element_size() for buffer in self.all())
+
+
+class ArenaPlacement(Placement):
+    """A placement whose tokens may go to slots that the device holds: sequence b writes from `on_device[b]` on, a
+    tensor (B, 1), and attention is shown the whole buffer. None: as any placement says."""
+
+    on_device: Tensor | None = None
+    outlives_call: bool = True  # the caller keeps the cache, which then gets copies
+
+
+class ArenaLayer(SlotLayer):
+    """A slot layer in an arena. Nothing is given up or moved: windows are left to the mask."""
+
+    placement: ArenaPlacement
+
+    def __init__(self, placement: ArenaPlacement, arena: Arena, index: int, window: int | None):
+        super().__init__(placement, arena.capacity, window)
+        self.arena = arena
+        self.index = index
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        starts = self.placement.on_device
+        if starts is None:
+            return super().update(key_states, value_states, *args, **kwargs)
+        if not self.buffers:
+            self.lazy_initialization(key_states, value_states)
+            self._make_room(0, 0, (key_states, value_states))
+        append([key_states, value_states], self.buffers, starts)
+        return self.buffers[0], self.buffers[1]
+
+    def _passes_by(self, num_new: int) -> bool:
+        return False
+
+    def _make_room(self, seen_from: int, end: int, like: tuple[Tensor, Tensor]) -> None:
+        if end > self.arena.capacity:
+            raise RuntimeError(f"a cache of {self.arena.capacity} slots got token {end}.")
+        self.buffers = self.arena.of_layer(self.index, like)
+
+    def held(self, count: int) -> list[Tensor]:
+        """Keys and values of the last `count` tokens; copied where the caller keeps them: the next call writes over the
+        arena."""
+        views = super().held(count)
+        return [states.clone() for states in views] if self.placement.outlives_call else views
+
+
+def move_into(cache: Cache, arena: Arena) -> ArenaPlacement:
+    """Makes the layers of a cache, which hold nothing yet, layers in an arena; returns their placement."""
+    placement = ArenaPlacement()
+    layers = list[Any]()
+    for index, layer in enumerate(cache.layers):
+        assert isinstance(layer, SlotLayer)
+        assert not layer.end
+        layers.append(ArenaLayer(placement, arena, index, layer.window))
+    cache.layers = layers
+    return placement
+
+
+def why_not_in_arena(cache: Cache) -> str | None:
+    """Why the layers of a cache within `adopt.slots` cannot lie in an arena; None where they can."""
+    if not cache.layers or any(not isinstance(layer, SlotLayer) for layer in cache.layers):
+        return f"its {type(cache).__name__} has layers that are not attention's"
+    if any(layer.fixed for layer in cache.layers):
+        return "a static cache was asked for"
+    if any(layer.end for layer in cache.layers):
+        return "the cache that was passed already holds tokens"
+    return None
+
+
+def slots_of(length: int, device: torch.device) -> int:
+    """The slots of an arena for texts up to `length`: a power of two, so that few arenas serve many calls."""
+    least = 2048 if device.type == "cuda" else 128
+    return max(least, 1 << (length - 1).bit_length())

@@ -1,0 +1,215 @@
+"""Runs the rounds of one call as captured functions of tensors. The host reads what came of a round while the next
+draft is under way.
+
+B sequences, M tokens a round commits at most.
+"""
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+from transformers.utils import logging
+
+from ...acceptance import CHAINS, PLAIN, TREES
+from ...cache import adopt as cache
+from ...cache.transfer import Mirrored, to_device
+from ..aux_states import AuxStates
+from ..executor import EagerExecutor, Outcome, Room
+from ..planning.plan import NO_DRAFTS, UNLIMITED, Plan
+from ..rejection_sampler import Accepted, Walk, raise_no_distribution
+from ..stopping import Ends
+from ..tree import HostDrafts
+from .round import Outcomes, Round
+from .seam import Seam
+
+logger = logging.get_logger(__name__)
+Captured = dict[tuple[str, Plan], Callable[[], None]]
+
+
+class CapturedExecutor:
+    """Runs rounds by `rounds` and a seam. The eager executor runs the prompt, and goes on where a capture fails.
+
+    `captured`: what runs each plan's draft and verify, kept between calls.
+    """
+
+    def __init__(self, eager: EagerExecutor, rounds: Round, seam: Seam, captured: Captured):
+        self.eager = eager
+        self.sequences = eager.sequences
+        self.recorder = eager.recorder
+        self.rounds = rounds
+        self.carry = rounds.carry
+        self.seam = seam
+        self.captured = captured
+        self.first_slots = eager.unread.first_slots
+        self.has_failed = False
+        self.was_short = False
+        self.num_unread = [0] * len(eager.sequences)  # tokens of each sequence that the carry holds for the drafter
+        self.drafted: Plan | None = None  # whose drafts are made, or under way
+        self.drafting: tuple[Any, Any] = None, None  # marks around it
+        self.next_noise = 0  # the first slot whose noise the carry lacks
+
+    def prefill(self) -> Accepted:
+        accepted = self.eager.prefill()
+        self._fill_carry()
+        return accepted
+
+    def room(self) -> Room:
+        """Rounds may go past the end of a text, which is cut: a shorter plan would be captured for the last round
+        alone."""
+        if self.has_failed:
+            return self.eager.room()
+        return Room(0 if self.was_short else self.carry.width - 1, UNLIMITED, max(self.num_unread))
+
+    def round(self, plan: Plan) -> Outcome:
+        if self.has_failed:
+            return self.eager.round(plan)
+        plan = plan if plan.depth > 0 else NO_DRAFTS
+        try:
+            self._capture(plan)
+        except Exception as failure:
+            self._hand_back(failure)
+            return self.eager.round(plan)
+        return self._replay(plan)
+
+    def result(self) -> Any:
+        if not self.has_failed:  # the keys of a text end before its last token
+            cache.settle(self.eager.runner.past_key_values, max(self.sequences.lengths.host) - 1)
+        return self.eager.result()
+
+    def _capture(self, plan: Plan) -> None:
+        """Captures a plan's draft and verify, where that has not been done."""
+        for part in ("draft", "verify"):
+            if (part, plan) not in self.captured:
+                function = getattr(self.rounds, part)
+                with self.carry.restored(), self._placing():
+                    self.captured[part, plan] = self.seam.capture(lambda function=function: function(plan))
+
+    @contextmanager
+    def _placing(self):
+        """A context after which caches are written to as their placements say; what a forward that failed has left is
+        dropped."""
+        try:
+            yield
+        except BaseException:
+            self.rounds.parts.target.states.drop()
+            raise
+        finally:
+            self.rounds.parts.target.placement.on_device = None
+            self.rounds.parts.drafter.placement.on_device = None
+
+    def _run(self, part: str, plan: Plan) -> None:
+        with self._placing():
+            self.captured[part, plan]()
+
+    def _draft(self, plan: Plan) -> None:
+        began = self.eager.clock.mark()
+        self._run("draft", plan)
+        self.drafted = plan
+        self.drafting = began, self.eager.clock.mark()
+
+    def _replay(self, plan: Plan) -> Outcome:
+        if self.drafted != plan:
+            self._draft(plan)
+        drafting = self.drafting
+        began = self.eager.clock.mark()
+        self._run("verify", plan)
+        verified = self.eager.clock.mark()
+        read = self.seam.start_reading(self.rounds.out[plan])
+        self._add_noise()
+        self._draft(plan)  # of the next round: all it needs is on the device
+        outcome = self._commit(plan, Outcomes.unpacked(read(), self.carry.width))
+        self.recorder.note("draft", *drafting)
+        self.recorder.note("verify", began, verified)
+        return outcome
+
+    def _commit(self, plan: Plan, found: Outcomes) -> Outcome:
+        """Ends texts where they end; the device has committed all it accepted."""
+        sequences = self.sequences
+        ends = Ends(self.eager.stopping, sequences)
+        has_parents = plan.depth > 0 and plan.top_k > 1
+        drafts = HostDrafts(found.ids, found.parents if has_parents else None, found.log_probs)
+        walks = [None if sequences.finished[b] else self._walk(b, found, drafts, ends) for b in range(len(sequences))]
+        accepted = Accepted.of(walks, ends.finished, drafts)
+        has_ended = ends.finished != sequences.finished
+        sequences.grow([len(tokens) for tokens in accepted.tokens], ends.finished)
+        if has_ended:
+            self._send("going", [not finished for finished in ends.finished])
+        self.num_unread = found.counts
+        self.was_short = any(
+            spoiled and not ended for spoiled, ended in zip(found.is_spoiled, ends.finished, strict=True)
+        )
+        kind = PLAIN if plan.depth == 0 else CHAINS if plan.top_k == 1 else TREES
+        return Outcome(kind, 1 + len(found.ids[0]), accepted)
+
+    def _walk(self, b: int, found: Outcomes, drafts: HostDrafts, ends: Ends) -> Walk:
+        """The way of sequence b through its drafts, up to the token that ends it."""
+        walk = Walk([], [0], [])
+        children = drafts.children(b)
+        for token, is_lawful in zip(found.tokens[b][: found.counts[b]], found.lawful[b], strict=False):
+            if not is_lawful:
+                raise_no_distribution()
+            walk.tokens.append(token)
+            child = children[walk.path[-1]].get(token)
+            if child is not None:
+                walk.path.append(child)
+            if ends.after(b, walk.tokens, []) or child is None:
+                break
+        return walk
+
+    def _fill_carry(self) -> None:
+        """Hands the carry what the prompt has left."""
+        carry, sequences, runner = self.carry, self.sequences, self.eager.runner
+        unread = self.eager.unread.take()
+        carry.states[:, : len(unread)] = unread.states
+        carry.tokens[:, : len(unread)] = unread.tokens
+        self.num_unread = unread.counts.host
+        sequences.hold_in(carry.text)
+        lengths = sequences.lengths.host
+        offset = runner.last_position - (sequences.prompt_length - 1)
+        carry.position.copy_(offset)
+        carry.last_position.copy_(offset + (self.eager.stopping.max_length - 1))
+        self._send("length", lengths)
+        self._send("count", self.num_unread)
+        self._send("padding", runner.num_padding)
+        self._send("going", [not finished for finished in sequences.finished])
+        self._send("unread", self.first_slots)
+        self._send("draft_position", self.eager.proposer.runner.first_positions)
+        self.next_noise = lengths[0]
+        self._add_noise()
+
+    def _send(self, name: str, values: list[int]) -> None:
+        """One integer a sequence to the carry; the host does not wait."""
+        getattr(self.carry, name).copy_(to_device(self.carry.text.device, values)[0][:, None], non_blocking=True)
+
+    def _add_noise(self) -> None:
+        """Adds the noise of all slots that the round under way and the next one may draw at."""
+        noise, carry = self.eager.sampler.noise, self.carry
+        if carry.noise is None or noise is None:
+            return
+        end = max(self.sequences.lengths.host) + 2 * carry.width
+        for slot in range(self.next_noise, end):
+            for b in range(len(self.sequences)):
+                carry.noise[b, slot % carry.noise.shape[1]].copy_(noise.of_slot(b, slot))
+        self.next_noise = max(self.next_noise, end)
+        noise.forget([self.next_noise] * len(self.sequences))
+
+    def _hand_back(self, failure: Exception) -> None:
+        """Leaves the rest of the call to the eager executor."""
+        logger.warning("EAGLE drafting: rounds are not captured, but run eagerly: %s.", _told(failure))
+        self.has_failed = True
+        self.recorder.execution = f"eagerly: capturing failed ({_told(failure)})"
+        carry, eager = self.carry, self.eager
+        lengths = [length - 1 for length in self.sequences.lengths.host]
+        cache.settle(eager.runner.past_key_values, max(lengths))
+        pairs = zip(lengths, self.first_slots, self.num_unread, strict=True)
+        eager.proposer.runner.go_on_from([length - first - unread for length, first, unread in pairs])
+        states = AuxStates(carry.states.clone(), carry.tokens.clone(), Mirrored(self.num_unread))
+        longest = max(self.num_unread)
+        if longest:
+            eager.unread.put(states.split(longest)[0])
+        eager.was_short = self.was_short
+        eager.holds_drafts = True
+
+
+def _told(failure: Exception) -> str:
+    return f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0][:200]}"

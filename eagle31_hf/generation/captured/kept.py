@@ -1,0 +1,130 @@
+"""What captured rounds keep between calls, since capturing takes as long as a few dozen rounds, and when it no longer
+holds."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ...cache.arena import Arena, move_into, slots_of
+from ...modeling import Eagle31DrafterModel
+from ..executor import EagerExecutor
+from .carry import Carry
+from .executor import Captured, CapturedExecutor
+from .round import Parts, Round, Side
+from .seam import Seam
+from .why import most_tokens
+
+SPARE = 64  # slots of an arena beyond the longest text, for nodes
+PLAIN = (int, float, str, bool, type(None))
+
+
+@dataclass
+class Kept:
+    """The rounds of one pair of models for calls of one size, and what they were captured with: the `key`. `lock` is
+    held by the call that uses them."""
+
+    key: tuple
+    rounds: Round
+    arenas: tuple[Arena, Arena]  # of the target and the drafter
+    seam: Seam
+    captured: Captured = field(default_factory=dict)
+    lock: Any = field(default_factory=threading.Lock)
+
+    @contextmanager
+    def serving(self, eager: EagerExecutor) -> Iterator[CapturedExecutor]:
+        """A context with the executor of a call. To be entered before the prompt is read, by who holds the lock."""
+        runner, drafting = eager.runner, eager.proposer.runner
+        of_target = runner.placement = move_into(runner.past_key_values, self.arenas[0])
+        of_target.outlives_call = runner.cache_outlives_call or eager.collector.wanted
+        of_drafter = drafting.placement = move_into(drafting.past_key_values, self.arenas[1])
+        states = eager.unread.captured
+        target = Side(runner.target, runner.past_key_values, of_target, self.arenas[0], states)
+        drafter = Side(drafting.drafter, drafting.past_key_values, of_drafter, self.arenas[1])
+        self.rounds.parts = Parts(target, drafter, eager.proposer.sampler, eager.sampler.processors)
+        try:
+            yield CapturedExecutor(eager, self.rounds, self.seam, self.captured)
+        finally:
+            self.rounds.parts = None  # models and caches are not kept alive
+
+
+_kept: WeakKeyDictionary[Eagle31DrafterModel, WeakKeyDictionary[PreTrainedModel, Kept]] = WeakKeyDictionary()
+_kept_lock = threading.Lock()
+
+
+@contextmanager
+def kept_for(request: Any, eager: EagerExecutor, seam: Seam) -> Iterator[Kept | None]:
+    """A context with what is kept for a request's models, made anew where it no longer holds; None where another call
+    uses it."""
+    kept = _kept_of(request, eager, seam)
+    if not kept.lock.acquire(blocking=False):
+        yield None
+        return
+    try:
+        yield kept
+    finally:
+        kept.lock.release()
+
+
+def _kept_of(request: Any, eager: EagerExecutor, seam: Seam) -> Kept:
+    drafter, target, width = request.drafter, request.target, most_tokens(request.settings)
+    capacity = slots_of(request.generation_config.max_length + SPARE, request.input_ids.device)
+    noise = eager.sampler.noise
+    vocab_size = None if noise is None else noise.vocab_size
+    size = (len(request.input_ids), width, capacity, vocab_size, seam.name)
+    key = (
+        size,
+        *map(fingerprint, (target, drafter)),
+        id(drafter.get_input_embeddings()),
+        *map(_told, request.logits_processor),
+    )
+    with _kept_lock:
+        by_target = _kept.setdefault(drafter, WeakKeyDictionary())
+        kept = by_target.get(target)
+        if kept is None or kept.key != key:
+            by_target.pop(target, None)  # its memory is free before more is asked for
+            states = drafter.like.new_empty(
+                0, drafter.config.num_aux_states * drafter.config.target_hidden_size, dtype=target.dtype
+            )
+            carry = Carry.empty(len(request.input_ids), width, capacity, states, vocab_size)
+            kept = by_target[target] = Kept(key, Round(carry), (Arena(capacity), Arena(capacity)), seam)
+        return kept
+
+
+def fingerprint(model: PreTrainedModel) -> tuple:
+    """All that a capture takes for granted of a model: where its weights lie, and the plain values its modules hold,
+    such as training mode, which adapter is active and its scale. Equal ones: the same operations on the same memory."""
+    weights = [(weight.data_ptr(), weight.dtype) for group in (model.parameters(), model.buffers()) for weight in group]
+    return str(model.config._attn_implementation), tuple(weights), tuple(map(_told, model.modules()))
+
+
+def _told(one: object) -> tuple:
+    """The class of a module or processor, and those of its attributes that are plain values or hold only such."""
+    return (
+        type(one),
+        id(one) if isinstance(one, nn.Module) else 0,
+        *((name, str(value)) for name, value in vars(one).items() if _is_plain(value)),
+    )
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, dict):
+        return bool(value) and all(map(_is_plain, value.values()))
+    if isinstance(value, list | tuple | set):
+        return all(map(_is_plain, value))
+    return isinstance(value, PLAIN) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+
+
+def release(drafter: Eagle31DrafterModel | None = None) -> None:
+    """Gives up what is kept for a drafter, None: for all: arenas and graphs. A call under way keeps its own."""
+    with _kept_lock:
+        if drafter is None:
+            _kept.clear()
+        else:
+            _kept.pop(drafter, None)

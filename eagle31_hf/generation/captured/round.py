@@ -1,0 +1,325 @@
+"""One round of tensors: no value is read on the host, and every shape is known before.
+
+B sequences, M tokens a round commits at most, K drafts, N = K + 1 nodes, F nodes of a level, k children of a node, h
+drafter width, V target vocabulary, Vd draft vocabulary. Bits are int64: bit j says whether token j is seen.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, LogitsProcessorList
+
+from ...cache.arena import Arena, ArenaPlacement
+from ...cache.masks import windows_by_kind
+from ...kernels.acceptance import accepted_path, move_path
+from ...kernels.drafts import best_tree, likeliest_tokens, next_level
+from ...targets.layers import CapturedStates
+from ...targets.masks import span_masks, spans_of
+from ...targets.tree_attention import attention_to_spans
+from ..aux_states import gathered
+from ..draft_sampler import SCORE_TEMPERATURE, DraftSampler
+from ..planning.plan import Plan
+from ..rejection_sampler import are_distributions, are_spoiled, likeliest
+from .carry import Carry
+
+
+@dataclass
+class Side:
+    """A model and its cache in an arena. `states`: where the target's states are captured."""
+
+    model: Any
+    cache: Cache
+    placement: ArenaPlacement
+    arena: Arena
+    states: CapturedStates | None = None
+
+
+@dataclass
+class Parts:
+    """What a call brings: the models, the sampler of drafts, and the target's processors, functions of scores alone."""
+
+    target: Side
+    drafter: Side
+    sampler: DraftSampler
+    processors: LogitsProcessorList
+
+
+@dataclass
+class Drafts:
+    """The drafts of a round: ids (B, K), parents (B, K), depths and bits (B, N) as `best_tree` returns them, and the
+    log-probability of each draft (B, K)."""
+
+    ids: Tensor
+    parents: Tensor
+    depths: Tensor
+    bits: Tensor
+    log_probs: Tensor
+    is_chain: bool
+
+
+class Round:
+    """Drafts and verifies by plans of fixed depth. `draft` reads the carry and changes nothing in it, so it may be run
+    again, by another plan; `verify` takes the drafts of the same plan and moves the carry on."""
+
+    def __init__(self, carry: Carry):
+        self.carry = carry
+        self.drafts: dict[Plan, Drafts] = {}
+        self.out: dict[Plan, Tensor] = {}  # what the host reads of a round, see `Outcomes`
+        self.parts: Parts | None = None  # of the call under way
+        self.below = (2 << torch.arange(62, device=carry.text.device))[None] - 1  # of a chain's tokens: bits 0 to i
+
+    # -- drafting
+
+    def draft(self, plan: Plan) -> None:
+        """The drafter reads what the carry holds, then drafts as planned."""
+        state, logits = self._read()
+        if plan.depth == 0:
+            self.drafts[plan] = self._chain([], [])
+        elif plan.top_k == 1:
+            self.drafts[plan] = self._drafted_chain(plan, state, logits)
+        else:
+            self.drafts[plan] = self._drafted_tree(plan, state, logits)
+
+    def _read(self) -> tuple[Tensor, Tensor]:
+        """Returns the state (B, 1, h) and draft logits (B, 1, Vd) of each sequence's last unread token."""
+        carry = self.carry
+        width = carry.width
+        starts = carry.length - 1 - carry.count - carry.unread
+        last = (carry.count - 1).clamp(min=0)
+        places = starts + torch.arange(width, device=starts.device)
+        out = self._run_drafter(
+            carry.tokens,
+            {"target_hidden_states": carry.states},
+            self._rope(places),
+            self._drafter_spans(starts, places, self.below[:, :width]),
+            starts,
+            logits_to_keep=last[:, 0],
+        )
+        return gathered(out.last_hidden_state, last), out.logits
+
+    def _drafted_chain(self, plan: Plan, state: Tensor, logits: Tensor) -> Drafts:
+        """A chain of `plan.depth` tokens; the last of them is not run."""
+        starts = self.carry.length - 1 - self.carry.unread
+        places = starts + torch.arange(plan.depth, device=starts.device)
+        rope = self._rope(places)
+        spans = self._drafter_spans(starts, places, self.below[:, : plan.depth])
+        ids, log_probs = [], []
+        for level in range(plan.depth):
+            chosen, log_prob = self._likeliest(logits, 1, level) if plan.is_scored else self._drawn(logits, level)
+            ids.append(chosen[:, 0])
+            log_probs.append(log_prob[:, 0])
+            if level + 1 < plan.depth:
+                here = slice(level, level + 1)
+                out = self._run_drafter(
+                    chosen[:, 0],
+                    {"hidden_states": state},
+                    [part[:, here] for part in rope],
+                    {kind: mask[:, :, here] for kind, mask in spans.items()},
+                    places[:, here],
+                )
+                state, logits = out.last_hidden_state, out.logits
+        return self._chain(ids, log_probs)
+
+    def _chain(self, ids: list[Tensor], log_probs: list[Tensor]) -> Drafts:
+        """The drafts that tokens (B, 1) and their log-probabilities (B, 1) make."""
+        num_sequences, count, device = len(self.carry.text), len(ids), self.carry.text.device
+        none = self.carry.tokens[:, :0]
+        order = torch.arange(count + 1, device=device).expand(num_sequences, -1)
+        return Drafts(
+            torch.cat(ids, dim=1) if ids else none,
+            order[:, :count],
+            order,
+            self.below[:, : count + 1].expand(num_sequences, -1),
+            torch.cat(log_probs, dim=1) if ids else none.float(),
+            is_chain=True,
+        )
+
+    def _drafted_tree(self, plan: Plan, state: Tensor, logits: Tensor) -> Drafts:
+        """The best `plan.max_nodes` - 1 of the candidates: of every level, the likeliest children of the best nodes."""
+        starts = self.carry.length - 1 - self.carry.unread
+        places = starts + torch.arange(plan.depth, device=starts.device)
+        rope = self._rope(places)
+        scores = logits.new_zeros(len(starts), 1, dtype=torch.float32)
+        bits = torch.zeros_like(starts)
+        num_run = 0
+        parents = torch.full_like(starts, -1)
+        found = list[tuple[Tensor, ...]]()  # by level, of its candidates: scores, parents, ids, log-probabilities
+        first = 0  # the first candidate of the level
+        for level in range(plan.depth):
+            ids, log_probs = self._likeliest(logits, plan.top_k, level)
+            k = ids.shape[2]
+            width = min(plan.max_width, ids.shape[1] * k)
+            totals, scores, best, bits = next_level(log_probs, scores, bits, width, num_run)
+            children = parents.repeat_interleave(k, dim=1)
+            found.append((totals, children, ids.flatten(1), log_probs.flatten(1)))
+            if level + 1 == plan.depth:
+                break
+            state = gathered(state, best // k)
+            here = slice(level, level + 1)
+            out = self._run_drafter(
+                found[-1][2].gather(1, best),
+                {"hidden_states": state},
+                [part[:, here].expand(-1, width, -1) for part in rope],
+                self._drafter_spans(starts, places[:, here].expand(-1, width), bits),
+                starts + num_run,
+            )
+            state, logits = out.last_hidden_state, out.logits
+            num_run += width
+            parents = best + first
+            first += totals.shape[1]
+        return self._best(found, plan.max_nodes - 1)
+
+    def _best(self, found: list[tuple[Tensor, ...]], count: int) -> Drafts:
+        scores, parents, ids, log_probs = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
+        kept, hangs_on, depths, bits = best_tree(scores, parents, min(count, scores.shape[1]))
+        return Drafts(ids.gather(1, kept), hangs_on, depths, bits, log_probs.gather(1, kept), is_chain=False)
+
+    def _likeliest(self, logits: Tensor, k: int, level: int) -> tuple[Tensor, Tensor]:
+        """Draft logits (B, F, Vd) -> the likeliest children's ids and log-probabilities, (B, F, k)."""
+        sampler = self.parts.sampler
+        if sampler.is_plain:
+            k = min(k, logits.shape[-1])
+            log_probs, ids = likeliest_tokens(logits, k, SCORE_TEMPERATURE, sampler.draft_ids)
+        else:
+            log_probs, ids = sampler.scored(logits, k, self._noise_of(level))
+        return ids, log_probs
+
+    def _drawn(self, logits: Tensor, level: int) -> tuple[Tensor, Tensor]:
+        """Draft logits (B, 1, Vd) -> one child, as the target would choose it, and its log-probability, (B, 1, 1)."""
+        if self.parts.sampler.is_plain:
+            return self._likeliest(logits, 1, level)
+        ids = self.parts.sampler.drawn(logits[:, 0], self._noise_of(level))[:, None]
+        return ids, torch.zeros_like(ids, dtype=torch.float32)
+
+    def _noise_of(self, depths: int | Tensor) -> Tensor | None:
+        """The noise of the slot `depths` tokens after each text (B, V), or of those (B, N) after it (B, N, V)."""
+        carry = self.carry
+        if carry.noise is None:
+            return None
+        slots = (carry.length + depths) % carry.noise.shape[1]
+        noise = carry.noise.gather(1, slots[..., None].expand(-1, -1, carry.noise.shape[2]))
+        return noise[:, 0] if isinstance(depths, int) else noise
+
+    # -- the drafter's forwards
+
+    def _run_drafter(
+        self,
+        ids: Tensor,
+        source: dict[str, Tensor],
+        rope: list[Tensor],
+        spans: dict[str, Tensor],
+        starts: Tensor,
+        logits_to_keep: int | Tensor = 0,
+    ) -> Any:
+        side = self.parts.drafter
+        side.placement.on_device = starts
+        return side.model(
+            ids,
+            **source,
+            position_embeddings=tuple(rope),
+            attention_mask=spans,
+            past_key_values=side.cache,
+            logits_to_keep=logits_to_keep,
+            return_dict=True,
+        )
+
+    def _rope(self, places: Tensor) -> list[Tensor]:
+        """cos and sin (B, T, P) of tokens at places (B, T) of the drafter's text."""
+        model = self.parts.drafter.model
+        return list(model.rotary_emb(model.like, places + self.carry.draft_position))
+
+    def _drafter_spans(self, starts: Tensor, places: Tensor, bits: Tensor) -> dict[str, Tensor]:
+        """The masks of tokens at places (B, T) by type of layers."""
+        config = self.parts.drafter.model.config
+        windows = windows_by_kind(config.layer_types, config.sliding_window)
+        zero = torch.zeros_like(starts)
+        return {kind: spans_of(starts, zero, places, bits, window) for kind, window in windows.items()}
+
+    # -- verifying
+
+    def verify(self, plan: Plan) -> None:
+        """The target reads the last token and the drafts; what it accepts is committed."""
+        carry, drafts = self.carry, self.drafts[plan]
+        starts = carry.length - 1
+        ids = torch.cat((carry.text.gather(1, starts), drafts.ids), dim=1)
+        logits, states = self._run_target(ids, starts, drafts)
+        chosen, lawful = self._chosen(logits, drafts)
+        spoiled = are_spoiled(logits) if plan.depth else torch.zeros_like(chosen, dtype=torch.bool)
+        path, tokens, count = accepted_path(
+            drafts.ids, drafts.parents, drafts.depths, drafts.bits, chosen, spoiled, carry.going, carry.width
+        )
+        if not drafts.is_chain:
+            move_path(self.parts.target.arena.all(), starts, path, count)
+        on_path = path.clamp(max=chosen.shape[1] - 1)
+        carry.text.scatter_(1, carry.length + torch.arange(carry.width, device=ids.device), tokens)
+        carry.states.copy_(gathered(states, on_path))
+        carry.tokens.copy_(tokens)
+        carry.count.copy_(count)
+        carry.length.add_(count)
+        self.out[plan] = Outcomes.packed(count, spoiled, tokens, lawful.gather(1, on_path), drafts)
+
+    def _run_target(self, ids: Tensor, starts: Tensor, drafts: Drafts) -> tuple[Tensor, Tensor]:
+        """Returns the target's logits (B, N, V) and captured states (B, N, n*ht) for nodes (B, N)."""
+        side = self.parts.target
+        carry = self.carry
+        places = starts + drafts.depths
+        side.placement.on_device = starts
+        with attention_to_spans(side.model):
+            out = side.model(
+                input_ids=ids,
+                attention_mask=span_masks(side.model, starts, carry.padding, places, drafts.bits),
+                position_ids=torch.minimum(places + carry.position, carry.last_position),
+                past_key_values=side.cache,
+                use_cache=True,
+                return_dict=True,
+            )
+        assert side.states is not None
+        return out.logits, side.states.take()
+
+    def _chosen(self, logits: Tensor, drafts: Drafts) -> tuple[Tensor, Tensor]:
+        """The token the target chooses after each node (B, N), and whether its scores are a distribution (B, N)."""
+        if not self.parts.processors and self.carry.noise is None:
+            return likeliest(logits), torch.ones_like(drafts.depths)
+        scores = self.parts.processors(None, logits.float().flatten(0, 1)).unflatten(0, logits.shape[:2])
+        if self.carry.noise is None:
+            return likeliest(scores), torch.ones_like(drafts.depths)
+        return likeliest(scores + self._noise_of(drafts.depths)), are_distributions(scores).long()
+
+
+@dataclass
+class Outcomes:
+    """What the host reads of a round, by sequence, in lists: how many tokens are new; whether some logits decided
+    nothing; the new tokens (M), and whether each was drawn from a distribution; and the drafts."""
+
+    counts: list[int]
+    is_spoiled: list[bool]
+    tokens: list[list[int]]
+    lawful: list[list[int]]
+    ids: list[list[int]]
+    parents: list[list[int]]
+    log_probs: list[list[float]]
+
+    @staticmethod
+    def packed(count: Tensor, spoiled: Tensor, tokens: Tensor, lawful: Tensor, drafts: Drafts) -> Tensor:
+        """All of it in one tensor of int64 (B, 2 + 2 M + 3 K)."""
+        log_probs = drafts.log_probs.view(torch.int32).long()
+        parts = count, spoiled.any(1, keepdim=True).long(), tokens, lawful, drafts.ids, drafts.parents, log_probs
+        return torch.cat(parts, dim=1)
+
+    @classmethod
+    def unpacked(cls, packed: Tensor, width: int) -> "Outcomes":
+        """Of what `packed` made, on the host; `width`: M."""
+        num_drafts = (packed.shape[1] - 2 - 2 * width) // 3
+        sizes = (1, 1, width, width, num_drafts, num_drafts, num_drafts)
+        count, spoiled, tokens, lawful, ids, parents, log_probs = packed.split(sizes, dim=1)
+        return cls(
+            counts=count[:, 0].tolist(),
+            is_spoiled=(spoiled[:, 0] > 0).tolist(),
+            tokens=tokens.tolist(),
+            lawful=lawful.tolist(),
+            ids=ids.tolist(),
+            parents=parents.tolist(),
+            log_probs=log_probs.int().view(torch.float32).tolist(),
+        )

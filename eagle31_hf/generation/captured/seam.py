@@ -1,0 +1,97 @@
+"""The seam between rounds and CUDA graphs: how a function of static tensors is captured, and how the host reads what
+came of it. Without a GPU the same functions run as they are."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Seam(Protocol):
+    """A way to run rounds. `name` is for people."""
+
+    name: str
+
+    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
+        """What runs a function of static tensors from now on. The function may be run for warming up; what it then
+        changes, the caller puts back."""
+        ...
+
+    def start_reading(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Starts to copy a tensor to the host; what is returned waits for the copy, and returns it."""
+        ...
+
+
+class Uncaptured:
+    """Runs the functions as they are, on any device."""
+
+    name = "not captured"
+
+    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
+        return function
+
+    def start_reading(self, tensor: Tensor) -> Callable[[], Tensor]:
+        copy = tensor.clone()  # the next round writes over it
+        return copy.cpu
+
+
+class CudaGraphs:
+    """Captures functions as CUDA graphs, which share one pool of memory: they run one after the other.
+
+    Source: transformers' generation/continuous_batching/model_runner.py warms up and captures unmodified models so.
+    """
+
+    name = "CUDA graphs"
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+        self.pool: Any = None
+
+    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
+        with torch.cuda.device(self.device):
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                function()  # compiles kernels, loads modules, makes cuBLAS's workspace: none of it can be captured
+            torch.cuda.current_stream().wait_stream(self.stream)
+            graph = torch.cuda.CUDAGraph()
+            # other threads may go on with work of their own meanwhile
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+                function()
+        self.pool = graph.pool() if self.pool is None else self.pool
+        return graph.replay
+
+    def start_reading(self, tensor: Tensor) -> Callable[[], Tensor]:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+
+        def wait() -> Tensor:
+            event.synchronize()
+            return host
+
+        return wait
+
+
+_instead: list[Callable[[torch.device], Seam | None]] = []  # what `seams` says, the innermost last
+
+
+@contextmanager
+def seams(of_device: Callable[[torch.device], Seam | None]) -> Iterator[None]:
+    """A context in which `of_device` says how rounds run on a device, None: eagerly. For tests and benchmarks; all
+    threads see it."""
+    _instead.append(of_device)
+    try:
+        yield
+    finally:
+        _instead.remove(of_device)
+
+
+def seam_of(device: torch.device) -> Seam | None:
+    """How rounds run on a device: as CUDA graphs on a GPU, None elsewhere: eagerly."""
+    if _instead:
+        return _instead[-1](device)
+    return CudaGraphs(device) if device.type == "cuda" else None

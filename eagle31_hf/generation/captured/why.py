@@ -1,0 +1,125 @@
+"""Which calls are decoded in captured rounds, and why others are not."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ...cache.arena import why_not_in_arena
+from ...kernels.tree_attention import MOST_NEW
+from ...targets.masks import windows_of
+from ...targets.probe import why_no_spans
+from ...targets.tree_attention import STANDS_IN_FOR
+from .. import processors
+
+USUAL_ARGUMENTS = {"attention_mask", "cache_position", "logits_to_keep", "past_key_values", "position_ids", "use_cache"}
+ROPES_THAT_BRANCH = ("dynamic", "longrope")  # on how long the text is
+MOST_CANDIDATES = 1024  # of a tree, before the best are taken
+
+
+def why_not_captured(request: Any, runner: Any, mode: Any, wrap_sampler: Any = None) -> str | None:
+    """Returns why a call's rounds run eagerly; None where they are captured."""
+    if wrap_sampler is not None:
+        return "a sampler of the caller's judges on the host"
+    rules = (_why_not_by_request, _why_not_by_output, _why_not_by_inputs, _why_not_by_models, _why_not_by_sizes)
+    reasons = (rule(request, runner, mode) for rule in rules)
+    return next((reason for reason in reasons if reason), None)
+
+
+def _why_not_by_request(request: Any, runner: Any, mode: Any) -> str | None:
+    settings = request.settings
+    if not request.may_capture:
+        return "disable_compile is set"
+    if not mode.may_draft:
+        return "nothing is drafted"
+    if mode.is_lock_step:
+        return "the batch is decoded in lock-step"
+    if settings.is_auto:
+        return "auto decides level by level how far to draft"
+    if settings.threshold:
+        return "assistant_confidence_threshold has the host look at every draft"
+    others = [each for each in request.logits_processor if type(each) not in processors.POINTWISE]
+    if others:
+        return f"{type(others[0]).__name__} reads the text"
+    return None
+
+
+def _why_not_by_output(request: Any, runner: Any, mode: Any) -> str | None:
+    config = request.generation_config
+    asked = [name for name in ("scores", "logits", "hidden_states", "attentions") if getattr(config, f"output_{name}")]
+    return f"output_{asked[0]} is asked for" if config.return_dict_in_generate and asked else None
+
+
+def _why_not_by_inputs(request: Any, runner: Any, mode: Any) -> str | None:
+    given = {name for name, value in request.model_kwargs.items() if value is not None and value is not False}
+    if given - USUAL_ARGUMENTS:
+        return f"the target was given {', '.join(sorted(given - USUAL_ARGUMENTS))}"
+    positions = runner.last_position
+    if positions is None or positions.dim() != 2 or not runner.passes_positions(request.input_ids):
+        return "the target is not told positions of two dimensions"
+    if runner.seen is not None and not _is_left_padding(runner):
+        return "the attention mask leaves out more than left padding"
+    if runner.num_before or runner.num_cached:
+        return "the cache that was passed already holds tokens"
+    return why_not_in_arena(runner.past_key_values)
+
+
+def _is_left_padding(runner: Any) -> bool:
+    padding = torch.tensor(runner.num_padding, device=runner.seen.device)[:, None]
+    return bool((runner.seen == (torch.arange(runner.seen.shape[1], device=padding.device) >= padding)).all())
+
+
+def _why_not_by_models(request: Any, runner: Any, mode: Any) -> str | None:
+    target, drafter = request.target, request.drafter
+    for model, name in ((target, "target"), (drafter, "drafter")):
+        reason = _why_not_by_model(model)
+        if reason is not None:
+            return f"the {name} {reason}"
+    places = {weight.device for model in (target, drafter) for weight in model.parameters()}
+    if places != {request.input_ids.device}:
+        return f"the models' weights are on {', '.join(sorted(map(str, places)))}"
+    rope = getattr(target.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    kinds = {each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)}
+    if kinds.intersection(ROPES_THAT_BRANCH):
+        return "the target's rotary embedding branches on the length of the text"
+    return why_no_spans(target)
+
+
+def _why_not_by_model(model: PreTrainedModel) -> str | None:
+    implementation = str(model.config._attn_implementation)
+    if model.training:
+        return "is in training mode"
+    if implementation not in STANDS_IN_FOR:
+        return f"attends by {implementation}"
+    for module in model.modules():
+        if hasattr(module, "_hf_hook"):
+            return "is offloaded, or split over devices"
+        if _has_hooks(module):
+            return f"has hooks, on {type(module).__name__}, which a replay would not run"
+    return None
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def most_tokens(settings: Any) -> int:
+    """Tokens that a round commits at most."""
+    return settings.depth + 1
+
+
+def _why_not_by_sizes(request: Any, runner: Any, mode: Any) -> str | None:
+    settings, config = request.settings, request.drafter.config
+    width = most_tokens(settings)
+    top_k = (settings.top_k or 1) if mode.draws_trees else 1
+    run = (settings.depth - 1) * top_k
+    nodes = width if top_k == 1 else settings.total_tokens or 0
+    candidates = top_k * (1 + (settings.depth - 1) * top_k)
+    if max(width, run, nodes) > MOST_NEW - 1 or candidates > MOST_CANDIDATES:
+        return f"drafts are larger than a captured round takes ({MOST_NEW - 1} nodes, and {MOST_CANDIDATES} candidates)"
+    windows = [*windows_of(request.target).values()]
+    windows += [config.sliding_window] if "sliding_attention" in config.layer_types else []
+    if any(window is not None and window <= width for window in windows):
+        return f"a window of {min(filter(None, windows))} tokens is no longer than a draft is deep"
+    return None

@@ -1,0 +1,78 @@
+"""The target's attention over an arena: `kernels.tree_attention` in place of the target's own, while a mask of spans is
+passed.
+
+B sequences, T query tokens, H heads, D width.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..kernels.tree_attention import MOST_NEW, tree_attention
+
+PREFIX = "eagle31_"
+STANDS_IN_FOR = ("eager", "sdpa")  # implementations whose models hand a mask of four dimensions to attention as it is
+
+
+def is_spans(mask: Any) -> bool:
+    """Returns whether a mask is one of spans (B, 1, T, 3), as `kernels.tree_attention` takes them: the only masks of
+    integers there are."""
+    return isinstance(mask, Tensor) and mask.dtype == torch.long
+
+
+def attend_to_spans(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float = 0.0, sinks: Tensor | None = None
+) -> Tensor:
+    """Queries (B, H, T, D) over the buffers of an arena, as a mask of spans says -> (B, T, H, D)."""
+    return tree_attention(q, k, v, mask[:, 0], MOST_NEW, scale, softcap, sinks)
+
+
+def _attention(implementation: str):
+    """The attention function that stands in for an implementation: with any other mask it is that implementation, so
+    a forward of another thread meanwhile is what it always was."""
+
+    def attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, *args: Any, **kwargs: Any):
+        if not is_spans(mask):
+            return _original(implementation, module)(module, q, k, v, mask, *args, **kwargs)
+        scale = kwargs.get("scaling")
+        return attend_to_spans(
+            q,
+            k,
+            v,
+            mask,
+            q.shape[-1] ** -0.5 if scale is None else scale,
+            kwargs.get("softcap") or 0.0,
+            kwargs.get("s_aux"),
+        ), None
+
+    return attention
+
+
+def _original(implementation: str, module: nn.Module) -> Any:
+    if implementation == "eager":  # which every file of models has its own of
+        return sys.modules[type(module).__module__].eager_attention_forward
+    return ALL_ATTENTION_FUNCTIONS[implementation]
+
+
+for name in STANDS_IN_FOR:
+    AttentionInterface.register(PREFIX + name, _attention(name))
+    AttentionMaskInterface.register(PREFIX + name, ALL_MASK_ATTENTION_FUNCTIONS[name])
+
+
+@contextmanager
+def attention_to_spans(target: PreTrainedModel) -> Iterator[None]:
+    """A context in which the target's attention takes masks of spans, beside its own."""
+    config = target.config.get_text_config(decoder=True)
+    found = config._attn_implementation_internal
+    config._attn_implementation_internal = PREFIX + found.removeprefix(PREFIX)
+    try:
+        yield
+    finally:
+        config._attn_implementation_internal = found
