@@ -38,19 +38,16 @@ def _attention(implementation: str):
     """The attention function that stands in for an implementation: with any other mask it is that implementation, so
     a forward of another thread meanwhile is what it always was."""
 
-    def attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, *args: Any, **kwargs: Any):
-        if not is_spans(mask):
-            return _original(implementation, module)(module, q, k, v, mask, *args, **kwargs)
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        if not is_spans(attention_mask):
+            original = _original(implementation, module)
+            return original(module, query, key, value, attention_mask, *args, **kwargs)
         scale = kwargs.get("scaling")
-        return attend_to_spans(
-            q,
-            k,
-            v,
-            mask,
-            q.shape[-1] ** -0.5 if scale is None else scale,
-            kwargs.get("softcap") or 0.0,
-            kwargs.get("s_aux"),
-        ), None
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        softcap = kwargs.get("softcap") or 0.0
+        return attend_to_spans(query, key, value, attention_mask, scale, softcap, kwargs.get("s_aux")), None
 
     return attention
 

@@ -27,7 +27,7 @@ class Seam(Protocol):
 class Uncaptured:
     """Runs the functions as they are, on any device."""
 
-    name = "not captured"
+    name = "tensors without graphs"
 
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
         return function

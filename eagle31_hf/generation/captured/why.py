@@ -52,7 +52,7 @@ def _why_not_by_output(request: Any, runner: Any, mode: Any) -> str | None:
 
 
 def _why_not_by_inputs(request: Any, runner: Any, mode: Any) -> str | None:
-    given = {name for name, value in request.model_kwargs.items() if value is not None and value is not False}
+    given = {name for name, value in request.model_kwargs.items() if isinstance(value, torch.Tensor) or value}
     if given - USUAL_ARGUMENTS:
         return f"the target was given {', '.join(sorted(given - USUAL_ARGUMENTS))}"
     positions = runner.last_position
