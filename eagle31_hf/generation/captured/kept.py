@@ -47,7 +47,7 @@ class Kept:
         states = eager.unread.captured
         target = Side(runner.target, runner.past_key_values, of_target, self.arenas[0], states)
         drafter = Side(drafting.drafter, drafting.past_key_values, of_drafter, self.arenas[1])
-        self.rounds.parts = Parts(target, drafter, eager.proposer.sampler, eager.sampler.processors)
+        self.rounds.parts = Parts(target, drafter, eager.proposer.sampler, eager.sampler)
         try:
             yield CapturedExecutor(eager, self.rounds, self.seam, self.captured)
         finally:
@@ -77,13 +77,10 @@ def _kept_of(request: Any, eager: EagerExecutor, seam: Seam) -> Kept:
     capacity = slots_of(request.generation_config.max_length + SPARE, request.input_ids.device)
     noise = eager.sampler.noise
     vocab_size = None if noise is None else noise.vocab_size
-    size = (len(request.input_ids), width, capacity, vocab_size, seam.name)
-    key = (
-        size,
-        *map(fingerprint, (target, drafter)),
-        id(drafter.get_input_embeddings()),
-        *map(_told, request.logits_processor),
-    )
+    positions = eager.runner.last_position.shape
+    size = (len(request.input_ids), width, capacity, vocab_size, positions, seam.name)
+    models = fingerprint(target), fingerprint(drafter), id(drafter.get_input_embeddings())
+    key = size, models, type(eager.sampler), tuple(map(_told, request.logits_processor))
     with _kept_lock:
         by_target = _kept.setdefault(drafter, WeakKeyDictionary())
         kept = by_target.get(target)
@@ -92,7 +89,7 @@ def _kept_of(request: Any, eager: EagerExecutor, seam: Seam) -> Kept:
             states = drafter.like.new_empty(
                 0, drafter.config.num_aux_states * drafter.config.target_hidden_size, dtype=target.dtype
             )
-            carry = Carry.empty(len(request.input_ids), width, capacity, states, vocab_size)
+            carry = Carry.empty(positions, width, capacity, states, vocab_size)
             kept = by_target[target] = Kept(key, Round(carry), (Arena(capacity), Arena(capacity)), seam)
         return kept
 
