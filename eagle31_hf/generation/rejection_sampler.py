@@ -11,6 +11,7 @@ that know of each other stay correct, too.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -112,6 +113,17 @@ class RejectionSampler:
         if self.noise.is_coupled:
             return AtAllNodes(likeliest(scores + self._noise_at(sequences, drafts)), scores, check=True)
         return OfDrawnDrafts(self, sequences, drafts, scores)
+
+    def choose_at_nodes(self, logits: Tensor, drafts: Any, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Target logits (B, N, V) and the noise (B, N, V) of their slots -> the token chosen after each node, and
+        whether its scores are a distribution, both (B, N) int64; nothing is read on the host. `drafts`: those of a
+        captured round. For processors that are functions of the scores alone."""
+        scores = logits
+        if self.processors or noise is not None:
+            scores = self.processors(None, logits.float().flatten(0, 1)).unflatten(0, logits.shape[:2])  # type: ignore[arg-type]
+        if noise is None:
+            return likeliest(scores), torch.ones_like(drafts.depths)
+        return likeliest(scores + noise), are_distributions(scores).long()
 
     def saves_waits(self, logits: Tensor) -> bool:
         """Returns whether work on nodes that are not reached is worth the waits it saves: not where the host

@@ -146,7 +146,7 @@ def speculative_decoding(request: Request, wrap_sampler: WrapSampler | None = No
     with cache.slots(runner.past_key_values, runner.num_before + config.max_length + spare) as runner.placement:
         mode = Mode.of(request, runner, stopping)
         seam = seam_of(input_ids.device)
-        why_eager = None if seam is None else why_not_captured(request, runner, mode, wrap_sampler)
+        why_eager = None if seam is None else why_not_captured(request, runner, mode)
         noise = noise_of(request, mode, is_captured=seam is not None and why_eager is None)
         keeps_scores = bool(config.return_dict_in_generate and config.output_scores)
         sampler_class = LockStepSampler if mode.is_lock_step else RejectionSampler

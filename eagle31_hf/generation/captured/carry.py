@@ -20,8 +20,8 @@ class Carry:
     not in the cache yet. `going` (B, 1): 0 for a sequence that has ended. Not read by the drafter yet: the target's
     states (B, M, n*ht), and the tokens after them (B, M), `count` (B, 1) of each sequence.
 
-    `padding` (B, 1): tokens of left padding; `position` (B, 1): what is added to a slot to give the target's position;
-    `last_position` (B, 1): the greatest one it may be asked for; `unread` (B, 1): slots of the text that the drafter
+    `padding` (B, 1): tokens of left padding; `position` (B, 1), or (axes, B, 1): what is added to a slot to give the
+    target's position; `last_position`, of the same shape: the greatest one it may be asked for; `unread` (B, 1): slots of the text that the drafter
     does not read, padding; `draft_position` (B, 1): the position of the first token it reads.
 
     `noise` (B, S, V): of the slots the next rounds draw at, slot s at s mod S; None where nothing is drawn.
@@ -41,18 +41,19 @@ class Carry:
     noise: Tensor | None = None
 
     @classmethod
-    def empty(cls, num_sequences: int, width: int, capacity: int, like: Tensor, vocab_size: int | None) -> "Carry":
-        """A carry for texts of at most `capacity` tokens; `like` (..., n*ht) gives width, dtype and device of the
-        states; `vocab_size`: of the noise, None for none."""
+    def empty(cls, positions: torch.Size, width: int, capacity: int, like: Tensor, vocab_size: int | None) -> "Carry":
+        """A carry for texts of at most `capacity` tokens. `positions`: the shape of `position`; `like` (..., n*ht)
+        gives width, dtype and device of the states; `vocab_size`: of the noise, None for none."""
         device = like.device
-
-        def integers(size: int) -> Tensor:
-            return torch.zeros(num_sequences, size, dtype=torch.long, device=device)
-
-        sizes = {"text": capacity, "tokens": width}
+        num_sequences = positions[-2]
+        shapes = {"text": (num_sequences, capacity), "tokens": (num_sequences, width)}
+        shapes |= dict.fromkeys(("position", "last_position"), tuple(positions))
         names = [f.name for f in fields(cls) if f.name not in ("states", "noise")]
+        integers = {
+            name: torch.zeros(shapes.get(name, (num_sequences, 1)), dtype=torch.long, device=device) for name in names
+        }
         return cls(
-            **{name: integers(sizes.get(name, 1)) for name in names},
+            **integers,
             states=like.new_zeros(num_sequences, width, like.shape[-1]),
             noise=None
             if vocab_size is None

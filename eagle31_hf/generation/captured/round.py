@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, LogitsProcessorList
+from transformers import Cache
 
 from ...cache.arena import Arena, ArenaPlacement
 from ...cache.masks import windows_by_kind
@@ -21,7 +21,7 @@ from ...targets.tree_attention import attention_to_spans
 from ..aux_states import gathered
 from ..draft_sampler import SCORE_TEMPERATURE, DraftSampler
 from ..planning.plan import Plan
-from ..rejection_sampler import are_distributions, are_spoiled, likeliest
+from ..rejection_sampler import RejectionSampler, are_spoiled
 from .carry import Carry
 
 
@@ -38,12 +38,12 @@ class Side:
 
 @dataclass
 class Parts:
-    """What a call brings: the models, the sampler of drafts, and the target's processors, functions of scores alone."""
+    """What a call brings: the models, and the samplers of drafts and of the target's tokens."""
 
     target: Side
     drafter: Side
-    sampler: DraftSampler
-    processors: LogitsProcessorList
+    draft_sampler: DraftSampler
+    sampler: RejectionSampler
 
 
 @dataclass
@@ -178,7 +178,7 @@ class Round:
 
     def _likeliest(self, logits: Tensor, k: int, level: int) -> tuple[Tensor, Tensor]:
         """Draft logits (B, F, Vd) -> the likeliest children's ids and log-probabilities, (B, F, k)."""
-        sampler = self.parts.sampler
+        sampler = self.parts.draft_sampler
         if sampler.is_plain:
             k = min(k, logits.shape[-1])
             log_probs, ids = likeliest_tokens(logits, k, SCORE_TEMPERATURE, sampler.draft_ids)
@@ -188,9 +188,9 @@ class Round:
 
     def _drawn(self, logits: Tensor, level: int) -> tuple[Tensor, Tensor]:
         """Draft logits (B, 1, Vd) -> one child, as the target would choose it, and its log-probability, (B, 1, 1)."""
-        if self.parts.sampler.is_plain:
+        if self.parts.draft_sampler.is_plain:
             return self._likeliest(logits, 1, level)
-        ids = self.parts.sampler.drawn(logits[:, 0], self._noise_of(level))[:, None]
+        ids = self.parts.draft_sampler.drawn(logits[:, 0], self._noise_of(level))[:, None]
         return ids, torch.zeros_like(ids, dtype=torch.float32)
 
     def _noise_of(self, depths: int | Tensor) -> Tensor | None:
@@ -280,12 +280,8 @@ class Round:
 
     def _chosen(self, logits: Tensor, drafts: Drafts) -> tuple[Tensor, Tensor]:
         """The token the target chooses after each node (B, N), and whether its scores are a distribution (B, N)."""
-        if not self.parts.processors and self.carry.noise is None:
-            return likeliest(logits), torch.ones_like(drafts.depths)
-        scores = self.parts.processors(None, logits.float().flatten(0, 1)).unflatten(0, logits.shape[:2])
-        if self.carry.noise is None:
-            return likeliest(scores), torch.ones_like(drafts.depths)
-        return likeliest(scores + self._noise_of(drafts.depths)), are_distributions(scores).long()
+        noise = self._noise_of(drafts.depths)
+        return self.parts.sampler.choose_at_nodes(logits, drafts, noise)
 
 
 @dataclass

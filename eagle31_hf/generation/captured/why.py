@@ -18,10 +18,8 @@ ROPES_THAT_BRANCH = ("dynamic", "longrope")  # on how long the text is
 MOST_CANDIDATES = 1024  # of a tree, before the best are taken
 
 
-def why_not_captured(request: Any, runner: Any, mode: Any, wrap_sampler: Any = None) -> str | None:
+def why_not_captured(request: Any, runner: Any, mode: Any) -> str | None:
     """Returns why a call's rounds run eagerly; None where they are captured."""
-    if wrap_sampler is not None:
-        return "a sampler of the caller's judges on the host"
     rules = (_why_not_by_request, _why_not_by_output, _why_not_by_inputs, _why_not_by_models, _why_not_by_sizes)
     reasons = (rule(request, runner, mode) for rule in rules)
     return next((reason for reason in reasons if reason), None)
@@ -56,8 +54,8 @@ def _why_not_by_inputs(request: Any, runner: Any, mode: Any) -> str | None:
     if given - USUAL_ARGUMENTS:
         return f"the target was given {', '.join(sorted(given - USUAL_ARGUMENTS))}"
     positions = runner.last_position
-    if positions is None or positions.dim() != 2 or not runner.passes_positions(request.input_ids):
-        return "the target is not told positions of two dimensions"
+    if positions is None or not runner.passes_positions(request.input_ids):
+        return "the target is not told positions"
     if runner.seen is not None and not _is_left_padding(runner):
         return "the attention mask leaves out more than left padding"
     if runner.num_before or runner.num_cached:
