@@ -120,7 +120,7 @@ class RejectionSampler:
         captured round. For processors that are functions of the scores alone."""
         scores = logits
         if self.processors or noise is not None:
-            scores = self.processors(None, logits.float().flatten(0, 1)).unflatten(0, logits.shape[:2])  # type: ignore[arg-type]
+            scores = self.processors(None, logits.float().flatten(0, 1)).unflatten(0, logits.shape[:2])
         if noise is None:
             return likeliest(scores), torch.ones_like(drafts.depths)
         return likeliest(scores + noise), are_distributions(scores).long()

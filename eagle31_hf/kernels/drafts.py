@@ -21,15 +21,19 @@ def _shapes_of_likeliest(
 
 @operation(shapes=_shapes_of_likeliest)
 def likeliest_tokens(logits: Tensor, k: int, temperature: float, target_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Draft logits (B, F, Vd) -> the k largest log-probabilities of softmax(logits / temperature), fp32 and
-    descending, and their ids, both (B, F, k). Of equal ones the smaller column comes first. Where a node's logits
-    give no distribution (NaN, all -inf or +inf among them) its log-probabilities are -inf.
+    """Draft logits (B, F, Vd) -> the log-probabilities of the k largest in softmax(logits / temperature), fp32 and
+    descending, and their ids, both (B, F, k). Of equal logits the smaller column comes first. Where a node's logits
+    give no distribution (NaN, all -inf or +inf among them) its log-probabilities are -inf, its columns the first k.
 
-    `target_ids` (Vd,): the target id of each column; None: the columns are target ids. k is at most Vd."""
-    log_probs = (logits.float() / temperature).log_softmax(-1)
-    order = log_probs.nan_to_num(nan=IMPOSSIBLE).sort(dim=-1, descending=True, stable=True)
-    values, columns = order.values[..., :k], order.indices[..., :k]
-    return values.contiguous(), columns.contiguous() if target_ids is None else target_ids[columns]
+    `temperature` is above 0. `target_ids` (Vd,): the target id of each column; None: the columns are target ids. k is
+    at most Vd."""
+    logits = logits.float()
+    log_probs = (logits / temperature).log_softmax(-1)
+    gives_none = log_probs.isnan().any(-1, keepdim=True)
+    order = logits.masked_fill(gives_none, IMPOSSIBLE).sort(dim=-1, descending=True, stable=True)
+    columns = order.indices[..., :k].contiguous()
+    values = log_probs.masked_fill(gives_none, IMPOSSIBLE).gather(-1, columns)
+    return values, columns if target_ids is None else target_ids[columns]
 
 
 def _shapes_of_level(log_probs: Tensor, scores: Tensor, bits: Tensor, width: int, num_run: int) -> tuple[Tensor, ...]:
@@ -42,10 +46,10 @@ def _shapes_of_level(log_probs: Tensor, scores: Tensor, bits: Tensor, width: int
 def next_level(
     log_probs: Tensor, scores: Tensor, bits: Tensor, width: int, num_run: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The children (B, F, k) of a level's nodes, fp32, of which the best `width` are run next.
+    """The children (B, F, k) of a level's nodes, fp32, of which the best `width` are run next, at most F k.
 
     `scores` (B, F): log-probability of each node's path; `bits` (B, F) int64: which of the nodes run so far a node
-    sees, itself included; `num_run`: how many have been run. Returns the scores of the children (B, F k), each its
+    sees, itself included; `num_run`: how many have been run, at most 64 with `width`. Scores are finite or -inf. Returns the scores of the children (B, F k), each its
     parent's and its own added; and of the best: their scores, their places among the children, and their bits, their
     parent's and bit `num_run` + i of the i-th, each (B, width). Of equal ones the first comes first."""
     totals = (log_probs + scores[..., None]).flatten(1)
@@ -70,7 +74,7 @@ def _shapes_of_tree(scores: Tensor, parents: Tensor, count: int) -> tuple[Tensor
 def best_tree(scores: Tensor, parents: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The tree of the `count` best candidates, at most 63, of C.
 
-    `scores` (B, C) fp32, none above its parent's, or all alike of a chain; `parents` (B, C) int64: the candidate
+    `scores` (B, C) fp32, finite or -inf, none above its parent's, or all alike of a chain; `parents` (B, C) int64: the candidate
     whose child it is, which comes before it, -1: the root. Of equal ones the first comes first, so a parent is among
     the best where its child is. Returns the candidates that are kept (B, count), ascending; the node each hangs on
     (B, count), the root being node 0 and the i-th that is kept node i + 1; and of all nodes (B, count + 1) their

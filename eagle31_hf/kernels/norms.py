@@ -15,11 +15,17 @@ def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
 
 
-@operation(shapes=lambda x, residual, weight, eps: (torch.empty_like(x), torch.empty_like(x)))
+def _sum_shapes(x: Tensor, *args) -> tuple[Tensor, Tensor]:
+    normed, total = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
+    return normed, total
+
+
+@operation(shapes=_sum_shapes)
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The sum of x and the residual (..., h), rounded to the dtype of x, and the RMSNorm of that rounded sum:
-    (normed, sum). Without a residual the sum is a copy of x."""
-    total = x.clone() if residual is None else x + residual
+    (normed, sum), both contiguous. Without a residual the sum is a copy of x."""
+    total = x.clone() if residual is None else (x + residual).to(x.dtype)
+    total = total.contiguous()
     return _normed(total, weight, eps).to(x.dtype), total
 
 

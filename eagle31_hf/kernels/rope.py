@@ -13,7 +13,8 @@ from .operation import operation
 @operation(shapes=lambda new, buffers, starts: None, mutates=("buffers",))
 def append(new: list[Tensor], buffers: list[Tensor], starts: Tensor) -> None:
     """Writes keys (B, Hkv, T, D) and values (B, Hkv, T, Dv), strided as they may be, to the buffers (B, Hkv, C, D) and
-    (B, Hkv, C, Dv). `starts` (B, 1) int64."""
+    (B, Hkv, C, Dv), contiguous in their last dimension. `starts` (B, 1) int64. No slot lies outside the buffers: the
+    kernel leaves such a token out, the reference raises."""
     slots = (starts + torch.arange(new[0].shape[2], device=starts.device))[:, None, :, None]
     for buffer, states in zip(buffers, new, strict=True):
         buffer.scatter_(2, slots.expand(*states.shape), states.to(buffer.dtype))

@@ -46,7 +46,7 @@ class Carry:
         gives width, dtype and device of the states; `vocab_size`: of the noise, None for none."""
         device = like.device
         num_sequences = positions[-2]
-        shapes = {"text": (num_sequences, capacity), "tokens": (num_sequences, width)}
+        shapes: dict[str, tuple[int, ...]] = {"text": (num_sequences, capacity), "tokens": (num_sequences, width)}
         shapes |= dict.fromkeys(("position", "last_position"), tuple(positions))
         names = [f.name for f in fields(cls) if f.name not in ("states", "noise")]
         integers = {
