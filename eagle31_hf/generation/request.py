@@ -29,9 +29,10 @@ from .executor import EagerExecutor, Executor
 from .noise import Noise
 from .outputs import OutputCollector
 from .planning.auto import MAX_NODES, AutoPlanner
+from .planning.buckets import BucketKnowledge, BucketPlanner, plans_of
 from .planning.controller import TOP_K
 from .planning.fixed import FixedPlanner
-from .planning.knowledge import knowledge_of
+from .planning.knowledge import Knowledge, knowledge_of
 from .planning.plan import Planner
 from .planning.settings import DraftingSettings, resolve_settings
 from .proposer import Proposer
@@ -169,7 +170,7 @@ def speculative_decoding(request: Request, wrap_sampler: WrapSampler | None = No
             OutputCollector(config, runner.past_key_values),
         )
         with capturing(request, eager), executor_of(request, eager, seam, why_eager) as executor:
-            return Engine(executor, planner_of(request, mode, eager.clock)).run()
+            return Engine(executor, planner_of(request, mode, eager.clock, executor is not eager)).run()
 
 
 @contextmanager
@@ -235,8 +236,8 @@ def noise_of(request: Request, mode: Mode, is_captured: bool) -> Noise | None:
     return noise
 
 
-def planner_of(request: Request, mode: Mode, clock: Clock) -> Planner:
-    """The planner for a request's settings."""
+def planner_of(request: Request, mode: Mode, clock: Clock, is_captured: bool) -> Planner:
+    """The planner for a request's settings; captured rounds take few plans, each as it is."""
     settings, do_sample = request.settings, bool(request.generation_config.do_sample)
     if not mode.may_draft:
         return FixedPlanner(0)
@@ -244,7 +245,10 @@ def planner_of(request: Request, mode: Mode, clock: Clock) -> Planner:
         return FixedPlanner.of(settings, mode.draws_trees)
     top_k = (settings.top_k or TOP_K) if mode.draws_trees else 1
     kind = (str(request.input_ids.device), len(request.input_ids), top_k, mode.is_lock_step, do_sample)
-    known = knowledge_of(request.drafter, request.target, *kind)
+    if is_captured:
+        buckets = knowledge_of(BucketKnowledge, request.drafter, request.target, *kind, settings.total_tokens)
+        return BucketPlanner(buckets, plans_of(settings, mode.draws_trees))
+    known = knowledge_of(Knowledge, request.drafter, request.target, *kind)
     return AutoPlanner(known, clock, top_k, settings.total_tokens or MAX_NODES)
 
 

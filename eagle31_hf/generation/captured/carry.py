@@ -21,8 +21,9 @@ class Carry:
     states (B, M, n*ht), and the tokens after them (B, M), `count` (B, 1) of each sequence.
 
     `padding` (B, 1): tokens of left padding; `position` (B, 1), or (axes, B, 1): what is added to a slot to give the
-    target's position; `last_position`, of the same shape: the greatest one it may be asked for; `unread` (B, 1): slots of the text that the drafter
-    does not read, padding; `draft_position` (B, 1): the position of the first token it reads.
+    target's position; `last_position`, of the same shape: the greatest one it may be asked for; `unread` (B, 1): slots
+    of the text that the drafter does not read, padding; `draft_position` (B, 1): the position of the first token it
+    reads.
 
     `noise` (B, S, V): of the slots the next rounds draw at, slot s at s mod S; None where nothing is drawn.
     """

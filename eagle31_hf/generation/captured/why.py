@@ -12,6 +12,9 @@ from ...targets.masks import windows_of
 from ...targets.probe import why_no_spans
 from ...targets.tree_attention import STANDS_IN_FOR
 from .. import processors
+from ..planning.buckets import DEEPEST, plans_of
+from ..planning.fixed import FixedPlanner
+from ..planning.plan import UNLIMITED, Plan
 
 USUAL_ARGUMENTS = {"attention_mask", "cache_position", "logits_to_keep", "past_key_values", "position_ids", "use_cache"}
 ROPES_THAT_BRANCH = ("dynamic", "longrope")  # on how long the text is
@@ -33,9 +36,7 @@ def _why_not_by_request(request: Any, runner: Any, mode: Any) -> str | None:
         return "nothing is drafted"
     if mode.is_lock_step:
         return "the batch is decoded in lock-step"
-    if settings.is_auto:
-        return "auto decides level by level how far to draft"
-    if settings.threshold:
+    if settings.threshold and not settings.is_auto:
         return "assistant_confidence_threshold has the host look at every draft"
     others = [each for each in request.logits_processor if type(each) not in processors.POINTWISE]
     if others:
@@ -102,19 +103,25 @@ def _has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
+def _fits(plan: Plan) -> bool:
+    """Returns whether the kernels take the drafts of a plan."""
+    num_run = (plan.depth - 1) * plan.max_width
+    nodes = plan.depth + 1 if plan.top_k == 1 else plan.max_nodes
+    return max(nodes, num_run) < MOST_NEW and plan.top_k * (1 + num_run) <= MOST_CANDIDATES
+
+
 def most_tokens(settings: Any) -> int:
     """Tokens that a round commits at most."""
-    return settings.depth + 1
+    return 1 + (DEEPEST if settings.is_auto else settings.depth)
 
 
 def _why_not_by_sizes(request: Any, runner: Any, mode: Any) -> str | None:
     settings, config = request.settings, request.drafter.config
     width = most_tokens(settings)
-    top_k = (settings.top_k or 1) if mode.draws_trees else 1
-    run = (settings.depth - 1) * top_k
-    nodes = width if top_k == 1 else settings.total_tokens or 0
-    candidates = top_k * (1 + (settings.depth - 1) * top_k)
-    if max(width, run, nodes) > MOST_NEW - 1 or candidates > MOST_CANDIDATES:
+    plans = plans_of(settings, mode.draws_trees) if settings.is_auto else [Plan(width - 1)]
+    if not settings.is_auto and mode.draws_trees:
+        plans = [FixedPlanner.of(settings, True).plan(width - 1, UNLIMITED, [], 0)]
+    if not all(map(_fits, plans)):
         return f"drafts are larger than a captured round takes ({MOST_NEW - 1} nodes, and {MOST_CANDIDATES} candidates)"
     windows = [*windows_of(request.target).values()]
     windows += [config.sliding_window] if "sliding_attention" in config.layer_types else []

@@ -1,7 +1,9 @@
 """The knowledge about a drafter and a target working together; it outlives calls."""
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
@@ -11,6 +13,8 @@ from ...modeling import Eagle31DrafterModel
 from .calibration import Calibration
 from .costs import CostModel
 from .exploration import Exploration
+
+Known = TypeVar("Known")
 
 
 @dataclass
@@ -37,13 +41,16 @@ class Knowledge:
         return self.exploration.rate
 
 
-_known: WeakKeyDictionary[Eagle31DrafterModel, WeakKeyDictionary[PreTrainedModel, dict[tuple, Knowledge]]]
+_known: WeakKeyDictionary[Eagle31DrafterModel, WeakKeyDictionary[PreTrainedModel, dict[tuple, Any]]]
 _known = WeakKeyDictionary()
 _known_lock = threading.Lock()
 
 
-def knowledge_of(drafter: Eagle31DrafterModel, target: PreTrainedModel, *kind: object) -> Knowledge:
-    """The knowledge of this pair for one kind of call: device, number of sequences, trees, lock-step or sampled."""
+def knowledge_of(
+    make: Callable[[], Known], drafter: Eagle31DrafterModel, target: PreTrainedModel, *kind: object
+) -> Known:
+    """The knowledge of this pair for one kind of call: device, number of sequences, trees, lock-step or sampled; what
+    `make` returns where there is none yet."""
     with _known_lock:
         by_target = _known.setdefault(drafter, WeakKeyDictionary())
-        return by_target.setdefault(target, {}).setdefault(kind, Knowledge())
+        return by_target.setdefault(target, {}).setdefault((make, *kind), make())

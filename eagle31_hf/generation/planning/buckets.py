@@ -1,0 +1,188 @@
+"""`num_assistant_tokens="auto"` in captured rounds: before every round one of a few plans, each captured once.
+
+The host chooses by what earlier rounds gave and took; within the plan the device keeps the best nodes. A round shows
+what every smaller plan would have given, too: what was accepted of its best nodes.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ...acceptance import CHAINS, PLAIN, TREES
+from ..rejection_sampler import Accepted
+from ..tree import HostDrafts
+from .costs import CostModel
+from .plan import NO_DRAFTS, Plan
+from .settings import DraftingSettings
+
+TOP_K = 8
+DEPTHS_OF_CHAINS = (3, 6)
+TREES_OF = ((4, 16), (6, 32), (8, 60))  # levels, nodes
+DEEPEST = 8
+MEMORY = 20  # rounds that a mean looks back on
+UNSEEN = 0.7  # the chance that a draft is accepted, before any was
+ROUNDS_OF_A_TRIAL = 2
+FIRST_PAUSE = 64  # rounds, until the largest plan is drafted again to see whether what is accepted has changed
+LONGEST_PAUSE = 1024
+GROWTH = 2
+
+
+def plans_of(settings: DraftingSettings, draws_trees: bool) -> tuple[Plan, ...]:
+    """The plans that auto may choose from, the largest last; `settings.top_k` and `total_tokens` bound the trees."""
+    chains = tuple(Plan(depth) for depth in DEPTHS_OF_CHAINS)
+    if not draws_trees:
+        return (NO_DRAFTS, *chains)
+    top_k = min(settings.top_k or TOP_K, TOP_K)
+    most = settings.total_tokens or TREES_OF[-1][1]
+    sizes = [(depth, nodes) for depth, nodes in TREES_OF if nodes <= most] or [(TREES_OF[0][0], most)]
+    return (NO_DRAFTS, *chains, *(Plan(depth, top_k, top_k, nodes) for depth, nodes in sizes))
+
+
+def holds(plan: Plan, smaller: Plan) -> bool:
+    """Returns whether a tree of one plan holds that of another."""
+    return smaller.depth <= plan.depth and smaller.max_nodes <= plan.max_nodes
+
+
+def kind_of(plan: Plan) -> str:
+    return PLAIN if plan.depth == 0 else CHAINS if plan.top_k == 1 else TREES
+
+
+@dataclass
+class Mean:
+    """The mean of what was added lately."""
+
+    value: float = 0.0
+    count: int = 0
+
+    def add(self, value: float) -> None:
+        self.count = min(self.count + 1, MEMORY)
+        self.value += (value - self.value) / self.count
+
+
+@dataclass
+class BucketKnowledge:
+    """What is known of one pair of models in captured rounds; it outlives calls, and is used under its lock.
+
+    `in_chain`: by depth, how often the likeliest child of an accepted node is accepted; `in_tree`: the tokens that a
+    round of each tree gives; `verify`: seconds by nodes; `draft`: seconds by levels; `trials`: plans that are drafted
+    to learn what they cost, first of all."""
+
+    in_chain: list["Mean"] = field(default_factory=lambda: [Mean() for _ in range(DEEPEST)])
+    in_tree: dict[Plan, "Mean"] = field(default_factory=dict)
+    verify: CostModel = field(default_factory=CostModel)
+    draft: dict[str, CostModel] = field(
+        default_factory=lambda: {PLAIN: CostModel(), CHAINS: CostModel(), TREES: CostModel()}
+    )
+    trials: list[Plan] | None = None
+    rounds: int = 0
+    due: int = FIRST_PAUSE  # the round before which the largest plan is drafted again
+    pause: int = FIRST_PAUSE
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def tokens(self, plan: Plan) -> float:
+        """The tokens that a round of a plan is expected to give, of each sequence."""
+        total = 1.0
+        chance = 1.0
+        likely = UNSEEN
+        for mean in self.in_chain[: plan.depth]:
+            likely = mean.value if mean.count else likely
+            chance *= likely
+            total += chance
+        # a tree holds the chain, and smaller trees
+        held = [mean.value for tree, mean in self.in_tree.items() if holds(plan, tree)] if plan.top_k > 1 else []
+        return max(total, *held) if held else total
+
+    def seconds(self, plan: Plan) -> float:
+        """The seconds that a round of a plan is expected to take."""
+        nodes = 1 + (plan.depth if plan.top_k == 1 else plan.max_nodes - 1)
+        of_kind = self.draft[kind_of(plan)].estimate((plan.depth,))[0]
+        return self.verify.estimate((nodes,))[0] + of_kind
+
+    def rate(self, plan: Plan) -> float:
+        """Tokens a second and sequence; 0 before anything was timed."""
+        seconds = self.seconds(plan)
+        return self.tokens(plan) / seconds if seconds else 0.0
+
+
+class BucketPlanner:
+    """Chooses the plan of every round of one call among `plans`, the largest last."""
+
+    def __init__(self, known: BucketKnowledge, plans: Sequence[Plan]):
+        self.known = known
+        self.plans = plans
+        self.plan_of_round = NO_DRAFTS
+        self.choices: Counter[str] = Counter()
+
+    def plan(self, max_depth: int, max_nodes: int, going: list[int], num_unread: int) -> Plan:
+        """The plan of the next round; none is cut to `max_depth` and `max_nodes`, but for 0: no drafts."""
+        with self.known.lock:
+            self.plan_of_round = self._next() if max_depth > 0 else NO_DRAFTS
+        return self.plan_of_round
+
+    def _next(self) -> Plan:
+        known = self.known
+        largest = self.plans[-1]
+        if known.trials is None:
+            known.trials = [plan for plan in (largest, self.plans[1], NO_DRAFTS) for _ in range(ROUNDS_OF_A_TRIAL)]
+        known.rounds += 1
+        if known.trials:
+            return known.trials.pop(0)
+        best = max(self.plans, key=known.rate)
+        if known.rounds >= known.due and best != largest:
+            known.pause = min(GROWTH * known.pause, LONGEST_PAUSE) if best == NO_DRAFTS else FIRST_PAUSE
+            known.due = known.rounds + known.pause
+            return largest
+        return best
+
+    def observe(self, num_nodes: int, accepted: Accepted, seconds: Mapping[str, float]) -> None:
+        """Learns from a round that is over."""
+        known, plan = self.known, self.plan_of_round
+        name = {PLAIN: "plain", CHAINS: f"of chains {plan.depth} deep", TREES: f"of trees of {plan.max_nodes}"}
+        self.choices[name[kind_of(plan)]] += 1
+        with known.lock:
+            known.verify.add(num_nodes, seconds["verify"])
+            known.draft[kind_of(plan)].add(plan.depth, seconds["draft"])
+            for b, count in enumerate(accepted.num_drafts):
+                if count is not None and not accepted.finished[b] and plan.depth:
+                    self._learn(plan, accepted.drafts, b, accepted.paths[b])
+
+    def _learn(self, plan: Plan, drafts: HostDrafts, b: int, path: list[int]) -> None:
+        """Learns from the drafts of sequence b, of which the nodes of `path` were accepted."""
+        likeliest = {min(children.values()) for children in drafts.children(b) if children}
+        for depth, mean in enumerate(self.known.in_chain[: plan.depth]):
+            goes_on = depth + 1 < len(path) and path[depth + 1] in likeliest
+            mean.add(float(goes_on))
+            if not goes_on:
+                break
+        if plan.top_k == 1:
+            return
+        ranks = ranks_of(drafts, b)
+        for smaller in self.plans:
+            if smaller.top_k > 1 and holds(plan, smaller):
+                kept = [ranks[node] < smaller.max_nodes - 1 for node in path[1 : smaller.depth + 1]]
+                self.known.in_tree.setdefault(smaller, Mean()).add(1.0 + [*kept, False].index(False))
+
+    def explain(self) -> str:
+        """Figures behind the choices, for people."""
+        with self.known.lock:
+            told = ", ".join(
+                f"{_name(plan)}: {self.known.tokens(plan):.2f} tokens in {1000 * self.known.seconds(plan):.2f} ms"
+                for plan in self.plans
+            )
+        return f"auto knows, of a round: {told}"
+
+
+def _name(plan: Plan) -> str:
+    return {PLAIN: "plain", CHAINS: f"chain {plan.depth} deep", TREES: f"tree of {plan.max_nodes}"}[kind_of(plan)]
+
+
+def ranks_of(drafts: HostDrafts, b: int) -> dict[int, int]:
+    """The rank of each node of a tree, the root left out, by the log-probability of its path, the likeliest being 0."""
+    assert drafts.parents is not None
+    assert drafts.log_probs is not None
+    scores = [0.0]
+    for parent, log_prob in zip(drafts.parents[b], drafts.log_probs[b], strict=True):
+        scores.append(scores[parent] + log_prob)
+    order = sorted(range(1, len(scores)), key=lambda node: -scores[node])
+    return {node: rank for rank, node in enumerate(order)}
