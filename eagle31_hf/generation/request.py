@@ -190,12 +190,12 @@ def executor_of(request: Request, eager: EagerExecutor, seam: Seam | None, why_e
         return
     if why_eager is None:
         with kept_for(request, eager, seam) as kept:
-            if kept is not None:
+            if kept is not None and not kept.failures:
                 eager.recorder.execution = f"as {seam.name}"
                 with kept.serving(eager) as executor:
                     yield executor
                 return
-        why_eager = "another call of these models is in captured rounds"
+            why_eager = kept.failures[0] if kept else "another call of these models is in captured rounds"
     eager.recorder.execution = f"eagerly: {why_eager}"
     log_eager(request.target, why_eager)
     yield eager

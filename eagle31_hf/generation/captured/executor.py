@@ -29,10 +29,11 @@ Captured = dict[tuple[str, Plan], Callable[[], None]]
 class CapturedExecutor:
     """Runs rounds by `rounds` and a seam. The eager executor runs the prompt, and goes on where a capture fails.
 
-    `captured`: what runs each plan's draft and verify, kept between calls.
+    `captured`: what runs each plan's draft and verify, kept between calls; so is why one of them could not be, in
+    `failures`.
     """
 
-    def __init__(self, eager: EagerExecutor, rounds: Round, seam: Seam, captured: Captured):
+    def __init__(self, eager: EagerExecutor, rounds: Round, seam: Seam, captured: Captured, failures: list[str]):
         self.eager = eager
         self.sequences = eager.sequences
         self.recorder = eager.recorder
@@ -40,6 +41,7 @@ class CapturedExecutor:
         self.carry = rounds.carry
         self.seam = seam
         self.captured = captured
+        self.failures = failures
         self.first_slots = eager.unread.first_slots
         self.has_failed = False
         self.was_short = False
@@ -195,9 +197,10 @@ class CapturedExecutor:
 
     def _hand_back(self, failure: Exception) -> None:
         """Leaves the rest of the call to the eager executor."""
-        logger.warning("EAGLE drafting: rounds are not captured, but run eagerly: %s.", _told(failure))
+        self.failures.append(f"capturing failed ({_told(failure)})")
+        logger.warning("EAGLE drafting: rounds run eagerly: %s.", self.failures[-1])
         self.has_failed = True
-        self.recorder.execution = f"eagerly: capturing failed ({_told(failure)})"
+        self.recorder.execution = f"eagerly: {self.failures[-1]}"
         carry, eager = self.carry, self.eager
         lengths = [length - 1 for length in self.sequences.lengths.host]
         cache.settle(eager.runner.past_key_values, max(lengths))

@@ -22,6 +22,7 @@ from .seam import Seam
 from .why import most_tokens
 
 SPARE = 64  # slots of an arena beyond the longest text, for nodes
+OF_MODULES = set(vars(nn.Module())) - {"training"}  # hooks among them, those that capture states too
 PLAIN = (int, float, str, bool, type(None))
 
 
@@ -35,6 +36,7 @@ class Kept:
     arenas: tuple[Arena, Arena]  # of the target and the drafter
     seam: Seam
     captured: Captured = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
     lock: Any = field(default_factory=threading.Lock)
 
     @contextmanager
@@ -49,7 +51,7 @@ class Kept:
         drafter = Side(drafting.drafter, drafting.past_key_values, of_drafter, self.arenas[1])
         self.rounds.parts = Parts(target, drafter, eager.proposer.sampler, eager.sampler)
         try:
-            yield CapturedExecutor(eager, self.rounds, self.seam, self.captured)
+            yield CapturedExecutor(eager, self.rounds, self.seam, self.captured, self.failures)
         finally:
             self.rounds.parts = None  # models and caches are not kept alive
 
@@ -106,7 +108,7 @@ def _told(one: object) -> tuple:
     return (
         type(one),
         id(one) if isinstance(one, nn.Module) else 0,
-        *((name, str(value)) for name, value in vars(one).items() if _is_plain(value)),
+        *((name, str(value)) for name, value in vars(one).items() if name not in OF_MODULES and _is_plain(value)),
     )
 
 

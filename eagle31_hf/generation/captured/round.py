@@ -15,6 +15,8 @@ from ...cache.arena import Arena, ArenaPlacement
 from ...cache.masks import windows_by_kind
 from ...kernels.acceptance import accepted_path, move_path
 from ...kernels.drafts import best_tree, likeliest_tokens, next_level
+from ...kernels.tree_attention import MOST_NEW
+from ...targets.fused import fused_layers
 from ...targets.layers import CapturedStates
 from ...targets.masks import span_masks, spans_of
 from ...targets.tree_attention import attention_to_spans
@@ -23,6 +25,7 @@ from ..draft_sampler import SCORE_TEMPERATURE, DraftSampler
 from ..planning.plan import Plan
 from ..rejection_sampler import RejectionSampler, are_spoiled
 from .carry import Carry
+from .fused_drafter import can_fuse, run_fused
 
 
 @dataclass
@@ -68,7 +71,11 @@ class Round:
         self.drafts: dict[Plan, Drafts] = {}
         self.out: dict[Plan, Tensor] = {}  # what the host reads of a round, see `Outcomes`
         self.parts: Parts | None = None  # of the call under way
-        self.below = (2 << torch.arange(62, device=carry.text.device))[None] - 1  # of a chain's tokens: bits 0 to i
+        # What never changes is made once: every operation of a round is a node of its graph.
+        self.count = torch.arange(MOST_NEW, device=carry.text.device)[None]
+        self.below = (2 << self.count[:, :-1]) - 1  # of a chain's tokens: bits 0 to i
+        self.zero = torch.zeros_like(carry.length)
+        self.offsets: dict[tuple[int, ...], Tensor] = {}  # of the nodes of trees, see `_parents`
 
     # -- drafting
 
@@ -87,24 +94,22 @@ class Round:
         carry = self.carry
         width = carry.width
         starts = carry.length - 1 - carry.count - carry.unread
-        last = (carry.count - 1).clamp(min=0)
-        places = starts + torch.arange(width, device=starts.device)
-        out = self._run_drafter(
+        places = starts + self.count[:, :width]
+        return self._run_drafter(
             carry.tokens,
             {"target_hidden_states": carry.states},
             self._rope(places),
-            self._drafter_spans(starts, places, self.below[:, :width]),
+            self._drafter_spans(starts, places, self.below[:, :width], self._begins(places)),
             starts,
-            logits_to_keep=last[:, 0],
+            last=(carry.count - 1).clamp(min=0),
         )
-        return gathered(out.last_hidden_state, last), out.logits
 
     def _drafted_chain(self, plan: Plan, state: Tensor, logits: Tensor) -> Drafts:
         """A chain of `plan.depth` tokens; the last of them is not run."""
         starts = self.carry.length - 1 - self.carry.unread
-        places = starts + torch.arange(plan.depth, device=starts.device)
+        places = starts + self.count[:, : plan.depth]
         rope = self._rope(places)
-        spans = self._drafter_spans(starts, places, self.below[:, : plan.depth])
+        spans = self._drafter_spans(starts, places, self.below[:, : plan.depth], self._begins(places))
         ids, log_probs = [], []
         for level in range(plan.depth):
             chosen, log_prob = self._likeliest(logits, 1, level) if plan.is_scored else self._drawn(logits, level)
@@ -112,21 +117,20 @@ class Round:
             log_probs.append(log_prob[:, 0])
             if level + 1 < plan.depth:
                 here = slice(level, level + 1)
-                out = self._run_drafter(
+                state, logits = self._run_drafter(
                     chosen[:, 0],
                     {"hidden_states": state},
                     [part[:, here] for part in rope],
                     {kind: mask[:, :, here] for kind, mask in spans.items()},
                     places[:, here],
                 )
-                state, logits = out.last_hidden_state, out.logits
         return self._chain(ids, log_probs)
 
     def _chain(self, ids: list[Tensor], log_probs: list[Tensor]) -> Drafts:
         """The drafts that tokens (B, 1) and their log-probabilities (B, 1) make."""
-        num_sequences, count, device = len(self.carry.text), len(ids), self.carry.text.device
+        num_sequences, count = len(self.carry.text), len(ids)
         none = self.carry.tokens[:, :0]
-        order = torch.arange(count + 1, device=device).expand(num_sequences, -1)
+        order = self.count[:, : count + 1].expand(num_sequences, -1)
         return Drafts(
             torch.cat(ids, dim=1) if ids else none,
             order[:, :count],
@@ -139,42 +143,53 @@ class Round:
     def _drafted_tree(self, plan: Plan, state: Tensor, logits: Tensor) -> Drafts:
         """The best `plan.max_nodes` - 1 of the candidates: of every level, the likeliest children of the best nodes."""
         starts = self.carry.length - 1 - self.carry.unread
-        places = starts + torch.arange(plan.depth, device=starts.device)
-        rope = self._rope(places)
-        scores = logits.new_zeros(len(starts), 1, dtype=torch.float32)
-        bits = torch.zeros_like(starts)
+        places = starts + self.count  # of levels, by their depth; and slots, by the nodes before them
+        rope = self._rope(places[:, : plan.depth])
+        begins = self._begins(places)
+        scores, bits = logits.new_zeros(len(starts), 1, dtype=torch.float32), self.zero
         num_run = 0
-        parents = torch.full_like(starts, -1)
-        found = list[tuple[Tensor, ...]]()  # by level, of its candidates: scores, parents, ids, log-probabilities
-        first = 0  # the first candidate of the level
+        found = list[tuple[Tensor, ...]]()  # by level, of its candidates: scores, ids, log-probabilities
+        run = list[Tensor]()  # by level, those of them that are run
         for level in range(plan.depth):
             ids, log_probs = self._likeliest(logits, plan.top_k, level)
             k = ids.shape[2]
             width = min(plan.max_width, ids.shape[1] * k)
             totals, scores, best, bits = next_level(log_probs, scores, bits, width, num_run)
-            children = parents.repeat_interleave(k, dim=1)
-            found.append((totals, children, ids.flatten(1), log_probs.flatten(1)))
+            found.append((totals, ids.flatten(1), log_probs.flatten(1)))
             if level + 1 == plan.depth:
                 break
-            state = gathered(state, best // k)
+            run.append(best)
             here = slice(level, level + 1)
-            out = self._run_drafter(
-                found[-1][2].gather(1, best),
-                {"hidden_states": state},
+            state, logits = self._run_drafter(
+                found[-1][1].gather(1, best),
+                {"hidden_states": gathered(state, best // k)},
                 [part[:, here].expand(-1, width, -1) for part in rope],
-                self._drafter_spans(starts, places[:, here].expand(-1, width), bits),
-                starts + num_run,
+                self._drafter_spans(
+                    starts,
+                    places[:, here].expand(-1, width),
+                    bits,
+                    {kind: begin[:, here] for kind, begin in begins.items()},
+                ),
+                places[:, num_run : num_run + 1],
             )
-            state, logits = out.last_hidden_state, out.logits
             num_run += width
-            parents = best + first
-            first += totals.shape[1]
-        return self._best(found, plan.max_nodes - 1)
-
-    def _best(self, found: list[tuple[Tensor, ...]], count: int) -> Drafts:
-        scores, parents, ids, log_probs = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
-        kept, hangs_on, depths, bits = best_tree(scores, parents, min(count, scores.shape[1]))
+        scores, ids, log_probs = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
+        kept, hangs_on, depths, bits = best_tree(
+            scores, self._parents(run, k), min(plan.max_nodes - 1, scores.shape[1])
+        )
         return Drafts(ids.gather(1, kept), hangs_on, depths, bits, log_probs.gather(1, kept), is_chain=False)
+
+    def _parents(self, run: list[Tensor], k: int) -> Tensor:
+        """The candidate whose child each candidate is (B, C), -1: the root. `run`: by level, the candidates that are
+        run, by their place in it (B, F); each has k children."""
+        widths = tuple(best.shape[1] for best in run)
+        key = k, *widths
+        if key not in self.offsets:
+            numbers = [-1, 0, *(k * sum((1, *widths[:level])) for level in range(len(widths)))]
+            parts = [self.count.new_full((1, width), n) for width, n in zip((1, *widths), numbers, strict=False)]
+            self.offsets[key] = torch.cat(parts, dim=1)
+        parents = torch.cat([self.zero, *run], dim=1) + self.offsets[key]
+        return parents[..., None].expand(-1, -1, k).flatten(1)
 
     def _likeliest(self, logits: Tensor, k: int, level: int) -> tuple[Tensor, Tensor]:
         """Draft logits (B, F, Vd) -> the likeliest children's ids and log-probabilities, (B, F, k)."""
@@ -211,31 +226,45 @@ class Round:
         rope: list[Tensor],
         spans: dict[str, Tensor],
         starts: Tensor,
-        logits_to_keep: int | Tensor = 0,
-    ) -> Any:
+        last: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the states (B, T, h) and draft logits (B, T, Vd) of tokens (B, T), which go to the slots from
+        `starts` (B, 1) on; with `last` (B, 1) those of that token alone."""
         side = self.parts.drafter
         side.placement.on_device = starts
-        return side.model(
+        if can_fuse(side.model):
+            return run_fused(side.model, ids, source, rope, spans, side.cache, last)
+        out = side.model(
             ids,
             **source,
             position_embeddings=tuple(rope),
             attention_mask=spans,
             past_key_values=side.cache,
-            logits_to_keep=logits_to_keep,
+            logits_to_keep=0 if last is None else last[:, 0],
             return_dict=True,
         )
+        state = out.last_hidden_state
+        return state if last is None else gathered(state, last), out.logits
 
     def _rope(self, places: Tensor) -> list[Tensor]:
         """cos and sin (B, T, P) of tokens at places (B, T) of the drafter's text."""
         model = self.parts.drafter.model
         return list(model.rotary_emb(model.like, places + self.carry.draft_position))
 
-    def _drafter_spans(self, starts: Tensor, places: Tensor, bits: Tensor) -> dict[str, Tensor]:
-        """The masks of tokens at places (B, T) by type of layers."""
+    def _begins(self, places: Tensor) -> dict[str, Tensor]:
+        """The first slots that tokens at places (B, T) see, (B, T) by type of layers."""
         config = self.parts.drafter.model.config
         windows = windows_by_kind(config.layer_types, config.sliding_window)
-        zero = torch.zeros_like(starts)
-        return {kind: spans_of(starts, zero, places, bits, window) for kind, window in windows.items()}
+        return {
+            kind: self.zero.expand_as(places) if window is None else (places - (window - 1)).clamp(min=0)
+            for kind, window in windows.items()
+        }
+
+    def _drafter_spans(
+        self, starts: Tensor, places: Tensor, bits: Tensor, begins: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """The masks of tokens at places (B, T) by type of layers."""
+        return {kind: spans_of(starts, begin, places, bits, None) for kind, begin in begins.items()}
 
     # -- verifying
 
@@ -253,7 +282,7 @@ class Round:
         if not drafts.is_chain:
             move_path(self.parts.target.arena.all(), starts, path, count)
         on_path = path.clamp(max=chosen.shape[1] - 1)
-        carry.text.scatter_(1, carry.length + torch.arange(carry.width, device=ids.device), tokens)
+        carry.text.scatter_(1, carry.length + self.count[:, : carry.width], tokens)
         carry.states.copy_(gathered(states, on_path))
         carry.tokens.copy_(tokens)
         carry.count.copy_(count)
@@ -266,7 +295,7 @@ class Round:
         carry = self.carry
         places = starts + drafts.depths
         side.placement.on_device = starts
-        with attention_to_spans(side.model):
+        with attention_to_spans(side.model), fused_layers(side.model):
             out = side.model(
                 input_ids=ids,
                 attention_mask=span_masks(side.model, starts, carry.padding, places, drafts.bits),

@@ -1,0 +1,95 @@
+"""The drafter's forward over an arena by the operations of `kernels`: fourteen nodes of a graph a draft step.
+
+B sequences, T tokens, h drafter width, n*ht width of a token's captured states, Vd draft vocabulary.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import Cache
+from transformers.activations import SiLUActivation
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from ...attention import GQAttention
+from ...kernels.norms import embed_norms, state_norms
+from ...modeling import Eagle31DecoderLayer, Eagle31DrafterModel
+from ...targets.decoder_layer import arena_layer, attend, eps_of, norm_sum, through_layer, through_mlp
+from ...targets.ends import ACTIVATION_DTYPES
+from ..aux_states import gathered
+
+KINDS = (Eagle31DecoderLayer, GQAttention, LlamaMLP, SiLUActivation, nn.SiLU, nn.Linear, nn.RMSNorm)  # of a layer
+
+
+def run_fused(
+    drafter: Eagle31DrafterModel,
+    ids: Tensor,
+    source: dict[str, Tensor],
+    rope: list[Tensor],
+    spans: dict[str, Tensor],
+    cache: Cache,
+    last: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Tokens (B, T) and their source, `target_hidden_states` (B, T, n*ht) or `hidden_states` (B, T, h), -> states
+    (B, T, h) and draft logits (B, T, Vd), as the drafter's forward computes them; with `last` (B, 1) both of that
+    token alone. `rope`: cos and sin (B or 1, T, P); `spans`: masks by type of layers; the cache lies in an arena."""
+    states = source.get("hidden_states")
+    if states is None:
+        states = fused_states(drafter, source["target_hidden_states"])
+    layers: list[Any] = list(drafter.layers)
+    x, residual = _through_first(drafter, layers[0], ids, states, rope, spans, cache)
+    for index in range(1, len(layers)):
+        mask = spans[layers[index].attention_type]
+        x, residual = through_layer(layers[index], x, residual, rope, mask, arena_layer(cache, index))
+    normed, total = norm_sum(drafter.norm, x, residual)
+    fed_back = normed if drafter.config.norm_output else total
+    if last is not None:
+        fed_back, normed = gathered(fed_back, last), gathered(normed, last)
+    return fed_back, drafter.score(normed)
+
+
+def fused_states(drafter: Eagle31DrafterModel, states: Tensor) -> Tensor:
+    """`Eagle31DrafterModel.fuse_target_states` in three operations at most."""
+    states = states.to(drafter.like.dtype)
+    if drafter.input_norm is not None:
+        states = state_norms(states, [drafter.input_norm.weight], eps_of(drafter.input_norm))
+    if drafter.fc_norm is not None:
+        states = state_norms(states, [norm.weight for norm in drafter.fc_norm], eps_of(drafter.fc_norm[0]))
+    return drafter.fc(states)
+
+
+def _through_first(
+    drafter: Eagle31DrafterModel,
+    layer: Any,
+    ids: Tensor,
+    states: Tensor,
+    rope: list[Tensor],
+    spans: dict[str, Tensor],
+    cache: Cache,
+) -> tuple[Tensor, Tensor]:
+    """The layer that reads [embedding, state]: states (B, T, h) before it -> after it, as a sum of two."""
+    norms = layer.input_layernorm, layer.hidden_norm
+    table: Any = drafter.get_input_embeddings()
+    x = embed_norms(ids, table.weight, norms[0].weight, states, norms[1].weight, eps_of(norms[0]))
+    residual = x[..., states.shape[-1] :] if layer.norm_before_residual else states
+    attended = attend(layer.self_attn, x, rope, spans[layer.attention_type], arena_layer(cache, 0))
+    normed, residual = norm_sum(layer.post_attention_layernorm, attended, residual)
+    return through_mlp(layer.mlp, normed), residual
+
+
+def can_fuse(drafter: Eagle31DrafterModel) -> bool:
+    """Returns whether `run_fused` computes what the drafter's forward does: it is the library's own, with attention
+    over keys of several heads, and nothing of it is quantized, offloaded, wrapped or replaced."""
+    if type(drafter) is not Eagle31DrafterModel or "forward" in vars(drafter):
+        return False
+    norms = [drafter.norm, *filter(None, [drafter.input_norm]), *(drafter.fc_norm or ())]
+    modules = [module for layer in drafter.layers for module in layer.modules()]
+    are_ours = all(type(module) in KINDS for module in (*modules, drafter.fc, *norms))
+    is_plain = not any("forward" in vars(module) or hasattr(module, "_hf_hook") for module in (*modules, *norms))
+    return are_ours and is_plain and _can_look_up(drafter.get_input_embeddings())
+
+
+def _can_look_up(table: Any) -> bool:
+    """Returns whether a row of an embedding's weight is what a drafter reads of a token; see `ends.rows_of`."""
+    is_read = type(table) is nn.Embedding and table.max_norm is None and "forward" not in vars(table)
+    is_read = is_read or (isinstance(table, nn.Embedding) and hasattr(table, "embed_scale"))
+    return is_read and table.weight.dtype in ACTIVATION_DTYPES and not table.weight.is_meta
