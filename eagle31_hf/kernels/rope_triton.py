@@ -1,0 +1,279 @@
+"""The kernels of the rotary embedding and of what appends keys and values: a program takes some heads of a token, or
+some tokens of a head, and copies to slots that it computes from what the device holds."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+HEADS = 4  # of a token, a program of `rope_append`
+TOKENS = 8  # of a head, a program of `append`
+APPEND_WARPS = 2
+
+
+@triton.jit
+def append_kernel(
+    keys,
+    values,
+    key_buffer,
+    value_buffer,
+    starts,
+    stride_kb,
+    stride_kh,
+    stride_kt,
+    stride_vb,
+    stride_vh,
+    stride_vt,
+    stride_key_b,
+    stride_key_h,
+    stride_key_s,
+    stride_value_b,
+    stride_value_h,
+    stride_value_s,
+    stride_starts,
+    num_tokens,
+    capacity,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    D_BLOCK: tl.constexpr,
+    DV_BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """One program: the keys and values of a block of tokens of a head."""
+    head, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    slot = tl.load(starts + b * stride_starts) + t
+    fits = (t < num_tokens) & (slot >= 0) & (slot < capacity)
+    i, j = tl.arange(0, D_BLOCK), tl.arange(0, DV_BLOCK)
+    is_key = fits[:, None] & (i < D)[None, :]
+    is_value = fits[:, None] & (j < DV)[None, :]
+    t = t.to(tl.int64)
+    k = tl.load(keys + b * stride_kb + head * stride_kh + t[:, None] * stride_kt + i[None, :], mask=is_key)
+    v = tl.load(values + b * stride_vb + head * stride_vh + t[:, None] * stride_vt + j[None, :], mask=is_value)
+    key_at = key_buffer + b * stride_key_b + head * stride_key_h + slot[:, None] * stride_key_s + i[None, :]
+    value_at = value_buffer + b * stride_value_b + head * stride_value_h + slot[:, None] * stride_value_s + j[None, :]
+    tl.store(key_at, k.to(tl.float32).to(key_buffer.dtype.element_ty), mask=is_key)
+    tl.store(value_at, v.to(tl.float32).to(value_buffer.dtype.element_ty), mask=is_value)
+
+
+@triton.jit
+def _rotate(
+    x,
+    y,
+    weight,
+    cos,
+    sin,
+    stride_x,
+    stride_y,
+    head,
+    num_heads,
+    eps,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
+    NORMED: tl.constexpr,
+):
+    """Some heads of a token from x to y, normed where they are to be and rotated; rounded to the dtype of x first."""
+    HALF: tl.constexpr = P // 2
+    i = tl.arange(0, HALF_BLOCK)
+    in_half = i < HALF
+    is_head = head < num_heads
+    inside = is_head[:, None] & in_half[None, :]
+    from_first, to_first = head[:, None] * stride_x + i[None, :], head[:, None] * stride_y + i[None, :]
+    first = tl.load(x + from_first, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(x + from_first + HALF, mask=inside, other=0.0).to(tl.float32)
+    first_cos = tl.load(cos + i, mask=in_half, other=0.0).to(tl.float32)
+    second_cos = tl.load(cos + i + HALF, mask=in_half, other=0.0).to(tl.float32)
+    first_sin = tl.load(sin + i, mask=in_half, other=0.0).to(tl.float32)
+    second_sin = tl.load(sin + i + HALF, mask=in_half, other=0.0).to(tl.float32)
+    kept = x.dtype.element_ty
+    stored = y.dtype.element_ty
+    if D > P:
+        j = P + tl.arange(0, REST_BLOCK)
+        is_rest = is_head[:, None] & (j < D)[None, :]
+        rest = tl.load(x + head[:, None] * stride_x + j[None, :], mask=is_rest, other=0.0).to(tl.float32)
+    if NORMED:
+        squares = tl.sum(first * first + second * second, 1)
+        if D > P:
+            squares += tl.sum(rest * rest, 1)
+        scale = tl.rsqrt(squares / D + eps)[:, None]
+        first *= scale * tl.load(weight + i, mask=in_half, other=0.0).to(tl.float32)[None, :]
+        second *= scale * tl.load(weight + i + HALF, mask=in_half, other=0.0).to(tl.float32)[None, :]
+        if D > P:
+            rest *= scale * tl.load(weight + j, mask=j < D, other=0.0).to(tl.float32)[None, :]
+    turned_first = (first * first_cos[None, :] - second * first_sin[None, :]).to(kept)
+    turned_second = (second * second_cos[None, :] + first * second_sin[None, :]).to(kept)
+    tl.store(y + to_first, turned_first.to(tl.float32).to(stored), mask=inside)
+    tl.store(y + to_first + HALF, turned_second.to(tl.float32).to(stored), mask=inside)
+    if D > P:
+        tl.store(y + head[:, None] * stride_y + j[None, :], rest.to(kept).to(tl.float32).to(stored), mask=is_rest)
+
+
+@triton.jit
+def rope_append_kernel(
+    q,
+    k,
+    v,
+    cos,
+    sin,
+    q_weight,
+    k_weight,
+    key_buffer,
+    value_buffer,
+    starts,
+    out,
+    stride_qb,
+    stride_qt,
+    stride_qh,
+    stride_kb,
+    stride_kt,
+    stride_kh,
+    stride_vb,
+    stride_vt,
+    stride_vh,
+    stride_cos_b,
+    stride_cos_t,
+    stride_sin_b,
+    stride_sin_t,
+    stride_key_b,
+    stride_key_h,
+    stride_key_s,
+    stride_value_b,
+    stride_value_h,
+    stride_value_s,
+    stride_starts,
+    num_tokens,
+    capacity,
+    eps,
+    H: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    P: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
+    DV_BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
+    NORMED: tl.constexpr,
+):
+    """One program: some of a token's heads of queries, of keys, or of values."""
+    Q_BLOCKS: tl.constexpr = (H + HEADS - 1) // HEADS
+    KV_BLOCKS: tl.constexpr = (HKV + HEADS - 1) // HEADS
+    BLOCKS: tl.constexpr = Q_BLOCKS + 2 * KV_BLOCKS
+    block, b = tl.program_id(0) % BLOCKS, tl.program_id(1).to(tl.int64)
+    t = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    slot = tl.load(starts + b * stride_starts) + t
+    kept_heads = tl.where((slot >= 0) & (slot < capacity), HKV, 0)
+    cos += b * stride_cos_b + t * stride_cos_t
+    sin += b * stride_sin_b + t * stride_sin_t
+    h = tl.arange(0, HEADS).to(tl.int64)
+    if block < Q_BLOCKS:
+        head = block * HEADS + h
+        x, y = q + b * stride_qb + t * stride_qt, out + (b * num_tokens + t) * H * D
+        _rotate(x, y, q_weight, cos, sin, stride_qh, D, head, H, eps, D, P, HALF_BLOCK, REST_BLOCK, NORMED)
+    elif block < Q_BLOCKS + KV_BLOCKS:
+        head = (block - Q_BLOCKS) * HEADS + h
+        key, key_at = k + b * stride_kb + t * stride_kt, key_buffer + b * stride_key_b + slot * stride_key_s
+        _rotate(
+            key,
+            key_at,
+            k_weight,
+            cos,
+            sin,
+            stride_kh,
+            stride_key_h,
+            head,
+            kept_heads,
+            eps,
+            D,
+            P,
+            HALF_BLOCK,
+            REST_BLOCK,
+            NORMED,
+        )
+    else:
+        head = (block - Q_BLOCKS - KV_BLOCKS) * HEADS + h
+        i = tl.arange(0, DV_BLOCK)
+        inside = (head < kept_heads)[:, None] & (i < DV)[None, :]
+        values = tl.load(v + b * stride_vb + t * stride_vt + head[:, None] * stride_vh + i[None, :], mask=inside)
+        at = value_buffer + b * stride_value_b + slot * stride_value_s + head[:, None] * stride_value_h + i[None, :]
+        tl.store(at, values.to(tl.float32).to(value_buffer.dtype.element_ty), mask=inside)
+
+
+def rope_blocks(width: int, value_width: int, rotated: int) -> dict[str, int]:
+    """The constants of `rope_append_kernel` for heads so wide, of which so much is rotated."""
+    return {
+        "D": width,
+        "DV": value_width,
+        "P": rotated,
+        "HALF_BLOCK": triton.next_power_of_2(rotated // 2),
+        "REST_BLOCK": triton.next_power_of_2(max(width - rotated, 1)),
+        "DV_BLOCK": triton.next_power_of_2(value_width),
+        "HEADS": HEADS,
+    }
+
+
+def append_blocks(width: int, value_width: int) -> dict[str, int]:
+    """The constants of `append_kernel` for heads so wide."""
+    blocks = {"D_BLOCK": triton.next_power_of_2(width), "DV_BLOCK": triton.next_power_of_2(value_width)}
+    return {"D": width, "DV": value_width, "TOKENS": TOKENS, **blocks}
+
+
+def _with_close_entries(x: Tensor) -> Tensor:
+    """x, copied where the entries of a head do not lie side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _check(buffers: list[Tensor]) -> None:
+    """Refuses buffers that the kernels would write to elsewhere."""
+    if any(buffer.stride(-1) != 1 for buffer in buffers):
+        raise ValueError("buffers must be contiguous in their last dimension")
+
+
+def append(new: list[Tensor], buffers: list[Tensor], starts: Tensor) -> None:
+    """Launches the kernel; see the operation."""
+    _check(buffers)
+    keys, values = (_with_close_entries(states) for states in new)
+    batch, heads, tokens, width = keys.shape
+    strides = [stride for each in (keys, values, *buffers) for stride in each.stride()[:3]]
+    sizes = starts.stride(0), tokens, buffers[0].shape[2]
+    grid = triton.cdiv(tokens, TOKENS), heads, batch
+    blocks = append_blocks(width, values.shape[3])
+    append_kernel[grid](keys, values, *buffers, starts, *strides, *sizes, **blocks, num_warps=APPEND_WARPS)
+
+
+def rope_append(
+    qkv: list[Tensor], rope: list[Tensor], norms: list[Tensor], eps: float, buffers: list[Tensor], starts: Tensor
+) -> Tensor:
+    """Launches the kernel; see the operation."""
+    _check(buffers)
+    qkv, rope = [_with_close_entries(each) for each in qkv], [_with_close_entries(each) for each in rope]
+    batch, tokens, heads, width = qkv[0].shape
+    kv_heads, value_width = qkv[2].shape[2:]
+    weights = [weight.contiguous() for weight in norms] or qkv[:2]  # which are not read where there are none
+    out = torch.empty_like(qkv[0], memory_format=torch.contiguous_format)
+    strides = [stride for each in qkv for stride in each.stride()[:3]]
+    for each in rope:
+        strides += [0 if len(each) == 1 else each.stride(0), each.stride(1)]
+    strides += [stride for each in buffers for stride in each.stride()[:3]]
+    blocks = rope_blocks(width, value_width, rope[0].shape[2])
+    head_blocks = triton.cdiv(heads, HEADS) + 2 * triton.cdiv(kv_heads, HEADS)
+    sizes = starts.stride(0), tokens, buffers[0].shape[2]
+    rope_append_kernel[(tokens * head_blocks, batch)](
+        *qkv,
+        *rope,
+        *weights,
+        *buffers,
+        starts,
+        out,
+        *strides,
+        *sizes,
+        eps,
+        H=heads,
+        HKV=kv_heads,
+        NORMED=bool(norms),
+        **blocks,
+        num_warps=1,
+    )
+    return out
