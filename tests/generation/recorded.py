@@ -35,8 +35,8 @@ class Recording(TorchDispatchMode):
             if func.is_view:
                 continue  # of the same memory as ever
             again = func(*args, **kwargs)
-            if any(argument.alias_info is not None for argument in func._schema.arguments):
-                continue  # it wrote to its arguments
+            if any(returned.alias_info is not None for returned in func._schema.returns):
+                continue  # one of its arguments, which it has written to
             for new, kept in zip(_tensors(again), _tensors(out), strict=True):
                 kept.copy_(new)
 

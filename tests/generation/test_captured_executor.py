@@ -1,0 +1,322 @@
+"""Captured rounds as a whole: recorded and replayed without Python, ended in the midst of a round, failing, shared by
+threads, and captured anew when a model has changed."""
+
+import threading
+
+import pytest
+import torch
+from batches import known_prompts, left_padded
+from close import TARGET_FORWARD, assert_close
+from conftest import PROMPT, build_drafter, build_target
+from observers import Countdown, Puts, num_hooks
+from recorded import Recorded
+from transformers import DynamicCache, PreTrainedModel
+
+from eagle31_hf import Eagle31DrafterModel, track_acceptance
+from eagle31_hf.generation.captured.kept import release
+from eagle31_hf.generation.captured.seam import Uncaptured, seams
+
+CHAIN = {"num_assistant_tokens": 4}
+TREE = {"num_assistant_tokens": 4, "draft_tree_top_k": 3, "draft_tree_total_tokens": 10}
+PLANS = {"chain": CHAIN, "tree": TREE, "auto": {"num_assistant_tokens": "auto"}}
+LENGTH = 30
+Pair = tuple[PreTrainedModel, Eagle31DrafterModel]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_kept():
+    release()
+    yield
+    release()
+
+
+@pytest.fixture
+def pair() -> Pair:
+    """Models of their own for every test, which may change them."""
+    target = build_target("llama")
+    return target, build_drafter(target)
+
+
+def asked(**options) -> dict:
+    ids = torch.tensor(PROMPT)
+    given = {"inputs": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": LENGTH, "do_sample": False}
+    return given | {"pad_token_id": 6} | options
+
+
+def decode(pair: Pair, seam, plan: str = "chain", **options):
+    """What `generate` returns, and its statistics."""
+    target, drafter = pair
+    with seams(lambda device: seam), track_acceptance() as stats:
+        return target.generate(**asked(**options), assistant_model=drafter, **PLANS[plan]), stats
+
+
+def state_of(target: PreTrainedModel) -> tuple:
+    """What a call must leave as it was."""
+    forwards = [vars(module).get("forward") for module in target.modules()]
+    return target.config.to_dict(), target.config._attn_implementation, num_hooks(target), forwards
+
+
+# --- recorded and replayed ---
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_replays_give_the_text_of_the_target(kind, plan):
+    """Every operation runs on the memory it was recorded with: nothing of a round may be baked in."""
+    target = build_target(kind)
+    pair, seam = (target, build_drafter(target)), Recorded()
+    for length in (5, 9, 7):
+        ids = torch.tensor(known_prompts(target, length))
+        options = {"inputs": ids, "attention_mask": torch.ones_like(ids)}
+        text, stats = decode(pair, seam, plan, **options)
+        assert text.tolist() == target.generate(**asked(**options)).tolist()
+        assert set(stats.executions) == {f"as {Recorded.name}"}
+    if plan != "auto":  # which captures plan after plan
+        assert seam.captures == 2  # a draft and a verify, once
+    assert seam.replays > 3 * seam.captures
+
+
+def test_replays_of_a_batch_whose_sequences_end_early(pair):
+    target, _ = pair
+    ids, mask = left_padded(known_prompts(target, 5, 7, 9))
+    options = {"inputs": ids, "attention_mask": mask}
+    free = target.generate(**asked(**options))
+    ends = int(free[0, ids.shape[1] + 3])  # at another place in every sequence
+    for plan in PLANS:
+        text, _ = decode(pair, Recorded(), plan, **options, eos_token_id=ends)
+        assert text.tolist() == target.generate(**asked(**options, eos_token_id=ends)).tolist()
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_sampled_text_is_that_of_the_eager_loop(pair, plan):
+    target, drafter = pair
+    options = {"do_sample": True, "top_k": 7, "temperature": 0.8}
+    torch.manual_seed(3)
+    expected = target.generate(**asked(**options), assistant_model=drafter, **TREE)
+    torch.manual_seed(3)
+    assert decode(pair, Recorded(), plan, **options)[0].tolist() == expected.tolist()
+
+
+# --- how texts end ---
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("length", range(1, 9))
+def test_text_of_every_length(pair, plan, length):
+    text, stats = decode(pair, Uncaptured(), plan, max_new_tokens=length)
+    assert text.tolist() == pair[0].generate(**asked(max_new_tokens=length)).tolist()
+    assert stats.generated_tokens == length
+
+
+def test_streamer_and_criteria_see_every_token(pair):
+    streams, texts = [], []
+    for assisted in (False, True):
+        streamer, criterion = Puts(), Countdown(11)
+        options = {"streamer": streamer, "stopping_criteria": [criterion]}
+        if assisted:
+            text, stats = decode(pair, Recorded(), "tree", **options)
+            assert set(stats.executions) == {f"as {Recorded.name}"}
+        else:
+            expected = pair[0].generate(**asked(**options))
+        streams.append(streamer.calls)
+        texts.append(criterion.texts)
+    assert text.tolist() == expected.tolist()
+    assert streams[0] == streams[1]
+    assert texts[0] == texts[1]
+
+
+def test_returned_cache_is_the_callers_own(pair):
+    """It holds what plain decoding leaves in it, and the next call, in the same arena, does not write to it."""
+    target, _ = pair
+    options = {"return_dict_in_generate": True}
+    found, stats = decode(pair, Recorded(), "tree", **options)
+    expected = target.generate(**asked(**options))
+    assert set(stats.executions) == {f"as {Recorded.name}"}
+    other = torch.tensor(known_prompts(target, 11))
+    decode(pair, Recorded(), "tree", inputs=other, attention_mask=torch.ones_like(other))
+    assert found.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
+    for ours, theirs in zip(found.past_key_values.layers, expected.past_key_values.layers, strict=True):
+        assert_close("keys", ours.keys, theirs.keys, TARGET_FORWARD)
+        assert_close("values", ours.values, theirs.values, TARGET_FORWARD)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("plan", PLANS)
+def test_harmful_drafts(pair, plan, value):
+    """A token that the drafter proposes and the target never says, whose embedding is not finite."""
+    target, drafter = pair
+    with torch.no_grad():
+        target.lm_head.weight[4] = 0
+        drafter.lm_head.weight[4] = 1.1 * drafter.lm_head.weight[8]
+    text = target.generate(**asked())
+    probed, _ = decode(pair, Uncaptured(), plan)  # the probe tries all tokens of so few
+    with torch.no_grad():
+        target.get_input_embeddings().weight[4] = value
+    release()
+    harmed, stats = decode(pair, Recorded(), plan)
+    assert probed.tolist() == text.tolist()
+    assert harmed.tolist() == text.tolist()
+    assert stats.kinds["plain"] > 0 or plan == "auto"
+
+
+# --- failures ---
+
+
+@pytest.mark.parametrize("fails_at", [1, 2])
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_capture_that_fails_leaves_no_trace(pair, plan, fails_at):
+    target, _ = pair
+    before = state_of(target)
+    expected = target.generate(**asked())
+    seam = Recorded(fails_at)
+    text, stats = decode(pair, seam, plan)
+    assert text.tolist() == expected.tolist()
+    (execution,) = stats.executions
+    assert execution.startswith("eagerly: capturing failed (OutOfMemoryError")
+    assert state_of(target) == before
+    tries = seam.captures
+    text, stats = decode(pair, seam, plan)
+    assert text.tolist() == expected.tolist()
+    assert seam.captures == tries  # not tried again
+    assert "capturing failed" in stats.summary()
+
+
+def test_a_capture_that_fails_late(pair):
+    """The plans before it were captured; the rest of the text is decoded eagerly, from where the device has come to."""
+    target, _ = pair
+    for fails_at in range(3, 7):
+        release()
+        text, stats = decode(pair, Recorded(fails_at), "auto", max_new_tokens=40)
+        assert text.tolist() == target.generate(**asked(max_new_tokens=40)).tolist()
+        assert len(stats.executions) == 2
+
+
+# --- when a capture no longer holds ---
+
+
+def changes(target: PreTrainedModel, drafter: Eagle31DrafterModel) -> dict:
+    """What a user may do between two calls: name -> the change."""
+
+    def replace_weight():
+        target.lm_head.weight = torch.nn.Parameter(target.lm_head.weight.flip(0).clone())
+
+    def train_drafter():
+        drafter.layers[0].mlp.down_proj.weight = torch.nn.Parameter(drafter.layers[0].mlp.down_proj.weight * 0.5)
+
+    return {
+        "a weight in place": lambda: target.lm_head.weight.data.copy_(target.lm_head.weight.data.flip(0)),
+        "another weight": replace_weight,
+        "another dtype": lambda: target.double() and None,
+        "a weight of the drafter": train_drafter,
+        "an epsilon": lambda: setattr(target.model.norm, "variance_epsilon", 0.5),
+        "another attention": lambda: target.set_attn_implementation("eager"),
+    }
+
+
+@pytest.mark.parametrize("name", ["a weight in place", "another weight", "another dtype", "a weight of the drafter",
+                                  "an epsilon", "another attention"])  # fmt: skip
+def test_changed_models(pair, name):
+    target, drafter = pair
+    seam = Recorded()
+    decode(pair, seam)
+    captures = seam.captures
+    changes(target, drafter)[name]()
+    text, stats = decode(pair, seam)
+    assert text.tolist() == target.generate(**asked()).tolist()
+    assert set(stats.executions) == {f"as {Recorded.name}"}
+    assert (seam.captures == captures) == (name == "a weight in place")
+
+
+def test_training_mode_is_not_captured(pair):
+    target, _ = pair
+    target.train()
+    _, stats = decode(pair, Recorded())
+    assert set(stats.executions) == {"eagerly: the target is in training mode"}
+
+
+def test_adapters_that_are_switched(pair):
+    peft = pytest.importorskip("peft")
+    target, drafter = pair
+    for seed, name in enumerate(("one", "other")):
+        torch.manual_seed(seed)
+        config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+        target.add_adapter(config, name)
+    texts, seam = [], Recorded()
+    for name in ("one", "other", None, "one"):
+        if name is None:
+            target.disable_adapters()
+        else:
+            target.enable_adapters()
+            target.set_adapter(name)
+        text, stats = decode((target, drafter), seam)
+        assert text.tolist() == target.generate(**asked()).tolist()
+        assert set(stats.executions) == {f"as {Recorded.name}"}
+        texts.append(text.tolist())
+    assert texts[0] != texts[1] != texts[2]
+    assert texts[0] == texts[3]
+
+
+def test_two_targets_of_one_drafter(pair):
+    _, drafter = pair
+    targets = [build_target("llama"), build_target("llama", initializer_range=0.3)]
+    seam = Recorded()
+    for target in targets * 2:
+        text, _ = decode((target, drafter), seam)
+        assert text.tolist() == target.generate(**asked()).tolist()
+
+
+def test_threads_share_a_pair(pair):
+    """One of two calls at once is in captured rounds, the other runs eagerly; both say what the target says."""
+    target, drafter = pair
+    expected = target.generate(**asked()).tolist()
+    seam, found, barrier = Recorded(), [], threading.Barrier(3)
+
+    def run():
+        barrier.wait()
+        with track_acceptance() as stats:
+            text = target.generate(**asked(), assistant_model=drafter, **CHAIN)
+        found.append((text.tolist(), set(stats.executions)))
+
+    with seams(lambda device: seam):
+        threads = [threading.Thread(target=run) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert [text for text, _ in found] == [expected] * 3
+    assert any(executions == {f"as {Recorded.name}"} for _, executions in found)
+
+
+# --- why not ---
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"disable_compile": True}, "disable_compile is set"),
+        ({"repetition_penalty": 1.3}, "RepetitionPenaltyLogitsProcessor reads the text"),
+        ({"return_dict_in_generate": True, "output_logits": True}, "output_logits is asked for"),
+        ({"cache_implementation": "static"}, "a static cache was asked for"),
+        ({"assistant_confidence_threshold": 0.5}, "assistant_confidence_threshold"),
+        ({"num_assistant_tokens": 70}, "drafts are larger than a captured round takes"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_why_rounds_run_eagerly(pair, options, reason):
+    target, drafter = pair
+    with seams(lambda device: Recorded()), track_acceptance() as stats:
+        target.generate(**asked(**CHAIN | options), assistant_model=drafter)
+    (execution,) = stats.executions
+    assert execution.startswith("eagerly: ")
+    assert reason in execution
+    assert reason in stats.summary()
+
+
+def test_a_cache_with_an_earlier_turn_runs_eagerly(pair):
+    target, _ = pair
+    cache = DynamicCache(config=target.config)
+    first = target.generate(**asked(past_key_values=cache, max_new_tokens=4))
+    options = {"inputs": first, "attention_mask": torch.ones_like(first)}
+    text, stats = decode(pair, Recorded(), past_key_values=cache, **options)
+    assert text.tolist() == target.generate(**asked(**options)).tolist()
+    assert set(stats.executions) == {"eagerly: the cache that was passed already holds tokens"}
