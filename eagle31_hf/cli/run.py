@@ -76,6 +76,10 @@ def generate(args: argparse.Namespace) -> int:
         show(args, {"text": text, **stats.as_dict()}, "")
     else:
         print(stats.summary(), file=sys.stderr)
+    if args.explain:
+        from ..generation.captured.kept import explained
+
+        print(explained(drafter, target), file=sys.stderr)
     return 0
 
 
@@ -196,4 +200,7 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=DTYPES, default="auto", help="of both models (default: auto, the target's own)"
     )
     parser.add_argument("--chat", action="store_true", help="wrap the prompt in the target's chat template")
+    parser.add_argument(
+        "--explain", action="store_true", help="say how rounds are run: as CUDA graphs or eagerly, by which kernels"
+    )
     add_reading(parser)

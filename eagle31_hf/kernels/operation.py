@@ -61,11 +61,11 @@ def why_torch(name: str, device: torch.device) -> str | None:
     """Why an operation runs as torch does on a device; None where its kernel runs."""
     wanted = os.environ.get(SWITCH, "")
     if wanted == "torch" or name in wanted.split(","):
-        return f"{SWITCH}={wanted}"
+        return f"as torch does: {SWITCH}={wanted}"
     if device.type != "cuda":
-        return f"no GPU, but {device.type}"
+        return f"as torch does: no GPU, but {device.type}"
     if not _has_triton():
-        return "Triton is not installed"
+        return "as torch does: Triton is not installed"
     return None
 
 

@@ -51,8 +51,8 @@ def test_every_kernel_has_a_case(compiled):
 
 
 def test_why_an_operation_runs_as_torch_does(monkeypatch):
-    assert why_torch("silu_mul", torch.device("cpu")) == "no GPU, but cpu"
+    assert why_torch("silu_mul", torch.device("cpu")) == "as torch does: no GPU, but cpu"
     assert why_torch("silu_mul", torch.device("cuda")) is None
     monkeypatch.setenv(SWITCH, "append,silu_mul")
-    assert why_torch("silu_mul", torch.device("cuda")) == f"{SWITCH}=append,silu_mul"
+    assert why_torch("silu_mul", torch.device("cuda")) == f"as torch does: {SWITCH}=append,silu_mul"
     assert why_torch("rope_append", torch.device("cuda")) is None

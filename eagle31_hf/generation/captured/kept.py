@@ -13,12 +13,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...cache.arena import Arena, move_into, slots_of
+from ...kernels.operation import OPERATIONS, why_torch
 from ...modeling import Eagle31DrafterModel
 from ..executor import EagerExecutor
+from ..planning.plan import Plan
 from .carry import Carry
 from .executor import Captured, CapturedExecutor
 from .round import Parts, Round, Side
-from .seam import Seam
+from .seam import Seam, seam_of
 from .why import most_tokens
 
 SPARE = 64  # slots of an arena beyond the longest text, for nodes
@@ -127,3 +129,34 @@ def release(drafter: Eagle31DrafterModel | None = None) -> None:
             _kept.clear()
         else:
             _kept.pop(drafter, None)
+
+
+def explained(drafter: Eagle31DrafterModel, target: PreTrainedModel) -> str:
+    """Says what captured rounds keep for two models, and how every operation of theirs runs, in lines for people."""
+    device = target.device
+    with _kept_lock:
+        by_target = _kept.get(drafter)
+        kept = None if by_target is None else by_target.get(target)
+    lines = [
+        f"rounds on {device}: "
+        + ("CUDA graphs, where a call allows" if seam_of(device) else "eager, as everywhere but on a GPU")
+    ]
+    if kept is not None:
+        plans = sorted({_name(plan) for _, plan in kept.captured})
+        held = sum(arena.num_bytes() for arena in kept.arenas) / 1e6
+        lines.append(
+            f"kept for the next call: {', '.join(plans) or 'nothing captured'}; keys and values, {held:.0f} MB"
+        )
+        lines += [f"eagerly: {reason}" for reason in kept.failures]
+    ways = {name: why_torch(name, device) or "by Triton" for name in sorted(OPERATIONS)}
+    lines += [
+        f"operations {way}: {', '.join(name for name in ways if ways[name] == way)}"
+        for way in sorted(set(ways.values()))
+    ]
+    return "\n".join(lines)
+
+
+def _name(plan: Plan) -> str:
+    if plan.depth == 0:
+        return "plain rounds"
+    return f"chains {plan.depth} deep" if plan.top_k == 1 else f"trees of {plan.max_nodes} nodes, {plan.depth} deep"
