@@ -11,9 +11,9 @@ from .operation import operation
 
 def _shapes_of_path(
     ids: Tensor,
-    bits: Tensor,
     parents: Tensor,
     depths: Tensor,
+    bits: Tensor,
     chosen: Tensor,
     spoiled: Tensor,
     going: Tensor,

@@ -48,10 +48,11 @@ def next_level(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The children (B, F, k) of a level's nodes, fp32, of which the best `width` are run next, at most F k.
 
-    `scores` (B, F): log-probability of each node's path; `bits` (B, F) int64: which of the nodes run so far a node
-    sees, itself included; `num_run`: how many have been run, at most 64 with `width`. Scores are finite or -inf. Returns the scores of the children (B, F k), each its
-    parent's and its own added; and of the best: their scores, their places among the children, and their bits, their
-    parent's and bit `num_run` + i of the i-th, each (B, width). Of equal ones the first comes first."""
+    `scores` (B, F): log-probability of each node's path, finite or -inf, as the children's are; `bits` (B, F) int64:
+    which of the nodes run so far a node sees, itself included; `num_run`: how many have been run, with `width` at most
+    64. Returns the scores of the children (B, F k), each its parent's and its own added; and of the best: their scores,
+    their places among the children, and their bits, their parent's and bit `num_run` + i of the i-th, each (B, width).
+    Of equal ones the first comes first."""
     totals = (log_probs + scores[..., None]).flatten(1)
     order = totals.sort(dim=1, descending=True, stable=True)
     best = order.indices[:, :width]
@@ -74,11 +75,11 @@ def _shapes_of_tree(scores: Tensor, parents: Tensor, count: int) -> tuple[Tensor
 def best_tree(scores: Tensor, parents: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The tree of the `count` best candidates, at most 63, of C.
 
-    `scores` (B, C) fp32, finite or -inf, none above its parent's, or all alike of a chain; `parents` (B, C) int64: the candidate
-    whose child it is, which comes before it, -1: the root. Of equal ones the first comes first, so a parent is among
-    the best where its child is. Returns the candidates that are kept (B, count), ascending; the node each hangs on
-    (B, count), the root being node 0 and the i-th that is kept node i + 1; and of all nodes (B, count + 1) their
-    depths, and the bits of the nodes on the way to them, the root's bit 0 and their own included. All int64."""
+    `scores` (B, C) fp32, finite or -inf, none above its parent's, or all alike of a chain; `parents` (B, C) int64: the
+    candidate whose child it is, which comes before it, -1: the root. Of equal ones the first comes first, so a parent
+    is among the best where its child is. Returns the candidates that are kept (B, count), ascending; the node each
+    hangs on (B, count), the root being node 0 and the i-th that is kept node i + 1; and of all nodes (B, count + 1)
+    their depths, and the bits of the nodes on the way to them, the root's bit 0 and their own included. All int64."""
     kept = scores.sort(dim=1, descending=True, stable=True).indices[:, :count].sort(dim=1).values
     node = kept.new_zeros(len(kept), scores.shape[1] + 1)  # of each candidate that is kept, from 1 on; of the root 0
     node.scatter_(1, kept + 1, torch.arange(1, count + 1, device=kept.device).expand_as(kept))
