@@ -167,8 +167,8 @@ def attend(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Queries (B, H, T, D) over keys (B, Hkv, S, D) and values (B, Hkv, S, V) -> (B, T, H, V), with the configured
-    implementation, by what stands in the mask's place, or, by a mask of spans, over an arena; and the attention weights (B, H, T, S) where the
-    implementation has them (eager), else None."""
+    implementation, by what stands in the mask's place, or, by a mask of spans, over an arena; and the attention weights
+    (B, H, T, S) where the implementation has them (eager), else None."""
     if callable(mask):
         return mask(module, q, k, v), None
     if isinstance(mask, Tensor) and mask.dtype == torch.long:  # of spans, over an arena

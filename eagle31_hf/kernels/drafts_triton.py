@@ -8,7 +8,8 @@ from torch import Tensor
 
 # Columns of a slice, a program of `likeliest_tokens`, and its warps: so many that a row makes some 30 slices.
 SLICE, SLICE_WARPS = 1024, 4
-LARGE_VOCAB, LARGE_SLICE, LARGE_SLICE_WARPS = 65536, 4096, 8
+LARGE_VOCAB = 65536
+LARGE_SLICE, LARGE_SLICE_WARPS = 4096, 8
 JOIN_WARPS = 4
 RANKED, AGAINST = 128, 16  # children that a program of `next_level` ranks, and those that it looks at together
 LEVEL_WARPS = 4
@@ -267,7 +268,8 @@ def next_level(
     log_probs: Tensor, scores: Tensor, bits: Tensor, width: int, num_run: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Launches the kernel; see the operation."""
-    log_probs, scores, bits = log_probs.contiguous(), scores.contiguous(), bits.contiguous()
+    log_probs, scores = log_probs.contiguous(), scores.contiguous()
+    bits = bits.contiguous()
     batch, num_nodes, k = log_probs.shape
     num_children = num_nodes * k
     totals = torch.empty(batch, num_children, dtype=torch.float32, device=scores.device)

@@ -160,7 +160,8 @@ class CapturedExecutor:
 
     def _fill_carry(self) -> None:
         """Hands the carry what the prompt has left."""
-        carry, sequences, runner = self.carry, self.sequences, self.eager.runner
+        carry, sequences = self.carry, self.sequences
+        runner = self.eager.runner
         unread = self.eager.unread.take()
         carry.states[:, : len(unread)] = unread.states
         carry.tokens[:, : len(unread)] = unread.tokens

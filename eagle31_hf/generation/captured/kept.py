@@ -77,7 +77,8 @@ def kept_for(request: Any, eager: EagerExecutor, seam: Seam) -> Iterator[Kept | 
 
 
 def _kept_of(request: Any, eager: EagerExecutor, seam: Seam) -> Kept:
-    drafter, target, width = request.drafter, request.target, most_tokens(request.settings)
+    drafter, target = request.drafter, request.target
+    width = most_tokens(request.settings)
     capacity = slots_of(request.generation_config.max_length + SPARE, request.input_ids.device)
     noise = eager.sampler.noise
     vocab_size = None if noise is None else noise.vocab_size
