@@ -48,7 +48,7 @@ SMALL = {
     "--eval-rows": "2",
     "--dtype": "float32",
 }
-SLOW = (("demo",), ("bench", "auto"))  # of any size; drawn with one argument that is wrong
+SLOW = (("demo",), ("bench", "auto"), ("bench", "gpu"))  # of any size; drawn with one argument that is wrong
 NUMBERS = (
     "0",
     "-1",
@@ -262,7 +262,7 @@ def draw(random_state: random.Random, world: World, own: Path) -> list[str]:
     line += [word for name, value in SMALL.items() for word in (name, value) if name in there]
     if command == "bench":
         line += ["--dtype", "float32"]
-    if tuple(line[:1]) in SLOW or (tuple(line[:1]) == ("bench",) and "auto" in line):
+    if tuple(line[:1]) in SLOW or (tuple(line[:1]) == ("bench",) and {"auto", "gpu"} & {*line}):
         line += [
             random_state.choice(["--device", "--prompts", "--rounds", "--nope"]),
             random_state.choice(["cuda", "0", "x"]),

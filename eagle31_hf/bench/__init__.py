@@ -194,18 +194,21 @@ def _figures(contestant: Contestant, alone: Contestant) -> dict[str, Any]:
 
 def environment(target: PreTrainedModel, **sizes: Any) -> dict[str, Any]:
     """Hardware, versions and sizes a figure needs beside it."""
-    device = target.device
+    return {**environment_of(target.device, str(target.dtype).removeprefix("torch.")), **sizes}
+
+
+def environment_of(device: torch.device, dtype: str) -> dict[str, Any]:
+    """Hardware and versions."""
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "processor": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "dtype": str(target.dtype).removeprefix("torch."),
+        "dtype": dtype,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "eagle31_hf": __version__,
-        **sizes,
     }
 
 

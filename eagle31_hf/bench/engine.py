@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
 
 from ..acceptance import track_acceptance
 from ..cache import adopt as cache
@@ -23,7 +23,7 @@ from ..modeling import Eagle31DrafterModel
 from . import environment, synchronize
 from .synthetic import MARK, synthetic_decoding
 
-# Targets by name: fields of a Qwen3Config.
+# Targets by name: fields of a Qwen3Config, or of the class that CLASSES names.
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
         "hidden_size": 64,
@@ -62,7 +62,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 128,
         "vocab_size": 151936,
     },
+    "llama-3.1-8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128256,
+    },
 }
+CLASSES: dict[str, Any] = {"llama-3.1-8b": LlamaConfig}
 SHARED_FIELDS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 DRAFT_VOCABULARY = 32000
 
@@ -97,7 +107,7 @@ def build(shape: str, dtype: torch.dtype, device: str, seed: int = 0) -> tuple[P
     """A target of a shape and its drafter, weights N(0, 0.02), neither trained nor able to end a text."""
     torch.manual_seed(seed)
     fields = SHAPES[shape]
-    config = Qwen3Config(
+    config = CLASSES.get(shape, Qwen3Config)(
         **fields, max_position_embeddings=40960, bos_token_id=None, eos_token_id=None, pad_token_id=None
     )
     drafter_config = Eagle31Config(
@@ -209,16 +219,16 @@ def seconds_of_call(
     prompt: Tensor,
     max_new_tokens: int,
     seed: int = 0,
+    **generate: Any,
 ) -> float:
-    """Decodes greedily after prompts (B, L), with a setting or, None, by the target alone; returns the seconds."""
-    options: dict[str, Any] = {}
+    """Decodes after prompts (B, L), with a setting or, None, by the target alone, greedily unless options for
+    `generate` say otherwise; returns the seconds."""
+    options: dict[str, Any] = {"do_sample": False, **generate}
     if setting is not None:
         options["custom_generate"] = synthetic_decoding(drafter, setting.knobs, setting.survival, seed)
     synchronize()
     began = time.perf_counter()
-    target.generate(
-        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new_tokens, do_sample=False, **options
-    )
+    target.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new_tokens, **options)
     synchronize()
     return time.perf_counter() - began
 

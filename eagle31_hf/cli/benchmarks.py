@@ -4,7 +4,12 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from ..names import refuse_unknown
 from .parsing import device, path, positive, progress, show
+
+BENCHED = ("tiny", "small", "qwen3-0.6b", "qwen3-8b", "llama-3.1-8b")  # those of bench.engine.SHAPES
+USUAL_SHAPE = "qwen3-0.6b"
+GPU_SHAPES = ("llama-3.1-8b", "qwen3-8b")
 
 
 def bench(args: argparse.Namespace) -> int:
@@ -35,12 +40,13 @@ def _engine(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
     from ..bench.engine import measure_engine
 
+    shape = args.shape or USUAL_SHAPE
     prompt_tokens = args.prompt_tokens or 128
     max_new_tokens = args.max_new_tokens or 64
     result = measure_engine(
-        args.shape,
+        shape,
         getattr(torch, args.dtype),
-        args.device,
+        args.device or "cpu",
         prompt_tokens,
         max_new_tokens,
         args.rounds,
@@ -49,7 +55,7 @@ def _engine(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     env = result["environment"]
     lines = [
         (
-            f"{args.shape}, random weights, {env['dtype']}, {env['device']}, {env['threads']} threads; {prompt_tokens}"
+            f"{shape}, random weights, {env['dtype']}, {env['device']}, {env['threads']} threads; {prompt_tokens}"
             f" + {max_new_tokens} tokens, medians of {args.rounds} rounds"
         ),
         f"the target alone: {result['target']['tokens_per_second']:.1f} tokens/s",
@@ -67,12 +73,13 @@ def _memory(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     from ..bench.memory import measure_memory
 
     tokens = 16384 if args.prompt_tokens is None else args.prompt_tokens
+    shape, place = args.shape or USUAL_SHAPE, args.device or "cpu"
     rows = []
     for chunk in (None, 2048):
         progress(f"a prompt of {tokens} tokens, {f'in chunks of {chunk}' if chunk else 'in one forward'}")
-        rows.append(measure_memory(args.shape, args.dtype, args.device, tokens, chunk))
+        rows.append(measure_memory(shape, args.dtype, place, tokens, chunk))
     lines = [
-        f"{args.shape}, {args.dtype}, {args.device}: peak memory less the drafter's weights",
+        f"{shape}, {args.dtype}, {place}: peak memory less the drafter's weights",
         "prompt   chunk   alone      drafted    ratio",
     ]
     lines += [
@@ -111,13 +118,12 @@ def _train(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     from ..bench.training import PARTS, measure_training
 
     tokens = 2048 if args.prompt_tokens is None else args.prompt_tokens
-    result = measure_training(
-        args.shape, getattr(torch, args.dtype), args.device, tokens, args.depth, args.rounds, progress
-    )
+    shape, place = args.shape or USUAL_SHAPE, args.device or "cpu"
+    result = measure_training(shape, getattr(torch, args.dtype), place, tokens, args.depth, args.rounds, progress)
     env = result["environment"]
     lines = [
         (
-            f"{args.shape}, random weights, {env['dtype']}, {env['device']}, {env['threads']} threads; steps of"
+            f"{shape}, random weights, {env['dtype']}, {env['device']}, {env['threads']} threads; steps of"
             f" {tokens} tokens, {args.depth} deep, medians of {args.rounds}"
         ),
         "activations     tokens/s"
@@ -146,10 +152,38 @@ def _small(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     return result, "\n".join(lines)
 
 
+def _gpu(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    import torch
+
+    from ..bench.gpu import measure_gpu
+    from ..bench.gpu.report import table
+    from ..bench.gpu.sections import NAMES
+
+    names = NAMES if args.only is None else tuple(args.only.split(","))
+    refuse_unknown(names, NAMES, "a section")
+    place = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    shapes = GPU_SHAPES if place.startswith("cuda") else ("tiny",)
+    shapes = shapes if args.shape is None else (args.shape,)
+    output = Path(args.output)
+    if not output.absolute().parent.is_dir():
+        raise ValueError(f"--output: {output.parent} is no folder; expected one that is there.")
+    result = measure_gpu(output, place, shapes, names, args.budget, _demo_pair, progress)
+    return result, f"{table(result)}\n\nall figures: {output}"
+
+
+def _demo_pair(place: str) -> tuple[Any, dict[str, Any], list[Any]]:
+    """The demo's target, its drafters by name, and prompts."""
+    from .. import demo
+
+    target, tokenizer = demo.load_target(place)
+    return target, {name: demo.load_drafter(name, place) for name in demo.DRAFTERS}, demo.prompts(tokenizer, 4)
+
+
 MEASUREMENTS = {
     "auto": _auto,
     "convert": _convert,
     "engine": _engine,
+    "gpu": _gpu,
     "memory": _memory,
     "small": _small,
     "train": _train,
@@ -163,6 +197,7 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
         help=(
             "auto: the demo pair beside every fixed setting; convert: converting a checkpoint, beside copying it; "
             "engine: decoding with made-up acceptance, beside the bare forwards; "
+            "gpu: all that a GPU decides, in ten minutes; "
             "memory: a long prompt, with and without a drafter; "
             "small: a small target, from auto's first call on; "
             "train: a step of training, by part"
@@ -171,20 +206,24 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rounds", type=positive, default=3, help="convert: the fastest counts; engine: the median (default: 3)"
     )
-    convert, engine = parser.add_argument_group("convert"), parser.add_argument_group("engine, memory, small, train")
+    convert, engine = (
+        parser.add_argument_group("convert"),
+        parser.add_argument_group("engine, gpu, memory, small, train"),
+    )
     convert.add_argument("--megabytes", type=positive, default=1000, help="size of the checkpoint (default: 1000)")
     convert.add_argument("--folder", type=path, help="where to write (default: the system's temporary folder)")
     engine.add_argument(
-        "--shape",
-        choices=("tiny", "small", "qwen3-0.6b", "qwen3-8b"),
-        default="qwen3-0.6b",
-        help="(default: qwen3-0.6b)",
+        "--shape", choices=BENCHED, help="(default: qwen3-0.6b; gpu: the two of 8B, without a GPU tiny)"
     )
     engine.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of the weights (default: bfloat16)"
     )
-    engine.add_argument("--device", type=device, default="cpu", help="cpu, cuda, cuda:1, ... (default: cpu)")
+    engine.add_argument("--device", type=device, help="cpu, cuda, cuda:1, ... (default: cpu; gpu: cuda if it is there)")
     engine.add_argument("--prompt-tokens", type=positive, help="(default: 128; memory: 16384; small: 64; train: 2048)")
     engine.add_argument("--depth", type=positive, default=4, help="train: steps unrolled (default: 4)")
     engine.add_argument("--max-new-tokens", type=positive, help="tokens a sequence (default: 64; small: 192)")
+    gpu = parser.add_argument_group("gpu")
+    gpu.add_argument("--output", type=path, default="bench-gpu.json", help="of the figures (default: bench-gpu.json)")
+    gpu.add_argument("--budget", type=positive, default=540, help="seconds at most (default: 540)")
+    gpu.add_argument("--only", type=path, metavar="NAME,...", help="sections, by their names (default: all)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -21,6 +21,16 @@ def write_json(path: Path, value: Any) -> None:
         os.fsync(file.fileno())
 
 
+def replace_json(path: Path, value: Any) -> None:
+    """Writes a JSON file as `write_json` does, in place of one that may be there; it is never seen half written."""
+    staged = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        write_json(staged, value)
+        os.replace(staged, path)
+    finally:
+        staged.unlink(missing_ok=True)
+
+
 def check_new_folder(destination: Path, remedy: str = NAME_ANOTHER) -> None:
     """Raises ValueError where something is at `destination` already, or in the way to it; `remedy` says what to do
     about it."""

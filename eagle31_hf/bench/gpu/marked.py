@@ -1,0 +1,88 @@
+"""A seam that measures: marks around whatever is replayed, the seconds that captures take, and waits forbidden."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...clock import Clock
+from ...generation.captured.seam import CudaGraphs, Seam, Uncaptured
+from .. import synchronize
+
+
+def best_seam(device: torch.device) -> Seam:
+    """CUDA graphs on a GPU; elsewhere the same functions as they are."""
+    return CudaGraphs(device) if device.type == "cuda" else Uncaptured()
+
+
+class Marked:
+    """Another seam, measured. `capture_seconds`: what captures took, first uses of kernels included; `spans`: marks
+    before and after whatever was run, in order.
+
+    With `forbids_waits` a replay, or the start of a copy to the host, that makes the host wait for a GPU raises.
+    """
+
+    def __init__(self, seam: Seam, device: torch.device, forbids_waits: bool = False):
+        self.seam = seam
+        self.name = seam.name
+        self.clock = Clock(device)
+        self.forbids_waits = forbids_waits and device.type == "cuda"
+        self.capture_seconds = 0.0
+        self.spans = list[tuple[Any, Any]]()
+
+    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
+        synchronize()
+        began = time.perf_counter()
+        captured = self.seam.capture(function)
+        synchronize()
+        self.capture_seconds += time.perf_counter() - began
+
+        def run() -> None:
+            begin = self.clock.mark()
+            with self._no_waits():
+                captured()
+            self.spans.append((begin, self.clock.mark()))
+
+        return run
+
+    def start_reading(self, tensor: Tensor) -> Callable[[], Tensor]:
+        with self._no_waits():
+            return self.seam.start_reading(tensor)
+
+    @contextmanager
+    def _no_waits(self) -> Iterator[None]:
+        if not self.forbids_waits:
+            yield
+            return
+        found = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(found)
+
+    def split(self) -> dict[str, Any]:
+        """Milliseconds of the rounds that were run: medians of their drafts and verifications, the mean of a round from
+        the first mark to the last, and of that the gaps, in which the device had nothing to do.
+
+        Runs alternate, a draft and its verification; the last draft is of a round that never was.
+        """
+        synchronize()
+        spans = self.spans[: len(self.spans) // 2 * 2]
+        if not spans:
+            return {}
+        taken = [1000 * self.clock.seconds(*span) for span in spans]
+        whole = 1000 * self.clock.seconds(spans[0][0], spans[-1][1])
+        count = len(spans) // 2
+        drafts, verifications = taken[0::2], taken[1::2]
+        return {
+            "round_ms": whole / count,
+            "draft_ms": sum(drafts) / count,
+            "verify_ms": sum(verifications) / count,
+            "gap_ms": (whole - sum(taken)) / count,
+            "drafts": [round(value, 4) for value in drafts],
+            "verifications": [round(value, 4) for value in verifications],
+        }
