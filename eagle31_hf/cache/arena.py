@@ -59,11 +59,15 @@ class ArenaLayer(SlotLayer):
         starts = self.placement.on_device
         if starts is None:
             return super().update(key_states, value_states, *args, **kwargs)
+        append([key_states, value_states], self.ready(key_states, value_states), starts)
+        return self.buffers[0], self.buffers[1]
+
+    def ready(self, key_states: Tensor, value_states: Tensor) -> list[Tensor]:
+        """The buffers of keys and values, made where there are none yet, for states (B, H, T, D) like these."""
         if not self.buffers:
             self.lazy_initialization(key_states, value_states)
             self._make_room(0, 0, (key_states, value_states))
-        append([key_states, value_states], self.buffers, starts)
-        return self.buffers[0], self.buffers[1]
+        return self.buffers
 
     def _passes_by(self, num_new: int) -> bool:
         return False

@@ -122,7 +122,7 @@ class RejectionSampler:
         if self.processors or noise is not None:
             scores = self.processors(None, logits.float().flatten(0, 1)).unflatten(0, logits.shape[:2])
         if noise is None:
-            return likeliest(scores), torch.ones_like(drafts.depths)
+            return likeliest(scores), drafts.ones
         return likeliest(scores + noise), are_distributions(scores).long()
 
     def saves_waits(self, logits: Tensor) -> bool:

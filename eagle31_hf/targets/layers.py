@@ -18,7 +18,7 @@ from ..errors import DraftingRefusedError
 def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
     """The target's decoder layers, found by their number. Raises ValueError where there is no such list."""
     num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
-    for module in _decoder(target).modules():
+    for module in decoder_of(target).modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return module
     raise ValueError(
@@ -27,7 +27,8 @@ def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
     )
 
 
-def _decoder(target: PreTrainedModel) -> nn.Module:
+def decoder_of(target: PreTrainedModel) -> nn.Module:
+    """The part of a target that runs its layers."""
     return target.get_decoder() if hasattr(target, "get_decoder") else target
 
 
@@ -117,7 +118,7 @@ def capture_states(
     handles = []
     try:
         if past_key_values is not None:
-            handles += _forward_hooks(_decoder(target), captured)
+            handles += _forward_hooks(decoder_of(target), captured)
         for index, layer_id in enumerate(layer_ids):
             handles.append(_hook(layers, layer_id, index, captured))
         yield captured

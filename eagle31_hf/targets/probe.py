@@ -176,6 +176,16 @@ class Tree:
     depths: Tensor
 
 
+def random_tree(target: PreTrainedModel) -> Tree:
+    """The tree that targets are tried on."""
+    config = target.config.get_text_config(decoder=True)
+    device = execution_device(target.get_input_embeddings())
+    generator = torch.Generator().manual_seed(0)
+    draw = torch.randint(0, config.vocab_size, (1, PREFIX + len(PARENTS)), generator=generator).to(device)
+    ancestors = ancestors_of(torch.tensor([PARENTS[1:]], device=device), depth=len(PARENTS))
+    return Tree(draw[:, :PREFIX], draw[:, PREFIX:], ancestors, ancestors.sum(2) - 1)
+
+
 def tree_in_slots(target: PreTrainedModel, tree: Tree) -> Tensor:
     """The target's logits (1, N, V) over a tree, by a mask of four dimensions."""
     cache = DynamicCache(config=target.config.get_text_config(decoder=True))
@@ -217,18 +227,12 @@ def tree_from_arena(target: PreTrainedModel, tree: Tree) -> Tensor:
 def _error(target: PreTrainedModel, logits_of: Callable[[PreTrainedModel, Tree], Tensor] = tree_in_slots) -> float:
     """The largest difference of logits between a tree and its paths taken one by one, in units of the logits' standard
     deviation."""
-    config = target.config.get_text_config(decoder=True)
-    device = execution_device(target.get_input_embeddings())
-    generator = torch.Generator().manual_seed(0)
-    draw = torch.randint(0, config.vocab_size, (PREFIX + len(PARENTS),), generator=generator).to(device)
-    prefix, nodes = draw[:PREFIX], draw[PREFIX:]
-    parents = torch.tensor([PARENTS[1:]], device=device)
-    ancestors = ancestors_of(parents, depth=len(PARENTS))
-    logits = logits_of(target, Tree(prefix[None], nodes[None], ancestors, ancestors.sum(2) - 1))[0].float()
+    tree = random_tree(target)
+    logits = logits_of(target, tree)[0].float()
     reference = torch.zeros_like(logits)
     for leaf in set(range(len(PARENTS))) - set(PARENTS):
-        path = ancestors[0, leaf]
-        text = torch.cat((prefix, nodes[path]))
+        path = tree.visible[0, leaf]
+        text = torch.cat((tree.prefix[0], tree.nodes[0, path]))
         reference[path] = target(input_ids=text[None], use_cache=False).logits[0, PREFIX:].float()
     spread = reference.std().clamp(min=1e-6)
     return float((logits - reference).abs().max() / spread)

@@ -75,7 +75,7 @@ def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     out = func(*given, **{key: _data(value) for key, value in kwargs.items()})
     if device == "cpu" or name == "_local_scalar_dense":
         return out
-    if name.endswith("_") and isinstance(out, Tensor):
+    if name.endswith("_") and not name.endswith("__") and isinstance(out, Tensor):
         return next(leaf for leaf in held if leaf.x is given[0])
     return _held(out)
 

@@ -61,6 +61,11 @@ class Drafts:
     log_probs: Tensor
     is_chain: bool
 
+    @property
+    def ones(self) -> Tensor:
+        """A 1 for every node (B, N): the bits of the root, which sees itself alone. Nothing is launched for it."""
+        return self.bits[:, :1].expand_as(self.depths)
+
 
 class Round:
     """Drafts and verifies by plans of fixed depth. `draft` reads the carry and changes nothing in it, so it may be run
@@ -73,6 +78,7 @@ class Round:
         self.parts: Parts | None = None  # of the call under way
         # What never changes is made once: every operation of a round is a node of its graph.
         self.count = torch.arange(MOST_NEW, device=carry.text.device)[None]
+        self.before = self.count - 1  # as many slots after a text's end its last token stands, and those after it
         self.below = (2 << self.count[:, :-1]) - 1  # of a chain's tokens: bits 0 to i
         self.zero = torch.zeros_like(carry.length)
         self.offsets: dict[tuple[int, ...], Tensor] = {}  # of the nodes of trees, see `_parents`
@@ -93,8 +99,8 @@ class Round:
         """Returns the state (B, 1, h) and draft logits (B, 1, Vd) of each sequence's last unread token."""
         carry = self.carry
         width = carry.width
-        starts = carry.length - 1 - carry.count - carry.unread
-        places = starts + self.count[:, :width]
+        places = carry.length - carry.count - carry.unread + self.before[:, :width]
+        starts = places[:, :1]
         return self._run_drafter(
             carry.tokens,
             {"target_hidden_states": carry.states},
@@ -106,8 +112,8 @@ class Round:
 
     def _drafted_chain(self, plan: Plan, state: Tensor, logits: Tensor) -> Drafts:
         """A chain of `plan.depth` tokens; the last of them is not run."""
-        starts = self.carry.length - 1 - self.carry.unread
-        places = starts + self.count[:, : plan.depth]
+        places = self.carry.length - self.carry.unread + self.before[:, : plan.depth]
+        starts = places[:, :1]
         rope = self._rope(places)
         spans = self._drafter_spans(starts, places, self.below[:, : plan.depth], self._begins(places))
         ids, log_probs = [], []
@@ -142,10 +148,11 @@ class Round:
 
     def _drafted_tree(self, plan: Plan, state: Tensor, logits: Tensor) -> Drafts:
         """The best `plan.max_nodes` - 1 of the candidates: of every level, the likeliest children of the best nodes."""
-        starts = self.carry.length - 1 - self.carry.unread
-        places = starts + self.count  # of levels, by their depth; and slots, by the nodes before them
+        places = (
+            self.carry.length - self.carry.unread + self.before
+        )  # of levels, by their depth; and slots, by the nodes before them
         rope = self._rope(places[:, : plan.depth])
-        begins = self._begins(places)
+        starts, begins = places[:, :1], self._begins(places)
         scores, bits = logits.new_zeros(len(starts), 1, dtype=torch.float32), self.zero
         num_run = 0
         found = list[tuple[Tensor, ...]]()  # by level, of its candidates: scores, ids, log-probabilities
@@ -271,9 +278,11 @@ class Round:
     def verify(self, plan: Plan) -> None:
         """The target reads the last token and the drafts; what it accepts is committed."""
         carry, drafts = self.carry, self.drafts[plan]
-        starts = carry.length - 1
+        slots = carry.length + self.before
+        starts = slots[:, :1]
         ids = torch.cat((carry.text.gather(1, starts), drafts.ids), dim=1)
-        logits, states = self._run_target(ids, starts, drafts)
+        places = slots[:, : ids.shape[1]] if drafts.is_chain else starts + drafts.depths
+        logits, states = self._run_target(ids, starts, places, drafts)
         chosen, lawful = self._chosen(logits, drafts)
         spoiled = are_spoiled(logits) if plan.depth else torch.zeros_like(chosen, dtype=torch.bool)
         path, tokens, count = accepted_path(
@@ -281,19 +290,21 @@ class Round:
         )
         if not drafts.is_chain:
             move_path(self.parts.target.arena.all(), starts, path, count)
-        on_path = path.clamp(max=chosen.shape[1] - 1)
-        carry.text.scatter_(1, carry.length + self.count[:, : carry.width], tokens)
-        carry.states.copy_(gathered(states, on_path))
+        # What pads a path is the root's: a rejected draft's state may not be finite, and the drafter reads all of it.
+        on_path = path * (self.count[:, : carry.width] < count)
+        carry.text.scatter_(1, slots[:, 1 : carry.width + 1], tokens)
+        torch.gather(states, 1, on_path[..., None].expand(-1, -1, states.shape[2]), out=carry.states)
         carry.tokens.copy_(tokens)
         carry.count.copy_(count)
         carry.length.add_(count)
-        self.out[plan] = Outcomes.packed(count, spoiled, tokens, lawful.gather(1, on_path), drafts)
+        is_drawn = carry.noise is not None  # else all are lawful
+        lawful = lawful.gather(1, on_path) if is_drawn else lawful[:, :1].expand_as(tokens)
+        self.out[plan] = Outcomes.packed(count, spoiled, tokens, lawful, drafts)
 
-    def _run_target(self, ids: Tensor, starts: Tensor, drafts: Drafts) -> tuple[Tensor, Tensor]:
+    def _run_target(self, ids: Tensor, starts: Tensor, places: Tensor, drafts: Drafts) -> tuple[Tensor, Tensor]:
         """Returns the target's logits (B, N, V) and captured states (B, N, n*ht) for nodes (B, N)."""
         side = self.parts.target
         carry = self.carry
-        places = starts + drafts.depths
         side.placement.on_device = starts
         with attention_to_spans(side.model), fused_layers(side.model):
             out = side.model(
@@ -330,7 +341,7 @@ class Outcomes:
     def packed(count: Tensor, spoiled: Tensor, tokens: Tensor, lawful: Tensor, drafts: Drafts) -> Tensor:
         """All of it in one tensor of int64 (B, 2 + 2 M + 3 K)."""
         log_probs = drafts.log_probs.view(torch.int32).long()
-        parts = count, spoiled.any(1, keepdim=True).long(), tokens, lawful, drafts.ids, drafts.parents, log_probs
+        parts = count, spoiled.sum(1, keepdim=True), tokens, lawful, drafts.ids, drafts.parents, log_probs
         return torch.cat(parts, dim=1)
 
     @classmethod

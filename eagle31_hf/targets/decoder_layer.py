@@ -1,0 +1,132 @@
+"""A decoder layer of the Llama form, run over an arena by the operations of `kernels`: seven matrix products and five
+operations.
+
+B sequences, T tokens, h width, H heads of queries, Hkv of keys, D head width, P the part of it that is rotated.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import Cache
+
+from ..cache.arena import ArenaLayer
+from ..kernels.norms import add_rms_norm
+from ..kernels.rope import rope_append
+from ..kernels.silu_mul import silu_mul
+from ..kernels.tree_attention import MOST_NEW, tree_attention
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+NORMS = ("input_layernorm", "post_attention_layernorm")
+HEAD_NORMS = ("q_norm", "k_norm")
+WEIGHTS = {
+    f"{name}.{kind}"
+    for name in (
+        *NORMS,
+        *(f"self_attn.{part}" for part in (*PROJECTIONS, *HEAD_NORMS)),
+        *(f"mlp.{part}" for part in MLP_PROJECTIONS),
+    )
+    for kind in ("weight", "bias")
+}
+
+
+def attend(attention: Any, x: Tensor, rope: Any, mask: Tensor, layer: Any) -> Tensor:
+    """The attention of a layer: x (B, T, h), normed, -> (B, T, h). Keys and values go to the cache's layer, an
+    `ArenaLayer`.
+
+    `rope`: cos and sin (B or 1, T, P); `mask`: of spans (B, 1, T, 3)."""
+    shape = (*x.shape[:2], -1, attention.head_dim)
+    qkv = [projection(x).view(shape) for projection in (attention.q_proj, attention.k_proj, attention.v_proj)]
+    norms = head_norms(attention)
+    keys, values = layer.ready(qkv[1].transpose(1, 2), qkv[2].transpose(1, 2))
+    eps = eps_of(norms[0]) if norms else 0.0
+    weights = [norm.weight for norm in norms]
+    q = rope_append(qkv, list(rope), weights, eps, [keys, values], layer.placement.on_device)
+    out = tree_attention(q.transpose(1, 2), keys, values, mask[:, 0], MOST_NEW, attention.scaling, 0.0, None)
+    return attention.o_proj(out.flatten(2))
+
+
+def through_mlp(mlp: Any, x: Tensor) -> Tensor:
+    """The gated MLP of a layer: x (B, T, h), normed, -> (B, T, h)."""
+    return mlp.down_proj(silu_mul(mlp.gate_proj(x), mlp.up_proj(x)))
+
+
+def norm_sum(norm: Any, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The RMSNorm of x + residual (B, T, h), and the sum."""
+    return add_rms_norm(x, residual, norm.weight, eps_of(norm))
+
+
+def through_layer(
+    layer: Any, x: Tensor, residual: Tensor | None, rope: Any, mask: Tensor, kv: Any
+) -> tuple[Tensor, Tensor]:
+    """A pre-norm layer over states (B, T, h), handed in as a sum of two, x and residual, and returned so."""
+    normed, total = norm_sum(layer.input_layernorm, x, residual)
+    return after_norm(layer, normed, total, rope, mask, kv)
+
+
+def after_norm(layer: Any, normed: Tensor, residual: Tensor, rope: Any, mask: Tensor, kv: Any) -> tuple[Tensor, Tensor]:
+    """What `through_layer` does after the first norm."""
+    attended = attend(layer.self_attn, normed, rope, mask, kv)
+    normed, residual = norm_sum(layer.post_attention_layernorm, attended, residual)
+    return through_mlp(layer.mlp, normed), residual
+
+
+def eps_of(norm: Any) -> float:
+    return norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+
+
+def head_norms(attention: Any) -> list[Any]:
+    """The norms of queries and keys, empty where there are none."""
+    norms = [getattr(attention, name, None) for name in HEAD_NORMS]
+    return [norm for norm in norms if norm is not None]
+
+
+def arena_layer(cache: Cache | None, index: int) -> ArenaLayer | None:
+    """A cache's layer, where it lies in an arena and writes to slots that the device holds."""
+    layers = [] if cache is None else cache.layers
+    layer = layers[index] if index < len(layers) else None
+    return layer if isinstance(layer, ArenaLayer) and layer.placement.on_device is not None else None
+
+
+def why_not_fusable(layer: nn.Module) -> str | None:
+    """Why a layer has not the parts that `through_layer` runs; None where it has them, and no others. Whether it puts
+    them together so is another question."""
+    attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
+    if attention is None or mlp is None:
+        return "it has not the parts of a Llama layer"
+    linear = [getattr(attention, name, None) for name in PROJECTIONS]
+    linear += [getattr(mlp, name, None) for name in MLP_PROJECTIONS]
+    if any(type(part) is not nn.Linear for part in linear):
+        return "its projections are not plain linear layers"
+    others = {name for name, _ in layer.named_parameters()} - WEIGHTS
+    if others:
+        return f"it has other weights: {min(others)}"
+    return _why_not_by_norms(layer, attention) or _why_not_by_modules(layer)
+
+
+def _why_not_by_norms(layer: nn.Module, attention: Any) -> str | None:
+    heads = head_norms(attention)
+    norms = [getattr(layer, name, None) for name in NORMS] + heads
+    if any(why_no_norm(norm) for norm in norms):
+        return "its norms are not RMSNorms"
+    if not hasattr(attention, "head_dim") or not isinstance(getattr(attention, "scaling", None), float):
+        return "its attention does not say its scale"
+    if any(norm.weight.shape != (attention.head_dim,) for norm in heads):
+        return "it norms queries and keys over all heads"
+    return None if len({eps_of(norm) for norm in heads}) <= 1 and len(heads) in (0, 2) else "its head norms differ"
+
+
+def _why_not_by_modules(layer: nn.Module) -> str | None:
+    for name, module in layer.named_modules():
+        if "forward" in vars(module):
+            return f"the forward of {name or 'it'} has been replaced"
+        if name and (module._forward_hooks or module._forward_pre_hooks):
+            return f"{name} has hooks"
+    return None
+
+
+def why_no_norm(norm: Any) -> str | None:
+    """Why a module has not the parts of an RMSNorm: a weight and an eps; None where it has."""
+    weights = [name for name, _ in norm.named_parameters()] if isinstance(norm, nn.Module) else []
+    eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    return None if weights == ["weight"] and isinstance(eps, float) else "it has no weight alone, or no eps"

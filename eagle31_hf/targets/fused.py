@@ -1,0 +1,315 @@
+"""Decoder layers of the Llama form run by the operations of `kernels` while a mask of spans is passed: twelve nodes of
+a graph a layer, in place of forty and more. Each layer has to prove that it computes the same.
+
+N nodes of a tree, h target width.
+"""
+
+import copy
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel
+from transformers.utils import logging
+
+from ..cache import adopt
+from ..cache.arena import Arena, move_into
+from .decoder_layer import after_norm, arena_layer, norm_sum, through_layer, why_no_norm, why_not_fusable
+from .layers import decoder_layers, decoder_of
+from .probe import ARENA, FAILURES, PREFIX, random_tree, tree_from_arena
+from .tree_attention import attention_to_spans, is_spans
+
+logger = logging.get_logger(__name__)
+
+# A share of the scale. Both forwards run in fp32, whatever the target runs in: there rounding, which is no more than
+# 1e-5 of it, and another formula are far apart.
+TOLERANCE = 1e-4
+# Of all layers together, in the target's own dtype, as a share of the logits' spread: root mean square. That each layer
+# is right is known by then. In bf16 a model whose weights are random and large is off by a tenth, a wrong one by 1.
+TOLERANCE_OF_ALL = 1e-3
+TOLERANCE_OF_ALL_LOW = 0.25
+SPREAD = 0.05  # of random states: small beside what a layer adds to them, and large beside the eps of its norms
+NORMED = "eagle31_normed"  # attribute of a tensor of states: what the next norm makes of them
+USUAL_TENSORS = {"attention_mask", "position_ids"}  # besides the states and the rotary embedding
+
+
+class Pair:
+    """States (B, T, h) as fused layers hand them on: the sum of `x` and `residual`, which the next norm adds up. It has
+    no operators, so that a model that does anything else with it fails."""
+
+    __slots__ = ("residual", "x")
+
+    def __init__(self, x: Tensor, residual: Tensor):
+        self.x = x
+        self.residual = residual
+
+
+@dataclass
+class Verdict:
+    """Why each layer of a target, and last its final norm, runs its own forward; None: it is fused. `key`: what the
+    target was made of."""
+
+    key: tuple
+    reasons: list[str | None]
+
+
+_verdicts: WeakKeyDictionary[PreTrainedModel, Verdict] = WeakKeyDictionary()
+_users: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()  # contexts that a target is in, of all threads
+_lock = threading.RLock()
+
+
+@contextmanager
+def fused_layers(target: PreTrainedModel) -> Iterator[None]:
+    """A context in which the target's layers that can be fused are, wherever they get a mask of spans and an arena.
+    Other forwards meanwhile, of other threads too, are the target's own."""
+    with _lock:
+        reasons = why_not_fused(target)
+        stages = _stages(target)
+        if not _users.get(target):
+            _fuse(stages, reasons)
+        _users[target] = _users.get(target, 0) + 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _users[target] -= 1
+            if not _users[target]:
+                _restore(stages)
+
+
+def why_not_fused(target: PreTrainedModel) -> list[str | None]:
+    """By layer, and last for the final norm, why it is not fused; None where it is. Found by a trial, which is made
+    once for a target, and again where its modules have changed."""
+    with _lock:
+        stages = _stages(target)
+        key = _key(target, stages)
+        known = _verdicts.get(target)
+        if known is not None and known.key == key:
+            return known.reasons
+        with attention_to_spans(target):
+            reasons, is_kept = _tried(target, stages)
+        if is_kept:
+            _verdicts[target] = Verdict(key, reasons)
+            first = next((reason for reason in reasons if reason), None)
+            logger.info("%d of %d stages of the target are fused (%s).", reasons.count(None), len(reasons), first)
+        return reasons
+
+
+def _stages(target: PreTrainedModel) -> list[nn.Module]:
+    """The target's layers and its final norm; in the norm's place an empty module where there is none."""
+    return [*decoder_layers(target), getattr(decoder_of(target), "norm", None) or nn.Identity()]
+
+
+def _key(target: PreTrainedModel, stages: list[nn.Module]) -> tuple:
+    """What a verdict holds for: these very modules, so that an adapter, say, asks for another."""
+    modules = tuple((id(module), type(module)) for stage in stages[:-1] for module in stage.modules())
+    return modules, type(stages[-1]), target.dtype, target.device
+
+
+# -- forwards
+
+
+def _fuse(stages: list[nn.Module], reasons: list[str | None]) -> None:
+    *layers, norm = stages
+    for layer, follower, reason, next_reason in zip(layers, stages[1:], reasons[:-1], reasons[1:], strict=True):
+        if reason is None:
+            vars(layer)["forward"] = _layer_forward(layer, follower if next_reason is None else None)
+    if reasons[-1] is None:
+        vars(norm)["forward"] = _norm_forward(norm)
+
+
+def _restore(stages: list[nn.Module]) -> None:
+    for stage in stages:
+        if hasattr(vars(stage).get("forward"), "stands_in"):
+            del vars(stage)["forward"]
+
+
+def _stands_in(forward: Callable) -> Callable:
+    forward.stands_in = True  # type: ignore[attr-defined]
+    return forward
+
+
+def _layer_forward(layer: Any, follower: nn.Module | None) -> Callable:
+    """What stands in for a layer's forward. `follower`: the stage after it, where that takes a pair."""
+    original = functools.partial(type(layer).forward, layer)
+
+    def forward(states: Any, *args: Any, **kwargs: Any) -> Any:
+        mask = kwargs.get("attention_mask")
+        kv = arena_layer(kwargs.get("past_key_values"), layer.self_attn.layer_idx) if is_spans(mask) else None
+        if kv is None:
+            return original(states, *args, **kwargs)
+        normed, residual = _normed(layer.input_layernorm, states)
+        x, residual = after_norm(layer, normed, residual, kwargs["position_embeddings"], mask, kv)
+        if follower is None:
+            return residual + x
+        if layer._forward_hooks or follower._forward_pre_hooks:
+            return _seen(follower, x, residual)
+        return Pair(x, residual)
+
+    return _stands_in(forward)
+
+
+def _seen(follower: Any, x: Tensor, residual: Tensor) -> Tensor:
+    """States as hooks expect them: those of the layers that a drafter reads. They carry with them what the follower
+    would make of them first, in the operation that adds them up."""
+    normed, total = norm_sum(getattr(follower, "input_layernorm", follower), x, residual)
+    setattr(total, NORMED, normed)
+    return total
+
+
+def _normed(norm: Any, states: Any) -> tuple[Tensor, Tensor]:
+    """What a norm makes of the states it is handed, and their sum."""
+    if isinstance(states, Pair):
+        return norm_sum(norm, states.x, states.residual)
+    normed = getattr(states, NORMED, None)
+    return norm_sum(norm, states, None) if normed is None else (normed, states)
+
+
+def _norm_forward(norm: Any) -> Callable:
+    """What stands in for the final norm's forward."""
+    original = functools.partial(type(norm).forward, norm)
+
+    def forward(states: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(states, Pair) or hasattr(states, NORMED):
+            return _normed(norm, states)[0]
+        return original(states, *args, **kwargs)
+
+    return _stands_in(forward)
+
+
+# -- the trial
+
+
+@dataclass
+class Call:
+    """How a model calls one of its layers: the arguments besides the states, and what the cache writes by."""
+
+    args: tuple
+    kwargs: dict[str, Any]
+    starts: Tensor
+
+
+@torch.no_grad()
+def _tried(target: PreTrainedModel, stages: list[nn.Module]) -> tuple[list[str | None], bool]:
+    """The reasons of `why_not_fused`, and whether they are the target's: not where there was no memory."""
+    *layers, norm = stages
+    reasons = [why_not_fusable(layer) for layer in layers]
+    if all(reasons):
+        return [*reasons, "it follows none that is fused"], True
+    try:
+        tree = random_tree(target)
+        with _recorded_calls(layers) as calls:
+            expected = tree_from_arena(target, tree).float()
+        reasons = [reason or _why_not_same(target, layer, calls) for layer, reason in zip(layers, reasons, strict=True)]
+        reasons.append("it follows none that is fused" if reasons[-1] else _why_not_same_norm(norm))
+        _fuse(stages, reasons)
+        error = float((tree_from_arena(target, tree).float() - expected).square().mean().sqrt() / expected.std())
+    except torch.OutOfMemoryError:
+        return ["there was no memory for a trial"] * len(stages), False
+    except FAILURES as failure:  # a model that does not hand on what a layer returns, as it is
+        return [f"its forward refuses it ({type(failure).__name__}: {str(failure)[:100]})"] * len(stages), True
+    finally:
+        _restore(stages)
+    if not error <= (TOLERANCE_OF_ALL if target.dtype == torch.float32 else TOLERANCE_OF_ALL_LOW):
+        return [f"its logits differ ({error:.2f} of their spread)"] * len(stages), True
+    return reasons, True
+
+
+@contextmanager
+def _recorded_calls(layers: list[Any]) -> Iterator[dict[nn.Module, Call]]:
+    """A context that notes how this thread calls layers with masks of spans."""
+    calls: dict[nn.Module, Call] = {}
+    thread = threading.get_ident()
+
+    def recorder(layer: Any) -> Callable:
+        original = functools.partial(type(layer).forward, layer)
+
+        def forward(states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            cache = kwargs.get("past_key_values")
+            if threading.get_ident() == thread and is_spans(kwargs.get("attention_mask")) and cache is not None:
+                calls[layer] = Call(args, kwargs, cache.layers[0].placement.on_device)
+            return original(states, *args, **kwargs)
+
+        return _stands_in(forward)
+
+    try:
+        for layer in layers:
+            if "forward" not in vars(layer):
+                vars(layer)["forward"] = recorder(layer)
+        yield calls
+    finally:
+        _restore(layers)
+
+
+def _why_not_same(target: PreTrainedModel, layer: Any, calls: dict[nn.Module, Call]) -> str | None:
+    """Why a layer that has the parts is not what `through_layer` computes, on random states, in fp32; None where it
+    is: states and keys are the same."""
+    call = calls.get(layer)
+    rope = None if call is None else call.kwargs.get("position_embeddings")
+    if call is None or call.args or not isinstance(rope, tuple) or any(part.dim() != 3 for part in rope):
+        return "its model calls it in another way"
+    others = {name for name, value in call.kwargs.items() if isinstance(value, Tensor)} - USUAL_TENSORS
+    if others:
+        return f"it is given {min(others)}"
+    try:
+        return _difference(target.config.get_text_config(decoder=True), layer, call)
+    except FAILURES as failure:
+        if isinstance(failure, torch.OutOfMemoryError):
+            raise
+        return f"it cannot be tried ({type(failure).__name__}: {str(failure)[:100]})"
+
+
+def _difference(config: Any, layer: Any, call: Call) -> str | None:
+    layer = _in_fp32(layer, config)
+    mask, index = call.kwargs["attention_mask"], layer.self_attn.layer_idx
+    rope = tuple(part.float() for part in call.kwargs["position_embeddings"])
+    like = next(layer.parameters())
+    x = _random((1, mask.shape[2], layer.input_layernorm.weight.shape[0]), like)
+    caches = [_cache_in_arena(config, call.starts) for _ in range(2)]
+    kwargs = call.kwargs | {"past_key_values": caches[0], "position_embeddings": rope}
+    expected = type(layer).forward(layer, x, **kwargs)
+    kv = arena_layer(caches[1], index)
+    if kv is None or not isinstance(expected, Tensor):
+        return "it does not return states"
+    got, residual = through_layer(layer, x, None, rope, mask, kv)
+    keys = [cache.layers[index].buffers for cache in caches]
+    pairs = [("states", got + residual, expected), *zip(("keys", "values"), keys[1], keys[0], strict=True)]
+    return next((f"its {name} differ" for name, ours, own in pairs if not _are_same(ours, own)), None)
+
+
+def _why_not_same_norm(norm: Any) -> str | None:
+    if why_no_norm(norm) or "forward" in vars(norm):
+        return "it is not an RMSNorm"
+    norm = _in_fp32(norm, None)
+    x, residual = (_random((1, PREFIX, norm.weight.shape[0]), norm.weight, seed) for seed in range(2))
+    same = _are_same(norm_sum(norm, x, residual)[0], type(norm).forward(norm, x + residual))
+    return None if same else "it norms in another way"
+
+
+def _in_fp32(module: Any, config: Any) -> Any:
+    """A copy of a module in fp32, whose config is shared."""
+    memo: dict[int, Any] = {id(config): config}
+    for tensor in (*module.parameters(), *module.buffers()):
+        memo[id(tensor)] = tensor.detach().float() if tensor.is_floating_point() else tensor
+    return copy.deepcopy(module, memo)
+
+
+def _random(shape: tuple[int, ...], like: Tensor, seed: int = 0) -> Tensor:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return (values * SPREAD).to(like.device)
+
+
+def _cache_in_arena(config: Any, starts: Tensor) -> Cache:
+    cache, _ = adopt.slot_cache(config)
+    move_into(cache, Arena(ARENA)).on_device = starts
+    return cache
+
+
+def _are_same(got: Tensor, expected: Tensor) -> bool:
+    return bool((got - expected).abs().max() <= TOLERANCE * expected.abs().max())

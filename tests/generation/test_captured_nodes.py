@@ -1,0 +1,47 @@
+"""A captured round has few nodes and nothing that makes the host wait: counted on a pretend accelerator, in a process
+of its own, whose torch knows that device."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).with_name("captured_nodes.py")
+MOST_IN_VERIFY = {"Llama": 420, "Qwen3": 470}  # of 32 and of 36 layers
+MOST_IN_STEP, MOST_IN_LEVEL = 15, 20
+WAYS = [
+    f"{target} {dtype} {drafter}"
+    for target in MOST_IN_VERIFY
+    for dtype in ("bf16", "fp32")
+    for drafter in ("eagle31", "eagle3")
+]
+pytestmark = [
+    pytest.mark.skipif(torch.__version__ < "2.9", reason="the pretend device needs torch 2.9"),
+    pytest.mark.xdist_group("captured_nodes"),
+]
+
+
+@pytest.fixture(scope="module")
+def figures() -> dict:
+    done = subprocess.run([sys.executable, SCRIPT, "--json"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nodes_of_a_round(figures, way):
+    found = figures[way]
+    most = MOST_IN_VERIFY[way.split()[0]]
+    assert found["layer"] == 12
+    assert max(found["verify"], found["verify a tree"]) <= most, found["lines"]["verify"]
+    assert found["step"] <= MOST_IN_STEP, found["lines"]["a step"]
+    assert found["level"] <= MOST_IN_LEVEL, found["lines"]["a level"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_host_reads_once_a_round_and_waits_for_nothing_in_it(figures, way):
+    assert figures[way]["waits"] == {}
+    assert figures[way]["copies"] == 1
