@@ -20,6 +20,7 @@ class Arena:
     def __init__(self, capacity: int):
         self.capacity = capacity
         self.buffers: dict[int, list[Tensor]] = {}  # by layer: keys, values
+        self.table: Any = None  # of them, for kernels; graphs read it, so it is kept as long as the arena
 
     def of_layer(self, index: int, like: tuple[Tensor, Tensor]) -> list[Tensor]:
         """The buffers of a layer whose new keys and values (B, H, T, D) are `like` these."""

@@ -3,10 +3,13 @@
 B sequences, K drafts of each, N = K + 1 nodes, node 0 the root; M the most nodes of a path; C slots of a buffer.
 """
 
+from importlib import import_module
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from .operation import operation
+from .operation import operation, why_torch
 
 
 def _shapes_of_path(
@@ -72,3 +75,11 @@ def move_path(buffers: list[Tensor], starts: Tensor, path: Tensor, counts: Tenso
         shape = -1, buffer.shape[1], -1, buffer.shape[3]
         moved = buffer.gather(2, source[:, None, :, None].expand(shape))
         buffer.scatter_(2, goal[:, None, :, None].expand(shape), moved)
+
+
+def table_of(buffers: list[Tensor]) -> Any:
+    """What the kernel of `move_path` needs of buffers, None where it does not run. To be made before a graph is
+    captured, and kept as long as it."""
+    if not buffers or why_torch("move_path", buffers[0].device) is not None:
+        return None
+    return import_module(f"{__name__}_triton").prepare(buffers)

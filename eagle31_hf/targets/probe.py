@@ -15,7 +15,7 @@ from ..cache.masks import SlotMask, ancestors_of
 from ..cache.transfer import Mirrored
 from .ends import execution_device
 from .masks import slot_masks, span_masks
-from .tree_attention import attention_to_spans
+from .tree_attention import attention_to_spans, own_attention
 
 logger = logging.get_logger(__name__)
 
@@ -70,7 +70,7 @@ def _verdict(
     meaning: str, target: PreTrainedModel, is_told_positions: bool, find: Callable[[], str | None]
 ) -> str | None:
     """Returns what is known, or is now found."""
-    config, implementation = target.config.get_text_config(decoder=True), str(target.config._attn_implementation)
+    config, implementation = target.config.get_text_config(decoder=True), own_attention(target)
     key = (
         meaning,
         type(target),
@@ -88,7 +88,7 @@ def _verdict(
 
 
 def _try_trees(target: PreTrainedModel) -> str | None:
-    implementation, config = str(target.config._attn_implementation), target.config.get_text_config(decoder=True)
+    implementation, config = own_attention(target), target.config.get_text_config(decoder=True)
     kinds = set(getattr(config, "layer_types", None) or ())
     if implementation not in ("eager", "sdpa"):
         return f"attention implementation {implementation} takes no mask of a tree"

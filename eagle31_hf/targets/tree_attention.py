@@ -5,9 +5,11 @@ B sequences, T query tokens, H heads, D width.
 """
 
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +21,11 @@ from ..kernels.tree_attention import MOST_NEW, tree_attention
 
 PREFIX = "eagle31_"
 STANDS_IN_FOR = ("eager", "sdpa")  # implementations whose models hand a mask of four dimensions to attention as it is
+
+
+def own_attention(model: PreTrainedModel) -> str:
+    """The attention implementation of a model, as its user has set it."""
+    return str(model.config._attn_implementation).removeprefix(PREFIX)
 
 
 def is_spans(mask: Any) -> bool:
@@ -63,13 +70,23 @@ for name in STANDS_IN_FOR:
     AttentionMaskInterface.register(PREFIX + name, ALL_MASK_ATTENTION_FUNCTIONS[name])
 
 
+_users: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()  # contexts that a target is in, of all threads
+_lock = threading.Lock()
+
+
 @contextmanager
 def attention_to_spans(target: PreTrainedModel) -> Iterator[None]:
-    """A context in which the target's attention takes masks of spans, beside its own."""
+    """A context in which the target's attention takes masks of spans, beside its own. Contexts of several threads may
+    overlap: the last one to end puts the target's own back."""
     config = target.config.get_text_config(decoder=True)
-    found = config._attn_implementation_internal
-    config._attn_implementation_internal = PREFIX + found.removeprefix(PREFIX)
+    with _lock:
+        _users[target] = _users.get(target, 0) + 1
+        if _users[target] == 1:
+            config._attn_implementation_internal = PREFIX + config._attn_implementation_internal
     try:
         yield
     finally:
-        config._attn_implementation_internal = found
+        with _lock:
+            _users[target] -= 1
+            if not _users[target]:
+                config._attn_implementation_internal = config._attn_implementation_internal.removeprefix(PREFIX)

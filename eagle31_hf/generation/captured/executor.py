@@ -13,6 +13,7 @@ from transformers.utils import logging
 from ...acceptance import CHAINS, PLAIN, TREES
 from ...cache import adopt as cache
 from ...cache.transfer import Mirrored, to_device
+from ...kernels.acceptance import table_of
 from ..aux_states import AuxStates
 from ..executor import EagerExecutor, Outcome, Room
 from ..planning.plan import NO_DRAFTS, UNLIMITED, Plan
@@ -80,6 +81,8 @@ class CapturedExecutor:
 
     def _capture(self, plan: Plan) -> None:
         """Captures a plan's draft and verify, where that has not been done."""
+        arena = self.rounds.parts.target.arena
+        arena.table = arena.table or table_of(arena.all())
         for part in ("draft", "verify"):
             if (part, plan) not in self.captured:
                 function = getattr(self.rounds, part)

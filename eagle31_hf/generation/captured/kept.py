@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from ...cache.arena import Arena, move_into, slots_of
 from ...kernels.operation import OPERATIONS, why_torch
 from ...modeling import Eagle31DrafterModel
+from ...targets.tree_attention import own_attention
 from ..executor import EagerExecutor
 from ..planning.plan import Plan
 from .carry import Carry
@@ -103,7 +104,7 @@ def fingerprint(model: PreTrainedModel) -> tuple:
     """All that a capture takes for granted of a model: where its weights lie, and the plain values its modules hold,
     such as training mode, which adapter is active and its scale. Equal ones: the same operations on the same memory."""
     weights = [(weight.data_ptr(), weight.dtype) for group in (model.parameters(), model.buffers()) for weight in group]
-    return str(model.config._attn_implementation), tuple(weights), tuple(map(_told, model.modules()))
+    return own_attention(model), tuple(weights), tuple(map(_told, model.modules()))
 
 
 def _told(one: object) -> tuple:

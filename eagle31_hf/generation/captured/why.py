@@ -10,7 +10,7 @@ from ...cache.arena import why_not_in_arena
 from ...kernels.tree_attention import MOST_NEW
 from ...targets.masks import windows_of
 from ...targets.probe import why_no_spans
-from ...targets.tree_attention import STANDS_IN_FOR
+from ...targets.tree_attention import STANDS_IN_FOR, own_attention
 from .. import processors
 from ..planning.buckets import DEEPEST, plans_of
 from ..planning.fixed import FixedPlanner
@@ -86,7 +86,7 @@ def _why_not_by_models(request: Any, runner: Any, mode: Any) -> str | None:
 
 
 def _why_not_by_model(model: PreTrainedModel) -> str | None:
-    implementation = str(model.config._attn_implementation)
+    implementation = own_attention(model)
     if model.training:
         return "is in training mode"
     if implementation not in STANDS_IN_FOR:
