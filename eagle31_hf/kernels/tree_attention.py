@@ -31,8 +31,10 @@ def tree_attention(
     """Queries (B, H, T, D) over keys (B, Hkv, C, D) and values (B, Hkv, C, Dv) -> (B, T, H, Dv), H a multiple of Hkv.
 
     `spans` (B, T, 3) int64 says what each query sees: the slots from `begin` up to, not including, `start`, and of the
-    `num_new` slots from `start` on, those whose bit is set in `bits` (bit j: slot start + j). A query that sees nothing
-    gives 0. Slots that no query of the sequence sees may hold anything, NaN too.
+    `num_new` slots from `start` on, those whose bit is set in `bits` (bit j: slot start + j). All queries of a sequence
+    have the same `start`, at most C; of slots beyond C there are none, whatever the bits. A query that sees nothing
+    gives 0. Slots that no query of the sequence sees may hold anything, NaN too; NaN in one that some query sees may
+    show in all of the sequence.
 
     Scores are q k `scale`, with a `softcap` above 0 made softcap tanh(score / softcap). `sinks` (H,): a score of each
     head that takes part in the softmax and has no value (GPT-OSS).

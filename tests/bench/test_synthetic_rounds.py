@@ -6,7 +6,7 @@ import torch
 from eagle31_hf import track_acceptance
 from eagle31_hf.bench.engine import build
 from eagle31_hf.bench.synthetic import Draws, SyntheticSampler, _draws_of, synthetic_decoding
-from eagle31_hf.generation.captured.round import Drafts
+from eagle31_hf.generation.captured.drafting import Drafts
 from eagle31_hf.generation.captured.seam import Uncaptured, seams
 from eagle31_hf.generation.rejection_sampler import RejectionSampler
 from eagle31_hf.kernels.drafts import best_tree

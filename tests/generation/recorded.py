@@ -30,6 +30,15 @@ class Recording(TorchDispatchMode):
         self.operations.append((func, args, kwargs, out))
         return out
 
+    def poison(self) -> None:
+        """Leaves nothing usable in what the operations made: capturing a graph runs none of them."""
+        for func, _, _, out in self.operations:
+            if not func.is_view and all(returned.alias_info is None for returned in func._schema.returns):
+                for made in _tensors(out):
+                    made.fill_(
+                        float("nan") if made.is_floating_point() else True if made.dtype == torch.bool else 2**40
+                    )
+
     def replay(self) -> None:
         for func, args, kwargs, out in self.operations:
             if func.is_view:
@@ -61,6 +70,7 @@ class Recorded(Uncaptured):
         recording = Recording()
         with recording:
             function()
+        recording.poison()
         if self.captures == self.fails_at:
             raise torch.OutOfMemoryError("CUDA out of memory, say")
 

@@ -19,8 +19,9 @@ from ...targets.tree_attention import own_attention
 from ..executor import EagerExecutor
 from ..planning.plan import Plan
 from .carry import Carry
+from .drafting import Parts, Side
 from .executor import Captured, CapturedExecutor
-from .round import Parts, Round, Side
+from .round import Round
 from .seam import Seam, seam_of
 from .why import most_tokens
 

@@ -1,279 +1,30 @@
-"""One round of tensors: no value is read on the host, and every shape is known before.
+"""One round of tensors: drafting, and the second half, in which the target reads the drafts and what it accepts is
+committed. No value is read on the host.
 
-B sequences, M tokens a round commits at most, K drafts, N = K + 1 nodes, F nodes of a level, k children of a node, h
-drafter width, V target vocabulary, Vd draft vocabulary. Bits are int64: bit j says whether token j is seen.
+B sequences, M tokens a round commits at most, K drafts, N = K + 1 nodes, V target vocabulary.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache
 
-from ...cache.arena import Arena, ArenaPlacement
-from ...cache.masks import windows_by_kind
 from ...kernels.acceptance import accepted_path, move_path
-from ...kernels.drafts import best_tree, likeliest_tokens, next_level
-from ...kernels.tree_attention import MOST_NEW
 from ...targets.fused import fused_layers
-from ...targets.layers import CapturedStates
-from ...targets.masks import span_masks, spans_of
+from ...targets.masks import span_masks
 from ...targets.tree_attention import attention_to_spans
-from ..aux_states import gathered
-from ..draft_sampler import SCORE_TEMPERATURE, DraftSampler
 from ..planning.plan import Plan
-from ..rejection_sampler import RejectionSampler, are_spoiled
+from ..rejection_sampler import are_spoiled
 from .carry import Carry
-from .fused_drafter import can_fuse, run_fused
+from .drafting import Drafting, Drafts
 
 
-@dataclass
-class Side:
-    """A model and its cache in an arena. `states`: where the target's states are captured."""
-
-    model: Any
-    cache: Cache
-    placement: ArenaPlacement
-    arena: Arena
-    states: CapturedStates | None = None
-
-
-@dataclass
-class Parts:
-    """What a call brings: the models, and the samplers of drafts and of the target's tokens."""
-
-    target: Side
-    drafter: Side
-    draft_sampler: DraftSampler
-    sampler: RejectionSampler
-
-
-@dataclass
-class Drafts:
-    """The drafts of a round: ids (B, K), parents (B, K), depths and bits (B, N) as `best_tree` returns them, and the
-    log-probability of each draft (B, K)."""
-
-    ids: Tensor
-    parents: Tensor
-    depths: Tensor
-    bits: Tensor
-    log_probs: Tensor
-    is_chain: bool
-
-    @property
-    def ones(self) -> Tensor:
-        """A 1 for every node (B, N): the bits of the root, which sees itself alone. Nothing is launched for it."""
-        return self.bits[:, :1].expand_as(self.depths)
-
-
-class Round:
-    """Drafts and verifies by plans of fixed depth. `draft` reads the carry and changes nothing in it, so it may be run
-    again, by another plan; `verify` takes the drafts of the same plan and moves the carry on."""
+class Round(Drafting):
+    """Drafts and verifies; `verify` takes the drafts of the same plan and moves the carry on."""
 
     def __init__(self, carry: Carry):
-        self.carry = carry
-        self.drafts: dict[Plan, Drafts] = {}
+        super().__init__(carry)
         self.out: dict[Plan, Tensor] = {}  # what the host reads of a round, see `Outcomes`
-        self.parts: Parts | None = None  # of the call under way
-        # What never changes is made once: every operation of a round is a node of its graph.
-        self.count = torch.arange(MOST_NEW, device=carry.text.device)[None]
-        self.before = self.count - 1  # as many slots after a text's end its last token stands, and those after it
-        self.below = (2 << self.count[:, :-1]) - 1  # of a chain's tokens: bits 0 to i
-        self.zero = torch.zeros_like(carry.length)
-        self.offsets: dict[tuple[int, ...], Tensor] = {}  # of the nodes of trees, see `_parents`
-
-    # -- drafting
-
-    def draft(self, plan: Plan) -> None:
-        """The drafter reads what the carry holds, then drafts as planned."""
-        state, logits = self._read()
-        if plan.depth == 0:
-            self.drafts[plan] = self._chain([], [])
-        elif plan.top_k == 1:
-            self.drafts[plan] = self._drafted_chain(plan, state, logits)
-        else:
-            self.drafts[plan] = self._drafted_tree(plan, state, logits)
-
-    def _read(self) -> tuple[Tensor, Tensor]:
-        """Returns the state (B, 1, h) and draft logits (B, 1, Vd) of each sequence's last unread token."""
-        carry = self.carry
-        width = carry.width
-        places = carry.length - carry.count - carry.unread + self.before[:, :width]
-        starts = places[:, :1]
-        return self._run_drafter(
-            carry.tokens,
-            {"target_hidden_states": carry.states},
-            self._rope(places),
-            self._drafter_spans(starts, places, self.below[:, :width], self._begins(places)),
-            starts,
-            last=(carry.count - 1).clamp(min=0),
-        )
-
-    def _drafted_chain(self, plan: Plan, state: Tensor, logits: Tensor) -> Drafts:
-        """A chain of `plan.depth` tokens; the last of them is not run."""
-        places = self.carry.length - self.carry.unread + self.before[:, : plan.depth]
-        starts = places[:, :1]
-        rope = self._rope(places)
-        spans = self._drafter_spans(starts, places, self.below[:, : plan.depth], self._begins(places))
-        ids, log_probs = [], []
-        for level in range(plan.depth):
-            chosen, log_prob = self._likeliest(logits, 1, level) if plan.is_scored else self._drawn(logits, level)
-            ids.append(chosen[:, 0])
-            log_probs.append(log_prob[:, 0])
-            if level + 1 < plan.depth:
-                here = slice(level, level + 1)
-                state, logits = self._run_drafter(
-                    chosen[:, 0],
-                    {"hidden_states": state},
-                    [part[:, here] for part in rope],
-                    {kind: mask[:, :, here] for kind, mask in spans.items()},
-                    places[:, here],
-                )
-        return self._chain(ids, log_probs)
-
-    def _chain(self, ids: list[Tensor], log_probs: list[Tensor]) -> Drafts:
-        """The drafts that tokens (B, 1) and their log-probabilities (B, 1) make."""
-        num_sequences, count = len(self.carry.text), len(ids)
-        none = self.carry.tokens[:, :0]
-        order = self.count[:, : count + 1].expand(num_sequences, -1)
-        return Drafts(
-            torch.cat(ids, dim=1) if ids else none,
-            order[:, :count],
-            order,
-            self.below[:, : count + 1].expand(num_sequences, -1),
-            torch.cat(log_probs, dim=1) if ids else none.float(),
-            is_chain=True,
-        )
-
-    def _drafted_tree(self, plan: Plan, state: Tensor, logits: Tensor) -> Drafts:
-        """The best `plan.max_nodes` - 1 of the candidates: of every level, the likeliest children of the best nodes."""
-        places = (
-            self.carry.length - self.carry.unread + self.before
-        )  # of levels, by their depth; and slots, by the nodes before them
-        rope = self._rope(places[:, : plan.depth])
-        starts, begins = places[:, :1], self._begins(places)
-        scores, bits = logits.new_zeros(len(starts), 1, dtype=torch.float32), self.zero
-        num_run = 0
-        found = list[tuple[Tensor, ...]]()  # by level, of its candidates: scores, ids, log-probabilities
-        run = list[Tensor]()  # by level, those of them that are run
-        for level in range(plan.depth):
-            ids, log_probs = self._likeliest(logits, plan.top_k, level)
-            k = ids.shape[2]
-            width = min(plan.max_width, ids.shape[1] * k)
-            totals, scores, best, bits = next_level(log_probs, scores, bits, width, num_run)
-            found.append((totals, ids.flatten(1), log_probs.flatten(1)))
-            if level + 1 == plan.depth:
-                break
-            run.append(best)
-            here = slice(level, level + 1)
-            state, logits = self._run_drafter(
-                found[-1][1].gather(1, best),
-                {"hidden_states": gathered(state, best // k)},
-                [part[:, here].expand(-1, width, -1) for part in rope],
-                self._drafter_spans(
-                    starts,
-                    places[:, here].expand(-1, width),
-                    bits,
-                    {kind: begin[:, here] for kind, begin in begins.items()},
-                ),
-                places[:, num_run : num_run + 1],
-            )
-            num_run += width
-        scores, ids, log_probs = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
-        kept, hangs_on, depths, bits = best_tree(
-            scores, self._parents(run, k), min(plan.max_nodes - 1, scores.shape[1])
-        )
-        return Drafts(ids.gather(1, kept), hangs_on, depths, bits, log_probs.gather(1, kept), is_chain=False)
-
-    def _parents(self, run: list[Tensor], k: int) -> Tensor:
-        """The candidate whose child each candidate is (B, C), -1: the root. `run`: by level, the candidates that are
-        run, by their place in it (B, F); each has k children."""
-        widths = tuple(best.shape[1] for best in run)
-        key = k, *widths
-        if key not in self.offsets:
-            numbers = [-1, 0, *(k * sum((1, *widths[:level])) for level in range(len(widths)))]
-            parts = [self.count.new_full((1, width), n) for width, n in zip((1, *widths), numbers, strict=False)]
-            self.offsets[key] = torch.cat(parts, dim=1)
-        parents = torch.cat([self.zero, *run], dim=1) + self.offsets[key]
-        return parents[..., None].expand(-1, -1, k).flatten(1)
-
-    def _likeliest(self, logits: Tensor, k: int, level: int) -> tuple[Tensor, Tensor]:
-        """Draft logits (B, F, Vd) -> the likeliest children's ids and log-probabilities, (B, F, k)."""
-        sampler = self.parts.draft_sampler
-        if sampler.is_plain:
-            k = min(k, logits.shape[-1])
-            log_probs, ids = likeliest_tokens(logits, k, SCORE_TEMPERATURE, sampler.draft_ids)
-        else:
-            log_probs, ids = sampler.scored(logits, k, self._noise_of(level))
-        return ids, log_probs
-
-    def _drawn(self, logits: Tensor, level: int) -> tuple[Tensor, Tensor]:
-        """Draft logits (B, 1, Vd) -> one child, as the target would choose it, and its log-probability, (B, 1, 1)."""
-        if self.parts.draft_sampler.is_plain:
-            return self._likeliest(logits, 1, level)
-        ids = self.parts.draft_sampler.drawn(logits[:, 0], self._noise_of(level))[:, None]
-        return ids, torch.zeros_like(ids, dtype=torch.float32)
-
-    def _noise_of(self, depths: int | Tensor) -> Tensor | None:
-        """The noise of the slot `depths` tokens after each text (B, V), or of those (B, N) after it (B, N, V)."""
-        carry = self.carry
-        if carry.noise is None:
-            return None
-        slots = (carry.length + depths) % carry.noise.shape[1]
-        noise = carry.noise.gather(1, slots[..., None].expand(-1, -1, carry.noise.shape[2]))
-        return noise[:, 0] if isinstance(depths, int) else noise
-
-    # -- the drafter's forwards
-
-    def _run_drafter(
-        self,
-        ids: Tensor,
-        source: dict[str, Tensor],
-        rope: list[Tensor],
-        spans: dict[str, Tensor],
-        starts: Tensor,
-        last: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the states (B, T, h) and draft logits (B, T, Vd) of tokens (B, T), which go to the slots from
-        `starts` (B, 1) on; with `last` (B, 1) those of that token alone."""
-        side = self.parts.drafter
-        side.placement.on_device = starts
-        if can_fuse(side.model):
-            return run_fused(side.model, ids, source, rope, spans, side.cache, last)
-        out = side.model(
-            ids,
-            **source,
-            position_embeddings=tuple(rope),
-            attention_mask=spans,
-            past_key_values=side.cache,
-            logits_to_keep=0 if last is None else last[:, 0],
-            return_dict=True,
-        )
-        state = out.last_hidden_state
-        return state if last is None else gathered(state, last), out.logits
-
-    def _rope(self, places: Tensor) -> list[Tensor]:
-        """cos and sin (B, T, P) of tokens at places (B, T) of the drafter's text."""
-        model = self.parts.drafter.model
-        return list(model.rotary_emb(model.like, places + self.carry.draft_position))
-
-    def _begins(self, places: Tensor) -> dict[str, Tensor]:
-        """The first slots that tokens at places (B, T) see, (B, T) by type of layers."""
-        config = self.parts.drafter.model.config
-        windows = windows_by_kind(config.layer_types, config.sliding_window)
-        return {
-            kind: self.zero.expand_as(places) if window is None else (places - (window - 1)).clamp(min=0)
-            for kind, window in windows.items()
-        }
-
-    def _drafter_spans(
-        self, starts: Tensor, places: Tensor, bits: Tensor, begins: dict[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """The masks of tokens at places (B, T) by type of layers."""
-        return {kind: spans_of(starts, begin, places, bits, None) for kind, begin in begins.items()}
-
-    # -- verifying
 
     def verify(self, plan: Plan) -> None:
         """The target reads the last token and the drafts; what it accepts is committed."""
