@@ -77,10 +77,15 @@ QUICK = {
 # Test modules that take a quarter of a minute and more on one core, most of them processes, trainings or random trials.
 SLOW = {
     "test_at_once",
+    "test_bench_gpu",
+    "test_captured_executor",
+    "test_captured_nodes",
+    "test_captured_rounds",
     "test_cli_errors",
     "test_cli_training",
     "test_demo",
     "test_distributed",
+    "test_compile_ahead",
     "test_examples",
     "test_families",
     "test_fuzz_folders",

@@ -13,6 +13,10 @@ from transformers import Cache
 from ..kernels.rope import append
 from .layer import Placement, SlotLayer
 
+# Slots beyond the longest text: an ended sequence may be longer by what a round commits, at most 62 tokens, and as many
+# nodes are written after it.
+SPARE = 128
+
 
 class Arena:
     """The buffers (B, H, C, D) of every layer of one cache, made when a layer first writes and kept. `capacity`: C."""
@@ -25,9 +29,13 @@ class Arena:
     def of_layer(self, index: int, like: tuple[Tensor, Tensor]) -> list[Tensor]:
         """The buffers of a layer whose new keys and values (B, H, T, D) are `like` these."""
         if index not in self.buffers:
-            self.buffers[index] = [
-                states.new_zeros((*states.shape[:-2], self.capacity, states.shape[-1])) for states in like
-            ]
+            with torch.inference_mode(False):  # another call may write to it in another mode
+                self.buffers[index] = [
+                    torch.zeros(
+                        (*states.shape[:-2], self.capacity, states.shape[-1]), dtype=states.dtype, device=states.device
+                    )
+                    for states in like
+                ]
         return self.buffers[index]
 
     def all(self) -> list[Tensor]:
@@ -109,6 +117,7 @@ def why_not_in_arena(cache: Cache) -> str | None:
 
 
 def slots_of(length: int, device: torch.device) -> int:
-    """The slots of an arena for texts up to `length`: a power of two, so that few arenas serve many calls."""
+    """The slots of an arena for texts up to `length`: a power of two, so that few arenas serve many calls, and what a
+    round may write past the end of a text."""
     least = 2048 if device.type == "cuda" else 128
-    return max(least, 1 << (length - 1).bit_length())
+    return max(least, 1 << (length - 1).bit_length()) + SPARE

@@ -6,10 +6,10 @@ B sequences, T query tokens, H heads, D width.
 
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +70,7 @@ for name in STANDS_IN_FOR:
     AttentionMaskInterface.register(PREFIX + name, ALL_MASK_ATTENTION_FUNCTIONS[name])
 
 
-_users: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()  # contexts that a target is in, of all threads
+_users: Counter[int] = Counter()  # by the id of a config: contexts that it is in, of all threads
 _lock = threading.Lock()
 
 
@@ -80,13 +80,14 @@ def attention_to_spans(target: PreTrainedModel) -> Iterator[None]:
     overlap: the last one to end puts the target's own back."""
     config = target.config.get_text_config(decoder=True)
     with _lock:
-        _users[target] = _users.get(target, 0) + 1
-        if _users[target] == 1:
+        _users[id(config)] += 1
+        if _users[id(config)] == 1:
             config._attn_implementation_internal = PREFIX + config._attn_implementation_internal
     try:
         yield
     finally:
         with _lock:
-            _users[target] -= 1
-            if not _users[target]:
+            _users[id(config)] -= 1
+            if not _users[id(config)]:
+                del _users[id(config)]
                 config._attn_implementation_internal = config._attn_implementation_internal.removeprefix(PREFIX)

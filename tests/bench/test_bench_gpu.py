@@ -191,11 +191,15 @@ def test_floors_count_the_bytes_that_are_read():
 
 
 def test_a_round_is_split_by_marks():
-    """Two rounds, a gap of 1 s after each run, and the draft of a third round that never was."""
+    """Two rounds, before the second of which the plan changed, so that it was drafted twice; a gap of 1 s after each
+    run; and the draft of a third round that never was."""
     marked = Marked(Uncaptured(), CPU)
-    marked.spans = [(0.0, 2.0), (3.0, 7.0), (8.0, 10.0), (11.0, 17.0), (18.0, 30.0)]
+    drafts, verifications = [(0.0, 2.0), (8.0, 10.0), (11.0, 13.0), (21.0, 30.0)], [(3.0, 7.0), (14.0, 20.0)]
+    marked.spans = sorted(
+        [("draft", *span) for span in drafts] + [("verify", *span) for span in verifications], key=lambda span: span[1]
+    )
     split = marked.split()
-    expected = {"round_ms": 8500, "draft_ms": 2000, "verify_ms": 5000, "gap_ms": 1500}
+    expected = {"round_ms": 10000, "draft_ms": 3000, "verify_ms": 5000, "gap_ms": 2000}
     assert {name: split[name] for name in expected} == pytest.approx(expected)
 
 

@@ -44,10 +44,9 @@ class Recording(TorchDispatchMode):
             if func.is_view:
                 continue  # of the same memory as ever
             again = func(*args, **kwargs)
-            if any(returned.alias_info is not None for returned in func._schema.returns):
-                continue  # one of its arguments, which it has written to
             for new, kept in zip(_tensors(again), _tensors(out), strict=True):
-                kept.copy_(new)
+                if new.data_ptr() != kept.data_ptr():  # else it is an argument that was written to, or a view of one
+                    kept.copy_(new)
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -64,7 +63,7 @@ class Recorded(Uncaptured):
         self.captures = 0
         self.replays = 0
 
-    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, function: Callable[[], None], part: str) -> Callable[[], None]:
         self.captures += 1
         function()  # warms up, as for a graph
         recording = Recording()

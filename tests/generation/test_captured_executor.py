@@ -97,6 +97,30 @@ def test_sampled_text_is_that_of_the_eager_loop(pair, plan):
     assert decode(pair, Recorded(), plan, **options)[0].tolist() == expected.tolist()
 
 
+def test_sampled_batch_whose_sequences_go_at_their_own_pace(pair):
+    """The noise of a slot is the sequence's own, however far others are ahead, or long since ended."""
+    target, drafter = pair
+    ids, mask = left_padded([*known_prompts(target, 5, 7), [4], [9, 0, 7, 7, 1, 2, 2]])
+    options = {"inputs": ids, "attention_mask": mask, "do_sample": True, "temperature": 0.3, "max_new_tokens": 60}
+    for extra in ({}, {"eos_token_id": 9}):
+        torch.manual_seed(3)
+        expected = target.generate(**asked(**options, **extra), assistant_model=drafter, **TREE)
+        for plan in PLANS:
+            torch.manual_seed(3)
+            assert decode(pair, Recorded(), plan, **options, **extra)[0].tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_calls_in_and_out_of_inference_mode(pair, plan):
+    """What the first of them makes, the others write to. (Recording sees fewer operations in that mode.)"""
+    expected = pair[0].generate(**asked()).tolist()
+    for is_on in (True, False, True):
+        with torch.inference_mode(is_on):
+            text, stats = decode(pair, Uncaptured(), plan)
+        assert text.tolist() == expected
+        assert set(stats.executions) == {f"as {Uncaptured.name}"}
+
+
 # --- how texts end ---
 
 
@@ -181,14 +205,18 @@ def test_a_capture_that_fails_leaves_no_trace(pair, plan, fails_at):
     assert "capturing failed" in stats.summary()
 
 
-def test_a_capture_that_fails_late(pair):
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "top_k": 7}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("fails_at", range(3, 7))
+def test_a_capture_that_fails_late(pair, fails_at, options):
     """The plans before it were captured; the rest of the text is decoded eagerly, from where the device has come to."""
-    target, _ = pair
-    for fails_at in range(3, 7):
-        release()
-        text, stats = decode(pair, Recorded(fails_at), "auto", max_new_tokens=40)
-        assert text.tolist() == target.generate(**asked(max_new_tokens=40)).tolist()
-        assert len(stats.executions) == 2
+    target, drafter = pair
+    options = options | {"max_new_tokens": 40}
+    torch.manual_seed(3)
+    expected = target.generate(**asked(**options), assistant_model=drafter, **TREE)
+    torch.manual_seed(3)
+    text, stats = decode(pair, Recorded(fails_at), "auto", **options)
+    assert text.tolist() == expected.tolist()
+    assert len(stats.executions) == 2
 
 
 # --- when a capture no longer holds ---
@@ -298,6 +326,7 @@ def test_threads_share_a_pair(pair):
         ({"return_dict_in_generate": True, "output_logits": True}, "output_logits is asked for"),
         ({"cache_implementation": "static"}, "a static cache was asked for"),
         ({"assistant_confidence_threshold": 0.5}, "assistant_confidence_threshold"),
+        ({"do_sample": True, "eta_cutoff": 0.01}, "EtaLogitsWarper reads its scores on the host"),
         ({"num_assistant_tokens": 70}, "drafts are larger than a captured round takes"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -310,6 +339,12 @@ def test_why_rounds_run_eagerly(pair, options, reason):
     assert execution.startswith("eagerly: ")
     assert reason in execution
     assert reason in stats.summary()
+
+
+def test_autocast_runs_eagerly(pair):
+    with torch.autocast("cpu", torch.bfloat16):
+        _, stats = decode(pair, Recorded())
+    assert set(stats.executions) == {"eagerly: autocast is on"}
 
 
 def test_a_cache_with_an_earlier_turn_runs_eagerly(pair):

@@ -31,12 +31,12 @@ class Marked:
         self.clock = Clock(device)
         self.forbids_waits = forbids_waits and device.type == "cuda"
         self.capture_seconds = 0.0
-        self.spans = list[tuple[Any, Any]]()
+        self.spans = list[tuple[str, Any, Any]]()
 
-    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, function: Callable[[], None], part: str) -> Callable[[], None]:
         synchronize()
         began = time.perf_counter()
-        captured = self.seam.capture(function)
+        captured = self.seam.capture(function, part)
         synchronize()
         self.capture_seconds += time.perf_counter() - began
 
@@ -44,7 +44,7 @@ class Marked:
             begin = self.clock.mark()
             with self._no_waits():
                 captured()
-            self.spans.append((begin, self.clock.mark()))
+            self.spans.append((part, begin, self.clock.mark()))
 
         return run
 
@@ -65,19 +65,21 @@ class Marked:
             torch.cuda.set_sync_debug_mode(found)
 
     def split(self) -> dict[str, Any]:
-        """Milliseconds of the rounds that were run: medians of their drafts and verifications, the mean of a round from
-        the first mark to the last, and of that the gaps, in which the device had nothing to do.
-
-        Runs alternate, a draft and its verification; the last draft is of a round that never was.
-        """
+        """Milliseconds of the rounds that were run, means: of drafting, those that were of no use included, of
+        verifying, of a round from the first mark to the last verification's, and of the gaps in it, in which the device
+        had nothing to do."""
         synchronize()
-        spans = self.spans[: len(self.spans) // 2 * 2]
-        if not spans:
+        parts = [part for part, _, _ in self.spans]
+        if "verify" not in parts:
             return {}
-        taken = [1000 * self.clock.seconds(*span) for span in spans]
-        whole = 1000 * self.clock.seconds(spans[0][0], spans[-1][1])
-        count = len(spans) // 2
-        drafts, verifications = taken[0::2], taken[1::2]
+        spans = self.spans[: len(parts) - parts[::-1].index("verify")]  # the last draft is of a round that never was
+        taken = [1000 * self.clock.seconds(begin, end) for _, begin, end in spans]
+        whole = 1000 * self.clock.seconds(spans[0][1], spans[-1][2])
+        drafts, verifications = (
+            [value for (part, _, _), value in zip(spans, taken, strict=True) if part == wanted]
+            for wanted in ("draft", "verify")
+        )
+        count = len(verifications)
         return {
             "round_ms": whole / count,
             "draft_ms": sum(drafts) / count,

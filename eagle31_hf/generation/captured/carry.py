@@ -21,8 +21,8 @@ class Carry:
     states (B, M, n*ht), and the tokens after them (B, M), `count` (B, 1) of each sequence.
 
     `padding` (B, 1): tokens of left padding; `position` (B, 1), or (axes, B, 1): what is added to a slot to give the
-    target's position; `last_position`, of the same shape: the greatest one it may be asked for; `unread` (B, 1): slots
-    of the text that the drafter does not read, padding; `draft_position` (B, 1): the position of the first token it
+    target's position; `last_position`, of the same shape: the greatest one it may be asked for; `first_slot` (B, 1): of
+    the text, the first one that the drafter reads; `draft_position` (B, 1): the position of the first token it
     reads.
 
     `noise` (B, S, V): of the slots the next rounds draw at, slot s at s mod S; None where nothing is drawn.
@@ -37,7 +37,7 @@ class Carry:
     padding: Tensor
     position: Tensor
     last_position: Tensor
-    unread: Tensor
+    first_slot: Tensor
     draft_position: Tensor
     noise: Tensor | None = None
 
@@ -78,5 +78,5 @@ class Carry:
 
 
 def noise_slots(width: int) -> int:
-    """Slots of noise that two rounds in flight may ask for: the host knows a length one round late."""
-    return 3 * width + 1
+    """Slots of noise that a round and the next draft may ask for: the host knows a length one round late."""
+    return 2 * width

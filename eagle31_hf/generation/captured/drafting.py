@@ -61,7 +61,7 @@ class Drafts:
 
     @property
     def ones(self) -> Tensor:
-        """A 1 for every node (B, N): the bits of the root, which sees itself alone. Nothing is launched for it."""
+        """A 1 for every node (B, N): the bits of the root, which sees itself alone. A view: no operation."""
         return self.bits[:, :1].expand_as(self.depths)
 
 
@@ -75,10 +75,10 @@ class Drafting:
         self.parts: Parts | None = None  # of the call under way
         # What never changes is made once: every operation of a round is a node of its graph.
         self.count = torch.arange(MOST_NEW, device=carry.text.device)[None]
-        self.before = self.count - 1  # as many slots after a text's end its last token stands, and those after it
+        self.from_end = self.count - 1  # slots, counted from a text's length: of its last token, and of those after it
         self.below = (2 << self.count[:, :-1]) - 1  # of a chain's tokens: bits 0 to i
         self.zero = torch.zeros_like(carry.length)
-        self.offsets: dict[tuple[int, ...], Tensor] = {}  # of the nodes of trees, see `_parents`
+        self.parent_offsets: dict[tuple[int, ...], Tensor] = {}  # of the nodes of trees, see `_parents`
 
     def draft(self, plan: Plan) -> None:
         """The drafter reads what the carry holds, then drafts as planned."""
@@ -94,7 +94,7 @@ class Drafting:
         """Returns the state (B, 1, h) and draft logits (B, 1, Vd) of each sequence's last unread token."""
         carry = self.carry
         width = carry.width
-        places = carry.length - carry.count - carry.unread + self.before[:, :width]
+        places = carry.length - carry.count - carry.first_slot + self.from_end[:, :width]
         starts = places[:, :1]
         return self._run_drafter(
             carry.tokens,
@@ -107,7 +107,7 @@ class Drafting:
 
     def _drafted_chain(self, plan: Plan, state: Tensor, logits: Tensor) -> Drafts:
         """A chain of `plan.depth` tokens; the last of them is not run."""
-        places = self.carry.length - self.carry.unread + self.before[:, : plan.depth]
+        places = self.carry.length - self.carry.first_slot + self.from_end[:, : plan.depth]
         starts = places[:, :1]
         rope = self._rope(places)
         spans = self._drafter_spans(starts, places, self.below[:, : plan.depth], self._begins(places))
@@ -143,9 +143,8 @@ class Drafting:
 
     def _drafted_tree(self, plan: Plan, state: Tensor, logits: Tensor) -> Drafts:
         """The best `plan.max_nodes` - 1 of the candidates: of every level, the likeliest children of the best nodes."""
-        places = (
-            self.carry.length - self.carry.unread + self.before
-        )  # of levels, by their depth; and slots, by the nodes before them
+        # The d-th: where nodes of level d stand; and the n-th: the slot of the n-th node that is run.
+        places = self.carry.length - self.carry.first_slot + self.from_end
         rope = self._rope(places[:, : plan.depth])
         starts, begins = places[:, :1], self._begins(places)
         scores, bits = logits.new_zeros(len(starts), 1, dtype=torch.float32), self.zero
@@ -182,15 +181,15 @@ class Drafting:
         return Drafts(ids.gather(1, kept), hangs_on, depths, bits, log_probs.gather(1, kept), is_chain=False)
 
     def _parents(self, run: list[Tensor], k: int) -> Tensor:
-        """The candidate whose child each candidate is (B, C), -1: the root. `run`: by level, the candidates that are
+        """The number of each candidate's parent (B, C), -1: the root. `run`: by level, the candidates that are
         run, by their place in it (B, F); each has k children."""
         widths = tuple(best.shape[1] for best in run)
         key = k, *widths
-        if key not in self.offsets:
+        if key not in self.parent_offsets:
             numbers = [-1, 0, *(k * sum((1, *widths[:level])) for level in range(len(widths)))]
             parts = [self.count.new_full((1, width), n) for width, n in zip((1, *widths), numbers, strict=False)]
-            self.offsets[key] = torch.cat(parts, dim=1)
-        parents = torch.cat([self.zero, *run], dim=1) + self.offsets[key]
+            self.parent_offsets[key] = torch.cat(parts, dim=1)
+        parents = torch.cat([self.zero, *run], dim=1) + self.parent_offsets[key]
         return parents[..., None].expand(-1, -1, k).flatten(1)
 
     def _likeliest(self, logits: Tensor, k: int, level: int) -> tuple[Tensor, Tensor]:

@@ -6,11 +6,11 @@ B sequences, M tokens a round commits at most.
 
 from collections.abc import Callable
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from transformers.utils import logging
 
-from ...acceptance import CHAINS, PLAIN, TREES
 from ...cache import adopt as cache
 from ...cache.transfer import Mirrored, to_device
 from ...kernels.acceptance import table_of
@@ -49,7 +49,7 @@ class CapturedExecutor:
         self.num_unread = [0] * len(eager.sequences)  # tokens of each sequence that the carry holds for the drafter
         self.drafted: Plan | None = None  # whose drafts are made, or under way
         self.drafting: tuple[Any, Any] = None, None  # marks around it
-        self.next_noise = 0  # the first slot whose noise the carry lacks
+        self.next_noise = [0] * len(eager.sequences)  # the first slot of each sequence whose noise the carry lacks
 
     def prefill(self) -> Accepted:
         accepted = self.eager.prefill()
@@ -87,7 +87,7 @@ class CapturedExecutor:
             if (part, plan) not in self.captured:
                 function = getattr(self.rounds, part)
                 with self.carry.restored(), self._placing():
-                    self.captured[part, plan] = self.seam.capture(lambda function=function: function(plan))
+                    self.captured[part, plan] = self.seam.capture(partial(function, plan), part)
                 if part == "draft":  # capturing runs nothing, and verifying needs drafts to warm up with
                     self._run(part, plan)
 
@@ -145,15 +145,14 @@ class CapturedExecutor:
         self.was_short = any(
             spoiled and not ended for spoiled, ended in zip(found.is_spoiled, ends.finished, strict=True)
         )
-        kind = PLAIN if plan.depth == 0 else CHAINS if plan.top_k == 1 else TREES
-        return Outcome(kind, 1 + len(found.ids[0]), accepted)
+        return Outcome(plan.kind, 1 + len(found.ids[0]), accepted)
 
     def _walk(self, b: int, found: Outcomes, drafts: HostDrafts, ends: Ends) -> Walk:
         """The way of sequence b through its drafts, up to the token that ends it."""
         walk = Walk([], [0], [])
         children = drafts.children(b)
-        for token, is_lawful in zip(found.tokens[b][: found.counts[b]], found.lawful[b], strict=False):
-            if not is_lawful:
+        for token, is_distribution in zip(found.tokens[b][: found.counts[b]], found.are_distributions[b], strict=False):
+            if not is_distribution:
                 raise_no_distribution()
             walk.tokens.append(token)
             child = children[walk.path[-1]].get(token)
@@ -180,9 +179,9 @@ class CapturedExecutor:
         self._send("count", self.num_unread)
         self._send("padding", runner.num_padding)
         self._send("going", [not finished for finished in sequences.finished])
-        self._send("unread", self.first_slots)
+        self._send("first_slot", self.first_slots)
         self._send("draft_position", self.eager.proposer.runner.first_positions)
-        self.next_noise = lengths[0]
+        self.next_noise = list(lengths)
         self._add_noise()
 
     def _send(self, name: str, values: list[int]) -> None:
@@ -194,12 +193,13 @@ class CapturedExecutor:
         noise, carry = self.eager.sampler.noise, self.carry
         if carry.noise is None or noise is None:
             return
-        end = max(self.sequences.lengths.host) + 2 * carry.width
-        for slot in range(self.next_noise, end):
-            for b in range(len(self.sequences)):
+        lengths = self.sequences.lengths.host
+        for b, length in enumerate(lengths):
+            end = length + 2 * carry.width
+            for slot in range(self.next_noise[b], end):
                 carry.noise[b, slot % carry.noise.shape[1]].copy_(noise.of_slot(b, slot))
-        self.next_noise = max(self.next_noise, end)
-        noise.forget([self.next_noise] * len(self.sequences))
+            self.next_noise[b] = max(self.next_noise[b], end)
+        noise.forget(lengths)
 
     def _hand_back(self, failure: Exception) -> None:
         """Leaves the rest of the call to the eager executor."""

@@ -1,6 +1,7 @@
 """What captured rounds keep between calls, since capturing takes as long as a few dozen rounds, and when it no longer
 holds."""
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,11 +14,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...cache.arena import Arena, move_into, slots_of
-from ...kernels.operation import OPERATIONS, why_torch
+from ...kernels.operation import OPERATIONS, SWITCH, why_torch
 from ...modeling import Eagle31DrafterModel
 from ...targets.tree_attention import own_attention
 from ..executor import EagerExecutor
-from ..planning.plan import Plan
 from .carry import Carry
 from .drafting import Parts, Side
 from .executor import Captured, CapturedExecutor
@@ -25,7 +25,6 @@ from .round import Round
 from .seam import Seam, seam_of
 from .why import most_tokens
 
-SPARE = 64  # slots of an arena beyond the longest text, for nodes
 OF_MODULES = set(vars(nn.Module())) - {"training"}  # hooks among them, those that capture states too
 PLAIN = (int, float, str, bool, type(None))
 
@@ -41,6 +40,7 @@ class Kept:
     seam: Seam
     captured: Captured = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
+    samplers: list[Any] = field(default_factory=list)  # graphs read tensors of those they were captured with
     lock: Any = field(default_factory=threading.Lock)
 
     @contextmanager
@@ -54,10 +54,25 @@ class Kept:
         target = Side(runner.target, runner.past_key_values, of_target, self.arenas[0], states)
         drafter = Side(drafting.drafter, drafting.past_key_values, of_drafter, self.arenas[1])
         self.rounds.parts = Parts(target, drafter, eager.proposer.sampler, eager.sampler)
+        num_captured = len(self.captured)
         try:
             yield CapturedExecutor(eager, self.rounds, self.seam, self.captured, self.failures)
         finally:
             self.rounds.parts = None  # models and caches are not kept alive
+            if len(self.captured) > num_captured:
+                self.samplers += [eager.proposer.sampler, eager.sampler]
+            if self.failures:
+                self._give_up()
+
+    def _give_up(self) -> None:
+        """Drops all that takes memory: nothing of it will be used again."""
+        self.captured.clear()
+        self.samplers.clear()
+        self.rounds.drafts.clear()
+        self.rounds.out.clear()
+        for arena in self.arenas:
+            arena.buffers.clear()
+            arena.table = None
 
 
 _kept: WeakKeyDictionary[Eagle31DrafterModel, WeakKeyDictionary[PreTrainedModel, Kept]] = WeakKeyDictionary()
@@ -80,31 +95,42 @@ def kept_for(request: Any, eager: EagerExecutor, seam: Seam) -> Iterator[Kept | 
 
 def _kept_of(request: Any, eager: EagerExecutor, seam: Seam) -> Kept:
     drafter, target = request.drafter, request.target
-    width = most_tokens(request.settings)
-    capacity = slots_of(request.generation_config.max_length + SPARE, request.input_ids.device)
+    capacity = slots_of(request.generation_config.max_length, request.input_ids.device)
     noise = eager.sampler.noise
     vocab_size = None if noise is None else noise.vocab_size
-    positions = eager.runner.last_position.shape
-    size = (len(request.input_ids), width, capacity, vocab_size, positions, seam.name)
+    size = (most_tokens(request.settings), capacity, vocab_size, eager.runner.last_position.shape, seam.name)
     models = fingerprint(target), fingerprint(drafter), id(drafter.get_input_embeddings())
-    key = size, models, type(eager.sampler), tuple(map(_told, request.logits_processor))
+    samplers = type(eager.sampler), tuple(map(_told, request.logits_processor))
+    key = size, models, samplers, os.environ.get(SWITCH)
     with _kept_lock:
         by_target = _kept.setdefault(drafter, WeakKeyDictionary())
         kept = by_target.get(target)
         if kept is None or kept.key != key:
+            del kept
             by_target.pop(target, None)  # its memory is free before more is asked for
-            states = drafter.like.new_empty(
-                0, drafter.config.num_aux_states * drafter.config.target_hidden_size, dtype=target.dtype
-            )
-            carry = Carry.empty(positions, width, capacity, states, vocab_size)
-            kept = by_target[target] = Kept(key, Round(carry), (Arena(capacity), Arena(capacity)), seam)
+            kept = by_target[target] = _made(request, key, size, seam)
         return kept
+
+
+def _made(request: Any, key: tuple, size: tuple, seam: Seam) -> Kept:
+    width, capacity, vocab_size, positions, _ = size
+    config = request.drafter.config
+    with torch.inference_mode(False):  # another call may write to this in another mode
+        states = request.drafter.like.new_empty(
+            0, config.num_aux_states * config.target_hidden_size, dtype=request.target.dtype
+        )
+        carry = Carry.empty(positions, width, capacity, states, vocab_size)
+        return Kept(key, Round(carry), (Arena(capacity), Arena(capacity)), seam)
 
 
 def fingerprint(model: PreTrainedModel) -> tuple:
     """All that a capture takes for granted of a model: where its weights lie, and the plain values its modules hold,
     such as training mode, which adapter is active and its scale. Equal ones: the same operations on the same memory."""
-    weights = [(weight.data_ptr(), weight.dtype) for group in (model.parameters(), model.buffers()) for weight in group]
+    weights = [
+        (id(weight), weight.data_ptr(), weight.dtype)
+        for group in (model.parameters(), model.buffers())
+        for weight in group
+    ]
     return own_attention(model), tuple(weights), tuple(map(_told, model.modules()))
 
 
@@ -145,7 +171,7 @@ def explained(drafter: Eagle31DrafterModel, target: PreTrainedModel) -> str:
         + ("CUDA graphs, where a call allows" if seam_of(device) else "eager, as everywhere but on a GPU")
     ]
     if kept is not None:
-        plans = sorted({_name(plan) for _, plan in kept.captured})
+        plans = sorted({plan.name for _, plan in list(kept.captured)})
         held = sum(arena.num_bytes() for arena in kept.arenas) / 1e6
         lines.append(
             f"kept for the next call: {', '.join(plans) or 'nothing captured'}; keys and values, {held:.0f} MB"
@@ -157,9 +183,3 @@ def explained(drafter: Eagle31DrafterModel, target: PreTrainedModel) -> str:
         for way in sorted(set(ways.values()))
     ]
     return "\n".join(lines)
-
-
-def _name(plan: Plan) -> str:
-    if plan.depth == 0:
-        return "plain rounds"
-    return f"chains {plan.depth} deep" if plan.top_k == 1 else f"trees of {plan.max_nodes} nodes, {plan.depth} deep"

@@ -29,7 +29,7 @@ class Round(Drafting):
     def verify(self, plan: Plan) -> None:
         """The target reads the last token and the drafts; what it accepts is committed."""
         carry, drafts = self.carry, self.drafts[plan]
-        slots = carry.length + self.before
+        slots = carry.length + self.from_end
         starts = slots[:, :1]
         ids = torch.cat((carry.text.gather(1, starts), drafts.ids), dim=1)
         places = slots[:, : ids.shape[1]] if drafts.is_chain else starts + drafts.depths
@@ -83,7 +83,7 @@ class Outcomes:
     counts: list[int]
     is_spoiled: list[bool]
     tokens: list[list[int]]
-    lawful: list[list[int]]
+    are_distributions: list[list[int]]
     ids: list[list[int]]
     parents: list[list[int]]
     log_probs: list[list[float]]
@@ -105,7 +105,7 @@ class Outcomes:
             counts=count[:, 0].tolist(),
             is_spoiled=(spoiled[:, 0] > 0).tolist(),
             tokens=tokens.tolist(),
-            lawful=lawful.tolist(),
+            are_distributions=lawful.tolist(),
             ids=ids.tolist(),
             parents=parents.tolist(),
             log_probs=log_probs.int().view(torch.float32).tolist(),

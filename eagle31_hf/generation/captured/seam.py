@@ -1,6 +1,7 @@
 """The seam between rounds and CUDA graphs: how a function of static tensors is captured, and how the host reads what
 came of it. Without a GPU the same functions run as they are."""
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -14,9 +15,9 @@ class Seam(Protocol):
 
     name: str
 
-    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, function: Callable[[], None], part: str) -> Callable[[], None]:
         """What runs a function of static tensors from now on. The function may be run for warming up; what it then
-        changes, the caller puts back."""
+        changes, the caller puts back. `part`: "draft" or "verify"."""
         ...
 
     def start_reading(self, tensor: Tensor) -> Callable[[], Tensor]:
@@ -29,12 +30,15 @@ class Uncaptured:
 
     name = "tensors without graphs"
 
-    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, function: Callable[[], None], part: str) -> Callable[[], None]:
         return function
 
     def start_reading(self, tensor: Tensor) -> Callable[[], Tensor]:
         copy = tensor.clone()  # the next round writes over it
         return copy.cpu
+
+
+_capturing = threading.Lock()  # one capture at a time in a process
 
 
 class CudaGraphs:
@@ -50,16 +54,20 @@ class CudaGraphs:
         self.stream = torch.cuda.Stream(device)
         self.pool: Any = None
 
-    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
-        with torch.cuda.device(self.device):
-            self.stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.stream):
-                function()  # compiles kernels, loads modules, makes cuBLAS's workspace: none of it can be captured
-            torch.cuda.current_stream().wait_stream(self.stream)
-            graph = torch.cuda.CUDAGraph()
-            # other threads may go on with work of their own meanwhile
-            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-                function()
+    def capture(self, function: Callable[[], None], part: str) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        with _capturing, torch.cuda.device(self.device):
+            current = torch.cuda.current_stream()
+            self.stream.wait_stream(current)
+            try:
+                with torch.cuda.stream(self.stream):
+                    function()  # compiles kernels, loads modules, makes cuBLAS's workspace: none of it can be captured
+                # Of this thread alone, calls that a capture forbids are errors; others may use the device meanwhile.
+                with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+                    function()
+            finally:  # where the end of a capture fails, torch leaves the thread on the stream of the capture
+                torch.cuda.set_stream(current)
+                current.wait_stream(self.stream)
         self.pool = graph.pool() if self.pool is None else self.pool
         return graph.replay
 
@@ -76,22 +84,22 @@ class CudaGraphs:
         return wait
 
 
-_instead: list[Callable[[torch.device], Seam | None]] = []  # what `seams` says, the innermost last
+_overrides: list[Callable[[torch.device], Seam | None]] = []  # what `seams` says, the innermost last
 
 
 @contextmanager
 def seams(of_device: Callable[[torch.device], Seam | None]) -> Iterator[None]:
     """A context in which `of_device` says how rounds run on a device, None: eagerly. For tests and benchmarks; all
     threads see it."""
-    _instead.append(of_device)
+    _overrides.append(of_device)
     try:
         yield
     finally:
-        _instead.remove(of_device)
+        _overrides.remove(of_device)
 
 
 def seam_of(device: torch.device) -> Seam | None:
     """How rounds run on a device: as CUDA graphs on a GPU, None elsewhere: eagerly."""
-    if _instead:
-        return _instead[-1](device)
+    if _overrides:
+        return _overrides[-1](device)
     return CudaGraphs(device) if device.type == "cuda" else None

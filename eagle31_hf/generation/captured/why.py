@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.generation.logits_process import EtaLogitsWarper
 
-from ...cache.arena import why_not_in_arena
+from ...cache.arena import slots_of, why_not_in_arena
 from ...kernels.tree_attention import MOST_NEW
 from ...targets.masks import windows_of
 from ...targets.probe import why_no_spans
@@ -38,9 +39,13 @@ def _why_not_by_request(request: Any, runner: Any, mode: Any) -> str | None:
         return "the batch is decoded in lock-step"
     if settings.threshold and not settings.is_auto:
         return "assistant_confidence_threshold has the host look at every draft"
-    others = [each for each in request.logits_processor if type(each) not in processors.POINTWISE]
+    if torch.is_autocast_enabled(request.input_ids.device.type):
+        return "autocast is on"  # the casts of weights that it keeps are gone with it
+    others = [type(each) for each in request.logits_processor if type(each) not in processors.POINTWISE]
     if others:
-        return f"{type(others[0]).__name__} reads the text"
+        return f"{others[0].__name__} reads the text"
+    if any(isinstance(each, EtaLogitsWarper) for each in request.logits_processor):
+        return "EtaLogitsWarper reads its scores on the host"
     return None
 
 
@@ -82,7 +87,23 @@ def _why_not_by_models(request: Any, runner: Any, mode: Any) -> str | None:
     kinds = {each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)}
     if kinds.intersection(ROPES_THAT_BRANCH):
         return "the target's rotary embedding branches on the length of the text"
-    return why_no_spans(target)
+    return why_no_spans(target) or _why_no_room(request, runner)
+
+
+def _why_no_room(request: Any, runner: Any) -> str | None:
+    """Returns whether the GPU lacks memory for the target's keys and values of as long a text as was asked for."""
+    device = request.input_ids.device
+    if device.type != "cuda":
+        return None
+    config = request.target.config.get_text_config(decoder=True)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    slots = slots_of(request.generation_config.max_length, device) * len(request.input_ids)
+    wanted = 2 * len(runner.past_key_values.layers) * slots * heads * width * request.target.dtype.itemsize
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if wanted <= free:
+        return None
+    return f"keys and values of max_length tokens take {wanted / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
 
 
 def _why_not_by_model(model: PreTrainedModel) -> str | None:

@@ -44,10 +44,6 @@ def holds(plan: Plan, smaller: Plan) -> bool:
     return smaller.depth <= plan.depth and smaller.max_nodes <= plan.max_nodes
 
 
-def kind_of(plan: Plan) -> str:
-    return PLAIN if plan.depth == 0 else CHAINS if plan.top_k == 1 else TREES
-
-
 @dataclass
 class Mean:
     """The mean of what was added lately."""
@@ -96,7 +92,7 @@ class BucketKnowledge:
     def seconds(self, plan: Plan) -> float:
         """The seconds that a round of a plan is expected to take."""
         nodes = 1 + (plan.depth if plan.top_k == 1 else plan.max_nodes - 1)
-        of_kind = self.draft[kind_of(plan)].estimate((plan.depth,))[0]
+        of_kind = self.draft[plan.kind].estimate((plan.depth,))[0]
         return self.verify.estimate((nodes,))[0] + of_kind
 
     def rate(self, plan: Plan) -> float:
@@ -126,8 +122,10 @@ class BucketPlanner:
         if known.trials is None:
             known.trials = [plan for plan in (largest, self.plans[1], NO_DRAFTS) for _ in range(ROUNDS_OF_A_TRIAL)]
         known.rounds += 1
-        if known.trials:
-            return known.trials.pop(0)
+        while known.trials:
+            trial = known.trials.pop(0)
+            if trial in self.plans:  # those of an earlier call may have been others
+                return trial
         best = max(self.plans, key=known.rate)
         if known.rounds >= known.due and best != largest:
             known.pause = min(GROWTH * known.pause, LONGEST_PAUSE) if best == NO_DRAFTS else FIRST_PAUSE
@@ -138,20 +136,21 @@ class BucketPlanner:
     def observe(self, num_nodes: int, accepted: Accepted, seconds: Mapping[str, float]) -> None:
         """Learns from a round that is over."""
         known, plan = self.known, self.plan_of_round
-        name = {PLAIN: "plain", CHAINS: f"of chains {plan.depth} deep", TREES: f"of trees of {plan.max_nodes}"}
-        self.choices[name[kind_of(plan)]] += 1
+        self.choices[plan.name] += 1
         with known.lock:
             known.verify.add(num_nodes, seconds["verify"])
-            known.draft[kind_of(plan)].add(plan.depth, seconds["draft"])
+            known.draft[plan.kind].add(plan.depth, seconds["draft"])
             for b, count in enumerate(accepted.num_drafts):
                 if count is not None and not accepted.finished[b] and plan.depth:
                     self._learn(plan, accepted.drafts, b, accepted.paths[b])
 
     def _learn(self, plan: Plan, drafts: HostDrafts, b: int, path: list[int]) -> None:
         """Learns from the drafts of sequence b, of which the nodes of `path` were accepted."""
-        likeliest = {min(children.values()) for children in drafts.children(b) if children}
-        for depth, mean in enumerate(self.known.in_chain[: plan.depth]):
-            goes_on = depth + 1 < len(path) and path[depth + 1] in likeliest
+        children = drafts.children(b)
+        for depth, mean in enumerate(self.known.in_chain[: plan.depth] if path else ()):
+            if not children[path[depth]]:  # nothing was drafted here
+                break
+            goes_on = depth + 1 < len(path) and path[depth + 1] == min(children[path[depth]].values())
             mean.add(float(goes_on))
             if not goes_on:
                 break
@@ -167,14 +166,10 @@ class BucketPlanner:
         """Figures behind the choices, for people."""
         with self.known.lock:
             told = ", ".join(
-                f"{_name(plan)}: {self.known.tokens(plan):.2f} tokens in {1000 * self.known.seconds(plan):.2f} ms"
+                f"{plan.name}: {self.known.tokens(plan):.2f} tokens in {1000 * self.known.seconds(plan):.2f} ms"
                 for plan in self.plans
             )
         return f"auto knows, of a round: {told}"
-
-
-def _name(plan: Plan) -> str:
-    return {PLAIN: "plain", CHAINS: f"chain {plan.depth} deep", TREES: f"tree of {plan.max_nodes}"}[kind_of(plan)]
 
 
 def ranks_of(drafts: HostDrafts, b: int) -> dict[int, int]:

@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from ...acceptance import CHAINS, PLAIN, TREES
+
 UNLIMITED = 2**31  # nodes
 
 
@@ -54,6 +56,17 @@ class Plan:
     def is_scored(self) -> bool:
         """Returns whether the probabilities of candidates are needed: to compare them, or for the controller."""
         return self.top_k > 1 or self.controller is not None
+
+    @property
+    def kind(self) -> str:
+        """Returns the kind of a round by this plan."""
+        return PLAIN if self.depth == 0 else CHAINS if self.top_k == 1 else TREES
+
+    @property
+    def name(self) -> str:
+        """Returns what to call it, for people."""
+        names = {CHAINS: f"chains {self.depth} deep", TREES: f"trees of {self.max_nodes}, {self.depth} deep"}
+        return names.get(self.kind, "plain")
 
 
 NO_DRAFTS = Plan(0)
