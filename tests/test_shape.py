@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "eagle31_hf"
 FILES = sorted(PACKAGE.rglob("*.py"))
 MAX_FUNCTION_LINES, MAX_PARAMETERS, MAX_CLASS_LINES, MAX_COLUMNS = 50, 8, 200, 120
 MAX_NAMES = 2  # in an assignment of as many values
-MAX_KERNEL_LINES = 90  # of a Triton kernel, whose parameters are as many as its pointers and strides
+MAX_KERNEL_LINES = 90  # of the body of a Triton kernel, whose parameters are as many as its pointers and strides
 TABLES = (ast.Dict, ast.List, ast.Set, ast.Tuple)
 PRAGMA = re.compile(r"  # (type: ignore|noqa|fmt: skip).*")  # ruff does not count these either
 
@@ -75,7 +75,7 @@ def found(path: Path) -> dict[str, set[str]]:
     bodies = [(name, node) for name, node in bodies if not is_kernel(node)]
     return {
         "function lines": {name for name, node in bodies if length(node) > MAX_FUNCTION_LINES}
-        | {name for name, node in kernels if length(node) > MAX_KERNEL_LINES},
+        | {name for name, node in kernels if node.end_lineno - node.body[0].lineno >= MAX_KERNEL_LINES},
         "parameters": {name for name, node in bodies if parameters(node) > MAX_PARAMETERS},
         "class lines": {name for name, node in classes if length(node) > MAX_CLASS_LINES},
         "columns": {f"line {i}" for i, line in enumerate(lines, 1) if len(PRAGMA.sub("", line)) > MAX_COLUMNS},

@@ -11,7 +11,7 @@ from families import padded
 from eagle31_hf import demo, track_acceptance
 from eagle31_hf.cache import adopt
 from eagle31_hf.cache.arena import Arena, move_into
-from eagle31_hf.generation.captured import round as rounds
+from eagle31_hf.generation.captured import drafting as rounds
 from eagle31_hf.generation.captured.fused_drafter import can_fuse, run_fused
 from eagle31_hf.generation.captured.seam import Uncaptured, seams
 from eagle31_hf.targets.fused import why_not_fused

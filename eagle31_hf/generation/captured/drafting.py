@@ -23,7 +23,7 @@ from ..draft_sampler import SCORE_TEMPERATURE, DraftSampler
 from ..planning.plan import Plan
 from ..rejection_sampler import RejectionSampler
 from .carry import Carry
-from .fused_drafter import can_fuse, run_fused
+from .fused_drafter import can_fuse, run_alone, run_fused
 
 
 @dataclass
@@ -233,19 +233,8 @@ class Drafting:
         `starts` (B, 1) on; with `last` (B, 1) those of that token alone."""
         side = self.parts.drafter
         side.placement.on_device = starts
-        if can_fuse(side.model):
-            return run_fused(side.model, ids, source, rope, spans, side.cache, last)
-        out = side.model(
-            ids,
-            **source,
-            position_embeddings=tuple(rope),
-            attention_mask=spans,
-            past_key_values=side.cache,
-            logits_to_keep=0 if last is None else last[:, 0],
-            return_dict=True,
-        )
-        state = out.last_hidden_state
-        return state if last is None else gathered(state, last), out.logits
+        run = run_fused if can_fuse(side.model) else run_alone
+        return run(side.model, ids, source, rope, spans, side.cache, last)
 
     def _rope(self, places: Tensor) -> list[Tensor]:
         """cos and sin (B, T, P) of tokens at places (B, T) of the drafter's text."""

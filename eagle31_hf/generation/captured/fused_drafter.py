@@ -47,6 +47,28 @@ def run_fused(
     return fed_back, drafter.score(normed)
 
 
+def run_alone(
+    drafter: Eagle31DrafterModel,
+    ids: Tensor,
+    source: dict[str, Tensor],
+    rope: list[Tensor],
+    spans: dict[str, Tensor],
+    cache: Cache,
+    last: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The same by the drafter's own forward, for one that cannot be fused."""
+    out = drafter(
+        ids,
+        **source,
+        position_embeddings=tuple(rope),
+        attention_mask=spans,
+        past_key_values=cache,
+        logits_to_keep=0 if last is None else last[:, 0],
+        return_dict=True,
+    )
+    return out.last_hidden_state if last is None else gathered(out.last_hidden_state, last), out.logits
+
+
 def fused_states(drafter: Eagle31DrafterModel, states: Tensor) -> Tensor:
     """`Eagle31DrafterModel.fuse_target_states` in three operations at most."""
     states = states.to(drafter.like.dtype)
