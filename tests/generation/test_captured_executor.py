@@ -3,10 +3,10 @@ threads, and captured anew when a model has changed."""
 
 import threading
 
+import close
 import pytest
 import torch
 from batches import known_prompts, left_padded
-from close import TARGET_FORWARD, assert_close
 from conftest import PROMPT, build_drafter, build_target
 from observers import Countdown, Puts, num_hooks
 from recorded import Recorded
@@ -160,8 +160,8 @@ def test_returned_cache_is_the_callers_own(pair):
     decode(pair, Recorded(), "tree", inputs=other, attention_mask=torch.ones_like(other))
     assert found.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
     for ours, theirs in zip(found.past_key_values.layers, expected.past_key_values.layers, strict=True):
-        assert_close("keys", ours.keys, theirs.keys, TARGET_FORWARD)
-        assert_close("values", ours.values, theirs.values, TARGET_FORWARD)
+        close.assert_close("keys", ours.keys, theirs.keys, close.TARGET_FORWARD)
+        close.assert_close("values", ours.values, theirs.values, close.TARGET_FORWARD)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
