@@ -30,7 +30,7 @@ class Noise:
 
     def gumbel(self, b: int) -> Tensor:
         """Fresh noise (V,)."""
-        noise = torch.empty(self.vocab_size, device=self.device)
+        noise = torch.empty(self.vocab_size, dtype=torch.float32, device=self.device)
         return noise.exponential_(generator=self.generators[b]).log_().neg_()
 
     def of_slot(self, b: int, slot: int) -> Tensor:

@@ -88,6 +88,13 @@ def arena_layer(cache: Cache | None, index: int) -> ArenaLayer | None:
     return layer if isinstance(layer, ArenaLayer) and layer.placement.on_device is not None else None
 
 
+def forward_of(module: nn.Module) -> tuple[int, int]:
+    """The forward that a module runs, by the ids of its own, where it has one, and of its class's: another one computes
+    something else. What stands in for it within `fused.fused_layers` does not count."""
+    own = vars(module).get("forward")
+    return 0 if own is None or hasattr(own, "stands_in") else id(own), id(type(module).forward)
+
+
 def why_not_fusable(layer: nn.Module) -> str | None:
     """Why a layer has not the parts that `through_layer` runs; None where it has them, and no others. Whether it puts
     them together so is another question."""

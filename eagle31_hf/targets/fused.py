@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from ..cache import adopt
 from ..cache.arena import Arena, move_into
-from .decoder_layer import after_norm, arena_layer, norm_sum, through_layer, why_no_norm, why_not_fusable
+from .decoder_layer import after_norm, arena_layer, forward_of, norm_sum, through_layer, why_no_norm, why_not_fusable
 from .layers import decoder_layers, decoder_of
 from .probe import ARENA, FAILURES, PREFIX, random_tree, tree_from_arena
 from .tree_attention import attention_to_spans, is_spans
@@ -108,7 +108,7 @@ def _stages(target: PreTrainedModel) -> list[nn.Module]:
 
 def _key(target: PreTrainedModel, stages: list[nn.Module]) -> tuple:
     """What a verdict holds for: these very modules, so that an adapter, say, asks for another."""
-    modules = tuple((id(module), type(module)) for stage in stages[:-1] for module in stage.modules())
+    modules = tuple((id(module), type(module), forward_of(module)) for stage in stages for module in stage.modules())
     return modules, type(stages[-1]), target.dtype, target.device
 
 

@@ -35,9 +35,7 @@ class Recording(TorchDispatchMode):
         for func, _, _, out in self.operations:
             if not func.is_view and all(returned.alias_info is None for returned in func._schema.returns):
                 for made in _tensors(out):
-                    made.fill_(
-                        float("nan") if made.is_floating_point() else True if made.dtype == torch.bool else 2**40
-                    )
+                    made.fill_(_poison(made.dtype))
 
     def replay(self) -> None:
         for func, args, kwargs, out in self.operations:
@@ -51,6 +49,12 @@ class Recording(TorchDispatchMode):
 
 def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
+
+
+def _poison(dtype: torch.dtype) -> float | int | bool:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return True if dtype == torch.bool else torch.iinfo(dtype).max
 
 
 class Recorded(Uncaptured):

@@ -1,7 +1,9 @@
 """Captured rounds as a whole: recorded and replayed without Python, ended in the midst of a round, failing, shared by
 threads, and captured anew when a model has changed."""
 
+import copy
 import threading
+from types import MethodType
 
 import close
 import pytest
@@ -10,9 +12,11 @@ from batches import known_prompts, left_padded
 from conftest import PROMPT, build_drafter, build_target
 from observers import Countdown, Puts, num_hooks
 from recorded import Recorded
+from torch.nn.modules.module import register_module_forward_hook
 from transformers import DynamicCache, PreTrainedModel
 
 from eagle31_hf import Eagle31DrafterModel, track_acceptance
+from eagle31_hf.generation.captured.executor import CapturedExecutor
 from eagle31_hf.generation.captured.kept import release
 from eagle31_hf.generation.captured.seam import Uncaptured, seams
 
@@ -231,7 +235,12 @@ def changes(target: PreTrainedModel, drafter: Eagle31DrafterModel) -> dict:
     def train_drafter():
         drafter.layers[0].mlp.down_proj.weight = torch.nn.Parameter(drafter.layers[0].mlp.down_proj.weight * 0.5)
 
+    def replace_forward():
+        mlp = target.model.layers[3].mlp
+        mlp.forward = MethodType(lambda self, x: -type(self).forward(self, x), mlp)
+
     return {
+        "another forward": replace_forward,
         "a weight in place": lambda: target.lm_head.weight.data.copy_(target.lm_head.weight.data.flip(0)),
         "another weight": replace_weight,
         "another dtype": lambda: target.double() and None,
@@ -241,8 +250,18 @@ def changes(target: PreTrainedModel, drafter: Eagle31DrafterModel) -> dict:
     }
 
 
-@pytest.mark.parametrize("name", ["a weight in place", "another weight", "another dtype", "a weight of the drafter",
-                                  "an epsilon", "another attention"])  # fmt: skip
+CHANGES = (
+    "another forward",
+    "a weight in place",
+    "another weight",
+    "another dtype",
+    "a weight of the drafter",
+    "an epsilon",
+    "another attention",
+)
+
+
+@pytest.mark.parametrize("name", CHANGES)
 def test_changed_models(pair, name):
     target, drafter = pair
     seam = Recorded()
@@ -253,6 +272,69 @@ def test_changed_models(pair, name):
     assert text.tolist() == target.generate(**asked()).tolist()
     assert set(stats.executions) == {f"as {Recorded.name}"}
     assert (seam.captures == captures) == (name == "a weight in place")
+
+
+def test_changed_config():
+    target = build_target("mistral_window_8", sliding_window=20)
+    pair, seam = (target, build_drafter(target)), Recorded()
+    for window in (20, 9):
+        target.config.sliding_window = window
+        assert decode(pair, seam)[0].tolist() == target.generate(**asked()).tolist()
+
+
+def test_hooks_of_all_modules_run(pair):
+    target, _ = pair
+    seam = Recorded()
+    decode(pair, seam)
+    mlp = target.model.layers[2].mlp
+    handle = register_module_forward_hook(lambda module, args, output: -output if module is mlp else None)
+    try:
+        assert decode(pair, seam)[0].tolist() == target.generate(**asked()).tolist()
+    finally:
+        handle.remove()
+
+
+def test_another_drafter_meanwhile(pair):
+    """Hooks of a call under way are no reason for another one, of another drafter, to run eagerly."""
+    target, drafter = pair
+    other, found = copy.deepcopy(drafter), []
+
+    class Nested(Puts):
+        def put(self, value):
+            if not found:
+                found.append(decode((target, other), Recorded()))
+
+    decode(pair, Recorded(), streamer=Nested())
+    text, stats = found[0]
+    assert text.tolist() == target.generate(**asked()).tolist()
+    assert set(stats.executions) == {f"as {Recorded.name}"}
+
+
+def test_an_interrupt_between_capturing_and_running(pair):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    seam = Recorded()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CapturedExecutor, "_run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            decode(pair, seam)
+    text, stats = decode(pair, seam)
+    assert text.tolist() == pair[0].generate(**asked()).tolist()
+    assert set(stats.executions) == {f"as {Recorded.name}"}
+
+
+def test_another_default_dtype(pair):
+    options = {"do_sample": True, "top_k": 5}
+    torch.manual_seed(3)
+    expected = decode(pair, Uncaptured(), "tree", **options)[0]
+    found = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        torch.manual_seed(3)
+        assert decode(pair, Uncaptured(), "tree", **options)[0].tolist() == expected.tolist()
+    finally:
+        torch.set_default_dtype(found)
 
 
 def test_training_mode_is_not_captured(pair):

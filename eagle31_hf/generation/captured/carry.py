@@ -58,7 +58,7 @@ class Carry:
             states=like.new_zeros(num_sequences, width, like.shape[-1]),
             noise=None
             if vocab_size is None
-            else torch.zeros(num_sequences, noise_slots(width), vocab_size, device=device),
+            else torch.zeros(num_sequences, noise_slots(width), vocab_size, dtype=torch.float32, device=device),
         )
 
     @property

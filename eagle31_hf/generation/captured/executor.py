@@ -83,13 +83,13 @@ class CapturedExecutor:
         """Captures a plan's draft and verify, where that has not been done."""
         arena = self.rounds.parts.target.arena
         arena.table = arena.table or table_of(arena.all())
-        for part in ("draft", "verify"):
-            if (part, plan) not in self.captured:
-                function = getattr(self.rounds, part)
-                with self.carry.restored(), self._placing():
-                    self.captured[part, plan] = self.seam.capture(partial(function, plan), part)
-                if part == "draft":  # capturing runs nothing, and verifying needs drafts to warm up with
-                    self._run(part, plan)
+        for part, function in (("draft", self.rounds.draft), ("verify", self.rounds.verify)):
+            if (part, plan) in self.captured:
+                continue
+            if part == "verify":  # capturing has run nothing, and verifying needs drafts to warm up with
+                self._run("draft", plan)
+            with self.carry.restored(), self._placing():
+                self.captured[part, plan] = self.seam.capture(partial(function, plan), part)
 
     @contextmanager
     def _placing(self):

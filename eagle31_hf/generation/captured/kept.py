@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from ...cache.arena import Arena, move_into, slots_of
 from ...kernels.operation import OPERATIONS, SWITCH, why_torch
 from ...modeling import Eagle31DrafterModel
+from ...targets.decoder_layer import forward_of
 from ...targets.tree_attention import own_attention
 from ..executor import EagerExecutor
 from .carry import Carry
@@ -125,13 +126,16 @@ def _made(request: Any, key: tuple, size: tuple, seam: Seam) -> Kept:
 
 def fingerprint(model: PreTrainedModel) -> tuple:
     """All that a capture takes for granted of a model: where its weights lie, and the plain values its modules hold,
-    such as training mode, which adapter is active and its scale. Equal ones: the same operations on the same memory."""
+    such as training mode, which adapter is active and its scale, the forwards they run, and the config. Equal ones: the
+    same operations on the same memory."""
     weights = [
         (id(weight), weight.data_ptr(), weight.dtype)
         for group in (model.parameters(), model.buffers())
         for weight in group
     ]
-    return own_attention(model), tuple(weights), tuple(map(_told, model.modules()))
+    config = model.config.get_text_config(decoder=True).to_json_string(use_diff=False)
+    modules = tuple((forward_of(module), _told(module)) for module in model.modules())
+    return own_attention(model), config, tuple(weights), modules
 
 
 def _told(one: object) -> tuple:
@@ -157,7 +161,8 @@ def release(drafter: Eagle31DrafterModel | None = None) -> None:
         if drafter is None:
             _kept.clear()
         else:
-            _kept.pop(drafter, None)
+            for one in [each for each in _kept if drafter in (each, getattr(each, "_orig_mod", None))]:  # compiled, too
+                del _kept[one]
 
 
 def explained(drafter: Eagle31DrafterModel, target: PreTrainedModel) -> str:

@@ -91,7 +91,7 @@ class Outcomes:
     @staticmethod
     def packed(count: Tensor, spoiled: Tensor, tokens: Tensor, lawful: Tensor, drafts: Drafts) -> Tensor:
         """All of it in one tensor of int64 (B, 2 + 2 M + 3 K)."""
-        log_probs = drafts.log_probs.view(torch.int32).long()
+        log_probs = drafts.log_probs.float().view(torch.int32).long()
         parts = count, spoiled.sum(1, keepdim=True), tokens, lawful, drafts.ids, drafts.parents, log_probs
         return torch.cat(parts, dim=1)
 

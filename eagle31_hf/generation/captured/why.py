@@ -4,11 +4,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as modules
 from transformers import PreTrainedModel
 from transformers.generation.logits_process import EtaLogitsWarper
 
 from ...cache.arena import slots_of, why_not_in_arena
 from ...kernels.tree_attention import MOST_NEW
+from ...targets.layers import capture_states
 from ...targets.masks import windows_of
 from ...targets.probe import why_no_spans
 from ...targets.tree_attention import STANDS_IN_FOR, own_attention
@@ -108,6 +110,8 @@ def _why_no_room(request: Any, runner: Any) -> str | None:
 
 def _why_not_by_model(model: PreTrainedModel) -> str | None:
     implementation = own_attention(model)
+    if modules._global_forward_hooks or modules._global_forward_pre_hooks:
+        return "has hooks of all modules, which a replay would not run"
     if model.training:
         return "is in training mode"
     if implementation not in STANDS_IN_FOR:
@@ -121,7 +125,9 @@ def _why_not_by_model(model: PreTrainedModel) -> str | None:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+    """Returns whether a module has hooks of its user's; other calls' hooks capture states, and look away from this."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return any(getattr(hook, "__module__", None) != capture_states.__module__ for hook in hooks)
 
 
 def _fits(plan: Plan) -> bool:
