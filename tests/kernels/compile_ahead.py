@@ -1,7 +1,7 @@
 """Compiles every kernel for GPUs that are not here, and says what it needs there: registers, spills, shared memory, and
 whether it loads 16 bytes at once.
 
-    TRITON_INTERPRET=0 python tests/kernels/compile_ahead.py --json [--only NAME]
+    python tests/kernels/compile_ahead.py [--json] [--only NAME]
 
 A kernel's cases stand in `CASES` of `tests/kernels/cases_X.py`: name -> Case.
 """
@@ -98,11 +98,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="cases whose name begins so")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--list", action="store_true", help="the names of the cases, in JSON, and nothing else")
     args = parser.parse_args()
     sys.path.insert(0, str(HERE))
     cases = {}
     for path in sorted(HERE.glob("cases_*.py")):
         cases |= import_module(path.stem).CASES
+    if args.list:
+        json.dump(list(cases), sys.stdout)
+        return
     found = {}
     for name, case in cases.items():
         if name.startswith(args.only):

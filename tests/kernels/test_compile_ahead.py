@@ -19,10 +19,10 @@ MODULES = sorted(path.stem for path in Path(kernels.__file__).parent.glob("*.py"
 pytest.importorskip("triton", minversion="3.6", reason="an earlier Triton compiles ahead of time otherwise")
 
 
-@pytest.fixture(scope="module")
-def compiled() -> dict:
+def compiled_ahead(*options: str):
+    """What the script prints as JSON, from a process in which Triton compiles and does not interpret."""
     done = subprocess.run(
-        [sys.executable, HERE / "compile_ahead.py", "--json"],
+        [sys.executable, HERE / "compile_ahead.py", *options],
         env={**os.environ, "TRITON_INTERPRET": "0"},
         capture_output=True,
         text=True,
@@ -32,22 +32,20 @@ def compiled() -> dict:
     return json.loads(done.stdout)
 
 
-@pytest.mark.xdist_group("compile_ahead")
-def test_kernels_fit_every_gpu(compiled):
+def test_kernels_fit_every_gpu():
     problems = {
         f"{name} on {target}": figures["problems"]
-        for name, targets in compiled.items()
+        for name, targets in compiled_ahead("--json").items()
         for target, figures in targets.items()
         if figures["problems"]
     }
     assert not problems
 
 
-@pytest.mark.xdist_group("compile_ahead")
-def test_every_kernel_has_a_case(compiled):
+def test_every_kernel_has_a_case():
     for name in MODULES:
         import_module(f"eagle31_hf.kernels.{name}")
-    assert {name.split(",")[0] for name in compiled} == set(OPERATIONS)
+    assert {name.split(",")[0] for name in compiled_ahead("--list")} == set(OPERATIONS)
 
 
 def test_why_an_operation_runs_as_torch_does(monkeypatch):
