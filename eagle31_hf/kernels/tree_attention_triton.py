@@ -107,7 +107,8 @@ def tree_attention_kernel(
     """One program: M rows of a KV head over one share of the slots that any of them sees. D1 columns of a key and D2
     more, where its width is no power of two."""
     blocks = tl.cdiv(tokens * GROUP, M)
-    head, b, split = tl.program_id(0) // blocks, tl.program_id(1).to(tl.int64), tl.program_id(2)
+    head, b = tl.program_id(0) // blocks, tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
     row = tl.program_id(0) % blocks * M + tl.arange(0, M)
     is_row, row = row < tokens * GROUP, tl.minimum(row, tokens * GROUP - 1)  # the last one over again, not stored
     token = (row // GROUP).to(tl.int64)
@@ -175,7 +176,8 @@ def join_kernel(
     BLOCK: tl.constexpr,
 ):
     """One program: what all splits found for a query of one head, each by its share of the softmax."""
-    head, token, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    head, token = tl.program_id(0), tl.program_id(1)
+    b = tl.program_id(2).to(tl.int64)
     heads, tokens = tl.num_programs(0), tl.num_programs(1)
     row = (b * heads + head // GROUP * GROUP) * tokens + token * GROUP + head % GROUP
     i, column = tl.arange(0, ALL), tl.arange(0, BLOCK)
