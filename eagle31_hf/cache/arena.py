@@ -106,7 +106,7 @@ def move_into(cache: Cache, arena: Arena) -> ArenaPlacement:
 
 
 def why_not_in_arena(cache: Cache) -> str | None:
-    """Why the layers of a cache within `adopt.slots` cannot lie in an arena; None where they can."""
+    """Returns why the layers of a cache within `adopt.slots` cannot lie in an arena; None where they can."""
     if not cache.layers or any(not isinstance(layer, SlotLayer) for layer in cache.layers):
         return f"its {type(cache).__name__} has layers that are not attention's"
     if any(layer.fixed for layer in cache.layers):

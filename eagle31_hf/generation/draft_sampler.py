@@ -110,8 +110,8 @@ class DraftSampler:
         prefixes: Sequence[Tensor] = (),
         path_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The same as `likeliest`, with the noise (B, V) of the slot of these tokens; `prefixes` may be left out where
-        no processor reads the text."""
+        """Scores tokens as `likeliest` does, with the noise (B, V) of their slot given. `prefixes` may be left out
+        where no processor reads the text."""
         logits, ids = self._processed(logits.float(), prefixes or [logits], path_ids, in_target_ids=self.reads_text)
         if noise is not None:
             # Times the temperature, so that the colder the draw, the less the noise counts: at 0 this is greedy text.

@@ -78,8 +78,8 @@ def move_path(buffers: list[Tensor], starts: Tensor, path: Tensor, counts: Tenso
 
 
 def table_of(buffers: list[Tensor]) -> Any:
-    """What the kernel of `move_path` needs of buffers, None where it does not run. To be made before a graph is
-    captured, and kept as long as it."""
+    """Makes the table of buffers that the kernel of `move_path` reads; returns None where that kernel does not run.
+    Call it before a graph is captured, and keep the table as long as the graph."""
     if not buffers or why_torch("move_path", buffers[0].device) is not None:
         return None
     return import_module(f"{__name__}_triton").prepare(buffers)

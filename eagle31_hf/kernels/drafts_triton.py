@@ -159,8 +159,8 @@ def next_level_kernel(
 
 @triton.jit
 def _are_best(order, count):
-    """Which of the integers `order` are the `count` largest, of equal ones the first. The least of them is found bit by
-    bit: the greatest integer that `count` of them reach."""
+    """Returns which of the integers `order` are the `count` largest, of equal ones the first. Finds the least of these
+    bit by bit: it is the greatest integer that `count` of them reach."""
     reached = tl.sum((order >= 0).to(tl.int32), 0) >= count
     least = tl.where(reached, 0, LOWEST_32)
     for i in range(31):
@@ -217,7 +217,7 @@ def best_tree_kernel(
 
 
 def slice_of(num_columns: int) -> tuple[int, int]:
-    """How many columns a slice has, and warps."""
+    """Returns the columns of one slice of the vocabulary, and the warps of its program."""
     if num_columns > LARGE_VOCAB:
         return LARGE_SLICE, LARGE_SLICE_WARPS
     return SLICE, SLICE_WARPS

@@ -58,7 +58,7 @@ def operation(shapes: Callable[..., Any], mutates: tuple[str, ...] = ()) -> Call
 
 
 def why_torch(name: str, device: torch.device) -> str | None:
-    """Why an operation runs as torch does on a device; None where its kernel runs."""
+    """Returns why an operation runs as torch does on a device; None where its kernel runs."""
     wanted = os.environ.get(SWITCH, "")
     if wanted == "torch" or name in wanted.split(","):
         return f"as torch does: {SWITCH}={wanted}"

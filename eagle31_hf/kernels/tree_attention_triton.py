@@ -37,7 +37,8 @@ def _tanh(x):
 
 @triton.jit
 def _part(at, FIRST: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WIDEN: tl.constexpr):
-    """Of rows at `at`, WIDTH wide, the columns from FIRST on, up to BLOCK of them; 0 where there are none."""
+    """Loads the columns from FIRST on, up to BLOCK of them, of rows at `at` that are WIDTH wide; 0 where a row has
+    ended."""
     column = FIRST + tl.arange(0, BLOCK)
     if FIRST + BLOCK <= WIDTH:
         x = tl.load(at[:, None] + column[None, :])
@@ -204,7 +205,7 @@ def join_kernel(
 
 
 class Tile(NamedTuple):
-    """How the rows and slots are cut into programs."""
+    """Sizes by which the kernel cuts query rows and slots into programs, and the warps and stages of each."""
 
     rows: int
     slots: int
@@ -233,8 +234,8 @@ def tile(rows: int, width: int, is_widened: bool) -> Tile:
 
 
 def num_splits(capacity: int, programs: int, slots: int) -> int:
-    """How many programs share the slots of a sequence, where without sharing there are `programs`: by the capacity, not
-    the length, which the device alone knows, and which would make a result depend on it."""
+    """Returns the number of programs that share the slots of a sequence; `programs`: how many there are without
+    sharing. It follows from the capacity. The length is known to the device alone, and a result would depend on it."""
     return max(min(triton.cdiv(PROGRAMS, programs), triton.cdiv(capacity, slots), MAX_SPLITS), 1)
 
 

@@ -65,7 +65,7 @@ def through_layer(
 
 
 def after_norm(layer: Any, normed: Tensor, residual: Tensor, rope: Any, mask: Tensor, kv: Any) -> tuple[Tensor, Tensor]:
-    """What `through_layer` does after the first norm."""
+    """Runs the part of `through_layer` that comes after the first norm."""
     attended = attend(layer.self_attn, normed, rope, mask, kv)
     normed, residual = norm_sum(layer.post_attention_layernorm, attended, residual)
     return through_mlp(layer.mlp, normed), residual
@@ -96,8 +96,8 @@ def forward_of(module: nn.Module) -> tuple[int, int]:
 
 
 def why_not_fusable(layer: nn.Module) -> str | None:
-    """Why a layer has not the parts that `through_layer` runs; None where it has them, and no others. Whether it puts
-    them together so is another question."""
+    """Returns why a layer has not the parts that `through_layer` runs; None where it has them, and no others.
+    Whether it puts them together so is another question."""
     attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
     if attention is None or mlp is None:
         return "it has not the parts of a Llama layer"
@@ -133,7 +133,7 @@ def _why_not_by_modules(layer: nn.Module) -> str | None:
 
 
 def why_no_norm(norm: Any) -> str | None:
-    """Why a module has not the parts of an RMSNorm: a weight and an eps; None where it has."""
+    """Returns why a module has not the parts of an RMSNorm: a weight and an eps; None where it has."""
     weights = [name for name, _ in norm.named_parameters()] if isinstance(norm, nn.Module) else []
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     return None if weights == ["weight"] and isinstance(eps, float) else "it has no weight alone, or no eps"

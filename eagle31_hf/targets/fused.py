@@ -52,8 +52,8 @@ class Pair:
 
 @dataclass
 class Verdict:
-    """Why each layer of a target, and last its final norm, runs its own forward; None: it is fused. `key`: what the
-    target was made of."""
+    """The outcome of a target's trial. `reasons`: why each layer, and last the final norm, runs its own forward,
+    None where it is fused; `key`: the modules and forwards that the trial was made with."""
 
     key: tuple
     reasons: list[str | None]
@@ -107,7 +107,8 @@ def _stages(target: PreTrainedModel) -> list[nn.Module]:
 
 
 def _key(target: PreTrainedModel, stages: list[nn.Module]) -> tuple:
-    """What a verdict holds for: these very modules, so that an adapter, say, asks for another."""
+    """Returns the modules and forwards of a target, by which a verdict is known: with an adapter, say, they are
+    others, and the trial is made again."""
     modules = tuple((id(module), type(module), forward_of(module)) for stage in stages for module in stage.modules())
     return modules, type(stages[-1]), target.dtype, target.device
 
@@ -136,7 +137,7 @@ def _stands_in(forward: Callable) -> Callable:
 
 
 def _layer_forward(layer: Any, follower: nn.Module | None) -> Callable:
-    """What stands in for a layer's forward. `follower`: the stage after it, where that takes a pair."""
+    """Makes the forward that stands in for a layer's own. `follower`: the stage after it, where that takes a pair."""
     original = functools.partial(type(layer).forward, layer)
 
     def forward(states: Any, *args: Any, **kwargs: Any) -> Any:
@@ -164,7 +165,7 @@ def _seen(follower: Any, x: Tensor, residual: Tensor) -> Tensor:
 
 
 def _normed(norm: Any, states: Any) -> tuple[Tensor, Tensor]:
-    """What a norm makes of the states it is handed, and their sum."""
+    """Runs a norm on states as fused layers hand them on. Returns the normed states, and the states added up."""
     if isinstance(states, Pair):
         return norm_sum(norm, states.x, states.residual)
     normed = getattr(states, NORMED, None)
@@ -172,7 +173,7 @@ def _normed(norm: Any, states: Any) -> tuple[Tensor, Tensor]:
 
 
 def _norm_forward(norm: Any) -> Callable:
-    """What stands in for the final norm's forward."""
+    """Makes the forward that stands in for the final norm's own."""
     original = functools.partial(type(norm).forward, norm)
 
     def forward(states: Any, *args: Any, **kwargs: Any) -> Any:
@@ -188,7 +189,7 @@ def _norm_forward(norm: Any) -> Callable:
 
 @dataclass
 class Call:
-    """How a model calls one of its layers: the arguments besides the states, and what the cache writes by."""
+    """The arguments of one call of a layer, but for the states; and `starts` (B, 1), the slots its cache wrote to."""
 
     args: tuple
     kwargs: dict[str, Any]
@@ -248,8 +249,8 @@ def _recorded_calls(layers: list[Any]) -> Iterator[dict[nn.Module, Call]]:
 
 
 def _why_not_same(target: PreTrainedModel, layer: Any, calls: dict[nn.Module, Call]) -> str | None:
-    """Why a layer that has the parts is not what `through_layer` computes, on random states, in fp32; None where it
-    is: states and keys are the same."""
+    """Returns why a layer that has the parts computes something else than `through_layer`; None where states, keys and
+    values are the same, on random states in fp32."""
     call = calls.get(layer)
     rope = None if call is None else call.kwargs.get("position_embeddings")
     if call is None or call.args or not isinstance(rope, tuple) or any(part.dim() != 3 for part in rope):

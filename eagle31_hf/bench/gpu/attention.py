@@ -48,7 +48,8 @@ def timed(run: Run, size: Size, rival: Any) -> Row:
 
 
 def written(inputs: Inputs) -> Inputs:
-    """The same with buffers that hold no NaN, which rivals multiply by 0."""
+    """Returns the inputs with 0 for every NaN in their buffers: a rival reads slots that no query sees, and multiplies
+    them by a weight of 0."""
     q, keys, values, *rest = inputs.args
     return Inputs((q, keys.nan_to_num(0.0), values.nan_to_num(0.0), *rest), inputs.num_bytes)
 

@@ -1,4 +1,4 @@
-"""What a round asks of the host on a GPU: how often it waits, and what it launches."""
+"""Counts, for a round on a GPU, of the times the host waits for the device and of the operations it launches."""
 
 import warnings
 from collections import Counter
@@ -16,7 +16,8 @@ Call = Callable[[int], int]  # decodes so many new tokens; returns the rounds it
 
 
 def host_waits(run: Run, call: Call) -> Row:
-    """How often a round makes the host wait for the device, and where; a wait for an event is not seen."""
+    """Counts the times a round makes the host wait for the device, in all and by line of code. Waits for an event
+    are not seen."""
     if not run.is_gpu:
         return NO_GPU
     call(SHORT)  # first uses of kernels

@@ -51,7 +51,7 @@ def _version(package: str) -> tuple[str, str] | None:
 
 
 def _clocks() -> dict[str, str]:
-    """What nvidia-smi reports; it is only asked."""
+    """Asks nvidia-smi for the state of the GPU, such as its clocks, and returns the answers; changes no setting."""
     command = ["nvidia-smi", f"--query-gpu={','.join(ASKED)}", "--format=csv,noheader"]
     try:
         line = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.splitlines()[0]

@@ -69,7 +69,8 @@ def _written(key: str, value: Any) -> str:
 
 
 def _instead(row: dict[str, Any]) -> str:
-    """What stands in place of figures."""
+    """Returns the words printed for a row without figures: the error it ended in, why it was left out, or why its
+    rounds ran eagerly."""
     if "error" in row:
         return f"failed: {_last_line(row['error'])}"
     if "left_out" in row:

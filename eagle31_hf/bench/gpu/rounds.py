@@ -82,7 +82,8 @@ def _noted(rows: dict[str, Row], name: str, measured: Callable[[], Row]) -> Row:
 
 
 def draft_step(rows: dict[str, Row]) -> Row:
-    """What one step of drafting costs: the difference between the shortest and the longest chain's drafts, a step."""
+    """Returns the milliseconds of one draft step: the longest chain's drafting time less the shortest chain's, divided
+    by the steps between them."""
     chains = sorted((row for row in rows.values() if row["top_k"] == 1), key=lambda row: row["steps"])
     if len(chains) < 2:
         return {"left_out": "it takes two chains"}

@@ -25,7 +25,8 @@ SURVIVAL = (0.75, 0.55, 0.42, 0.31, 0.24, 0.18, 0.13)
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large everything is: on a GPU as large as in use, elsewhere small, so that a CPU runs all of it."""
+    """Sizes of everything that is measured, for one run: prompts, drafts, batches, matrices. The defaults are those of
+    real use, for a GPU; `SMALL` has others, with which a CPU runs all of it."""
 
     prompts: tuple[int, ...] = (128, 2048, 8192)  # tokens
     new_tokens: int = 96
@@ -63,7 +64,9 @@ SMALL = Sizes(
 
 @dataclass
 class Run:
-    """What the sections share. `shapes`: of the targets, those of `bench.engine.SHAPES`; the first is measured in
+    """State of one run of the benchmark, handed to every section: the device, the models, and what was found so far.
+
+    `shapes`: of the targets, those of `bench.engine.SHAPES`; the first is measured in
     every way. `found` collects figures that later sections need; `ends`: when the section under way has to end, by
     `time.perf_counter`."""
 

@@ -15,7 +15,8 @@ REPEATS = 7
 
 
 def copies_beyond_cache(num_bytes: int, device: torch.device) -> int:
-    """How many inputs of so many bytes, used in turn, are never found in the cache of a GPU; one elsewhere."""
+    """Returns the number of copies of an input of so many bytes that have to be used in turn, so that none of them is
+    still in the GPU's cache when its turn comes; 1 elsewhere."""
     if device.type != "cuda":
         return 1
     cache = torch.cuda.get_device_properties(device).L2_cache_size

@@ -1,4 +1,4 @@
-"""What one round leaves to the next, in tensors that stay at one address.
+"""The state that one captured round hands to the next: tensors that stay at one address.
 
 B sequences, M tokens a round commits at most, C slots of an arena, n*ht width of a token's captured states, V target
 vocabulary.

@@ -39,7 +39,8 @@ class Side:
 
 @dataclass
 class Parts:
-    """What a call brings: the models, and the samplers of drafts and of the target's tokens."""
+    """The parts of a round that one call of `generate` provides: its models with their caches, and its samplers of
+    drafts and of the target's tokens."""
 
     target: Side
     drafter: Side

@@ -29,9 +29,10 @@ def run_fused(
     cache: Cache,
     last: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Tokens (B, T) and their source, `target_hidden_states` (B, T, n*ht) or `hidden_states` (B, T, h), -> states
-    (B, T, h) and draft logits (B, T, Vd), as the drafter's forward computes them; with `last` (B, 1) both of that
-    token alone. `rope`: cos and sin (B or 1, T, P); `spans`: masks by type of layers; the cache lies in an arena."""
+    """Runs the drafter by operations. Tokens (B, T) and their source, `target_hidden_states` (B, T, n*ht) or
+    `hidden_states` (B, T, h), -> states (B, T, h) and draft logits (B, T, Vd), as the drafter's forward computes
+    them; with `last` (B, 1) both of that token alone. `rope`: cos and sin (B or 1, T, P); `spans`: masks by type of
+    layers; the cache lies in an arena."""
     states = source.get("hidden_states")
     if states is None:
         states = fused_states(drafter, source["target_hidden_states"])
@@ -56,7 +57,7 @@ def run_alone(
     cache: Cache,
     last: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The same by the drafter's own forward, for one that cannot be fused."""
+    """Runs the drafter's own forward, for a drafter that cannot be fused; takes and returns what `run_fused` does."""
     out = drafter(
         ids,
         **source,

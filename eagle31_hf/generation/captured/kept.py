@@ -1,5 +1,5 @@
-"""What captured rounds keep between calls, since capturing takes as long as a few dozen rounds, and when it no longer
-holds."""
+"""The store of captured rounds: graphs and arenas are kept from call to call, since capturing takes as long as a few
+dozen rounds, and are made anew when a model or the kind of call has changed."""
 
 import os
 import threading

@@ -77,8 +77,8 @@ class Round(Drafting):
 
 @dataclass
 class Outcomes:
-    """What the host reads of a round, by sequence, in lists: how many tokens are new; whether some logits decided
-    nothing; the new tokens (M), and whether each was drawn from a distribution; and the drafts."""
+    """The results of one round as the host reads them, lists by sequence: how many tokens are new; whether some logits
+    decided nothing, being NaN; the new tokens (M), and whether each was drawn from a distribution; and the drafts."""
 
     counts: list[int]
     is_spoiled: list[bool]
@@ -90,14 +90,14 @@ class Outcomes:
 
     @staticmethod
     def packed(count: Tensor, spoiled: Tensor, tokens: Tensor, lawful: Tensor, drafts: Drafts) -> Tensor:
-        """All of it in one tensor of int64 (B, 2 + 2 M + 3 K)."""
+        """Packs all of it into one tensor of int64 (B, 2 + 2 M + 3 K), on the device."""
         log_probs = drafts.log_probs.float().view(torch.int32).long()
         parts = count, spoiled.sum(1, keepdim=True), tokens, lawful, drafts.ids, drafts.parents, log_probs
         return torch.cat(parts, dim=1)
 
     @classmethod
     def unpacked(cls, packed: Tensor, width: int) -> "Outcomes":
-        """Of what `packed` made, on the host; `width`: M."""
+        """Takes apart the tensor that `packed` made, once it is on the host. `width`: M."""
         num_drafts = (packed.shape[1] - 2 - 2 * width) // 3
         sizes = (1, 1, width, width, num_drafts, num_drafts, num_drafts)
         count, spoiled, tokens, lawful, ids, parents, log_probs = packed.split(sizes, dim=1)

@@ -16,8 +16,8 @@ class Seam(Protocol):
     name: str
 
     def capture(self, function: Callable[[], None], part: str) -> Callable[[], None]:
-        """What runs a function of static tensors from now on. The function may be run for warming up; what it then
-        changes, the caller puts back. `part`: "draft" or "verify"."""
+        """Captures a function of static tensors and returns what replays it. The function may be run for warming up;
+        the caller puts back what it then changes. `part`: "draft" or "verify"."""
         ...
 
     def start_reading(self, tensor: Tensor) -> Callable[[], Tensor]:
@@ -99,7 +99,8 @@ def seams(of_device: Callable[[torch.device], Seam | None]) -> Iterator[None]:
 
 
 def seam_of(device: torch.device) -> Seam | None:
-    """How rounds run on a device: as CUDA graphs on a GPU, None elsewhere: eagerly."""
+    """Returns the seam by which rounds run on a device: CUDA graphs on a GPU; None elsewhere, where they run
+    eagerly."""
     if _overrides:
         return _overrides[-1](device)
     return CudaGraphs(device) if device.type == "cuda" else None

@@ -1,4 +1,4 @@
-"""Which calls are decoded in captured rounds, and why others are not."""
+"""The conditions for captured rounds: a call that does not meet them is decoded eagerly, and told why."""
 
 from typing import Any
 

@@ -58,11 +58,12 @@ class Mean:
 
 @dataclass
 class BucketKnowledge:
-    """What is known of one pair of models in captured rounds; it outlives calls, and is used under its lock.
+    """Measurements of one pair of models in captured rounds: what plans give and what they cost. They outlive calls,
+    and are read and written under the lock.
 
     `in_chain`: by depth, how often the likeliest child of an accepted node is accepted; `in_tree`: the tokens that a
-    round of each tree gives; `verify`: seconds by nodes; `draft`: seconds by levels; `trials`: plans that are drafted
-    to learn what they cost, first of all."""
+    round of each tree gives; `verify`: seconds by nodes; `draft`: seconds by levels; `trials`: plans that are
+    drafted to learn what they cost, first of all."""
 
     in_chain: list["Mean"] = field(default_factory=lambda: [Mean() for _ in range(DEEPEST)])
     in_tree: dict[Plan, "Mean"] = field(default_factory=dict)
