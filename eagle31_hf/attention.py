@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 
 from .configuration import Eagle31Config
-from .kernels.tree_attention import MOST_NEW, tree_attention
+from .kernels.tree_attention import attend_to_spans, is_spans
 
 
 class GQAttention(nn.Module):
@@ -163,16 +163,14 @@ class MLAttention(nn.Module):
         return self.o_proj(out.flatten(2)), weights
 
 
-def attend(
-    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any
-) -> tuple[Tensor, Tensor | None]:
+def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
     """Queries (B, H, T, D) over keys (B, Hkv, S, D) and values (B, Hkv, S, V) -> (B, T, H, V), with the configured
     implementation, by what stands in the mask's place, or, by a mask of spans, over an arena; and the attention weights
     (B, H, T, S) where the implementation has them (eager), else None."""
     if callable(mask):
         return mask(module, q, k, v), None
-    if isinstance(mask, Tensor) and mask.dtype == torch.long:  # of spans, over an arena
-        return tree_attention(q, k, v, mask[:, 0], MOST_NEW, module.scaling, 0.0, None), None
+    if is_spans(mask):
+        return attend_to_spans(q, k, v, mask, module.scaling), None
     config: Any = module.config
     attention = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager_attention_forward)
     dropout = config.attention_dropout if module.training else 0.0

@@ -12,17 +12,8 @@ from torch import Tensor
 from .operation import operation, why_torch
 
 
-def _shapes_of_path(
-    ids: Tensor,
-    parents: Tensor,
-    depths: Tensor,
-    bits: Tensor,
-    chosen: Tensor,
-    spoiled: Tensor,
-    going: Tensor,
-    width: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    paths = ids.new_empty(len(ids), width)
+def _shapes_of_path(ids: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    paths = ids.new_empty(len(ids), others[-1])
     return paths, torch.empty_like(paths), ids.new_empty(len(ids), 1)
 
 

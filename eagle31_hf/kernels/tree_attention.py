@@ -4,6 +4,8 @@ B sequences, T query tokens, H heads of queries, Hkv of keys, D and Dv widths of
 buffers.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -61,3 +63,21 @@ def seen_slots(spans: Tensor, capacity: int, num_new: int) -> Tensor:
     new = slot - start
     is_old = (new < 0) & (slot >= begin)
     return is_old | ((new >= 0) & (new < num_new) & (((bits >> new.clamp(0, MOST_NEW)) & 1) == 1))
+
+
+def is_spans(mask: Any) -> bool:
+    """Returns whether a mask is one of spans (B, 1, T, 3): the only masks of integers there are."""
+    return isinstance(mask, Tensor) and mask.dtype == torch.long
+
+
+def attend_to_spans(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Runs `tree_attention` over the buffers of an arena, as a mask of spans (B, 1, T, 3) says."""
+    return tree_attention(q, keys, values, mask[:, 0], MOST_NEW, scale, softcap, sinks)

@@ -13,7 +13,7 @@ from ..cache.arena import ArenaLayer
 from ..kernels.norms import add_rms_norm
 from ..kernels.rope import rope_append
 from ..kernels.silu_mul import silu_mul
-from ..kernels.tree_attention import MOST_NEW, tree_attention
+from ..kernels.tree_attention import attend_to_spans
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -42,7 +42,7 @@ def attend(attention: Any, x: Tensor, rope: Any, mask: Tensor, layer: Any) -> Te
     eps = eps_of(norms[0]) if norms else 0.0
     weights = [norm.weight for norm in norms]
     q = rope_append(qkv, list(rope), weights, eps, [keys, values], layer.placement.on_device)
-    out = tree_attention(q.transpose(1, 2), keys, values, mask[:, 0], MOST_NEW, attention.scaling, 0.0, None)
+    out = attend_to_spans(q.transpose(1, 2), keys, values, mask, attention.scaling)
     return attention.o_proj(out.flatten(2))
 
 

@@ -20,10 +20,11 @@ from transformers.utils import logging
 
 from ..cache import adopt
 from ..cache.arena import Arena, move_into
+from ..kernels.tree_attention import is_spans
 from .decoder_layer import after_norm, arena_layer, forward_of, norm_sum, through_layer, why_no_norm, why_not_fusable
 from .layers import decoder_layers, decoder_of
 from .probe import ARENA, FAILURES, PREFIX, random_tree, tree_from_arena
-from .tree_attention import attention_to_spans, is_spans
+from .tree_attention import attention_to_spans
 
 logger = logging.get_logger(__name__)
 

@@ -11,13 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..kernels.tree_attention import MOST_NEW, tree_attention
+from ..kernels.tree_attention import attend_to_spans, is_spans
 
 PREFIX = "eagle31_"
 STANDS_IN_FOR = ("eager", "sdpa")  # implementations whose models hand a mask of four dimensions to attention as it is
@@ -26,19 +25,6 @@ STANDS_IN_FOR = ("eager", "sdpa")  # implementations whose models hand a mask of
 def own_attention(model: PreTrainedModel) -> str:
     """The attention implementation of a model, as its user has set it."""
     return str(model.config._attn_implementation).removeprefix(PREFIX)
-
-
-def is_spans(mask: Any) -> bool:
-    """Returns whether a mask is one of spans (B, 1, T, 3), as `kernels.tree_attention` takes them: the only masks of
-    integers there are."""
-    return isinstance(mask, Tensor) and mask.dtype == torch.long
-
-
-def attend_to_spans(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float = 0.0, sinks: Tensor | None = None
-) -> Tensor:
-    """Queries (B, H, T, D) over the buffers of an arena, as a mask of spans says -> (B, T, H, D)."""
-    return tree_attention(q, k, v, mask[:, 0], MOST_NEW, scale, softcap, sinks)
 
 
 def _attention(implementation: str):

@@ -12,7 +12,7 @@ from eagle31_hf import demo, track_acceptance
 from eagle31_hf.cache import adopt
 from eagle31_hf.cache.arena import Arena, move_into
 from eagle31_hf.generation.captured import drafting as rounds
-from eagle31_hf.generation.captured.fused_drafter import can_fuse, run_fused
+from eagle31_hf.generation.captured.fused_drafter import DrafterInput, can_fuse, run_fused
 from eagle31_hf.generation.captured.seam import Uncaptured, seams
 from eagle31_hf.targets.fused import why_not_fused
 from eagle31_hf.targets.masks import spans_of
@@ -35,9 +35,9 @@ def fused_forwards(monkeypatch) -> list[int]:
     """The widths of the forwards that drafters run fused."""
     widths = []
 
-    def noted(drafter, ids, *args):
-        widths.append(ids.shape[1])
-        return run_fused(drafter, ids, *args)
+    def noted(drafter, given):
+        widths.append(given.ids.shape[1])
+        return run_fused(drafter, given)
 
     monkeypatch.setattr(rounds, "run_fused", noted)
     return widths
@@ -108,7 +108,7 @@ def forward(drafter, cache, placement, tokens, source, start_and_bits, last, is_
     placement.on_device = starts
     rope = list(drafter.rotary_emb(drafter.like, places))
     if is_fused:
-        return run_fused(drafter, tokens, source, rope, spans, cache, last)
+        return run_fused(drafter, DrafterInput(tokens, source, rope, spans, cache, last))
     out = drafter(
         tokens,
         **source,

@@ -27,3 +27,15 @@ class Guarded:
         """Returns whether the guards are as they were."""
         guards = torch.cat((self.whole[:GUARD], self.whole[-GUARD:]))
         return bool(guards.isnan().all() if guards.is_floating_point() else (guards == self.poison).all())
+
+
+def apart(x: Tensor) -> Tensor:
+    """Returns a copy with NaN between its rows."""
+    wide = Guarded((*x.shape[:-1], x.shape[-1] + 9), x.dtype, x.device).tensor
+    part = wide[..., 3 : x.shape[-1] + 3]
+    return part.copy_(x)
+
+
+def turned(x: Tensor) -> Tensor:
+    """Returns a copy whose rows' entries lie far from each other in memory."""
+    return x.mT.contiguous().mT

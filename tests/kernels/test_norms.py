@@ -3,7 +3,7 @@
 import pytest
 import torch
 from kernel_close import assert_matches
-from poison import Guarded
+from poison import Guarded, apart, turned
 from torch import Tensor
 
 from eagle31_hf.kernels.norms import add_rms_norm, embed_norms, state_norms
@@ -20,21 +20,9 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return Guarded.holding((torch.randn(shape) * 4).to(DEVICE, dtype)).tensor
 
 
-def apart(x: Tensor) -> Tensor:
-    """The same numbers, NaN between the rows."""
-    wide = Guarded((*x.shape[:-1], x.shape[-1] + 9), x.dtype, x.device).tensor
-    part = wide[..., 3 : x.shape[-1] + 3]
-    return part.copy_(x)
-
-
 def apart_in_time(x: Tensor) -> Tensor:
-    """The same numbers (B, T, h), with NaN between the rows and more tokens between the sequences."""
+    """Returns a copy of x (B, T, h) with NaN between its rows and further tokens between its sequences."""
     return apart(torch.nn.functional.pad(x, (0, 0, 1, 2), value=float("nan")))[:, 1:-2]
-
-
-def turned(x: Tensor) -> Tensor:
-    """The same numbers, entries of a row far from each other."""
-    return x.mT.contiguous().mT
 
 
 def assert_sums(x: Tensor, residual: Tensor | None, weight: Tensor) -> None:

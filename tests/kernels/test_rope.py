@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from kernel_close import assert_matches
-from poison import Guarded
+from poison import Guarded, turned
 from torch import Tensor
 
 from eagle31_hf.kernels.rope import append, rope_append
@@ -21,11 +21,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Random numbers, NaN before and behind them."""
     return Guarded.holding((torch.randn(shape) * 4).to(DEVICE, dtype)).tensor
-
-
-def turned(x: Tensor) -> Tensor:
-    """The same numbers, entries of a row far from each other."""
-    return x.mT.contiguous().mT
 
 
 class Arena:

@@ -9,13 +9,8 @@ import torch
 from torch import Tensor
 
 from ...clock import Clock
-from ...generation.captured.seam import CudaGraphs, Seam, Uncaptured
+from ...generation.captured.seam import Seam
 from .. import synchronize
-
-
-def best_seam(device: torch.device) -> Seam:
-    """CUDA graphs on a GPU; elsewhere the same functions as they are."""
-    return CudaGraphs(device) if device.type == "cuda" else Uncaptured()
 
 
 class Marked:

@@ -12,7 +12,7 @@ from ..engine import Setting, geometric, seconds_of_call
 from .floors import Floor
 from .launches import host_waits, launches_of_round
 from .machine import bandwidth
-from .marked import Marked, best_seam
+from .marked import Marked
 from .run import SURVIVAL, Row, Run, Task
 
 
@@ -43,7 +43,7 @@ def eager(run: Run) -> Iterator[Task]:
     shape, setting = run.shapes[0], chain(min(5, max(run.sizes.chains)))
     prompt = run.sizes.prompts[0]
     yield f"{shape}, {setting.name}, eager", partial(timed, run, shape, setting, prompt, is_captured=False)
-    for way, seam in (("eager", None), ("captured", best_seam(run.device))):
+    for way, seam in (("eager", None), ("captured", run.seam())):
         call = partial(_call, run, shape, setting, seam)
         yield f"{shape}, {setting.name}, host waits, {way}", partial(host_waits, run, call)
         yield f"{shape}, {setting.name}, launches, {way}", partial(launches_of_round, run, call)
@@ -97,7 +97,7 @@ def timed(run: Run, shape: str, setting: Setting, prompt: int, is_captured: bool
     """Decodes after a prompt of so many tokens. Returns tokens a second and the parts of a round, beside the floor."""
     target, drafter = run.pair(shape)
     ids = run.ids(shape, setting.rows, prompt)
-    seam = Marked(best_seam(run.device), run.device)
+    seam = Marked(run.seam(), run.device)
     call = partial(seconds_of_call, target, drafter, setting, ids, run.sizes.new_tokens, **generate)
     release(drafter)  # what another seam has captured
     with seams(lambda device: seam if is_captured else None):

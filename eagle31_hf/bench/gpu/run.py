@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...generation.captured.kept import release
+from ...generation.captured.seam import Seam, Uncaptured, seam_of
 from ...modeling import Eagle31DrafterModel
 from ..engine import build
 
@@ -81,6 +82,10 @@ class Run:
     @property
     def is_gpu(self) -> bool:
         return self.device.type == "cuda"
+
+    def seam(self) -> Seam:
+        """Returns how captured rounds run here: as CUDA graphs on a GPU, elsewhere as the functions they are."""
+        return seam_of(self.device) or Uncaptured()
 
     @property
     def dtype(self) -> torch.dtype:

@@ -21,7 +21,7 @@ from ...generation.captured.kept import release
 from ...generation.captured.seam import Seam, Uncaptured, seams
 from ...modeling import Eagle31DrafterModel
 from .. import Contestant, Shape
-from .marked import Marked, best_seam
+from .marked import Marked
 from .run import Pair, Row, Run, Task
 
 FIELDS: dict[str, Any] = {
@@ -71,7 +71,7 @@ def texts(run: Run) -> Iterator[Task]:
 
 def _seams(run: Run) -> dict[str, Seam]:
     found: dict[str, Seam] = {"uncaptured": Uncaptured()}
-    return found | ({"captured": best_seam(run.device)} if run.is_gpu else {})
+    return found | ({"captured": run.seam()} if run.is_gpu else {})
 
 
 def tiny(kind: str, device: torch.device) -> Pair:
@@ -169,7 +169,7 @@ def demo(run: Run) -> Iterator[Task]:
 
 
 def _demo_row(run: Run, contestant: Contestant, prompts: list[Tensor], expected: list[Tensor]) -> Row:
-    seam = Marked(best_seam(run.device), run.device)
+    seam = Marked(run.seam(), run.device)
     with seams(lambda device: seam):
         contestant.generate(prompts[0], run.sizes.demo_tokens)
         seam.spans.clear()

@@ -23,7 +23,7 @@ from ..draft_sampler import SCORE_TEMPERATURE, DraftSampler
 from ..planning.plan import Plan
 from ..rejection_sampler import RejectionSampler
 from .carry import Carry
-from .fused_drafter import can_fuse, run_alone, run_fused
+from .fused_drafter import DrafterInput, can_fuse, run_alone, run_fused
 
 
 @dataclass
@@ -235,7 +235,7 @@ class Drafting:
         side = self.parts.drafter
         side.placement.on_device = starts
         run = run_fused if can_fuse(side.model) else run_alone
-        return run(side.model, ids, source, rope, spans, side.cache, last)
+        return run(side.model, DrafterInput(ids, source, rope, spans, side.cache, last))
 
     def _rope(self, places: Tensor) -> list[Tensor]:
         """cos and sin (B, T, P) of tokens at places (B, T) of the drafter's text."""

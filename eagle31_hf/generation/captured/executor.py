@@ -203,7 +203,7 @@ class CapturedExecutor:
 
     def _hand_back(self, failure: Exception) -> None:
         """Leaves the rest of the call to the eager executor."""
-        self.failures.append(f"capturing failed ({_told(failure)})")
+        self.failures.append(f"capturing failed ({_in_a_line(failure)})")
         logger.warning("EAGLE drafting: rounds run eagerly: %s.", self.failures[-1])
         self.has_failed = True
         self.recorder.execution = f"eagerly: {self.failures[-1]}"
@@ -220,5 +220,5 @@ class CapturedExecutor:
         eager.holds_drafts = True
 
 
-def _told(failure: Exception) -> str:
+def _in_a_line(failure: Exception) -> str:
     return f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0][:200]}"

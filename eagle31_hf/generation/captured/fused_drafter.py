@@ -3,6 +3,7 @@
 B sequences, T tokens, h drafter width, n*ht width of a token's captured states, Vd draft vocabulary.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,50 +21,45 @@ from ..aux_states import gathered
 KINDS = (Eagle31DecoderLayer, GQAttention, LlamaMLP, SiLUActivation, nn.SiLU, nn.Linear, nn.RMSNorm)  # of a layer
 
 
-def run_fused(
-    drafter: Eagle31DrafterModel,
-    ids: Tensor,
-    source: dict[str, Tensor],
-    rope: list[Tensor],
-    spans: dict[str, Tensor],
-    cache: Cache,
-    last: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Runs the drafter by operations. Tokens (B, T) and their source, `target_hidden_states` (B, T, n*ht) or
-    `hidden_states` (B, T, h), -> states (B, T, h) and draft logits (B, T, Vd), as the drafter's forward computes
-    them; with `last` (B, 1) both of that token alone. `rope`: cos and sin (B or 1, T, P); `spans`: masks by type of
-    layers; the cache lies in an arena."""
-    states = source.get("hidden_states")
+@dataclass
+class DrafterInput:
+    """The arguments of a drafter's forward over an arena."""
+
+    ids: Tensor  # (B, T)
+    source: dict[str, Tensor]  # `target_hidden_states` (B, T, n*ht) or `hidden_states` (B, T, h)
+    rope: list[Tensor]  # cos and sin (B or 1, T, P)
+    spans: dict[str, Tensor]  # masks (B, 1, T, 3) by type of layers
+    cache: Cache  # lies in an arena
+    last: Tensor | None  # (B, 1): the token whose output alone is wanted; None: that of all
+
+
+def run_fused(drafter: Eagle31DrafterModel, given: DrafterInput) -> tuple[Tensor, Tensor]:
+    """Runs the drafter by operations. Returns the states (B, T, h) and draft logits (B, T, Vd) that its own forward
+    computes, T 1 where the last token's alone are wanted."""
+    states = given.source.get("hidden_states")
     if states is None:
-        states = fused_states(drafter, source["target_hidden_states"])
+        states = fused_states(drafter, given.source["target_hidden_states"])
     layers: list[Any] = list(drafter.layers)
-    x, residual = _through_first(drafter, layers[0], ids, states, rope, spans, cache)
+    x, residual = _through_first(drafter, layers[0], states, given)
     for index in range(1, len(layers)):
-        mask = spans[layers[index].attention_type]
-        x, residual = through_layer(layers[index], x, residual, rope, mask, arena_layer(cache, index))
+        mask = given.spans[layers[index].attention_type]
+        x, residual = through_layer(layers[index], x, residual, given.rope, mask, arena_layer(given.cache, index))
     normed, total = norm_sum(drafter.norm, x, residual)
     fed_back = normed if drafter.config.norm_output else total
-    if last is not None:
-        fed_back, normed = gathered(fed_back, last), gathered(normed, last)
+    if given.last is not None:
+        fed_back, normed = gathered(fed_back, given.last), gathered(normed, given.last)
     return fed_back, drafter.score(normed)
 
 
-def run_alone(
-    drafter: Eagle31DrafterModel,
-    ids: Tensor,
-    source: dict[str, Tensor],
-    rope: list[Tensor],
-    spans: dict[str, Tensor],
-    cache: Cache,
-    last: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Runs the drafter's own forward, for a drafter that cannot be fused; takes and returns what `run_fused` does."""
+def run_alone(drafter: Eagle31DrafterModel, given: DrafterInput) -> tuple[Tensor, Tensor]:
+    """Runs the drafter's own forward, for a drafter that cannot be fused; returns what `run_fused` does."""
+    last = given.last
     out = drafter(
-        ids,
-        **source,
-        position_embeddings=tuple(rope),
-        attention_mask=spans,
-        past_key_values=cache,
+        given.ids,
+        **given.source,
+        position_embeddings=tuple(given.rope),
+        attention_mask=given.spans,
+        past_key_values=given.cache,
         logits_to_keep=0 if last is None else last[:, 0],
         return_dict=True,
     )
@@ -81,20 +77,14 @@ def fused_states(drafter: Eagle31DrafterModel, states: Tensor) -> Tensor:
 
 
 def _through_first(
-    drafter: Eagle31DrafterModel,
-    layer: Any,
-    ids: Tensor,
-    states: Tensor,
-    rope: list[Tensor],
-    spans: dict[str, Tensor],
-    cache: Cache,
+    drafter: Eagle31DrafterModel, layer: Any, states: Tensor, given: DrafterInput
 ) -> tuple[Tensor, Tensor]:
     """The layer that reads [embedding, state]: states (B, T, h) before it -> after it, as a sum of two."""
     norms = layer.input_layernorm, layer.hidden_norm
     table: Any = drafter.get_input_embeddings()
-    x = embed_norms(ids, table.weight, norms[0].weight, states, norms[1].weight, eps_of(norms[0]))
+    x = embed_norms(given.ids, table.weight, norms[0].weight, states, norms[1].weight, eps_of(norms[0]))
     residual = x[..., states.shape[-1] :] if layer.norm_before_residual else states
-    attended = attend(layer.self_attn, x, rope, spans[layer.attention_type], arena_layer(cache, 0))
+    attended = attend(layer.self_attn, x, given.rope, given.spans[layer.attention_type], arena_layer(given.cache, 0))
     normed, residual = norm_sum(layer.post_attention_layernorm, attended, residual)
     return through_mlp(layer.mlp, normed), residual
 

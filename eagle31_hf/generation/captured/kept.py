@@ -101,7 +101,7 @@ def _kept_of(request: Any, eager: EagerExecutor, seam: Seam) -> Kept:
     vocab_size = None if noise is None else noise.vocab_size
     size = (most_tokens(request.settings), capacity, vocab_size, eager.runner.last_position.shape, seam.name)
     models = fingerprint(target), fingerprint(drafter), id(drafter.get_input_embeddings())
-    samplers = type(eager.sampler), tuple(map(_told, request.logits_processor))
+    samplers = type(eager.sampler), tuple(map(_plain_values, request.logits_processor))
     key = size, models, samplers, os.environ.get(SWITCH)
     with _kept_lock:
         by_target = _kept.setdefault(drafter, WeakKeyDictionary())
@@ -134,11 +134,11 @@ def fingerprint(model: PreTrainedModel) -> tuple:
         for weight in group
     ]
     config = model.config.get_text_config(decoder=True).to_json_string(use_diff=False)
-    modules = tuple((forward_of(module), _told(module)) for module in model.modules())
+    modules = tuple((forward_of(module), _plain_values(module)) for module in model.modules())
     return own_attention(model), config, tuple(weights), modules
 
 
-def _told(one: object) -> tuple:
+def _plain_values(one: object) -> tuple:
     """The class of a module or processor, and those of its attributes that are plain values or hold only such."""
     return (
         type(one),

@@ -51,12 +51,13 @@ class CudaGraphs:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.stream = torch.cuda.Stream(device)
+        self.stream: Any = None  # both made by the first capture
         self.pool: Any = None
 
     def capture(self, function: Callable[[], None], part: str) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
         with _capturing, torch.cuda.device(self.device):
+            self.stream = self.stream or torch.cuda.Stream()
             current = torch.cuda.current_stream()
             self.stream.wait_stream(current)
             try:

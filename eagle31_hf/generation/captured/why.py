@@ -66,8 +66,6 @@ def _why_not_by_inputs(request: Any, runner: Any, mode: Any) -> str | None:
         return "the target is not told positions"
     if runner.seen is not None and not _is_left_padding(runner):
         return "the attention mask leaves out more than left padding"
-    if runner.num_before or runner.num_cached:
-        return "the cache that was passed already holds tokens"
     return why_not_in_arena(runner.past_key_values)
 
 
