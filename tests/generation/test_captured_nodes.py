@@ -18,10 +18,7 @@ WAYS = [
     for dtype in ("bf16", "fp32")
     for drafter in ("eagle31", "eagle3")
 ]
-pytestmark = [
-    pytest.mark.skipif(torch.__version__ < "2.9", reason="the pretend device needs torch 2.9"),
-    pytest.mark.xdist_group("captured_nodes"),
-]
+pytestmark = pytest.mark.skipif(torch.__version__ < "2.9", reason="the pretend device needs torch 2.9")
 
 
 @pytest.fixture(scope="module")

@@ -30,18 +30,15 @@ def figures() -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.xdist_group("host_waits")
 @pytest.mark.parametrize("way", MOST_WAITS)
 def test_waits_of_a_round(figures, way):
     assert figures[way]["waits"] <= MOST_WAITS[way], figures[way]["lines"]
 
 
-@pytest.mark.xdist_group("host_waits")
 def test_auto_waits_once_more_for_every_level_it_decides_on(figures):
     assert figures["auto"]["waits"] <= 3 + figures["auto"]["decisions"], figures["auto"]["lines"]
 
 
-@pytest.mark.xdist_group("host_waits")
 @pytest.mark.parametrize("way", MOST_LAUNCHES)
 def test_launches_of_a_round(figures, way):
     assert figures[way]["launches"] <= MOST_LAUNCHES[way]

@@ -13,8 +13,6 @@ from training_runs import Run, run
 
 from eagle31_hf import Eagle31DrafterModel
 
-pytestmark = pytest.mark.xdist_group("two_processes")  # the runs that all tests here look at are made once
-
 SUMMED = 1e-5  # fp32: gradients of two processes are added up in another order
 # Adam divides gradients by their size: where they are nearly zero, what rounding left of them counts in full
 ADAPTED = 2e-3
