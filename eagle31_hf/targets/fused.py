@@ -85,7 +85,7 @@ def fused_layers(target: PreTrainedModel) -> Iterator[None]:
 
 
 def why_not_fused(target: PreTrainedModel) -> list[str | None]:
-    """By layer, and last for the final norm, why it is not fused; None where it is. Found by a trial, which is made
+    """Returns why each layer, and last the final norm, is not fused; None where it is. Found by a trial, which is made
     once for a target, and again where its modules have changed."""
     with _lock:
         stages = _stages(target)

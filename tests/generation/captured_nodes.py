@@ -49,8 +49,8 @@ def models(target: str, num_layers: int, dtype: torch.dtype, drafter: str) -> tu
 
 @dataclass
 class Counts:
-    """By part of a round, those of the round that came last: its nodes by operation, and the waits in it by reason and
-    line; how many rounds there were, and how often the host waited in all."""
+    """Counts of the last round, by its parts: nodes by operation, and waits by reason and line; how many rounds there
+    were, and how often the host waited in all."""
 
     nodes: dict[str, Counter[str]] = field(default_factory=dict)
     waits: dict[str, Counter[tuple[str, str]]] = field(default_factory=dict)

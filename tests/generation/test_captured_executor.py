@@ -48,14 +48,14 @@ def asked(**options) -> dict:
 
 
 def decode(pair: Pair, seam, plan: str = "chain", **options):
-    """What `generate` returns, and its statistics."""
+    """Decodes; returns what `generate` returns, and its statistics."""
     target, drafter = pair
     with seams(lambda device: seam), track_acceptance() as stats:
         return target.generate(**asked(**options), assistant_model=drafter, **PLANS[plan]), stats
 
 
 def state_of(target: PreTrainedModel) -> tuple:
-    """What a call must leave as it was."""
+    """Returns all that a call must leave as it was."""
     forwards = [vars(module).get("forward") for module in target.modules()]
     return target.config.to_dict(), target.config._attn_implementation, num_hooks(target), forwards
 
@@ -116,7 +116,7 @@ def test_sampled_batch_whose_sequences_go_at_their_own_pace(pair):
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_calls_in_and_out_of_inference_mode(pair, plan):
-    """What the first of them makes, the others write to. (Recording sees fewer operations in that mode.)"""
+    """The others write to tensors that the first call makes. (Recording sees fewer operations in that mode.)"""
     expected = pair[0].generate(**asked()).tolist()
     for is_on in (True, False, True):
         with torch.inference_mode(is_on):
@@ -227,7 +227,7 @@ def test_a_capture_that_fails_late(pair, fails_at, options):
 
 
 def changes(target: PreTrainedModel, drafter: Eagle31DrafterModel) -> dict:
-    """What a user may do between two calls: name -> the change."""
+    """Returns changes that a user may make between two calls, by name."""
 
     def replace_weight():
         target.lm_head.weight = torch.nn.Parameter(target.lm_head.weight.flip(0).clone())

@@ -49,7 +49,7 @@ FAMILIES_TRIED.remove("Gemma4 text, shared keys")
 
 
 def captured(target: PreTrainedModel, drafter: Eagle31DrafterModel, **asked) -> tuple[torch.Tensor, AcceptanceStats]:
-    """What `generate` returns with rounds as tensors, and its statistics."""
+    """Decodes with rounds as tensors; returns what `generate` returns, and its statistics."""
     with seams(lambda device: Uncaptured()), track_acceptance() as stats:
         return target.generate(**asked, assistant_model=drafter), stats
 

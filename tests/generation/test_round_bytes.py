@@ -132,8 +132,8 @@ def round_of(target: Any, drafter: Eagle31DrafterModel) -> Iterator[Round]:
 
 @pytest.fixture
 def without_data(monkeypatch):
-    """What asks for data is answered: trials, and whether rows of an embedding can be read. That layers and drafters of
-    these classes are fused is shown where nodes are counted."""
+    """Answers the two questions that need data: the trials of fused layers, and whether rows of an embedding can be
+    read. That layers and drafters of these classes are fused is shown where nodes are counted."""
     monkeypatch.setattr(fused, "why_not_fused", lambda target: [None] * len(fused._stages(target)))
     monkeypatch.setattr(fused_drafter, "_can_look_up", lambda table: True)
 

@@ -61,7 +61,7 @@ def compiled(case: Case, target: GPUTarget) -> Any:
 
 
 def of_nvidia(case: Case, capability: int) -> dict[str, Any]:
-    """What the kernel needs on an NVIDIA GPU; `problems` names what it must not."""
+    """Returns what the kernel needs on an NVIDIA GPU; `problems` names what it must not."""
     done = compiled(case, GPUTarget("cuda", capability, 32))
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(done.asm["cubin"])
@@ -81,7 +81,7 @@ def of_nvidia(case: Case, capability: int) -> dict[str, Any]:
 
 
 def of_amd(case: Case) -> dict[str, Any]:
-    """What the kernel needs on an AMD GPU."""
+    """Returns what the kernel needs on an AMD GPU."""
     done = compiled(case, GPUTarget("hip", AMD, 64))
     counts = re.findall(r"\.(vgpr_count|vgpr_spill_count|sgpr_spill_count):\s+(\d+)", done.asm["amdgcn"])
     found: dict[str, Any] = {kind: int(count) for kind, count in counts}

@@ -1,4 +1,4 @@
-"""How close a kernel comes to its reference."""
+"""The distance between a kernel's results and its reference's."""
 
 import torch
 from close import EXACT, assert_close

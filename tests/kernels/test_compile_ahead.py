@@ -20,7 +20,7 @@ pytest.importorskip("triton", minversion="3.6", reason="an earlier Triton compil
 
 
 def compiled_ahead(*options: str):
-    """What the script prints as JSON, from a process in which Triton compiles and does not interpret."""
+    """Returns the JSON that the script prints, from a process in which Triton compiles and does not interpret."""
     done = subprocess.run(
         [sys.executable, HERE / "compile_ahead.py", *options],
         env={**os.environ, "TRITON_INTERPRET": "0"},

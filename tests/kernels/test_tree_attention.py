@@ -24,7 +24,7 @@ FEW = 8  # programs, so that each takes several steps
 
 @pytest.fixture(autouse=True)
 def programs(monkeypatch, request) -> int:
-    """As many programs as a GPU is assumed to run at once: few, or what `request.param` says."""
+    """Sets how many programs a GPU is assumed to run at once: few, or what `request.param` says."""
     wanted = getattr(request, "param", FEW)
     monkeypatch.setattr(tree_attention_triton, "PROGRAMS", wanted)
     return wanted

@@ -57,7 +57,7 @@ def build(config, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
 
 @torch.no_grad()
 def logits_and_states(target: PreTrainedModel, layer_ids: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Of a tree over an arena: logits, and the states that hooks see."""
+    """Runs a tree over an arena; returns logits, and the states that hooks see."""
     with capture_states(target, list(layer_ids)) as captured:
         logits = tree_from_arena(target, random_tree(target))
         return logits, captured.take()
@@ -218,7 +218,7 @@ def test_after_an_error_every_forward_is_its_own():
 
 
 def test_forwards_without_spans_are_the_targets_own(prompt):
-    """Of another thread, say, while layers are fused."""
+    """Those of another thread, say, while layers are fused."""
     target = build(LlamaConfig(**ROPED))
     with torch.no_grad():
         expected = target(input_ids=prompt).logits

@@ -59,7 +59,7 @@ def _ours(inputs: Inputs, size: Size) -> Any:
 
 
 def _by_sdpa(inputs: Inputs, size: Size) -> Any:
-    """With a mask over the whole buffers, made before."""
+    """Attends by torch's `scaled_dot_product_attention`, with a mask over the whole buffers, made before."""
     q, keys, values, spans, num_new, *_ = inputs.args
     mask = seen_slots(spans, keys.shape[2], num_new)[:, None]
 
@@ -71,7 +71,8 @@ def _by_sdpa(inputs: Inputs, size: Size) -> Any:
 
 
 def _by_varlen(inputs: Inputs, size: Size) -> Any:
-    """With the length on the device; a chain only. None where torch has none, or an older one without lengths."""
+    """Attends to a chain by torch's `varlen_attn`, with the length on the device. None where torch has none, or an
+    older one without lengths."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
