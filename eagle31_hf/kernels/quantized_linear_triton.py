@@ -1,0 +1,105 @@
+"""The kernel of `quantized_linear`: a program takes a block of outputs and walks the inputs; every byte of the weight is
+read once."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+INTERPRETED = triton.knobs.runtime.interpret
+# float8_e4m3fn has 7 as exponent of 1, fp16 has 15: with its bits moved into place a value is 2 ** -8 of itself.
+FP8_FACTOR = 256.0
+
+
+class Tile(NamedTuple):
+    """The sizes of a program: rows it multiplies, outputs, inputs at a time; its warps and stages."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    num_warps: int
+    num_stages: int
+
+
+def tile(num_rows: int, num_outputs: int, is_fp32: bool = False) -> Tile:
+    """Chooses a tile: so few outputs a program that all of a GPU's multiprocessors have one."""
+    rows = max(16, triton.next_power_of_2(num_rows))
+    outputs = 16 if num_outputs <= 2048 else 32 if num_outputs <= 8192 else 64
+    if is_fp32:  # products of fp32 take many registers
+        return Tile(min(rows, 32), min(outputs, 32), 32, 4, 3)
+    return Tile(min(rows, 64), outputs, 128, 4, 4 if rows == 16 else 3)
+
+
+@triton.jit
+def _widened(bits, IS_FP8: tl.constexpr, like):
+    """The values of a weight in the dtype of `like`, exactly; those of fp8 divided by FP8_FACTOR."""
+    if IS_FP8:
+        wide = bits.to(tl.uint16)
+        return (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True).to(like.dtype)
+    else:
+        return bits.to(tl.float32).to(like.dtype)
+
+
+@triton.jit
+def quantized_linear_kernel(
+    x,
+    weight,
+    scale,
+    bias,
+    out,
+    num_rows,
+    num_outputs,
+    num_inputs,
+    factor,
+    HAS_BIAS: tl.constexpr,
+    IS_FP8: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """One program: the products of ROWS rows with OUTPUTS rows of the weight. What lies past the last row, output or
+    input is read as 0."""
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    at_x = x + row.to(tl.int64)[:, None] * num_inputs
+    at_weight = weight + output.to(tl.int64)[:, None] * num_inputs
+    sums = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    for first in range(0, num_inputs, INPUTS):
+        i = first + tl.arange(0, INPUTS)
+        inside = (i < num_inputs)[None, :]
+        a = tl.load(at_x + i[None, :], mask=(row < num_rows)[:, None] & inside, other=0.0)
+        b = tl.load(at_weight + i[None, :], mask=(output < num_outputs)[:, None] & inside, other=0)
+        if WIDEN:
+            a = a.to(tl.float32)
+        sums = tl.dot(a, tl.trans(_widened(b, IS_FP8, a)), sums, input_precision="ieee")
+    kept = output < num_outputs
+    sums *= (tl.load(scale + output, mask=kept, other=0.0) * factor)[None, :]
+    if HAS_BIAS:
+        sums += tl.load(bias + output, mask=kept, other=0.0).to(tl.float32)[None, :]
+    at_out = out + row.to(tl.int64)[:, None] * num_outputs + output[None, :]
+    tl.store(at_out, sums.to(out.dtype.element_ty), mask=(row < num_rows)[:, None] & kept[None, :])
+
+
+def quantized_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """Launches the kernel; see the operation."""
+    weight, rows = weight.contiguous(), x.reshape(-1, x.shape[-1]).contiguous()
+    num_outputs, num_inputs = weight.shape
+    out = x.new_empty(*x.shape[:-1], num_outputs)
+    is_fp8 = weight.dtype == torch.uint8
+    cut = tile(len(rows), num_outputs, x.dtype == torch.float32)
+    quantized_linear_kernel[(triton.cdiv(num_outputs, cut.outputs), triton.cdiv(len(rows), cut.rows))](
+        *(rows, weight, scale, scale if bias is None else bias.contiguous(), out, len(rows), num_outputs, num_inputs),
+        FP8_FACTOR if is_fp8 else 1.0,
+        HAS_BIAS=bias is not None,
+        IS_FP8=is_fp8,
+        ROWS=cut.rows,
+        OUTPUTS=cut.outputs,
+        INPUTS=cut.inputs,
+        WIDEN=INTERPRETED or x.dtype == torch.float32,
+        num_warps=cut.num_warps,
+        num_stages=cut.num_stages,
+    )
+    return out

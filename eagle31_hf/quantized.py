@@ -1,0 +1,142 @@
+"""A drafter's linear layers held in 8 bits: half the bytes that a draft step reads in bf16. The target verifies what is
+drafted, so the text stays its own.
+
+K width of a layer's input, N of its output.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from .kernels.quantized_linear import quantized_linear, weight_values
+
+# kind -> the dtype that holds the weights, and the largest number it has. fp8 is held as bits: torch takes a tensor of
+# float8 for one of floating point, and `drafter.to(dtype)` would make it one of 16 bits.
+KINDS = {"int8": (torch.int8, 127.0), "fp8": (torch.uint8, 448.0)}
+FEW_ROWS = 64  # that the operation takes; more, a prompt's, are multiplied by a copy of the weight in their own dtype
+READ_AS_WEIGHT = "kv_b_proj"  # latent attention multiplies parts of this weight with queries and outputs, and is small
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class QuantizedLinear(nn.Module):
+    """A linear layer (N, K) whose weight is int8, or the bits of float8_e4m3fn in uint8, with a scale (N,) in fp32: the
+    largest magnitude of each row divided by the largest number of the kind. Its bias is as it was. Only to draft with:
+    nothing of it is trained."""
+
+    scale: Tensor
+
+    def __init__(self, plain: nn.Linear, kind: str):
+        super().__init__()
+        self.in_features, self.out_features = plain.in_features, plain.out_features
+        self.kind = kind
+        weight, scale = quantized(plain.weight, kind)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.register_buffer("scale", scale)
+        self.bias = plain.bias
+        self.train(plain.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., K) -> (..., N). Raises RuntimeError where a gradient would be asked for."""
+        if self.training and torch.is_grad_enabled():
+            raise RuntimeError(f"the drafter's weights are {self.kind}, and in training mode; {REMEDY}")
+        if x.shape[:-1].numel() <= FEW_ROWS:
+            return quantized_linear(x, self.weight, self.scale, self.bias)
+        return linear(x, self.dequantized(x.dtype), self.bias)
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """The weight (N, K) in a dtype, rounded once."""
+        return weight_values(self.weight).to(dtype).mul_(self.scale[:, None])
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "QuantizedLinear":
+        """Does as every module's, but that the scale stays in fp32: `drafter.to(dtype)` is for activations."""
+        scale = self.scale
+        super()._apply(fn, recurse)
+        if self.scale.dtype != torch.float32:
+            self.scale = scale.to(self.scale.device)
+        return self
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """Does as every module's, but refuses weights of another dtype, which a copy would cut off to integers."""
+        found = state_dict.get(f"{prefix}weight", self.weight).dtype
+        if found == self.weight.dtype:
+            super()._load_from_state_dict(state_dict, prefix, *args)
+        else:
+            args[-1].append(f"{prefix}weight is {found}; expected {self.weight.dtype}, of a drafter quantized alike.")
+
+    def extra_repr(self) -> str:
+        bias = self.bias is not None
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, kind={self.kind}"
+
+
+REMEDY = "expected plain ones. They are quantized in memory only: use the drafter they come from, loaded again."
+
+
+@torch.no_grad()
+def quantized(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """A weight (N, K) -> its numbers of a kind, as `QuantizedLinear` holds them, and their scales (N,). A row of zeros
+    has the scale 1."""
+    dtype, largest = KINDS[kind]
+    magnitudes = weight.abs().amax(dim=1).float()
+    scale = torch.where(magnitudes > 0, magnitudes / largest, 1.0)
+    scale = scale.clamp(min=torch.finfo(torch.float32).tiny)  # a row may be that small that its share vanishes
+    numbers = (weight.float() / scale[:, None]).clamp(-largest, largest)
+    return (numbers.round().to(dtype) if kind == "int8" else numbers.to(torch.float8_e4m3fn).view(dtype)), scale
+
+
+def quantize(drafter: nn.Module, kind: str) -> None:
+    """Replaces the linear layers of a drafter by quantized ones, in place; see `Eagle31DrafterModel.quantize`."""
+    if kind not in KINDS:
+        raise ValueError(f"kind is {kind!r}; expected one of {', '.join(map(repr, KINDS))}.")
+    known = kind_of(drafter)
+    if known == kind:
+        return
+    if known is not None:
+        raise ValueError(f"the drafter's weights are {known} already, asked for {kind}; {REMEDY}")
+    _check_plain(drafter)
+    for parent, name, layer in list(_linears(drafter)):
+        if name != READ_AS_WEIGHT:
+            setattr(parent, name, QuantizedLinear(layer, kind))
+
+
+def kind_of(model: nn.Module) -> str | None:
+    """Returns the kind that a model's linear layers are quantized to; None where they are not."""
+    return next((module.kind for module in model.modules() if isinstance(module, QuantizedLinear)), None)
+
+
+def refuse_quantized(model: nn.Module, what: str) -> None:
+    """Raises ValueError where a drafter is quantized; `what` it cannot be for that reason, as "saved"."""
+    kind = kind_of(model)
+    if kind is not None:
+        raise ValueError(f"a drafter with {kind} weights cannot be {what}; {REMEDY}")
+
+
+def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
+    """The linear layers of a model, with the modules that hold them and their names in these."""
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            if isinstance(child, nn.Linear):
+                yield parent, name, child
+
+
+def _check_plain(model: nn.Module) -> None:
+    """Raises ValueError where a linear layer of a drafter is not one that can be quantized: nothing is changed then."""
+    names = {id(module): name for name, module in model.named_modules()}
+    for parent, name, layer in _linears(model):
+        where, weight = names[id(layer)], layer.weight
+        if type(layer) is not nn.Linear or hasattr(parent, "base_layer"):  # the latter: PEFT's
+            kind = type(layer if type(layer) is not nn.Linear else parent).__name__
+            raise ValueError(f"{where} is of {kind}; expected a plain nn.Linear: merge adapters first, or load without"
+                             " another quantization.")  # fmt: skip
+        if weight.is_meta or hasattr(layer, "_hf_hook"):
+            raise ValueError(f"{where} is on the meta device or offloaded; expected weights on a device: load the"
+                             " drafter whole.")  # fmt: skip
+        if "forward" in vars(layer) or layer._forward_hooks or layer._forward_pre_hooks:
+            raise ValueError(f"{where} has hooks or another forward, which would be lost; expected neither: quantize"
+                             " first.")  # fmt: skip
+        if weight.dtype not in FLOATS:
+            raise ValueError(f"{where} is of {weight.dtype}; expected one of {', '.join(map(str, FLOATS))}.")
+        if not weight.isfinite().all():
+            raise ValueError(f"{where} holds NaN or infinite values; expected finite weights: load the drafter again.")

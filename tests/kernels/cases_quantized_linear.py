@@ -1,0 +1,29 @@
+"""`quantized_linear` at real sizes, for compile_ahead.py."""
+
+from compile_ahead import Case
+
+from eagle31_hf.kernels.quantized_linear_triton import quantized_linear_kernel, tile
+
+NUMBERS = ("num_rows", "num_outputs", "num_inputs")
+
+
+def case(rows: int, outputs: int, bits: str, dtype: str = "bf16") -> Case:
+    """The kernel for so many rows and outputs; `bits`: i8, or u8 for fp8."""
+    cut = tile(rows, outputs, dtype == "fp32")
+    types = {"x": f"*{dtype}", "weight": f"*{bits}", "scale": "*fp32", "bias": f"*{dtype}", "out": f"*{dtype}"}
+    types |= dict.fromkeys(NUMBERS, "i32") | {"factor": "fp32"}
+    constants = {"HAS_BIAS": False, "IS_FP8": bits == "u8", "WIDEN": dtype == "fp32"}
+    constants |= {"ROWS": cut.rows, "OUTPUTS": cut.outputs, "INPUTS": cut.inputs}
+    options = {"num_warps": cut.num_warps, "num_stages": cut.num_stages}
+    divisible = ("num_outputs", "num_inputs")
+    return Case(quantized_linear_kernel, types, constants, options, is_wide=True, divisible=divisible)
+
+
+CASES = {
+    "quantized_linear": case(1, 14336, "i8"),
+    "quantized_linear, few outputs in fp8": case(1, 1024, "u8"),
+    "quantized_linear, 24 rows": case(24, 4096, "i8"),
+    "quantized_linear, 64 rows in fp8": case(64, 32000, "u8"),
+    "quantized_linear, fp16 and bias": case(8, 4096, "i8", "fp16", has_bias=True),
+    "quantized_linear, fp32": case(8, 4096, "u8", "fp32"),
+}

@@ -1,0 +1,54 @@
+"""`quantized_linear`: its kernel, in Triton's interpreter where there is no GPU, beside its reference."""
+
+import pytest
+import torch
+from kernel_close import assert_matches
+from poison import Guarded, apart
+
+from eagle31_hf.kernels.quantized_linear import quantized_linear
+from eagle31_hf.quantized import KINDS, quantized
+
+pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def guarded(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with NaN, or with a great number, before and behind it."""
+    if tensor.dtype.is_floating_point:
+        return Guarded.holding(tensor.to(DEVICE)).tensor
+    whole = torch.full((tensor.numel() + 128,), 0x7F, dtype=tensor.dtype, device=DEVICE)  # of uint8: a NaN of fp8
+    whole[64:-64] = tensor.flatten()
+    return whole[64:-64].view(tensor.shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 16, 7), (3, 61, 300), (17, 130, 128), (70, 33, 129)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernel_matches_reference(kind, shape, dtype):
+    torch.manual_seed(0)
+    rows, outputs, inputs = shape
+    weight, scale = map(guarded, quantized(torch.randn(outputs, inputs), kind))
+    x = guarded(torch.randn(rows, inputs).to(dtype))
+    bias = guarded(torch.randn(outputs).to(dtype)) if rows % 2 else None
+    args = (x, weight, scale, bias)
+    assert_matches("out", quantized_linear.kernel()(*args), quantized_linear.reference(*args))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_lie_apart(kind):
+    torch.manual_seed(0)
+    weight, scale = quantized(torch.randn(20, 33, device=DEVICE), kind)
+    x = torch.randn(2, 3, 33, device=DEVICE)
+    expected = quantized_linear.reference(x, weight, scale, None)
+    assert_matches("out", quantized_linear.kernel()(apart(x), weight, scale, None), expected)
+
+
+def test_every_value_of_fp8():
+    bits = torch.tensor([i for i in range(256) if i & 0x7F != 0x7F], dtype=torch.uint8, device=DEVICE)[:, None]
+    args = (torch.ones(1, 1, device=DEVICE), bits, torch.ones(len(bits), device=DEVICE), None)
+    assert torch.equal(quantized_linear.kernel()(*args), bits.view(torch.float8_e4m3fn).float().mT)
+
+
+def test_schema_and_shapes():
+    weight, scale = quantized(torch.randn(4, 5), "int8")
+    torch.library.opcheck(quantized_linear._op, (torch.randn(2, 3, 5), weight, scale, None))
