@@ -8,14 +8,13 @@ over the keys of all depths gives.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .attention_ways import DENSE, WAYS, FirstKeys, Span, way_of
 from .documents import runs
-
-QUERIES_AT_ONCE = 512  # where no kernel gives what the backward pass needs
 
 
 def first_mask(num_positions: int, depth: int, window: int | None, device: torch.device) -> Tensor:
@@ -26,9 +25,6 @@ def first_mask(num_positions: int, depth: int, window: int | None, device: torch
     positions = torch.arange(num_positions, device=device)
     seen = positions[None, :] <= positions[:, None]
     return seen if window is None else seen & (positions[None, :] > positions[:, None] + depth - window)
-
-
-Span = tuple[slice, slice]  # of sequences and of positions
 
 
 class UnrollAttention:
@@ -58,10 +54,11 @@ class UnrollAttention:
         window = layer.sliding_window
         seen = [*depths[: self.depth], (k, v)]
         later = [pair for d, pair in enumerate(seen) if d > 0 and (window is None or self.depth - d < window)]
-        mask = None if window is None and has_kernel(q, v) else self.first_mask(q, window)
+        way = way_of(q, v, is_masked=window is not None)
+        mask = self.first_mask(q, window) if way == DENSE else None
         groups = q.shape[1] // k.shape[1]
         flat = [x.repeat_interleave(groups, dim=1) for pair in (seen[0], *later) for x in pair]
-        out, lse = JoinedAttention.apply(q, mask, layer.scaling, self.spans, *flat)
+        out, lse = JoinedAttention.apply(q, mask, layer.scaling, self.spans, way, *flat)
         if layer.layer_idx == 0:
             for observer in self.observers:
                 observer(Attended(self.depth, q, lse, flat[0], flat[2::2], layer.scaling, mask))
@@ -89,31 +86,28 @@ class Attended:
     mask: Tensor | None
 
 
-class FirstKeys(NamedTuple):
-    """Queries (B, H, S, D) with the keys (B, H, S, D) and values (B, H, S, V) of depth 0; they see what `mask` (1 or B,
-    1, S, S) lets them, or, where it is None, causally within each of `spans`."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    mask: Tensor | None
-    scale: float
-    spans: list[Span]
-
-
 class JoinedAttention(torch.autograd.Function):
     """One softmax over the keys of depth 0 that a position sees, see `FirstKeys`, and its own later keys.
 
-    The backward pass of the first part is flash attention's own: given the joined output and log-sum-exp it takes the
+    The backward pass of the first part is that of its way: given the joined output and log-sum-exp it takes the
     probabilities to be the joined ones, which they are. Also returns the log-sum-exp (B, H, S), without a gradient.
     """
 
     @staticmethod
     def forward(
-        ctx, q: Tensor, mask: Tensor | None, scale: float, spans: list[Span], k: Tensor, v: Tensor, *later: Tensor
+        ctx,
+        q: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        spans: list[Span],
+        way: str,
+        k: Tensor,
+        v: Tensor,
+        *later: Tensor,
     ):
-        """Returns output (B, H, S, V) and log-sum-exp; `later`: a key and a value of every depth but the first."""
-        out, lse = _forward(FirstKeys(q, k, v, mask, scale, spans))
+        """Returns output (B, H, S, V) and log-sum-exp; `way`: one of WAYS; `later`: a key and a value of every depth
+        but the first."""
+        out, lse = WAYS[way].forward(FirstKeys(q, k, v, mask, scale, spans))
         if later:
             # (B, H, S, j)
             scores = torch.stack([(q.float() * key.float()).sum(-1) * scale for key in later[::2]], dim=-1)
@@ -124,6 +118,7 @@ class JoinedAttention(torch.autograd.Function):
             out, lse = out.to(q.dtype), joined
         ctx.save_for_backward(q, k, v, mask, out, lse, *later)
         ctx.scale, ctx.spans = scale, spans
+        ctx.way = way
         ctx.mark_non_differentiable(lse)
         return out, lse
 
@@ -131,7 +126,8 @@ class JoinedAttention(torch.autograd.Function):
     def backward(ctx, grad: Tensor, _: Tensor):
         """Gradients in the order of the arguments of `forward`."""
         q, k, v, mask, out, lse, *later = ctx.saved_tensors
-        grad_q, grad_k, grad_v = _backward(FirstKeys(q, k, v, mask, ctx.scale, ctx.spans), grad, out, lse)
+        first = FirstKeys(q, k, v, mask, ctx.scale, ctx.spans)
+        grad_q, grad_k, grad_v = WAYS[ctx.way].backward(first, grad, out, lse)
         grad = grad.float()
         grads = list[Tensor]()
         mean = (grad * out.float()).sum(-1)
@@ -140,66 +136,4 @@ class JoinedAttention(torch.autograd.Function):
             by_score = (weight * ((grad * value.float()).sum(-1) - mean) * ctx.scale)[..., None]
             grad_q = grad_q + (by_score * key.float()).to(q.dtype)
             grads += [(by_score * q.float()).to(q.dtype), (weight[..., None] * grad).to(q.dtype)]
-        return grad_q, None, None, None, grad_k, grad_v, *grads
-
-
-def has_kernel(q: Tensor, v: Tensor) -> bool:
-    """Returns True where torch's flash attention returns its log-sum-exp and takes another one back: on a CPU."""
-    return q.device.type == "cpu" and q.shape[-1] == v.shape[-1]
-
-
-def _forward(first: FirstKeys) -> tuple[Tensor, Tensor]:
-    """Returns the output (B, H, S, V) and the log-sum-exp (B, H, S) in fp32."""
-    q, v = first.q, first.v
-    if first.mask is None:
-        out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-        for sequences, positions in first.spans:
-            part = (x[sequences, :, positions] for x in first[:3])
-            found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*part, 0.0, True, scale=first.scale)
-            out[sequences, :, positions], lse[sequences, :, positions] = found
-        return out, lse
-    outs, lses = [], []
-    for start in range(0, q.shape[2], QUERIES_AT_ONCE):
-        end = start + QUERIES_AT_ONCE  # keys further on are not seen
-        scores = _scores(first, start)
-        lses.append(scores.logsumexp(-1).clamp(min=-1e30))  # a window may have left no key of depth 0
-        outs.append((scores - lses[-1][..., None]).exp().to(v.dtype) @ v[:, :, :end])
-    return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
-
-
-def _backward(first: FirstKeys, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
-    """Returns the gradients of queries, keys and values from that of the output, all (B, H, S, ...)."""
-    if first.mask is None:
-        return _flash_backward(first, grad, out, lse)
-    q, k, v = first[:3]
-    grad_q = torch.zeros_like(q)
-    grad_k = torch.zeros_like(k, dtype=torch.float32)
-    grad_v = torch.zeros_like(v, dtype=torch.float32)
-    mean = (grad.float() * out.float()).sum(-1, keepdim=True)
-    for start in range(0, q.shape[2], QUERIES_AT_ONCE):
-        end = start + QUERIES_AT_ONCE
-        weights = (_scores(first, start) - lse[:, :, start:end, None]).exp()
-        grad_v[:, :, :end] += weights.to(v.dtype).mT @ grad[:, :, start:end]
-        by_score = (grad[:, :, start:end] @ v[:, :, :end].mT).float() - mean[:, :, start:end]
-        by_score = (weights * by_score * first.scale).to(q.dtype)
-        grad_q[:, :, start:end] = by_score @ k[:, :, :end]
-        grad_k[:, :, :end] += by_score.mT @ q[:, :, start:end]
-    return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)
-
-
-def _flash_backward(first: FirstKeys, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
-    grads = tuple(torch.empty_like(x) for x in first[:3])
-    for sequences, positions in first.spans:
-        part = (x[sequences, :, positions] for x in (grad, *first[:3], out, lse))
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*part, 0.0, True, scale=first.scale)
-        for whole, new in zip(grads, found, strict=True):
-            whole[sequences, :, positions] = new
-    return grads
-
-
-def _scores(first: FirstKeys, start: int) -> Tensor:
-    """Returns the scores, in fp32, of QUERIES_AT_ONCE queries from `start` on with the keys up to the last of them: (B,
-    H, queries, keys)."""
-    end = start + QUERIES_AT_ONCE
-    scores = (first.q[:, :, start:end] @ first.k[:, :, :end].mT).float() * first.scale
-    return scores.masked_fill(~first.mask[:, :, start:end, :end], float("-inf"))
+        return grad_q, None, None, None, None, grad_k, grad_v, *grads

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..kernels.soft_kl import soft_kl
 from .losses import DraftDistribution, TargetDistribution, mixed, overlap
 
 # of one fp32 matrix of logits: on a CPU what its allocator uses again and its caches nearly hold
@@ -81,21 +82,35 @@ def chunked_loss(
     def loss_of(logits: Tensor, chunk: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the loss of the predictions `chunk` (n,) and its gradient by their logits (n, Vd)."""
         at, which = predictions.at[chunk].unique_consecutive(return_inverse=True)
-        target, draft = target_at(at)[which], DraftDistribution(logits)
-        losses, neg_grad = mixed(mixture, target, draft)
+        target = target_at(at)
+        losses, kept, is_right, by_logits = judged(mixture, logits.detach(), target, which, weights[chunk])
         figures.loss[chunk] = losses
-        figures.acceptance[chunk] = overlap(target, draft)
-        figures.coverage[chunk] = target.coverage
-        figures.is_right[chunk] = draft.is_likeliest(target.best)
+        figures.acceptance[chunk] = kept
+        figures.coverage[chunk] = target.coverage[which]
+        figures.is_right[chunk] = is_right
         if figures.guess is not None and figures.greedy_acceptance is not None:
-            guess = draft.logits.argmax(-1)
+            guess = logits.detach().float().argmax(-1)
             figures.guess[chunk] = guess
-            figures.greedy_acceptance[chunk] = target.p.gather(1, guess[:, None])[:, 0]
-        return weights[chunk] @ losses, neg_grad.mul_(-weights[chunk, None])
+            figures.greedy_acceptance[chunk] = target.p[which, guess]
+        return weights[chunk] @ losses, by_logits
 
     trained = [parameter for parameter in head.parameters if parameter.requires_grad]
     loss = _Chunked.apply(states, order, chunk_size, head.score, loss_of, torch.is_grad_enabled(), *trained)
     return loss, figures
+
+
+def judged(
+    mixture: dict[str, float], logits: Tensor, target: TargetDistribution, which: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns of predictions with these logits (n, Vd), each compared with the target's distribution `which` (n,): the
+    distance, the overlap, whether p's likeliest token is q's, each (n,), and the gradient of weight times distance by
+    the logits (n, Vd). One distance alone has a kernel."""
+    if mixture == {"kl": 1.0}:
+        return soft_kl(logits, target.p, target.coverage, target.negentropy, target.best, which, weights)
+    target, draft = target[which], DraftDistribution(logits)
+    distance, neg_grad = mixed(mixture, target, draft)
+    by_logits = neg_grad.mul_(-weights[:, None])
+    return distance, overlap(target, draft), draft.is_likeliest(target.best), by_logits
 
 
 class _Chunked(torch.autograd.Function):

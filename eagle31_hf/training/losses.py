@@ -1,4 +1,5 @@
-"""Distances between the target's distribution p and the draft's q, and their gradients, in fp32.
+"""Distances between the target's distribution p and the draft's q, and their gradients, in fp32; `forward_kl` stands in
+`kernels/soft_kl.py`, which has a kernel for it.
 
 N predictions, Vd draft vocabulary, V target vocabulary. p is a distribution over the *target's* vocabulary: its mass S
 on the draft vocabulary, the coverage, may be below 1, and no q reaches the rest. With a distance comes `neg_grad`, its
@@ -9,90 +10,14 @@ Written out, it takes a few passes over (N, Vd) where autograd takes some thirty
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
 
 import torch
-from torch import Tensor
 
-LEAST = torch.finfo(torch.float32).tiny
+from ..kernels.soft_kl import LEAST, Distance, DraftDistribution, TargetDistribution, dot, forward_kl, overlap
+
 LOG_2 = math.log(2)
 LEAST_ACCEPTED = 1e-20  # below it 1 / acceptance and the overlap's gradient are noise
 LK_DECAY = 3.0  # how fast `lk_lambda` turns from KL to total variation as acceptance rises
-Distance = tuple[Tensor, Tensor]  # of every prediction (N,), and its neg_grad (N, Vd)
-
-
-def dot(a: Tensor, b: Tensor) -> Tensor:
-    """Returns the inner products (N,) of a and b, both (N, Vd)."""
-    return (a * b).sum(-1)
-
-
-@dataclass
-class TargetDistribution:
-    """The target's distributions at N predictions: `p` (N, Vd), its probabilities of draft ids; `coverage` S (N,),
-    their sum; `best` (N,), the draft id of its likeliest token, -1 where the draft vocabulary lacks it; `negentropy`
-    (N,): sum_v p_v log(p_v / S)."""
-
-    p: Tensor
-    coverage: Tensor
-    best: Tensor
-    negentropy: Tensor
-
-    @classmethod
-    def from_logits(cls, logits: Tensor, draft_ids: Tensor | None) -> "TargetDistribution":
-        """Builds them from the target's logits (N, V). `draft_ids` (Vd,): the target id of every draft id; None where
-        the vocabularies are one."""
-        logits = logits.float()
-        best, total = logits.argmax(-1), logits.logsumexp(-1)
-        if draft_ids is not None:
-            draft_of = torch.full((logits.shape[-1],), -1, device=logits.device)
-            draft_of[draft_ids] = torch.arange(len(draft_ids), device=logits.device)
-            best, logits = draft_of[best], logits[:, draft_ids]
-        logits = logits - total[:, None]
-        p = logits.exp()
-        coverage = p.sum(-1)
-        # p underflows before log p does; their product is then nothing.
-        negentropy = dot(p, logits.clamp(min=-1e4)) - coverage * coverage.clamp(min=LEAST).log()
-        return cls(p, coverage, best, negentropy)
-
-    def __getitem__(self, index: Any) -> "TargetDistribution":
-        return TargetDistribution(self.p[index], self.coverage[index], self.best[index], self.negentropy[index])
-
-
-class DraftDistribution:
-    """The draft's distributions at N predictions: their logits z (N, Vd); `q` (N, Vd); `total` (N,), log sum_v exp z_v;
-    `highest` (N,), the largest z."""
-
-    def __init__(self, logits: Tensor):
-        self.logits = logits.detach().float()
-        self.q = self.logits.softmax(-1)
-        self.highest = self.logits.amax(-1)
-        self.total = self.highest - self.q.amax(-1).log()
-
-    @cached_property
-    def log_q(self) -> Tensor:
-        return self.logits - self.total[:, None]
-
-    def neg_grad(self, by_q: Tensor) -> Tensor:
-        """Returns the negative gradient by the logits (N, Vd) of what has the derivatives `by_q` (N, Vd) by q."""
-        return self.q * (dot(self.q, by_q)[:, None] - by_q)
-
-    def is_likeliest(self, ids: Tensor) -> Tensor:
-        """Returns whether no token is likelier than `ids` (N,); False for -1. Without an argmax, which is slow on a
-        CPU."""
-        return (self.logits.gather(1, ids.clamp(min=0)[:, None])[:, 0] >= self.highest) & (ids >= 0)
-
-
-def overlap(target: TargetDistribution, draft: DraftDistribution) -> Tensor:
-    """Returns sum_v min(p_v, q_v) (N,), the probability that rejection sampling keeps a token drawn from q."""
-    return torch.minimum(target.p, draft.q).sum(-1)
-
-
-def forward_kl(target: TargetDistribution, draft: DraftDistribution) -> Distance:
-    """S KL(p / S || q). What the draft vocabulary lacks cannot be learnt and has no part in it; neg_grad is p - S q."""
-    distance = target.negentropy - dot(target.p, draft.logits) + target.coverage * draft.total
-    return distance, torch.addcmul(target.p, draft.q, target.coverage[:, None], value=-1)
 
 
 def reverse_kl(target: TargetDistribution, draft: DraftDistribution) -> Distance:

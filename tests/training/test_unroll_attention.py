@@ -5,9 +5,21 @@ import torch
 from close import FORWARD, assert_close, scale_of
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from eagle31_hf.training import attention
-from eagle31_hf.training.attention import UnrollAttention
+from eagle31_hf.training import attention, attention_ways
+from eagle31_hf.training.attention import JoinedAttention, UnrollAttention, first_mask
+from eagle31_hf.training.attention_ways import (
+    DENSE,
+    EFFICIENT_CUDA,
+    FLASH_CPU,
+    FLASH_CUDA,
+    WAYS,
+    FirstKeys,
+    kernel_of,
+    padded,
+    way_of,
+)
 
 B = 2
 H = 4
@@ -79,7 +91,7 @@ DOCUMENTS = torch.tensor([[0] * 8 + [1] * 13, [0] * 20 + [1]])
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one_text", "packed"])
 @pytest.mark.parametrize("window", [None, 1, 2, 6], ids="window_{}".format)
 def test_as_the_dense_mask(monkeypatch, window, documents, width, at_once):
-    monkeypatch.setattr(attention, "QUERIES_AT_ONCE", at_once)
+    monkeypatch.setattr(attention_ways, "QUERIES_AT_ONCE", at_once)
     all_depths, attend = depths(width), UnrollAttention(documents)
     layer = Layer(window=window)
     outs = attended(attend, layer, all_depths)
@@ -120,3 +132,161 @@ def test_in_bfloat16():
     for depth, (out, wanted) in enumerate(zip(outs, dense(all_depths), strict=True)):
         assert out.dtype == torch.bfloat16
         assert_close(f"depth {depth}", out.float(), wanted.detach(), 0.05)
+
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "dtype", "widths", "expected"),
+    [
+        ("cpu", None, FP32, (8, 8), FLASH_CPU),
+        ("cpu", None, BF16, (7, 7), FLASH_CPU),
+        ("cpu", None, FP32, (8, 11), DENSE),
+        ("cuda", (9, 0), BF16, (128, 128), FLASH_CUDA),
+        ("cuda", (8, 0), FP16, (256, 256), FLASH_CUDA),
+        ("cuda", (8, 9), BF16, (192, 192), FLASH_CUDA),
+        ("cuda", (8, 9), BF16, (256, 256), EFFICIENT_CUDA),
+        ("cuda", (12, 0), BF16, (256, 256), EFFICIENT_CUDA),
+        ("cuda", (9, 0), BF16, (264, 264), EFFICIENT_CUDA),
+        ("cuda", (9, 0), BF16, (192, 128), EFFICIENT_CUDA),
+        ("cuda", (9, 0), BF16, (60, 60), DENSE),
+        ("cuda", (9, 0), FP32, (128, 128), EFFICIENT_CUDA),
+        ("cuda", (9, 0), FP32, (60, 20), EFFICIENT_CUDA),
+        ("cuda", (9, 0), FP32, (61, 61), DENSE),
+        ("cuda", (9, 0), torch.float64, (64, 64), DENSE),
+        ("cuda", (7, 5), FP16, (128, 128), EFFICIENT_CUDA),
+        ("cuda", (7, 5), BF16, (128, 128), DENSE),
+        ("cuda", (13, 0), BF16, (128, 128), DENSE),
+        ("cuda", None, BF16, (128, 128), DENSE),
+        ("mps", None, FP32, (128, 128), DENSE),
+    ],
+)
+def test_the_way_that_is_chosen(device, capability, dtype, widths, expected):
+    assert kernel_of(device, capability, dtype, *widths) == expected
+
+
+def test_what_is_masked_has_no_kernel():
+    q = torch.empty(1, 2, 3, 8)
+    assert way_of(q, q, is_masked=False) == FLASH_CPU
+    assert way_of(q, q, is_masked=True) == DENSE
+    assert way_of(q.to("meta"), q.to("meta"), is_masked=False) == DENSE
+
+
+@pytest.mark.parametrize("count", [1, 31, 32, 33], ids="{}_positions".format)
+def test_padding_of_a_log_sum_exp(count):
+    lse = torch.randn(2, 3, count)
+    found = padded(lse)
+    assert found.shape[2] % 32 == 0
+    assert found.shape[2] - count < 32
+    assert found[:, :, :count].equal(lse)
+    assert bool((found[:, :, count:] == float("inf")).all())
+
+
+@pytest.mark.parametrize(("way", "dtype", "width"), [(FLASH_CUDA, BF16, 8), (EFFICIENT_CUDA, FP32, 12)])
+def test_kernels_of_a_gpu_take_what_they_are_given(way, dtype, width):
+    """On the meta device, which has shapes and no numbers."""
+    options = {"dtype": dtype, "device": "meta", "requires_grad": True}
+    q, *keys = (torch.empty(B, S, H, D, **options).transpose(1, 2) for _ in range(3))
+    values = [torch.empty(B, H, S, width, **options) for _ in range(2)]
+    spans = UnrollAttention(DOCUMENTS).spans
+    out, lse = JoinedAttention.apply(q, None, 0.3, spans, way, keys[0], values[0], keys[1], values[1])
+    assert out.shape == (B, H, S, width)
+    assert out.dtype == dtype
+    assert lse.shape == (B, H, S)
+    assert lse.dtype == FP32
+    inputs = (q, *keys, *values)
+    for x, grad in zip(inputs, torch.autograd.grad(out.sum(), inputs), strict=True):
+        assert grad.shape == x.shape
+        assert grad.dtype == x.dtype
+
+
+class OfCpu(TorchDispatchMode):
+    """Answers the kernels of a GPU by that of a CPU, arguments by the names that torch gives them, and asserts what
+    they read without asking."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name, names = func._schema.name.removeprefix("aten::_scaled_dot_product_"), func._schema.arguments
+        if not name.startswith(("flash_attention", "efficient_attention")) or "for_cpu" in name:
+            return func(*args, **(kwargs or {}))
+        given = {**dict(zip((each.name for each in names), args, strict=False)), **kwargs}
+        assert given["dropout_p"] == 0
+        assert given["is_causal"]
+        qkv, rest = [given[each] for each in ("query", "key", "value")], (0.0, True)
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*qkv, *rest, scale=given["scale"])
+        if name == "flash_attention":
+            return out, lse, None, None, S, S, None, None, None
+        if name == "efficient_attention":
+            assert given["compute_log_sumexp"]
+            return out, padded(lse), None, None
+        count = qkv[0].shape[2]
+        lse = given["logsumexp"]
+        if name == "flash_attention_backward":
+            assert lse.is_contiguous()
+            assert given["max_q"] == given["max_k"] == count
+            assert given["cum_seq_q"] is given["cum_seq_k"] is None
+        else:
+            assert given["out"].transpose(1, 2).is_contiguous()
+            assert lse.stride(1) % 32 == 0
+            assert bool((lse[:, :, count:] == float("inf")).all())
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        joined = (given.get("grad_out", given.get("grad_out_")), *qkv, given["out"], lse[:, :, :count].contiguous())
+        grads = backward(*joined, *rest, scale=given["scale"])
+        return grads if name == "flash_attention_backward" else (*grads, None)  # of a bias
+
+
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one_text", "packed"])
+@pytest.mark.parametrize("way", [FLASH_CUDA, EFFICIENT_CUDA])
+def test_kernels_of_a_gpu_are_joined_as_that_of_a_cpu(monkeypatch, way, documents):
+    monkeypatch.setattr(attention, "way_of", lambda *args, **kwargs: way)
+    all_depths = depths()
+    with OfCpu():
+        outs = attended(UnrollAttention(documents), Layer(), all_depths)
+        found = gradients(outs, all_depths)
+    expected = dense(all_depths, None, documents)
+    for depth, (out, wanted) in enumerate(zip(outs, expected, strict=True)):
+        assert_close(f"output at depth {depth}", out, wanted, FORWARD)
+    for i, (got, wanted) in enumerate(zip(found, gradients(expected, all_depths), strict=True)):
+        if wanted is not None:
+            assert_close(f"gradient {i}", got, wanted, FORWARD, max(1.0, scale_of(wanted)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 61, 700], ids="{}_positions".format)
+@pytest.mark.parametrize(
+    ("dtype", "widths", "way"),
+    [
+        (BF16, (128, 128), FLASH_CUDA),
+        (FP16, (80, 80), FLASH_CUDA),
+        (BF16, (64, 64), EFFICIENT_CUDA),
+        (BF16, (192, 128), EFFICIENT_CUDA),
+        (FP32, (128, 128), EFFICIENT_CUDA),
+        (FP32, (60, 20), EFFICIENT_CUDA),
+    ],
+    ids=str,
+)
+def test_ways_of_a_gpu_are_as_dense_chunks(dtype, widths, way, count):
+    """Forward, and backward from an output and a log-sum-exp to which further keys have been joined."""
+    width, value_width = widths
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = [(B, count, H, width), (B, count, H, width), (B, count, H, value_width), (B, count, H, value_width)]
+    drawn = [torch.randn(shape, generator=generator, device="cuda").to(dtype).transpose(1, 2) for shape in shapes]
+    q, k, v, grad = drawn
+    parts = [slice(0, count // 2), slice(count // 2, count)] if count > 1 else [slice(None)]
+    spans = [(slice(None), part) for part in parts]
+    numbers = torch.zeros(count, dtype=torch.long, device="cuda")
+    numbers[count // 2 :] = len(parts)
+    mask = (first_mask(count, 0, None, q.device) & (numbers[:, None] == numbers))[None, None]
+    exact = FirstKeys(q.float(), k.float(), v.float(), mask, 0.3, spans)
+    expected, expected_lse = WAYS[DENSE].forward(exact)
+    first = FirstKeys(q, k, v, None, 0.3, spans)
+    out, lse = WAYS[way].forward(first)
+    close = 1e-3 if dtype == FP32 else 0.02
+    assert_close("output", out.float(), expected, close)
+    assert_close("log-sum-exp", lse, expected_lse, 1e-3)
+    joined_lse = torch.logaddexp(expected_lse, torch.zeros_like(expected_lse))  # a later key of score 0 and value 0
+    joined = expected * (expected_lse - joined_lse).exp()[..., None]
+    wanted = WAYS[DENSE].backward(exact, grad.float(), joined, joined_lse)
+    found = WAYS[way].backward(first, grad, joined.to(dtype), joined_lse)
+    for name, got, grads in zip("qkv", found, wanted, strict=True):
+        assert_close(f"gradient of {name}", got.float(), grads, close)

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...kernels.soft_kl import soft_kl as operation
 from ...kernels.tree_attention import MOST_NEW
 from .. import synchronize
 from ..engine import CLASSES, SHAPES, build
+from .inputs import MAKERS, Maker, Size
 from .timing import milliseconds
 
 FEW = 8  # layers of a target whose layers are compiled one by one
@@ -39,6 +41,18 @@ def flex(device: str, tokens: int, context: int, capacity: int, heads: int, kv_h
     works[0]()
     synchronize()
     return {"seconds_to_compile": time.perf_counter() - began, **milliseconds(works, torch.device(device))}
+
+
+def soft_kl(device: str, **size: int) -> dict:
+    """The soft-target loss as torch compiles its reference."""
+    made = [MAKERS["soft_kl"](Maker(Size(**size), torch.bfloat16, torch.device(device), seed)) for seed in range(3)]
+    compiled = torch.compile(operation.reference, dynamic=False, fullgraph=True)
+    began = time.perf_counter()
+    compiled(*made[0].args)
+    synchronize()
+    seconds = time.perf_counter() - began
+    works: list[Any] = [partial(compiled, *inputs.args) for inputs in made]
+    return {"seconds_to_compile": seconds, **milliseconds(works, torch.device(device))}
 
 
 def static(device: str, shape: str, prompt: int, new_tokens: int, dtype: str) -> dict:
@@ -102,5 +116,5 @@ def compiled_for_few(forward: Any) -> Any:
 
 if __name__ == "__main__":
     what, device, facts = sys.argv[1:]
-    found = {"flex": flex, "static": static, "layers": layers}[what](device, **json.loads(facts))
+    found = {"flex": flex, "soft_kl": soft_kl, "static": static, "layers": layers}[what](device, **json.loads(facts))
     print(json.dumps(found))

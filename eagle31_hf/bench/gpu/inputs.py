@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from ...kernels.drafts import best_tree
+from ...kernels.soft_kl import TargetDistribution
 from ...kernels.tree_attention import MOST_NEW
 
 DRAFTS_OF_LEVEL = 10  # children of a node, and nodes of a level
+PREDICTIONS_OF_STATE = 4  # in training, one at each depth
 
 
 @dataclass(frozen=True)
@@ -198,6 +200,17 @@ def _move_path(make: Maker) -> Inputs:
     return Inputs((buffers, make.starts(), path, counts), 2 * moved)
 
 
+def _soft_kl(make: Maker) -> Inputs:
+    count = make.size.sequences * make.size.tokens
+    num_states = -(-count // PREDICTIONS_OF_STATE)
+    target = TargetDistribution.from_logits(make.floats(num_states, make.size.vocab), None)
+    of_target = target.p * 0.9, target.coverage * 0.9, target.negentropy * 0.9, target.best  # a tenth is not drafted
+    logits = make.floats(count, make.size.vocab)
+    which = torch.arange(count, device=make.device) // PREDICTIONS_OF_STATE
+    args = (logits, *of_target, which, torch.rand(count, generator=make.generator, device=make.device))
+    return Inputs(args, num_bytes(args, logits))
+
+
 MAKERS: dict[str, Callable[[Maker], Inputs]] = {
     "add_rms_norm": _add_rms_norm,
     "embed_norms": _embed_norms,
@@ -211,4 +224,5 @@ MAKERS: dict[str, Callable[[Maker], Inputs]] = {
     "best_tree": _best_tree,
     "accepted_path": _accepted_path,
     "move_path": _move_path,
+    "soft_kl": _soft_kl,
 }

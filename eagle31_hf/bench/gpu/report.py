@@ -20,6 +20,7 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "ms_of_reference": ("reference ms", ".4f"),
     "ms_a_token": ("ms/token", ".3f"),
     "ms_a_forward": ("ms/forward", ".3f"),
+    "ms_of_forward": ("forward ms", ".3f"),
     "over_floor": ("/floor", ".2f"),
     "gb_per_second": ("GB/s", ".1f"),
     "share_of_copy": ("of copy", ".0%"),

@@ -39,6 +39,8 @@ class Sizes:
     batch_prompt: int = 512
     rows: tuple[int, ...] = (1, 2, 4, 6, 8, 16, 64)  # of a matmul
     nodes: tuple[int, ...] = (1, 6, 60)  # of a round, for an operation
+    predictions: int = 2048  # of training, in one chunk
+    positions: int = 2048  # of a text that is trained on
     copied_bytes: int = 8_000_000_000
     matmul: int = 8192
     demo_tokens: int = 96
@@ -56,6 +58,8 @@ SMALL = Sizes(
     batch_prompt=12,
     rows=(1, 6),
     nodes=(1, 6),
+    predictions=12,
+    positions=24,
     copied_bytes=32_000_000,
     matmul=256,
     demo_tokens=12,

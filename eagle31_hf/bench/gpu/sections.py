@@ -11,6 +11,7 @@ from .rivals import layers, rivals, without_compiling
 from .rounds import captured, eager, of_shape, others
 from .run import Run, Section, Task
 from .texts import demo, texts
+from .training import training
 
 
 def shapes(run: Run) -> Iterator[Task]:
@@ -32,6 +33,7 @@ SECTIONS = (
     Section("rivals", "The target without a drafter", 110, rivals),
     Section("shapes", "Other shapes", 80, shapes),
     Section("batches", "Batches, auto and sampling", 40, others),
+    Section("training", "Training: the soft-target loss, attention of the unroll", 60, training),
     Section("demo", "The demo pair", 30, demo),
     Section("layers", "Captured rounds with others' layers", 200, layers),
 )

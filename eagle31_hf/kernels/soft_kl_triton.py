@@ -1,0 +1,98 @@
+"""The kernel of `soft_kl`: a program takes a prediction, and reads its logits and its p twice."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 4096
+NUM_WARPS = 16
+LOWEST = tl.constexpr(-3.0e38)  # below every logit; of two infinities the difference would be no number
+
+
+@triton.jit
+def soft_kl_kernel(
+    logits,
+    p,
+    coverage,
+    negentropy,
+    best,
+    which,
+    weights,
+    distance,
+    overlap,
+    is_right,
+    by_logits,
+    vocab,
+    stride_logits,
+    stride_p,
+    BLOCK: tl.constexpr,
+):
+    """One prediction: first the sum of exp z, its maximum and p z, each lane for itself, then gradient and overlap.
+
+    The second time it reads from behind, where its caches still have what it read last."""
+    n = tl.program_id(0).to(tl.int64)
+    m = tl.load(which + n).to(tl.int64)
+    z_row, p_row = logits + n * stride_logits, p + m * stride_p
+    out_row = by_logits + n * vocab
+    v = tl.arange(0, BLOCK)
+    highs = tl.full((BLOCK,), LOWEST, tl.float32)
+    sums = tl.zeros((BLOCK,), tl.float32)
+    dots = tl.zeros((BLOCK,), tl.float32)
+    for at in range(0, vocab, BLOCK):
+        inside = at + v < vocab
+        z = tl.load(z_row + at + v, mask=inside, other=float("-inf")).to(tl.float32)
+        target = tl.load(p_row + at + v, mask=inside, other=0.0).to(tl.float32)
+        dots += target * tl.where(inside, z, 0.0)
+        step = tl.exp(-tl.abs(z - highs))  # one of both terms is exp 0
+        sums = tl.where(z > highs, sums * step + 1.0, sums + step)
+        highs = tl.maximum(highs, z)
+    high = tl.max(highs, 0)
+    total = tl.sum(sums * tl.exp(highs - high), 0)
+    mass = tl.load(coverage + m).to(tl.float32)
+    weight = tl.load(weights + n).to(tl.float32)
+    kept = tl.zeros((BLOCK,), tl.float32)
+    last = (tl.cdiv(vocab, BLOCK) - 1) * BLOCK
+    for back in range(0, vocab, BLOCK):
+        at = last - back
+        inside = at + v < vocab
+        z = tl.load(z_row + at + v, mask=inside, other=float("-inf")).to(tl.float32)
+        target = tl.load(p_row + at + v, mask=inside, other=0.0).to(tl.float32)
+        q = tl.exp(z - high) / total
+        kept += tl.minimum(target, q, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(out_row + at + v, ((mass * q - target) * weight).to(by_logits.dtype.element_ty), mask=inside)
+    of_p = tl.load(negentropy + m).to(tl.float32)
+    tl.store(distance + n, of_p - tl.sum(dots, 0) + mass * (high + tl.log(total)))
+    tl.store(overlap + n, tl.sum(kept, 0))
+    token = tl.load(best + m)
+    z_best = tl.load(z_row + tl.maximum(token, 0)).to(tl.float32)
+    tl.store(is_right + n, (token >= 0) & (z_best >= high))
+
+
+def soft_kl(
+    logits: Tensor, p: Tensor, coverage: Tensor, negentropy: Tensor, best: Tensor, which: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Launches the kernel; see the operation."""
+    count, vocab = logits.shape
+    logits, p = (x if x.stride(1) == 1 else x.contiguous() for x in (logits, p))
+    of_target = [x.contiguous() for x in (coverage, negentropy, best)]
+    of_prediction = [x.contiguous() for x in (which, weights)]
+    distance, overlap = (torch.empty(count, dtype=torch.float32, device=logits.device) for _ in range(2))
+    is_right = torch.empty(count, dtype=torch.bool, device=logits.device)
+    by_logits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    soft_kl_kernel[(count,)](
+        logits,
+        p,
+        *of_target,
+        *of_prediction,
+        distance,
+        overlap,
+        is_right,
+        by_logits,
+        vocab,
+        logits.stride(0),
+        p.stride(0),
+        BLOCK=min(BLOCK, triton.next_power_of_2(vocab)),
+        num_warps=NUM_WARPS,
+    )
+    return distance, overlap, is_right, by_logits

@@ -1,0 +1,146 @@
+"""`soft_kl`: its kernel, in Triton's interpreter where there is no GPU, beside its reference."""
+
+import pytest
+import torch
+from close import assert_close
+from kernel_close import assert_matches
+from poison import Guarded, apart, turned
+
+from eagle31_hf.kernels.operation import OPERATIONS
+from eagle31_hf.kernels.soft_kl import TargetDistribution, soft_kl
+
+pytest.importorskip("triton")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+NAMES = ("distance", "overlap", "is_right", "by_logits")
+
+
+def arguments(
+    num_predictions: int, num_targets: int, vocab: int, dtype: torch.dtype = torch.float32, spread: float = 3
+):
+    """Arguments of the operation; of a target's vocabulary of twice as many tokens the draft's has every other."""
+    generator = torch.Generator().manual_seed(vocab)
+    target_logits = spread * torch.randn(num_targets, 2 * vocab, generator=generator)
+    target = TargetDistribution.from_logits(target_logits, torch.arange(vocab) * 2)
+    logits = (spread * torch.randn(num_predictions, vocab, generator=generator)).to(dtype)
+    which = torch.randint(num_targets, (num_predictions,), generator=generator)
+    weights = torch.rand(num_predictions, generator=generator)
+    args = [logits, target.p, target.coverage, target.negentropy, target.best, which, weights]
+    return [arg.to(DEVICE) for arg in args]
+
+
+def assert_same(args) -> None:
+    """Asserts that the kernel returns what the reference does, and that it writes to none of its arguments."""
+    before = [arg.clone() for arg in args]
+    expected, got = soft_kl.reference(*args), soft_kl.kernel()(*args)
+    for name, one, other in zip(NAMES, got, expected, strict=True):
+        assert one.dtype == other.dtype
+        assert_matches(name, one, other)
+    for arg, old in zip(args, before, strict=True):
+        assert_close("argument", arg, old, 0.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 7), (5, 3, 500), (7, 4, 1031), (3, 2, 5000)], ids=str)
+def test_kernel_matches_reference(shape, dtype):
+    guarded = [Guarded.holding(arg) for arg in arguments(*shape, dtype=dtype)]
+    assert_same([each.tensor for each in guarded])
+    assert all(each.is_intact() for each in guarded)
+
+
+@pytest.mark.parametrize("block", [16, 128])
+def test_a_row_of_many_blocks(monkeypatch, block):
+    """Its largest logit in the first, a middle and the last block, or in all of them the same."""
+    monkeypatch.setattr("eagle31_hf.kernels.soft_kl_triton.BLOCK", block)
+    args = arguments(4, 2, 403)
+    for prediction, token in enumerate((0, 200, 402)):
+        args[0][prediction, token] = 30.0
+    args[0][3] = 1.5
+    assert_same(args)
+
+
+def test_rows_that_lie_apart_and_are_turned():
+    args = arguments(5, 3, 61)
+    for layout in (apart, turned):
+        assert_same([layout(args[0]), layout(args[1]), *args[2:]])
+
+
+def test_indices_and_weights_that_lie_apart():
+    args = arguments(5, 3, 61)
+    args[5] = torch.stack((args[5], (args[5] + 1) % 3), dim=1)[:, 0]
+    for i in (2, 3, 6):
+        args[i] = torch.stack((args[i], torch.full_like(args[i], float("nan"))), dim=1)[:, 0]
+    assert_same(args)
+
+
+def test_a_target_without_mass_on_the_draft_vocabulary():
+    args = arguments(3, 2, 61)
+    target_logits = torch.full((2, 122), -1e4)
+    target_logits[:, 1] = 1e4
+    target = TargetDistribution.from_logits(target_logits, torch.arange(61) * 2)
+    assert not target.coverage.any()
+    args[1:5] = (each.to(DEVICE) for each in (target.p, target.coverage, target.negentropy, target.best))
+    assert_same(args)
+    assert not soft_kl.kernel()(*args)[2].any()
+
+
+def test_which_token_is_likeliest():
+    """The best one, one as good, a worse one, and one that the draft vocabulary lacks."""
+    args = arguments(4, 4, 61)
+    logits, best = args[0], args[4]
+    args[5] = torch.arange(4, device=DEVICE)
+    best.copy_(logits.argmax(-1))
+    logits[1, (best[1] + 1) % 61] = logits[1, best[1]]
+    best[1] = (best[1] + 1) % 61
+    best[2] = logits[2].argmin()
+    logits[3, 0], best[3] = 50.0, -1
+    assert soft_kl.reference(*args)[2].tolist() == [True, True, False, False]
+    assert soft_kl.kernel()(*args)[2].tolist() == [True, True, False, False]
+
+
+def test_certain_of_different_tokens():
+    """p and q have all their mass on one token each; nothing overflows."""
+    args = arguments(2, 1, 61, spread=0.0)
+    args[0].fill_(-1e4)
+    args[0][0, 3] = args[0][1, 5] = 1e4
+    args[1].zero_()
+    args[1][0, 5] = 1.0
+    args[2].fill_(1.0)
+    args[3].fill_(0.0)
+    assert_same(args)
+    distance, overlap, *_ = soft_kl.kernel()(*args)
+    assert distance.tolist() == [2e4, 0.0]
+    assert overlap.tolist() == [0.0, 1.0]
+
+
+def test_logits_of_minus_infinity():
+    """A token that is never drafted: nothing where p has no mass there is not a number in the reference, either; what
+    is drafted instead keeps its gradient."""
+    args = arguments(2, 2, 61)
+    args[0][:, 10:20] = float("-inf")
+    args[0][1, :10] = float("-inf")
+    expected, got = soft_kl.reference(*args), soft_kl.kernel()(*args)
+    assert bool((expected[0] == float("inf")).all())
+    assert got[0].equal(expected[0])
+    for i in (1, 2, 3):
+        assert_matches(NAMES[i], got[i], expected[i])
+
+
+def test_what_is_not_a_number_shows():
+    args = arguments(2, 2, 61)
+    args[0][0, 17] = float("nan")
+    distance, overlap, _, by_logits = soft_kl.kernel()(*args)
+    assert distance.isnan().tolist() == overlap.isnan().tolist() == [True, False]
+    assert by_logits.isnan().all(-1).tolist() == [True, False]
+
+
+def test_no_prediction():
+    args = arguments(1, 1, 61)
+    args[0], args[5], args[6] = args[0][:0], args[5][:0], args[6][:0]
+    assert [tuple(each.shape) for each in soft_kl.kernel()(*args)] == [(0,), (0,), (0,), (0, 61)]
+
+
+def test_operation_is_well_formed():
+    assert OPERATIONS["soft_kl"] is soft_kl
+    torch.library.opcheck(torch.ops.eagle31.soft_kl.default, arguments(3, 2, 7, dtype=torch.bfloat16))
