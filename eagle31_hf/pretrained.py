@@ -20,13 +20,14 @@ from .checkpoints.sharing import folder_lock, reads_one_state
 from .checkpoints.write import remove_stale_weights
 from .configuration import Eagle31Config
 from .hub import CARD, CardFacts, render_card, upload
+from .quantized import quantize, refuse_quantized
 from .vocab import MAPS
 
 logger = logging.get_logger(__name__)
 
 
 class Eagle31PreTrainedModel(PreTrainedModel):
-    """Base class of `Eagle31DrafterModel`, which adds the network: loads, saves and publishes a drafter."""
+    """Base class of `Eagle31DrafterModel`, which adds the network: loads, quantizes, saves and publishes a drafter."""
 
     config_class = Eagle31Config
     base_model_prefix = "model"
@@ -89,6 +90,19 @@ class Eagle31PreTrainedModel(PreTrainedModel):
         info["unexpected_keys"] = set(info["unexpected_keys"]) - checkpoint.dropped.keys()
         return (model, info) if output_loading_info else model
 
+    def quantize(self, kind: str) -> "Eagle31PreTrainedModel":
+        """Holds the weights of the drafter's own linear layers in 8 bits, "int8" or "fp8" (e4m3), with one scale a row;
+        returns the drafter.
+
+        A draft step then reads half the bytes of bf16. The text stays the target's; fewer drafts may be accepted.
+        Embeddings, norms and what is the target's are left as they are, and of latent attention `kv_b_proj`, which is
+        read as it is. Nothing can undo it: a quantized drafter drafts, and is not saved, exported, upgraded or trained.
+        Raises ValueError for another kind, for a drafter that has been quantized to the other one, and for weights that
+        are not finite, not loaded, or not plain ones; then nothing is changed.
+        """
+        quantize(self, kind)
+        return self
+
     def save_pretrained(
         self,
         save_directory,
@@ -104,6 +118,7 @@ class Eagle31PreTrainedModel(PreTrainedModel):
         `PreTrainedModel.save_pretrained`. Processes that save into one folder take turns, so that it holds one drafter
         whole; of a distributed run only the first writes.
         """
+        refuse_quantized(self, "saved")
         names = ("repo_id", "commit_message", "commit_description", "private", "create_pr", "revision", "tags")
         hub = {name: kwargs.pop(name) for name in names if name in kwargs}
         folder = Path(save_directory)

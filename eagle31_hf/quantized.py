@@ -18,6 +18,7 @@ from .kernels.quantized_linear import quantized_linear, weight_values
 KINDS = {"int8": (torch.int8, 127.0), "fp8": (torch.uint8, 448.0)}
 FEW_ROWS = 64  # that the operation takes; more, a prompt's, are multiplied by a copy of the weight in their own dtype
 READ_AS_WEIGHT = "kv_b_proj"  # latent attention multiplies parts of this weight with queries and outputs, and is small
+REMEDY = "expected plain ones. They are quantized in memory only: use the drafter they come from, loaded again."
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -71,9 +72,6 @@ class QuantizedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, kind={self.kind}"
 
 
-REMEDY = "expected plain ones. They are quantized in memory only: use the drafter they come from, loaded again."
-
-
 @torch.no_grad()
 def quantized(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """A weight (N, K) -> its numbers of a kind, as `QuantizedLinear` holds them, and their scales (N,). A row of zeros
@@ -87,7 +85,7 @@ def quantized(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 
 
 def quantize(drafter: nn.Module, kind: str) -> None:
-    """Replaces the linear layers of a drafter by quantized ones, in place; see `Eagle31DrafterModel.quantize`."""
+    """Replaces the linear layers of a drafter by quantized ones, in place; see `Eagle31PreTrainedModel.quantize`."""
     if kind not in KINDS:
         raise ValueError(f"kind is {kind!r}; expected one of {', '.join(map(repr, KINDS))}.")
     known = kind_of(drafter)
@@ -107,8 +105,10 @@ def kind_of(model: nn.Module) -> str | None:
 
 
 def refuse_quantized(model: nn.Module, what: str) -> None:
-    """Raises ValueError where a drafter is quantized; `what` it cannot be for that reason, as "saved"."""
-    kind = kind_of(model)
+    """Raises ValueError where a drafter is quantized, by us or by transformers; `what` it cannot be for that reason, as
+    "saved"."""
+    by_others = getattr(model, "quantization_method", None)
+    kind = kind_of(model) or getattr(by_others, "value", by_others)
     if kind is not None:
         raise ValueError(f"a drafter with {kind} weights cannot be {what}; {REMEDY}")
 
@@ -124,19 +124,24 @@ def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
 def _check_plain(model: nn.Module) -> None:
     """Raises ValueError where a linear layer of a drafter is not one that can be quantized: nothing is changed then."""
     names = {id(module): name for name, module in model.named_modules()}
-    for parent, name, layer in _linears(model):
-        where, weight = names[id(layer)], layer.weight
-        if type(layer) is not nn.Linear or hasattr(parent, "base_layer"):  # the latter: PEFT's
-            kind = type(layer if type(layer) is not nn.Linear else parent).__name__
-            raise ValueError(f"{where} is of {kind}; expected a plain nn.Linear: merge adapters first, or load without"
-                             " another quantization.")  # fmt: skip
-        if weight.is_meta or hasattr(layer, "_hf_hook"):
-            raise ValueError(f"{where} is on the meta device or offloaded; expected weights on a device: load the"
-                             " drafter whole.")  # fmt: skip
-        if "forward" in vars(layer) or layer._forward_hooks or layer._forward_pre_hooks:
-            raise ValueError(f"{where} has hooks or another forward, which would be lost; expected neither: quantize"
-                             " first.")  # fmt: skip
-        if weight.dtype not in FLOATS:
-            raise ValueError(f"{where} is of {weight.dtype}; expected one of {', '.join(map(str, FLOATS))}.")
-        if not weight.isfinite().all():
-            raise ValueError(f"{where} holds NaN or infinite values; expected finite weights: load the drafter again.")
+    for parent, _, layer in _linears(model):
+        reason = _why_not(parent, layer)
+        if reason is not None:
+            raise ValueError(f"{names[id(layer)]} {reason}")
+
+
+def _why_not(parent: nn.Module, layer: nn.Linear) -> str | None:
+    """Returns why a linear layer cannot be quantized, and what to do instead; None where it can."""
+    is_adapted = hasattr(parent, "base_layer")  # by PEFT
+    if type(layer) is not nn.Linear or is_adapted:
+        kind = type(parent if is_adapted else layer).__name__
+        return f"is of {kind}; expected a plain nn.Linear: merge adapters first, or load it without other quantization."
+    if layer.weight.is_meta or hasattr(layer, "_hf_hook"):
+        return "is on the meta device or offloaded; expected weights on a device: load the drafter whole."
+    if "forward" in vars(layer) or layer._forward_hooks or layer._forward_pre_hooks:
+        return "has hooks or another forward, which would be lost; expected neither: quantize first."
+    if layer.weight.dtype not in FLOATS:
+        return f"is of {layer.weight.dtype}; expected one of {', '.join(map(str, FLOATS))}."
+    if not layer.weight.isfinite().all():
+        return "holds NaN or infinite values; expected finite weights: load the drafter again."
+    return None

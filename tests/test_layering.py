@@ -9,6 +9,7 @@ PACKAGE = Path(__file__).parents[1] / "eagle31_hf"
 LAYERS = (
     {"errors", "config_rules", "json_file", "names", "seeding"},
     {"version", "starting", "clock", "configuration", "storage", "vocab", "kernels"},
+    {"quantized"},
     {"acceptance", "attention", "cache", "checkpoints"},
     {"targets"},
     {"hub"},

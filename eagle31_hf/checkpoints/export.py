@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from .. import vocab
 from ..configuration import Eagle31Config
+from ..quantized import refuse_quantized
 from ..storage.folders import new_folder, write_json
 from ..storage.tensor_file import DTYPES, Entry
 from . import layer_ids
@@ -304,6 +305,7 @@ def _of_model(model: PreTrainedModel) -> tuple[Eagle31Config, dict[str, Entry], 
     config: Any = model.config
     if not isinstance(config, Eagle31Config):
         raise ValueError(f"export_checkpoint got a {type(model).__name__}; expected an Eagle31DrafterModel or a path.")
+    refuse_quantized(model, "exported")
     config = deepcopy(config)
     config.dtype = model.dtype  # it may have been moved to another since it was loaded
     return config, {name: Entry.of_tensor(value) for name, value in model.state_dict().items()}, type(model).__name__

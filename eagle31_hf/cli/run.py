@@ -57,6 +57,8 @@ def generate(args: argparse.Namespace) -> int:
         .to(args.device)
         .eval()
     )
+    if args.drafter_weights is not None:
+        drafter.quantize(args.drafter_weights)
     options: dict[str, Any] = {"do_sample": args.temperature > 0} | (
         {"temperature": args.temperature} if args.temperature > 0 else {}
     )
@@ -198,6 +200,9 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=seed)
     parser.add_argument(
         "--dtype", choices=DTYPES, default="auto", help="of both models (default: auto, the target's own)"
+    )
+    parser.add_argument(
+        "--drafter-weights", choices=("int8", "fp8"), help="hold the drafter's weights in 8 bits (default: as they are)"
     )
     parser.add_argument("--chat", action="store_true", help="wrap the prompt in the target's chat template")
     parser.add_argument(

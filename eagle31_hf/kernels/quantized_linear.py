@@ -10,14 +10,14 @@ from torch import Tensor
 from .operation import operation
 
 
-def values_of(weight: Tensor) -> Tensor:
+def weight_values(weight: Tensor) -> Tensor:
     """Returns a weight's values as numbers: int8 as it is; uint8, which are the bits of a float8_e4m3fn, as that."""
     return weight.view(torch.float8_e4m3fn) if weight.dtype == torch.uint8 else weight
 
 
 @operation(shapes=lambda x, weight, scale, bias: x.new_empty(*x.shape[:-1], len(weight)))
 def quantized_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """x (..., K) times a weight (N, K), see `values_of`, each row of which `scale` (N,) multiplies, plus a bias (N,) ->
-    (..., N): sums in fp32, rounded once."""
-    out = torch.nn.functional.linear(x.float(), values_of(weight).float()) * scale
+    """x (..., K) times a weight (N, K), see `weight_values`, each row of which `scale` (N,) multiplies, plus a bias
+    (N,) -> (..., N): sums in fp32, rounded once."""
+    out = torch.nn.functional.linear(x.float(), weight_values(weight).float()) * scale
     return (out if bias is None else out + bias.float()).to(x.dtype)

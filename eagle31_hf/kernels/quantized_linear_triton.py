@@ -1,5 +1,5 @@
-"""The kernel of `quantized_linear`: a program takes a block of outputs and walks the inputs; every byte of the weight is
-read once."""
+"""The kernel of `quantized_linear`: a program takes a block of outputs and walks the inputs; every byte of the weight
+is read once."""
 
 from typing import NamedTuple
 
@@ -9,8 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 INTERPRETED = triton.knobs.runtime.interpret
-# float8_e4m3fn has 7 as exponent of 1, fp16 has 15: with its bits moved into place a value is 2 ** -8 of itself.
-FP8_FACTOR = 256.0
+# float8_e4m3fn has 7 as exponent of 1, fp32 has 127: with its bits moved into place a value is 2 ** -120 of itself.
+FP8_FACTOR = tl.constexpr(2.0**120)
 
 
 class Tile(NamedTuple):
@@ -24,22 +24,23 @@ class Tile(NamedTuple):
 
 
 def tile(num_rows: int, num_outputs: int, is_fp32: bool = False) -> Tile:
-    """Chooses a tile: so few outputs a program that all of a GPU's multiprocessors have one."""
+    """Chooses a tile: so few outputs a program that each of a GPU's multiprocessors has one, and for few rows, where
+    memory alone takes time, two, and so many inputs at a time that enough bytes are under way."""
     rows = max(16, triton.next_power_of_2(num_rows))
     outputs = 16 if num_outputs <= 2048 else 32 if num_outputs <= 8192 else 64
     if is_fp32:  # products of fp32 take many registers
         return Tile(min(rows, 32), min(outputs, 32), 32, 4, 3)
-    return Tile(min(rows, 64), outputs, 128, 4, 4 if rows == 16 else 3)
+    return Tile(16, 16, 256, 4, 4) if rows == 16 else Tile(min(rows, 64), outputs, 128, 4, 3)
 
 
 @triton.jit
 def _widened(bits, IS_FP8: tl.constexpr, like):
-    """The values of a weight in the dtype of `like`, exactly; those of fp8 divided by FP8_FACTOR."""
+    """The values of a weight in the dtype of `like`, exactly. Those of fp8 by moving bits: Triton's own conversion
+    needs sm_89. In fp32, since compilers make more instructions of the same on 16 bits."""
     if IS_FP8:
-        wide = bits.to(tl.uint16)
-        return (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True).to(like.dtype)
-    else:
-        return bits.to(tl.float32).to(like.dtype)
+        wide = (bits.to(tl.int8, bitcast=True).to(tl.int32) << 20) & -0x7810_0000  # but copies of the sign
+        return (wide.to(tl.float32, bitcast=True) * FP8_FACTOR).to(like.dtype)
+    return bits.to(tl.float32).to(like.dtype)
 
 
 @triton.jit
@@ -52,7 +53,6 @@ def quantized_linear_kernel(
     num_rows,
     num_outputs,
     num_inputs,
-    factor,
     HAS_BIAS: tl.constexpr,
     IS_FP8: tl.constexpr,
     ROWS: tl.constexpr,
@@ -76,7 +76,7 @@ def quantized_linear_kernel(
             a = a.to(tl.float32)
         sums = tl.dot(a, tl.trans(_widened(b, IS_FP8, a)), sums, input_precision="ieee")
     kept = output < num_outputs
-    sums *= (tl.load(scale + output, mask=kept, other=0.0) * factor)[None, :]
+    sums *= tl.load(scale + output, mask=kept, other=0.0)[None, :]
     if HAS_BIAS:
         sums += tl.load(bias + output, mask=kept, other=0.0).to(tl.float32)[None, :]
     at_out = out + row.to(tl.int64)[:, None] * num_outputs + output[None, :]
@@ -88,17 +88,16 @@ def quantized_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | No
     weight, rows = weight.contiguous(), x.reshape(-1, x.shape[-1]).contiguous()
     num_outputs, num_inputs = weight.shape
     out = x.new_empty(*x.shape[:-1], num_outputs)
-    is_fp8 = weight.dtype == torch.uint8
-    cut = tile(len(rows), num_outputs, x.dtype == torch.float32)
+    is_widened = x.dtype not in (torch.bfloat16, torch.float16)
+    cut = tile(len(rows), num_outputs, is_widened)
     quantized_linear_kernel[(triton.cdiv(num_outputs, cut.outputs), triton.cdiv(len(rows), cut.rows))](
         *(rows, weight, scale, scale if bias is None else bias.contiguous(), out, len(rows), num_outputs, num_inputs),
-        FP8_FACTOR if is_fp8 else 1.0,
         HAS_BIAS=bias is not None,
-        IS_FP8=is_fp8,
+        IS_FP8=weight.dtype == torch.uint8,
         ROWS=cut.rows,
         OUTPUTS=cut.outputs,
         INPUTS=cut.inputs,
-        WIDEN=INTERPRETED or x.dtype == torch.float32,
+        WIDEN=INTERPRETED or is_widened,
         num_warps=cut.num_warps,
         num_stages=cut.num_stages,
     )

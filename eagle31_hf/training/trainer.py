@@ -13,6 +13,7 @@ from transformers.utils import logging
 
 from ..errors import DraftingRefusedError
 from ..modeling import Eagle31DrafterModel
+from ..quantized import refuse_quantized
 from ..targets.layers import decoder_layers
 from .alignment import AlignmentReader
 from .arguments import Eagle31TrainingArguments
@@ -56,6 +57,7 @@ class Eagle31Trainer(CheckpointingTrainer):
                 f"model is a {type(model).__name__}; expected the Eagle31DrafterModel to train, and the target as"
                 " target=."
             )
+        refuse_quantized(model, "trained")
         args._n_gpu = min(args.n_gpu, 1)  # several devices without a launcher are the target's
         self.target = target
         self.reader = source_of_states(model, target, args, train_dataset)

@@ -32,6 +32,7 @@ SIZES = {
 TARGETS = {"Llama": (LlamaConfig, 32), "Qwen3": (Qwen3Config, 36)}  # and the layers of the model whose nodes are told
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 DRAFTERS = {"eagle31": {}, "eagle3": {"fc_norm": False, "norm_output": False}}
+QUANTIZED = [("Llama", "bf16", "int8"), ("Llama", "fp32", "fp8")]  # what an eagle31 drafter's weights are held in
 FEW, MORE = 4, 5  # layers of targets that are run
 CHAIN, TREE = {"num_assistant_tokens": 3}, {"num_assistant_tokens": 3, "draft_tree_top_k": 4}
 PROMPT_TOKENS, NEW_TOKENS, LONGER = 12, 6, 12
@@ -43,8 +44,10 @@ def models(target: str, num_layers: int, dtype: torch.dtype, drafter: str) -> tu
     torch.manual_seed(0)
     config = TARGETS[target][0](**SIZES, num_hidden_layers=num_layers, eos_token_id=None, pad_token_id=0)
     model = AutoModelForCausalLM.from_config(config).eval().to(dtype)
-    of_drafter = Eagle31Config(**SIZES, **DRAFTERS[drafter], draft_vocab_size=256, aux_hidden_state_layer_ids=[1, 2, 3])
-    return moved(model), moved(Eagle31DrafterModel(of_drafter).eval().to(dtype))
+    flags = DRAFTERS.get(drafter, {})
+    of_drafter = Eagle31Config(**SIZES, **flags, draft_vocab_size=256, aux_hidden_state_layer_ids=[1, 2, 3])
+    drafts = Eagle31DrafterModel(of_drafter).eval().to(dtype)
+    return moved(model), moved(drafts if drafter in DRAFTERS else drafts.quantize(drafter))
 
 
 @dataclass
@@ -138,7 +141,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     with accelerator():
-        ways = [(target, dtype, drafter) for target in TARGETS for dtype in DTYPES for drafter in DRAFTERS]
+        ways = [(target, dtype, drafter) for target in TARGETS for dtype in DTYPES for drafter in DRAFTERS] + QUANTIZED
         found = {" ".join(way): figures(*way) for way in ways}
     if args.json:
         json.dump(found, sys.stdout)

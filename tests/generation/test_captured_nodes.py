@@ -17,7 +17,7 @@ WAYS = [
     for target in MOST_IN_VERIFY
     for dtype in ("bf16", "fp32")
     for drafter in ("eagle31", "eagle3")
-]
+] + ["Llama bf16 int8", "Llama fp32 fp8"]
 pytestmark = pytest.mark.skipif(torch.__version__ < "2.9", reason="the pretend device needs torch 2.9")
 
 

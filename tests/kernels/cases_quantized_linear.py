@@ -7,12 +7,12 @@ from eagle31_hf.kernels.quantized_linear_triton import quantized_linear_kernel, 
 NUMBERS = ("num_rows", "num_outputs", "num_inputs")
 
 
-def case(rows: int, outputs: int, bits: str, dtype: str = "bf16") -> Case:
+def case(rows: int, outputs: int, bits: str, dtype: str = "bf16", has_bias: bool = False) -> Case:
     """The kernel for so many rows and outputs; `bits`: i8, or u8 for fp8."""
     cut = tile(rows, outputs, dtype == "fp32")
     types = {"x": f"*{dtype}", "weight": f"*{bits}", "scale": "*fp32", "bias": f"*{dtype}", "out": f"*{dtype}"}
-    types |= dict.fromkeys(NUMBERS, "i32") | {"factor": "fp32"}
-    constants = {"HAS_BIAS": False, "IS_FP8": bits == "u8", "WIDEN": dtype == "fp32"}
+    types |= dict.fromkeys(NUMBERS, "i32")
+    constants = {"HAS_BIAS": has_bias, "IS_FP8": bits == "u8", "WIDEN": dtype == "fp32"}
     constants |= {"ROWS": cut.rows, "OUTPUTS": cut.outputs, "INPUTS": cut.inputs}
     options = {"num_warps": cut.num_warps, "num_stages": cut.num_stages}
     divisible = ("num_outputs", "num_inputs")

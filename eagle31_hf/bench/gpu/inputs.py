@@ -13,6 +13,7 @@ from torch import Tensor
 from ...kernels.drafts import best_tree
 from ...kernels.soft_kl import TargetDistribution
 from ...kernels.tree_attention import MOST_NEW
+from ...quantized import quantized
 
 DRAFTS_OF_LEVEL = 10  # children of a node, and nodes of a level
 PREDICTIONS_OF_STATE = 4  # in training, one at each depth
@@ -211,6 +212,13 @@ def _soft_kl(make: Maker) -> Inputs:
     return Inputs(args, num_bytes(args, logits))
 
 
+def _quantized_linear(make: Maker) -> Inputs:
+    weight, scale = quantized(make.floats(make.size.intermediate, make.size.hidden), "int8")
+    x, bias = make.states(), make.floats(make.size.intermediate)
+    out = num_bytes(bias) * make.size.sequences * make.size.tokens
+    return Inputs((x, weight, scale, bias), num_bytes(x, weight, scale, bias) + out)
+
+
 MAKERS: dict[str, Callable[[Maker], Inputs]] = {
     "add_rms_norm": _add_rms_norm,
     "embed_norms": _embed_norms,
@@ -225,4 +233,5 @@ MAKERS: dict[str, Callable[[Maker], Inputs]] = {
     "accepted_path": _accepted_path,
     "move_path": _move_path,
     "soft_kl": _soft_kl,
+    "quantized_linear": _quantized_linear,
 }

@@ -18,6 +18,8 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "draft_over_floor": ("draft/floor", ".2f"),
     "ms": ("ms", ".4f"),
     "ms_of_reference": ("reference ms", ".4f"),
+    "ms_of_linear": ("linear ms", ".4f"),
+    "ms_of_dequantized": ("dequantized ms", ".4f"),
     "ms_a_token": ("ms/token", ".3f"),
     "ms_a_forward": ("ms/forward", ".3f"),
     "ms_of_forward": ("forward ms", ".3f"),

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,6 +107,17 @@ class Run:
             self.forget()
             self._built[shape] = build(shape, self.dtype, str(self.device))
         return self._built[shape]
+
+    @contextmanager
+    def standing_in(self, shape: str, pair: Pair) -> Iterator[None]:
+        """A context in which another pair is that of a shape; what is kept for it is given up at the end."""
+        own = self.pair(shape)
+        self._built[shape] = pair
+        try:
+            yield
+        finally:
+            self._built[shape] = own
+            release(pair[1])
 
     def forget(self) -> None:
         """Gives up the models, and what is kept for them."""

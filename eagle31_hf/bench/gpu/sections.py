@@ -7,6 +7,7 @@ from .attention import attention
 from .machine import machine
 from .matmuls import matmuls
 from .operations import accuracy, speed
+from .quantized import quantized
 from .rivals import layers, rivals, without_compiling
 from .rounds import captured, eager, of_shape, others
 from .run import Run, Section, Task
@@ -29,6 +30,7 @@ SECTIONS = (
     Section("rounds", "Captured rounds", 110, captured),
     Section("speed", "Operations beside their references: milliseconds", 40, speed),
     Section("matmuls", "torch's matmuls at the rows of a round", 30, matmuls),
+    Section("quantized", "Drafter weights in 8 bits", 40, quantized),
     Section("attention", "Rivals of tree_attention", 60, attention),
     Section("rivals", "The target without a drafter", 110, rivals),
     Section("shapes", "Other shapes", 80, shapes),

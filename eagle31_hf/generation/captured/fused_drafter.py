@@ -14,11 +14,13 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from ...attention import GQAttention
 from ...kernels.norms import embed_norms, state_norms
 from ...modeling import Eagle31DecoderLayer, Eagle31DrafterModel
+from ...quantized import QuantizedLinear
 from ...targets.decoder_layer import arena_layer, attend, eps_of, norm_sum, through_layer, through_mlp
 from ...targets.ends import ACTIVATION_DTYPES
 from ..aux_states import gathered
 
-KINDS = (Eagle31DecoderLayer, GQAttention, LlamaMLP, SiLUActivation, nn.SiLU, nn.Linear, nn.RMSNorm)  # of a layer
+LAYERS = Eagle31DecoderLayer, GQAttention, LlamaMLP
+KINDS = (*LAYERS, SiLUActivation, nn.SiLU, nn.Linear, QuantizedLinear, nn.RMSNorm)  # of modules in a layer
 
 
 @dataclass
@@ -91,7 +93,7 @@ def _through_first(
 
 def can_fuse(drafter: Eagle31DrafterModel) -> bool:
     """Returns whether `run_fused` computes what the drafter's forward does: it is the library's own, with attention
-    over keys of several heads, and nothing of it is quantized, offloaded, wrapped or replaced."""
+    over keys of several heads, and nothing of it is offloaded, wrapped or replaced, or quantized by others."""
     if type(drafter) is not Eagle31DrafterModel or "forward" in vars(drafter):
         return False
     norms = [drafter.norm, *filter(None, [drafter.input_norm]), *(drafter.fc_norm or ())]

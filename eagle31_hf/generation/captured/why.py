@@ -119,6 +119,8 @@ def _why_not_by_model(model: PreTrainedModel) -> str | None:
             return "is offloaded, or split over devices"
         if _has_hooks(module):
             return f"has hooks, on {type(module).__name__}, which a replay would not run"
+        if _looks_for_outliers(module):
+            return "is in 8 bits by LLM.int8, which has the host look for outliers (llm_int8_threshold=0 does not)"
     return None
 
 
@@ -126,6 +128,12 @@ def _has_hooks(module: nn.Module) -> bool:
     """Returns whether a module has hooks of its user's; other calls' hooks capture states, and look away from this."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return any(getattr(hook, "__module__", None) != capture_states.__module__ for hook in hooks)
+
+
+def _looks_for_outliers(module: nn.Module) -> bool:
+    """Returns whether a module is bitsandbytes' LLM.int8 with a threshold: `int8_vectorwise_quant` then asks the host
+    whether any activation is above it, which a capture forbids."""
+    return type(module).__name__ == "Linear8bitLt" and getattr(module.state, "threshold", 0.0) > 0.0
 
 
 def _fits(plan: Plan) -> bool:

@@ -1,0 +1,147 @@
+"""Drafters with weights in 8 bits: the text stays the target's own, eagerly and in captured rounds, which are fused as
+with any drafter and captured anew once it is quantized; and hardly fewer drafts are accepted."""
+
+import copy
+import json
+
+import pytest
+import torch
+from conftest import PROMPT, build_drafter, build_target
+from recorded import Recorded
+
+from eagle31_hf import AcceptanceStats, Eagle31DrafterModel, demo, track_acceptance
+from eagle31_hf.cli import main
+from eagle31_hf.generation.captured import drafting as rounds
+from eagle31_hf.generation.captured.fused_drafter import can_fuse, run_fused
+from eagle31_hf.generation.captured.kept import fingerprint, release
+from eagle31_hf.generation.captured.seam import Uncaptured, seams
+from eagle31_hf.quantized import KINDS
+
+CHAIN = {"num_assistant_tokens": 4}
+TREE = {"num_assistant_tokens": 4, "draft_tree_top_k": 3, "draft_tree_total_tokens": 10}
+PLANS = {"chain": CHAIN, "tree": TREE}
+SEAMS = {"eager": None, "as tensors": Uncaptured()}
+SAMPLED = {"do_sample": True, "top_k": 7, "temperature": 0.8}
+DRAFTERS = ("eagle31", "pruned", "two_layers", "target_head", "mla")
+LEAST_KEPT = 0.94  # of the accepted length of the demo pair
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_kept():
+    release()
+    yield
+    release()
+
+
+@pytest.fixture
+def fused_widths(monkeypatch) -> list[int]:
+    """The widths of the forwards that drafters run fused."""
+    widths = []
+
+    def noted(drafter, given):
+        widths.append(given.ids.shape[1])
+        return run_fused(drafter, given)
+
+    monkeypatch.setattr(rounds, "run_fused", noted)
+    return widths
+
+
+def decode(target, drafter: Eagle31DrafterModel, seam, **options) -> tuple[torch.Tensor, AcceptanceStats]:
+    ids = torch.tensor(PROMPT)
+    asked = {"inputs": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 24, "do_sample": False}
+    with seams(lambda device: seam), track_acceptance() as stats:
+        return target.generate(**asked | {"pad_token_id": 6} | options, assistant_model=drafter), stats
+
+
+@pytest.mark.parametrize("seam", SEAMS)
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_is_the_targets_own(make_target, make_drafter, fused_widths, kind, name, plan, seam):
+    target = make_target()
+    drafter = copy.deepcopy(make_drafter(target, name)).quantize(kind)
+    text, stats = decode(target, drafter, SEAMS[seam], **PLANS[plan])
+    assert torch.equal(text, decode(target, None, None)[0])
+    assert sum(stats.accepted_per_position) > 0 or name == "target_head"  # which is not fitted
+    if SEAMS[seam] is not None:
+        assert set(stats.executions) == {f"as {Uncaptured.name}"}
+        assert can_fuse(drafter) == bool(fused_widths) == (name != "mla")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sampled_text_is_one_whatever_is_drafted(make_target, make_drafter, kind):
+    target = make_target()
+    plain = make_drafter(target)
+    drafter = copy.deepcopy(plain).quantize(kind)
+    torch.manual_seed(3)
+    expected, _ = decode(target, plain, None, **SAMPLED, **TREE)
+    for seam, plan in ((None, TREE), (Uncaptured(), TREE), (Uncaptured(), CHAIN)):
+        torch.manual_seed(3)
+        assert torch.equal(decode(target, drafter, seam, **SAMPLED, **plan)[0], expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rounds_are_captured_anew_once_a_drafter_is_quantized(kind):
+    """The memory that a recording reads is gone by then."""
+    target = build_target()
+    drafter, seam = build_drafter(target), Recorded()
+    before = fingerprint(drafter)
+    texts = [decode(target, drafter, seam, **CHAIN)[0]]
+    assert seam.captures == 2
+    drafter.quantize(kind)
+    assert fingerprint(drafter) != before
+    for _ in range(2):
+        text, stats = decode(target, drafter, seam, **CHAIN)
+        assert set(stats.executions) == {f"as {Recorded.name}"}
+        texts.append(text)
+    assert seam.captures == 4
+    expected = decode(target, None, None)[0]
+    assert all(torch.equal(text, expected) for text in texts)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_compiled_drafter_drafts(make_target, make_drafter, kind):
+    torch._dynamo.reset()
+    target = make_target()
+    drafter = copy.deepcopy(make_drafter(target)).quantize(kind)
+    text, stats = decode(target, torch.compile(drafter, backend="eager"), None, **CHAIN)
+    assert torch.equal(text, decode(target, None, None)[0])
+    assert sum(stats.accepted_per_position) > 0
+    torch._dynamo.reset()
+
+
+@pytest.fixture(scope="module")
+def demo_pair():
+    target, tokenizer = demo.load_target()
+    return target, demo.prompts(tokenizer, 2), demo.load_drafter("eagle31")
+
+
+def accepted_length(demo_pair, drafter: Eagle31DrafterModel) -> float:
+    target, prompts, _ = demo_pair
+    with seams(lambda device: Uncaptured()), track_acceptance() as stats:
+        for prompt in prompts:
+            asked = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 64, "do_sample": False}
+            target.generate(prompt, **asked, assistant_model=drafter, num_assistant_tokens=5)
+    return stats.mean_accepted_length
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_accepted_length_of_the_demo_pair(demo_pair, kind):
+    plain = demo_pair[2]
+    quantized = copy.deepcopy(plain).quantize(kind)
+    assert accepted_length(demo_pair, quantized) >= LEAST_KEPT * accepted_length(demo_pair, plain)
+
+
+def test_on_the_command_line(capsys, monkeypatch):
+    asked = ["generate", "--target", str(demo.FOLDER / "target"), "--drafter", str(demo.FOLDER / "eagle31"), "--json"]
+    asked += ["--max-new-tokens", "12", "--num-assistant-tokens", "4"]
+    texts = []
+    for extra in ([], ["--drafter-weights", "int8"], ["--drafter-weights", "fp8"]):
+        assert main([*asked, *extra, "def add(a, b):"]) == 0
+        texts.append(json.loads(capsys.readouterr().out)["text"])
+    assert len(set(texts)) == 1
+    assert main([*asked, "--drafter-weights", "int4", "def add(a, b):"]) == 2
+    assert "invalid choice: 'int4'" in capsys.readouterr().err
+    monkeypatch.setattr(Eagle31DrafterModel, "quantize", lambda self, kind: pytest.fail(f"asked for {kind}"))
+    with pytest.raises(pytest.fail.Exception, match="asked for fp8"):
+        main([*asked, "--drafter-weights", "fp8", "def add(a, b):"])
