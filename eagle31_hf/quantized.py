@@ -1,5 +1,5 @@
-"""A drafter's linear layers held in 8 bits: half the bytes that a draft step reads in bf16. The target verifies what is
-drafted, so the text stays its own.
+"""A drafter's linear layers held in 8 bits: on a GPU half the bytes that a draft step reads of them in bf16. The target
+verifies what is drafted, so the text stays its own.
 
 K width of a layer's input, N of its output.
 """
@@ -16,16 +16,20 @@ from .kernels.quantized_linear import quantized_linear, weight_values
 # kind -> the dtype that holds the weights, and the largest number it has. fp8 is held as bits: torch takes a tensor of
 # float8 for one of floating point, and `drafter.to(dtype)` would make it one of 16 bits.
 KINDS = {"int8": (torch.int8, 127.0), "fp8": (torch.uint8, 448.0)}
-FEW_ROWS = 64  # that the operation takes; more, a prompt's, are multiplied by a copy of the weight in their own dtype
-READ_AS_WEIGHT = "kv_b_proj"  # latent attention multiplies parts of this weight with queries and outputs, and is small
-REMEDY = "expected plain ones. They are quantized in memory only: use the drafter they come from, loaded again."
+# Up to so many rows the operation runs, which reads the weight once; more, a prompt's, are multiplied by a copy of the
+# weight in their own dtype.
+FEW_ROWS = 64
+READ_AS_WEIGHT = (
+    "kv_b_proj"  # a small layer, parts of whose weight latent attention multiplies with queries and outputs
+)
+REMEDY = "load the drafter again, without quantizing it."
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class QuantizedLinear(nn.Module):
     """A linear layer (N, K) whose weight is int8, or the bits of float8_e4m3fn in uint8, with a scale (N,) in fp32: the
-    largest magnitude of each row divided by the largest number of the kind. Its bias is as it was. Only to draft with:
-    nothing of it is trained."""
+    largest magnitude of each row divided by the largest number of the kind. Only to draft with: nothing of it is
+    trained. Its output has the dtype of its input, under autocast, too."""
 
     scale: Tensor
 
@@ -36,23 +40,33 @@ class QuantizedLinear(nn.Module):
         weight, scale = quantized(plain.weight, kind)
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.register_buffer("scale", scale)
-        self.bias = plain.bias
+        self.bias = None if plain.bias is None else plain.bias.requires_grad_(False)
         self.train(plain.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., K) -> (..., N). Raises RuntimeError where a gradient would be asked for."""
+        """(..., K) -> (..., N). Raises RuntimeError in training mode, unless gradients are off."""
         if self.training and torch.is_grad_enabled():
-            raise RuntimeError(f"the drafter's weights are {self.kind}, and in training mode; {REMEDY}")
+            raise RuntimeError(
+                f"the drafter has {self.kind} weights and is in training mode; expected drafter.eval(), to draft. To"
+                f" train it, {REMEDY}"
+            )
         if x.shape[:-1].numel() <= FEW_ROWS:
             return quantized_linear(x, self.weight, self.scale, self.bias)
-        return linear(x, self.dequantized(x.dtype), self.bias)
+        with torch.autocast(x.device.type, enabled=False):
+            return self.by_copy(x)
+
+    def by_copy(self, x: Tensor) -> Tensor:
+        """The same by torch: (..., K) -> (..., N), by a copy of the weight in the dtype of x."""
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return linear(x, self.dequantized(x.dtype), bias)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The weight (N, K) in a dtype, rounded once."""
         return weight_values(self.weight).to(dtype).mul_(self.scale[:, None])
 
     def _apply(self, fn: Any, recurse: bool = True) -> "QuantizedLinear":
-        """Does as every module's, but that the scale stays in fp32: `drafter.to(dtype)` is for activations."""
+        """Does as every module's, but that the scale stays in fp32: `drafter.to(dtype)` asks for the dtype of
+        activations and biases."""
         scale = self.scale
         super()._apply(fn, recurse)
         if self.scale.dtype != torch.float32:
@@ -77,6 +91,7 @@ def quantized(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """A weight (N, K) -> its numbers of a kind, as `QuantizedLinear` holds them, and their scales (N,). A row of zeros
     has the scale 1."""
     dtype, largest = KINDS[kind]
+    weight = weight.contiguous()
     magnitudes = weight.abs().amax(dim=1).float()
     scale = torch.where(magnitudes > 0, magnitudes / largest, 1.0)
     scale = scale.clamp(min=torch.finfo(torch.float32).tiny)  # a row may be that small that its share vanishes
@@ -85,14 +100,13 @@ def quantized(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 
 
 def quantize(drafter: nn.Module, kind: str) -> None:
-    """Replaces the linear layers of a drafter by quantized ones, in place; see `Eagle31PreTrainedModel.quantize`."""
+    """Replaces the linear layers of a drafter by quantized ones, in place; see `Eagle31PreTrainedModel.quantize`. A
+    call that failed half way, for want of memory, goes on where it stopped."""
     if kind not in KINDS:
         raise ValueError(f"kind is {kind!r}; expected one of {', '.join(map(repr, KINDS))}.")
     known = kind_of(drafter)
-    if known == kind:
-        return
-    if known is not None:
-        raise ValueError(f"the drafter's weights are {known} already, asked for {kind}; {REMEDY}")
+    if known not in (None, kind):
+        raise ValueError(f"the drafter's weights are {known} already; expected plain ones, to hold in {kind}: {REMEDY}")
     _check_plain(drafter)
     for parent, name, layer in list(_linears(drafter)):
         if name != READ_AS_WEIGHT:
@@ -110,7 +124,7 @@ def refuse_quantized(model: nn.Module, what: str) -> None:
     by_others = getattr(model, "quantization_method", None)
     kind = kind_of(model) or getattr(by_others, "value", by_others)
     if kind is not None:
-        raise ValueError(f"a drafter with {kind} weights cannot be {what}; {REMEDY}")
+        raise ValueError(f"a drafter with {kind} weights cannot be {what}; expected plain weights: {REMEDY}")
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
@@ -142,6 +156,6 @@ def _why_not(parent: nn.Module, layer: nn.Linear) -> str | None:
         return "has hooks or another forward, which would be lost; expected neither: quantize first."
     if layer.weight.dtype not in FLOATS:
         return f"is of {layer.weight.dtype}; expected one of {', '.join(map(str, FLOATS))}."
-    if not layer.weight.isfinite().all():
+    if not layer.weight.abs().amax().float().isfinite():
         return "holds NaN or infinite values; expected finite weights: load the drafter again."
     return None

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-# Triton's kernels run in its interpreter where there is no GPU; it asks before it is imported, which transformers does.
+# Triton's kernels run in its interpreter where there is no GPU. It reads this when it is imported, by transformers.
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
 import transformers

@@ -1,5 +1,5 @@
-"""The kernel of `quantized_linear`: a program takes a block of outputs and walks the inputs; every byte of the weight
-is read once."""
+"""The kernel of `quantized_linear`: a program takes a block of rows and outputs, and walks the inputs. Up to 64 rows
+in 16 bits are one block, so that every byte of the weight is read once."""
 
 from typing import NamedTuple
 
@@ -24,8 +24,9 @@ class Tile(NamedTuple):
 
 
 def tile(num_rows: int, num_outputs: int, is_fp32: bool = False) -> Tile:
-    """Chooses a tile: so few outputs a program that each of a GPU's multiprocessors has one, and for few rows, where
-    memory alone takes time, two, and so many inputs at a time that enough bytes are under way."""
+    """Chooses a tile by estimates that no GPU has checked yet: so few outputs a program that most of some 130
+    multiprocessors have one; for few rows, where memory alone takes time, so many inputs at a time that enough bytes
+    are under way."""
     rows = max(16, triton.next_power_of_2(num_rows))
     outputs = 16 if num_outputs <= 2048 else 32 if num_outputs <= 8192 else 64
     if is_fp32:  # products of fp32 take many registers
@@ -35,10 +36,11 @@ def tile(num_rows: int, num_outputs: int, is_fp32: bool = False) -> Tile:
 
 @triton.jit
 def _widened(bits, IS_FP8: tl.constexpr, like):
-    """The values of a weight in the dtype of `like`, exactly. Those of fp8 by moving bits: Triton's own conversion
-    needs sm_89. In fp32, since compilers make more instructions of the same on 16 bits."""
+    """The values of a weight in the dtype of `like`, exactly, but for NaN, which `quantized` never makes. Those of fp8
+    by moving bits: Triton's own conversion needs sm_89. In fp32, since compilers make more instructions of the same on
+    16 bits."""
     if IS_FP8:
-        wide = (bits.to(tl.int8, bitcast=True).to(tl.int32) << 20) & -0x7810_0000  # but copies of the sign
+        wide = (bits.to(tl.int8, bitcast=True).to(tl.int32) << 20) & -0x7810_0000  # without copies of the sign
         return (wide.to(tl.float32, bitcast=True) * FP8_FACTOR).to(like.dtype)
     return bits.to(tl.float32).to(like.dtype)
 
@@ -91,7 +93,16 @@ def quantized_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | No
     is_widened = x.dtype not in (torch.bfloat16, torch.float16)
     cut = tile(len(rows), num_outputs, is_widened)
     quantized_linear_kernel[(triton.cdiv(num_outputs, cut.outputs), triton.cdiv(len(rows), cut.rows))](
-        *(rows, weight, scale, scale if bias is None else bias.contiguous(), out, len(rows), num_outputs, num_inputs),
+        *(
+            rows,
+            weight,
+            scale.contiguous(),
+            scale if bias is None else bias.contiguous(),
+            out,
+            len(rows),
+            num_outputs,
+            num_inputs,
+        ),
         HAS_BIAS=bias is not None,
         IS_FP8=weight.dtype == torch.uint8,
         ROWS=cut.rows,

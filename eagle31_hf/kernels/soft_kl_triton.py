@@ -7,7 +7,7 @@ from torch import Tensor
 
 BLOCK = 4096
 NUM_WARPS = 16
-LOWEST = tl.constexpr(-3.0e38)  # below every logit; of two infinities the difference would be no number
+LOWEST = tl.constexpr(-3.0e38)  # in place of -inf: LOWEST - LOWEST is 0, and -inf - -inf is no number
 
 
 @triton.jit
@@ -66,7 +66,7 @@ def soft_kl_kernel(
     tl.store(overlap + n, tl.sum(kept, 0))
     token = tl.load(best + m)
     z_best = tl.load(z_row + tl.maximum(token, 0)).to(tl.float32)
-    tl.store(is_right + n, (token >= 0) & (z_best >= high))
+    tl.store(is_right + n, (token >= 0) & (z_best >= high) & (total == total))
 
 
 def soft_kl(

@@ -52,7 +52,7 @@ def tree_attention(
     if sinks is not None:
         sink = sinks.float().view(1, -1, group, 1, 1).expand(len(q), -1, -1, q.shape[2], -1)
         scores = torch.cat((scores, sink), dim=-1)
-    weights = scores.softmax(-1).nan_to_num(nan=0.0) if sinks is None else scores.softmax(-1)[..., :-1]
+    weights = scores.softmax(-1)[..., : keys.shape[2]].masked_fill(~seen.any(dim=-1, keepdim=True), 0.0)
     return (weights @ v).flatten(1, 2).to(q.dtype).transpose(1, 2).contiguous()
 
 
@@ -66,8 +66,8 @@ def seen_slots(spans: Tensor, capacity: int, num_new: int) -> Tensor:
 
 
 def is_spans(mask: Any) -> bool:
-    """Returns whether a mask is one of spans (B, 1, T, 3): the only masks of integers there are."""
-    return isinstance(mask, Tensor) and mask.dtype == torch.long
+    """Returns whether a mask is one of spans (B, 1, T, 3): of masks of four dimensions the only one of integers."""
+    return isinstance(mask, Tensor) and mask.dtype == torch.long and mask.dim() == 4
 
 
 def attend_to_spans(

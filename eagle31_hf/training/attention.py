@@ -2,8 +2,8 @@
 alone.
 
 B sequences, H heads, S positions, D and V the widths of keys and values. The keys of depth 0 go through a kernel that
-never holds (S, S), the later ones add one score a position each; joined under one softmax they give what a dense mask
-over the keys of all depths gives.
+never holds (S, S), but for windows; the later ones add one score a position each. Joined under one softmax they give
+what a dense mask over the keys of all depths gives.
 """
 
 from collections.abc import Callable, Sequence

@@ -21,8 +21,8 @@ Span = tuple[slice, slice]  # of sequences and of positions
 
 
 class FirstKeys(NamedTuple):
-    """Queries (B, H, S, D) with the keys (B, H, S, D) and values (B, H, S, V) of depth 0; they see what `mask` (1 or B,
-    1, S, S) lets them, or, where it is None, causally within each of `spans`."""
+    """Queries (B, H, S, D) with the keys (B, H, S, D) and values (B, H, S, V) of depth 0. Dense chunks read `mask` (1
+    or B, 1, S, S), what each query sees; kernels read `spans`, within each of which they attend causally."""
 
     q: Tensor
     k: Tensor
@@ -50,10 +50,11 @@ def way_of(q: Tensor, v: Tensor, is_masked: bool) -> str:
 
 def kernel_of(device: str, capability: tuple[int, int] | None, dtype: torch.dtype, width: int, value_width: int) -> str:
     """Returns which of WAYS attends causally. `capability`: of an NVIDIA GPU, otherwise None. The limits are those of
-    torch, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, which pads D for flash attention to a multiple of 8."""
+    torch, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp; that D is a multiple of 8 is flash attention's own, for
+    which `scaled_dot_product_attention` pads."""
     is_half = dtype in (torch.float16, torch.bfloat16)
     if device == "cpu":
-        return FLASH_CPU if width == value_width else DENSE
+        return FLASH_CPU if width == value_width and dtype != torch.float64 else DENSE
     if capability is None or not OLDEST <= capability <= NEWEST:
         return DENSE
     is_small = (8, 6) <= capability <= (8, 9) or capability >= (12, 0)  # too little shared memory to go back from more
@@ -109,7 +110,7 @@ def by_text(forward: Callable[..., tuple[Tensor, Tensor]], backward: Callable[..
 
     def of_texts(first: FirstKeys) -> tuple[Tensor, Tensor]:
         q, v = first.q, first.v
-        out = torch.empty_like(q if q.shape == v.shape else v)
+        out = torch.empty_like(q if q.shape == v.shape else v)  # as the queries lie: heads of a position side by side
         lse = q.new_empty(q.shape[:3], dtype=torch.float32)
         for sequences, positions in first.spans:
             part = (x[sequences, :, positions] for x in first[:3])
@@ -155,8 +156,8 @@ def _dense_backward(first: FirstKeys, grad: Tensor, out: Tensor, lse: Tensor) ->
 
 
 def _scores(first: FirstKeys, start: int) -> Tensor:
-    """Returns the scores, in fp32, of QUERIES_AT_ONCE queries from `start` on with the keys up to the last of them: (B,
-    H, queries, keys)."""
+    """Returns the scores of QUERIES_AT_ONCE queries from `start` on with the keys up to the last of them, multiplied in
+    the queries' dtype, scaled in fp32: (B, H, queries, keys)."""
     assert first.mask is not None
     end = start + QUERIES_AT_ONCE
     scores = (first.q[:, :, start:end] @ first.k[:, :, :end].mT).float() * first.scale

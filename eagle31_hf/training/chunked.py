@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from ..kernels.soft_kl import soft_kl
 from .losses import DraftDistribution, TargetDistribution, mixed, overlap
 
-# of one fp32 matrix of logits: on a CPU what its allocator uses again and its caches nearly hold
+# of the fp32 draft logits of a chunk, to which the target's, V wide, are added: on a CPU what its allocator uses again
+# and its caches nearly hold
 BYTES_AT_ONCE = {"cpu": 2**23, "cuda": 2**28}
 
 
@@ -41,7 +42,8 @@ class Head:
 @dataclass
 class PredictionFigures:
     """Figures of every prediction, each (N,), without gradient: `loss`; `acceptance`, the probability that rejection
-    sampling keeps a token drawn from q; `coverage`; `is_right`: q's likeliest token is p's. Where they are asked for:
+    sampling keeps a token drawn from q; `coverage`; `is_right`: no token is likelier in q than p's
+    likeliest. Where they are asked for:
     `guess`, the draft id of that token, and `greedy_acceptance`, the probability that the target draws it."""
 
     loss: Tensor
@@ -72,7 +74,8 @@ def chunked_loss(
     `target_at`: indices of target states (n,) -> the target's distributions there. `bytes_at_once`: of the logits of a
     chunk; by default what suits the device.
     """
-    states, weights = predictions.states, predictions.weights
+    states, unit = predictions.states, unit_of(predictions.weights)
+    weights = predictions.weights / unit
     order = predictions.at.argsort(stable=True)  # one target distribution serves all predictions compared with it
     # Made before the first chunk: what a chunk leaves would stand between the blocks that the next could use again.
     figures = PredictionFigures.empty(states, with_guesses)
@@ -96,7 +99,16 @@ def chunked_loss(
 
     trained = [parameter for parameter in head.parameters if parameter.requires_grad]
     loss = _Chunked.apply(states, order, chunk_size, head.score, loss_of, torch.is_grad_enabled(), *trained)
-    return loss, figures
+    return loss * unit, figures
+
+
+def unit_of(weights: Tensor) -> Tensor:
+    """Returns the power of two at or below the largest of weights (N,), a scalar in fp32; 1 where all are 0. Divided by
+    it, which rounds nothing, weights are so large that fp16 can hold the gradients of logits: a mean over thousands of
+    predictions is below its smallest number."""
+    largest = torch.cat((weights.detach().float(), weights.new_zeros(1, dtype=torch.float32))).amax()
+    power = (largest.view(torch.int32) & 0x7F80_0000).view(torch.float32)  # without the bits of the fraction
+    return torch.where(power > 0, power, torch.ones_like(power))
 
 
 def judged(
@@ -150,4 +162,6 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def backward(ctx, upstream: Tensor):
         state_grads, *grads = ctx.saved_tensors
-        return upstream * state_grads, None, None, None, None, None, *(upstream * grad for grad in grads)
+        # In fp32: the scale of losses in fp16 begins above the largest number that fp16 has.
+        scaled = [(upstream * grad.float()).to(grad.dtype) for grad in (state_grads, *grads)]
+        return scaled[0], None, None, None, None, None, *scaled[1:]

@@ -28,7 +28,7 @@ from eagle31_hf.generation.rejection_sampler import RejectionSampler
 from eagle31_hf.targets import fused
 from eagle31_hf.targets.layers import capture_states
 
-CONTEXT, CAPACITY, WIDTH = 2048, 4096, 8  # tokens of the context; slots of the arenas; tokens a round commits at most
+CONTEXT, CAPACITY, WIDTH = 2048, 4096, 9  # tokens of the context; slots of the arenas; tokens a round commits at most
 AT_MOST = 1.05  # times the bytes that have to be read
 TARGETS = {"llama-3.1-8b": LlamaConfig, "qwen3-8b": Qwen3Config}
 
@@ -38,7 +38,7 @@ def chain_of(depth: int) -> Plan:
 
 
 PLANS = {"chain of 5": chain_of(5), "tree of 60": Plan(8, top_k=8, max_width=8, max_nodes=60)}
-VIEWS = {
+MOVE_NOTHING = {
     "view", "_unsafe_view", "expand", "permute", "transpose", "t", "slice", "select", "unsqueeze", "squeeze", "alias",
     "detach", "split", "split_with_sizes", "as_strided", "unbind", "empty", "empty_like", "new_empty", "empty_strided",
     "lift_fresh",
@@ -83,7 +83,7 @@ class Bytes(TorchDispatchMode):
         name = func._schema.name.split("::")[1]
         if name in OF_A_PART:
             self.moved[name] += OF_A_PART[name](args, out)
-        elif name not in VIEWS:
+        elif name not in MOVE_NOTHING:
             leaves = {id(leaf): leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)}
             self.moved[name] += size(*leaves.values())
         return out

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from kernel_close import assert_matches
-from poison import Guarded, apart
+from poison import Guarded, apart, turned
 
 from eagle31_hf.kernels.quantized_linear import quantized_linear
 from eagle31_hf.quantized import KINDS, quantized
@@ -16,7 +16,8 @@ def guarded(tensor: torch.Tensor) -> torch.Tensor:
     """A copy with NaN, or with a great number, before and behind it."""
     if tensor.dtype.is_floating_point:
         return Guarded.holding(tensor.to(DEVICE)).tensor
-    whole = torch.full((tensor.numel() + 128,), 0x7F, dtype=tensor.dtype, device=DEVICE)  # of uint8: a NaN of fp8
+    # The largest int8; of fp8, which has NaN there, the kernel makes 480.
+    whole = torch.full((tensor.numel() + 128,), 0x7F, dtype=tensor.dtype, device=DEVICE)
     whole[64:-64] = tensor.flatten()
     return whole[64:-64].view(tensor.shape)
 
@@ -34,13 +35,21 @@ def test_kernel_matches_reference(kind, shape, dtype):
     assert_matches("out", quantized_linear.kernel()(*args), quantized_linear.reference(*args))
 
 
+@pytest.mark.parametrize("outputs", [2049, 8193])
+def test_many_outputs(outputs):
+    torch.manual_seed(0)
+    args = (torch.randn(17, 16, device=DEVICE), *quantized(torch.randn(outputs, 16, device=DEVICE), "int8"), None)
+    assert_matches("out", quantized_linear.kernel()(*args), quantized_linear.reference(*args))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_that_lie_apart(kind):
     torch.manual_seed(0)
     weight, scale = quantized(torch.randn(20, 33, device=DEVICE), kind)
     x = torch.randn(2, 3, 33, device=DEVICE)
     expected = quantized_linear.reference(x, weight, scale, None)
-    assert_matches("out", quantized_linear.kernel()(apart(x), weight, scale, None), expected)
+    args = (apart(x), turned(weight), scale[:, None].expand(-1, 2).contiguous()[:, 0], None)
+    assert_matches("out", quantized_linear.kernel()(*args), expected)
 
 
 def test_every_value_of_fp8():

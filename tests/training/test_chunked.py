@@ -62,6 +62,20 @@ def test_loss_and_gradients_are_those_of_all_predictions_at_once(mixture, chunk_
     assert_close("gradient of the head", found[1], 3 * expected[1], 2e-5)
 
 
+def test_gradients_in_fp16():
+    """Weights of a mean over thousands of predictions, and the scale that a GradScaler begins with: neither is too
+    small or too large for fp16."""
+    setting, scale = Setting(), 2.0**16
+    setting.weights = setting.weights / 2**20
+    *_, expected, _, _ = setting.whole({"kl": 1.0})
+    setting.head.half()
+    setting.states = setting.states.detach().half().requires_grad_()
+    loss, _ = setting.chunked({"kl": 1.0}, 7)
+    found = torch.autograd.grad(scale * loss, (setting.states, setting.head.weight))
+    assert_close("states", found[0].float() / scale, expected[0], 0.01)
+    assert_close("head", found[1].float() / scale, expected[1], 0.01)
+
+
 def test_no_more_than_asked_for_are_scored_at_once():
     setting = Setting()
     setting.chunked({"kl": 1.0}, 7)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import linear
 
 from ...quantized import KINDS, QuantizedLinear
 from .machine import bandwidth
@@ -43,14 +42,14 @@ def _round(run: Run, kind: str, prompt: int, depth: int) -> Row:
 
 @torch.no_grad()
 def _layer(run: Run, kind: str, shape: tuple[int, int], rows: int) -> Row:
-    """Milliseconds of a layer, of torch's linear in the run's dtype, and of torch's after the weight was made of that
-    dtype."""
+    """Milliseconds of a layer, of torch's linear in the run's dtype, and of torch's together with making the weight of
+    that dtype."""
     count = copies_beyond_cache(shape[0] * shape[1], run.device)
     plain = [_linear(run, shape) for _ in range(count)]
     held = [QuantizedLinear(layer, kind).eval() for layer in plain]
     x = torch.randn(rows, shape[1], device=run.device).to(run.dtype)
     of_linear, ours = (milliseconds([partial(layer, x) for layer in some], run.device) for some in (plain, held))
-    unpacked = milliseconds([partial(_dequantized, layer, x) for layer in held], run.device)
+    unpacked = milliseconds([partial(layer.by_copy, x) for layer in held], run.device)
     moved = shape[0] * shape[1] + 4 * shape[0] + rows * sum(shape) * x.element_size()
     floor = 1000 * moved / bandwidth(run)
     return {
@@ -70,7 +69,3 @@ def _linear(run: Run, shape: tuple[int, int]) -> nn.Linear:
     layer = nn.Linear(shape[1], shape[0], bias=False, device=run.device, dtype=run.dtype)
     nn.init.normal_(layer.weight, std=0.02)
     return layer
-
-
-def _dequantized(layer: QuantizedLinear, x: torch.Tensor) -> torch.Tensor:
-    return linear(x, layer.dequantized(x.dtype))

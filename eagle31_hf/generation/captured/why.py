@@ -133,7 +133,7 @@ def _has_hooks(module: nn.Module) -> bool:
 def _looks_for_outliers(module: nn.Module) -> bool:
     """Returns whether a module is bitsandbytes' LLM.int8 with a threshold: `int8_vectorwise_quant` then asks the host
     whether any activation is above it, which a capture forbids."""
-    return type(module).__name__ == "Linear8bitLt" and getattr(module.state, "threshold", 0.0) > 0.0
+    return type(module).__name__ == "Linear8bitLt" and getattr(getattr(module, "state", None), "threshold", 0.0) > 0.0
 
 
 def _fits(plan: Plan) -> bool:
