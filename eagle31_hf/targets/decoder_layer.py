@@ -14,6 +14,7 @@ from ..kernels.norms import add_rms_norm
 from ..kernels.rope import rope_append
 from ..kernels.silu_mul import silu_mul
 from ..kernels.tree_attention import attend_to_spans
+from .layers import has_hooks
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -127,7 +128,7 @@ def _why_not_by_modules(layer: nn.Module) -> str | None:
     for name, module in layer.named_modules():
         if "forward" in vars(module):
             return f"the forward of {name or 'it'} has been replaced"
-        if name and (module._forward_hooks or module._forward_pre_hooks):
+        if name and has_hooks(module):
             return f"{name} has hooks"
     return None
 

@@ -32,6 +32,17 @@ def decoder_of(target: PreTrainedModel) -> nn.Module:
     return target.get_decoder() if hasattr(target, "get_decoder") else target
 
 
+# Modules whose hooks leave forwards as they are: this one's, and those that transformers leaves on every layer once
+# hidden states or attentions were asked for, which do nothing while none are.
+OF_HARMLESS_HOOKS = (__name__, "transformers.utils.output_capturing")
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Returns whether a module has hooks that may do something in any forward."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return any(getattr(hook, "__module__", None) not in OF_HARMLESS_HOOKS for hook in hooks)
+
+
 class CapturedStates:
     """The states of one generate() call, in ascending layer order; filled by hooks, emptied by `take` and `pieces`.
 

@@ -282,6 +282,16 @@ def test_changed_config():
         assert decode(pair, seam)[0].tolist() == target.generate(**asked()).tolist()
 
 
+def test_hooks_that_transformers_leaves(pair):
+    """Asking for hidden states once leaves hooks on every layer that do nothing later."""
+    target, _ = pair
+    target(asked()["inputs"], output_hidden_states=True)
+    assert any(layer._forward_hooks for layer in target.model.layers)
+    text, stats = decode(pair, Recorded())
+    assert text.tolist() == target.generate(**asked()).tolist()
+    assert set(stats.executions) == {f"as {Recorded.name}"}
+
+
 def test_hooks_of_all_modules_run(pair):
     target, _ = pair
     seam = Recorded()

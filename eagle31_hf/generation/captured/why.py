@@ -10,7 +10,7 @@ from transformers.generation.logits_process import EtaLogitsWarper
 
 from ...cache.arena import slots_of, why_not_in_arena
 from ...kernels.tree_attention import MOST_NEW
-from ...targets.layers import capture_states
+from ...targets.layers import has_hooks
 from ...targets.masks import windows_of
 from ...targets.probe import why_no_spans
 from ...targets.tree_attention import STANDS_IN_FOR, own_attention
@@ -117,17 +117,11 @@ def _why_not_by_model(model: PreTrainedModel) -> str | None:
     for module in model.modules():
         if hasattr(module, "_hf_hook"):
             return "is offloaded, or split over devices"
-        if _has_hooks(module):
+        if has_hooks(module):
             return f"has hooks, on {type(module).__name__}, which a replay would not run"
         if _looks_for_outliers(module):
             return "is in 8 bits by LLM.int8, which has the host look for outliers (llm_int8_threshold=0 does not)"
     return None
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    """Returns whether a module has hooks of its user's; other calls' hooks capture states, and look away from this."""
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return any(getattr(hook, "__module__", None) != capture_states.__module__ for hook in hooks)
 
 
 def _looks_for_outliers(module: nn.Module) -> bool:
