@@ -20,7 +20,7 @@ from .checkpoints.sharing import folder_lock, reads_one_state
 from .checkpoints.write import remove_stale_weights
 from .configuration import Eagle31Config
 from .hub import CARD, CardFacts, render_card, upload
-from .quantized import quantize, refuse_quantized
+from .quantized import check_state, quantize, refuse_quantized, refuse_quantized_state
 from .vocab import MAPS
 
 logger = logging.get_logger(__name__)
@@ -65,6 +65,7 @@ class Eagle31PreTrainedModel(PreTrainedModel):
         names the argument that decides).
         """
         if pretrained_model_name_or_path is None:  # weights are in kwargs["state_dict"]
+            refuse_quantized_state(kwargs.get("state_dict"))
             return super().from_pretrained(
                 None, *args, config=config, output_loading_info=output_loading_info, **kwargs
             )
@@ -89,6 +90,11 @@ class Eagle31PreTrainedModel(PreTrainedModel):
         info["missing_keys"] = set(info["missing_keys"]) - checkpoint.made.keys()
         info["unexpected_keys"] = set(info["unexpected_keys"]) - checkpoint.dropped.keys()
         return (model, info) if output_loading_info else model
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """Called before any tensor is copied."""
+        check_state(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def quantize(self, kind: str) -> "Eagle31PreTrainedModel":
         """Holds the weights of the drafter's own linear layers in 8 bits, "int8" or "fp8" (e4m3), with one scale a row;

@@ -4,7 +4,7 @@ verifies what is drafted, so the text stays its own.
 K width of a layer's input, N of its output.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,13 +16,15 @@ from .kernels.quantized_linear import quantized_linear, weight_values
 # kind -> the dtype that holds the weights, and the largest number it has. fp8 is held as bits: torch takes a tensor of
 # float8 for one of floating point, and `drafter.to(dtype)` would make it one of 16 bits.
 KINDS = {"int8": (torch.int8, 127.0), "fp8": (torch.uint8, 448.0)}
-# Up to so many rows the operation runs, which reads the weight once; more, a prompt's, are multiplied by a copy of the
-# weight in their own dtype.
+# Up to so many rows the operation runs, which reads the weight once; more, those of a prompt or of a large batch's
+# trees, are multiplied by a copy of the weight in their own dtype.
 FEW_ROWS = 64
 READ_AS_WEIGHT = (
     "kv_b_proj"  # a small layer, parts of whose weight latent attention multiplies with queries and outputs
 )
 REMEDY = "load the drafter again, without quantizing it."
+UNWRAP = "merge adapters and quantize before compiling."
+WRAPPERS = {"base_layer": "adapted by PEFT", "modules_to_save": "adapted by PEFT", "_orig_mod": "compiled by itself"}
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -50,9 +52,9 @@ class QuantizedLinear(nn.Module):
                 f"the drafter has {self.kind} weights and is in training mode; expected drafter.eval(), to draft. To"
                 f" train it, {REMEDY}"
             )
-        if x.shape[:-1].numel() <= FEW_ROWS:
-            return quantized_linear(x, self.weight, self.scale, self.bias)
         with torch.autocast(x.device.type, enabled=False):
+            if x.shape[:-1].numel() <= FEW_ROWS:
+                return quantized_linear(x, self.weight, self.scale, self.bias)
             return self.by_copy(x)
 
     def by_copy(self, x: Tensor) -> Tensor:
@@ -72,14 +74,6 @@ class QuantizedLinear(nn.Module):
         if self.scale.dtype != torch.float32:
             self.scale = scale.to(self.scale.device)
         return self
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """Does as every module's, but refuses weights of another dtype, which a copy would cut off to integers."""
-        found = state_dict.get(f"{prefix}weight", self.weight).dtype
-        if found == self.weight.dtype:
-            super()._load_from_state_dict(state_dict, prefix, *args)
-        else:
-            args[-1].append(f"{prefix}weight is {found}; expected {self.weight.dtype}, of a drafter quantized alike.")
 
     def extra_repr(self) -> str:
         bias = self.bias is not None
@@ -102,15 +96,15 @@ def quantized(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 def quantize(drafter: nn.Module, kind: str) -> None:
     """Replaces the linear layers of a drafter by quantized ones, in place; see `Eagle31PreTrainedModel.quantize`. A
     call that failed half way, for want of memory, goes on where it stopped."""
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         raise ValueError(f"kind is {kind!r}; expected one of {', '.join(map(repr, KINDS))}.")
     known = kind_of(drafter)
     if known not in (None, kind):
         raise ValueError(f"the drafter's weights are {known} already; expected plain ones, to hold in {kind}: {REMEDY}")
     _check_plain(drafter)
-    for parent, name, layer in list(_linears(drafter)):
+    for parent, name in [(parent, name) for parent, name, _ in _linears(drafter)]:  # without holding the layers
         if name != READ_AS_WEIGHT:
-            setattr(parent, name, QuantizedLinear(layer, kind))
+            setattr(parent, name, QuantizedLinear(getattr(parent, name), kind))
 
 
 def kind_of(model: nn.Module) -> str | None:
@@ -127,6 +121,27 @@ def refuse_quantized(model: nn.Module, what: str) -> None:
         raise ValueError(f"a drafter with {kind} weights cannot be {what}; expected plain weights: {REMEDY}")
 
 
+def check_state(model: nn.Module, state: Mapping[str, Any], prefix: str = "") -> None:
+    """Raises ValueError where a state dict, whose names begin with `prefix`, holds other kinds of weights than a
+    drafter has: 8 bits would be copied into numbers, or numbers cut off to 8 bits."""
+    for name, module in model.named_modules():
+        given = state.get(f"{prefix}{name}.weight")
+        if isinstance(module, nn.Linear | QuantizedLinear) and isinstance(given, Tensor):
+            expected = module.weight.dtype
+            if given.dtype != expected and not (given.is_floating_point() and expected.is_floating_point):
+                raise ValueError(
+                    f"the state's {prefix}{name}.weight is {given.dtype}; expected {expected}, as the drafter's: load a"
+                    " state into a drafter that is quantized, or not, as that of the state was."
+                )
+
+
+def refuse_quantized_state(state: Mapping[str, Any] | None) -> None:
+    """Raises ValueError for the state dict of a quantized drafter, from which none is made."""
+    for name, tensor in (state or {}).items():
+        if name.endswith(".weight") and isinstance(tensor, Tensor) and not tensor.is_floating_point():
+            raise ValueError(f"the state's {name} is {tensor.dtype}; expected the state of a plain drafter: {REMEDY}")
+
+
 def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
     """The linear layers of a model, with the modules that hold them and their names in these."""
     for parent in model.modules():
@@ -138,18 +153,25 @@ def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
 def _check_plain(model: nn.Module) -> None:
     """Raises ValueError where a linear layer of a drafter is not one that can be quantized: nothing is changed then."""
     names = {id(module): name for name, module in model.named_modules()}
-    for parent, _, layer in _linears(model):
-        reason = _why_not(parent, layer)
+    for module in model.modules():
+        wrapper = next((attribute for attribute in WRAPPERS if hasattr(module, attribute)), None)
+        if wrapper is not None:
+            raise ValueError(f"{names[id(module)]} is {WRAPPERS[wrapper]}; expected plain modules: {UNWRAP}")
+    if kind_of(model) is None and not any(True for _ in _linears(model)):
+        raise ValueError(f"the drafter has no nn.Linear; expected plain ones, to be held in 8 bits: {REMEDY}")
+    for _, _, layer in _linears(model):
+        reason = _why_not(layer)
         if reason is not None:
             raise ValueError(f"{names[id(layer)]} {reason}")
 
 
-def _why_not(parent: nn.Module, layer: nn.Linear) -> str | None:
+def _why_not(layer: nn.Linear) -> str | None:
     """Returns why a linear layer cannot be quantized, and what to do instead; None where it can."""
-    is_adapted = hasattr(parent, "base_layer")  # by PEFT
-    if type(layer) is not nn.Linear or is_adapted:
-        kind = type(parent if is_adapted else layer).__name__
-        return f"is of {kind}; expected a plain nn.Linear: merge adapters first, or load it without other quantization."
+    if type(layer) is not nn.Linear:
+        kind = type(layer).__name__
+        return f"is of {kind}; expected a plain nn.Linear: load the drafter without other quantization."
+    if layer.weight.numel() == 0:
+        return f"is of shape {tuple(layer.weight.shape)}; expected a weight that is not empty."
     if layer.weight.is_meta or hasattr(layer, "_hf_hook"):
         return "is on the meta device or offloaded; expected weights on a device: load the drafter whole."
     if "forward" in vars(layer) or layer._forward_hooks or layer._forward_pre_hooks:
@@ -157,5 +179,5 @@ def _why_not(parent: nn.Module, layer: nn.Linear) -> str | None:
     if layer.weight.dtype not in FLOATS:
         return f"is of {layer.weight.dtype}; expected one of {', '.join(map(str, FLOATS))}."
     if not layer.weight.abs().amax().float().isfinite():
-        return "holds NaN or infinite values; expected finite weights: load the drafter again."
+        return "holds NaN, or values beyond fp32; expected finite weights: load the drafter again."
     return None

@@ -154,13 +154,38 @@ def test_copies_and_states(kind):
 
 
 def test_a_state_of_another_kind_is_not_loaded():
-    drafter = build().quantize("int8")
-    before = copy.deepcopy(drafter.state_dict())
-    for other in (build(), build().quantize("fp8")):
-        with pytest.raises(RuntimeError, match=r"expected torch\.int8, of a drafter quantized alike"):
-            drafter.load_state_dict(other.state_dict(), strict=False)
-        assert torch.equal(drafter.fc.weight, before["fc.weight"])
-        assert torch.equal(drafter.fc.scale, before["fc.scale"])
+    """Nothing of it is: norms neither."""
+    made = {None: build(), "int8": build().quantize("int8"), "fp8": build().quantize("fp8")}
+    for drafter in made.values():
+        before = copy.deepcopy(drafter.state_dict())
+        for other in made.values():
+            if other is not drafter:
+                state = {name: tensor + 1 for name, tensor in other.state_dict().items()}
+                for model in (drafter, nn.ModuleDict({"drafter": drafter})):  # as it is, and in another module
+                    named = state if model is drafter else {f"drafter.{name}": each for name, each in state.items()}
+                    with pytest.raises(ValueError, match=r"expected torch\.\w+, as the drafter's: load a state into"):
+                        model.load_state_dict(named, strict=False)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in drafter.state_dict().items())
+    with pytest.raises(ValueError, match="expected the state of a plain drafter"):
+        Eagle31DrafterModel.from_pretrained(None, config=build().config, state_dict=made["int8"].state_dict())
+
+
+def test_wrapped_layers_are_refused():
+    drafter = build()
+    drafter.fc = torch.compile(drafter.fc, backend="eager")
+    with pytest.raises(ValueError, match="fc is compiled by itself; expected plain modules"):
+        drafter.quantize("int8")
+    with pytest.raises(ValueError, match=r"kind is \['int8'\]; expected one of 'int8', 'fp8'"):
+        build().quantize(["int8"])
+
+
+def test_under_autocast_sums_are_in_fp32():
+    layer = layers_of(build().eval().quantize("int8"))["fc"]
+    x = torch.randn(3, layer.in_features)
+    with torch.no_grad():
+        expected = layer(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(layer(x), expected)
 
 
 def test_bytes_of_the_layers():
@@ -246,8 +271,8 @@ def on_meta(drafter: Eagle31DrafterModel) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (not_finite, "lm_head holds NaN or infinite values; expected finite weights"),
-        (infinite, "up_proj holds NaN or infinite values"),
+        (not_finite, "lm_head holds NaN, or values beyond fp32; expected finite weights"),
+        (infinite, "up_proj holds NaN, or values beyond fp32"),
         (another_class, "fc is of ParametrizedLinear; expected a plain nn.Linear"),
         (hooked, "fc has hooks"),
         (on_meta, "on the meta device or offloaded; expected weights on a device"),
@@ -266,7 +291,7 @@ def test_drafters_with_adapters():
     peft = pytest.importorskip("peft")
     drafter = build()
     adapted = peft.get_peft_model(drafter, peft.LoraConfig(r=2, target_modules=["q_proj"]))
-    with pytest.raises(ValueError, match="merge adapters first"):
+    with pytest.raises(ValueError, match="is adapted by PEFT; expected plain modules: merge"):
         drafter.quantize("int8")
     assert adapted.merge_and_unload().quantize("int8").layers[0].self_attn.q_proj.kind == "int8"
 

@@ -60,7 +60,8 @@ def operation(shapes: Callable[..., Any], mutates: tuple[str, ...] = ()) -> Call
 def why_torch(name: str, device: torch.device) -> str | None:
     """Returns why an operation runs as torch does on a device; None where its kernel runs."""
     wanted = os.environ.get(SWITCH, "")
-    if wanted == "torch" or name in wanted.split(","):
+    switched = {each.strip().lower() for each in wanted.split(",")}
+    if "torch" in switched or name in switched:
         return f"as torch does: {SWITCH}={wanted}"
     if device.type != "cuda":
         return f"as torch does: no GPU, but {device.type}"
