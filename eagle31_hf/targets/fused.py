@@ -219,7 +219,7 @@ def _tried(target: PreTrainedModel, stages: list[nn.Module]) -> tuple[list[str |
     finally:
         _restore(stages)
     if not error <= (TOLERANCE_OF_ALL if target.dtype == torch.float32 else TOLERANCE_OF_ALL_LOW):
-        return [f"its logits differ ({error:.2f} of their spread)"] * len(stages), True
+        return [f"its logits differ ({error:.1g} of their spread)"] * len(stages), True
     return reasons, True
 
 

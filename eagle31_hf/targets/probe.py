@@ -146,7 +146,7 @@ def _judged(
         is_low and error <= ROUNDINGS * _rounding(target)
     ):
         return None
-    return f"{differs} ({error:.2f} of their spread)"
+    return f"{differs} ({error:.1g} of their spread)"
 
 
 @torch.no_grad()
