@@ -92,7 +92,8 @@ class Eagle31PreTrainedModel(PreTrainedModel):
         return (model, info) if output_loading_info else model
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """Called before any tensor is copied."""
+        """Loads the drafter's own tensors; torch calls this before it loads those of its modules. Raises ValueError
+        for a state of another kind of weights, before any tensor is copied."""
         check_state(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
 

@@ -46,7 +46,8 @@ class QuantizedLinear(nn.Module):
         self.train(plain.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., K) -> (..., N). Raises RuntimeError in training mode, unless gradients are off."""
+        """Multiplies x (..., K) by the weight -> (..., N). Raises RuntimeError in training mode, unless gradients
+        are off."""
         if self.training and torch.is_grad_enabled():
             raise RuntimeError(
                 f"the drafter has {self.kind} weights and is in training mode; expected drafter.eval(), to draft. To"
@@ -58,17 +59,18 @@ class QuantizedLinear(nn.Module):
             return self.by_copy(x)
 
     def by_copy(self, x: Tensor) -> Tensor:
-        """The same by torch: (..., K) -> (..., N), by a copy of the weight in the dtype of x."""
+        """Computes what `forward` returns with torch's linear layer alone: makes a copy of the weight in the dtype of
+        x (..., K), and multiplies by it -> (..., N)."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return linear(x, self.dequantized(x.dtype), bias)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """The weight (N, K) in a dtype, rounded once."""
+        """Returns the weight (N, K) as numbers of a dtype, rounded once."""
         return weight_values(self.weight).to(dtype).mul_(self.scale[:, None])
 
     def _apply(self, fn: Any, recurse: bool = True) -> "QuantizedLinear":
-        """Does as every module's, but that the scale stays in fp32: `drafter.to(dtype)` asks for the dtype of
-        activations and biases."""
+        """Moves or casts the layer as torch does any module, but leaves the scale in fp32: `drafter.to(dtype)` asks
+        for the dtype of activations and biases."""
         scale = self.scale
         super()._apply(fn, recurse)
         if self.scale.dtype != torch.float32:
@@ -82,8 +84,8 @@ class QuantizedLinear(nn.Module):
 
 @torch.no_grad()
 def quantized(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """A weight (N, K) -> its numbers of a kind, as `QuantizedLinear` holds them, and their scales (N,). A row of zeros
-    has the scale 1."""
+    """Rounds a weight (N, K) to 8 bits. Returns the numbers of a kind, as `QuantizedLinear` holds them, and the scales
+    (N,) of their rows. A row of zeros has the scale 1."""
     dtype, largest = KINDS[kind]
     weight = weight.contiguous()
     magnitudes = weight.abs().amax(dim=1).float()
@@ -143,7 +145,7 @@ def refuse_quantized_state(state: Mapping[str, Any] | None) -> None:
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
-    """The linear layers of a model, with the modules that hold them and their names in these."""
+    """Yields the linear layers of a model, with the modules that hold them and their names in these."""
     for parent in model.modules():
         for name, child in parent.named_children():
             if isinstance(child, nn.Linear):

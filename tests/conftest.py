@@ -29,6 +29,9 @@ from transformers import (
 
 from eagle31_hf import Eagle31Config, Eagle31DrafterModel
 from eagle31_hf.checking import trial
+from eagle31_hf.generation.captured import drafting
+from eagle31_hf.generation.captured.fused_drafter import run_fused
+from eagle31_hf.generation.captured.kept import release
 from eagle31_hf.targets import probe
 from eagle31_hf.targets.layers import decoder_layers
 
@@ -129,6 +132,27 @@ def pytest_xdist_make_scheduler(config, log):
             return path if Path(path).stem in ONE_WORKER else nodeid
 
     return ByModule(config, log)
+
+
+@pytest.fixture
+def nothing_is_kept():
+    """Gives up what captured rounds keep from call to call, before a test and after it."""
+    release()
+    yield
+    release()
+
+
+@pytest.fixture
+def fused_widths(monkeypatch) -> list[int]:
+    """Returns the widths of the forwards that drafters run fused, as they come."""
+    widths = []
+
+    def noted(drafter, given):
+        widths.append(given.ids.shape[1])
+        return run_fused(drafter, given)
+
+    monkeypatch.setattr(drafting, "run_fused", noted)
+    return widths
 
 
 def pytest_configure(config):

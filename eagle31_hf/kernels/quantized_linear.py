@@ -1,5 +1,5 @@
-"""A linear layer whose weight is held in 8 bits a value, for the few rows of a draft step: what it takes is the reading
-of the weight.
+"""The operation of a linear layer whose weight is held in 8 bits a value: multiplies the few rows of a draft step,
+whose time is that of reading the weight.
 
 K inputs, N outputs.
 """
@@ -17,7 +17,7 @@ def weight_values(weight: Tensor) -> Tensor:
 
 @operation(shapes=lambda x, weight, scale, bias: x.new_empty(*x.shape[:-1], len(weight)))
 def quantized_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """x (..., K) times a weight (N, K), see `weight_values`, each row of which `scale` (N,) multiplies, plus a bias
-    (N,) -> (..., N): sums in fp32, rounded once."""
+    """Multiplies x (..., K) by a weight (N, K), see `weight_values`, whose rows `scale` (N,) multiplies, and adds a
+    bias (N,) -> (..., N). Sums are in fp32, rounded once."""
     out = torch.nn.functional.linear(x.float(), weight_values(weight).float()) * scale
     return (out if bias is None else out + bias.float()).to(x.dtype)

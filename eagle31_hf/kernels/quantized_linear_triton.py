@@ -36,9 +36,9 @@ def tile(num_rows: int, num_outputs: int, is_fp32: bool = False) -> Tile:
 
 @triton.jit
 def _widened(bits, IS_FP8: tl.constexpr, like):
-    """The values of a weight in the dtype of `like`, exactly, but for NaN, which `quantized` never makes. Those of fp8
-    by moving bits: Triton's own conversion needs sm_89. In fp32, since compilers make more instructions of the same on
-    16 bits."""
+    """Returns the values of a weight in the dtype of `like`, exactly, but for NaN, which `quantized` never makes.
+    Those of fp8 by moving bits: Triton's own conversion needs sm_89. In fp32, since compilers make more instructions
+    of the same on 16 bits."""
     if IS_FP8:
         wide = (bits.to(tl.int8, bitcast=True).to(tl.int32) << 20) & -0x7810_0000  # without copies of the sign
         return (wide.to(tl.float32, bitcast=True) * FP8_FACTOR).to(like.dtype)
@@ -62,8 +62,8 @@ def quantized_linear_kernel(
     INPUTS: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """One program: the products of ROWS rows with OUTPUTS rows of the weight. What lies past the last row, output or
-    input is read as 0."""
+    """One program computes the products of ROWS rows with OUTPUTS rows of the weight. What lies past the last row,
+    output or input is read as 0."""
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     at_x = x + row.to(tl.int64)[:, None] * num_inputs

@@ -84,7 +84,8 @@ def overlap(target: TargetDistribution, draft: DraftDistribution) -> Tensor:
 
 
 def forward_kl(target: TargetDistribution, draft: DraftDistribution) -> Distance:
-    """S KL(p / S || q). What the draft vocabulary lacks cannot be learnt and has no part in it; neg_grad is p - S q."""
+    """Returns S KL(p / S || q) and its neg_grad. What the draft vocabulary lacks cannot be learnt and has no part in
+    it; neg_grad is p - S q."""
     distance = target.negentropy - dot(target.p, draft.logits) + target.coverage * draft.total
     return distance, torch.addcmul(target.p, draft.q, target.coverage[:, None], value=-1)
 
@@ -101,13 +102,13 @@ def _shapes(
 def soft_kl(
     logits: Tensor, p: Tensor, coverage: Tensor, negentropy: Tensor, best: Tensor, which: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The distance S KL(p / S || q) of predictions, and its gradient: sum_v p_v log(p_v / S) - sum_v p_v z_v + S log
-    sum_v exp z_v, and weight (S q - p).
+    """Computes the distance S KL(p / S || q) of predictions, and its gradient: sum_v p_v log(p_v / S) - sum_v p_v
+    z_v + S log sum_v exp z_v, and weight (S q - p).
 
     `logits` z (N, Vd), in any dtype. M target distributions: `p` (M, Vd), its coverage S, negentropy and best, as in
     `TargetDistribution`; `which` (N,): the one each prediction is compared with. `weights` (N,): of their distances.
-    Returns distance (N,), overlap (N,), whether no draft is likelier than `best` (N,), and the gradient of weight times
-    distance by the logits (N, Vd), in their dtype.
+    Returns distance (N,), overlap (N,), whether no draft is likelier than `best` (N,), and the gradient of weight
+    times distance by the logits (N, Vd), in their dtype.
     """
     target, draft = TargetDistribution(p, coverage, best, negentropy)[which], DraftDistribution(logits)
     distance, neg_grad = forward_kl(target, draft)

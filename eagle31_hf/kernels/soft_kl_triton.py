@@ -28,7 +28,8 @@ def soft_kl_kernel(
     stride_p,
     BLOCK: tl.constexpr,
 ):
-    """One prediction: first the sum of exp z, its maximum and p z, each lane for itself, then gradient and overlap.
+    """One program takes one prediction: first the sum of exp z, its maximum and p z, each lane for itself, then
+    gradient and overlap.
 
     The second time it reads from behind, where its caches still have what it read last."""
     n = tl.program_id(0).to(tl.int64)

@@ -52,7 +52,7 @@ def folder(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def pair_of(folder):
-    """`pair_of(kind)`: the target of this kind, and a drafter fitted to it."""
+    """Returns a function of a kind that returns the target of this kind and a drafter fitted to it."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     made: dict[str, tuple[PreTrainedModel, Eagle31DrafterModel]] = {}
 
@@ -74,7 +74,7 @@ def asked(**options) -> dict:
 
 @torch.no_grad()
 def movement(target: PreTrainedModel, alone: ModelOutput) -> float:
-    """By how much the target's own logits of a text differ at most between single steps and one forward."""
+    """Returns by how much the target's own logits of a text differ at most between single steps and one forward."""
     steps = torch.cat(alone.logits).float()
     return float((target(alone.sequences[:, :-1]).logits[0, -len(steps) :].float() - steps).abs().max())
 

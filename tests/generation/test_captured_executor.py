@@ -27,11 +27,7 @@ LENGTH = 30
 Pair = tuple[PreTrainedModel, Eagle31DrafterModel]
 
 
-@pytest.fixture(autouse=True)
-def _nothing_is_kept():
-    release()
-    yield
-    release()
+pytestmark = pytest.mark.usefixtures("nothing_is_kept")
 
 
 @pytest.fixture

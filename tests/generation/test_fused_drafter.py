@@ -11,7 +11,6 @@ from families import padded
 from eagle31_hf import demo, track_acceptance
 from eagle31_hf.cache import adopt
 from eagle31_hf.cache.arena import Arena, move_into
-from eagle31_hf.generation.captured import drafting as rounds
 from eagle31_hf.generation.captured.fused_drafter import DrafterInput, can_fuse, run_fused
 from eagle31_hf.generation.captured.seam import Uncaptured, seams
 from eagle31_hf.targets.fused import why_not_fused
@@ -30,23 +29,10 @@ TARGETS = {
 FUSED = {name: fields for name, fields in VARIANTS.items() if name != "mla"}
 
 
-@pytest.fixture
-def fused_forwards(monkeypatch) -> list[int]:
-    """The widths of the forwards that drafters run fused."""
-    widths = []
-
-    def noted(drafter, given):
-        widths.append(given.ids.shape[1])
-        return run_fused(drafter, given)
-
-    monkeypatch.setattr(rounds, "run_fused", noted)
-    return widths
-
-
 @pytest.mark.parametrize("num_prompts", [1, 3])
 @pytest.mark.parametrize("drafting", DRAFTINGS)
 @pytest.mark.parametrize("name", TARGETS)
-def test_text_is_the_targets_own(make_target, make_drafter, fused_forwards, name, drafting, num_prompts):
+def test_text_is_the_targets_own(make_target, make_drafter, fused_widths, name, drafting, num_prompts):
     kind, fields = TARGETS[name]
     target = make_target(kind, **fields)
     drafter = make_drafter(target)
@@ -59,11 +45,11 @@ def test_text_is_the_targets_own(make_target, make_drafter, fused_forwards, name
     assert torch.equal(ours, target.generate(**batch, **asked))
     assert sum(stats.accepted_per_position) > 0
     assert why_not_fused(target) == [None] * 5
-    assert len(fused_forwards) > stats.target_forwards  # each round reads, and drafts
+    assert len(fused_widths) > stats.target_forwards  # each round reads, and drafts
 
 
 @pytest.mark.parametrize(("name", "drafting"), [("eagle31", "tree"), ("eagle3", "chain")])
-def test_text_of_the_demo_pair(fused_forwards, name, drafting):
+def test_text_of_the_demo_pair(fused_widths, name, drafting):
     target, tokenizer = demo.load_target()
     prompt = demo.prompts(tokenizer, 1)[0]
     asked = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 24, "do_sample": False}
@@ -71,7 +57,7 @@ def test_text_of_the_demo_pair(fused_forwards, name, drafting):
         ours = target.generate(prompt, **asked, assistant_model=demo.load_drafter(name), **DRAFTINGS[drafting])
     assert torch.equal(ours, target.generate(prompt, **asked))
     assert set(why_not_fused(target)) == {None}
-    assert len(fused_forwards) > stats.target_forwards
+    assert len(fused_widths) > stats.target_forwards
     assert stats.mean_accepted_length > 1.5
 
 
@@ -136,7 +122,7 @@ def test_other_drafters_run_their_own_forward():
     assert not can_fuse(drafter)
 
 
-def test_a_drafter_that_is_not_fused_gives_the_same_text(make_target, make_drafter, fused_forwards, prompt):
+def test_a_drafter_that_is_not_fused_gives_the_same_text(make_target, make_drafter, fused_widths, prompt):
     target = make_target()
     drafter = make_drafter(target, "mla")
     asked = {"max_new_tokens": 12, "do_sample": False}
@@ -144,4 +130,4 @@ def test_a_drafter_that_is_not_fused_gives_the_same_text(make_target, make_draft
         ours = target.generate(prompt, **asked, assistant_model=drafter, **DRAFTINGS["tree"])
     assert torch.equal(ours, target.generate(prompt, **asked))
     assert set(stats.executions) == {"as tensors without graphs"}
-    assert fused_forwards == []
+    assert fused_widths == []

@@ -11,9 +11,8 @@ from recorded import Recorded
 
 from eagle31_hf import AcceptanceStats, Eagle31DrafterModel, demo, track_acceptance
 from eagle31_hf.cli import main
-from eagle31_hf.generation.captured import drafting as rounds
-from eagle31_hf.generation.captured.fused_drafter import can_fuse, run_fused
-from eagle31_hf.generation.captured.kept import fingerprint, release
+from eagle31_hf.generation.captured.fused_drafter import can_fuse
+from eagle31_hf.generation.captured.kept import fingerprint
 from eagle31_hf.generation.captured.seam import Uncaptured, seams
 from eagle31_hf.quantized import KINDS
 
@@ -26,24 +25,7 @@ DRAFTERS = ("eagle31", "pruned", "two_layers", "target_head", "mla")
 LEAST_KEPT = 0.94  # of the accepted length of the demo pair
 
 
-@pytest.fixture(autouse=True)
-def _nothing_is_kept():
-    release()
-    yield
-    release()
-
-
-@pytest.fixture
-def fused_widths(monkeypatch) -> list[int]:
-    """The widths of the forwards that drafters run fused."""
-    widths = []
-
-    def noted(drafter, given):
-        widths.append(given.ids.shape[1])
-        return run_fused(drafter, given)
-
-    monkeypatch.setattr(rounds, "run_fused", noted)
-    return widths
+pytestmark = pytest.mark.usefixtures("nothing_is_kept")
 
 
 def decode(target, drafter: Eagle31DrafterModel, seam, **options) -> tuple[torch.Tensor, AcceptanceStats]:

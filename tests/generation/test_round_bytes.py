@@ -46,12 +46,12 @@ MOVE_NOTHING = {
 
 
 def size(*tensors: Tensor) -> int:
-    """Bytes of tensors."""
+    """Returns the bytes of tensors."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def of_tree_attention(args: tuple, out: Tensor) -> int:
-    """Queries and outputs, and the keys and values of the slots that hold a token."""
+    """Returns the bytes of queries and outputs, and of the keys and values of slots that hold a token."""
     q, keys, values = args[:3]
     return size(q, out) + (size(keys) + size(values)) * (CONTEXT + q.shape[2]) // keys.shape[2]
 
@@ -90,7 +90,7 @@ class Bytes(TorchDispatchMode):
 
 
 def models(name: str) -> tuple[Any, Eagle31DrafterModel]:
-    """A target of a real shape and a drafter for it, in bf16 and without data."""
+    """Makes a target of a real shape and a drafter for it, in bf16 and without data."""
     fields = SHAPES[name]
     shared = {key: fields[key] for key in SHARED_FIELDS}
     vocabularies = {"vocab_size": fields["vocab_size"], "draft_vocab_size": DRAFT_VOCABULARY}
@@ -103,13 +103,13 @@ def models(name: str) -> tuple[Any, Eagle31DrafterModel]:
 
 
 def side(model: Any) -> Side:
-    """A model with a cache in an arena that holds a context."""
+    """Gives a model a cache in an arena that holds a context."""
     cache, arena = adopt.slot_cache(model.config)[0], Arena(CAPACITY)
     return Side(model, cache, move_into(cache, arena), arena)
 
 
 def draft_sampler(drafter: Eagle31DrafterModel) -> DraftSampler:
-    """The sampler of greedy drafts. It reads the draft vocabulary, which is here one with data."""
+    """Makes the sampler of greedy drafts. It reads the draft vocabulary, which is here one with data."""
     held = drafter.d2t
     drafter.d2t = torch.zeros(DRAFT_VOCABULARY, dtype=torch.long)
     sampler = DraftSampler(drafter, drafter.config.vocab_size, LogitsProcessorList(), None, 0.0, 1)
@@ -119,7 +119,7 @@ def draft_sampler(drafter: Eagle31DrafterModel) -> DraftSampler:
 
 @contextmanager
 def round_of(target: Any, drafter: Eagle31DrafterModel) -> Iterator[Round]:
-    """A round for one sequence of CONTEXT tokens, decoded greedily."""
+    """A context with a round for one sequence of CONTEXT tokens, decoded greedily."""
     states = drafter.like.new_empty(0, drafter.config.num_aux_states * drafter.config.target_hidden_size)
     carry = Carry.empty(torch.Size((1, 1)), WIDTH, CAPACITY, states, None)
     round_, of_target = Round(carry), side(target)
@@ -139,7 +139,8 @@ def without_data(monkeypatch):
 
 
 def moved_by(run: Callable[[], None]) -> Counter[str]:
-    """The bytes that operations of a function move, by name. It is run once before: that makes the arenas' buffers."""
+    """Counts the bytes that operations of a function move, by name. It is run once before: that makes the arenas'
+    buffers."""
     run()
     with Bytes() as counted:
         run()

@@ -8,7 +8,7 @@ NUMBERS = ("num_rows", "num_outputs", "num_inputs")
 
 
 def case(rows: int, outputs: int, bits: str, dtype: str = "bf16", has_bias: bool = False) -> Case:
-    """The kernel for so many rows and outputs; `bits`: i8, or u8 for fp8."""
+    """Makes the case of the kernel for so many rows and outputs; `bits`: i8, or u8 for fp8."""
     cut = tile(rows, outputs, dtype == "fp32")
     types = {"x": f"*{dtype}", "weight": f"*{bits}", "scale": "*fp32", "bias": f"*{dtype}", "out": f"*{dtype}"}
     types |= dict.fromkeys(NUMBERS, "i32")

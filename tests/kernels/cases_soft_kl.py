@@ -9,7 +9,7 @@ STRIDES = ("stride_logits", "stride_p")
 
 
 def of_dtype(dtype: str) -> Case:
-    """A draft vocabulary of 32,000, a multiple of 16."""
+    """Makes the case of a draft vocabulary of 32,000, a multiple of 16."""
     types = dict.fromkeys(FLOATS, "*fp32") | dict.fromkeys(("logits", "by_logits"), f"*{dtype}")
     types |= {"best": "*i64", "which": "*i64", "is_right": "*i1"} | dict.fromkeys(("vocab", *STRIDES), "i32")
     options = {"num_warps": NUM_WARPS}

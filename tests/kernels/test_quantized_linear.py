@@ -13,7 +13,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def guarded(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with NaN, or with a great number, before and behind it."""
+    """Returns a copy with NaN, or with a great number, before and behind it."""
     if tensor.dtype.is_floating_point:
         return Guarded.holding(tensor.to(DEVICE)).tensor
     # The largest int8; of fp8, which has NaN there, the kernel makes 480.

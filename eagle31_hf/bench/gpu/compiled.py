@@ -44,7 +44,7 @@ def flex(device: str, tokens: int, context: int, capacity: int, heads: int, kv_h
 
 
 def soft_kl(device: str, **size: int) -> dict:
-    """The soft-target loss as torch compiles its reference."""
+    """Times the reference of the soft-target loss, compiled by torch."""
     made = [MAKERS["soft_kl"](Maker(Size(**size), torch.bfloat16, torch.device(device), seed)) for seed in range(3)]
     compiled = torch.compile(operation.reference, dynamic=False, fullgraph=True)
     began = time.perf_counter()

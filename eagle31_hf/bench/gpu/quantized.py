@@ -1,4 +1,4 @@
-"""Drafters with weights in 8 bits: their layers beside torch's, and captured rounds with them."""
+"""Benchmarks of drafters with weights in 8 bits: times their layers beside torch's, and captured rounds with them."""
 
 from collections.abc import Iterator
 from copy import deepcopy
@@ -20,7 +20,7 @@ ROWS = (1, 8)
 
 
 def quantized(run: Run) -> Iterator[Task]:
-    """Layers of the first shape for few rows, and a chain of five drafts, in each kind."""
+    """Lists what is timed: layers of the first shape for few rows, and a chain of up to five drafts, in each kind."""
     shape = run.shapes[0]
     prompt, depth = run.sizes.prompts[0], min(5, max(run.sizes.chains))
     for kind in KINDS:
@@ -32,7 +32,7 @@ def quantized(run: Run) -> Iterator[Task]:
 
 
 def _round(run: Run, kind: str, prompt: int, depth: int) -> Row:
-    """Captured chains as in `rounds`, the drafter's weights in 8 bits."""
+    """Times captured chains as `rounds` does, the drafter's weights held in 8 bits."""
     shape = run.shapes[0]
     target, drafter = run.pair(shape)
     held: Any = deepcopy(drafter).quantize(kind)
@@ -42,8 +42,8 @@ def _round(run: Run, kind: str, prompt: int, depth: int) -> Row:
 
 @torch.no_grad()
 def _layer(run: Run, kind: str, shape: tuple[int, int], rows: int) -> Row:
-    """Milliseconds of a layer, of torch's linear in the run's dtype, and of torch's together with making the weight of
-    that dtype."""
+    """Times a layer: milliseconds of ours, of torch's linear in the run's dtype, and of torch's together with making
+    the weight of that dtype."""
     count = copies_beyond_cache(shape[0] * shape[1], run.device)
     plain = [_linear(run, shape) for _ in range(count)]
     held = [QuantizedLinear(layer, kind).eval() for layer in plain]

@@ -1,4 +1,4 @@
-"""What training does on a GPU beside what could take its place: the soft-target loss, and attention of the unroll.
+"""Benchmarks of training on a GPU: times the soft-target loss and the unroll's attention beside their alternatives.
 
 H heads, S positions, D width of a head.
 """
@@ -23,7 +23,8 @@ MATMULS = {"forward": 2, "backward": 5}  # of queries with keys, each of which s
 
 
 def training(run: Run) -> Iterator[Task]:
-    """The loss: our kernel beside its reference, and the reference compiled. Attention: every way of the device."""
+    """Lists what is timed: of the loss our kernel, its reference, and the reference compiled; of attention every way
+    that the device has."""
     size = next(real_sizes(run, "soft_kl"))
     yield f"soft_kl, {size.tokens} predictions", partial(timed, run, "soft_kl", size)
     yield f"soft_kl, {size.tokens} predictions, its reference compiled", partial(_compiled, run)
@@ -32,7 +33,7 @@ def training(run: Run) -> Iterator[Task]:
 
 
 def _compiled(run: Run) -> Row:
-    """The compiled reference in a process of its own, as compiling may take longer than there is."""
+    """Times the compiled reference in a process of its own, as compiling may take longer than there is."""
     if not run.is_gpu:
         return {"left_out": "no GPU"}
     return in_subprocess(
@@ -41,8 +42,8 @@ def _compiled(run: Run) -> Row:
 
 
 def attended(run: Run, way: str) -> Row:
-    """Milliseconds of a way, forward and backward, how fast it multiplies, and how far its gradient by the queries is
-    from that of dense chunks."""
+    """Times a way of attending: milliseconds forward and backward, how fast it multiplies, and how far its gradient
+    by the queries is from that of dense chunks."""
     inputs = [_inputs(run, seed) for seed in range(2)]
     forward: list[Callable] = [partial(WAYS[way].forward, _seen_by(way, first)) for first, _ in inputs]
     both: list[Callable] = [partial(_there_and_back, way, first, grad) for first, grad in inputs]
@@ -60,7 +61,8 @@ def attended(run: Run, way: str) -> Row:
 
 
 def _inputs(run: Run, seed: int) -> tuple[FirstKeys, Tensor]:
-    """One text's queries, keys and values (1, H, S, D), every head with keys of its own, and the output's gradient."""
+    """Makes one text's queries, keys and values (1, H, S, D), every head with keys of its own, and the output's
+    gradient."""
     size = next(real_sizes(run, "soft_kl"))
     make = Maker(size, run.dtype, run.device, seed)
     shape = 1, run.sizes.positions, size.heads, size.head_dim
@@ -70,7 +72,7 @@ def _inputs(run: Run, seed: int) -> tuple[FirstKeys, Tensor]:
 
 
 def _seen_by(way: str, first: FirstKeys) -> FirstKeys:
-    """The keys as a way takes them: a kernel needs no mask."""
+    """Makes the keys of depth 0 as a way takes them: a kernel needs no mask."""
     return first if way == DENSE else first._replace(mask=None)
 
 
