@@ -278,3 +278,16 @@ def test_operation_is_well_formed():
     args = *drawn(shape, tree_spans(shape)), MOST_NEW, 0.5, 0.0
     torch.library.opcheck(torch.ops.eagle31.tree_attention.default, (*args, None))
     torch.library.opcheck(torch.ops.eagle31.tree_attention.default, (*args, torch.zeros(2)))
+
+
+def test_what_is_not_a_number_in_a_seen_slot_shows():
+    """In the reference: 0 in its place would be taken for an answer."""
+    q, keys, values = (torch.randn(1, 1, count, 4) for count in (2, 6, 6))
+    spans = torch.tensor([[[0, 0, 0], [0, 0, 0]]])
+    spans[..., START], spans[..., BEGIN] = 3, 0
+    spans[0, 1, BEGIN] = 3  # the second query sees nothing
+    keys[0, 0, 1] = float("nan")
+    for sinks in (None, torch.zeros(1)):
+        out = tree_attention.reference(q, keys, values, spans, 0, 1.0, 0.0, sinks)
+        assert out[0, 0].isnan().all()
+        assert not out[0, 1].any()
