@@ -1,5 +1,8 @@
 """A captured round moves hardly more bytes than it must: those of the weights, and of the context's keys and values.
-Counted at the shapes of real models on the meta device, whose tensors have shapes and no data."""
+Counted at the shapes of real models on the meta device, whose tensors have shapes and no data.
+
+python tests/generation/test_round_bytes.py prints the figures.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -132,6 +135,10 @@ def round_of(target: Any, drafter: Eagle31DrafterModel) -> Iterator[Round]:
 
 @pytest.fixture
 def without_data(monkeypatch):
+    answer_without_data(monkeypatch)
+
+
+def answer_without_data(monkeypatch):
     """Answers the two questions that need data: the trials of fused layers, and whether rows of an embedding can be
     read. That layers and drafters of these classes are fused is shown where nodes are counted."""
     monkeypatch.setattr(fused, "why_not_fused", lambda target: [None] * len(fused._stages(target)))
@@ -167,3 +174,23 @@ def test_bytes_of_a_draft_step(name, without_data):
         five, six = (moved_by(lambda depth=depth: round_.draft(chain_of(depth))) for depth in (5, 6))
     needed = floor.draft(CONTEXT, 6) - floor.draft(CONTEXT, 5)
     assert needed <= six.total() - five.total() <= AT_MOST * needed, six - five
+
+
+def print_figures():
+    """Prints bytes over the least there can be: of drafting, of verifying, and of the round."""
+    with pytest.MonkeyPatch.context() as monkeypatch, torch.no_grad():
+        answer_without_data(monkeypatch)
+        for name in TARGETS:
+            target, drafter = models(name)
+            floor = Floor.of(target, drafter)
+            with round_of(target, drafter) as round_:
+                for title, plan in PLANS.items():
+                    parts = (lambda plan=plan: round_.draft(plan)), (lambda plan=plan: round_.verify(plan))
+                    moved = [moved_by(part).total() for part in parts]
+                    needed = floor.draft(CONTEXT, plan.depth), floor.verify(CONTEXT)
+                    shares = [a / b for a, b in zip((*moved, sum(moved)), (*needed, sum(needed)), strict=True)]
+                    print(name, title, "draft {:.4f}, verify {:.4f}, round {:.4f}".format(*shares))
+
+
+if __name__ == "__main__":
+    print_figures()
