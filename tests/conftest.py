@@ -89,6 +89,7 @@ SLOW = {
     "test_demo",
     "test_distributed",
     "test_compile_ahead",
+    "test_engines",
     "test_examples",
     "test_families",
     "test_fuzz_folders",

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,25 @@ def load_causal_lm(source: str, **options: Any) -> Any:
         source, "cannot be loaded as a causal language model", "a model that transformers' AutoModelForCausalLM reads"
     ):
         return AutoModelForCausalLM.from_pretrained(source, **options).eval()
+
+
+def load_outline(source: str, revision: str | None = None, dtype: str = "auto") -> Any:
+    """Loads a target's configs, without its weights: a model on the meta device. Raises OSError and ValueError in plain
+    words."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    refuse_drafter(source, revision)
+    with reading(
+        source, "is not read as a causal language model", "a model that transformers' AutoModelForCausalLM reads"
+    ):
+        config = AutoConfig.from_pretrained(source, revision=revision)
+        dtypes = {} if dtype == "auto" else {"dtype": getattr(torch, dtype)}
+        with torch.device("meta"):
+            target = AutoModelForCausalLM.from_config(config, **dtypes).eval()
+    with suppress(OSError):  # without one of its own, what its config says of generation is there already
+        target.generation_config = GenerationConfig.from_pretrained(source, revision=revision)
+    return target
 
 
 @contextmanager

@@ -110,6 +110,16 @@ def path(text: str) -> str:
     return text
 
 
+def engine(text: str) -> str:
+    """Reads the name of an engine: vllm, or the address of a server."""
+    from ..training.servers import base_of
+
+    try:
+        return text if text == "vllm" else base_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def words(text: str) -> str:
     """Reads text for a tokenizer. Invalid UTF-8 is refused; it arrives as lone surrogates, which no tokenizer reads."""
     try:

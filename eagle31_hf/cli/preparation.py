@@ -4,13 +4,15 @@ import argparse
 from typing import Any
 
 from . import resuming
-from .loading import load_causal_lm, load_tokenizer
+from .loading import load_causal_lm, load_outline, load_tokenizer
 from .parsing import (
     DTYPES,
     add_device,
     count,
     device_map,
+    engine,
     field,
+    number,
     path,
     positive,
     progress,
@@ -24,6 +26,7 @@ from .parsing import (
 
 QUANTIZATIONS = {"4bit": {"load_in_4bit": True}, "8bit": {"load_in_8bit": True}}
 SAMPLING = ("top_p", "top_k")  # of generate()
+ENGINE_OPTIONS = ("engine_requests", "engine_timeout", "engine_option")
 
 
 def prepare_data(args: argparse.Namespace) -> int:
@@ -35,8 +38,9 @@ def prepare_data(args: argparse.Namespace) -> int:
 
     options = _options(args)
     check_store_folder(args.output)
-    progress(f"loading {args.target}")
-    tokenizer, target = load_tokenizer(args.target, args.revision), load_target(args)
+    progress(f"loading {args.target}" if needs_weights(args) else f"reading the configs of {args.target}")
+    tokenizer = load_tokenizer(args.target, args.revision)
+    target = load_target(args) if needs_weights(args) else load_outline(args.target, args.revision, args.dtype)
     prepared = prepare(target, tokenizer, args.data, args.output, options, part=args.part, progress=progress)
     report = asdict(prepared)
     show(args, report, "\n".join(_lines(report)))
@@ -48,6 +52,9 @@ def _options(args: argparse.Namespace) -> Any:
     from ..training.prepare import PreparationOptions
 
     generation = _generation(args)
+    engine = engine_options(args)
+    if engine is not None and not needs_weights(args):
+        _refuse_loading(args)
     if not args.regenerate and (generation or args.max_new_tokens is not None):
         raise ValueError(
             "--max-new-tokens, --temperature, --top-p and --top-k are of regenerated answers; expected --regenerate"
@@ -63,6 +70,7 @@ def _options(args: argparse.Namespace) -> Any:
         template_options=dict(args.template_option),
         regenerate=args.regenerate,
         generation=generation,
+        engine=engine,
         states=args.states,
         layer_ids=args.layers,
         dtype=args.states_dtype,
@@ -70,6 +78,40 @@ def _options(args: argparse.Namespace) -> Any:
         records_per_shard=args.records_per_shard,
         **({} if args.max_new_tokens is None else {"max_new_tokens": args.max_new_tokens}),
     )
+
+
+def engine_options(args: argparse.Namespace) -> Any:
+    """Returns the options of the engine that answers, None without one. Raises ValueError for options without what they
+    belong to."""
+    from ..training.engines import EngineOptions
+    from ..training.servers import Patience
+
+    if args.engine is None:
+        given = [name for name in ENGINE_OPTIONS if getattr(args, name) is not None]
+        if given:
+            raise ValueError(f"--{given[0].replace('_', '-')} is of an engine; expected --engine too.")
+        return None
+    if not args.regenerate:
+        raise ValueError("--engine gives the target's own answers; expected --regenerate too.")
+    patience = Patience() if args.engine_timeout is None else Patience(timeout=args.engine_timeout)
+    requests = {} if args.engine_requests is None else {"requests": args.engine_requests}
+    return EngineOptions(tuple(args.engine), patience=patience, settings=dict(args.engine_option or ()), **requests)
+
+
+def needs_weights(args: argparse.Namespace) -> bool:
+    """Returns True where the target itself runs here."""
+    return args.engine is None or args.states
+
+
+def _refuse_loading(args: argparse.Namespace) -> None:
+    """Raises ValueError for an option of `add_loading` that means nothing where the target is not loaded."""
+    given = {"--device-map": args.device_map, "--tensor-parallel": args.tensor_parallel, "--load-in": args.load_in}
+    for option, value in given.items():
+        if value:
+            raise ValueError(
+                f"{option} says how to load the target here, where --engine answers in its place; expected one of the"
+                " two."
+            )
 
 
 def load_target(args: argparse.Namespace) -> Any:
@@ -182,6 +224,7 @@ def _add_generation(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--top-p", type=top_p)
     parser.add_argument("--top-k", type=positive)
+    add_engine(parser, "vllm (installed here, offline), or the addresses of servers of vLLM or SGLang")
 
 
 def _add_states(parser: argparse.ArgumentParser) -> None:
@@ -196,6 +239,33 @@ def _add_states(parser: argparse.ArgumentParser) -> None:
         "--states-dtype",
         choices=("float32", "bfloat16", "float16", "fp8"),
         help="how states are stored (default: as the target has them)",
+    )
+
+
+def add_engine(parser: argparse.ArgumentParser, engines: str) -> None:
+    """Adds the options of the engine that answers; `engines` says which there are."""
+    parser.add_argument(
+        "--engine",
+        type=engine,
+        nargs="+",
+        metavar="ENGINE",
+        help=f"what gives the answers instead of transformers: {engines}, as http://localhost:8000",
+    )
+    parser.add_argument(
+        "--engine-requests", type=positive, help="prompts that servers are asked at once, all together (default: 64)"
+    )
+    parser.add_argument(
+        "--engine-timeout",
+        type=number(0, above=True),
+        metavar="SECONDS",
+        help="how long to wait for one answer of a server before it is asked again (default: 600)",
+    )
+    parser.add_argument(
+        "--engine-option",
+        type=field,
+        action="append",
+        metavar="NAME=VALUE",
+        help="an argument of vllm.LLM for --engine vllm, as tensor_parallel_size=4",
     )
 
 

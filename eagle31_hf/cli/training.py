@@ -7,7 +7,7 @@ from typing import Any
 from . import resuming
 from .loading import load_tokenizer
 from .parsing import config_field, count, field, number, path, positive, progress, seed, show
-from .preparation import add_loading, add_template_option, load_target
+from .preparation import add_engine, add_loading, add_template_option, engine_options, load_target
 
 
 def train(args: argparse.Namespace) -> int:
@@ -70,6 +70,12 @@ def check_options(args: argparse.Namespace) -> None:
     ]
     if args.upgrade and args.drafter is None:
         raise ValueError("--upgrade makes an EAGLE 3 drafter an EAGLE 3.1 one; expected --drafter with it.")
+    if args.engine is not None and "vllm" in args.engine:
+        raise ValueError(
+            "--engine vllm would hold the target a second time beside the one trained on; expected the address of a"
+            " server, or the answers made beforehand: eagle31 prepare-data --engine vllm."
+        )
+    engine_options(args)
     if args.drafter is not None and fresh:
         raise ValueError(
             f"{fresh[0]} is of a new drafter, and --drafter names one that has its own; expected one of the two."
@@ -132,7 +138,11 @@ def read_data(args: argparse.Namespace, target: Any, tokenizer: Any, settings: A
     from ..training.recipe import ExampleReader
 
     options = PreparationOptions(
-        max_length=args.max_length, split=args.split, seed=args.seed, template_options=dict(args.template_option)
+        max_length=args.max_length,
+        split=args.split,
+        seed=args.seed,
+        template_options=dict(args.template_option),
+        engine=engine_options(args),
     )
     regenerate_in = Path(args.output) if args.regenerate else None
     reader = ExampleReader(target, tokenizer, options, progress, regenerate_in)
@@ -196,6 +206,7 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--regenerate", action="store_true", help="replace answers by the target's own first; more is accepted so"
     )
+    add_engine(parser, "the addresses of servers of vLLM or SGLang that run the target")
     add_template_option(parser)
     parser.add_argument("--eval-data", type=path, help="rows to evaluate on (default: some of the data)")
     parser.add_argument(

@@ -23,6 +23,7 @@ from ..targets.layers import decoder_layers
 from . import regenerate as on_policy
 from .chats import ExampleMaker
 from .ends import tensor_parallel_group
+from .engines import EngineAnswers, EngineOptions, engine_answers
 from .kinds import Chat, parse_record
 from .packing import Examples
 from .records import Record, Records, identity, read_records
@@ -31,6 +32,7 @@ from .store import Columns, HiddenStateStore, Manifest, missing_shards, open_sto
 from .target import TargetReader
 
 MOST_REASONS = 5  # in an error
+PROBES = 3  # prompts by which an engine is checked
 Made = TypeVar("Made")
 Progress = Callable[[str], None]  # is told one line at a time
 
@@ -40,10 +42,11 @@ class PreparationOptions:
     """Options of training data.
 
     `split` is that of a dataset; `max_length`, `mask`, `template_augmentation`, `chat_template`, `template_options` and
-    `seed` are `ExampleMaker`'s. `regenerate`: answers are the target's own, by generate() with the arguments
-    `generation`, of at most `max_new_tokens` tokens. `states`: the target's states are stored too, those at `layer_ids`
-    (by default where drafters read) in `dtype`, one of STORED_DTYPES (by default the target's). `batch_size`: examples
-    the target reads, or prompts it answers, at once. Raises ValueError for options that do not go together.
+    `seed` are `ExampleMaker`'s. `regenerate`: answers are the target's own, of at most `max_new_tokens` tokens, by
+    generate() with the arguments `generation`; where there is an `engine`, by this one, as generate() would sample.
+    `states`: the target's states are stored too, those at `layer_ids` (by default where drafters read) in `dtype`, one
+    of STORED_DTYPES (by default the target's). `batch_size`: examples the target reads, or prompts it answers, at once.
+    Raises ValueError for options that do not go together.
     """
 
     max_length: int = 2048
@@ -56,6 +59,7 @@ class PreparationOptions:
     regenerate: bool = False
     max_new_tokens: int = 1024
     generation: dict[str, Any] = field(default_factory=dict)
+    engine: EngineOptions | None = None
     states: bool = False
     layer_ids: list[int] | None = None
     dtype: str | None = None
@@ -71,6 +75,12 @@ class PreparationOptions:
             raise ValueError(
                 f"template_augmentation is {self.template_augmentation}; expected 0 with regenerate: prompts are as"
                 " they are served."
+            )
+
+        if self.states and self.engine is not None and not self.engine.is_served:
+            raise ValueError(
+                "the engine is vllm and states are to be stored, for which the target would be loaded twice here;"
+                " expected the address of a server, or no states."
             )
 
     def for_target(self, target: PreTrainedModel) -> "PreparationOptions":
@@ -110,8 +120,10 @@ def prepare_data(
 
     `source`: what `read_records` reads. `part`: makes only the shards whose number is part[0] modulo part[1]. A record
     that gives no example is counted with its reason, and the first ones of each reason are told to `progress`, with
-    file and line. Raises ValueError for a target whose processes depend on each other, where `output` holds something
-    else, and where no record gives an example.
+    file and line. Where an engine answers and no states are stored, the target may be without weights, on the meta
+    device. Raises ValueError for a target whose processes depend on each other, where `output` holds something else,
+    where no record gives an example, and for an engine that does not give the target's answers; RuntimeError where its
+    servers fail.
     """
     if not 0 <= part[0] < part[1]:
         raise ValueError(f"part is {part[0]}/{part[1]}; expected 0/n to n-1/n for n processes.")
@@ -123,11 +135,13 @@ def prepare_data(
     options = (options or PreparationOptions()).for_target(target)
     records = read_records(source, options.split)
     skips = Skips(records.where, progress)
-    builder = ShardBuilder(target, tokenizer, records, options, skips)
+    tell = progress or (lambda line: None)
+    builder = ShardBuilder(target, tokenizer, records, options, skips, tell)
+    builder.meet_engine(tell)
     open_store(output, builder.manifest(source))
     if builder.reader is not None and part[0] == 0:
         save_target_parts(output, target, builder.reader.scoring.as_dict())
-    _make_shards(builder, output, part, progress or (lambda line: None))
+    _make_shards(builder, output, part, tell)
     prepared = _summary(output)
     if prepared.shards == prepared.num_shards and not prepared.rows:
         raise _no_examples(source, records, skips, prepared.skipped)
@@ -190,7 +204,8 @@ def each_record(
 
 
 class ShardBuilder:
-    """Makes the examples of a store's shards; `options` are those of the target, see `for_target`."""
+    """Makes the examples of a store's shards; `options` are those of the target, see `for_target`. `tell` is told of
+    servers that fail."""
 
     def __init__(
         self,
@@ -199,6 +214,7 @@ class ShardBuilder:
         records: Records,
         options: PreparationOptions,
         skips: Skips,
+        tell: Progress,
     ):
         self.target = target
         self.tokenizer = tokenizer
@@ -206,12 +222,42 @@ class ShardBuilder:
         self.options = options
         self.skips = skips
         self.maker = example_maker(target, tokenizer, options)
-        self.generator: on_policy.AnswerGenerator | None = None
-        if options.regenerate:
-            self.generator = on_policy.AnswerGenerator(
-                target, tokenizer, options.max_length, options.max_new_tokens, options.batch_size, options.generation
-            )
+        self._template = {"chat_template": options.chat_template, **options.template_options}
+        self.generator = self._answer_source(tell) if options.regenerate else None
         self.reader = TargetReader(target, options.layer_ids) if options.states else None
+
+    def _answer_source(self, tell: Progress) -> on_policy.AnswerSource:
+        options = self.options
+        generator = on_policy.AnswerGenerator(
+            self.target,
+            self.tokenizer,
+            options.max_length,
+            options.max_new_tokens,
+            options.batch_size,
+            options.generation,
+        )
+        if options.engine is None:
+            return generator
+        return engine_answers(generator, options.engine, options.generation, self.maker.vocab_size, tell)
+
+    def meet_engine(self, tell: Progress) -> None:
+        """Checks that the engine, if one answers, gives the target's answers, on the first prompts of the records.
+
+        Raises ValueError where it does not, RuntimeError where it cannot be reached.
+        """
+        if isinstance(self.generator, EngineAnswers):
+            self.generator.meet(self._first_prompts(self.generator), tell)
+
+    def _first_prompts(self, generator: on_policy.AnswerSource) -> list[Tensor]:
+        prompts, silent = list[Tensor](), Skips(self.records.where)
+        for _, made in each_record(self.records, range(len(self.records)), self._chat_or_prompts, silent):
+            if isinstance(made, Chat):
+                prompts += on_policy.first_prompt(generator, made, **self._template)
+            else:
+                prompts += [prompt for prompt in made if generator.fits(prompt)]
+            if len(prompts) >= PROBES:
+                break
+        return prompts[:PROBES]
 
     def build(self, index: int) -> tuple[list[Columns], Counter[str]]:
         """Returns the examples of a shard, and by reason how many of its records gave none."""
@@ -227,7 +273,7 @@ class ShardBuilder:
             self._add_states(self.reader, examples)
         return examples, self.skips.taken()
 
-    def _regenerated(self, generator: on_policy.AnswerGenerator, numbers: range) -> list[Columns]:
+    def _regenerated(self, generator: on_policy.AnswerSource, numbers: range) -> list[Columns]:
         """Returns examples in the target's words: chats are answered; of what is no chat, all before the first answer
         is the prompt, or the first half of a plain text."""
         chats, prompts = list[tuple[int, Chat]](), list[tuple[int, Tensor]]()
@@ -240,8 +286,7 @@ class ShardBuilder:
             generator,
             [chat for _, chat in chats],
             lambda i, refusal: self.skips.add(chats[i][0], refusal),
-            chat_template=self.options.chat_template,
-            **self.options.template_options,
+            **self._template,
         )
         continued = on_policy.continue_texts(
             generator, [prompt for _, prompt in prompts], lambda i, refusal: self.skips.add(prompts[i][0], refusal)
@@ -303,12 +348,19 @@ class ShardBuilder:
         if options.regenerate:
             made_of |= {
                 "max_new_tokens": options.max_new_tokens,
-                "batch_size": options.batch_size,
                 "generation": options.generation,
+                **self._answered_by(),
                 # what `generation` leaves out is as it says
                 "generation_config": digest(self.target.generation_config.to_json_string(use_diff=False)),
             }
         return made_of
+
+    def _answered_by(self) -> dict[str, Any]:
+        """Returns what answers follow from besides the call: the engine, or how many prompts generate() pads to one
+        length."""
+        if isinstance(self.generator, EngineAnswers):
+            return {"engine": self.generator.engine.identity}
+        return {"batch_size": self.options.batch_size}
 
 
 def _end_of_prompt(example: Columns) -> int:

@@ -37,21 +37,54 @@ def stop_ids(target: Any, tokenizer: Any) -> list[int]:
 
 
 @dataclass
-class AnswerGenerator:
-    """Generates answers with the target, `batch_size` prompts at a time, and makes examples of them.
+class AnswerSource:
+    """Gives answers in the target's words, and makes examples of them.
 
-    Examples have at most `max_length` tokens, answers `max_new_tokens`. `generation`: arguments of generate().
+    Examples have at most `max_length` tokens, answers `max_new_tokens`. `target`: its generation config says how an
+    answer ends.
     """
 
     target: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     max_length: int
     max_new_tokens: int
+
+    def __post_init__(self):
+        self.stops = stop_ids(self.target, self.tokenizer)
+
+    def answers(self, prompts: list[Tensor]) -> list[Tensor]:
+        """Returns the ids of the answer to each prompt (T,), through the token that ends its turn."""
+        raise NotImplementedError
+
+    def through_end(self, answer: Tensor) -> Tensor:
+        """Returns an answer (T,) without what comes after the token that ends it."""
+        ends = torch.isin(answer, torch.tensor(self.stops, dtype=torch.long)).nonzero()
+        return answer[: int(ends[0]) + 1] if len(ends) else answer
+
+    def text(self, answer: Tensor) -> str:
+        """Returns the words of an answer (T,), without the token that ends the turn, as a later prompt quotes them."""
+        words = answer[:-1] if answer[-1] in self.stops else answer
+        return str(self.tokenizer.decode(words, skip_special_tokens=True))
+
+    def fits(self, prompt: Tensor) -> bool:
+        """Returns True where an example has room for the prompt (T,) and the shortest answer to learn from."""
+        return len(prompt) + LEAST_ANSWER <= self.max_length
+
+    def example(self, prompt: Tensor, answer: Tensor) -> Example:
+        """Makes an example of a prompt (T,) and its answer, cut to `max_length` tokens."""
+        ids = torch.cat([prompt, answer])[: self.max_length]
+        return {"input_ids": ids, "answers": torch.arange(len(ids)) >= len(prompt)}
+
+
+@dataclass
+class AnswerGenerator(AnswerSource):
+    """Generates answers with the target, `batch_size` prompts at a time. `generation`: arguments of generate()."""
+
     batch_size: int = 8
     generation: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
-        self.stops = stop_ids(self.target, self.tokenizer)
+        super().__post_init__()
         pads = (self.tokenizer.pad_token_id, *self.stops, 0)
         self.pad = next(token for token in pads if token is not None)
 
@@ -84,26 +117,7 @@ class AnswerGenerator:
             return_dict_in_generate=False,
             **self.generation,
         )
-        return [self._through_end(answer) for answer in generated[:, ids.shape[1] :].cpu()]
-
-    def _through_end(self, answer: Tensor) -> Tensor:
-        """Returns an answer (T,) without the padding after the token that ends it."""
-        ends = torch.isin(answer, torch.tensor(self.stops, dtype=torch.long)).nonzero()
-        return answer[: int(ends[0]) + 1] if len(ends) else answer
-
-    def text(self, answer: Tensor) -> str:
-        """Returns the words of an answer (T,), without the token that ends the turn, as a later prompt quotes them."""
-        words = answer[:-1] if answer[-1] in self.stops else answer
-        return str(self.tokenizer.decode(words, skip_special_tokens=True))
-
-    def fits(self, prompt: Tensor) -> bool:
-        """Returns True where an example has room for the prompt (T,) and the shortest answer to learn from."""
-        return len(prompt) + LEAST_ANSWER <= self.max_length
-
-    def example(self, prompt: Tensor, answer: Tensor) -> Example:
-        """Makes an example of a prompt (T,) and its answer, cut to `max_length` tokens."""
-        ids = torch.cat([prompt, answer])[: self.max_length]
-        return {"input_ids": ids, "answers": torch.arange(len(ids)) >= len(prompt)}
+        return [self.through_end(answer) for answer in generated[:, ids.shape[1] :].cpu()]
 
 
 @dataclass
@@ -132,7 +146,7 @@ class _Conversation:
         return False
 
 
-def regenerate(generator: AnswerGenerator, chats: list[Chat], refuse: Refuse, **template: Any) -> list[list[Example]]:
+def regenerate(generator: AnswerSource, chats: list[Chat], refuse: Refuse, **template: Any) -> list[list[Example]]:
     """Returns, chat by chat, an example for every turn of the assistant, and for one after a last message of the
     user's, in the target's words.
 
@@ -156,7 +170,7 @@ def regenerate(generator: AnswerGenerator, chats: list[Chat], refuse: Refuse, **
             conversation.said.append({"role": "assistant", "content": generator.text(answer)})
 
 
-def continue_texts(generator: AnswerGenerator, prompts: list[Tensor], refuse: Refuse) -> list[list[Example]]:
+def continue_texts(generator: AnswerSource, prompts: list[Tensor], refuse: Refuse) -> list[list[Example]]:
     """Returns, for each prompt (T,), an example of it and the target's continuation, or none; `refuse` is told of
     those."""
     fitting = [i for i, prompt in enumerate(prompts) if generator.fits(prompt)]
@@ -168,7 +182,14 @@ def continue_texts(generator: AnswerGenerator, prompts: list[Tensor], refuse: Re
     ]
 
 
-def _examples(generator: AnswerGenerator, index: int, prompt: Tensor, answer: Tensor, refuse: Refuse) -> list[Example]:
+def first_prompt(generator: AnswerSource, chat: Chat, **template: Any) -> list[Tensor]:
+    """Returns the prompt (T,) of a chat's first turn that the target would answer, in a list; an empty list where there
+    is none. The chat stays as it is."""
+    conversation = _Conversation(0, [*chat.messages], chat.tools)
+    return _prompts(generator, conversation, lambda i, refusal: None, template) if conversation.goes_on() else []
+
+
+def _examples(generator: AnswerSource, index: int, prompt: Tensor, answer: Tensor, refuse: Refuse) -> list[Example]:
     if len(answer) >= LEAST_ANSWER:
         return [generator.example(prompt, answer)]
     refuse(index, TOO_SHORT)
@@ -176,7 +197,7 @@ def _examples(generator: AnswerGenerator, index: int, prompt: Tensor, answer: Te
 
 
 def _prompts(
-    generator: AnswerGenerator, conversation: _Conversation, refuse: Refuse, template: dict[str, Any]
+    generator: AnswerSource, conversation: _Conversation, refuse: Refuse, template: dict[str, Any]
 ) -> list[Tensor]:
     """Renders the prompt of the next turn; returns none where the chat has to end."""
     try:

@@ -1,4 +1,7 @@
-"""A tokenizer with a chat template whose tokens are letters."""
+"""A tokenizer with a chat template whose tokens are letters, and chats in them."""
+
+import json
+import random
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -19,3 +22,20 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="k")
     tokenizer.chat_template = TEMPLATE
     return tokenizer
+
+
+def conversations(count: int = 14) -> list[dict]:
+    """Chats of one or two turns, the same ones every time."""
+    draw = random.Random(0)
+    words = lambda least: "".join(draw.choices("abcdefg", k=draw.randrange(least, 12)))  # noqa: E731
+    turns = [
+        [("human", words(1)), ("gpt", words(3)), ("human", words(1)), ("gpt", words(3))][: draw.choice([2, 4])]
+        for _ in range(count)
+    ]
+    return [{"conversations": [{"from": role, "value": text} for role, text in made]} for made in turns]
+
+
+def write_data(path, records: list[dict]) -> str:
+    """Writes records as JSON lines."""
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)

@@ -14,7 +14,7 @@ import time
 import pytest
 import torch
 from close import FORWARD, assert_close
-from letters import END, build_tokenizer
+from letters import END, build_tokenizer, conversations, write_data
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eagle31_hf.cli.preparation import add_prepare_data
@@ -33,21 +33,6 @@ WITH_STATES = {"states": True, "layer_ids": LAYERS, "records_per_shard": 3}
 def prepare(target, tokenizer, data: str, folder, part=(0, 1), progress=None, **options) -> Prepared:
     options = PreparationOptions(**options)
     return prepare_data(target, tokenizer, data, folder, options, part=part, progress=progress)
-
-
-def write_data(path, records: list[dict]) -> str:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(path)
-
-
-def conversations(count: int = 14) -> list[dict]:
-    draw = random.Random(0)
-    words = lambda least: "".join(draw.choices("abcdefg", k=draw.randrange(least, 12)))  # noqa: E731
-    turns = [
-        [("human", words(1)), ("gpt", words(3)), ("human", words(1)), ("gpt", words(3))][: draw.choice([2, 4])]
-        for _ in range(count)
-    ]
-    return [{"conversations": [{"from": role, "value": text} for role, text in made]} for made in turns]
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,333 @@
+"""Answers of the target by an inference engine: vLLM in this process, or servers of vLLM and SGLang.
+
+T tokens of a prompt or an answer. Prompts are sent as ids and answers come back as ids: no text is read again.
+"""
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..targets.ends import execution_device
+from .regenerate import AnswerSource
+from .servers import Ask, Patience, Servers, Tell, Told, base_of
+
+VLLM = "vllm"
+PROBE_TOKENS = 32  # of each answer by which an engine is checked
+UNLIKELY = 0.25  # of the likeliest token's probability: rounding does not make a greedy token so unlikely
+MOST_UNLIKELY = 0.05  # of the tokens: a quantized target, here or there, errs now and then
+MAX_SEED = 2**31 - 1
+GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+# What generate() samples by where neither the call nor the target's generation config says it.
+DEFAULTS = {"do_sample": False, "temperature": 1.0, "top_p": 1.0, "top_k": 50, "min_p": 0.0, "repetition_penalty": 1.0}
+# Settings of a generation config that engines do not follow, and the values with which they change nothing.
+NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "penalty_alpha": (0.0,),
+    "dola_layers": (),
+    "typical_p": (1.0,),
+    "top_h": (),
+    "epsilon_cutoff": (0.0,),
+    "eta_cutoff": (0.0,),
+    "encoder_repetition_penalty": (1.0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "no_repeat_ngram_size": (0,),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "max_time": (),
+    "stop_strings": ([],),
+    "bad_words_ids": ([],),
+    "force_words_ids": ([],),
+    "constraints": ([],),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "exponential_decay_length_penalty": (),
+    "suppress_tokens": ([],),
+    "begin_suppress_tokens": ([],),
+    "sequence_bias": ({},),
+    "guidance_scale": (1.0,),
+    "watermarking_config": (),
+    "token_healing": (False,),
+}
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """The engine that answers instead of generate().
+
+    `names`: "vllm", or addresses of servers. `requests`: how many prompts servers are asked at once, all together;
+    `patience`: how long they are waited for. `settings`: arguments of `vllm.LLM` that win. Raises ValueError for names
+    that are neither, or both, and for settings of servers.
+    """
+
+    names: tuple[str, ...]
+    requests: int = 64
+    patience: Patience = field(default_factory=Patience)
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if VLLM in self.names and len(self.names) > 1:
+            raise ValueError(f"the engine is {' '.join(self.names)}; expected vllm alone, or addresses of servers.")
+        if not self.names or self.requests < 1:
+            raise ValueError(f"the engine is {self.names}, requests {self.requests}; expected at least one of each.")
+        if VLLM in self.names:
+            return
+        for url in self.names:
+            base_of(url)
+        if self.settings:
+            raise ValueError(
+                f"settings of the engine are {', '.join(self.settings)}, and it is a server, which has its own;"
+                " expected none, or the engine vllm."
+            )
+
+    @property
+    def is_served(self) -> bool:
+        """True for servers, False for vLLM in this process."""
+        return VLLM not in self.names
+
+
+class Engine(Protocol):
+    """What answers prompts given as ids. `name` is for the user, `identity` is what the store keeps of it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def identity(self) -> dict[str, Any]: ...
+
+    def meet(self, ask: Ask, sampling: dict[str, Any], stops: list[int], max_length: int) -> None: ...
+
+    def each(self, asks: list[Ask], sampling: dict[str, Any], stops: list[int]) -> Iterator[tuple[str, list[Told]]]: ...
+
+    def answers(self, asks: list[Ask], sampling: dict[str, Any], stops: list[int]) -> list[Told]: ...
+
+
+class VllmEngine:
+    """vLLM in this process, which loads the target for itself when it is met.
+
+    `settings`: arguments of `vllm.LLM` that win. Raises ImportError where vLLM is not installed, ValueError for a
+    target that was made in memory.
+    """
+
+    def __init__(self, target: Any, max_length: int, settings: dict[str, Any]):
+        if importlib.util.find_spec("vllm") is None:
+            raise ImportError(
+                "the engine is vllm, which is not installed here: pip install vllm, or name the address of a server."
+            )
+        if not target.name_or_path:
+            raise ValueError(
+                "the target was made in memory, and the engine is vllm; expected a target from a folder or repository,"
+                " which vllm can load."
+            )
+        self.target, self.max_length = target, max_length
+        self.settings = settings
+
+    @property
+    def name(self) -> str:
+        """The target and the engine, for the user."""
+        return f"{self.target.name_or_path} in vLLM"
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What answers follow from besides the target's shapes: where vLLM finds its weights, and its settings."""
+        return {VLLM: self.target.name_or_path, **({"settings": self.settings} if self.settings else {})}
+
+    @cached_property
+    def llm(self) -> Any:
+        """The engine with the target's weights, in the target's dtype."""
+        from vllm import LLM
+
+        arguments = {
+            "model": self.target.name_or_path,
+            "revision": getattr(self.target.config, "_commit_hash", None),  # only those of the Hub have one
+            "dtype": str(self.target.dtype).removeprefix("torch."),
+            "max_model_len": self.max_length,
+            "skip_tokenizer_init": True,
+            "generation_config": VLLM,  # nothing is sampled by what the target's folder says: requests say all
+        }
+        return LLM(**arguments | self.settings)
+
+    def meet(self, ask: Ask, sampling: dict[str, Any], stops: list[int], max_length: int) -> None:
+        """Loads the target."""
+        _ = self.llm
+
+    def each(self, asks: list[Ask], sampling: dict[str, Any], stops: list[int]) -> Iterator[tuple[str, list[Told]]]:
+        """Yields the engine's name and its answers to prompts."""
+        yield VLLM, self.answers(asks, sampling, stops)
+
+    def answers(self, asks: list[Ask], sampling: dict[str, Any], stops: list[int]) -> list[Told]:
+        """Returns the answers to prompts, in their order."""
+        from vllm import SamplingParams
+
+        params = [
+            SamplingParams(
+                max_tokens=ask.max_tokens,
+                seed=ask.seed if sampling["temperature"] else None,
+                stop_token_ids=stops,
+                ignore_eos=True,  # the stops are all there are
+                detokenize=False,
+                **sampling,
+            )
+            for ask in asks
+        ]
+        outputs = self.llm.generate([{"prompt_token_ids": ask.prompt} for ask in asks], params, use_tqdm=False)
+        answers = [output.outputs[0] for output in outputs]
+        return [Told(list(answer.token_ids), str(answer.finish_reason), answer.stop_reason) for answer in answers]
+
+
+def _vllm(options: EngineOptions, target: Any, max_length: int, tell: Tell) -> Engine:
+    return VllmEngine(target, max_length, options.settings)
+
+
+def _servers(options: EngineOptions, target: Any, max_length: int, tell: Tell) -> Engine:
+    urls = tuple(dict.fromkeys(map(base_of, options.names)))
+    return Servers(urls, target.name_or_path, options.requests, options.patience, tell)
+
+
+ENGINES: dict[bool, Callable[[EngineOptions, Any, int, Tell], Engine]] = {False: _vllm, True: _servers}  # by is_served
+
+
+def sampling_of(generation: dict[str, Any], config: Any) -> dict[str, Any]:
+    """Returns what an engine samples by, as generate(**generation) would with this generation config.
+
+    Raises ValueError for a setting that engines do not follow.
+    """
+    for name in {**NOT_FOLLOWED, **generation}:
+        value = generation[name] if name in generation else getattr(config, name, None)
+        if name not in DEFAULTS and value is not None and value not in NOT_FOLLOWED.get(name, ()):
+            whose = "" if name in generation else " in the target's generation config"
+            raise ValueError(
+                f"{name} is {value!r}{whose}, which engines do not follow as generate() does; expected it unset, or no"
+                " engine."
+            )
+
+    def setting(name: str) -> Any:
+        found = (generation.get(name), getattr(config, name, None), DEFAULTS[name])
+        return next(value for value in found if value is not None)
+
+    penalty = {"repetition_penalty": setting("repetition_penalty")}
+    if not setting("do_sample"):
+        return GREEDY | penalty
+    if setting("min_p") and setting("top_p") < 1:
+        raise ValueError(
+            f"min_p is {setting('min_p')} with a top_p of {setting('top_p')}, which engines apply in another order than"
+            " generate() does; expected one of the two."
+        )
+    sampled = {name: setting(name) for name in ("temperature", "top_p", "min_p")}
+    return sampled | penalty | {"top_k": setting("top_k") or -1}
+
+
+@dataclass
+class EngineAnswers(AnswerSource):
+    """Answers by an engine. `sampling` is `sampling_of` the call; `vocab_size`: ids an answer may have."""
+
+    engine: Engine
+    sampling: dict[str, Any]
+    vocab_size: int
+
+    def answers(self, prompts: list[Tensor]) -> list[Tensor]:
+        """Returns the ids of the answer to each prompt (T,), through the token that ends its turn.
+
+        A sampled answer follows from a seed of its own, drawn from torch's generator: within `seeded`, the same prompts
+        ask the same again. Raises ValueError for answers that end where the target's do not, RuntimeError where servers
+        fail.
+        """
+        if not prompts:
+            return []
+        seeds = torch.randint(MAX_SEED, (len(prompts),)).tolist()
+        asks = [self._ask(prompt, seed, self.max_new_tokens) for prompt, seed in zip(prompts, seeds, strict=True)]
+        told = self.engine.answers(asks, self.sampling, self.stops)
+        return [self.checked(ask, answer) for ask, answer in zip(asks, told, strict=True)]
+
+    def _ask(self, prompt: Tensor, seed: int, most: int) -> Ask:
+        return Ask(prompt.tolist(), min(most, self.max_length - len(prompt)), seed)
+
+    def checked(self, ask: Ask, told: Told) -> Tensor:
+        """Returns an answer (T,) that ends as the target's do: with a token that ends its turn, or at the limit.
+
+        Raises ValueError for one that does not, and for ids the target does not have.
+        """
+        unknown = [token for token in told.ids if not 0 <= token < self.vocab_size]
+        if unknown:
+            raise ValueError(
+                f"the engine answers with id {unknown[0]}, and the target has {self.vocab_size}; expected an engine"
+                " that runs the target."
+            )
+        answer = self.through_end(torch.tensor(told.ids, dtype=torch.long))
+        if len(answer) and int(answer[-1]) in self.stops:
+            return answer
+        if told.finish == "stop":
+            if told.ended_by in self.stops and type(told.ended_by) is int:  # the engine left it out
+                return torch.cat([answer, torch.tensor([told.ended_by])])
+            found = f"the last id is {told.ids[-1]}" if told.ids else "there is none"
+            raise ValueError(
+                f"the engine stopped an answer where the target does not end a turn: {found}, it says it stopped at"
+                f" {told.ended_by!r}; expected one of {self.stops}. Let it run with the target's own tokenizer and"
+                " generation config."
+            )
+        if len(answer) < ask.max_tokens:
+            raise ValueError(
+                f"the engine cut an answer after {len(answer)} of {ask.max_tokens} tokens; expected all. A limit of its"
+                " own is in the way: a shorter length, or max_new_tokens in the generation config it reads."
+            )
+        return answer[: ask.max_tokens]
+
+    def meet(self, prompts: list[Tensor], tell: Tell) -> None:
+        """Checks, before anything is written, that the engine gives ids, those the target would give to prompts (T,).
+
+        Raises ValueError for one that does not, RuntimeError for a server that cannot be reached.
+        """
+        first = prompts or [torch.tensor([self.stops[0] if self.stops else 0])]
+        asks = [self._ask(prompt, 0, PROBE_TOKENS) for prompt in first]
+        self.engine.meet(asks[0]._replace(max_tokens=1), self.sampling, self.stops, self.max_length)
+        for name, answers in self.engine.each(asks, GREEDY, self.stops):
+            for ask, told in zip(asks, answers, strict=True):
+                answer = self.checked(ask, told)
+                self._check_words(name, told, answer)
+                self._check_likelihood(name, ask, answer)
+        tell(f"answers by {self.engine.name}")
+
+    def _check_words(self, name: str, told: Told, answer: Tensor) -> None:
+        """Compares the engine's text with what the target's tokenizer makes of the ids; spaces and parts of characters
+        aside, and whether the end of the turn and what follows it count as text."""
+        words = self.text(answer), str(self.tokenizer.decode(told.ids, skip_special_tokens=True))
+        ours, whole, theirs = ("".join(text.replace("\ufffd", "").split()) for text in (*words, told.text or ""))
+        if told.text and theirs not in (ours, whole):
+            raise ValueError(
+                f"{name} reads the ids {answer.tolist()} as {told.text!r}, the target's tokenizer as {words[0]!r};"
+                " expected an engine that runs the target."
+            )
+
+    @torch.no_grad()
+    def _check_likelihood(self, name: str, ask: Ask, answer: Tensor) -> None:
+        """Compares a greedy answer with the target's own probabilities, where its weights are here."""
+        device = execution_device(self.target)
+        if device.type == "meta":
+            return
+        ids = torch.cat([torch.tensor(ask.prompt), answer])[None].to(device)
+        logits = self.target(input_ids=ids, use_cache=False).logits[0, len(ask.prompt) - 1 : -1].float()
+        chosen = logits.gather(-1, ids[0, len(ask.prompt) :, None].to(logits.device))[:, 0]
+        unlikely = int(((chosen - logits.amax(-1)).exp() < UNLIKELY).sum())
+        if unlikely > MOST_UNLIKELY * len(answer):
+            raise ValueError(
+                f"{name} gives greedy answers that the target does not: {unlikely} of {len(answer)} tokens are unlikely"
+                " to it; expected an engine that runs the target."
+            )
+
+
+def engine_answers(
+    source: AnswerSource, options: EngineOptions, generation: dict[str, Any], vocab_size: int, tell: Tell
+) -> EngineAnswers:
+    """Returns answers by an engine, for the target, tokenizer and lengths of `source`.
+
+    Raises ValueError for settings that engines do not follow, ImportError where vLLM is not installed.
+    """
+    sampling = sampling_of(generation, source.target.generation_config)
+    engine = ENGINES[options.is_served](options, source.target, source.max_length, tell)
+    lengths = source.max_length, source.max_new_tokens
+    return EngineAnswers(source.target, source.tokenizer, *lengths, engine, sampling, vocab_size)

@@ -1,0 +1,441 @@
+"""Servers of an inference engine (vLLM, SGLang, or another with their protocol) that answer prompts, token ids both
+ways.
+
+Several servers share the requests. One that fails is left out for a while, longer each time, and tried again.
+"""
+
+import http.client
+import json
+import os
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import urlsplit
+
+KEY = "OPENAI_API_KEY"  # the environment variable
+TRY_AGAIN = (408, 429)  # HTTP statuses besides 5xx
+AT_START = 4  # tries to reach a server before anything is written
+LONGEST_QUOTE = 200  # characters of what a server says
+Tell = Callable[[str], None]  # is told one line at a time
+Result = TypeVar("Result")
+
+
+class Ask(NamedTuple):
+    """A prompt for an engine: its ids, the most tokens of the answer, and the seed of a sampled one."""
+
+    prompt: list[int]
+    max_tokens: int
+    seed: int
+
+
+class Told(NamedTuple):
+    """An engine's answer: its ids, why it ended ("stop" or "length"), the id the engine says it stopped at, its text
+    (None: the engine gives none), and how many tokens the engine read (None: it does not say)."""
+
+    ids: list[int]
+    finish: str
+    ended_by: Any = None
+    text: str | None = None
+    num_prompt_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long to wait for servers: seconds for one answer; tries of a request and of servers that all fail, with
+    pauses between them that double from `pause` to `longest_pause` seconds."""
+
+    timeout: float = 600.0
+    tries: int = 10
+    pause: float = 1.0
+    longest_pause: float = 60.0
+
+    def pause_after(self, failures: int) -> float:
+        """Returns the pause in seconds after so many failures in a row."""
+        return min(self.longest_pause, self.pause * 2.0 ** (failures - 1))
+
+
+class UnavailableError(RuntimeError):
+    """Raised where a server did not answer and may do so later. It says how the server failed."""
+
+
+class OddAnswerError(UnavailableError):
+    """Raised where a server's answer is not of the protocol's form: it speaks another, or something stands between."""
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """A way to ask a server: its path, the body of a request, and the reader of its response, which raises KeyError,
+    TypeError, IndexError, ValueError or AttributeError for one of another form.
+
+    `spare`: how many tokens less than its length a server takes. `penalises_prompts`: a repetition penalty counts the
+    prompt's tokens, as in generate().
+    """
+
+    path: str
+    body: Callable[[str, Ask, dict[str, Any], list[int]], dict[str, Any]]
+    reading: Callable[[Any], Told]
+    spare: int = 0
+    penalises_prompts: bool = True
+
+
+def _completions_body(model: str, ask: Ask, sampling: dict[str, Any], stops: list[int]) -> dict[str, Any]:
+    seed = {"seed": ask.seed} if sampling["temperature"] else {}
+    return {
+        "model": model,
+        "prompt": ask.prompt,
+        "max_tokens": ask.max_tokens,
+        "stop_token_ids": stops,
+        "return_token_ids": True,
+        **seed,
+        **sampling,
+    }
+
+
+def _read_completions(response: Any) -> Told:
+    (choice,) = response["choices"]
+    return Told(
+        choice["token_ids"],
+        choice["finish_reason"],
+        choice.get("stop_reason"),
+        choice.get("text"),
+        (response.get("usage") or {}).get("prompt_tokens"),
+    )
+
+
+def _generate_body(model: str, ask: Ask, sampling: dict[str, Any], stops: list[int]) -> dict[str, Any]:
+    seed = {"sampling_seed": ask.seed} if sampling["temperature"] else {}
+    params = {"max_new_tokens": ask.max_tokens, "stop_token_ids": stops, **seed, **sampling}
+    return {"input_ids": ask.prompt, "sampling_params": params}
+
+
+def _read_generate(response: Any) -> Told:
+    facts = response["meta_info"]
+    finish = facts["finish_reason"]
+    return Told(
+        response["output_ids"], finish["type"], finish.get("matched"), response.get("text"), facts.get("prompt_tokens")
+    )
+
+
+# SGLang keeps a few positions of its length for itself.
+PROTOCOLS = {
+    "/v1/completions": Protocol("/v1/completions", _completions_body, _read_completions),
+    "/generate": Protocol("/generate", _generate_body, _read_generate, spare=8, penalises_prompts=False),
+}
+
+
+def base_of(url: str) -> str:
+    """Returns the address of a server without /v1. Raises ValueError for what is no http address of a server."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise ValueError(f"got {url[:80]!r}, expected a server's address, as http://localhost:8000")
+    if parts.username is not None or parts.password is not None:
+        raise ValueError(f"got an address of {parts.hostname} with a user name in it; expected the key in {KEY}")
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect: the key would go wherever it leads."""
+
+    def redirect_request(self, *args, **options):
+        return None
+
+
+class Server:
+    """One server: what it serves (`model`), how it is asked (`protocol`), and how it has done lately."""
+
+    def __init__(self, url: str, timeout: float):
+        self.url, self.timeout = base_of(url), timeout
+        self.model = ""
+        self.max_length: int | None = None
+        self.protocol = PROTOCOLS["/v1/completions"]
+        self.failures = self.in_flight = 0
+        self.not_before = 0.0
+        self._opener = urllib.request.build_opener(_NoRedirects)
+
+    def call(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """Sends a request, a POST where it has a body; returns the response's JSON.
+
+        Raises UnavailableError where the server may do better later, ValueError where it refuses the request.
+        """
+        key = _key()
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, headers)
+        try:
+            with self._opener.open(request, timeout=self.timeout) as response:
+                return json.loads(response.read())
+        except urllib.error.HTTPError as error:
+            said = f"{self.url}{path} answers {error.code} {error.reason}{_quoted(error)}"
+            if error.code >= 500 or error.code in TRY_AGAIN:
+                raise UnavailableError(said) from None
+            remedy = f" The key is read from {KEY}." if error.code in (401, 403) else ""
+            raise ValueError(f"{said}; expected an answer.{remedy}") from None
+        except TimeoutError:
+            raise UnavailableError(f"{self.url}{path} gave no answer in {self.timeout:g} seconds") from None
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            reason = getattr(error, "reason", error)
+            if isinstance(reason, TimeoutError):
+                reason = f"no answer in {self.timeout:g} seconds"
+            raise UnavailableError(f"{self.url}{path}: {reason or type(error).__name__}") from None
+
+    def meet(self, target: str) -> None:
+        """Looks up what is served. Raises ValueError where that is several models, none of them named as the target."""
+        listed = self.call("/v1/models")
+        try:
+            models = [model for model in listed["data"] if not model.get("parent")]  # the others are adapters
+            chosen = [model for model in models if target in (model["id"], model.get("root"))] or models
+            names = ", ".join(str(model["id"]) for model in models)
+            if len({model["id"] for model in chosen}) == 1:
+                length = chosen[0].get("max_model_len")
+                self.model, self.max_length = str(chosen[0]["id"]), length if type(length) is int else None
+                return
+        except (KeyError, TypeError, AttributeError):
+            raise ValueError(
+                f"{self.url}/v1/models answers {_short(listed)}; expected a list of models, as vLLM and SGLang give."
+            ) from None
+        raise ValueError(f"{self.url} serves {names or 'no model'}; expected one model, or one named {target}.")
+
+    def ask(self, ask: Ask, sampling: dict[str, Any], stops: list[int]) -> Told:
+        """Asks for an answer; `sampling`: temperature and what else vLLM and SGLang sample by.
+
+        Raises UnavailableError and ValueError as `call` does.
+        """
+        response = self.call(self.protocol.path, self.protocol.body(self.model, ask, sampling, stops))
+        try:
+            told = self.protocol.reading(response)
+        except (KeyError, TypeError, IndexError, ValueError, AttributeError):
+            raise OddAnswerError(f"{self.url} answers {_short(response)}; expected ids") from None
+        ids = told.ids
+        if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+            raise OddAnswerError(f"{self.url} answers with ids {_short(ids)}; expected a list of integers")
+        if told.finish not in ("stop", "length"):  # an engine that shuts down aborts what it works on
+            raise UnavailableError(f"{self.url} ended an answer for the reason {told.finish!r}")
+        if told.num_prompt_tokens not in (None, len(ask.prompt)):
+            raise ValueError(
+                f"{self.url} read {told.num_prompt_tokens} tokens of a prompt of {len(ask.prompt)}; expected the ids as"
+                " they are."
+            )
+        return told
+
+    def choose_protocol(self, ask: Ask, sampling: dict[str, Any], stops: list[int]) -> None:
+        """Finds the way to ask that gives ids. Raises ValueError where there is none, UnavailableError as `call`
+        does."""
+        failures = []
+        for protocol in PROTOCOLS.values():
+            self.protocol = protocol
+            try:
+                self.ask(ask, sampling, stops)
+                return
+            except (OddAnswerError, ValueError) as error:
+                failures.append(str(error))
+        raise ValueError(
+            f"{self.url} gives no token ids: {'; '.join(failures)}. Expected a server of vLLM (0.10.2 or later) or"
+            " SGLang: words read again as tokens are not always the tokens that were said."
+        )
+
+
+def _key() -> str:
+    """Returns the key for servers, or an empty text. Raises ValueError for one that no request can carry."""
+    key = os.environ.get(KEY, "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise ValueError(f"{KEY} holds line breaks or other characters that no key has; set it again, or unset it.")
+    return key
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= LONGEST_QUOTE else f"{text[:LONGEST_QUOTE]}..."
+
+
+def _quoted(error: urllib.error.HTTPError) -> str:
+    try:
+        said = error.read(LONGEST_QUOTE).decode(errors="replace")
+    except (OSError, http.client.HTTPException):
+        said = ""
+    said = " ".join(said.replace(_key() or "\0", "...").split())
+    return f" ({said})" if said else ""
+
+
+@dataclass
+class Servers:
+    """Servers that share requests, at most `most` at once over all of them. `tell` is told when one fails and when it
+    is back. The servers of `urls` are met by `meet`."""
+
+    urls: tuple[str, ...]
+    target: str
+    most: int = 64
+    patience: Patience = field(default_factory=Patience)
+    tell: Tell = lambda line: None
+
+    def __post_init__(self):
+        self.all = [Server(url, self.patience.timeout) for url in self.urls]
+        self._changed = threading.Condition()
+
+    @property
+    def name(self) -> str:
+        """The model and the servers, for the user."""
+        return f"{self.all[0].model} on {', '.join(server.url for server in self.all)}"
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What answers follow from besides the target's files: the model's name on the servers."""
+        return {"served": self.all[0].model}
+
+    def meet(self, ask: Ask, sampling: dict[str, Any], stops: list[int], max_length: int) -> None:
+        """Finds out what each server serves and how it is asked.
+
+        Raises RuntimeError for one that cannot be reached, ValueError for one that gives no ids, is shorter than
+        `max_length` tokens, or serves under another name than the first.
+        """
+        for server in self.all:
+            self._patiently(lambda server=server: server.meet(self.target))
+            self._patiently(lambda server=server: server.choose_protocol(ask, sampling, stops))
+            if sampling["repetition_penalty"] != 1 and not server.protocol.penalises_prompts:
+                raise ValueError(
+                    f"{server.url}: SGLang leaves the prompt out of a repetition_penalty, which is"
+                    f" {sampling['repetition_penalty']}; expected 1, or a server of vLLM."
+                )
+            needed = max_length + server.protocol.spare
+            if server.max_length is not None and server.max_length < needed:
+                raise ValueError(
+                    f"{server.url} takes {server.max_length} tokens with their answer, and max_length is {max_length};"
+                    f" expected at least {needed} there (vLLM: --max-model-len, SGLang: --context-length), or a"
+                    f" max_length of {server.max_length - server.protocol.spare}."
+                )
+            if server.model != self.all[0].model:
+                raise ValueError(
+                    f"{server.url} serves {server.model}, {self.all[0].url} {self.all[0].model}; expected the same"
+                    " target everywhere, under one name (--served-model-name)."
+                )
+
+    def each(self, asks: list[Ask], sampling: dict[str, Any], stops: list[int]) -> Iterator[tuple[str, list[Told]]]:
+        """Yields the address of each server and its own answers to prompts. Raises RuntimeError for one that fails."""
+        for server in self.all:
+            yield (
+                server.url,
+                [self._patiently(lambda server=server, ask=ask: server.ask(ask, sampling, stops)) for ask in asks],
+            )
+
+    def _patiently(self, call: Callable[[], Result]) -> Result:
+        """Returns what a call of a server returns, tried a few times. Raises RuntimeError when it was in vain."""
+        for tried in range(1, AT_START):
+            try:
+                return call()
+            except UnavailableError:
+                time.sleep(self.patience.pause_after(tried))
+        try:
+            return call()
+        except UnavailableError as error:
+            raise RuntimeError(f"{error}; expected a server that is ready. Start it first, or leave it out.") from None
+
+    def answers(self, asks: list[Ask], sampling: dict[str, Any], stops: list[int]) -> list[Told]:
+        """Returns the answers to prompts, in their order.
+
+        Raises RuntimeError naming the last failure where a request was tried too often, ValueError where a server
+        refuses one.
+        """
+        waiting, done = SimpleQueue[int](), SimpleQueue[tuple[int, Told | Exception]]()
+        stop = threading.Event()
+        for index in range(len(asks)):
+            waiting.put(index)
+
+        def work() -> None:
+            while not stop.is_set() and not waiting.empty():
+                try:
+                    index = waiting.get(block=False)
+                except Empty:  # another thread took the last one
+                    return
+                try:
+                    done.put((index, self._answer(asks[index], sampling, stops, stop)))
+                except Exception as error:
+                    done.put((index, error))
+
+        # Threads that wait for a server must not keep the program from ending.
+        for _ in range(min(self.most, len(asks))):
+            threading.Thread(target=work, daemon=True).start()
+        told = dict[int, Told]()
+        try:
+            while len(told) < len(asks):
+                index, outcome = done.get()
+                if isinstance(outcome, Exception):
+                    raise outcome
+                told[index] = outcome
+        finally:
+            stop.set()
+        return [told[index] for index in range(len(asks))]
+
+    def _answer(self, ask: Ask, sampling: dict[str, Any], stops: list[int], stop: threading.Event) -> Told:
+        for tried in range(1, self.patience.tries + 1):
+            with self._chosen(stop) as server:
+                known = server.failures
+                try:
+                    if known:
+                        self._meet_again(server)
+                    told = server.ask(ask, sampling, stops)
+                except UnavailableError as error:
+                    self._failed(server, known, error)
+                    if tried == self.patience.tries or self._are_lost():
+                        raise RuntimeError(
+                            f"{error}, after {max(tried, server.failures)} tries; shards that are complete are kept."
+                            " Start the server again, and the same command goes on."
+                        ) from None
+                else:
+                    self._succeeded(server)
+                    return told
+        raise AssertionError("the last try returns or raises")
+
+    @contextmanager
+    def _chosen(self, stop: threading.Event) -> Iterator[Server]:
+        """A context with a server that is free of failures, or, of those that failed, whose pause is over and that no
+        other request tries."""
+        with self._changed:
+            while True:
+                now = time.monotonic()
+                ready = [s for s in self.all if not s.failures or (s.not_before <= now and not s.in_flight)]
+                if ready:
+                    break
+                if stop.is_set():
+                    raise RuntimeError("the other requests have ended")
+                times = [s.not_before - now for s in self.all if not s.in_flight]
+                self._changed.wait(max(0.01, min(times, default=1.0)))
+            server = min(ready, key=lambda s: (s.in_flight, s.failures))
+            server.in_flight += 1
+        try:
+            yield server
+        finally:
+            with self._changed:
+                server.in_flight -= 1
+                self._changed.notify_all()
+
+    def _meet_again(self, server: Server) -> None:
+        before = server.model
+        server.meet(self.target)
+        if server.model != before:
+            raise ValueError(f"{server.url} serves {server.model} now; expected {before}, as before it failed.")
+
+    def _failed(self, server: Server, known: int, error: UnavailableError) -> None:
+        """Notes a failure, once for requests that fail together: `known` is what one knew when it began."""
+        with self._changed:
+            if server.failures != known:
+                return
+            server.failures += 1
+            pause = self.patience.pause_after(server.failures)
+            server.not_before = time.monotonic() + pause
+        self.tell(f"{error}; it is left out for {pause:g} seconds")
+
+    def _succeeded(self, server: Server) -> None:
+        with self._changed:
+            was_out, server.failures = server.failures > 0, 0
+            self._changed.notify_all()
+        if was_out:
+            self.tell(f"{server.url} answers again")
+
+    def _are_lost(self) -> bool:
+        with self._changed:
+            return all(server.failures >= self.patience.tries for server in self.all)
