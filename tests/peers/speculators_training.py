@@ -99,7 +99,7 @@ class Theirs(Side):
     def sample(self, sequence: int, last_counts: bool = True) -> dict[str, Tensor]:
         """A sequence as speculators' data set hands it out. It also predicts what follows the last token, we do not."""
         ids = self.data["input_ids"][sequence]
-        mask = torch.ones(len(ids), dtype=torch.bool)
+        mask = torch.arange(len(ids)) >= self.plan.get("prompt", 0)
         mask[-1] = last_counts
         return {
             "input_ids": ids,

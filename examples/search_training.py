@@ -1,0 +1,265 @@
+"""Trains one drafter by one recipe, and measures what would be accepted of its drafts: a part of `search_recipe.py`.
+
+N predictions, h width, K depths.
+"""
+
+import math
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from search_fit import START
+from search_material import BATCH, SETS, SHAPES, Material
+from torch import Tensor
+from torch.nn.functional import mse_loss
+
+from eagle31_hf import Eagle31DrafterModel
+from eagle31_hf.training.evaluation import Evaluation
+from eagle31_hf.training.fresh import new_drafter
+from eagle31_hf.training.losses import parse_mixture
+from eagle31_hf.training.objective import DraftingObjective, Settings, Sums
+
+SERVED_DEPTH = 7
+EVALUATED_AT_ONCE = {"as trained": 16, "perturbed": 16, "long": 4}
+EAGLE3 = {"fc_norm": False, "norm_output": False}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a drafter is trained. Each field is a switch of its own.
+
+    `rate` is AdamW's, `matrix_rate` Muon's, which trains the matrices unless it is None. `loss_after` takes the place
+    of `loss` after a third of the steps. `hint`: weight of the squared distance between the drafter's state and the
+    target's last state, which falls to 0 halfway. `jump`: positions are spread over so many, by one jump in every text.
+    `ema`: decay of the average of weights that is served. `texts`: see `Material.training_texts`.
+    """
+
+    rate: float = 1e-3
+    matrix_rate: float | None = None
+    adjust: str = "match_rms_adamw"
+    momentum: float = 0.95
+    weight_decay: float = 0.01
+    beta2: float = 0.95
+    clip: float = 1.0
+    schedule: str = "cosine"
+    warm_up: int = 50
+    depth: int = 3
+    depth_decay: float = 1.0
+    reach: bool = False
+    loss: str = "kl"
+    loss_after: str | None = None
+    hint: float = 0.0
+    start: str = "noise"
+    layers: str = "default"
+    texts: str = "greedy"
+    all_tokens: bool = False
+    jump: int = 0
+    ema: float = 0.0
+    head: bool = False
+    autocast: bool = False
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+def layer_ids_of(recipe: Recipe, material: Material) -> list[int]:
+    """Returns the layers a recipe captures: the default ones, four, or given ones as in `4-12-23`."""
+    if recipe.layers == "default":
+        return material.default_layers()
+    if recipe.layers == "four":
+        depth = material.target.config.num_hidden_layers
+        return [2, depth // 3, 2 * depth // 3, depth - 1]
+    return [int(layer) for layer in recipe.layers.split("-")]
+
+
+def new_optimizers(drafter: Eagle31DrafterModel, recipe: Recipe) -> list[torch.optim.Optimizer]:
+    """Makes the optimizers of all that is trained."""
+    trained = {name: p for name, p in drafter.named_parameters() if p.requires_grad}
+    is_matrix = {
+        name: recipe.matrix_rate is not None and p.dim() == 2 and "lm_head" not in name for name, p in trained.items()
+    }
+    rest = [p for name, p in trained.items() if not is_matrix[name]]
+    matrices = [p for name, p in trained.items() if is_matrix[name]]
+    decays = [
+        {"params": [p for p in rest if p.dim() > 1]},
+        {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    found: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(decays, lr=recipe.rate, betas=(0.9, recipe.beta2), weight_decay=recipe.weight_decay)
+    ]
+    if matrices:
+        options = {"lr": recipe.matrix_rate, "weight_decay": recipe.weight_decay, "momentum": recipe.momentum}
+        found.append(torch.optim.Muon(matrices, adjust_lr_fn=recipe.adjust, **options))
+    return found
+
+
+def rate_factor(recipe: Recipe, step: int, steps: int) -> float:
+    """Returns what the rates are multiplied by."""
+    progress = step / steps
+    shape = {
+        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+        "linear": 1 - progress,
+        "wsd": min(1.0, (1 - progress) / 0.4),
+        "constant": 1.0,
+    }[recipe.schedule]
+    return min(1.0, (step + 1) / max(1, recipe.warm_up)) * shape
+
+
+class SearchObjective(DraftingObjective):
+    """The library's objective, and what recipes add to it. `progress` is the share of training that is done."""
+
+    def __init__(self, drafter: Eagle31DrafterModel, recipe: Recipe, logits_of: Any):
+        weights = tuple(recipe.depth_decay**k for k in range(recipe.depth))
+        super().__init__(drafter, Settings(recipe.depth, weights, parse_mixture(recipe.loss)), logits_of)
+        self.recipe = recipe
+        self.reached = torch.ones(recipe.depth)  # running mean of the acceptance at each depth
+        self.begin(0.0)
+
+    def begin(self, progress: float) -> None:
+        """Sets what depends on the progress."""
+        recipe = self.recipe
+        if recipe.loss_after and progress >= 1 / 3:
+            self.settings = replace(self.settings, mixture=parse_mixture(recipe.loss_after))
+        if recipe.reach:
+            before = torch.cat([torch.ones(1), self.reached[:-1]]).cumprod(0)
+            self.settings = replace(self.settings, depth_weights=tuple(before.tolist()))
+        self.hint = recipe.hint * max(0.0, 1 - 2 * progress)
+
+    def end(self, sums: Tensor) -> None:
+        """Takes the figures of a step."""
+        acceptance = torch.tensor(Sums.means(sums)["acceptance"])
+        self.reached = 0.9 * self.reached + 0.1 * acceptance.float()
+
+    def _distances(self, batch, record, mixture):
+        loss, figures = super()._distances(batch, record, mixture)
+        if self.hint:
+            predictions = record.predictions(batch.input_ids.shape[1])
+            wanted = batch.last_states.flatten(0, 1)[predictions.at]
+            distance = mse_loss(predictions.states.float(), wanted, reduction="none").mean(-1) / wanted.square().mean()
+            loss = loss + self.hint * (predictions.weights * distance).sum()
+        return loss, figures
+
+
+class Jumps:
+    """Moves the positions of every text from one place on, drawn anew for each batch, so that they reach up to `reach`:
+    distances between tokens are then as in long texts."""
+
+    def __init__(self, drafter: Eagle31DrafterModel, reach: int, seed: int):
+        self.reach, self.draw = reach, torch.Generator().manual_seed(seed)
+        self.offsets: Tensor | None = None
+        drafter.register_forward_pre_hook(self._move, with_kwargs=True)
+
+    def renew(self, batch_size: int, length: int) -> None:
+        """Draws the places and lengths of the jumps of a batch."""
+        starts = torch.randint(1, length, (batch_size, 1), generator=self.draw)
+        sizes = torch.randint(0, max(1, self.reach - length), (batch_size, 1), generator=self.draw)
+        self.offsets = torch.where(torch.arange(length) >= starts, sizes, 0)
+
+    def _move(self, _: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        if self.offsets is None:
+            return args, kwargs
+        positions = kwargs["position_ids"]
+        return args, kwargs | {"position_ids": positions + self.offsets[:, : positions.shape[1]]}
+
+
+class Average:
+    """An exponential moving average of weights, short while there are few of them."""
+
+    def __init__(self, drafter: Eagle31DrafterModel, decay: float):
+        self.drafter, self.decay, self.count = drafter, decay, 0
+        self.weights = [p.detach().clone() for p in drafter.parameters()]
+
+    def add(self) -> None:
+        self.count += 1
+        decay = min(self.decay, self.count / (self.count + 10))
+        torch._foreach_lerp_(self.weights, [p.detach() for p in self.drafter.parameters()], 1 - decay)
+
+    @torch.no_grad()
+    def serve(self) -> None:
+        """Gives the drafter the averaged weights."""
+        for p, weight in zip(self.drafter.parameters(), self.weights, strict=True):
+            p.copy_(weight)
+
+
+def begun(material: Material, recipe: Recipe, seed: int) -> Eagle31DrafterModel:
+    """Makes the drafter that a recipe begins with."""
+    fields = {"aux_hidden_state_layer_ids": layer_ids_of(recipe, material)} | SHAPES[material.name] | recipe.fields
+    drafter = new_drafter(material.target, seed=seed, **fields)
+    if drafter.lm_head is not None:
+        drafter.lm_head.requires_grad_(recipe.head)
+    START[recipe.start](drafter, material, recipe.texts)
+    return drafter.train()
+
+
+def trained(material: Material, recipe: Recipe, seed: int, steps: int) -> tuple[Eagle31DrafterModel, dict[str, float]]:
+    """Trains a drafter; returns it, the processor's seconds of a step, and the last losses."""
+    layer_ids = layer_ids_of(recipe, material)
+    texts, drafter = material.training_texts(recipe.texts, layer_ids), begun(material, recipe, seed)
+    objective = SearchObjective(drafter, recipe, material.reader(layer_ids).logits)
+    optimizers = new_optimizers(drafter, recipe)
+    peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
+    jumps = Jumps(drafter, recipe.jump, seed) if recipe.jump else None
+    average = Average(drafter, recipe.ema) if recipe.ema else None
+    draw, order = torch.Generator().manual_seed(seed), torch.empty(0, dtype=torch.long)
+    loss, began = 0.0, time.process_time()
+    for step in range(steps):
+        if len(order) < BATCH:
+            order = torch.cat([order, torch.randperm(len(texts.ids), generator=draw)])
+        batch, order = texts.batch(order[:BATCH], recipe.all_tokens), order[BATCH:]
+        if jumps:
+            jumps.renew(*batch.input_ids.shape)
+        set_rates(optimizers, peaks, rate_factor(recipe, step, steps))
+        loss += 0.05 * (training_step(objective, optimizers, batch, step / steps) - loss)
+        if average:
+            average.add()
+        if step % 60 == 0:
+            print(f"  step {step} loss {loss:.3f}", flush=True)
+    seconds = (time.process_time() - began) / steps
+    if average:
+        average.serve()
+    if jumps:
+        jumps.offsets = None
+    return drafter.eval(), {"seconds": seconds, "loss": loss}
+
+
+def set_rates(optimizers: list[torch.optim.Optimizer], peaks: list[list[float]], factor: float) -> None:
+    for optimizer, of_groups in zip(optimizers, peaks, strict=True):
+        for group, peak in zip(optimizer.param_groups, of_groups, strict=True):
+            group["lr"] = peak * factor
+
+
+def training_step(
+    objective: SearchObjective, optimizers: list[torch.optim.Optimizer], batch: Any, progress: float
+) -> float:
+    """Takes one step, and returns its loss."""
+    objective.begin(progress)
+    with torch.autocast("cpu", torch.bfloat16, enabled=objective.recipe.autocast):
+        outputs = objective(batch)
+    outputs["loss"].backward()
+    torch.nn.utils.clip_grad_norm_(
+        [p for p in objective.drafter.parameters() if p.requires_grad], objective.recipe.clip
+    )
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    objective.end(outputs["sums"])
+    return outputs["loss"].item()
+
+
+@torch.no_grad()
+def measured(material: Material, drafter: Eagle31DrafterModel) -> dict[str, Any]:
+    """Returns the accepted length (bonus included) of every set of prompts at K = 7, greedy, as `generate` would find
+    it, and the teacher-forced accuracy by depth of the first."""
+    settings = Settings(SERVED_DEPTH, (1.0,) * SERVED_DEPTH)
+    layer_ids = drafter.config.aux_hidden_state_layer_ids
+    objective = DraftingObjective(drafter, settings, material.reader(layer_ids).logits).eval()
+    objective.watches = True
+    found: dict[str, Any] = {}
+    for name, texts in material.prompt_sets(layer_ids).items():
+        evaluation = Evaluation(settings, drafter.draft_to_target_ids(), set())
+        for which in torch.arange(len(texts.ids)).split(EVALUATED_AT_ONCE[name]):
+            batch = texts.batch(which)
+            evaluation.add(batch, objective(batch))
+        found[name] = evaluation.walk.tokens / evaluation.walk.rounds
+        if name == SETS[0]:
+            found["accuracy"] = [round(value, 4) for value in Sums.means(evaluation.sums)["accuracy"]]
+    return found

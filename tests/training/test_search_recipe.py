@@ -1,0 +1,151 @@
+"""The search of recipes: its parts on the demo's target with few texts, and that what it measures is what generate()
+accepts."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from eagle31_hf import demo, track_acceptance
+from eagle31_hf.demo.corpus import held_out_file
+from eagle31_hf.training.objective import Batch
+
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+import search_fit
+import search_material
+import search_recipe
+import search_training
+from search_training import Recipe
+
+FEW = {"NUM_TEXTS": 24, "NUM_PROMPTS": 4, "NUM_LONG": 2, "ANSWER": 24, "LENGTH": 48, "PROMPT": 16, "LONG": 64}
+
+
+@pytest.fixture(scope="module")
+def few():
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in FEW.items():
+            patch.setattr(search_material, name, value)
+        # of the whole library the tokenizer alone takes half a minute
+        patch.setattr(search_material, "texts_of", lambda name, held_out: [held_out_file("heapq.py")])
+        yield
+
+
+@pytest.fixture(scope="module")
+def material(few, tmp_path_factory):
+    return search_material.Material("demo", demo.FOLDER / "target", tmp_path_factory.mktemp("work"))
+
+
+@pytest.mark.parametrize("name", ["as trained", "long"])
+def test_measured_lengths_are_those_of_generate(material, name):
+    target = material.target
+    drafter = demo.load_drafter("eagle31")
+    drafter.load_target_embeddings(target)
+    found = search_training.measured(material, drafter)
+    layer_ids = drafter.config.aux_hidden_state_layer_ids
+    texts = material.prompt_sets(layer_ids)[name]
+    rounds = tokens = 0
+    for ids in texts.ids[:, : texts.prompt].split(1):
+        with track_acceptance() as stats:
+            out = target.generate(
+                ids,
+                assistant_model=drafter,
+                num_assistant_tokens=search_training.SERVED_DEPTH,
+                draft_tree_top_k=1,
+                max_new_tokens=FEW["ANSWER"],
+                eos_token_id=None,
+                do_sample=False,
+            )
+        assert out.shape[1] == texts.ids.shape[1]
+        rounds, tokens = rounds + stats.target_forwards, tokens + stats.generated_tokens - stats.prefills
+    assert found[name] == pytest.approx(tokens / rounds, rel=1e-3)
+
+
+def test_each_optimizer_has_its_parameters_once(material):
+    drafter = search_training.begun(material, search_recipe.MUON, seed=0)
+    adamw, muon = search_training.new_optimizers(drafter, search_recipe.MUON)
+    of = [[p for group in each.param_groups for p in group["params"]] for each in (adamw, muon)]
+    assert {p.dim() for p in of[1]} == {2}
+    assert sorted(map(id, of[0] + of[1])) == sorted(id(p) for p in drafter.parameters() if p.requires_grad)
+
+
+def test_jumps_move_what_follows_and_nothing_else(material):
+    drafter = search_training.begun(material, Recipe(), seed=0)
+    jumps = search_training.Jumps(drafter, reach=200, seed=0)
+    seen = []
+    drafter.rotary_emb.register_forward_pre_hook(lambda _, args: seen.append(args[1]))
+    jumps.renew(3, 48)
+    objective = search_training.SearchObjective(drafter, Recipe(), material.reader(material.default_layers()).logits)
+    objective(material.training_texts("files", material.default_layers()).batch(torch.arange(3)))
+    first, second = seen[:2]
+    steps = first.diff(dim=1)
+    assert first.shape == (3, 47)
+    assert int(first.max()) < 200
+    assert ((steps != 1).sum(dim=1) <= 1).all()
+    assert (steps != 1).any()
+    assert torch.equal(second, first + 1)  # the next depth, one further
+
+
+def test_least_squares_find_the_matrix():
+    draw = torch.Generator().manual_seed(0)
+    weight, inputs = torch.randn(5, 8, generator=draw), torch.randn(400, 8, generator=draw)
+    found = search_fit.solved(inputs, inputs @ weight.T)
+    assert (found - weight).norm() < 0.01 * weight.norm()
+
+
+def test_a_fitted_start_says_what_its_least_squares_say(material):
+    texts = material.training_texts("files", material.default_layers())
+    drafter = search_training.begun(material, Recipe(start="fitted", texts="files"), seed=0)
+    states, last = texts.states[:, :-1].float(), texts.last_states[:, 1:].float()
+    with torch.no_grad():
+        out = drafter(texts.ids[:, 1:], target_hidden_states=states, logits_to_keep=None).last_hidden_state
+    assert torch.nn.functional.cosine_similarity(out, last, dim=-1).mean() > 0.5
+    noise = search_training.begun(material, Recipe(), seed=0)
+    with torch.no_grad():
+        out = noise(texts.ids[:, 1:], target_hidden_states=states, logits_to_keep=None).last_hidden_state
+    assert torch.nn.functional.cosine_similarity(out, last, dim=-1).mean() < 0.2
+
+
+def test_a_hint_is_zero_where_the_states_are_the_target_s_and_ends_halfway(material):
+    layer_ids = material.default_layers()
+    drafter = search_training.begun(material, Recipe(), seed=0)
+    objective = search_training.SearchObjective(drafter, Recipe(hint=1.0), material.reader(layer_ids).logits)
+    batch: Batch = material.training_texts("files", layer_ids).batch(torch.arange(4))
+    losses = []
+    for progress in (0.0, 0.25, 0.5):
+        objective.begin(progress)
+        losses.append(objective(batch)["loss"].item())
+    assert losses[0] - losses[1] == pytest.approx(losses[1] - losses[2], rel=1e-3)
+    plain = search_training.SearchObjective(drafter, Recipe(), material.reader(layer_ids).logits)
+    plain.begin(0.0)
+    assert losses[2] == pytest.approx(plain(batch)["loss"].item())
+
+
+def test_the_average_is_between_the_weights(material):
+    drafter = search_training.begun(material, Recipe(), seed=0)
+    average = search_training.Average(drafter, 0.5)
+    before = drafter.fc.weight.detach().clone()
+    with torch.no_grad():
+        drafter.fc.weight.add_(1.0)
+    for _ in range(20):
+        average.add()
+    average.serve()
+    moved = drafter.fc.weight - before
+    assert moved.min() > 0.99
+    assert moved.max() <= 1.0 + 1e-6
+
+
+def test_runs_are_done_once_and_shown(few, tmp_path, capsys, monkeypatch):
+    line = ["search_recipe.py", "run", "--work", str(tmp_path), "--target", "demo", "--steps", "2"]
+    monkeypatch.setattr(sys, "argv", [*line, "--ideas", "muon 6e-3", "start fitted", "--seeds", "2"])
+    for _ in range(2):
+        search_recipe.main()
+    rows = [json.loads(row) for row in (tmp_path / "runs.jsonl").read_text().splitlines()]
+    assert [(row["idea"], row["seed"]) for row in rows] == [
+        (idea, seed) for seed in (0, 1) for idea in ("muon 6e-3", "start fitted")
+    ]
+    monkeypatch.setattr(sys, "argv", ["search_recipe.py", "table", "--work", str(tmp_path)])
+    capsys.readouterr()
+    search_recipe.main()
+    assert capsys.readouterr().out.count("| demo | ") == 2
