@@ -1,13 +1,13 @@
 """Search for what makes a drafter learn faster and hold longer: one switch at a time, several seeds, equal steps.
 
     python examples/train_second_target.py --output work/second
-    python examples/search_recipe.py run --work work --target demo --ideas adamw muon --seeds 3
+    python examples/search_recipe.py run --work work --target demo --ideas "adamw 4e-3" "muon 6e-3" --seeds 3
     python examples/search_recipe.py run --work work --target second --folder work/second
     python examples/search_recipe.py table --work work
 
-Every run trains a new drafter, 2,048 tokens a step, on its target's own greedy answers, head frozen, and measures the
-accepted length at K = 7, greedy, on prompts as trained, perturbed, and four times as long. What is done is kept in
-WORK, and a rerun goes on.
+Every run trains a new drafter, 2,048 tokens a step, on its target's own greedy answers, head frozen, and measures
+the accepted length at K = 7, greedy, on prompts as trained, perturbed, and as long as four training texts. What is
+done is kept in WORK, and a rerun goes on.
 """
 
 import argparse

@@ -107,7 +107,7 @@ def test_a_fitted_start_says_what_its_least_squares_say(material):
     assert torch.nn.functional.cosine_similarity(out, last, dim=-1).mean() < 0.2
 
 
-def test_a_hint_is_zero_where_the_states_are_the_target_s_and_ends_halfway(material):
+def test_a_hint_falls_linearly_and_ends_halfway(material):
     layer_ids = material.default_layers()
     drafter = search_training.begun(material, Recipe(), seed=0)
     objective = search_training.SearchObjective(drafter, Recipe(hint=1.0), material.reader(layer_ids).logits)
