@@ -149,7 +149,8 @@ def test_training_that_diverges_is_no_success(capsys, folder):
         err,
     )
     assert found, err
-    assert "a lower learning_rate (now 1e+09) or max_grad_norm=1 (now 0: gradients are not clipped)" in err
+    rates = "a lower learning_rate (now 1e+09) or matrix_learning_rate (now 0.02)"
+    assert f"{rates} or max_grad_norm=1 (now 0: gradients are not clipped)" in err
     assert not (folder / "drafter" / "model.safetensors").exists()
     status, _, err = trained(capsys, folder, "--steps", "2", "--drafter", found[1], output="anew")
     assert status == 0 or "diverged" in err, "what is called the last finite checkpoint is none"

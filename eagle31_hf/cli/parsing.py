@@ -100,6 +100,11 @@ def positive_or_auto(text: str) -> int | str:
     return text if text == "auto" else positive(text)
 
 
+def rate_or_none(text: str) -> float | None:
+    """Reads a rate above 0, or the word none."""
+    return None if text == "none" else number(0, above=True)(text)
+
+
 def path(text: str) -> str:
     """Reads the name of a file, a folder or a repository.
 

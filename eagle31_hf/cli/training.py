@@ -6,7 +6,7 @@ from typing import Any
 
 from . import resuming
 from .loading import load_tokenizer
-from .parsing import config_field, count, field, number, path, positive, progress, seed, show
+from .parsing import config_field, count, field, number, path, positive, progress, rate_or_none, seed, show
 from .preparation import add_engine, add_loading, add_template_option, engine_options, load_target
 
 
@@ -93,6 +93,7 @@ def arguments(args: argparse.Namespace) -> Any:
         "depth": args.depth,
         "loss": args.loss,
         "max_length": args.max_length,
+        "matrix_learning_rate": args.matrix_learning_rate,
         "learning_rate": args.learning_rate,
         "per_device_train_batch_size": args.batch_size,
         "num_train_epochs": args.epochs,
@@ -270,7 +271,16 @@ def _add_optimisation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=positive, help="instead of epochs")
     parser.add_argument("--batch-size", type=positive, default=1, help="packed rows of each process (default: 1)")
     parser.add_argument("--accumulate", type=positive, default=8, help="batches a step (default: 8)")
-    parser.add_argument("--learning-rate", type=number(0), default=1e-4)
+    parser.add_argument(
+        "--matrix-learning-rate",
+        type=rate_or_none,
+        default=0.02,
+        metavar="RATE",
+        help="of Muon, which trains the matrices of fc and layers; none: AdamW trains them too (default: 0.02)",
+    )
+    parser.add_argument(
+        "--learning-rate", type=number(0), default=4e-3, help="of everything that Muon does not train (default: 0.004)"
+    )
     parser.add_argument("--bf16", action="store_true", help="mixed precision")
     parser.add_argument("--seed", type=seed, default=0)
     parser.add_argument("--report-to", default="none", help="trackio, wandb, tensorboard")

@@ -24,7 +24,7 @@ class Eagle31TrainingArguments(TrainingArguments):
     depths).
     """
 
-    learning_rate: float = 1e-4
+    learning_rate: float = 4e-3
     lr_scheduler_type: str = "cosine"
     warmup_steps: float = 0.02
     adam_beta2: float = 0.95
@@ -37,6 +37,10 @@ class Eagle31TrainingArguments(TrainingArguments):
     remove_unused_columns: bool | None = False
     ddp_find_unused_parameters: bool | None = False
 
+    matrix_learning_rate: float | None = field(
+        default=0.02,
+        metadata={"help": "rate of Muon, which trains the matrices of fc and layers; None: `optim` trains all"},
+    )
     depth: int = field(default=4, metadata={"help": f"steps the drafter is unrolled, 1 to {MAX_DEPTH}"})
     depth_decay: float = field(default=0.8, metadata={"help": "depth k weighs depth_decay ** k"})
     depth_weights: list[float] | None = field(
@@ -83,6 +87,8 @@ class Eagle31TrainingArguments(TrainingArguments):
         """Raises ValueError for a field, of this class or of transformers', that should be a number and is none."""
         for declared in fields(self):
             value, usual = getattr(self, declared.name), declared.default
+            if value is None and "None" in str(declared.type):
+                continue
             if isinstance(usual, int | float) and not isinstance(usual, bool):
                 kind: Any = Integral if isinstance(usual, int) else Real
                 is_number = isinstance(value, kind) and not isinstance(value, bool) and value == value
@@ -92,8 +98,9 @@ class Eagle31TrainingArguments(TrainingArguments):
 
     def check(self) -> None:
         """Raises ValueError for values out of range and for values that contradict each other."""
-        weights = self.depth_weights
+        weights, rate = self.depth_weights, self.matrix_learning_rate
         rules = (
+            (rate is None or rate > 0, f"matrix_learning_rate is {rate}; expected a rate above 0, or None"),
             (1 <= self.depth <= MAX_DEPTH, f"depth is {self.depth}; expected 1 to {MAX_DEPTH}"),
             (
                 weights is None or len(weights) == self.depth,

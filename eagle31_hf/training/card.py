@@ -17,7 +17,7 @@ def note_training(facts: CardFacts, args: Eagle31TrainingArguments, state: Train
     facts.training |= {
         "Steps": f"{state.global_step:,} of {batch} sequences of up to {args.max_length:,} tokens",
         "Loss": f"{args.loss}, {args.depth} deep, normalised by {args.normalisation}, loss mask: {args.loss_mask}",
-        "Optimizer": f"learning rate {args.learning_rate:g}, {SchedulerType(args.lr_scheduler_type).value}",
+        "Optimizer": f"{rates_of(args)}, {SchedulerType(args.lr_scheduler_type).value}",
     }
     evaluated = next((entry for entry in reversed(state.log_history) if "eval_accepted_length" in entry), None)
     if evaluated is not None:
@@ -25,6 +25,12 @@ def note_training(facts: CardFacts, args: Eagle31TrainingArguments, state: Train
             f"{evaluated['eval_accepted_length']:.2f} a target forward, walking the answers held out,"
             f" {args.eval_settings().depth} deep"
         )
+
+
+def rates_of(args: Eagle31TrainingArguments) -> str:
+    """Returns what a card says of the rates."""
+    rate = f"learning rate {args.learning_rate:g}"
+    return f"Muon {args.matrix_learning_rate:g} for matrices, else {rate}" if args.matrix_learning_rate else rate
 
 
 def write_card(folder: Path, drafter: Eagle31DrafterModel, name: str | None) -> None:

@@ -19,6 +19,7 @@ from ..modeling import Eagle31DrafterModel
 from .arguments import Eagle31TrainingArguments
 from .card import note_training, write_card
 from .divergence import DivergenceWatch
+from .optimizer import JoinedOptimizer, check_same, left_out, matrices_of, names_of, new_muon
 from .saving import (
     check_finite,
     check_vocabulary,
@@ -45,6 +46,9 @@ class CheckpointingTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self.facts: dict[str, Any] = {}
         self._watch = DivergenceWatch(self.accelerator, self.args)
+        if self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
+            self.args.matrix_learning_rate = None  # the caller's optimizer trains everything
+        self._matrix_rate = 0.0
 
     @property
     def drafter(self) -> Eagle31DrafterModel:
@@ -68,6 +72,27 @@ class CheckpointingTrainer(Trainer):
             self.save_state()
         return output
 
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Makes Muon for the drafter's matrices, and what transformers makes for everything else; for all of it where
+        there is no `matrix_learning_rate`, or the caller gave an optimizer."""
+        if self.optimizer is not None or self.args.matrix_learning_rate is None:
+            return super().create_optimizer(model)
+        matrices = matrices_of(self.drafter)
+        if self.is_deepspeed_enabled or not matrices:
+            raise ValueError(
+                "matrix_learning_rate is set, and there is no whole matrix for Muon to train: DeepSpeed and FSDP1"
+                " flatten them; expected FSDP2 (fsdp_config={'version': 2}), or matrix_learning_rate=None."
+            )
+        with left_out(matrices):
+            rest = super().create_optimizer(model)
+        self.optimizer = JoinedOptimizer([rest, new_muon(matrices, self.args)])
+        return self.optimizer
+
+    def _get_learning_rate(self) -> float:
+        """Called for the log of a step, before the schedule changes the rates."""
+        self._matrix_rate = self.optimizer.param_groups[-1]["lr"]
+        return super()._get_learning_rate()
+
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Takes the gradients of a batch, whose loss is watched."""
         loss = super().training_step(model, inputs, num_items_in_batch)
@@ -90,6 +115,8 @@ class CheckpointingTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Logs, and looks for divergence. Raises TrainingDivergedError where it finds one."""
+        if "learning_rate" in logs and self.args.matrix_learning_rate is not None:
+            logs["matrix_learning_rate"] = self._matrix_rate
         super().log(logs, start_time)
         if "loss" in logs and self.is_in_train:
             # the Trainer subtracts it from itself, which of one that is not finite leaves NaN for ever
@@ -188,7 +215,8 @@ class CheckpointingTrainer(Trainer):
         if state_dict is not None:
             state_dict = {name.removeprefix("drafter."): value for name, value in state_dict.items()}
         note_training(self.drafter.card_facts, self.args, self.state, self._train_batch_size)
-        write_record(folder, self.drafter, self.args.settings(), self.facts)
+        optimizer = {"optimizer": names_of(self.args)}
+        write_record(folder, self.drafter, self.args.settings(), self.facts | optimizer)
         self.drafter.save_pretrained(folder, state_dict=state_dict)
         write_card(folder, self.drafter, self.hub_model_id)
         if self.processing_class is not None:
@@ -202,6 +230,7 @@ class CheckpointingTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         check_vocabulary(self.drafter, resume_from_checkpoint)
+        check_same(resume_from_checkpoint, self.args)
         super()._load_from_checkpoint(resume_from_checkpoint, model if self.is_fsdp_enabled else self.drafter)
 
     def _load_best_model(self) -> None:

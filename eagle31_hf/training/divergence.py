@@ -105,7 +105,9 @@ class DivergenceWatch:
         broken = ", and ".join([*begun, consequence])
         found = f"the last checkpoint with finite weights is {kept}" if kept else "no checkpoint was written before"
         again = "train its drafter on in a new run (eagle31 train --drafter)" if kept else "begin anew"
-        changes = [f"a lower learning_rate (now {args.learning_rate:g})"]
+        rates = {name: getattr(args, name, None) for name in ("learning_rate", "matrix_learning_rate")}
+        lower = " or ".join(f"{name} (now {rate:g})" for name, rate in rates.items() if rate is not None)
+        changes = [f"a lower {lower}"]
         changes += [] if args.max_grad_norm > 0 else ["max_grad_norm=1 (now 0: gradients are not clipped)"]
         changes += ["bf16 instead of fp16"] if args.fp16 else []
         return (

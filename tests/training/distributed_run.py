@@ -54,6 +54,8 @@ ADAM = {
     "load_best_model_at_end": True,
 }
 ADAM |= EVALUATED | {"eval_strategy": "steps", "eval_steps": 1}
+MUON = ADAM | {"matrix_learning_rate": 0.02}
+ADAM |= {"matrix_learning_rate": None}
 FSDP = {"fsdp": True, "fsdp_config": {"version": 2}}
 SHARDS = {"fsdp_config": {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}}
 RUNS: dict[str, dict[str, Any]] = {
@@ -75,10 +77,17 @@ RUNS: dict[str, dict[str, Any]] = {
     "adam": ADAM,
     "fsdp_adam": FSDP | ADAM,
     "fsdp_adam_shards": FSDP | SHARDS | ADAM,
+    "muon": MUON,
+    "fsdp_muon": FSDP | MUON,
+    "fsdp_muon_shards": FSDP | SHARDS | MUON,
 }
 # 5.17 cannot read an optimizer's state onto "cpu:0", as DDP on CPUs asks it to
 OLD = Version(transformers.__version__) < Version("5.23")
-RESUMED = [name for name in RUNS if "adam" in name and not (OLD and "fsdp" not in name)]
+RESUMED = [
+    name
+    for name in RUNS
+    if name.rpartition("fsdp_")[2].startswith(("adam", "muon")) and not (OLD and "fsdp" not in name)
+]
 EVEN = {"vocab_size": VOCAB + 1}  # 5.17 splits nothing else
 STOPPED_AT = 2  # of three steps an epoch
 

@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from eagle31_hf.training.divergence import PATIENCE, READ_EVERY, SCALED_PATIENCE, TrainingDivergedError, num_not_finite
 
-LONG = {"num_train_epochs": 50, "max_grad_norm": 0.0}
+LONG = {"num_train_epochs": 50, "max_grad_norm": 0.0, "matrix_learning_rate": None}
 SAVING = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
 EVALUATING = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
 BREAKS_AT = 4

@@ -21,6 +21,7 @@ from eagle31_hf.training.target import TargetReader
 SUMMED = 1e-5  # fp32: sums over the examples of a step in another order, over a few plain gradient steps
 FIGURE = 2e-5  # figures are logged to five digits
 BF16_LOSS = 0.02  # of the loss: logits of eight bits
+RATES = ("learning_rate", "matrix_learning_rate")
 SAVING = {"save_strategy": "steps", "save_steps": 1}
 
 
@@ -147,7 +148,7 @@ def test_callbacks_see_every_figure(tmp_path):
     names = ("distance", "accuracy", "acceptance", "greedy_acceptance", "coverage", "state_norm")
     names += tuple(f"{place}_mass" for place in ("sink", "prompt", "own", "self"))
     by_depth = {f"{name}_{k}" for name in names for k in (1, 2, 3)}
-    assert listener.seen[0] == ("log", by_depth | {"loss", "grad_norm", "learning_rate", "epoch"})
+    assert listener.seen[0] == ("log", by_depth | {"loss", "grad_norm", *RATES, "epoch"})
     lengths = {"accepted_length", "accepted_length_no_bonus", "accepted_length_sampled", "served_accepted_length"}
     by_position = {f"{way}_acceptance_{k}" for way in ("served", "walked") for k in (1, 2, 3)}
     expected = {f"eval_{name}" for name in by_depth | lengths | by_position | {"loss"}}
@@ -157,7 +158,7 @@ def test_callbacks_see_every_figure(tmp_path):
 
 def test_a_second_run_begins_its_figures_anew(tmp_path):
     """Six steps are logged by fours, so two are left over."""
-    trainer = make_trainer(tmp_path, logging_steps=4, learning_rate=0.0)
+    trainer = make_trainer(tmp_path, logging_steps=4, **PLAIN | {"learning_rate": 0.0})
     assert run(trainer).logs == run(trainer).logs
 
 

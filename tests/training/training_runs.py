@@ -38,7 +38,7 @@ ARGUMENTS = {
     "per_device_train_batch_size": 2,
 }
 # A gradient that is off by a factor is no other step for Adam, nor for one that is clipped.
-PLAIN = {"optim": "sgd", "max_grad_norm": 0.0}
+PLAIN = {"optim": "sgd", "max_grad_norm": 0.0, "matrix_learning_rate": None}
 CHECKPOINTING = next(
     f.name for f in fields(TrainingArguments) if f.name in ("activation_checkpointing", "gradient_checkpointing")
 )

@@ -1,0 +1,152 @@
+"""The optimizer of a run: Muon for the drafter's matrices, the one that transformers would take for everything else.
+
+Muon makes every direction of a matrix's update equally large. With the adjustment "original" the largest singular value
+of an update is the rate times sqrt(max(1, rows / columns)), at any width; so a rate found on a small drafter suits a
+large one (arXiv 2310.17813; `examples/transfer_rate.py` shows it). Muon keeps one state for a weight, AdamW two.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..json_file import read_json
+from ..modeling import Eagle31DrafterModel
+from .arguments import Eagle31TrainingArguments
+from .saving import RECORD
+
+MUON = "muon"  # in training.json
+STATES = "optimizer"  # how the names of files begin that hold an optimizer's states
+MOMENTUM = 0.95
+ADJUSTMENT = "original"
+
+
+class JoinedOptimizer(Optimizer):
+    """Several optimizers as one, as a Trainer wants it. Each keeps its own parameters, states and kind of step; the
+    groups of all are the groups of this one, in the order of `parts`."""
+
+    def __init__(self, parts: Sequence[Optimizer]):
+        self.parts = list(parts)
+        super().__init__([group for part in parts for group in part.param_groups], {})
+
+    @property
+    def state(self) -> dict[Tensor, Any]:
+        """The states of all parameters, by the parameter."""
+        return {parameter: state for part in self.parts for parameter, state in part.state.items()}
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        """Changes nothing: `Optimizer` sets an empty state when it is made, and the parts hold the states."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Takes a step with every part. Returns what `closure` returns, which is called once."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self.parts:
+            part.step()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the states and groups of all parts in the form of one optimizer's, parameters numbered through."""
+        states: dict[int, Any] = {}
+        groups: list[dict[str, Any]] = []
+        for part in self.parts:
+            found, first = part.state_dict(), sum(len(group["params"]) for group in groups)
+            states |= {first + number: state for number, state in found["state"].items()}
+            groups += [group | {"params": [first + n for n in group["params"]]} for group in found["param_groups"]]
+        return {"state": states, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Gives each part its own from what `state_dict` returned. Raises ValueError for another number of groups or
+        parameters."""
+        groups = list(state_dict["param_groups"])
+        found, expected = sizes(groups), sizes(self.param_groups)
+        if found != expected:
+            raise ValueError(
+                f"the optimizer's saved groups hold {found} parameters; expected {expected}: a run goes on with the"
+                " optimizers it began with."
+            )
+        for part in self.parts:
+            own, groups = groups[: len(part.param_groups)], groups[len(part.param_groups) :]
+            names = [name for group in own for name in group["params"]]
+            states = {name: state_dict["state"][name] for name in names if name in state_dict["state"]}
+            part.load_state_dict({"state": states, "param_groups": own})
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+    def train(self) -> None:
+        """Tells those parts that know the difference that training goes on."""
+        self._tell("train")
+
+    def eval(self) -> None:
+        """Tells those parts that know the difference that weights are about to be used or saved."""
+        self._tell("eval")
+
+    def _tell(self, mode: str) -> None:
+        for part in self.parts:
+            if callable(method := getattr(part, mode, None)):
+                method()
+
+
+def sizes(groups: Sequence[dict[str, Any]]) -> list[int]:
+    """Returns the number of parameters of each group."""
+    return [len(group["params"]) for group in groups]
+
+
+def matrices_of(drafter: Eagle31DrafterModel) -> list[Tensor]:
+    """Returns the trained matrices of `fc` and layers. Tables of tokens are none: their rows are not directions."""
+    tables = {id(module.weight) for module in (drafter.embed_tokens, drafter.lm_head) if module is not None}
+    return [p for p in drafter.parameters() if p.requires_grad and p.dim() == 2 and id(p) not in tables]
+
+
+def new_muon(matrices: Sequence[Tensor], args: Eagle31TrainingArguments) -> Optimizer:
+    """Makes the optimizer of matrices."""
+    return torch.optim.Muon(
+        matrices,
+        lr=args.matrix_learning_rate,
+        momentum=MOMENTUM,
+        weight_decay=args.weight_decay,
+        adjust_lr_fn=ADJUSTMENT,
+    )
+
+
+@contextmanager
+def left_out(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Keeps parameters from what makes an optimizer of all that asks for gradients."""
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+
+
+def names_of(args: Eagle31TrainingArguments) -> dict[str, str]:
+    """Returns the names of the optimizers of a run, as `training.json` keeps them."""
+    rest = str(getattr(args.optim, "value", args.optim))
+    return {"matrices": rest if args.matrix_learning_rate is None else MUON, "rest": rest}
+
+
+def check_same(checkpoint: str | Path, args: Eagle31TrainingArguments) -> None:
+    """Raises ValueError for a checkpoint whose matrices were trained by another optimizer: its states mean nothing to
+    this one. A checkpoint of before there was a choice had no Muon; one without optimizer states suits every run."""
+    folder = Path(checkpoint)
+    if not any(folder.glob(f"{STATES}*")):
+        return
+    saved = read_json(folder / RECORD, constants=True) if (folder / RECORD).exists() else {}
+    had_muon = saved.get("optimizer", {}).get("matrices") == MUON
+    has_muon = args.matrix_learning_rate is not None
+    if had_muon != has_muon:
+        rate = "a rate" if had_muon else "None (--matrix-learning-rate none)"
+        raise ValueError(
+            f"{checkpoint}: its matrices were trained {'by' if had_muon else 'without'} Muon, and this run's would be"
+            f" trained {'by' if has_muon else 'without'} it; expected the same. Resume with matrix_learning_rate set to"
+            f" {rate}."
+        )

@@ -1,0 +1,164 @@
+"""Muon trains matrices, another optimizer the rest; together they resume, skip steps and follow schedules as one."""
+
+import json
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from close import EXACT, assert_close
+from factories import build
+from training_runs import InterruptAfter, LostMachineError, make_trainer, run
+
+from eagle31_hf.cli import parser
+from eagle31_hf.training.arguments import Eagle31TrainingArguments
+from eagle31_hf.training.optimizer import JoinedOptimizer, matrices_of, new_muon
+from eagle31_hf.training.saving import RECORD
+
+SAVING = {"save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "cosine"}
+RATES = {"matrix_learning_rate": 0.03, "learning_rate": 0.002}
+
+
+def arguments(**options) -> Eagle31TrainingArguments:
+    return Eagle31TrainingArguments(output_dir="unused", use_cpu=True, **options)
+
+
+def gradients(drafter, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in drafter.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+def test_joined_optimizers_take_the_steps_of_each():
+    joined_drafter, drafter = build(seed=3), build(seed=3)
+    parts = []
+    for each in (joined_drafter, drafter):
+        matrices = matrices_of(each)
+        rest = [p for p in each.parameters() if id(p) not in set(map(id, matrices))]
+        parts.append([torch.optim.AdamW(rest, lr=0.01), new_muon(matrices, arguments())])
+    joined = JoinedOptimizer(parts[0])
+    schedule = torch.optim.lr_scheduler.LambdaLR(joined, lambda step: 0.5**step)
+    for step in range(3):
+        gradients(joined_drafter, step)
+        gradients(drafter, step)
+        joined.step()
+        schedule.step()
+        for part, rate in zip(parts[1], (0.01, 0.02), strict=True):
+            part.param_groups[0]["lr"] = rate * 0.5**step
+            part.step()
+    for found, expected in zip(joined_drafter.parameters(), drafter.parameters(), strict=True):
+        assert_close("weights", found.detach(), expected.detach(), EXACT)
+    assert joined.step(lambda: torch.tensor(2.0)) == 2
+
+
+@pytest.mark.parametrize("fields", [{}, {"num_hidden_layers": 3}, {"draft_vocab_size": 20}], ids=str)
+def test_matrices_are_those_of_fc_and_layers(fields):
+    drafter = build(**fields)
+    matrices = set(map(id, matrices_of(drafter)))
+    for name, parameter in drafter.named_parameters():
+        is_matrix = parameter.dim() == 2 and name.startswith(("fc.", "layers."))
+        assert (id(parameter) in matrices) == is_matrix, name
+    drafter.fc.requires_grad_(False)
+    assert id(drafter.fc.weight) not in set(map(id, matrices_of(drafter)))
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "sgd", "adafactor", "adamw_bnb_8bit"])
+def test_whatever_trains_the_rest_a_resumed_run_is_the_run(tmp_path, optim):
+    if "bnb" in optim:
+        pytest.importorskip("bitsandbytes")
+    options = SAVING | RATES | {"optim": optim}
+    whole = run(make_trainer(tmp_path / "whole", **options))
+    with pytest.raises(LostMachineError):
+        make_trainer(tmp_path / "parts", callbacks=[InterruptAfter(3)], **options).train()
+    resumed = run(make_trainer(tmp_path / "parts", **options), resume=True)
+    for name, weight in whole.weights.items():
+        assert_close(name, resumed.weights[name], weight, EXACT)
+    assert resumed.logs == whole.logs
+
+
+def test_each_rate_follows_the_schedule_from_its_own_peak(tmp_path):
+    logs = run(make_trainer(tmp_path, lr_scheduler_type="linear", **RATES)).logs
+    found = [(entry["learning_rate"], entry["matrix_learning_rate"]) for entry in logs if "loss" in entry]
+    expected = [(0.002 * (1 - step / 6), 0.03 * (1 - step / 6)) for step in range(6)]
+    assert torch.tensor(found).allclose(torch.tensor(expected))
+
+
+def test_without_its_rate_there_is_no_muon(tmp_path):
+    trainer = make_trainer(tmp_path, matrix_learning_rate=None)
+    logs = run(trainer).logs
+    assert not any("matrix_learning_rate" in entry for entry in logs)
+    assert not isinstance(trainer.optimizer.optimizer, JoinedOptimizer)
+
+
+def test_an_optimizer_of_the_callers_trains_everything(tmp_path):
+    drafter = build()
+    mine = torch.optim.SGD([p for p in drafter.parameters() if p.requires_grad], lr=0.01)
+    trainer = make_trainer(tmp_path, drafter=drafter, optimizers=(mine, None))
+    trainer.train()
+    assert trainer.optimizer.optimizer is mine
+    assert trainer.args.matrix_learning_rate is None
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.02, None), (None, 0.02)], ids=str)
+def test_a_run_goes_on_with_the_optimizers_it_began_with(tmp_path, before, after):
+    make_trainer(tmp_path, matrix_learning_rate=before, max_steps=1, **SAVING).train()
+    with pytest.raises(ValueError, match=r"checkpoint-1: its matrices .* expected the same\. Resume with") as caught:
+        make_trainer(tmp_path, matrix_learning_rate=after, **SAVING).train(resume_from_checkpoint=True)
+    assert ("set to None" if after else "set to a rate") in str(caught.value)
+
+
+def test_a_checkpoint_of_before_there_was_a_choice_had_no_muon(tmp_path):
+    make_trainer(tmp_path, matrix_learning_rate=None, max_steps=1, **SAVING).train()
+    record = tmp_path / "checkpoint-1" / RECORD
+    kept = json.loads(record.read_text())
+    assert kept.pop("optimizer") == {"matrices": "adamw_torch_fused", "rest": "adamw_torch_fused"}
+    record.write_text(json.dumps(kept))
+    with pytest.raises(ValueError, match="set to None"):
+        make_trainer(tmp_path, **SAVING).train(resume_from_checkpoint=True)
+    make_trainer(tmp_path, matrix_learning_rate=None, max_steps=2, **SAVING).train(resume_from_checkpoint=True)
+
+
+def test_a_checkpoint_without_optimizer_states_suits_every_run(tmp_path):
+    make_trainer(tmp_path, matrix_learning_rate=None, max_steps=1, save_only_model=True, **SAVING).train()
+    trainer = make_trainer(tmp_path, max_steps=2, **SAVING)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 2
+
+
+def test_states_of_other_groups_are_refused():
+    drafter = build()
+    muon = new_muon(matrices_of(drafter), arguments())
+    joined = JoinedOptimizer([torch.optim.AdamW(drafter.norm.parameters()), muon])
+    with pytest.raises(ValueError, match="a run goes on with the optimizers it began with"):
+        joined.load_state_dict(muon.state_dict())
+
+
+def test_a_step_that_overflows_changes_no_matrix(tmp_path, monkeypatch):
+    """accelerate scales losses on accelerators only, but torch on CPUs too."""
+    monkeypatch.setitem(AcceleratorState._shared_state, "_mixed_precision", "fp16")
+    drafter = build()
+    before = {name: weight.clone() for name, weight in drafter.state_dict().items()}
+    trainer = make_trainer(tmp_path, drafter=drafter, max_steps=1, **RATES)
+    AcceleratorState._shared_state["_mixed_precision"] = "fp16"  # the Trainer has set it
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**60)
+    trainer.accelerator.native_amp, trainer.accelerator.scaler = True, scaler
+    trainer.train()
+    assert scaler.get_scale() == 2.0**59
+    for name, weight in drafter.state_dict().items():
+        assert_close(name, weight, before[name], EXACT)
+
+
+def test_nothing_for_muon_to_train_is_said(tmp_path):
+    trainer = make_trainer(tmp_path)
+    for matrix in matrices_of(trainer.drafter):
+        matrix.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"no whole matrix for Muon .* or matrix_learning_rate=None"):
+        trainer.train()
+
+
+def test_the_command_has_the_defaults_of_the_arguments():
+    options = parser().parse_args(["train", "--target", "t", "--data", "d", "--output", "o"])
+    defaults = arguments()
+    for name in ("learning_rate", "matrix_learning_rate", "depth", "loss"):
+        assert getattr(options, name) == getattr(defaults, name), name
+    words = ["train", "--target", "t", "--data", "d", "--output", "o", "--matrix-learning-rate", "none"]
+    assert parser().parse_args(words).matrix_learning_rate is None
