@@ -1,9 +1,8 @@
 """Trains small targets from nothing, resumably: what `train_demo_target.py` and `train_second_target.py` have in
 common.
 
-A small model's greedy text soon repeats itself. Toward the end half of each batch are therefore pieces of text
-repeated again and again, and the model learns to find each repetition less likely than the one before: DITTO (arXiv
-2206.02369).
+A small model's greedy text soon repeats itself. In the last steps the model is therefore also taught to find less
+likely what it repeats when it writes on by itself: sequence-level unlikelihood (arXiv 1908.04319).
 
 B sequences of a batch, L tokens of a sequence, N tokens of a text.
 """
@@ -24,7 +23,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 TOKENS = 2048  # of a step
 SHORT, LONG = 512, 1024  # L, in the first part of training and in the second
 LONG_FROM = 0.6  # of training
-REPETITIONS_FROM, REPEATED = 0.6, 256  # of training, and tokens of a sequence of repetitions
+UNREPEATED_FROM = 0.92  # of training
+CONTINUED, PROMPT, CONTINUATION = 12, 64, 128  # texts that are gone on with in a step, and tokens
 WARM_UP, DESCENT = 0.02, 0.4  # shares of training in which the rates rise, and in which they fall
 SAVE_STEPS = 250
 MATRIX_RATE, REST_RATE = 5e-3, 3e-3
@@ -62,6 +62,12 @@ def cut(ids: Tensor, length: int) -> Tensor:
     return ids[: len(ids) // length * length].view(-1, length)
 
 
+def drawn(ids: Tensor, count: int, length: int, seed: int) -> Tensor:
+    """Draws pieces (count, length) of a text (N,)."""
+    starts = torch.randint(0, len(ids) - length, (count,), generator=torch.Generator().manual_seed(seed))
+    return torch.stack([ids[start : start + length] for start in starts.tolist()])
+
+
 def batch_of(ids: Tensor, step: int, steps: int) -> Tensor:
     """Returns the batch (B, L) of a step: a function of its number alone, so that a resumed run sees what it would have
     seen."""
@@ -73,50 +79,36 @@ def batch_of(ids: Tensor, step: int, steps: int) -> Tensor:
     return sequences[order[number * size : (number + 1) * size]]
 
 
-class Repetitions:
-    """Sequences (B, L) that begin with text and go on with one piece of it, again and again: what a model that has
-    fallen into a loop writes. `spans`: of each, the number of tokens before the first piece, and of the piece."""
-
-    CONTEXT, SHORT_PIECE, LONG_PIECE = (16, 64), 8, 48  # tokens
-    SHARE_OF_SHORT = 0.3
-
-    def __init__(self, ids: Tensor, batch_size: int, length: int, seed: int):
-        draw = torch.Generator().manual_seed(seed)
-        self.spans, sequences = [], []
-        for is_short in (torch.rand(batch_size, generator=draw) < self.SHARE_OF_SHORT).tolist():
-            size = drawn(1, self.SHORT_PIECE if is_short else self.LONG_PIECE, draw)
-            context = drawn(*self.CONTEXT, draw)
-            start = drawn(0, len(ids) - context - size, draw)
-            text, piece = ids[start : start + context + size].split([context, size])
-            sequences.append(torch.cat([text, piece.repeat(length // size + 1)])[:length])
-            self.spans.append((context, size))
-        self.sequences = torch.stack(sequences)
-
-    def loss(self, logits: Tensor, wanted: float = 0.5) -> Tensor:
-        """Returns the mean loss of logits (B, L, V): each repetition of a token should have `wanted` times the
-        probability that the one before it had."""
-        at_token = logits[:, :-1].float().log_softmax(-1).gather(-1, self.sequences[:, 1:, None])[..., 0].exp()
-        losses = []
-        for probability, (context, size) in zip(at_token, self.spans, strict=True):
-            of_pieces = probability[context - 1 :]
-            away = (of_pieces[size:] - wanted * of_pieces[:-size].detach()).abs()
-            losses.append(-(1 - away).clamp(min=1e-4).log())
-        return torch.cat(losses).mean()
+def repeated(ids: Tensor, size: int = 4) -> Tensor:
+    """Returns a mask (B, L): True for the tokens of every `size` in a row that were there before in their sequence."""
+    pieces = ids.unfold(1, size, 1)
+    is_repeated = (pieces[:, :, None] == pieces[:, None]).all(-1).tril(-1).any(-1)
+    mask = torch.zeros_like(ids, dtype=torch.bool)
+    for offset in range(size):
+        mask[:, offset : offset + is_repeated.shape[1]] |= is_repeated
+    return mask
 
 
-def drawn(lowest: int, highest: int, draw: torch.Generator) -> int:
-    """Draws an integer from `lowest` to `highest`, both included."""
-    return int(torch.randint(lowest, highest + 1, (1,), generator=draw))
+def loss_of_repeating(model: PreTrainedModel, ids: Tensor, step: int) -> Tensor:
+    """Returns the mean of -log(1 - probability) of what the model repeats when it greedily goes on after pieces of a
+    text (N,), drawn for the step."""
+    prompts = drawn(ids, CONTINUED, PROMPT, seed=step)
+    options = {"max_new_tokens": CONTINUATION, "do_sample": False, "eos_token_id": None}
+    # what autocast keeps of a pass without gradients would have none in the next
+    with torch.autocast(ids.device.type, torch.bfloat16, cache_enabled=False):
+        written = model.generate(prompts, attention_mask=torch.ones_like(prompts), **options)
+    logits = model(input_ids=written).logits[:, :-1].float()
+    likely = logits.log_softmax(-1).gather(-1, written[:, 1:, None])[..., 0].exp()
+    mask = repeated(written)[:, 1:]
+    mask[:, : PROMPT - 1] = False
+    return -(1 - likely).clamp(min=1e-4).log()[mask].sum() / mask.sum().clamp(min=1)
 
 
 def loss_of(model: PreTrainedModel, ids: Tensor, step: int, steps: int) -> Tensor:
-    """Returns the loss of a step: of text, and toward the end also of repetitions."""
+    """Returns the loss of a step: of text, and toward the end also of what the model repeats."""
     batch = batch_of(ids, step, steps)
-    if step < REPETITIONS_FROM * steps:
-        return model(input_ids=batch, labels=batch).loss
-    text = batch[: len(batch) // 2]
-    repetitions = Repetitions(ids, text.numel() // REPEATED, REPEATED, seed=step)
-    return model(input_ids=text, labels=text).loss + repetitions.loss(model(input_ids=repetitions.sequences).logits)
+    loss = model(input_ids=batch, labels=batch).loss
+    return loss if step < UNREPEATED_FROM * steps else loss + loss_of_repeating(model, ids, step)
 
 
 def rate_factor(progress: float) -> float:
@@ -177,7 +169,7 @@ def save_state(
 ) -> None:
     """Writes what a run needs to go on, atomically."""
     state = {"model": model.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in optimizers]}
-    new = file.with_suffix(".new")
+    new = file.with_name(f"{file.name}.new")
     torch.save(state | counters, new)
     os.replace(new, file)
 
@@ -211,7 +203,7 @@ def write_target(
     print(f"{len(texts)} files, {len(ids):,} tokens, {model.num_parameters():,} parameters", flush=True)
     args.output.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(args.output)
-    state_file = args.output.with_suffix(".state")
+    state_file = args.output.with_name(f"{args.output.name}.state")
     record = {"python": sys.version.split()[0], "files": len(texts), "tokens_in_corpus": len(ids)}
     record |= train(model, ids, args.steps, state_file)
     record |= {"held_out_loss": round(mean_loss(model, token_ids(tokenizer, held_out)[: 64 * SHORT]), 4)}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pretraining import token_ids
+from pretraining import drawn, token_ids
 from torch import Tensor
 from train_second_target import headers
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -34,12 +34,6 @@ def texts_of(name: str, held_out: bool) -> list[str]:
     if name == "second":
         return headers(held_out)
     return [held_out_file(file) for file in HELD_OUT] if held_out else list(training_files())
-
-
-def drawn(ids: Tensor, count: int, length: int, seed: int) -> Tensor:
-    """Draws pieces (count, length) of a text (T,)."""
-    starts = torch.randint(0, len(ids) - length, (count,), generator=torch.Generator().manual_seed(seed))
-    return torch.stack([ids[start : start + length] for start in starts.tolist()])
 
 
 def perturbed(prompts: Tensor, vocab_size: int) -> Tensor:

@@ -1,4 +1,5 @@
-"""The small targets of the demo and of the search: training that goes on where it was stopped, and repetitions."""
+"""The small targets of the demo and of the search: training that goes on where it was stopped, and teaches them not to
+repeat themselves."""
 
 import sys
 from pathlib import Path
@@ -28,8 +29,9 @@ class StoppedError(Exception):
     pass
 
 
-@pytest.mark.parametrize("stop", [3, 7, 9])  # before long sequences, among them, among repetitions
+@pytest.mark.parametrize("stop", [3, 7, 9])  # before long sequences, among them, among what is repeated
 def test_a_stopped_run_goes_on_to_the_same_weights(tmp_path, monkeypatch, saved_often, stop):
+    monkeypatch.setattr(pretraining, "UNREPEATED_FROM", 0.8)
     whole = tiny_model()
     pretraining.train(whole, IDS, 10, tmp_path / "whole.state")
 
@@ -59,26 +61,41 @@ def test_batches_of_an_epoch_are_all_sequences_once():
     assert pretraining.batch_of(IDS, steps - 1, steps).shape[1] == pretraining.LONG
 
 
-def test_repetitions_repeat_a_piece_of_the_text():
-    made = pretraining.Repetitions(IDS, 6, 256, seed=1)
-    for sequence, (context, size) in zip(made.sequences, made.spans, strict=True):
-        pieces = sequence[context:]
-        assert torch.equal(pieces[size:], pieces[:-size])
+def test_what_was_there_before_is_repeated():
+    ids = torch.tensor([[5, 1, 2, 3, 4, 9, 1, 2, 3, 4, 7, 2, 3, 4]])
+    assert pretraining.repeated(ids).tolist() == [[False] * 6 + [True] * 4 + [False] * 4]
+    assert pretraining.repeated(ids[:, :6]).sum() == 0
 
 
-def test_the_loss_of_repetitions_wants_them_ever_less_likely():
-    made = pretraining.Repetitions(IDS, 2, 128, seed=1)
+def test_a_model_learns_not_to_repeat_itself():
+    model = tiny_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loop = IDS[:4].repeat(32)[None]
 
-    def logits_of(factor: float) -> torch.Tensor:
-        """Logits by which every repetition has `factor` times the probability of the one before."""
-        logits = torch.zeros(2, 128, 64)
-        for b, (context, size) in enumerate(made.spans):
-            for t in range(context - 1, 127):
-                repetition = (t - context + 1) // size
-                p = torch.tensor(0.9 * factor**repetition)
-                others = ((1 - p) / 63).log()
-                logits[b, t] = others
-                logits[b, t, made.sequences[b, t + 1]] = p.log()
-        return logits
+    def taught(loss_of, steps: int) -> list[float]:
+        losses = []
+        for _ in range(steps):
+            loss = loss_of()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
 
-    assert made.loss(logits_of(0.5)) < 0.01 < made.loss(logits_of(0.9)) < made.loss(logits_of(1.0))
+    taught(lambda: model(input_ids=loop, labels=loop).loss, 40)
+    losses = taught(lambda: pretraining.loss_of_repeating(model, loop[0], step=0), 10)
+    assert losses[-1] < 0.2 * losses[0]
+
+
+def test_gradients_of_the_last_steps_are_those_without_autocasts_cache():
+    """A pass without gradients in between leaves nothing behind."""
+    found = []
+    for cache in (True, False):
+        model = tiny_model()
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+            loss = pretraining.loss_of_repeating(model, IDS, step=0)
+        loss.backward()
+        found.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert len(found[0]) == len(found[1]) > 5
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
