@@ -29,8 +29,8 @@ def from_noise(drafter: Eagle31DrafterModel, material: Material, kind: str) -> N
 
 @torch.no_grad()
 def fitted(drafter: Eagle31DrafterModel, material: Material, kind: str) -> None:
-    """Fits `fc` to bring the captured states to the target's state before its last norm, one position later; the last
-    norm is the target's, and the layer begins as nothing but its residual."""
+    """Fits `fc` to bring the captured states to the target's last state, one position later. The drafter's last norm
+    begins as large as those states are, and the layer as nothing but its residual."""
     texts = material.training_texts(kind, drafter.config.aux_hidden_state_layer_ids)
     states, last = texts.states[:NUM_TEXTS].float(), texts.last_states[:NUM_TEXTS].float()
     inputs = normed(drafter, states[:, :-1]).flatten(0, 1)

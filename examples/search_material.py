@@ -3,6 +3,7 @@
 N texts, T tokens, n captured states, h width of the target.
 """
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from train_second_target import headers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eagle31_hf.demo.corpus import HELD_OUT, held_out_file, training_files
+from eagle31_hf.storage.fingerprints import weights_fingerprint
 from eagle31_hf.training.objective import Batch
 from eagle31_hf.training.target import TargetReader
 
@@ -69,6 +71,7 @@ class Material:
         self.target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.vocab_size = self.target.config.vocab_size
+        self.weights = weights_fingerprint(self.target)[:8]
 
     def default_layers(self) -> list[int]:
         depth = self.target.config.num_hidden_layers
@@ -82,7 +85,7 @@ class Material:
         half of another kind, as in `greedy+files`."""
         kinds = kind.split("+")
         ids = torch.cat([self._texts(each)[i :: len(kinds)] for i, each in enumerate(kinds)])
-        return self._with_states(f"{kind}", ids, PROMPT, layer_ids)
+        return self._with_states(kind, ids, PROMPT, layer_ids)
 
     def prompt_sets(self, layer_ids: list[int]) -> dict[str, Texts]:
         """Returns the prompts of each of SETS, greedily answered by the target."""
@@ -127,9 +130,9 @@ class Material:
 
     def _kept(self, what: str, make: Any) -> Any:
         """Returns what a file keeps, or makes it now."""
-        file = self.work / f"{self.name} {what}.pt".replace(" ", "-")
+        file = self.work / f"{self.name} {self.weights} {what}.pt".replace(" ", "-")
         if not file.exists():
-            made, new = make(), file.with_suffix(".new")
+            made, new = make(), file.with_name(f"{file.name}.{os.getpid()}")
             torch.save(made, new)
             new.replace(file)
         return torch.load(file, weights_only=True, mmap=True)

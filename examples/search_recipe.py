@@ -1,7 +1,7 @@
 """Search for what makes a drafter learn faster and hold longer: one switch at a time, several seeds, equal steps.
 
     python examples/train_second_target.py --output work/second
-    python examples/search_recipe.py run --work work --target demo --ideas "adamw 4e-3" "muon 6e-3" --seeds 3
+    python examples/search_recipe.py run --work work --target demo --ideas "adamw 4e-3" muon --seeds 3
     python examples/search_recipe.py run --work work --target second --folder work/second
     python examples/search_recipe.py table --work work
 
@@ -18,37 +18,45 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from search_material import LONG, SETS, SHAPES, Material
+from search_material import ANSWER, LONG, SETS, SHAPES, Material
 from search_training import EAGLE3, Recipe, measured, trained
 
 from eagle31_hf import demo
+from eagle31_hf.storage.fingerprints import digest
 
 STEPS = 420
 ADAMW = Recipe()
-MUON = Recipe(matrix_rate=6e-3, rate=4e-3)
+MUON = Recipe(matrix_rate=2e-2, rate=4e-3)
 IDEAS = {
+    # optimizer: rates, which rate of a matrix's update is meant, decay, averages
     "adamw 1e-3": ADAMW,
     "adamw 4e-3": replace(ADAMW, rate=4e-3),
     "adamw 1e-2": replace(ADAMW, rate=1e-2),
-    "muon 2e-3": replace(MUON, matrix_rate=2e-3),
-    "muon 6e-3": MUON,
-    "muon 1.5e-2": replace(MUON, matrix_rate=1.5e-2),
+    "muon": MUON,
+    "muon 1e-2": replace(MUON, matrix_rate=1e-2),
     "muon 4e-2": replace(MUON, matrix_rate=4e-2),
-    "muon, original 1e-2": replace(MUON, adjust="original", matrix_rate=1e-2),
-    "muon, original 2e-2": replace(MUON, adjust="original", matrix_rate=2e-2),
-    "muon, original 5e-2": replace(MUON, adjust="original", matrix_rate=5e-2),
+    "muon, rms 6e-3": replace(MUON, adjust="match_rms_adamw", matrix_rate=6e-3),
     "vectors 1e-3": replace(MUON, rate=1e-3),
     "vectors 1e-2": replace(MUON, rate=1e-2),
+    "momentum 0.9": replace(MUON, momentum=0.9),
+    "momentum 0.98": replace(MUON, momentum=0.98),
+    "decay 0": replace(MUON, weight_decay=0.0),
+    "decay 0.1": replace(MUON, weight_decay=0.1),
+    "no clipping": replace(MUON, clip=1e9),
     "linear": replace(MUON, schedule="linear"),
     "wsd": replace(MUON, schedule="wsd"),
     "warm-up 10": replace(MUON, warm_up=10),
-    "decay 0.1": replace(MUON, weight_decay=0.1),
-    "decay 0": replace(MUON, weight_decay=0.0),
-    "no clipping": replace(MUON, clip=1e9),
-    "momentum 0.9": replace(MUON, momentum=0.9),
     "ema 0.98": replace(MUON, ema=0.98),
     "ema 0.98, constant": replace(MUON, ema=0.98, schedule="constant"),
     "head trained": replace(MUON, head=True),
+    # beginning
+    "start fitted": replace(MUON, start="fitted"),
+    "start same position": replace(MUON, start="same position"),
+    "start last norm": replace(MUON, start="last norm"),
+    # what is read
+    "four states": replace(MUON, layers="four"),
+    "late layers": replace(MUON, layers="late"),
+    # what is minimised
     "depth 2": replace(MUON, depth=2),
     "depth 5": replace(MUON, depth=5),
     "depth 7": replace(MUON, depth=7),
@@ -63,14 +71,11 @@ IDEAS = {
     "ce": replace(MUON, loss="ce"),
     "hint 1": replace(MUON, hint=1.0),
     "hint 0.1": replace(MUON, hint=0.1),
-    "start fitted": replace(MUON, start="fitted"),
-    "start same position": replace(MUON, start="same position"),
-    "start last norm": replace(MUON, start="last norm"),
-    "four states": replace(MUON, layers="four"),
+    # data, length, speed
     "all tokens": replace(MUON, all_tokens=True),
     "files too": replace(MUON, texts="greedy+files"),
     "sampled too": replace(MUON, texts="greedy+sampled"),
-    "jump": replace(MUON, jump=LONG + 128),
+    "jump": replace(MUON, jump=LONG + ANSWER),
     "window 128": replace(MUON, fields={"layer_types": ["sliding_attention"], "sliding_window": 128}),
     "autocast": replace(MUON, autocast=True),
     "eagle3": replace(MUON, fields=EAGLE3),
@@ -83,13 +88,25 @@ def rows_of(work: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
+def key_of(material: Material, idea: str, recipe: Recipe, seed: int, steps: int) -> dict[str, Any]:
+    """Returns what a run is known by: a recipe or a target that has changed since is another."""
+    return {
+        "target": material.name,
+        "idea": idea,
+        "seed": seed,
+        "steps": steps,
+        "weights": material.weights,
+        "recipe": digest(repr(recipe))[:8],
+    }
+
+
 def run(args: argparse.Namespace) -> None:
     """Does the runs that are not done yet."""
     args.work.mkdir(parents=True, exist_ok=True)
-    material = Material(args.target, args.folder or demo.FOLDER / "target", args.work)
+    material = Material(args.target, folder_of(args), args.work)
     for seed in range(args.seeds):
         for idea in args.ideas:
-            key = {"target": args.target, "idea": idea, "seed": seed, "steps": args.steps}
+            key = key_of(material, idea, IDEAS[idea], seed, args.steps)
             if any(key.items() <= row.items() for row in rows_of(args.work)):
                 continue
             drafter, figures = trained(material, IDEAS[idea], seed, args.steps)
@@ -99,23 +116,37 @@ def run(args: argparse.Namespace) -> None:
             print(json.dumps(row), flush=True)
 
 
+def folder_of(args: argparse.Namespace) -> Path:
+    """Returns the folder of the target. Raises ValueError where there is none to take."""
+    if args.target != "demo" and args.folder is None:
+        raise ValueError(f"--target {args.target} comes with no weights; expected --folder with what its script wrote.")
+    return args.folder or demo.FOLDER / "target"
+
+
 def cell(values: list[float]) -> str:
     """Returns a mean, and its standard error where there are several values."""
     error = f" ± {statistics.stdev(values) / len(values) ** 0.5:.3f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):.3f}{error}"
 
 
+def kind_of(row: dict[str, Any]) -> tuple[str, str, int]:
+    """Returns what the runs of a line of the table have in common."""
+    return row["target"], row["idea"], row["steps"]
+
+
 def table(args: argparse.Namespace) -> None:
-    """Prints what is done."""
+    """Prints what is done, with the newest weights of each target."""
     rows = rows_of(args.work)
+    newest = {row["target"]: row["weights"] for row in rows}
+    rows = [row for row in rows if row["weights"] == newest[row["target"]]]
     print(
         "| target | idea | steps | seeds | "
         + " | ".join(SETS)
         + " | depth 7 / depth 1 | s/step |\n|"
         + "---|" * (6 + len(SETS))
     )
-    for target, idea, steps in dict.fromkeys((row["target"], row["idea"], row["steps"]) for row in rows):
-        found = [row for row in rows if (row["target"], row["idea"], row["steps"]) == (target, idea, steps)]
+    for target, idea, steps in dict.fromkeys(map(kind_of, rows)):
+        found = [row for row in rows if kind_of(row) == (target, idea, steps)]
         cells = [cell([row[name] for row in found]) for name in SETS]
         held = cell([row["accuracy"][-1] / max(1e-4, row["accuracy"][0]) for row in found])
         seconds = statistics.mean(row["seconds"] for row in found)

@@ -29,15 +29,19 @@ EAGLE3 = {"fc_norm": False, "norm_output": False}
 class Recipe:
     """How a drafter is trained. Each field is a switch of its own.
 
-    `rate` is AdamW's, `matrix_rate` Muon's, which trains the matrices unless it is None. `loss_after` takes the place
-    of `loss` after a third of the steps. `hint`: weight of the squared distance between the drafter's state and the
+    `rate` is AdamW's, `matrix_rate` Muon's, which trains the matrices unless it is None; `adjust`, `momentum`: Muon's.
+    `clip`: the largest norm of the gradient. `schedule`, `warm_up` (steps): see `rate_factor`. `depth` K, and its k-th
+    step weighs `depth_decay` ** k, or with `reach` the share of drafts that get there. `loss_after` takes the place of
+    `loss` after a third of the steps. `hint`: weight of the squared distance between the drafter's state and the
     target's last state, which falls to 0 halfway. `jump`: positions are spread over so many, by one jump in every text.
-    `ema`: decay of the average of weights that is served. `texts`: see `Material.training_texts`.
+    `ema`: decay of the average of weights that is served. `texts`: see `Material.training_texts`; with `all_tokens`
+    their prompts are learnt, too. `start`: see `search_fit.START`. `layers`: see `layer_ids_of`. `head`: it is trained.
+    `fields` of `Eagle31Config` win.
     """
 
     rate: float = 1e-3
     matrix_rate: float | None = None
-    adjust: str = "match_rms_adamw"
+    adjust: str = "original"
     momentum: float = 0.95
     weight_decay: float = 0.01
     beta2: float = 0.95
@@ -62,12 +66,14 @@ class Recipe:
 
 
 def layer_ids_of(recipe: Recipe, material: Material) -> list[int]:
-    """Returns the layers a recipe captures: the default ones, four, or given ones as in `4-12-23`."""
+    """Returns the layers a recipe captures: the default ones, four, late ones, or given ones as in `4-12-23`."""
     if recipe.layers == "default":
         return material.default_layers()
+    depth = material.target.config.num_hidden_layers
     if recipe.layers == "four":
-        depth = material.target.config.num_hidden_layers
         return [2, depth // 3, 2 * depth // 3, depth - 1]
+    if recipe.layers == "late":
+        return [depth // 2, depth - 2, depth - 1]
     return [int(layer) for layer in recipe.layers.split("-")]
 
 

@@ -138,12 +138,12 @@ def test_the_average_is_between_the_weights(material):
 
 def test_runs_are_done_once_and_shown(few, tmp_path, capsys, monkeypatch):
     line = ["search_recipe.py", "run", "--work", str(tmp_path), "--target", "demo", "--steps", "2"]
-    monkeypatch.setattr(sys, "argv", [*line, "--ideas", "muon 6e-3", "start fitted", "--seeds", "2"])
+    monkeypatch.setattr(sys, "argv", [*line, "--ideas", "muon", "start fitted", "--seeds", "2"])
     for _ in range(2):
         search_recipe.main()
     rows = [json.loads(row) for row in (tmp_path / "runs.jsonl").read_text().splitlines()]
     assert [(row["idea"], row["seed"]) for row in rows] == [
-        (idea, seed) for seed in (0, 1) for idea in ("muon 6e-3", "start fitted")
+        (idea, seed) for seed in (0, 1) for idea in ("muon", "start fitted")
     ]
     monkeypatch.setattr(sys, "argv", ["search_recipe.py", "table", "--work", str(tmp_path)])
     capsys.readouterr()
