@@ -4,7 +4,7 @@ T tokens of a prompt or an answer. Prompts are sent as ids and answers come back
 """
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -102,7 +102,9 @@ class Engine(Protocol):
 
     def meet(self, ask: Ask, sampling: dict[str, Any], stops: list[int], max_length: int) -> None: ...
 
-    def each(self, asks: list[Ask], sampling: dict[str, Any], stops: list[int]) -> Iterator[tuple[str, list[Told]]]: ...
+    def answers_by_server(
+        self, asks: list[Ask], sampling: dict[str, Any], stops: list[int]
+    ) -> Iterator[tuple[str, list[Told]]]: ...
 
     def answers(self, asks: list[Ask], sampling: dict[str, Any], stops: list[int]) -> list[Told]: ...
 
@@ -156,7 +158,9 @@ class VllmEngine:
         """Loads the target."""
         _ = self.llm
 
-    def each(self, asks: list[Ask], sampling: dict[str, Any], stops: list[int]) -> Iterator[tuple[str, list[Told]]]:
+    def answers_by_server(
+        self, asks: list[Ask], sampling: dict[str, Any], stops: list[int]
+    ) -> Iterator[tuple[str, list[Told]]]:
         """Yields the engine's name and its answers to prompts."""
         yield VLLM, self.answers(asks, sampling, stops)
 
@@ -178,18 +182,6 @@ class VllmEngine:
         outputs = self.llm.generate([{"prompt_token_ids": ask.prompt} for ask in asks], params, use_tqdm=False)
         answers = [output.outputs[0] for output in outputs]
         return [Told(list(answer.token_ids), str(answer.finish_reason), answer.stop_reason) for answer in answers]
-
-
-def _vllm(options: EngineOptions, target: Any, max_length: int, tell: Tell) -> Engine:
-    return VllmEngine(target, max_length, options.settings)
-
-
-def _servers(options: EngineOptions, target: Any, max_length: int, tell: Tell) -> Engine:
-    urls = tuple(dict.fromkeys(map(base_of, options.names)))
-    return Servers(urls, target.name_or_path, options.requests, options.patience, tell)
-
-
-ENGINES: dict[bool, Callable[[EngineOptions, Any, int, Tell], Engine]] = {False: _vllm, True: _servers}  # by is_served
 
 
 def sampling_of(generation: dict[str, Any], config: Any) -> dict[str, Any]:
@@ -258,6 +250,8 @@ class EngineAnswers(AnswerSource):
                 f"the engine answers with id {unknown[0]}, and the target has {self.vocab_size}; expected an engine"
                 " that runs the target."
             )
+        if told.finish not in ("stop", "length"):
+            raise ValueError(f"the engine ended an answer for the reason {told.finish!r}; expected stop or length.")
         answer = self.through_end(torch.tensor(told.ids, dtype=torch.long))
         if len(answer) and int(answer[-1]) in self.stops:
             return answer
@@ -285,11 +279,11 @@ class EngineAnswers(AnswerSource):
         first = prompts or [torch.tensor([self.stops[0] if self.stops else 0])]
         asks = [self._ask(prompt, 0, PROBE_TOKENS) for prompt in first]
         self.engine.meet(asks[0]._replace(max_tokens=1), self.sampling, self.stops, self.max_length)
-        for name, answers in self.engine.each(asks, GREEDY, self.stops):
-            for ask, told in zip(asks, answers, strict=True):
-                answer = self.checked(ask, told)
+        for name, found in self.engine.answers_by_server(asks, GREEDY, self.stops):
+            answers = [self.checked(ask, told) for ask, told in zip(asks, found, strict=True)]
+            for told, answer in zip(found, answers, strict=True):
                 self._check_words(name, told, answer)
-                self._check_likelihood(name, ask, answer)
+            self._check_likelihood(name, asks, answers)
         tell(f"answers by {self.engine.name}")
 
     def _check_words(self, name: str, told: Told, answer: Tensor) -> None:
@@ -303,21 +297,26 @@ class EngineAnswers(AnswerSource):
                 " expected an engine that runs the target."
             )
 
-    @torch.no_grad()
-    def _check_likelihood(self, name: str, ask: Ask, answer: Tensor) -> None:
-        """Compares a greedy answer with the target's own probabilities, where its weights are here."""
-        device = execution_device(self.target)
-        if device.type == "meta":
+    def _check_likelihood(self, name: str, asks: list[Ask], answers: list[Tensor]) -> None:
+        """Compares greedy answers with the target's own probabilities, where its weights are here."""
+        if execution_device(self.target).type == "meta":
             return
+        unlikely = sum(self._num_unlikely(ask, answer) for ask, answer in zip(asks, answers, strict=True))
+        total = sum(map(len, answers))
+        if unlikely > max(1, MOST_UNLIKELY * total):
+            raise ValueError(
+                f"{name} gives greedy answers that the target does not: {unlikely} of {total} tokens are unlikely to"
+                " it; expected an engine that runs the target."
+            )
+
+    @torch.no_grad()
+    def _num_unlikely(self, ask: Ask, answer: Tensor) -> int:
+        """Returns how many tokens of a greedy answer (T,) the target finds unlikely."""
+        device = execution_device(self.target)
         ids = torch.cat([torch.tensor(ask.prompt), answer])[None].to(device)
         logits = self.target(input_ids=ids, use_cache=False).logits[0, len(ask.prompt) - 1 : -1].float()
         chosen = logits.gather(-1, ids[0, len(ask.prompt) :, None].to(logits.device))[:, 0]
-        unlikely = int(((chosen - logits.amax(-1)).exp() < UNLIKELY).sum())
-        if unlikely > MOST_UNLIKELY * len(answer):
-            raise ValueError(
-                f"{name} gives greedy answers that the target does not: {unlikely} of {len(answer)} tokens are unlikely"
-                " to it; expected an engine that runs the target."
-            )
+        return int(((chosen - logits.amax(-1)).exp() < UNLIKELY).sum())
 
 
 def engine_answers(
@@ -328,6 +327,11 @@ def engine_answers(
     Raises ValueError for settings that engines do not follow, ImportError where vLLM is not installed.
     """
     sampling = sampling_of(generation, source.target.generation_config)
-    engine = ENGINES[options.is_served](options, source.target, source.max_length, tell)
+    engine: Engine
+    if options.is_served:
+        urls = tuple(dict.fromkeys(map(base_of, options.names)))
+        engine = Servers(urls, source.target.name_or_path, options.requests, options.patience, tell)
+    else:
+        engine = VllmEngine(source.target, source.max_length, options.settings)
     lengths = source.max_length, source.max_new_tokens
     return EngineAnswers(source.target, source.tokenizer, *lengths, engine, sampling, vocab_size)

@@ -63,7 +63,7 @@ class AnswerSource:
 
     def text(self, answer: Tensor) -> str:
         """Returns the words of an answer (T,), without the token that ends the turn, as a later prompt quotes them."""
-        words = answer[:-1] if answer[-1] in self.stops else answer
+        words = answer[:-1] if len(answer) and answer[-1] in self.stops else answer
         return str(self.tokenizer.decode(words, skip_special_tokens=True))
 
     def fits(self, prompt: Tensor) -> bool:
@@ -117,7 +117,11 @@ class AnswerGenerator(AnswerSource):
             return_dict_in_generate=False,
             **self.generation,
         )
-        return [self.through_end(answer) for answer in generated[:, ids.shape[1] :].cpu()]
+        answers = generated[:, ids.shape[1] :].cpu()
+        return [
+            self.through_end(answer[: self.max_length - length])
+            for answer, length in zip(answers, lengths, strict=True)
+        ]
 
 
 @dataclass

@@ -55,6 +55,13 @@ class Patience:
     pause: float = 1.0
     longest_pause: float = 60.0
 
+    def __post_init__(self) -> None:
+        if self.timeout <= 0 or self.tries < 1:
+            raise ValueError(
+                f"servers are given {self.timeout:g} seconds and {self.tries} tries; expected more than 0, and at least"
+                " 1."
+            )
+
     def pause_after(self, failures: int) -> float:
         """Returns the pause in seconds after so many failures in a row."""
         return min(self.longest_pause, self.pause * 2.0 ** (failures - 1))
@@ -65,11 +72,11 @@ class UnavailableError(RuntimeError):
 
 
 class OddAnswerError(UnavailableError):
-    """Raised where a server's answer is not of the protocol's form: it speaks another, or something stands between."""
+    """Raised where a server's answer is not of the endpoint's form: it knows another, or something stands between."""
 
 
 @dataclass(frozen=True)
-class Protocol:
+class Endpoint:
     """A way to ask a server: its path, the body of a request, and the reader of its response, which raises KeyError,
     TypeError, IndexError, ValueError or AttributeError for one of another form.
 
@@ -123,9 +130,9 @@ def _read_generate(response: Any) -> Told:
 
 
 # SGLang keeps a few positions of its length for itself.
-PROTOCOLS = {
-    "/v1/completions": Protocol("/v1/completions", _completions_body, _read_completions),
-    "/generate": Protocol("/generate", _generate_body, _read_generate, spare=8, penalises_prompts=False),
+ENDPOINTS = {
+    "/v1/completions": Endpoint("/v1/completions", _completions_body, _read_completions),
+    "/generate": Endpoint("/generate", _generate_body, _read_generate, spare=8, penalises_prompts=False),
 }
 
 
@@ -147,13 +154,14 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 class Server:
-    """One server: what it serves (`model`), how it is asked (`protocol`), and how it has done lately."""
+    """One server, at an address as `base_of` gives it: what it serves (`model`), how it is asked (`endpoint`), and how
+    it has done lately."""
 
     def __init__(self, url: str, timeout: float):
-        self.url, self.timeout = base_of(url), timeout
+        self.url, self.timeout = url, timeout
         self.model = ""
         self.max_length: int | None = None
-        self.protocol = PROTOCOLS["/v1/completions"]
+        self.endpoint = ENDPOINTS["/v1/completions"]
         self.failures = self.in_flight = 0
         self.not_before = 0.0
         self._opener = urllib.request.build_opener(_NoRedirects)
@@ -169,7 +177,7 @@ class Server:
         request = urllib.request.Request(self.url + path, data, headers)
         try:
             with self._opener.open(request, timeout=self.timeout) as response:
-                return json.loads(response.read())
+                said = response.read()
         except urllib.error.HTTPError as error:
             said = f"{self.url}{path} answers {error.code} {error.reason}{_quoted(error)}"
             if error.code >= 500 or error.code in TRY_AGAIN:
@@ -178,11 +186,17 @@ class Server:
             raise ValueError(f"{said}; expected an answer.{remedy}") from None
         except TimeoutError:
             raise UnavailableError(f"{self.url}{path} gave no answer in {self.timeout:g} seconds") from None
-        except (OSError, http.client.HTTPException, ValueError) as error:
+        except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             if isinstance(reason, TimeoutError):
                 reason = f"no answer in {self.timeout:g} seconds"
             raise UnavailableError(f"{self.url}{path}: {reason or type(error).__name__}") from None
+        try:
+            return json.loads(said)
+        except ValueError:
+            raise OddAnswerError(
+                f"{self.url}{path} answers what is no JSON ({_cut(said.decode(errors='replace'))})"
+            ) from None
 
     def meet(self, target: str) -> None:
         """Looks up what is served. Raises ValueError where that is several models, none of them named as the target."""
@@ -206,9 +220,9 @@ class Server:
 
         Raises UnavailableError and ValueError as `call` does.
         """
-        response = self.call(self.protocol.path, self.protocol.body(self.model, ask, sampling, stops))
+        response = self.call(self.endpoint.path, self.endpoint.body(self.model, ask, sampling, stops))
         try:
-            told = self.protocol.reading(response)
+            told = self.endpoint.reading(response)
         except (KeyError, TypeError, IndexError, ValueError, AttributeError):
             raise OddAnswerError(f"{self.url} answers {_short(response)}; expected ids") from None
         ids = told.ids
@@ -223,20 +237,23 @@ class Server:
             )
         return told
 
-    def choose_protocol(self, ask: Ask, sampling: dict[str, Any], stops: list[int]) -> None:
+    def choose_endpoint(self, ask: Ask, sampling: dict[str, Any], stops: list[int]) -> None:
         """Finds the way to ask that gives ids. Raises ValueError where there is none, UnavailableError as `call`
         does."""
-        failures = []
-        for protocol in PROTOCOLS.values():
-            self.protocol = protocol
+        failures: list[Exception] = []
+        for endpoint in ENDPOINTS.values():
+            self.endpoint = endpoint
             try:
                 self.ask(ask, sampling, stops)
                 return
-            except (OddAnswerError, ValueError) as error:
-                failures.append(str(error))
+            except (UnavailableError, ValueError) as error:
+                failures.append(error)
+        for error in failures:
+            if isinstance(error, UnavailableError) and not isinstance(error, OddAnswerError):
+                raise error
         raise ValueError(
-            f"{self.url} gives no token ids: {'; '.join(failures)}. Expected a server of vLLM (0.10.2 or later) or"
-            " SGLang: words read again as tokens are not always the tokens that were said."
+            f"{self.url} gives no token ids: {'; '.join(map(str, failures))}. Expected a server of vLLM (0.10.2 or"
+            " later) or SGLang: words read again as tokens are not always the tokens that were said."
         )
 
 
@@ -249,7 +266,10 @@ def _key() -> str:
 
 
 def _short(value: Any) -> str:
-    text = json.dumps(value)
+    return _cut(json.dumps(value))
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= LONGEST_QUOTE else f"{text[:LONGEST_QUOTE]}..."
 
 
@@ -269,13 +289,13 @@ class Servers:
 
     urls: tuple[str, ...]
     target: str
-    most: int = 64
+    most: int
     patience: Patience = field(default_factory=Patience)
     tell: Tell = lambda line: None
 
     def __post_init__(self):
         self.all = [Server(url, self.patience.timeout) for url in self.urls]
-        self._changed = threading.Condition()
+        self._changed, self._telling = threading.Condition(), threading.Lock()
 
     @property
     def name(self) -> str:
@@ -295,18 +315,18 @@ class Servers:
         """
         for server in self.all:
             self._patiently(lambda server=server: server.meet(self.target))
-            self._patiently(lambda server=server: server.choose_protocol(ask, sampling, stops))
-            if sampling["repetition_penalty"] != 1 and not server.protocol.penalises_prompts:
+            self._patiently(lambda server=server: server.choose_endpoint(ask, sampling, stops))
+            if sampling["repetition_penalty"] != 1 and not server.endpoint.penalises_prompts:
                 raise ValueError(
                     f"{server.url}: SGLang leaves the prompt out of a repetition_penalty, which is"
                     f" {sampling['repetition_penalty']}; expected 1, or a server of vLLM."
                 )
-            needed = max_length + server.protocol.spare
+            needed = max_length + server.endpoint.spare
             if server.max_length is not None and server.max_length < needed:
                 raise ValueError(
                     f"{server.url} takes {server.max_length} tokens with their answer, and max_length is {max_length};"
                     f" expected at least {needed} there (vLLM: --max-model-len, SGLang: --context-length), or a"
-                    f" max_length of {server.max_length - server.protocol.spare}."
+                    f" max_length of {server.max_length - server.endpoint.spare}."
                 )
             if server.model != self.all[0].model:
                 raise ValueError(
@@ -314,7 +334,9 @@ class Servers:
                     " target everywhere, under one name (--served-model-name)."
                 )
 
-    def each(self, asks: list[Ask], sampling: dict[str, Any], stops: list[int]) -> Iterator[tuple[str, list[Told]]]:
+    def answers_by_server(
+        self, asks: list[Ask], sampling: dict[str, Any], stops: list[int]
+    ) -> Iterator[tuple[str, list[Told]]]:
         """Yields the address of each server and its own answers to prompts. Raises RuntimeError for one that fails."""
         for server in self.all:
             yield (
@@ -368,6 +390,8 @@ class Servers:
                 told[index] = outcome
         finally:
             stop.set()
+            with self._changed:
+                self._changed.notify_all()
         return [told[index] for index in range(len(asks))]
 
     def _answer(self, ask: Ask, sampling: dict[str, Any], stops: list[int], stop: threading.Event) -> Told:
@@ -396,12 +420,12 @@ class Servers:
         other request tries."""
         with self._changed:
             while True:
+                if stop.is_set():
+                    raise RuntimeError("the other requests have ended")
                 now = time.monotonic()
                 ready = [s for s in self.all if not s.failures or (s.not_before <= now and not s.in_flight)]
                 if ready:
                     break
-                if stop.is_set():
-                    raise RuntimeError("the other requests have ended")
                 times = [s.not_before - now for s in self.all if not s.in_flight]
                 self._changed.wait(max(0.01, min(times, default=1.0)))
             server = min(ready, key=lambda s: (s.in_flight, s.failures))
@@ -414,10 +438,18 @@ class Servers:
                 self._changed.notify_all()
 
     def _meet_again(self, server: Server) -> None:
-        before = server.model
-        server.meet(self.target)
-        if server.model != before:
-            raise ValueError(f"{server.url} serves {server.model} now; expected {before}, as before it failed.")
+        """Looks whether a server that failed serves what it served. Raises ValueError where it serves something else,
+        UnavailableError where it is not ready yet."""
+        before = server.model, server.max_length
+        try:
+            server.meet(self.target)
+        except ValueError as error:  # while it loads a server may know no path, and no model
+            raise UnavailableError(str(error)) from None
+        if (server.model, server.max_length) != before:
+            raise ValueError(
+                f"{server.url} serves {server.model}, {server.max_length} tokens long, now; expected {before[0]},"
+                f" {before[1]} tokens long, as before it failed."
+            )
 
     def _failed(self, server: Server, known: int, error: UnavailableError) -> None:
         """Notes a failure, once for requests that fail together: `known` is what one knew when it began."""
@@ -427,14 +459,18 @@ class Servers:
             server.failures += 1
             pause = self.patience.pause_after(server.failures)
             server.not_before = time.monotonic() + pause
-        self.tell(f"{error}; it is left out for {pause:g} seconds")
+        self._say(f"{error}; it is left out for {pause:g} seconds")
 
     def _succeeded(self, server: Server) -> None:
         with self._changed:
             was_out, server.failures = server.failures > 0, 0
             self._changed.notify_all()
         if was_out:
-            self.tell(f"{server.url} answers again")
+            self._say(f"{server.url} answers again")
+
+    def _say(self, line: str) -> None:
+        with self._telling:  # requests fail in threads of their own
+            self.tell(line)
 
     def _are_lost(self) -> bool:
         with self._changed:

@@ -333,6 +333,45 @@ def test_unfit_servers_are_refused_before_anything_is_written(
     assert not (tmp_path / "store").exists()
 
 
+@pytest.mark.parametrize("said", ["no JSON", 500])
+def test_a_path_that_does_not_work_is_not_the_only_one(tmp_path, outline, tokenizer, data, greedy, serve, said):
+    server = serve("sglang")
+    plain = server._post
+
+    def post(handler):
+        if handler.path == "/generate":
+            return plain(handler)
+        handler.rfile.read(int(handler.headers["Content-Length"]))
+        if said == 500:
+            return send(handler, 500, {})
+        handler.send_response(200)
+        handler.send_header("Content-Length", "4")
+        handler.end_headers()
+        return handler.wfile.write(b"<p/>")
+
+    server._post = post
+    prepare(outline, tokenizer, data, tmp_path, [server], **GREEDILY)
+    assert shards(tmp_path) == shards(greedy)
+
+
+def test_an_engine_may_err_now_and_then(tmp_path, target, tokenizer, data, serve):
+    """One token of the answers to all prompts that it is checked by: a quantized one does."""
+    server = serve("vllm")
+    respond, erred = server._response, []
+
+    def erring(path, body):
+        status, response = respond(path, body)
+        choice = response["choices"][0]
+        if not erred and choice["finish_reason"] == "length" and body["max_tokens"] > 1:
+            erred.append(choice | {"token_ids": [*choice["token_ids"][:-1], 0], "text": None})
+            assert erred[0]["token_ids"] != choice["token_ids"]
+            response["choices"] = erred[:]
+        return status, response
+
+    server._response = erring
+    prepare(target, tokenizer, data, tmp_path, [server], **GREEDILY)
+
+
 def test_servers_of_different_models(tmp_path, outline, tokenizer, data, serve):
     with pytest.raises(ValueError, match=r"serves other, http://.* the-target; expected the same target everywhere"):
         prepare(outline, tokenizer, data, tmp_path / "store", [serve(), serve(id="other")], **GREEDILY)
@@ -458,6 +497,11 @@ def test_a_server_that_failed_is_not_asked_during_its_pause(tmp_path, outline, t
     assert 6 <= len(dead.asked) <= 7  # two at once may fail together
 
 
+def test_a_request_that_could_never_succeed_is_refused():
+    with pytest.raises(ValueError, match="20 seconds and 0 tries; expected more than 0, and at least 1"):
+        Patience(timeout=20.0, tries=0)
+
+
 def test_pauses_double_up_to_the_longest():
     patience = Patience(pause=1.0, longest_pause=60.0)
     assert [patience.pause_after(failures) for failures in range(1, 9)] == [1, 2, 4, 8, 16, 32, 60, 60]
@@ -477,16 +521,34 @@ def test_all_servers_die_and_the_same_line_goes_on(tmp_path, outline, tokenizer,
     assert shards(tmp_path) == shards(greedy)
 
 
-def test_a_server_that_comes_back_with_another_model(tmp_path, outline, tokenizer, data, serve):
+@pytest.mark.parametrize("other", [{"id": "another"}, {"max_model_len": 64}], ids=str)
+def test_a_server_that_comes_back_with_another_model(tmp_path, outline, tokenizer, data, serve, other):
     def restarted(number):
         if number == 7:
-            server.model = server.model | {"id": "another"}
+            server.model = server.model | other
             return "close"
         return None
 
     server = serve("vllm", trouble=restarted)
-    with pytest.raises(ValueError, match=r"serves another now; expected the-target, as before it failed"):
+    with pytest.raises(ValueError, match=r"serves .*, now; expected the-target, 128 tokens long, as before"):
         prepare(outline, tokenizer, data, tmp_path, [server], requests=1, **GREEDILY)
+
+
+@pytest.mark.parametrize("meanwhile", [(200, {"data": []}), (404, {"error": "no such path"})], ids=["empty", "404"])
+def test_a_server_that_is_still_loading_is_waited_for(tmp_path, outline, tokenizer, data, greedy, serve, meanwhile):
+    """It lists no model yet, or something that stands in its place knows no path."""
+    server = serve("vllm", trouble=lambda number: "close" if number == 7 else None)
+    listed, asked, lines = server._get, [], []
+
+    def loading(handler):
+        asked.append(handler.path)
+        return send(handler, *meanwhile) if len(asked) in (2, 3) else listed(handler)
+
+    server._get = loading
+    prepare(outline, tokenizer, data, tmp_path, [server], lines.append, requests=1, **GREEDILY)
+    assert shards(tmp_path) == shards(greedy)
+    assert len(asked) == 4
+    assert f"{server.url} answers again" in lines
 
 
 def test_servers_that_shut_down_abort_what_they_work_on(tmp_path, outline, tokenizer, data, greedy, serve):

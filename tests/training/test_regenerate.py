@@ -58,6 +58,17 @@ def counting(skipped: Counter):
     return lambda index, refusal: skipped.update([str(refusal)])
 
 
+def test_an_answer_may_fill_what_its_own_prompt_leaves(make_target, tokenizer):
+    """A batch is generated as long as its shortest prompt leaves room for."""
+    generator = AnswerGenerator(ending(make_target("llama"), []), tokenizer, 20, 50, 2, GREEDY)
+    answers = generator.answers([torch.arange(4), torch.arange(15) % 4])
+    assert [len(answer) for answer in answers] == [16, 5]
+
+
+def test_an_empty_answer_has_no_words(make_target, tokenizer):
+    assert AnswerGenerator(make_target("llama"), tokenizer, 20, 5).text(torch.empty(0, dtype=torch.long)) == ""
+
+
 def ids_of(found: list[list[dict]]) -> list[list[list[int]]]:
     return [[example["input_ids"].tolist() for example in examples] for examples in found]
 
