@@ -66,8 +66,8 @@ class Material:
     """A target, the texts its drafters learn from, and the answered prompts they are measured on. What takes minutes to
     make is kept in the folder `work`."""
 
-    def __init__(self, name: str, folder: Path, work: Path):
-        self.name, self.work = name, work
+    def __init__(self, name: str, folder: Path, work: Path, num_texts: int | None = None):
+        self.name, self.work, self.num_texts = name, work, num_texts or NUM_TEXTS
         self.target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.vocab_size = self.target.config.vocab_size
@@ -101,7 +101,7 @@ class Material:
     def _texts(self, kind: str) -> Tensor:
         def make() -> Tensor:
             files = token_ids(self.tokenizer, texts_of(self.name, held_out=False))
-            texts = drawn(files, NUM_TEXTS, LENGTH, seed=0)
+            texts = drawn(files, self.num_texts, LENGTH, seed=0)
             if kind == "files":
                 return texts
             return self._continued(texts[:, :PROMPT], LENGTH - PROMPT, do_sample=kind == "sampled")

@@ -78,6 +78,7 @@ IDEAS = {
     "jump": replace(MUON, jump=LONG + ANSWER),
     "window 128": replace(MUON, fields={"layer_types": ["sliding_attention"], "sliding_window": 128}),
     "autocast": replace(MUON, autocast=True),
+    "parallel": replace(MUON, depth=7, parallel=True),
     "eagle3": replace(MUON, fields=EAGLE3),
 }
 

@@ -36,7 +36,7 @@ class Recipe:
     target's last state, which falls to 0 halfway. `jump`: positions are spread over so many, by one jump in every text.
     `ema`: decay of the average of weights that is served. `texts`: see `Material.training_texts`; with `all_tokens`
     their prompts are learnt, too. `start`: see `search_fit.START`. `layers`: see `layer_ids_of`. `head`: it is trained.
-    `fields` of `Eagle31Config` win.
+    `parallel`: see `ParallelDrafts`. `fields` of `Eagle31Config` win.
     """
 
     rate: float = 1e-3
@@ -62,6 +62,7 @@ class Recipe:
     ema: float = 0.0
     head: bool = False
     autocast: bool = False
+    parallel: bool = False
     fields: dict[str, Any] = field(default_factory=dict)
 
 
@@ -167,6 +168,21 @@ class Jumps:
         return args, kwargs | {"position_ids": positions + self.offsets[:, : positions.shape[1]]}
 
 
+class ParallelDrafts:
+    """Lets a drafter draft all depths from one forward, as parallel heads do: after depth 0 it reads, in place of the
+    token drafted before and of its own state, one token (0, which begins texts) and one state that is learnt."""
+
+    def __init__(self, drafter: Eagle31DrafterModel):
+        drafter.register_parameter("later_state", torch.nn.Parameter(torch.zeros(drafter.config.hidden_size)))
+        drafter.register_forward_pre_hook(self._mask, with_kwargs=True)
+
+    def _mask(self, drafter: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        state = kwargs.get("hidden_states")
+        if state is None:
+            return args, kwargs
+        return (torch.zeros_like(args[0]), *args[1:]), kwargs | {"hidden_states": drafter.later_state.expand_as(state)}
+
+
 class Average:
     """An exponential moving average of weights, short while there are few of them."""
 
@@ -190,6 +206,8 @@ def begun(material: Material, recipe: Recipe, seed: int) -> Eagle31DrafterModel:
     """Makes the drafter that a recipe begins with."""
     fields = {"aux_hidden_state_layer_ids": layer_ids_of(recipe, material)} | SHAPES[material.name] | recipe.fields
     drafter = new_drafter(material.target, seed=seed, **fields)
+    if recipe.parallel:
+        ParallelDrafts(drafter)
     if drafter.lm_head is not None:
         drafter.lm_head.requires_grad_(recipe.head)
     START[recipe.start](drafter, material, recipe.texts)

@@ -11,6 +11,7 @@ import torch
 from eagle31_hf import demo, track_acceptance
 from eagle31_hf.demo.corpus import held_out_file
 from eagle31_hf.training.objective import Batch
+from eagle31_hf.training.unroll import unroll
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 import search_fit
@@ -120,6 +121,23 @@ def test_a_hint_falls_linearly_and_ends_halfway(material):
     plain = search_training.SearchObjective(drafter, Recipe(), material.reader(layer_ids).logits)
     plain.begin(0.0)
     assert losses[2] == pytest.approx(plain(batch)["loss"].item())
+
+
+def test_parallel_drafts_of_all_depths_follow_from_the_first_token_alone(material):
+    layer_ids = material.default_layers()
+    batch: Batch = material.training_texts("files", layer_ids).batch(torch.arange(2))
+    other = Batch(batch.input_ids.clone(), *list(vars(batch).values())[1:])
+    other.input_ids[:, 20:] = 5
+    found = {}
+    for parallel in (True, False):
+        recipe = Recipe(depth=3, parallel=parallel)
+        drafter = search_training.begun(material, recipe, seed=0)
+        states = [
+            [state[:, :18] for _, state in unroll(drafter, each.input_ids, batch.states, 3)] for each in (batch, other)
+        ]
+        found[parallel] = [torch.equal(one, another) for one, another in zip(*states, strict=True)]
+    # position 18's draft at depth 1 embeds token 20
+    assert found == {True: [True, True, True], False: [True, True, False]}
 
 
 def test_the_average_is_between_the_weights(material):

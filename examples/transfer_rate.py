@@ -1,0 +1,78 @@
+"""Does one rate of Muon suit drafters of every width? Trains short runs at three widths, four rates and both of torch's
+adjustments, and prints their losses: the adjustment whose lowest loss stays in its column is the one that transfers.
+
+    python examples/transfer_rate.py --work work
+
+About 15 minutes on a CPU core. Targets are Llamas of 6 layers, 64, 128 and 256 wide, trained on the demo's texts for
+300 steps each; drafters learn from the texts themselves for 100 steps.
+"""
+
+import argparse
+import math
+from pathlib import Path
+
+import torch
+from pretraining import token_ids, train
+from search_material import BATCH, Material, texts_of
+from search_training import Recipe, trained
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from eagle31_hf import demo
+
+WIDTHS = (64, 128, 256)
+TARGET_STEPS, STEPS = 300, 100
+RATES = (8e-3, 2e-2, 5e-2, 1.25e-1)  # of "original"
+# where the two give a square matrix the same update: the middle one
+ALIKE_AT = 128
+ADJUSTMENTS = {"original": 1.0, "match_rms_adamw": 1 / (0.2 * math.sqrt(ALIKE_AT))}
+
+
+def new_target(width: int, vocab_size: int) -> LlamaForCausalLM:
+    """Makes an untrained target."""
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=6,
+        num_attention_heads=width // 32,
+        num_key_value_heads=width // 32,
+        head_dim=32,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config)
+
+
+def target_of(width: int, work: Path) -> Path:
+    """Returns the folder of the target so wide, which is trained where it is not there yet."""
+    folder = work / f"width-{width}"
+    if not (folder / "config.json").exists():
+        tokenizer = AutoTokenizer.from_pretrained(demo.FOLDER / "target")
+        model = new_target(width, len(tokenizer))
+        train(
+            model, token_ids(tokenizer, texts_of("demo", held_out=False)), TARGET_STEPS, work / f"{folder.name}.state"
+        )
+        tokenizer.save_pretrained(folder)
+        model.save_pretrained(folder)
+    return folder
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True, help="keeps the targets and their states")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    args.work.mkdir(parents=True, exist_ok=True)
+    materials = {width: Material("demo", target_of(width, args.work), args.work, STEPS * BATCH) for width in WIDTHS}
+    print(f"| adjustment | width | {' | '.join(f'{rate:g}' for rate in RATES)} |\n|---|---|" + "---|" * len(RATES))
+    for adjust, factor in ADJUSTMENTS.items():
+        for width, material in materials.items():
+            recipes = [Recipe(adjust=adjust, matrix_rate=rate * factor, rate=4e-3, texts="files") for rate in RATES]
+            losses = [trained(material, recipe, seed=0, steps=STEPS)[1]["loss"] for recipe in recipes]
+            cells = [f"**{loss:.3f}**" if loss == min(losses) else f"{loss:.3f}" for loss in losses]
+            print(f"| {adjust} | {width} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
