@@ -19,7 +19,7 @@ from ..modeling import Eagle31DrafterModel
 from .arguments import Eagle31TrainingArguments
 from .card import note_training, write_card
 from .divergence import DivergenceWatch
-from .optimizer import JoinedOptimizer, check_same, left_out, matrices_of, names_of, new_muon
+from .optimizer import JoinedOptimizer, check_same, left_out, matrices_of, names_of, new_muon, slow_down_head
 from .saving import (
     check_finite,
     check_vocabulary,
@@ -85,6 +85,7 @@ class CheckpointingTrainer(Trainer):
             )
         with left_out(matrices):
             rest = super().create_optimizer(model)
+        slow_down_head(rest, self.drafter)
         self.optimizer = JoinedOptimizer([rest, new_muon(matrices, self.args)])
         return self.optimizer
 

@@ -1,8 +1,11 @@
 """The optimizer of a run: Muon for the drafter's matrices, the one that transformers would take for everything else.
 
-Muon makes every direction of a matrix's update equally large. With the adjustment "original" the largest singular value
-of an update is the rate times sqrt(max(1, rows / columns)), at any width; so a rate found on a small drafter suits a
-large one (arXiv 2310.17813; `examples/transfer_rate.py` shows it). Muon keeps one state for a weight, AdamW two.
+One rate suits drafters of every width (arXiv 2310.17813; `examples/transfer_rate.py` shows it). Muon makes every
+direction of a matrix's update equally large: with the adjustment "original" its largest singular value is the rate
+times sqrt(max(1, rows / columns)), however wide. Weights of norms are of the size of 1 at every width. AdamW's update
+of a head moves a logit by as many steps as the drafter is wide, so its rate falls as 1 / width.
+
+Muon keeps one state for a weight, AdamW two.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,6 +26,7 @@ MUON = "muon"  # in training.json
 STATES = "optimizer"  # how the names of files begin that hold an optimizer's states
 MOMENTUM = 0.95
 ADJUSTMENT = "original"
+HEAD_RATE_WIDTH = 128  # the width at which `learning_rate` is also that of a head
 
 
 class JoinedOptimizer(Optimizer):
@@ -114,6 +118,19 @@ def new_muon(matrices: Sequence[Tensor], args: Eagle31TrainingArguments) -> Opti
         weight_decay=args.weight_decay,
         adjust_lr_fn=ADJUSTMENT,
     )
+
+
+def slow_down_head(optimizer: Optimizer, drafter: Eagle31DrafterModel) -> None:
+    """Gives the drafter's head, where it is trained, a group of its own, whose rate falls with the width."""
+    head = None if drafter.lm_head is None else drafter.lm_head.weight
+    for group in optimizer.param_groups:
+        others = [parameter for parameter in group["params"] if parameter is not head]
+        if len(others) < len(group["params"]):
+            group["params"] = others
+            factor = HEAD_RATE_WIDTH / drafter.config.hidden_size
+            own = {name: value for name, value in group.items() if name != "params"}
+            optimizer.add_param_group(own | {"params": [head], "lr": group["lr"] * factor})
+            return
 
 
 @contextmanager

@@ -82,6 +82,18 @@ def test_each_rate_follows_the_schedule_from_its_own_peak(tmp_path):
     assert torch.tensor(found).allclose(torch.tensor(expected))
 
 
+@pytest.mark.parametrize("trains", [True, False])
+def test_the_rate_of_a_head_falls_with_the_width(tmp_path, trains):
+    trainer = make_trainer(tmp_path, learning_rate=0.004, train_head=trains, max_steps=1)
+    trainer.train()
+    rates = {id(p): group["lr"] for group in trainer.optimizer.param_groups for p in group["params"]}
+    trained = [p for p in trainer.drafter.parameters() if p.requires_grad]
+    assert sorted(rates) == sorted(map(id, trained))
+    assert rates[id(trainer.drafter.norm.weight)] == 0.004
+    width = trainer.drafter.config.hidden_size
+    assert rates.get(id(trainer.drafter.lm_head.weight)) == (0.004 * 128 / width if trains else None)
+
+
 def test_without_its_rate_there_is_no_muon(tmp_path):
     trainer = make_trainer(tmp_path, matrix_learning_rate=None)
     logs = run(trainer).logs
