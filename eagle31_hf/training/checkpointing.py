@@ -10,16 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from transformers.utils import logging
 
-from ..modeling import Eagle31DrafterModel
-from .arguments import Eagle31TrainingArguments
 from .card import note_training, write_card
 from .divergence import DivergenceWatch
-from .optimizer import JoinedOptimizer, check_same, left_out, matrices_of, names_of, new_muon, slow_down_head
+from .optimizer import MuonTrainer, check_same, names_of
 from .saving import (
     check_finite,
     check_vocabulary,
@@ -33,26 +30,17 @@ from .saving import (
 logger = logging.get_logger(__name__)
 
 
-class CheckpointingTrainer(Trainer):
-    """`transformers.Trainer` over a `DraftingObjective`: saves its drafter in the native format, resumes, and stops a
-    run that diverges.
+class CheckpointingTrainer(MuonTrainer):
+    """A Trainer over a `DraftingObjective` that saves its drafter in the native format, resumes, and stops a run that
+    diverges.
 
     `facts`: about the data, written into `training.json` with every checkpoint.
     """
-
-    args: Eagle31TrainingArguments
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.facts: dict[str, Any] = {}
         self._watch = DivergenceWatch(self.accelerator, self.args)
-        if self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
-            self.args.matrix_learning_rate = None  # the caller's optimizer trains everything
-        self._matrix_rate = 0.0
-
-    @property
-    def drafter(self) -> Eagle31DrafterModel:
-        return self.accelerator.unwrap_model(self.model, keep_torch_compile=False).drafter
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any):
         """Trains as `Trainer.train`; `resume_from_checkpoint=True` takes the newest checkpoint that was written to its
@@ -71,28 +59,6 @@ class CheckpointingTrainer(Trainer):
         if self.args.save_strategy != SaveStrategy.NO:
             self.save_state()
         return output
-
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Makes Muon for the drafter's matrices, and what transformers makes for everything else; for all of it where
-        there is no `matrix_learning_rate`, or the caller gave an optimizer."""
-        if self.optimizer is not None or self.args.matrix_learning_rate is None:
-            return super().create_optimizer(model)
-        matrices = matrices_of(self.drafter)
-        if self.is_deepspeed_enabled or not matrices:
-            raise ValueError(
-                "matrix_learning_rate is set, and there is no whole matrix for Muon to train: DeepSpeed and FSDP1"
-                " flatten them; expected FSDP2 (fsdp_config={'version': 2}), or matrix_learning_rate=None."
-            )
-        with left_out(matrices):
-            rest = super().create_optimizer(model)
-        slow_down_head(rest, self.drafter)
-        self.optimizer = JoinedOptimizer([rest, new_muon(matrices, self.args)])
-        return self.optimizer
-
-    def _get_learning_rate(self) -> float:
-        """Called for the log of a step, before the schedule changes the rates."""
-        self._matrix_rate = self.optimizer.param_groups[-1]["lr"]
-        return super()._get_learning_rate()
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Takes the gradients of a batch, whose loss is watched."""
@@ -116,8 +82,6 @@ class CheckpointingTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Logs, and looks for divergence. Raises TrainingDivergedError where it finds one."""
-        if "learning_rate" in logs and self.args.matrix_learning_rate is not None:
-            logs["matrix_learning_rate"] = self._matrix_rate
         super().log(logs, start_time)
         if "loss" in logs and self.is_in_train:
             # the Trainer subtracts it from itself, which of one that is not finite leaves NaN for ever

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from transformers import Trainer
 
 from ..json_file import read_json
 from ..modeling import Eagle31DrafterModel
@@ -167,3 +168,48 @@ def check_same(checkpoint: str | Path, args: Eagle31TrainingArguments) -> None:
             f" trained {'by' if has_muon else 'without'} it; expected the same. Resume with matrix_learning_rate set to"
             f" {rate}."
         )
+
+
+class MuonTrainer(Trainer):
+    """`transformers.Trainer` over a `DraftingObjective`, with Muon for the matrices of its drafter where `args` give
+    them a rate. The rates are logged as `learning_rate` and `matrix_learning_rate`."""
+
+    args: Eagle31TrainingArguments
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        if self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
+            self.args.matrix_learning_rate = None  # the caller's optimizer trains everything
+        self._matrix_rate = 0.0
+
+    @property
+    def drafter(self) -> Eagle31DrafterModel:
+        return self.accelerator.unwrap_model(self.model, keep_torch_compile=False).drafter
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Makes Muon for the drafter's matrices, and what transformers makes for everything else; for all of it where
+        there is no `matrix_learning_rate`, or the caller gave an optimizer."""
+        if self.optimizer is not None or self.args.matrix_learning_rate is None:
+            return super().create_optimizer(model)
+        matrices = matrices_of(self.drafter)
+        if self.is_deepspeed_enabled or not matrices:
+            raise ValueError(
+                "matrix_learning_rate is set, and there is no whole matrix for Muon to train: DeepSpeed and FSDP1"
+                " flatten them; expected FSDP2 (fsdp_config={'version': 2}), or matrix_learning_rate=None."
+            )
+        with left_out(matrices):
+            rest = super().create_optimizer(model)
+        slow_down_head(rest, self.drafter)
+        self.optimizer = JoinedOptimizer([rest, new_muon(matrices, self.args)])
+        return self.optimizer
+
+    def _get_learning_rate(self) -> float:
+        """Called for the log of a step, before the schedule changes the rates."""
+        self._matrix_rate = self.optimizer.param_groups[-1]["lr"]
+        return super()._get_learning_rate()
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Logs, with the rate of matrices."""
+        if "learning_rate" in logs and self.args.matrix_learning_rate is not None:
+            logs["matrix_learning_rate"] = self._matrix_rate
+        super().log(logs, start_time)
