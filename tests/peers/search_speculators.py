@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from eagle31_hf import Eagle31DrafterModel, demo
+from eagle31_hf import Eagle31DrafterModel
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parents[1] / "examples"))
@@ -27,40 +27,38 @@ import search_material as material_module  # noqa: E402 -- an example is no pack
 import search_recipe as search  # noqa: E402
 import search_training  # noqa: E402
 
-DEPTH, WARM_UP, BETAS, DECAY, CLIP = 3, 50, [0.9, 0.95], 0.01, 1.0
 
-
-def prepare(workspace: Path, material: material_module.Material, rate: float, seed: int, steps: int) -> None:
+def prepare(
+    workspace: Path, material: material_module.Material, recipe: search_training.Recipe, seed: int, steps: int
+) -> None:
     """Writes the target's parts, the texts with states, the drafter to begin with and the plan."""
     layer_ids, target = material.default_layers(), material.target
     texts = material.training_texts("greedy", layer_ids)
-    # The state before the last norm, which speculators norms itself.
-    before = material.training_texts("greedy", [*layer_ids, target.config.num_hidden_layers]).states
-    width = target.config.hidden_size
+    norm = target.model.norm.weight.detach()
     save_file(
         {
             "input_ids": texts.ids.contiguous(),
             "states": texts.states.float().contiguous(),
-            "before_norm": before[..., -width:].float().contiguous(),
+            # speculators norms the target's state itself; of this one it makes the last state again
+            "before_norm": (texts.last_states / norm).contiguous(),
         },
         workspace / "data.safetensors",
     )
     head, table = target.get_output_embeddings().weight, target.get_input_embeddings().weight
-    parts = {"embedding": table, "head": head, "norm": target.model.norm.weight}
+    parts = {"embedding": table, "head": head, "norm": norm}
     save_file({name: part.detach().clone() for name, part in parts.items()}, workspace / "target.safetensors")
     search_training.begun(material, search.ADAMW, seed).save_pretrained(workspace / "initial")
     draw = torch.Generator().manual_seed(seed)
     size, order = material_module.BATCH, torch.empty(0, dtype=torch.long)
     while len(order) < steps * size:
         order = torch.cat([order, torch.randperm(len(texts.ids), generator=draw)])
-    recipe = search_training.Recipe(rate=rate, warm_up=WARM_UP)
     plan = {
         "batches": order[: steps * size].view(steps, size).tolist(),
-        "learning_rates": [rate * search_training.rate_factor(recipe, step, steps) for step in range(steps)],
-        "optimizer": {"betas": BETAS, "weight_decay": DECAY},
-        "clip": CLIP,
-        "depth": DEPTH,
-        "decay": 1.0,
+        "learning_rates": [recipe.rate * search_training.rate_factor(recipe, step, steps) for step in range(steps)],
+        "optimizer": {"betas": [0.9, recipe.beta2], "weight_decay": recipe.weight_decay},
+        "clip": recipe.clip,
+        "depth": recipe.depth,
+        "decay": recipe.depth_decay,
         "prompt": material_module.PROMPT,
     }
     (workspace / "plan.json").write_text(json.dumps(plan))
@@ -92,15 +90,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=search.STEPS)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    material = material_module.Material(args.target, args.folder or demo.FOLDER / "target", args.work)
+    material = material_module.Material(args.target, search.folder_of(args), args.work)
     for seed in range(args.seeds):
         for rate in args.rates:
-            key = {"target": args.target, "idea": f"speculators {rate:g}", "seed": seed, "steps": args.steps}
+            recipe = search_training.Recipe(rate=rate)
+            key = search.key_of(material, f"speculators {rate:g}", recipe, seed, args.steps)
             if any(key.items() <= row.items() for row in search.rows_of(args.work)):
                 continue
             with tempfile.TemporaryDirectory() as folder:
                 workspace = Path(folder)
-                prepare(workspace, material, rate, seed, args.steps)
+                prepare(workspace, material, recipe, seed, args.steps)
                 seconds = train(workspace, args.speculators_python, args.steps)
                 drafter = Eagle31DrafterModel.from_pretrained(workspace / "trained", dtype=torch.float32)
                 drafter.load_target_embeddings(material.target)
