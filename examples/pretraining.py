@@ -20,6 +20,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from eagle31_hf.storage.fingerprints import digest
+
 TOKENS = 2048  # of a step
 SHORT, LONG = 512, 1024  # L, in the first part of training and in the second
 LONG_FROM = 0.6  # of training
@@ -133,8 +135,13 @@ def train(model: PreTrainedModel, ids: Tensor, steps: int, state_file: Path) -> 
     optimizers = new_optimizers(model)
     peaks = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
     first, running, minutes = 0, 0.0, 0.0
+    run = {"steps": steps, "text": digest(ids.numpy().tobytes())}
     if state_file.exists():
         state = torch.load(state_file, weights_only=True)
+        if {name: state[name] for name in run} != run:
+            raise ValueError(
+                f"{state_file} is of a run of {state['steps']} steps, or of other text; expected this one's."
+            )
         model.load_state_dict(state["model"])
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
@@ -155,7 +162,8 @@ def train(model: PreTrainedModel, ids: Tensor, steps: int, state_file: Path) -> 
         if step % 50 == 0:
             print(f"step {step}/{steps} loss {running:.3f} {minutes:.1f} min", flush=True)
         if (step + 1) % SAVE_STEPS == 0:
-            save_state(state_file, model, optimizers, {"step": step + 1, "running": running, "minutes": minutes})
+            counters = {"step": step + 1, "running": running, "minutes": minutes}
+            save_state(state_file, model, optimizers, run | counters)
     return {
         "steps": steps,
         "tokens_trained": steps * TOKENS,
@@ -165,12 +173,12 @@ def train(model: PreTrainedModel, ids: Tensor, steps: int, state_file: Path) -> 
 
 
 def save_state(
-    file: Path, model: PreTrainedModel, optimizers: list[torch.optim.Optimizer], counters: dict[str, float]
+    file: Path, model: PreTrainedModel, optimizers: list[torch.optim.Optimizer], facts: dict[str, float | str]
 ) -> None:
     """Writes what a run needs to go on, atomically."""
     state = {"model": model.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in optimizers]}
     new = file.with_name(f"{file.name}.new")
-    torch.save(state | counters, new)
+    torch.save(state | facts, new)
     os.replace(new, file)
 
 

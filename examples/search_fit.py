@@ -11,7 +11,7 @@ from torch import Tensor
 
 from eagle31_hf import Eagle31DrafterModel
 
-NUM_TEXTS = 48  # that the least squares are of
+FIT_TEXTS = 48  # that the least squares are of
 RIDGE = 1e-3  # of the mean of the inputs' squares
 
 
@@ -27,35 +27,35 @@ def from_noise(drafter: Eagle31DrafterModel, material: Material, kind: str) -> N
     """Leaves the weights as they were drawn."""
 
 
+def fit_fc(drafter: Eagle31DrafterModel, material: Material, kind: str, ahead: int) -> None:
+    """Fits `fc` to bring the captured states to the target's last state `ahead` positions later, by the drafter's last
+    norm, which begins as large as those states are."""
+    texts = material.training_texts(kind, drafter.config.aux_hidden_state_layer_ids)
+    states, last = texts.states[:FIT_TEXTS].float(), texts.last_states[:FIT_TEXTS].float()
+    drafter.norm.weight.copy_(root_mean_square(last.flatten(0, 1)))
+    inputs = normed(drafter, states[:, : states.shape[1] - ahead]).flatten(0, 1)
+    drafter.fc.weight.copy_(solved(inputs, (last[:, ahead:] / drafter.norm.weight).flatten(0, 1)))
+
+
 @torch.no_grad()
 def fitted(drafter: Eagle31DrafterModel, material: Material, kind: str) -> None:
-    """Fits `fc` to bring the captured states to the target's last state, one position later. The drafter's last norm
-    begins as large as those states are, and the layer as nothing but its residual."""
-    texts = material.training_texts(kind, drafter.config.aux_hidden_state_layer_ids)
-    states, last = texts.states[:NUM_TEXTS].float(), texts.last_states[:NUM_TEXTS].float()
-    inputs = normed(drafter, states[:, :-1]).flatten(0, 1)
-    drafter.fc.weight.copy_(solved(inputs, last[:, 1:].flatten(0, 1)))
-    drafter.norm.weight.copy_(root_mean_square(last.flatten(0, 1)))
-    drafter.fc.weight.div_(drafter.norm.weight[:, None])
+    """Fits `fc` to the next position; the layer begins as nothing but its residual."""
+    fit_fc(drafter, material, kind, ahead=1)
     for weight in (drafter.layers[0].self_attn.o_proj.weight, drafter.layers[0].mlp.down_proj.weight):
         weight.zero_()
 
 
 @torch.no_grad()
 def same_position(drafter: Eagle31DrafterModel, material: Material, kind: str) -> None:
-    """Fits `fc` as `fitted` does, but to the state of the same position, and keeps the layer's noise."""
-    texts = material.training_texts(kind, drafter.config.aux_hidden_state_layer_ids)
-    states, last = texts.states[:NUM_TEXTS].float(), texts.last_states[:NUM_TEXTS].float()
-    drafter.norm.weight.copy_(root_mean_square(last.flatten(0, 1)))
-    outputs = last.flatten(0, 1) / drafter.norm.weight
-    drafter.fc.weight.copy_(solved(normed(drafter, states).flatten(0, 1), outputs))
+    """Fits `fc` to the same position, and keeps the layer's noise."""
+    fit_fc(drafter, material, kind, ahead=0)
 
 
 @torch.no_grad()
 def last_norm(drafter: Eagle31DrafterModel, material: Material, kind: str) -> None:
     """Begins the last norm as large as the target's last states are, and the rest with noise."""
     texts = material.training_texts(kind, drafter.config.aux_hidden_state_layer_ids)
-    drafter.norm.weight.copy_(root_mean_square(texts.last_states[:NUM_TEXTS].float().flatten(0, 1)))
+    drafter.norm.weight.copy_(root_mean_square(texts.last_states[:FIT_TEXTS].float().flatten(0, 1)))
 
 
 def normed(drafter: Eagle31DrafterModel, states: Tensor) -> Tensor:

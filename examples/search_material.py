@@ -15,12 +15,12 @@ from train_second_target import headers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eagle31_hf.demo.corpus import HELD_OUT, held_out_file, training_files
-from eagle31_hf.storage.fingerprints import weights_fingerprint
+from eagle31_hf.storage.fingerprints import digest, weights_fingerprint
 from eagle31_hf.training.objective import Batch
 from eagle31_hf.training.target import TargetReader
 
 LENGTH, PROMPT = 256, 64  # tokens of a text that is trained on, and of its prompt
-LONG = 4 * LENGTH  # tokens of a long prompt
+LONG_PROMPT = 4 * LENGTH  # tokens; with its answer more than a target was trained on
 BATCH = 8  # texts of a step
 NUM_TEXTS = 420 * BATCH
 NUM_PROMPTS, NUM_LONG, ANSWER = 64, 24, 96  # prompts of a set, long ones, and tokens of an answer
@@ -64,14 +64,15 @@ class Texts:
 
 class Material:
     """A target, the texts its drafters learn from, and the answered prompts they are measured on. What takes minutes to
-    make is kept in the folder `work`."""
+    make is kept in the folder `work`. `weights`: a digest of the target and of how much is made of it."""
 
     def __init__(self, name: str, folder: Path, work: Path, num_texts: int | None = None):
         self.name, self.work, self.num_texts = name, work, num_texts or NUM_TEXTS
         self.target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.vocab_size = self.target.config.vocab_size
-        self.weights = weights_fingerprint(self.target)[:8]
+        sizes = (LENGTH, PROMPT, LONG_PROMPT, self.num_texts, NUM_PROMPTS, NUM_LONG, ANSWER, NOISE)
+        self.weights = digest(weights_fingerprint(self.target), repr(sizes))[:8]
 
     def default_layers(self) -> list[int]:
         depth = self.target.config.num_hidden_layers
@@ -91,7 +92,7 @@ class Material:
         """Returns the prompts of each of SETS, greedily answered by the target."""
         held_out = token_ids(self.tokenizer, texts_of(self.name, held_out=True))
         plain = drawn(held_out, NUM_PROMPTS, PROMPT, seed=1)
-        prompts = (plain, perturbed(plain, self.vocab_size), drawn(held_out, NUM_LONG, LONG, seed=4))
+        prompts = (plain, perturbed(plain, self.vocab_size), drawn(held_out, NUM_LONG, LONG_PROMPT, seed=4))
         found = {}
         for name, chosen in zip(SETS, prompts, strict=True):
             ids = self._kept(f"{name} answered", lambda chosen=chosen: self._continued(chosen, ANSWER))

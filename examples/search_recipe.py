@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from search_material import ANSWER, LONG, SETS, SHAPES, Material
+from search_material import ANSWER, LONG_PROMPT, SETS, SHAPES, Material
 from search_training import EAGLE3, Recipe, measured, trained
 
 from eagle31_hf import demo
@@ -26,16 +26,18 @@ from eagle31_hf.storage.fingerprints import digest
 
 STEPS = 420
 ADAMW = Recipe()
-MUON = Recipe(matrix_rate=2e-2, rate=4e-3)
+DEFAULTS = vars(ADAMW)
+MUON = Recipe(matrix_rate=4e-2, rate=4e-3)
 IDEAS = {
-    # optimizer: rates, which rate of a matrix's update is meant, decay, averages
+    # optimizer: rates, torch's adjustment of Muon's rate, decay, averages
     "adamw 1e-3": ADAMW,
     "adamw 4e-3": replace(ADAMW, rate=4e-3),
     "adamw 1e-2": replace(ADAMW, rate=1e-2),
     "muon": MUON,
     "muon 1e-2": replace(MUON, matrix_rate=1e-2),
-    "muon 4e-2": replace(MUON, matrix_rate=4e-2),
-    "muon, rms 6e-3": replace(MUON, adjust="match_rms_adamw", matrix_rate=6e-3),
+    "muon 2e-2": replace(MUON, matrix_rate=2e-2),
+    "muon 8e-2": replace(MUON, matrix_rate=8e-2),
+    "muon, rms 1.5e-2": replace(MUON, adjust="match_rms_adamw", matrix_rate=1.5e-2),
     "vectors 1e-3": replace(MUON, rate=1e-3),
     "vectors 1e-2": replace(MUON, rate=1e-2),
     "momentum 0.9": replace(MUON, momentum=0.9),
@@ -75,7 +77,7 @@ IDEAS = {
     "all tokens": replace(MUON, all_tokens=True),
     "files too": replace(MUON, texts="greedy+files"),
     "sampled too": replace(MUON, texts="greedy+sampled"),
-    "jump": replace(MUON, jump=LONG + ANSWER),
+    "jump": replace(MUON, jump=LONG_PROMPT + ANSWER),
     "window 128": replace(MUON, fields={"layer_types": ["sliding_attention"], "sliding_window": 128}),
     "autocast": replace(MUON, autocast=True),
     "parallel": replace(MUON, depth=7, parallel=True),
@@ -97,7 +99,7 @@ def key_of(material: Material, idea: str, recipe: Recipe, seed: int, steps: int)
         "seed": seed,
         "steps": steps,
         "weights": material.weights,
-        "recipe": digest(repr(recipe))[:8],
+        "recipe": digest(repr(sorted((k, v) for k, v in vars(recipe).items() if v != DEFAULTS[k])))[:8],
     }
 
 
@@ -136,10 +138,10 @@ def kind_of(row: dict[str, Any]) -> tuple[str, str, int]:
 
 
 def table(args: argparse.Namespace) -> None:
-    """Prints what is done, with the newest weights of each target."""
+    """Prints what is done, with the newest weights of each target and the newest recipe of each idea."""
     rows = rows_of(args.work)
-    newest = {row["target"]: row["weights"] for row in rows}
-    rows = [row for row in rows if row["weights"] == newest[row["target"]]]
+    weights, recipes = {row["target"]: row["weights"] for row in rows}, {kind_of(row): row["recipe"] for row in rows}
+    rows = [row for row in rows if (row["weights"], row["recipe"]) == (weights[row["target"]], recipes[kind_of(row)])]
     print(
         "| target | idea | steps | seeds | "
         + " | ".join(SETS)

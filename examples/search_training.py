@@ -19,6 +19,7 @@ from eagle31_hf.training.evaluation import Evaluation
 from eagle31_hf.training.fresh import new_drafter
 from eagle31_hf.training.losses import parse_mixture
 from eagle31_hf.training.objective import DraftingObjective, Settings, Sums
+from eagle31_hf.training.optimizer import ADJUSTMENT, MOMENTUM, matrices_of
 
 SERVED_DEPTH = 7
 EVALUATED_AT_ONCE = {"as trained": 16, "perturbed": 16, "long": 4}
@@ -41,8 +42,8 @@ class Recipe:
 
     rate: float = 1e-3
     matrix_rate: float | None = None
-    adjust: str = "original"
-    momentum: float = 0.95
+    adjust: str = ADJUSTMENT
+    momentum: float = MOMENTUM
     weight_decay: float = 0.01
     beta2: float = 0.95
     clip: float = 1.0
@@ -80,12 +81,9 @@ def layer_ids_of(recipe: Recipe, material: Material) -> list[int]:
 
 def new_optimizers(drafter: Eagle31DrafterModel, recipe: Recipe) -> list[torch.optim.Optimizer]:
     """Makes the optimizers of all that is trained."""
-    trained = {name: p for name, p in drafter.named_parameters() if p.requires_grad}
-    is_matrix = {
-        name: recipe.matrix_rate is not None and p.dim() == 2 and "lm_head" not in name for name, p in trained.items()
-    }
-    rest = [p for name, p in trained.items() if not is_matrix[name]]
-    matrices = [p for name, p in trained.items() if is_matrix[name]]
+    matrices = [] if recipe.matrix_rate is None else matrices_of(drafter)
+    chosen = set(map(id, matrices))
+    rest = [p for p in drafter.parameters() if p.requires_grad and id(p) not in chosen]
     decays = [
         {"params": [p for p in rest if p.dim() > 1]},
         {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
@@ -215,7 +213,7 @@ def begun(material: Material, recipe: Recipe, seed: int) -> Eagle31DrafterModel:
 
 
 def trained(material: Material, recipe: Recipe, seed: int, steps: int) -> tuple[Eagle31DrafterModel, dict[str, float]]:
-    """Trains a drafter; returns it, the processor's seconds of a step, and the last losses."""
+    """Trains a drafter; returns it, the processor's seconds of a step, and a running mean of the losses."""
     layer_ids = layer_ids_of(recipe, material)
     texts, drafter = material.training_texts(recipe.texts, layer_ids), begun(material, recipe, seed)
     objective = SearchObjective(drafter, recipe, material.reader(layer_ids).logits)
@@ -232,7 +230,8 @@ def trained(material: Material, recipe: Recipe, seed: int, steps: int) -> tuple[
         if jumps:
             jumps.renew(*batch.input_ids.shape)
         set_rates(optimizers, peaks, rate_factor(recipe, step, steps))
-        loss += 0.05 * (training_step(objective, optimizers, batch, step / steps) - loss)
+        found = training_step(objective, optimizers, batch, step / steps)
+        loss = loss + 0.05 * (found - loss) if step else found
         if average:
             average.add()
         if step % 60 == 0:

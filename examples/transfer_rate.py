@@ -1,10 +1,10 @@
-"""Does one rate of Muon suit drafters of every width? Trains short runs at three widths, four rates and both of torch's
+"""Does one rate of Muon suit drafters of every width? Trains short runs at three widths, five rates and both of torch's
 adjustments, and prints their losses: the adjustment whose lowest loss stays in its column is the one that transfers.
 
     python examples/transfer_rate.py --work work
 
-About 15 minutes on a CPU core. Targets are Llamas of 6 layers, 64, 128 and 256 wide, trained on the demo's texts for
-300 steps each; drafters learn from the texts themselves for 100 steps.
+About 15 minutes on a CPU core. Targets are Llamas of 8 layers, 64, 128 and 256 wide, trained on the demo's texts for
+300 steps each; drafters, with an MLP three times as wide, learn from the texts themselves for 100 steps.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from eagle31_hf import demo
 
 WIDTHS = (64, 128, 256)
 TARGET_STEPS, STEPS = 300, 100
-RATES = (8e-3, 2e-2, 5e-2, 1.25e-1)  # of "original"
+RATES = (1e-2, 2e-2, 4e-2, 8e-2, 1.6e-1)  # of "original"
 # where the two give a square matrix the same update: the middle one
 ALIKE_AT = 128
 ADJUSTMENTS = {"original": 1.0, "match_rms_adamw": 1 / (0.2 * math.sqrt(ALIKE_AT))}
@@ -33,7 +33,7 @@ def new_target(width: int, vocab_size: int) -> LlamaForCausalLM:
         vocab_size=vocab_size,
         hidden_size=width,
         intermediate_size=3 * width,
-        num_hidden_layers=6,
+        num_hidden_layers=8,
         num_attention_heads=width // 32,
         num_key_value_heads=width // 32,
         head_dim=32,
@@ -68,7 +68,8 @@ def main() -> None:
     print(f"| adjustment | width | {' | '.join(f'{rate:g}' for rate in RATES)} |\n|---|---|" + "---|" * len(RATES))
     for adjust, factor in ADJUSTMENTS.items():
         for width, material in materials.items():
-            recipes = [Recipe(adjust=adjust, matrix_rate=rate * factor, rate=4e-3, texts="files") for rate in RATES]
+            common = {"texts": "files", "rate": 4e-3, "warm_up": 5, "fields": {"intermediate_size": 3 * width}}
+            recipes = [Recipe(adjust=adjust, matrix_rate=rate * factor, **common) for rate in RATES]
             losses = [trained(material, recipe, seed=0, steps=STEPS)[1]["loss"] for recipe in recipes]
             cells = [f"**{loss:.3f}**" if loss == min(losses) else f"{loss:.3f}" for loss in losses]
             print(f"| {adjust} | {width} | {' | '.join(cells)} |", flush=True)

@@ -279,7 +279,9 @@ def _add_optimisation(parser: argparse.ArgumentParser) -> None:
         help="of Muon, which trains the matrices of fc and layers; none: AdamW trains them too (default: 0.02)",
     )
     parser.add_argument(
-        "--learning-rate", type=number(0), default=4e-3, help="of everything that Muon does not train (default: 0.004)"
+        "--learning-rate",
+        type=number(0),
+        help="of everything that Muon does not train (default: 0.004, without Muon 0.0001)",
     )
     parser.add_argument("--bf16", action="store_true", help="mixed precision")
     parser.add_argument("--seed", type=seed, default=0)

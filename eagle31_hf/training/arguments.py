@@ -12,6 +12,8 @@ from .losses import parse_mixture
 from .objective import MAX_DEPTH, Settings
 
 BEST = "accepted_length"  # loss goes on falling where acceptance no longer rises
+NUMBERS = {"learning_rate": 0.0, "matrix_learning_rate": 0.0}  # numbers that may also be left to the library
+RATE, RATE_ALONE = 4e-3, 1e-4  # learning_rate where Muon trains matrices, and where nothing else does
 UNBOUNDED = ("max_grad_norm",)  # may be infinite: that clips nothing, and the norm is logged all the same
 
 
@@ -20,11 +22,11 @@ class Eagle31TrainingArguments(TrainingArguments):
     """`transformers.TrainingArguments` with defaults that suit drafters, and arguments that only drafters have; each of
     those has its help with it. Raises ValueError for values that cannot be.
 
-    `depth`: steps unrolled; an EAGLE 3.1 drafter serves deeper than it was trained (arXiv 2605.09992, table of training
-    depths).
+    `learning_rate`: by default 0.004 where Muon trains the matrices, 0.0001 where `optim` trains everything. `depth`:
+    steps unrolled; an EAGLE 3.1 drafter serves deeper than it was trained (arXiv 2605.09992, table of training depths).
     """
 
-    learning_rate: float = 4e-3
+    learning_rate: float | None = None
     lr_scheduler_type: str = "cosine"
     warmup_steps: float = 0.02
     adam_beta2: float = 0.95
@@ -80,14 +82,16 @@ class Eagle31TrainingArguments(TrainingArguments):
         chooses_best = self.load_best_model_at_end or SaveStrategy(self.save_strategy) == SaveStrategy.BEST
         if chooses_best and self.metric_for_best_model is None:
             self.metric_for_best_model, self.greater_is_better = BEST, True
+        if self.learning_rate is None:
+            self.learning_rate = RATE_ALONE if self.matrix_learning_rate is None else RATE
         super().__post_init__()
         self.check()
 
     def _check_numbers(self) -> None:
         """Raises ValueError for a field, of this class or of transformers', that should be a number and is none."""
         for declared in fields(self):
-            value, usual = getattr(self, declared.name), declared.default
-            if value is None and "None" in str(declared.type):
+            value, usual = getattr(self, declared.name), NUMBERS.get(declared.name, declared.default)
+            if value is None and declared.name in NUMBERS:
                 continue
             if isinstance(usual, int | float) and not isinstance(usual, bool):
                 kind: Any = Integral if isinstance(usual, int) else Real

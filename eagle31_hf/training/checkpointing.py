@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from .card import note_training, write_card
 from .divergence import DivergenceWatch
-from .optimizer import MuonTrainer, check_same, names_of
+from .optimizer import MuonTrainer, check_same
 from .saving import (
     check_finite,
     check_vocabulary,
@@ -179,9 +179,9 @@ class CheckpointingTrainer(MuonTrainer):
         check_finite(folder, self.drafter.state_dict() if state_dict is None else state_dict)
         if state_dict is not None:
             state_dict = {name.removeprefix("drafter."): value for name, value in state_dict.items()}
-        note_training(self.drafter.card_facts, self.args, self.state, self._train_batch_size)
-        optimizer = {"optimizer": names_of(self.args)}
-        write_record(folder, self.drafter, self.args.settings(), self.facts | optimizer)
+        note_training(self.drafter.card_facts, self.args, self.state, self._train_batch_size, self.optimizer_names)
+        facts = self.facts | {"optimizer": self.optimizer_names}
+        write_record(folder, self.drafter, self.args.settings(), facts)
         self.drafter.save_pretrained(folder, state_dict=state_dict)
         write_card(folder, self.drafter, self.hub_model_id)
         if self.processing_class is not None:
@@ -195,7 +195,7 @@ class CheckpointingTrainer(MuonTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         check_vocabulary(self.drafter, resume_from_checkpoint)
-        check_same(resume_from_checkpoint, self.args)
+        check_same(resume_from_checkpoint, self.optimizer_names)
         super()._load_from_checkpoint(resume_from_checkpoint, model if self.is_fsdp_enabled else self.drafter)
 
     def _load_best_model(self) -> None:

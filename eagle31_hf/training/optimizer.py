@@ -8,9 +8,10 @@ of a head moves a logit by as many steps as the drafter is wide, so its rate fal
 Muon keeps one state for a weight, AdamW two.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,11 +24,11 @@ from ..modeling import Eagle31DrafterModel
 from .arguments import Eagle31TrainingArguments
 from .saving import RECORD
 
-MUON = "muon"  # in training.json
+MUON, ADAMW = "muon", "AdamW"  # in training.json, and of what was trained before it kept that
 STATES = "optimizer"  # how the names of files begin that hold an optimizer's states
 MOMENTUM = 0.95
 ADJUSTMENT = "original"
-HEAD_RATE_WIDTH = 128  # the width at which `learning_rate` is also that of a head
+HEAD_RATE_WIDTH = 128  # a head's rate is `learning_rate` * HEAD_RATE_WIDTH / width
 
 
 class JoinedOptimizer(Optimizer):
@@ -39,13 +40,15 @@ class JoinedOptimizer(Optimizer):
         super().__init__([group for part in parts for group in part.param_groups], {})
 
     @property
-    def state(self) -> dict[Tensor, Any]:
-        """The states of all parameters, by the parameter."""
-        return {parameter: state for part in self.parts for parameter, state in part.state.items()}
+    def state(self) -> Mapping[Tensor, Any]:
+        """The states of all parameters, by the parameter; to read, the parts hold them."""
+        return MappingProxyType({parameter: state for part in self.parts for parameter, state in part.state.items()})
 
     @state.setter
     def state(self, state: Any) -> None:
-        """Changes nothing: `Optimizer` sets an empty state when it is made, and the parts hold the states."""
+        """Takes the empty state that `Optimizer` sets when it is made, and no other."""
+        if state:
+            raise AttributeError("the states of joined optimizers are their own; expected load_state_dict.")
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -122,21 +125,22 @@ def new_muon(matrices: Sequence[Tensor], args: Eagle31TrainingArguments) -> Opti
 
 
 def slow_down_head(optimizer: Optimizer, drafter: Eagle31DrafterModel) -> None:
-    """Gives the drafter's head, where it is trained, a group of its own, whose rate falls with the width."""
+    """Gives the drafter's head, where it is trained, a group of its own, whose rate falls with the width; groups that
+    hold nothing are dropped."""
     head = None if drafter.lm_head is None else drafter.lm_head.weight
-    for group in optimizer.param_groups:
+    for group in list(optimizer.param_groups):
         others = [parameter for parameter in group["params"] if parameter is not head]
         if len(others) < len(group["params"]):
             group["params"] = others
             factor = HEAD_RATE_WIDTH / drafter.config.hidden_size
             own = {name: value for name, value in group.items() if name != "params"}
             optimizer.add_param_group(own | {"params": [head], "lr": group["lr"] * factor})
-            return
+    optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
 
 
 @contextmanager
 def left_out(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Keeps parameters from what makes an optimizer of all that asks for gradients."""
+    """A context in which parameters ask for no gradients: an optimizer made in it leaves them out."""
     for parameter in parameters:
         parameter.requires_grad_(False)
     try:
@@ -146,41 +150,45 @@ def left_out(parameters: Sequence[Tensor]) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def names_of(args: Eagle31TrainingArguments) -> dict[str, str]:
-    """Returns the names of the optimizers of a run, as `training.json` keeps them."""
-    rest = str(getattr(args.optim, "value", args.optim))
-    return {"matrices": rest if args.matrix_learning_rate is None else MUON, "rest": rest}
-
-
-def check_same(checkpoint: str | Path, args: Eagle31TrainingArguments) -> None:
-    """Raises ValueError for a checkpoint whose matrices were trained by another optimizer: its states mean nothing to
-    this one. A checkpoint of before there was a choice had no Muon; one without optimizer states suits every run."""
+def check_same(checkpoint: str | Path, names: dict[str, str]) -> None:
+    """Raises ValueError for a checkpoint that was trained by other optimizers than `names`: its states mean nothing to
+    these. A checkpoint of before they were written down had no Muon; one without optimizer states suits every run."""
     folder = Path(checkpoint)
     if not any(folder.glob(f"{STATES}*")):
         return
-    saved = read_json(folder / RECORD, constants=True) if (folder / RECORD).exists() else {}
-    had_muon = saved.get("optimizer", {}).get("matrices") == MUON
-    has_muon = args.matrix_learning_rate is not None
-    if had_muon != has_muon:
-        rate = "a rate" if had_muon else "None (--matrix-learning-rate none)"
+    record = read_json(folder / RECORD, constants=True) if (folder / RECORD).exists() else {}
+    rest = names["rest"]
+    saved = record.get("optimizer") or {"matrices": ADAMW if names["matrices"] == MUON else rest, "rest": rest}
+    if saved != names:
+        with_muon = "a rate" if saved["matrices"] == MUON else "None (--matrix-learning-rate none)"
         raise ValueError(
-            f"{checkpoint}: its matrices were trained {'by' if had_muon else 'without'} Muon, and this run's would be"
-            f" trained {'by' if has_muon else 'without'} it; expected the same. Resume with matrix_learning_rate set to"
-            f" {rate}."
+            f"{checkpoint}: {saved['matrices']} trained its matrices and {saved['rest']} the rest, and in this run"
+            f" {names['matrices']} and {rest} would; expected the same. Resume with matrix_learning_rate set to"
+            f" {with_muon}, and the optim of then."
         )
 
 
 class MuonTrainer(Trainer):
     """`transformers.Trainer` over a `DraftingObjective`, with Muon for the matrices of its drafter where `args` give
-    them a rate. The rates are logged as `learning_rate` and `matrix_learning_rate`."""
+    them a rate. The rates are logged as `learning_rate` and `matrix_learning_rate`.
+
+    `optimizer_names`: what trains the matrices and the rest, as `training.json` keeps it.
+    """
 
     args: Eagle31TrainingArguments
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        if self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
-            self.args.matrix_learning_rate = None  # the caller's optimizer trains everything
         self._matrix_rate = 0.0
+        given = self.optimizer_cls_and_kwargs[0] if self.optimizer_cls_and_kwargs else type(self.optimizer)
+        if self.optimizer is not None or self.optimizer_cls_and_kwargs:
+            rest, self.has_muon = given.__name__, False  # the caller's optimizer trains everything
+        else:
+            rest, self.has_muon = (
+                str(getattr(self.args.optim, "value", self.args.optim)),
+                self.args.matrix_learning_rate is not None,
+            )
+        self.optimizer_names = {"matrices": MUON if self.has_muon else rest, "rest": rest}
 
     @property
     def drafter(self) -> Eagle31DrafterModel:
@@ -189,13 +197,14 @@ class MuonTrainer(Trainer):
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Makes Muon for the drafter's matrices, and what transformers makes for everything else; for all of it where
         there is no `matrix_learning_rate`, or the caller gave an optimizer."""
-        if self.optimizer is not None or self.args.matrix_learning_rate is None:
+        if self.optimizer is not None or not self.has_muon:
             return super().create_optimizer(model)
         matrices = matrices_of(self.drafter)
         if self.is_deepspeed_enabled or not matrices:
             raise ValueError(
-                "matrix_learning_rate is set, and there is no whole matrix for Muon to train: DeepSpeed and FSDP1"
-                " flatten them; expected FSDP2 (fsdp_config={'version': 2}), or matrix_learning_rate=None."
+                "matrix_learning_rate is set, and Muon has no whole matrix of fc and layers to train: none asks for"
+                " gradients, or DeepSpeed or FSDP1 flattens them. Expected FSDP2 (fsdp_config={'version': 2}), or"
+                " matrix_learning_rate=None."
             )
         with left_out(matrices):
             rest = super().create_optimizer(model)
@@ -204,12 +213,12 @@ class MuonTrainer(Trainer):
         return self.optimizer
 
     def _get_learning_rate(self) -> float:
-        """Called for the log of a step, before the schedule changes the rates."""
+        """Returns the rate to log, and keeps that of matrices; called before the schedule changes them."""
         self._matrix_rate = self.optimizer.param_groups[-1]["lr"]
         return super()._get_learning_rate()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Logs, with the rate of matrices."""
-        if "learning_rate" in logs and self.args.matrix_learning_rate is not None:
+        if "learning_rate" in logs and self.has_muon:
             logs["matrix_learning_rate"] = self._matrix_rate
         super().log(logs, start_time)

@@ -47,8 +47,8 @@ class Told(NamedTuple):
 
 @dataclass(frozen=True)
 class Patience:
-    """How long to wait for servers: seconds for one answer; tries of a request and of servers that all fail, with
-    pauses between them that double from `pause` to `longest_pause` seconds."""
+    """How long to wait for servers: seconds that one may be silent (`timeout`); tries of a request and of servers that
+    all fail, with pauses between them that double from `pause` to `longest_pause` seconds."""
 
     timeout: float = 600.0
     tries: int = 10
@@ -163,6 +163,7 @@ class Server:
         self.max_length: int | None = None
         self.endpoint = ENDPOINTS["/v1/completions"]
         self.failures = self.in_flight = 0
+        self.is_tried = False  # by a request that finds out whether it is back
         self.not_before = 0.0
         self._opener = urllib.request.build_opener(_NoRedirects)
 
@@ -423,18 +424,21 @@ class Servers:
                 if stop.is_set():
                     raise RuntimeError("the other requests have ended")
                 now = time.monotonic()
-                ready = [s for s in self.all if not s.failures or (s.not_before <= now and not s.in_flight)]
+                ready = [s for s in self.all if not s.failures or (s.not_before <= now and not s.is_tried)]
                 if ready:
                     break
-                times = [s.not_before - now for s in self.all if not s.in_flight]
+                times = [s.not_before - now for s in self.all if not s.is_tried]
                 self._changed.wait(max(0.01, min(times, default=1.0)))
             server = min(ready, key=lambda s: (s.in_flight, s.failures))
             server.in_flight += 1
+            tries = server.failures > 0
+            server.is_tried = server.is_tried or tries
         try:
             yield server
         finally:
             with self._changed:
                 server.in_flight -= 1
+                server.is_tried = server.is_tried and not tries
                 self._changed.notify_all()
 
     def _meet_again(self, server: Server) -> None:
@@ -445,9 +449,11 @@ class Servers:
             server.meet(self.target)
         except ValueError as error:  # while it loads a server may know no path, and no model
             raise UnavailableError(str(error)) from None
-        if (server.model, server.max_length) != before:
+        now = server.model, server.max_length
+        if now != before:
+            server.model, server.max_length = before  # what the next request compares with
             raise ValueError(
-                f"{server.url} serves {server.model}, {server.max_length} tokens long, now; expected {before[0]},"
+                f"{server.url} serves {now[0]}, {now[1]} tokens long, now; expected {before[0]},"
                 f" {before[1]} tokens long, as before it failed."
             )
 

@@ -107,15 +107,62 @@ def test_an_optimizer_of_the_callers_trains_everything(tmp_path):
     trainer = make_trainer(tmp_path, drafter=drafter, optimizers=(mine, None))
     trainer.train()
     assert trainer.optimizer.optimizer is mine
-    assert trainer.args.matrix_learning_rate is None
+    assert trainer.optimizer_names == {"matrices": "SGD", "rest": "SGD"}
+    assert trainer.args.matrix_learning_rate == 0.02, "arguments may be used again"
 
 
 @pytest.mark.parametrize(("before", "after"), [(0.02, None), (None, 0.02)], ids=str)
 def test_a_run_goes_on_with_the_optimizers_it_began_with(tmp_path, before, after):
     make_trainer(tmp_path, matrix_learning_rate=before, max_steps=1, **SAVING).train()
-    with pytest.raises(ValueError, match=r"checkpoint-1: its matrices .* expected the same\. Resume with") as caught:
+    with pytest.raises(
+        ValueError, match=r"checkpoint-1: .* trained its matrices .* expected the same\. Resume"
+    ) as caught:
         make_trainer(tmp_path, matrix_learning_rate=after, **SAVING).train(resume_from_checkpoint=True)
     assert ("set to None" if after else "set to a rate") in str(caught.value)
+
+
+def test_nor_does_it_take_the_states_of_another_optim(tmp_path):
+    make_trainer(tmp_path, optim="sgd", max_steps=1, **SAVING).train()
+    with pytest.raises(ValueError, match=r"muon trained its matrices and sgd the rest, .* muon and adafactor would"):
+        make_trainer(tmp_path, optim="adafactor", **SAVING).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize(("matrix", "rate"), [(0.02, 0.004), (None, 1e-4)])
+def test_adamw_alone_has_a_rate_of_its_own(matrix, rate):
+    assert arguments(matrix_learning_rate=matrix).learning_rate == rate
+    assert arguments(matrix_learning_rate=matrix, learning_rate=0.5).learning_rate == 0.5
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"matrix_learning_rate": 0}, "matrix_learning_rate is 0; expected a rate above 0, or None"),
+        ({"matrix_learning_rate": -1.0}, "matrix_learning_rate is -1.0; expected a rate above 0, or None"),
+        ({"matrix_learning_rate": float("nan")}, "matrix_learning_rate is nan; expected a finite number"),
+        ({"matrix_learning_rate": "0.1"}, "matrix_learning_rate is '0.1'; expected a finite number"),
+        ({"learning_rate": True}, "learning_rate is True; expected a finite number"),
+    ],
+    ids=str,
+)
+def test_rates_that_cannot_be(options, words):
+    with pytest.raises(ValueError, match=words):
+        arguments(**options)
+
+
+def test_a_card_says_what_trained_the_drafter(tmp_path):
+    make_trainer(tmp_path / "muon", max_steps=1, **SAVING | RATES).train()
+    make_trainer(tmp_path / "alone", matrix_learning_rate=None, max_steps=1, **SAVING).train()
+    cards = [(tmp_path / name / "checkpoint-1" / "README.md").read_text() for name in ("muon", "alone")]
+    assert "muon for matrices, learning rate 0.03; adamw_torch_fused, learning rate 0.002, cosine" in cards[0]
+    assert "| adamw_torch_fused, learning rate 0.02, cosine" in cards[1]
+
+
+def test_the_states_of_joined_optimizers_are_to_be_read():
+    joined = JoinedOptimizer([new_muon(matrices_of(build()), arguments())])
+    with pytest.raises(TypeError):
+        joined.state["x"] = 1
+    with pytest.raises(AttributeError, match="expected load_state_dict"):
+        joined.state = {"x": 1}
 
 
 def test_a_checkpoint_of_before_there_was_a_choice_had_no_muon(tmp_path):
@@ -163,14 +210,15 @@ def test_nothing_for_muon_to_train_is_said(tmp_path):
     trainer = make_trainer(tmp_path)
     for matrix in matrices_of(trainer.drafter):
         matrix.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"no whole matrix for Muon .* or matrix_learning_rate=None"):
+    with pytest.raises(ValueError, match=r"Muon has no whole matrix .* or matrix_learning_rate=None"):
         trainer.train()
 
 
 def test_the_command_has_the_defaults_of_the_arguments():
     options = parser().parse_args(["train", "--target", "t", "--data", "d", "--output", "o"])
     defaults = arguments()
-    for name in ("learning_rate", "matrix_learning_rate", "depth", "loss"):
+    for name in ("matrix_learning_rate", "depth", "loss"):
         assert getattr(options, name) == getattr(defaults, name), name
+    assert options.learning_rate is None
     words = ["train", "--target", "t", "--data", "d", "--output", "o", "--matrix-learning-rate", "none"]
     assert parser().parse_args(words).matrix_learning_rate is None

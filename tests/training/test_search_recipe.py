@@ -20,7 +20,7 @@ import search_recipe
 import search_training
 from search_training import Recipe
 
-FEW = {"NUM_TEXTS": 24, "NUM_PROMPTS": 4, "NUM_LONG": 2, "ANSWER": 24, "LENGTH": 48, "PROMPT": 16, "LONG": 64}
+FEW = {"NUM_TEXTS": 24, "NUM_PROMPTS": 4, "NUM_LONG": 2, "ANSWER": 24, "LENGTH": 48, "PROMPT": 16, "LONG_PROMPT": 64}
 
 
 @pytest.fixture(scope="module")
