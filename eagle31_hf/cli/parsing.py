@@ -102,7 +102,10 @@ def positive_or_auto(text: str) -> int | str:
 
 def rate_or_none(text: str) -> float | None:
     """Reads a rate above 0, or the word none."""
-    return None if text == "none" else number(0, above=True)(text)
+    try:
+        return None if text.lower() == "none" else number(0, above=True)(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, or none") from None
 
 
 def path(text: str) -> str:

@@ -258,7 +258,7 @@ def add_engine(parser: argparse.ArgumentParser, engines: str) -> None:
         "--engine-timeout",
         type=number(0, above=True),
         metavar="SECONDS",
-        help="how long to wait for one answer of a server before it is asked again (default: 600)",
+        help="how long a server may be silent before it is asked again (default: 600)",
     )
     parser.add_argument(
         "--engine-option",

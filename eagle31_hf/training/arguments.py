@@ -104,6 +104,7 @@ class Eagle31TrainingArguments(TrainingArguments):
         """Raises ValueError for values out of range and for values that contradict each other."""
         weights, rate = self.depth_weights, self.matrix_learning_rate
         rules = (
+            (self.learning_rate >= 0, f"learning_rate is {self.learning_rate}; expected a rate of at least 0"),
             (rate is None or rate > 0, f"matrix_learning_rate is {rate}; expected a rate above 0, or None"),
             (1 <= self.depth <= MAX_DEPTH, f"depth is {self.depth}; expected 1 to {MAX_DEPTH}"),
             (

@@ -12,15 +12,15 @@ from .arguments import Eagle31TrainingArguments
 
 
 def note_training(
-    facts: CardFacts, args: Eagle31TrainingArguments, state: TrainerState, batch_size: int, optimizers: dict[str, str]
+    facts: CardFacts, args: Eagle31TrainingArguments, state: TrainerState, batch_size: int, trained_by: str
 ) -> None:
     """Adds to the facts of a card how far the drafter was trained, and how; `batch_size`: sequences of each process,
-    `optimizers`: what trained the `matrices` and the `rest`."""
+    `trained_by`: optimizers and rates."""
     batch = batch_size * args.gradient_accumulation_steps * args.world_size
     facts.training |= {
         "Steps": f"{state.global_step:,} of {batch} sequences of up to {args.max_length:,} tokens",
         "Loss": f"{args.loss}, {args.depth} deep, normalised by {args.normalisation}, loss mask: {args.loss_mask}",
-        "Optimizer": f"{rates_of(args, optimizers)}, {SchedulerType(args.lr_scheduler_type).value}",
+        "Optimizer": f"{trained_by}, {SchedulerType(args.lr_scheduler_type).value}",
     }
     evaluated = next((entry for entry in reversed(state.log_history) if "eval_accepted_length" in entry), None)
     if evaluated is not None:
@@ -28,14 +28,6 @@ def note_training(
             f"{evaluated['eval_accepted_length']:.2f} a target forward, walking the answers held out,"
             f" {args.eval_settings().depth} deep"
         )
-
-
-def rates_of(args: Eagle31TrainingArguments, optimizers: dict[str, str]) -> str:
-    """Returns what a card says of optimizers and their rates."""
-    rest = f"{optimizers['rest']}, learning rate {args.learning_rate:g}"
-    if optimizers["matrices"] == optimizers["rest"]:
-        return rest
-    return f"{optimizers['matrices']} for matrices, learning rate {args.matrix_learning_rate:g}; {rest}"
 
 
 def write_card(folder: Path, drafter: Eagle31DrafterModel, name: str | None) -> None:

@@ -179,7 +179,7 @@ class CheckpointingTrainer(MuonTrainer):
         check_finite(folder, self.drafter.state_dict() if state_dict is None else state_dict)
         if state_dict is not None:
             state_dict = {name.removeprefix("drafter."): value for name, value in state_dict.items()}
-        note_training(self.drafter.card_facts, self.args, self.state, self._train_batch_size, self.optimizer_names)
+        note_training(self.drafter.card_facts, self.args, self.state, self._train_batch_size, self.trained_by())
         facts = self.facts | {"optimizer": self.optimizer_names}
         write_record(folder, self.drafter, self.args.settings(), facts)
         self.drafter.save_pretrained(folder, state_dict=state_dict)

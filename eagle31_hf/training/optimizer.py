@@ -18,17 +18,20 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from transformers import Trainer
+from transformers.utils import logging
 
 from ..json_file import read_json
 from ..modeling import Eagle31DrafterModel
 from .arguments import Eagle31TrainingArguments
 from .saving import RECORD
 
+ALIKE = {"adamw_torch_fused": "adamw_torch"}  # optimizers with the same states
+logger = logging.get_logger(__name__)
 MUON, ADAMW = "muon", "AdamW"  # in training.json, and of what was trained before it kept that
 STATES = "optimizer"  # how the names of files begin that hold an optimizer's states
 MOMENTUM = 0.95
 ADJUSTMENT = "original"
-HEAD_RATE_WIDTH = 128  # a head's rate is `learning_rate` * HEAD_RATE_WIDTH / width
+HEAD_RATE_WIDTH = 128  # where drafters are wider, their head's rate is `learning_rate` * HEAD_RATE_WIDTH / width
 
 
 class JoinedOptimizer(Optimizer):
@@ -37,7 +40,8 @@ class JoinedOptimizer(Optimizer):
 
     def __init__(self, parts: Sequence[Optimizer]):
         self.parts = list(parts)
-        super().__init__([group for part in parts for group in part.param_groups], {})
+        # schedules that end at a rate of their own read the first rate here
+        super().__init__([group for part in parts for group in part.param_groups], dict(parts[0].defaults))
 
     @property
     def state(self) -> Mapping[Tensor, Any]:
@@ -132,7 +136,7 @@ def slow_down_head(optimizer: Optimizer, drafter: Eagle31DrafterModel) -> None:
         others = [parameter for parameter in group["params"] if parameter is not head]
         if len(others) < len(group["params"]):
             group["params"] = others
-            factor = HEAD_RATE_WIDTH / drafter.config.hidden_size
+            factor = min(1.0, HEAD_RATE_WIDTH / drafter.config.hidden_size)
             own = {name: value for name, value in group.items() if name != "params"}
             optimizer.add_param_group(own | {"params": [head], "lr": group["lr"] * factor})
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
@@ -159,7 +163,7 @@ def check_same(checkpoint: str | Path, names: dict[str, str]) -> None:
     record = read_json(folder / RECORD, constants=True) if (folder / RECORD).exists() else {}
     rest = names["rest"]
     saved = record.get("optimizer") or {"matrices": ADAMW if names["matrices"] == MUON else rest, "rest": rest}
-    if saved != names:
+    if [ALIKE.get(name, name) for name in saved.values()] != [ALIKE.get(name, name) for name in names.values()]:
         with_muon = "a rate" if saved["matrices"] == MUON else "None (--matrix-learning-rate none)"
         raise ValueError(
             f"{checkpoint}: {saved['matrices']} trained its matrices and {saved['rest']} the rest, and in this run"
@@ -216,6 +220,28 @@ class MuonTrainer(Trainer):
         """Returns the rate to log, and keeps that of matrices; called before the schedule changes them."""
         self._matrix_rate = self.optimizer.param_groups[-1]["lr"]
         return super()._get_learning_rate()
+
+    def rates(self) -> tuple[float, float | None]:
+        """Returns the peaks of the rates of the rest and of matrices: those a resumed run was begun with, or of
+        `args`."""
+        groups = self.optimizer.param_groups if self.optimizer is not None else [{}]
+        return (
+            groups[0].get("initial_lr", self.args.learning_rate),
+            groups[-1].get("initial_lr", self.args.matrix_learning_rate) if self.has_muon else None,
+        )
+
+    def trained_by(self) -> str:
+        """Returns what a card says of the optimizers and their rates."""
+        rate, matrix_rate = self.rates()
+        rest = f"{self.optimizer_names['rest']}, learning rate {rate:g}"
+        return f"{MUON} for matrices, learning rate {matrix_rate:g}; {rest}" if self.has_muon else rest
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Loads the states of a checkpoint, and with them the rates its run was begun with."""
+        super()._load_optimizer_and_scheduler(checkpoint)
+        asked = self.args.learning_rate, self.args.matrix_learning_rate if self.has_muon else None
+        if checkpoint is not None and self.rates() != asked:
+            logger.warning("a resumed run keeps its rates: %s. Those asked for now do not count.", self.trained_by())
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Logs, with the rate of matrices."""

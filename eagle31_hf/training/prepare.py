@@ -28,7 +28,17 @@ from .kinds import Chat, parse_record
 from .packing import Examples
 from .records import Record, Records, identity, read_records
 from .skipped import Skipped, Skips
-from .store import Columns, HiddenStateStore, Manifest, missing_shards, open_store, save_target_parts, write_shard
+from .store import (
+    MANIFEST,
+    Columns,
+    HiddenStateStore,
+    Manifest,
+    missing_shards,
+    open_store,
+    read_manifest,
+    save_target_parts,
+    write_shard,
+)
 from .target import TargetReader
 
 MOST_REASONS = 5  # in an error
@@ -137,7 +147,7 @@ def prepare_data(
     skips = Skips(records.where, progress)
     tell = progress or (lambda line: None)
     builder = ShardBuilder(target, tokenizer, records, options, skips, tell)
-    builder.meet_engine(tell)
+    builder.meet_engine(tell, None if _is_to_do(output, part) else read_manifest(output))
     open_store(output, builder.manifest(source))
     if builder.reader is not None and part[0] == 0:
         save_target_parts(output, target, builder.reader.scoring.as_dict())
@@ -240,12 +250,17 @@ class ShardBuilder:
             return generator
         return engine_answers(generator, options.engine, options.generation, self.maker.vocab_size, tell)
 
-    def meet_engine(self, tell: Progress) -> None:
+    def meet_engine(self, tell: Progress, complete: Manifest | None) -> None:
         """Checks that the engine, if one answers, gives the target's answers, on the first prompts of the records.
+        Where nothing is left to answer, `complete` is the store's manifest, and the engine is not asked.
 
         Raises ValueError where it does not, RuntimeError where it cannot be reached.
         """
-        if isinstance(self.generator, EngineAnswers):
+        if not isinstance(self.generator, EngineAnswers):
+            return
+        if complete is not None:
+            self.generator.recall(complete.source.get("engine", {}))
+        else:
             self.generator.meet(self._first_prompts(self.generator), tell)
 
     def _first_prompts(self, generator: on_policy.AnswerSource) -> list[Tensor]:
@@ -374,6 +389,12 @@ def _no_examples(source: str, records: Records, skips: Skips, counts: dict[str, 
         f"{source}: none of its {len(records):,} records makes a row ({reasons}); expected some with answers."
         + (f" The first:{first}" if first else "")
     )
+
+
+def _is_to_do(output: str | Path, part: tuple[int, int]) -> bool:
+    """Returns True unless all shards of the part are there."""
+    made = (Path(output) / MANIFEST).is_file()
+    return not made or any(index % part[1] == part[0] for index in missing_shards(output))
 
 
 def _make_shards(builder: ShardBuilder, output: str | Path, part: tuple[int, int], progress: Progress) -> None:

@@ -78,6 +78,11 @@ class ExampleReader:
         if (Path(source) / MANIFEST).is_file():
             store = HiddenStateStore(source)
             store.check(tokenizer_fingerprint=tokenizer_fingerprint(self.tokenizer))
+            if self.regenerate_in is not None and not store.manifest.source["regenerate"]:
+                raise ValueError(
+                    f"{source} is a store of answers as the data has them, and answers are to be regenerated; expected"
+                    " the data it was made of, or a store made by prepare-data --regenerate."
+                )
             return store, self._facts(source, store, store.skipped)
         if self.regenerate_in is not None:
             store = self._regenerated(source, self.regenerate_in / name)

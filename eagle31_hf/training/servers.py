@@ -20,8 +20,11 @@ from urllib.parse import urlsplit
 
 KEY = "OPENAI_API_KEY"  # the environment variable
 TRY_AGAIN = (408, 429)  # HTTP statuses besides 5xx
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 AT_START = 4  # tries to reach a server before anything is written
+NO_BASES = ("/completions", "/models", "/generate")  # ends of paths below a server's address
 LONGEST_QUOTE = 200  # characters of what a server says
+READ_OF_ERROR = 10_000  # bytes
 Tell = Callable[[str], None]  # is told one line at a time
 Result = TypeVar("Result")
 
@@ -138,9 +141,14 @@ ENDPOINTS = {
 
 def base_of(url: str) -> str:
     """Returns the address of a server without /v1. Raises ValueError for what is no http address of a server."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        raise ValueError(f"got {url[:80]!r}, expected a server's address, as http://localhost:8000")
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # of the port, or of an IPv6 address
+        is_address = False
+    is_endpoint = is_address and parts.path.rstrip("/").endswith(NO_BASES)
+    if not is_address or is_endpoint or parts.query or parts.fragment or len(url.split()) != 1:
+        raise ValueError(f"got {url[:80]!r}, expected a server's address without a path, as http://localhost:8000")
     if parts.username is not None or parts.password is not None:
         raise ValueError(f"got an address of {parts.hostname} with a user name in it; expected the key in {KEY}")
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
@@ -165,7 +173,9 @@ class Server:
         self.failures = self.in_flight = 0
         self.is_tried = False  # by a request that finds out whether it is back
         self.not_before = 0.0
-        self._opener = urllib.request.build_opener(_NoRedirects)
+        # a proxy is for what is elsewhere
+        proxies = [urllib.request.ProxyHandler({})] if urlsplit(url).hostname in LOOPBACK else []
+        self._opener = urllib.request.build_opener(_NoRedirects, *proxies)
 
     def call(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """Sends a request, a POST where it has a body; returns the response's JSON.
@@ -180,11 +190,11 @@ class Server:
             with self._opener.open(request, timeout=self.timeout) as response:
                 said = response.read()
         except urllib.error.HTTPError as error:
-            said = f"{self.url}{path} answers {error.code} {error.reason}{_quoted(error)}"
+            said = f"{self.url}{path} answers {error.code} {_cut(str(error.reason))}{_quoted(error)}"
             if error.code >= 500 or error.code in TRY_AGAIN:
                 raise UnavailableError(said) from None
             remedy = f" The key is read from {KEY}." if error.code in (401, 403) else ""
-            raise ValueError(f"{said}; expected an answer.{remedy}") from None
+            raise ValueError(f"{said}; expected an answer, as vLLM and SGLang give.{remedy}") from None
         except TimeoutError:
             raise UnavailableError(f"{self.url}{path} gave no answer in {self.timeout:g} seconds") from None
         except (OSError, http.client.HTTPException) as error:
@@ -194,7 +204,7 @@ class Server:
             raise UnavailableError(f"{self.url}{path}: {reason or type(error).__name__}") from None
         try:
             return json.loads(said)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise OddAnswerError(
                 f"{self.url}{path} answers what is no JSON ({_cut(said.decode(errors='replace'))})"
             ) from None
@@ -205,7 +215,7 @@ class Server:
         try:
             models = [model for model in listed["data"] if not model.get("parent")]  # the others are adapters
             chosen = [model for model in models if target in (model["id"], model.get("root"))] or models
-            names = ", ".join(str(model["id"]) for model in models)
+            names = _cut(", ".join(str(model["id"]) for model in models))
             if len({model["id"] for model in chosen}) == 1:
                 length = chosen[0].get("max_model_len")
                 self.model, self.max_length = str(chosen[0]["id"]), length if type(length) is int else None
@@ -229,6 +239,8 @@ class Server:
         ids = told.ids
         if not isinstance(ids, list) or not all(type(token) is int for token in ids):
             raise OddAnswerError(f"{self.url} answers with ids {_short(ids)}; expected a list of integers")
+        if told.text is not None and not isinstance(told.text, str):
+            raise OddAnswerError(f"{self.url} answers with the text {_short(told.text)}; expected words")
         if told.finish not in ("stop", "length"):  # an engine that shuts down aborts what it works on
             raise UnavailableError(f"{self.url} ended an answer for the reason {told.finish!r}")
         if told.num_prompt_tokens not in (None, len(ask.prompt)):
@@ -252,8 +264,9 @@ class Server:
         for error in failures:
             if isinstance(error, UnavailableError) and not isinstance(error, OddAnswerError):
                 raise error
+        said = "; ".join(str(error).rstrip(".") for error in failures)
         raise ValueError(
-            f"{self.url} gives no token ids: {'; '.join(map(str, failures))}. Expected a server of vLLM (0.10.2 or"
+            f"{self.url} cannot be asked by ids: {said}. Expected a server of vLLM (0.10.2 or"
             " later) or SGLang: words read again as tokens are not always the tokens that were said."
         )
 
@@ -271,15 +284,17 @@ def _short(value: Any) -> str:
 
 
 def _cut(text: str) -> str:
+    """Returns what a server said as it is told: without the key, and not at length."""
+    text = text.replace(_key() or "\0", "...")
     return text if len(text) <= LONGEST_QUOTE else f"{text[:LONGEST_QUOTE]}..."
 
 
 def _quoted(error: urllib.error.HTTPError) -> str:
     try:
-        said = error.read(LONGEST_QUOTE).decode(errors="replace")
+        said = error.read(READ_OF_ERROR).decode(errors="replace")
     except (OSError, http.client.HTTPException):
         said = ""
-    said = " ".join(said.replace(_key() or "\0", "...").split())
+    said = _cut(" ".join(said.split()))
     return f" ({said})" if said else ""
 
 

@@ -308,7 +308,7 @@ def other_tokenizer(make_target):
 UNFIT = {
     "gives text only": (
         {"protocol": "plain"},
-        r"gives no token ids: .*expected ids; .*/generate answers 404 .*of vLLM",
+        r"cannot be asked by ids: .*expected ids; .*/generate answers 404 .*of vLLM",
     ),
     "is too short": ({"max_model_len": 40}, r"takes 40 tokens .* max_length is 48; expected at least 48 there"),
     "is too short, sglang": (
@@ -316,7 +316,7 @@ UNFIT = {
         r"takes 48 tokens .* expected at least 56 there .*or a max_length of 40",
     ),
     "needs a key": ({"trouble": lambda number: 401}, f"answers 401 .*{KEY}"),
-    "has no such model": ({"trouble": lambda number: 404}, "gives no token ids: .* 404"),
+    "has no such model": ({"trouble": lambda number: 404}, "cannot be asked by ids: .* 404"),
     "is another target": ({"target": wrong_weights}, "gives greedy answers that the target does not"),
     "has another tokenizer": ({"tokenizer": other_tokenizer}, "reads the ids .* the target's tokenizer as"),
 }
@@ -331,6 +331,54 @@ def test_unfit_servers_are_refused_before_anything_is_written(
     with pytest.raises(ValueError, match=words):
         prepare(target, tokenizer, data, tmp_path / "store", [serve(), serve(**made)], **GREEDILY)
     assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("text", [7, ["a"]], ids=str)
+def test_words_that_are_none(tmp_path, outline, tokenizer, data, serve, text):
+    server = serve("sglang")
+    respond = server._response
+
+    def odd(path, body):
+        status, response = respond(path, body)
+        return status, response | {"text": text}
+
+    server._response = odd
+    with pytest.raises(ValueError, match=r"/generate|answers with the text .*; expected words"):
+        prepare(outline, tokenizer, data, tmp_path / "store", [server], **GREEDILY)
+    assert not (tmp_path / "store").exists()
+
+
+def test_json_too_deep_to_read_is_no_answer(tmp_path, outline, tokenizer, data, serve, monkeypatch):
+    server = serve()
+
+    def deep(handler):
+        handler.send_response(200)
+        handler.send_header("Content-Length", "200000")
+        handler.end_headers()
+        handler.wfile.write(b"[" * 100_000 + b"]" * 100_000)
+
+    server._get = deep
+    monkeypatch.setattr("eagle31_hf.training.servers.AT_START", 1)
+    with pytest.raises(RuntimeError, match=rf"{server.url}/v1/models answers what is no JSON"):
+        prepare(outline, tokenizer, data, tmp_path / "store", [server], **GREEDILY)
+
+
+def test_a_complete_store_needs_no_server(tmp_path, outline, tokenizer, data, serve):
+    server = serve()
+    made = prepare(outline, tokenizer, data, tmp_path, [server], **GREEDILY)
+    server.stop()
+    assert prepare(outline, tokenizer, data, tmp_path, [server], **GREEDILY) == made
+    next(iter(tmp_path.glob("shard-*"))).unlink()
+    impatient = Patience(timeout=1.0, tries=1, pause=0.01)
+    with pytest.raises(RuntimeError, match="expected a server that is ready"):
+        prepare(outline, tokenizer, data, tmp_path, [server], patience=impatient, **GREEDILY)
+
+
+def test_a_proxy_is_not_asked_for_what_is_here(tmp_path, outline, tokenizer, data, greedy, serve, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    prepare(outline, tokenizer, data, tmp_path, [serve()], **GREEDILY)
+    assert shards(tmp_path) == shards(greedy)
 
 
 @pytest.mark.parametrize("said", ["no JSON", 500])
@@ -667,6 +715,34 @@ def test_a_key_that_is_refused_is_not_told(line, serve, monkeypatch):
     assert "sk-secret" not in str(caught.value)
 
 
+ECHOES = {
+    "other JSON": lambda key: (200, "OK", json.dumps({"said": key})),
+    "no JSON": lambda key: (200, "OK", f"<p>{key}</p>"),
+    "the reason": lambda key: (401, f"no {key}", "{}"),
+    "a long text": lambda key: (400, "Bad Request", "x" * 195 + key),
+}
+
+
+@pytest.mark.parametrize("how", ECHOES)
+def test_a_key_that_a_server_says_again_is_not_told(line, serve, monkeypatch, how):
+    monkeypatch.setenv(KEY, "sk-secret")
+    server = serve()
+
+    def echo(handler):
+        status, reason, text = ECHOES[how](handler.headers["Authorization"])
+        handler.send_response(status, reason)
+        handler.send_header("Content-Length", str(len(text)))
+        handler.end_headers()
+        handler.wfile.write(text.encode())
+
+    server._get = echo
+    monkeypatch.setattr("eagle31_hf.training.servers.AT_START", 1)
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        run([*line, "--engine", server.url])
+    assert "sk-" not in str(caught.value)
+    assert server.url in str(caught.value)
+
+
 def test_a_redirect_is_not_followed(line, serve, monkeypatch):
     """The key would go wherever it leads."""
     monkeypatch.setenv(KEY, "sk-secret")
@@ -710,7 +786,11 @@ def test_options_that_do_not_go_together(tmp_path, line, name):
 
 
 @pytest.mark.parametrize(
-    "text", ["vlm", "localhost:8000", "ftp://host", "http://", "http://me:pw@host:8000", "http://h/?a=b"]
+    "text",
+    [
+        *("vlm", "localhost:8000", "ftp://host", "http://", "http://me:pw@host:8000", "http://h/?a=b", "http://h:abc"),
+        *("http://h:99999", "http://h h:80", "http://[::1", "http://h:8000/v1/completions", "http://h/v1/models/"),
+    ],
 )
 def test_names_that_are_no_engine(line, text):
     with pytest.raises(argparse.ArgumentError, match=r"expected (a server's address|the key in)") as caught:

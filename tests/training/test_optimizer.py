@@ -7,11 +7,12 @@ import torch
 from accelerate.state import AcceleratorState
 from close import EXACT, assert_close
 from factories import build
-from training_runs import InterruptAfter, LostMachineError, make_trainer, run
+from training_runs import InterruptAfter, LostMachineError, make_examples, make_trainer, run
 
 from eagle31_hf.cli import parser
 from eagle31_hf.training.arguments import Eagle31TrainingArguments
 from eagle31_hf.training.optimizer import JoinedOptimizer, matrices_of, new_muon
+from eagle31_hf.training.optimizer import logger as optimizer_logger
 from eagle31_hf.training.saving import RECORD
 
 SAVING = {"save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "cosine"}
@@ -91,7 +92,9 @@ def test_the_rate_of_a_head_falls_with_the_width(tmp_path, trains):
     assert sorted(rates) == sorted(map(id, trained))
     assert rates[id(trainer.drafter.norm.weight)] == 0.004
     width = trainer.drafter.config.hidden_size
-    assert rates.get(id(trainer.drafter.lm_head.weight)) == (0.004 * 128 / width if trains else None)
+    assert rates.get(id(trainer.drafter.lm_head.weight)) == (
+        (0.004 * 128 / width if width > 128 else 0.004) if trains else None
+    )
 
 
 def test_without_its_rate_there_is_no_muon(tmp_path):
@@ -140,6 +143,7 @@ def test_adamw_alone_has_a_rate_of_its_own(matrix, rate):
         ({"matrix_learning_rate": -1.0}, "matrix_learning_rate is -1.0; expected a rate above 0, or None"),
         ({"matrix_learning_rate": float("nan")}, "matrix_learning_rate is nan; expected a finite number"),
         ({"matrix_learning_rate": "0.1"}, "matrix_learning_rate is '0.1'; expected a finite number"),
+        ({"learning_rate": -1.0}, "learning_rate is -1.0; expected a rate of at least 0"),
         ({"learning_rate": True}, "learning_rate is True; expected a finite number"),
     ],
     ids=str,
@@ -155,6 +159,33 @@ def test_a_card_says_what_trained_the_drafter(tmp_path):
     cards = [(tmp_path / name / "checkpoint-1" / "README.md").read_text() for name in ("muon", "alone")]
     assert "muon for matrices, learning rate 0.03; adamw_torch_fused, learning rate 0.002, cosine" in cards[0]
     assert "| adamw_torch_fused, learning rate 0.02, cosine" in cards[1]
+
+
+def test_a_resumed_run_keeps_its_rates_and_says_so(tmp_path, caplog):
+    options = SAVING | {"callbacks": [InterruptAfter(3)]}
+    with pytest.raises(LostMachineError):
+        make_trainer(tmp_path, **options | RATES).train()
+    trainer = make_trainer(tmp_path, learning_rate=0.2, matrix_learning_rate=0.3, **SAVING)
+    optimizer_logger.propagate, logs = True, caplog
+    trainer.train(resume_from_checkpoint=True)
+    assert "a resumed run keeps its rates: muon for matrices, learning rate 0.03; adamw" in logs.text
+    assert "learning rate 0.002, cosine" in (tmp_path / "checkpoint-6" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {"lr_scheduler_type": "polynomial"},
+        {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-4}},
+        {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 2},
+    ],
+    ids=str,
+)
+def test_schedules_that_look_at_the_first_rate(tmp_path, schedule):
+    trainer = make_trainer(tmp_path, eval_dataset=make_examples(2, seed=1), **RATES | schedule)
+    trainer.train()
+    first, last = trainer.optimizer.param_groups[0], trainer.optimizer.param_groups[-1]
+    assert last["lr"] / first["lr"] == pytest.approx(15)
 
 
 def test_the_states_of_joined_optimizers_are_to_be_read():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import build_target
 
-from eagle31_hf.training.prepare import PreparationOptions
+from eagle31_hf.training.prepare import PreparationOptions, prepare_data
 from eagle31_hf.training.recipe import (
     ExampleReader,
     draft_vocabulary,
@@ -126,3 +126,10 @@ def test_a_log_is_one_line_of_the_figures_one_looks_at():
     assert line_of({"eval_loss": 2.0, "eval_accepted_length": 1.5, "eval_served_accepted_length": 1.25}) == (
         "held out, loss 2.000; accepted length 1.50; in generate() 1.25"
     )
+
+
+def test_answers_of_a_store_are_not_regenerated_in_silence(target, speller, source, tmp_path, told):
+    prepare_data(target, speller, source, tmp_path / "store", OPTIONS)
+    reader = ExampleReader(target, speller, OPTIONS, told.append, regenerate_in=tmp_path / "run")
+    with pytest.raises(ValueError, match=r"answers as the data has them, .* expected the data it was made of"):
+        reader.read(str(tmp_path / "store"), "data")
