@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from search_material import ANSWER, LONG_PROMPT, SETS, SHAPES, Material
+from search_material import ANSWER, LENGTH, LONG_PROMPT, SETS, SHAPES, Material
 from search_training import EAGLE3, Recipe, measured, trained
 
 from eagle31_hf import demo
@@ -78,6 +78,12 @@ IDEAS = {
     "files too": replace(MUON, texts="greedy+files"),
     "sampled too": replace(MUON, texts="greedy+sampled"),
     "jump": replace(MUON, jump=LONG_PROMPT + ANSWER),
+    "jump, 16 times as far": replace(MUON, jump=16 * LENGTH),
+    "jump, all tokens": replace(MUON, jump=LONG_PROMPT + ANSWER, all_tokens=True),
+    "jump, all tokens, autocast, depth 5": replace(
+        MUON, jump=LONG_PROMPT + ANSWER, all_tokens=True, autocast=True, depth=5
+    ),
+    "jump, all tokens, autocast": replace(MUON, jump=LONG_PROMPT + ANSWER, all_tokens=True, autocast=True),
     "window 128": replace(MUON, fields={"layer_types": ["sliding_attention"], "sliding_window": 128}),
     "autocast": replace(MUON, autocast=True),
     "parallel": replace(MUON, depth=7, parallel=True),

@@ -34,7 +34,7 @@ class Recipe:
     `clip`: the largest norm of the gradient. `schedule`, `warm_up` (steps): see `rate_factor`. `depth` K, and its k-th
     step weighs `depth_decay` ** k, or with `reach` the share of drafts that get there. `loss_after` takes the place of
     `loss` after a third of the steps. `hint`: weight of the squared distance between the drafter's state and the
-    target's last state, which falls to 0 halfway. `jump`: positions are spread over so many, by one jump in every text.
+    target's last state, which falls to 0 halfway. `jump`: see `position_skips`.
     `ema`: decay of the average of weights that is served. `texts`: see `Material.training_texts`; with `all_tokens`
     their prompts are learnt, too. `start`: see `search_fit.START`. `layers`: see `layer_ids_of`. `head`: it is trained.
     `parallel`: see `ParallelDrafts`. `fields` of `Eagle31Config` win.
@@ -114,7 +114,8 @@ class SearchObjective(DraftingObjective):
 
     def __init__(self, drafter: Eagle31DrafterModel, recipe: Recipe, logits_of: Any):
         weights = tuple(recipe.depth_decay**k for k in range(recipe.depth))
-        super().__init__(drafter, Settings(recipe.depth, weights, parse_mixture(recipe.loss)), logits_of)
+        settings = Settings(recipe.depth, weights, parse_mixture(recipe.loss), position_reach=recipe.jump)
+        super().__init__(drafter, settings, logits_of)
         self.recipe = recipe
         self.reached = torch.ones(recipe.depth)  # running mean of the acceptance at each depth
         self.begin(0.0)
@@ -142,28 +143,6 @@ class SearchObjective(DraftingObjective):
             distance = mse_loss(predictions.states.float(), wanted, reduction="none").mean(-1) / wanted.square().mean()
             loss = loss + self.hint * (predictions.weights * distance).sum()
         return loss, figures
-
-
-class Jumps:
-    """Moves the positions of every text from one place on, drawn anew for each batch, so that they reach up to `reach`:
-    distances between tokens are then as in long texts."""
-
-    def __init__(self, drafter: Eagle31DrafterModel, reach: int, seed: int):
-        self.reach, self.draw = reach, torch.Generator().manual_seed(seed)
-        self.offsets: Tensor | None = None
-        drafter.register_forward_pre_hook(self._move, with_kwargs=True)
-
-    def renew(self, batch_size: int, length: int) -> None:
-        """Draws the places and lengths of the jumps of a batch."""
-        starts = torch.randint(1, length, (batch_size, 1), generator=self.draw)
-        sizes = torch.randint(0, max(1, self.reach - length), (batch_size, 1), generator=self.draw)
-        self.offsets = torch.where(torch.arange(length) >= starts, sizes, 0)
-
-    def _move(self, _: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        if self.offsets is None:
-            return args, kwargs
-        positions = kwargs["position_ids"]
-        return args, kwargs | {"position_ids": positions + self.offsets[:, : positions.shape[1]]}
 
 
 class ParallelDrafts:
@@ -219,16 +198,14 @@ def trained(material: Material, recipe: Recipe, seed: int, steps: int) -> tuple[
     objective = SearchObjective(drafter, recipe, material.reader(layer_ids).logits)
     optimizers = new_optimizers(drafter, recipe)
     peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
-    jumps = Jumps(drafter, recipe.jump, seed) if recipe.jump else None
     average = Average(drafter, recipe.ema) if recipe.ema else None
+    torch.manual_seed(seed)
     draw, order = torch.Generator().manual_seed(seed), torch.empty(0, dtype=torch.long)
     loss, began = 0.0, time.process_time()
     for step in range(steps):
         if len(order) < BATCH:
             order = torch.cat([order, torch.randperm(len(texts.ids), generator=draw)])
         batch, order = texts.batch(order[:BATCH], recipe.all_tokens), order[BATCH:]
-        if jumps:
-            jumps.renew(*batch.input_ids.shape)
         set_rates(optimizers, peaks, rate_factor(recipe, step, steps))
         found = training_step(objective, optimizers, batch, step / steps)
         loss = loss + 0.05 * (found - loss) if step else found
@@ -239,8 +216,6 @@ def trained(material: Material, recipe: Recipe, seed: int, steps: int) -> tuple[
     seconds = (time.process_time() - began) / steps
     if average:
         average.serve()
-    if jumps:
-        jumps.offsets = None
     return drafter.eval(), {"seconds": seconds, "loss": loss}
 
 

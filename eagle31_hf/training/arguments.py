@@ -62,6 +62,10 @@ class Eagle31TrainingArguments(TrainingArguments):
     drift_regulariser: float = field(
         default=0.0, metadata={"help": "weight of the penalty on states that grow with depth"}
     )
+    position_reach: int = field(
+        default=0,
+        metadata={"help": "positions are spread up to so many by a skip in each text, as long texts have; 0: not"},
+    )
     max_length: int = field(default=4096, metadata={"help": "tokens of a packed sequence, at most"})
     packing: bool = field(default=True, metadata={"help": "several texts to a sequence, which do not see each other"})
     train_embeddings: bool = field(
@@ -120,6 +124,7 @@ class Eagle31TrainingArguments(TrainingArguments):
                 f"normalisation is {self.normalisation!r}; expected one of {', '.join(NORMALISATIONS)}",
             ),
             (self.alignment_slots >= 1, f"alignment_slots is {self.alignment_slots}; expected at least 1"),
+            (self.position_reach >= 0, f"position_reach is {self.position_reach}; expected at least 0"),
             (self.max_length >= 4, f"max_length is {self.max_length}; expected at least 4"),
             (
                 self.eval_depth is None or 1 <= self.eval_depth <= MAX_DEPTH,
@@ -150,6 +155,7 @@ class Eagle31TrainingArguments(TrainingArguments):
             self.normalisation,
             self.attention_alignment,
             self.drift_regulariser,
+            self.position_reach,
         )
 
     def eval_settings(self) -> Settings:

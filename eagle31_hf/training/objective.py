@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from ..diagnostics.drift import state_norm
 from ..modeling import Eagle31DrafterModel
 from .chunked import Head, PredictionFigures, Predictions, chunked_loss
+from .documents import position_skips
 from .drift import Alignment, MassObserver, growth_penalty
 from .loss_mask import NORMALISATIONS, loss_denominators, supervised_positions
 from .losses import TargetDistribution
@@ -28,7 +29,8 @@ MAX_DEPTH = 64
 class Settings:
     """Settings of the loss: K `depth`s, each weighted `depth_weights[k]`; a `mixture` of distances, see `losses`; which
     chains are supervised (`convention`) and how they are averaged (`normalisation`), see `loss_mask`; the weights of
-    attention alignment and of the drift regulariser. Raises ValueError for a depth that cannot be unrolled."""
+    attention alignment and of the drift regulariser; how far positions are spread (`position_reach`, 0: not), see
+    `position_skips`. Raises ValueError for a depth that cannot be unrolled."""
 
     depth: int
     depth_weights: tuple[float, ...]
@@ -37,6 +39,7 @@ class Settings:
     normalisation: str = "token"
     attention_alignment: float = 0.0
     drift_regulariser: float = 0.0
+    position_reach: int = 0
 
     def __post_init__(self):
         if not 1 <= self.depth <= MAX_DEPTH:
@@ -176,7 +179,11 @@ class DraftingObjective(nn.Module):
         observers = [watcher.observe for watcher in (mass, batch.alignment) if watcher is not None]
         packed = batch.documents if bool((batch.documents > 1).any()) else None
         recomputes = self.recomputes and self.training
-        steps = unroll(self.drafter, batch.input_ids, batch.states, settings.depth, packed, recomputes, observers)
+        reach = min(settings.position_reach, self.drafter.config.max_position_embeddings)
+        skips = position_skips(batch.documents, reach) if reach else None
+        steps = unroll(
+            self.drafter, batch.input_ids, batch.states, settings.depth, packed, recomputes, observers, skips
+        )
         first_norm = None
         for k, (normed, state) in enumerate(steps):
             at = supervised_positions(batch.answers, k, settings.convention, batch.documents)

@@ -25,15 +25,16 @@ def unroll(
     documents: Tensor | None = None,
     recompute: bool = False,
     observers: Sequence[Callable[[Attended], None]] = (),
+    skips: Tensor | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields, depth by depth, the states to score and the states fed to the next depth, both (B, S - k, h).
 
     Entry t of depth k is of the chain of position t; chains whose tokens would lie past the end are left out.
     `input_ids` (B, T); `states` (B, T, n*ht): aux hidden states of the target. `documents` (B, T): the number of the
-    packed text each token belongs to; texts do not see each other, and each has positions of its own. Gradients flow
-    through all depths; with `recompute` the backward pass runs each depth again instead of keeping what it computed.
-    `observers` see layer 0 attend. Raises ValueError for a depth that no chain has tokens for, and for attention
-    dropout.
+    packed text each token belongs to; texts do not see each other, and each has positions of its own, to which `skips`
+    (B, T) are added, see `position_skips`. Gradients flow through all depths; with `recompute` the backward pass runs
+    each depth again instead of keeping what it computed. `observers` see layer 0 attend. Raises ValueError for a depth
+    that no chain has tokens for, and for attention dropout.
     """
     num_positions = input_ids.shape[1] - 1
     if not 1 <= depth <= num_positions:
@@ -43,6 +44,7 @@ def unroll(
     states = states.to(drafter.norm.weight.dtype)
     documents = None if documents is None else documents[:, :num_positions]
     positions = positions_of(documents, num_positions, input_ids.device)
+    positions = positions if skips is None else positions + skips[:, :num_positions]
     attention = UnrollAttention(documents, observers)
     masks = dict.fromkeys(drafter.config.layer_types, attention)
 

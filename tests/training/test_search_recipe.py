@@ -71,23 +71,6 @@ def test_each_optimizer_has_its_parameters_once(material):
     assert sorted(map(id, of[0] + of[1])) == sorted(id(p) for p in drafter.parameters() if p.requires_grad)
 
 
-def test_jumps_move_what_follows_and_nothing_else(material):
-    drafter = search_training.begun(material, Recipe(), seed=0)
-    jumps = search_training.Jumps(drafter, reach=200, seed=0)
-    seen = []
-    drafter.rotary_emb.register_forward_pre_hook(lambda _, args: seen.append(args[1]))
-    jumps.renew(3, 48)
-    objective = search_training.SearchObjective(drafter, Recipe(), material.reader(material.default_layers()).logits)
-    objective(material.training_texts("files", material.default_layers()).batch(torch.arange(3)))
-    first, second = seen[:2]
-    steps = first.diff(dim=1)
-    assert first.shape == (3, 47)
-    assert int(first.max()) < 200
-    assert ((steps != 1).sum(dim=1) <= 1).all()
-    assert (steps != 1).any()
-    assert torch.equal(second, first + 1)  # the next depth, one further
-
-
 def test_least_squares_find_the_matrix():
     draw = torch.Generator().manual_seed(0)
     weight, inputs = torch.randn(5, 8, generator=draw), torch.randn(400, 8, generator=draw)
