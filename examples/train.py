@@ -64,7 +64,6 @@ def train(
     drafter = new_drafter(target, **SHAPE | (flags or {}))
     split = len(examples) - num_held_out
     defaults = {
-        "learning_rate": 2e-3,
         "depth": 4,
         "per_device_train_batch_size": 8,
         "packing": False,

@@ -1,9 +1,9 @@
 """The optimizer of a run: Muon for the drafter's matrices, the one that transformers would take for everything else.
 
-One rate suits drafters of every width (arXiv 2310.17813; `examples/transfer_rate.py` shows it). Muon makes every
-direction of a matrix's update equally large: with the adjustment "original" its largest singular value is the rate
-times sqrt(max(1, rows / columns)), however wide. Weights of norms are of the size of 1 at every width. AdamW's update
-of a head moves a logit by as many steps as the drafter is wide, so its rate falls as 1 / width.
+One rate should suit drafters of every width (arXiv 2310.17813; `examples/transfer_rate.py` tries it on small ones).
+Muon makes every direction of a matrix's update equally large: with the adjustment "original" its largest singular value
+is the rate times sqrt(max(1, rows / columns)), however wide. Weights of norms are of the size of 1 at every width.
+AdamW's update of a head moves a logit by as many steps as the drafter is wide, so its rate falls as 1 / width.
 
 Muon keeps one state for a weight, AdamW two.
 """
