@@ -28,6 +28,7 @@ STEPS = 420
 ADAMW = Recipe()
 DEFAULTS = vars(ADAMW)
 MUON = Recipe(matrix_rate=4e-2, rate=4e-3)
+TOGETHER = replace(MUON, jump=LONG_PROMPT + ANSWER, all_tokens=True, head=True, autocast=True)
 IDEAS = {
     # optimizer: rates, torch's adjustment of Muon's rate, decay, averages
     "adamw 1e-3": ADAMW,
@@ -80,14 +81,17 @@ IDEAS = {
     "jump": replace(MUON, jump=LONG_PROMPT + ANSWER),
     "jump, 16 times as far": replace(MUON, jump=16 * LENGTH),
     "jump, all tokens": replace(MUON, jump=LONG_PROMPT + ANSWER, all_tokens=True),
-    "jump, all tokens, autocast, depth 5": replace(
-        MUON, jump=LONG_PROMPT + ANSWER, all_tokens=True, autocast=True, depth=5
-    ),
-    "jump, all tokens, autocast": replace(MUON, jump=LONG_PROMPT + ANSWER, all_tokens=True, autocast=True),
     "window 128": replace(MUON, fields={"layer_types": ["sliding_attention"], "sliding_window": 128}),
     "autocast": replace(MUON, autocast=True),
     "parallel": replace(MUON, depth=7, parallel=True),
     "eagle3": replace(MUON, fields=EAGLE3),
+    # what has held, together
+    "together": TOGETHER,
+    "together, answers only": replace(TOGETHER, all_tokens=False),
+    "together, no jump": replace(TOGETHER, jump=0),
+    "together, muon 2e-2": replace(TOGETHER, matrix_rate=2e-2),
+    "together, depth 5": replace(TOGETHER, depth=5),
+    "together, eagle3": replace(TOGETHER, fields=EAGLE3),
 }
 
 

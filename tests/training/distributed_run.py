@@ -76,9 +76,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "fsdp_bf16": FSDP | PLAIN | {"bf16": True},
     "adam": ADAM,
     "fsdp_adam": FSDP | ADAM,
-    "fsdp_adam_shards": FSDP | SHARDS | ADAM,
     "muon": MUON,
-    "fsdp_muon": FSDP | MUON,
     "fsdp_muon_shards": FSDP | SHARDS | MUON,
 }
 # 5.17 cannot read an optimizer's state onto "cpu:0", as DDP on CPUs asks it to
