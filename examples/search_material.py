@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from pretraining import drawn, token_ids
+from search_table import SETS
 from torch import Tensor
 from train_second_target import headers
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -26,7 +27,6 @@ NUM_TEXTS = 420 * BATCH
 NUM_PROMPTS, NUM_LONG, ANSWER = 64, 24, 96  # prompts of a set, long ones, and tokens of an answer
 NOISE = 0.1  # share of the tokens of a perturbed prompt that are drawn at random
 ANSWERED_AT_ONCE, READ_AT_ONCE = 96, 32  # texts
-SETS = ("as trained", "perturbed", "long")
 # target -> fields of its drafter; a shallow one of a deep, narrow target
 SHAPES: dict[str, dict[str, Any]] = {"demo": {"intermediate_size": 512}, "second": {}}
 

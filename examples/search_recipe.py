@@ -1,24 +1,25 @@
 """Search for what makes a drafter learn faster and hold longer: one switch at a time, several seeds, equal steps.
 
     python examples/train_second_target.py --output work/second
-    python examples/search_recipe.py run --work work --target demo --ideas "adamw 4e-3" muon --seeds 3
+    python examples/search_recipe.py run --work work --target demo --ideas "AdamW 0.004" "the recipe" --seeds 3
     python examples/search_recipe.py run --work work --target second --folder work/second
     python examples/search_recipe.py table --work work
 
-Every run trains a new drafter, 2,048 tokens a step, on its target's own greedy answers, head frozen, and measures
-the accepted length at K = 7, greedy, on prompts as trained, perturbed, and as long as four training texts. What is
-done is kept in WORK, and a rerun goes on.
+Every run trains a new drafter, 2,048 tokens a step, on its target's own greedy answers, and measures the accepted
+length at K = 7, greedy, on prompts as trained, perturbed, and as long as four training texts. What is done is kept in
+WORK, and a rerun goes on.
 """
 
 import argparse
 import json
-import statistics
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from search_material import ANSWER, LENGTH, LONG_PROMPT, SETS, SHAPES, Material
+from search_material import ANSWER, LENGTH, LONG_PROMPT, SHAPES, Material
+from search_table import shown
+from search_table import table as search_table
 from search_training import EAGLE3, Recipe, measured, trained
 
 from eagle31_hf import demo
@@ -28,34 +29,35 @@ STEPS = 420
 ADAMW = Recipe()
 DEFAULTS = vars(ADAMW)
 MUON = Recipe(matrix_rate=4e-2, rate=4e-3)
-TOGETHER = replace(MUON, jump=LONG_PROMPT + ANSWER, all_tokens=True, head=True, autocast=True)
+# what has held
+RECIPE = replace(MUON, jump=LONG_PROMPT + ANSWER, all_tokens=True, head=True, autocast=True)
 IDEAS = {
     # optimizer: rates, torch's adjustment of Muon's rate, decay, averages
-    "adamw 1e-3": ADAMW,
-    "adamw 4e-3": replace(ADAMW, rate=4e-3),
-    "adamw 1e-2": replace(ADAMW, rate=1e-2),
-    "muon": MUON,
-    "muon 1e-2": replace(MUON, matrix_rate=1e-2),
-    "muon 2e-2": replace(MUON, matrix_rate=2e-2),
-    "muon 8e-2": replace(MUON, matrix_rate=8e-2),
-    "muon, rms 1.5e-2": replace(MUON, adjust="match_rms_adamw", matrix_rate=1.5e-2),
-    "vectors 1e-3": replace(MUON, rate=1e-3),
-    "vectors 1e-2": replace(MUON, rate=1e-2),
+    "AdamW 0.001": ADAMW,
+    "AdamW 0.004": replace(ADAMW, rate=4e-3),
+    "AdamW 0.01": replace(ADAMW, rate=1e-2),
+    "Muon 0.01": replace(MUON, matrix_rate=1e-2),
+    "Muon 0.02": replace(MUON, matrix_rate=2e-2),
+    "Muon 0.04": MUON,
+    "Muon 0.08": replace(MUON, matrix_rate=8e-2),
+    "Muon 0.015, match_rms_adamw": replace(MUON, adjust="match_rms_adamw", matrix_rate=1.5e-2),
+    "vectors at 0.001": replace(MUON, rate=1e-3),
+    "vectors at 0.01": replace(MUON, rate=1e-2),
     "momentum 0.9": replace(MUON, momentum=0.9),
     "momentum 0.98": replace(MUON, momentum=0.98),
-    "decay 0": replace(MUON, weight_decay=0.0),
-    "decay 0.1": replace(MUON, weight_decay=0.1),
-    "no clipping": replace(MUON, clip=1e9),
-    "linear": replace(MUON, schedule="linear"),
-    "wsd": replace(MUON, schedule="wsd"),
-    "warm-up 10": replace(MUON, warm_up=10),
-    "ema 0.98": replace(MUON, ema=0.98),
-    "ema 0.98, constant": replace(MUON, ema=0.98, schedule="constant"),
+    "weight decay 0": replace(MUON, weight_decay=0.0),
+    "weight decay 0.1": replace(MUON, weight_decay=0.1),
+    "gradients not clipped": replace(MUON, clip=1e9),
+    "linear schedule": replace(MUON, schedule="linear"),
+    "WSD schedule": replace(MUON, schedule="wsd"),
+    "warm-up of 10 steps": replace(MUON, warm_up=10),
+    "averaged weights, 0.98": replace(MUON, ema=0.98),
+    "averaged weights, 0.98, constant rates": replace(MUON, ema=0.98, schedule="constant"),
     "head trained": replace(MUON, head=True),
     # beginning
-    "start fitted": replace(MUON, start="fitted"),
-    "start same position": replace(MUON, start="same position"),
-    "start last norm": replace(MUON, start="last norm"),
+    "fc by least squares": replace(MUON, start="fitted"),
+    "fc by least squares, same position": replace(MUON, start="same position"),
+    "last norm as the target's": replace(MUON, start="last norm"),
     # what is read
     "four states": replace(MUON, layers="four"),
     "late layers": replace(MUON, layers="late"),
@@ -63,35 +65,38 @@ IDEAS = {
     "depth 2": replace(MUON, depth=2),
     "depth 5": replace(MUON, depth=5),
     "depth 7": replace(MUON, depth=7),
-    "depth 5, 0.8": replace(MUON, depth=5, depth_decay=0.8),
-    "reach": replace(MUON, reach=True),
-    "depth 5, reach": replace(MUON, depth=5, reach=True),
+    "depth 4, weights 0.8 ** k": replace(MUON, depth=4, depth_decay=0.8),
+    "depths weighed by their chance": replace(MUON, reach=True),
+    "depth 5, weighed by their chance": replace(MUON, depth=5, reach=True),
     "lk_lambda": replace(MUON, loss="lk_lambda"),
-    "kl, then lk_lambda": replace(MUON, loss_after="lk_lambda"),
-    "kl, then lk_alpha": replace(MUON, loss_after="lk_alpha"),
-    "kl, then tv": replace(MUON, loss_after="tv"),
-    "kl and ce": replace(MUON, loss="kl=0.5,ce=0.5"),
-    "ce": replace(MUON, loss="ce"),
-    "hint 1": replace(MUON, hint=1.0),
-    "hint 0.1": replace(MUON, hint=0.1),
+    "KL, then lk_lambda": replace(MUON, loss_after="lk_lambda"),
+    "KL, then lk_alpha": replace(MUON, loss_after="lk_alpha"),
+    "KL, then TV": replace(MUON, loss_after="tv"),
+    "half KL, half hard tokens": replace(MUON, loss="kl=0.5,ce=0.5"),
+    "hard tokens": replace(MUON, loss="ce"),
+    "toward the target's state, 1": replace(MUON, hint=1.0),
+    "toward the target's state, 0.1": replace(MUON, hint=0.1),
     # data, length, speed
-    "all tokens": replace(MUON, all_tokens=True),
-    "files too": replace(MUON, texts="greedy+files"),
-    "sampled too": replace(MUON, texts="greedy+sampled"),
-    "jump": replace(MUON, jump=LONG_PROMPT + ANSWER),
-    "jump, 16 times as far": replace(MUON, jump=16 * LENGTH),
-    "jump, all tokens": replace(MUON, jump=LONG_PROMPT + ANSWER, all_tokens=True),
-    "window 128": replace(MUON, fields={"layer_types": ["sliding_attention"], "sliding_window": 128}),
+    "prompts, too": replace(MUON, all_tokens=True),
+    "half of it files": replace(MUON, texts="greedy+files"),
+    "half of it sampled": replace(MUON, texts="greedy+sampled"),
+    "positions spread": replace(MUON, jump=LONG_PROMPT + ANSWER),
+    "positions spread to 4,096": replace(MUON, jump=16 * LENGTH),
+    "four texts in sight of each other": replace(MUON, joined=4),
+    "window of 128": replace(MUON, fields={"layer_types": ["sliding_attention"], "sliding_window": 128}),
     "autocast": replace(MUON, autocast=True),
-    "parallel": replace(MUON, depth=7, parallel=True),
-    "eagle3": replace(MUON, fields=EAGLE3),
+    "parallel drafts": replace(MUON, depth=7, parallel=True),
+    "EAGLE 3": replace(MUON, fields=EAGLE3),
     # what has held, together
-    "together": TOGETHER,
-    "together, answers only": replace(TOGETHER, all_tokens=False),
-    "together, no jump": replace(TOGETHER, jump=0),
-    "together, muon 2e-2": replace(TOGETHER, matrix_rate=2e-2),
-    "together, depth 5": replace(TOGETHER, depth=5),
-    "together, eagle3": replace(TOGETHER, fields=EAGLE3),
+    "the recipe": RECIPE,
+    "the recipe, Muon 0.02": replace(RECIPE, matrix_rate=2e-2),
+    "the recipe, answers only": replace(RECIPE, all_tokens=False),
+    "the recipe, positions not spread": replace(RECIPE, jump=0),
+    "the recipe, four texts in sight of each other": replace(RECIPE, joined=4),
+    "the recipe, head frozen": replace(RECIPE, head=False),
+    "the recipe, fp32": replace(RECIPE, autocast=False),
+    "the recipe, depth 4, weights 0.8 ** k": replace(RECIPE, depth=4, depth_decay=0.8),
+    "the recipe, EAGLE 3": replace(RECIPE, fields=EAGLE3),
 }
 
 
@@ -136,34 +141,17 @@ def folder_of(args: argparse.Namespace) -> Path:
     return args.folder or demo.FOLDER / "target"
 
 
-def cell(values: list[float]) -> str:
-    """Returns a mean, and its standard error where there are several values."""
-    error = f" ± {statistics.stdev(values) / len(values) ** 0.5:.3f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.3f}{error}"
-
-
-def kind_of(row: dict[str, Any]) -> tuple[str, str, int]:
-    """Returns what the runs of a line of the table have in common."""
-    return row["target"], row["idea"], row["steps"]
-
-
 def table(args: argparse.Namespace) -> None:
-    """Prints what is done, with the newest weights of each target and the newest recipe of each idea."""
-    rows = rows_of(args.work)
-    weights, recipes = {row["target"]: row["weights"] for row in rows}, {kind_of(row): row["recipe"] for row in rows}
-    rows = [row for row in rows if (row["weights"], row["recipe"]) == (weights[row["target"]], recipes[kind_of(row)])]
-    print(
-        "| target | idea | steps | seeds | "
-        + " | ".join(SETS)
-        + " | depth 7 / depth 1 | s/step |\n|"
-        + "---|" * (6 + len(SETS))
+    """Prints what is done as a table; with --output also writes its rows to a file, where docs/tables.py reads them."""
+    order = {idea: number for number, idea in enumerate(IDEAS)}
+    of_others = -1  # the peers' rows come first
+    rows = sorted(
+        shown(rows_of(args.work)),
+        key=lambda row: (order.get(row["idea"], of_others), row["steps"], row["target"], row["seed"]),
     )
-    for target, idea, steps in dict.fromkeys(map(kind_of, rows)):
-        found = [row for row in rows if kind_of(row) == (target, idea, steps)]
-        cells = [cell([row[name] for row in found]) for name in SETS]
-        held = cell([row["accuracy"][-1] / max(1e-4, row["accuracy"][0]) for row in found])
-        seconds = statistics.mean(row["seconds"] for row in found)
-        print(f"| {target} | {idea} | {steps} | {len(found)} | {' | '.join(cells)} | {held} | {seconds:.2f} |")
+    print(search_table(rows))
+    if args.output:
+        args.output.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def main() -> None:
@@ -177,6 +165,7 @@ def main() -> None:
     running.add_argument("--steps", type=int, default=STEPS)
     running.set_defaults(do=run)
     showing = commands.add_parser("table", help="print what is done")
+    showing.add_argument("--output", type=Path, help="write the rows to this file, too")
     showing.set_defaults(do=table)
     for command in (running, showing):
         command.add_argument("--work", type=Path, required=True)

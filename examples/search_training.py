@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from search_fit import START
-from search_material import BATCH, SETS, SHAPES, Material
+from search_material import BATCH, SHAPES, Material
+from search_table import SETS
 from torch import Tensor
 from torch.nn.functional import mse_loss
 
@@ -18,7 +19,7 @@ from eagle31_hf import Eagle31DrafterModel
 from eagle31_hf.training.evaluation import Evaluation
 from eagle31_hf.training.fresh import new_drafter
 from eagle31_hf.training.losses import parse_mixture
-from eagle31_hf.training.objective import DraftingObjective, Settings, Sums
+from eagle31_hf.training.objective import Batch, DraftingObjective, Settings, Sums
 from eagle31_hf.training.optimizer import ADJUSTMENT, MOMENTUM, matrices_of
 
 SERVED_DEPTH = 7
@@ -36,7 +37,8 @@ class Recipe:
     `loss` after a third of the steps. `hint`: weight of the squared distance between the drafter's state and the
     target's last state, which falls to 0 halfway. `jump`: see `position_skips`.
     `ema`: decay of the average of weights that is served. `texts`: see `Material.training_texts`; with `all_tokens`
-    their prompts are learnt, too. `start`: see `search_fit.START`. `layers`: see `layer_ids_of`. `head`: it is trained.
+    their prompts are learnt, too; `joined`: how many lie end to end, see `joined`. `start`: see `search_fit.START`.
+    `layers`: see `layer_ids_of`. `head`: it is trained.
     `parallel`: see `ParallelDrafts`. `fields` of `Eagle31Config` win.
     """
 
@@ -60,6 +62,7 @@ class Recipe:
     texts: str = "greedy"
     all_tokens: bool = False
     jump: int = 0
+    joined: int = 1
     ema: float = 0.0
     head: bool = False
     autocast: bool = False
@@ -160,6 +163,16 @@ class ParallelDrafts:
         return (torch.zeros_like(args[0]), *args[1:]), kwargs | {"hidden_states": drafter.later_state.expand_as(state)}
 
 
+def joined(batch: Batch, count: int) -> Batch:
+    """Lays every `count` texts of a batch end to end, in sight of each other as if they were one. No chain goes on from
+    one to the next, since the first token of a text is no answer."""
+    ids, answers = batch.input_ids, batch.answers.clone()
+    answers[:, 0] = False
+    columns = (ids, answers, batch.documents, batch.states, batch.last_states)
+    shape = (len(ids) // count, count * ids.shape[1])
+    return Batch(*(column.reshape(*shape, *column.shape[2:]) for column in columns))
+
+
 class Average:
     """An exponential moving average of weights, short while there are few of them."""
 
@@ -205,7 +218,7 @@ def trained(material: Material, recipe: Recipe, seed: int, steps: int) -> tuple[
     for step in range(steps):
         if len(order) < BATCH:
             order = torch.cat([order, torch.randperm(len(texts.ids), generator=draw)])
-        batch, order = texts.batch(order[:BATCH], recipe.all_tokens), order[BATCH:]
+        batch, order = joined(texts.batch(order[:BATCH], recipe.all_tokens), recipe.joined), order[BATCH:]
         set_rates(optimizers, peaks, rate_factor(recipe, step, steps))
         found = training_step(objective, optimizers, batch, step / steps)
         loss = loss + 0.05 * (found - loss) if step else found

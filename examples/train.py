@@ -22,14 +22,15 @@ from eagle31_hf.training.prepare import PreparationOptions, prepare_data
 from eagle31_hf.training.recipe import log_in_lines
 from eagle31_hf.training.store import HiddenStateStore
 
-LENGTH, CHARACTERS = 192, 900  # tokens of an example, half of them the prompt; characters that hold as many
+LENGTH = 192  # tokens of an example, half of them the prompt
+CHARACTERS = 900  # of a piece of text, which are at least so many
 # a shallow drafter of a deep, narrow target
 SHAPE = {"intermediate_size": 512, "aux_hidden_state_layer_ids": [2, 12, 21]}
 
 
-def own_words(target, tokenizer, folder: Path, count: int, seed: int = 0) -> HiddenStateStore:
-    """Makes examples of `count` pieces of training text, each continued greedily by the target. Run again, it goes on
-    where it was stopped."""
+def own_words(target, tokenizer, folder: Path, count: int, seed: int = 0, length: int = LENGTH) -> HiddenStateStore:
+    """Makes examples of `count` pieces of training text, `length` tokens each, the second half by the target, greedily.
+    Run again, it goes on where it was stopped."""
     texts, draw = [text for text in training_files() if len(text) > CHARACTERS], random.Random(seed)
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "texts.jsonl", "w", encoding="utf-8") as file:
@@ -38,9 +39,9 @@ def own_words(target, tokenizer, folder: Path, count: int, seed: int = 0) -> Hid
             start = draw.randrange(len(text) - CHARACTERS + 1)
             file.write(json.dumps({"text": text[start : start + CHARACTERS]}) + "\n")
     options = PreparationOptions(
-        max_length=LENGTH,
+        max_length=length,
         regenerate=True,
-        max_new_tokens=LENGTH // 2,
+        max_new_tokens=length // 2,
         generation={"do_sample": False},
         batch_size=64,
         records_per_shard=128,

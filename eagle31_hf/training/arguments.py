@@ -12,8 +12,10 @@ from .losses import parse_mixture
 from .objective import MAX_DEPTH, Settings
 
 BEST = "accepted_length"  # loss goes on falling where acceptance no longer rises
-NUMBERS = {"learning_rate": 0.0, "matrix_learning_rate": 0.0}  # numbers that may also be left to the library
+# numbers that may also be left to the library
+NUMBERS = {"learning_rate": 0.0, "matrix_learning_rate": 0.0, "position_reach": 0}
 RATE, RATE_ALONE = 4e-3, 1e-4  # learning_rate where Muon trains matrices, and where nothing else does
+TIMES_LONGER = 4  # than a sequence in training: the texts whose positions are learnt by default
 UNBOUNDED = ("max_grad_norm",)  # may be infinite: that clips nothing, and the norm is logged all the same
 
 
@@ -62,9 +64,15 @@ class Eagle31TrainingArguments(TrainingArguments):
     drift_regulariser: float = field(
         default=0.0, metadata={"help": "weight of the penalty on states that grow with depth"}
     )
-    position_reach: int = field(
-        default=0,
-        metadata={"help": "positions are spread up to so many by a skip in each text, as long texts have; 0: not"},
+    train_prompts: bool = field(
+        default=True, metadata={"help": "also learn from the tokens before and between answers; evaluations do not"}
+    )
+    position_reach: int | None = field(
+        default=None,
+        metadata={
+            "help": "positions are spread up to so many by a skip in each text, as long texts have; 0: not; by default"
+            f" {TIMES_LONGER} times max_length"
+        },
     )
     max_length: int = field(default=4096, metadata={"help": "tokens of a packed sequence, at most"})
     packing: bool = field(default=True, metadata={"help": "several texts to a sequence, which do not see each other"})
@@ -88,6 +96,8 @@ class Eagle31TrainingArguments(TrainingArguments):
             self.metric_for_best_model, self.greater_is_better = BEST, True
         if self.learning_rate is None:
             self.learning_rate = RATE_ALONE if self.matrix_learning_rate is None else RATE
+        if self.position_reach is None:
+            self.position_reach = TIMES_LONGER * self.max_length
         super().__post_init__()
         self.check()
 

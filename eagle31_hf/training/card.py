@@ -19,7 +19,8 @@ def note_training(
     batch = batch_size * args.gradient_accumulation_steps * args.world_size
     facts.training |= {
         "Steps": f"{state.global_step:,} of {batch} sequences of up to {args.max_length:,} tokens",
-        "Loss": f"{args.loss}, {args.depth} deep, normalised by {args.normalisation}, loss mask: {args.loss_mask}",
+        "Loss": f"{args.loss}, {args.depth} deep, normalised by {args.normalisation}, loss mask: {args.loss_mask}"
+        f"{', prompts too' if args.train_prompts else ''}",
         "Optimizer": f"{trained_by}, {SchedulerType(args.lr_scheduler_type).value}",
     }
     evaluated = next((entry for entry in reversed(state.log_history) if "eval_accepted_length" in entry), None)

@@ -180,7 +180,7 @@ class CheckpointingTrainer(MuonTrainer):
         if state_dict is not None:
             state_dict = {name.removeprefix("drafter."): value for name, value in state_dict.items()}
         note_training(self.drafter.card_facts, self.args, self.state, self._train_batch_size, self.trained_by())
-        facts = self.facts | {"optimizer": self.optimizer_names}
+        facts = self.facts | {"optimizer": self.optimizer_names, "train_prompts": self.args.train_prompts}
         write_record(folder, self.drafter, self.args.settings(), facts)
         self.drafter.save_pretrained(folder, state_dict=state_dict)
         write_card(folder, self.drafter, self.hub_model_id)

@@ -87,10 +87,12 @@ class Eagle31Trainer(CheckpointingTrainer):
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device):
         """Returns the batches of one optimizer step, and the denominators of their losses at each depth (K,), over all
-        processes."""
+        processes. With `train_prompts` all of a text is an answer in them."""
         if self._watch.is_due:
             self._watch.check_steps()
         samples = list(islice(epoch_iterator, num_batches))
+        if self.args.train_prompts:
+            samples = [batch | {"answers": batch["documents"] > 0} for batch in samples]
         settings = self.args.settings()
         ways = (settings.depth, settings.convention, settings.normalisation)
         denominators = [loss_denominators(batch["answers"], batch["documents"], *ways) for batch in samples]

@@ -24,6 +24,7 @@ embedding and head are the target's and frozen, as speculators has them.
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -39,12 +40,13 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from eagle31_hf import demo
+from eagle31_hf.demo.corpus import training_files
 from eagle31_hf.training.fresh import new_drafter
 from eagle31_hf.training.target import TargetReader
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parents[1] / "examples"))
-import train_demo_drafters as example  # noqa: E402 -- an example is no package
+from train import SHAPE  # noqa: E402 -- an example is no package
 
 BY_SEQUENCE = ("--batching", "sequences")
 SIDES = {  # name -> script and its options
@@ -57,6 +59,7 @@ TRAINED = ("ours", "speculators")
 PARTS = ("losses", "speed", "acceptance")
 OPTIMIZER = {"betas": [0.9, 0.95], "weight_decay": 0.01}
 CLIP = 1.0
+LENGTH, PROMPT = 256, 64  # tokens of a text, and of the part that the target goes on after
 
 
 @dataclass(frozen=True)
@@ -90,18 +93,40 @@ def load_target(setting: Setting):
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
+def draw_texts(tokenizer, count: int) -> torch.Tensor:
+    """Returns windows (count, LENGTH) drawn at random from the training files."""
+    ids = torch.tensor(
+        [i for text in training_files() for i in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
+    )
+    starts = torch.randint(0, len(ids) - LENGTH, (count,))
+    return torch.stack([ids[start : start + LENGTH] for start in starts.tolist()])
+
+
+@torch.no_grad()
+def continued(target, prompts: torch.Tensor, batch: int = 128) -> torch.Tensor:
+    """Returns prompts (N, PROMPT) with the target's greedy continuations: (N, LENGTH)."""
+    options = {"max_new_tokens": LENGTH - PROMPT, "eos_token_id": None, "do_sample": False}
+    chunks = prompts.split(batch)
+    return torch.cat([target.generate(chunk, attention_mask=torch.ones_like(chunk), **options) for chunk in chunks])
+
+
+def learning_rate(progress: float, peak: float = 2e-3, warmup: float = 0.03) -> float:
+    if progress < warmup:
+        return peak * progress / warmup
+    return peak * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * (progress - warmup) / (1 - warmup))))
+
+
 def draw_sequences(target, setting: Setting, count: int) -> torch.Tensor:
     """Returns text of the demo (count, T), half of it continued by the target where it is as long as the demo's; else
     any tokens."""
     if setting.vocab_size is not None:
         return torch.randint(setting.vocab_size, (count, setting.length))
     _, tokenizer = demo.load_target()
-    pieces = setting.length // example.LENGTH
-    texts = example.draw_texts(tokenizer, count * pieces)
+    pieces = setting.length // LENGTH
+    texts = draw_texts(tokenizer, count * pieces)
     if pieces > 1:
         return texts.view(count, setting.length)
-    continued = example.continued(target, texts[count // 2 :, : example.PROMPT])
-    return torch.cat([texts[: count // 2], continued])
+    return torch.cat([texts[: count // 2], continued(target, texts[count // 2 :, :PROMPT])])
 
 
 def read_states(target, layer_ids: list[int], ids: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -120,7 +145,7 @@ def prepare(workspace: Path, setting: Setting, steps: int, args: argparse.Namesp
     workspace.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
     target = load_target(setting)
-    drafter = new_drafter(target, **example.SHAPE)
+    drafter = new_drafter(target, **SHAPE)
     drafter.save_pretrained(workspace / "initial")
     head, table = target.get_output_embeddings().weight, target.get_input_embeddings().weight
     parts = {"embedding": table, "head": head, "norm": target.model.norm.weight}
@@ -129,7 +154,7 @@ def prepare(workspace: Path, setting: Setting, steps: int, args: argparse.Namesp
     save_file(read_states(target, drafter.config.aux_hidden_state_layer_ids, ids), workspace / "data.safetensors")
     plan = {
         "batches": torch.randperm(len(ids)).view(steps, setting.num_sequences).tolist(),
-        "learning_rates": [example.learning_rate(step / steps) for step in range(steps)],
+        "learning_rates": [learning_rate(step / steps) for step in range(steps)],
         "optimizer": OPTIMIZER,
         "clip": CLIP,
         "depth": args.depth,

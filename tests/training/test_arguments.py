@@ -35,6 +35,11 @@ def test_allowed():
     assert arguments(max_grad_norm=math.inf, depth=MAX_DEPTH, eval_depth=1).settings().depth == MAX_DEPTH
 
 
+@pytest.mark.parametrize(("given", "expected"), [({}, 4 * 96), ({"position_reach": 0}, 0), ({"position_reach": 7}, 7)])
+def test_positions_reach_four_times_as_far_as_a_sequence_unless_told_otherwise(given, expected):
+    assert arguments(max_length=96, **given).settings().position_reach == expected
+
+
 def test_a_loss_of_no_depth_that_can_be_unrolled_is_none():
     """Settings made without arguments are checked, too."""
     with pytest.raises(ValueError, match=f"depth is 65; expected 1 to {MAX_DEPTH}"):

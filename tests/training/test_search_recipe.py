@@ -123,6 +123,26 @@ def test_parallel_drafts_of_all_depths_follow_from_the_first_token_alone(materia
     assert found == {True: [True, True, True], False: [True, True, False]}
 
 
+def test_joined_texts_see_each_other_and_no_chain_leaves_its_text(material):
+    """What one text alone is taught is taught it first in a row of two; the second one's drafts see the first."""
+    layer_ids = search_training.layer_ids_of(Recipe(), material)
+    texts = material.training_texts("greedy", layer_ids)
+    drafter = search_training.begun(material, Recipe(), seed=0)
+    objective = search_training.SearchObjective(drafter, Recipe(), material.reader(layer_ids).logits)
+    single = texts.batch(torch.tensor([0, 1]), is_all=True)
+    single.answers = single.answers.clone()
+    single.answers[:, 0] = False
+    one, row = objective(single), objective(search_training.joined(single, 2))
+    length = single.input_ids.shape[1]
+    for k in range(objective.settings.depth):
+        ones, rows = one["record"].states[k], row["record"].states[k]
+        assert len(ones) == len(rows)
+        half = len(ones) // 2
+        torch.testing.assert_close(ones[:half], rows[:half])
+        assert (ones[half:] - rows[half:]).norm(dim=-1).min() > 1e-3
+        assert set(row["record"].position[k].tolist()) == {p + t for p in range(length - 2 - k) for t in (0, length)}
+
+
 def test_the_average_is_between_the_weights(material):
     drafter = search_training.begun(material, Recipe(), seed=0)
     average = search_training.Average(drafter, 0.5)
@@ -139,14 +159,18 @@ def test_the_average_is_between_the_weights(material):
 
 def test_runs_are_done_once_and_shown(few, tmp_path, capsys, monkeypatch):
     line = ["search_recipe.py", "run", "--work", str(tmp_path), "--target", "demo", "--steps", "2"]
-    monkeypatch.setattr(sys, "argv", [*line, "--ideas", "muon", "start fitted", "--seeds", "2"])
+    monkeypatch.setattr(sys, "argv", [*line, "--ideas", "Muon 0.04", "fc by least squares", "--seeds", "2"])
     for _ in range(2):
         search_recipe.main()
     rows = [json.loads(row) for row in (tmp_path / "runs.jsonl").read_text().splitlines()]
     assert [(row["idea"], row["seed"]) for row in rows] == [
-        (idea, seed) for seed in (0, 1) for idea in ("muon", "start fitted")
+        (idea, seed) for seed in (0, 1) for idea in ("Muon 0.04", "fc by least squares")
     ]
-    monkeypatch.setattr(sys, "argv", ["search_recipe.py", "table", "--work", str(tmp_path)])
+    kept = tmp_path / "kept.jsonl"
+    monkeypatch.setattr(sys, "argv", ["search_recipe.py", "table", "--work", str(tmp_path), "--output", str(kept)])
     capsys.readouterr()
     search_recipe.main()
-    assert capsys.readouterr().out.count("| demo | ") == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" | ")[0] for line in lines[2:]] == ["| Muon 0.04", "| fc by least squares"]
+    assert all("±" in line for line in lines[2:])
+    assert [json.loads(row)["seed"] for row in kept.read_text().splitlines()] == [0, 1, 0, 1]

@@ -1,6 +1,8 @@
 """The promises of `Eagle31Trainer`, on tiny real runs: exact accumulation, bit-exact resumption, figures that serving
 would measure."""
 
+import json
+
 import pytest
 import torch
 from close import EXACT, assert_close
@@ -154,6 +156,21 @@ def test_callbacks_see_every_figure(tmp_path):
     expected = {f"eval_{name}" for name in by_depth | lengths | by_position | {"loss"}}
     (evaluated,) = [found for kind, found in listener.seen if kind == "evaluate"]
     assert expected <= evaluated
+
+
+def test_prompts_are_learnt_as_answers_are_and_evaluated_as_prompts(tmp_path):
+    examples, held_out = make_examples(), make_examples(4, seed=1)
+    as_answers = [example | {"answers": [True] * len(example["answers"])} for example in examples]
+    options = PLAIN | {"eval_strategy": "epoch", "eval_dataset": held_out}
+    trainer = make_trainer(tmp_path / "asked", examples, train_prompts=True, **options)
+    asked = run(trainer)
+    spelt = run(make_trainer(tmp_path / "spelt", as_answers, **options))
+    plain = run(make_trainer(tmp_path / "plain", examples, **options))
+    assert asked.logs == spelt.logs
+    assert not torch.equal(asked.losses, plain.losses)
+    trainer.save_model()
+    assert json.loads((tmp_path / "asked" / "training.json").read_text())["train_prompts"] is True
+    assert "prompts too" in (tmp_path / "asked" / "README.md").read_text()
 
 
 def test_a_second_run_begins_its_figures_anew(tmp_path):

@@ -36,6 +36,9 @@ ARGUMENTS = {
     "packing": False,
     "eval_prompts": 0,
     "per_device_train_batch_size": 2,
+    # every figure is then a function of answers and places alone
+    "train_prompts": False,
+    "position_reach": 0,
 }
 # A gradient that is off by a factor is no other step for Adam, nor for one that is clipped.
 PLAIN = {"optim": "sgd", "max_grad_norm": 0.0, "matrix_learning_rate": None}
