@@ -226,7 +226,8 @@ class MuonTrainer(Trainer):
         `args`."""
         groups = self.optimizer.param_groups if self.optimizer is not None else [{}]
         return (
-            groups[0].get("initial_lr", self.args.learning_rate),
+            # a scheduler of the caller's may be of a kind that keeps no peaks
+            groups[0].get("initial_lr", groups[0].get("lr", self.args.learning_rate)),
             groups[-1].get("initial_lr", self.args.matrix_learning_rate) if self.has_muon else None,
         )
 
