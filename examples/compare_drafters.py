@@ -2,7 +2,7 @@
 
     python examples/compare_drafters.py [--prompts 12] [--max-new-tokens 96] [--depth 10]
 
-The demo's drafters were trained on 256 tokens and 5 steps. Greedy decoding of held-out files; acceptance is accepted
+The demo's drafters were trained on 256 tokens and 4 steps. Greedy decoding of held-out files; acceptance is accepted
 over drafted.
 """
 

@@ -361,16 +361,17 @@ def table_e(bench: Bench) -> Table:
     paper = {("eagle3", 8): ".91 / .50, 7.12", ("eagle3", 2): ".93 / .00, 2.64", ("eagle31", 2): ".93 / .53, 5.05"}
     folders = {(name, depth): bench.train(name, depth) for name in NAMES for depth in DEPTHS}
     rows = []
-    for (name, depth), folder in (folders | {(name, "5, the demo's"): demo.FOLDER / name for name in NAMES}).items():
+    for (name, depth), folder in (folders | {(name, "4, the demo's"): demo.FOLDER / name for name in NAMES}).items():
         found = bench.watched(folder)
         positions = [found["by_position"][place - 1] for place in PLACES]
         growth = found["states"][-1] / found["states"][0]
         rows.append(
             [NAMES[name], depth, *positions, length(found), found["rounds"], growth, paper.get((name, depth), "")]
         )
+    demo_steps = json.loads((demo.FOLDER / "eagle31" / "training.json").read_text())["steps"]
     what = (
-        f"Trained here, {bench.steps} steps of 8 rows, same rows, order and seed; the demo's took 1,565. Share of"
-        f" rounds that accept positions 1 to 16, and accepted length, drafting {WATCHED} deep; growth of the state's"
+        f"Trained here, {bench.steps} steps of 8 rows, same rows, order and seed; the demo's took {demo_steps:,}. Share"
+        f" of rounds that accept positions 1 to 16, and accepted length, drafting {WATCHED} deep; growth of the state's"
         " RMS from depth 1 to 16. Paper: positions 1 / 16, accepted length."
     )
     header = ["", "depth", *map(str, PLACES), "accepted length", "rounds", "growth", "paper"]
@@ -449,7 +450,7 @@ def table_g(bench: Bench) -> Table:
             )
     what = (
         f"One prompt of each of the {len(HELD_OUT)} held-out files, as later parts of short ones do not hold 768"
-        " tokens. The drafters were trained on rows of 256 tokens, the target on rows of 512. Paper: EAGLE 3 / 3.1 on"
+        " tokens. The drafters were trained on rows of 256 tokens, the target on up to 1,024. Paper: EAGLE 3 / 3.1 on"
         " contexts past the trained length; which of the two ways of adding BOS to a window it means is not said."
     )
     return Table("G: context", what, ["drafter", "tokens of prompt", *NAMES.values(), "ratio", "paper"], rows)

@@ -124,7 +124,7 @@ class Material:
             reader = self.reader(layer_ids)
             parts = [reader.read(part, torch.ones_like(part)) for part in ids.split(READ_AT_ONCE)]
             states, last = (torch.cat(column) for column in zip(*parts, strict=True))
-            return states.half(), last  # half the memory: the states are normed, their rounding does not matter
+            return states.half(), last  # half the memory
 
         states, last = self._kept(f"{name} states {'-'.join(map(str, layer_ids))}", make)
         return Texts(ids, prompt, states, last)

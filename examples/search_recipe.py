@@ -6,8 +6,8 @@
     python examples/search_recipe.py table --work work
 
 Every run trains a new drafter, 2,048 tokens a step, on its target's own greedy answers, and measures the accepted
-length at K = 7, greedy, on prompts as trained, perturbed, and as long as four training texts. What is done is kept in
-WORK, and a rerun goes on.
+length at K = 7, greedy, on held-out prompts as long as those of training, perturbed, and four texts long. What is done
+is kept in WORK, and a rerun goes on.
 """
 
 import argparse
@@ -29,7 +29,7 @@ STEPS = 420
 ADAMW = Recipe()
 DEFAULTS = vars(ADAMW)
 MUON = Recipe(matrix_rate=4e-2, rate=4e-3)
-# what has held
+# what gained, together
 RECIPE = replace(MUON, jump=LONG_PROMPT + ANSWER, all_tokens=True, head=True, autocast=True)
 IDEAS = {
     # optimizer: rates, torch's adjustment of Muon's rate, decay, averages
@@ -87,7 +87,7 @@ IDEAS = {
     "autocast": replace(MUON, autocast=True),
     "parallel drafts": replace(MUON, depth=7, parallel=True),
     "EAGLE 3": replace(MUON, fields=EAGLE3),
-    # what has held, together
+    # what gained, together
     "the recipe": RECIPE,
     "the recipe, Muon 0.02": replace(RECIPE, matrix_rate=2e-2),
     "the recipe, answers only": replace(RECIPE, all_tokens=False),
@@ -144,7 +144,7 @@ def folder_of(args: argparse.Namespace) -> Path:
 def table(args: argparse.Namespace) -> None:
     """Prints what is done as a table; with --output also writes its rows to a file, where docs/tables.py reads them."""
     order = {idea: number for number, idea in enumerate(IDEAS)}
-    of_others = -1  # the peers' rows come first
+    of_others = -1  # those of other trainers come first
     rows = sorted(
         shown(rows_of(args.work)),
         key=lambda row: (order.get(row["idea"], of_others), row["steps"], row["target"], row["seed"]),
@@ -161,7 +161,7 @@ def main() -> None:
     running.add_argument("--target", choices=SHAPES, required=True)
     running.add_argument("--folder", type=Path, help="of the target; by default the demo's")
     running.add_argument("--ideas", nargs="+", choices=IDEAS, default=list(IDEAS), metavar="IDEA")
-    running.add_argument("--seeds", type=int, default=1)
+    running.add_argument("--seeds", type=int, default=1, help="so many, from 0")
     running.add_argument("--steps", type=int, default=STEPS)
     running.set_defaults(do=run)
     showing = commands.add_parser("table", help="print what is done")

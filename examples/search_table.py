@@ -1,5 +1,5 @@
-"""The table of what `search_recipe.py` and the peers' rows have found: a line for each recipe, beside each other the
-targets."""
+"""The table of accepted lengths that `search_recipe.py` has measured, and of speculators' rows, which
+`tests/peers/search_speculators.py` adds: a line for each recipe, the targets side by side."""
 
 import statistics
 from collections.abc import Sequence
@@ -10,9 +10,14 @@ Row = dict[str, Any]
 
 
 def shown(rows: Sequence[Row]) -> list[Row]:
-    """Returns the rows of the newest weights of each target, and of the newest recipe of each idea."""
-    weights, recipes = {row["target"]: row["weights"] for row in rows}, {row["idea"]: row["recipe"] for row in rows}
-    return [row for row in rows if (row["weights"], row["recipe"]) == (weights[row["target"]], recipes[row["idea"]])]
+    """Returns the rows of the newest weights of each target, and of the newest recipe of each idea on it."""
+    weights = {row["target"]: row["weights"] for row in rows}
+    recipes = {(row["target"], row["idea"]): row["recipe"] for row in rows}
+    return [
+        row
+        for row in rows
+        if (row["weights"], row["recipe"]) == (weights[row["target"]], recipes[row["target"], row["idea"]])
+    ]
 
 
 def cell(values: Sequence[float], digits: int = 2) -> str:
@@ -21,23 +26,26 @@ def cell(values: Sequence[float], digits: int = 2) -> str:
     return f"{statistics.mean(values):.{digits}f}{error}"
 
 
-def held(row: Row) -> float:
-    """Returns the share of the accuracy of the first draft that the last one has."""
+def kept_accuracy(row: Row) -> float:
+    """Returns the accuracy at the last depth over that at the first."""
     return row["accuracy"][-1] / max(1e-4, row["accuracy"][0])
 
 
 def cells_of(rows: Sequence[Row]) -> list[str]:
-    """Returns the cells of one recipe on one target: accepted lengths, what is held, seconds of a step."""
+    """Returns the cells of one recipe on one target: accepted lengths, the accuracy kept at depth 7, a step's seconds
+    of a core."""
     if not rows:
         return [""] * (len(SETS) + 2)
     seconds = statistics.mean(row["seconds"] for row in rows)
-    return [*(cell([row[name] for row in rows]) for name in SETS), cell([*map(held, rows)]), f"{seconds:.2f}"]
+    return [*(cell([row[name] for row in rows]) for name in SETS), cell([*map(kept_accuracy, rows)]), f"{seconds:.2f}"]
 
 
 def table(rows: Sequence[Row]) -> str:
     """Returns the rows as a table in Markdown, recipes in the order in which they come."""
     targets, kinds = sorted({row["target"] for row in rows}), list(dict.fromkeys(map(kind_of, rows)))
-    head = ["trained with", "steps"] + [f"{target}: {name}" for target in targets for name in (*SETS, "held", "s/step")]
+    head = ["trained with", "steps"] + [
+        f"{target}: {name}" for target in targets for name in (*SETS, "acc. 7 / acc. 1", "s/step")
+    ]
     lines = [head, ["---"] * len(head)]
     for kind in kinds:
         of_kind = [row for row in rows if kind_of(row) == kind]

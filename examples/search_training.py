@@ -149,7 +149,7 @@ class SearchObjective(DraftingObjective):
 
 
 class ParallelDrafts:
-    """Lets a drafter draft all depths from one forward, as parallel heads do: after depth 0 it reads, in place of the
+    """Lets a drafter draft all depths as parallel heads do from one forward: after depth 0 it reads, in place of the
     token drafted before and of its own state, one token (0, which begins texts) and one state that is learnt."""
 
     def __init__(self, drafter: Eagle31DrafterModel):

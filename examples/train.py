@@ -3,7 +3,8 @@
     python examples/train.py --output my-drafter
     eagle31 train --help     # the same for any target, as one command
 
-Prompts are pieces of the standard library's source; what the drafter learns from is how the target goes on after them.
+Examples are pieces of the standard library's source, each gone on with by the target, greedily; the drafter learns what
+the target expects at every token of both.
 """
 
 import argparse
@@ -23,14 +24,14 @@ from eagle31_hf.training.recipe import log_in_lines
 from eagle31_hf.training.store import HiddenStateStore
 
 LENGTH = 192  # tokens of an example, half of them the prompt
-CHARACTERS = 900  # of a piece of text, which are at least so many
-# a shallow drafter of a deep, narrow target
+CHARACTERS = 900  # of a piece of text; shorter files are left out
+# a wider MLP than the target's, and the three states that are read by default
 SHAPE = {"intermediate_size": 512, "aux_hidden_state_layer_ids": [2, 12, 21]}
 
 
 def own_words(target, tokenizer, folder: Path, count: int, seed: int = 0, length: int = LENGTH) -> HiddenStateStore:
-    """Makes examples of `count` pieces of training text, `length` tokens each, the second half by the target, greedily.
-    Run again, it goes on where it was stopped."""
+    """Makes examples of `count` pieces of training text, one or more of each: at most `length` tokens, half of them a
+    prompt, which the target goes on with greedily. Run again, it goes on where it was stopped."""
     texts, draw = [text for text in training_files() if len(text) > CHARACTERS], random.Random(seed)
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "texts.jsonl", "w", encoding="utf-8") as file:
@@ -99,7 +100,7 @@ def train(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--rows", type=int, default=1024, help="examples to train on and to evaluate on")
+    parser.add_argument("--texts", type=int, default=1024, help="pieces of text, each one or more examples")
     parser.add_argument("--epochs", type=float, default=3)
     parser.add_argument("--resume", action="store_true", help="go on from the last complete checkpoint in the folder")
     parser.add_argument("--overwrite", action="store_true", help="replace the drafter that is in the folder")
@@ -108,15 +109,16 @@ def main() -> None:
         checkpoint = check_output(args.output, args.resume, args.overwrite)
         torch.manual_seed(0)
         target, tokenizer = demo.load_target()
-        examples = own_words(target, tokenizer, args.output / "data", args.rows)
+        examples = own_words(target, tokenizer, args.output / "data", args.texts)
         if args.overwrite:
             set_aside(args.output)
         trainer = train(target, tokenizer, examples, args.output, num_train_epochs=args.epochs, checkpoint=checkpoint)
         discard_replaced(args.output)
-    last = next(entry for entry in reversed(trainer.state.log_history) if "eval_accepted_length" in entry)
-    served = last["eval_served_accepted_length"]
+    evaluated = [entry for entry in trainer.state.log_history if "eval_accepted_length" in entry]
+    best = max(evaluated, key=lambda entry: entry["eval_accepted_length"])  # which is kept
+    served = best["eval_served_accepted_length"]
     print(
-        f"{last['eval_accepted_length']:.2f} tokens a target forward on examples held out, {served:.2f} in generate()"
+        f"{best['eval_accepted_length']:.2f} tokens a target forward on examples held out, {served:.2f} in generate()"
     )
 
 

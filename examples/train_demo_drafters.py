@@ -1,12 +1,12 @@
-"""Train the demo's EAGLE 3.1 and EAGLE 3 drafters by the defaults of `Eagle31Trainer`: same target, examples, order,
-steps, settings and seed.
+"""Train the demo's EAGLE 3.1 and EAGLE 3 drafters by the default optimizer, loss and depth of `Eagle31Trainer`: same
+target, examples, order, steps, settings and seed.
 
     python examples/train_demo_drafters.py --work work --output eagle31_hf/demo
 
-About half an hour each on a CPU core, and ten minutes for the examples; two commands with `--only eagle31` and `--only
-eagle3` share the work, and a run that was stopped goes on. What they learn from is the target's own greedy answers to
-pieces of training text. Writes OUTPUT/eagle31 and OUTPUT/eagle3 (bfloat16), each with a `training.json` of what the
-card reports.
+About half an hour each on a CPU core, and a quarter of an hour before for the examples: pieces of training text, each
+gone on with by the target, greedily. Once these are there, two commands with `--only eagle31` and `--only eagle3` share
+the work. A run that was stopped goes on; its minutes are then those of the last part. Writes OUTPUT/eagle31 and
+OUTPUT/eagle3 (bfloat16), each with a `training.json` of what the pair's card reports.
 """
 
 import argparse
@@ -18,25 +18,27 @@ from typing import Any
 from train import own_words, train
 
 from eagle31_hf import Eagle31Trainer, demo
+from eagle31_hf.hub import CARD
 from eagle31_hf.training.saving import last_checkpoint
 
 FLAGS = {"eagle31": {"fc_norm": True, "norm_output": True}, "eagle3": {"fc_norm": False, "norm_output": False}}
-LENGTH = 256  # tokens of an example, half of them the prompt
+LENGTH = 256  # tokens of an example at most, half of them the prompt
 NUM_HELD_OUT = 64
 BATCH, EVAL_DEPTH = 8, 7
 BY_DEPTH = {"kl_by_depth": "distance", "accuracy_by_depth": "accuracy", "acceptance_by_depth": "acceptance"}
 
 
-def facts_of(trainer: Eagle31Trainer, num_examples: int) -> dict[str, Any]:
-    """Returns what the card reports of a run: how long it was, and its figures on the examples held out."""
+def facts_of(trainer: Eagle31Trainer, lengths: list[int]) -> dict[str, Any]:
+    """Returns what the card reports of a run on examples of so many tokens: how long it was, and its figures on those
+    held out."""
     found = trainer.evaluate()
     minutes = sum(entry.get("train_runtime", 0.0) for entry in trainer.state.log_history) / 60
     facts = {
         "python": sys.version.split()[0],
-        "rows": num_examples - NUM_HELD_OUT,
+        "rows": len(lengths) - NUM_HELD_OUT,
         "row_length": LENGTH,
         "steps": trainer.state.global_step,
-        "tokens_trained": trainer.state.global_step * BATCH * LENGTH,
+        "tokens_trained": round(trainer.state.epoch * sum(lengths[:-NUM_HELD_OUT])),
         "depth": trainer.args.depth,
         "minutes": round(minutes, 1),
         "accepted_length": round(found["eval_accepted_length"], 3),
@@ -50,11 +52,11 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="keeps the examples and the runs' checkpoints")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--only", choices=FLAGS, help="train this drafter, and leave the other as it is")
-    parser.add_argument("--rows", type=int, default=6144 + NUM_HELD_OUT, help="examples")
-    parser.add_argument("--epochs", type=float, default=3)
+    parser.add_argument("--texts", type=int, default=3072, help="pieces of text, each one or more examples")
+    parser.add_argument("--epochs", type=float, default=3.5)
     args = parser.parse_args()
     target, tokenizer = demo.load_target()
-    examples = own_words(target, tokenizer, args.work / "data", args.rows, length=LENGTH)
+    examples = own_words(target, tokenizer, args.work / "data", args.texts, length=LENGTH)
     for name in [args.only] if args.only else FLAGS:
         folder = args.work / name
         options = {
@@ -64,11 +66,15 @@ def main() -> None:
             "num_train_epochs": args.epochs,
             "per_device_train_batch_size": BATCH,
             "eval_depth": EVAL_DEPTH,
+            "eval_prompts": 8,
+            "eval_max_new_tokens": LENGTH // 2,
             "bf16": True,
+            "use_cpu": True,
         }
         trainer = train(target, tokenizer, examples, folder, FLAGS[name] | {"target_model": "demo target"}, **options)
-        record = facts_of(trainer, len(examples))
+        record = facts_of(trainer, examples.lengths)
         trainer.drafter.bfloat16().save_pretrained(args.output / name)
+        (args.output / name / CARD).unlink()  # the pair has one of its own
         (args.output / name / "training.json").write_text(json.dumps(record, indent=2) + "\n")
         print(name, json.dumps(record), flush=True)
 

@@ -1,5 +1,5 @@
-"""Train a second target for `search_recipe.py`, as unlike the demo's as a small one can be: another family, another
-vocabulary, another depth, other text.
+"""Train a second target for `search_recipe.py`, unlike the demo's: another family, another vocabulary,
+another depth, text of another language.
 
     python examples/train_second_target.py --output second
 

@@ -12,10 +12,10 @@ from .losses import parse_mixture
 from .objective import MAX_DEPTH, Settings
 
 BEST = "accepted_length"  # loss goes on falling where acceptance no longer rises
-# numbers that may also be left to the library
+# fields that may be None, each with a number of the kind it is otherwise
 NUMBERS = {"learning_rate": 0.0, "matrix_learning_rate": 0.0, "position_reach": 0}
 RATE, RATE_ALONE = 4e-3, 1e-4  # learning_rate where Muon trains matrices, and where nothing else does
-TIMES_LONGER = 4  # than a sequence in training: the texts whose positions are learnt by default
+TIMES_LONGER = 4  # position_reach over max_length, by default
 UNBOUNDED = ("max_grad_norm",)  # may be infinite: that clips nothing, and the norm is logged all the same
 
 
@@ -52,7 +52,8 @@ class Eagle31TrainingArguments(TrainingArguments):
     )
     loss: str = field(default="kl", metadata={"help": "distance to the target, or a mixture as in kl=0.9,tv=0.1"})
     loss_mask: str = field(
-        default="serving", metadata={"help": f"which chains are supervised: {', '.join(CONVENTIONS)}"}
+        default="serving",
+        metadata={"help": f"which chains are supervised where train_prompts is off: {', '.join(CONVENTIONS)}"},
     )
     normalisation: str = field(
         default="token", metadata={"help": f"what is averaged over: {', '.join(NORMALISATIONS)}"}
@@ -70,8 +71,8 @@ class Eagle31TrainingArguments(TrainingArguments):
     position_reach: int | None = field(
         default=None,
         metadata={
-            "help": "positions are spread up to so many by a skip in each text, as long texts have; 0: not; by default"
-            f" {TIMES_LONGER} times max_length"
+            "help": "positions are spread up to so many by a skip in each text (PoSE), at most to the drafter's"
+            f" max_position_embeddings; 0: not; by default {TIMES_LONGER} times max_length"
         },
     )
     max_length: int = field(default=4096, metadata={"help": "tokens of a packed sequence, at most"})
@@ -137,7 +138,7 @@ class Eagle31TrainingArguments(TrainingArguments):
             (self.position_reach >= 0, f"position_reach is {self.position_reach}; expected at least 0"),
             (self.max_length >= 4, f"max_length is {self.max_length}; expected at least 4"),
             (
-                self.eval_depth is None or 1 <= self.eval_depth <= MAX_DEPTH,
+                self.eval_depth is None or (type(self.eval_depth) is int and 1 <= self.eval_depth <= MAX_DEPTH),
                 f"eval_depth is {self.eval_depth}; expected 1 to {MAX_DEPTH}",
             ),
             (
@@ -169,7 +170,8 @@ class Eagle31TrainingArguments(TrainingArguments):
         )
 
     def eval_settings(self) -> Settings:
-        """Returns the settings of an evaluation: chains that serving can reach, all alike, as deep as they will be."""
+        """Returns the settings of an evaluation, however the drafter is trained: chains that serving can reach,
+        averaged over tokens, `eval_depth` deep, positions as they are."""
         depth = self.eval_depth or self.depth
         weights = self.depth_weights if self.depth_weights and depth == self.depth else self._decaying(depth)
         return Settings(depth, tuple(weights), parse_mixture(self.loss))

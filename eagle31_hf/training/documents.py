@@ -47,8 +47,8 @@ def texts_of(documents: Tensor) -> list[Text]:
 
 
 def position_skips(documents: Tensor, reach: int) -> Tensor:
-    """Returns what is added to the position of each token (B, T): 0 up to a place in each text, and from there on one
-    number, both drawn at random, so that no position reaches `reach` but those of a text that is longer. Short texts
+    """Returns what is added to the position of each token (B, T): 0 up to a random place of each text, and from there
+    on one number, drawn at random, so that no position reaches `reach` but those of a text that is longer. Short texts
     then hold distances of long ones. Source: PoSE (arXiv 2309.10400)."""
     positions = positions_of(documents, documents.shape[1], documents.device)
     texts = (positions == 0).flatten().cumsum(0).view_as(positions) - 1

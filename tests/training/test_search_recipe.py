@@ -124,7 +124,7 @@ def test_parallel_drafts_of_all_depths_follow_from_the_first_token_alone(materia
 
 
 def test_joined_texts_see_each_other_and_no_chain_leaves_its_text(material):
-    """What one text alone is taught is taught it first in a row of two; the second one's drafts see the first."""
+    """Of two texts laid end to end the first one's states are those of it alone, the second one's differ."""
     layer_ids = search_training.layer_ids_of(Recipe(), material)
     texts = material.training_texts("greedy", layer_ids)
     drafter = search_training.begun(material, Recipe(), seed=0)

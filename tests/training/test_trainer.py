@@ -158,7 +158,7 @@ def test_callbacks_see_every_figure(tmp_path):
     assert expected <= evaluated
 
 
-def test_prompts_are_learnt_as_answers_are_and_evaluated_as_prompts(tmp_path):
+def test_prompts_are_learnt_as_answers_are_and_evaluations_count_answers_alone(tmp_path):
     examples, held_out = make_examples(), make_examples(4, seed=1)
     as_answers = [example | {"answers": [True] * len(example["answers"])} for example in examples]
     options = PLAIN | {"eval_strategy": "epoch", "eval_dataset": held_out}
