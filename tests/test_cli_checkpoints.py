@@ -83,7 +83,8 @@ def test_export_prints_the_line_that_serves_it(capsys, tmp_path, format):
 @pytest.mark.parametrize("format", EXPORT_FORMATS)
 def test_an_exported_drafter_drafts_the_same(capsys, tmp_path, format):
     exported = str(export_checkpoint(DRAFTER, tmp_path / format, format))
-    options = ["--target", TARGET, "--max-new-tokens", "16", "--dtype", "float32", "import os\n"]
+    shape = ["--num-assistant-tokens", "5"]  # auto drafts by the clock
+    options = ["--target", TARGET, "--max-new-tokens", "16", "--dtype", "float32", *shape, "import os\n"]
     assert json_of(capsys, "generate", "--drafter", exported, *options) == json_of(
         capsys, "generate", "--drafter", DRAFTER, *options
     )

@@ -95,7 +95,7 @@ def test_a_compiled_drafter_drafts(make_target, make_drafter, kind):
 @pytest.fixture(scope="module")
 def demo_pair():
     target, tokenizer = demo.load_target()
-    return target, demo.prompts(tokenizer, 2), demo.load_drafter("eagle31")
+    return target, demo.prompts(tokenizer, 6), demo.load_drafter("eagle31")
 
 
 def accepted_length(demo_pair, drafter: Eagle31DrafterModel) -> float:
