@@ -131,9 +131,17 @@ def training() -> str:
     return table(("batch", "side", "seconds a step", "times ours", "MiB", "times ours"), rows)
 
 
-def search() -> str:
+def search_rows() -> list[dict[str, Any]]:
     lines = (ROOT / "examples" / "results" / "search_recipe.jsonl").read_text(encoding="utf-8").splitlines()
-    return search_table.table([json.loads(line) for line in lines])
+    return [json.loads(line) for line in lines]
+
+
+def search() -> str:
+    return search_table.table(search_rows())
+
+
+def beside_speculators() -> str:
+    return search_table.beside_speculators(search_rows())
 
 
 def first_sentence(path: Path) -> str:
@@ -155,7 +163,7 @@ def modules() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "demo": demo, "speed": speed, "engine": engine, "families": families, "training": training, "search": search,
-    "modules": modules,
+    "beside-speculators": beside_speculators, "modules": modules,
 }  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from search_material import ANSWER, LENGTH, LONG_PROMPT, SHAPES, Material
-from search_table import shown
+from search_table import SPECULATORS, beside_speculators, shown
 from search_table import table as search_table
 from search_training import EAGLE3, Recipe, measured, trained
 
@@ -142,7 +142,7 @@ def folder_of(args: argparse.Namespace) -> Path:
 
 
 def table(args: argparse.Namespace) -> None:
-    """Prints what is done as a table; with --output also writes its rows to a file, where docs/tables.py reads them."""
+    """Prints what is done as tables; with --output also writes its rows to a file, where docs/tables.py reads them."""
     order = {idea: number for number, idea in enumerate(IDEAS)}
     of_others = -1  # those of other trainers come first
     rows = sorted(
@@ -150,6 +150,8 @@ def table(args: argparse.Namespace) -> None:
         key=lambda row: (order.get(row["idea"], of_others), row["steps"], row["target"], row["seed"]),
     )
     print(search_table(rows))
+    if any(row["idea"].startswith(SPECULATORS) for row in rows):
+        print(f"\n{beside_speculators(rows)}")
     if args.output:
         args.output.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -164,7 +166,7 @@ def main() -> None:
     running.add_argument("--seeds", type=int, default=1, help="so many, from 0")
     running.add_argument("--steps", type=int, default=STEPS)
     running.set_defaults(do=run)
-    showing = commands.add_parser("table", help="print what is done")
+    showing = commands.add_parser("table", help="print what is done, and the recipe beside speculators")
     showing.add_argument("--output", type=Path, help="write the rows to this file, too")
     showing.set_defaults(do=table)
     for command in (running, showing):

@@ -1,11 +1,13 @@
-"""The table of accepted lengths that `search_recipe.py` has measured, and of speculators' rows, which
-`tests/peers/search_speculators.py` adds: a line for each recipe, the targets side by side."""
+"""Tables of what `search_recipe.py` has measured: accepted lengths, a line for each recipe, the targets side by side;
+and the recipe beside speculators, whose rows `tests/peers/search_speculators.py` adds."""
 
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
 SETS = ("as trained", "perturbed", "long")  # of prompts
+RECIPE, SPECULATORS = "the recipe", "speculators"  # what is compared, and how the ideas of the others begin
+RATE_OF_ITS_BENCH = f"{SPECULATORS} 0.001"
 Row = dict[str, Any]
 
 
@@ -57,3 +59,46 @@ def table(rows: Sequence[Row]) -> str:
 def kind_of(row: Row) -> tuple[str, int]:
     """Returns what the runs of a line have in common."""
     return row["idea"], row["steps"]
+
+
+def times(rows: Sequence[Row], others: Sequence[Row], name: str) -> str:
+    """Returns how many times as many drafts are accepted a round (the length less its bonus token), with the standard
+    error of this ratio where both have several seeds."""
+    ours, theirs = ([row[name] - 1 for row in each] for each in (rows, others))
+    ratio = statistics.mean(ours) / statistics.mean(theirs)
+    if min(len(ours), len(theirs)) < 2:
+        return f"{ratio:.2f}"
+    parts = [statistics.variance(values) / len(values) / statistics.mean(values) ** 2 for values in (ours, theirs)]
+    return f"{ratio:.2f} ± {ratio * sum(parts) ** 0.5:.2f}"
+
+
+def best_of_speculators(rows: Sequence[Row]) -> list[Row]:
+    """Returns speculators' rows of one target at the rate that accepts most over all sets."""
+    ideas = {row["idea"] for row in rows if row["idea"].startswith(SPECULATORS)}
+    of_ideas = [[row for row in rows if row["idea"] == idea] for idea in sorted(ideas)]
+    return max(of_ideas, key=lambda each: statistics.mean(row[name] for row in each for name in SETS), default=[])
+
+
+def beside_speculators(rows: Sequence[Row]) -> str:
+    """Returns, in Markdown, the recipe's accepted drafts over those of speculators at the rate of its bench and at its
+    best rate, after every number of steps the recipe was trained for."""
+    head = ["target", "steps", "minutes", "seeds", "speculators at"]
+    lines = [head + [f"{name}: times" for name in SETS]]
+    lines.append(["---"] * len(lines[0]))
+    for target in sorted({row["target"] for row in rows}):
+        of_target = [row for row in rows if row["target"] == target]
+        ours = [row for row in of_target if row["idea"] == RECIPE]
+        base = [row for row in of_target if row["idea"] == RATE_OF_ITS_BENCH]
+        for steps in sorted({row["steps"] for row in ours}):
+            at_steps = [row for row in ours if row["steps"] == steps]
+            for others in filter(None, (base, best_of_speculators(of_target))):
+                seeds = f"{len(at_steps)} : {len(others)}"
+                minutes = " : ".join(f"{minutes_of(each):.1f}" for each in (at_steps, others))
+                about = [target, f"{steps} : {others[0]['steps']}", minutes, seeds, others[0]["idea"].split()[-1]]
+                lines.append(about + [times(at_steps, others, name) for name in SETS])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def minutes_of(rows: Sequence[Row]) -> float:
+    """Returns the minutes of a core that a training took on the mean."""
+    return statistics.mean(row["seconds"] * row["steps"] / 60 for row in rows)

@@ -17,6 +17,7 @@ sys.path.append(str(Path(__file__).parents[2] / "examples"))
 import search_fit
 import search_material
 import search_recipe
+import search_table
 import search_training
 from search_training import Recipe
 
@@ -174,3 +175,21 @@ def test_runs_are_done_once_and_shown(few, tmp_path, capsys, monkeypatch):
     assert [line.split(" | ")[0] for line in lines[2:]] == ["| Muon 0.04", "| fc by least squares"]
     assert all("±" in line for line in lines[2:])
     assert [json.loads(row)["seed"] for row in kept.read_text().splitlines()] == [0, 1, 0, 1]
+
+
+def test_the_recipe_beside_speculators():
+    """At each of its rates, by hand: (2 + 3) / 2 accepted drafts over 1 and over 1.25, both without and with errors."""
+
+    def row(idea: str, seed: int, length: float) -> dict:
+        of_sets = dict.fromkeys(search_table.SETS, length)
+        return {"target": "demo", "idea": idea, "seed": seed, "steps": 60, "seconds": 2.0} | of_sets
+
+    rows = [row("the recipe", 0, 3.0), row("the recipe", 1, 4.0), row("another", 0, 9.0)]
+    rows += [row("speculators 0.001", 0, 2.0), row("speculators 0.004", 0, 2.0), row("speculators 0.004", 1, 2.5)]
+    lines = search_table.beside_speculators(rows).splitlines()[2:]
+    # error of the ratio 2: 2 * sqrt((0.5 / 2.5) ** 2 + (0.25 / 1.25) ** 2)
+    assert lines == [
+        "| demo | 60 : 60 | 2.0 : 2.0 | 2 : 1 | 0.001 | 2.50 | 2.50 | 2.50 |",
+        "| demo | 60 : 60 | 2.0 : 2.0 | 2 : 2 | 0.004 | 2.00 ± 0.57 | 2.00 ± 0.57 | 2.00 ± 0.57 |",
+    ]
+    assert len(search_table.beside_speculators(rows[:3]).splitlines()) == 2
