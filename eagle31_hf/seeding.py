@@ -1,7 +1,8 @@
-"""Random numbers that depend on a seed alone."""
+"""Random numbers that depend on seeds alone."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from hashlib import sha256
 
 import torch
 
@@ -12,3 +13,8 @@ def seeded(seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(seed)
         yield
+
+
+def generator_of(*numbers: int) -> torch.Generator:
+    """Returns a generator of the CPU for these numbers, as seed, step and process; others give another."""
+    return torch.Generator().manual_seed(int.from_bytes(sha256(repr(numbers).encode()).digest()[:8], "little"))

@@ -12,6 +12,7 @@ is kept in WORK, and a rerun goes on.
 
 import argparse
 import json
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -101,9 +102,12 @@ IDEAS = {
 
 
 def rows_of(work: Path) -> list[dict[str, Any]]:
-    """Returns what is done."""
-    file = work / "runs.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    """Returns what is done. A line that a kill cut off is none: its run is done again."""
+    file, rows = work / "runs.jsonl", []
+    for line in file.read_text().splitlines() if file.exists() else []:
+        with suppress(ValueError):
+            rows.append(json.loads(line))
+    return rows
 
 
 def key_of(material: Material, idea: str, recipe: Recipe, seed: int, steps: int) -> dict[str, Any]:
@@ -130,19 +134,23 @@ def run(args: argparse.Namespace) -> None:
             drafter, figures = trained(material, IDEAS[idea], seed, args.steps)
             row = key | {name: round(value, 4) for name, value in figures.items()} | measured(material, drafter)
             with (args.work / "runs.jsonl").open("a") as file:
-                file.write(json.dumps(row) + "\n")
+                file.write(f"\n{json.dumps(row)}\n")  # not at the end of a line that was cut off
             print(json.dumps(row), flush=True)
 
 
 def folder_of(args: argparse.Namespace) -> Path:
-    """Returns the folder of the target. Raises ValueError where there is none to take."""
-    if args.target != "demo" and args.folder is None:
-        raise ValueError(f"--target {args.target} comes with no weights; expected --folder with what its script wrote.")
-    return args.folder or demo.FOLDER / "target"
+    """Returns the folder of the target. Raises SystemExit, with an error that says why, where there is none to take."""
+    folder = args.folder or (demo.FOLDER / "target" if args.target == "demo" else None)
+    if folder is None or not (folder / "config.json").is_file():
+        found = "comes with no weights" if folder is None else f"is not in {folder}"
+        raise SystemExit(f"--target {args.target} {found}; expected --folder with what its script wrote.")
+    return folder
 
 
 def table(args: argparse.Namespace) -> None:
     """Prints what is done as tables; with --output also writes its rows to a file, where docs/tables.py reads them."""
+    if not rows_of(args.work):
+        raise SystemExit(f"{args.work}: holds no runs; expected the --work of `search_recipe.py run`.")
     order = {idea: number for number, idea in enumerate(IDEAS)}
     of_others = -1  # those of other trainers come first
     rows = sorted(

@@ -21,6 +21,7 @@ from eagle31_hf.training.fresh import new_drafter
 from eagle31_hf.training.losses import parse_mixture
 from eagle31_hf.training.objective import Batch, DraftingObjective, Settings, Sums
 from eagle31_hf.training.optimizer import ADJUSTMENT, MOMENTUM, matrices_of
+from eagle31_hf.training.spreading import position_skips, reach_within
 
 SERVED_DEPTH = 7
 EVALUATED_AT_ONCE = {"as trained": 16, "perturbed": 16, "long": 4}
@@ -117,7 +118,7 @@ class SearchObjective(DraftingObjective):
 
     def __init__(self, drafter: Eagle31DrafterModel, recipe: Recipe, logits_of: Any):
         weights = tuple(recipe.depth_decay**k for k in range(recipe.depth))
-        settings = Settings(recipe.depth, weights, parse_mixture(recipe.loss), position_reach=recipe.jump)
+        settings = Settings(recipe.depth, weights, parse_mixture(recipe.loss))
         super().__init__(drafter, settings, logits_of)
         self.recipe = recipe
         self.reached = torch.ones(recipe.depth)  # running mean of the acceptance at each depth
@@ -239,10 +240,13 @@ def set_rates(optimizers: list[torch.optim.Optimizer], peaks: list[list[float]],
 
 
 def training_step(
-    objective: SearchObjective, optimizers: list[torch.optim.Optimizer], batch: Any, progress: float
+    objective: SearchObjective, optimizers: list[torch.optim.Optimizer], batch: Batch, progress: float
 ) -> float:
     """Takes one step, and returns its loss."""
     objective.begin(progress)
+    if objective.recipe.jump:
+        reach = reach_within(objective.drafter.config, objective.recipe.jump, objective.recipe.depth)
+        batch.skips = position_skips(batch.documents, reach)
     with torch.autocast("cpu", torch.bfloat16, enabled=objective.recipe.autocast):
         outputs = objective(batch)
     outputs["loss"].backward()

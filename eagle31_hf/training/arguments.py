@@ -91,7 +91,7 @@ class Eagle31TrainingArguments(TrainingArguments):
     eval_max_new_tokens: int = field(default=64, metadata={"help": "tokens of each"})
 
     def __post_init__(self):
-        self._check_numbers()
+        self._check_kinds()
         chooses_best = self.load_best_model_at_end or SaveStrategy(self.save_strategy) == SaveStrategy.BEST
         if chooses_best and self.metric_for_best_model is None:
             self.metric_for_best_model, self.greater_is_better = BEST, True
@@ -102,18 +102,25 @@ class Eagle31TrainingArguments(TrainingArguments):
         super().__post_init__()
         self.check()
 
-    def _check_numbers(self) -> None:
-        """Raises ValueError for a field, of this class or of transformers', that should be a number and is none."""
+    def _check_kinds(self) -> None:
+        """Raises ValueError for a field, of this class or of transformers', that should be a number and is none, and
+        for one of this class that should be true or false and is neither. Numbers of other libraries become Python's.
+        """
+        own = Eagle31TrainingArguments.__annotations__
         for declared in fields(self):
             value, usual = getattr(self, declared.name), NUMBERS.get(declared.name, declared.default)
             if value is None and declared.name in NUMBERS:
                 continue
+            if own.get(declared.name) is bool and not isinstance(value, bool):
+                raise ValueError(f"Eagle31TrainingArguments: {declared.name} is {value!r}; expected true or false.")
             if isinstance(usual, int | float) and not isinstance(usual, bool):
                 kind: Any = Integral if isinstance(usual, int) else Real
                 is_number = isinstance(value, kind) and not isinstance(value, bool) and value == value
                 if not is_number or (abs(value) == float("inf") and declared.name not in UNBOUNDED):
                     expected = "an integer" if kind is Integral else "a finite number"
                     raise ValueError(f"Eagle31TrainingArguments: {declared.name} is {value!r}; expected {expected}.")
+                if type(value) not in (int, float):  # numpy's, which no JSON file takes
+                    setattr(self, declared.name, int(value) if kind is Integral else float(value))
 
     def check(self) -> None:
         """Raises ValueError for values out of range and for values that contradict each other."""
@@ -166,7 +173,6 @@ class Eagle31TrainingArguments(TrainingArguments):
             self.normalisation,
             self.attention_alignment,
             self.drift_regulariser,
-            self.position_reach,
         )
 
     def eval_settings(self) -> Settings:

@@ -12,15 +12,21 @@ from .arguments import Eagle31TrainingArguments
 
 
 def note_training(
-    facts: CardFacts, args: Eagle31TrainingArguments, state: TrainerState, batch_size: int, trained_by: str
+    facts: CardFacts,
+    args: Eagle31TrainingArguments,
+    state: TrainerState,
+    batch_size: int,
+    trained_by: str,
+    position_reach: int,
 ) -> None:
     """Adds to the facts of a card how far the drafter was trained, and how; `batch_size`: sequences of each process,
-    `trained_by`: optimizers and rates."""
+    `trained_by`: optimizers and rates, `position_reach`: how far positions were spread."""
     batch = batch_size * args.gradient_accumulation_steps * args.world_size
     facts.training |= {
-        "Steps": f"{state.global_step:,} of {batch} sequences of up to {args.max_length:,} tokens",
-        "Loss": f"{args.loss}, {args.depth} deep, normalised by {args.normalisation}, loss mask: {args.loss_mask}"
-        f"{', prompts too' if args.train_prompts else ''}",
+        "Steps": f"{state.global_step:,} of {batch} sequences of up to {args.max_length:,} tokens"
+        f"{f', positions spread up to {position_reach:,}' if position_reach else ''}",
+        "Loss": f"{args.loss}, {args.depth} deep, normalised by {args.normalisation},"
+        f" {'of all tokens, prompts too' if args.train_prompts else f'loss mask: {args.loss_mask}'}",
         "Optimizer": f"{trained_by}, {SchedulerType(args.lr_scheduler_type).value}",
     }
     evaluated = next((entry for entry in reversed(state.log_history) if "eval_accepted_length" in entry), None)

@@ -18,6 +18,7 @@ from .card import note_training, write_card
 from .divergence import DivergenceWatch
 from .optimizer import MuonTrainer, check_same
 from .saving import (
+    changed_since,
     check_finite,
     check_vocabulary,
     checkpoints,
@@ -26,6 +27,7 @@ from .saving import (
     remove_oldest,
     write_record,
 )
+from .spreading import reach_within
 
 logger = logging.get_logger(__name__)
 
@@ -52,6 +54,9 @@ class CheckpointingTrainer(MuonTrainer):
                     f"{self.args.output_dir}: holds no complete checkpoint to resume from; train without resuming."
                 )
         self._watch = DivergenceWatch(self.accelerator, self.args)
+        changes = changed_since(resume_from_checkpoint, self.learnt_by()) if resume_from_checkpoint else ""
+        if changes:
+            logger.warning("the run was begun with another loss, and goes on with what is asked for now: %s.", changes)
         if resume_from_checkpoint in (None, False) and self.args.should_save:
             # an earlier run's, which says that it is finished
             Path(self.args.output_dir, TRAINER_STATE_NAME).unlink(missing_ok=True)
@@ -59,6 +64,17 @@ class CheckpointingTrainer(MuonTrainer):
         if self.args.save_strategy != SaveStrategy.NO:
             self.save_state()
         return output
+
+    @property
+    def position_reach(self) -> int:
+        """How far positions are spread: as far as `args` say, within what the drafter's rope bears."""
+        return reach_within(self.drafter.config, self.args.position_reach, self.args.depth)
+
+    def learnt_by(self) -> dict[str, Any]:
+        """Returns what the loss of a run is made of, as `training.json` keeps it: the fields of `Settings`, and what is
+        done to the batches."""
+        batches = {"train_prompts": self.args.train_prompts, "position_reach": self.position_reach}
+        return vars(self.args.settings()) | batches
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Takes the gradients of a batch, whose loss is watched."""
@@ -179,9 +195,16 @@ class CheckpointingTrainer(MuonTrainer):
         check_finite(folder, self.drafter.state_dict() if state_dict is None else state_dict)
         if state_dict is not None:
             state_dict = {name.removeprefix("drafter."): value for name, value in state_dict.items()}
-        note_training(self.drafter.card_facts, self.args, self.state, self._train_batch_size, self.trained_by())
-        facts = self.facts | {"optimizer": self.optimizer_names, "train_prompts": self.args.train_prompts}
-        write_record(folder, self.drafter, self.args.settings(), facts)
+        note_training(
+            self.drafter.card_facts,
+            self.args,
+            self.state,
+            self._train_batch_size,
+            self.trained_by(),
+            self.position_reach,
+        )
+        facts = self.facts | {"optimizer": self.optimizer_names}
+        write_record(folder, self.drafter, self.learnt_by(), facts)
         self.drafter.save_pretrained(folder, state_dict=state_dict)
         write_card(folder, self.drafter, self.hub_model_id)
         if self.processing_class is not None:

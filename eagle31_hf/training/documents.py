@@ -46,19 +46,6 @@ def texts_of(documents: Tensor) -> list[Text]:
     return [Text(run.sequence, run.start, run.end) for run in runs(documents) if run.number > 0]
 
 
-def position_skips(documents: Tensor, reach: int) -> Tensor:
-    """Returns what is added to the position of each token (B, T): 0 up to a random place of each text, and from there
-    on one number, drawn at random, so that no position reaches `reach` but those of a text that is longer. Short texts
-    then hold distances of long ones. Source: PoSE (arXiv 2309.10400)."""
-    positions = positions_of(documents, documents.shape[1], documents.device)
-    texts = (positions == 0).flatten().cumsum(0).view_as(positions) - 1
-    lengths = texts.flatten().bincount()
-    draws = torch.rand(2, len(lengths)).to(documents.device)  # of the CPU, whose generator a resumed run restores
-    places = (draws[0] * lengths).long()
-    sizes = (draws[1] * (reach - lengths + 1).clamp(min=0)).long()
-    return torch.where(positions >= places[texts], sizes[texts], 0)
-
-
 def positions_of(documents: Tensor | None, num_positions: int, device: torch.device) -> Tensor:
     """Returns each position counted from the start of its text: (B, S); (1, S) without `documents` (B, S)."""
     positions = torch.arange(num_positions, device=device)[None]

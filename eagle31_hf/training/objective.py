@@ -15,7 +15,6 @@ from torch.nn.functional import pad
 from ..diagnostics.drift import state_norm
 from ..modeling import Eagle31DrafterModel
 from .chunked import Head, PredictionFigures, Predictions, chunked_loss
-from .documents import position_skips
 from .drift import Alignment, MassObserver, growth_penalty
 from .loss_mask import NORMALISATIONS, loss_denominators, supervised_positions
 from .losses import TargetDistribution
@@ -29,8 +28,7 @@ MAX_DEPTH = 64
 class Settings:
     """Settings of the loss: K `depth`s, each weighted `depth_weights[k]`; a `mixture` of distances, see `losses`; which
     chains are supervised (`convention`) and how they are averaged (`normalisation`), see `loss_mask`; the weights of
-    attention alignment and of the drift regulariser; how far positions are spread (`position_reach`, 0: not), see
-    `position_skips`. Raises ValueError for a depth that cannot be unrolled."""
+    attention alignment and of the drift regulariser. Raises ValueError for a depth that cannot be unrolled."""
 
     depth: int
     depth_weights: tuple[float, ...]
@@ -39,7 +37,6 @@ class Settings:
     normalisation: str = "token"
     attention_alignment: float = 0.0
     drift_regulariser: float = 0.0
-    position_reach: int = 0
 
     def __post_init__(self):
         if not 1 <= self.depth <= MAX_DEPTH:
@@ -86,8 +83,8 @@ class Sums:
 
 class Batch:
     """A batch with the target's states: token ids, answer mask and numbers of packed texts (B, T), 0 padding; aux
-    hidden states (B, T, n*ht), the states that enter the target's head (B, T, ht), and the target's attention where the
-    drafter's is to be aligned with it.
+    hidden states (B, T, n*ht), the states that enter the target's head (B, T, ht); the target's attention where the
+    drafter's is to be aligned with it; what is added to positions (B, T) where they are spread, see `spreading`.
 
     No dataclass: FSDP would look into it, and round the target's states to the dtype it trains in.
     """
@@ -100,6 +97,7 @@ class Batch:
         states: Tensor,
         last_states: Tensor,
         alignment: Alignment | None = None,
+        skips: Tensor | None = None,
     ):
         self.input_ids = input_ids
         self.answers = answers
@@ -107,6 +105,7 @@ class Batch:
         self.states = states
         self.last_states = last_states
         self.alignment = alignment
+        self.skips = skips
 
     def without_broken(self) -> tuple["Batch", Tensor]:
         """Returns the batch without the answers and states of texts with a state that is not finite, and the number of
@@ -118,14 +117,16 @@ class Batch:
         dropped = by_text.gather(1, numbers).bool()
         states, last_states = (x.masked_fill(dropped[..., None], 0.0) for x in (self.states, self.last_states))
         answers = self.answers & ~dropped
-        return Batch(self.input_ids, answers, self.documents, states, last_states, self.alignment), by_text.sum()
+        kept = Batch(self.input_ids, answers, self.documents, states, last_states, self.alignment, self.skips)
+        return kept, by_text.sum()
 
     def padded(self, length: int) -> "Batch":
         """Returns the batch padded to at least `length` tokens, so that all depths can be unrolled."""
         missing = max(0, length - self.input_ids.shape[1])
         ids, answers, documents = (pad(x, (0, missing)) for x in (self.input_ids, self.answers, self.documents))
         states, last_states = (pad(x, (0, 0, 0, missing)) for x in (self.states, self.last_states))
-        return Batch(ids, answers, documents, states, last_states, self.alignment)
+        skips = None if self.skips is None else pad(self.skips, (0, missing))
+        return Batch(ids, answers, documents, states, last_states, self.alignment, skips)
 
 
 class DraftingObjective(nn.Module):
@@ -179,10 +180,8 @@ class DraftingObjective(nn.Module):
         observers = [watcher.observe for watcher in (mass, batch.alignment) if watcher is not None]
         packed = batch.documents if bool((batch.documents > 1).any()) else None
         recomputes = self.recomputes and self.training
-        reach = min(settings.position_reach, self.drafter.config.max_position_embeddings)
-        skips = position_skips(batch.documents, reach) if reach else None
         steps = unroll(
-            self.drafter, batch.input_ids, batch.states, settings.depth, packed, recomputes, observers, skips
+            self.drafter, batch.input_ids, batch.states, settings.depth, packed, recomputes, observers, batch.skips
         )
         first_norm = None
         for k, (normed, state) in enumerate(steps):

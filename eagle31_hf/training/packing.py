@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 from .kinds import tokens_of
 
 Example = Mapping[str, Any]
+COLUMNS = ("input_ids", "answers", "documents")  # of a batch, each (B, T)
 STATE_COLUMNS = ("states", "last_states")  # (T, n*ht) and (T, ht)
 
 
@@ -157,6 +158,16 @@ class Collator:
                     raise ValueError(f"rows of {expected} tokens have {name} of {lengths}; expected as many.")
                 sequence[name] = torch.cat([torch.as_tensor(example[name]) for example in examples])
         return sequence
+
+
+def check_columns(batch: Mapping[str, Any]) -> None:
+    """Raises ValueError for a batch of a collator that lacks what training needs."""
+    missing = [name for name in COLUMNS if name not in batch]
+    if missing:
+        raise ValueError(
+            f"a batch has {', '.join(sorted(batch)) or 'nothing'}, and no {', '.join(missing)}; expected a"
+            f" data_collator that gives {', '.join(COLUMNS)}, as eagle31_hf.training.packing.Collator does."
+        )
 
 
 class Part(Dataset):

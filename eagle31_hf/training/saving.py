@@ -21,7 +21,6 @@ from ..json_file import read_json
 from ..modeling import Eagle31DrafterModel
 from ..storage.fingerprints import digest
 from ..storage.folders import write_json
-from .objective import Settings
 
 logger = logging.getLogger(__name__)
 RECORD = "training.json"
@@ -30,13 +29,14 @@ STAGED_RECORD = f"{RECORD}.partial"  # a record that is being written, left behi
 CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-([0-9]+)")
 
 
-def write_record(folder: Path, drafter: Eagle31DrafterModel, settings: Settings, facts: dict[str, Any]) -> None:
-    """Writes `training.json`: the draft vocabulary, hashed, how the drafter was trained, and `facts` about the data.
+def write_record(folder: Path, drafter: Eagle31DrafterModel, settings: dict[str, Any], facts: dict[str, Any]) -> None:
+    """Writes `training.json`: the draft vocabulary, hashed, what the loss is made of (`settings`), and `facts` about
+    the data and the optimizers.
 
     It also marks a folder as a run's own, which another run may replace; so it is whole or not there, and comes before
     the weights.
     """
-    record = {"draft_vocabulary": vocabulary_digest(drafter.d2t), "settings": settings.__dict__, **facts}
+    record = {"draft_vocabulary": vocabulary_digest(drafter.d2t), "settings": settings, **facts}
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / STAGED_RECORD, record)
     os.replace(folder / STAGED_RECORD, folder / RECORD)
@@ -48,6 +48,20 @@ def has_record(folder: Path) -> bool:
         return {"draft_vocabulary", "settings"} <= read_json(folder / RECORD, constants=True).keys()
     except (OSError, ValueError):
         return False
+
+
+def changed_since(checkpoint: str | Path, settings: dict[str, Any]) -> str:
+    """Returns which of the `settings` are not those that a checkpoint was trained by, as in `depth 4 (was 3)`; nothing
+    where it does not say. Checkpoints of before positions were spread and prompts learnt did neither."""
+    try:
+        record = read_json(Path(checkpoint, RECORD), constants=True)
+        before = {"position_reach": 0, "train_prompts": record.get("train_prompts", False)} | record["settings"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return ""
+    now = json.loads(json.dumps(settings))  # tuples are lists there
+    return ", ".join(
+        f"{name} {value} (was {before[name]})" for name, value in now.items() if before.get(name, value) != value
+    )
 
 
 def vocabulary_digest(d2t: Tensor | None) -> str | None:

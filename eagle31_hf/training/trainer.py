@@ -14,6 +14,7 @@ from transformers.utils import logging
 from ..errors import DraftingRefusedError
 from ..modeling import Eagle31DrafterModel
 from ..quantized import refuse_quantized
+from ..seeding import generator_of
 from ..targets.layers import decoder_layers
 from .alignment import AlignmentReader
 from .arguments import Eagle31TrainingArguments
@@ -23,8 +24,9 @@ from .figures import TrainingFigures
 from .kinds import check_ids, tokens_of
 from .loss_mask import loss_denominators
 from .objective import Batch, DraftingObjective
-from .packing import Collator, Example, PackedExamples
+from .packing import Collator, Example, PackedExamples, check_columns
 from .regenerate import stop_ids
+from .spreading import position_skips
 from .target import StoredTarget, TargetReader, shard, stored_target
 
 logger = logging.get_logger(__name__)
@@ -86,18 +88,30 @@ class Eagle31Trainer(CheckpointingTrainer):
         return super().train(resume_from_checkpoint, **kwargs)
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device):
-        """Returns the batches of one optimizer step, and the denominators of their losses at each depth (K,), over all
-        processes. With `train_prompts` all of a text is an answer in them."""
+        """Returns the batches of one optimizer step, as they are trained on (`_as_trained`), and the denominators of
+        their losses at each depth (K,), over all processes."""
         if self._watch.is_due:
             self._watch.check_steps()
-        samples = list(islice(epoch_iterator, num_batches))
-        if self.args.train_prompts:
-            samples = [batch | {"answers": batch["documents"] > 0} for batch in samples]
+        samples = self._as_trained(list(islice(epoch_iterator, num_batches)))
         settings = self.args.settings()
         ways = (settings.depth, settings.convention, settings.normalisation)
         denominators = [loss_denominators(batch["answers"], batch["documents"], *ways) for batch in samples]
         totals = torch.stack(denominators).sum(0) if samples else torch.zeros(settings.depth, dtype=torch.long)
         return samples, self.accelerator.reduce(totals.to(device), "sum")
+
+    def _as_trained(self, samples: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+        """Returns the batches of one optimizer step: all of a text is an answer where `train_prompts` says so, and
+        `skips` spread positions. These follow from the run's seed, the step and the process, so that nothing else that
+        is drawn changes them. Raises ValueError for a collator's batches that lack a column."""
+        for batch in samples:
+            check_columns(batch)
+        if self.args.train_prompts:
+            samples = [batch | {"answers": batch["documents"] > 0} for batch in samples]
+        reach = self.position_reach
+        if reach:
+            draws = generator_of(self.args.seed, self.state.global_step, self.args.process_index)
+            samples = [batch | {"skips": position_skips(batch["documents"], reach, draws)} for batch in samples]
+        return samples
 
     def compute_loss(self, model, inputs, return_outputs: bool = False, num_items_in_batch: Tensor | None = None):
         """Returns the loss of one batch. Gradients of processes are averaged, so it is scaled by their number."""
@@ -116,7 +130,7 @@ class Eagle31Trainer(CheckpointingTrainer):
         are NaN or infinite are left out, and counted."""
         tokens = (inputs["input_ids"], inputs["answers"], inputs["documents"])
         if isinstance(self.reader, StoredTarget):
-            batch = Batch(*tokens, inputs["states"], inputs["last_states"])
+            batch = Batch(*tokens, inputs["states"], inputs["last_states"], skips=inputs.get("skips"))
         else:
             alignment = watch = None
             if aligns:
@@ -124,7 +138,8 @@ class Eagle31Trainer(CheckpointingTrainer):
                     self.reader.target, self.reader.layer_ids, self.args.depth, self.args.alignment_slots
                 )
                 alignment, watch = reader.choose(*tokens[1:], self.args.loss_mask), reader.watch
-            batch = Batch(*tokens, *self.reader.read(inputs["input_ids"], inputs["documents"], watch), alignment)
+            states = self.reader.read(inputs["input_ids"], inputs["documents"], watch)
+            batch = Batch(*tokens, *states, alignment, inputs.get("skips"))
         batch, num_broken = batch.without_broken()
         self._figures.add_broken(num_broken)
         return batch

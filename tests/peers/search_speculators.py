@@ -105,7 +105,7 @@ def main() -> None:
                 drafter.load_target_embeddings(material.target)
                 row = key | {"seconds": round(seconds, 4)} | search_training.measured(material, drafter.eval())
             with (args.work / "runs.jsonl").open("a") as file:
-                file.write(json.dumps(row) + "\n")
+                file.write(f"\n{json.dumps(row)}\n")
             print(json.dumps(row), flush=True)
 
 

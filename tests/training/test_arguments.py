@@ -2,6 +2,7 @@
 
 import math
 
+import numpy
 import pytest
 
 from eagle31_hf.training.arguments import Eagle31TrainingArguments
@@ -20,6 +21,9 @@ def arguments(**options) -> Eagle31TrainingArguments:
         ({"max_grad_norm": math.nan}, "max_grad_norm is nan; expected a finite number"),
         ({"max_steps": 1.5}, "max_steps is 1.5; expected an integer"),
         ({"learning_rate": True}, "learning_rate is True"),
+        ({"train_prompts": "False"}, "train_prompts is 'False'; expected true or false"),
+        ({"packing": None}, "packing is None; expected true or false"),
+        ({"train_head": 0}, "train_head is 0; expected true or false"),
         ({"depth": 0}, f"depth is 0; expected 1 to {MAX_DEPTH}"),
         ({"depth": 100_000}, f"depth is 100000; expected 1 to {MAX_DEPTH}"),
         ({"eval_depth": MAX_DEPTH + 1}, f"eval_depth is {MAX_DEPTH + 1}; expected 1 to {MAX_DEPTH}"),
@@ -37,7 +41,14 @@ def test_allowed():
 
 @pytest.mark.parametrize(("given", "expected"), [({}, 4 * 96), ({"position_reach": 0}, 0), ({"position_reach": 7}, 7)])
 def test_positions_reach_four_times_as_far_as_a_sequence_unless_told_otherwise(given, expected):
-    assert arguments(max_length=96, **given).settings().position_reach == expected
+    assert arguments(max_length=96, **given).position_reach == expected
+
+
+def test_numbers_of_other_libraries_become_those_of_python():
+    """They are written to JSON files."""
+    found = arguments(position_reach=numpy.int64(7), depth_decay=numpy.float32(0.5))
+    assert [type(found.position_reach), type(found.depth_decay)] == [int, float]
+    assert (found.position_reach, found.depth_decay) == (7, 0.5)
 
 
 def test_a_loss_of_no_depth_that_can_be_unrolled_is_none():

@@ -163,7 +163,9 @@ def test_runs_are_done_once_and_shown(few, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", [*line, "--ideas", "Muon 0.04", "fc by least squares", "--seeds", "2"])
     for _ in range(2):
         search_recipe.main()
-    rows = [json.loads(row) for row in (tmp_path / "runs.jsonl").read_text().splitlines()]
+        with (tmp_path / "runs.jsonl").open("a") as file:
+            file.write('{"target": "demo", "idea": "Mu')  # a kill
+    rows = search_recipe.rows_of(tmp_path)
     assert [(row["idea"], row["seed"]) for row in rows] == [
         (idea, seed) for seed in (0, 1) for idea in ("Muon 0.04", "fc by least squares")
     ]
@@ -193,3 +195,17 @@ def test_the_recipe_beside_speculators():
         "| demo | 60 : 60 | 2.0 : 2.0 | 2 : 2 | 0.004 | 2.00 ± 0.57 | 2.00 ± 0.57 | 2.00 ± 0.57 |",
     ]
     assert len(search_table.beside_speculators(rows[:3]).splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (["run", "--target", "second"], "comes with no weights; expected --folder"),
+        (["run", "--target", "second", "--folder", "nowhere"], "is not in nowhere; expected --folder"),
+        (["table"], "holds no runs; expected the --work of"),
+    ],
+)
+def test_what_is_not_there_is_said_in_a_line(tmp_path, monkeypatch, line, words):
+    monkeypatch.setattr(sys, "argv", ["search_recipe.py", *line, "--work", str(tmp_path)])
+    with pytest.raises(SystemExit, match=words):
+        search_recipe.main()

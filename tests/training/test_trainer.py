@@ -16,7 +16,9 @@ from transformers import TrainerCallback
 from eagle31_hf import Eagle31DrafterModel
 from eagle31_hf.acceptance import track_acceptance
 from eagle31_hf.storage.fingerprints import weights_fingerprint
+from eagle31_hf.training.checkpointing import logger as checkpointing_logger
 from eagle31_hf.training.ends import find_scoring
+from eagle31_hf.training.saving import changed_since
 from eagle31_hf.training.store import HiddenStateStore, Manifest, open_store, save_target_parts, write_shard
 from eagle31_hf.training.target import TargetReader
 
@@ -169,8 +171,35 @@ def test_prompts_are_learnt_as_answers_are_and_evaluations_count_answers_alone(t
     assert asked.logs == spelt.logs
     assert not torch.equal(asked.losses, plain.losses)
     trainer.save_model()
-    assert json.loads((tmp_path / "asked" / "training.json").read_text())["train_prompts"] is True
-    assert "prompts too" in (tmp_path / "asked" / "README.md").read_text()
+    assert json.loads((tmp_path / "asked" / "training.json").read_text())["settings"]["train_prompts"]
+    assert "of all tokens, prompts too" in (tmp_path / "asked" / "README.md").read_text()
+
+
+def test_a_run_resumed_with_another_loss_says_so(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(checkpointing_logger, "propagate", True)
+    options = PLAIN | {"save_strategy": "steps", "save_steps": 2}
+    with pytest.raises(LostMachineError):
+        make_trainer(tmp_path, callbacks=[InterruptAfter(2)], **options).train()
+    run(make_trainer(tmp_path, **options), resume=True)
+    assert "another loss" not in caplog.text
+    changed = options | {"train_prompts": True, "position_reach": 50, "depth_weights": [1.0, 1.0, 1.0]}
+    run(make_trainer(tmp_path, **changed), resume=str(tmp_path / "checkpoint-2"))
+    was = "depth_weights [1.0, 1.0, 1.0] (was [1.0, 0.8, 0.64"
+    for words in ("begun with another loss", was, "train_prompts True (was False)", "position_reach 50 (was 0)"):
+        assert words in caplog.text
+    record = json.loads((tmp_path / "checkpoint-2" / "training.json").read_text())
+    del record["settings"]["position_reach"], record["settings"]["train_prompts"]  # as before there were these two
+    (tmp_path / "checkpoint-2" / "training.json").write_text(json.dumps(record))
+    found = changed_since(tmp_path / "checkpoint-2", {"depth": 3, "train_prompts": True, "position_reach": 50})
+    assert found == "train_prompts True (was False), position_reach 50 (was 0)"
+
+
+def test_batches_without_documents_are_refused(tmp_path):
+    trainer = make_trainer(tmp_path, **PLAIN)
+    collate = trainer.data_collator
+    trainer.data_collator = lambda items: {k: v for k, v in collate(items).items() if k != "documents"}
+    with pytest.raises(ValueError, match="a batch has answers, input_ids, and no documents; expected a data_collator"):
+        trainer.train()
 
 
 def test_a_second_run_begins_its_figures_anew(tmp_path):
