@@ -13,7 +13,6 @@ from accelerate import PartialState
 from factories import build
 from training_runs import make_examples, make_trainer
 
-from eagle31_hf.training.objective import Settings
 from eagle31_hf.training.output import REPLACED, check_output, claim, discard_replaced, in_all_processes, set_aside
 from eagle31_hf.training.saving import RECORD, STAGED_RECORD, checkpoints, last_checkpoint, write_record
 from eagle31_hf.training.store import MANIFEST, check_store_folder
@@ -95,7 +94,7 @@ A_CHECKPOINT = "checkpoint-2"
 
 def finish(folder):
     """What `save_model` leaves: the record, then the rest."""
-    write_record(folder, drafter(), Settings(1, (1.0,)), {"data": {"source": "texts", "figure": float("nan")}})
+    write_record(folder, drafter(), {"depth": 1}, {"data": {"source": "texts", "figure": float("nan")}})
     drafter().save_pretrained(folder)
 
 
