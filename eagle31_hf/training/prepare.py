@@ -27,6 +27,7 @@ from .engines import EngineAnswers, EngineOptions, engine_answers
 from .kinds import Chat, parse_record
 from .packing import Examples
 from .records import Record, Records, identity, read_records
+from .shapes import layer_ids_for
 from .skipped import Skipped, Skips
 from .store import (
     MANIFEST,
@@ -98,8 +99,8 @@ class PreparationOptions:
         target does not have."""
         if not self.states:
             return self
-        config = Eagle31Config(aux_hidden_state_layer_ids=self.layer_ids)
-        layer_ids = config.resolve_layer_ids(len(decoder_layers(target)))
+        asked = self.layer_ids or layer_ids_for(target.config.get_text_config(decoder=True))
+        layer_ids = Eagle31Config(aux_hidden_state_layer_ids=asked).resolve_layer_ids(len(decoder_layers(target)))
         return replace(self, layer_ids=layer_ids, dtype=self.dtype or str(target.dtype).removeprefix("torch."))
 
 

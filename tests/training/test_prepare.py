@@ -21,6 +21,7 @@ from eagle31_hf.cli.preparation import add_prepare_data
 from eagle31_hf.cli.preparation import prepare_data as command
 from eagle31_hf.targets.layers import target_states
 from eagle31_hf.training.chats import ExampleMaker
+from eagle31_hf.training.fresh import new_drafter
 from eagle31_hf.training.prepare import PreparationOptions, Prepared, prepare_data
 from eagle31_hf.training.store import HiddenStateStore, load_target_parts, missing_shards
 
@@ -129,6 +130,12 @@ def test_by_default_states_are_those_drafters_read_in_the_target_s_dtype(tmp_pat
     prepare(target, tokenizer, data, tmp_path, max_length=LENGTH, states=True)
     manifest = HiddenStateStore(tmp_path).manifest
     assert (manifest.layer_ids, manifest.dtype) == ([2, 3, 4], "bfloat16")
+
+
+def test_states_of_a_shallow_target_are_those_a_new_drafter_reads(make_target):
+    target = make_target("qwen3", num_hidden_layers=3)
+    found = PreparationOptions(states=True).for_target(target).layer_ids
+    assert found == new_drafter(target).config.aux_hidden_state_layer_ids == [1, 3]
 
 
 @pytest.mark.parametrize("options", [{"max_length": LENGTH}, REGENERATED], ids=["as_they_are", "regenerated"])
