@@ -10,14 +10,13 @@ difference, not its size.
 import argparse
 import json
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from train import own_words, train
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -28,7 +27,20 @@ from eagle31_hf.bench import environment
 from eagle31_hf.demo.corpus import HELD_OUT
 from eagle31_hf.diagnostics.acceptance import measure_acceptance
 from eagle31_hf.diagnostics.attention_mass import KINDS
-from eagle31_hf.diagnostics.drift import Drift, recorded_chains, state_norm
+from eagle31_hf.diagnostics.chains import recorded_chains
+from eagle31_hf.diagnostics.drift import Drift, drift_of, means_of
+from eagle31_hf.diagnostics.interventions import (
+    EMBEDDING,
+    NOISE,
+    STATE,
+    Install,
+    applied,
+    noisy,
+    noisy_feedback,
+    pinned,
+    untouched,
+    window_fields,
+)
 
 NAMES = {"eagle3": "EAGLE 3", "eagle31": "EAGLE 3.1"}  # the paper's pre-norm and post-norm
 FLAGS = {"eagle3": {"fc_norm": False, "norm_output": False}, "eagle31": {}}
@@ -37,68 +49,6 @@ NEW_TOKENS, WINDOW = 96, 192
 PLAIN = "as it is"
 RECORDS, DEPTHS = 1536, (2, 8)  # of table E's trainings
 NO_CHECKPOINTS = {"eval_strategy": "no", "save_strategy": "no", "load_best_model_at_end": False, "eval_prompts": 0}
-
-Install = Callable[[Eagle31DrafterModel], list[Any]]  # puts hooks on a drafter, and returns their handles
-
-
-def rms(states: Tensor) -> Tensor:
-    """Returns the root mean squares (..., 1) of states (..., h)."""
-    return state_norm(states)[..., None]
-
-
-# What is done to a drafter.
-
-
-def noisy(part: int, scale: float) -> Install:
-    """Adds noise to what layer 0 reads at every depth and in the prompt (`part` 0: the state, 1: the embedding),
-    `scale` times its root mean square."""
-
-    def install(drafter: Eagle31DrafterModel) -> list[Any]:
-        generator = torch.Generator().manual_seed(0)
-
-        def add(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            noise = torch.randn(args[part].shape, generator=generator)
-            return (*args[:part], args[part] + scale * rms(args[part]) * noise, *args[part + 1 :])
-
-        return [drafter.layers[0].register_forward_pre_hook(add)]
-
-    return install
-
-
-def fed_back(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
-    """Returns a hook that changes the states that a drafter is fed of its own, but not those of the target."""
-
-    def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        state = kwargs.get("hidden_states")
-        return args, kwargs if state is None else kwargs | {"hidden_states": change(state)}
-
-    return hook
-
-
-def noisy_feedback(scale: float) -> Install:
-    """Adds the same noise to nothing but the state fed back: the first drafted token never meets it."""
-
-    def install(drafter: Eagle31DrafterModel) -> list[Any]:
-        generator = torch.Generator().manual_seed(0)
-        hook = fed_back(lambda state: state + scale * rms(state) * torch.randn(state.shape, generator=generator))
-        return [drafter.register_forward_pre_hook(hook, with_kwargs=True)]
-
-    return install
-
-
-def pinned(drafter: Eagle31DrafterModel) -> list[Any]:
-    """Scales every state fed back to the magnitude of the fused state where its chain began."""
-    magnitude = dict[str, Tensor]()
-
-    def note(module: nn.Module, args: Any, fused: Tensor) -> None:
-        magnitude["fc"] = rms(fused[:, -1:])
-
-    hook = fed_back(lambda state: state * magnitude["fc"] / rms(state))
-    return [drafter.fc.register_forward_hook(note), drafter.register_forward_pre_hook(hook, with_kwargs=True)]
-
-
-def untouched(drafter: Eagle31DrafterModel) -> list[Any]:
-    return []
 
 
 def attending_with(function: Callable[..., Any]) -> Install:
@@ -127,21 +77,11 @@ def window_and_first(
     )
 
 
-@contextmanager
-def changed(drafter: Eagle31DrafterModel, install: Install) -> Iterator[None]:
-    handles = install(drafter)
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def figures_of(drift: Drift) -> dict[str, Any]:
     """Returns the means of the recorded chains as the file of figures has them; masses and entropy are of layer 0."""
     masses = dict(zip(KINDS, torch.tensor(drift.masses).T.tolist(), strict=True))
     norms = {"scales": drift.inputs, "states": drift.states}
-    return {"chains": drift.num_chains, **norms, **masses, "entropy": drift.entropies}
+    return {"chains": drift.num_chains, "sink_key": drift.sink, **norms, **masses, "entropy": drift.entropies}
 
 
 class Bench:
@@ -198,7 +138,7 @@ class Bench:
 
         def measure() -> dict[str, Any]:
             drafter: Any = Eagle31DrafterModel.from_pretrained(demo.FOLDER / name, dtype=torch.float32, **fields)
-            with changed(drafter.eval(), install):
+            with applied(drafter.eval(), install):
                 return self.decode(drafter, prompts or self.prompts(), DRAFTED)
 
         return self.once(f"{name}: {condition}, {DRAFTED} deep", measure)
@@ -208,9 +148,9 @@ class Bench:
 
         def measure() -> dict[str, Any]:
             drafter: Any = Eagle31DrafterModel.from_pretrained(folder, dtype=torch.float32)
-            with recorded_chains(drafter.eval()) as recorder:
+            with recorded_chains(self.target, drafter.eval()) as recorder:
                 found = self.decode(drafter, self.prompts(has_bos=has_bos), WATCHED)
-            return found | figures_of(recorder.drift(WATCHED))
+            return found | figures_of(drift_of([means_of(recorder.chains, WATCHED)]))
 
         return self.once(f"{folder.name}, {WATCHED} deep" + ", BOS in front" * has_bos, measure)
 
@@ -297,22 +237,26 @@ def table_b(bench: Bench) -> Table:
         ours.append(
             [
                 NAMES[name] + ", BOS in front" * has_bos,
-                *(f"{found[column][0]:.2f} → {found[column][7]:.2f}" for column in columns),
+                *(
+                    f"{found[column][0]:.2f} → {found[column][7]:.2f}"
+                    + (f" (key {found['sink_key']})" if column == "sink" else "")
+                    for column in columns
+                ),
             ]
         )
     what = (
-        "Depth 1 → depth 8, chains as in A. Attention is the mean over heads and chains, entropy in nats; sink (the"
-        " text's first key), prompt, own (the chain's last key read from the target) and self (keys the chain made) add"
-        " up to 1; recent is own + self, our reading of the paper's recent mass. The paper's rows are Llama-3.1-8B."
+        "Depth 1 → depth 8, chains as in A. Attention is the mean over heads and chains, entropy in nats; sink (of the"
+        " text's first eight keys the one that gets most: its number, from 0), prompt, own (the chain's last key read"
+        " from the target) and self (keys the chain made) add up to 1; recent is own + self, our reading of the paper's"
+        " recent mass. The paper's rows are Llama-3.1-8B."
     )
     return Table("B: attention", what, ["", "RMS", "entropy", "sink", "prompt", "own", "self", "recent"], paper + ours)
 
 
-NOISE = (0.1, 0.5, 1.0)
 NOISES: dict[str, Callable[[float], Install]] = {
-    "state, wherever layer 0 reads one": lambda scale: noisy(0, scale),
+    "state, wherever layer 0 reads one": lambda scale: noisy(STATE, scale),
     "state, only where fed back": noisy_feedback,
-    "embedding": lambda scale: noisy(1, scale),
+    "embedding": lambda scale: noisy(EMBEDDING, scale),
 }
 PAPER_NOISE = {
     ("eagle3", "state, wherever layer 0 reads one"): "82 / 5 / 0", ("eagle3", "embedding"): "99 / 86 / 64",
@@ -421,7 +365,7 @@ def table_f(bench: Bench) -> Table:
     return Table("F: template", what, ["", *NAMES.values(), "ratio", "paper"], rows)
 
 
-WINDOWED = {"layer_types": ["sliding_attention"], "sliding_window": WINDOW}
+WINDOWED = window_fields(WINDOW, num_layers=1)
 PAST = (400, 768)  # up to 96 tokens and as many new ones a window of 192 sees everything
 # tokens, BOS, what is done, config, paper's row
 CONTEXTS: dict[str, tuple[tuple[int, ...], bool, Install, dict[str, Any], str]] = {

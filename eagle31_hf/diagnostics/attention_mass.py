@@ -1,8 +1,9 @@
 """Attention mass: the share of a drafter's attention that falls on each kind of key, averaged over heads.
 
-`sink` is the text's first key. `prompt` are the other keys read from the target's states before the position at which
-the chain begins, `own` is the key at that position, and `self` are the keys that the chain made itself. The four masses
-of a query add up to 1. Source: Attention Drift (arXiv 2605.09992).
+`sink` is the one of the text's first keys that gets the most attention; in training, the first. `prompt` are the other
+keys read from the target's states before the position at which the chain begins, `own` is the key at that position, and
+`self` are the keys that the chain made itself. The four masses of a query add up to 1. Source: Attention Drift (arXiv
+2605.09992).
 
 B sequences, H heads, Q queries, S keys, D width of a head.
 """
@@ -28,14 +29,6 @@ def attention_mass(sink: Tensor, own: Tensor, made: Tensor) -> Tensor:
     where that is the first one), and of all keys the chain made together. The prompt has what they leave of 1.
     """
     return torch.stack((sink, 1 - sink - own - made, own, made), dim=-1).mean(1)
-
-
-def mass_of_chain(weights: Tensor, num_made: int) -> Tensor:
-    """Returns the masses (B, Q, 4) of attention weights (B, H, Q, S) over all keys, of which the last `num_made` are
-    those the chain made."""
-    own = weights.shape[-1] - num_made - 1
-    begins_at_sink = own == 0
-    return attention_mass(weights[..., 0], weights[..., own] * (not begins_at_sink), weights[..., own + 1 :].sum(-1))
 
 
 def attention_entropy(weights: Tensor) -> Tensor:

@@ -1,106 +1,131 @@
 """Attention drift: states that grow and attention that turns to the drafter's own keys, the deeper a chain is.
 
-K depths, h width of a state. Source: Attention Drift (arXiv 2605.09992).
+K depths, n aux hidden states. Source: Attention Drift (arXiv 2605.09992).
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
 
 from ..modeling import Eagle31DrafterModel
-from .attention_mass import attention_entropy, mass_of_chain
+from .acceptance import counts_of, measure_acceptance
+from .chains import Chain, recorded_chains
 
-
-def state_norm(states: Tensor) -> Tensor:
-    """Returns the root mean squares (...) of states (..., h), in fp32."""
-    return states.float().square().mean(-1).sqrt()
-
-
-def log_growth(norms: Tensor, first: Tensor) -> Tensor:
-    """Returns the logarithm of the factor by which norms have grown since the first depth; both of one shape."""
-    return norms.clamp(min=1e-12).log() - first.clamp(min=1e-12).log()
-
-
-@dataclass
-class Chain:
-    """One drafted chain. `inputs`: norms of each aux hidden state, and of the fused state they become, at the position
-    where the chain begins. By depth: `states`, the norm of the state that is scored and fed to the next step;
-    `masses`, the attention masses in the order of `attention_mass.KINDS`, and `entropies` in nats, of layer 0."""
-
-    inputs: list[float]
-    states: list[float] = field(default_factory=list)
-    masses: list[list[float]] = field(default_factory=list)
-    entropies: list[float] = field(default_factory=list)
+NUM_FIRST = 8  # keys at the beginning of a text, one of which is the sink
+NUM_RECENT = 24  # keys before a chain that are told apart
+OF_DEPTH = ("states", "cosines", "entropies", "agreement")  # figures with a number for each depth
 
 
 @dataclass(frozen=True)
 class Drift:
-    """Means over `num_chains` chains of K tokens: `inputs` as in `Chain`, norms `states` (K,), `masses` (K, 4) and
-    `entropies` (K,)."""
+    """Means over `num_chains` chains of K tokens.
+
+    `sink`: the key, counted from the text's first, that gets the most attention of the first ones. `inputs` (n + 1,):
+    norms of each aux hidden state, and of the fused state, where a chain begins. By depth: `states`, norms of the state
+    fed forward; `cosines`, between it and the fused state; `masses` (K, 4) in the order of `attention_mass.KINDS` and
+    `entropies` in nats, of layer 0; `agreement`, the share of drafted tokens that the target would choose, too, after
+    the same drafted tokens; `attention` (K, 3 + NUM_RECENT + K), the masses key by key: of the sink, of the other keys
+    of the prompt, less the NUM_RECENT ones before the chain, of these, of the key at which the chain begins, and of the
+    keys it made.
+    """
 
     num_chains: int
+    sink: int
     inputs: list[float]
     states: list[float]
+    cosines: list[float]
     masses: list[list[float]]
     entropies: list[float]
+    agreement: list[float]
+    attention: list[list[float]]
+
+    @property
+    def growth(self) -> float:
+        """The factor by which the state's norm grows from the first depth to the last."""
+        return self.states[-1] / self.states[0]
 
 
-class ChainRecorder:
-    """Records the chains that a drafter drafts while it serves one text at a time; see `recorded_chains`."""
-
-    def __init__(self) -> None:
-        self.chains = list[Chain]()
-
-    def begin(self, drafter: Eagle31DrafterModel, args: Any, kwargs: dict[str, Any]) -> None:
-        """Begins a chain where the drafter reads states of the target. A forward pre-hook of the drafter."""
-        states = kwargs.get("target_hidden_states")
-        if states is not None:
-            last = states[:, -1:]
-            parts = (*last.split(drafter.config.target_hidden_size, dim=-1), drafter.fuse_target_states(last))
-            self.chains.append(Chain([float(state_norm(part)) for part in parts]))
-
-    def attend(self, module: Any, args: Any, output: tuple[Tensor, Tensor]) -> None:
-        """Adds the attention of the newest token. A forward hook of layer 0's attention."""
-        chain, weights = self.chains[-1], output[1][:, :, -1:].float()
-        chain.masses.append(mass_of_chain(weights, len(chain.states))[0, 0].tolist())
-        chain.entropies.append(float(attention_entropy(weights)))
-
-    def end(self, drafter: Eagle31DrafterModel, args: Any, output: Any) -> None:
-        """Adds the norm of the newest state. A forward hook of the drafter."""
-        self.chains[-1].states.append(float(state_norm(output.last_hidden_state[:, -1])))
-
-    def drift(self, depth: int) -> Drift:
-        """Returns the means over the chains of `depth` tokens. Raises ValueError where there was none."""
-        chains = [chain for chain in self.chains if len(chain.states) == depth]
-        if not chains:
-            raise ValueError(f"none of {len(self.chains)} chains is {depth} tokens deep; expected some.")
-
-        def mean(name: str) -> list:
-            return torch.tensor([getattr(chain, name) for chain in chains]).mean(0).tolist()
-
-        return Drift(len(chains), mean("inputs"), mean("states"), mean("masses"), mean("entropies"))
+def measure_drift(
+    target: PreTrainedModel, drafter: Eagle31DrafterModel, prompt: Tensor, depth: int, max_new_tokens: int
+) -> dict[str, Any]:
+    """Continues a prompt (1, T) greedily by chains of `depth` tokens. Returns plain figures: those of `counts_of`, and
+    the means over its chains that `drift_of` takes. Raises ValueError for a target that cannot be drafted for."""
+    knobs = {"num_assistant_tokens": depth, "draft_tree_top_k": 1, "assistant_confidence_threshold": 0.0}
+    with recorded_chains(target, drafter) as recorder:
+        stats = measure_acceptance(target, drafter, [prompt], knobs, max_new_tokens)
+    return counts_of(stats) | means_of(recorder.chains, depth)
 
 
-@contextmanager
-def recorded_chains(drafter: Eagle31DrafterModel) -> Iterator[ChainRecorder]:
-    """Records the chains the drafter drafts in the block, one text at a time, without trees.
+def means_of(chains: Iterable[Chain], depth: int) -> dict[str, Any]:
+    """Returns the number of chains of full depth, and means over them as plain lists: those of `Chain`, and of
+    `attention_parts`."""
+    full = [chain for chain in chains if len(chain.agrees) == depth]
+    means = {"chains": len(full)}
+    if not full:
+        return means
+    own = {
+        "inputs": [torch.tensor(chain.inputs) for chain in full],
+        "states": [torch.tensor(chain.states) for chain in full],
+        "cosines": [torch.tensor(chain.cosines) for chain in full],
+        "entropies": [torch.tensor(chain.entropies) for chain in full],
+        "agreement": [torch.tensor(chain.agrees).float() for chain in full],
+    }
+    parts = [attention_parts(chain) for chain in full]
+    own |= {name: [part[name] for part in parts] for name in parts[0]}
+    return means | {name: torch.stack(values).double().mean(0).tolist() for name, values in own.items()}
 
-    Only the "eager" attention says what it attends to, so the drafter uses it in the block, in every thread.
+
+def attention_parts(chain: Chain) -> dict[str, Tensor]:
+    """Returns the attention of layer 0, by depth and key.
+
+    `first` (K, NUM_FIRST): of the text's first keys. `recent` (K, NUM_RECENT): of the keys just before the chain, the
+    nearest last, less those that are among the first. `own` (K, NUM_FIRST): of the key at which the chain begins, were
+    each of the first keys the sink: 0 where it is that itself. `made` (K, K): of the keys that the chain made.
     """
-    recorder, implementation = ChainRecorder(), drafter.config._attn_implementation
-    drafter.set_attn_implementation("eager")
-    handles = (
-        drafter.register_forward_pre_hook(recorder.begin, with_kwargs=True),
-        drafter.layers[0].self_attn.register_forward_hook(recorder.attend),
-        drafter.register_forward_hook(recorder.end),
+    begin, depth = chain.begin, len(chain.weights)
+    weights = torch.zeros(depth, begin + 1 + depth)
+    for k, row in enumerate(chain.weights):
+        weights[k, : len(row)] = row
+    of_text = weights[:, : begin + 1]
+    before = of_text[:, NUM_FIRST:begin][:, -NUM_RECENT:]
+    return {
+        "first": pad(of_text[:, :NUM_FIRST], (0, max(0, NUM_FIRST - begin - 1))),
+        "recent": pad(before, (NUM_RECENT - before.shape[1], 0)),
+        "own": weights[:, begin, None] * (torch.arange(NUM_FIRST) != begin),
+        "made": weights[:, begin + 1 :],
+    }
+
+
+def drift_of(figures: Sequence[Mapping[str, Any]]) -> Drift:
+    """Returns the means over all chains of several prompts, of figures that `measure_drift` returned.
+
+    Raises ValueError where no chain was of full depth.
+    """
+    figures = [one for one in figures if one["chains"]]
+    if not figures:
+        raise ValueError("no chain is as deep as asked for; expected longer texts, or chains that are less deep.")
+    counts = torch.tensor([one["chains"] for one in figures]).double()
+
+    def mean(name: str) -> Tensor:
+        values = torch.tensor([one[name] for one in figures], dtype=torch.float64)
+        return (values * counts.view(-1, *[1] * (values.dim() - 1))).sum(0) / counts.sum()
+
+    first, own, made = mean("first"), mean("own"), mean("made")
+    sink = int(first.mean(0).argmax())
+    of_sink, of_own, of_chain = first[:, sink], own[:, sink], made.sum(-1)
+    of_prompt = 1 - of_sink - of_own - of_chain
+    recent = mean("recent")
+    keys = torch.cat(((of_sink[:, None], (of_prompt - recent.sum(-1))[:, None], recent, of_own[:, None], made)), dim=-1)
+    return Drift(
+        num_chains=int(counts.sum()),
+        sink=sink,
+        inputs=mean("inputs").tolist(),
+        masses=torch.stack((of_sink, of_prompt, of_own, of_chain), dim=-1).tolist(),
+        attention=keys.tolist(),
+        **{name: mean(name).tolist() for name in OF_DEPTH},
     )
-    try:
-        yield recorder
-    finally:
-        for handle in handles:
-            handle.remove()
-        drafter.set_attn_implementation(implementation)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..diagnostics.attention_mass import attention_mass, key_weights
-from ..diagnostics.drift import log_growth
+from ..diagnostics.growth import log_growth
 from .attention import Attended
 from .documents import positions_of
 

@@ -1,0 +1,38 @@
+"""How far a figure of these prompts may be from that of others like them: bootstrap over prompts (Efron, 1979).
+
+P prompts, D draws.
+"""
+
+import torch
+from torch import Tensor
+
+DRAWS = 1000
+LEVEL = 0.95
+
+
+def ratio_interval(numerators: Tensor, denominators: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the ends (...) of the interval that holds LEVEL of the ratios sum / sum over prompts drawn with
+    replacement.
+
+    `numerators` (P, ...) and `denominators` (P,): counts of each prompt. NaN where there is nothing to divide by.
+    """
+    ratios = drawn_ratios(numerators, denominators)
+    tail = (1 - LEVEL) / 2
+    return ratios.nanquantile(tail, dim=0), ratios.nanquantile(1 - tail, dim=0)
+
+
+def drawn_ratios(numerators: Tensor, denominators: Tensor) -> Tensor:
+    """Returns the ratio (D, ...) of every draw; the same prompts are drawn in every call for as many prompts, so that
+    figures of the same prompts can be compared draw by draw."""
+    counts = draws(len(numerators))
+    tops = torch.einsum("dp,p...->d...", counts, numerators.double())
+    bottoms = counts @ denominators.double()
+    return tops / bottoms.view(-1, *[1] * (tops.dim() - 1))
+
+
+def draws(num_prompts: int) -> Tensor:
+    """Returns how often each prompt is drawn in each of DRAWS samples as large as the set, (D, P)."""
+    generator = torch.Generator().manual_seed(0)
+    chosen = torch.randint(num_prompts, (DRAWS, num_prompts), generator=generator)
+    ones = torch.ones_like(chosen, dtype=torch.double)
+    return torch.zeros(DRAWS, num_prompts, dtype=torch.double).scatter_add_(1, chosen, ones)
