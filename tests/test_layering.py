@@ -20,6 +20,7 @@ LAYERS = (
     {"diagnostics"},
     {"training"},
     {"demo", "bench", "checking", "upgrade", "vllm_plugin"},
+    {"reports"},
     {"cli"},
     {"__init__", "__main__"},
 )

@@ -9,7 +9,7 @@ import contextlib
 import sys
 from collections.abc import Callable
 
-from . import benchmarks, checking, checkpoints, endings, preparation, run, training
+from . import benchmarks, checking, checkpoints, diagnosing, endings, preparation, run, training
 from .parsing import Parser, progress
 
 # name: (function, function that adds its arguments, one line of help, example)
@@ -64,6 +64,12 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Callable[[argpars
         benchmarks.add_bench,
         "measure what the library costs",
         "eagle31 bench engine --shape qwen3-0.6b",
+    ),
+    "drift": (
+        diagnosing.drift,
+        diagnosing.add_drift,
+        "report on drafters by depth: states, attention, acceptance, in longer contexts too, and what to do about them",
+        "eagle31 drift --target Qwen/Qwen3-8B --drafter ./my-drafter --prompts prompts.jsonl --output report",
     ),
     "prepare-data": (
         preparation.prepare_data,

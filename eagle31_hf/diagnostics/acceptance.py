@@ -47,3 +47,8 @@ def counts_of(stats: AcceptanceStats) -> dict[str, Any]:
         "drafted": stats.drafted_per_position,
         "accepted": stats.accepted_per_position,
     }
+
+
+def chain_knobs(depth: int) -> dict[str, Any]:
+    """Returns the arguments of `generate` for chains of that depth, none ended earlier, whatever the drafter's own."""
+    return {"num_assistant_tokens": depth, "draft_tree_top_k": 1, "assistant_confidence_threshold": 0.0}

@@ -14,23 +14,27 @@ def ratio_interval(numerators: Tensor, denominators: Tensor) -> tuple[Tensor, Te
     """Returns the ends (...) of the interval that holds LEVEL of the ratios sum / sum over prompts drawn with
     replacement.
 
-    `numerators` (P, ...) and `denominators` (P,): counts of each prompt. NaN where there is nothing to divide by.
+    `numerators` (P, ...) and `denominators` (P,) or (P, ...): counts of each prompt. NaN where there is nothing to
+    divide by.
     """
-    ratios = drawn_ratios(numerators, denominators)
+    return interval_of(drawn_ratios(numerators, denominators))
+
+
+def interval_of(draws: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the ends (...) of the interval that holds LEVEL of the draws (D, ...)."""
     tail = (1 - LEVEL) / 2
-    return ratios.nanquantile(tail, dim=0), ratios.nanquantile(1 - tail, dim=0)
+    return draws.nanquantile(tail, dim=0), draws.nanquantile(1 - tail, dim=0)
 
 
 def drawn_ratios(numerators: Tensor, denominators: Tensor) -> Tensor:
     """Returns the ratio (D, ...) of every draw; the same prompts are drawn in every call for as many prompts, so that
     figures of the same prompts can be compared draw by draw."""
-    counts = draws(len(numerators))
-    tops = torch.einsum("dp,p...->d...", counts, numerators.double())
-    bottoms = counts @ denominators.double()
-    return tops / bottoms.view(-1, *[1] * (tops.dim() - 1))
+    counts = drawn_prompts(len(numerators))
+    tops, bottoms = (torch.einsum("dp,p...->d...", counts, part.double()) for part in (numerators, denominators))
+    return tops / bottoms.view(*bottoms.shape, *[1] * (tops.dim() - bottoms.dim()))
 
 
-def draws(num_prompts: int) -> Tensor:
+def drawn_prompts(num_prompts: int) -> Tensor:
     """Returns how often each prompt is drawn in each of DRAWS samples as large as the set, (D, P)."""
     generator = torch.Generator().manual_seed(0)
     chosen = torch.randint(num_prompts, (DRAWS, num_prompts), generator=generator)

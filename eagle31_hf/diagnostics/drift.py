@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from ..modeling import Eagle31DrafterModel
-from .acceptance import counts_of, measure_acceptance
+from .acceptance import chain_knobs, counts_of, measure_acceptance
 from .chains import Chain, recorded_chains
 
 NUM_FIRST = 8  # keys at the beginning of a text, one of which is the sink
@@ -55,9 +55,8 @@ def measure_drift(
 ) -> dict[str, Any]:
     """Continues a prompt (1, T) greedily by chains of `depth` tokens. Returns plain figures: those of `counts_of`, and
     the means over its chains that `drift_of` takes. Raises ValueError for a target that cannot be drafted for."""
-    knobs = {"num_assistant_tokens": depth, "draft_tree_top_k": 1, "assistant_confidence_threshold": 0.0}
     with recorded_chains(target, drafter) as recorder:
-        stats = measure_acceptance(target, drafter, [prompt], knobs, max_new_tokens)
+        stats = measure_acceptance(target, drafter, [prompt], chain_knobs(depth), max_new_tokens)
     return counts_of(stats) | means_of(recorder.chains, depth)
 
 
@@ -115,9 +114,10 @@ def drift_of(figures: Sequence[Mapping[str, Any]]) -> Drift:
         values = torch.tensor([one[name] for one in figures], dtype=torch.float64)
         return (values * counts.view(-1, *[1] * (values.dim() - 1))).sum(0) / counts.sum()
 
-    first, own, made = mean("first"), mean("own"), mean("made")
+    first, made = mean("first"), mean("made")
     sink = int(first.mean(0).argmax())
-    of_sink, of_own, of_chain = first[:, sink], own[:, sink], made.sum(-1)
+    of_sink, of_own = first[:, sink], mean("own")[:, sink]
+    of_chain = made.sum(-1)
     of_prompt = 1 - of_sink - of_own - of_chain
     recent = mean("recent")
     keys = torch.cat(((of_sink[:, None], (of_prompt - recent.sum(-1))[:, None], recent, of_own[:, None], made)), dim=-1)

@@ -1,0 +1,89 @@
+"""Figures of several prompts, each with the interval that bootstrap over prompts gives it. P prompts, K depths.
+
+Takes rows, the counts of a prompt each, as `diagnostics.acceptance.counts_of` returns them.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..diagnostics.bootstrap import drawn_ratios, interval_of
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A value, and the ends of its interval; None where there is nothing to measure."""
+
+    value: float | None
+    low: float | None
+    high: float | None
+
+    @property
+    def shown(self) -> str:
+        """Returns it as people read it, its interval in brackets."""
+        if self.value is None:
+            return "-"
+        return f"{self.value:.2f}" + (f" [{self.low:.2f}, {self.high:.2f}]" if self.low is not None else "")
+
+    def as_dict(self) -> dict[str, float | None]:
+        """Returns plain values, for JSON."""
+        return vars(self).copy()
+
+
+def accepted_length(rows: Sequence[Row]) -> Figure:
+    """Returns the tokens a target forward gives, the bonus token included, the prompt's forward excluded."""
+    return _ratio(_column(rows, "tokens"), _column(rows, "rounds"))
+
+
+def accepted_drafts(rows: Sequence[Row]) -> Figure:
+    """Returns the drafted tokens that are accepted a round, the bonus token excluded."""
+    return _ratio(_column(rows, "accepted").sum(-1), _column(rows, "rounds"))
+
+
+def acceptance_by_depth(rows: Sequence[Row], depth: int) -> list[Figure]:
+    """Returns by depth (K,) the share of drafted tokens that are accepted."""
+    accepted, drafted = (_column(rows, name, depth) for name in ("accepted", "drafted"))
+    return [_ratio(accepted[:, k], drafted[:, k]) for k in range(depth)]
+
+
+def kept(rows: Sequence[Row], before: Sequence[Row]) -> Figure:
+    """Returns the accepted drafts a round as a multiple of those of `before`, which are of the same prompts."""
+    pairs = [(_column(part, "accepted").sum(-1), _column(part, "rounds")) for part in (rows, before)]
+    now, then = (drawn_ratios(*pair) for pair in pairs)
+    values = [float(top.sum() / bottom.sum()) if bottom.sum() else math.nan for top, bottom in pairs]
+    return _figure(values[0] / values[1] if values[1] else math.nan, now / then)
+
+
+def mean_by_depth(rows: Sequence[Row], name: str) -> list[Figure]:
+    """Returns by depth the mean over chains of a figure that `measure_drift` returned."""
+    rows = [row for row in rows if row["chains"]]
+    counts, values = _column(rows, "chains"), _column(rows, name)
+    return [_ratio(values[:, k] * counts, counts) for k in range(values.shape[1])]
+
+
+def _column(rows: Sequence[Row], name: str, depth: int = 0) -> Tensor:
+    """Returns counts of every prompt, (P,) or by depth (P, K) where they are so; depths nobody reached count 0."""
+    values = [row[name] for row in rows]
+    if not isinstance(values[0], list):
+        return torch.tensor(values, dtype=torch.double)
+    width = max(depth, *map(len, values))
+    return torch.tensor([value + [0] * (width - len(value)) for value in values], dtype=torch.double)
+
+
+def _ratio(numerators: Tensor, denominators: Tensor) -> Figure:
+    total = float(denominators.sum())
+    value = float(numerators.sum()) / total if total else math.nan
+    return _figure(value, drawn_ratios(numerators, denominators))
+
+
+def _figure(value: float, draws: Tensor) -> Figure:
+    """Makes a figure; of one prompt, which says nothing about others, it has no interval."""
+    low, high = map(float, interval_of(draws))
+    parts = [part if math.isfinite(part) else None for part in (value, low, high)]
+    return Figure(*parts) if len(set(parts)) > 1 else Figure(parts[0], None, None)

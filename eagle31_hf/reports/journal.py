@@ -1,0 +1,99 @@
+"""What has been measured, kept as it comes, so that a run that was stopped goes on where it was."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..checkpoints.sharing import try_lock
+
+FILE = "measured.jsonl"
+
+
+class Journal:
+    """Figures by name, in memory and, unless `file` is None, in a file of one JSON object a line."""
+
+    def __init__(self, file: Any, figures: dict[str, Any]):
+        self._file, self._figures = file, figures
+
+    def __len__(self) -> int:
+        return len(self._figures)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._figures
+
+    def once(self, name: str, measure: Callable[[], Any]) -> Any:
+        """Returns the figures of that name: measured now, and kept, unless they are there already."""
+        if name not in self._figures:
+            found = measure()
+            if self._file is not None:
+                self._file.write(json.dumps({name: found}) + "\n")
+                self._file.flush()
+            self._figures[name] = found
+        return self._figures[name]
+
+
+@contextmanager
+def open_journal(folder: Path, facts: dict[str, Any], resume: bool) -> Iterator[Journal]:
+    """Opens the journal in a folder, which is made where it is missing, for this process alone.
+
+    `facts`: what the figures are of, as plain values; figures of other facts are not mixed with them. Raises ValueError
+    where there is a journal already and `resume` is false, where it is of other facts, where another process writes it,
+    and where the folder holds something else.
+    """
+    facts = json.loads(json.dumps(facts))
+    path = folder / FILE
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder}: is a file; expected a folder to write the report into.")
+    if folder.is_dir() and any(folder.iterdir()) and not path.is_file():
+        raise ValueError(f"{folder}: holds something else than a report; expected a new or empty folder.")
+    folder.mkdir(parents=True, exist_ok=True)
+    with path.open("a+b") as file:
+        if not _is_ours(file):
+            raise ValueError(f"{folder}: another process is measuring into it; wait for it, or name another folder.")
+        lines = _whole_lines(file)
+        if lines and not resume:
+            raise ValueError(f"{folder}: holds a report already; name another folder, or go on with it (--resume).")
+        if lines:
+            _check_same(folder, lines[0], facts)
+        else:
+            file.write(json.dumps(facts).encode() + b"\n")
+        file.flush()
+        text = os.fdopen(os.dup(file.fileno()), "a", encoding="utf-8")
+        with text:
+            figures = {name: found for line in lines[1:] for name, found in line.items()}
+            yield Journal(text, figures)
+
+
+def _is_ours(file: Any) -> bool:
+    try:
+        return try_lock(file.fileno())
+    except OSError:  # a system or file system without locks
+        return True
+
+
+def _whole_lines(file: Any) -> list[Any]:
+    """Returns the values of all lines, and cuts off a last one that a kill left incomplete."""
+    file.seek(0)
+    data = file.read()
+    end = data.rfind(b"\n") + 1
+    file.truncate(end)
+    file.seek(end)
+    try:
+        return [json.loads(line) for line in data[:end].splitlines()]
+    except ValueError as error:
+        raise ValueError(f"{file.name}: is no journal of figures ({error}); name another folder.") from None
+
+
+def _check_same(folder: Path, found: dict[str, Any], expected: dict[str, Any]) -> None:
+    names = [name for name in {**found, **expected} if found.get(name) != expected.get(name)]
+    if names:
+        said = "; ".join(f"{name} {_short(found.get(name))}, now {_short(expected.get(name))}" for name in names)
+        raise ValueError(f"{folder}: was measured with other settings ({said}); name another folder, or use the same.")
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,214 @@
+"""The prompts a report is about: read from files and datasets, rendered as they are served. T tokens."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from ..demo.corpus import HELD_OUT, held_out_file
+from ..training.kinds import Chat, Tokens, check_ids, parse_record
+from ..training.records import Record, read_records
+from ..training.skipped import Skipped, Skips, refused_by
+
+PYTHON = "python"  # the built-in set: files of Python's own library
+# columns of datasets that ask a question, beside the kinds of training data
+QUESTIONS = ("prompt", "question", "turns", "instruction", "problem")
+EMPTY, OVER_LONG = "empty prompt", "over-long prompt"
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a prompt is made of: a chat's messages up to the target's first turn, plain text, or tokens."""
+
+    chat: Chat | None = None
+    text: str | None = None
+    ids: Tensor | None = None
+
+    @property
+    def words(self) -> str:
+        """Returns its text without any template; of tokens, none."""
+        if self.chat is None:
+            return self.text or ""
+        return "\n".join(_text_of(message) for message in self.chat.messages)
+
+
+def read_sources(name: str, split: str = "train") -> Iterator[tuple[int, Source | Skipped]]:
+    """Yields the prompts of a file, a folder, a dataset of the Hub or PYTHON, each with its number, a Skipped in place
+    of one that cannot be read. Raises what `read_records` raises."""
+    if name == PYTHON:
+        for number, file in enumerate(HELD_OUT):
+            text = held_out_file(file)
+            yield number, Source(text=text[len(text) // 3 :])
+        return
+    records = read_records(name, split)
+    for number in range(len(records)):
+        try:
+            yield number, source_of(records[number])
+        except Skipped as refusal:
+            refusal.place = refusal.place or records.where(number)
+            yield number, refusal
+
+
+def source_of(record: Record) -> Source:
+    """Makes a prompt of a record of training data, of which what the target would answer is left out, or of one that
+    has nothing but a question. Raises Skipped for any other."""
+    question = next((record[name] for name in QUESTIONS if record.get(name)), None)
+    is_training_data = any(record.get(name) for name in ("messages", "conversations", "input_ids", "text"))
+    if question is not None and not is_training_data:
+        return _asked(question[0] if isinstance(question, list) and isinstance(question[0], str) else question)
+    parsed = parse_record(record)
+    if isinstance(parsed, Chat):
+        return _asked(parsed.messages, parsed.tools)
+    return Source(ids=_question_of(parsed)) if isinstance(parsed, Tokens) else Source(text=parsed)
+
+
+def _asked(question: Any, tools: list[Any] | None = None) -> Source:
+    if isinstance(question, str):
+        return Source(chat=Chat([{"role": "user", "content": question}]))
+    parsed = parse_record({"messages": question, "tools": tools})
+    assert isinstance(parsed, Chat)
+    roles = [message["role"] for message in parsed.messages]
+    end = roles.index("assistant") if "assistant" in roles else len(roles)
+    if "user" not in roles[:end]:
+        raise Skipped("no question", "a chat has no message of a user before the first answer; expected one.")
+    return Source(chat=Chat(parsed.messages[:end], parsed.tools))
+
+
+def _question_of(tokens: Tokens) -> Tensor:
+    """Returns the ids (T,) before the first answer; all of them where there is none."""
+    begins = tokens.answers.nonzero()
+    return tokens.input_ids[: int(begins[0])] if len(begins) and int(begins[0]) else tokens.input_ids
+
+
+def _text_of(message: dict[str, Any]) -> str:
+    content = message.get("content", "")
+    return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)
+
+
+@dataclass(frozen=True)
+class Renderer:
+    """Makes token ids of prompts, as they are served: chats by the template, with what asks for an answer at the end;
+    texts as the tokenizer has them, at most their first `num_tokens`. A chat for a tokenizer without a template is its
+    words. `template_options`: variables of the template, as `enable_thinking`."""
+
+    tokenizer: PreTrainedTokenizerBase
+    num_tokens: int
+    vocab_size: int
+    template_options: dict[str, Any]
+
+    def ids(self, source: Source) -> Tensor:
+        """Returns the prompt's ids (T,). Raises Skipped where there are none, and for ids the target lacks."""
+        ids = self._ids(source)
+        if not len(ids):
+            raise Skipped(EMPTY)
+        check_ids(ids, self.vocab_size)
+        return ids
+
+    def _ids(self, source: Source) -> Tensor:
+        if source.ids is not None:
+            return source.ids
+        if source.chat is not None and self.tokenizer.chat_template is not None:
+            return self.templated(source.chat)
+        ids = self.plain(source.words)
+        return ids if source.chat is not None else ids[: self.num_tokens]
+
+    def templated(self, chat: Chat) -> Tensor:
+        """Returns the ids (T,) of a chat as serving renders it."""
+        with refused_by("template"):
+            rendered: Any = self.tokenizer.apply_chat_template(
+                chat.messages,
+                tools=chat.tools,
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=True,
+                **self.template_options,
+            )
+        return torch.tensor(rendered["input_ids"], dtype=torch.long)
+
+    def plain(self, text: str, special: bool = True) -> Tensor:
+        """Returns the ids (T,) of plain text, with what the tokenizer adds where `special`."""
+        with refused_by("tokenizer"):
+            return torch.tensor(self.tokenizer(text, add_special_tokens=special)["input_ids"], dtype=torch.long)
+
+
+class Prompts:
+    """The prompts of a report, at most `limit` of them, that leave room for an answer; `skips` counts the others.
+
+    `sources` and `ids` have an entry for each; `room`: the tokens at most of prompt and answer together, `answer` those
+    of the answer. Raises ValueError where no prompt is left.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        renderer: Renderer,
+        limit: int,
+        room: int,
+        answer: int,
+        split: str = "train",
+        report: Any = None,
+    ):
+        self.name = name
+        self.renderer = renderer
+        self.room = room
+        self.answer = answer
+        self.sources, self.ids = list[Source](), list[Tensor]()
+        self.skips = Skips(lambda number: f"{name}, prompt {number + 1}", report)
+        for number, source in read_sources(name, split):
+            if len(self.sources) == limit:
+                break
+            try:
+                if isinstance(source, Skipped):
+                    raise source
+                self._add(source, renderer.ids(source))
+            except Skipped as refusal:
+                self.skips.add(number, refusal)
+        if not self.sources:
+            why = "; ".join(self.skips.first) or "it is empty"
+            raise ValueError(f"{name}: gives no prompt ({why}); expected chats, questions or texts.")
+
+    def _add(self, source: Source, ids: Tensor) -> None:
+        if len(ids) + self.answer > self.room:
+            found = f"a prompt has {len(ids)} tokens; expected at most {self.room - self.answer}, with room to answer"
+            raise Skipped(OVER_LONG, found)
+        self.sources.append(source)
+        self.ids.append(ids)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def lengthened(self, number: int, num_tokens: int) -> Tensor | None:
+        """Returns the ids (T,) of a prompt in a context of about `num_tokens`: a text goes on for as long; a chat has
+        the words of other prompts in front of its last message. None where it is longer already, or there is not
+        enough text."""
+        source, ids = self.sources[number], self.ids[number]
+        if source.text is not None:
+            longer = replace(self.renderer, num_tokens=num_tokens).ids(source)
+            return longer if len(longer) == num_tokens else None
+        missing = num_tokens - len(ids)
+        filler = self._filler(number, missing) if missing > 0 else None
+        if filler is None:
+            return None
+        if source.chat is None or self.renderer.tokenizer.chat_template is None:
+            return torch.cat((filler, ids))
+        text = self.renderer.tokenizer.decode(filler, skip_special_tokens=True)
+        *before, last = source.chat.messages
+        asked = {**last, "content": f"{text}\n\n{_text_of(last)}"}
+        return self.renderer.templated(Chat([*before, asked], source.chat.tools))
+
+    def _filler(self, number: int, num_tokens: int) -> Tensor | None:
+        """Returns so many ids of the words of the other prompts, those that follow this one first; None where there
+        are fewer."""
+        parts, count = list[Tensor](), 0
+        for step in range(1, len(self)):
+            other = (number + step) % len(self)
+            words = self.sources[other].words
+            part = self.renderer.plain(f"{words}\n\n", special=False) if words else self.ids[other]
+            parts.append(part)
+            count += len(part)
+            if count >= num_tokens:
+                return torch.cat(parts)[:num_tokens]
+        return None

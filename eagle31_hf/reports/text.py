@@ -1,0 +1,49 @@
+"""A report as text: for the terminal, and as Markdown for a model card."""
+
+from .document import GOOD, NOTE, WARNING, Finding, Report, Table
+
+MARKS = {GOOD: "ok", NOTE: "note", WARNING: "warning"}
+
+
+def said(finding: Finding) -> str:
+    """Returns a finding in a line."""
+    return f"{MARKS[finding.level]}: {finding.text}" + (f" {finding.remedy}" if finding.remedy else "")
+
+
+def terminal(report: Report) -> str:
+    """Returns the findings, then every table with aligned columns."""
+    lines = [report.title, "", *(f"- {said(finding)}" for finding in report.findings)]
+    for section in report.sections:
+        for table in section.tables:
+            lines += ["", f"{section.title}: {table.title}", *_aligned(table)]
+    return "\n".join(lines)
+
+
+def _aligned(table: Table) -> list[str]:
+    rows = [[column.name for column in table.columns], *table.cells()]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    starts = {0}  # names stand left, figures right
+    return [
+        "  ".join(
+            cell.ljust(width) if i in starts else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def markdown(report: Report, heading: str = "##") -> str:
+    """Returns the report as a part of a model card; `heading`: the marks of its highest heading."""
+    lines = [f"{heading} {report.title}", "", *(f"- {said(finding)}" for finding in report.findings)]
+    for section in report.sections:
+        lines += ["", f"{heading}# {section.title}", "", section.text]
+        for table in section.tables:
+            lines += ["", f"**{table.title}**", "", *_piped(table)]
+            lines += ["", table.note] if table.note else []
+    facts = (f"{name}: {value}" for name, value in report.facts.items())
+    return "\n".join([*lines, "", f"Measured by eagle31_hf. {'; '.join(facts)}."]) + "\n"
+
+
+def _piped(table: Table) -> list[str]:
+    rows = [[column.name for column in table.columns], ["---"] * len(table.columns), *table.cells()]
+    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]

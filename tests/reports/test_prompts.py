@@ -1,0 +1,106 @@
+"""Prompts of a report: every kind of record, as it is served, and in longer contexts."""
+
+import json
+
+import pytest
+import torch
+
+from eagle31_hf import demo
+from eagle31_hf.reports.prompts import Prompts, Renderer
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<answer>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return demo.load_target()[1]
+
+
+@pytest.fixture
+def chats(tokenizer, monkeypatch):
+    """The tokenizer with a chat template."""
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
+    return tokenizer
+
+
+def prompts_of(records, tokenizer, tmp_path, room=500, answer=10, limit=100, num_tokens=20):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    renderer = Renderer(tokenizer, num_tokens, len(tokenizer), {})
+    return Prompts(str(path), renderer, limit, room, answer)
+
+
+def texts(prompts):
+    return [prompts.renderer.tokenizer.decode(ids) for ids in prompts.ids]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": [{"role": "user", "content": "why?"}]},
+        {"messages": [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "so."}]},
+        {"conversations": [{"from": "human", "value": "why?"}, {"from": "gpt", "value": "so."}]},
+        {"prompt": "why?"},
+        {"prompt": [{"role": "user", "content": "why?"}]},
+        {"question": "why?", "answer": "so."},
+        {"turns": ["why?", "and then?"], "category": "writing"},
+        {"instruction": "why?", "output": "so."},
+    ],
+    ids=["messages", "answered", "sharegpt", "prompt", "prompt-messages", "question", "turns", "instruction"],
+)
+def test_a_question_is_rendered_as_it_is_served(record, chats, tmp_path):
+    assert texts(prompts_of([record], chats, tmp_path)) == ["<user>why?<answer>"]
+
+
+def test_a_chat_for_a_tokenizer_without_a_template_is_its_words(tokenizer, tmp_path):
+    assert texts(prompts_of([{"prompt": "why?"}], tokenizer, tmp_path)) == ["<|begin|>why?"]
+
+
+def test_a_text_is_cut_and_goes_on_in_a_longer_context(tokenizer, tmp_path):
+    text = " ".join(f"name_{i} = {i}" for i in range(100))
+    prompts = prompts_of([{"text": text}], tokenizer, tmp_path, num_tokens=12)
+    whole = tokenizer(text, return_tensors="pt")["input_ids"][0]
+    assert torch.equal(prompts.ids[0], whole[:12])
+    assert torch.equal(prompts.lengthened(0, 200), whole[:200])
+    assert prompts.lengthened(0, len(whole) + 1) is None
+
+
+def test_a_chat_in_a_longer_context_has_other_prompts_in_front_of_its_question(chats, tmp_path):
+    records = [{"prompt": " ".join([word] * 30)} for word in ("import", "return", "class")]
+    prompts = prompts_of(records, chats, tmp_path)
+    short, longer = prompts.ids[0], prompts.lengthened(0, len(prompts.ids[0]) + 40)
+    assert abs(len(longer) - len(short) - 40) < 8  # words are joined anew
+    text = chats.decode(longer)
+    assert text.startswith("<user>return return")
+    assert text.endswith("import import<answer>")
+    assert prompts.lengthened(0, len(short)) is None
+    assert prompts.lengthened(0, 10_000) is None
+
+
+def test_tokens_of_training_data_end_where_the_answer_begins(tokenizer, tmp_path):
+    record = {"input_ids": [5, 6, 7, 8], "answers": [0, 0, 1, 1]}
+    assert prompts_of([record], tokenizer, tmp_path).ids[0].tolist() == [5, 6]
+
+
+def test_prompts_without_room_for_an_answer_are_counted(tokenizer, tmp_path):
+    records = [{"prompt": "x " * 400}, {"prompt": "why?"}, {"nothing": 1}]
+    prompts = prompts_of(records, tokenizer, tmp_path, room=100)
+    assert len(prompts) == 1
+    assert dict(prompts.skips.taken()) == {"over-long prompt": 1, "of no known kind": 1}
+
+
+def test_no_prompt_at_all_is_refused_with_the_reason(tokenizer, tmp_path):
+    with pytest.raises(ValueError, match=r"gives no prompt \(.*line 1: a record has nothing; expected one of"):
+        prompts_of([{"nothing": 1}], tokenizer, tmp_path)
+
+
+def test_no_more_prompts_are_read_than_asked_for(tokenizer, tmp_path):
+    assert len(prompts_of([{"prompt": "why?"}] * 5, tokenizer, tmp_path, limit=2)) == 2
+
+
+def test_the_built_in_set_is_pythons_library(tokenizer):
+    prompts = Prompts("python", Renderer(tokenizer, 16, len(tokenizer), {}), 3, 500, 10)
+    assert [len(ids) for ids in prompts.ids] == [16, 16, 16]
+    assert len(prompts.lengthened(0, 300)) == 300

@@ -1,0 +1,71 @@
+"""`eagle31 drift` as a user runs it, on the demo pair."""
+
+import json
+import sys
+
+import pytest
+
+from eagle31_hf import demo
+from eagle31_hf.cli import main
+
+PAIR = ["--target", str(demo.FOLDER / "target"), "--drafter", str(demo.FOLDER / "eagle31")]
+SMALL = ["--prompts", "python", "--num-prompts", "2", "--prompt-tokens", "16", "--max-new-tokens", "8", "--depth", "3"]
+PLAIN = [*SMALL, "--no-interventions", "--lengths", "48"]
+
+
+def drift(*words):
+    return main(["drift", *PAIR, *words])
+
+
+def test_a_report_is_written_and_goes_on_where_it_was(tmp_path, capsys):
+    folder = tmp_path / "report"
+    command = [*PLAIN, "--compare", str(demo.FOLDER / "eagle3"), "--output", str(folder)]
+    assert drift(*command, "--json") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown == json.loads((folder / "report.json").read_text())
+    assert list(shown["figures"]) == ["eagle31", "eagle3"]
+    assert shown["figures"]["eagle3"]["acceptance"]["48 tokens"]["prompts"] == 2
+    assert "<title>Attention drift: eagle31, eagle3</title>" in (folder / "report.html").read_text()
+    before = {path: path.read_bytes() for path in folder.rglob("*.*")}
+    assert drift(*command) == 2
+    assert "holds a report already" in capsys.readouterr().err
+    (folder / "report.html").unlink()
+    lines = (folder / "measured.jsonl").read_bytes().splitlines(keepends=True)
+    (folder / "measured.jsonl").write_bytes(b"".join(lines[:-2]) + lines[-2][:20])  # as a kill leaves it
+    assert drift(*command, "--resume") == 0
+    assert {path: path.read_bytes() for path in folder.rglob("*.*")} == before
+
+
+def test_without_an_output_it_is_printed_and_nothing_is_written(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert drift(*PLAIN) == 0
+    printed = capsys.readouterr().out
+    assert "Attention: eagle31: attention by depth" in printed
+    assert "accepted by length of the context" in printed
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--depth", "17"], "--depth is 17; expected at most 16"),
+        (["--resume"], "expected --output with its folder"),
+        (["--compare", str(demo.FOLDER / "eagle31")], "names a drafter twice"),
+        (["--prompts", "nowhere.jsonl"], "nowhere.jsonl not found"),
+        (["--max-new-tokens", "4000"], "gives no prompt (python, prompt 1: a prompt has 16 tokens; expected at most"),
+        (["--max-new-tokens", "2", "--lengths", "32"], "no chain is as deep as asked for"),
+    ],
+    ids=["depth", "resume", "twice", "prompts", "room", "depth-of-chains"],
+)
+def test_what_cannot_be_measured_is_said_in_a_line(words, said, capsys):
+    assert drift(*PLAIN, *words) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("eagle31: error")]
+    assert len(lines) == 1
+    assert said in lines[0]
+
+
+def test_what_writes_reports_is_asked_for_before_anything_is_measured(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert drift(*PLAIN, "--output", str(tmp_path / "report")) == 1
+    assert "pip install eagle31_hf[plots]" in capsys.readouterr().err
+    assert not (tmp_path / "report").exists()
