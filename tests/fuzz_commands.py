@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerFast
 
 from eagle31_hf.checkpoints import export_checkpoint
 from eagle31_hf.cli import COMMANDS, main, parser
-from eagle31_hf.cli.parsing import count, positive, positive_or_auto
+from eagle31_hf.cli.parsing import count, path, positive, positive_or_auto
 
 # What makes a command line short to run; appended where it is of the command, so that it wins over what was drawn.
 SMALL = {
@@ -42,6 +42,8 @@ SMALL = {
     "--shape": "tiny",
     "--prompt-tokens": "8",
     "--depth": "1",
+    "--depths": "1",
+    "--num-prompts": "1",
     "--accumulate": "1",
     "--batch-size": "1",
     "--eval-every": "1",
@@ -170,6 +172,8 @@ FILES = {
     "data": ["texts.jsonl", "plain.txt", "mixed.jsonl"],
     "eval_data": ["texts.jsonl"],
     "texts": ["texts.jsonl", "plain.txt"],
+    "prompts": ["texts.jsonl", "plain.txt", "mixed.jsonl", "nothing"],
+    "compare": ["drafter", "eagle3", "foreign"],
     "chat_template": ["plain.txt"],
 }
 BROKEN = (
@@ -242,27 +246,29 @@ def letters() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
-def actions(command: str) -> list[argparse.Action]:
-    """Returns every argument of a command, from the parser's own table."""
-    [commands] = [action for action in parser()._actions if isinstance(action, argparse._SubParsersAction)]
-    return [action for action in commands.choices[command]._actions if not isinstance(action, argparse._HelpAction)]
+def drawn_command(random_state: random.Random) -> tuple[list[str], list[argparse.Action]]:
+    """Returns the words of a command, as in "bench engine", and all its arguments, from the parser's own table."""
+    words, found = list[str](), parser()
+    while commands := [action for action in found._actions if isinstance(action, argparse._SubParsersAction)]:
+        words.append(random_state.choice([*commands[0].choices]))
+        found = commands[0].choices[words[-1]]
+    return words, [action for action in found._actions if not isinstance(action, argparse._HelpAction)]
 
 
 def draw(random_state: random.Random, world: World, own: Path) -> list[str]:
     """Draws a command line: mostly a sound one with some arguments wrong, missing, twice or out of place."""
-    command = random_state.choice([*COMMANDS])
-    known, places = actions(command), world.places(own)
-    line: list[str] = [command]
+    line, known = drawn_command(random_state)
+    command, places = line[0], world.places(own)
+    is_slow = tuple(line) in SLOW
     for action in known:
         wanted = action.required or not action.option_strings
         if random_state.random() < (0.97 if wanted else 0.12):
             line += argument(random_state, action, command, world, own, places)
-    there = {name for action in known for name in action.option_strings}
+    # a name may stand for a count or for a file
+    there = {name for action in known for name in action.option_strings if action.type is not path}
     there -= {"--max-new-tokens"} if command == "prepare-data" and "--regenerate" not in line else set()
     line += [word for name, value in SMALL.items() for word in (name, value) if name in there]
-    if command == "bench":
-        line += ["--dtype", "float32"]
-    if tuple(line[:1]) in SLOW or (tuple(line[:1]) == ("bench",) and {"auto", "gpu"} & {*line}):
+    if is_slow:
         line += [
             random_state.choice(["--device", "--prompts", "--rounds", "--nope"]),
             random_state.choice(["cuda", "0", "x"]),

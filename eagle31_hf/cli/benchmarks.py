@@ -1,11 +1,13 @@
 """`eagle31 bench`: measurements, reported as ratios within one run."""
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ..names import refuse_unknown
-from .parsing import device, path, positive, progress, show
+from . import diagnosing
+from .parsing import add_json, device, path, positive, progress, show
 
 BENCHED = ("tiny", "small", "qwen3-0.6b", "qwen3-8b", "llama-3.1-8b")  # those of bench.engine.SHAPES
 USUAL_SHAPE = "qwen3-0.6b"
@@ -14,7 +16,7 @@ GPU_SHAPES = ("llama-3.1-8b", "qwen3-8b")
 
 def bench(args: argparse.Namespace) -> int:
     """Runs one of MEASUREMENTS and shows its figures."""
-    result, table = MEASUREMENTS[args.what](args)
+    result, table = args.measure(args)
     show(args, result, table)
     return 0
 
@@ -179,51 +181,95 @@ def _demo_pair(place: str) -> tuple[Any, dict[str, Any], list[Any]]:
     return target, {name: demo.load_drafter(name, place) for name in demo.DRAFTERS}, demo.prompts(tokenizer, 4)
 
 
-MEASUREMENTS = {
-    "auto": _auto,
-    "convert": _convert,
-    "engine": _engine,
-    "gpu": _gpu,
-    "memory": _memory,
-    "small": _small,
-    "train": _train,
+def _add_auto(parser: argparse.ArgumentParser) -> None:
+    _add_rounds(parser, "decodings of every prompt in every setting")
+
+
+def _add_convert(parser: argparse.ArgumentParser) -> None:
+    _add_rounds(parser, "of which the fastest counts")
+    parser.add_argument("--megabytes", type=positive, default=1000, help="size of the checkpoint (default: 1000)")
+    parser.add_argument("--folder", type=path, help="where to write (default: the system's temporary folder)")
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    _add_rounds(parser, "of which the median counts")
+    _add_shape(parser, USUAL_SHAPE, 128)
+    parser.add_argument("--max-new-tokens", type=positive, help="tokens a sequence (default: 64)")
+
+
+def _add_gpu(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--shape", choices=BENCHED, help="of the target (default: the two of 8B, without a GPU tiny)")
+    parser.add_argument("--device", type=device, help="(default: cuda if it is there, else cpu)")
+    parser.add_argument(
+        "--output", type=path, default="bench-gpu.json", help="of the figures (default: bench-gpu.json)"
+    )
+    parser.add_argument("--budget", type=positive, default=540, help="seconds at most (default: 540)")
+    parser.add_argument("--only", type=path, metavar="NAME,...", help="sections, by their names (default: all)")
+
+
+def _add_memory(parser: argparse.ArgumentParser) -> None:
+    _add_shape(parser, USUAL_SHAPE, 16384)
+
+
+def _add_small(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompt-tokens", type=positive, help="(default: 64)")
+    parser.add_argument("--max-new-tokens", type=positive, help="tokens a sequence (default: 192)")
+
+
+def _add_train(parser: argparse.ArgumentParser) -> None:
+    _add_rounds(parser, "of which the median counts")
+    _add_shape(parser, USUAL_SHAPE, 2048)
+    parser.add_argument("--depth", type=positive, default=4, help="steps unrolled (default: 4)")
+
+
+def _add_rounds(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument("--rounds", type=positive, default=3, help=f"{what} (default: 3)")
+
+
+def _add_shape(parser: argparse.ArgumentParser, shape: str, prompt_tokens: int) -> None:
+    """Adds the arguments that say which models, with random weights, run where."""
+    parser.add_argument("--shape", choices=BENCHED, help=f"of the target (default: {shape})")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of the weights (default: bfloat16)"
+    )
+    parser.add_argument("--device", type=device, help="cpu, cuda, cuda:1, ... (default: cpu)")
+    parser.add_argument("--prompt-tokens", type=positive, help=f"(default: {prompt_tokens})")
+
+
+Measure = Callable[[argparse.Namespace], tuple[dict[str, Any], str]]  # returns figures, and a table of them
+# name: (function, function that adds its arguments, what it measures, example)
+MEASUREMENTS: dict[str, tuple[Measure, Callable[[argparse.ArgumentParser], None], str, str]] = {
+    "acceptance": (
+        diagnosing.acceptance,
+        diagnosing.add_acceptance,
+        "report on drafters beside the target alone, on your prompts: acceptance, speed, perturbations, contexts",
+        "acceptance --target Qwen/Qwen3-8B --drafter ./my-drafter --prompts prompts.jsonl --output report",
+    ),
+    "auto": (_auto, _add_auto, "the demo pair by auto, beside every fixed setting", "auto --rounds 1"),
+    "convert": (_convert, _add_convert, "converting a checkpoint, beside copying it", "convert --megabytes 100"),
+    "engine": (
+        _engine,
+        _add_engine,
+        "decoding with made-up acceptance, beside the bare forwards",
+        "engine --shape qwen3-8b --device cuda",
+    ),
+    "gpu": (_gpu, _add_gpu, "all that a GPU decides, in ten minutes", "gpu --output results.json"),
+    "memory": (
+        _memory,
+        _add_memory,
+        "a long prompt, with and without a drafter",
+        "memory --shape qwen3-8b --device cuda",
+    ),
+    "small": (_small, _add_small, "a small target, from auto's first call on", "small"),
+    "train": (_train, _add_train, "a step of training, by part", "train --shape qwen3-8b --device cuda"),
 }
 
 
 def add_bench(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "what",
-        choices=tuple(MEASUREMENTS),
-        help=(
-            "auto: the demo pair beside every fixed setting; convert: converting a checkpoint, beside copying it; "
-            "engine: decoding with made-up acceptance, beside the bare forwards; "
-            "gpu: all that a GPU decides, in ten minutes; "
-            "memory: a long prompt, with and without a drafter; "
-            "small: a small target, from auto's first call on; "
-            "train: a step of training, by part"
-        ),
-    )
-    parser.add_argument(
-        "--rounds", type=positive, default=3, help="convert: the fastest counts; engine: the median (default: 3)"
-    )
-    convert, engine = (
-        parser.add_argument_group("convert"),
-        parser.add_argument_group("engine, gpu, memory, small, train"),
-    )
-    convert.add_argument("--megabytes", type=positive, default=1000, help="size of the checkpoint (default: 1000)")
-    convert.add_argument("--folder", type=path, help="where to write (default: the system's temporary folder)")
-    engine.add_argument(
-        "--shape", choices=BENCHED, help="(default: qwen3-0.6b; gpu: the two of 8B, without a GPU tiny)"
-    )
-    engine.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of the weights (default: bfloat16)"
-    )
-    engine.add_argument("--device", type=device, help="cpu, cuda, cuda:1, ... (default: cpu; gpu: cuda if it is there)")
-    engine.add_argument("--prompt-tokens", type=positive, help="(default: 128; memory: 16384; small: 64; train: 2048)")
-    engine.add_argument("--depth", type=positive, default=4, help="train: steps unrolled (default: 4)")
-    engine.add_argument("--max-new-tokens", type=positive, help="tokens a sequence (default: 64; small: 192)")
-    gpu = parser.add_argument_group("gpu")
-    gpu.add_argument("--output", type=path, default="bench-gpu.json", help="of the figures (default: bench-gpu.json)")
-    gpu.add_argument("--budget", type=positive, default=540, help="seconds at most (default: 540)")
-    gpu.add_argument("--only", type=path, metavar="NAME,...", help="sections, by their names (default: all)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_json(parser)
+    commands = parser.add_subparsers(required=True, metavar="what")
+    for name, (measure, add_arguments, line, example) in MEASUREMENTS.items():
+        one = commands.add_parser(name, help=line, description=line, epilog=f"example: eagle31 bench {example}")
+        add_arguments(one)
+        add_json(one, default=argparse.SUPPRESS)  # it may stand before the name, too
+        one.set_defaults(measure=measure)

@@ -1,4 +1,4 @@
-"""`eagle31 drift`: what drafters do on the user's own prompts, as a report."""
+"""`eagle31 drift` and `eagle31 bench acceptance`: what drafters do on the user's own prompts, as reports."""
 
 import argparse
 import sys
@@ -7,55 +7,114 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .loading import load_causal_lm, load_tokenizer
-from .parsing import DTYPES, add_device, add_reading, path, positive, progress, reading_options, show
+from .parsing import DTYPES, add_json, add_reading, device, number, path, positive, progress, reading_options, show
 from .preparation import add_template_option
 
 if TYPE_CHECKING:
     from ..modeling import Eagle31DrafterModel
+    from ..reports.document import Report
+    from ..reports.journal import Journal
     from ..reports.prompts import Prompts
 
 DEEPEST = 16
+TREE_DEPTH, TREE_TOP_K = 7, 4
+above_zero = number(0, above=True)
 
 
 def drift(args: argparse.Namespace) -> int:
     """Measures drift and shows it; with --output also writes the report."""
     from ..reports.drift import DriftStudy, Settings, default_lengths
     from ..reports.drift_report import drift_report
-    from ..reports.journal import Journal, open_journal
-    from ..reports.plots import check_installed
     from ..reports.text import terminal
-    from ..reports.writing import write_report
 
     if args.depth > DEEPEST:
         raise ValueError(f"--depth is {args.depth}; expected at most {DEEPEST}, the deepest that is drafted.")
+    loads = drafters_of(args)
+    target, prompts = loaded(args, loads)
+    lengths = args.lengths or default_lengths(max(map(len, prompts.ids)), prompts.room, args.max_new_tokens)
+    settings = Settings(args.depth, args.max_new_tokens, tuple(sorted(set(lengths))), not args.no_interventions)
+    facts = facts_of(args, target, prompts, {label: load() for label, load in loads.items()})
+    facts |= {"depth": args.depth, "lengths": [*settings.lengths], "interventions": settings.has_interventions}
+
+    def make(journal: "Journal") -> "Report":
+        study = DriftStudy(target, prompts, journal, counted, settings)
+        return drift_report([study.measure(label, load) for label, load in loads.items()], args.depth, facts)
+
+    report = reported(args, facts, ", ".join(loads), make)
+    show(args, report.as_dict(), terminal(report))
+    return 0
+
+
+def acceptance(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """Measures acceptance and speed; with --output also writes the report. Returns it as plain values and as text."""
+    from ..bench import AUTO_SHAPE, Shape
+    from ..reports.acceptance import AcceptanceStudy, Settings
+    from ..reports.acceptance_report import acceptance_report
+    from ..reports.against import against, read_earlier
+    from ..reports.text import terminal
+
+    if max(args.depths) > DEEPEST or args.depth > DEEPEST:
+        deepest = max(args.depth, *args.depths)
+        raise ValueError(f"--depths: got {deepest}; expected at most {DEEPEST}, the deepest that is drafted.")
+    earlier = None if args.against is None else read_earlier(Path(args.against))
+    loads = drafters_of(args)
+    target, prompts = loaded(args, loads)
+    drafters = {label: load() for label, load in loads.items()}
+    chains = [Shape(depth) for depth in dict.fromkeys(args.depths)]
+    trees = [Shape(TREE_DEPTH, TREE_TOP_K, nodes) for nodes in dict.fromkeys(args.trees)]
+    settings = Settings(
+        ways=(*chains, *trees, AUTO_SHAPE),
+        reference=Shape(args.depth),
+        max_new_tokens=args.max_new_tokens,
+        lengths=tuple(dict.fromkeys(args.lengths)),
+        temperatures=tuple(dict.fromkeys(args.temperatures)),
+        concurrency=tuple(dict.fromkeys(args.concurrency)),
+        has_perturbations=not args.no_perturbations,
+    )
+    facts = facts_of(args, target, prompts, drafters)
+    facts |= {"ways of drafting": ", ".join(way.name for way in settings.ways), "elsewhere": settings.reference.name}
+    facts |= {name: [*getattr(settings, name)] for name in ("lengths", "temperatures", "concurrency")}
+    facts |= {"perturbations": settings.has_perturbations}
+
+    def make(journal: "Journal") -> "Report":
+        study = AcceptanceStudy(target, prompts, journal, counted, settings, drafters)
+        report = acceptance_report(study.measure(), settings, [*loads], facts)
+        if earlier is not None:
+            report.sections.append(against(earlier, report.figures, facts, args.against))
+        return report
+
+    report = reported(args, facts, ", ".join(loads), make)
+    return report.as_dict(), terminal(report)
+
+
+def reported(
+    args: argparse.Namespace, facts: dict[str, Any], names: str, make: Callable[["Journal"], "Report"]
+) -> "Report":
+    """Makes a report; with --output its figures are kept in the folder as they come, and its files written."""
+    from ..reports.journal import Journal, open_journal
+    from ..reports.writing import write_report
+
+    if args.output is None:
+        return make(Journal(None, {}))
+    args.left_behind = lambda args: f"What was measured is in {args.output}: --resume goes on."
+    with open_journal(Path(args.output), facts, args.resume) as journal:
+        report = make(journal)
+        files = write_report(Path(args.output), report, names)
+        progress(f"{files[2]} is the page; {len(files)} files in {args.output}")
+    return report
+
+
+def loaded(args: argparse.Namespace, labels: Iterable[str]) -> tuple[Any, "Prompts"]:
+    """Returns target and prompts, once it is known that a report of them can be written."""
+    from ..reports.plots import check_installed
+
     if args.resume and args.output is None:
         raise ValueError("--resume goes on with a report; expected --output with its folder.")
     if args.output is not None:
         check_installed()
-        args.left_behind = lambda args: f"What was measured is in {args.output}: --resume goes on."
-    loads = drafters_of(args)
-    progress(f"loading {args.target} and {' and '.join(loads)}")
+    progress(f"loading {args.target} and {' and '.join(labels)}")
     tokenizer, target = load_tokenizer(args.target), load_causal_lm(args.target, dtype=args.dtype).to(args.device)
-    prompts = prompts_of(args, target, tokenizer)
-    lengths = args.lengths or default_lengths(max(map(len, prompts.ids)), prompts.room, args.max_new_tokens)
-    settings = Settings(args.depth, args.max_new_tokens, tuple(sorted(set(lengths))), not args.no_interventions)
-    facts = facts_of(args, target, prompts, loads) | {"depth": args.depth, "lengths": [*settings.lengths]}
-    facts |= {"interventions": settings.has_interventions}
-
-    def report(journal: Journal) -> Any:
-        study = DriftStudy(target, prompts, settings, journal, counted)
-        found = [study.measure(label, load) for label, load in loads.items()]
-        return drift_report(found, args.depth, facts)
-
-    if args.output is None:
-        result = report(Journal(None, {}))
-    else:
-        with open_journal(Path(args.output), facts, args.resume) as journal:
-            result = report(journal)
-            files = write_report(Path(args.output), result, ", ".join(loads))
-            progress(f"{files[2]} is the page; {len(files)} files in {args.output}")
-    show(args, result.as_dict(), terminal(result))
-    return 0
+    return target, prompts_of(args, target, tokenizer)
 
 
 def drafters_of(args: argparse.Namespace) -> dict[str, Callable[..., "Eagle31DrafterModel"]]:
@@ -94,14 +153,15 @@ def prompts_of(args: argparse.Namespace, target: Any, tokenizer: Any) -> "Prompt
 
 
 def facts_of(
-    args: argparse.Namespace, target: Any, prompts: "Prompts", loads: dict[str, Callable[..., Any]]
+    args: argparse.Namespace, target: Any, prompts: "Prompts", drafters: dict[str, "Eagle31DrafterModel"]
 ) -> dict[str, Any]:
     """Returns what figures are of: models and prompts by their fingerprints, sizes, hardware and versions."""
     from ..bench import environment
     from ..storage.fingerprints import digest, weights_fingerprint
 
     ids = digest(*(ids.numpy().tobytes() for ids in prompts.ids))
-    models = {"target": (args.target, target)} | {f"drafter {label}": (label, load()) for label, load in loads.items()}
+    models = {"target": (args.target, target)}
+    models |= {f"drafter {label}": (label, drafter) for label, drafter in drafters.items()}
     named = {name: f"{source} ({weights_fingerprint(model)[:12]})" for name, (source, model) in models.items()}
     return named | {
         "prompts": f"{len(prompts)} of {prompts.name} ({ids[:12]})",
@@ -118,7 +178,7 @@ def counted(numbers: Iterable[int], what: str) -> Iterable[int]:
 
 
 def add_drift(parser: argparse.ArgumentParser) -> None:
-    add_device(parser)
+    add_json(parser)
     add_models_and_prompts(parser)
     parser.add_argument("--depth", type=positive, default=DEEPEST, help=f"of the chains (default: {DEEPEST})")
     parser.add_argument(
@@ -129,6 +189,25 @@ def add_drift(parser: argparse.ArgumentParser) -> None:
         help="contexts to measure besides the prompts (default: 256, 1024, 4096 ... as far as target and texts go)",
     )
     parser.add_argument("--no-interventions", action="store_true", help="leave out noise and pinned states")
+
+
+def add_acceptance(parser: argparse.ArgumentParser) -> None:
+    add_models_and_prompts(parser)
+    parser.add_argument(
+        "--depths", type=positive, nargs="+", default=[1, 2, 3, 5, 7, 10], help="of chains (default: 1 2 3 5 7 10)"
+    )
+    parser.add_argument("--trees", type=positive, nargs="*", default=[24], metavar="NODES", help="(default: 24)")
+    parser.add_argument(
+        "--depth", type=positive, default=5, help="of chains in all but the first part of the report (default: 5)"
+    )
+    parser.add_argument("--no-perturbations", action="store_true", help="leave out prompts as they should not be")
+    for name, kind, what in (
+        ("lengths", positive, "contexts to measure besides the prompts, in tokens"),
+        ("temperatures", above_zero, "to sample at"),
+        ("concurrency", positive, "prompts in a batch"),
+    ):
+        parser.add_argument(f"--{name}", type=kind, nargs="+", default=[], help=f"{what} (default: none)")
+    parser.add_argument("--against", type=path, metavar="FILE", help="an earlier report.json, to say what changed")
 
 
 def add_models_and_prompts(parser: argparse.ArgumentParser) -> None:
@@ -149,6 +228,7 @@ def add_models_and_prompts(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-new-tokens", type=positive, default=96, help="a prompt (default: 96)")
     add_template_option(parser)
+    parser.add_argument("--device", type=device, default="cpu", help="cpu, cuda, cuda:1, mps (default: cpu)")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the models (default: auto, their own)")
     parser.add_argument("--output", type=path, metavar="FOLDER", help="where the report is written")
     parser.add_argument("--resume", action="store_true", help="go on with a report that was stopped")

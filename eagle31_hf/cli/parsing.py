@@ -182,9 +182,9 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def add_json(parser: argparse.ArgumentParser) -> None:
+def add_json(parser: argparse.ArgumentParser, default: Any = False) -> None:
     """Adds --json."""
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--json", action="store_true", default=default, help="print one JSON object")
 
 
 def add_reading(parser: argparse.ArgumentParser) -> None:

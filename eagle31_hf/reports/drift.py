@@ -1,13 +1,12 @@
 """The drift report: states, attention and acceptance of drafters by depth, what happens to them where something is
 changed, and in longer contexts."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ..configuration import Eagle31Config
 from ..diagnostics.acceptance import chain_knobs, counts_of, measure_acceptance
@@ -15,14 +14,11 @@ from ..diagnostics.drift import measure_drift
 from ..diagnostics.interventions import Install, applied, interventions, rope_fields, untouched, window_fields
 from ..modeling import Eagle31DrafterModel
 from .figures import Row, accepted_drafts
-from .journal import Journal
-from .prompts import Prompts
+from .study import Load, Study
 
 PLAIN = "as it is"
 FALLEN = 0.9  # share of the drafts accepted in short contexts, below which remedies are tried in long ones
 SLOWER_ROPE = 2.0
-Load = Callable[..., Eagle31DrafterModel]  # takes fields of the config to change
-Counted = Callable[[Iterable[int], str], Iterable[int]]  # shows how far a loop is
 
 
 @dataclass(frozen=True)
@@ -53,30 +49,24 @@ class Measured:
         return self.rows[PLAIN]
 
 
-class DriftStudy:
-    """Measures drafters of one target on the same prompts. `counted` shows the progress over prompts."""
+@dataclass(frozen=True)
+class DriftStudy(Study):
+    """Measures the drift of drafters of one target on the same prompts."""
 
-    def __init__(
-        self, target: PreTrainedModel, prompts: Prompts, settings: Settings, journal: Journal, counted: Counted
-    ):
-        self.target = target
-        self.prompts = prompts
-        self.settings = settings
-        self.journal = journal
-        self.counted = counted
+    settings: Settings
 
     def measure(self, label: str, load: Load) -> Measured:
         """Measures a drafter: as it is, with interventions, in longer contexts, and there with remedies."""
-        drafter, prompts = load(), dict(enumerate(self.prompts.ids))
+        drafter, prompts = load(), self.as_served()
         found = Measured(label, drafter.config)
-        found.rows[PLAIN] = self._each(label, PLAIN, prompts, partial(self._watch, drafter))
+        found.rows[PLAIN] = self.each(label, PLAIN, prompts, partial(self._watch, drafter))
         for one in interventions() if self.settings.has_interventions else []:
-            found.rows[one.name] = self._each(label, one.name, prompts, partial(self._count, drafter, one.install))
+            found.rows[one.name] = self.each(label, one.name, prompts, partial(self._count, drafter, one.install))
         for length in self.settings.lengths:
-            longer = self._lengthened(length)
+            longer = self.lengthened(length)
             if longer:
                 name, count = f"{length} tokens", partial(self._count, drafter, untouched)
-                found.contexts[length] = self._each(label, name, longer, count)
+                found.contexts[length] = self.each(label, name, longer, count)
                 found.short[length] = [found.plain[number] for number in longer]
         if found.contexts:
             self._try_remedies(found, load)
@@ -88,34 +78,19 @@ class DriftStudy:
         now, before = (accepted_drafts(rows).value for rows in (found.contexts[length], found.short[length]))
         if now is None or before is None or now >= FALLEN * before:
             return
-        longer = self._lengthened(length)
+        longer = self.lengthened(length)
         for remedy, fields in remedies_of(found.config, length, self.settings.lengths).items():
             count = partial(self._count, load(**fields), untouched)
-            found.remedies[remedy] = self._each(found.label, f"{length} tokens, {remedy}", longer, count)
-
-    def _each(
-        self, label: str, condition: str, prompts: Mapping[int, Tensor], measure: Callable[[Tensor], Row]
-    ) -> list[Row]:
-        """Measures prompts, ids (T,) by their numbers, those that the journal does not know."""
-        return [
-            self.journal.once(f"{label}: {condition}: prompt {number}", partial(measure, prompts[number]))
-            for number in self.counted([*prompts], f"{label}, {condition}")
-        ]
-
-    def _lengthened(self, length: int) -> dict[int, Tensor]:
-        """Returns the ids of the prompts that can be made so long, by their numbers."""
-        pairs = {number: self.prompts.lengthened(number, length) for number in range(len(self.prompts))}
-        return {number: ids for number, ids in pairs.items() if ids is not None}
+            found.remedies[remedy] = self.each(found.label, f"{length} tokens, {remedy}", longer, count)
 
     def _watch(self, drafter: Eagle31DrafterModel, ids: Tensor) -> Row:
-        return measure_drift(self.target, drafter, self._batch(ids), self.settings.depth, self.settings.max_new_tokens)
+        settings = self.settings
+        return measure_drift(self.target, drafter, self._batch(ids), settings.depth, settings.max_new_tokens)
 
     def _count(self, drafter: Eagle31DrafterModel, install: Install, ids: Tensor) -> Row:
+        knobs, new_tokens = chain_knobs(self.settings.depth), self.settings.max_new_tokens
         with applied(drafter, install):
-            stats = measure_acceptance(
-                self.target, drafter, [self._batch(ids)], chain_knobs(self.settings.depth), self.settings.max_new_tokens
-            )
-        return counts_of(stats)
+            return counts_of(measure_acceptance(self.target, drafter, [self._batch(ids)], knobs, new_tokens))
 
     def _batch(self, ids: Tensor) -> Tensor:
         return ids[None].to(self.target.device)

@@ -54,10 +54,17 @@ def acceptance_by_depth(rows: Sequence[Row], depth: int) -> list[Figure]:
 
 def kept(rows: Sequence[Row], before: Sequence[Row]) -> Figure:
     """Returns the accepted drafts a round as a multiple of those of `before`, which are of the same prompts."""
-    pairs = [(_column(part, "accepted").sum(-1), _column(part, "rounds")) for part in (rows, before)]
-    now, then = (drawn_ratios(*pair) for pair in pairs)
-    values = [float(top.sum() / bottom.sum()) if bottom.sum() else math.nan for top, bottom in pairs]
-    return _figure(values[0] / values[1] if values[1] else math.nan, now / then)
+    return _quotient(*((_column(part, "accepted").sum(-1), _column(part, "rounds")) for part in (rows, before)))
+
+
+def tokens_per_second(rows: Sequence[Row]) -> Figure:
+    """Returns the tokens of a second of generate(), the prompt's forward included."""
+    return _ratio(_column(rows, "new_tokens"), _column(rows, "seconds"))
+
+
+def speedup(rows: Sequence[Row], alone: Sequence[Row]) -> Figure:
+    """Returns the tokens a second as a multiple of those of the target alone on the same prompts."""
+    return _quotient(*((_column(part, "new_tokens"), _column(part, "seconds")) for part in (rows, alone)))
 
 
 def mean_by_depth(rows: Sequence[Row], name: str) -> list[Figure]:
@@ -80,6 +87,12 @@ def _ratio(numerators: Tensor, denominators: Tensor) -> Figure:
     total = float(denominators.sum())
     value = float(numerators.sum()) / total if total else math.nan
     return _figure(value, drawn_ratios(numerators, denominators))
+
+
+def _quotient(now: tuple[Tensor, Tensor], then: tuple[Tensor, Tensor]) -> Figure:
+    """Returns a ratio of sums over another one of the same prompts."""
+    values = [float(top.sum() / bottom.sum()) if bottom.sum() else math.nan for top, bottom in (now, then)]
+    return _figure(values[0] / values[1] if values[1] else math.nan, drawn_ratios(*now) / drawn_ratios(*then))
 
 
 def _figure(value: float, draws: Tensor) -> Figure:

@@ -1,0 +1,180 @@
+"""The acceptance report as a document: tables, charts and findings."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ..bench import Shape
+from .acceptance import ALONE, CONCURRENCY, CONTEXT, PERTURBED, SERVED, TEMPERATURE, Decoded, Settings, Who
+from .document import GOOD, NOTE, WARNING, Chart, Column, Finding, Report, Section, Series, Table
+from .figures import (
+    Figure,
+    Row,
+    acceptance_by_depth,
+    accepted_drafts,
+    accepted_length,
+    kept,
+    speedup,
+    tokens_per_second,
+)
+
+ROBUST = 0.9  # share of accepted drafts that a perturbation must leave
+EXPLAINED = (
+    "Accepted length is the tokens that a forward of the target gives, the bonus token included; accepted drafts are"
+    " those without it. Speed-up is over the target alone, prompt by prompt in the same run. In brackets and as bands:"
+    " 95% intervals by bootstrap over prompts."
+)
+
+
+def acceptance_report(
+    found: Mapping[str, Decoded], settings: Settings, labels: Sequence[str], facts: Mapping[str, Any]
+) -> Report:
+    """Makes the report of what was measured, by condition, of drafters by their `labels`."""
+    sections = [
+        _speed(found[SERVED], settings, labels),
+        _positions(found[SERVED], settings.reference, labels),
+        *_conditions(found, settings.reference.name, labels),
+    ]
+    return Report(
+        kind="acceptance",
+        title="Acceptance and speed",
+        findings=[finding for label in labels for finding in findings_of(found, settings, label)],
+        sections=[section for section in sections if section.tables],
+        facts=dict(facts),
+        figures={label: _figures(found, label) for label in labels},
+    )
+
+
+def _figures(found: Mapping[str, Decoded], label: str) -> dict[str, Any]:
+    """Returns what was measured of a drafter by condition and way of drafting, as plain values."""
+    return {
+        condition: {way: _figures_of(rows, decoded.alone) for (who, way), rows in decoded.rows.items() if who == label}
+        for condition, decoded in found.items()
+    }
+
+
+def _figures_of(rows: Sequence[Row], alone: Sequence[Row] | None) -> dict[str, Any]:
+    """`by_prompt`: accepted drafts and rounds, by which two reports of the same prompts can be compared."""
+    figures = {
+        "accepted_length": accepted_length(rows),
+        "accepted_drafts": accepted_drafts(rows),
+        "tokens_per_second": tokens_per_second(rows),
+    }
+    return {name: figure.as_dict() for name, figure in figures.items()} | {
+        "prompts": len(rows),
+        "speedup": speedup(rows, alone).as_dict() if alone else None,
+        "same_text": same_texts(rows, alone) if alone else None,
+        "by_prompt": [[sum(row["accepted"]), row["rounds"]] for row in rows],
+    }
+
+
+def same_texts(rows: Sequence[Row], alone: Sequence[Row]) -> int:
+    """Returns how many texts are those of the target alone."""
+    return sum(row["text"] == other["text"] for row, other in zip(rows, alone, strict=True))
+
+
+def _speed(served: Decoded, settings: Settings, labels: Sequence[str]) -> Section:
+    by_who, alone = served.rows, served.alone or []
+    columns = [
+        Column("drafter"), Column("drafts"), Column("tokens/s"), Column("speed-up"), Column("accepted length"),
+        Column("accepted drafts"), Column("same text"),
+    ]  # fmt: skip
+    lines: list[list[Any]] = [[ALONE, "", tokens_per_second(alone).shown, "1", "1", "0", ""]]
+    for (label, way), found in by_who.items():
+        if label != ALONE:
+            figures = (tokens_per_second(found), speedup(found, alone), accepted_length(found), accepted_drafts(found))
+            same = f"{same_texts(found, alone)} of {len(found)}"
+            lines.append([label, way, *(figure.shown for figure in figures), same])
+    chains = [way for way in settings.ways if way.top_k == 1 and not way.is_auto]
+    chains.sort(key=lambda way: way.depth)
+    depths = [float(way.depth) for way in chains]
+    faster = [_over(label, [speedup(by_who[label, way.name], alone) for way in chains]) for label in labels]
+    longer = [_over(label, [accepted_length(by_who[label, way.name]) for way in chains]) for label in labels]
+    charts = [
+        Chart("Speed-up by depth of chains", "tokens drafted a round", "speed-up", depths, faster),
+        Chart("Accepted length by depth of chains", "tokens drafted a round", "tokens", depths, longer),
+    ]
+    return Section("Speed", EXPLAINED, [Table("by way of drafting", columns, lines)], charts if len(depths) > 1 else [])
+
+
+def _over(label: str, figures: Sequence[Figure]) -> Series:
+    parts = [[getattr(figure, name) for figure in figures] for name in ("value", "low", "high")]
+    return Series(label, *parts)
+
+
+def _positions(served: Decoded, way: Shape, labels: Sequence[str]) -> Section:
+    series = [_over(label, acceptance_by_depth(served.rows[label, way.name], way.depth)) for label in labels]
+    lines = [[k + 1, *(one.y[k] for one in series)] for k in range(way.depth)]
+    columns = [Column("position"), *(Column(label, ".2f") for label in labels)]
+    return Section(
+        "Acceptance by position",
+        f"Of the tokens drafted at a position, the share that is accepted; drafting {way.name}.",
+        [Table("by position", columns, lines)],
+        [Chart("Acceptance by position", "position", "share", [float(k) for k in range(1, way.depth + 1)], series)],
+    )
+
+
+PARTS = {
+    PERTURBED: ("Perturbed prompts", "The same prompts as they should not be."),
+    CONTEXT: (
+        "Context",
+        "Texts go on for as many tokens; chats have the words of other prompts before their question.",
+    ),
+    TEMPERATURE: ("Temperature", "Sampled, with a seed for each prompt."),
+    CONCURRENCY: ("Concurrency", "Prompts in one batch, each of which advances at its own pace."),
+}
+
+
+def _conditions(found: Mapping[str, Decoded], way: str, labels: Sequence[str]) -> Iterator[Section]:
+    for kind, (title, text) in PARTS.items():
+        of_kind = {name: decoded for name, decoded in found.items() if decoded.kind == kind}
+        is_timed = any(decoded.alone for decoded in of_kind.values())
+        columns = [Column("condition"), Column("drafter"), Column("prompts"), Column("accepted length")]
+        columns += [Column("speed-up") if is_timed else Column("drafts kept")]
+        lines = list[list[Any]]()
+        for name, decoded in of_kind.items():
+            for label in labels:
+                rows = decoded.rows[label, way]
+                last = speedup(rows, decoded.alone) if decoded.alone else _kept(found, name, (label, way))
+                lines.append([name, label, len(rows), accepted_length(rows).shown, last.shown])
+        yield Section(title, f"{text} Drafting {way}.", [Table("by condition", columns, lines)] if lines else [])
+
+
+def _kept(found: Mapping[str, Decoded], name: str, who: Who) -> Figure:
+    """Returns accepted drafts as a multiple of those on the same prompts as they are served."""
+    served = found[SERVED].rows[who]
+    return kept(found[name].rows[who], [served[number] for number in found[name].numbers])
+
+
+def findings_of(found: Mapping[str, Decoded], settings: Settings, label: str) -> list[Finding]:
+    """Returns what a drafter gains, where its text differs, and what it does not bear."""
+    served = found[SERVED]
+    alone = served.alone or []
+    by_way = {way: rows for (who, way), rows in served.rows.items() if who == label}
+    findings = [_gain(label, {way: speedup(rows, alone) for way, rows in by_way.items()})]
+    for way, rows in by_way.items():
+        others = len(rows) - same_texts(rows, alone)
+        if others:
+            said = f"{label}: with {_named(way)} {others} of {len(rows)} texts are not the target's own."
+            why = "In half precision close ties may fall either way; in fp32 (`--dtype float32`) they must not."
+            findings.append(Finding(NOTE, said, why))
+    for name in [name for name, decoded in found.items() if decoded.kind == PERTURBED]:
+        left = _kept(found, name, (label, settings.reference.name))
+        if left.high is not None and left.high < ROBUST:
+            said = f"{label}: {name}: {left.shown} of the drafts are still accepted."
+            remedy = "Render prompts as it was trained, or train with `--template-augmentation`."
+            findings.append(Finding(WARNING, said, remedy))
+    return findings
+
+
+def _gain(label: str, gains: Mapping[str, Figure]) -> Finding:
+    """Says which way of drafting is fastest, and whether it gains anything."""
+    best = max(gains, key=lambda way: gains[way].value or 0.0)
+    gain = gains[best]
+    said = f"{label}: fastest is {_named(best)}, {gain.shown} times as fast as the target alone."
+    if (gain.low if gain.low is not None else gain.value or 0.0) > 1:
+        return Finding(GOOD, said)
+    return Finding(WARNING, said, "It gains nothing here: draft with a better drafter, or not at all.")
+
+
+def _named(way: str) -> str:
+    return f"a chain of {way}" if way.isdecimal() else f"a tree ({way})" if "tree" in way else way

@@ -1,0 +1,78 @@
+"""A report beside an earlier one: what changed, and what is noise."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..json_file import parse_json
+from .document import SCHEMA, Column, Section, Table
+from .figures import Figure, kept
+
+SAME_PROMPTS = "Both are of the same prompts, which are compared one by one."
+OTHER_PROMPTS = "Prompts differ: intervals are wider."
+MAX_VALUES = 5_000_000  # of an earlier report
+
+
+def read_earlier(path: Path) -> dict[str, Any]:
+    """Returns an earlier acceptance report. Raises ValueError for any other file."""
+    report = parse_json(path.read_bytes(), str(path), MAX_VALUES)
+    found = report.get("schema"), report.get("kind")
+    if found != (SCHEMA, "acceptance"):
+        raise ValueError(
+            f"{path}: has schema {found[0]!r} and kind {found[1]!r}; expected {SCHEMA!r} and 'acceptance', the"
+            " report.json of `eagle31 bench acceptance`."
+        )
+    return report
+
+
+def against(earlier: Mapping[str, Any], figures: Mapping[str, Any], facts: Mapping[str, Any], name: str) -> Section:
+    """Compares accepted drafts by drafter, condition and way of drafting, those that both reports have; where each has
+    one drafter, these are compared whatever their names."""
+    is_same = earlier["facts"].get("prompts") == facts["prompts"]
+    then = earlier["figures"]
+    if len(then) == len(figures) == 1:
+        then = {next(iter(figures)): next(iter(then.values()))}
+    columns = [Column(title) for title in ("drafter", "condition", "drafts", "then", "now", "times", "")]
+    lines = [
+        [*place, _shown(before), _shown(now), ratio.shown, verdict(ratio)]
+        for place, before, now in _pairs(then, figures)
+        for ratio in [_ratio(before, now, is_same)]
+    ]
+    text = f"Accepted drafts a round, then and now. {SAME_PROMPTS if is_same else OTHER_PROMPTS}"
+    return Section(f"Beside {name}", text, [Table("accepted drafts", columns, lines)] if lines else [])
+
+
+def _pairs(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[list[str], Any, Any]]:
+    for label in (label for label in now if label in then):
+        for condition in (condition for condition in now[label] if condition in then[label]):
+            for way in (way for way in now[label][condition] if way in then[label][condition]):
+                yield [label, condition, way], then[label][condition][way], now[label][condition][way]
+
+
+def _shown(figures: Mapping[str, Any]) -> str:
+    return Figure(**figures["accepted_drafts"]).shown
+
+
+def _ratio(then: Mapping[str, Any], now: Mapping[str, Any], is_same: bool) -> Figure:
+    """Returns the accepted drafts a round as a multiple of the earlier ones.
+
+    Of other prompts, those of one report are put in an order of their own: no pair of them belongs together.
+    """
+    before, after = then["by_prompt"], now["by_prompt"]
+    if not is_same or len(before) != len(after):
+        size = max(len(before), len(after))
+        order = torch.randperm(size, generator=torch.Generator().manual_seed(1)).tolist()
+        before = [before[number % len(before)] for number in order]
+        after = [after[number % len(after)] for number in range(size)]
+    rows = [[{"accepted": [accepted], "rounds": rounds} for accepted, rounds in part] for part in (after, before)]
+    return kept(*rows)
+
+
+def verdict(ratio: Figure) -> str:
+    """Says whether a ratio is more than noise."""
+    if ratio.value is None:
+        return "nothing to compare"
+    low, high = (ratio.value if end is None else end for end in (ratio.low, ratio.high))
+    return "better" if low > 1 else "worse" if high < 1 else "same" if low == high == 1 else "noise"
