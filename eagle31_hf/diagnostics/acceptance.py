@@ -40,10 +40,11 @@ def measure_acceptance(
 
 def counts_of(stats: AcceptanceStats) -> dict[str, Any]:
     """Returns the counts of several prompts' rounds as plain figures, which add up over prompts: `tokens` that the
-    rounds gave, `rounds`, and by depth how many tokens were `drafted` and `accepted`."""
+    rounds gave, `rounds`, one for every sequence that a forward verified, and by depth how many tokens were `drafted`
+    and `accepted`."""
     return {
         "tokens": stats.generated_tokens - stats.prefills,
-        "rounds": stats.target_forwards,
+        "rounds": len(stats.accepted_per_round),
         "drafted": stats.drafted_per_position,
         "accepted": stats.accepted_per_position,
     }

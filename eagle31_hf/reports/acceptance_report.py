@@ -151,12 +151,12 @@ def findings_of(found: Mapping[str, Decoded], settings: Settings, label: str) ->
     alone = served.alone or []
     by_way = {way: rows for (who, way), rows in served.rows.items() if who == label}
     findings = [_gain(label, {way: speedup(rows, alone) for way, rows in by_way.items()})]
-    for way, rows in by_way.items():
-        others = len(rows) - same_texts(rows, alone)
-        if others:
-            said = f"{label}: with {_named(way)} {others} of {len(rows)} texts are not the target's own."
-            why = "In half precision close ties may fall either way; in fp32 (`--dtype float32`) they must not."
-            findings.append(Finding(NOTE, said, why))
+    others = {way: len(rows) - same_texts(rows, alone) for way, rows in by_way.items()}
+    if any(others.values()):
+        worst = max(others, key=lambda way: others[way])
+        said = f"{label}: up to {others[worst]} of {len(alone)} texts are not the target's own, with {_named(worst)}."
+        why = "In half precision close ties may fall either way; in fp32 (`--dtype float32`) they must not."
+        findings.append(Finding(NOTE, said, why))
     for name in [name for name, decoded in found.items() if decoded.kind == PERTURBED]:
         left = _kept(found, name, (label, settings.reference.name))
         if left.high is not None and left.high < ROBUST:
@@ -177,4 +177,5 @@ def _gain(label: str, gains: Mapping[str, Figure]) -> Finding:
 
 
 def _named(way: str) -> str:
-    return f"a chain of {way}" if way.isdecimal() else f"a tree ({way})" if "tree" in way else way
+    depth, _, nodes = way.partition(", tree ")
+    return f"a tree of {nodes} nodes, {depth} deep" if nodes else f"a chain of {way}" if way.isdecimal() else way

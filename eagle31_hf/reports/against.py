@@ -74,5 +74,8 @@ def verdict(ratio: Figure) -> str:
     """Says whether a ratio is more than noise."""
     if ratio.value is None:
         return "nothing to compare"
-    low, high = (ratio.value if end is None else end for end in (ratio.low, ratio.high))
-    return "better" if low > 1 else "worse" if high < 1 else "same" if low == high == 1 else "noise"
+    if ratio.low is None or ratio.high is None:
+        return "too few prompts"
+    if ratio.low == ratio.high == 1:
+        return "same"
+    return "better" if ratio.low > 1 else "worse" if ratio.high < 1 else "noise"

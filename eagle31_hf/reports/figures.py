@@ -18,7 +18,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Figure:
-    """A value, and the ends of its interval; None where there is nothing to measure."""
+    """A value, None where there is nothing to measure, and the ends of its interval, None where they are not known."""
 
     value: float | None
     low: float | None
@@ -29,7 +29,8 @@ class Figure:
         """Returns it as people read it, its interval in brackets."""
         if self.value is None:
             return "-"
-        return f"{self.value:.2f}" + (f" [{self.low:.2f}, {self.high:.2f}]" if self.low is not None else "")
+        is_narrow = self.low is None or self.high is None or self.low == self.high
+        return f"{self.value:.2f}" + ("" if is_narrow else f" [{self.low:.2f}, {self.high:.2f}]")
 
     def as_dict(self) -> dict[str, float | None]:
         """Returns plain values, for JSON."""
@@ -84,19 +85,26 @@ def _column(rows: Sequence[Row], name: str, depth: int = 0) -> Tensor:
 
 
 def _ratio(numerators: Tensor, denominators: Tensor) -> Figure:
-    total = float(denominators.sum())
-    value = float(numerators.sum()) / total if total else math.nan
-    return _figure(value, drawn_ratios(numerators, denominators))
+    return _figure(_over(numerators, denominators), drawn_ratios(numerators, denominators), len(numerators))
 
 
 def _quotient(now: tuple[Tensor, Tensor], then: tuple[Tensor, Tensor]) -> Figure:
     """Returns a ratio of sums over another one of the same prompts."""
-    values = [float(top.sum() / bottom.sum()) if bottom.sum() else math.nan for top, bottom in (now, then)]
-    return _figure(values[0] / values[1] if values[1] else math.nan, drawn_ratios(*now) / drawn_ratios(*then))
+    before = _over(*then)
+    value = _over(*now) / before if before else math.nan
+    return _figure(value, drawn_ratios(*now) / drawn_ratios(*then), len(now[0]))
 
 
-def _figure(value: float, draws: Tensor) -> Figure:
-    """Makes a figure; of one prompt, which says nothing about others, it has no interval."""
+def _over(numerators: Tensor, denominators: Tensor) -> float:
+    total = float(denominators.sum())
+    return float(numerators.sum()) / total if total else math.nan
+
+
+def _figure(value: float, draws: Tensor, num_prompts: int) -> Figure:
+    """Makes a figure. It has no interval where that would have no end, nor of a single prompt, which says nothing about
+    others."""
     low, high = map(float, interval_of(draws))
-    parts = [part if math.isfinite(part) else None for part in (value, low, high)]
-    return Figure(*parts) if len(set(parts)) > 1 else Figure(parts[0], None, None)
+    if not math.isfinite(value):
+        return Figure(None, None, None)
+    has_interval = num_prompts > 1 and math.isfinite(low) and math.isfinite(high)
+    return Figure(value, low, high) if has_interval else Figure(value, None, None)

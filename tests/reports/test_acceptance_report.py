@@ -1,0 +1,263 @@
+"""The acceptance report: what is counted and compared, on tiny models, against generate() itself."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import build_drafter, build_target
+from reports.studies import tiny_prompts
+
+from eagle31_hf import demo, track_acceptance
+from eagle31_hf.bench import AUTO_SHAPE, Shape
+from eagle31_hf.reports.acceptance import ALONE, PERTURBED, SERVED, TARGET_ALONE, AcceptanceStudy, Decoded, Settings
+from eagle31_hf.reports.acceptance_report import acceptance_report, findings_of
+from eagle31_hf.reports.against import against, read_earlier
+from eagle31_hf.reports.document import GOOD, NOTE, WARNING
+from eagle31_hf.reports.journal import Journal
+from eagle31_hf.reports.page import page
+from eagle31_hf.reports.perturbed import FOREIGN, PERTURBATIONS
+from eagle31_hf.reports.prompts import Prompts, Renderer
+from eagle31_hf.reports.writing import write_report
+
+WAYS = (Shape(2), Shape(3, 2, 6), AUTO_SHAPE)
+SETTINGS = Settings(WAYS, Shape(3), 12, lengths=(24,), temperatures=(0.8,), concurrency=(3,))
+LABELS = ("one", "two")
+FACTS = {"prompts": "4 of these", "target": "tiny"}
+
+
+def study_of(folder, journal, settings=SETTINGS):
+    target = build_target("qwen3")
+    drafters = {label: build_drafter(target, kind) for label, kind in zip(LABELS, ("eagle31", "eagle3"), strict=True)}
+    return AcceptanceStudy(target, tiny_prompts(folder), journal, lambda numbers, what: numbers, settings, drafters)
+
+
+def folder_of(study):
+    return Path(study.prompts.name).parent
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    return study_of(tmp_path_factory.mktemp("study"), Journal(None, {}))
+
+
+@pytest.fixture(scope="module")
+def found(study):
+    return study.measure()
+
+
+@pytest.fixture(scope="module")
+def report(found):
+    return acceptance_report(found, SETTINGS, LABELS, FACTS)
+
+
+def test_counts_are_those_of_generate(study, found):
+    for way in WAYS[:2]:
+        with track_acceptance() as stats:
+            for ids in study.prompts.ids:
+                mask = torch.ones_like(ids[None])
+                options = {
+                    "assistant_model": study.drafters["one"],
+                    "max_new_tokens": 12,
+                    "do_sample": False,
+                    **way.knobs,
+                }
+                study.target.generate(ids[None], attention_mask=mask, **options)
+        rows = found[SERVED].rows["one", way.name]
+        assert sum(row["tokens"] for row in rows) == stats.generated_tokens - stats.prefills
+        assert sum(row["rounds"] for row in rows) == stats.target_forwards
+        assert sum(row["accepted"][0] for row in rows) == stats.accepted_per_position[0]
+
+
+def test_every_text_is_the_targets_own_in_fp32(found):
+    for name in (SERVED, "24 tokens", "3 at once"):
+        alone = found[name].alone
+        for who, rows in found[name].rows.items():
+            assert [row["text"] for row in rows] == [row["text"] for row in alone], (name, who)
+            assert [row["new_tokens"] for row in rows] == [row["new_tokens"] for row in alone]
+
+
+def test_conditions_are_drafted_by_the_reference_alone(found):
+    ways = {name: {way for who, way in decoded.rows if who != ALONE} for name, decoded in found.items()}
+    assert ways.pop(SERVED) == {"2", "3, tree 6", "auto", "3"}
+    assert set(ways) == {
+        "24 tokens",
+        "temperature 0.8",
+        "3 at once",
+        "foreign system prompt",
+        "10% of the tokens replaced",
+    }
+    assert set(map(tuple, ways.values())) == {("3",)}
+    timed = {name for name, decoded in found.items() if decoded.alone}
+    assert timed == {SERVED, "24 tokens", "3 at once"}
+
+
+def test_a_batch_counts_the_rounds_of_every_sequence(found):
+    [row] = found["3 at once"].rows["one", "3"]
+    assert row["new_tokens"] == row["tokens"] + 3  # the prompts' forward gave each its first
+    assert row["rounds"] >= row["tokens"] / 4
+
+
+def test_the_report_has_a_line_for_every_way_and_condition(report):
+    tables = {section.title: section.tables[0] for section in report.sections}
+    assert list(tables) == [
+        "Speed",
+        "Acceptance by position",
+        "Perturbed prompts",
+        "Context",
+        "Temperature",
+        "Concurrency",
+    ]
+    assert [row[:2] for row in tables["Speed"].rows[:3]] == [[ALONE, ""], ["one", "2"], ["one", "3, tree 6"]]
+    assert all(row[-1] == "4 of 4" for row in tables["Speed"].rows[1:])
+    assert [row[:3] for row in tables["Concurrency"].rows] == [["3 at once", "one", 1], ["3 at once", "two", 1]]
+
+
+def test_figures_for_programs_say_the_same(report, found):
+    figures = report.figures["two"][SERVED]["2"]
+    rows = found[SERVED].rows["two", "2"]
+    assert figures["by_prompt"] == [[sum(row["accepted"]), row["rounds"]] for row in rows]
+    assert figures["accepted_drafts"]["value"] == pytest.approx(
+        sum(sum(row["accepted"]) for row in rows) / sum(row["rounds"] for row in rows)
+    )
+    alone = found[SERVED].rows[TARGET_ALONE]
+    expected = sum(row["seconds"] for row in alone) / sum(row["seconds"] for row in rows)
+    assert figures["speedup"]["value"] == pytest.approx(expected)  # of the same tokens
+    assert (figures["same_text"], figures["prompts"]) == (4, 4)
+
+
+def test_a_page_is_made_of_it(report, tmp_path):
+    write_report(tmp_path, report, "one, two")
+    assert json.loads((tmp_path / "report.json").read_text())["kind"] == "acceptance"
+    assert len(re.findall("<svg", page(report, "one"))) == sum(len(section.charts) for section in report.sections) > 0
+
+
+def test_a_resumed_report_is_the_same(study, found):
+    """Half of a run is in the journal; the other half is measured now."""
+    half, kept = len(study.journal) // 2, {}
+    names = iter(range(half))
+
+    class Stopping(Journal):
+        def once(self, name, measure):
+            if next(names, None) is None:
+                raise KeyboardInterrupt
+            return super().once(name, measure)
+
+    with pytest.raises(KeyboardInterrupt):
+        study_of(folder_of(study), Stopping(None, kept)).measure()
+    assert len(kept) == half
+    before = json.dumps(kept)
+    resumed = study_of(folder_of(study), Journal(None, kept)).measure()
+    assert json.dumps(dict(list(kept.items())[:half])) == before
+    for name, decoded in found.items():
+        assert resumed[name].numbers == decoded.numbers
+        for who, rows in decoded.rows.items():
+            for row, again in zip(rows, resumed[name].rows[who], strict=True):
+                same = {"text", "new_tokens"} if who[1] == "auto" else row.keys() - {"seconds"}
+                assert {key: row[key] for key in same} == {key: again[key] for key in same}, (name, who)
+
+
+def timed(seconds, accepted, texts="abcd"):
+    counts = {"tokens": 10, "rounds": 5, "drafted": [5], "new_tokens": 11}
+    return [
+        counts | {"seconds": seconds + i / 100, "accepted": [accepted], "text": text} for i, text in enumerate(texts)
+    ]
+
+
+def findings(rows, kept=5):
+    settings = Settings((Shape(2),), Shape(2), 12)
+    found = {
+        SERVED: Decoded(SERVED, [0, 1, 2, 3], {TARGET_ALONE: timed(1.0, 0), ("one", "2"): rows}),
+        "no BOS": Decoded(PERTURBED, [1, 3], {("one", "2"): [{**row, "accepted": [kept]} for row in rows[:2]]}),
+    }
+    return findings_of(found, settings, "one")
+
+
+def test_findings_say_what_is_gained():
+    [finding] = findings(timed(0.5, 5))
+    assert finding.level == GOOD
+    assert "fastest is a chain of 2, 1.9" in finding.text
+    [finding] = findings(timed(1.5, 5))
+    assert (finding.level, "gains nothing" in finding.remedy) == (WARNING, True)
+
+
+def test_findings_say_where_texts_differ():
+    finding = findings(timed(0.5, 5, "abXY"))[1]
+    assert finding.level == NOTE
+    assert "2 of 4 texts are not the target's own" in finding.text
+
+
+def test_findings_say_which_perturbation_is_not_borne():
+    rows = [{**row, "accepted": [5 + i]} for i, row in enumerate(timed(0.5, 5))]
+    finding = findings(rows, kept=2)[1]
+    assert (finding.level, "no BOS" in finding.text) == (WARNING, True)
+    assert "--template-augmentation" in finding.remedy
+
+
+def beside(earlier, now, facts=FACTS):
+    section = against(earlier.as_dict(), now.figures, facts, "earlier.json")
+    return {tuple(row[:3]): row[3:] for row in section.tables[0].rows}, section.text
+
+
+def better(report, factor):
+    changed = json.loads(json.dumps(report.figures))
+    for ways in changed["one"].values():
+        for figures in ways.values():
+            figures["by_prompt"] = [[accepted * factor + 1, rounds] for accepted, rounds in figures["by_prompt"]]
+    return type(report)(**{**vars(report), "figures": changed})
+
+
+def test_a_report_beside_itself_is_the_same(report):
+    lines, text = beside(report, report)
+    assert "compared one by one" in text
+    assert len(lines) == sum(len(ways) for conditions in report.figures.values() for ways in conditions.values())
+    assert {line[-1] for line in lines.values()} <= {"same", "nothing to compare", "too few prompts"}
+
+
+def test_a_better_report_is_told_from_noise(report):
+    low, high = better(report, 2), better(report, 6)
+    lines, _ = beside(low, high)
+    assert lines["one", SERVED, "2"][-1] == "better"
+    lines, _ = beside(high, low)
+    assert lines["one", SERVED, "2"][-1] == "worse"
+    lines, text = beside(low, low, {"prompts": "others"})
+    assert "Prompts differ" in text
+    assert lines["one", SERVED, "2"][-1] in ("noise", "same")
+
+
+def test_only_an_acceptance_report_is_compared_with(tmp_path):
+    (tmp_path / "other.json").write_text('{"schema": "eagle31-report/1", "kind": "drift"}')
+    with pytest.raises(ValueError, match=r"kind 'drift'; expected .* the report\.json of `eagle31 bench acceptance`"):
+        read_earlier(tmp_path / "other.json")
+
+
+TEMPLATE = (
+    "<b>{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
+)
+
+
+def test_perturbations_of_a_chat(tmp_path, monkeypatch):
+    tokenizer = demo.load_target()[1]
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE.replace("<b>", "<|begin|>"))
+    path = tmp_path / "chat.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "system", "content": "S"}, {"role": "user", "content": "why?"}]}))
+    prompts = Prompts(str(path), Renderer(tokenizer, 20, len(tokenizer), {}), 1, 500, 10)
+    changed = {
+        name: perturb(prompts.renderer, prompts.sources[0], prompts.ids[0], 0)
+        for name, perturb in PERTURBATIONS.items()
+    }
+    texts = {name: tokenizer.decode(ids) for name, ids in changed.items()}
+    assert texts["no BOS"] == "[system]S[user]why?[a]"
+    assert texts["no template"] == "<|begin|>S\nwhy?"
+    assert texts["no template, no BOS"] == "S\nwhy?"
+    assert texts["foreign system prompt"] == f"<|begin|>[system]{FOREIGN}[user]why?[a]"
+    noisy = changed["10% of the tokens replaced"]
+    assert len(noisy) == len(prompts.ids[0])
+    assert noisy[0] == prompts.ids[0][0]
+
+
+def test_perturbations_of_a_text_without_bos_or_template_are_left_out(study):
+    renderer, source, ids = study.prompts.renderer, study.prompts.sources[0], study.prompts.ids[0]
+    names = {name for name, perturb in PERTURBATIONS.items() if perturb(renderer, source, ids, 0) is not None}
+    assert names == {"foreign system prompt", "10% of the tokens replaced"}
