@@ -107,7 +107,7 @@ def _positions(served: Decoded, way: Shape, labels: Sequence[str]) -> Section:
     columns = [Column("position"), *(Column(label, ".2f") for label in labels)]
     return Section(
         "Acceptance by position",
-        f"Of the tokens drafted at a position, the share that is accepted; drafting {way.name}.",
+        f"Of the tokens drafted at a position, the share that is accepted, of {_named(way.name)}.",
         [Table("by position", columns, lines)],
         [Chart("Acceptance by position", "position", "share", [float(k) for k in range(1, way.depth + 1)], series)],
     )
@@ -136,7 +136,9 @@ def _conditions(found: Mapping[str, Decoded], way: str, labels: Sequence[str]) -
                 rows = decoded.rows[label, way]
                 last = speedup(rows, decoded.alone) if decoded.alone else _kept(found, name, (label, way))
                 lines.append([name, label, len(rows), accepted_length(rows).shown, last.shown])
-        yield Section(title, f"{text} Drafting {way}.", [Table("by condition", columns, lines)] if lines else [])
+        yield Section(
+            title, f"{text} Drafted as {_named(way)}.", [Table("by condition", columns, lines)] if lines else []
+        )
 
 
 def _kept(found: Mapping[str, Decoded], name: str, who: Who) -> Figure:

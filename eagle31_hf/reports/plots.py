@@ -81,6 +81,7 @@ def _draw_lines(axes: Any, chart: Chart) -> None:
     if not chart.is_stacked:
         axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
         axes.grid(alpha=0.3)
+    axes.xaxis.get_major_locator().set_params(integer=True)  # depths, positions
     axes.margins(x=0 if chart.is_stacked else 0.02)
     below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.18), "ncols": 2}
     axes.legend(fontsize=8, framealpha=0, **(below if chart.is_stacked else {}))
