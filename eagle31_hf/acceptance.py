@@ -5,7 +5,7 @@ Sequences are those of a batch, in order.
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -19,6 +19,22 @@ CHAINS = "chains"
 TREES = "trees"
 LOCK_STEP = "lock-step"
 
+
+@dataclass(frozen=True)
+class Round:
+    """What one forward of the target gave, by sequence: `tokens`, the accepted drafts and then the target's own token,
+    the bonus token, unless a draft ended the text; `num_accepted`, how many of them were drafted, None for a sequence
+    that had ended before; `drafts`, the drafted ids; `parents`, of a tree the node that each of them follows (0: the
+    last token before the round, k: the k-th draft, from 1), None of a chain. The prompt's forward is a round without
+    drafts."""
+
+    tokens: list[list[int]]
+    num_accepted: list[int | None]
+    drafts: list[list[int]]
+    parents: list[list[int]] | None
+
+
+_watchers: ContextVar[tuple[Callable[[Round], None], ...]] = ContextVar("eagle31_watchers", default=())
 _trackers: ContextVar[tuple["AcceptanceStats", ...]] = ContextVar("eagle31_trackers", default=())
 
 
@@ -155,6 +171,7 @@ class Recorder:
     def __init__(self, clock: Clock):
         self._clock = clock
         self._stats = _trackers.get()
+        self._watchers = _watchers.get()
         self._spans: dict[str, tuple[Any, Any]] = {}
         self._began: Any = None
         self.execution = ""  # how rounds are run, where there are several ways; for people
@@ -169,6 +186,14 @@ class Recorder:
             stats.add_round(kind, drafted, accepted, tokens)
             if self.execution:
                 stats.add_execution(self.execution)
+
+    def show(self, accepted: Any) -> None:
+        """Shows what a round accepted to those who watch, where there are any."""
+        if self._watchers:
+            drafts = accepted.drafts
+            shown = Round(accepted.tokens, accepted.num_drafts, drafts.ids, drafts.parents)
+            for watcher in self._watchers:
+                watcher(shown)
 
     def choices(self, choices: Counter[str], explanation: str) -> None:
         for stats in self._stats:
@@ -211,3 +236,14 @@ def track_acceptance(stats: AcceptanceStats | None = None) -> Iterator[Acceptanc
         yield stats
     finally:
         _trackers.reset(token)
+
+
+@contextmanager
+def watch_rounds(watcher: Callable[[Round], None]) -> Iterator[None]:
+    """Calls `watcher` with every `Round` of every generate() call inside it, by this thread, as soon as it is over.
+    What it raises ends the call."""
+    token = _watchers.set((*_watchers.get(), watcher))
+    try:
+        yield
+    finally:
+        _watchers.reset(token)

@@ -78,7 +78,7 @@ def acceptance(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
     def make(journal: "Journal") -> "Report":
         study = AcceptanceStudy(target, prompts, journal, counted, settings, drafters)
-        report = acceptance_report(study.measure(), settings, [*loads], facts)
+        report = acceptance_report(study.measure(), study.generations(), settings, [*loads], facts)
         if earlier is not None:
             report.sections.append(against(earlier, report.figures, facts, args.against))
         return report

@@ -18,7 +18,9 @@ class Engine:
         executor = self.executor
         planner = self.planner
         recorder = self.executor.recorder
-        recorder.prefill([len(tokens) for tokens in executor.prefill().tokens])
+        first = executor.prefill()
+        recorder.prefill([len(tokens) for tokens in first.tokens])
+        recorder.show(first)
         while not all(executor.sequences.finished):
             room = executor.room()
             plan = planner.plan(room.depth, room.nodes, executor.sequences.going, room.num_unread)
@@ -27,6 +29,7 @@ class Engine:
             accepted = outcome.accepted
             num_tokens = [len(tokens) for tokens in accepted.tokens]
             recorder.round(outcome.kind, accepted.drafts.depths(), accepted.num_drafts, num_tokens)
+            recorder.show(accepted)
             planner.observe(outcome.num_nodes, accepted, seconds)
         recorder.choices(planner.choices, planner.explain())
         return executor.result()

@@ -13,15 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..acceptance import track_acceptance
+from ..acceptance import Round, track_acceptance, watch_rounds
 from ..bench import Shape, synchronize
 from ..diagnostics.acceptance import counts_of
 from ..modeling import Eagle31DrafterModel
 from ..storage.fingerprints import digest
 from ..training.skipped import Skipped
+from .document import Generation
 from .figures import Row
 from .perturbed import PERTURBATIONS
 from .study import Study
+from .tokens import generation_of, shown_round
 
 ALONE = "the target alone"
 SERVED = "as served"
@@ -89,6 +91,23 @@ class AcceptanceStudy(Study):
         """Measures all conditions, by their names; those that no prompt can be in are left out."""
         conditions = [condition for condition in self.conditions() if condition.batches]
         return {condition.name: self._decoded(condition) for condition in conditions}
+
+    def generations(self) -> list[Generation]:
+        """Returns the first prompt's text, token by token, by every drafter, as chains and as the first tree."""
+        ways = [self.settings.reference, *[way for way in self.settings.ways if way.top_k > 1][:1]]
+        tokenizer, ids = self.prompts.renderer.tokenizer, self.prompts.ids[0]
+        found = list[Generation]()
+        for label, drafter in self.drafters.items():
+            for way in ways:
+                rounds = self.journal.once(f"{label}: {way.name}: rounds", partial(self._rounds, ids, drafter, way))
+                found.append(generation_of(f"{label}, drafting {named(way.name)}", str(tokenizer.decode(ids)), rounds))
+        return found
+
+    def _rounds(self, ids: Tensor, drafter: Eagle31DrafterModel, way: Shape) -> list[dict[str, Any]]:
+        found = list[Round]()
+        with watch_rounds(found.append):
+            self._generate([ids], drafter, way, {"max_new_tokens": self.settings.max_new_tokens})
+        return [shown_round(one, self.prompts.renderer.tokenizer) for one in found]
 
     def conditions(self) -> Iterator[Condition]:
         """Yields the conditions in the order in which they are measured."""
@@ -187,6 +206,12 @@ class AcceptanceStudy(Study):
     def _pad(self) -> int:
         found = self.target.generation_config.pad_token_id
         return min(self._ends(), default=0) if found is None else found
+
+
+def named(way: str) -> str:
+    """Returns the name of a way of drafting as people say it."""
+    depth, _, nodes = way.partition(", tree ")
+    return f"a tree of {nodes} nodes, {depth} deep" if nodes else f"a chain of {way}" if way.isdecimal() else way
 
 
 def _through_end(ids: list[int], ends: set[int]) -> list[int]:

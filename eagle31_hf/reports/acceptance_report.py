@@ -5,7 +5,7 @@ from typing import Any
 
 from ..bench import Shape
 from .acceptance import ALONE, CONCURRENCY, CONTEXT, PERTURBED, SERVED, TEMPERATURE, Decoded, Settings, Who
-from .document import GOOD, NOTE, WARNING, Chart, Column, Finding, Report, Section, Series, Table
+from .document import GOOD, NOTE, WARNING, Chart, Column, Finding, Generation, Report, Section, Series, Table
 from .figures import (
     Figure,
     Row,
@@ -18,6 +18,10 @@ from .figures import (
 )
 
 ROBUST = 0.9  # share of accepted drafts that a perturbation must leave
+TOKENS = (
+    "The first prompt's text. Accepted drafts are underlined; the token that the target adds to each round, the bonus"
+    " token, is in a box. Point at a round, or go to it by the tab key, to see all that was drafted in it."
+)
 EXPLAINED = (
     "Accepted length is the tokens that a forward of the target gives, the bonus token included; accepted drafts are"
     " those without it. Speed-up is over the target alone, prompt by prompt in the same run. In brackets and as bands:"
@@ -26,19 +30,24 @@ EXPLAINED = (
 
 
 def acceptance_report(
-    found: Mapping[str, Decoded], settings: Settings, labels: Sequence[str], facts: Mapping[str, Any]
+    found: Mapping[str, Decoded],
+    generations: Sequence[Generation],
+    settings: Settings,
+    labels: Sequence[str],
+    facts: Mapping[str, Any],
 ) -> Report:
     """Makes the report of what was measured, by condition, of drafters by their `labels`."""
     sections = [
         _speed(found[SERVED], settings, labels),
         _positions(found[SERVED], settings.reference, labels),
         *_conditions(found, settings.reference.name, labels),
+        Section("Token by token", TOKENS, generations=list(generations)),
     ]
     return Report(
         kind="acceptance",
         title="Acceptance and speed",
         findings=[finding for label in labels for finding in findings_of(found, settings, label)],
-        sections=[section for section in sections if section.tables],
+        sections=[section for section in sections if section.tables or section.generations],
         facts=dict(facts),
         figures={label: _figures(found, label) for label in labels},
     )
@@ -107,7 +116,7 @@ def _positions(served: Decoded, way: Shape, labels: Sequence[str]) -> Section:
     columns = [Column("position"), *(Column(label, ".2f") for label in labels)]
     return Section(
         "Acceptance by position",
-        f"Of the tokens drafted at a position, the share that is accepted, of {_named(way.name)}.",
+        f"Of the tokens drafted at a position, the share that is accepted, of {named(way.name)}.",
         [Table("by position", columns, lines)],
         [Chart("Acceptance by position", "position", "share", [float(k) for k in range(1, way.depth + 1)], series)],
     )
@@ -137,7 +146,7 @@ def _conditions(found: Mapping[str, Decoded], way: str, labels: Sequence[str]) -
                 last = speedup(rows, decoded.alone) if decoded.alone else _kept(found, name, (label, way))
                 lines.append([name, label, len(rows), accepted_length(rows).shown, last.shown])
         yield Section(
-            title, f"{text} Drafted as {_named(way)}.", [Table("by condition", columns, lines)] if lines else []
+            title, f"{text} Drafted as {named(way)}.", [Table("by condition", columns, lines)] if lines else []
         )
 
 
@@ -156,7 +165,7 @@ def findings_of(found: Mapping[str, Decoded], settings: Settings, label: str) ->
     others = {way: len(rows) - same_texts(rows, alone) for way, rows in by_way.items()}
     if any(others.values()):
         worst = max(others, key=lambda way: others[way])
-        said = f"{label}: up to {others[worst]} of {len(alone)} texts are not the target's own, with {_named(worst)}."
+        said = f"{label}: up to {others[worst]} of {len(alone)} texts are not the target's own, with {named(worst)}."
         why = "In half precision close ties may fall either way; in fp32 (`--dtype float32`) they must not."
         findings.append(Finding(NOTE, said, why))
     for name in [name for name, decoded in found.items() if decoded.kind == PERTURBED]:
@@ -172,12 +181,7 @@ def _gain(label: str, gains: Mapping[str, Figure]) -> Finding:
     """Says which way of drafting is fastest, and whether it gains anything."""
     best = max(gains, key=lambda way: gains[way].value or 0.0)
     gain = gains[best]
-    said = f"{label}: fastest is {_named(best)}, {gain.shown} times as fast as the target alone."
+    said = f"{label}: fastest is {named(best)}, {gain.shown} times as fast as the target alone."
     if (gain.low if gain.low is not None else gain.value or 0.0) > 1:
         return Finding(GOOD, said)
     return Finding(WARNING, said, "It gains nothing here: draft with a better drafter, or not at all.")
-
-
-def _named(way: str) -> str:
-    depth, _, nodes = way.partition(", tree ")
-    return f"a tree of {nodes} nodes, {depth} deep" if nodes else f"a chain of {way}" if way.isdecimal() else way

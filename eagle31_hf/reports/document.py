@@ -80,6 +80,34 @@ class HeatMap:
 
 
 @dataclass(frozen=True)
+class ShownDraft:
+    """A drafted token: its text, how deep it was drafted, and whether it was accepted."""
+
+    text: str
+    depth: int
+    is_accepted: bool
+
+
+@dataclass(frozen=True)
+class ShownRound:
+    """What a forward of the target gave: the accepted drafts, the bonus token (none where a draft ended the text), and
+    all drafts, children below the token they follow."""
+
+    accepted: list[str]
+    bonus: str | None
+    drafts: list[ShownDraft]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A text, token by token: the end of its prompt, and the rounds that gave it."""
+
+    title: str
+    prompt: str
+    rounds: list[ShownRound]
+
+
+@dataclass(frozen=True)
 class Finding:
     """A sentence about a drafter, how bad it is (GOOD, NOTE, WARNING), and what to do about it."""
 
@@ -97,6 +125,7 @@ class Section:
     tables: list[Table] = field(default_factory=list)
     charts: list[Chart] = field(default_factory=list)
     heat_maps: list[HeatMap] = field(default_factory=list)
+    generations: list[Generation] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """A report as text: for the terminal, and as Markdown for a model card."""
 
-from .document import GOOD, NOTE, WARNING, Finding, Report, Table
+from .document import GOOD, NOTE, WARNING, Finding, Generation, Report, Table
 
 MARKS = {GOOD: "ok", NOTE: "note", WARNING: "warning"}
 
@@ -40,8 +40,16 @@ def markdown(report: Report, heading: str = "##") -> str:
         for table in section.tables:
             lines += ["", f"**{table.title}**", "", *_piped(table)]
             lines += ["", table.note] if table.note else []
+        for generation in section.generations:
+            lines += ["", f"**{generation.title}**: {_rounds(generation)}"]
     facts = (f"{name}: {value}" for name, value in report.facts.items())
     return "\n".join([*lines, "", f"Measured by eagle31_hf. {'; '.join(facts)}."]) + "\n"
+
+
+def _rounds(generation: Generation) -> str:
+    """Returns how many drafts each round accepted, of how many."""
+    counts = ", ".join(f"{len(found.accepted)}/{len(found.drafts)}" for found in generation.rounds)
+    return f"accepted of drafted, round by round: {counts}"
 
 
 def _piped(table: Table) -> list[str]:

@@ -48,8 +48,8 @@ def found(study):
 
 
 @pytest.fixture(scope="module")
-def report(found):
-    return acceptance_report(found, SETTINGS, LABELS, FACTS)
+def report(study, found):
+    return acceptance_report(found, study.generations(), SETTINGS, LABELS, FACTS)
 
 
 def test_counts_are_those_of_generate(study, found):
@@ -100,7 +100,7 @@ def test_a_batch_counts_the_rounds_of_every_sequence(found):
 
 
 def test_the_report_has_a_line_for_every_way_and_condition(report):
-    tables = {section.title: section.tables[0] for section in report.sections}
+    tables = {section.title: section.tables[0] for section in report.sections if section.tables}
     assert list(tables) == [
         "Speed",
         "Acceptance by position",
@@ -112,6 +112,24 @@ def test_the_report_has_a_line_for_every_way_and_condition(report):
     assert [row[:2] for row in tables["Speed"].rows[:3]] == [[ALONE, ""], ["one", "2"], ["one", "3, tree 6"]]
     assert all(row[-1] == "4 of 4" for row in tables["Speed"].rows[1:])
     assert [row[:3] for row in tables["Concurrency"].rows] == [["3 at once", "one", 1], ["3 at once", "two", 1]]
+
+
+def test_generations_are_shown_token_by_token(study, report):
+    generations = report.sections[-1].generations
+    assert [one.title for one in generations] == [
+        f"{label}, drafting {way}" for label in LABELS for way in ("a chain of 3", "a tree of 6 nodes, 3 deep")
+    ]
+    ids = study.prompts.ids[0]
+    alone = study.target.generate(
+        ids[None], attention_mask=torch.ones_like(ids[None]), max_new_tokens=12, do_sample=False
+    )
+    expected = study.prompts.renderer.tokenizer.decode(alone[0, len(ids) :])
+    for one in generations:
+        assert "".join(text for found in one.rounds for text in [*found.accepted, found.bonus or ""]) == expected
+        for found in one.rounds:
+            path = [draft.text for draft in found.drafts if draft.is_accepted]
+            assert path == found.accepted
+    assert {len(found.drafts) for found in generations[1].rounds} <= {0, *range(1, 6)}
 
 
 def test_figures_for_programs_say_the_same(report, found):

@@ -1,0 +1,66 @@
+"""Rounds as they are shown: what was drafted, in the order of the tree, and what of it was accepted."""
+
+import pytest
+import torch
+from conftest import build_drafter, build_target
+from fuzz_commands import letters
+
+from eagle31_hf import track_acceptance
+from eagle31_hf.acceptance import Round, watch_rounds
+from eagle31_hf.reports.tokens import generation_of, shown_round
+
+PROMPT = torch.tensor([[1, 2, 3, 5, 8]])
+
+
+def test_a_chain_is_accepted_up_to_the_first_that_differs():
+    shown = shown_round(Round([[0, 1, 9]], [2], [[0, 1, 2, 9]], None), letters())
+    assert shown == {
+        "accepted": ["a", "b"],
+        "bonus": "j",
+        "drafts": [["a", 1, True], ["b", 2, True], ["c", 3, False], ["j", 4, False]],
+    }
+
+
+def test_a_tree_is_shown_branch_by_branch():
+    """The root's children are a and b; b was accepted, and of its children d; a token is not accepted off the path."""
+    shown = shown_round(Round([[1, 3, 5]], [2], [[0, 1, 3, 3, 4]], [[0, 0, 1, 2, 2]]), letters())
+    assert shown["drafts"] == [["a", 1, False], ["d", 2, False], ["b", 1, True], ["d", 2, True], ["e", 2, False]]
+    assert (shown["accepted"], shown["bonus"]) == (["b", "d"], "f")
+
+
+def test_a_draft_that_ends_the_text_leaves_no_bonus_token():
+    shown = shown_round(Round([[0, 1]], [2], [[0, 1, 2]], None), letters())
+    assert (shown["accepted"], shown["bonus"]) == (["a", "b"], None)
+
+
+def test_the_prompt_is_cut_to_its_end():
+    assert generation_of("", "x" * 500, []).prompt == "..." + "x" * 240
+    assert generation_of("", "short", []).prompt == "short"
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_rounds_are_those_that_are_counted(tree):
+    target = build_target("qwen3")
+    drafter = build_drafter(target)
+    knobs = {"num_assistant_tokens": 3} | ({"draft_tree_top_k": 2, "draft_tree_total_tokens": 6} if tree else {})
+    rounds = []
+    with watch_rounds(rounds.append), track_acceptance() as stats:
+        sequence = target.generate(PROMPT, assistant_model=drafter, max_new_tokens=12, do_sample=False, **knobs)
+    assert [token for found in rounds for token in found.tokens[0]] == sequence[0, PROMPT.shape[1] :].tolist()
+    assert [found.num_accepted[0] for found in rounds[1:]] == stats.accepted_per_round
+    assert rounds[0].drafts == [[]]
+    assert any(found.parents is not None for found in rounds) == tree
+    target.generate(PROMPT, assistant_model=drafter, max_new_tokens=4, do_sample=False)
+    assert len(rounds) == len(stats.accepted_per_round) + 1  # nobody watches any more
+
+
+def test_what_a_watcher_raises_ends_the_call():
+    target = build_target("qwen3")
+    drafter = build_drafter(target)
+
+    def stop(found):
+        raise KeyboardInterrupt
+
+    with watch_rounds(stop), pytest.raises(KeyboardInterrupt):
+        target.generate(PROMPT, assistant_model=drafter, max_new_tokens=12)
+    assert target.generate(PROMPT, assistant_model=drafter, max_new_tokens=4).shape == (1, 9)
