@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..bench import Shape
-from .acceptance import ALONE, CONCURRENCY, CONTEXT, PERTURBED, SERVED, TEMPERATURE, Decoded, Settings, Who
+from .acceptance import ALONE, CONCURRENCY, CONTEXT, PERTURBED, SERVED, TEMPERATURE, Decoded, Settings, Who, named
 from .document import GOOD, NOTE, WARNING, Chart, Column, Finding, Generation, Report, Section, Series, Table
 from .figures import (
     Figure,
