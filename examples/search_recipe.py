@@ -95,6 +95,8 @@ IDEAS = {
     "the recipe, positions not spread": replace(RECIPE, jump=0),
     "the recipe, four texts in sight of each other": replace(RECIPE, joined=4),
     "the recipe, head frozen": replace(RECIPE, head=False),
+    "the recipe, half KL, half hard tokens": replace(RECIPE, loss="kl=0.5,ce=0.5"),
+    "the recipe, hard tokens": replace(RECIPE, loss="ce"),
     "the recipe, fp32": replace(RECIPE, autocast=False),
     "the recipe, depth 4, weights 0.8 ** k": replace(RECIPE, depth=4, depth_decay=0.8),
     "the recipe, EAGLE 3": replace(RECIPE, fields=EAGLE3),

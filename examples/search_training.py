@@ -263,7 +263,7 @@ def training_step(
 @torch.no_grad()
 def measured(material: Material, drafter: Eagle31DrafterModel) -> dict[str, Any]:
     """Returns the accepted length (bonus included) of every set of prompts at K = 7, greedy, as `generate` would find
-    it, and the teacher-forced accuracy by depth of the first."""
+    it, and of the first the teacher-forced accuracy by depth, and acceptance by sampling at temperature 1."""
     settings = Settings(SERVED_DEPTH, (1.0,) * SERVED_DEPTH)
     layer_ids = drafter.config.aux_hidden_state_layer_ids
     objective = DraftingObjective(drafter, settings, material.reader(layer_ids).logits).eval()
@@ -276,5 +276,6 @@ def measured(material: Material, drafter: Eagle31DrafterModel) -> dict[str, Any]
             evaluation.add(batch, objective(batch))
         found[name] = evaluation.walk.tokens / evaluation.walk.rounds
         if name == SETS[0]:
-            found["accuracy"] = [round(value, 4) for value in Sums.means(evaluation.sums)["accuracy"]]
+            means = Sums.means(evaluation.sums)
+            found |= {figure: [round(value, 4) for value in means[figure]] for figure in ("accuracy", "acceptance")}
     return found
