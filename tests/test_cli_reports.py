@@ -53,15 +53,52 @@ def test_without_an_output_it_is_printed_and_nothing_is_written(tmp_path, capsys
         (["--compare", str(demo.FOLDER / "eagle31")], "names a drafter twice"),
         (["--prompts", "nowhere.jsonl"], "nowhere.jsonl not found"),
         (["--max-new-tokens", "4000"], "gives no prompt (python, prompt 1: a prompt has 16 tokens; expected at most"),
+        (["--lengths", "48", "4000"], "--lengths: got 4000; expected at most"),
         (["--max-new-tokens", "2", "--lengths", "32"], "no chain is as deep as asked for"),
     ],
-    ids=["depth", "resume", "twice", "prompts", "room", "depth-of-chains"],
+    ids=["depth", "resume", "twice", "prompts", "room", "lengths", "depth-of-chains"],
 )
 def test_what_cannot_be_measured_is_said_in_a_line(words, said, capsys):
     assert drift(*PLAIN, *words) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("eagle31: error")]
     assert len(lines) == 1
     assert said in lines[0]
+
+
+ACCEPTANCE = ["--prompts", "python", "--num-prompts", "2", "--prompt-tokens", "16", "--max-new-tokens", "8"]
+ONE_WAY = [*ACCEPTANCE, "--depths", "2", "--trees", "--depth", "2", "--no-perturbations"]
+
+
+def acceptance(*words):
+    return main(["bench", "acceptance", *PAIR, *words])
+
+
+def test_acceptance_is_reported_and_compared_with_an_earlier_report(tmp_path, capsys):
+    earlier, later = tmp_path / "earlier", tmp_path / "later"
+    assert acceptance(*ONE_WAY, "--concurrency", "2", "--temperatures", "0.7", "--output", str(earlier), "--json") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["figures"]["eagle31"].keys() == {"as served", "temperature 0.7", "2 at once"}
+    assert acceptance(*ONE_WAY, "--output", str(later), "--against", str(earlier / "report.json")) == 0
+    printed = capsys.readouterr().out
+    assert "Beside " in printed
+    assert "same" in printed  # greedy, of the same prompts
+    assert "Beside " in (later / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--depths", "3", "17"], "--depths: got 17; expected at most 16"),
+        (["--concurrency", "3"], "--concurrency: got 3; expected at most 2"),
+        (["--temperatures", "0"], "--temperatures: got '0', expected a number above 0"),
+        (["--against", "nowhere.json"], "nowhere.json: there is no such file"),
+    ],
+    ids=["depths", "concurrency", "temperatures", "against"],
+)
+def test_what_cannot_be_compared_is_said_in_a_line(words, said, capsys):
+    assert acceptance(*ONE_WAY, *words) == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("eagle31: error")]
+    assert said in line
 
 
 def test_what_writes_reports_is_asked_for_before_anything_is_measured(tmp_path, capsys, monkeypatch):

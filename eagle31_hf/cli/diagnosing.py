@@ -59,6 +59,8 @@ def acceptance(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     earlier = None if args.against is None else read_earlier(Path(args.against))
     loads = drafters_of(args)
     target, prompts = loaded(args, loads)
+    if max(args.concurrency, default=1) > len(prompts):
+        raise ValueError(f"--concurrency: got {max(args.concurrency)}; expected at most {len(prompts)}, all prompts.")
     drafters = {label: load() for label, load in loads.items()}
     chains = [Shape(depth) for depth in dict.fromkeys(args.depths)]
     trees = [Shape(TREE_DEPTH, TREE_TOP_K, nodes) for nodes in dict.fromkeys(args.trees)]
@@ -114,7 +116,9 @@ def loaded(args: argparse.Namespace, labels: Iterable[str]) -> tuple[Any, "Promp
         check_installed()
     progress(f"loading {args.target} and {' and '.join(labels)}")
     tokenizer, target = load_tokenizer(args.target), load_causal_lm(args.target, dtype=args.dtype).to(args.device)
-    return target, prompts_of(args, target, tokenizer)
+    prompts = prompts_of(args, target, tokenizer)
+    prompts.check_lengths(args.lengths or ())
+    return target, prompts
 
 
 def drafters_of(args: argparse.Namespace) -> dict[str, Callable[..., "Eagle31DrafterModel"]]:

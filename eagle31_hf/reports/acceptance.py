@@ -136,7 +136,7 @@ class AcceptanceStudy(Study):
                 changed = PERTURBATIONS[name](self.prompts.renderer, source, ids, number)
             except Skipped:  # a template that takes no system prompt
                 continue
-            if changed is not None and len(changed):
+            if changed is not None and 0 < len(changed) <= self.prompts.room - self.prompts.answer:
                 found[number] = [changed]
         return found
 

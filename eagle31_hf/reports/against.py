@@ -24,7 +24,23 @@ def read_earlier(path: Path) -> dict[str, Any]:
             f"{path}: has schema {found[0]!r} and kind {found[1]!r}; expected {SCHEMA!r} and 'acceptance', the"
             " report.json of `eagle31 bench acceptance`."
         )
+    try:
+        for conditions in report["figures"].values():
+            for ways in conditions.values():
+                for figures in ways.values():
+                    _check_figures(figures)
+        report["facts"].get("prompts")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{path}: is damaged ({type(error).__name__}: {error}); write it anew.") from None
     return report
+
+
+def _check_figures(figures: Mapping[str, Any]) -> None:
+    """Raises KeyError, TypeError or ValueError for figures of another shape than a report has."""
+    shown = Figure(**figures["accepted_drafts"]).shown
+    pairs = [(int(accepted), int(rounds)) for accepted, rounds in figures["by_prompt"]]
+    if not shown or not pairs:
+        raise ValueError("no prompts")
 
 
 def against(earlier: Mapping[str, Any], figures: Mapping[str, Any], facts: Mapping[str, Any], name: str) -> Section:

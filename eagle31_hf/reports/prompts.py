@@ -1,6 +1,6 @@
 """The prompts a report is about: read from files and datasets, rendered as they are served. T tokens."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -179,6 +179,16 @@ class Prompts:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def check_lengths(self, lengths: Iterable[int]) -> None:
+        """Raises ValueError for a context that leaves no room for an answer."""
+        longest = self.room - self.answer
+        for length in lengths:
+            if length > longest:
+                raise ValueError(
+                    f"--lengths: got {length}; expected at most {longest}, which is what the target reads less"
+                    f" {self.answer} tokens of the answer."
+                )
 
     def lengthened(self, number: int, num_tokens: int) -> Tensor | None:
         """Returns the ids (T,) of a prompt in a context of about `num_tokens`: a text goes on for as long; a chat has

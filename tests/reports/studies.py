@@ -20,7 +20,7 @@ def tiny_prompts(folder, count=4):
     rows = [[(i * 7 + k * 3) % 11 for k in range(9 + i)] for i in range(count)]
     path.write_text("".join(json.dumps({"input_ids": row, "answers": [0] * len(row)}) + "\n" for row in rows))
     renderer = Renderer(letters(), 16, VOCAB, {})
-    return Prompts(str(path), renderer, count, 64, SETTINGS.max_new_tokens)
+    return Prompts(str(path), renderer, count, 160, SETTINGS.max_new_tokens)
 
 
 def study_of(folder, journal, settings=SETTINGS):

@@ -250,6 +250,19 @@ def test_only_an_acceptance_report_is_compared_with(tmp_path):
         read_earlier(tmp_path / "other.json")
 
 
+@pytest.mark.parametrize("damage", ["figures", "facts", "accepted_drafts", "by_prompt"])
+def test_a_damaged_report_is_refused_before_anything_is_measured(report, tmp_path, damage):
+    earlier = json.loads(json.dumps(report.as_dict()))
+    figures = earlier["figures"]["one"][SERVED]["2"]
+    if damage in earlier:
+        earlier[damage] = [1]
+    else:
+        figures[damage] = {"value": "x"} if damage == "accepted_drafts" else [[1], [2]]
+    (tmp_path / "damaged.json").write_text(json.dumps(earlier))
+    with pytest.raises(ValueError, match=r"damaged\.json: is damaged \("):
+        read_earlier(tmp_path / "damaged.json")
+
+
 TEMPLATE = (
     "<b>{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
 )
