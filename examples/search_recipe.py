@@ -96,6 +96,7 @@ IDEAS = {
     "the recipe, four texts in sight of each other": replace(RECIPE, joined=4),
     "the recipe, head frozen": replace(RECIPE, head=False),
     "the recipe, half KL, half hard tokens": replace(RECIPE, loss="kl=0.5,ce=0.5"),
+    "the recipe, a tenth of it hard tokens": replace(RECIPE, loss="kl=0.9,ce=0.1"),
     "the recipe, hard tokens": replace(RECIPE, loss="ce"),
     "the recipe, fp32": replace(RECIPE, autocast=False),
     "the recipe, depth 4, weights 0.8 ** k": replace(RECIPE, depth=4, depth_decay=0.8),

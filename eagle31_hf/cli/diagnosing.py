@@ -108,12 +108,14 @@ def reported(
 
 def loaded(args: argparse.Namespace, labels: Iterable[str]) -> tuple[Any, "Prompts"]:
     """Returns target and prompts, once it is known that a report of them can be written."""
+    from ..reports.journal import check_folder
     from ..reports.plots import check_installed
 
     if args.resume and args.output is None:
         raise ValueError("--resume goes on with a report; expected --output with its folder.")
     if args.output is not None:
         check_installed()
+        check_folder(Path(args.output), args.resume)
     progress(f"loading {args.target} and {' and '.join(labels)}")
     tokenizer, target = load_tokenizer(args.target), load_causal_lm(args.target, dtype=args.dtype).to(args.device)
     prompts = prompts_of(args, target, tokenizer)

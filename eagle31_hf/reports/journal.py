@@ -35,6 +35,17 @@ class Journal:
         return self._figures[name]
 
 
+def check_folder(folder: Path, resume: bool) -> None:
+    """Raises ValueError where a report cannot be begun in a folder, or, with `resume`, gone on with."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder}: is a file; expected a folder to write the report into.")
+    has_report = (folder / FILE).is_file()
+    if folder.is_dir() and any(folder.iterdir()) and not has_report:
+        raise ValueError(f"{folder}: holds something else than a report; expected a new or empty folder.")
+    if has_report and (folder / FILE).stat().st_size and not resume:
+        raise ValueError(f"{folder}: holds a report already; name another folder, or go on with it (--resume).")
+
+
 @contextmanager
 def open_journal(folder: Path, facts: dict[str, Any], resume: bool) -> Iterator[Journal]:
     """Opens the journal in a folder, which is made where it is missing, for this process alone.
@@ -44,18 +55,12 @@ def open_journal(folder: Path, facts: dict[str, Any], resume: bool) -> Iterator[
     and where the folder holds something else.
     """
     facts = json.loads(json.dumps(facts))
-    path = folder / FILE
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder}: is a file; expected a folder to write the report into.")
-    if folder.is_dir() and any(folder.iterdir()) and not path.is_file():
-        raise ValueError(f"{folder}: holds something else than a report; expected a new or empty folder.")
+    check_folder(folder, resume)
     folder.mkdir(parents=True, exist_ok=True)
-    with path.open("a+b") as file:
+    with (folder / FILE).open("a+b") as file:
         if not _is_ours(file):
             raise ValueError(f"{folder}: another process is measuring into it; wait for it, or name another folder.")
         lines = _whole_lines(file)
-        if lines and not resume:
-            raise ValueError(f"{folder}: holds a report already; name another folder, or go on with it (--resume).")
         if lines:
             _check_same(folder, lines[0], facts)
         else:
