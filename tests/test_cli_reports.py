@@ -38,6 +38,20 @@ def test_a_report_is_written_and_goes_on_where_it_was(tmp_path, capsys):
     assert {path: path.read_bytes() for path in folder.rglob("*.*")} == before
 
 
+def test_a_report_does_not_go_on_with_other_options_or_other_prompts(tmp_path, capsys):
+    """Prompts that differ only behind the tokens that are shown to the target; a field of the drafter's config."""
+    file, folder = tmp_path / "texts.jsonl", tmp_path / "report"
+    text = " ".join(f"name_{i} = {i}" for i in range(60))
+    file.write_text(json.dumps({"text": text}))
+    command = ["--prompts", str(file), *PLAIN[2:], "--output", str(folder)]
+    assert drift(*command) == 0
+    assert drift(*command, "--resume", "--set", "norm_output=false") == 2
+    assert "other settings" in capsys.readouterr().err
+    file.write_text(json.dumps({"text": text + " changed"}))
+    assert drift(*command, "--resume") == 2
+    assert "other settings (prompts" in capsys.readouterr().err
+
+
 def test_without_an_output_it_is_printed_and_nothing_is_written(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert drift(*PLAIN) == 0
@@ -56,7 +70,7 @@ def test_without_an_output_it_is_printed_and_nothing_is_written(tmp_path, capsys
         (["--prompts", "nowhere.jsonl"], "nowhere.jsonl not found"),
         (["--max-new-tokens", "4000"], "gives no prompt (python, prompt 1: a prompt has 16 tokens; expected at most"),
         (["--lengths", "48", "4000"], "--lengths: got 4000; expected at most"),
-        (["--max-new-tokens", "2", "--lengths", "32"], "no chain is as deep as asked for"),
+        (["--max-new-tokens", "2", "--lengths", "32"], "--max-new-tokens is 2; expected at least 5"),
     ],
     ids=["depth", "resume", "twice", "prompts", "room", "lengths", "depth-of-chains"],
 )

@@ -29,6 +29,11 @@ def drift(args: argparse.Namespace) -> int:
 
     if args.depth > DEEPEST:
         raise ValueError(f"--depth is {args.depth}; expected at most {DEEPEST}, the deepest that is drafted.")
+    if args.max_new_tokens < args.depth + 2:
+        raise ValueError(
+            f"--max-new-tokens is {args.max_new_tokens}; expected at least {args.depth + 2}, for a chain of"
+            f" {args.depth} between the first token and the bonus token."
+        )
     loads = drafters_of(args)
     target, prompts = loaded(args, loads)
     lengths = args.lengths or default_lengths(max(map(len, prompts.ids)), prompts.room, args.max_new_tokens)
@@ -165,12 +170,18 @@ def facts_of(
     from ..bench import environment
     from ..storage.fingerprints import digest, weights_fingerprint
 
-    ids = digest(*(ids.numpy().tobytes() for ids in prompts.ids))
+    # what prompts are made of counts, too: longer contexts and other renderings are made of it
+    ids = digest(*(ids.numpy().tobytes() for ids in prompts.ids), *(source.words for source in prompts.sources))
     models = {"target": (args.target, target)}
     models |= {f"drafter {label}": (label, drafter) for label, drafter in drafters.items()}
-    named = {name: f"{source} ({weights_fingerprint(model)[:12]})" for name, (source, model) in models.items()}
+    configs = {name: digest(model.config.to_json_string()) for name, (_, model) in models.items()}
+    named = {
+        name: f"{source} (weights {weights_fingerprint(model)[:12]}, config {configs[name][:12]})"
+        for name, (source, model) in models.items()
+    }
     return named | {
-        "prompts": f"{len(prompts)} of {prompts.name} ({ids[:12]})",
+        "read with": ", ".join(f"{name}={value}" for name, value in reading_options(args).items()) or "no options",
+        "prompts": f"{len(prompts)} of {Path(prompts.name).name} ({ids[:12]})",
         "new tokens a prompt": args.max_new_tokens,
         **environment(target),
     }

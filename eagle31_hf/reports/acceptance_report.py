@@ -184,4 +184,6 @@ def _gain(label: str, gains: Mapping[str, Figure]) -> Finding:
     said = f"{label}: fastest is {named(best)}, {gain.shown} times as fast as the target alone."
     if (gain.low if gain.low is not None else gain.value or 0.0) > 1:
         return Finding(GOOD, said)
+    if (gain.high if gain.high is not None else gain.value or 0.0) > 1:
+        return Finding(NOTE, said, "More prompts would say whether that is chance.")
     return Finding(WARNING, said, "It gains nothing here: draft with a better drafter, or not at all.")

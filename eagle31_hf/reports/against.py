@@ -12,6 +12,8 @@ from .figures import Figure, kept
 
 SAME_PROMPTS = "Both are of the same prompts, which are compared one by one."
 OTHER_PROMPTS = "Prompts differ: intervals are wider."
+AUTO = "auto"
+NOTHING_IN_COMMON = "No drafter, condition and way of drafting is in both reports."
 MAX_VALUES = 5_000_000  # of an earlier report
 
 
@@ -57,13 +59,15 @@ def against(earlier: Mapping[str, Any], figures: Mapping[str, Any], facts: Mappi
         for ratio in [_ratio(before, now, is_same)]
     ]
     text = f"Accepted drafts a round, then and now. {SAME_PROMPTS if is_same else OTHER_PROMPTS}"
-    return Section(f"Beside {name}", text, [Table("accepted drafts", columns, lines)] if lines else [])
+    note = "" if lines else NOTHING_IN_COMMON
+    return Section(f"Beside {name}", text, [Table("accepted drafts", columns, lines, note)])
 
 
 def _pairs(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[list[str], Any, Any]]:
     for label in (label for label in now if label in then):
         for condition in (condition for condition in now[label] if condition in then[label]):
-            for way in (way for way in now[label][condition] if way in then[label][condition]):
+            # what auto drafts follows from measured time: it is never twice the same
+            for way in (way for way in now[label][condition] if way in then[label][condition] and way != AUTO):
                 yield [label, condition, way], then[label][condition][way], now[label][condition][way]
 
 

@@ -47,7 +47,13 @@ def file_of(chart: Chart | HeatMap, form: str) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    settings: Any = {"svg.fonttype": "none", "svg.hashsalt": chart.title, "font.size": 10, "hatch.linewidth": 0.4}
+    settings: Any = {
+        "text.parse_math": False,
+        "svg.fonttype": "none",
+        "svg.hashsalt": chart.title,
+        "font.size": 10,
+        "hatch.linewidth": 0.4,
+    }
     with rc_context(settings):
         figure = Figure(figsize=SIZE, layout="constrained", facecolor="none" if form == "svg" else "white")
         FigureCanvasAgg(figure)
@@ -73,7 +79,12 @@ def _draw_lines(axes: Any, chart: Chart) -> None:
     for i, series in enumerate([] if chart.is_stacked else chart.series):
         colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
         axes.plot(
-            chart.x, [_number(y) for y in series.y], label=series.label, color=colour, marker=marker, markersize=4
+            chart.x,
+            [_number(y) for y in series.y],
+            label=_label(series.label),
+            color=colour,
+            marker=marker,
+            markersize=4,
         )
         if series.low is not None and series.high is not None:
             low, high = ([_number(y) for y in ends] for ends in (series.low, series.high))
@@ -95,6 +106,11 @@ def _draw_heat(figure: Any, axes: Any, chart: HeatMap) -> None:
         place(range(0, len(labels), step), labels[::step])
     axes.tick_params(axis="x", rotation=60)
     figure.colorbar(image, label="share of the attention")
+
+
+def _label(text: str) -> str:
+    """Returns a label as it is shown: of one that begins with an underscore matplotlib makes none."""
+    return f"\u200b{text}" if text.startswith("_") else text
 
 
 def _number(value: float | None) -> float:

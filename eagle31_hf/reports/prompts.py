@@ -194,12 +194,18 @@ class Prompts:
         """Returns the ids (T,) of a prompt in a context of about `num_tokens`: a text goes on for as long; a chat has
         the words of other prompts in front of its last message. None where it is longer already, or there is not
         enough text."""
-        source, ids = self.sources[number], self.ids[number]
+        try:
+            return self._lengthened(self.sources[number], self.ids[number], number, num_tokens)
+        except Skipped:  # a template that refuses what is so long
+            return None
+
+    def _lengthened(self, source: Source, ids: Tensor, number: int, num_tokens: int) -> Tensor | None:
+        if len(ids) >= num_tokens:
+            return None
         if source.text is not None:
             longer = replace(self.renderer, num_tokens=num_tokens).ids(source)
             return longer if len(longer) == num_tokens else None
-        missing = num_tokens - len(ids)
-        filler = self._filler(number, missing) if missing > 0 else None
+        filler = self._filler(number, num_tokens - len(ids))
         if filler is None:
             return None
         if source.chat is None or self.renderer.tokenizer.chat_template is None:

@@ -3,6 +3,7 @@
 import os
 import re
 import secrets
+from itertools import count
 from pathlib import Path
 
 from ..storage.folders import replace_json
@@ -12,6 +13,7 @@ from .page import page
 from .text import markdown
 
 PICTURES = "pictures"
+LONGEST = 120  # characters of a picture's name
 
 
 def write_report(folder: Path, report: Report, names: str) -> list[Path]:
@@ -23,12 +25,21 @@ def write_report(folder: Path, report: Report, names: str) -> list[Path]:
     replace_json(written[0], report.as_dict())
     for name, text in (("report.md", markdown(report)), ("report.html", page(report, names))):
         written.append(_replace(folder / name, text.encode()))
+    taken = set[str]()
     for section in report.sections:
         drawn: list[Chart | HeatMap] = [*section.charts, *section.heat_maps]
         for chart in drawn:
-            stem = re.sub(r"\W+", "-", f"{section.title} {chart.title}".lower()).strip("-")
+            stem = _free(re.sub(r"\W+", "-", f"{section.title} {chart.title}".lower()).strip("-")[:LONGEST], taken)
             written += [_replace(pictures / f"{stem}.{form}", plots.file_of(chart, form)) for form in ("png", "svg")]
     return written
+
+
+def _free(stem: str, taken: set[str]) -> str:
+    """Returns a name for a file that no other has, and takes it."""
+    names = (stem if number == 1 else f"{stem}-{number}" for number in count(1))
+    found = next(name for name in names if name not in taken)
+    taken.add(found)
+    return found
 
 
 def _replace(path: Path, data: bytes) -> Path:

@@ -196,6 +196,9 @@ def test_findings_say_what_is_gained():
     [finding] = findings(timed(0.5, 5))
     assert finding.level == GOOD
     assert "fastest is a chain of 2, 1.9" in finding.text
+    unsure = [{**row, "seconds": row["seconds"] * (0.3 if i else 5)} for i, row in enumerate(timed(1.0, 5))]
+    [finding] = findings(unsure)
+    assert (finding.level, "whether that is chance" in finding.remedy) == (NOTE, True)
     [finding] = findings(timed(1.5, 5))
     assert (finding.level, "gains nothing" in finding.remedy) == (WARNING, True)
 
@@ -229,8 +232,16 @@ def better(report, factor):
 def test_a_report_beside_itself_is_the_same(report):
     lines, text = beside(report, report)
     assert "compared one by one" in text
-    assert len(lines) == sum(len(ways) for conditions in report.figures.values() for ways in conditions.values())
+    ways = [way for conditions in report.figures.values() for ways in conditions.values() for way in ways]
+    assert len(lines) == len(ways) - ways.count("auto")  # which drafts by measured time
     assert {line[-1] for line in lines.values()} <= {"same", "nothing to compare", "too few prompts"}
+
+
+def test_reports_with_nothing_in_common_say_so(report):
+    other = type(report)(**{**vars(report), "figures": {"another": {}, "more": {}}})
+    section = against(other.as_dict(), report.figures, FACTS, "earlier.json")
+    assert section.tables[0].rows == []
+    assert "in both reports" in section.tables[0].note
 
 
 def test_a_better_report_is_told_from_noise(report):

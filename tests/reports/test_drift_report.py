@@ -11,7 +11,7 @@ from reports.studies import DEPTH, NAMES, SETTINGS, study_of
 
 from eagle31_hf.diagnostics.drift import drift_of
 from eagle31_hf.reports import figures, plots
-from eagle31_hf.reports.document import GOOD, NOTE, SCHEMA, WARNING, Column
+from eagle31_hf.reports.document import GOOD, NOTE, SCHEMA, WARNING, Chart, Column, Section, Series
 from eagle31_hf.reports.drift import PLAIN, default_lengths, remedies_of
 from eagle31_hf.reports.drift_report import drift_report
 from eagle31_hf.reports.findings import findings_of
@@ -171,6 +171,18 @@ def test_pictures_differ_in_more_than_colour(report):
             series.label.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;") for series in chart.series
         )
     )
+
+
+def test_labels_are_shown_as_they_are(tmp_path, report):
+    """Dollars are no formula, an underscore hides nothing, and names that differ in marks alone are other files."""
+    labels = ["_hid", "m$\\foo$", "a.b", "a-b"]
+    chart = Chart("by depth", "x", "y", [1.0, 2.0], [Series(label, [0.0, 1.0]) for label in labels])
+    drawn = plots.svg(chart, "c-")
+    assert all(label in drawn for label in labels)
+    charts = [replace(chart, title=title) for title in ("a.b", "a-b", "x" * 400)]
+    written = write_report(tmp_path, replace(report, sections=[Section("s", "", charts=charts)]), "names")
+    assert len({path.name for path in written}) == len(written) == 3 + 2 * len(charts)
+    assert all(path.is_file() for path in written)
 
 
 def test_a_stopped_study_goes_on_and_says_the_same(measured, tmp_path):

@@ -75,8 +75,9 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path):
         measured(tmp_path / "thesis.tex", "a")
 
 
-def test_a_journal_that_is_none_is_refused(tmp_path):
-    (tmp_path / FILE).write_text("no JSON\n")
+@pytest.mark.parametrize("text", ["no JSON", "[1]", "null", '{}\n{"a": NaN}', "{}\n123"])
+def test_a_journal_that_is_none_is_refused(tmp_path, text):
+    (tmp_path / FILE).write_text(f"{text}\n")
     with pytest.raises(ValueError, match="is no journal of figures"):
         measured(tmp_path, "a", resume=True)
 

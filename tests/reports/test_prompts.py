@@ -65,6 +65,7 @@ def test_a_text_is_cut_and_goes_on_in_a_longer_context(tokenizer, tmp_path):
     assert torch.equal(prompts.ids[0], whole[:12])
     assert torch.equal(prompts.lengthened(0, 200), whole[:200])
     assert prompts.lengthened(0, len(whole) + 1) is None
+    assert prompts.lengthened(0, 12) is None  # it is as long already
 
 
 def test_a_chat_in_a_longer_context_has_other_prompts_in_front_of_its_question(chats, tmp_path):
@@ -77,6 +78,13 @@ def test_a_chat_in_a_longer_context_has_other_prompts_in_front_of_its_question(c
     assert text.endswith("import import<answer>")
     assert prompts.lengthened(0, len(short)) is None
     assert prompts.lengthened(0, 10_000) is None
+
+
+def test_a_template_that_refuses_long_chats_leaves_them_out(chats, tmp_path, monkeypatch):
+    refusing = TEMPLATE + "{% if messages[0].content|length > 60 %}{{ raise_exception('too long') }}{% endif %}"
+    monkeypatch.setattr(chats, "chat_template", refusing)
+    prompts = prompts_of([{"prompt": word * 5} for word in ("import ", "return ")], chats, tmp_path)
+    assert prompts.lengthened(0, len(prompts.ids[0]) + 5) is None
 
 
 def test_tokens_of_training_data_end_where_the_answer_begins(tokenizer, tmp_path):
