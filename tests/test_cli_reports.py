@@ -69,10 +69,14 @@ def test_without_an_output_it_is_printed_and_nothing_is_written(tmp_path, capsys
         (["--compare", str(demo.FOLDER / "eagle31")], "names a drafter twice"),
         (["--prompts", "nowhere.jsonl"], "nowhere.jsonl not found"),
         (["--max-new-tokens", "4000"], "gives no prompt (python, prompt 1: a prompt has 16 tokens; expected at most"),
+        (
+            ["--lengths", "48", "8"],
+            "no prompt can be made 8 tokens long; expected more than the prompts have (16 to 16)",
+        ),
         (["--lengths", "48", "4000"], "--lengths: got 4000; expected at most"),
         (["--max-new-tokens", "2", "--lengths", "32"], "--max-new-tokens is 2; expected at least 5"),
     ],
-    ids=["depth", "resume", "twice", "prompts", "room", "lengths", "depth-of-chains"],
+    ids=["depth", "resume", "twice", "prompts", "room", "shorter", "lengths", "depth-of-chains"],
 )
 def test_what_cannot_be_measured_is_said_in_a_line(words, said, capsys):
     assert drift(*PLAIN, *words) == 2

@@ -181,13 +181,18 @@ class Prompts:
         return len(self.ids)
 
     def check_lengths(self, lengths: Iterable[int]) -> None:
-        """Raises ValueError for a context that leaves no room for an answer."""
+        """Raises ValueError for a context that leaves no room for an answer, or that no prompt can be put in."""
         longest = self.room - self.answer
         for length in lengths:
             if length > longest:
                 raise ValueError(
                     f"--lengths: got {length}; expected at most {longest}, which is what the target reads less"
                     f" {self.answer} tokens of the answer."
+                )
+            if all(self.lengthened(number, length) is None for number in range(len(self))):
+                raise ValueError(
+                    f"--lengths: no prompt can be made {length} tokens long; expected more than the prompts have"
+                    f" ({min(map(len, self.ids))} to {max(map(len, self.ids))}), and texts, or other prompts, as long."
                 )
 
     def lengthened(self, number: int, num_tokens: int) -> Tensor | None:
