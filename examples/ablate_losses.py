@@ -84,6 +84,7 @@ class Ablation:
             save_strategy="no",
             load_best_model_at_end=False,
             logging_steps=50,
+            loss="kl",  # beside which the two are weighed
             **LOSSES[losses],
         )
         self.found[name] = {

@@ -25,7 +25,7 @@ FLAGS = {"eagle31": {"fc_norm": True, "norm_output": True}, "eagle3": {"fc_norm"
 LENGTH = 256  # tokens of an example at most, half of them the prompt
 NUM_HELD_OUT = 64
 BATCH, EVAL_DEPTH = 8, 7
-BY_DEPTH = {"kl_by_depth": "distance", "accuracy_by_depth": "accuracy", "acceptance_by_depth": "acceptance"}
+BY_DEPTH = {"loss_by_depth": "distance", "accuracy_by_depth": "accuracy", "acceptance_by_depth": "acceptance"}
 
 
 def facts_of(trainer: Eagle31Trainer, lengths: list[int]) -> dict[str, Any]:

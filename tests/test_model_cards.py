@@ -23,11 +23,11 @@ CARD = Path(__file__).parent.parent / "model_cards" / "demo-pair.md"
                 "depth",
                 "minutes",
                 "accepted_length",
-                "kl_by_depth",
+                "loss_by_depth",
                 "accuracy_by_depth",
             ),
         ),
-        ("eagle3", ("minutes", "accepted_length", "kl_by_depth", "accuracy_by_depth")),
+        ("eagle3", ("minutes", "accepted_length", "loss_by_depth", "accuracy_by_depth")),
     ],
 )
 def test_the_demo_pairs_card_holds_the_recorded_figures(folder, keys):

@@ -264,7 +264,9 @@ def _add_drafter(parser: argparse.ArgumentParser) -> None:
 def _add_optimisation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--depth", type=positive, default=4, help="steps unrolled (default: 4)")
     parser.add_argument(
-        "--loss", default="kl", help="kl, reverse_kl, jsd, tv, lk_alpha, lk_lambda, ce, or a mixture as kl=0.9,tv=0.1"
+        "--loss",
+        default="kl=0.9,ce=0.1",
+        help="kl, reverse_kl, jsd, tv, lk_alpha, lk_lambda, ce, or a mixture of them (default: kl=0.9,ce=0.1)",
     )
     parser.add_argument("--max-length", type=positive, default=2048, help="tokens of a packed row (default: 2048)")
     parser.add_argument("--epochs", type=number(0, above=True), default=2.0)

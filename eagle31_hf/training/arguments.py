@@ -8,7 +8,7 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 
 from .loss_mask import CONVENTIONS, NORMALISATIONS
-from .losses import parse_mixture
+from .losses import DEFAULT_LOSS, parse_mixture
 from .objective import MAX_DEPTH, Settings
 
 BEST = "accepted_length"  # loss goes on falling where acceptance no longer rises
@@ -50,7 +50,7 @@ class Eagle31TrainingArguments(TrainingArguments):
     depth_weights: list[float] | None = field(
         default=None, metadata={"help": "a weight for each depth, instead of depth_decay"}
     )
-    loss: str = field(default="kl", metadata={"help": "distance to the target, or a mixture as in kl=0.9,tv=0.1"})
+    loss: str = field(default=DEFAULT_LOSS, metadata={"help": "distance to the target, or a mixture of several"})
     loss_mask: str = field(
         default="serving",
         metadata={"help": f"which chains are supervised where train_prompts is off: {', '.join(CONVENTIONS)}"},

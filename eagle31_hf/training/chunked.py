@@ -5,13 +5,14 @@ Gradients are taken chunk by chunk while the loss is computed, as in Liger Kerne
 them on. N predictions, h drafter width, V and Vd the vocabularies of target and draft.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from ..kernels.soft_kl import soft_kl
+from ..kernels.distillation_loss import distillation_loss
 from .losses import DraftDistribution, TargetDistribution, mixed, overlap
 
 # of the fp32 draft logits of a chunk, to which the target's, V wide, are added: on a CPU what its allocator uses again
@@ -116,9 +117,10 @@ def judged(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns of predictions with these logits (n, Vd), each compared with the target's distribution `which` (n,): the
     distance, the overlap, whether p's likeliest token is q's, each (n,), and the gradient of weight times distance by
-    the logits (n, Vd). One distance alone has a kernel."""
-    if mixture == {"kl": 1.0}:
-        return soft_kl(logits, target.p, target.coverage, target.negentropy, target.best, which, weights)
+    the logits (n, Vd). Shares of KL and cross-entropy have a kernel."""
+    if mixture.keys() <= {"kl", "ce"} and math.isclose(sum(mixture.values()), 1.0):
+        of_target = target.p, target.coverage, target.negentropy, target.best
+        return distillation_loss(logits, *of_target, which, weights, mixture.get("ce", 0.0))
     target, draft = target[which], DraftDistribution(logits)
     distance, neg_grad = mixed(mixture, target, draft)
     by_logits = neg_grad.mul_(-weights[:, None])

@@ -1,5 +1,5 @@
-"""Distances between the target's distribution p and the draft's q, and their gradients, in fp32; `forward_kl` stands in
-`kernels/soft_kl.py`, which has a kernel for it.
+"""Distances between the target's distribution p and the draft's q, and their gradients, in fp32; `forward_kl` and
+`cross_entropy` stand in `kernels/distillation_loss.py`, which has a kernel for them.
 
 N predictions, Vd draft vocabulary, V target vocabulary. p is a distribution over the *target's* vocabulary: its mass S
 on the draft vocabulary, the coverage, may be below 1, and no q reaches the rest. With a distance comes `neg_grad`, its
@@ -13,7 +13,17 @@ from collections.abc import Callable
 
 import torch
 
-from ..kernels.soft_kl import LEAST, Distance, DraftDistribution, TargetDistribution, dot, forward_kl, overlap
+from ..kernels.distillation_loss import (
+    LEAST,
+    Distance,
+    DraftDistribution,
+    TargetDistribution,
+    cross_entropy,
+    dot,
+    forward_kl,
+    overlap,
+    weighted_sum,
+)
 
 LOG_2 = math.log(2)
 LEAST_ACCEPTED = 1e-20  # below it 1 / acceptance and the overlap's gradient are noise
@@ -55,14 +65,7 @@ def lk_lambda(target: TargetDistribution, draft: DraftDistribution) -> Distance:
     return torch.lerp(tv, kl, weight), torch.lerp(tv_neg_grad, kl_neg_grad, weight[:, None])
 
 
-def cross_entropy(target: TargetDistribution, draft: DraftDistribution) -> Distance:
-    """-log q of the target's likeliest token; 0 where the draft vocabulary lacks it. neg_grad is 1 - q at that token,
-    -q elsewhere."""
-    known, column = (target.best >= 0).float(), target.best.clamp(min=0)[:, None]
-    neg_grad = (draft.q * -known[:, None]).scatter_add_(1, column, known[:, None])
-    return (draft.total - draft.logits.gather(1, column)[:, 0]) * known, neg_grad
-
-
+DEFAULT_LOSS = "kl=0.9,ce=0.1"
 DISTANCES: dict[str, Callable[[TargetDistribution, DraftDistribution], Distance]] = {
     "kl": forward_kl, "reverse_kl": reverse_kl, "jsd": jensen_shannon, "tv": total_variation, "lk_alpha": lk_alpha,
     "lk_lambda": lk_lambda, "ce": cross_entropy,
@@ -71,28 +74,31 @@ DISTANCES: dict[str, Callable[[TargetDistribution, DraftDistribution], Distance]
 
 def mixed(mixture: dict[str, float], target: TargetDistribution, draft: DraftDistribution) -> Distance:
     """Returns a weighted sum of distances, and its neg_grad."""
-    parts = [(weight, *DISTANCES[name](target, draft)) for name, weight in mixture.items()]
-    if len(parts) == 1 and parts[0][0] == 1.0:
-        return parts[0][1:]
-    distance = torch.stack([weight * distance for weight, distance, _ in parts]).sum(0)
-    for weight, _, neg_grad in parts:
-        neg_grad.mul_(weight)
-    return distance, sum((neg_grad for _, _, neg_grad in parts[1:]), parts[0][2])
+    return weighted_sum([(weight, DISTANCES[name](target, draft)) for name, weight in mixture.items()])
 
 
 def parse_mixture(text: str) -> dict[str, float]:
-    """Parses a loss as "kl" or "kl=0.9,tv=0.1" into distances and their weights. Raises ValueError for others."""
-    mixture = {}
+    """Parses a loss as "kl" or "kl=0.9,ce=0.1" into distances and their weights. Raises ValueError for others."""
+    mixture: dict[str, float] = {}
     for part in text.split(","):
-        name, _, weight = part.strip().partition("=")
+        name, _, written = part.strip().partition("=")
         if name not in DISTANCES:
             raise ValueError(
-                f"loss {text!r} names {name!r}; expected some of {', '.join(DISTANCES)}, as in 'kl' or 'kl=0.9,tv=0.1'."
+                f"loss {text!r} names {name!r}; expected some of {', '.join(DISTANCES)}, as in 'kl' or 'kl=0.9,ce=0.1'."
             )
-        try:
-            mixture[name] = float(weight or 1.0)
-        except ValueError:
+        if name in mixture:
+            raise ValueError(f"loss {text!r} names {name} twice; expected each once, as in 'kl=0.9,ce=0.1'.")
+        mixture[name] = weight_of(written or "1")
+        if not 0 <= mixture[name] < math.inf:
             raise ValueError(
-                f"loss {text!r} weights {name} with {weight!r}; expected a number, as in 'kl=0.9,tv=0.1'."
-            ) from None
+                f"loss {text!r} weights {name} with {written!r}; expected a number of 0 or more, as in 'kl=0.9,ce=0.1'."
+            )
     return mixture
+
+
+def weight_of(written: str) -> float:
+    """Returns the number that is written, or NaN where none is."""
+    try:
+        return float(written)
+    except ValueError:
+        return math.nan

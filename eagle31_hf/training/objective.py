@@ -17,7 +17,7 @@ from ..modeling import Eagle31DrafterModel
 from .chunked import Head, PredictionFigures, Predictions, chunked_loss
 from .drift import Alignment, MassObserver, growth_penalty
 from .loss_mask import NORMALISATIONS, loss_denominators, supervised_positions
-from .losses import TargetDistribution
+from .losses import DEFAULT_LOSS, TargetDistribution, parse_mixture
 from .unroll import unroll
 
 # four times as deep as anything drafts; each depth takes time and memory, and of thousands no step ever ends
@@ -32,7 +32,7 @@ class Settings:
 
     depth: int
     depth_weights: tuple[float, ...]
-    mixture: dict[str, float] = field(default_factory=lambda: {"kl": 1.0})
+    mixture: dict[str, float] = field(default_factory=lambda: parse_mixture(DEFAULT_LOSS))
     convention: str = "serving"
     normalisation: str = "token"
     attention_alignment: float = 0.0

@@ -27,9 +27,8 @@ class Ours(Side):
         def logits_of(last_states: Tensor) -> Tensor:
             return linear(last_states, parts["head"])
 
-        self.objective = DraftingObjective(
-            self.model, Settings(depth, tuple(decay**k for k in range(depth))), logits_of
-        )
+        settings = Settings(depth, tuple(decay**k for k in range(depth)), {"kl": 1.0})
+        self.objective = DraftingObjective(self.model, settings, logits_of)
 
     def part(self, sequences: list[int]) -> Batch:
         ids = self.data["input_ids"][sequences]

@@ -8,7 +8,15 @@ import torch
 from close import assert_close
 from torch.nn.functional import kl_div, log_softmax
 
-from eagle31_hf.training.losses import DISTANCES, DraftDistribution, TargetDistribution, mixed, overlap, parse_mixture
+from eagle31_hf.training.losses import (
+    DEFAULT_LOSS,
+    DISTANCES,
+    DraftDistribution,
+    TargetDistribution,
+    mixed,
+    overlap,
+    parse_mixture,
+)
 
 N = 7
 V = 23
@@ -175,7 +183,21 @@ def test_in_fp32_whatever_comes_in():
 def test_mixtures():
     assert parse_mixture("kl") == {"kl": 1.0}
     assert parse_mixture("kl=0.9, tv=0.1") == {"kl": 0.9, "tv": 0.1}
-    with pytest.raises(ValueError, match="'kll'; expected some of kl, "):
-        parse_mixture("kll")
-    with pytest.raises(ValueError, match="weights kl with 'x'"):
-        parse_mixture("kl=x")
+    assert parse_mixture(DEFAULT_LOSS) == {"kl": 0.9, "ce": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("kll", "names 'kll'; expected some of kl, "),
+        ("", "names ''; expected some of kl, "),
+        ("kl=x", "weights kl with 'x'; expected a number of 0 or more"),
+        ("kl=1.5,ce=-0.5", "weights ce with '-0.5'; expected a number of 0 or more"),
+        ("kl=nan", "weights kl with 'nan'; expected a number of 0 or more"),
+        ("kl=inf", "weights kl with 'inf'; expected a number of 0 or more"),
+        ("kl=0.9,kl=0.1", "names kl twice"),
+    ],
+)
+def test_no_mixture(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_mixture(text)

@@ -57,20 +57,23 @@ def test_the_loss_is_its_definition(kind, decay):
     batch = batch_of(drafter)
     target_logits = logits_of(batch.last_states)
     ids = range(VOCAB) if drafter.d2t is None else drafter.draft_to_target_ids().tolist()
-    best, p = target_logits.argmax(-1), target_logits.softmax(-1)[..., list(ids)]
-    kl, accuracy, accepted = ([[] for _ in range(DEPTH)] for _ in range(3))
+    ids = torch.tensor(list(ids))
+    best, p = target_logits.argmax(-1), target_logits.softmax(-1)[..., ids]
+    distance, accuracy, accepted = ([[] for _ in range(DEPTH)] for _ in range(3))
     for position in range(LENGTH - 2):  # the token predicted is in the text
         for k, (logits, _) in enumerate(
             chain(drafter, batch.input_ids, batch.states, position, min(DEPTH, LENGTH - 2 - position))
         ):
             wanted, q = p[:, position + 1 + k], logits.softmax(-1)
-            covered = wanted.sum(-1)
-            kl[k].append(covered * kl_div(q.log(), wanted / covered[:, None], reduction="none").sum(-1))
-            accuracy[k].append((torch.tensor(list(ids))[q.argmax(-1)] == best[:, position + 1 + k]).float())
+            likeliest, covered = best[:, position + 1 + k], wanted.sum(-1)
+            kl = covered * kl_div(q.log(), wanted / covered[:, None], reduction="none").sum(-1)
+            cross_entropy = -(q.log() * (ids == likeliest[:, None])).sum(-1)  # nothing where no draft is the likeliest
+            distance[k].append(0.9 * kl + 0.1 * cross_entropy)
+            accuracy[k].append((ids[q.argmax(-1)] == likeliest).float())
             accepted[k].append(q.minimum(wanted).sum(-1))
     outputs = objective_of(drafter, Settings(DEPTH, tuple(decay**k for k in range(DEPTH))))(batch)
     figures = Sums.means(outputs["sums"])
-    mean = [[torch.cat(values).mean().item() for values in depths] for depths in (kl, accuracy, accepted)]
+    mean = [[torch.cat(values).mean().item() for values in depths] for depths in (distance, accuracy, accepted)]
     assert figures["distance"] == pytest.approx(mean[0], rel=FORWARD)
     assert figures["accuracy"] == pytest.approx(mean[1], rel=FORWARD)
     assert figures["acceptance"] == pytest.approx(mean[2], rel=FORWARD)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels.soft_kl import soft_kl as operation
+from ...kernels.distillation_loss import distillation_loss as operation
 from ...kernels.tree_attention import MOST_NEW
 from .. import synchronize
 from ..engine import CLASSES, SHAPES, build
@@ -43,9 +43,10 @@ def flex(device: str, tokens: int, context: int, capacity: int, heads: int, kv_h
     return {"seconds_to_compile": time.perf_counter() - began, **milliseconds(works, torch.device(device))}
 
 
-def soft_kl(device: str, **size: int) -> dict:
-    """Times the reference of the soft-target loss, compiled by torch."""
-    made = [MAKERS["soft_kl"](Maker(Size(**size), torch.bfloat16, torch.device(device), seed)) for seed in range(3)]
+def distillation_loss(device: str, **size: int) -> dict:
+    """Times the reference of the distillation loss, compiled by torch."""
+    makers = [Maker(Size(**size), torch.bfloat16, torch.device(device), seed) for seed in range(3)]
+    made = [MAKERS["distillation_loss"](maker) for maker in makers]
     compiled = torch.compile(operation.reference, dynamic=False, fullgraph=True)
     began = time.perf_counter()
     compiled(*made[0].args)
@@ -116,5 +117,5 @@ def compiled_for_few(forward: Any) -> Any:
 
 if __name__ == "__main__":
     what, device, facts = sys.argv[1:]
-    found = {"flex": flex, "soft_kl": soft_kl, "static": static, "layers": layers}[what](device, **json.loads(facts))
-    print(json.dumps(found))
+    measured = {"flex": flex, "distillation_loss": distillation_loss, "static": static, "layers": layers}[what]
+    print(json.dumps(measured(device, **json.loads(facts))))

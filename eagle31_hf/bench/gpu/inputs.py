@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...kernels.distillation_loss import TargetDistribution
 from ...kernels.drafts import best_tree
-from ...kernels.soft_kl import TargetDistribution
 from ...kernels.tree_attention import MOST_NEW
 from ...quantized import quantized
 
 DRAFTS_OF_LEVEL = 10  # children of a node, and nodes of a level
 PREDICTIONS_OF_STATE = 4  # in training, one at each depth
+HARD = 0.1  # the cross-entropy's share of the default loss
 
 
 @dataclass(frozen=True)
@@ -201,15 +202,16 @@ def _move_path(make: Maker) -> Inputs:
     return Inputs((buffers, make.starts(), path, counts), 2 * moved)
 
 
-def _soft_kl(make: Maker) -> Inputs:
+def _distillation_loss(make: Maker) -> Inputs:
     count = make.size.sequences * make.size.tokens
     num_states = -(-count // PREDICTIONS_OF_STATE)
     target = TargetDistribution.from_logits(make.floats(num_states, make.size.vocab), None)
     of_target = target.p * 0.9, target.coverage * 0.9, target.negentropy * 0.9, target.best  # a tenth is not drafted
     logits = make.floats(count, make.size.vocab)
     which = torch.arange(count, device=make.device) // PREDICTIONS_OF_STATE
-    args = (logits, *of_target, which, torch.rand(count, generator=make.generator, device=make.device))
-    return Inputs(args, num_bytes(args, logits))
+    weights = torch.rand(count, generator=make.generator, device=make.device)
+    args = (logits, *of_target, which, weights)
+    return Inputs((*args, HARD), num_bytes(args, logits))
 
 
 def _quantized_linear(make: Maker) -> Inputs:
@@ -232,6 +234,6 @@ MAKERS: dict[str, Callable[[Maker], Inputs]] = {
     "best_tree": _best_tree,
     "accepted_path": _accepted_path,
     "move_path": _move_path,
-    "soft_kl": _soft_kl,
+    "distillation_loss": _distillation_loss,
     "quantized_linear": _quantized_linear,
 }

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels import acceptance, drafts, norms, rope, silu_mul, soft_kl, tree_attention  # noqa: F401 -- each adds OPERATIONS
+from ...kernels import acceptance, distillation_loss, drafts, norms, rope, silu_mul, tree_attention  # noqa: F401 -- each adds OPERATIONS
 from ...kernels.operation import OPERATIONS, Operation, why_torch
 from ..engine import DRAFT_VOCABULARY, SHAPES
 from .inputs import MAKERS, Inputs, Maker, Size, num_bytes
@@ -100,7 +100,7 @@ def real_sizes(run: Run, name: str) -> Iterator[Size]:
     of training predictions."""
     fields = SHAPES[run.shapes[0]]
     most = max(run.sizes.prompts)
-    counts = (run.sizes.predictions,) if name == "soft_kl" else run.sizes.nodes
+    counts = (run.sizes.predictions,) if name == "distillation_loss" else run.sizes.nodes
     for context in run.sizes.prompts if _reads_context(name) else (most,):
         for nodes in counts:
             yield Size(

@@ -35,7 +35,7 @@ SECTIONS = (
     Section("rivals", "The target without a drafter", 110, rivals),
     Section("shapes", "Other shapes", 80, shapes),
     Section("batches", "Batches, auto and sampling", 40, others),
-    Section("training", "Training: the soft-target loss, attention of the unroll", 60, training),
+    Section("training", "Training: the distillation loss, attention of the unroll", 60, training),
     Section("demo", "The demo pair", 30, demo),
     Section("layers", "Captured rounds with others' layers", 200, layers),
 )

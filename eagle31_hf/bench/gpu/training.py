@@ -1,4 +1,4 @@
-"""Benchmarks of training on a GPU: times the soft-target loss and the unroll's attention beside their alternatives.
+"""Benchmarks of training on a GPU: times the distillation loss and the unroll's attention beside their alternatives.
 
 H heads, S positions, D width of a head.
 """
@@ -25,9 +25,9 @@ MATMULS = {"forward": 2, "backward": 5}  # of queries with keys, each of which s
 def training(run: Run) -> Iterator[Task]:
     """Lists what is timed: of the loss our kernel, its reference, and the reference compiled; of attention every way
     that the device has."""
-    size = next(real_sizes(run, "soft_kl"))
-    yield f"soft_kl, {size.tokens} predictions", partial(timed, run, "soft_kl", size)
-    yield f"soft_kl, {size.tokens} predictions, its reference compiled", partial(_compiled, run)
+    size = next(real_sizes(run, "distillation_loss"))
+    yield f"distillation_loss, {size.tokens} predictions", partial(timed, run, "distillation_loss", size)
+    yield f"distillation_loss, {size.tokens} predictions, its reference compiled", partial(_compiled, run)
     for way in WAYS_OF.get(run.device.type, (DENSE,)):
         yield f"attention of the unroll, {run.sizes.positions} positions, {way}", partial(attended, run, way)
 
@@ -36,9 +36,8 @@ def _compiled(run: Run) -> Row:
     """Times the compiled reference in a process of its own, as compiling may take longer than there is."""
     if not run.is_gpu:
         return {"left_out": "no GPU"}
-    return in_subprocess(
-        "soft_kl", min(COMPILE_LIMIT, run.left()), str(run.device), asdict(next(real_sizes(run, "soft_kl")))
-    )
+    size = asdict(next(real_sizes(run, "distillation_loss")))
+    return in_subprocess("distillation_loss", min(COMPILE_LIMIT, run.left()), str(run.device), size)
 
 
 def attended(run: Run, way: str) -> Row:
@@ -63,7 +62,7 @@ def attended(run: Run, way: str) -> Row:
 def _inputs(run: Run, seed: int) -> tuple[FirstKeys, Tensor]:
     """Makes one text's queries, keys and values (1, H, S, D), every head with keys of its own, and the output's
     gradient."""
-    size = next(real_sizes(run, "soft_kl"))
+    size = next(real_sizes(run, "distillation_loss"))
     make = Maker(size, run.dtype, run.device, seed)
     shape = 1, run.sizes.positions, size.heads, size.head_dim
     q, k, v, grad = (make.floats(*shape).transpose(1, 2) for _ in range(4))

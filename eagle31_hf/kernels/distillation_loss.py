@@ -1,4 +1,5 @@
-"""The soft-target loss: how far the draft's distribution is from the target's, with its gradient and their overlap.
+"""The distillation loss: how far the draft's distribution is from the target's, and how unlikely it makes the target's
+likeliest token, with its gradient and the overlap of both.
 
 N predictions, Vd draft vocabulary, V target vocabulary. p is a distribution over the *target's* vocabulary: its mass S
 on the draft vocabulary, the coverage, may be below 1, and no q = softmax(z) reaches the rest.
@@ -90,8 +91,31 @@ def forward_kl(target: TargetDistribution, draft: DraftDistribution) -> Distance
     return distance, torch.addcmul(target.p, draft.q, target.coverage[:, None], value=-1)
 
 
+def cross_entropy(target: TargetDistribution, draft: DraftDistribution) -> Distance:
+    """Returns -log q of the target's likeliest token, 0 where the draft vocabulary lacks it, and its neg_grad: 1 - q at
+    that token, -q elsewhere."""
+    known, column = target.best >= 0, target.best.clamp(min=0)[:, None]
+    distance = torch.where(known, draft.total - draft.logits.gather(1, column)[:, 0], 0.0)
+    ones = known.float()[:, None]
+    return distance, (draft.q * -ones).scatter_add_(1, column, ones)
+
+
+def weighted_sum(parts: list[tuple[float, Distance]]) -> Distance:
+    """Returns the sum of weight times distance and of weight times neg_grad, which are written over."""
+    distance = torch.stack([weight * distance for weight, (distance, _) in parts]).sum(0)
+    neg_grads = [neg_grad.mul_(weight) for weight, (_, neg_grad) in parts]
+    return distance, sum(neg_grads[1:], neg_grads[0])
+
+
 def _shapes(
-    logits: Tensor, p: Tensor, coverage: Tensor, negentropy: Tensor, best: Tensor, which: Tensor, weights: Tensor
+    logits: Tensor,
+    p: Tensor,
+    coverage: Tensor,
+    negentropy: Tensor,
+    best: Tensor,
+    which: Tensor,
+    weights: Tensor,
+    hard: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     distance = weights.new_empty(logits.shape[0], dtype=torch.float32)
     is_right = torch.empty_like(distance, dtype=torch.bool)
@@ -99,18 +123,27 @@ def _shapes(
 
 
 @operation(shapes=_shapes)
-def soft_kl(
-    logits: Tensor, p: Tensor, coverage: Tensor, negentropy: Tensor, best: Tensor, which: Tensor, weights: Tensor
+def distillation_loss(
+    logits: Tensor,
+    p: Tensor,
+    coverage: Tensor,
+    negentropy: Tensor,
+    best: Tensor,
+    which: Tensor,
+    weights: Tensor,
+    hard: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Computes the distance S KL(p / S || q) of predictions, and its gradient: sum_v p_v log(p_v / S) - sum_v p_v
-    z_v + S log sum_v exp z_v, and weight (S q - p).
+    """Computes the distance (1 - hard) `forward_kl` + hard `cross_entropy` of predictions, and its gradient: weight
+    ((1 - hard) (S q - p) + hard (q - 1 at the target's likeliest token)); where the draft vocabulary lacks that token,
+    the second term is 0.
 
     `logits` z (N, Vd), in any dtype. M target distributions: `p` (M, Vd), its coverage S, negentropy and best, as in
     `TargetDistribution`; `which` (N,): the one each prediction is compared with. `weights` (N,): of their distances.
-    Returns distance (N,), overlap (N,), whether no draft is likelier than `best` (N,), and the gradient of weight
-    times distance by the logits (N, Vd), in their dtype.
+    `hard`, 0 to 1: the cross-entropy's share. Returns distance (N,), overlap (N,), whether no draft is likelier than
+    `best` (N,), and the gradient of weight times distance by the logits (N, Vd), in their dtype.
     """
     target, draft = TargetDistribution(p, coverage, best, negentropy)[which], DraftDistribution(logits)
-    distance, neg_grad = forward_kl(target, draft)
+    terms = (1 - hard, forward_kl), (hard, cross_entropy)
+    distance, neg_grad = weighted_sum([(share, term(target, draft)) for share, term in terms if share])
     by_logits = neg_grad.mul_(-weights[:, None]).to(logits.dtype)
     return distance, overlap(target, draft), draft.is_likeliest(target.best), by_logits

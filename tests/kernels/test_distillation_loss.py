@@ -1,4 +1,4 @@
-"""`soft_kl`: its kernel, in Triton's interpreter where there is no GPU, beside its reference."""
+"""`distillation_loss`: its kernel, in Triton's interpreter where there is no GPU, beside its reference."""
 
 import pytest
 import torch
@@ -6,8 +6,8 @@ from close import assert_close
 from kernel_close import assert_matches
 from poison import Guarded, apart, turned
 
+from eagle31_hf.kernels.distillation_loss import TargetDistribution, distillation_loss
 from eagle31_hf.kernels.operation import OPERATIONS
-from eagle31_hf.kernels.soft_kl import TargetDistribution, soft_kl
 
 pytest.importorskip("triton")
 
@@ -17,7 +17,12 @@ NAMES = ("distance", "overlap", "is_right", "by_logits")
 
 
 def arguments(
-    num_predictions: int, num_targets: int, vocab: int, dtype: torch.dtype = torch.float32, spread: float = 3
+    num_predictions: int,
+    num_targets: int,
+    vocab: int,
+    dtype: torch.dtype = torch.float32,
+    spread: float = 3,
+    hard: float = 0.1,
 ):
     """Arguments of the operation; of a target's vocabulary of twice as many tokens the draft's has every other."""
     generator = torch.Generator().manual_seed(vocab)
@@ -27,32 +32,34 @@ def arguments(
     which = torch.randint(num_targets, (num_predictions,), generator=generator)
     weights = torch.rand(num_predictions, generator=generator)
     args = [logits, target.p, target.coverage, target.negentropy, target.best, which, weights]
-    return [arg.to(DEVICE) for arg in args]
+    return [*(arg.to(DEVICE) for arg in args), hard]
 
 
 def assert_same(args) -> None:
     """Asserts that the kernel returns what the reference does, and that it writes to none of its arguments."""
-    before = [arg.clone() for arg in args]
-    expected, got = soft_kl.reference(*args), soft_kl.kernel()(*args)
+    before = [arg.clone() for arg in args[:-1]]
+    expected, got = distillation_loss.reference(*args), distillation_loss.kernel()(*args)
     for name, one, other in zip(NAMES, got, expected, strict=True):
         assert one.dtype == other.dtype
         assert_matches(name, one, other)
-    for arg, old in zip(args, before, strict=True):
+    for arg, old in zip(args[:-1], before, strict=True):
         assert_close("argument", arg, old, 0.0)
 
 
+@pytest.mark.parametrize("hard", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 1, 7), (5, 3, 500), (7, 4, 1031), (3, 2, 5000)], ids=str)
-def test_kernel_matches_reference(shape, dtype):
-    guarded = [Guarded.holding(arg) for arg in arguments(*shape, dtype=dtype)]
-    assert_same([each.tensor for each in guarded])
+def test_kernel_matches_reference(shape, dtype, hard):
+    *tensors, hard = arguments(*shape, dtype=dtype, hard=hard)
+    guarded = [Guarded.holding(arg) for arg in tensors]
+    assert_same([*(each.tensor for each in guarded), hard])
     assert all(each.is_intact() for each in guarded)
 
 
 @pytest.mark.parametrize("block", [16, 128])
 def test_a_row_of_many_blocks(monkeypatch, block):
     """Its largest logit in the first, a middle and the last block, or in all of them the same."""
-    monkeypatch.setattr("eagle31_hf.kernels.soft_kl_triton.BLOCK", block)
+    monkeypatch.setattr("eagle31_hf.kernels.distillation_loss_triton.BLOCK", block)
     args = arguments(4, 2, 403)
     for prediction, token in enumerate((0, 200, 402)):
         args[0][prediction, token] = 30.0
@@ -82,7 +89,7 @@ def test_a_target_without_mass_on_the_draft_vocabulary():
     assert not target.coverage.any()
     args[1:5] = (each.to(DEVICE) for each in (target.p, target.coverage, target.negentropy, target.best))
     assert_same(args)
-    assert not soft_kl.kernel()(*args)[2].any()
+    assert not distillation_loss.kernel()(*args)[2].any()
 
 
 def test_which_token_is_likeliest():
@@ -95,13 +102,13 @@ def test_which_token_is_likeliest():
     best[1] = (best[1] + 1) % 61
     best[2] = logits[2].argmin()
     logits[3, 0], best[3] = 50.0, -1
-    assert soft_kl.reference(*args)[2].tolist() == [True, True, False, False]
-    assert soft_kl.kernel()(*args)[2].tolist() == [True, True, False, False]
+    assert distillation_loss.reference(*args)[2].tolist() == [True, True, False, False]
+    assert distillation_loss.kernel()(*args)[2].tolist() == [True, True, False, False]
 
 
 def test_certain_of_different_tokens():
     """p and q have all their mass on one token each; nothing overflows."""
-    args = arguments(2, 1, 61, spread=0.0)
+    args = arguments(2, 1, 61, spread=0.0, hard=0.0)
     args[0].fill_(-1e4)
     args[0][0, 3] = args[0][1, 5] = 1e4
     args[1].zero_()
@@ -109,7 +116,7 @@ def test_certain_of_different_tokens():
     args[2].fill_(1.0)
     args[3].fill_(0.0)
     assert_same(args)
-    distance, overlap, *_ = soft_kl.kernel()(*args)
+    distance, overlap, *_ = distillation_loss.kernel()(*args)
     assert distance.tolist() == [2e4, 0.0]
     assert overlap.tolist() == [0.0, 1.0]
 
@@ -119,19 +126,44 @@ def test_logits_of_minus_infinity():
     args = arguments(2, 2, 61)
     args[0][:, 10:20] = float("-inf")
     args[0][1, :10] = float("-inf")
-    expected, got = soft_kl.reference(*args), soft_kl.kernel()(*args)
+    expected, got = distillation_loss.reference(*args), distillation_loss.kernel()(*args)
     assert bool((expected[0] == float("inf")).all())
     assert got[0].equal(expected[0])
     for i in (1, 2, 3):
         assert_matches(NAMES[i], got[i], expected[i])
 
 
+@pytest.mark.parametrize(("hard", "finite"), [(0.0, False), (1.0, True)])
+def test_a_share_of_nothing_has_no_part_in_the_distance(hard, finite):
+    """Not even where it is infinite: 0 times that is no number."""
+    args = arguments(1, 1, 61, hard=hard)
+    missed = args[1].argmin() if finite else args[1].argmax()  # of the KL, or of both
+    args[0][0, missed], args[4][0] = float("-inf"), args[1].argmax()
+    expected, got = distillation_loss.reference(*args)[0], distillation_loss.kernel()(*args)[0]
+    assert bool(expected.isfinite().all()) == finite
+    assert not expected.isnan().any()
+    assert_matches("distance", got, expected)
+
+
+def test_the_vocabulary_lacks_the_likeliest_token():
+    """Then the cross-entropy is 0, whatever the first token, which is read in its place, has for a logit."""
+    args = arguments(1, 1, 61, hard=0.5)
+    args[4][0] = -1
+    distance, *_, by_logits = distillation_loss.kernel()(*args)
+    kl, *_, by_logits_of_kl = distillation_loss.reference(*args[:-1], 0.0)
+    assert_matches("distance", distance, kl / 2)
+    assert_matches("by_logits", by_logits, by_logits_of_kl / 2)
+    assert_same(args)
+    args[0][0, 0] = float("-inf")
+    assert distillation_loss.kernel()(*args)[0].equal(distillation_loss.reference(*args)[0])
+
+
 def test_what_is_not_a_number_shows():
     args = arguments(2, 2, 61)
     args[0][0, 17] = float("nan")
     args[4][0] = int(args[0][0].nan_to_num(-100.0).argmax())  # the likeliest of those that are numbers
-    distance, overlap, is_right, by_logits = soft_kl.kernel()(*args)
-    assert is_right.equal(soft_kl.reference(*args)[2])
+    distance, overlap, is_right, by_logits = distillation_loss.kernel()(*args)
+    assert is_right.equal(distillation_loss.reference(*args)[2])
     assert distance.isnan().tolist() == overlap.isnan().tolist() == [True, False]
     assert by_logits.isnan().all(-1).tolist() == [True, False]
 
@@ -139,9 +171,9 @@ def test_what_is_not_a_number_shows():
 def test_no_prediction():
     args = arguments(1, 1, 61)
     args[0], args[5], args[6] = args[0][:0], args[5][:0], args[6][:0]
-    assert [tuple(each.shape) for each in soft_kl.kernel()(*args)] == [(0,), (0,), (0,), (0, 61)]
+    assert [tuple(each.shape) for each in distillation_loss.kernel()(*args)] == [(0,), (0,), (0,), (0, 61)]
 
 
 def test_operation_is_well_formed():
-    assert OPERATIONS["soft_kl"] is soft_kl
-    torch.library.opcheck(torch.ops.eagle31.soft_kl.default, arguments(3, 2, 7, dtype=torch.bfloat16))
+    assert OPERATIONS["distillation_loss"] is distillation_loss
+    torch.library.opcheck(torch.ops.eagle31.distillation_loss.default, arguments(3, 2, 7, dtype=torch.bfloat16))

@@ -1,4 +1,4 @@
-"""The kernel of `soft_kl`: a program takes a prediction, and reads its logits and its p twice."""
+"""The kernel of `distillation_loss`: a program takes a prediction, and reads its logits and its p twice."""
 
 import torch
 import triton
@@ -11,7 +11,7 @@ LOWEST = tl.constexpr(-3.0e38)  # in place of -inf: LOWEST - LOWEST is 0, and -i
 
 
 @triton.jit
-def soft_kl_kernel(
+def distillation_loss_kernel(
     logits,
     p,
     coverage,
@@ -23,6 +23,7 @@ def soft_kl_kernel(
     overlap,
     is_right,
     by_logits,
+    hard,
     vocab,
     stride_logits,
     stride_p,
@@ -52,6 +53,9 @@ def soft_kl_kernel(
     total = tl.sum(sums * tl.exp(highs - high), 0)
     mass = tl.load(coverage + m).to(tl.float32)
     weight = tl.load(weights + n).to(tl.float32)
+    token = tl.load(best + m)
+    soft = 1.0 - hard
+    hard_known = tl.where(token >= 0, hard, 0.0)
     kept = tl.zeros((BLOCK,), tl.float32)
     last = (tl.cdiv(vocab, BLOCK) - 1) * BLOCK
     for back in range(0, vocab, BLOCK):
@@ -61,17 +65,28 @@ def soft_kl_kernel(
         target = tl.load(p_row + at + v, mask=inside, other=0.0).to(tl.float32)
         q = tl.exp(z - high) / total
         kept += tl.minimum(target, q, propagate_nan=tl.PropagateNan.ALL)
-        tl.store(out_row + at + v, ((mass * q - target) * weight).to(by_logits.dtype.element_ty), mask=inside)
-    of_p = tl.load(negentropy + m).to(tl.float32)
-    tl.store(distance + n, of_p - tl.sum(dots, 0) + mass * (high + tl.log(total)))
-    tl.store(overlap + n, tl.sum(kept, 0))
-    token = tl.load(best + m)
+        by_z = soft * (mass * q - target) + hard_known * (q - tl.where(at + v == token, 1.0, 0.0))
+        tl.store(out_row + at + v, (by_z * weight).to(by_logits.dtype.element_ty), mask=inside)
     z_best = tl.load(z_row + tl.maximum(token, 0)).to(tl.float32)
+    log_sum = high + tl.log(total)
+    kl = tl.load(negentropy + m).to(tl.float32) - tl.sum(dots, 0) + mass * log_sum
+    # a term without weight may be infinite, and 0 times that is no number
+    soft_part = tl.where(soft > 0, soft * kl, 0.0)
+    hard_part = tl.where(hard_known > 0, hard_known * (log_sum - z_best), 0.0)
+    tl.store(distance + n, soft_part + hard_part)
+    tl.store(overlap + n, tl.sum(kept, 0))
     tl.store(is_right + n, (token >= 0) & (z_best >= high) & (total == total))
 
 
-def soft_kl(
-    logits: Tensor, p: Tensor, coverage: Tensor, negentropy: Tensor, best: Tensor, which: Tensor, weights: Tensor
+def distillation_loss(
+    logits: Tensor,
+    p: Tensor,
+    coverage: Tensor,
+    negentropy: Tensor,
+    best: Tensor,
+    which: Tensor,
+    weights: Tensor,
+    hard: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Launches the kernel; see the operation."""
     count, vocab = logits.shape
@@ -81,7 +96,7 @@ def soft_kl(
     distance, overlap = (torch.empty(count, dtype=torch.float32, device=logits.device) for _ in range(2))
     is_right = torch.empty(count, dtype=torch.bool, device=logits.device)
     by_logits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    soft_kl_kernel[(count,)](
+    distillation_loss_kernel[(count,)](
         logits,
         p,
         *of_target,
@@ -90,6 +105,7 @@ def soft_kl(
         overlap,
         is_right,
         by_logits,
+        hard,
         vocab,
         logits.stride(0),
         p.stride(0),
