@@ -20,7 +20,7 @@ LAYERS = (
     {"diagnostics"},
     {"training"},
     {"demo", "bench", "checking", "upgrade", "vllm_plugin"},
-    {"reports"},
+    {"reports", "chat", "serving"},
     {"cli"},
     {"__init__", "__main__"},
 )

@@ -9,7 +9,7 @@ import contextlib
 import sys
 from collections.abc import Callable
 
-from . import benchmarks, checking, checkpoints, diagnosing, endings, preparation, run, training
+from . import benchmarks, checking, checkpoints, diagnosing, endings, preparation, run, talking, training
 from .parsing import Parser, progress
 
 # name: (function, function that adds its arguments, one line of help, example)
@@ -25,6 +25,18 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Callable[[argpars
         run.add_generate,
         "stream a completion with any target and drafter",
         'eagle31 generate --target Qwen/Qwen3-8B --drafter ./my-drafter --chat "Why is the sky blue?"',
+    ),
+    "chat": (
+        talking.chat,
+        talking.add_chat,
+        "chat with a target in the terminal, drafted tokens marked as they are accepted",
+        "eagle31 chat --target Qwen/Qwen3-8B --drafter ./my-drafter",
+    ),
+    "serve": (
+        talking.serve,
+        talking.add_serve,
+        "serve a target with its drafter as OpenAI's API, by transformers' own server",
+        "eagle31 serve --target Qwen/Qwen3-8B --drafter ./my-drafter --device cuda --dtype bfloat16",
     ),
     "check": (
         checking.check,

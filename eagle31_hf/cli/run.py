@@ -5,20 +5,8 @@ import sys
 from typing import Any
 
 from .loading import load_causal_lm, load_tokenizer
-from .parsing import (
-    DTYPES,
-    add_device,
-    add_reading,
-    path,
-    positive,
-    positive_or_auto,
-    progress,
-    reading_options,
-    seed,
-    show,
-    temperature,
-    words,
-)
+from .pairs import add_pair, knobs_of, load_drafter
+from .parsing import add_device, positive, progress, seed, show, temperature, words
 
 DEPTHS = (3, 5, 7)
 
@@ -46,25 +34,15 @@ def generate(args: argparse.Namespace) -> int:
     from transformers import TextStreamer
 
     from ..acceptance import track_acceptance
-    from ..modeling import Eagle31DrafterModel
 
     progress(f"loading {args.target} and {args.drafter}")
     tokenizer = load_tokenizer(args.target)
     inputs = _inputs(tokenizer, args)
     target = load_causal_lm(args.target, dtype=args.dtype).to(args.device)
-    drafter = (
-        Eagle31DrafterModel.from_pretrained(args.drafter, dtype=target.dtype, **reading_options(args))
-        .to(args.device)
-        .eval()
-    )
-    if args.drafter_weights is not None:
-        drafter.quantize(args.drafter_weights)
-    options: dict[str, Any] = {"do_sample": args.temperature > 0} | (
-        {"temperature": args.temperature} if args.temperature > 0 else {}
-    )
-    for knob in ("num_assistant_tokens", "draft_tree_top_k", "draft_tree_total_tokens"):
-        if getattr(args, knob) is not None:
-            options[knob] = getattr(args, knob)
+    drafter = load_drafter(args, target)
+    options = knobs_of(args) | {"do_sample": args.temperature > 0}
+    if args.temperature > 0:
+        options["temperature"] = args.temperature
     if args.seed is not None:
         torch.manual_seed(args.seed)
     streamer = None if args.json else TextStreamer(tokenizer, skip_prompt=True)
@@ -179,33 +157,12 @@ def add_demo(parser: argparse.ArgumentParser) -> None:
 
 def add_generate(parser: argparse.ArgumentParser) -> None:
     add_device(parser)
-    parser.add_argument("--target", type=path, required=True, help="folder or Hub repository of the model to speed up")
-    parser.add_argument(
-        "--drafter", type=path, required=True, help="folder or Hub repository of an EAGLE 3 or 3.1 drafter for it"
-    )
+    add_pair(parser)
     parser.add_argument("prompt", type=words)
     parser.add_argument("--max-new-tokens", type=positive, default=256)
-    parser.add_argument(
-        "--num-assistant-tokens",
-        type=positive_or_auto,
-        help="tokens drafted a round, or auto (default: the drafter's own)",
-    )
-    parser.add_argument(
-        "--draft-tree-top-k",
-        type=positive_or_auto,
-        help="children of a node; above 1 trees are drafted instead of chains",
-    )
-    parser.add_argument("--draft-tree-total-tokens", type=positive_or_auto, help="nodes of a tree, the root included")
     parser.add_argument("--temperature", type=temperature, default=0.0, help="0 (default): greedy")
     parser.add_argument("--seed", type=seed)
-    parser.add_argument(
-        "--dtype", choices=DTYPES, default="auto", help="of both models (default: auto, the target's own)"
-    )
-    parser.add_argument(
-        "--drafter-weights", choices=("int8", "fp8"), help="hold the drafter's weights in 8 bits (default: as they are)"
-    )
     parser.add_argument("--chat", action="store_true", help="wrap the prompt in the target's chat template")
     parser.add_argument(
         "--explain", action="store_true", help="say how rounds are run: as CUDA graphs or eagerly, by which kernels"
     )
-    add_reading(parser)

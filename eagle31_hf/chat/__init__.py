@@ -1,0 +1,1 @@
+"""Chats with a target and its drafter, in a terminal and in a browser."""

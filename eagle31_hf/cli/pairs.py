@@ -1,0 +1,59 @@
+"""A target and its drafter as `eagle31 generate`, `chat`, `app` and `serve` take them: arguments, and what they load."""
+
+import argparse
+from typing import Any
+
+from .loading import load_causal_lm, load_tokenizer
+from .parsing import DTYPES, add_reading, path, positive_or_auto, progress, reading_options
+
+KNOBS = ("num_assistant_tokens", "draft_tree_top_k", "draft_tree_total_tokens")
+
+
+def add_pair(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments that name the pair and say how it is held and drafts."""
+    parser.add_argument("--target", type=path, required=True, help="folder or Hub repository of the model to speed up")
+    parser.add_argument(
+        "--drafter", type=path, required=True, help="folder or Hub repository of an EAGLE 3 or 3.1 drafter for it"
+    )
+    parser.add_argument(
+        "--num-assistant-tokens",
+        type=positive_or_auto,
+        help="tokens drafted a round, or auto (default: the drafter's own)",
+    )
+    parser.add_argument(
+        "--draft-tree-top-k",
+        type=positive_or_auto,
+        help="children of a node; above 1 trees are drafted instead of chains",
+    )
+    parser.add_argument("--draft-tree-total-tokens", type=positive_or_auto, help="nodes of a tree, the root included")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="auto", help="of both models (default: auto, the target's own)"
+    )
+    parser.add_argument(
+        "--drafter-weights", choices=("int8", "fp8"), help="hold the drafter's weights in 8 bits (default: as they are)"
+    )
+    add_reading(parser)
+
+
+def knobs_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the arguments of generate() that say how to draft."""
+    return {knob: getattr(args, knob) for knob in KNOBS if getattr(args, knob) is not None}
+
+
+def load_drafter(args: argparse.Namespace, target: Any) -> Any:
+    """Loads the drafter, of the target's dtype and on its device."""
+    from ..modeling import Eagle31DrafterModel
+
+    drafter: Any = Eagle31DrafterModel.from_pretrained(args.drafter, dtype=target.dtype, **reading_options(args))
+    drafter = drafter.to(target.device).eval()
+    if args.drafter_weights is not None:
+        drafter.quantize(args.drafter_weights)
+    return drafter
+
+
+def load_pair(args: argparse.Namespace) -> tuple[Any, Any, Any]:
+    """Loads tokenizer, target and drafter."""
+    progress(f"loading {args.target} and {args.drafter}")
+    tokenizer = load_tokenizer(args.target)
+    target = load_causal_lm(args.target, dtype=args.dtype).to(args.device)
+    return tokenizer, target, load_drafter(args, target)

@@ -1,0 +1,106 @@
+"""`eagle31 chat` and `eagle31 serve`: talk to a target whose answers are drafted, here or from another program."""
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from .loading import refuse_drafter
+from .pairs import add_pair, knobs_of, load_drafter, load_pair
+from .parsing import device, integer, path, positive, progress, seed, temperature, words
+from .preparation import add_template_option
+
+PORT = 8000
+port = integer(1, 65535)
+
+
+def chat(args: argparse.Namespace) -> int:
+    """Chats in the terminal; lines that are piped in are answered one after another."""
+    from rich.console import Console
+
+    from ..chat.conversation import Conversation
+    from ..chat.screen import Screen
+    from ..chat.terminal import TerminalChat
+
+    tokenizer, target, drafter = load_pair(args)
+    conversation = Conversation(
+        target, tokenizer, drafter, knobs_of(args), generation_of(args), dict(args.template_option), args.system
+    )
+    is_terminal = sys.stdin.isatty()
+    TerminalChat(conversation, Screen(Console(highlight=False)), lambda: next_line(is_terminal)).run()
+    return 0
+
+
+def next_line(is_terminal: bool) -> str:
+    """Returns the next line of stdin. Raises EOFError at its end."""
+    if is_terminal:
+        return input("\n> ")
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line.rstrip("\n")
+
+
+def generation_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the arguments of generate() that say how to answer; sampling is the target's own unless it is named."""
+    import torch
+
+    if args.seed is not None:
+        torch.manual_seed(args.seed)
+    options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens}
+    if args.temperature is not None:
+        options["do_sample"] = args.temperature > 0
+    if args.temperature:
+        options["temperature"] = args.temperature
+    return options
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Serves until it is stopped."""
+    from ..serving.server import DraftingServer, check_address, check_installed
+
+    check_installed()
+    check_address(args.host, args.port)
+    refuse_drafter(args.target)
+    progress(f"loading {args.target} and {args.drafter}")
+    DraftingServer(
+        args.target,
+        lambda target: load_drafter(args, target),
+        knobs_of(args),
+        progress,
+        host=args.host,
+        port=args.port,
+        device=args.device,
+        dtype=args.dtype,
+        chat_template_kwargs=json.dumps(dict(args.template_option)),
+        enable_cors=args.cors,
+    )
+    return 0
+
+
+def add_chat(parser: argparse.ArgumentParser) -> None:
+    add_pair(parser)
+    add_answers(parser)
+
+
+def add_answers(parser: argparse.ArgumentParser) -> None:
+    """Adds what answers are like."""
+    parser.add_argument("--system", type=words, help="a system prompt")
+    parser.add_argument("--max-new-tokens", type=positive, default=512, help="of an answer (default: 512)")
+    parser.add_argument("--temperature", type=temperature, help="0: greedy (default: as the target samples)")
+    parser.add_argument("--seed", type=seed)
+    add_template_option(parser)
+    add_place(parser)
+
+
+def add_serve(parser: argparse.ArgumentParser) -> None:
+    add_pair(parser)
+    parser.add_argument("--host", type=path, default="localhost", help="to listen at (default: localhost)")
+    parser.add_argument("--port", type=port, default=PORT, help=f"(default: {PORT})")
+    parser.add_argument("--cors", action="store_true", help="let pages of any origin ask")
+    add_template_option(parser)
+    add_place(parser)
+
+
+def add_place(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", type=device, default="cpu", help="cpu, cuda, cuda:1, mps (default: cpu)")

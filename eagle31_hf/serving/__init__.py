@@ -1,0 +1,1 @@
+"""A server with OpenAI's interface: transformers' own, whose answers are drafted."""

@@ -1,0 +1,82 @@
+"""Counts of a server over all its requests, and the text in which Prometheus reads them."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import zip_longest
+
+from ..acceptance import AcceptanceStats, track_acceptance
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+# name, what it counts; names behind the prefix are vLLM's where it counts the same
+COUNTERS = (
+    ("requests", "requests answered to their end"),
+    ("requests_stopped", "requests that ended early: their client went away, or an error"),
+    ("requests_not_drafted", "requests that the target answered alone, as for beams"),
+    ("generation_tokens", "tokens generated"),
+    ("generation_seconds", "seconds spent in generate(), one request after another"),
+    ("spec_decode_num_drafts", "rounds of drafting, each verified by one forward of the target"),
+    ("spec_decode_num_draft_tokens", "tokens drafted, of a tree its depth"),
+    ("spec_decode_num_accepted_tokens", "tokens drafted and accepted"),
+)
+BY_POSITION = ("spec_decode_num_accepted_tokens_per_pos", "tokens accepted, by position in the draft, from 0")
+
+
+class Metrics:
+    """Counts of all requests together; of a request itself nothing is kept. Threads may share it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts = {name: 0.0 for name, _ in COUNTERS}
+        self._by_position = list[int]()
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """Counts the generate() call inside it as one request."""
+        began, outcome = time.perf_counter(), "requests_stopped"
+        stats = AcceptanceStats()
+        try:
+            with track_acceptance(stats):
+                yield
+            outcome = "requests"
+        finally:
+            self._add(stats, outcome, time.perf_counter() - began)
+
+    def count(self, name: str) -> None:
+        """Adds one to a counter."""
+        with self._lock:
+            self._counts[name] += 1
+
+    def _add(self, stats: AcceptanceStats, outcome: str, seconds: float) -> None:
+        added = {
+            outcome: 1,
+            "generation_tokens": stats.generated_tokens,
+            "generation_seconds": seconds,
+            "spec_decode_num_drafts": len(stats.accepted_per_round),
+            "spec_decode_num_draft_tokens": sum(stats.drafted_per_position),
+            "spec_decode_num_accepted_tokens": sum(stats.accepted_per_position),
+        }
+        with self._lock:
+            for name, count in added.items():
+                self._counts[name] += count
+            pairs = zip_longest(self._by_position, stats.accepted_per_position, fillvalue=0)
+            self._by_position = [old + new for old, new in pairs]
+
+    def as_text(self) -> str:
+        """Returns all counts in Prometheus' text format."""
+        with self._lock:
+            counts, by_position = dict(self._counts), [*self._by_position]
+        lines = list[str]()
+        for name, meaning in COUNTERS:
+            lines += [*_head(name, meaning), f"eagle31:{name}_total {counts[name]:.15g}"]
+        lines += _head(*BY_POSITION)
+        lines += [
+            f'eagle31:{BY_POSITION[0]}_total{{position="{position}"}} {count}'
+            for position, count in enumerate(by_position)
+        ]
+        return "\n".join(lines) + "\n"
+
+
+def _head(name: str, meaning: str) -> list[str]:
+    return [f"# HELP eagle31:{name}_total {meaning}", f"# TYPE eagle31:{name}_total counter"]

@@ -1,0 +1,102 @@
+"""transformers' server (`transformers serve`) for one target, which answers every request with its drafter."""
+
+import socket
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cli.serve import Serve
+
+from ..errors import DraftingRefusedError
+from ..modeling import Eagle31DrafterModel
+from .metrics import CONTENT_TYPE, Metrics
+
+TRIAL = ([[1, 2, 3]], 4)  # the prompt that is tried before anything is served, and how many tokens of an answer
+
+
+class DraftingServer(Serve):
+    """Loads `target`, a folder or Hub repository, and serves it until it is stopped.
+
+    `load_drafter` gets the target and returns its drafter; `knobs` are arguments of every generate() call, as
+    num_assistant_tokens; `announce` is told the addresses. `options` are those of `transformers serve`: host, port,
+    device, dtype, reasoning and others. A request that cannot be drafted is answered by the target alone. Raises what
+    loading raises, and what generate() does where the two do not fit each other: before a request is taken.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        load_drafter: Callable[[PreTrainedModel], Eagle31DrafterModel],
+        knobs: dict[str, Any],
+        announce: Callable[[str], None],
+        **options: Any,
+    ):
+        self.target = target
+        self.load_drafter = load_drafter
+        self.knobs = knobs
+        self.announce = announce
+        self.metrics = Metrics()
+        # what does not block is `start_server`, called when the target is loaded and the routes are there
+        super().__init__(target, non_blocking=True, **options)
+
+    def start_server(self) -> None:
+        """Has the target draft, and serves in this thread until a signal ends it."""
+        manager: Any = self._model_manager
+        target, _ = manager.load_model_and_processor(manager.process_model_name(self.target))
+        alone: Any = target.generate
+        drafted = partial(alone, assistant_model=self.load_drafter(target), **self.knobs)
+        drafted(torch.tensor(TRIAL[0], device=target.device), max_new_tokens=TRIAL[1], do_sample=False)
+
+        def generate(*args: Any, **kwargs: Any) -> Any:
+            with self.metrics.request():
+                try:
+                    return drafted(*args, **kwargs)
+                except DraftingRefusedError:  # before a token is generated: of beams, say, there are no drafts
+                    self.metrics.count("requests_not_drafted")
+                    return alone(*args, **kwargs)
+
+        target.generate = generate  # of this model alone; the class keeps its own
+        manager.get_gen_models = lambda *args, **kwargs: [_as_listed(self.target)]
+        self._add_route("/metrics", self._metrics)
+        config = self.server.config
+        where = f"http://{config.host}:{config.port}"
+        self.announce(f"serving {self.target} at {where}/v1; counts of drafts at {where}/metrics")
+        self.server.run()
+
+    def _add_route(self, path: str, answer: Callable[[], Any]) -> None:
+        app: Any = self.server.config.app
+        app.get(path)(answer)
+
+    def _metrics(self) -> Any:
+        from fastapi import Response
+
+        return Response(self.metrics.as_text(), media_type=CONTENT_TYPE)
+
+
+def _as_listed(name: str) -> dict[str, Any]:
+    """Returns the model as /v1/models lists it."""
+    return {"id": name, "object": "model", "created": 0, "owned_by": name.partition("/")[0]}
+
+
+def check_installed() -> None:
+    """Raises ImportError, with what to do, where what serves is missing."""
+    from transformers.utils.import_utils import is_serve_available
+
+    if not is_serve_available():
+        raise ImportError("serving needs fastapi, uvicorn, openai and pydantic: pip install eagle31_hf[serve]")
+
+
+def check_address(host: str, port: int) -> None:
+    """Raises ValueError where nothing can listen at an address, before a target is loaded for minutes."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server itself does
+            tried.bind(address)
+    except OSError as error:
+        raise ValueError(
+            f"--host {host} --port {port}: nothing can be served there ({error.strerror or error}); expected an address"
+            " of this machine and a free port."
+        ) from None

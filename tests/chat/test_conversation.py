@@ -1,0 +1,146 @@
+"""A conversation, beside the target's own answers and the statistics of `track_acceptance`."""
+
+import json
+
+import pytest
+import torch
+from chat.conversations import conversation
+
+from eagle31_hf import track_acceptance
+
+WORDS = "class Parser(object):"
+
+
+def silent(pieces, figures):
+    """Shows nothing."""
+
+
+def alone(chat, messages, count=24):
+    """The target's own answer to messages."""
+    ids = chat.prompt(messages)
+    return chat.target.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False
+    )[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"num_assistant_tokens": 4},
+        {"num_assistant_tokens": 4, "draft_tree_top_k": 3, "draft_tree_total_tokens": 12},
+        {"num_assistant_tokens": "auto"},
+    ],
+    ids=["chain", "tree", "auto"],
+)
+def test_an_answer_is_the_targets_own_and_its_pieces_are_its_text(knobs):
+    chat, shown = conversation(knobs=knobs), []
+    with track_acceptance() as stats:
+        answer = chat.ask(WORDS, lambda pieces, figures: shown.extend(pieces))
+    assert answer.ids == alone(chat, [{"role": "user", "content": WORDS}])
+    assert answer.text == chat.tokenizer.decode(answer.ids, skip_special_tokens=True)
+    assert shown == answer.pieces
+    figures = answer.figures
+    assert figures.tokens == len(answer.ids) == stats.generated_tokens
+    assert figures.accepted == sum(piece.is_accepted for piece in shown) == sum(stats.accepted_per_position)
+    assert figures.drafted == sum(stats.drafted_per_position)
+    assert figures.forwards == stats.target_forwards
+    assert figures.accepted_length == pytest.approx(stats.mean_accepted_length)
+    assert figures.tokens_per_second == pytest.approx(figures.tokens / figures.seconds)
+    assert not answer.was_stopped
+
+
+def test_the_next_turn_reads_the_answer_before_it():
+    chat = conversation(system="be brief")
+    first = chat.ask(WORDS, silent)
+    second = chat.ask("def __init__(self):", silent)
+    said = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": WORDS},
+        {"role": "assistant", "content": first.text},
+        {"role": "user", "content": "def __init__(self):"},
+    ]
+    assert chat.messages == [*said, {"role": "assistant", "content": second.text}]
+    assert second.ids == alone(chat, said)
+    chat.clear()
+    assert chat.messages == said[:1]
+
+
+def test_what_the_template_reads_besides_reaches_it():
+    plain, thoughtful = conversation(), conversation(thinking="hmm")
+    messages = [{"role": "user", "content": WORDS}]
+    text = thoughtful.tokenizer.decode(thoughtful.prompt(messages)[0])
+    assert text == plain.tokenizer.decode(plain.prompt(messages)[0]) + "hmm"
+
+
+def test_without_a_template_the_text_goes_on():
+    chat = conversation(template=None)
+    first = chat.ask(WORDS, silent)
+    chat.ask("\n    def f(", silent)
+    text = chat.tokenizer.decode(chat.prompt(chat.messages[:3])[0], skip_special_tokens=True)
+    assert text == WORDS + first.text + "\n    def f("
+
+
+def test_once_more_by_the_target_alone():
+    chat = conversation()
+    with pytest.raises(ValueError, match="nothing has been asked"):
+        chat.again(silent, with_drafter=False)
+    answer = chat.ask(WORDS, silent)
+    again = chat.again(silent, with_drafter=False)
+    assert again.ids == answer.ids
+    assert again.text == answer.text
+    assert (again.figures.drafted, again.figures.accepted) == (0, 0)
+    assert again.figures.accepted_length == 1.0
+    assert len(chat.messages) == 2
+
+
+@pytest.mark.parametrize("with_drafter", [True, False])
+def test_a_stopped_answer_keeps_what_was_told_and_the_next_one_is_right(with_drafter):
+    chat = conversation()
+    whole = chat.ask(WORDS, silent)
+
+    def stop(pieces, figures):
+        if figures.tokens > 6:
+            chat.stop.set()
+
+    stopped = chat.again(stop, with_drafter)
+    assert stopped.was_stopped
+    assert 6 < len(stopped.ids) < len(whole.ids)
+    assert stopped.ids == whole.ids[: len(stopped.ids)]
+    assert chat.again(silent, with_drafter).ids == whole.ids
+
+
+def fits(chat, words, since=0):
+    """How many tokens the conversation has with these words, 0 where that is more than the target reads."""
+    before = chat.messages[: len(chat.messages) - 2 * since]
+    length = chat.prompt([*before, {"role": "user", "content": words}]).shape[1]
+    return length if length < 2048 else 0
+
+
+def test_a_conversation_that_fills_the_context():
+    chat = conversation()
+    chat.ask(WORDS, silent)
+    before = list(chat.messages)
+    with pytest.raises(ValueError, match=r"has \d+ tokens; expected fewer than 2048"):
+        chat.ask("x = 1\n" * 3000, silent)
+    assert chat.messages == before, "words that could not be answered stay in the conversation"
+    words = max(("x = 1\n" * n for n in range(300, 600)), key=lambda words: fits(chat, words))
+    assert 2048 - 24 < fits(chat, words) < 2048
+    nearly = chat.ask(words, silent)
+    assert len(nearly.ids) == 2048 - fits(chat, words, since=1)
+
+
+def test_words_without_tokens():
+    chat = conversation(template="{# says nothing #}")
+    with pytest.raises(ValueError, match="make no tokens"):
+        chat.ask("", silent)
+
+
+def test_its_record_is_json():
+    chat = conversation()
+    answer = chat.ask(WORDS, silent)
+    record = json.loads(json.dumps(chat.record()))
+    assert [message["role"] for message in record["messages"]] == ["user", "assistant"]
+    told = record["messages"][1]
+    assert "".join(text for text, _ in told["pieces"]) == told["content"] == answer.text
+    assert told["figures"]["accepted"] == sum(is_accepted for _, is_accepted in told["pieces"])
+    assert record["drafting"] == {"num_assistant_tokens": 4}

@@ -1,0 +1,163 @@
+"""The chat in a terminal, by the lines a user types; answers are of the demo pair."""
+
+import io
+import json
+import os
+import re
+import signal
+import sys
+
+import pytest
+from chat.conversations import conversation
+from rich.console import Console
+
+from eagle31_hf import demo
+from eagle31_hf.chat.screen import Screen
+from eagle31_hf.chat.terminal import COMMANDS, TerminalChat
+from eagle31_hf.cli import main
+
+WORDS = "class Parser(object):"
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
+
+
+def typed(*lines, in_terminal=False, chat=None, width=60):
+    """What is on the console after these lines."""
+    chat = chat or conversation()
+    out = io.StringIO()
+    left = iter(lines)
+
+    def read():
+        try:
+            return next(left)
+        except StopIteration:
+            raise EOFError from None
+
+    console = Console(file=out, force_terminal=in_terminal, width=width, color_system="standard" if in_terminal else None)
+    TerminalChat(chat, Screen(console), read).run()
+    return out.getvalue(), chat
+
+
+def test_an_answer_and_its_figures():
+    shown, chat = typed(WORDS, "/exit", "never read")
+    answer = chat.answers[0]
+    assert answer.text in shown
+    assert f"{answer.figures.tokens} tokens, " in shown
+    assert f"{answer.figures.accepted} of {answer.figures.drafted} drafted tokens accepted" in shown
+    assert len(chat.messages) == 2
+
+
+def test_in_a_terminal_accepted_tokens_are_underlined_and_lines_written_once():
+    shown, chat = typed(WORDS, in_terminal=True)
+    answer = chat.answers[0]
+    underlined = "".join(re.findall(r"\x1b\[4;32m(.*?)\x1b\[0m", shown))
+    accepted = "".join(piece.text for piece in answer.pieces if piece.is_accepted)
+    assert set(accepted.split()) & set(underlined.split())
+    last = answer.text.rstrip("\n").splitlines()[-1]
+    assert last in ESCAPES.sub("", shown)
+    for line in answer.text.splitlines()[:-1]:
+        if line.strip() and answer.text.count(line) == 1:
+            complete = ESCAPES.sub("", shown).replace("\r", "\n").splitlines()
+            assert [each.rstrip() for each in complete].count(line) >= 1
+    unmarked, _ = typed("/marks", WORDS, in_terminal=True)
+    assert "\x1b[4;32m" not in unmarked
+
+
+def test_the_drafter_is_compared_with_the_target_alone():
+    shown, chat = typed(WORDS, "/compare")
+    assert shown.count(chat.answers[0].text) == 2
+    assert "times as fast; the same text" in shown
+    assert "nothing drafted" in shown
+    nothing, _ = typed("/compare")
+    assert "! nothing has been asked yet" in nothing
+
+
+def test_a_text_that_differs_is_said():
+    chat = conversation()
+    typed(WORDS, chat=chat)
+    chat.answers[-1].ids[-1] += 1
+    shown, _ = typed("/compare", chat=chat)
+    assert "ANOTHER TEXT" in shown
+    chat.options["do_sample"] = True
+    assert "as it is sampled" in typed("/compare", chat=chat)[0]
+
+
+def test_how_drafts_are_made():
+    shown, chat = typed("/depth 3", WORDS, "/tree 12", "/tree 20 5", WORDS, "/auto", WORDS)
+    assert "num_assistant_tokens=3, draft_tree_top_k=4, draft_tree_total_tokens=12" in shown
+    assert "num_assistant_tokens=5, draft_tree_top_k=4, draft_tree_total_tokens=20" in shown
+    assert chat.knobs == {"num_assistant_tokens": "auto"}
+    chain, tree, _ = chat.answers
+    assert chain.figures.drafted <= 3 * chain.figures.forwards
+    assert tree.figures.drafted > 3 * tree.figures.forwards
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("/foo", "! /foo: there is no such command; expected one of /compare"),
+        ("/depth", "! /depth: got 0 words behind it; expected /depth TOKENS."),
+        ("/depth 3 4", "! /depth: got 2 words"),
+        ("/depth x", "! /depth: got 'x'; expected a number from 1 to 16."),
+        ("/depth 17", "! /depth: got '17'"),
+        ("/depth 0", "! /depth: got '0'"),
+        ("/tree 9999", "! /tree: got '9999'; expected a number from 1 to 64."),
+        ('/save "x', "! No closing quotation"),
+        ("/save /nowhere/at/all", "No such file"),
+        ("x = 1\n" * 3000, "expected fewer than 2048"),
+    ],
+)
+def test_what_is_refused_and_the_chat_goes_on(line, told):
+    shown, chat = typed(line, "/marks")
+    assert told in shown
+    assert "not marked" in shown
+    assert chat.knobs == {"num_assistant_tokens": 4}
+
+
+def test_a_conversation_is_saved_and_never_written_over(tmp_path):
+    file = tmp_path / "a chat.json"
+    shown, chat = typed(WORDS, f'/save "{file}"', "/clear", WORDS, f'/save "{file}"')
+    assert "all is forgotten" in shown
+    assert "File exists" in shown
+    assert json.loads(file.read_text())["messages"][0]["content"] == WORDS
+    assert len(chat.messages) == 2
+
+
+def test_every_command_is_in_the_help():
+    shown, _ = typed("/help", width=200)
+    for name, (_, _, meaning) in COMMANDS.items():
+        assert f"{name} " in shown
+        assert meaning in shown
+
+
+def test_ctrl_c_stops_the_answer_and_the_chat_goes_on():
+    chat = conversation()
+    before, show = signal.getsignal(signal.SIGINT), Screen.show
+
+    class Impatient(Screen):
+        def show(self, pieces, figures):
+            show(self, pieces, figures)
+            if figures.tokens == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    out = io.StringIO()
+    lines = [WORDS, "/help"]
+
+    def read():
+        if not lines:
+            raise EOFError
+        return lines.pop(0)
+
+    TerminalChat(chat, Impatient(Console(file=out)), read).run()
+    assert "stopped; " in out.getvalue()
+    assert "/compare" in out.getvalue()
+    assert chat.answers[0].was_stopped
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_lines_that_are_piped_in(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{WORDS}\n/compare\n"))
+    pair = ["--target", str(demo.FOLDER / "target"), "--drafter", str(demo.FOLDER / "eagle31")]
+    assert main(["chat", *pair, "--dtype", "float32", "--max-new-tokens", "12", "--temperature", "0"]) == 0
+    shown = capsys.readouterr().out
+    assert "no chat template" in shown
+    assert "the same text" in shown

@@ -1,0 +1,224 @@
+"""`eagle31 serve` as a process of its own, asked by OpenAI's client: the target's own answers, also while others go
+away, and counts of what was drafted for them."""
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+
+import pytest
+import torch
+
+from eagle31_hf import demo
+from eagle31_hf.cli import main
+
+openai = pytest.importorskip("openai")
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+pytestmark = pytest.mark.xdist_group("server")
+
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
+WORDS, COUNT = "class Parser(object):", 24
+LONGEST = 120  # seconds that a start or an end may take on a machine that does much else
+
+
+def free_port():
+    with socket.socket() as tried:
+        tried.bind(("localhost", 0))
+        return tried.getsockname()[1]
+
+
+class Server:
+    """The command, and what it answers."""
+
+    def __init__(self, folder, *words):
+        self.port, self.target = free_port(), str(folder)
+        self.log = folder.parent / f"{self.port}.log"
+        command = [sys.executable, "-m", "eagle31_hf", "serve", "--target", self.target, "--port", str(self.port)]
+        command += ["--drafter", str(demo.FOLDER / "eagle31"), "--dtype", "float32", *words]
+        with open(self.log, "w") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        until = time.monotonic() + LONGEST
+        while not self.is_up():
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < until, self.log.read_text()
+            time.sleep(0.1)
+
+    def is_up(self):
+        try:
+            return self.read("/health") is not None
+        except OSError:
+            return False
+
+    def read(self, path):
+        with urllib.request.urlopen(f"http://localhost:{self.port}{path}", timeout=LONGEST) as answer:
+            return answer.read().decode()
+
+    def counts(self):
+        lines = [line for line in self.read("/metrics").splitlines() if not line.startswith("#")]
+        pairs = (line.replace("_total", "").removeprefix("eagle31:").split(" ") for line in lines)
+        return {name: float(value) for name, value in pairs}
+
+    def client(self):
+        return openai.OpenAI(base_url=f"http://localhost:{self.port}/v1", api_key="none", timeout=LONGEST, max_retries=0)
+
+    def ask(self, client, words=WORDS, **options):
+        messages = [{"role": "user", "content": words}]
+        options = {"max_tokens": COUNT, "temperature": 0} | options
+        return client.chat.completions.create(model=self.target, messages=messages, **options)
+
+    def end(self, number=signal.SIGTERM):
+        self.process.send_signal(number)
+        return self.process.wait(LONGEST)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The demo's target, with a chat template."""
+    folder = tmp_path_factory.mktemp("served") / "target"
+    target, tokenizer = demo.load_target()
+    tokenizer.chat_template = TEMPLATE
+    target.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    served = Server(folder)
+    yield served
+    served.end()
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    """The target's own answer to some words."""
+    target, tokenizer = demo.load_target()
+    tokenizer.chat_template = TEMPLATE
+
+    def answer(words, count=COUNT, **options):
+        messages = [{"role": "user", "content": words}]
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+        mask = torch.ones_like(ids)
+        found = target.generate(ids, attention_mask=mask, max_new_tokens=count, do_sample=False, **options)
+        return tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True)
+
+    return answer
+
+
+def text_of(stream):
+    return "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+
+
+def test_the_target_is_listed_and_answers_as_it_would_alone(server, expected):
+    client = server.client()
+    assert [model.id for model in client.models.list()] == [server.target]
+    before = server.counts()
+    answer = server.ask(client)
+    assert answer.choices[0].message.content == expected(WORDS)
+    assert answer.usage.completion_tokens == COUNT
+    added = {name: count - before.get(name, 0) for name, count in server.counts().items()}
+    assert (added["requests"], added["requests_stopped"], added["generation_tokens"]) == (1, 0, COUNT)
+    assert 0 < added["spec_decode_num_accepted_tokens"] <= added["spec_decode_num_draft_tokens"]
+    assert COUNT == 1 + added["spec_decode_num_accepted_tokens"] + added["spec_decode_num_drafts"]
+    assert text_of(server.ask(client, stream=True)) == expected(WORDS)
+
+
+def test_streams_from_many_threads_part_of_which_go_away(server, expected):
+    """50 streams from 8 threads; every other client goes away in the middle of its answer."""
+    questions = [f"{WORDS}\n    number_{i} = {i}" for i in range(8)]
+    wanted = [expected(words) for words in questions]
+    left, lock, wrong, gone = list(range(50)), threading.Lock(), [], []
+    before = server.counts()
+
+    def ask_on():
+        client = server.client()
+        while True:
+            with lock:
+                if not left:
+                    return
+                number = left.pop()
+            stream, text = server.ask(client, questions[number % 8], stream=True), ""
+            for chunk in stream:
+                text += (chunk.choices[0].delta.content or "") if chunk.choices else ""
+                if number % 2 and text:
+                    stream.close()
+                    gone.append(number)
+                    break
+            is_right = wanted[number % 8].startswith(text) if number % 2 else text == wanted[number % 8]
+            if not is_right:
+                wrong.append((number, text))
+
+    threads = [threading.Thread(target=ask_on) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert len(gone) == 25
+    assert server.ask(server.client()).choices[0].message.content == expected(WORDS)
+    after = server.counts()
+    answered, stopped = (after[name] - before[name] for name in ("requests", "requests_stopped"))
+    assert answered + stopped == 51
+    assert answered >= 26  # a client that goes away at the end of an answer stops nothing
+
+
+def test_what_cannot_be_drafted_is_answered_by_the_target_alone(server, expected):
+    before = server.counts()
+    beams = '{"num_beams": 3, "max_new_tokens": 8}'
+    answer = server.ask(server.client(), max_tokens=8, extra_body={"generation_config": beams})
+    assert answer.choices[0].message.content == expected(WORDS, 8, num_beams=3)
+    added = {name: count - before[name] for name, count in server.counts().items()}
+    assert added["requests_not_drafted"] == added["requests"] == 1
+    assert added["spec_decode_num_drafts"] == 0
+
+
+def test_another_model_is_refused_and_the_server_goes_on(server, expected):
+    with pytest.raises(openai.BadRequestError):
+        server.client().chat.completions.create(model="another", messages=[{"role": "user", "content": "x"}])
+    assert server.ask(server.client()).choices[0].message.content == expected(WORDS)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+def test_it_drafts_as_it_is_told_and_ends_by_its_signal(folder, expected, number):
+    served = Server(folder, "--num-assistant-tokens", "2")
+    try:
+        assert text_of(served.ask(served.client(), stream=True)) == expected(WORDS)
+        counts = served.counts()
+        assert 'spec_decode_num_accepted_tokens_per_pos{position="1"}' in counts
+        assert 'spec_decode_num_accepted_tokens_per_pos{position="2"}' not in counts
+    finally:
+        status = served.end(number)
+    assert status == -number
+    assert "Traceback" not in served.log.read_text()
+
+
+def test_an_address_that_is_taken_is_refused_before_the_target_is_read(folder, capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        pair = ["--target", str(folder), "--drafter", str(demo.FOLDER / "eagle31")]
+        assert main(["serve", *pair, "--host", "127.0.0.1", "--port", port]) == 2
+        assert main(["serve", *pair, "--host", "no.such.host.invalid"]) == 2
+    told = capsys.readouterr().err
+    assert f"--host 127.0.0.1 --port {port}: nothing can be served there" in told
+    assert "--host no.such.host.invalid" in told
+    assert "loading" not in told
+
+
+def test_a_drafter_of_another_target_is_refused_before_a_request(folder, tmp_path, capsys):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=6, num_attention_heads=2
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "other")
+    demo.load_target()[1].save_pretrained(tmp_path / "other")
+    words = ["--target", str(tmp_path / "other"), "--drafter", str(demo.FOLDER / "eagle31"), "--port", str(free_port())]
+    assert main(["serve", *words]) == 2
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert "serving" not in told
