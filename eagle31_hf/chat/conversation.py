@@ -18,6 +18,12 @@ from ..acceptance import AcceptanceStats, Round, track_acceptance, watch_rounds
 from ..modeling import Eagle31DrafterModel
 from .decoding import Decoding
 
+# of trees, where nothing else is chosen
+TREE_DEPTH = 7
+TREE_TOP_K = 4
+TREE_NODES = 24
+MOST_DEPTH, MOST_NODES = 16, 64
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -48,6 +54,16 @@ class Figures:
         """Tokens per forward of the target behind the prompt's, the target's own token included; 0.0 before it."""
         return (self.tokens - 1) / self.forwards if self.forwards else 0.0
 
+    @property
+    def line(self) -> str:
+        """All of them in a line, for people."""
+        words = f"{self.tokens} tokens, {self.tokens_per_second:.1f} a second"
+        if not self.drafted:
+            return f"{words}, nothing drafted"
+        return (
+            f"{words}; {self.accepted_length:.2f} a forward, {self.accepted} of {self.drafted} drafted tokens accepted"
+        )
+
     def as_dict(self) -> dict[str, float]:
         """All of them, for JSON."""
         derived = {"tokens_per_second": self.tokens_per_second, "accepted_length": self.accepted_length}
@@ -72,7 +88,7 @@ class Answer:
         return "".join(piece.text for piece in self.pieces)
 
 
-class Stopped(Exception):
+class _StopError(Exception):
     """Ends generate(): the answer was asked to stop."""
 
 
@@ -81,8 +97,8 @@ class Conversation:
 
     `knobs` are the arguments of generate() that say how to draft, `options` all others, max_new_tokens among them;
     both may change between turns. `template_options`: variables of the chat template. Without a template the words of
-    all messages are one text, which the target goes on with. `stop`, an event, ends the answer that is being made at
-    the end of its round.
+    all messages are one text, which the target goes on with. `stop`, an event, ends the answer that is being made, or
+    the next one, at the end of a round.
     """
 
     def __init__(
@@ -103,6 +119,7 @@ class Conversation:
         self.template_options = template_options
         self.system = system
         self.stop = threading.Event()
+        self.is_answering = False
         self.clear()
 
     def clear(self) -> None:
@@ -145,9 +162,13 @@ class Conversation:
         options = {**self.options, "max_new_tokens": self._room(ids)}
         if with_drafter:
             options |= {"assistant_model": self.drafter, **self.knobs}
-        self.stop.clear()
         told = _Told(Decoding(self.tokenizer), show, self.stop)
-        self._generate(ids, options, told, with_drafter)
+        self.is_answering = True
+        try:
+            self._generate(ids, options, told, with_drafter)
+        finally:
+            self.is_answering = False
+            self.stop.clear()
         return told.ended()
 
     def _generate(self, ids: Tensor, options: dict[str, Any], told: "_Told", with_drafter: bool) -> None:
@@ -158,8 +179,25 @@ class Conversation:
                     target.generate(ids, attention_mask=torch.ones_like(ids), **options)
             else:
                 target.generate(ids, attention_mask=torch.ones_like(ids), streamer=_Plain(told), **options)
-        except Stopped:
+        except _StopError:
             told.answer.was_stopped = True
+
+    def compared(self, alone: Answer) -> str:
+        """Says what the drafter gained in the last answer, beside the one by the target alone."""
+        before = self.answers[-1]
+        if before.was_stopped or alone.was_stopped:
+            return "an answer was stopped: there is nothing to compare"
+        ratio = before.figures.tokens_per_second / alone.figures.tokens_per_second
+        same = "the same text" if before.ids == alone.ids else self._why_another_text()
+        return f"with the drafter {ratio:.2f} times as fast; {same}"
+
+    def _why_another_text(self) -> str:
+        if self.samples:
+            return "another text, as it is sampled"
+        dtype = str(self.target.dtype).removeprefix("torch.")
+        if dtype != "float32":
+            return f"another text: {dtype} rounds a forward of one token and of several differently (--dtype float32)"
+        return "ANOTHER TEXT, though nothing is sampled: please report it"
 
     def prompt(self, messages: list[dict[str, str]]) -> Tensor:
         """Returns the ids (1, T) of messages, as the target is asked."""
@@ -180,7 +218,7 @@ class Conversation:
         if not isinstance(context, int):
             return wanted
         if length >= context:
-            raise ValueError(f"the conversation has {length} tokens; expected fewer than {context}, all the target reads.")
+            raise ValueError(f"the conversation has {length} tokens; the target reads {context}, the answer included.")
         return min(wanted, context - length)
 
     def record(self) -> dict[str, Any]:
@@ -209,7 +247,7 @@ class _Told:
         self._began = time.perf_counter()
 
     def round(self, found: Round) -> None:
-        """Takes a round of the only sequence of a batch. Raises Stopped where that was asked for."""
+        """Takes a round of the only sequence of a batch. Raises _StopError where that was asked for."""
         [tokens], [num_accepted] = found.tokens, found.num_accepted
         is_prompt = not self.answer.ids
         self.add(tokens, num_accepted or 0, 0 if is_prompt else 1)
@@ -227,7 +265,7 @@ class _Told:
         figures.seconds = time.perf_counter() - self._began
         self._show(pieces, figures)
         if self._stop.is_set():
-            raise Stopped
+            raise _StopError
 
     def ended(self) -> Answer:
         """Returns the answer, complete."""

@@ -41,7 +41,7 @@ class Screen:
         *wrapped, self._line = self._line.wrap(self.console, self.console.width, tab_size=4) or [Text()]
         for line in (*complete, *wrapped):
             self._live.console.print(line)
-        below = Text(figures_line(figures), style="dim", no_wrap=True, overflow="ellipsis")
+        below = Text(figures.line, style="dim", no_wrap=True, overflow="ellipsis")
         self._live.update(Text("\n").join([self._line, below]), refresh=True)
 
     def end(self, answer: Answer) -> None:
@@ -52,21 +52,10 @@ class Screen:
             self.console.print(self._line)
         else:
             self.console.print()
-        self.say(("stopped; " if answer.was_stopped else "") + figures_line(answer.figures))
+        self.say(("stopped; " if answer.was_stopped else "") + answer.figures.line)
 
     def drop(self) -> None:
         """An answer ended by an error."""
         if self._live is not None:
             self._live.stop()
             self._live = None
-
-
-def figures_line(figures: Figures) -> str:
-    """Says in a line what an answer took so far."""
-    words = f"{figures.tokens} tokens, {figures.tokens_per_second:.1f} a second"
-    if not figures.drafted:
-        return f"{words}, nothing drafted"
-    return (
-        f"{words}; {figures.accepted_length:.2f} a forward, {figures.accepted} of {figures.drafted} drafted tokens"
-        " accepted"
-    )

@@ -8,11 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .conversation import Answer, Conversation
+from .conversation import MOST_DEPTH, MOST_NODES, TREE_DEPTH, TREE_TOP_K, Answer, Conversation
 from .screen import Screen
-
-TREE_DEPTH, TREE_TOP_K = 7, 4  # of /tree, where no depth was chosen
-MOST_DEPTH, MOST_NODES = 16, 64
 
 
 class TerminalChat:
@@ -66,24 +63,9 @@ class TerminalChat:
 
     def compare(self) -> None:
         """Answers the last words by the target alone, and says what the drafter gained."""
-        before = self.conversation.answers[-1] if self.conversation.answers else None
         self.screen.say("by the target alone:")
         alone = self.answer(lambda: self.conversation.again(self.screen.show, with_drafter=False))
-        if before is None or before.was_stopped or alone.was_stopped:
-            self.screen.say("an answer was stopped: there is nothing to compare")
-            return
-        ratio = before.figures.tokens_per_second / alone.figures.tokens_per_second
-        same = "the same text" if before.ids == alone.ids else self.why_another_text()
-        self.screen.say(f"with the drafter {ratio:.2f} times as fast; {same}")
-
-    def why_another_text(self) -> str:
-        """Says why two answers to the same words differ."""
-        if self.conversation.samples:
-            return "another text, as it is sampled"
-        dtype = str(self.conversation.target.dtype).removeprefix("torch.")
-        if dtype != "float32":
-            return f"another text: {dtype} rounds a forward of one token and of several differently (--dtype float32)"
-        return "ANOTHER TEXT, though nothing is sampled: please report it"
+        self.screen.say(self.conversation.compared(alone))
 
     def depth(self, word: str) -> None:
         """Has chains of a fixed depth drafted."""

@@ -32,6 +32,12 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Callable[[argpars
         "chat with a target in the terminal, drafted tokens marked as they are accepted",
         "eagle31 chat --target Qwen/Qwen3-8B --drafter ./my-drafter",
     ),
+    "app": (
+        talking.app,
+        talking.add_app,
+        "the same chat as a page for a browser, by Gradio",
+        "eagle31 app --target Qwen/Qwen3-8B --drafter ./my-drafter",
+    ),
     "serve": (
         talking.serve,
         talking.add_serve,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..reports.named_sets import NAMED_SETS
 from .loading import load_causal_lm, load_tokenizer
 from .parsing import DTYPES, add_json, add_reading, device, number, path, positive, progress, reading_options, show
 from .preparation import add_template_option
@@ -236,9 +237,10 @@ def add_models_and_prompts(parser: argparse.ArgumentParser) -> None:
         "--prompts",
         type=path,
         required=True,
-        help="file, folder or dataset with chats, questions or texts; or python: files of Python's own library",
+        help=f"file, folder or dataset with chats, questions or texts; python: files of Python's own library; or one"
+        f" of {', '.join(NAMED_SETS)}",
     )
-    parser.add_argument("--split", type=path, default="train", help="of a dataset (default: train)")
+    parser.add_argument("--split", type=path, help="of a dataset (default: train; of a named one its own)")
     parser.add_argument("--num-prompts", type=positive, default=24, help="at most (default: 24)")
     parser.add_argument(
         "--prompt-tokens", type=positive, default=96, help="of a text, which goes on after them (default: 96)"

@@ -1,4 +1,4 @@
-"""A target and its drafter as `eagle31 generate`, `chat`, `app` and `serve` take them: arguments, and what they load."""
+"""A target and its drafter as `eagle31 generate`, `chat`, `app` and `serve` take them: arguments, loading."""
 
 import argparse
 from typing import Any

@@ -1,8 +1,9 @@
-"""`eagle31 chat` and `eagle31 serve`: talk to a target whose answers are drafted, here or from another program."""
+"""`eagle31 chat`, `app` and `serve`: talk to a target whose answers are drafted, here or from another program."""
 
 import argparse
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from .loading import refuse_drafter
@@ -10,7 +11,7 @@ from .pairs import add_pair, knobs_of, load_drafter, load_pair
 from .parsing import device, integer, path, positive, progress, seed, temperature, words
 from .preparation import add_template_option
 
-PORT = 8000
+PORT, PAGE_PORT = 8000, 7860  # as transformers' server and Gradio have them
 port = integer(1, 65535)
 
 
@@ -29,6 +30,32 @@ def chat(args: argparse.Namespace) -> int:
     is_terminal = sys.stdin.isatty()
     TerminalChat(conversation, Screen(Console(highlight=False)), lambda: next_line(is_terminal)).run()
     return 0
+
+
+def app(args: argparse.Namespace) -> int:
+    """Serves the chat as a page until it is stopped."""
+    from ..serving.address import check_address
+
+    try:
+        from ..chat.page import Page
+    except ImportError as error:
+        raise ImportError(f"the page needs {error.name}: pip install eagle31_hf[app]") from None
+    from ..chat.conversation import Conversation
+
+    check_address(args.host, args.port)
+    tokenizer, target, drafter = load_pair(args)
+    options, template = generation_of(args), dict(args.template_option)
+
+    def make() -> Conversation:
+        return Conversation(target, tokenizer, drafter, knobs_of(args), options, template, args.system)
+
+    Page(make, f"{name_of(args.target)} with {name_of(args.drafter)}").serve(args.host, args.port)
+    return 0
+
+
+def name_of(source: str) -> str:
+    """Returns the last part of a folder's or a repository's name."""
+    return Path(source).name or source
 
 
 def next_line(is_terminal: bool) -> str:
@@ -57,7 +84,8 @@ def generation_of(args: argparse.Namespace) -> dict[str, Any]:
 
 def serve(args: argparse.Namespace) -> int:
     """Serves until it is stopped."""
-    from ..serving.server import DraftingServer, check_address, check_installed
+    from ..serving.address import check_address
+    from ..serving.server import DraftingServer, check_installed
 
     check_installed()
     check_address(args.host, args.port)
@@ -95,11 +123,22 @@ def add_answers(parser: argparse.ArgumentParser) -> None:
 
 def add_serve(parser: argparse.ArgumentParser) -> None:
     add_pair(parser)
-    parser.add_argument("--host", type=path, default="localhost", help="to listen at (default: localhost)")
-    parser.add_argument("--port", type=port, default=PORT, help=f"(default: {PORT})")
+    add_address(parser, PORT)
     parser.add_argument("--cors", action="store_true", help="let pages of any origin ask")
     add_template_option(parser)
     add_place(parser)
+
+
+def add_app(parser: argparse.ArgumentParser) -> None:
+    add_pair(parser)
+    add_answers(parser)
+    add_address(parser, PAGE_PORT)
+
+
+def add_address(parser: argparse.ArgumentParser, default_port: int) -> None:
+    """Adds --host and --port."""
+    parser.add_argument("--host", type=path, default="localhost", help="to listen at (default: localhost)")
+    parser.add_argument("--port", type=port, default=default_port, help=f"(default: {default_port})")
 
 
 def add_place(parser: argparse.ArgumentParser) -> None:

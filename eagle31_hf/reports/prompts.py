@@ -12,6 +12,7 @@ from ..demo.corpus import HELD_OUT, held_out_file
 from ..training.kinds import Chat, Tokens, check_ids, parse_record
 from ..training.records import Record, read_records
 from ..training.skipped import Skipped, Skips, refused_by
+from .named_sets import PLACEHOLDER, resolved
 
 PYTHON = "python"  # the built-in set: files of Python's own library
 # columns of datasets that ask a question, beside the kinds of training data
@@ -35,15 +36,16 @@ class Source:
         return "\n".join(_text_of(message) for message in self.chat.messages)
 
 
-def read_sources(name: str, split: str = "train") -> Iterator[tuple[int, Source | Skipped]]:
-    """Yields the prompts of a file, a folder, a dataset of the Hub or PYTHON, each with its number, a Skipped in place
-    of one that cannot be read. Raises what `read_records` raises."""
+def read_sources(name: str, split: str | None = None) -> Iterator[tuple[int, Source | Skipped]]:
+    """Yields the prompts of a file, a folder, a dataset of the Hub, one of NAMED_SETS or PYTHON, each with its number,
+    a Skipped in place of one that cannot be read. `split` of a dataset: by default "train", of a named set its own.
+    Raises what `read_records` raises."""
     if name == PYTHON:
         for number, file in enumerate(HELD_OUT):
             text = held_out_file(file)
             yield number, Source(text=text[len(text) // 3 :])
         return
-    records = read_records(name, split)
+    records = read_records(*resolved(name, split))
     for number in range(len(records)):
         try:
             yield number, source_of(records[number])
@@ -58,11 +60,24 @@ def source_of(record: Record) -> Source:
     question = next((record[name] for name in QUESTIONS if record.get(name)), None)
     is_training_data = any(record.get(name) for name in ("messages", "conversations", "input_ids", "text"))
     if question is not None and not is_training_data:
-        return _asked(question[0] if isinstance(question, list) and isinstance(question[0], str) else question)
+        asked = question[0] if isinstance(question, list) and isinstance(question[0], str) else question
+        return _asked(_with_context(asked, record))
     parsed = parse_record(record)
     if isinstance(parsed, Chat):
         return _asked(parsed.messages, parsed.tools)
     return Source(ids=_question_of(parsed)) if isinstance(parsed, Tokens) else Source(text=parsed)
+
+
+def _with_context(question: Any, record: Record) -> Any:
+    """Returns a question behind the text that it is about and before the choices of its answer, where a record has
+    such. Raises Skipped for the placeholder of a prompt."""
+    if not isinstance(question, str):
+        return question
+    if PLACEHOLDER in question:
+        raise Skipped("placeholder", "stands for a prompt that is not in the dataset; NVIDIA's script fetches it.")
+    text = record.get("context")
+    choices = [f"({letter}) {record[f'choice_{letter}']}" for letter in "ABCD" if record.get(f"choice_{letter}")]
+    return "\n\n".join([*([text] if isinstance(text, str) and text else []), "\n".join([question, *choices])])
 
 
 def _asked(question: Any, tools: list[Any] | None = None) -> Source:
@@ -148,7 +163,7 @@ class Prompts:
         limit: int,
         room: int,
         answer: int,
-        split: str = "train",
+        split: str | None = None,
         report: Any = None,
     ):
         self.name = name

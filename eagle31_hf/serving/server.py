@@ -1,6 +1,5 @@
 """transformers' server (`transformers serve`) for one target, which answers every request with its drafter."""
 
-import socket
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -86,17 +85,3 @@ def check_installed() -> None:
 
     if not is_serve_available():
         raise ImportError("serving needs fastapi, uvicorn, openai and pydantic: pip install eagle31_hf[serve]")
-
-
-def check_address(host: str, port: int) -> None:
-    """Raises ValueError where nothing can listen at an address, before a target is loaded for minutes."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as tried:
-            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server itself does
-            tried.bind(address)
-    except OSError as error:
-        raise ValueError(
-            f"--host {host} --port {port}: nothing can be served there ({error.strerror or error}); expected an address"
-            " of this machine and a free port."
-        ) from None

@@ -32,7 +32,9 @@ def typed(*lines, in_terminal=False, chat=None, width=60):
         except StopIteration:
             raise EOFError from None
 
-    console = Console(file=out, force_terminal=in_terminal, width=width, color_system="standard" if in_terminal else None)
+    console = Console(
+        file=out, force_terminal=in_terminal, width=width, color_system="standard" if in_terminal else None
+    )
     TerminalChat(chat, Screen(console), read).run()
     return out.getvalue(), chat
 
@@ -103,7 +105,7 @@ def test_how_drafts_are_made():
         ("/tree 9999", "! /tree: got '9999'; expected a number from 1 to 64."),
         ('/save "x', "! No closing quotation"),
         ("/save /nowhere/at/all", "No such file"),
-        ("x = 1\n" * 3000, "expected fewer than 2048"),
+        ("x = 1\n" * 3000, "the target reads 2048"),
     ],
 )
 def test_what_is_refused_and_the_chat_goes_on(line, told):

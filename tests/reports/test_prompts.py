@@ -1,11 +1,13 @@
 """Prompts of a report: every kind of record, as it is served, and in longer contexts."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
 from eagle31_hf import demo
+from eagle31_hf.reports.named_sets import NAMED_SETS, PLACEHOLDER, resolved
 from eagle31_hf.reports.prompts import Prompts, Renderer
 
 TEMPLATE = (
@@ -52,6 +54,49 @@ def texts(prompts):
 )
 def test_a_question_is_rendered_as_it_is_served(record, chats, tmp_path):
     assert texts(prompts_of([record], chats, tmp_path)) == ["<user>why?<answer>"]
+
+
+# rows as the named sets have them
+ROWS = {
+    "speed-bench": {"question_id": "a", "category": "coding", "turns": ["why?", "so?"], "multiturn": True},
+    "mt-bench": {"prompt_id": 1, "category": "writing", "prompt": ["why?", "so?"], "reference": []},
+    "humaneval": {"task_id": "a", "prompt": "why?", "canonical_solution": "so", "test": "", "entry_point": "f"},
+    "gsm8k": {"question": "why?", "answer": "so #### 4"},
+    "longbench": {
+        "_id": "a", "domain": "b", "question": "why?", "context": "Long ago.", "answer": "B",
+        "choice_A": "one", "choice_B": "two", "choice_C": "three", "choice_D": "four",
+    },
+}  # fmt: skip
+
+
+def test_named_sets_are_read_from_the_datasets_they_stand_for(chats, tmp_path, monkeypatch):
+    """From folders in place of the Hub, which `datasets` reads alike."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.chdir(tmp_path)
+    assert ROWS.keys() == NAMED_SETS.keys()
+    renderer = Renderer(chats, 20, len(chats), {})
+    for name, row in ROWS.items():
+        dataset, _, config = NAMED_SETS[name].dataset.partition(":")
+        folder = Path(dataset)
+        folder.mkdir(parents=True)
+        datasets.Dataset.from_list([row]).to_parquet(folder / "rows.parquet")
+        if config:
+            files = [{"split": NAMED_SETS[name].split, "path": "*.parquet"}]
+            card = json.dumps([{"config_name": config, "data_files": files}])
+            (folder / "README.md").write_text(f"---\nconfigs: {card}\n---\n")
+        [found] = texts(Prompts(name, renderer, 10, 500, 10))
+        expected = "Long ago.\n\nwhy?\n(A) one\n(B) two\n(C) three\n(D) four" if name == "longbench" else "why?"
+        assert found == f"<user>{expected}<answer>"
+    Path("gsm8k").write_text("a text of my own")
+    assert resolved("gsm8k", None) == ("gsm8k", "train")
+    assert resolved("humaneval", "other") == ("openai/openai_humaneval", "other")
+
+
+def test_placeholders_of_prompts_are_left_out(chats, tmp_path):
+    rows = [{"turns": [f"{PLACEHOLDER} USING SPECDEC_BENCH"]}, {"turns": ["why?"]}]
+    prompts = prompts_of(rows, chats, tmp_path)
+    assert texts(prompts) == ["<user>why?<answer>"]
+    assert "placeholder" in prompts.skips.first[0]
 
 
 def test_a_chat_for_a_tokenizer_without_a_template_is_its_words(tokenizer, tmp_path):

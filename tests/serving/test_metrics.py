@@ -41,9 +41,7 @@ def test_counts_are_those_of_the_statistics(pair):
     assert found["eagle31:spec_decode_num_drafts_total"] == stats.target_forwards
     assert found["eagle31:spec_decode_num_draft_tokens_total"] == sum(stats.drafted_per_position)
     assert found["eagle31:spec_decode_num_accepted_tokens_total"] == sum(stats.accepted_per_position)
-    by_position = [
-        found[f'eagle31:spec_decode_num_accepted_tokens_per_pos_total{{position="{i}"}}'] for i in range(4)
-    ]
+    by_position = [found[f'eagle31:spec_decode_num_accepted_tokens_per_pos_total{{position="{i}"}}'] for i in range(4)]
     assert by_position == stats.accepted_per_position
 
 

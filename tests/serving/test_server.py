@@ -63,7 +63,9 @@ class Server:
         return {name: float(value) for name, value in pairs}
 
     def client(self):
-        return openai.OpenAI(base_url=f"http://localhost:{self.port}/v1", api_key="none", timeout=LONGEST, max_retries=0)
+        return openai.OpenAI(
+            base_url=f"http://localhost:{self.port}/v1", api_key="none", timeout=LONGEST, max_retries=0
+        )
 
     def ask(self, client, words=WORDS, **options):
         messages = [{"role": "user", "content": words}]
@@ -123,7 +125,7 @@ def test_the_target_is_listed_and_answers_as_it_would_alone(server, expected):
     added = {name: count - before.get(name, 0) for name, count in server.counts().items()}
     assert (added["requests"], added["requests_stopped"], added["generation_tokens"]) == (1, 0, COUNT)
     assert 0 < added["spec_decode_num_accepted_tokens"] <= added["spec_decode_num_draft_tokens"]
-    assert COUNT == 1 + added["spec_decode_num_accepted_tokens"] + added["spec_decode_num_drafts"]
+    assert 1 + added["spec_decode_num_accepted_tokens"] + added["spec_decode_num_drafts"] == COUNT
     assert text_of(server.ask(client, stream=True)) == expected(WORDS)
 
 

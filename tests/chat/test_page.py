@@ -1,0 +1,224 @@
+"""The page of `eagle31 app`: what its handlers yield, and what a visitor sees in a real browser."""
+
+import json
+import os
+import re
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+from chat.conversations import conversation
+
+gr = pytest.importorskip("gradio")
+from eagle31_hf.chat.page import (  # noqa: E402 -- behind the check that gradio is there
+    AUTO,
+    CHAIN,
+    TREE,
+    Page,
+    halt,
+    knobs_of,
+    messages_of,
+    saved_file,
+    settings_of,
+    tokens_html,
+)  # fmt: skip
+
+WORDS = "class Parser(object):"
+CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+
+
+@pytest.fixture
+def page():
+    made = Page(conversation, "a pair")
+    yield made
+    made.worker.shutdown(wait=True)
+
+
+def test_an_answer_grows_round_by_round(page):
+    chat = page.make()
+    yields = list(page.ask(chat, WORDS, CHAIN, 3, 24))
+    [answer] = chat.answers
+    assert len(yields) > 3
+    texts = [messages[-1]["content"] for _, messages, _, _ in yields]
+    assert texts == sorted(texts, key=len)
+    left, messages, tokens, line = yields[-1]
+    assert (left, messages) == ("", messages_of(chat))
+    assert tokens == tokens_html(answer.pieces)
+    assert line == answer.figures.line
+    assert answer.ids == conversation(knobs={"num_assistant_tokens": 3}).ask(WORDS, lambda *_: None).ids
+    assert tokens.count('class="accepted"') == answer.figures.accepted > 0
+
+
+def test_the_target_alone_beside_it(page):
+    chat = page.make()
+    list(page.ask(chat, WORDS, AUTO, 3, 24))
+    yields = list(page.compare(chat))
+    assert "times as fast; the same text" in yields[-2][2]
+    assert yields[-1][1] == tokens_html(chat.answers[0].pieces), "the page ends with the drafted answer's tokens"
+    assert len(chat.answers) == 1
+
+
+def test_errors_are_told_and_nothing_is_kept(page):
+    chat = page.make()
+    with pytest.raises(gr.Error, match="nothing has been asked"):
+        list(page.compare(chat))
+    with pytest.raises(gr.Error, match="the target reads 2048"):
+        list(page.ask(chat, "x = 1\n" * 3000, AUTO, 3, 24))
+    assert chat.messages == []
+    assert list(page.ask(chat, "  ", AUTO, 3, 24))[-1][3] == "Say something first."
+
+
+def test_a_visitor_who_goes_away_stops_the_answer(page):
+    """Then the next visitor's answer is whole: nothing of the stop is left."""
+    chat, other = page.make(), page.make()
+    rounds = page.ask(chat, WORDS, CHAIN, 2, 24)
+    next(rounds)
+    rounds.close()
+    list(page.ask(other, WORDS, CHAIN, 2, 24))
+    assert chat.answers[0].was_stopped
+    assert len(chat.answers[0].ids) < len(other.answers[0].ids)
+    list(page.ask(chat, WORDS, CHAIN, 2, 24))
+    assert not chat.answers[1].was_stopped
+
+
+def test_stop_counts_only_while_an_answer_is_made(page):
+    chat = page.make()
+    halt(chat)
+    rounds = page.ask(chat, WORDS, CHAIN, 2, 24)
+    next(rounds)
+    halt(chat)
+    last = list(rounds)[-1]
+    assert last[3].endswith(", stopped") == chat.answers[0].was_stopped
+    list(page.ask(chat, WORDS, CHAIN, 2, 24))
+    assert not chat.answers[1].was_stopped
+
+
+@pytest.mark.parametrize(
+    ("way", "knobs"),
+    [
+        ((AUTO, 7, 24), {"num_assistant_tokens": "auto"}),
+        ((CHAIN, 3, 24), {"num_assistant_tokens": 3}),
+        ((TREE, 5, 12), {"num_assistant_tokens": 5, "draft_tree_top_k": 4, "draft_tree_total_tokens": 12}),
+    ],
+)
+def test_ways_of_drafting_there_and_back(way, knobs):
+    assert knobs_of(*way) == knobs
+    assert settings_of(knobs) == way
+
+
+def test_tokens_are_text_not_markup():
+    from eagle31_hf.chat.conversation import Piece
+
+    html = tokens_html([Piece("<script>", True), Piece("&\n", False)])
+    assert "<script>" not in html
+    assert "&lt;script&gt;" in html
+    assert "&amp;\n" in html
+
+
+def test_a_saved_conversation(page):
+    chat = page.make()
+    list(page.ask(chat, WORDS, AUTO, 3, 24))
+    file = saved_file(chat)
+    record = json.loads(Path(file.value["path"]).read_text())
+    assert record["messages"][0]["content"] == WORDS
+
+
+class Visitor:
+    """A browser with the page open, and what it complains of."""
+
+    def __init__(self, browser, address, scheme="light"):
+        self.context = browser.new_context(color_scheme=scheme, viewport={"width": 1300, "height": 900})
+        self.page = self.context.new_page()
+        self.complaints, self.hosts = [], set()
+        self.page.on("console", lambda told: self.complaints.append(told.text) if told.type == "error" else None)
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda asked: self.hosts.add(asked.url.split("/")[2].split(":")[0]))
+        self.page.goto(address)
+
+    def say(self, words):
+        box = self.page.get_by_label("Your words")
+        box.fill(words)
+        box.press("Enter")
+
+    def figures(self, pattern):
+        """Waits until the figures have this pattern, and returns them."""
+        found = self.page.locator("#figures")
+        sync_api.expect(found).to_contain_text(re.compile(pattern), timeout=60_000)
+        return found.inner_text()
+
+    def press(self, name):
+        self.page.get_by_role("button", name=name, exact=True).click()
+
+
+try:
+    import axe_playwright_python.sync_playwright as axe
+    from playwright import sync_api
+except ImportError:
+    sync_api = axe = None
+in_browser = pytest.mark.skipif(sync_api is None or CHROMIUM is None, reason="needs Chromium, playwright and axe")
+
+
+@pytest.fixture(scope="module")
+def address():
+    served = Page(conversation, "a pair")
+    with socket.socket() as tried:
+        tried.bind(("localhost", 0))
+        port = tried.getsockname()[1]
+    running = served.serve("localhost", port, waits=False)
+    yield f"http://localhost:{port}"
+    running.close()
+    served.worker.shutdown(wait=True)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with sync_api.sync_playwright() as playwright:
+        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield launched
+        launched.close()
+
+
+@in_browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_visitor_asks_and_compares(browser, address, scheme):
+    visitor = Visitor(browser, address, scheme)
+    visitor.say(WORDS)
+    accepted = int(re.search(r"(\d+) of \d+ drafted", visitor.figures("24 tokens.* accepted"))[1])
+    assert visitor.page.locator(".tokens .accepted").count() == accepted > 0
+    visitor.press("Compare with the target alone")
+    assert "the same text" in visitor.figures("times as fast")
+    visitor.press("Save the conversation")
+    with visitor.page.expect_download() as download:
+        visitor.page.get_by_role("link", name=re.compile("KB|B")).first.click()
+    assert json.loads(Path(download.value.path()).read_text())["messages"][0]["content"] == WORDS
+    found = axe.Axe().run(visitor.page)
+    assert found.violations_count == 0, found.generate_report()
+    assert visitor.complaints == []
+    assert visitor.hosts == {"localhost"}, "the page asks for something from the network"
+    visitor.press("New conversation")
+    visitor.figures("Nothing was asked yet")
+    visitor.context.close()
+
+
+@in_browser
+def test_two_visitors_have_conversations_of_their_own(browser, address):
+    one, other = Visitor(browser, address), Visitor(browser, address)
+    one.say(WORDS)
+    other.say("import os")
+    one.figures("24 tokens"), other.figures("24 tokens")
+    assert one.page.get_by_text("import os").count() == 0
+    assert other.page.get_by_text(WORDS).count() == 0
+    one.page.close()
+    other.say("import sys")
+    sync_api.expect(other.page.get_by_text("import sys").first).to_be_visible()
+    other.context.close()
+    one.context.close()
+
+
+@in_browser
+def test_a_question_that_is_refused_is_told(browser, address):
+    visitor = Visitor(browser, address)
+    visitor.press("Compare with the target alone")
+    sync_api.expect(visitor.page.get_by_text("nothing has been asked yet")).to_be_visible(timeout=30_000)
+    visitor.context.close()
