@@ -22,6 +22,10 @@ from .json_file import read_json
 from .storage.folders import write_json
 
 CARD = "README.md"
+REPORT = "report.md"  # as `eagle31 drift` and `eagle31 bench acceptance` write it
+# around a report in a card, so that a later one takes its place
+REPORT_BEGINS = "<!-- eagle31_hf report -->"
+REPORT_ENDS = "<!-- end of eagle31_hf report -->"
 # Errors of the Hub's client where an upload fails: those of a request, bad names, broken connections, offline mode.
 UPLOAD_ERRORS = (*HUB_ERRORS, HFValidationError, RuntimeError, OfflineModeIsEnabled)
 TAGS = ["eagle31_hf", "speculative-decoding", "draft-model"]
@@ -32,8 +36,9 @@ class CardFacts:
     """Facts for a model card that neither config nor weights tell. Empty ones are left out.
 
     `training`: names of facts -> their words. `acceptance`: a dict for each measurement, `{"data", "depth",
-    "mean_accepted_length", "accepted_per_position", "drafted_per_position"}` as in `AcceptanceStats`. `license`,
-    `datasets`, `language` and `tags` are as the Hub spells them.
+    "mean_accepted_length", "accepted_per_position", "drafted_per_position"}` as in `AcceptanceStats`. `report`:
+    the Markdown of a report on the drafter (`report.md`), for the end of the card. `license`, `datasets`, `language`
+    and `tags` are as the Hub spells them.
     """
 
     license: str | None = None
@@ -42,6 +47,7 @@ class CardFacts:
     tags: list[str] = field(default_factory=list)
     training: dict[str, str] = field(default_factory=dict)
     acceptance: list[dict[str, Any]] = field(default_factory=list)
+    report: str | None = None
 
 
 def kind(config: Eagle31Config) -> str:
@@ -59,7 +65,17 @@ def render_card(config: Eagle31Config, facts: CardFacts | None = None, repo_id: 
         parts.append("## Training\n\n" + _table(("", ""), list(facts.training.items())))
     if facts.acceptance:
         parts.append("## Acceptance\n\n" + _acceptance(facts.acceptance))
-    return "\n\n".join(parts) + "\n"
+    card = "\n\n".join(parts) + "\n"
+    return card if facts.report is None else with_report(card, facts.report)
+
+
+def with_report(card: str, report: str) -> str:
+    """Returns a card with a report at its end, or in place of the one that it has."""
+    part = f"{REPORT_BEGINS}\n{report.strip()}\n{REPORT_ENDS}"
+    begin, end = card.find(REPORT_BEGINS), card.find(REPORT_ENDS)
+    if 0 <= begin < end:
+        return card[:begin] + part + card[end + len(REPORT_ENDS) :]
+    return f"{card.rstrip()}\n\n{part}\n"
 
 
 def _front_matter(config: Eagle31Config, facts: CardFacts) -> str:
@@ -153,25 +169,20 @@ def publish(
     revision: str | None = None,
     create_pr: bool = False,
     commit_message: str | None = None,
+    report: str | Path | None = None,
 ) -> str:
     """Uploads a native checkpoint, or a config that points to its weights, in one commit. Returns the commit's URL.
 
     The revision of weights that a config points to is pinned to their present commit. A card is written where the
-    folder has none; one that the repository has is kept. Files that an interrupted upload has sent are not sent again.
-    Raises ValueError for a folder that is neither, is half converted or holds links that lead out of it, OSError where
-    the folder changes meanwhile or the Hub refuses.
+    folder has none; one that the repository has is kept. `report`: a report's folder, or its Markdown, which is
+    uploaded, too, and put at the end of the card, in place of an earlier one. Files that an interrupted upload has
+    sent are not sent again. Raises ValueError for a folder that is neither, is half converted or holds links that lead
+    out of it, OSError where the folder changes meanwhile or the Hub refuses.
     """
     folder, api = Path(folder), HfApi(token=token)
     _check_repo_id(repo_id)
-    if not folder.is_dir():
-        found = "is a file" if folder.exists() else "there is no such folder"
-        raise OSError(
-            f"{folder}: {found}; expected the folder of a native checkpoint, or of a config with weights_from."
-        )
-    if not (folder / "config.json").is_file():
-        raise OSError(
-            f"{folder}: holds no config.json; expected that of a native checkpoint, or one with weights_from."
-        )
+    measured = None if report is None else read_report(report)
+    _check_folder(folder)
     before = stamps(folder)
     values = read_json(folder / "config.json")
     if values.get("model_type") != Eagle31Config.model_type:
@@ -181,6 +192,8 @@ def publish(
     with TemporaryDirectory() as staging:
         with unchanged(before, folder):
             _stage(api, folder, values, Path(staging), repo_id)
+        if measured is not None:
+            _stage_report(Path(staging), measured)
         return upload(
             api,
             Path(staging),
@@ -190,6 +203,24 @@ def publish(
             create_pr,
             commit_message or "Upload drafter with eagle31_hf",
         )
+
+
+def read_report(source: str | Path) -> str:
+    """Returns the Markdown of a report, of its folder or the file. Raises OSError where there is none, ValueError for
+    a file that is no text in UTF-8, or an empty one."""
+    path = Path(source) / REPORT if Path(source).is_dir() else Path(source)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: byte {error.start} is no UTF-8; expected a report's Markdown.") from None
+    except FileNotFoundError:
+        raise OSError(
+            f"{path}: there is no such report; expected the folder that `eagle31 drift --output` or `eagle31 bench"
+            f" acceptance --output` wrote, or its {REPORT}."
+        ) from None
+    if not text.strip():
+        raise ValueError(f"{path}: is empty; expected a report's Markdown.")
+    return text
 
 
 def _stage(api: HfApi, folder: Path, values: dict[str, Any], staged: Path, repo_id: str) -> None:
@@ -230,6 +261,19 @@ def _own_file(folder: Path, name: str) -> Path:
     return file
 
 
+def _check_folder(folder: Path) -> None:
+    """Raises OSError for what is no folder, or has no config.json."""
+    if not folder.is_dir():
+        found = "is a file" if folder.exists() else "there is no such folder"
+        raise OSError(
+            f"{folder}: {found}; expected the folder of a native checkpoint, or of a config with weights_from."
+        )
+    if not (folder / "config.json").is_file():
+        raise OSError(
+            f"{folder}: holds no config.json; expected that of a native checkpoint, or one with weights_from."
+        )
+
+
 def _check_repo_id(repo_id: str) -> None:
     try:
         validate_repo_id(repo_id)
@@ -258,6 +302,12 @@ def _stage_card(folder: Path, staged: Path, config: Eagle31Config, repo_id: str)
         (staged / CARD).write_text(render_card(config, None, repo_id), encoding="utf-8")
 
 
+def _stage_report(staged: Path, report: str) -> None:
+    card = (staged / CARD).read_text(encoding="utf-8")
+    (staged / CARD).write_text(with_report(card, report), encoding="utf-8")
+    (staged / REPORT).write_text(report, encoding="utf-8")
+
+
 def upload(
     api: HfApi,
     folder: Path,
@@ -268,7 +318,8 @@ def upload(
     commit_message: str,
     commit_description: str | None = None,
 ) -> str:
-    """Uploads everything in `folder` in one commit, except a card where the repository has one.
+    """Uploads everything in `folder` in one commit, except a card where the repository has one; this gets the report
+    that is among the files.
 
     Returns the URL of the commit, or of the pull request. Raises OSError where the Hub refuses.
     """
@@ -277,6 +328,10 @@ def upload(
         has_card = api.file_exists(repo_id, CARD, revision=revision) if _has_revision(api, repo_id, revision) else False
         if revision is not None and not create_pr:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
+        if has_card and (folder / REPORT).exists():
+            card = Path(api.hf_hub_download(repo_id, CARD, revision=revision)).read_text(encoding="utf-8")
+            (folder / CARD).write_text(with_report(card, (folder / REPORT).read_text("utf-8")), encoding="utf-8")
+            has_card = False  # it is to be replaced
         commit = api.upload_folder(
             repo_id=repo_id,
             folder_path=folder,

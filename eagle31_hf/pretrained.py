@@ -19,7 +19,7 @@ from .checkpoints.read import FIELDS, Checkpoint, read_checkpoint
 from .checkpoints.sharing import folder_lock, reads_one_state
 from .checkpoints.write import remove_stale_weights
 from .configuration import Eagle31Config
-from .hub import CARD, CardFacts, render_card, upload
+from .hub import CARD, REPORT, CardFacts, render_card, upload
 from .quantized import check_state, quantize, refuse_quantized, refuse_quantized_state
 from .vocab import MAPS
 
@@ -159,7 +159,8 @@ class Eagle31PreTrainedModel(PreTrainedModel):
         max_shard_size: int | str = "50GB",
         tags: list[str] | None = None,
     ) -> str:
-        """Saves the drafter and uploads it in one commit, with a card unless the repository has one.
+        """Saves the drafter and uploads it in one commit, with a card unless the repository has one; a report in
+        `card_facts` is uploaded, too, and put into either card.
 
         Returns the commit's URL. Raises OSError where the Hub refuses; files that an interrupted upload has sent are
         not sent again.
@@ -169,6 +170,8 @@ class Eagle31PreTrainedModel(PreTrainedModel):
             config: Any = self.config
             facts = replace(self.card_facts, tags=[*self.card_facts.tags, *(tags or [])])
             Path(folder, CARD).write_text(render_card(config, facts, repo_id), encoding="utf-8")
+            if facts.report is not None:
+                Path(folder, REPORT).write_text(facts.report, encoding="utf-8")
             message = commit_message or "Upload drafter with eagle31_hf"
             return upload(
                 HfApi(token=token), Path(folder), repo_id, private, revision, create_pr, message, commit_description

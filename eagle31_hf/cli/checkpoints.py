@@ -146,7 +146,12 @@ def publish(args: argparse.Namespace) -> int:
 
     progress(f"uploading {args.folder} to {args.repo_id}")
     url = upload_folder(
-        args.folder, args.repo_id, private=args.private or None, revision=args.revision, create_pr=args.create_pr
+        args.folder,
+        args.repo_id,
+        private=args.private or None,
+        revision=args.revision,
+        create_pr=args.create_pr,
+        report=args.report,
     )
     show(args, {"url": url}, url)
     return 0
@@ -243,6 +248,9 @@ def add_publish(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--private", action="store_true")
     parser.add_argument("--revision", type=path, help="branch to upload to")
     parser.add_argument("--create-pr", action="store_true")
+    parser.add_argument(
+        "--report", type=path, help="folder of a report by eagle31 drift or bench acceptance, for the end of the card"
+    )
     add_json(parser)
 
 

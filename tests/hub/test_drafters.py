@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModel
 
 from eagle31_hf import Eagle31Config, Eagle31DrafterModel
 from eagle31_hf.checkpoints import export_checkpoint, read_checkpoint
-from eagle31_hf.hub import convert_on_hub, publish
+from eagle31_hf.hub import convert_on_hub, publish, render_card
 
 from .repositories import BASE, REPO, original_release, pointing
 from .server import HubServer
@@ -63,6 +63,47 @@ def test_a_card_that_is_there_is_kept(hub, drafter):
     drafter.push_to_hub(REPO)
     assert hub.files(REPO)["README.md"] == b"# mine"
     assert hub.files(REPO).keys() == NATIVE
+
+
+def test_a_report_goes_along_and_takes_the_place_of_an_earlier_one(hub, drafter, tmp_path):
+    folder = tmp_path / "report"
+    folder.mkdir()
+    (folder / "report.md").write_text("## Attention drift\n\n- ok: nothing grows\n")
+    drafter.save_pretrained(tmp_path / "saved")
+    hub.add(REPO, {"README.md": b"# mine"})
+    publish(tmp_path / "saved", REPO, report=folder)
+    card = hub.files(REPO)["README.md"].decode()
+    assert card.startswith("# mine\n\n<!--")
+    assert card.count("- ok: nothing grows") == 1
+    assert hub.files(REPO)["report.md"] == (folder / "report.md").read_bytes()
+    drafter.card_facts.report = "## Attention drift\n\n- warning: it grows\n"
+    try:
+        drafter.push_to_hub(REPO)
+        assert "- warning: it grows" in render_card(drafter.config, drafter.card_facts)
+    finally:
+        drafter.card_facts.report = None
+    card = hub.files(REPO)["README.md"].decode()
+    assert card.startswith("# mine\n\n<!--")
+    assert "nothing grows" not in card
+    assert card.count("- warning: it grows") == 1
+    hub.add("tester/fresh", {"notes.txt": b"first"})
+    publish(tmp_path / "saved", "tester/fresh", report=folder / "report.md")
+    fresh = hub.files("tester/fresh")["README.md"].decode()
+    assert "from_pretrained" in fresh
+    assert fresh.endswith("- ok: nothing grows\n<!-- end of eagle31_hf report -->\n")
+
+
+def test_a_report_that_is_none_is_refused_before_anything_is_sent(hub, drafter, tmp_path):
+    drafter.save_pretrained(tmp_path / "saved")
+    (tmp_path / "empty.md").write_text(" ")
+    (tmp_path / "bytes.md").write_bytes(b"\xff")
+    before = len(hub.requests("POST"))
+    with pytest.raises(OSError, match=r"there is no such report; expected the folder"):
+        publish(tmp_path / "saved", REPO, report=tmp_path)
+    for name, message in (("empty.md", "is empty"), ("bytes.md", "no UTF-8")):
+        with pytest.raises(ValueError, match=message):
+            publish(tmp_path / "saved", REPO, report=tmp_path / name)
+    assert len(hub.requests("POST")) == before
 
 
 def test_save_pretrained_pushes_the_same(hub, drafter, tmp_path):
