@@ -142,11 +142,7 @@ def test_a_reader_that_went_away_ends_it_quietly(start, tmp_path, arguments):
 def test_output_that_cannot_be_written_is_one_line(start, tmp_path):
     program = start(tmp_path, ["info", DRAFTER], stdout="/dev/full")
     assert program.wait() == 1
-    assert (
-        program.err
-        == "eagle31: failed: writing: the disk is full. Free some space and run the same command again. Nothing was"
-        " written.\n"
-    )
+    assert program.err == "eagle31: failed: writing: the disk is full. Free some space first. Nothing was written.\n"
 
 
 def test_a_terminal_that_knows_only_ascii_gets_all_there_is(start, tmp_path):

@@ -58,6 +58,7 @@ def acceptance(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     from ..reports.acceptance_report import acceptance_report
     from ..reports.against import against, read_earlier
     from ..reports.text import terminal
+    from ..reports.vllm_study import VllmStudy
 
     if max(args.depths) > DEEPEST or args.depth > DEEPEST:
         deepest = max(args.depth, *args.depths)
@@ -69,9 +70,9 @@ def acceptance(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         raise ValueError(f"--concurrency: got {max(args.concurrency)}; expected at most {len(prompts)}, all prompts.")
     drafters = {label: load() for label, load in loads.items()}
     chains = [Shape(depth) for depth in dict.fromkeys(args.depths)]
-    trees = [Shape(TREE_DEPTH, TREE_TOP_K, nodes) for nodes in dict.fromkeys(args.trees)]
+    others = [*(Shape(TREE_DEPTH, TREE_TOP_K, nodes) for nodes in dict.fromkeys(args.trees)), AUTO_SHAPE]
     settings = Settings(
-        ways=(*chains, *trees, AUTO_SHAPE),
+        ways=(*chains, *([] if args.engine else others)),  # vLLM drafts chains alone
         reference=Shape(args.depth),
         max_new_tokens=args.max_new_tokens,
         lengths=tuple(dict.fromkeys(args.lengths)),
@@ -82,10 +83,12 @@ def acceptance(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     facts = facts_of(args, target, prompts, drafters)
     facts |= {"ways of drafting": ", ".join(way.name for way in settings.ways), "elsewhere": settings.reference.name}
     facts |= {name: [*getattr(settings, name)] for name in ("lengths", "temperatures", "concurrency")}
-    facts |= {"perturbations": settings.has_perturbations}
+    facts |= {"perturbations": settings.has_perturbations, "decoded by": args.engine or "generate()"}
 
     def make(journal: "Journal") -> "Report":
-        study = AcceptanceStudy(target, prompts, journal, counted, settings, drafters)
+        about = target, prompts, journal, counted, settings, drafters
+        python = args.engine_python or sys.executable
+        study = VllmStudy(*about, args.target, python) if args.engine else AcceptanceStudy(*about)
         report = acceptance_report(study.measure(), study.generations(), settings, [*loads], facts)
         if earlier is not None:
             report.sections.append(against(earlier, report.figures, facts, args.against))
@@ -173,7 +176,8 @@ def facts_of(
 
     # what prompts are made of counts, too: longer contexts and other renderings are made of it
     ids = digest(*(ids.numpy().tobytes() for ids in prompts.ids), *(source.words for source in prompts.sources))
-    models = {"target": (args.target, target)}
+    # a folder may be another's, on another machine; what is in it counts
+    models = {"target": (Path(args.target).name if Path(args.target).exists() else args.target, target)}
     models |= {f"drafter {label}": (label, drafter) for label, drafter in drafters.items()}
     configs = {name: digest(model.config.to_json_string()) for name, (_, model) in models.items()}
     named = {
@@ -225,6 +229,8 @@ def add_acceptance(parser: argparse.ArgumentParser) -> None:
         ("concurrency", positive, "prompts in a batch"),
     ):
         parser.add_argument(f"--{name}", type=kind, nargs="+", default=[], help=f"{what} (default: none)")
+    parser.add_argument("--engine", choices=("vllm",), help="decode by an installed vLLM, in place of generate()")
+    parser.add_argument("--engine-python", type=path, metavar="PYTHON", help="the Python that vLLM is installed for")
     parser.add_argument("--against", type=path, metavar="FILE", help="an earlier report.json, to say what changed")
 
 

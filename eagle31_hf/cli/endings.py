@@ -38,8 +38,8 @@ FILE_ERRORS = {
 }
 # Errors of the machine, in plain words, whatever file was named.
 MACHINE_ERRORS = {
-    errno.ENOSPC: "the disk is full. Free some space and run the same command again.",
-    errno.EDQUOT: "the disk quota is used up. Free some space and run the same command again.",
+    errno.ENOSPC: "the disk is full. Free some space first.",
+    errno.EDQUOT: "the disk quota is used up. Free some space first.",
     errno.EROFS: "the file system is read-only. Name a place that can be written.",
     errno.EIO: "the disk failed to read or write.",
     errno.EMFILE: "too many files are open; raise the limit (ulimit -n).",

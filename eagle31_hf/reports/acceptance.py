@@ -48,6 +48,10 @@ class Condition:
     options: Mapping[str, Any] = field(default_factory=dict)
     is_timed: bool = False
 
+    @property
+    def num_prompts(self) -> int:
+        return sum(map(len, self.batches.values()))
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -68,11 +72,13 @@ TARGET_ALONE: Who = (ALONE, "")
 
 @dataclass(frozen=True)
 class Decoded:
-    """What was measured in a condition: the `numbers` of its batches, and by who decoded a row for each of them."""
+    """What was measured in a condition: the `numbers` of its batches, by who decoded a row for each of them, and how
+    many prompts these are."""
 
     kind: str
     numbers: list[int]
     rows: dict[Who, list[Row]]
+    num_prompts: int
 
     @property
     def alone(self) -> list[Row] | None:
@@ -156,7 +162,7 @@ class AcceptanceStudy(Study):
                     is_warm = True
                 decode = partial(self._decode, condition, number, drafter, way)
                 rows[who].append(self.journal.once(name, decode))
-        return Decoded(condition.kind, [*condition.batches], rows)
+        return Decoded(condition.kind, [*condition.batches], rows, condition.num_prompts)
 
     def _warm_up(self, condition: Condition, all_ways: Sequence[tuple[Eagle31DrafterModel | None, Shape]]) -> None:
         """Decodes a few tokens in every way: the first call takes longer than the others."""

@@ -129,7 +129,10 @@ PARTS = {
         "Texts go on for as many tokens; chats have the words of other prompts before their question.",
     ),
     TEMPERATURE: ("Temperature", "Sampled, with a seed for each prompt."),
-    CONCURRENCY: ("Concurrency", "Prompts in one batch, each of which advances at its own pace."),
+    CONCURRENCY: (
+        "Concurrency",
+        "Prompts in one batch, each of which advances at its own pace; those that fill no batch are left out.",
+    ),
 }
 
 
@@ -144,7 +147,7 @@ def _conditions(found: Mapping[str, Decoded], way: str, labels: Sequence[str]) -
             for label in labels:
                 rows = decoded.rows[label, way]
                 last = speedup(rows, decoded.alone) if decoded.alone else _kept(found, name, (label, way))
-                lines.append([name, label, len(rows), accepted_length(rows).shown, last.shown])
+                lines.append([name, label, decoded.num_prompts, accepted_length(rows).shown, last.shown])
         yield Section(
             title, f"{text} Drafted as {named(way)}.", [Table("by condition", columns, lines)] if lines else []
         )

@@ -60,6 +60,11 @@ class DriftStudy(Study):
         drafter, prompts = load(), self.as_served()
         found = Measured(label, drafter.config)
         found.rows[PLAIN] = self.each(label, PLAIN, prompts, partial(self._watch, drafter))
+        if not any(row["chains"] for row in found.plain):
+            raise ValueError(
+                f"{label}: no chain of {self.settings.depth} in {len(prompts)} prompts, whose texts end before;"
+                " expected a smaller --depth, or prompts with longer answers."
+            )
         for one in interventions() if self.settings.has_interventions else []:
             found.rows[one.name] = self.each(label, one.name, prompts, partial(self._count, drafter, one.install))
         for length in self.settings.lengths:

@@ -24,6 +24,9 @@ class Journal:
     def __contains__(self, name: str) -> bool:
         return name in self._figures
 
+    def __getitem__(self, name: str) -> Any:
+        return self._figures[name]
+
     def once(self, name: str, measure: Callable[[], Any]) -> Any:
         """Returns the figures of that name: measured now, and kept, unless they are there already."""
         if name not in self._figures:

@@ -1,5 +1,7 @@
 """A report as text: for the terminal, and as Markdown for a model card."""
 
+import re
+
 from .document import GOOD, NOTE, WARNING, Finding, Generation, Report, Table
 
 MARKS = {GOOD: "ok", NOTE: "note", WARNING: "warning"}
@@ -54,4 +56,9 @@ def _rounds(generation: Generation) -> str:
 
 def _piped(table: Table) -> list[str]:
     rows = [[column.name for column in table.columns], ["---"] * len(table.columns), *table.cells()]
-    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    return ["| " + " | ".join(map(escaped, row)) + " |" for row in rows]
+
+
+def escaped(cell: str) -> str:
+    """Returns words as they are in Markdown: names of drafters may have marks in them."""
+    return re.sub(r"([\\`*_<|~])", r"\\\1", cell)

@@ -111,7 +111,7 @@ def test_the_report_has_a_line_for_every_way_and_condition(report):
     ]
     assert [row[:2] for row in tables["Speed"].rows[:3]] == [[ALONE, ""], ["one", "2"], ["one", "3, tree 6"]]
     assert all(row[-1] == "4 of 4" for row in tables["Speed"].rows[1:])
-    assert [row[:3] for row in tables["Concurrency"].rows] == [["3 at once", "one", 1], ["3 at once", "two", 1]]
+    assert [row[:3] for row in tables["Concurrency"].rows] == [["3 at once", "one", 3], ["3 at once", "two", 3]]
 
 
 def test_generations_are_shown_token_by_token(study, report):
@@ -186,8 +186,8 @@ def timed(seconds, accepted, texts="abcd"):
 def findings(rows, kept=5):
     settings = Settings((Shape(2),), Shape(2), 12)
     found = {
-        SERVED: Decoded(SERVED, [0, 1, 2, 3], {TARGET_ALONE: timed(1.0, 0), ("one", "2"): rows}),
-        "no BOS": Decoded(PERTURBED, [1, 3], {("one", "2"): [{**row, "accepted": [kept]} for row in rows[:2]]}),
+        SERVED: Decoded(SERVED, [0, 1, 2, 3], {TARGET_ALONE: timed(1.0, 0), ("one", "2"): rows}, 4),
+        "no BOS": Decoded(PERTURBED, [1, 3], {("one", "2"): [{**row, "accepted": [kept]} for row in rows[:2]]}, 2),
     }
     return findings_of(found, settings, "one")
 

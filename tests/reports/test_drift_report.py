@@ -17,7 +17,7 @@ from eagle31_hf.reports.drift_report import drift_report
 from eagle31_hf.reports.findings import findings_of
 from eagle31_hf.reports.journal import Journal
 from eagle31_hf.reports.page import page
-from eagle31_hf.reports.text import terminal
+from eagle31_hf.reports.text import escaped, terminal
 from eagle31_hf.reports.writing import write_report
 
 
@@ -109,7 +109,7 @@ def test_the_report_reads_the_same_in_every_form(report, outline, tmp_path):
             for values in table["rows"]:
                 shown = [column.shown(value) for column, value in zip(columns, values, strict=True)]
                 cells += shown
-                assert "| " + " | ".join(shown) + " |" in texts["markdown"]
+                assert "| " + " | ".join(map(escaped, shown)) + " |" in texts["markdown"]
                 line = re.compile(r"^" + r" +".join(re.escape(cell) if cell else "" for cell in shown) + "$", re.M)
                 assert line.search(texts["terminal"]), shown
     assert outline.cells == cells
@@ -278,3 +278,11 @@ def test_lengths_by_default_grow_up_to_the_context():
     assert default_lengths(100, 5000, 96) == (256, 1024, 4096)
     assert default_lengths(300, 1024, 96) == ()
     assert torch.tensor(default_lengths(10, 2**31 - 1, 96)).max() == 256 * 4**7
+
+
+@pytest.mark.parametrize(
+    ("cell", "shown"),
+    [("a|b", r"a\|b"), ("my_own_drafter", r"my\_own\_drafter"), ("<b>*x*", r"\<b>\*x\*"), ("1.10 [1.02, 1.19]",) * 2],
+)
+def test_markdown_shows_names_as_they_are(cell, shown):
+    assert escaped(cell) == shown
