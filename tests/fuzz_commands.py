@@ -51,6 +51,8 @@ SMALL = {
     "--dtype": "float32",
 }
 SLOW = (("demo",), ("bench", "auto"), ("bench", "gpu"))  # of any size; drawn with one argument that is wrong
+ENDLESS = (("serve",), ("app",))  # drawn with a port that is none
+LINES = "abc\n/compare\n/depth 2\n/tree 5\nabcd\n/save said.json\n/nope\n/exit\n"  # said to `chat`
 NUMBERS = (
     "0",
     "-1",
@@ -259,7 +261,7 @@ def draw(random_state: random.Random, world: World, own: Path) -> list[str]:
     """Draws a command line: mostly a sound one with some arguments wrong, missing, twice or out of place."""
     line, known = drawn_command(random_state)
     command, places = line[0], world.places(own)
-    is_slow = tuple(line) in SLOW
+    is_slow, is_endless = tuple(line) in SLOW, tuple(line) in ENDLESS
     for action in known:
         wanted = action.required or not action.option_strings
         if random_state.random() < (0.97 if wanted else 0.12):
@@ -273,6 +275,7 @@ def draw(random_state: random.Random, world: World, own: Path) -> list[str]:
             random_state.choice(["--device", "--prompts", "--rounds", "--nope"]),
             random_state.choice(["cuda", "0", "x"]),
         ]
+    line += ["--port", "0"] if is_endless else []
     if random_state.random() < 0.1:
         line.insert(
             random_state.randrange(len(line) + 1), random_state.choice([*HOSTILE, "--nope", "--help", "--json"])
@@ -317,11 +320,14 @@ def sound(random_state: random.Random, action: argparse.Action, command: str, wo
 @contextlib.contextmanager
 def inside(folder: Path) -> Iterator[tuple[io.StringIO, io.StringIO]]:
     out, err, before = io.StringIO(), io.StringIO(), os.getcwd()
+    stdin = sys.stdin
     os.chdir(folder)
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            sys.stdin = io.StringIO(LINES)
             yield out, err
     finally:
+        sys.stdin = stdin
         os.chdir(before)
 
 

@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import time
+from importlib.util import find_spec
 from typing import Any
 
 ENVIRONMENT = {
@@ -27,6 +28,8 @@ ON_A_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1"}  # GiB
 
 def start(plan: dict[str, Any]) -> Any:
     """Starts the engine."""
+    if find_spec("vllm") is None:
+        raise ModuleNotFoundError("No module named 'vllm'")
     import torch
 
     has_gpu = torch.cuda.is_available()
