@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_docs import PAGES, README, blocks
+from pages import PAGES, README, blocks
 
 from eagle31_hf import demo
 from eagle31_hf.training.packing import Examples

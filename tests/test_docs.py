@@ -10,15 +10,12 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
+from pages import DOCS, PAGES, README, ROOT, blocks
 
 from eagle31_hf.cli import COMMANDS, parser
 from eagle31_hf.training.losses import DISTANCES
 
-ROOT = Path(__file__).parents[1]
-README, DOCS = ROOT / "README.md", ROOT / "docs"
 MAX_README_LINES = 200
-NOT_CARDS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "examples/recipes.md")
-PAGES = [*(ROOT / name for name in NOT_CARDS), *sorted(DOCS.glob("*.md"))]
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 SCRIPTS = ("python", "bash", ".venv/bin/python")
 
@@ -29,10 +26,6 @@ def load(name: str):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
 def commands(page: Path) -> list[list[str]]:

@@ -204,9 +204,13 @@ class Conversation:
         if not self.has_template:
             text = "".join(message["content"] for message in messages)
             return torch.tensor([self.tokenizer(text)["input_ids"]], dtype=torch.long)
-        rendered: Any = self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, return_dict=True, **self.template_options
-        )
+        try:
+            rendered: Any = self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=True, return_dict=True, **self.template_options
+            )
+        except Exception as error:  # a template is a program of its author's, and may raise anything
+            said = " ".join(str(error).split())[:300]
+            raise ValueError(f"the target's chat template refuses the conversation: {said}") from error
         return torch.tensor([rendered["input_ids"]], dtype=torch.long)
 
     def _room(self, ids: Tensor) -> int:

@@ -47,10 +47,11 @@ class Page:
         self.make = make
         self.title = title
         self.worker = ThreadPoolExecutor(1, "generate")
+        self.folder = tempfile.TemporaryDirectory(prefix="eagle31-")  # of saved conversations, as long as the page
 
     def blocks(self) -> gr.Blocks:
         """Builds the page."""
-        with gr.Blocks(title=self.title, analytics_enabled=False) as page:
+        with gr.Blocks(title=self.title, analytics_enabled=False, delete_cache=(3600, 86400)) as page:
             state, knobs = gr.State(self.make), self.make().knobs
             gr.Markdown(f"# {self.title}")
             with gr.Row():
@@ -77,7 +78,7 @@ class Page:
             stop.click(halt, [state], queue=False)
             for trigger in (clear.click, chat.clear):
                 trigger(cleared, [state], shown)
-            save.click(saved_file, [state], [saved])
+            save.click(self.saved_file, [state], [saved])
         return page
 
     def ask(self, conversation: Conversation, words: str, way: str, depth: int, nodes: int) -> Iterator[tuple]:
@@ -127,6 +128,13 @@ class Page:
             raise gr.Error(str(found), print_exception=not isinstance(found, ValueError)) from found
         line = found.figures.line + (", stopped" if found.was_stopped else "")
         yield found.pieces, f"{line}; {verdict(found)}" if verdict else line
+
+    def saved_file(self, conversation: Conversation) -> Any:
+        """Writes the conversation as JSON for the visitor to download."""
+        file = Path(tempfile.mkdtemp(dir=self.folder.name)) / "conversation.json"
+        text = json.dumps(conversation.record(), indent=2, ensure_ascii=False, default=str)
+        file.write_text(text, encoding="utf-8")
+        return gr.File(str(file), visible=True)
 
     def serve(self, host: str, port: int, waits: bool = True) -> gr.Blocks:
         """Serves the page until it is stopped; returns at once where it does not wait."""
@@ -187,11 +195,3 @@ def cleared(conversation: Conversation) -> tuple[list, str, str]:
     """Forgets what was said."""
     conversation.clear()
     return [], tokens_html([]), "Nothing was asked yet."
-
-
-def saved_file(conversation: Conversation) -> Any:
-    """Writes the conversation as JSON for the visitor to download."""
-    folder = Path(tempfile.mkdtemp(prefix="eagle31-"))
-    file = folder / "conversation.json"
-    file.write_text(json.dumps(conversation.record(), indent=2, ensure_ascii=False, default=str), encoding="utf-8")
-    return gr.File(str(file), visible=True)

@@ -93,8 +93,9 @@ class TerminalChat:
 
     def save(self, file: str) -> None:
         """Writes the conversation as JSON. Raises FileExistsError for a file that is there."""
+        text = json.dumps(self.conversation.record(), indent=2, ensure_ascii=False, default=str)
         with open(Path(file).expanduser(), "x", encoding="utf-8") as out:
-            json.dump(self.conversation.record(), out, indent=2, ensure_ascii=False, default=str)
+            out.write(text)
         self.screen.say(f"saved: {file}")
 
     def marks(self) -> None:

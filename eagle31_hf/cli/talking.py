@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,9 @@ def chat(args: argparse.Namespace) -> int:
         target, tokenizer, drafter, knobs_of(args), generation_of(args), dict(args.template_option), args.system
     )
     is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        with suppress(ImportError):  # input() then edits its line, and knows the ones before; not on every system
+            import readline  # noqa: F401
     TerminalChat(conversation, Screen(Console(highlight=False)), lambda: next_line(is_terminal)).run()
     return 0
 
@@ -90,6 +94,11 @@ def serve(args: argparse.Namespace) -> int:
     check_installed()
     check_address(args.host, args.port)
     refuse_drafter(args.target)
+    if Path(args.target).exists() and "@" in args.target:
+        raise ValueError(
+            f"--target: {args.target} has an @, behind which transformers' server looks for a revision; expected a"
+            " folder without."
+        )
     progress(f"loading {args.target} and {args.drafter}")
     DraftingServer(
         args.target,

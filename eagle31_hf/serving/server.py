@@ -46,7 +46,8 @@ class DraftingServer(Serve):
         target, _ = manager.load_model_and_processor(manager.process_model_name(self.target))
         alone: Any = target.generate
         drafted = partial(alone, assistant_model=self.load_drafter(target), **self.knobs)
-        drafted(torch.tensor(TRIAL[0], device=target.device), max_new_tokens=TRIAL[1], do_sample=False)
+        ids = torch.tensor(TRIAL[0], device=target.device)
+        drafted(ids, attention_mask=torch.ones_like(ids), max_new_tokens=TRIAL[1], do_sample=False)
 
         def generate(*args: Any, **kwargs: Any) -> Any:
             with self.metrics.request():

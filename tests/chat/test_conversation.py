@@ -135,6 +135,13 @@ def test_words_without_tokens():
         chat.ask("", silent)
 
 
+def test_what_the_template_refuses_is_told_and_forgotten():
+    chat = conversation(template="{{ raise_exception('no such role') }}")
+    with pytest.raises(ValueError, match="chat template refuses the conversation: no such role"):
+        chat.ask(WORDS, silent)
+    assert chat.messages == []
+
+
 def test_its_record_is_json():
     chat = conversation()
     answer = chat.ask(WORDS, silent)

@@ -19,7 +19,6 @@ from eagle31_hf.chat.page import (  # noqa: E402 -- behind the check that gradio
     halt,
     knobs_of,
     messages_of,
-    saved_file,
     settings_of,
     tokens_html,
 )  # fmt: skip
@@ -119,7 +118,7 @@ def test_tokens_are_text_not_markup():
 def test_a_saved_conversation(page):
     chat = page.make()
     list(page.ask(chat, WORDS, AUTO, 3, 24))
-    file = saved_file(chat)
+    file = page.saved_file(chat)
     record = json.loads(Path(file.value["path"]).read_text())
     assert record["messages"][0]["content"] == WORDS
 
