@@ -52,7 +52,7 @@ class Page:
     def blocks(self) -> gr.Blocks:
         """Builds the page."""
         with gr.Blocks(title=self.title, analytics_enabled=False, delete_cache=(3600, 86400)) as page:
-            state, knobs = gr.State(self.make), self.make().knobs
+            state, knobs = gr.State({}), self.make().knobs  # every visitor has a copy, filled by `of`
             gr.Markdown(f"# {self.title}")
             with gr.Row():
                 with gr.Column(scale=3):
@@ -75,14 +75,21 @@ class Page:
             for trigger in (send.click, words.submit):
                 trigger(self.ask, [state, words, way, depth, nodes], [words, *shown], concurrency_id="generate")
             compare.click(self.compare, [state], shown, concurrency_id="generate")
-            stop.click(halt, [state], queue=False)
+            stop.click(self.halt, [state], queue=False)
             for trigger in (clear.click, chat.clear):
-                trigger(cleared, [state], shown)
+                trigger(self.cleared, [state], shown)
             save.click(self.saved_file, [state], [saved])
         return page
 
-    def ask(self, conversation: Conversation, words: str, way: str, depth: int, nodes: int) -> Iterator[tuple]:
+    def of(self, visitor: dict[str, Conversation]) -> Conversation:
+        """Returns a visitor's conversation, made at the first word."""
+        if not visitor:
+            visitor["conversation"] = self.make()
+        return visitor["conversation"]
+
+    def ask(self, visitor: dict, words: str, way: str, depth: int, nodes: int) -> Iterator[tuple]:
         """Answers words, round by round: what is left in the text box, and what is shown."""
+        conversation = self.of(visitor)
         if not words.strip():
             yield words, messages_of(conversation), tokens_html([]), "Say something first."
             return
@@ -92,8 +99,9 @@ class Page:
             text = "".join(piece.text for piece in pieces)
             yield "", [*asked, {"role": "assistant", "content": text}], tokens_html(pieces), line
 
-    def compare(self, conversation: Conversation) -> Iterator[tuple]:
+    def compare(self, visitor: dict) -> Iterator[tuple]:
         """Answers the last words by the target alone, and says what the drafter gained."""
+        conversation = self.of(visitor)
         kept = messages_of(conversation)
 
         def work(show: Show) -> Answer:
@@ -129,12 +137,22 @@ class Page:
         line = found.figures.line + (", stopped" if found.was_stopped else "")
         yield found.pieces, f"{line}; {verdict(found)}" if verdict else line
 
-    def saved_file(self, conversation: Conversation) -> Any:
+    def saved_file(self, visitor: dict) -> Any:
         """Writes the conversation as JSON for the visitor to download."""
         file = Path(tempfile.mkdtemp(dir=self.folder.name)) / "conversation.json"
-        text = json.dumps(conversation.record(), indent=2, ensure_ascii=False, default=str)
+        text = json.dumps(self.of(visitor).record(), indent=2, ensure_ascii=False, default=str)
         file.write_text(text, encoding="utf-8")
         return gr.File(str(file), visible=True)
+
+    def halt(self, visitor: dict) -> None:
+        """Stops the answer that is being made."""
+        if self.of(visitor).is_answering:
+            self.of(visitor).stop.set()
+
+    def cleared(self, visitor: dict) -> tuple[list, str, str]:
+        """Forgets what was said."""
+        self.of(visitor).clear()
+        return [], tokens_html([]), "Nothing was asked yet."
 
     def serve(self, host: str, port: int, waits: bool = True) -> gr.Blocks:
         """Serves the page until it is stopped; returns at once where it does not wait."""
@@ -183,15 +201,3 @@ def tokens_html(pieces: list[Piece]) -> str:
         for piece in pieces
     ]
     return f'<p class="tokens">{"".join(spans)}</p>'
-
-
-def halt(conversation: Conversation) -> None:
-    """Stops the answer that is being made."""
-    if conversation.is_answering:
-        conversation.stop.set()
-
-
-def cleared(conversation: Conversation) -> tuple[list, str, str]:
-    """Forgets what was said."""
-    conversation.clear()
-    return [], tokens_html([]), "Nothing was asked yet."

@@ -11,17 +11,7 @@ import pytest
 from chat.conversations import conversation
 
 gr = pytest.importorskip("gradio")
-from eagle31_hf.chat.page import (  # noqa: E402 -- behind the check that gradio is there
-    AUTO,
-    CHAIN,
-    TREE,
-    Page,
-    halt,
-    knobs_of,
-    messages_of,
-    settings_of,
-    tokens_html,
-)  # fmt: skip
+from eagle31_hf.chat.page import AUTO, CHAIN, TREE, Page, knobs_of, messages_of, settings_of, tokens_html  # noqa: E402 -- behind the check that gradio is there  # fmt: skip
 
 WORDS = "class Parser(object):"
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
@@ -35,8 +25,9 @@ def page():
 
 
 def test_an_answer_grows_round_by_round(page):
-    chat = page.make()
-    yields = list(page.ask(chat, WORDS, CHAIN, 3, 24))
+    visitor = {}
+    chat = page.of(visitor)
+    yields = list(page.ask(visitor, WORDS, CHAIN, 3, 24))
     [answer] = chat.answers
     assert len(yields) > 3
     texts = [messages[-1]["content"] for _, messages, _, _ in yields]
@@ -50,46 +41,50 @@ def test_an_answer_grows_round_by_round(page):
 
 
 def test_the_target_alone_beside_it(page):
-    chat = page.make()
-    list(page.ask(chat, WORDS, AUTO, 3, 24))
-    yields = list(page.compare(chat))
+    visitor = {}
+    chat = page.of(visitor)
+    list(page.ask(visitor, WORDS, AUTO, 3, 24))
+    yields = list(page.compare(visitor))
     assert "times as fast; the same text" in yields[-2][2]
     assert yields[-1][1] == tokens_html(chat.answers[0].pieces), "the page ends with the drafted answer's tokens"
     assert len(chat.answers) == 1
 
 
 def test_errors_are_told_and_nothing_is_kept(page):
-    chat = page.make()
+    visitor = {}
+    chat = page.of(visitor)
     with pytest.raises(gr.Error, match="nothing has been asked"):
-        list(page.compare(chat))
+        list(page.compare(visitor))
     with pytest.raises(gr.Error, match="the target reads 2048"):
-        list(page.ask(chat, "x = 1\n" * 3000, AUTO, 3, 24))
+        list(page.ask(visitor, "x = 1\n" * 3000, AUTO, 3, 24))
     assert chat.messages == []
-    assert list(page.ask(chat, "  ", AUTO, 3, 24))[-1][3] == "Say something first."
+    assert list(page.ask(visitor, "  ", AUTO, 3, 24))[-1][3] == "Say something first."
 
 
 def test_a_visitor_who_goes_away_stops_the_answer(page):
     """Then the next visitor's answer is whole: nothing of the stop is left."""
-    chat, other = page.make(), page.make()
-    rounds = page.ask(chat, WORDS, CHAIN, 2, 24)
+    visitor, another = {}, {}
+    chat, other = page.of(visitor), page.of(another)
+    rounds = page.ask(visitor, WORDS, CHAIN, 2, 24)
     next(rounds)
     rounds.close()
-    list(page.ask(other, WORDS, CHAIN, 2, 24))
+    list(page.ask(another, WORDS, CHAIN, 2, 24))
     assert chat.answers[0].was_stopped
     assert len(chat.answers[0].ids) < len(other.answers[0].ids)
-    list(page.ask(chat, WORDS, CHAIN, 2, 24))
+    list(page.ask(visitor, WORDS, CHAIN, 2, 24))
     assert not chat.answers[1].was_stopped
 
 
 def test_stop_counts_only_while_an_answer_is_made(page):
-    chat = page.make()
-    halt(chat)
-    rounds = page.ask(chat, WORDS, CHAIN, 2, 24)
+    visitor = {}
+    chat = page.of(visitor)
+    page.halt(visitor)
+    rounds = page.ask(visitor, WORDS, CHAIN, 2, 24)
     next(rounds)
-    halt(chat)
+    page.halt(visitor)
     last = list(rounds)[-1]
     assert last[3].endswith(", stopped") == chat.answers[0].was_stopped
-    list(page.ask(chat, WORDS, CHAIN, 2, 24))
+    list(page.ask(visitor, WORDS, CHAIN, 2, 24))
     assert not chat.answers[1].was_stopped
 
 
@@ -116,9 +111,9 @@ def test_tokens_are_text_not_markup():
 
 
 def test_a_saved_conversation(page):
-    chat = page.make()
-    list(page.ask(chat, WORDS, AUTO, 3, 24))
-    file = page.saved_file(chat)
+    visitor = {}
+    list(page.ask(visitor, WORDS, AUTO, 3, 24))
+    file = page.saved_file(visitor)
     record = json.loads(Path(file.value["path"]).read_text())
     assert record["messages"][0]["content"] == WORDS
 
