@@ -97,8 +97,8 @@ class Conversation:
 
     `knobs` are the arguments of generate() that say how to draft, `options` all others, max_new_tokens among them;
     both may change between turns. `template_options`: variables of the chat template. Without a template the words of
-    all messages are one text, which the target goes on with. `stop`, an event, ends the answer that is being made, or
-    the next one, at the end of a round.
+    all messages are one text, which the target goes on with. `stop`, an event, ends the answer that is being made at
+    the end of its round.
     """
 
     def __init__(
@@ -163,12 +163,12 @@ class Conversation:
         if with_drafter:
             options |= {"assistant_model": self.drafter, **self.knobs}
         told = _Told(Decoding(self.tokenizer), show, self.stop)
+        self.stop.clear()
         self.is_answering = True
         try:
             self._generate(ids, options, told, with_drafter)
         finally:
             self.is_answering = False
-            self.stop.clear()
         return told.ended()
 
     def _generate(self, ids: Tensor, options: dict[str, Any], told: "_Told", with_drafter: bool) -> None:

@@ -96,6 +96,8 @@ class Page:
         conversation.knobs = knobs_of(way, depth, nodes)
         asked = [*messages_of(conversation), {"role": "user", "content": words}]
         for pieces, line in self._rounds(conversation, lambda show: conversation.ask(words, show)):
+            if self.of(visitor) is not conversation:
+                return  # a new one was begun meanwhile
             text = "".join(piece.text for piece in pieces)
             yield "", [*asked, {"role": "assistant", "content": text}], tokens_html(pieces), line
 
@@ -124,13 +126,14 @@ class Page:
             except Exception as error:
                 told.put(error)
 
-        job, pieces = self.worker.submit(run), list[Piece]()
+        job, pieces, is_over = self.worker.submit(run), list[Piece](), False
         try:
             while not isinstance(found := told.get(), Answer | Exception):
                 pieces += found[0]
                 yield pieces, found[1].line
+            is_over = True
         finally:
-            if not job.done() and not job.cancel():
+            if not is_over and not job.cancel():
                 conversation.stop.set()
         if isinstance(found, Exception):
             raise gr.Error(str(found), print_exception=not isinstance(found, ValueError)) from found
@@ -150,8 +153,9 @@ class Page:
             self.of(visitor).stop.set()
 
     def cleared(self, visitor: dict) -> tuple[list, str, str]:
-        """Forgets what was said."""
-        self.of(visitor).clear()
+        """Forgets what was said, and stops the answer that is being made; it ends in the conversation before."""
+        self.halt(visitor)
+        visitor.clear()
         return [], tokens_html([]), "Nothing was asked yet."
 
     def serve(self, host: str, port: int, waits: bool = True) -> gr.Blocks:

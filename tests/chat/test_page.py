@@ -75,6 +75,45 @@ def test_a_visitor_who_goes_away_stops_the_answer(page):
     assert not chat.answers[1].was_stopped
 
 
+def test_a_new_conversation_while_an_answer_is_made(page):
+    """The answer ends in the conversation that it belongs to; the new one is empty, and its answers are whole."""
+    visitor = {}
+    before = page.of(visitor)
+    rounds = page.ask(visitor, WORDS, CHAIN, 2, 24)
+    next(rounds)
+    assert page.cleared(visitor)[0] == []
+    assert list(rounds) == [], "the answer before is shown in the new conversation"
+    assert page.of(visitor) is not before
+    assert messages_of(page.of(visitor)) == []
+    list(page.ask(visitor, WORDS, CHAIN, 2, 24))
+    assert [message["role"] for message in page.of(visitor).messages] == ["user", "assistant"]
+    assert not page.of(visitor).answers[0].was_stopped
+
+
+def test_an_answer_that_ended_by_itself_does_not_stop_the_next(page):
+    """Not even where the page has read its end before the thread that made it is done."""
+    visitor = {}
+    submit = page.worker.submit
+
+    class NeverDone:
+        def __init__(self, job):
+            self.job = job
+
+        def done(self):
+            return False
+
+        def cancel(self):
+            return False
+
+    page.worker.submit = lambda work: NeverDone(submit(work))
+    for _ in range(2):
+        list(page.ask(visitor, WORDS, CHAIN, 2, 24))
+    page.worker.submit = submit
+    chat = page.of(visitor)
+    assert not chat.stop.is_set()
+    assert [answer.was_stopped for answer in chat.answers] == [False, False]
+
+
 def test_stop_counts_only_while_an_answer_is_made(page):
     visitor = {}
     chat = page.of(visitor)
