@@ -25,9 +25,9 @@ def reach_within(config: Eagle31Config, reach: int, depth: int) -> int:
 
 
 def position_skips(documents: Tensor, reach: int, generator: torch.Generator | None = None) -> Tensor:
-    """Returns what is added to the position of each token (B, T): 0 up to a random place of each text, and from there
-    on one number, drawn at random, so that no position reaches `reach` but those of a text that is longer. Padding
-    skips nothing. `generator`: of the CPU, by default torch's."""
+    """Draws a place and a size for each text: tokens before the place keep their positions, those from it on are moved
+    up by the size. No position reaches `reach`, except in a text that is longer itself. Returns what is added to the
+    position of each token (B, T); 0 for padding. `generator`: of the CPU, by default torch's."""
     positions = positions_of(documents, documents.shape[1], documents.device)
     texts = (positions == 0).flatten().cumsum(0).view_as(positions) - 1
     lengths = texts.flatten().bincount()
