@@ -126,7 +126,8 @@ class Page:
             except Exception as error:
                 told.put(error)
 
-        job, pieces, is_over = self.worker.submit(run), list[Piece](), False
+        job, pieces = self.worker.submit(run), list[Piece]()
+        is_over = False
         try:
             while not isinstance(found := told.get(), Answer | Exception):
                 pieces += found[0]
