@@ -23,8 +23,6 @@ from eagle31_hf.training.packing import Examples
 DRAFTERS = {"EAGLE 3.1": {}, "EAGLE 3": {"fc_norm": False, "norm_output": False}}
 ALIGNED, REGULARISED = {"attention_alignment": 0.1}, {"drift_regulariser": 0.1}
 LOSSES = {"none": {}, "alignment 0.1": ALIGNED, "drift 0.1": REGULARISED, "both": ALIGNED | REGULARISED}
-RECORDS = 1536
-NUM_HELD_OUT = 96
 PROMPT = 96
 NEW_TOKENS = 96
 DEPTH, EVAL_DEPTH = 4, 7
@@ -39,18 +37,18 @@ T95 = {2: 12.7, 3: 4.3, 4: 3.2, 5: 2.8, 6: 2.6, 7: 2.4, 8: 2.4}  # Student's t, 
 class Ablation:
     """Trains and evaluates drafters, those that a file does not know yet; `found` by drafter, losses and seed."""
 
-    def __init__(self, work: Path, steps: int):
+    def __init__(self, work: Path, num_texts: int, num_prompts: int, steps: int):
         self.target, self.tokenizer = demo.load_target()
-        self.work, self.steps = work, steps
-        self.file = work / "ablation.json"
+        self.work, self.num_prompts, self.steps = work, num_prompts, steps
+        self.file = work / f"ablation-{num_texts}-texts-{num_prompts}-prompts.json"
         self.found: dict[str, dict[str, float]] = json.loads(self.file.read_text()) if self.file.exists() else {}
-        self.examples = own_words(self.target, self.tokenizer, work / "data", RECORDS)
+        self.examples = own_words(self.target, self.tokenizer, work / "data", num_texts)
         self.held_out = self.continued_prompts()
 
     def continued_prompts(self) -> Examples:
         """Makes examples of prompts from files that neither target nor drafters were trained on, and of the target's
         continuations."""
-        prompts = torch.cat(demo.prompts(self.tokenizer, NUM_HELD_OUT, PROMPT))
+        prompts = torch.cat(demo.prompts(self.tokenizer, self.num_prompts, PROMPT))
         texts = self.target.generate(
             prompts,
             attention_mask=torch.ones_like(prompts),
@@ -155,9 +153,9 @@ def report(ablation: Ablation, num_seeds: int, settings: dict[str, Any]) -> str:
     bar = T95.get(num_seeds, 2.0)
     what = (
         f"{num_seeds} seeds, {ablation.steps} steps of 8 rows, {DEPTH} deep. Accepted length (bonus included), states"
-        f" and attention are of chains {EVAL_DEPTH} deep, teacher-forced, walked over {NUM_HELD_OUT} held-out prompts x"
-        f" {NEW_TOKENS} tokens of the target's own greedy text. sd: over seeds. Difference: to none, seed by seed, ±"
-        " its standard error. Up to two standard errors is no effect shown; with so few seeds chance passes two"
+        f" and attention are of chains {EVAL_DEPTH} deep, teacher-forced, walked over {ablation.num_prompts} held-out"
+        f" prompts x {NEW_TOKENS} tokens of the target's own greedy text. sd: over seeds. Difference: to none, seed by"
+        " seed, ± its standard error. Up to two standard errors is no effect shown; with so few seeds chance passes two"
         f" easily, so up to {bar} (Student's t, 95%) it is no more than perhaps one."
     )
     lines = [
@@ -178,14 +176,16 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=128)
+    parser.add_argument("--texts", type=int, default=1536, help="pieces of text that the drafters learn from")
+    parser.add_argument("--prompts", type=int, default=96, help="held-out prompts on which they are evaluated")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
-    ablation = Ablation(args.work, args.steps)
+    ablation = Ablation(args.work, args.texts, args.prompts, args.steps)
     for seed in range(args.seeds):  # so that a run that is stopped has all variants of fewer seeds
         for drafter in DRAFTERS:
             for losses in LOSSES:
                 ablation.run(drafter, losses, seed)
-    settings = environment(ablation.target, prompts=NUM_HELD_OUT, max_new_tokens=NEW_TOKENS)
+    settings = environment(ablation.target, prompts=args.prompts, max_new_tokens=NEW_TOKENS)
     text = report(ablation, args.seeds, settings)
     args.output.mkdir(parents=True, exist_ok=True)
     (args.output / "ablate_losses.md").write_text(text, encoding="utf-8")

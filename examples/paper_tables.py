@@ -45,9 +45,9 @@ from eagle31_hf.diagnostics.interventions import (
 NAMES = {"eagle3": "EAGLE 3", "eagle31": "EAGLE 3.1"}  # the paper's pre-norm and post-norm
 FLAGS = {"eagle3": {"fc_norm": False, "norm_output": False}, "eagle31": {}}
 DRAFTED, WATCHED = 10, 16  # tokens a round: of acceptance; of states, attention and table E
-NEW_TOKENS, WINDOW = 96, 192
+WINDOW = 192
 PLAIN = "as it is"
-RECORDS, DEPTHS = 1536, (2, 8)  # of table E's trainings
+DEPTHS = (2, 8)  # of table E's trainings
 NO_CHECKPOINTS = {"eval_strategy": "no", "save_strategy": "no", "load_best_model_at_end": False, "eval_prompts": 0}
 
 
@@ -87,12 +87,12 @@ def figures_of(drift: Drift) -> dict[str, Any]:
 class Bench:
     """The target, its drafters, and the figures found so far, which a file keeps."""
 
-    def __init__(self, work: Path, num_prompts: int, steps: int):
+    def __init__(self, args: argparse.Namespace):
         self.target, self.tokenizer = demo.load_target()
-        self.work = work
-        self.num_prompts = num_prompts
-        self.steps = steps
-        self.file = work / "figures.json"
+        self.work = args.work
+        self.num_prompts, self.new_tokens = args.prompts, args.max_new_tokens
+        self.texts, self.steps = args.texts, args.steps
+        self.file = self.work / f"figures-{self.new_tokens}-tokens.json"
         self.found: dict[str, Any] = json.loads(self.file.read_text()) if self.file.exists() else {}
         self.used = dict[str, Any]()
 
@@ -116,7 +116,7 @@ class Bench:
 
     def decode(self, drafter: Eagle31DrafterModel, prompts: list[Tensor], depth: int) -> dict[str, Any]:
         """Measures acceptance; `standard_error` of the accepted length takes rounds for independent."""
-        stats = measure_acceptance(self.target, drafter, prompts, depth, NEW_TOKENS)
+        stats = measure_acceptance(self.target, drafter, prompts, depth, self.new_tokens)
         spread = torch.tensor(stats.accepted_per_round).double().std() / math.sqrt(stats.target_forwards)
         return {
             "accepted_length": stats.mean_accepted_length,
@@ -158,7 +158,7 @@ class Bench:
         """Trains a drafter for table E, unless it is there already; returns its folder."""
         folder = self.work / f"{name}-depth{depth}-steps{self.steps}"
         if not (folder / "model.safetensors").exists():
-            examples = own_words(self.target, self.tokenizer, self.work / "data", RECORDS)
+            examples = own_words(self.target, self.tokenizer, self.work / "data", self.texts)
             train(
                 self.target,
                 self.tokenizer,
@@ -408,15 +408,18 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("paper-tables"), help="where drafters and figures are kept")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--texts", type=int, default=1536, help="pieces of text that table E's drafters learn from")
     parser.add_argument("--steps", type=int, default=256, help="of each of table E's four trainings")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
-    bench = Bench(args.work, args.prompts, args.steps)
+    bench = Bench(args)
     tables = [make(bench) for make in TABLES]
-    settings = environment(bench.target, prompts=args.prompts, max_new_tokens=NEW_TOKENS, steps_of_table_e=args.steps)
+    sizes = {"prompts": args.prompts, "max_new_tokens": args.max_new_tokens, "steps_of_table_e": args.steps}
+    settings = environment(bench.target, **sizes)
     counts = (
-        f"{args.prompts} held-out prompts of 96 tokens unless said otherwise, {NEW_TOKENS} new tokens each, greedy"
-        " generate(), fp32."
+        f"{args.prompts} held-out prompts of 96 tokens unless said otherwise, {args.max_new_tokens} new tokens each,"
+        " greedy generate(), fp32."
     )
     head = [
         '# Tables of "Attention Drift" in small',

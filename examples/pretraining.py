@@ -195,6 +195,7 @@ def parse_args(description: str, steps: int) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=steps, help=f"of {TOKENS:,} tokens, default %(default)s")
+    parser.add_argument("--files", type=int, help="train on the first so many files only")
     return parser.parse_args()
 
 

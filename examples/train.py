@@ -101,6 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--texts", type=int, default=1024, help="pieces of text, each one or more examples")
+    parser.add_argument("--held-out", type=int, default=32, help="examples that are not trained on, but evaluated")
     parser.add_argument("--epochs", type=float, default=3)
     parser.add_argument("--resume", action="store_true", help="go on from the last complete checkpoint in the folder")
     parser.add_argument("--overwrite", action="store_true", help="replace the drafter that is in the folder")
@@ -112,7 +113,8 @@ def main() -> None:
         examples = own_words(target, tokenizer, args.output / "data", args.texts)
         if args.overwrite:
             set_aside(args.output)
-        trainer = train(target, tokenizer, examples, args.output, num_train_epochs=args.epochs, checkpoint=checkpoint)
+        options = {"num_held_out": args.held_out, "num_train_epochs": args.epochs, "checkpoint": checkpoint}
+        trainer = train(target, tokenizer, examples, args.output, **options)
         discard_replaced(args.output)
     evaluated = [entry for entry in trainer.state.log_history if "eval_accepted_length" in entry]
     best = max(evaluated, key=lambda entry: entry["eval_accepted_length"])  # which is kept

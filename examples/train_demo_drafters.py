@@ -23,22 +23,21 @@ from eagle31_hf.training.saving import last_checkpoint
 
 FLAGS = {"eagle31": {"fc_norm": True, "norm_output": True}, "eagle3": {"fc_norm": False, "norm_output": False}}
 LENGTH = 256  # tokens of an example at most, half of them the prompt
-NUM_HELD_OUT = 64
 BATCH, EVAL_DEPTH = 8, 7
 BY_DEPTH = {"loss_by_depth": "distance", "accuracy_by_depth": "accuracy", "acceptance_by_depth": "acceptance"}
 
 
-def facts_of(trainer: Eagle31Trainer, lengths: list[int]) -> dict[str, Any]:
-    """Returns what the card reports of a run on examples of so many tokens: how long it was, and its figures on those
-    held out."""
+def facts_of(trainer: Eagle31Trainer, lengths: list[int], num_held_out: int) -> dict[str, Any]:
+    """Returns what the card reports of a run on examples of so many tokens, the last of them held out: how long it was,
+    and its figures on those held out."""
     found = trainer.evaluate()
     minutes = sum(entry.get("train_runtime", 0.0) for entry in trainer.state.log_history) / 60
     facts = {
         "python": sys.version.split()[0],
-        "rows": len(lengths) - NUM_HELD_OUT,
+        "rows": len(lengths) - num_held_out,
         "row_length": LENGTH,
         "steps": trainer.state.global_step,
-        "tokens_trained": round(trainer.state.epoch * sum(lengths[:-NUM_HELD_OUT])),
+        "tokens_trained": round(trainer.state.epoch * sum(lengths[:-num_held_out])),
         "depth": trainer.args.depth,
         "minutes": round(minutes, 1),
         "accepted_length": round(found["eval_accepted_length"], 3),
@@ -53,6 +52,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--only", choices=FLAGS, help="train this drafter, and leave the other as it is")
     parser.add_argument("--texts", type=int, default=3072, help="pieces of text, each one or more examples")
+    parser.add_argument("--held-out", type=int, default=64, help="examples that are not trained on, but evaluated")
     parser.add_argument("--epochs", type=float, default=3.5)
     args = parser.parse_args()
     target, tokenizer = demo.load_target()
@@ -60,7 +60,7 @@ def main() -> None:
     for name in [args.only] if args.only else FLAGS:
         folder = args.work / name
         options = {
-            "num_held_out": NUM_HELD_OUT,
+            "num_held_out": args.held_out,
             "checkpoint": last_checkpoint(folder),
             "max_length": LENGTH,
             "num_train_epochs": args.epochs,
@@ -72,7 +72,7 @@ def main() -> None:
             "use_cpu": True,
         }
         trainer = train(target, tokenizer, examples, folder, FLAGS[name] | {"target_model": "demo target"}, **options)
-        record = facts_of(trainer, examples.lengths)
+        record = facts_of(trainer, examples.lengths, args.held_out)
         trainer.drafter.bfloat16().save_pretrained(args.output / name)
         (args.output / name / CARD).unlink()  # the pair has one of its own
         (args.output / name / "training.json").write_text(json.dumps(record, indent=2) + "\n")

@@ -38,7 +38,7 @@ def new_target() -> LlamaForCausalLM:
 def main() -> None:
     args = parse_args(__doc__, steps=4000)
     torch.manual_seed(0)
-    texts = list(training_files())
+    texts = list(training_files())[: args.files]
     held_out = [held_out_file(name) for name in HELD_OUT]
     write_target(new_target(), train_tokenizer(texts, VOCAB_SIZE), texts, held_out, args)
 

@@ -53,7 +53,7 @@ def new_target() -> Qwen3ForCausalLM:
 def main() -> None:
     args = parse_args(__doc__, steps=1600)
     torch.manual_seed(0)
-    texts = headers(held_out=False)
+    texts = headers(held_out=False)[: args.files]
     write_target(new_target(), train_tokenizer(texts, VOCAB_SIZE), texts, headers(held_out=True), args)
 
 

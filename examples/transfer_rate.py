@@ -22,7 +22,6 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from eagle31_hf import demo
 
 WIDTHS = (64, 128, 256)
-TARGET_STEPS, STEPS = 300, 100
 RATES = (1e-2, 2e-2, 4e-2, 8e-2, 1.6e-1)  # of "original"
 # where the two give a square matrix the same update: the middle one
 ALIKE_AT = 128
@@ -46,26 +45,24 @@ def new_target(width: int, vocab_size: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def target_of(width: int, work: Path) -> Path:
-    """Returns the folder of the target so wide, which is trained where it is not there yet."""
-    folder = work / f"width-{width}"
+def target_of(width: int, work: Path, steps: int) -> Path:
+    """Returns the folder of the target so wide, which is trained for so many steps where it is not there yet."""
+    folder = work / f"width-{width}-steps{steps}"
     if not (folder / "config.json").exists():
         tokenizer = AutoTokenizer.from_pretrained(demo.FOLDER / "target")
         model = new_target(width, len(tokenizer))
-        train(
-            model, token_ids(tokenizer, texts_of("demo", held_out=False)), TARGET_STEPS, work / f"{folder.name}.state"
-        )
+        train(model, token_ids(tokenizer, texts_of("demo", held_out=False)), steps, work / f"{folder.name}.state")
         tokenizer.save_pretrained(folder)
         model.save_pretrained(folder)
     return folder
 
 
-def loss_of(key: str, material: Material, recipe: Recipe, work: Path) -> float:
+def loss_of(key: str, material: Material, recipe: Recipe, steps: int, work: Path) -> float:
     """Returns the last loss of a run, from WORK/losses.json where it was done before."""
     file = work / "losses.json"
     losses = json.loads(file.read_text()) if file.exists() else {}
     if key not in losses:
-        losses[key] = round(trained(material, recipe, seed=0, steps=STEPS)[1]["loss"], 3)
+        losses[key] = round(trained(material, recipe, seed=0, steps=steps)[1]["loss"], 3)
         file.write_text(json.dumps(losses, indent=1))
     return losses[key]
 
@@ -73,17 +70,22 @@ def loss_of(key: str, material: Material, recipe: Recipe, work: Path) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="keeps the targets, their states and the losses")
+    parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS, help="of the targets")
+    parser.add_argument("--target-steps", type=int, default=300, help="of a target's training")
+    parser.add_argument("--steps", type=int, default=100, help="of a drafter's training")
     args = parser.parse_args()
     torch.set_num_threads(1)
     args.work.mkdir(parents=True, exist_ok=True)
-    materials = {width: Material("demo", target_of(width, args.work), args.work, STEPS * BATCH) for width in WIDTHS}
+    targets = {width: target_of(width, args.work, args.target_steps) for width in args.widths}
+    materials = {width: Material("demo", folder, args.work, args.steps * BATCH) for width, folder in targets.items()}
     print(f"| adjustment | width | {' | '.join(f'{rate:g}' for rate in RATES)} |\n|---|---|" + "---|" * len(RATES))
     for adjust, factor in ADJUSTMENTS.items():
         for width, material in materials.items():
             common = {"texts": "files", "rate": 4e-3, "warm_up": 5, "fields": {"intermediate_size": 3 * width}}
             recipes = {rate: Recipe(adjust=adjust, matrix_rate=rate * factor, **common) for rate in RATES}
+            name = f"{adjust} {width} {args.steps} steps"
             losses = [
-                loss_of(f"{adjust} {width} {rate:g}", material, recipe, args.work) for rate, recipe in recipes.items()
+                loss_of(f"{name} {rate:g}", material, recipe, args.steps, args.work) for rate, recipe in recipes.items()
             ]
             cells = [f"**{loss:.3f}**" if loss == min(losses) else f"{loss:.3f}" for loss in losses]
             print(f"| {adjust} | {width} | {' | '.join(cells)} |", flush=True)

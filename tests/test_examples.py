@@ -1,31 +1,67 @@
-"""The short examples run as they are."""
+"""The examples run as they are, as small as their options make them.
+
+`search_recipe.py` answers thousands of texts before its first step: its commands are run in
+`training/test_search_recipe.py`, on fewer.
+"""
 
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
+ONE_PROMPT = "--prompts 1 --max-new-tokens 8"
+ONE_STEP = "--texts 40 --steps 1"  # 32 of the texts are held out
+# example -> its options, where {} is an empty folder, and what it prints
+RUNS = {
+    "generate.py": ("--max-new-tokens 16", ["same as the target alone: True", "mean accepted length"]),
+    "compare_drafters.py": (f"{ONE_PROMPT} --depth 3", ["768, window of 192           eagle3   accepted length"]),
+    "upgrade_demo_drafter.py": (f"{ONE_PROMPT} --depth 3", ["fused state moved by", "upgraded             accepted"]),
+    "train.py": ("--texts 8 --held-out 2 --epochs 1 --output {}/it", ["tokens a target forward on examples held out"]),
+    "train_demo_drafters.py": (
+        "--texts 8 --held-out 2 --epochs 1 --work {} --output {}/pair",
+        ["eagle31 {", "eagle3 {", '"accepted_length": '],
+    ),
+    "train_demo_target.py": ("--files 12 --steps 1 --output {}/it", ['"held_out_loss": ']),
+    "train_second_target.py": ("--files 12 --steps 1 --output {}/it", ['"held_out_loss": ']),
+    "transfer_rate.py": ("--widths 64 --target-steps 1 --steps 1 --work {}", ["| match_rms_adamw | 64 |"]),
+    "ablate_losses.py": (
+        f"{ONE_STEP} --prompts 2 --seeds 1 --work {{}} --output {{}}/results",
+        ["## EAGLE 3\n", "- EAGLE 3.1, both: accepted length"],
+    ),
+    "paper_tables.py": (
+        f"{ONE_STEP} --prompts 1 --max-new-tokens 32 --work {{}} --output {{}}/results",
+        [f"## {letter}: " for letter in "ABCDEFG"],
+    ),
+}
+RUN_ELSEWHERE = {"search_recipe.py"}
+
+
+def run_example(name: str, options: str) -> str:
+    line = [sys.executable, str(EXAMPLES / name), *options.split()]
+    run = subprocess.run(line, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_example(name, tmp_path):
+    options, said = RUNS[name]
+    found = run_example(name, options.replace("{}", str(tmp_path)))
+    assert [words for words in said if words not in found] == []
 
 
 def test_gpu():
-    run = subprocess.run(
-        [sys.executable, EXAMPLES / "gpu.py", "--max-new-tokens", "24", "--calls", "2"],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-    )
-    assert run.stdout.count("same text: True") == 4  # captured and eagerly, twice
-    assert "rounds on cpu: eager" in run.stdout or "CUDA graphs" in run.stdout
+    found = run_example("gpu.py", "--max-new-tokens 24 --calls 2")
+    assert found.count("same text: True") == 4  # captured and eagerly, twice
+    assert "rounds on cpu: eager" in found or "CUDA graphs" in found
 
 
-def test_generate():
-    run = subprocess.run(
-        [sys.executable, EXAMPLES / "generate.py", "--max-new-tokens", "16"],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-    )
-    assert "same as the target alone: True" in run.stdout
-    assert "mean accepted length" in run.stdout
+def test_no_example_is_left_out():
+    commands = {
+        path.name
+        for path in EXAMPLES.glob("*.py")
+        if "__main__" in path.read_text() or "\nparser = " in path.read_text()
+    }
+    assert commands == {*RUNS, *RUN_ELSEWHERE, "gpu.py"}
