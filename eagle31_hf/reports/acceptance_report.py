@@ -16,6 +16,7 @@ from .figures import (
     speedup,
     tokens_per_second,
 )
+from .study import LENGTHENED
 
 ROBUST = 0.9  # share of accepted drafts that a perturbation must leave
 TOKENS = (
@@ -124,10 +125,7 @@ def _positions(served: Decoded, way: Shape, labels: Sequence[str]) -> Section:
 
 PARTS = {
     PERTURBED: ("Perturbed prompts", "The same prompts as they should not be."),
-    CONTEXT: (
-        "Context",
-        "Texts go on for as many tokens; chats have the words of other prompts before their question.",
-    ),
+    CONTEXT: ("Context", LENGTHENED),
     TEMPERATURE: ("Temperature", "Sampled, with a seed for each prompt."),
     CONCURRENCY: (
         "Concurrency",

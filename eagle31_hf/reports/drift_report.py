@@ -9,6 +9,7 @@ from .document import Chart, Column, HeatMap, Report, Section, Series, Table
 from .drift import PLAIN, Measured
 from .figures import Figure, Row, acceptance_by_depth, accepted_drafts, accepted_length, kept, mean_by_depth
 from .findings import findings_of
+from .study import LENGTHENED
 
 TITLE = "Attention drift"
 MASSES = {
@@ -218,9 +219,6 @@ def _contexts(drafters: Sequence[Measured]) -> Section:
             rows.append([one.label, length, name, len(found), *_beside(found, one.short[length])])
     return Section(
         "Context",
-        (
-            "Texts go on for as many tokens; chats have the words of other prompts in front of the question. Drafts"
-            " kept: accepted drafts as a multiple of those on the same prompts as they are."
-        ),
+        f"{LENGTHENED} Drafts kept: accepted drafts as a multiple of those on the same prompts as they are.",
         [Table("accepted by length of the context", columns, rows)] if rows else [],
     )

@@ -62,6 +62,9 @@ def source_of(record: Record) -> Source:
     if question is not None and not is_training_data:
         asked = question[0] if isinstance(question, list) and isinstance(question[0], str) else question
         return _asked(_with_context(asked, record))
+    asked_nothing = next((name for name in QUESTIONS if name in record), None)
+    if asked_nothing and not is_training_data:
+        raise Skipped(EMPTY, f"the column {asked_nothing!r} is empty; expected a question.")
     parsed = parse_record(record)
     if isinstance(parsed, Chat):
         return _asked(parsed.messages, parsed.tools)

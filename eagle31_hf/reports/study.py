@@ -14,6 +14,11 @@ from .journal import Journal
 from .prompts import Prompts
 
 Load = Callable[..., Eagle31DrafterModel]  # takes fields of the config to change
+# how a report says what `lengthened` makes
+LENGTHENED = (
+    "Texts go on for as many tokens; chats have the words of other prompts in front of their question. Prompts that are"
+    " longer already, or for which there is not as much text, are left out."
+)
 Counted = Callable[[Iterable[int], str], Iterable[int]]  # shows how far a loop is
 
 

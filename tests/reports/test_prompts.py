@@ -144,6 +144,13 @@ def test_prompts_without_room_for_an_answer_are_counted(tokenizer, tmp_path):
     assert dict(prompts.skips.taken()) == {"over-long prompt": 1, "of no known kind": 1}
 
 
+@pytest.mark.parametrize("record", [{"prompt": ""}, {"question": None}, {"turns": []}])
+def test_an_empty_question_is_told_as_one(record, tokenizer, tmp_path):
+    (name,) = record
+    with pytest.raises(ValueError, match=rf"line 1: the column '{name}' is empty; expected a question"):
+        prompts_of([record], tokenizer, tmp_path)
+
+
 def test_no_prompt_at_all_is_refused_with_the_reason(tokenizer, tmp_path):
     with pytest.raises(ValueError, match=r"gives no prompt \(.*line 1: a record has nothing; expected one of"):
         prompts_of([{"nothing": 1}], tokenizer, tmp_path)
