@@ -22,7 +22,8 @@ from .decoding import Decoding
 TREE_DEPTH = 7
 TREE_TOP_K = 4
 TREE_NODES = 24
-MOST_DEPTH, MOST_NODES = 16, 64
+MOST_DEPTH = 16
+LEAST_NODES, MOST_NODES = 2, 64
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,8 @@ class Conversation:
 
     def ask(self, words: str, show: Show) -> Answer:
         """Says words to the target; `show` gets the answer's pieces round by round. Raises ValueError, and forgets the
-        words, where the target's context has no room for them and an answer."""
+        words, where they are no text or the target's context has no room for them and an answer."""
+        check_text(words)
         self.messages.append({"role": "user", "content": words})
         try:
             answer = self.answered(self.messages, show)
@@ -237,6 +239,15 @@ class Conversation:
                 turn |= {"figures": answer.figures.as_dict(), "was_stopped": answer.was_stopped, "pieces": pieces}
             turns.append(turn)
         return {"messages": turns, "drafting": self.knobs, "generation": self.options}
+
+
+def check_text(words: str) -> None:
+    """Raises ValueError for words that were no UTF-8 where they came from: they hold lone surrogates, which no
+    tokenizer reads."""
+    try:
+        words.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"character {error.start + 1} of the words is no UTF-8; expected text in UTF-8.") from None
 
 
 class _Told:

@@ -13,6 +13,7 @@ from typing import Any
 import gradio as gr
 
 from .conversation import (
+    LEAST_NODES,
     MOST_DEPTH,
     MOST_NODES,
     TREE_DEPTH,
@@ -68,7 +69,9 @@ class Page:
                     begun = settings_of(knobs)
                     way = gr.Radio([AUTO, CHAIN, TREE], value=begun[0], label="Draft")
                     depth = gr.Slider(1, MOST_DEPTH, begun[1], step=1, label="Depth of chains and trees")
-                    nodes = gr.Slider(2, MOST_NODES, begun[2], step=1, label="Nodes of a tree, the root included")
+                    nodes = gr.Slider(
+                        LEAST_NODES, MOST_NODES, begun[2], step=1, label="Nodes of a tree, the root included"
+                    )
                     save = gr.Button("Save the conversation")
                     saved = gr.File(label="The conversation as JSON", visible=False)
             shown = [chat, tokens, figures]

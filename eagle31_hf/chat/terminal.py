@@ -4,11 +4,11 @@ import json
 import shlex
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from .conversation import MOST_DEPTH, MOST_NODES, TREE_DEPTH, TREE_TOP_K, Answer, Conversation
+from .conversation import LEAST_NODES, MOST_DEPTH, MOST_NODES, TREE_DEPTH, TREE_TOP_K, Answer, Conversation
 from .screen import Screen
 
 
@@ -34,7 +34,7 @@ class TerminalChat:
                 return
             try:
                 self.take(line)
-            except (ValueError, OSError) as error:  # of the words, the command or the file; the chat goes on
+            except ValueError as error:  # of the words or the command; the chat goes on
                 self.screen.drop()
                 self.screen.say(f"! {error}")
 
@@ -44,7 +44,7 @@ class TerminalChat:
             if line.strip():
                 self.answer(lambda: self.conversation.ask(line, self.screen.show))
             return
-        name, *words = shlex.split(line)
+        name, *words = split(line)
         if name not in COMMANDS:
             raise ValueError(f"{name}: there is no such command; expected one of {' '.join(COMMANDS)} /exit.")
         does, usage, _ = COMMANDS[name]
@@ -69,16 +69,16 @@ class TerminalChat:
 
     def depth(self, word: str) -> None:
         """Has chains of a fixed depth drafted."""
-        self.conversation.knobs = {"num_assistant_tokens": number(word, "/depth", MOST_DEPTH)}
+        self.conversation.knobs = {"num_assistant_tokens": number(word, "/depth", 1, MOST_DEPTH)}
         self.tell()
 
     def tree(self, word: str, depth: str | None = None) -> None:
         """Has trees of so many nodes drafted."""
         kept = self.conversation.knobs.get("num_assistant_tokens")
         self.conversation.knobs = {
-            "num_assistant_tokens": number(depth, "/tree", MOST_DEPTH) if depth else kept_depth(kept),
+            "num_assistant_tokens": number(depth, "/tree", 1, MOST_DEPTH) if depth else kept_depth(kept),
             "draft_tree_top_k": TREE_TOP_K,
-            "draft_tree_total_tokens": number(word, "/tree", MOST_NODES),
+            "draft_tree_total_tokens": number(word, "/tree", LEAST_NODES, MOST_NODES),
         }
         self.tell()
 
@@ -92,10 +92,19 @@ class TerminalChat:
         self.screen.say("drafting: " + ", ".join(f"{name}={value}" for name, value in self.conversation.knobs.items()))
 
     def save(self, file: str) -> None:
-        """Writes the conversation as JSON. Raises FileExistsError for a file that is there."""
+        """Writes the conversation as JSON, whole or not at all. Raises ValueError for a file that is there, or cannot
+        be written."""
         text = json.dumps(self.conversation.record(), indent=2, ensure_ascii=False, default=str)
-        with open(Path(file).expanduser(), "x", encoding="utf-8") as out:
-            out.write(text)
+        path = Path(file).expanduser()
+        try:
+            with open(path, "x", encoding="utf-8") as out:
+                out.write(text)
+        except FileExistsError:
+            raise ValueError(f"/save: {file} is there already; expected a new name.") from None
+        except OSError as error:
+            with suppress(OSError):
+                path.unlink()  # the part that was written
+            raise ValueError(f"/save: {file} cannot be written ({error.strerror}); expected another place.") from error
         self.screen.say(f"saved: {file}")
 
     def marks(self) -> None:
@@ -128,11 +137,20 @@ COMMANDS: dict[str, tuple[Callable[..., None], str, str]] = {
 }
 
 
-def number(word: str, command: str, most: int) -> int:
+def split(line: str) -> list[str]:
+    """Returns the words of a command; a word with spaces stands in quotation marks. Raises ValueError for one mark
+    without another."""
+    try:
+        return shlex.split(line)
+    except ValueError:
+        raise ValueError(f"{line.split()[0]}: a quotation mark has no other one; expected two of them.") from None
+
+
+def number(word: str, command: str, least: int, most: int) -> int:
     """Reads a number of a command. Raises ValueError for any other word."""
     value = int(word) if word.isascii() and word.isdecimal() and len(word) < 10 else 0
-    if not 1 <= value <= most:
-        raise ValueError(f"{command}: got {word!r}; expected a number from 1 to {most}.")
+    if not least <= value <= most:
+        raise ValueError(f"{command}: got {word!r}; expected a number from {least} to {most}.")
     return value
 
 

@@ -1,6 +1,7 @@
 """`eagle31 chat`, `app` and `serve`: talk to a target whose answers are drafted, here or from another program."""
 
 import argparse
+import io
 import json
 import sys
 from contextlib import suppress
@@ -28,7 +29,9 @@ def chat(args: argparse.Namespace) -> int:
     conversation = Conversation(
         target, tokenizer, drafter, knobs_of(args), generation_of(args), dict(args.template_option), args.system
     )
-    is_terminal = sys.stdin.isatty()
+    is_terminal = sys.stdin is not None and sys.stdin.isatty()
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # what is no UTF-8 is refused as words, and the chat goes on
     if is_terminal:
         with suppress(ImportError):  # input() then edits its line, and knows the ones before; not on every system
             import readline  # noqa: F401
@@ -66,7 +69,7 @@ def next_line(is_terminal: bool) -> str:
     """Returns the next line of stdin. Raises EOFError at its end."""
     if is_terminal:
         return input("\n> ")
-    line = sys.stdin.readline()
+    line = sys.stdin.readline() if sys.stdin is not None else ""
     if not line:
         raise EOFError
     return line.rstrip("\n")

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import resource
 import signal
 import sys
 
@@ -102,9 +103,11 @@ def test_how_drafts_are_made():
         ("/depth x", "! /depth: got 'x'; expected a number from 1 to 16."),
         ("/depth 17", "! /depth: got '17'"),
         ("/depth 0", "! /depth: got '0'"),
-        ("/tree 9999", "! /tree: got '9999'; expected a number from 1 to 64."),
-        ('/save "x', "! No closing quotation"),
-        ("/save /nowhere/at/all", "No such file"),
+        ("/tree 9999", "! /tree: got '9999'; expected a number from 2 to 64."),
+        ("/tree 1", "! /tree: got '1'"),
+        ('/save "x', "! /save: a quotation mark has no other one; expected two of them."),
+        ("/save /nowhere/at/all", "! /save: /nowhere/at/all cannot be written (No such file or directory)"),
+        ("caf\udce9", "! character 4 of the words is no UTF-8"),
         ("x = 1\n" * 3000, "the target reads 2048"),
     ],
 )
@@ -119,9 +122,24 @@ def test_a_conversation_is_saved_and_never_written_over(tmp_path):
     file = tmp_path / "a chat.json"
     shown, chat = typed(WORDS, f'/save "{file}"', "/clear", WORDS, f'/save "{file}"')
     assert "all is forgotten" in shown
-    assert "File exists" in shown
+    assert "is there already; expected a new name" in shown
     assert json.loads(file.read_text())["messages"][0]["content"] == WORDS
     assert len(chat.messages) == 2
+
+
+def test_half_a_conversation_is_not_left_behind(tmp_path):
+    """A limit on the size of files stands for a full disk."""
+    file = tmp_path / "chat.json"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        shown, _ = typed(WORDS, f"/save {file}")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert "cannot be written (File too large)" in shown
+    assert not file.exists()
 
 
 def test_every_command_is_in_the_help():
