@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 from transformers.cli.serve import Serve
+from transformers.utils import logging
 
 from ..errors import DraftingRefusedError
 from ..modeling import Eagle31DrafterModel
 from .metrics import CONTENT_TYPE, Metrics
 
+logger = logging.get_logger(__name__)
 TRIAL = ([[1, 2, 3]], 4)  # the prompt that is tried before anything is served, and how many tokens of an answer
 
 
@@ -59,20 +61,27 @@ class DraftingServer(Serve):
 
         target.generate = generate  # of this model alone; the class keeps its own
         manager.get_gen_models = lambda *args, **kwargs: [_as_listed(self.target)]
-        self._add_route("/metrics", self._metrics)
+        app: Any = self.server.config.app
+        app.get("/metrics")(self._metrics)
+        app.add_exception_handler(ValueError, _refused)
         config = self.server.config
         where = f"http://{config.host}:{config.port}"
         self.announce(f"serving {self.target} at {where}/v1; counts of drafts at {where}/metrics")
         self.server.run()
 
-    def _add_route(self, path: str, answer: Callable[[], Any]) -> None:
-        app: Any = self.server.config.app
-        app.get(path)(answer)
-
     def _metrics(self) -> Any:
         from fastapi import Response
 
         return Response(self.metrics.as_text(), media_type=CONTENT_TYPE)
+
+
+async def _refused(request: Any, error: Exception) -> Any:
+    """Answers a request that generate() or the chat template refuses, by 400 and their words. Left to itself the server
+    would answer 500, and close a connection that the client goes on using."""
+    from fastapi.responses import JSONResponse
+
+    logger.warning("a request was refused", exc_info=error)
+    return JSONResponse({"error": {"message": str(error), "type": "invalid_request_error"}}, status_code=400)
 
 
 def _as_listed(name: str) -> dict[str, Any]:

@@ -184,6 +184,15 @@ def test_another_model_is_refused_and_the_server_goes_on(server, expected):
     assert server.ask(server.client()).choices[0].message.content == expected(WORDS)
 
 
+def test_a_value_that_is_refused_is_told_and_the_connection_serves_on(server, expected):
+    client = server.client()
+    several = {"extra_body": {"generation_config": '{"num_return_sequences": 2}'}}
+    for options, said in (({"max_tokens": 0}, "max_new_tokens"), (several, "num_return_sequences")):
+        with pytest.raises(openai.BadRequestError, match=said):
+            server.ask(client, **options)
+        assert server.ask(client).choices[0].message.content == expected(WORDS)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
 def test_it_drafts_as_it_is_told_and_ends_by_its_signal(folder, expected, number):
     served = Server(folder, "--num-assistant-tokens", "2")
