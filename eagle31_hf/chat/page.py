@@ -48,6 +48,7 @@ class Page:
         self.make = make
         self.title = title
         self.worker = ThreadPoolExecutor(1, "generate")
+        self.served: gr.Blocks | None = None
         self.folder = tempfile.TemporaryDirectory(prefix="eagle31-")  # of saved conversations, as long as the page
 
     def blocks(self) -> gr.Blocks:
@@ -162,21 +163,29 @@ class Page:
         visitor.clear()
         return [], tokens_html([]), "Nothing was asked yet."
 
-    def serve(self, host: str, port: int, waits: bool = True) -> gr.Blocks:
-        """Serves the page until it is stopped; returns at once where it does not wait."""
-        page = self.blocks()
+    def serve(self, host: str, port: int) -> str:
+        """Serves the page, from threads of its own, until `close`; returns its address."""
+        page = self.served = self.blocks()
         theme = gr.themes.Default(primary_hue="blue", font=FONT, font_mono=FONT_MONO)
         page.queue(default_concurrency_limit=1).launch(
             server_name=host,
             server_port=port,
-            prevent_thread_lock=not waits,
+            prevent_thread_lock=True,
+            quiet=True,
             share=False,
             run_history=False,
             footer_links=[],
             css=CSS,
             theme=theme.set(button_primary_background_fill="*primary_700"),
         )
-        return page
+        return page.local_url
+
+    def close(self) -> None:
+        """Serves no longer, makes no more answers, and deletes the files of saved conversations."""
+        if self.served is not None:
+            self.served.close(verbose=False)
+        self.worker.shutdown(wait=False, cancel_futures=True)
+        self.folder.cleanup()
 
 
 def knobs_of(way: str, depth: int, nodes: int) -> dict[str, Any]:

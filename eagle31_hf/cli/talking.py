@@ -4,7 +4,8 @@ import argparse
 import io
 import json
 import sys
-from contextlib import suppress
+import threading
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,10 @@ def app(args: argparse.Namespace) -> int:
     def make() -> Conversation:
         return Conversation(target, tokenizer, drafter, knobs_of(args), options, template, args.system)
 
-    Page(make, f"{name_of(args.target)} with {name_of(args.drafter)}").serve(args.host, args.port)
+    title = f"{name_of(args.target)} with {name_of(args.drafter)}"
+    with closing(Page(make, title)) as page:
+        progress(f"serving {title} at {page.serve(args.host, args.port)}")
+        threading.Event().wait()  # until a signal ends the program
     return 0
 
 

@@ -4,11 +4,16 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from chat.conversations import conversation
+
+from eagle31_hf import demo
 
 gr = pytest.importorskip("gradio")
 from eagle31_hf.chat.page import AUTO, CHAIN, TREE, Page, knobs_of, messages_of, settings_of, tokens_html  # noqa: E402 -- behind the check that gradio is there  # fmt: skip
@@ -198,9 +203,8 @@ def address():
     with socket.socket() as tried:
         tried.bind(("localhost", 0))
         port = tried.getsockname()[1]
-    running = served.serve("localhost", port, waits=False)
-    yield f"http://localhost:{port}"
-    running.close()
+    yield served.serve("localhost", port)
+    served.close()
     served.worker.shutdown(wait=True)
 
 
@@ -210,6 +214,26 @@ def browser():
         launched = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield launched
         launched.close()
+
+
+def test_the_command_ends_by_its_signal_and_leaves_nothing(tmp_path):
+    folders = {name: str(demo.FOLDER / name) for name in ("target", "eagle31")}
+    with socket.socket() as tried:
+        tried.bind(("localhost", 0))
+        port = tried.getsockname()[1]
+    command = [sys.executable, "-m", "eagle31_hf", "app", "--port", str(port)]
+    command += ["--target", folders["target"], "--drafter", folders["eagle31"]]
+    (tmp_path / "tmp").mkdir()
+    env = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True, env=env) as process:
+        lines = iter(process.stderr.readline, "")
+        assert any(f"serving target with eagle31 at http://localhost:{port}" in line for line in lines)
+        assert any((tmp_path / "tmp").iterdir())
+        process.terminate()
+        rest = process.stderr.read()
+    assert process.returncode == -signal.SIGTERM
+    assert "stopped by SIGTERM" in rest
+    assert list((tmp_path / "tmp").glob("eagle31-*")) == []
 
 
 @in_browser
