@@ -209,6 +209,8 @@ def read_report(source: str | Path) -> str:
     """Returns the Markdown of a report, of its folder or the file. Raises OSError where there is none, ValueError for
     a file that is no text in UTF-8, or an empty one."""
     path = Path(source) / REPORT if Path(source).is_dir() else Path(source)
+    if path.suffix != Path(REPORT).suffix and path.exists():
+        raise ValueError(f"{path}: is no Markdown; expected a report's folder, or its {REPORT}.")
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

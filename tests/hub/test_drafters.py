@@ -97,10 +97,11 @@ def test_a_report_that_is_none_is_refused_before_anything_is_sent(hub, drafter, 
     drafter.save_pretrained(tmp_path / "saved")
     (tmp_path / "empty.md").write_text(" ")
     (tmp_path / "bytes.md").write_bytes(b"\xff")
+    (tmp_path / "report.json").write_text("{}")
     before = len(hub.requests("POST"))
     with pytest.raises(OSError, match=r"there is no such report; expected the folder"):
         publish(tmp_path / "saved", REPO, report=tmp_path)
-    for name, message in (("empty.md", "is empty"), ("bytes.md", "no UTF-8")):
+    for name, message in (("empty.md", "is empty"), ("bytes.md", "no UTF-8"), ("report.json", "is no Markdown")):
         with pytest.raises(ValueError, match=message):
             publish(tmp_path / "saved", REPO, report=tmp_path / name)
     assert len(hub.requests("POST")) == before
