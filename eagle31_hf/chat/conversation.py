@@ -16,7 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..acceptance import AcceptanceStats, Round, track_acceptance, watch_rounds
 from ..modeling import Eagle31DrafterModel
-from .decoding import Decoding
+from .detokenizer import Detokenizer
 
 # of trees, where nothing else is chosen
 TREE_DEPTH = 7
@@ -164,7 +164,7 @@ class Conversation:
         options = {**self.options, "max_new_tokens": self._room(ids)}
         if with_drafter:
             options |= {"assistant_model": self.drafter, **self.knobs}
-        told = _Told(Decoding(self.tokenizer), show, self.stop)
+        told = _Told(Detokenizer(self.tokenizer), show, self.stop)
         self.stop.clear()
         self.is_answering = True
         try:
@@ -253,10 +253,10 @@ def check_text(words: str) -> None:
 class _Told:
     """An answer that is being made: rounds come in, pieces go out."""
 
-    def __init__(self, decoding: Decoding, show: Show, stop: threading.Event):
+    def __init__(self, detokenizer: Detokenizer, show: Show, stop: threading.Event):
         self.answer = Answer()
         self.stats = AcceptanceStats()
-        self._decoding = decoding
+        self._detokenizer = detokenizer
         self._show = show
         self._stop = stop
         self._began = time.perf_counter()
@@ -270,7 +270,7 @@ class _Told:
     def add(self, tokens: list[int], num_accepted: int, forwards: int) -> None:
         """Takes tokens, the first of which were accepted drafts."""
         answer, figures = self.answer, self.answer.figures
-        pieces = [Piece(self._decoding.add(token), i < num_accepted) for i, token in enumerate(tokens)]
+        pieces = [Piece(self._detokenizer.add(token), i < num_accepted) for i, token in enumerate(tokens)]
         answer.ids += tokens
         answer.pieces += pieces
         figures.tokens += len(tokens)
@@ -285,7 +285,7 @@ class _Told:
     def ended(self) -> Answer:
         """Returns the answer, complete."""
         self.answer.figures.drafted = sum(self.stats.drafted_per_position)
-        rest = self._decoding.end()
+        rest = self._detokenizer.end()
         if rest:
             self.answer.pieces.append(Piece(rest, False))
             self._show(self.answer.pieces[-1:], self.answer.figures)

@@ -5,7 +5,7 @@ from typing import Any
 
 from ..bench import Shape
 from .acceptance import ALONE, CONCURRENCY, CONTEXT, PERTURBED, SERVED, TEMPERATURE, Decoded, Settings, Who, named
-from .document import GOOD, NOTE, WARNING, Chart, Column, Finding, Generation, Report, Section, Series, Table
+from .document import GOOD, NOTE, WARNING, Chart, Column, Finding, Generation, Report, Section, Table
 from .figures import (
     Figure,
     Row,
@@ -13,6 +13,7 @@ from .figures import (
     accepted_drafts,
     accepted_length,
     kept,
+    series_of,
     speedup,
     tokens_per_second,
 )
@@ -97,8 +98,8 @@ def _speed(served: Decoded, settings: Settings, labels: Sequence[str]) -> Sectio
     chains = [way for way in settings.ways if way.top_k == 1 and not way.is_auto]
     chains.sort(key=lambda way: way.depth)
     depths = [float(way.depth) for way in chains]
-    faster = [_over(label, [speedup(by_who[label, way.name], alone) for way in chains]) for label in labels]
-    longer = [_over(label, [accepted_length(by_who[label, way.name]) for way in chains]) for label in labels]
+    faster = [series_of(label, [speedup(by_who[label, way.name], alone) for way in chains]) for label in labels]
+    longer = [series_of(label, [accepted_length(by_who[label, way.name]) for way in chains]) for label in labels]
     charts = [
         Chart("Speed-up by depth of chains", "tokens drafted a round", "speed-up", depths, faster),
         Chart("Accepted length by depth of chains", "tokens drafted a round", "tokens", depths, longer),
@@ -106,13 +107,8 @@ def _speed(served: Decoded, settings: Settings, labels: Sequence[str]) -> Sectio
     return Section("Speed", EXPLAINED, [Table("by way of drafting", columns, lines)], charts if len(depths) > 1 else [])
 
 
-def _over(label: str, figures: Sequence[Figure]) -> Series:
-    parts = [[getattr(figure, name) for figure in figures] for name in ("value", "low", "high")]
-    return Series(label, *parts)
-
-
 def _positions(served: Decoded, way: Shape, labels: Sequence[str]) -> Section:
-    series = [_over(label, acceptance_by_depth(served.rows[label, way.name], way.depth)) for label in labels]
+    series = [series_of(label, acceptance_by_depth(served.rows[label, way.name], way.depth)) for label in labels]
     lines = [[k + 1, *(one.y[k] for one in series)] for k in range(way.depth)]
     columns = [Column("position"), *(Column(label, ".2f") for label in labels)]
     return Section(

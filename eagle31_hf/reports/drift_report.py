@@ -7,7 +7,7 @@ from ..diagnostics.attention_mass import KINDS
 from ..diagnostics.drift import NUM_RECENT, Drift, drift_of
 from .document import Chart, Column, HeatMap, Report, Section, Series, Table
 from .drift import PLAIN, Measured
-from .figures import Figure, Row, acceptance_by_depth, accepted_drafts, accepted_length, kept, mean_by_depth
+from .figures import Row, acceptance_by_depth, accepted_drafts, accepted_length, kept, mean_by_depth, series_of
 from .findings import findings_of
 from .study import LENGTHENED
 
@@ -62,11 +62,6 @@ def _depths(count: int) -> list[float]:
     return [float(k) for k in range(1, count + 1)]
 
 
-def _series(label: str, figures: Sequence[Figure]) -> Series:
-    parts = [[getattr(figure, name) for figure in figures] for name in ("value", "low", "high")]
-    return Series(label, *parts)
-
-
 def _by_depth(title: str, series: Sequence[Series], number: str = ".2f", note: str = "") -> Table:
     """Makes a table with a line for each depth and a column for each drafter."""
     rows = [[k + 1, *(one.y[k] for one in series)] for k in range(len(series[0].y))]
@@ -91,7 +86,7 @@ def _acceptance(drafters: Sequence[Measured], depth: int) -> Section:
         ]
         for one in drafters
     ]
-    series = [_series(one.label, acceptance_by_depth(one.plain, depth)) for one in drafters]
+    series = [series_of(one.label, acceptance_by_depth(one.plain, depth)) for one in drafters]
     return Section(
         "Acceptance",
         (
@@ -125,7 +120,7 @@ def _states(drafters: Sequence[Measured], drifts: Mapping[str, Drift]) -> Sectio
         "agreement": ("Agreement with the target", "share of drafted tokens"),
         "entropies": ("Entropy of the attention", "nats"),
     }
-    series = {name: [_series(one.label, mean_by_depth(one.plain, name)) for one in drafters] for name in named}
+    series = {name: [series_of(one.label, mean_by_depth(one.plain, name)) for one in drafters] for name in named}
     depths = _depths(len(series["states"][0].y))
     return Section(
         "States",

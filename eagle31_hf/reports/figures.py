@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..diagnostics.bootstrap import drawn_ratios, interval_of
+from .document import NOTHING, Series
 
 Row = Mapping[str, Any]
 
@@ -28,13 +29,18 @@ class Figure:
     def shown(self) -> str:
         """Returns it as people read it, its interval in brackets."""
         if self.value is None:
-            return "-"
+            return NOTHING
         is_narrow = self.low is None or self.high is None or self.low == self.high
         return f"{self.value:.2f}" + ("" if is_narrow else f" [{self.low:.2f}, {self.high:.2f}]")
 
     def as_dict(self) -> dict[str, float | None]:
         """Returns plain values, for JSON."""
         return vars(self).copy()
+
+
+def series_of(label: str, figures: Sequence[Figure]) -> Series:
+    """Makes a line of a chart, with the figures' intervals as a band."""
+    return Series(label, *([getattr(figure, name) for figure in figures] for name in ("value", "low", "high")))
 
 
 def accepted_length(rows: Sequence[Row]) -> Figure:

@@ -3,7 +3,7 @@
 import pytest
 
 from eagle31_hf import demo
-from eagle31_hf.chat.decoding import Decoding
+from eagle31_hf.chat.detokenizer import Detokenizer
 
 TEXTS = ["def main(argv):\n    return 0\n", "naïve 🦅 世界 ∑", " leading and  double  spaces", ""]
 
@@ -15,23 +15,23 @@ def tokenizer():
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_pieces_are_the_text_of_all(tokenizer, text):
-    decoding = Decoding(tokenizer)
+    detokenizer = Detokenizer(tokenizer)
     ids = tokenizer(text)["input_ids"]
-    pieces = [decoding.add(token) for token in ids]
-    assert "".join(pieces) + decoding.end() == tokenizer.decode(ids, skip_special_tokens=True)
+    pieces = [detokenizer.add(token) for token in ids]
+    assert "".join(pieces) + detokenizer.end() == tokenizer.decode(ids, skip_special_tokens=True)
     assert not any("\ufffd" in piece for piece in pieces), "a character was told before it was complete"
 
 
 def test_a_character_that_is_never_completed_is_told_at_the_end(tokenizer):
     ids = tokenizer("🦅")["input_ids"]
-    decoding = Decoding(tokenizer)
+    detokenizer = Detokenizer(tokenizer)
     assert len(ids) > 1
-    pieces = [decoding.add(token) for token in ids[:-1]]
-    assert "".join(pieces) + decoding.end() == tokenizer.decode(ids[:-1], skip_special_tokens=True)
+    pieces = [detokenizer.add(token) for token in ids[:-1]]
+    assert "".join(pieces) + detokenizer.end() == tokenizer.decode(ids[:-1], skip_special_tokens=True)
 
 
 def test_special_tokens_add_nothing(tokenizer):
-    decoding = Decoding(tokenizer)
-    pieces = [decoding.add(token) for token in (tokenizer.bos_token_id, *tokenizer("a")["input_ids"])]
+    detokenizer = Detokenizer(tokenizer)
+    pieces = [detokenizer.add(token) for token in (tokenizer.bos_token_id, *tokenizer("a")["input_ids"])]
     assert pieces[0] == ""
     assert "".join(pieces) == "a"

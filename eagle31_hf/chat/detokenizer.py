@@ -1,18 +1,20 @@
-"""Text of tokens that come one by one."""
+"""Incremental detokenization: the text of tokens that come one by one."""
 
 from transformers import PreTrainedTokenizerBase
 
 UNFINISHED = "\ufffd"  # what the bytes of a character are shown as that is not complete
 
 
-class Decoding:
-    """Tells the text that each token adds. Together they are the text of all: what a token means may depend on the one
-    before it, and a character may take several."""
+class Detokenizer:
+    """Returns the text that each token adds. Put together that is the text of all of them, although a token's text may
+    depend on the token before it, and a character may take several tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer = tokenizer
-        self._ids = list[int]()  # from the token before the last whose text is known
-        self._known = 0  # how many of them have been told
+        self._ids = list[
+            int
+        ]()  # those of the text returned last, which the next one's may depend on, and those after them
+        self._known = 0  # how many of them are of the text returned last
 
     def add(self, token: int) -> str:
         """Returns what the token adds to the text; nothing while a character is not complete."""
@@ -24,7 +26,7 @@ class Decoding:
         return text
 
     def end(self) -> str:
-        """Returns what is left: the beginning of a character that never was completed."""
+        """Returns the text that is left: the beginning of a character that never was completed."""
         return self._new_text() if len(self._ids) > self._known else ""
 
     def _new_text(self) -> str:
