@@ -156,7 +156,7 @@ class AcceptanceStudy(Study):
         is_warm = False
         for number in self.counted([*condition.batches], condition.name):
             for who, (drafter, way) in {**alone, **drafted}.items():
-                name = f"{': '.join(filter(None, who))}: {condition.name}: prompt {number}"
+                name = name_of(who, condition, number)
                 if name not in self.journal and not is_warm:
                     self._warm_up(condition, [*alone.values(), *drafted.values()])
                     is_warm = True
@@ -212,6 +212,11 @@ class AcceptanceStudy(Study):
     def _pad(self) -> int:
         found = self.target.generation_config.pad_token_id
         return min(self._ends(), default=0) if found is None else found
+
+
+def name_of(who: Who, condition: Condition, number: int) -> str:
+    """Returns the name under which the journal keeps the figures of a batch."""
+    return f"{': '.join(filter(None, who))}: {condition.name}: prompt {number}"
 
 
 def named(way: str) -> str:

@@ -18,7 +18,7 @@ from ..checkpoints import export_checkpoint
 from ..modeling import Eagle31DrafterModel
 from ..storage.fingerprints import digest
 from . import vllm_worker
-from .acceptance import TARGET_ALONE, WARM_UP, AcceptanceStudy, Batch, Condition, Decoded, Who
+from .acceptance import TARGET_ALONE, WARM_UP, AcceptanceStudy, Batch, Condition, Decoded, Who, name_of
 from .document import Generation
 from .figures import Row
 
@@ -156,11 +156,6 @@ class VllmStudy(AcceptanceStudy):
         whos += [(label, way.name) for label in self.drafters for way in condition.ways]
         rows = {who: [self.journal[name_of(who, condition, number)] for number in condition.batches] for who in whos}
         return Decoded(condition.kind, [*condition.batches], rows, condition.num_prompts)
-
-
-def name_of(who: Who, condition: Condition, number: int) -> str:
-    """Returns the name under which a figure is kept."""
-    return f"{': '.join(filter(None, who))}: {condition.name}: prompt {number}"
 
 
 def rounds_of(found: Mapping[str, Any]) -> dict[str, Any]:
