@@ -3,6 +3,7 @@
 An answer is told round by round, as `Piece`s of text.
 """
 
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -18,13 +19,6 @@ from ..acceptance import AcceptanceStats, Round, track_acceptance, watch_rounds
 from ..modeling import Eagle31DrafterModel
 from .detokenizer import Detokenizer
 
-# of trees, where nothing else is chosen
-TREE_DEPTH = 7
-TREE_TOP_K = 4
-TREE_NODES = 24
-MOST_DEPTH = 16
-LEAST_NODES, MOST_NODES = 2, 64
-
 
 @dataclass(frozen=True)
 class Piece:
@@ -36,8 +30,8 @@ class Piece:
 
 @dataclass
 class Figures:
-    """What an answer took so far: `tokens`, those of them that were `accepted` of `drafted` ones, `forwards` of the
-    target behind the prompt's, and `seconds`, the prompt's forward included."""
+    """What an answer took so far: `tokens`, how many of them are `accepted` drafts, how many were `drafted`, `forwards`
+    of the target after the prompt's, and `seconds`, the prompt's forward included."""
 
     tokens: int = 0
     accepted: int = 0
@@ -52,7 +46,7 @@ class Figures:
 
     @property
     def accepted_length(self) -> float:
-        """Tokens per forward of the target behind the prompt's, the target's own token included; 0.0 before it."""
+        """Tokens per forward of the target after the prompt's, the target's own token included; 0.0 before it."""
         return (self.tokens - 1) / self.forwards if self.forwards else 0.0
 
     @property
@@ -76,8 +70,10 @@ Show = Callable[[list[Piece], Figures], None]
 
 @dataclass
 class Answer:
-    """An answer: its text, as pieces, its token ids (T,), and what it took; `was_stopped`: before its end."""
+    """An answer: its text, as pieces, its token ids (T,), and what it took; `was_stopped`: before its end. `drafting`:
+    the arguments of generate() that said how to draft it, empty where the target answered alone."""
 
+    drafting: dict[str, Any] = field(default_factory=dict)
     pieces: list[Piece] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     figures: Figures = field(default_factory=Figures)
@@ -98,8 +94,11 @@ class Conversation:
 
     `knobs` are the arguments of generate() that say how to draft, `options` all others, max_new_tokens among them;
     both may change between turns. `template_options`: variables of the chat template. Without a template the words of
-    all messages are one text, which the target goes on with. `stop`, an event, ends the answer that is being made at
-    the end of its round.
+    all messages are one text, which the target goes on with.
+
+    Methods that answer take `show`, which gets an answer's new pieces and its figures so far, round by round, and
+    `stop`, an event that ends the answer at the end of its round. An event is for one answer: set before the answer is
+    begun, it ends it after the first round.
     """
 
     def __init__(
@@ -119,8 +118,6 @@ class Conversation:
         self.options = options
         self.template_options = template_options
         self.system = system
-        self.stop = threading.Event()
-        self.is_answering = False
         self.clear()
 
     def clear(self) -> None:
@@ -130,61 +127,57 @@ class Conversation:
 
     @property
     def has_template(self) -> bool:
+        """True where the target's tokenizer has a chat template."""
         return self.tokenizer.chat_template is not None
 
     @property
-    def samples(self) -> bool:
+    def is_sampling(self) -> bool:
         """True where answers are drawn, and so differ from one time to the next."""
         return bool(self.options.get("do_sample", self.target.generation_config.do_sample))
 
-    def ask(self, words: str, show: Show) -> Answer:
-        """Says words to the target; `show` gets the answer's pieces round by round. Raises ValueError, and forgets the
-        words, where they are no text or the target's context has no room for them and an answer."""
+    def ask(self, words: str, show: Show, stop: threading.Event) -> Answer:
+        """Says words to the target, and returns its answer. Raises ValueError where they are no text, or the target's
+        context has no room for them and an answer. After any error the words are no part of the conversation."""
         check_text(words)
         self.messages.append({"role": "user", "content": words})
         try:
-            answer = self.answered(self.messages, show)
+            answer = self.generate_answer(self.messages, show, stop)
         except BaseException:
             self.messages.pop()
             raise
+        self.answers.append(answer)  # before its message: the record of another thread has an answer for each
         self.messages.append({"role": "assistant", "content": answer.text})
-        self.answers.append(answer)
         return answer
 
-    def again(self, show: Show, with_drafter: bool) -> Answer:
-        """Has the last words answered once more, beside the answer that is there. Raises ValueError where there are
-        none."""
+    def answer_again(self, show: Show, stop: threading.Event, with_drafter: bool) -> Answer:
+        """Has the last words answered once more; the conversation keeps the answer that it has. Raises ValueError where
+        nothing was asked."""
         if not self.answers:
             raise ValueError("nothing has been asked yet; expected a question before it.")
-        return self.answered(self.messages[:-1], show, with_drafter)
+        return self.generate_answer(self.messages[:-1], show, stop, with_drafter)
 
-    def answered(self, messages: list[dict[str, str]], show: Show, with_drafter: bool = True) -> Answer:
+    def generate_answer(
+        self, messages: list[dict[str, str]], show: Show, stop: threading.Event, with_drafter: bool = True
+    ) -> Answer:
         """Answers messages, by the target with its drafter or alone."""
-        ids = self.prompt(messages).to(self.target.device)
-        options = {**self.options, "max_new_tokens": self._room(ids)}
-        if with_drafter:
-            options |= {"assistant_model": self.drafter, **self.knobs}
-        told = _Told(Detokenizer(self.tokenizer), show, self.stop)
-        self.stop.clear()
-        self.is_answering = True
-        try:
-            self._generate(ids, options, told, with_drafter)
-        finally:
-            self.is_answering = False
-        return told.ended()
-
-    def _generate(self, ids: Tensor, options: dict[str, Any], told: "_Told", with_drafter: bool) -> None:
+        ids = self.prompt_ids(messages).to(self.target.device)
+        options = {**self.options, "max_new_tokens": self._max_new_tokens(ids)}
+        knobs = dict(self.knobs) if with_drafter else {}
+        building = _AnswerBuilder(Answer(knobs), Detokenizer(self.tokenizer), show, stop)
         target: Any = self.target
         try:
             if with_drafter:
-                with watch_rounds(told.round), track_acceptance(told.stats):
+                with watch_rounds(building.add_round), track_acceptance(building.stats):
+                    options |= {"assistant_model": self.drafter, **knobs}
                     target.generate(ids, attention_mask=torch.ones_like(ids), **options)
             else:
-                target.generate(ids, attention_mask=torch.ones_like(ids), streamer=_Plain(told), **options)
+                streamer = _TokenStreamer(building)
+                target.generate(ids, attention_mask=torch.ones_like(ids), streamer=streamer, **options)
         except _StopError:
-            told.answer.was_stopped = True
+            building.answer.was_stopped = True
+        return building.finish()
 
-    def compared(self, alone: Answer) -> str:
+    def describe_speedup(self, alone: Answer) -> str:
         """Says what the drafter gained in the last answer, beside the one by the target alone."""
         before = self.answers[-1]
         if before.was_stopped or alone.was_stopped:
@@ -194,16 +187,17 @@ class Conversation:
         return f"with the drafter {ratio:.2f} times as fast; {same}"
 
     def _why_another_text(self) -> str:
-        if self.samples:
+        if self.is_sampling:
             return "another text, as it is sampled"
         dtype = str(self.target.dtype).removeprefix("torch.")
         if dtype != "float32":
             return f"another text: {dtype} rounds a forward of one token and of several differently (--dtype float32)"
         return "ANOTHER TEXT, though nothing is sampled: please report it"
 
-    def prompt(self, messages: list[dict[str, str]]) -> Tensor:
+    def prompt_ids(self, messages: list[dict[str, str]]) -> Tensor:
         """Returns the ids (1, T) of messages, as the target is asked."""
         if not self.has_template:
+            # nothing between them: the answer has gone on where the words before it ended
             text = "".join(message["content"] for message in messages)
             return torch.tensor([self.tokenizer(text)["input_ids"]], dtype=torch.long)
         try:
@@ -215,8 +209,9 @@ class Conversation:
             raise ValueError(f"the target's chat template refuses the conversation: {said}") from error
         return torch.tensor([rendered["input_ids"]], dtype=torch.long)
 
-    def _room(self, ids: Tensor) -> int:
-        """Returns how many tokens an answer may have, at most `max_new_tokens`."""
+    def _max_new_tokens(self, ids: Tensor) -> int:
+        """Returns how many tokens an answer may have: `max_new_tokens`, or what the target's context leaves. Raises
+        ValueError for no prompt at all, and one that fills the context."""
         wanted, length = self.options["max_new_tokens"], ids.shape[1]
         context = getattr(self.target.config.get_text_config(decoder=True), "max_position_embeddings", None)
         if not length:
@@ -228,7 +223,8 @@ class Conversation:
         return min(wanted, context - length)
 
     def record(self) -> dict[str, Any]:
-        """Returns the conversation for JSON: messages, each answer with its figures and pieces, and how it was made."""
+        """Returns the conversation for JSON: its messages, each answer with its pieces, its figures and how it was
+        drafted, and the other arguments of generate()."""
         answers = iter(self.answers)
         turns = []
         for message in self.messages:
@@ -236,9 +232,14 @@ class Conversation:
             if message["role"] == "assistant":
                 answer = next(answers)
                 pieces = [[piece.text, piece.is_accepted] for piece in answer.pieces]
-                turn |= {"figures": answer.figures.as_dict(), "was_stopped": answer.was_stopped, "pieces": pieces}
+                turn |= {"figures": answer.figures.as_dict(), "drafting": answer.drafting, "pieces": pieces}
+                turn["was_stopped"] = answer.was_stopped
             turns.append(turn)
-        return {"messages": turns, "drafting": self.knobs, "generation": self.options}
+        return {"messages": turns, "generation": self.options}
+
+    def as_json(self) -> str:
+        """Returns its record as text."""
+        return json.dumps(self.record(), indent=2, ensure_ascii=False, default=str)
 
 
 def check_text(words: str) -> None:
@@ -250,40 +251,40 @@ def check_text(words: str) -> None:
         raise ValueError(f"character {error.start + 1} of the words is no UTF-8; expected text in UTF-8.") from None
 
 
-class _Told:
-    """An answer that is being made: rounds come in, pieces go out."""
+class _AnswerBuilder:
+    """Fills an answer while it is generated, and shows what is new of it. Raises _StopError once that is asked for."""
 
-    def __init__(self, detokenizer: Detokenizer, show: Show, stop: threading.Event):
-        self.answer = Answer()
+    def __init__(self, answer: Answer, detokenizer: Detokenizer, show: Show, stop: threading.Event):
+        self.answer = answer
         self.stats = AcceptanceStats()
         self._detokenizer = detokenizer
         self._show = show
         self._stop = stop
         self._began = time.perf_counter()
 
-    def round(self, found: Round) -> None:
-        """Takes a round of the only sequence of a batch. Raises _StopError where that was asked for."""
+    def add_round(self, found: Round) -> None:
+        """Takes a round of the only sequence of a batch."""
         [tokens], [num_accepted] = found.tokens, found.num_accepted
-        is_prompt = not self.answer.ids
-        self.add(tokens, num_accepted or 0, 0 if is_prompt else 1)
+        self.add(tokens, num_accepted or 0)
 
-    def add(self, tokens: list[int], num_accepted: int, forwards: int) -> None:
-        """Takes tokens, the first of which were accepted drafts."""
+    def add(self, tokens: list[int], num_accepted: int = 0) -> None:
+        """Takes the tokens of a forward of the target, the first of which were accepted drafts."""
         answer, figures = self.answer, self.answer.figures
+        is_prompt = not answer.ids  # the first token is the prompt's forward's
         pieces = [Piece(self._detokenizer.add(token), i < num_accepted) for i, token in enumerate(tokens)]
         answer.ids += tokens
         answer.pieces += pieces
         figures.tokens += len(tokens)
         figures.accepted += num_accepted
-        figures.forwards += forwards
+        figures.forwards += 0 if is_prompt else 1
         figures.drafted = sum(self.stats.drafted_per_position)
         figures.seconds = time.perf_counter() - self._began
         self._show(pieces, figures)
         if self._stop.is_set():
             raise _StopError
 
-    def ended(self) -> Answer:
-        """Returns the answer, complete."""
+    def finish(self) -> Answer:
+        """Returns the answer, with what is left of its text."""
         self.answer.figures.drafted = sum(self.stats.drafted_per_position)
         rest = self._detokenizer.end()
         if rest:
@@ -292,18 +293,18 @@ class _Told:
         return self.answer
 
 
-class _Plain(BaseStreamer):
-    """Tells what the target generates alone, as rounds of one token."""
+class _TokenStreamer(BaseStreamer):
+    """Gives a builder what the target generates alone, token by token."""
 
-    def __init__(self, told: _Told):
-        self._told = told
+    def __init__(self, building: _AnswerBuilder):
+        self._building = building
         self._is_prompt = True
 
     def put(self, value: Tensor) -> None:
         """Takes the prompt first, then a token at a time."""
         if not self._is_prompt:
-            self._told.add(value.flatten().tolist(), 0, 1 if self._told.answer.ids else 0)
+            self._building.add(value.flatten().tolist())
         self._is_prompt = False
 
     def end(self) -> None:
-        """Nothing is left: what came was told at once."""
+        """Does nothing: every token was given on when it came."""

@@ -1,8 +1,8 @@
 """A chat in a browser, as a Gradio page: the answer, its accepted tokens marked, and how fast they came."""
 
-import json
 import queue
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -12,25 +12,17 @@ from typing import Any
 
 import gradio as gr
 
-from .conversation import (
-    LEAST_NODES,
-    MOST_DEPTH,
-    MOST_NODES,
-    TREE_DEPTH,
-    TREE_NODES,
-    TREE_TOP_K,
-    Answer,
-    Conversation,
-    Figures,
-    Piece,
-    Show,
-)
+from .conversation import Answer, Conversation, Figures, Piece, Show
+from .drafting import MAX_DEPTH, MAX_NODES, MIN_NODES, TREE_DEPTH, TREE_NODES, automatic, chains, trees
 
 # ways of drafting
+BEGUN = "as the page was started"
 AUTO = "as far as pays"
 CHAIN = "chains"
 TREE = "trees"
+AT_ONCE = 16  # visitors who may wait for an answer; others wait in Gradio's queue, where no button reaches them
 # Accepted tokens have a line beneath them, for who does not see the colour; both colours stand out from their ground.
+# The ends of a slider do not, in Gradio's own grey, which its style sheet insists on.
 CSS = """
 .tokens { white-space: pre-wrap; font-family: ui-monospace, monospace; line-height: 1.9; margin: 0 }
 .tokens .accepted { color: #14622b; border-bottom: 2px solid currentColor }
@@ -42,7 +34,11 @@ FONT, FONT_MONO = ["system-ui", "sans-serif"], ["ui-monospace", "monospace"]  # 
 
 class Page:
     """The page of a pair. Every visitor has a conversation of their own, made by `make`; answers are made one after
-    another, by one thread."""
+    another, by one thread.
+
+    A `visitor` is what Gradio keeps for each: their "conversation", and "stop", the event that ends the answer for
+    which they wait.
+    """
 
     def __init__(self, make: Callable[[], Conversation], title: str):
         self.make = make
@@ -54,7 +50,7 @@ class Page:
     def blocks(self) -> gr.Blocks:
         """Builds the page."""
         with gr.Blocks(title=self.title, analytics_enabled=False, delete_cache=(3600, 86400)) as page:
-            state, knobs = gr.State({}), self.make().knobs  # every visitor has a copy, filled by `of`
+            state = gr.State({})  # of which every visitor has a copy
             gr.Markdown(f"# {self.title}")
             with gr.Row():
                 with gr.Column(scale=3):
@@ -67,107 +63,120 @@ class Page:
                     figures = gr.Markdown("Nothing was asked yet.", label="Figures", elem_id="figures")
                     gr.Markdown("Tokens of the answer; those that were drafted and accepted are underlined:")
                     tokens = gr.HTML(tokens_html([]), label="Tokens")
-                    begun = settings_of(knobs)
-                    way = gr.Radio([AUTO, CHAIN, TREE], value=begun[0], label="Draft")
-                    depth = gr.Slider(1, MOST_DEPTH, begun[1], step=1, label="Depth of chains and trees")
-                    nodes = gr.Slider(
-                        LEAST_NODES, MOST_NODES, begun[2], step=1, label="Nodes of a tree, the root included"
-                    )
+                    way = gr.Radio([BEGUN, AUTO, CHAIN, TREE], value=BEGUN, label="Draft")
+                    depth = gr.Slider(1, MAX_DEPTH, TREE_DEPTH, step=1, label="Depth of chains and trees")
+                    label = "Nodes of a tree, the root included"
+                    nodes = gr.Slider(MIN_NODES, MAX_NODES, TREE_NODES, step=1, label=label)
                     save = gr.Button("Save the conversation")
                     saved = gr.File(label="The conversation as JSON", visible=False)
             shown = [chat, tokens, figures]
             for trigger in (send.click, words.submit):
-                trigger(self.ask, [state, words, way, depth, nodes], [words, *shown], concurrency_id="generate")
-            compare.click(self.compare, [state], shown, concurrency_id="generate")
+                trigger(self.ask, [state, words, way, depth, nodes], [words, *shown])
+            compare.click(self.compare, [state], shown)
             stop.click(self.halt, [state], queue=False)
             for trigger in (clear.click, chat.clear):
-                trigger(self.cleared, [state], shown)
+                trigger(self.clear, [state], shown, queue=False)
             save.click(self.saved_file, [state], [saved])
         return page
 
-    def of(self, visitor: dict[str, Conversation]) -> Conversation:
+    def conversation_of(self, visitor: dict[str, Any]) -> Conversation:
         """Returns a visitor's conversation, made at the first word."""
-        if not visitor:
+        if "conversation" not in visitor:
             visitor["conversation"] = self.make()
         return visitor["conversation"]
 
     def ask(self, visitor: dict, words: str, way: str, depth: int, nodes: int) -> Iterator[tuple]:
         """Answers words, round by round: what is left in the text box, and what is shown."""
-        conversation = self.of(visitor)
+        conversation = self.conversation_of(visitor)
         if not words.strip():
             yield words, messages_of(conversation), tokens_html([]), "Say something first."
             return
-        conversation.knobs = knobs_of(way, depth, nodes)
         asked = [*messages_of(conversation), {"role": "user", "content": words}]
-        for pieces, line in self._rounds(conversation, lambda show: conversation.ask(words, show)):
-            if self.of(visitor) is not conversation:
+
+        def work(show: Show, stop: threading.Event) -> Answer:
+            conversation.knobs = self.knobs_of(way, depth, nodes)
+            return conversation.ask(words, show, stop)
+
+        for pieces, line in self._rounds(visitor, work):
+            if self.conversation_of(visitor) is not conversation:
                 return  # a new one was begun meanwhile
             text = "".join(piece.text for piece in pieces)
             yield "", [*asked, {"role": "assistant", "content": text}], tokens_html(pieces), line
 
     def compare(self, visitor: dict) -> Iterator[tuple]:
         """Answers the last words by the target alone, and says what the drafter gained."""
-        conversation = self.of(visitor)
+        conversation = self.conversation_of(visitor)
         kept = messages_of(conversation)
 
-        def work(show: Show) -> Answer:
-            return conversation.again(show, with_drafter=False)
+        def work(show: Show, stop: threading.Event) -> Answer:
+            return conversation.answer_again(show, stop, with_drafter=False)
 
-        for pieces, line in self._rounds(conversation, work, conversation.compared):
+        for pieces, line in self._rounds(visitor, work, conversation.describe_speedup):
+            if self.conversation_of(visitor) is not conversation:
+                return
             yield kept, tokens_html(pieces), f"By the target alone: {line}"
+        # the answer that the conversation has is the drafted one: its tokens are shown again
         yield gr.skip(), tokens_html(conversation.answers[-1].pieces), gr.skip()
 
     def _rounds(
-        self, conversation: Conversation, work: Callable[[Show], Answer], verdict: Callable[[Answer], str] | None = None
+        self,
+        visitor: dict,
+        work: Callable[[Show, threading.Event], Answer],
+        verdict: Callable[[Answer], str] | None = None,
     ) -> Iterator[tuple[list[Piece], str]]:
         """Yields the pieces so far and their figures, of an answer that is made in the other thread; it is stopped
         where nobody waits for it any more. Raises gr.Error with what went wrong."""
-        told = queue.Queue[tuple[list[Piece], Figures] | Answer | Exception]()
+        events = queue.Queue[tuple[list[Piece], Figures] | Answer | Exception]()
+        stop = visitor["stop"] = threading.Event()
 
         def run() -> None:
             try:
-                told.put(work(lambda pieces, figures: told.put((pieces, replace(figures)))))
+                events.put(work(lambda pieces, figures: events.put((pieces, replace(figures))), stop))
             except Exception as error:
-                told.put(error)
+                events.put(error)
 
         job, pieces = self.worker.submit(run), list[Piece]()
-        is_over = False
         try:
-            while not isinstance(found := told.get(), Answer | Exception):
-                pieces += found[0]
-                yield pieces, found[1].line
-            is_over = True
+            while not isinstance(event := events.get(), Answer | Exception):
+                pieces += event[0]
+                yield pieces, event[1].line
         finally:
-            if not is_over and not job.cancel():
-                conversation.stop.set()
-        if isinstance(found, Exception):
-            raise gr.Error(str(found), print_exception=not isinstance(found, ValueError)) from found
-        line = found.figures.line + (", stopped" if found.was_stopped else "")
-        yield found.pieces, f"{line}; {verdict(found)}" if verdict else line
+            job.cancel()
+            stop.set()
+        if isinstance(event, Exception):
+            raise gr.Error(str(event), print_exception=not isinstance(event, ValueError)) from event
+        line = event.figures.line + (", stopped" if event.was_stopped else "")
+        yield event.pieces, f"{line}; {verdict(event)}" if verdict else line
 
     def saved_file(self, visitor: dict) -> Any:
         """Writes the conversation as JSON for the visitor to download."""
         file = Path(tempfile.mkdtemp(dir=self.folder.name)) / "conversation.json"
-        text = json.dumps(self.of(visitor).record(), indent=2, ensure_ascii=False, default=str)
-        file.write_text(text, encoding="utf-8")
+        file.write_text(self.conversation_of(visitor).as_json(), encoding="utf-8")
         return gr.File(str(file), visible=True)
 
     def halt(self, visitor: dict) -> None:
-        """Stops the answer that is being made."""
-        if self.of(visitor).is_answering:
-            self.of(visitor).stop.set()
+        """Stops the answer for which a visitor waits."""
+        if "stop" in visitor:
+            visitor["stop"].set()
 
-    def cleared(self, visitor: dict) -> tuple[list, str, str]:
-        """Forgets what was said, and stops the answer that is being made; it ends in the conversation before."""
+    def clear(self, visitor: dict) -> tuple[list, str, str]:
+        """Begins a new conversation, and stops the answer that is being made, which stays in the one before."""
         self.halt(visitor)
         visitor.clear()
         return [], tokens_html([]), "Nothing was asked yet."
+
+    def knobs_of(self, way: str, depth: int, nodes: int) -> dict[str, Any]:
+        """Returns the arguments of generate() of a way of drafting."""
+        begun = self.make().knobs
+        return {BEGUN: begun, AUTO: automatic(), CHAIN: chains(int(depth)), TREE: trees(int(depth), int(nodes), begun)}[
+            way
+        ]
 
     def serve(self, host: str, port: int) -> str:
         """Serves the page, from threads of its own, until `close`; returns its address."""
         page = self.served = self.blocks()
         theme = gr.themes.Default(primary_hue="blue", font=FONT, font_mono=FONT_MONO)
-        page.queue(default_concurrency_limit=1).launch(
+        page.queue(default_concurrency_limit=AT_ONCE).launch(
             server_name=host,
             server_port=port,
             prevent_thread_lock=True,
@@ -186,22 +195,6 @@ class Page:
             self.served.close(verbose=False)
         self.worker.shutdown(wait=False, cancel_futures=True)
         self.folder.cleanup()
-
-
-def knobs_of(way: str, depth: int, nodes: int) -> dict[str, Any]:
-    """Returns the arguments of generate() of a way of drafting."""
-    if way == AUTO:
-        return {"num_assistant_tokens": "auto"}
-    tree = {"draft_tree_top_k": TREE_TOP_K, "draft_tree_total_tokens": int(nodes)}
-    return {"num_assistant_tokens": int(depth)} | (tree if way == TREE else {})
-
-
-def settings_of(knobs: dict[str, Any]) -> tuple[str, int, int]:
-    """Returns the way of drafting, depth and nodes that the page begins with."""
-    depth, nodes = (knobs.get(name) for name in ("num_assistant_tokens", "draft_tree_total_tokens"))
-    is_tree = isinstance(knobs.get("draft_tree_top_k"), int) and knobs["draft_tree_top_k"] > 1
-    way = TREE if is_tree else CHAIN if isinstance(depth, int) else AUTO
-    return way, depth if isinstance(depth, int) else TREE_DEPTH, nodes if isinstance(nodes, int) else TREE_NODES
 
 
 def messages_of(conversation: Conversation) -> list[dict[str, str]]:

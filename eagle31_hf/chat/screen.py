@@ -46,16 +46,13 @@ class Screen:
 
     def end(self, answer: Answer) -> None:
         """Writes the last line of an answer, and its figures."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
-            self.console.print(self._line)
-        else:
-            self.console.print()
+        is_live = self._live is not None
+        self.drop()
+        self.console.print(self._line if is_live else "")
         self.say(("stopped; " if answer.was_stopped else "") + answer.figures.line)
 
     def drop(self) -> None:
-        """An answer ended by an error."""
+        """Takes the line of figures away, as where an answer ended by an error."""
         if self._live is not None:
             self._live.stop()
             self._live = None

@@ -1,14 +1,16 @@
 """A chat in a terminal: lines of the user, commands that begin with a slash, and answers as they are made."""
 
-import json
 import shlex
 import signal
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .conversation import LEAST_NODES, MOST_DEPTH, MOST_NODES, TREE_DEPTH, TREE_TOP_K, Answer, Conversation
+from .conversation import Answer, Conversation, Show, check_text
+from .drafting import MAX_DEPTH, MAX_NODES, MIN_NODES, TREE_DEPTH, automatic, chains, trees
 from .screen import Screen
 
 
@@ -17,6 +19,7 @@ class TerminalChat:
 
     def __init__(self, conversation: Conversation, screen: Screen, read: Callable[[], str]):
         self.conversation = conversation
+        self.begun = dict(conversation.knobs)
         self.screen = screen
         self.read = read
 
@@ -34,81 +37,77 @@ class TerminalChat:
                 return
             try:
                 self.take(line)
-            except ValueError as error:  # of the words or the command; the chat goes on
-                self.screen.drop()
-                self.screen.say(f"! {error}")
+            except (ValueError, RuntimeError) as error:  # of the words, the command or the device's memory
+                self.screen.say(f"! {str(error).partition(chr(10))[0] or type(error).__name__}")
 
     def take(self, line: str) -> None:
         """Answers a line, or does what a command says. Raises ValueError for a command there is not."""
+        check_text(line)
         if not line.startswith("/"):
             if line.strip():
-                self.answer(lambda: self.conversation.ask(line, self.screen.show))
+                self.answer(lambda show, stop: self.conversation.ask(line, show, stop))
             return
         name, *words = split(line)
         if name not in COMMANDS:
             raise ValueError(f"{name}: there is no such command; expected one of {' '.join(COMMANDS)} /exit.")
-        does, usage, _ = COMMANDS[name]
-        least = sum(1 for word in usage.split() if not word.startswith("["))
-        if not least <= len(words) <= len(usage.split()):
-            raise ValueError(f"{name}: got {len(words)} words behind it; expected {name} {usage}".rstrip() + ".")
-        does(self, *words)
+        command = COMMANDS[name]
+        if not command.takes(len(words)):
+            raise ValueError(f"{name}: got {len(words)} words after it; expected {name} {command.usage}".rstrip() + ".")
+        command.run(self, *words)
 
-    def answer(self, make: Callable[[], Answer]) -> Answer:
-        """Shows an answer while it is made."""
+    def answer(self, make: Callable[[Show, threading.Event], Answer]) -> Answer:
+        """Shows an answer while it is made; Ctrl-C stops it."""
+        stop = threading.Event()
         self.screen.begin()
-        with interruptible(self.conversation.stop.set):
-            answer = make()
+        try:
+            with interruptible(stop.set):
+                answer = make(self.screen.show, stop)
+        except BaseException:
+            self.screen.drop()
+            raise
         self.screen.end(answer)
         return answer
 
     def compare(self) -> None:
         """Answers the last words by the target alone, and says what the drafter gained."""
         self.screen.say("by the target alone:")
-        alone = self.answer(lambda: self.conversation.again(self.screen.show, with_drafter=False))
-        self.screen.say(self.conversation.compared(alone))
+        alone = self.answer(lambda show, stop: self.conversation.answer_again(show, stop, with_drafter=False))
+        self.screen.say(self.conversation.describe_speedup(alone))
 
     def depth(self, word: str) -> None:
         """Has chains of a fixed depth drafted."""
-        self.conversation.knobs = {"num_assistant_tokens": number(word, "/depth", 1, MOST_DEPTH)}
-        self.tell()
+        self.draft(chains(number(word, "/depth", 1, MAX_DEPTH)))
 
     def tree(self, word: str, depth: str | None = None) -> None:
         """Has trees of so many nodes drafted."""
-        kept = self.conversation.knobs.get("num_assistant_tokens")
-        self.conversation.knobs = {
-            "num_assistant_tokens": number(depth, "/tree", 1, MOST_DEPTH) if depth else kept_depth(kept),
-            "draft_tree_top_k": TREE_TOP_K,
-            "draft_tree_total_tokens": number(word, "/tree", LEAST_NODES, MOST_NODES),
-        }
-        self.tell()
+        before = self.conversation.knobs.get("num_assistant_tokens")
+        kept = before if isinstance(before, int) else TREE_DEPTH
+        chosen = number(depth, "/tree", 1, MAX_DEPTH) if depth else kept
+        self.draft(trees(chosen, number(word, "/tree", MIN_NODES, MAX_NODES), self.begun))
 
     def auto(self) -> None:
         """Has every round choose for itself how far to draft."""
-        self.conversation.knobs = {"num_assistant_tokens": "auto"}
-        self.tell()
+        self.draft(automatic())
 
-    def tell(self) -> None:
-        """Says how drafts are made from now on."""
-        self.screen.say("drafting: " + ", ".join(f"{name}={value}" for name, value in self.conversation.knobs.items()))
+    def draft(self, knobs: dict[str, Any]) -> None:
+        """Drafts by these arguments of generate() from now on, and says so."""
+        self.conversation.knobs = knobs
+        self.screen.say("drafting: " + ", ".join(f"{name}={value}" for name, value in knobs.items()))
 
     def save(self, file: str) -> None:
         """Writes the conversation as JSON, whole or not at all. Raises ValueError for a file that is there, or cannot
         be written."""
-        text = json.dumps(self.conversation.record(), indent=2, ensure_ascii=False, default=str)
-        path = Path(file).expanduser()
         try:
-            with open(path, "x", encoding="utf-8") as out:
-                out.write(text)
+            write_new(Path(file).expanduser(), self.conversation.as_json().encode())
         except FileExistsError:
             raise ValueError(f"/save: {file} is there already; expected a new name.") from None
-        except OSError as error:
-            with suppress(OSError):
-                path.unlink()  # the part that was written
-            raise ValueError(f"/save: {file} cannot be written ({error.strerror}); expected another place.") from error
+        except (OSError, RuntimeError) as error:  # RuntimeError: of `~user`, where there is no such user
+            why = error.strerror if isinstance(error, OSError) else error
+            raise ValueError(f"/save: {file} cannot be written ({why}); expected another place.") from error
         self.screen.say(f"saved: {file}")
 
     def marks(self) -> None:
-        """Marks accepted tokens, or does no longer."""
+        """Turns the marks of accepted tokens on or off."""
         self.screen.has_marks = not self.screen.has_marks
         self.screen.say(f"accepted tokens are {'marked' if self.screen.has_marks else 'not marked'} from now on")
 
@@ -119,31 +118,44 @@ class TerminalChat:
 
     def help(self) -> None:
         """Lists the commands."""
-        for name, (_, usage, meaning) in COMMANDS.items():
-            self.screen.say(f"{name} {usage}".ljust(24) + meaning)
+        for name, command in COMMANDS.items():
+            self.screen.say(f"{name} {command.usage}".ljust(24) + command.meaning)
         self.screen.say("/exit".ljust(24) + "ends the chat, as Ctrl-D does")
 
 
-# name: what it does, the words behind it, what it is for
-COMMANDS: dict[str, tuple[Callable[..., None], str, str]] = {
-    "/compare": (TerminalChat.compare, "", "the last answer again, by the target alone: as fast? the same?"),
-    "/depth": (TerminalChat.depth, "TOKENS", "draft chains of so many tokens"),
-    "/tree": (TerminalChat.tree, "NODES [DEPTH]", "draft trees of so many nodes, the root included"),
-    "/auto": (TerminalChat.auto, "", "draft as far as pays, round by round"),
-    "/marks": (TerminalChat.marks, "", "mark accepted tokens, or no longer"),
-    "/save": (TerminalChat.save, "FILE", "write the conversation, its tokens and figures as JSON"),
-    "/clear": (TerminalChat.clear, "", "forget what was said"),
-    "/help": (TerminalChat.help, "", "this list"),
+@dataclass(frozen=True)
+class Command:
+    """What a command does, the words after its name (in brackets those that may be missing), and what it is for."""
+
+    run: Callable[..., None]
+    usage: str
+    meaning: str
+
+    def takes(self, count: int) -> bool:
+        """Returns whether so many words may stand after its name."""
+        words = self.usage.split()
+        return sum(not word.startswith("[") for word in words) <= count <= len(words)
+
+
+COMMANDS = {
+    "/compare": Command(TerminalChat.compare, "", "the last answer again, by the target alone: as fast? the same?"),
+    "/depth": Command(TerminalChat.depth, "TOKENS", "draft chains of so many tokens"),
+    "/tree": Command(TerminalChat.tree, "NODES [DEPTH]", "draft trees of so many nodes, the root included"),
+    "/auto": Command(TerminalChat.auto, "", "draft as far as pays, round by round"),
+    "/marks": Command(TerminalChat.marks, "", "turn the marks of accepted tokens on or off"),
+    "/save": Command(TerminalChat.save, "FILE", "write the conversation, its tokens and figures as JSON"),
+    "/clear": Command(TerminalChat.clear, "", "forget what was said"),
+    "/help": Command(TerminalChat.help, "", "this list"),
 }
 
 
 def split(line: str) -> list[str]:
-    """Returns the words of a command; a word with spaces stands in quotation marks. Raises ValueError for one mark
-    without another."""
+    """Returns the words of a command; a word with spaces stands in quotation marks. Raises ValueError where these are
+    not closed."""
     try:
         return shlex.split(line)
     except ValueError:
-        raise ValueError(f"{line.split()[0]}: a quotation mark has no other one; expected two of them.") from None
+        raise ValueError(f"{line.split()[0]}: a quotation mark is not closed; expected two of them.") from None
 
 
 def number(word: str, command: str, least: int, most: int) -> int:
@@ -154,16 +166,22 @@ def number(word: str, command: str, least: int, most: int) -> int:
     return value
 
 
-def kept_depth(chosen: Any) -> int:
-    """Returns the depth that was chosen before, or the usual one of trees."""
-    return chosen if isinstance(chosen, int) else TREE_DEPTH
+def write_new(path: Path, data: bytes) -> None:
+    """Writes a file that is not there yet, whole or not at all. Raises OSError."""
+    with open(path, "xb") as out:
+        try:
+            out.write(data)
+            out.flush()
+        except BaseException:
+            path.unlink()
+            raise
 
 
 @contextmanager
 def interruptible(stop: Callable[[], None]) -> Iterator[None]:
     """A context in which Ctrl-C asks to stop; a second one raises KeyboardInterrupt, wherever the program is."""
 
-    def first(number: int, frame: Any) -> None:
+    def first(signum: int, frame: Any) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         stop()
 

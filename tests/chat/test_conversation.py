@@ -1,6 +1,7 @@
 """A conversation, beside the target's own answers and the statistics of `track_acceptance`."""
 
 import json
+from threading import Event
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ def silent(pieces, figures):
 
 def alone(chat, messages, count=24):
     """The target's own answer to messages."""
-    ids = chat.prompt(messages)
+    ids = chat.prompt_ids(messages)
     return chat.target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)[
         0, ids.shape[1] :
     ].tolist()
@@ -35,7 +36,7 @@ def alone(chat, messages, count=24):
 def test_an_answer_is_the_targets_own_and_its_pieces_are_its_text(knobs):
     chat, shown = conversation(knobs=knobs), []
     with track_acceptance() as stats:
-        answer = chat.ask(WORDS, lambda pieces, figures: shown.extend(pieces))
+        answer = chat.ask(WORDS, lambda pieces, figures: shown.extend(pieces), Event())
     assert answer.ids == alone(chat, [{"role": "user", "content": WORDS}])
     assert answer.text == chat.tokenizer.decode(answer.ids, skip_special_tokens=True)
     assert shown == answer.pieces
@@ -51,8 +52,8 @@ def test_an_answer_is_the_targets_own_and_its_pieces_are_its_text(knobs):
 
 def test_the_next_turn_reads_the_answer_before_it():
     chat = conversation(system="be brief")
-    first = chat.ask(WORDS, silent)
-    second = chat.ask("def __init__(self):", silent)
+    first = chat.ask(WORDS, silent, Event())
+    second = chat.ask("def __init__(self):", silent, Event())
     said = [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": WORDS},
@@ -68,24 +69,24 @@ def test_the_next_turn_reads_the_answer_before_it():
 def test_what_the_template_reads_besides_reaches_it():
     plain, thoughtful = conversation(), conversation(thinking="hmm")
     messages = [{"role": "user", "content": WORDS}]
-    text = thoughtful.tokenizer.decode(thoughtful.prompt(messages)[0])
-    assert text == plain.tokenizer.decode(plain.prompt(messages)[0]) + "hmm"
+    text = thoughtful.tokenizer.decode(thoughtful.prompt_ids(messages)[0])
+    assert text == plain.tokenizer.decode(plain.prompt_ids(messages)[0]) + "hmm"
 
 
 def test_without_a_template_the_text_goes_on():
     chat = conversation(template=None)
-    first = chat.ask(WORDS, silent)
-    chat.ask("\n    def f(", silent)
-    text = chat.tokenizer.decode(chat.prompt(chat.messages[:3])[0], skip_special_tokens=True)
+    first = chat.ask(WORDS, silent, Event())
+    chat.ask("\n    def f(", silent, Event())
+    text = chat.tokenizer.decode(chat.prompt_ids(chat.messages[:3])[0], skip_special_tokens=True)
     assert text == WORDS + first.text + "\n    def f("
 
 
 def test_once_more_by_the_target_alone():
     chat = conversation()
     with pytest.raises(ValueError, match="nothing has been asked"):
-        chat.again(silent, with_drafter=False)
-    answer = chat.ask(WORDS, silent)
-    again = chat.again(silent, with_drafter=False)
+        chat.answer_again(silent, Event(), with_drafter=False)
+    answer = chat.ask(WORDS, silent, Event())
+    again = chat.answer_again(silent, Event(), with_drafter=False)
     assert again.ids == answer.ids
     assert again.text == answer.text
     assert (again.figures.drafted, again.figures.accepted) == (0, 0)
@@ -95,59 +96,71 @@ def test_once_more_by_the_target_alone():
 
 @pytest.mark.parametrize("with_drafter", [True, False])
 def test_a_stopped_answer_keeps_what_was_told_and_the_next_one_is_right(with_drafter):
-    chat = conversation()
-    whole = chat.ask(WORDS, silent)
+    chat, stop = conversation(), Event()
+    whole = chat.ask(WORDS, silent, Event())
 
-    def stop(pieces, figures):
+    def show(pieces, figures):
         if figures.tokens > 6:
-            chat.stop.set()
+            stop.set()
 
-    stopped = chat.again(stop, with_drafter)
+    stopped = chat.answer_again(show, stop, with_drafter)
     assert stopped.was_stopped
     assert 6 < len(stopped.ids) < len(whole.ids)
     assert stopped.ids == whole.ids[: len(stopped.ids)]
-    assert chat.again(silent, with_drafter).ids == whole.ids
+    assert chat.answer_again(silent, Event(), with_drafter).ids == whole.ids
+
+
+def test_a_stop_before_an_answer_is_begun_counts():
+    chat, stop = conversation(), Event()
+    stop.set()
+    answer = chat.ask(WORDS, silent, stop)
+    assert answer.was_stopped
+    assert len(answer.ids) == 1
+    assert chat.messages[-1]["content"] == answer.text
 
 
 def fits(chat, words, since=0):
     """How many tokens the conversation has with these words, 0 where that is more than the target reads."""
     before = chat.messages[: len(chat.messages) - 2 * since]
-    length = chat.prompt([*before, {"role": "user", "content": words}]).shape[1]
+    length = chat.prompt_ids([*before, {"role": "user", "content": words}]).shape[1]
     return length if length < 2048 else 0
 
 
 def test_a_conversation_that_fills_the_context():
     chat = conversation()
-    chat.ask(WORDS, silent)
+    chat.ask(WORDS, silent, Event())
     before = list(chat.messages)
     with pytest.raises(ValueError, match=r"has \d+ tokens; the target reads 2048"):
-        chat.ask("x = 1\n" * 3000, silent)
+        chat.ask("x = 1\n" * 3000, silent, Event())
     assert chat.messages == before, "words that could not be answered stay in the conversation"
     words = max(("x = 1\n" * n for n in range(300, 600)), key=lambda words: fits(chat, words))
     assert 2048 - 24 < fits(chat, words) < 2048
-    nearly = chat.ask(words, silent)
+    nearly = chat.ask(words, silent, Event())
     assert len(nearly.ids) == 2048 - fits(chat, words, since=1)
 
 
 def test_words_without_tokens():
     chat = conversation(template="{# says nothing #}")
     with pytest.raises(ValueError, match="make no tokens"):
-        chat.ask("", silent)
+        chat.ask("", silent, Event())
 
 
 def test_what_the_template_refuses_is_told_and_forgotten():
     chat = conversation(template="{{ raise_exception('no such role') }}")
     with pytest.raises(ValueError, match="chat template refuses the conversation: no such role"):
-        chat.ask(WORDS, silent)
+        chat.ask(WORDS, silent, Event())
     assert chat.messages == []
 
 
 def test_its_record_is_json():
     chat = conversation()
-    answer = chat.ask(WORDS, silent)
+    answer = chat.ask(WORDS, silent, Event())
     record = json.loads(json.dumps(chat.record()))
     assert [message["role"] for message in record["messages"]] == ["user", "assistant"]
     told = record["messages"][1]
     assert "".join(text for text, _ in told["pieces"]) == told["content"] == answer.text
     assert told["figures"]["accepted"] == sum(is_accepted for _, is_accepted in told["pieces"])
-    assert record["drafting"] == {"num_assistant_tokens": 4}
+    assert told["drafting"] == {"num_assistant_tokens": 4}
+    chat.knobs = {"num_assistant_tokens": 2}
+    chat.ask(WORDS, silent, Event())
+    assert [chat.record()["messages"][k]["drafting"]["num_assistant_tokens"] for k in (1, 3)] == [4, 2]

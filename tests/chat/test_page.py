@@ -8,6 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from chat.conversations import conversation
 from eagle31_hf import demo
 
 gr = pytest.importorskip("gradio")
-from eagle31_hf.chat.page import AUTO, CHAIN, TREE, Page, knobs_of, messages_of, settings_of, tokens_html  # noqa: E402 -- behind the check that gradio is there  # fmt: skip
+from eagle31_hf.chat.page import AUTO, BEGUN, CHAIN, TREE, Page, messages_of, tokens_html  # noqa: E402 -- behind the check that gradio is there  # fmt: skip
 
 WORDS = "class Parser(object):"
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
@@ -31,7 +33,7 @@ def page():
 
 def test_an_answer_grows_round_by_round(page):
     visitor = {}
-    chat = page.of(visitor)
+    chat = page.conversation_of(visitor)
     yields = list(page.ask(visitor, WORDS, CHAIN, 3, 24))
     [answer] = chat.answers
     assert len(yields) > 3
@@ -41,13 +43,15 @@ def test_an_answer_grows_round_by_round(page):
     assert (left, messages) == ("", messages_of(chat))
     assert tokens == tokens_html(answer.pieces)
     assert line == answer.figures.line
-    assert answer.ids == conversation(knobs={"num_assistant_tokens": 3}).ask(WORDS, lambda *_: None).ids
+    assert (
+        answer.ids == conversation(knobs={"num_assistant_tokens": 3}).ask(WORDS, lambda *_: None, threading.Event()).ids
+    )
     assert tokens.count('class="accepted"') == answer.figures.accepted > 0
 
 
 def test_the_target_alone_beside_it(page):
     visitor = {}
-    chat = page.of(visitor)
+    chat = page.conversation_of(visitor)
     list(page.ask(visitor, WORDS, AUTO, 3, 24))
     yields = list(page.compare(visitor))
     assert "times as fast; the same text" in yields[-2][2]
@@ -57,7 +61,7 @@ def test_the_target_alone_beside_it(page):
 
 def test_errors_are_told_and_nothing_is_kept(page):
     visitor = {}
-    chat = page.of(visitor)
+    chat = page.conversation_of(visitor)
     with pytest.raises(gr.Error, match="nothing has been asked"):
         list(page.compare(visitor))
     with pytest.raises(gr.Error, match="the target reads 2048"):
@@ -69,7 +73,7 @@ def test_errors_are_told_and_nothing_is_kept(page):
 def test_a_visitor_who_goes_away_stops_the_answer(page):
     """Then the next visitor's answer is whole: nothing of the stop is left."""
     visitor, another = {}, {}
-    chat, other = page.of(visitor), page.of(another)
+    chat, other = page.conversation_of(visitor), page.conversation_of(another)
     rounds = page.ask(visitor, WORDS, CHAIN, 2, 24)
     next(rounds)
     rounds.close()
@@ -83,45 +87,50 @@ def test_a_visitor_who_goes_away_stops_the_answer(page):
 def test_a_new_conversation_while_an_answer_is_made(page):
     """The answer ends in the conversation that it belongs to; the new one is empty, and its answers are whole."""
     visitor = {}
-    before = page.of(visitor)
+    before = page.conversation_of(visitor)
     rounds = page.ask(visitor, WORDS, CHAIN, 2, 24)
     next(rounds)
-    assert page.cleared(visitor)[0] == []
+    assert page.clear(visitor)[0] == []
     assert list(rounds) == [], "the answer before is shown in the new conversation"
-    assert page.of(visitor) is not before
-    assert messages_of(page.of(visitor)) == []
+    assert page.conversation_of(visitor) is not before
+    assert messages_of(page.conversation_of(visitor)) == []
     list(page.ask(visitor, WORDS, CHAIN, 2, 24))
-    assert [message["role"] for message in page.of(visitor).messages] == ["user", "assistant"]
-    assert not page.of(visitor).answers[0].was_stopped
+    assert [message["role"] for message in page.conversation_of(visitor).messages] == ["user", "assistant"]
+    assert not page.conversation_of(visitor).answers[0].was_stopped
 
 
-def test_an_answer_that_ended_by_itself_does_not_stop_the_next(page):
-    """Not even where the page has read its end before the thread that made it is done."""
+def test_what_a_visitor_does_while_others_wait(page):
+    """A question that waits for another visitor's answer is stopped, too, and is none of a new conversation."""
+    shown, visitor, busy = {}, {}, threading.Event()
+    page.worker.submit(busy.wait)
+    rounds = page.ask(visitor, WORDS, CHAIN, 2, 24)
+    before = page.conversation_of(visitor)
+    asking = threading.Thread(target=lambda: shown.update(rounds=list(rounds)))
+    asking.start()
+    while "stop" not in visitor:
+        time.sleep(0.001)
+    page.clear(visitor)
+    busy.set()
+    asking.join()
+    page.worker.submit(int).result()  # behind the answer, which nobody waits for
+    assert shown["rounds"] == []
+    assert before.answers[0].was_stopped
+    assert len(before.answers[0].ids) == 1
+    assert page.conversation_of(visitor).messages == []
+
+
+def test_a_comparison_does_not_come_back_in_a_new_conversation(page):
     visitor = {}
-    submit = page.worker.submit
-
-    class NeverDone:
-        def __init__(self, job):
-            self.job = job
-
-        def done(self):
-            return False
-
-        def cancel(self):
-            return False
-
-    page.worker.submit = lambda work: NeverDone(submit(work))
-    for _ in range(2):
-        list(page.ask(visitor, WORDS, CHAIN, 2, 24))
-    page.worker.submit = submit
-    chat = page.of(visitor)
-    assert not chat.stop.is_set()
-    assert [answer.was_stopped for answer in chat.answers] == [False, False]
+    list(page.ask(visitor, WORDS, CHAIN, 2, 24))
+    rounds = page.compare(visitor)
+    next(rounds)
+    page.clear(visitor)
+    assert list(rounds) == []
 
 
 def test_stop_counts_only_while_an_answer_is_made(page):
     visitor = {}
-    chat = page.of(visitor)
+    chat = page.conversation_of(visitor)
     page.halt(visitor)
     rounds = page.ask(visitor, WORDS, CHAIN, 2, 24)
     next(rounds)
@@ -135,14 +144,18 @@ def test_stop_counts_only_while_an_answer_is_made(page):
 @pytest.mark.parametrize(
     ("way", "knobs"),
     [
-        ((AUTO, 7, 24), {"num_assistant_tokens": "auto"}),
-        ((CHAIN, 3, 24), {"num_assistant_tokens": 3}),
-        ((TREE, 5, 12), {"num_assistant_tokens": 5, "draft_tree_top_k": 4, "draft_tree_total_tokens": 12}),
+        (BEGUN, {"num_assistant_tokens": 5, "draft_tree_top_k": 6}),
+        (AUTO, dict.fromkeys(("num_assistant_tokens", "draft_tree_top_k", "draft_tree_total_tokens"), "auto")),
+        (CHAIN, {"num_assistant_tokens": 3, "draft_tree_top_k": 1}),
+        (TREE, {"num_assistant_tokens": 3, "draft_tree_top_k": 6, "draft_tree_total_tokens": 12}),
     ],
 )
-def test_ways_of_drafting_there_and_back(way, knobs):
-    assert knobs_of(*way) == knobs
-    assert settings_of(knobs) == way
+def test_ways_of_drafting(way, knobs):
+    begun = {"num_assistant_tokens": 5, "draft_tree_top_k": 6}
+    page = Page(lambda: conversation(knobs=begun), "a pair")
+    list(page.ask(visitor := {}, WORDS, way, 3, 12))
+    assert page.conversation_of(visitor).answers[0].drafting == knobs
+    page.close()
 
 
 def test_tokens_are_text_not_markup():

@@ -88,7 +88,7 @@ def test_how_drafts_are_made():
     shown, chat = typed("/depth 3", WORDS, "/tree 12", "/tree 20 5", WORDS, "/auto", WORDS)
     assert "num_assistant_tokens=3, draft_tree_top_k=4, draft_tree_total_tokens=12" in shown
     assert "num_assistant_tokens=5, draft_tree_top_k=4, draft_tree_total_tokens=20" in shown
-    assert chat.knobs == {"num_assistant_tokens": "auto"}
+    assert chat.knobs == dict.fromkeys(("num_assistant_tokens", "draft_tree_top_k", "draft_tree_total_tokens"), "auto")
     chain, tree, _ = chat.answers
     assert chain.figures.drafted <= 3 * chain.figures.forwards
     assert tree.figures.drafted > 3 * tree.figures.forwards
@@ -98,15 +98,17 @@ def test_how_drafts_are_made():
     ("line", "told"),
     [
         ("/foo", "! /foo: there is no such command; expected one of /compare"),
-        ("/depth", "! /depth: got 0 words behind it; expected /depth TOKENS."),
+        ("/depth", "! /depth: got 0 words after it; expected /depth TOKENS."),
         ("/depth 3 4", "! /depth: got 2 words"),
         ("/depth x", "! /depth: got 'x'; expected a number from 1 to 16."),
         ("/depth 17", "! /depth: got '17'"),
         ("/depth 0", "! /depth: got '0'"),
         ("/tree 9999", "! /tree: got '9999'; expected a number from 2 to 64."),
         ("/tree 1", "! /tree: got '1'"),
-        ('/save "x', "! /save: a quotation mark has no other one; expected two of them."),
+        ('/save "x', "! /save: a quotation mark is not closed; expected two of them."),
         ("/save /nowhere/at/all", "! /save: /nowhere/at/all cannot be written (No such file or directory)"),
+        ("/save ~nobody.here/x", "! /save: ~nobody.here/x cannot be written"),
+        ("/caf\udce9", "! character 5"),
         ("caf\udce9", "! character 4 of the words is no UTF-8"),
         ("x = 1\n" * 3000, "the target reads 2048"),
     ],
@@ -144,9 +146,9 @@ def test_half_a_conversation_is_not_left_behind(tmp_path):
 
 def test_every_command_is_in_the_help():
     shown, _ = typed("/help", width=200)
-    for name, (_, _, meaning) in COMMANDS.items():
+    for name, command in COMMANDS.items():
         assert f"{name} " in shown
-        assert meaning in shown
+        assert command.meaning in shown
 
 
 def test_ctrl_c_stops_the_answer_and_the_chat_goes_on():

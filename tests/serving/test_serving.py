@@ -11,6 +11,7 @@ import urllib.request
 
 import pytest
 import torch
+from programs import heeded
 
 from eagle31_hf import demo
 from eagle31_hf.cli import main
@@ -40,7 +41,9 @@ class Server:
         command = [sys.executable, "-m", "eagle31_hf", "serve", "--target", self.target, "--port", str(self.port)]
         command += ["--drafter", str(demo.FOLDER / "eagle31"), "--dtype", "float32", *words]
         with open(self.log, "w") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=heeded
+            )
         until = time.monotonic() + LONGEST
         while not self.is_up():
             assert self.process.poll() is None, self.log.read_text()

@@ -1,0 +1,32 @@
+"""Ways of drafting that a user of a chat chooses from, as arguments of generate()."""
+
+from typing import Any
+
+MAX_DEPTH = 16
+MIN_NODES, MAX_NODES = 2, 64
+# of trees, where nothing else is chosen
+TREE_DEPTH = 7
+TREE_NODES = 24
+TREE_TOP_K = 4
+
+
+def automatic() -> dict[str, Any]:
+    """Returns the arguments that have every round choose for itself how far to draft."""
+    return dict.fromkeys(("num_assistant_tokens", "draft_tree_top_k", "draft_tree_total_tokens"), "auto")
+
+
+def chains(depth: int) -> dict[str, Any]:
+    """Returns the arguments for chains of so many tokens."""
+    return {"num_assistant_tokens": depth, "draft_tree_top_k": 1}
+
+
+def trees(depth: int, nodes: int, begun: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments for trees of that depth and of so many nodes, the root included. How many children a node
+    has is kept from `begun`, the arguments of the command line, where these draft trees."""
+    top_k = begun.get("draft_tree_top_k")
+    is_tree = isinstance(top_k, int) and top_k > 1
+    return {
+        "num_assistant_tokens": depth,
+        "draft_tree_top_k": top_k if is_tree else TREE_TOP_K,
+        "draft_tree_total_tokens": nodes,
+    }
