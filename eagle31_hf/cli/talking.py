@@ -6,6 +6,7 @@ import json
 import sys
 import threading
 from contextlib import closing, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ def chat(args: argparse.Namespace) -> int:
     from ..chat.terminal import TerminalChat
 
     tokenizer, target, drafter = load_pair(args)
+    set_seed(args.seed)
     conversation = Conversation(
         target, tokenizer, drafter, knobs_of(args), generation_of(args), dict(args.template_option), args.system
     )
@@ -42,16 +44,15 @@ def chat(args: argparse.Namespace) -> int:
 
 def app(args: argparse.Namespace) -> int:
     """Serves the chat as a page until it is stopped."""
-    from ..serving.address import check_address
-
-    try:
-        from ..chat.page import Page
-    except ImportError as error:
-        raise ImportError(f"the page needs {error.name}: pip install eagle31_hf[app]") from None
+    if find_spec("gradio") is None:
+        raise ImportError("the page needs gradio: pip install eagle31_hf[app]")
     from ..chat.conversation import Conversation
+    from ..chat.page import Page
+    from ..serving.address import check_address
 
     check_address(args.host, args.port)
     tokenizer, target, drafter = load_pair(args)
+    set_seed(args.seed)
     options, template = generation_of(args), dict(args.template_option)
 
     def make() -> Conversation:
@@ -79,12 +80,16 @@ def next_line(is_terminal: bool) -> str:
     return line.rstrip("\n")
 
 
-def generation_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the arguments of generate() that say how to answer; sampling is the target's own unless it is named."""
+def set_seed(number: int | None) -> None:
+    """Seeds what is sampled, where a seed is given."""
     import torch
 
-    if args.seed is not None:
-        torch.manual_seed(args.seed)
+    if number is not None:
+        torch.manual_seed(number)
+
+
+def generation_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the arguments of generate() that say how to answer; sampling is the target's own unless it is named."""
     options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens}
     if args.temperature is not None:
         options["do_sample"] = args.temperature > 0
@@ -128,11 +133,13 @@ def add_chat(parser: argparse.ArgumentParser) -> None:
 
 
 def add_answers(parser: argparse.ArgumentParser) -> None:
-    """Adds what answers are like."""
+    """Adds the arguments that say how to answer."""
     parser.add_argument("--system", type=words, help="a system prompt")
-    parser.add_argument("--max-new-tokens", type=positive, default=512, help="of an answer (default: 512)")
+    parser.add_argument(
+        "--max-new-tokens", type=positive, default=512, help="tokens of an answer at most (default: 512)"
+    )
     parser.add_argument("--temperature", type=temperature, help="0: greedy (default: as the target samples)")
-    parser.add_argument("--seed", type=seed)
+    parser.add_argument("--seed", type=seed, help="of what is sampled (default: another one each time)")
     add_template_option(parser)
     add_place(parser)
 

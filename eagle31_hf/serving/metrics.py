@@ -14,10 +14,10 @@ COUNTERS = (
     ("requests", "requests answered to their end"),
     ("requests_stopped", "requests that ended early: their client went away, or an error"),
     ("requests_not_drafted", "requests that the target answered alone, as for beams"),
-    ("generation_tokens", "tokens generated"),
-    ("generation_seconds", "seconds spent in generate(), one request after another"),
+    ("generation_tokens", "tokens generated, of drafted requests"),
+    ("generation_seconds", "seconds spent in generate(), of drafted requests, one after another"),
     ("spec_decode_num_drafts", "rounds of drafting, each verified by one forward of the target"),
-    ("spec_decode_num_draft_tokens", "tokens drafted, of a tree its depth"),
+    ("spec_decode_num_draft_tokens", "tokens drafted; of a tree as many as it is deep"),
     ("spec_decode_num_accepted_tokens", "tokens drafted and accepted"),
 )
 BY_POSITION = ("spec_decode_num_accepted_tokens_per_pos", "tokens accepted, by position in the draft, from 0")
@@ -52,7 +52,7 @@ class Metrics:
         added = {
             outcome: 1,
             "generation_tokens": stats.generated_tokens,
-            "generation_seconds": seconds,
+            "generation_seconds": seconds if stats.generated_tokens else 0.0,
             "spec_decode_num_drafts": len(stats.accepted_per_round),
             "spec_decode_num_draft_tokens": sum(stats.drafted_per_position),
             "spec_decode_num_accepted_tokens": sum(stats.accepted_per_position),

@@ -11,6 +11,7 @@ from transformers.utils import logging
 
 from ..errors import DraftingRefusedError
 from ..modeling import Eagle31DrafterModel
+from .address import url_of
 from .metrics import CONTENT_TYPE, Metrics
 
 logger = logging.get_logger(__name__)
@@ -39,7 +40,8 @@ class DraftingServer(Serve):
         self.knobs = knobs
         self.announce = announce
         self.metrics = Metrics()
-        # what does not block is `start_server`, called when the target is loaded and the routes are there
+        # The base class calls `start_server` at the end, where everything is loaded. It would then wait for a thread
+        # that serves; ours serves until it is stopped, and there is nothing left to wait for.
         super().__init__(target, non_blocking=True, **options)
 
     def start_server(self) -> None:
@@ -59,13 +61,14 @@ class DraftingServer(Serve):
                     self.metrics.count("requests_not_drafted")
                     return alone(*args, **kwargs)
 
-        target.generate = generate  # of this model alone; the class keeps its own
+        # Of this model alone; the class keeps its own. A server that is started for one model never unloads it.
+        target.generate = generate
         manager.get_gen_models = lambda *args, **kwargs: [_as_listed(self.target)]
         app: Any = self.server.config.app
         app.get("/metrics")(self._metrics)
         app.add_exception_handler(ValueError, _refused)
         config = self.server.config
-        where = f"http://{config.host}:{config.port}"
+        where = url_of(config.host, config.port)
         self.announce(f"serving {self.target} at {where}/v1; counts of drafts at {where}/metrics")
         self.server.run()
 

@@ -176,6 +176,38 @@ def test_ctrl_c_stops_the_answer_and_the_chat_goes_on():
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError("CUDA out of memory.\nTried to allocate")])
+def test_an_answer_that_breaks_off_leaves_the_terminal_as_it_was(error):
+    """A second Ctrl-C ends the chat; where memory is short it goes on, and nothing that was said is lost."""
+    chat, out = conversation(), io.StringIO()
+    screen = Screen(Console(file=out, force_terminal=True, width=60))
+    terminal = TerminalChat(chat, screen, iter([WORDS]).__next__)
+    terminal.take(WORDS)
+    shown = screen.show
+
+    def show(pieces, figures):
+        shown(pieces, figures)
+        raise error
+
+    screen.show = show
+    with pytest.raises(type(error) if isinstance(error, Exception) else error):
+        terminal.take(WORDS)
+    assert out.getvalue().count("\x1b[?25l") == out.getvalue().count("\x1b[?25h"), "the cursor is left hidden"
+    assert len(chat.messages) == 2
+    lines = [WORDS]
+
+    def read():
+        if lines:
+            return lines.pop()
+        raise EOFError
+
+    terminal.read = read
+    if isinstance(error, RuntimeError):
+        terminal.run()
+        assert "! CUDA out of memory." in out.getvalue()
+        assert len(chat.messages) == 2
+
+
 def test_lines_that_are_piped_in(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"{WORDS}\n/compare\n"))
     pair = ["--target", str(demo.FOLDER / "target"), "--drafter", str(demo.FOLDER / "eagle31")]

@@ -15,6 +15,7 @@ from programs import heeded
 
 from eagle31_hf import demo
 from eagle31_hf.cli import main
+from eagle31_hf.serving.address import check_address, url_of
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
@@ -179,6 +180,7 @@ def test_what_cannot_be_drafted_is_answered_by_the_target_alone(server, expected
     added = {name: count - before[name] for name, count in server.counts().items()}
     assert added["requests_not_drafted"] == added["requests"] == 1
     assert added["spec_decode_num_drafts"] == 0
+    assert added["generation_tokens"] == added["generation_seconds"] == 0
 
 
 def test_another_model_is_refused_and_the_server_goes_on(server, expected):
@@ -222,6 +224,24 @@ def test_an_address_that_is_taken_is_refused_before_the_target_is_read(folder, c
     assert f"--host 127.0.0.1 --port {port}: nothing can be served there" in told
     assert "--host no.such.host.invalid" in told
     assert "loading" not in told
+
+
+def test_all_addresses_of_a_name_are_tried(monkeypatch):
+    """As of localhost, which stands for 127.0.0.1 and ::1."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        places = [("127.0.0.1", 0), ("192.0.2.1", port)]  # free; of another machine
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", place) for place in places]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+        check_address("a name", port)
+        found.append((socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", port)))
+        with pytest.raises(ValueError, match="nothing can be served there"):
+            check_address("a name", port)
+        found[:] = found[1:2]
+        with pytest.raises(ValueError, match="nothing can be served there"):
+            check_address("a name", port)
+    assert url_of("::1", 8000) == "http://[::1]:8000"
 
 
 def test_a_drafter_of_another_target_is_refused_before_a_request(folder, tmp_path, capsys):
