@@ -15,9 +15,9 @@ import gradio as gr
 from .conversation import Answer, Conversation, Figures, Piece, Show
 from .drafting import MAX_DEPTH, MAX_NODES, MIN_NODES, TREE_DEPTH, TREE_NODES, automatic, chains, trees
 
-# ways of drafting
-BEGUN = "as the page was started"
-AUTO = "as far as pays"
+# ways of drafting; BEGUN: by the arguments of the command line, or the drafter's own
+BEGUN = "by default"
+AUTO = "automatically"
 CHAIN = "chains"
 TREE = "trees"
 AT_ONCE = 16  # visitors who may wait for an answer; others wait in Gradio's queue, where no button reaches them
