@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..demo.corpus import HELD_OUT, held_out_file
-from ..training.kinds import Chat, Tokens, check_ids, parse_record
+from ..training.kinds import ANSWER_COLUMNS, Chat, Tokens, check_ids, parse_record
 from ..training.records import Record, read_records
 from ..training.skipped import Skipped, Skips, refused_by
 from .named_sets import PLACEHOLDER, resolved
@@ -17,6 +17,7 @@ from .named_sets import PLACEHOLDER, resolved
 PYTHON = "python"  # the built-in set: files of Python's own library
 # columns of datasets that ask a question, beside the kinds of training data
 QUESTIONS = ("prompt", "question", "turns", "instruction", "problem")
+TRAINING_DATA = ("messages", "conversations", "input_ids", "text")
 EMPTY, OVER_LONG = "empty prompt", "over-long prompt"
 
 
@@ -56,19 +57,32 @@ def read_sources(name: str, split: str | None = None) -> Iterator[tuple[int, Sou
 
 def source_of(record: Record) -> Source:
     """Makes a prompt of a record of training data, of which what the target would answer is left out, or of one that
-    has nothing but a question. Raises Skipped for any other."""
-    question = next((record[name] for name in QUESTIONS if record.get(name)), None)
-    is_training_data = any(record.get(name) for name in ("messages", "conversations", "input_ids", "text"))
-    if question is not None and not is_training_data:
-        asked = question[0] if isinstance(question, list) and isinstance(question[0], str) else question
+    has nothing but a question or token ids. Raises Skipped for any other."""
+    name = _column_of(record)
+    asked = record[name]
+    if name in QUESTIONS:
+        asked = asked[0] if isinstance(asked, list) and asked and isinstance(asked[0], str) else asked
+        if not asked:
+            raise Skipped(EMPTY, f"the column {name!r} is empty; expected a question.")
         return _asked(_with_context(asked, record))
-    asked_nothing = next((name for name in QUESTIONS if name in record), None)
-    if asked_nothing and not is_training_data:
-        raise Skipped(EMPTY, f"the column {asked_nothing!r} is empty; expected a question.")
+    if name == "input_ids" and isinstance(asked, list) and not any(mark in record for mark in ANSWER_COLUMNS):
+        record = {**record, "answers": [0] * len(asked)}
     parsed = parse_record(record)
     if isinstance(parsed, Chat):
         return _asked(parsed.messages, parsed.tools)
     return Source(ids=_question_of(parsed)) if isinstance(parsed, Tokens) else Source(text=parsed)
+
+
+def _column_of(record: Record) -> str:
+    """Returns the column that a prompt is made of; of several one that holds something, and training data first. Raises
+    Skipped where there is none."""
+    known = [*TRAINING_DATA, *QUESTIONS]
+    found = [name for name in known if record.get(name)] + [name for name in known if name in record]
+    if not found:
+        raise Skipped(
+            "of no known kind", f"a record has {', '.join(record) or 'nothing'}; expected one of: {', '.join(known)}."
+        )
+    return found[0]
 
 
 def _with_context(question: Any, record: Record) -> Any:
@@ -118,9 +132,9 @@ class Renderer:
     template_options: dict[str, Any]
 
     def ids(self, source: Source) -> Tensor:
-        """Returns the prompt's ids (T,). Raises Skipped where there are none, and for ids the target lacks."""
+        """Returns the prompt's ids (T,). Raises Skipped for an empty prompt, and for ids the target lacks."""
         ids = self._ids(source)
-        if not len(ids):
+        if not len(ids) or source.text == "":
             raise Skipped(EMPTY)
         check_ids(ids, self.vocab_size)
         return ids

@@ -137,6 +137,19 @@ def test_tokens_of_training_data_end_where_the_answer_begins(tokenizer, tmp_path
     assert prompts_of([record], tokenizer, tmp_path).ids[0].tolist() == [5, 6]
 
 
+def test_tokens_alone_are_a_prompt(tokenizer, tmp_path):
+    records = [{"input_ids": [5, 6, 7]}, {"input_ids": []}, {"input_ids": [5, 10**6]}, {"input_ids": "abc"}]
+    prompts = prompts_of(records, tokenizer, tmp_path)
+    assert [ids.tolist() for ids in prompts.ids] == [[5, 6, 7]]
+    assert sum(prompts.skips.taken().values()) == 3
+
+
+def test_an_empty_text_is_no_prompt_although_a_tokenizer_begins_it(tokenizer, tmp_path):
+    prompts = prompts_of([{"text": ""}, {"text": "why?"}], tokenizer, tmp_path)
+    assert len(prompts) == 1
+    assert prompts.skips.taken()["empty prompt"] == 1
+
+
 def test_prompts_without_room_for_an_answer_are_counted(tokenizer, tmp_path):
     records = [{"prompt": "x " * 400}, {"prompt": "why?"}, {"nothing": 1}]
     prompts = prompts_of(records, tokenizer, tmp_path, room=100)
@@ -144,7 +157,7 @@ def test_prompts_without_room_for_an_answer_are_counted(tokenizer, tmp_path):
     assert dict(prompts.skips.taken()) == {"over-long prompt": 1, "of no known kind": 1}
 
 
-@pytest.mark.parametrize("record", [{"prompt": ""}, {"question": None}, {"turns": []}])
+@pytest.mark.parametrize("record", [{"prompt": ""}, {"question": None}, {"turns": []}, {"turns": [""]}])
 def test_an_empty_question_is_told_as_one(record, tokenizer, tmp_path):
     (name,) = record
     with pytest.raises(ValueError, match=rf"line 1: the column '{name}' is empty; expected a question"):
@@ -152,7 +165,9 @@ def test_an_empty_question_is_told_as_one(record, tokenizer, tmp_path):
 
 
 def test_no_prompt_at_all_is_refused_with_the_reason(tokenizer, tmp_path):
-    with pytest.raises(ValueError, match=r"gives no prompt \(.*line 1: a record has nothing; expected one of"):
+    with pytest.raises(
+        ValueError, match=r"gives no prompt \(.*line 1: a record has nothing; expected one of: messages, .* question"
+    ):
         prompts_of([{"nothing": 1}], tokenizer, tmp_path)
 
 
