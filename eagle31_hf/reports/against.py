@@ -4,8 +4,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..json_file import parse_json
 from .document import SCHEMA, Column, Section, Table
 from .figures import Figure, kept
@@ -13,18 +11,21 @@ from .figures import Figure, kept
 SAME_PROMPTS = "Both are of the same prompts, which are compared one by one."
 OTHER_PROMPTS = "Prompts differ: intervals are wider."
 AUTO = "auto"
+EXPECTED = "the report.json of `eagle31 bench acceptance`"
 NOTHING_IN_COMMON = "No drafter, condition and way of drafting is in both reports."
 MAX_VALUES = 5_000_000  # of an earlier report
 
 
 def read_earlier(path: Path) -> dict[str, Any]:
     """Returns an earlier acceptance report. Raises ValueError for any other file."""
-    report = parse_json(path.read_bytes(), str(path), MAX_VALUES)
+    try:
+        report = parse_json(path.read_bytes(), str(path), MAX_VALUES)
+    except ValueError:
+        raise ValueError(f"{path}: is no JSON object; expected {EXPECTED}.") from None
     found = report.get("schema"), report.get("kind")
     if found != (SCHEMA, "acceptance"):
         raise ValueError(
-            f"{path}: has schema {found[0]!r} and kind {found[1]!r}; expected {SCHEMA!r} and 'acceptance', the"
-            " report.json of `eagle31 bench acceptance`."
+            f"{path}: has schema {found[0]!r} and kind {found[1]!r}; expected {SCHEMA!r} and 'acceptance', {EXPECTED}."
         )
     try:
         for conditions in report["figures"].values():
@@ -76,18 +77,10 @@ def _shown(figures: Mapping[str, Any]) -> str:
 
 
 def _ratio(then: Mapping[str, Any], now: Mapping[str, Any], is_same: bool) -> Figure:
-    """Returns the accepted drafts a round as a multiple of the earlier ones.
-
-    Of other prompts, those of one report are put in an order of their own: no pair of them belongs together.
-    """
-    before, after = then["by_prompt"], now["by_prompt"]
-    if not is_same or len(before) != len(after):
-        size = max(len(before), len(after))
-        order = torch.randperm(size, generator=torch.Generator().manual_seed(1)).tolist()
-        before = [before[number % len(before)] for number in order]
-        after = [after[number % len(after)] for number in range(size)]
-    rows = [[{"accepted": [accepted], "rounds": rounds} for accepted, rounds in part] for part in (after, before)]
-    return kept(*rows)
+    """Returns the accepted drafts a round as a multiple of the earlier ones."""
+    parts = now["by_prompt"], then["by_prompt"]
+    after, before = ([{"accepted": [accepted], "rounds": rounds} for accepted, rounds in part] for part in parts)
+    return kept(after, before, is_same and len(after) == len(before))
 
 
 def verdict(ratio: Figure) -> str:

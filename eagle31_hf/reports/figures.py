@@ -59,9 +59,11 @@ def acceptance_by_depth(rows: Sequence[Row], depth: int) -> list[Figure]:
     return [_ratio(accepted[:, k], drafted[:, k]) for k in range(depth)]
 
 
-def kept(rows: Sequence[Row], before: Sequence[Row]) -> Figure:
-    """Returns the accepted drafts a round as a multiple of those of `before`, which are of the same prompts."""
-    return _quotient(*((_column(part, "accepted").sum(-1), _column(part, "rounds")) for part in (rows, before)))
+def kept(rows: Sequence[Row], before: Sequence[Row], is_same: bool = True) -> Figure:
+    """Returns the accepted drafts a round as a multiple of those of `before`, which are of the same prompts, or of
+    others, `is_same` False."""
+    now, then = ((_column(part, "accepted").sum(-1), _column(part, "rounds")) for part in (rows, before))
+    return _quotient(now, then, is_same)
 
 
 def tokens_per_second(rows: Sequence[Row]) -> Figure:
@@ -71,7 +73,8 @@ def tokens_per_second(rows: Sequence[Row]) -> Figure:
 
 def speedup(rows: Sequence[Row], alone: Sequence[Row]) -> Figure:
     """Returns the tokens a second as a multiple of those of the target alone on the same prompts."""
-    return _quotient(*((_column(part, "new_tokens"), _column(part, "seconds")) for part in (rows, alone)))
+    now, then = ((_column(part, "new_tokens"), _column(part, "seconds")) for part in (rows, alone))
+    return _quotient(now, then)
 
 
 def mean_by_depth(rows: Sequence[Row], name: str) -> list[Figure]:
@@ -94,11 +97,12 @@ def _ratio(numerators: Tensor, denominators: Tensor) -> Figure:
     return _figure(_over(numerators, denominators), drawn_ratios(numerators, denominators), len(numerators))
 
 
-def _quotient(now: tuple[Tensor, Tensor], then: tuple[Tensor, Tensor]) -> Figure:
-    """Returns a ratio of sums over another one of the same prompts."""
+def _quotient(now: tuple[Tensor, Tensor], then: tuple[Tensor, Tensor], is_same: bool = True) -> Figure:
+    """Returns a ratio of sums over another one: of the same prompts, drawn together, or of others, drawn apart."""
     before = _over(*then)
     value = _over(*now) / before if before else math.nan
-    return _figure(value, drawn_ratios(*now) / drawn_ratios(*then), len(now[0]))
+    draws = drawn_ratios(*now) / drawn_ratios(*then, seed=0 if is_same else 1)
+    return _figure(value, draws, min(len(now[0]), len(then[0])))
 
 
 def _over(numerators: Tensor, denominators: Tensor) -> float:

@@ -7,7 +7,7 @@ from eagle31_hf.diagnostics.bootstrap import DRAWS, drawn_prompts, drawn_ratios,
 
 
 def test_every_draw_is_as_large_as_the_set():
-    draws = drawn_prompts(7)
+    draws = drawn_prompts(7, 0)
     assert draws.shape == (DRAWS, 7)
     assert draws.sum(1).tolist() == [7.0] * DRAWS
     assert draws.mean(0).tolist() == pytest.approx([1.0] * 7, abs=0.2)

@@ -82,6 +82,18 @@ def test_intervals_are_those_of_prompts():
     assert (low, high) == (1.0, 3.0)
 
 
+def test_figures_of_other_prompts_are_drawn_apart():
+    """Few prompts beside many that are all alike vary as the few do, however many the others are; one says nothing."""
+    few, many = ([{"accepted": [count], "rounds": 10} for count in counts] for counts in ((10, 30, 20), [10] * 60))
+    alone, beside = figures.accepted_drafts(few), figures.kept(few, many, is_same=False)
+    assert (beside.value, beside.low, beside.high) == pytest.approx((alone.value, alone.low, alone.high))
+    assert figures.kept(few[:1], many, is_same=False) == figures.Figure(1.0, None, None)
+    apart, together = (figures.kept(few, few, is_same=same) for same in (False, True))
+    assert together.low == together.high == 1
+    assert apart.low < 0.9
+    assert apart.high > 1.1
+
+
 def test_figures_are_those_of_the_prompts_together(measured, report):
     for one in measured:
         found = report.figures[one.label]
