@@ -36,12 +36,13 @@ class Page:
     """The page of a pair. Every visitor has a conversation of their own, made by `make`; answers are made one after
     another, by one thread.
 
-    A `visitor` is what Gradio keeps for each: their "conversation", and "stop", the event that ends the answer for
+    A `visitor` is what Gradio keeps for each: their "conversation", and "stops", the events that end the answers for
     which they wait.
     """
 
     def __init__(self, make: Callable[[], Conversation], title: str):
         self.make = make
+        self.begun = make().knobs
         self.title = title
         self.worker = ThreadPoolExecutor(1, "generate")
         self.served: gr.Blocks | None = None
@@ -91,9 +92,10 @@ class Page:
         if not words.strip():
             yield words, messages_of(conversation), tokens_html([]), "Say something first."
             return
-        asked = [*messages_of(conversation), {"role": "user", "content": words}]
+        said = list[dict[str, str]]()
 
         def work(show: Show, stop: threading.Event) -> Answer:
+            said.extend([*messages_of(conversation), {"role": "user", "content": words}])
             conversation.knobs = self.knobs_of(way, depth, nodes)
             return conversation.ask(words, show, stop)
 
@@ -101,12 +103,11 @@ class Page:
             if self.conversation_of(visitor) is not conversation:
                 return  # a new one was begun meanwhile
             text = "".join(piece.text for piece in pieces)
-            yield "", [*asked, {"role": "assistant", "content": text}], tokens_html(pieces), line
+            yield "", [*said, {"role": "assistant", "content": text}], tokens_html(pieces), line
 
     def compare(self, visitor: dict) -> Iterator[tuple]:
         """Answers the last words by the target alone, and says what the drafter gained."""
         conversation = self.conversation_of(visitor)
-        kept = messages_of(conversation)
 
         def work(show: Show, stop: threading.Event) -> Answer:
             return conversation.answer_again(show, stop, with_drafter=False)
@@ -114,7 +115,7 @@ class Page:
         for pieces, line in self._rounds(visitor, work, conversation.describe_speedup):
             if self.conversation_of(visitor) is not conversation:
                 return
-            yield kept, tokens_html(pieces), f"By the target alone: {line}"
+            yield gr.skip(), tokens_html(pieces), f"By the target alone: {line}"
         # the answer that the conversation has is the drafted one: its tokens are shown again
         yield gr.skip(), tokens_html(conversation.answers[-1].pieces), gr.skip()
 
@@ -127,7 +128,8 @@ class Page:
         """Yields the pieces so far and their figures, of an answer that is made in the other thread; it is stopped
         where nobody waits for it any more. Raises gr.Error with what went wrong."""
         events = queue.Queue[tuple[list[Piece], Figures] | Answer | Exception]()
-        stop = visitor["stop"] = threading.Event()
+        stop, stops = threading.Event(), visitor.setdefault("stops", [])
+        stops.append(stop)
 
         def run() -> None:
             try:
@@ -143,6 +145,7 @@ class Page:
         finally:
             job.cancel()
             stop.set()
+            stops.remove(stop)
         if isinstance(event, Exception):
             raise gr.Error(str(event), print_exception=not isinstance(event, ValueError)) from event
         line = event.figures.line + (", stopped" if event.was_stopped else "")
@@ -155,9 +158,9 @@ class Page:
         return gr.File(str(file), visible=True)
 
     def halt(self, visitor: dict) -> None:
-        """Stops the answer for which a visitor waits."""
-        if "stop" in visitor:
-            visitor["stop"].set()
+        """Stops the answers for which a visitor waits."""
+        for stop in [*visitor.get("stops", [])]:
+            stop.set()
 
     def clear(self, visitor: dict) -> tuple[list, str, str]:
         """Begins a new conversation, and stops the answer that is being made, which stays in the one before."""
@@ -167,10 +170,9 @@ class Page:
 
     def knobs_of(self, way: str, depth: int, nodes: int) -> dict[str, Any]:
         """Returns the arguments of generate() of a way of drafting."""
-        begun = self.make().knobs
-        return {BEGUN: begun, AUTO: automatic(), CHAIN: chains(int(depth)), TREE: trees(int(depth), int(nodes), begun)}[
-            way
-        ]
+        depth, nodes = int(depth), int(nodes)
+        ways = {BEGUN: self.begun, AUTO: automatic(), CHAIN: chains(depth), TREE: trees(depth, nodes, self.begun)}
+        return ways[way]
 
     def serve(self, host: str, port: int) -> str:
         """Serves the page, from threads of its own, until `close`; returns its address."""

@@ -107,7 +107,7 @@ def test_what_a_visitor_does_while_others_wait(page):
     before = page.conversation_of(visitor)
     asking = threading.Thread(target=lambda: shown.update(rounds=list(rounds)))
     asking.start()
-    while "stop" not in visitor:
+    while not visitor.get("stops"):
         time.sleep(0.001)
     page.clear(visitor)
     busy.set()
@@ -117,6 +117,35 @@ def test_what_a_visitor_does_while_others_wait(page):
     assert before.answers[0].was_stopped
     assert len(before.answers[0].ids) == 1
     assert page.conversation_of(visitor).messages == []
+
+
+def test_two_questions_at_once_are_answered_one_after_the_other(page):
+    """The second one is shown behind the first and its answer; Stop stops both."""
+    visitor, shown = {}, {}
+
+    def ask(words):
+        shown[words] = [messages for _, messages, _, _ in page.ask(visitor, words, CHAIN, 2, 24)]
+
+    def both(before):
+        asking = [threading.Thread(target=ask, args=(words,)) for words in (WORDS, "def main(argv):")]
+        busy = threading.Event()
+        page.worker.submit(busy.wait)
+        for number, thread in enumerate(asking, 1):
+            thread.start()
+            while len(visitor.get("stops", [])) < number:
+                time.sleep(0.001)
+        before()
+        busy.set()
+        for thread in asking:
+            thread.join()
+
+    both(lambda: None)
+    said = messages_of(page.conversation_of(visitor))
+    assert [message["content"] for message in said[::2]] == [WORDS, "def main(argv):"]
+    assert shown["def main(argv):"][0][:2] == shown[WORDS][-1] == said[:2]
+    assert shown["def main(argv):"][-1] == said
+    both(lambda: page.halt(visitor))
+    assert [answer.was_stopped for answer in page.conversation_of(visitor).answers] == [False, False, True, True]
 
 
 def test_a_comparison_does_not_come_back_in_a_new_conversation(page):
