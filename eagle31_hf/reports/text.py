@@ -13,11 +13,12 @@ def said(finding: Finding) -> str:
 
 
 def terminal(report: Report) -> str:
-    """Returns the findings, then every table with aligned columns."""
+    """Returns the findings, then every table with aligned columns, and its note."""
     lines = [report.title, "", *(f"- {said(finding)}" for finding in report.findings)]
     for section in report.sections:
         for table in section.tables:
             lines += ["", f"{section.title}: {table.title}", *_aligned(table)]
+            lines += [table.note] if table.note else []
     return "\n".join(lines)
 
 

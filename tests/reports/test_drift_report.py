@@ -117,6 +117,7 @@ def test_the_report_reads_the_same_in_every_form(report, outline, tmp_path):
     cells = []
     for section in found["sections"]:
         for table in section["tables"]:
+            assert all(table["note"] in text for text in texts.values())
             columns = [Column(**column) for column in table["columns"]]
             for values in table["rows"]:
                 shown = [column.shown(value) for column, value in zip(columns, values, strict=True)]
