@@ -124,7 +124,10 @@ def test_a_conversion_in_place_that_is_stopped_leaves_a_drafter(start, tmp_path)
         program.wait_for("converting")
         program.process.join(0.005 * i)
         program.signal(signal.SIGINT)
-        if program.wait() != 0:
+        status = program.wait()
+        is_native = json.loads((copy / "config.json").read_text()).get("model_type") == "eagle31"
+        # a signal that comes behind the last step finds nothing to stop: it ends the process without a word
+        if status != 0 and not (is_native and "stopped" not in program.err):
             assert str(copy) in stopped(program, signal.SIGINT)
         Eagle31DrafterModel.from_pretrained(copy)
         assert start(tmp_path / f"again-{i}", ["convert", copy]).wait() == 0
