@@ -2,16 +2,18 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
 from transformers.cli.serve import Serve
 from transformers.utils import logging
 
+from ..acceptance import watch_rounds
 from ..errors import DraftingRefusedError
 from ..modeling import Eagle31DrafterModel
 from .address import url_of
+from .clients import ClientGoneError, ClientWatch, GenerationThread, check_client
 from .metrics import CONTENT_TYPE, Metrics
 
 logger = logging.get_logger(__name__)
@@ -55,8 +57,10 @@ class DraftingServer(Serve):
 
         def generate(*args: Any, **kwargs: Any) -> Any:
             with self.metrics.request():
+                check_client()  # it may have gone while others were answered
                 try:
-                    return drafted(*args, **kwargs)
+                    with watch_rounds(check_client):
+                        return drafted(*args, **kwargs)
                 except DraftingRefusedError:  # before a token is generated: of beams, say, there are no drafts
                     self.metrics.count("requests_not_drafted")
                     return alone(*args, **kwargs)
@@ -64,9 +68,13 @@ class DraftingServer(Serve):
         # Of this model alone; the class keeps its own. A server that is started for one model never unloads it.
         target.generate = generate
         manager.get_gen_models = lambda *args, **kwargs: [_as_listed(self.target)]
+        thread, state = GenerationThread(), cast(Any, self._generation_state)
+        state.get_manager = lambda *args, **kwargs: thread
         app: Any = self.server.config.app
         app.get("/metrics")(self._metrics)
         app.add_exception_handler(ValueError, _refused)
+        app.add_exception_handler(ClientGoneError, _unheard)
+        app.add_middleware(ClientWatch)
         config = self.server.config
         where = url_of(config.host, config.port)
         self.announce(f"serving {self.target} at {where}/v1; counts of drafts at {where}/metrics")
@@ -85,6 +93,13 @@ async def _refused(request: Any, error: Exception) -> Any:
 
     logger.warning("a request was refused", exc_info=error)
     return JSONResponse({"error": {"message": str(error), "type": "invalid_request_error"}}, status_code=400)
+
+
+async def _unheard(request: Any, error: Exception) -> Any:
+    """Ends a request whose client has gone: the status, which nobody reads, is in the log."""
+    from fastapi.responses import Response
+
+    return Response(status_code=499)
 
 
 def _as_listed(name: str) -> dict[str, Any]:

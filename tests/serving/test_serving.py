@@ -24,6 +24,7 @@ pytestmark = pytest.mark.xdist_group("server")
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
 WORDS, COUNT = "class Parser(object):", 24
+ENDLESS = {"max_tokens": 10**6, "extra_body": {"generation_config": '{"eos_token_id": -1}'}}
 LONGEST = 120  # seconds that a start or an end may take on a machine that does much else
 
 
@@ -170,6 +171,34 @@ def test_streams_from_many_threads_part_of_which_go_away(server, expected):
     answered, stopped = (after[name] - before[name] for name in ("requests", "requests_stopped"))
     assert answered + stopped == 51
     assert answered >= 26  # a client that goes away at the end of an answer stops nothing
+
+
+def test_an_answer_as_a_whole_ends_as_its_client_goes_away(server, expected):
+    """One that is being generated, and one that waits behind it."""
+    before = server.counts()
+    errors = []
+
+    def leave(seconds):
+        with pytest.raises(openai.APITimeoutError) as error:
+            server.ask(server.client(), **ENDLESS, timeout=seconds)
+        errors.append(error)
+
+    threads = [threading.Thread(target=leave, args=(seconds,)) for seconds in (3.0, 2.0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(errors) == 2
+    assert server.ask(server.client()).choices[0].message.content == expected(WORDS)
+    added = {name: count - before.get(name, 0) for name, count in server.counts().items()}
+    assert (added["requests"], added["requests_stopped"]) == (1, 2)
+
+
+def test_a_server_whose_only_client_has_gone_ends_by_its_signal(folder):
+    served = Server(folder)
+    with pytest.raises(openai.APITimeoutError):
+        served.ask(served.client(), **ENDLESS, timeout=2.0)
+    assert served.end() == -signal.SIGTERM
 
 
 def test_what_cannot_be_drafted_is_answered_by_the_target_alone(server, expected):
