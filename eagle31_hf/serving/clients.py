@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers.cli.serving.utils import GenerateManager
 
-# Set once the client of the request that is answered, in this context, has gone.
+# Of the request that is answered in this context: set once its client has gone.
 _gone: ContextVar[threading.Event | None] = ContextVar("gone", default=None)
 
 
@@ -18,14 +18,15 @@ class ClientGoneError(Exception):
 
 
 def check_client(*_: Any) -> None:
-    """Raises ClientGoneError where the client has gone whose request is answered; takes and ignores a `Round`."""
+    """Raises ClientGoneError where the client has gone whose request is answered. May be given to `watch_rounds`."""
     gone = _gone.get()
     if gone is not None and gone.is_set():
         raise ClientGoneError
 
 
 class GenerationThread(GenerateManager):
-    """transformers' generation thread; what it runs knows the request that it runs for."""
+    """The thread that makes all generate() calls, one after another, each in the context of the request it answers:
+    there `check_client` finds whose client to ask for."""
 
     def async_submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> asyncio.Future:
         """Returns the outcome of a call, once the thread has made it in the caller's context."""

@@ -68,6 +68,7 @@ class DraftingServer(Serve):
         # Of this model alone; the class keeps its own. A server that is started for one model never unloads it.
         target.generate = generate
         manager.get_gen_models = lambda *args, **kwargs: [_as_listed(self.target)]
+        # All requests are of one model, and one thread answers them all.
         thread, state = GenerationThread(), cast(Any, self._generation_state)
         state.get_manager = lambda *args, **kwargs: thread
         app: Any = self.server.config.app
