@@ -8,6 +8,7 @@ kinds keep them, and can only append and crop, all sequences alike.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -20,8 +21,9 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
+from ..errors import DraftingRefusedError
 from .commit import Commit
-from .layer import Placement, SlotLayer
+from .layer import CacheFullError, Placement, SlotLayer
 from .transfer import Mirrored
 
 # Caches whose rows cannot be taken back: `crop` is missing, or trims only a part of them.
@@ -91,6 +93,7 @@ def _from_static_sliding(layer: StaticSlidingWindowLayer, placement: Placement, 
             buffer[..., end - held : end, :] = states[..., :held, :]
         ours.lazy_initialization(layer.keys, layer.values)
         ours.settle(end)
+        ours.found = end
     return ours
 
 
@@ -121,13 +124,14 @@ def is_adoptable(cache: Cache) -> bool:
 @contextmanager
 def slots(cache: Cache, limit: int) -> Iterator[Placement | None]:
     """A context in which the layers of an adoptable cache are `SlotLayer`s; after it they are as they were, with the
-    tokens written meanwhile.
+    tokens written meanwhile: after an error only with those that were accepted, after a refusal, or where the cache was
+    too short, with none.
 
     `limit`: slots that will ever be in use. None where the cache cannot be adopted: windowed layers then keep what
     `crop` may have to bring back.
     """
     if not is_adoptable(cache):
-        with recording_past(cache):
+        with recording_past(cache), appending(cache):
             yield None
         return
     placement = Placement()
@@ -138,18 +142,24 @@ def slots(cache: Cache, limit: int) -> Iterator[Placement | None]:
         cache.layer_class_to_replicate = lambda: SlotLayer(placement, limit)  # type: ignore[assignment]
     try:
         yield placement
-    except BaseException:
+    except BaseException as error:
         for layer in cache.layers:
-            layer.take_back()
+            layer.take_back(accepted_too=isinstance(error, DraftingRefusedError | CacheFullError))
         raise
     finally:
         ours = cache.layers
         cache.layers = found
         cache.layer_class_to_replicate = replicated
-        found += [DynamicLayer() for _ in range(len(ours) - len(found))]
-        for layer, stock in zip(ours, found, strict=True):
-            if layer.buffers:
-                ADOPTED[type(stock)][1](layer, stock)
+        if any(layer.end != layer.found for layer in ours):
+            _hand_back(ours, found)
+
+
+def _hand_back(ours: list[Any], found: list[Any]) -> None:
+    """Has the stock layers `found` hold what slot layers hold; where there were too few, more are added."""
+    found += [DynamicLayer() for _ in range(len(ours) - len(found))]
+    for layer, stock in zip(ours, found, strict=True):
+        if layer.buffers:
+            ADOPTED[type(stock)][1](layer, stock)
 
 
 def slot_cache(config: PreTrainedConfig) -> tuple[Cache, Placement]:
@@ -216,9 +226,11 @@ def key_span(cache: Cache, starts: list[int], num_new: int, window: int | None) 
 
 
 def crop(cache: Cache, tokens_to_remove: int) -> None:
-    """Removes the last tokens. To be called after every forward even with 0: windowed stock layers shrink back to their
-    size here."""
+    """Removes the last tokens; the others are accepted. To be called after every forward even with 0: windowed stock
+    layers shrink back to their size here."""
     cache.crop(-tokens_to_remove)
+    if cache in _appended:
+        _appended[cache].accept()
 
 
 def capacity(cache: Cache) -> int | None:
@@ -253,6 +265,54 @@ def _static_span(layer: Any, end: int, num_new: int) -> slice:
     if layer.window is None:
         return slice(None)
     return slice(layer.window) if end <= layer.window else slice(max(0, end - num_new - layer.window + 1), end)
+
+
+class Appended:
+    """What the layers of a cache that keeps its own are to hold after an error: until tokens are accepted what they
+    were found with, then the accepted tokens."""
+
+    def __init__(self, cache: Cache):
+        self.layers = cache.layers
+        self.states = [_state(layer) for layer in self.layers]
+        self.length = 0  # tokens that were accepted
+
+    def accept(self) -> None:
+        """Everything in the layers is accepted. Those of convolutions cannot say later how much of it there was."""
+        attention = [layer for layer in self.layers if isinstance(layer, CacheLayerMixin)]
+        self.length = attention[0].get_seq_length() if attention else 0
+        self.states = [{} if layer in attention else _state(layer) for layer in self.layers]
+
+    def take_back(self) -> None:
+        """Takes back what was not accepted."""
+        del self.layers[len(self.states) :]
+        for layer, state in zip(self.layers, self.states, strict=True):
+            if state:
+                vars(layer).clear()
+                vars(layer).update(state)
+            else:
+                layer.crop(self.length - layer.get_seq_length())
+
+
+_appended: WeakKeyDictionary[Cache, Appended] = WeakKeyDictionary()  # of caches in use
+
+
+def _state(layer: Any) -> dict[str, Any]:
+    """The attributes of a stock layer, to go back to. Its tensors are not copied: with `record_past` set, layers that
+    can be cropped make new ones."""
+    return {name: dict(value) if isinstance(value, dict) else value for name, value in vars(layer).items()}
+
+
+@contextmanager
+def appending(cache: Cache) -> Iterator[None]:
+    """A context in which tokens are appended to a cache's own layers; after an error they hold the accepted ones."""
+    _appended[cache] = Appended(cache)
+    try:
+        yield
+    except BaseException:
+        _appended[cache].take_back()
+        raise
+    finally:
+        del _appended[cache]
 
 
 @contextmanager

@@ -15,6 +15,10 @@ from .transfer import Mirrored
 HEADROOM = 256  # slots a buffer is allocated for beyond what is needed, at least; a quarter of it, where that is more
 
 
+class CacheFullError(RuntimeError):
+    """Raised where a static cache gets more tokens than it has slots."""
+
+
 @dataclass
 class Placement:
     """The slots that the tokens of the next forward go to, shared by a cache's layers. By default after the end, the
@@ -75,8 +79,10 @@ class SlotLayer(DynamicLayer):
         self.first = 0
         self.end = 0
         self.settled = 0  # as far as tokens have been accepted
-        # buffers and `first` it began with; with a window they are never written to
-        self.taken_over: tuple[list[Tensor], int] = [], 0
+        # The tokens and the buffers that it was found with. Slots of theirs are never written to: a stock layer that
+        # still has the buffers is as it was.
+        self.found = 0
+        self.taken_over: list[Tensor] = []
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -88,9 +94,10 @@ class SlotLayer(DynamicLayer):
         self.buffers = [keys, values]
         self.end = end
         self.settled = end
+        self.found = end
         self.first = 0 if self.fixed else end - keys.shape[-2]
         self.keys, self.values = keys, values
-        self.taken_over = list(self.buffers), self.first
+        self.taken_over = list(self.buffers)
         return self
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
@@ -149,9 +156,12 @@ class SlotLayer(DynamicLayer):
         """Makes larger buffers, for slots up to `end`; what comes before `seen_from` is given up on the way."""
         capacity = self.buffers[0].shape[-2] if self.buffers else 0
         if self.fixed and (self.buffers or end > (self.limit or 0)):
-            raise RuntimeError(f"a static cache of {capacity or self.limit} tokens got token {end}.")
+            raise CacheFullError(
+                f"a static cache of {capacity or self.limit} tokens got token {end}; expected a text that fits: make"
+                " the cache larger (max_cache_len), or ask for fewer tokens (max_new_tokens)."
+            )
         used, needed = min(self.end, end) - seen_from, end - seen_from
-        if needed > capacity or any(buffer is self.buffers[0] for buffer in self.taken_over[0]):
+        if needed > capacity or any(buffer is self.buffers[0] for buffer in self.taken_over):
             # Zeros, not whatever memory held: a masked slot still meets the weight 0, and 0 times NaN is NaN.
             fresh = [
                 states.new_zeros((*states.shape[:-2], self._capacity(needed), states.shape[-1])) for states in like
@@ -200,12 +210,11 @@ class SlotLayer(DynamicLayer):
                 buffer[..., seen_from - self.first : end - self.first, :] for buffer in self.buffers
             )
 
-    def take_back(self) -> None:
-        """Takes back every token that was not accepted. Of a prompt that failed midway a windowed layer may have given
-        up what the tokens before it attend to, which the buffers it began with still hold."""
-        if self.first > self.seen_from(self.settled):
-            self.buffers, self.first = self.taken_over
-        self.settle(self.settled)
+    def take_back(self, accepted_too: bool) -> None:
+        """Takes back every token that was not accepted, or also those that were: all but what it was found with."""
+        self.settle(self.found if accepted_too else self.settled)
+        if self.fixed and self.buffers:
+            self.wipe([self.end] * len(self.buffers[0]))
 
     def crop(self, tokens_to_remove: int) -> None:
         self.settle(self.end - abs(tokens_to_remove))

@@ -10,6 +10,7 @@ from ..cache import adopt as cache
 from ..errors import DraftingRefusedError
 from ..modeling import Eagle31DrafterModel
 from ..targets.layers import decoder_layers
+from .stopping import Stopping
 
 SUPPORTED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
 
@@ -85,4 +86,21 @@ def check_inputs(input_ids: Tensor, model_kwargs: dict[str, Any], synced_gpus: b
         raise DraftingRefusedError(
             "EAGLE drafting: past_key_values is a StaticCache that is offloaded or has layers that are not attention's;"
             " expected a plain StaticCache, a DynamicCache or none."
+        )
+
+
+def check_room(past_key_values: Cache, num_before: int, prompt_length: int, stopping: Stopping) -> None:
+    """Raises ValueError where a static cache has fewer slots than the text is sure to need. The last token of a text is
+    never written.
+
+    `past_key_values`: within `cache.slots`; `num_before`: tokens it holds before the prompt.
+    """
+    capacity = cache.capacity(past_key_values)
+    longest = stopping.max_length - 1 if stopping.is_length_alone else 0
+    needed = num_before + max(prompt_length, longest)
+    if capacity is not None and needed > capacity:
+        raise DraftingRefusedError(
+            f"EAGLE drafting: past_key_values is a static cache of {capacity} tokens; expected {needed} or more, for"
+            f" {num_before + prompt_length} of the prompt{' and all that follow' if longest else ''}: make it larger"
+            " (max_cache_len), or ask for fewer tokens (max_new_tokens)."
         )

@@ -36,7 +36,7 @@ from .planning.knowledge import Knowledge, knowledge_of
 from .planning.plan import Planner
 from .planning.settings import DraftingSettings, resolve_settings
 from .proposer import Proposer
-from .refusals import check_inputs, check_request
+from .refusals import check_inputs, check_request, check_room
 from .rejection_sampler import LockStepSampler, RejectionSampler
 from .sequences import Sequences
 from .stopping import Stopping
@@ -145,6 +145,7 @@ def speculative_decoding(request: Request, wrap_sampler: WrapSampler | None = No
     spare = max(MAX_NODES, request.settings.total_tokens or 0)  # slots beyond the longest text: drafts at its end
     config.disable_compile = True  # of a prompt in chunks over a static cache: hooks would be traced, and our layers
     with cache.slots(runner.past_key_values, runner.num_before + config.max_length + spare) as runner.placement:
+        check_room(runner.past_key_values, runner.num_before, input_ids.shape[1], stopping)
         mode = Mode.of(request, runner, stopping)
         seam = seam_of(input_ids.device)
         why_eager = None if seam is None else why_not_captured(request, runner, mode)

@@ -17,7 +17,8 @@ class Stopping:
     """A call's stopping criteria, and its streamer, which is told of every token after them: the user's may know of
     each other.
 
-    `eos_token_ids`: the ids that end a sequence; `max_length`: of every sequence, padding included.
+    `eos_token_ids`: the ids that end a sequence; `max_length`: of every sequence, padding included; `is_length_alone`:
+    nothing else ends one.
     """
 
     def __init__(self, criteria: StoppingCriteriaList, max_length: int, streamer: BaseStreamer | None = None):
@@ -28,6 +29,7 @@ class Stopping:
         self.eos_token_ids = {int(i) for one in criteria if isinstance(one, EosTokenCriteria) for i in one.eos_token_id}
         kinds = {type(one) for one in criteria}
         self.is_usual = kinds <= {MaxLengthCriteria, EosTokenCriteria}
+        self.is_length_alone = kinds <= {MaxLengthCriteria}
         # A sequence that has met another criterion goes on as long as any does, unless there is a token that ends it.
         self.is_per_sequence = self.is_usual or (
             kinds <= {MaxLengthCriteria, EosTokenCriteria, StopStringCriteria} and bool(self.eos_token_ids)

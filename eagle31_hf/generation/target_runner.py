@@ -107,6 +107,8 @@ class TargetRunner:
             )
         if self.placement is not None:
             cache.settle(self.past_key_values, expected)
+        else:
+            cache.crop(self.past_key_values, 0)
         return outputs
 
     def verify(self, sequences: Sequences, drafts: DraftTokens) -> CausalLMOutputWithPast:
