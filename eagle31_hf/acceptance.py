@@ -35,6 +35,7 @@ class Round:
 
 
 _watchers: ContextVar[tuple[Callable[[Round], None], ...]] = ContextVar("eagle31_watchers", default=())
+_checks: ContextVar[tuple[Callable[[], None], ...]] = ContextVar("eagle31_checks", default=())
 _trackers: ContextVar[tuple["AcceptanceStats", ...]] = ContextVar("eagle31_trackers", default=())
 
 
@@ -247,3 +248,21 @@ def watch_rounds(watcher: Callable[[Round], None]) -> Iterator[None]:
         yield
     finally:
         _watchers.reset(token)
+
+
+@contextmanager
+def watch_forwards(check: Callable[[], None]) -> Iterator[None]:
+    """Calls `check` before every forward of the target in every generate() call inside it, by this thread, and so
+    between the pieces of a long prompt (`prefill_chunk_size`), which no round ends yet. What it raises ends the call.
+    Of captured rounds the forwards are replayed, and only `watch_rounds` tells."""
+    token = _checks.set((*_checks.get(), check))
+    try:
+        yield
+    finally:
+        _checks.reset(token)
+
+
+def check_forward() -> None:
+    """Tells those who watch forwards that one begins."""
+    for check in _checks.get():
+        check()

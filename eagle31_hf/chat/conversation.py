@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -15,8 +16,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from ..acceptance import AcceptanceStats, Round, track_acceptance, watch_rounds
+from ..acceptance import AcceptanceStats, Round, track_acceptance, watch_forwards, watch_rounds
 from ..modeling import Eagle31DrafterModel
+from ..targets.pieces import checking_forwards
 from .detokenizer import Detokenizer
 
 
@@ -93,12 +95,13 @@ class Conversation:
     """Messages of a user and the target's answers.
 
     `knobs` are the arguments of generate() that say how to draft, `options` all others, max_new_tokens among them;
-    both may change between turns. `template_options`: variables of the chat template. Without a template the words of
-    all messages are one text, which the target goes on with.
+    both may change between turns. With the option `prefill_chunk_size` prompts are read in pieces of so many tokens.
+    `template_options`: variables of the chat template. Without a template the words of all messages are one text, which
+    the target goes on with.
 
     Methods that answer take `show`, which gets an answer's new pieces and its figures so far, round by round, and
-    `stop`, an event that ends the answer at the end of its round. An event is for one answer: set before the answer is
-    begun, it ends it after the first round.
+    `stop`, an event that ends the answer at the end of its round, or before the next piece of its prompt. An event is
+    for one answer: set before the answer is begun, it ends it after the first round or piece.
     """
 
     def __init__(
@@ -162,17 +165,22 @@ class Conversation:
         """Answers messages, by the target with its drafter or alone."""
         ids = self.prompt_ids(messages).to(self.target.device)
         options = {**self.options, "max_new_tokens": self._max_new_tokens(ids)}
+        is_long = ids.shape[1] > (options.pop("prefill_chunk_size", None) or ids.shape[1])
+        if is_long:
+            options["prefill_chunk_size"] = self.options["prefill_chunk_size"]
         knobs = dict(self.knobs) if with_drafter else {}
         building = _AnswerBuilder(Answer(knobs), Detokenizer(self.tokenizer), show, stop)
         target: Any = self.target
         try:
             if with_drafter:
-                with watch_rounds(building.add_round), track_acceptance(building.stats):
+                pieces = watch_forwards(building.check) if is_long else nullcontext()
+                with watch_rounds(building.add_round), pieces, track_acceptance(building.stats):
                     options |= {"assistant_model": self.drafter, **knobs}
                     target.generate(ids, attention_mask=torch.ones_like(ids), **options)
             else:
                 streamer = _TokenStreamer(building)
-                target.generate(ids, attention_mask=torch.ones_like(ids), streamer=streamer, **options)
+                with checking_forwards(target, building.check) if is_long else nullcontext():
+                    target.generate(ids, attention_mask=torch.ones_like(ids), streamer=streamer, **options)
         except _StopError:
             building.answer.was_stopped = True
         return building.finish()
@@ -280,6 +288,10 @@ class _AnswerBuilder:
         figures.drafted = sum(self.stats.drafted_per_position)
         figures.seconds = time.perf_counter() - self._began
         self._show(pieces, figures)
+        self.check()
+
+    def check(self) -> None:
+        """Raises _StopError once the answer is asked to stop."""
         if self._stop.is_set():
             raise _StopError
 

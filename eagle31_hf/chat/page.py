@@ -1,9 +1,10 @@
 """A chat in a browser, as a Gradio page: the answer, its accepted tokens marked, and how fast they came."""
 
 import queue
+import re
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from html import escape
@@ -11,7 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import gradio as gr
+from fastapi import FastAPI
 
+from ..printable import printable
+from ..web.address import url_of
+from ..web.gate import Gate
+from ..web.listener import Listener
 from .conversation import Answer, Conversation, Figures, Piece, Show
 from .drafting import MAX_DEPTH, MAX_NODES, MIN_NODES, TREE_DEPTH, TREE_NODES, automatic, chains, trees
 
@@ -32,6 +38,33 @@ CSS = """
 FONT, FONT_MONO = ["system-ui", "sans-serif"], ["ui-monospace", "monospace"]  # none from the network
 
 
+# what the page asks for; Gradio has more: uploads, a proxy, the source of its functions, files of this machine
+PATHS = {
+    "GET": re.compile(
+        r"/|/(assets|static)/.+|/(theme\.css|favicon\.ico|config)|/gradio_api/(startup-events|queue/data|heartbeat/\w+)"
+        r"|/gradio_api/file=.+/conversation\.json"
+    ),
+    "POST": re.compile(r"/gradio_api/(queue/join|run/predict|cancel|reset)"),
+}
+# Nothing is fetched from elsewhere or sent there, whatever an answer holds, and no other page may frame this one.
+# Gradio's own scripts and styles stand in the page.
+POLICY = "; ".join(
+    [
+        "default-src 'self'",
+        "script-src 'self' 'unsafe-inline'",
+        "style-src 'self' 'unsafe-inline'",
+        "img-src 'self' data:",
+        "font-src 'self' data:",
+        "object-src 'none'",
+        "frame-src 'none'",
+        "frame-ancestors 'none'",
+        "form-action 'none'",
+        "base-uri 'self'",
+    ]
+)
+HEADERS = [(b"content-security-policy", POLICY.encode()), (b"referrer-policy", b"no-referrer")]
+
+
 class Page:
     """The page of a pair. Every visitor has a conversation of their own, made by `make`; answers are made one after
     another, by one thread.
@@ -45,17 +78,26 @@ class Page:
         self.begun = make().knobs
         self.title = title
         self.worker = ThreadPoolExecutor(1, "generate")
-        self.served: gr.Blocks | None = None
+        self.listener: Listener | None = None
         self.folder = tempfile.TemporaryDirectory(prefix="eagle31-")  # of saved conversations, as long as the page
 
     def blocks(self) -> gr.Blocks:
         """Builds the page."""
         with gr.Blocks(title=self.title, analytics_enabled=False, delete_cache=(3600, 86400)) as page:
             state = gr.State({})  # of which every visitor has a copy
-            gr.Markdown(f"# {self.title}")
+            gr.Markdown(f"<h1>{as_html(self.title)}</h1>")
             with gr.Row():
                 with gr.Column(scale=3):
-                    chat = gr.Chatbot(label="Conversation", height=420, feedback_options=None, buttons=[])
+                    # what models write is text: as Markdown it would hold pictures, which a browser fetches
+                    chat = gr.Chatbot(
+                        label="Conversation",
+                        height=420,
+                        feedback_options=None,
+                        buttons=[],
+                        render_markdown=False,
+                        latex_delimiters=[],
+                        allow_file_downloads=False,
+                    )
                     words = gr.Textbox(label="Your words", placeholder="Enter sends", lines=1, autofocus=True)
                     with gr.Row():
                         send, stop = gr.Button("Send", variant="primary"), gr.Button("Stop")
@@ -63,7 +105,7 @@ class Page:
                 with gr.Column(scale=2):
                     figures = gr.Markdown("Nothing was asked yet.", label="Figures", elem_id="figures")
                     gr.Markdown("Tokens of the answer; those that were drafted and accepted are underlined:")
-                    tokens = gr.HTML(tokens_html([]), label="Tokens")
+                    tokens = gr.Markdown(tokens_html([]), label="Tokens", latex_delimiters=[])
                     way = gr.Radio([BEGUN, AUTO, CHAIN, TREE], value=BEGUN, label="Draft")
                     depth = gr.Slider(1, MAX_DEPTH, TREE_DEPTH, step=1, label="Depth of chains and trees")
                     label = "Nodes of a tree, the root included"
@@ -95,7 +137,7 @@ class Page:
         said = list[dict[str, str]]()
 
         def work(show: Show, stop: threading.Event) -> Answer:
-            said.extend([*messages_of(conversation), {"role": "user", "content": words}])
+            said.extend([*messages_of(conversation), bubble("user", words)])
             conversation.knobs = self.knobs_of(way, depth, nodes)
             return conversation.ask(words, show, stop)
 
@@ -103,7 +145,7 @@ class Page:
             if self.conversation_of(visitor) is not conversation:
                 return  # a new one was begun meanwhile
             text = "".join(piece.text for piece in pieces)
-            yield "", [*said, {"role": "assistant", "content": text}], tokens_html(pieces), line
+            yield "", [*said, bubble("assistant", text)], tokens_html(pieces), line
 
     def compare(self, visitor: dict) -> Iterator[tuple]:
         """Answers the last words by the target alone, and says what the drafter gained."""
@@ -147,7 +189,9 @@ class Page:
             stop.set()
             stops.remove(stop)
         if isinstance(event, Exception):
-            raise gr.Error(str(event), print_exception=not isinstance(event, ValueError)) from event
+            raise gr.Error(
+                escape(printable(str(event)), quote=False), print_exception=not isinstance(event, ValueError)
+            ) from event
         line = event.figures.line + (", stopped" if event.was_stopped else "")
         yield event.pieces, f"{line}; {verdict(event)}" if verdict else line
 
@@ -170,46 +214,74 @@ class Page:
 
     def knobs_of(self, way: str, depth: int, nodes: int) -> dict[str, Any]:
         """Returns the arguments of generate() of a way of drafting."""
-        depth, nodes = int(depth), int(nodes)
+        depth, nodes = within(depth, 1, MAX_DEPTH), within(nodes, MIN_NODES, MAX_NODES)
         ways = {BEGUN: self.begun, AUTO: automatic(), CHAIN: chains(depth), TREE: trees(depth, nodes, self.begun)}
         return ways[way]
 
-    def serve(self, host: str, port: int) -> str:
-        """Serves the page, from threads of its own, until `close`; returns its address."""
-        page = self.served = self.blocks()
+    def serve(self, host: str, port: int, hosts: Sequence[str] = ()) -> str:
+        """Serves the page, from threads of its own, until `close`; returns its address. `hosts`: names that it is known
+        by, besides the host."""
         theme = gr.themes.Default(primary_hue="blue", font=FONT, font_mono=FONT_MONO)
-        page.queue(default_concurrency_limit=AT_ONCE).launch(
+        app = gr.mount_gradio_app(
+            FastAPI(openapi_url=None),
+            self.blocks().queue(default_concurrency_limit=AT_ONCE),
+            "/",
             server_name=host,
             server_port=port,
-            prevent_thread_lock=True,
-            quiet=True,
-            share=False,
+            show_error=False,
+            ssr_mode=False,
             run_history=False,
             footer_links=[],
             css=CSS,
             theme=theme.set(button_primary_background_fill="*primary_700"),
         )
-        return page.local_url
+        self.listener = Listener(Gate(app, [host, *hosts], is_of_page, headers=HEADERS), host, port)
+        return url_of(host, port)
 
     def close(self) -> None:
         """Serves no longer, makes no more answers, and deletes the files of saved conversations."""
-        if self.served is not None:
-            self.served.close(verbose=False)
+        if self.listener is not None:
+            self.listener.close()
         self.worker.shutdown(wait=False, cancel_futures=True)
         self.folder.cleanup()
 
 
+def within(value: Any, least: int, most: int) -> int:
+    """Returns the number of a slider. Raises ValueError for one that no slider gives: requests need no page."""
+    if not isinstance(value, int | float) or not least <= value <= most:
+        raise ValueError(f"got {ascii(value)[:40]}; expected a number from {least} to {most}.")
+    return int(value)
+
+
+def is_of_page(method: str, path: str) -> bool:
+    """Returns whether the page asks for a path."""
+    paths = PATHS.get(method)
+    return paths is not None and paths.fullmatch(path) is not None
+
+
 def messages_of(conversation: Conversation) -> list[dict[str, str]]:
-    """Returns what was said, without the system prompt."""
-    return [message for message in conversation.messages if message["role"] != "system"]
+    """Returns what was said, without the system prompt, as Gradio shows it."""
+    return [bubble(m["role"], m["content"]) for m in conversation.messages if m["role"] != "system"]
+
+
+def bubble(role: str, text: str) -> dict[str, str]:
+    """Returns a message as Gradio shows it: as HTML, even where that is no Markdown."""
+    return {"role": role, "content": escape(printable(text), quote=False)}
 
 
 def tokens_html(pieces: list[Piece]) -> str:
-    """Returns the tokens as HTML, each in its place."""
+    """Returns the tokens as HTML, each in its place. It is one line: a component for Markdown shows it, to which HTML
+    ends at an empty one."""
     spans = [
-        f'<span class="accepted" title="drafted and accepted">{escape(piece.text)}</span>'
+        f'<span class="accepted" title="drafted and accepted">{as_html(piece.text)}</span>'
         if piece.is_accepted
-        else f'<span title="the target\'s own token">{escape(piece.text)}</span>'
+        else f'<span title="the target&#39;s own token">{as_html(piece.text)}</span>'
         for piece in pieces
     ]
     return f'<p class="tokens">{"".join(spans)}</p>'
+
+
+def as_html(text: str) -> str:
+    """Returns text that HTML and Markdown show as it is, in one line: all signs but ASCII letters and digits as
+    references to characters."""
+    return re.sub("[^0-9A-Za-z]", lambda found: f"&#{ord(found[0])};", printable(text))

@@ -3,6 +3,7 @@
 import argparse
 import io
 import json
+import os
 import sys
 import threading
 from contextlib import closing, suppress
@@ -15,6 +16,7 @@ from .pairs import add_pair, knobs_of, load_drafter, load_pair
 from .parsing import device, integer, path, positive, progress, seed, temperature, words
 from .preparation import add_template_option
 
+KEY_VARIABLE = "EAGLE31_API_KEY"
 PORT, PAGE_PORT = 8000, 7860  # as transformers' server and Gradio have them
 port = integer(1, 65535)
 
@@ -29,9 +31,9 @@ def chat(args: argparse.Namespace) -> int:
 
     tokenizer, target, drafter = load_pair(args)
     set_seed(args.seed)
-    conversation = Conversation(
-        target, tokenizer, drafter, knobs_of(args), generation_of(args), dict(args.template_option), args.system
-    )
+    options = generation_of(args) | pieces_of(args, target, drafter)
+    template = dict(args.template_option)
+    conversation = Conversation(target, tokenizer, drafter, knobs_of(args), options, template, args.system)
     is_terminal = sys.stdin is not None and sys.stdin.isatty()
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # what is no UTF-8 is refused as words, and the chat goes on
@@ -48,19 +50,21 @@ def app(args: argparse.Namespace) -> int:
         raise ImportError("the page needs gradio: pip install eagle31_hf[app]")
     from ..chat.conversation import Conversation
     from ..chat.page import Page
-    from ..serving.address import check_address
+    from ..web.address import check_address
 
     check_address(args.host, args.port)
     tokenizer, target, drafter = load_pair(args)
     set_seed(args.seed)
-    options, template = generation_of(args), dict(args.template_option)
+    options = generation_of(args) | pieces_of(args, target, drafter)
+    template = dict(args.template_option)
 
     def make() -> Conversation:
         return Conversation(target, tokenizer, drafter, knobs_of(args), options, template, args.system)
 
     title = f"{name_of(args.target)} with {name_of(args.drafter)}"
+    warn_of_others(args.host, "serve it through a proxy that asks for a password")
     with closing(Page(make, title)) as page:
-        progress(f"serving {title} at {page.serve(args.host, args.port)}")
+        progress(f"serving {title} at {page.serve(args.host, args.port, args.allowed_host)}")
         threading.Event().wait()  # until a signal ends the program
     return 0
 
@@ -98,12 +102,24 @@ def generation_of(args: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
+def pieces_of(args: argparse.Namespace, target: Any, drafter: Any) -> dict[str, Any]:
+    """Returns the argument of generate() by which long prompts are read in pieces: an answer can be stopped between
+    them."""
+    from ..targets.pieces import piece_of
+
+    return {"prefill_chunk_size": piece_of(target, drafter, **knobs_of(args))}
+
+
 def serve(args: argparse.Namespace) -> int:
     """Serves until it is stopped."""
-    from ..serving.address import check_address
-    from ..serving.server import DraftingServer, check_installed
+    from transformers.utils.import_utils import is_serve_available
 
-    check_installed()
+    from ..web.address import check_address
+
+    if not is_serve_available():
+        raise ImportError("serving needs fastapi, uvicorn, openai and pydantic: pip install eagle31_hf[serve]")
+    from ..serving.server import Access, DraftingServer
+
     check_address(args.host, args.port)
     refuse_drafter(args.target)
     if Path(args.target).exists() and "@" in args.target:
@@ -111,20 +127,41 @@ def serve(args: argparse.Namespace) -> int:
             f"--target: {args.target} has an @, behind which transformers' server looks for a revision; expected a"
             " folder without."
         )
+    key = os.environ.get(KEY_VARIABLE) if args.api_key is None else args.api_key
+    access = Access(None if key is None else key_of(key), args.cors, args.allowed_host)
+    if access.key is None:
+        warn_of_others(args.host, f"--api-key KEY (or {KEY_VARIABLE}) asks for one")
     progress(f"loading {args.target} and {args.drafter}")
     DraftingServer(
         args.target,
         lambda target: load_drafter(args, target),
         knobs_of(args),
         progress,
+        access,
         host=args.host,
         port=args.port,
         device=args.device,
         dtype=args.dtype,
         chat_template_kwargs=json.dumps(dict(args.template_option)),
-        enable_cors=args.cors,
     )
     return 0
+
+
+def key_of(text: str) -> str:
+    """Returns the key that requests must bring. Raises ValueError for one that no header can carry."""
+    if not text or not all("!" <= sign <= "~" for sign in text):
+        raise ValueError(
+            f"--api-key or {KEY_VARIABLE}: expected a key of ASCII letters, digits and signs, without spaces."
+        )
+    return text
+
+
+def warn_of_others(host: str, remedy: str) -> None:
+    """Says so where programs of other machines may ask, and no key is asked for."""
+    from ..web.address import is_of_this_machine
+
+    if not is_of_this_machine(host):
+        progress(f"warning: whoever reaches this machine at {host} may use the target, without a key; {remedy}")
 
 
 def add_chat(parser: argparse.ArgumentParser) -> None:
@@ -147,7 +184,13 @@ def add_answers(parser: argparse.ArgumentParser) -> None:
 def add_serve(parser: argparse.ArgumentParser) -> None:
     add_pair(parser)
     add_address(parser, PORT)
-    parser.add_argument("--cors", action="store_true", help="let pages of any origin ask")
+    parser.add_argument("--cors", action="store_true", help="let web pages of any origin ask")
+    parser.add_argument(
+        "--api-key",
+        type=words,
+        metavar="KEY",
+        help=f"answer only requests with this key, as OpenAI's clients send it (default: the variable {KEY_VARIABLE})",
+    )
     add_template_option(parser)
     add_place(parser)
 
@@ -162,6 +205,15 @@ def add_address(parser: argparse.ArgumentParser, default_port: int) -> None:
     """Adds --host and --port."""
     parser.add_argument("--host", type=path, default="localhost", help="to listen at (default: localhost)")
     parser.add_argument("--port", type=port, default=default_port, help=f"(default: {default_port})")
+    parser.add_argument(
+        "--allowed-host",
+        type=path,
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a name that requests may be sent to, as behind a proxy (always: an IP address, localhost, this machine's"
+        " name)",
+    )
 
 
 def add_place(parser: argparse.ArgumentParser) -> None:

@@ -1,36 +1,147 @@
-"""Clients that go away before they have their answer. transformers' server ends a stream whose client has gone; an
-answer that is sent as a whole it would generate to its end, for nobody, while others wait."""
+"""Clients, and the thread that answers them. transformers' server ends a stream whose client has gone; an answer that
+is sent as a whole, and the reading of a prompt, would go on to the end, for nobody, while others wait."""
 
 import asyncio
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextvars import ContextVar, copy_context
+from dataclasses import dataclass, field
 from typing import Any
 
-from transformers.cli.serving.utils import GenerateManager
+from transformers.cli.serving.utils import GenerateManager, _StreamError
 
-# Of the request that is answered in this context: set once its client has gone.
-_gone: ContextVar[threading.Event | None] = ContextVar("gone", default=None)
+from .request_error import RequestError
+
+
+@dataclass
+class Call:
+    """A request that is answered. `is_gone` is set once its client has gone; `has_begun` once the request is with the
+    thread that answers; `error` is what ended it there."""
+
+    is_gone: threading.Event = field(default_factory=threading.Event)
+    has_begun: bool = False
+    error: Exception | None = None
+
+
+# of the request that is answered in this context
+_call: ContextVar[Call | None] = ContextVar("call", default=None)
 
 
 class ClientGoneError(Exception):
     """Ends generate(): nobody waits for its answer any more."""
 
 
+class AnswerFailedError(Exception):
+    """Raised where a stream is read whose answer ended by an error."""
+
+
+def current_call() -> Call:
+    """Returns the request that is answered in this context, or one that nobody waits for."""
+    return _call.get() or Call()
+
+
 def check_client(*_: Any) -> None:
-    """Raises ClientGoneError where the client has gone whose request is answered. May be given to `watch_rounds`."""
-    gone = _gone.get()
-    if gone is not None and gone.is_set():
+    """Raises ClientGoneError where the client has gone whose request is answered. May be given to `watch_rounds` and
+    `watch_forwards`."""
+    if current_call().is_gone.is_set():
         raise ClientGoneError
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The room that a target has for a prompt and its answer. `context`: tokens of both together, None where there is
+    no end; `answer`: tokens of an answer whose request names no number; `piece`: tokens of a prompt that are read at
+    once, None: all. Between pieces a client's leaving is noticed."""
+
+    context: int | None
+    answer: int
+    piece: int | None
+
+    def fit(self, inputs: Any, config: Any) -> None:
+        """Writes to a request's generation config how long its answer may be, and how its prompt is read. Raises
+        RequestError for a prompt without tokens, and for one that fills the context."""
+        length = inputs["input_ids"].shape[-1]
+        if not length:
+            raise RequestError("the prompt makes no tokens; expected text.")
+        wanted = config.max_new_tokens or self.answer
+        if self.context is not None and length >= self.context:
+            raise RequestError(
+                f"the prompt has {length} tokens; expected fewer than {self.context}, which is all that the target"
+                " reads, its answer included.",
+                code="context_length_exceeded",
+            )
+        config.max_new_tokens = wanted if self.context is None else min(wanted, self.context - length)
+        is_text = set(inputs) <= {"input_ids", "attention_mask"}  # images are not read in pieces
+        if is_text and self.piece is not None and length > self.piece:
+            config.prefill_chunk_size = self.piece
 
 
 class GenerationThread(GenerateManager):
     """The thread that makes all generate() calls, one after another, each in the context of the request it answers:
     there `check_client` finds whose client to ask for."""
 
+    def __init__(self, limits: Limits):
+        super().__init__()
+        self.limits = limits
+
+    def submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Future:
+        """Has the thread make a call in the caller's context."""
+        return super().submit(copy_context().run, fn, *args, **kwargs)
+
     def async_submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> asyncio.Future:
         """Returns the outcome of a call, once the thread has made it in the caller's context."""
         return super().async_submit(copy_context().run, fn, *args, **kwargs)
+
+    def generate_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        """Begins an answer; returns its pieces and what counts them. Raises RequestError for a prompt without room, and
+        for beams."""
+        if (gen_config.num_beams or 1) > 1:
+            found = f"num_beams is {gen_config.num_beams}; expected 1 in a stream"
+            raise RequestError(f"{found}: only their end tells which of the beams is the answer.", "generation_config")
+        self._begin(inputs, gen_config)
+        queue, streamer = super().generate_streaming(model, processor, inputs, gen_config, *args, **kwargs)
+        return _Pieces(queue), streamer
+
+    async def generate_non_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
+    ) -> tuple[str, int, Any]:
+        """Returns an answer: its text, the prompt's length and the new token ids. Raises RequestError for a prompt
+        without room."""
+        self._begin(inputs, gen_config)
+        return await super().generate_non_streaming(model, processor, inputs, gen_config, *args, **kwargs)
+
+    def _begin(self, inputs: Any, config: Any) -> None:
+        self.limits.fit(inputs, config)
+        current_call().has_begun = True
+
+
+class _Pieces:
+    """The pieces of a streamed answer, as a queue. The error that ended it is raised where the next piece is asked for:
+    the handlers of transformers' server would write it as text into JSON."""
+
+    def __init__(self, queue: asyncio.Queue):
+        self._queue = queue
+        self._has_failed = False
+
+    async def get(self) -> Any:
+        """Returns the next piece, None at the end. Raises AnswerFailedError where there is none."""
+        piece = None if self._has_failed else await self._queue.get()
+        if self._has_failed or isinstance(piece, _StreamError):
+            raise AnswerFailedError
+        return piece
+
+    def get_nowait(self) -> Any:
+        """Returns the next piece. Raises QueueEmpty where it has not come, or an error has in its place."""
+        if self._has_failed:
+            raise asyncio.QueueEmpty
+        piece = self._queue.get_nowait()
+        if isinstance(piece, _StreamError):
+            self._has_failed = True
+            raise asyncio.QueueEmpty
+        return piece
 
 
 class ClientWatch:
@@ -43,21 +154,22 @@ class ClientWatch:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        request = _WatchedRequest(receive)
-        token = _gone.set(request.gone)
+        call = Call()
+        request = _WatchedRequest(receive, call.is_gone)
+        token = _call.set(call)
         try:
             await self.app(scope, request.receive, send)
         finally:
             request.end()
-            _gone.reset(token)
+            _call.reset(token)
 
 
 class _WatchedRequest:
     """What a client sends. Once that has come whole, a task waits for the end of the connection, all that can still
     come: the application does not ask for it while it generates. `gone` is set then."""
 
-    def __init__(self, receive: Any):
-        self.gone = threading.Event()
+    def __init__(self, receive: Any, gone: threading.Event):
+        self._gone = gone
         self._receive = receive
         self._waiting: asyncio.Task | None = None
 
@@ -67,14 +179,14 @@ class _WatchedRequest:
             return await asyncio.shield(self._waiting)
         message = await self._receive()
         if message["type"] == "http.disconnect":
-            self.gone.set()
+            self._gone.set()
         elif not message.get("more_body"):
             self._waiting = asyncio.create_task(self._wait())
         return message
 
     async def _wait(self) -> Any:
         message = await self._receive()
-        self.gone.set()
+        self._gone.set()
         return message
 
     def end(self) -> None:

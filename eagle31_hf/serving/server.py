@@ -1,23 +1,49 @@
-"""transformers' server (`transformers serve`) for one target, which answers every request with its drafter."""
+"""transformers' server (`transformers serve`) for one target, which answers every request with its drafter.
 
-from collections.abc import Callable
+Its handlers make the answers; what stands around them, routes, checks of requests and limits, is this library's own.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 import torch
+import uvicorn
+from jinja2 import TemplateError
+from jinja2.defaults import DEFAULT_NAMESPACE
+from starlette.middleware.cors import CORSMiddleware
 from transformers import PreTrainedModel
 from transformers.cli.serve import Serve
-from transformers.utils import logging
+from transformers.utils.chat_template_utils import _get_template_variables
 
-from ..acceptance import watch_rounds
+from ..acceptance import watch_forwards, watch_rounds
 from ..errors import DraftingRefusedError
 from ..modeling import Eagle31DrafterModel
-from .address import url_of
-from .clients import ClientGoneError, ClientWatch, GenerationThread, check_client
-from .metrics import CONTENT_TYPE, Metrics
+from ..targets.pieces import checking_forwards, piece_of
+from ..web.address import url_of
+from ..web.gate import Gate
+from .app import FREE, ROUTES, App
+from .clients import GenerationThread, Limits, check_client, current_call
+from .fields import Served
+from .metrics import Metrics
 
-logger = logging.get_logger(__name__)
 TRIAL = ([[1, 2, 3]], 4)  # the prompt that is tried before anything is served, and how many tokens of an answer
+TEMPLATE_FUNCTIONS = ("raise_exception", "strftime_now")  # which transformers gives every chat template
+USUAL_ANSWER = 1024  # tokens of an answer whose request names no number, as in transformers' server
+ENDING = 5  # seconds that answers have to end once a signal asks the server to stop
+MOST_WAITING = 512  # requests at once; more are answered by status 503
+
+
+@dataclass(frozen=True)
+class Access:
+    """Who may ask: `key`, which every request must bring, None: no key; `any_origin`: web pages of any origin;
+    `hosts`: names that the server is known by, besides its address."""
+
+    key: str | None = None
+    any_origin: bool = False
+    hosts: Sequence[str] = ()
 
 
 class DraftingServer(Serve):
@@ -35,82 +61,129 @@ class DraftingServer(Serve):
         load_drafter: Callable[[PreTrainedModel], Eagle31DrafterModel],
         knobs: dict[str, Any],
         announce: Callable[[str], None],
+        access: Access = Access(),
         **options: Any,
     ):
         self.target = target
         self.load_drafter = load_drafter
         self.knobs = knobs
         self.announce = announce
+        self.access = access
         self.metrics = Metrics()
         # The base class calls `start_server` at the end, where everything is loaded. It would then wait for a thread
         # that serves; ours serves until it is stopped, and there is nothing left to wait for.
         super().__init__(target, non_blocking=True, **options)
 
     def start_server(self) -> None:
-        """Has the target draft, and serves in this thread until a signal ends it."""
+        """Has the target draft, and serves it."""
         manager: Any = self._model_manager
-        target, _ = manager.load_model_and_processor(manager.process_model_name(self.target))
+        target, processor = manager.load_model_and_processor(manager.process_model_name(self.target))
+        served = served_of(self.target, target, processor)
+        drafter = self.load_drafter(target)
+        try_pair(target, drafter, self.knobs)
+        limits = Limits(served.context, usual_answer(target), piece_of(target, drafter, **self.knobs))
+        target.generate = self._watched(target, drafter)  # of this model alone; the class keeps its own
+        thread = GenerationThread(limits)
+        # All requests are of one model, and one thread answers them all.
+        cast(Any, self._generation_state).get_manager = lambda *args, **kwargs: thread
+        self.serve(self.application(served))
+
+    def _watched(self, target: Any, drafter: Eagle31DrafterModel) -> Callable[..., Any]:
+        """Returns a generate() with the drafter, counted, which ends once its client has gone."""
         alone: Any = target.generate
-        drafted = partial(alone, assistant_model=self.load_drafter(target), **self.knobs)
-        ids = torch.tensor(TRIAL[0], device=target.device)
-        drafted(ids, attention_mask=torch.ones_like(ids), max_new_tokens=TRIAL[1], do_sample=False)
+        drafted = partial(alone, assistant_model=drafter, **self.knobs)
+
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            try:
+                with watch_rounds(check_client), watch_forwards(check_client):
+                    return drafted(*args, **kwargs)
+            except DraftingRefusedError:  # before a token is generated: of beams, say, there are no drafts
+                self.metrics.count("requests_not_drafted")
+                with checking_forwards(target, check_client):
+                    return alone(*args, **kwargs)
 
         def generate(*args: Any, **kwargs: Any) -> Any:
             with self.metrics.request():
-                check_client()  # it may have gone while others were answered
                 try:
-                    with watch_rounds(check_client):
-                        return drafted(*args, **kwargs)
-                except DraftingRefusedError:  # before a token is generated: of beams, say, there are no drafts
-                    self.metrics.count("requests_not_drafted")
-                    return alone(*args, **kwargs)
+                    check_client()  # it may have gone while others were answered
+                    return answer(*args, **kwargs)
+                except Exception as error:
+                    current_call().error = error
+                    raise
 
-        # Of this model alone; the class keeps its own. A server that is started for one model never unloads it.
-        target.generate = generate
-        manager.get_gen_models = lambda *args, **kwargs: [_as_listed(self.target)]
-        # All requests are of one model, and one thread answers them all.
-        thread, state = GenerationThread(), cast(Any, self._generation_state)
-        state.get_manager = lambda *args, **kwargs: thread
-        app: Any = self.server.config.app
-        app.get("/metrics")(self._metrics)
-        app.add_exception_handler(ValueError, _refused)
-        app.add_exception_handler(ClientGoneError, _unheard)
-        app.add_middleware(ClientWatch)
-        config = self.server.config
-        where = url_of(config.host, config.port)
+        return generate
+
+    def application(self, served: Served) -> Gate:
+        """Returns the ASGI application: the routes behind the gate."""
+        handlers: dict[str, Any] = {
+            "/v1/chat/completions": self._chat_handler.handle_request,
+            "/v1/completions": self._completion_handler.handle_request,
+            "/v1/responses": self._response_handler.handle_request,
+        }
+        routes = App(served, handlers, self.metrics).application()
+        access = self.access
+        if access.any_origin:
+            routes = CORSMiddleware(routes, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
+        return Gate(
+            routes,
+            [self.server.config.host, *access.hosts],
+            lambda method, path: path in ROUTES,
+            key=access.key,
+            needs_key=lambda path: path not in FREE,
+            any_origin=access.any_origin,
+        )
+
+    def serve(self, application: Gate) -> None:
+        """Serves in this thread until a signal ends it."""
+        host, port = self.server.config.host, self.server.config.port
+        config = uvicorn.Config(
+            application, host, port, lifespan="off", timeout_graceful_shutdown=ENDING, limit_concurrency=MOST_WAITING
+        )
+        self.server = uvicorn.Server(config)
+        where = url_of(host, port)
         self.announce(f"serving {self.target} at {where}/v1; counts of drafts at {where}/metrics")
         self.server.run()
 
-    def _metrics(self) -> Any:
-        from fastapi import Response
 
-        return Response(self.metrics.as_text(), media_type=CONTENT_TYPE)
-
-
-async def _refused(request: Any, error: Exception) -> Any:
-    """Answers a request that generate() or the chat template refuses, by 400 and their words. Left to itself the server
-    would answer 500, and close a connection that the client goes on using."""
-    from fastapi.responses import JSONResponse
-
-    logger.warning("a request was refused", exc_info=error)
-    return JSONResponse({"error": {"message": str(error), "type": "invalid_request_error"}}, status_code=400)
-
-
-async def _unheard(request: Any, error: Exception) -> Any:
-    """Ends a request whose client has gone: the status, which nobody reads, is in the log."""
-    from fastapi.responses import Response
-
-    return Response(status_code=499)
+def served_of(name: str, target: Any, processor: Any) -> Served:
+    """Returns what is served, as requests are checked by it."""
+    config = target.config.get_text_config(decoder=True)
+    context = getattr(config, "max_position_embeddings", None)
+    return Served(
+        model=name,
+        vocab_size=config.vocab_size,
+        context=context if isinstance(context, int) else None,
+        template_options=template_options(processor),
+        reads_images=hasattr(processor, "image_processor"),
+    )
 
 
-def _as_listed(name: str) -> dict[str, Any]:
-    """Returns the model as /v1/models lists it."""
-    return {"id": name, "object": "model", "created": 0, "owned_by": name.partition("/")[0]}
+def template_options(processor: Any) -> frozenset[str]:
+    """Returns the variables that a client may give the chat template: those it reads, less special tokens, functions
+    and the arguments of what renders it, by which a client could name another template."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+    template = processor.chat_template or {}
+    templates = template.values() if isinstance(template, dict) else [template]
+    try:
+        read = [_get_template_variables(each) for each in templates]
+    except TemplateError:  # it renders no messages either, and says so to every request
+        return frozenset()
+    arguments = {
+        name
+        for renders in (processor.apply_chat_template, tokenizer.apply_chat_template)
+        for name in inspect.signature(renders).parameters
+    }
+    taken = {"messages", *arguments, *tokenizer.special_tokens_map, *DEFAULT_NAMESPACE, *TEMPLATE_FUNCTIONS}
+    return frozenset().union(*read) - taken
 
 
-def check_installed() -> None:
-    """Raises ImportError, with what to do, where what serves is missing."""
-    from transformers.utils.import_utils import is_serve_available
+def usual_answer(target: Any) -> int:
+    """Returns how many tokens an answer may have whose request names no number."""
+    return max(USUAL_ANSWER, target.generation_config.max_new_tokens or 0)
 
-    if not is_serve_available():
-        raise ImportError("serving needs fastapi, uvicorn, openai and pydantic: pip install eagle31_hf[serve]")
+
+def try_pair(target: Any, drafter: Any, knobs: dict[str, Any]) -> None:
+    """Drafts a few tokens. Raises what generate() does where drafter and target do not fit each other."""
+    ids = torch.tensor(TRIAL[0], device=target.device)
+    options: dict[str, Any] = {"max_new_tokens": TRIAL[1], "do_sample": False, **knobs}
+    target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=drafter, **options)

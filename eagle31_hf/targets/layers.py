@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
+from ..acceptance import check_forward
 from ..errors import DraftingRefusedError
 
 
@@ -143,6 +144,7 @@ def _forward_hooks(decoder: nn.Module, captured: CapturedStates) -> list:
 
     def before(module, args, kwargs):
         captured.begin((*args, *kwargs.values()))
+        check_forward()
 
     def after(module, args, output):
         captured.end(has_failed=output is None)  # torch passes None where the forward raised

@@ -1,6 +1,7 @@
 """The address that a server listens at."""
 
 import errno
+import ipaddress
 import socket
 from typing import Any
 
@@ -37,3 +38,9 @@ def _error_of(family: int, kind: int, protocol: int, address: Any) -> OSError | 
 def url_of(host: str, port: int) -> str:
     """Returns the address as clients write it; an IPv6 one stands in brackets."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def is_of_this_machine(host: str) -> bool:
+    """Returns whether only programs of this machine reach what listens at `host`."""
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return all(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found)

@@ -3,121 +3,20 @@ away, and counts of what was drafted for them."""
 
 import signal
 import socket
-import subprocess
-import sys
 import threading
-import time
-import urllib.request
 
 import pytest
-import torch
-from programs import heeded
+from serving.fixtures import expected, folder, server
+from serving.servers import COUNT, ENDLESS, WORDS, Server, free_port, text_of
 
 from eagle31_hf import demo
 from eagle31_hf.cli import main
-from eagle31_hf.serving.address import check_address, url_of
+from eagle31_hf.web.address import check_address, url_of
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 pytestmark = pytest.mark.xdist_group("server")
-
-TEMPLATE = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
-WORDS, COUNT = "class Parser(object):", 24
-ENDLESS = {"max_tokens": 10**6, "extra_body": {"generation_config": '{"eos_token_id": -1}'}}
-LONGEST = 120  # seconds that a start or an end may take on a machine that does much else
-
-
-def free_port():
-    with socket.socket() as tried:
-        tried.bind(("localhost", 0))
-        return tried.getsockname()[1]
-
-
-class Server:
-    """The command, and what it answers."""
-
-    def __init__(self, folder, *words):
-        self.port, self.target = free_port(), str(folder)
-        self.log = folder.parent / f"{self.port}.log"
-        command = [sys.executable, "-m", "eagle31_hf", "serve", "--target", self.target, "--port", str(self.port)]
-        command += ["--drafter", str(demo.FOLDER / "eagle31"), "--dtype", "float32", *words]
-        with open(self.log, "w") as log:
-            self.process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=heeded
-            )
-        until = time.monotonic() + LONGEST
-        while not self.is_up():
-            assert self.process.poll() is None, self.log.read_text()
-            assert time.monotonic() < until, self.log.read_text()
-            time.sleep(0.1)
-
-    def is_up(self):
-        try:
-            return self.read("/health") is not None
-        except OSError:
-            return False
-
-    def read(self, path):
-        with urllib.request.urlopen(f"http://localhost:{self.port}{path}", timeout=LONGEST) as answer:
-            return answer.read().decode()
-
-    def counts(self):
-        lines = [line for line in self.read("/metrics").splitlines() if not line.startswith("#")]
-        pairs = (line.replace("_total", "").removeprefix("eagle31:").split(" ") for line in lines)
-        return {name: float(value) for name, value in pairs}
-
-    def client(self):
-        return openai.OpenAI(
-            base_url=f"http://localhost:{self.port}/v1", api_key="none", timeout=LONGEST, max_retries=0
-        )
-
-    def ask(self, client, words=WORDS, **options):
-        messages = [{"role": "user", "content": words}]
-        options = {"max_tokens": COUNT, "temperature": 0} | options
-        return client.chat.completions.create(model=self.target, messages=messages, **options)
-
-    def end(self, number=signal.SIGTERM):
-        self.process.send_signal(number)
-        return self.process.wait(LONGEST)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """The demo's target, with a chat template."""
-    folder = tmp_path_factory.mktemp("served") / "target"
-    target, tokenizer = demo.load_target()
-    tokenizer.chat_template = TEMPLATE
-    target.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def server(folder):
-    served = Server(folder)
-    yield served
-    served.end()
-
-
-@pytest.fixture(scope="module")
-def expected(folder):
-    """The target's own answer to some words."""
-    target, tokenizer = demo.load_target()
-    tokenizer.chat_template = TEMPLATE
-
-    def answer(words, count=COUNT, **options):
-        messages = [{"role": "user", "content": words}]
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]
-        mask = torch.ones_like(ids)
-        found = target.generate(ids, attention_mask=mask, max_new_tokens=count, do_sample=False, **options)
-        return tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True)
-
-    return answer
-
-
-def text_of(stream):
-    return "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
 
 
 def test_the_target_is_listed_and_answers_as_it_would_alone(server, expected):
@@ -221,7 +120,7 @@ def test_another_model_is_refused_and_the_server_goes_on(server, expected):
 def test_a_value_that_is_refused_is_told_and_the_connection_serves_on(server, expected):
     client = server.client()
     several = {"extra_body": {"generation_config": '{"num_return_sequences": 2}'}}
-    for options, said in (({"max_tokens": 0}, "max_new_tokens"), (several, "num_return_sequences")):
+    for options, said in (({"max_tokens": 0}, "max_tokens is 0"), (several, "num_return_sequences")):
         with pytest.raises(openai.BadRequestError, match=said):
             server.ask(client, **options)
         assert server.ask(client).choices[0].message.content == expected(WORDS)

@@ -1,0 +1,165 @@
+"""The routes of the server, all there are: transformers' handlers behind checks of what clients send."""
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+from uuid import uuid4
+
+from fastapi import HTTPException
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from transformers.utils import logging
+
+from ..printable import printable
+from ..web.gate import error_json
+from .clients import AnswerFailedError, Call, ClientGoneError, ClientWatch, current_call
+from .fields import Served, check, read_body
+from .metrics import CONTENT_TYPE, Metrics
+from .request_error import RequestError
+
+logger = logging.get_logger(__name__)
+# of transformers' own: takes a request's fields and its id
+Handler = Callable[[dict[str, Any], str], Awaitable[Any]]
+GONE = 499  # the status of an answer whose client has gone; nobody reads it
+INVALID, FAILED = "invalid_request_error", "server_error"  # OpenAI's types of errors
+# every route and its method
+ROUTES = {
+    "/v1/chat/completions": "POST",
+    "/v1/completions": "POST",
+    "/v1/responses": "POST",
+    "/v1/models": "GET",
+    "/load_model": "POST",
+    "/metrics": "GET",
+    "/health": "GET",
+    "/": "GET",
+}
+FREE = ("/health", "/")  # for those without the key, too
+
+
+class App:
+    """Answers the routes. `handlers`: transformers' handlers, by route; `metrics`: what /metrics shows."""
+
+    def __init__(self, served: Served, handlers: dict[str, Handler], metrics: Metrics):
+        self.served = served
+        self.handlers = handlers
+        self.metrics = metrics
+
+    def application(self) -> Any:
+        """Returns the ASGI application."""
+        endpoints = {
+            **dict.fromkeys(self.handlers, self._answer),
+            "/v1/models": self._models,
+            "/load_model": self._load_model,
+            "/metrics": self._metrics,
+            "/health": self._health,
+            "/": self._index,
+        }
+        routes = [Route(path, endpoints[path], methods=[method]) for path, method in ROUTES.items()]
+        return ClientWatch(Starlette(routes=routes, exception_handlers=HANDLERS))
+
+    async def _answer(self, request: Request) -> Response:
+        """Answers a request for text. Errors become OpenAI's, of the client's or of the server's kind."""
+        try:
+            fields = await self._fields(request)
+        except RequestError as error:
+            return _error_response(error, current_call())
+        return await self._generated(self.handlers[request.url.path], fields, current_call())
+
+    async def _generated(self, handler: Handler, fields: dict[str, Any], call: Call) -> Response:
+        try:
+            response = await handler(fields, str(uuid4()))
+        except Exception as error:
+            return _error_response(error, call)
+        if isinstance(response, StreamingResponse):
+            response.body_iterator = _until_error(response.body_iterator, call)
+        return response
+
+    async def _fields(self, request: Request) -> dict[str, Any]:
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise RequestError(f"Content-Type is {kind[:80]!a}; expected application/json.")
+        return check(request.url.path, read_body(await request.body()), self.served)
+
+    async def _models(self, request: Request) -> Response:
+        name = self.served.model
+        model = {"id": name, "object": "model", "created": 0, "owned_by": name.partition("/")[0]}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def _load_model(self, request: Request) -> Response:
+        """Says that the model is loaded, as `transformers chat` asks before it begins. Nothing is loaded here."""
+        try:
+            await self._fields(request)
+        except RequestError as error:
+            return _error_response(error, current_call())
+        event = {"status": "ready", "model": self.served.model, "cached": True}
+        return PlainTextResponse(f"data: {json.dumps(event)}\n\n", media_type="text/event-stream")
+
+    async def _metrics(self, request: Request) -> Response:
+        return Response(self.metrics.as_text(), media_type=CONTENT_TYPE)
+
+    async def _health(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def _index(self, request: Request) -> Response:
+        """Says in plain text what is served: a page of documentation would need scripts from elsewhere."""
+        lines = [f"eagle31 serves {printable(self.served.model)} with its drafter, by OpenAI's API.", ""]
+        lines += [f"{method:<5} {path}" for path, method in ROUTES.items()]
+        return PlainTextResponse("\n".join(lines) + "\n")
+
+
+def _error_response(error: Exception, call: Call) -> Response:
+    """Returns the answer to a request that ended by an error."""
+    if isinstance(error, ClientGoneError):
+        return Response(status_code=GONE)
+    status, text = _told(error, call)
+    return Response(text, status, media_type="application/json")
+
+
+def _told(error: Exception, call: Call) -> tuple[int, str]:
+    """Returns the status and the JSON of an error: the client's, or the server's own, which is logged whole.
+
+    Before the answer is begun, what fails is the request: a chat template is a program of its author's, and may raise
+    anything at messages that it does not expect. Afterwards a ValueError is what generate() says to its arguments.
+    """
+    words = " ".join(str(error).split())[:1000] or type(error).__name__
+    if isinstance(error, RequestError):
+        return 400, error_json(words, INVALID, error.param, error.code)
+    if isinstance(error, HTTPException):
+        return 400 if error.status_code < 500 else error.status_code, error_json(str(error.detail), INVALID)
+    is_machine = isinstance(error, MemoryError | OSError)
+    if not is_machine and (not call.has_begun or (error is call.error and isinstance(error, ValueError))):
+        logger.warning(f"a request was refused: {printable(words)}")
+        return 400, error_json(f"the request is refused: {words}", INVALID)
+    logger.error(f"a request failed: {printable(words)}", exc_info=error)
+    return 500, error_json(f"the answer failed: {words}", FAILED)
+
+
+async def _until_error(pieces: Any, call: Call) -> AsyncIterator[Any]:
+    """Yields the pieces of a stream; where its answer ends by an error, that is the last."""
+    async with aclosing(pieces):
+        try:
+            async for piece in pieces:
+                yield piece
+        except AnswerFailedError:
+            if not call.is_gone.is_set():
+                yield f"data: {_told(call.error or RuntimeError('there is no more of it'), call)[1]}\n\n"
+
+
+async def _wrong_method(request: Request, error: Exception) -> Response:
+    message = f"{request.url.path} takes {ROUTES[request.url.path]}."
+    return Response(error_json(message, INVALID), 405, media_type="application/json")
+
+
+async def _unheard(request: Request, error: Exception) -> Response:
+    return Response(status_code=GONE)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """Answers a request at which the server itself has a defect; the traceback is in the log."""
+    return Response(error_json(type(error).__name__, FAILED), 500, media_type="application/json")
+
+
+HANDLERS: dict[Any, Any] = {405: _wrong_method, ClientDisconnect: _unheard, 500: _failed}

@@ -1,0 +1,1 @@
+"""The common ground of what listens at an address: the server and the page."""

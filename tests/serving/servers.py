@@ -1,0 +1,105 @@
+"""`eagle31 serve` as a process of its own, and how it is asked."""
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import closing
+from typing import NamedTuple
+
+from programs import heeded
+
+from eagle31_hf import demo
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['content'] }}\n{% endfor %}{% if thinking is defined %}{{ thinking }}{% endif %}"
+)
+WORDS, COUNT = "class Parser(object):", 24
+ENDLESS = {"max_tokens": 10**6, "extra_body": {"generation_config": '{"eos_token_id": -1}'}}
+LONGEST = 120  # seconds that a start or an end may take on a machine that does much else
+
+
+def free_port():
+    with socket.socket() as tried:
+        tried.bind(("localhost", 0))
+        return tried.getsockname()[1]
+
+
+def text_of(stream):
+    return "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+
+
+class Answer(NamedTuple):
+    """The answer to a request: its status, headers by names in lower case, and body."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self):
+        return json.loads(self.body)
+
+
+class Server:
+    """The command, and what it answers. `words`: further arguments; `drafter`: its folder, the demo's by default."""
+
+    def __init__(self, folder, *words, drafter=None, **env):
+        self.port, self.target = free_port(), str(folder)
+        self.log = folder.parent / f"{self.port}.log"
+        command = [sys.executable, "-m", "eagle31_hf", "serve", "--target", self.target, "--port", str(self.port)]
+        command += ["--drafter", str(drafter or demo.FOLDER / "eagle31"), "--dtype", "float32", *words]
+        with open(self.log, "w") as log:
+            self.process = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=heeded,
+                env={**os.environ, **env},
+            )
+        until = time.monotonic() + LONGEST
+        while not self.is_up():
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < until, self.log.read_text()
+            time.sleep(0.1)
+
+    def is_up(self):
+        try:
+            return self.request("GET", "/health").status == 200
+        except OSError:
+            return False
+
+    def request(self, method, path, body=None, headers=None):
+        """Asks as any program may. `body`: bytes, or what is sent as JSON."""
+        sent = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        usual = {"Content-Type": "application/json"} if body is not None else {}
+        connection = http.client.HTTPConnection("localhost", self.port, timeout=LONGEST)
+        with closing(connection):
+            connection.request(method, path, sent, usual | (headers or {}))
+            answer = connection.getresponse()
+            return Answer(answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read())
+
+    def counts(self, **headers):
+        text = self.request("GET", "/metrics", headers=headers).body.decode()
+        lines = [line for line in text.splitlines() if not line.startswith("#")]
+        pairs = (line.replace("_total", "").removeprefix("eagle31:").split(" ") for line in lines)
+        return {name: float(value) for name, value in pairs}
+
+    def client(self, key="none"):
+        import openai
+
+        return openai.OpenAI(base_url=f"http://localhost:{self.port}/v1", api_key=key, timeout=LONGEST, max_retries=0)
+
+    def ask(self, client, words=WORDS, **options):
+        messages = [{"role": "user", "content": words}]
+        options = {"max_tokens": COUNT, "temperature": 0} | options
+        return client.chat.completions.create(model=self.target, messages=messages, **options)
+
+    def end(self, number=signal.SIGTERM):
+        self.process.send_signal(number)
+        return self.process.wait(LONGEST)

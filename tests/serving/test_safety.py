@@ -1,0 +1,536 @@
+"""A server as those meet it who mean it no good, or get requests wrong: `eagle31 serve` as a process of its own."""
+
+import inspect
+import json
+import signal
+import socket
+import threading
+import time
+from contextlib import suppress
+
+import httpx
+import pytest
+import torch
+from fuzz_requests import fuzz
+from serving.fixtures import expected, folder, server
+from serving.servers import COUNT, WORDS, Server, free_port, text_of
+
+from eagle31_hf import demo
+from eagle31_hf.cli import main
+
+openai = pytest.importorskip("openai")
+pytest.importorskip("fastapi")
+pytestmark = pytest.mark.xdist_group("server")
+CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+SAID = [{"role": "user", "content": "x = 1"}]
+
+
+def still_drafts(server, expected, **headers):
+    """The target's own answer, and drafts for it: a server whose target was loaded anew has none."""
+    before = server.counts(**headers)
+    key = headers.get("Authorization", "Bearer none").partition(" ")[2]
+    assert server.ask(server.client(key)).choices[0].message.content == expected(WORDS)
+    added = {name: count - before.get(name, 0) for name, count in server.counts(**headers).items()}
+    return added["generation_tokens"] == COUNT and added["spec_decode_num_draft_tokens"] > 0
+
+
+# -- routes
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/reset"),
+        ("POST", "/v1/audio/transcriptions"),
+        ("POST", "/v1/systemone"),
+        ("GET", "/docs"),
+        ("GET", "/redoc"),
+        ("GET", "/openapi.json"),
+        ("GET", "/v1/models/../../reset"),
+        ("POST", "//reset"),
+        ("DELETE", "/v1/models/x"),
+    ],
+)
+def test_what_only_transformers_needs_is_not_there(server, expected, method, path):
+    answer = server.request(method, path, {} if method == "POST" else None)
+    assert answer.status == 404
+    assert answer.json["error"]["type"] == "invalid_request_error"
+    assert still_drafts(server, expected)
+
+
+def test_no_route_is_taken_over_from_transformers(server):
+    """The routes are this library's own list, whatever a release of transformers brings."""
+    from transformers.cli.serving.server import build_server
+
+    from eagle31_hf.serving.app import ROUTES
+
+    names = inspect.signature(build_server).parameters
+    theirs = build_server(**{name: None for name in names if name != "enable_cors"})
+    others = [route for route in theirs.routes if getattr(route, "path", "/") not in ROUTES]
+    assert len(others) > 4
+    for route in others:
+        for method in route.methods:
+            assert server.request(method, route.path, {} if method == "POST" else None).status == 404
+
+
+def test_a_wrong_method_is_told(server):
+    for method, path in (("GET", CHAT), ("POST", "/v1/models"), ("PUT", "/metrics"), ("OPTIONS", CHAT)):
+        answer = server.request(method, path)
+        assert (answer.status, answer.json["error"]["type"]) == (405, "invalid_request_error")
+
+
+@pytest.mark.parametrize("name", ["another/model", "/etc/passwd", "../target", "", "demo@main", "x:y.gguf"])
+def test_no_client_loads_another_model(server, expected, name):
+    """Nor does an answer say whether there is one of that name on the server's disk."""
+    for path, body in (
+        ("/load_model", {}),
+        (CHAT, {"messages": SAID}),
+        (TEXT, {"prompt": "x"}),
+        (RESPONSES, {"input": "x"}),
+    ):
+        answer = server.request("POST", path, body | {"model": name})
+        assert (answer.status, answer.json["error"]["code"]) == (400, "model_not_found")
+        assert answer.json["error"]["message"] == f"model is {name!r}; expected {server.target!r}, the only one here."
+    assert "Loading" not in server.log.read_text().split("serving", 1)[1]
+    assert still_drafts(server, expected)
+
+
+def test_spellings_of_the_target_s_folder_are_other_names(server):
+    for name in (f"{server.target}/", f"{server.target}/.", f"{server.target}@main"):
+        assert server.request("POST", "/load_model", {"model": name}).status == 400
+        assert server.request("POST", CHAT, {"messages": SAID, "model": name}).status == 400
+
+
+def test_the_model_is_ready_for_those_who_ask_before_they_begin(server):
+    """As `transformers chat` does."""
+    answer = server.request("POST", "/load_model", {"model": server.target})
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert json.loads(answer.body.decode().removeprefix("data: "))["status"] == "ready"
+
+
+def test_the_first_page_needs_nothing_from_elsewhere(server):
+    answer = server.request("GET", "/")
+    assert answer.headers["content-type"].startswith("text/plain")
+    assert CHAT in answer.body.decode()
+
+
+# -- where requests come from
+
+
+def test_a_name_that_was_made_to_lead_here_is_refused(server):
+    for host in (
+        "evil.example",
+        f"evil.example:{server.port}",
+        "localhost.evil.example",
+        "",
+        "localhost:x",
+        "a@localhost",
+    ):
+        for method, path in (("GET", "/v1/models"), ("POST", CHAT), ("GET", "/metrics"), ("GET", "/")):
+            answer = server.request(method, path, {} if method == "POST" else None, {"Host": host})
+            assert (answer.status, answer.json["error"]["code"]) == (403, "host_not_allowed")
+    for host in ("localhost", f"localhost:{server.port}", "127.0.0.1", "[::1]:80", "LOCALHOST", socket.gethostname()):
+        assert server.request("GET", "/v1/models", headers={"Host": host}).status == 200
+
+
+def test_pages_of_other_origins_may_not_ask(server, expected):
+    here = f"localhost:{server.port}"
+    for origin in (
+        "http://evil.example",
+        "null",
+        "http://localhost:1",
+        f"http://{here}.evil.example",
+        "",
+        f"file://{here}",
+    ):
+        for kind in ("application/json", "text/plain", "application/x-www-form-urlencoded"):
+            answer = server.request("POST", CHAT, {"messages": SAID}, {"Origin": origin, "Content-Type": kind})
+            assert (answer.status, answer.json["error"]["code"]) == (403, "origin_not_allowed")
+    own = server.request("POST", CHAT, {"messages": SAID, "max_tokens": 2}, {"Origin": f"http://{here}"})
+    assert own.status == 200
+    assert "access-control-allow-origin" not in own.headers
+    assert still_drafts(server, expected)
+
+
+def test_other_origins_and_names_where_they_are_asked_for(folder):
+    served = Server(folder, "--cors", "--allowed-host", "my.box", "--num-assistant-tokens", "2")
+    try:
+        asked = {"Origin": "http://page.example", "Host": "my.box"}
+        preflight = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
+        answer = served.request("OPTIONS", CHAT, headers=asked | preflight)
+        assert (answer.status, answer.headers["access-control-allow-origin"]) == (200, "*")
+        answer = served.request("POST", CHAT, {"messages": SAID, "max_tokens": 2}, asked)
+        assert (answer.status, answer.headers["access-control-allow-origin"]) == (200, "*")
+        assert served.request("GET", "/v1/models", headers={"Host": "other.box"}).status == 403
+    finally:
+        served.end()
+
+
+# -- the key
+
+
+def test_a_key_is_asked_for(folder, expected):
+    served = Server(folder, "--num-assistant-tokens", "4", EAGLE31_API_KEY="se-cret")
+    try:
+        for key in (None, "", "se-cre", "se-crett", "Se-cret"):
+            headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+            for method, path in (("GET", "/v1/models"), ("POST", CHAT), ("GET", "/metrics"), ("POST", "/load_model")):
+                answer = served.request(method, path, {} if method == "POST" else None, headers)
+                assert (answer.status, answer.json["error"]["code"]) == (401, "invalid_api_key")
+                assert answer.headers["www-authenticate"] == "Bearer"
+        with pytest.raises(openai.AuthenticationError):
+            served.ask(served.client("another"))
+        assert served.request("GET", "/health").status == 200
+        assert still_drafts(served, expected, Authorization="Bearer se-cret")
+        assert "se-cret" not in served.log.read_text()
+    finally:
+        served.end()
+
+
+@pytest.mark.parametrize("key", ["", "a b", "é", "a\n"])
+def test_a_key_that_no_header_carries_is_refused_before_anything_is_loaded(folder, capsys, key):
+    pair = ["--target", str(folder), "--drafter", str(demo.FOLDER / "eagle31"), "--port", str(free_port())]
+    assert main(["serve", *pair, "--api-key", key]) == 2
+    told = capsys.readouterr().err
+    assert "expected a key of ASCII letters" in told
+    assert "loading" not in told
+
+
+def test_serving_beyond_this_machine_without_a_key_is_warned_of(tmp_path, folder, capsys):
+    """Before anything is loaded: the drafter that is named here is not there."""
+    pair = ["--target", str(folder), "--drafter", str(tmp_path / "none"), "--port", str(free_port())]
+    for host, key, is_warned in (
+        ("0.0.0.0", [], True),
+        ("::", [], True),
+        ("localhost", [], False),
+        ("127.0.0.1", [], False),
+        ("0.0.0.0", ["--api-key", "k"], False),
+    ):
+        assert main(["serve", *pair, "--host", host, *key]) != 0
+        assert ("warning: whoever reaches this machine" in capsys.readouterr().err) == is_warned
+
+
+# -- requests that are wrong
+
+FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {}}}
+
+
+def call(arguments="{}", **changed):
+    one = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}} | changed
+    return [{"role": "assistant", "content": None, "tool_calls": [one]}, *SAID]
+
+
+WRONG = {
+    "no messages": (CHAT, {}, "messages"),
+    "no list of messages": (CHAT, {"messages": "x"}, "messages"),
+    "no message": (CHAT, {"messages": []}, "messages"),
+    "words for a message": (CHAT, {"messages": ["x"]}, "messages[0]"),
+    "no role": (CHAT, {"messages": [{"content": "x"}]}, "messages[0].role"),
+    "an empty role": (CHAT, {"messages": [{"role": "", "content": "x"}]}, "messages[0].role"),
+    "an integer for content": (CHAT, {"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+    "no content": (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content"),
+    "words for a part": (CHAT, {"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0]"),
+    "a part without text": (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        "messages[0].content[0].text",
+    ),
+    "an image for a target of text": (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "/etc/passwd"}}]}]},
+        "messages[0].content[0]",
+    ),
+    "calls that are none": (CHAT, {"messages": [{"role": "assistant", "tool_calls": 3}]}, "messages[0].tool_calls"),
+    "arguments that are no JSON": (CHAT, {"messages": call("{")}, "messages[0].tool_calls[0].function.arguments"),
+    "arguments that are no object": (CHAT, {"messages": call("[1]")}, "messages[0].tool_calls[0].function.arguments"),
+    "a call of nothing": (CHAT, {"messages": call(function=3)}, "messages[0].tool_calls[0]"),
+    "integers to stop at": (CHAT, {"messages": SAID, "stop": [1, 2]}, "stop"),
+    "an empty stop": (CHAT, {"messages": SAID, "stop": ""}, "stop"),
+    "too many stops": (CHAT, {"messages": SAID, "stop": ["a"] * 5}, "stop"),
+    "an endless stop": (CHAT, {"messages": SAID, "stop": "a" * 101}, "stop"),
+    "a temperature below nothing": (CHAT, {"messages": SAID, "temperature": -1}, "temperature"),
+    "words for a temperature": (CHAT, {"messages": SAID, "temperature": "hot"}, "temperature"),
+    "a truth for a temperature": (CHAT, {"messages": SAID, "temperature": True}, "temperature"),
+    "top_p of nothing": (CHAT, {"messages": SAID, "top_p": 0}, "top_p"),
+    "a seed that is none": (CHAT, {"messages": SAID, "seed": "x"}, "seed"),
+    "a seed too large": (CHAT, {"messages": SAID, "seed": 2**63}, "seed"),
+    "no tokens": (CHAT, {"messages": SAID, "max_tokens": 0}, "max_tokens"),
+    "half a token": (CHAT, {"messages": SAID, "max_tokens": 1.5}, "max_tokens"),
+    "words for a stream": (CHAT, {"messages": SAID, "stream": "yes"}, "stream"),
+    "a bias that is none": (CHAT, {"messages": SAID, "logit_bias": {"1": "x"}}, "logit_bias"),
+    "a bias of no token": (CHAT, {"messages": SAID, "logit_bias": {"x": 1}}, "logit_bias"),
+    "a bias of a token that is not there": (CHAT, {"messages": SAID, "logit_bias": {"99999999": 1}}, "logit_bias"),
+    "a tool that is none": (CHAT, {"messages": SAID, "tools": [3]}, "tools[0]"),
+    "a tool without name": (
+        CHAT,
+        {"messages": SAID, "tools": [{"type": "function", "function": {}}]},
+        "tools[0].function.name",
+    ),
+    "several answers": (CHAT, {"messages": SAID, "n": 2}, "n"),
+    "probabilities": (CHAT, {"messages": SAID, "logprobs": True}, "logprobs"),
+    "JSON to be answered": (CHAT, {"messages": SAID, "response_format": {"type": "json_object"}}, "response_format"),
+    "a tool that must be called": (
+        CHAT,
+        {"messages": SAID, "tools": [FUNCTION], "tool_choice": "required"},
+        "tool_choice",
+    ),
+    "a field that there is not": (CHAT, {"messages": SAID, "trust_remote_code": True}, "trust_remote_code"),
+    "another chat template": (
+        CHAT,
+        {"messages": SAID, "chat_template_kwargs": {"chat_template": "{{ 7 }}"}},
+        "chat_template_kwargs",
+    ),
+    "a tensor's type": (
+        CHAT,
+        {"messages": SAID, "chat_template_kwargs": {"return_tensors": "np"}},
+        "chat_template_kwargs",
+    ),
+    "a list for the template": (
+        CHAT,
+        {"messages": SAID, "chat_template_kwargs": {"thinking": [1]}},
+        "chat_template_kwargs",
+    ),
+    "a config that is none": (CHAT, {"messages": SAID, "generation_config": "{"}, "generation_config"),
+    "a config that is a list": (CHAT, {"messages": SAID, "generation_config": "[]"}, "generation_config"),
+    "a cache of another kind": (
+        CHAT,
+        {"messages": SAID, "generation_config": '{"cache_implementation": "static"}'},
+        "generation_config",
+    ),
+    "beams without number": (CHAT, {"messages": SAID, "generation_config": '{"num_beams": 1000}'}, "generation_config"),
+    "an end that is no token": (
+        CHAT,
+        {"messages": SAID, "generation_config": '{"eos_token_id": 99999999}'},
+        "generation_config",
+    ),
+    "a stream of beams": (
+        CHAT,
+        {"messages": SAID, "stream": True, "generation_config": '{"num_beams": 2}'},
+        "generation_config",
+    ),
+    "an empty prompt": (TEXT, {"prompt": ""}, "prompt"),
+    "no prompt": (TEXT, {}, "prompt"),
+    "a list of prompts": (TEXT, {"prompt": ["x", "y"]}, "prompt"),
+    "an echo": (TEXT, {"prompt": "x", "echo": True}, "echo"),
+    "no input": (RESPONSES, {}, "input"),
+    "an empty input": (RESPONSES, {"input": []}, "input"),
+    "an integer for input": (RESPONSES, {"input": 3}, "input"),
+    "an input of an unknown type": (RESPONSES, {"input": [*SAID, {"type": "x"}]}, "input[1]"),
+    "a result without call": (RESPONSES, {"input": [*SAID, {"type": "function_call_output"}]}, "input[1].call_id"),
+    "an earlier response": (RESPONSES, {"input": "x", "previous_response_id": "y"}, "previous_response_id"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_a_client_gets_wrong_is_told(server, name):
+    path, body, param = WRONG[name]
+    for stream in (False, True):
+        answer = server.request("POST", path, {"stream": stream} | body)
+        assert answer.status == 400, answer.body
+        error = answer.json["error"]
+        assert (error["type"], error["param"]) == ("invalid_request_error", param)
+        assert len(error["message"]) < 1000
+
+
+BODIES = [
+    b"",
+    b"{",
+    b"[]",
+    b"3",
+    b'{"messages": NaN}',
+    b"\xff",
+    b'{"a": 1, "a": 2}',
+    b'{"a": ' + b"[" * 900 + b"]" * 900 + b"}",
+]
+
+
+@pytest.mark.parametrize(
+    "body", [*BODIES, b"[" * 10**6, b'{"stop": [' + b'"a",' * 10**5 + b'"a"]}'], ids=lambda b: str(b[:12])
+)
+def test_what_is_no_request_is_told(server, body):
+    for path in (CHAT, TEXT, RESPONSES, "/load_model"):
+        answer = server.request("POST", path, body, {"Content-Type": "application/json"})
+        assert (answer.status, answer.json["error"]["type"]) == (400, "invalid_request_error")
+
+
+def test_text_that_is_no_utf_8_is_told(server):
+    for body in (
+        {"messages": [{"role": "user", "content": "a\ud800"}]},
+        {"messages": SAID, "stop": "\udfff"},
+        {"messages": SAID, "chat_template_kwargs": {"thinking": "\ud800"}},
+        {"messages": SAID, "\ud800": 1},
+    ):
+        answer = server.request("POST", CHAT, body)
+        assert answer.status == 400
+        assert "lone surrogate" in answer.json["error"]["message"]
+
+
+def test_a_request_that_is_too_long_is_not_read(server, expected):
+    words = b'{"messages": [{"role": "user", "content": "' + b"a" * (17 * 2**20) + b'"}]}'
+    with socket.create_connection(("localhost", server.port)) as connection:  # whatever its headers say
+        connection.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        )
+        connection.sendall(b"Transfer-Encoding: chunked\r\n\r\n")
+        with suppress(OSError):  # the server may have closed the connection by then
+            for _ in range(17):
+                connection.sendall(b"%x\r\n%s\r\n" % (2**20, b"a" * 2**20))
+        assert connection.recv(12) in (b"HTTP/1.1 413", b"")
+    assert server.request("POST", CHAT, headers={"Content-Length": str(len(words))}).status == 413
+    assert still_drafts(server, expected)
+
+
+def test_fields_that_change_nothing_here_are_taken(server, expected):
+    """As clients of OpenAI's send them of themselves."""
+    neutral = {"n": 1, "logprobs": False, "presence_penalty": 0.0, "response_format": {"type": "text"}, "stop": None}
+    hints = {
+        "user": "me",
+        "metadata": {"a": "b"},
+        "store": False,
+        "parallel_tool_calls": True,
+        "reasoning_effort": "low",
+    }
+    stream = server.ask(server.client(), stream=True, stream_options={"include_usage": True}, **neutral, **hints)
+    assert text_of(stream) == expected(WORDS)
+
+
+def test_a_whole_generation_config_is_taken(server, expected):
+    """As `transformers chat` sends it: with all that is as it always is."""
+    from transformers import GenerationConfig
+
+    for config in (GenerationConfig(do_sample=False, max_new_tokens=COUNT), GenerationConfig(do_sample=False)):
+        for whole in (config.to_json_string(use_diff=False), config.to_json_string()):
+            answer = server.ask(server.client(), extra_body={"generation_config": whole})
+            assert answer.choices[0].message.content == expected(WORDS)
+
+
+def test_the_template_s_own_variables_are_taken(server, expected):
+    answer = server.ask(server.client(), extra_body={"chat_template_kwargs": {"thinking": "import os"}})
+    assert answer.usage.prompt_tokens > server.ask(server.client()).usage.prompt_tokens
+
+
+def test_no_tool_is_called_where_none_may_be(server, expected):
+    answer = server.ask(server.client(), tools=[FUNCTION], tool_choice="none")
+    assert answer.choices[0].message.content == expected(WORDS)
+
+
+def test_very_cold_is_greedy(server, expected):
+    config = '{"do_sample": true, "temperature": 1e-9, "max_new_tokens": 8}'
+    for options in ({"temperature": 1e-300}, {"temperature": 0, "extra_body": {"generation_config": config}}):
+        assert server.ask(server.client(), max_tokens=8, **{k: v for k, v in options.items() if k != "temperature"})
+        answer = server.ask(server.client(), **({"max_tokens": 8} | options))
+        assert answer.choices[0].message.content == expected(WORDS, 8)
+
+
+# -- the context
+
+
+def test_a_prompt_without_room_is_refused_before_anything_runs(server, expected):
+    """With both numbers, also where it comes as a stream."""
+    before = server.counts()
+    words = "x = 1\n" * 3000
+    for options in ({}, {"stream": True}):
+        with pytest.raises(
+            openai.BadRequestError, match=r"the prompt has \d{4,5} tokens; expected fewer than 2048"
+        ) as error:
+            server.ask(server.client(), words, **options)
+        assert error.value.code == "context_length_exceeded"
+        with pytest.raises(openai.BadRequestError, match="expected fewer than 2048"):
+            server.client().completions.create(model=server.target, prompt=words, **options)
+        with pytest.raises(openai.BadRequestError, match="expected fewer than 2048"):
+            server.client().responses.create(model=server.target, input=words, **options)
+    with pytest.raises(openai.BadRequestError, match="has 300093 characters; expected at most 98304"):
+        server.ask(server.client(), "x" * 300_000)
+    assert server.counts() == before
+    assert still_drafts(server, expected)
+
+
+def test_an_answer_ends_with_the_context(server):
+    """Whatever number is named, or none."""
+    words = "x = 1\n" * 250
+    config = {"generation_config": '{"eos_token_id": -1}'}
+    for options in ({"max_tokens": 10**9}, {"max_tokens": None}):
+        answer = server.ask(server.client(), words, **options, extra_body=config)
+        left = 2048 - answer.usage.prompt_tokens
+        assert answer.usage.completion_tokens == min(left, 1024 if options["max_tokens"] is None else left)
+        assert answer.choices[0].finish_reason == "length"
+
+
+@pytest.fixture(scope="module")
+def slow_server(folder, tmp_path_factory):
+    """A target whose context takes minutes to read."""
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    from eagle31_hf.training.fresh import new_drafter
+
+    torch.manual_seed(0)
+    place = tmp_path_factory.mktemp("slow")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=max(len(tokenizer), 64),
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=8,
+        num_attention_heads=12,
+        max_position_embeddings=40_000,
+        eos_token_id=None,
+    )
+    target = LlamaForCausalLM(config)
+    target.save_pretrained(place / "target")
+    tokenizer.save_pretrained(place / "target")
+    new_drafter(target).save_pretrained(place / "drafter")
+    return lambda: Server(place / "target", "--num-assistant-tokens", "2", drafter=place / "drafter")
+
+
+def ask_until_the_end(served, words):
+    with pytest.raises(openai.APIError):
+        served.ask(served.client(), words)
+
+
+def wait_until(is_so):
+    until = time.monotonic() + 120
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+def test_a_client_that_leaves_while_its_prompt_is_read_is_noticed(slow_server):
+    """And so is a signal: no answer here is to be had within the time that the test waits."""
+    served, words = slow_server(), "x = 1\n" * 7_000
+    try:
+        for options in ({}, {"stream": True}, {"extra_body": {"generation_config": '{"num_beams": 2}'}}):
+            before = served.counts()
+            with pytest.raises((openai.APITimeoutError, httpx.TimeoutException)):
+                list(served.ask(served.client(), words, timeout=2.0, **options))
+            wait_until(lambda before=before: served.counts()["requests_stopped"] > before["requests_stopped"])
+            assert served.ask(served.client(), max_tokens=2).usage.completion_tokens == 2
+        reading = threading.Thread(target=ask_until_the_end, args=(served, words))
+        reading.start()
+        time.sleep(2)  # until the prompt is being read
+    finally:
+        status = served.end()
+    assert status == -signal.SIGTERM
+    reading.join()
+
+
+def test_a_signal_ends_streams_that_run(slow_server):
+    served, heard = slow_server(), threading.Event()
+
+    def listen():
+        with suppress(openai.APIError, httpx.HTTPError):  # the stream breaks off
+            for chunk in served.ask(served.client(), stream=True, max_tokens=30_000):
+                if chunk.choices and chunk.choices[0].delta.content:
+                    heard.set()
+
+    listening = threading.Thread(target=listen)
+    listening.start()
+    assert heard.wait(120)
+    assert served.end() == -signal.SIGTERM
+    listening.join()
+
+
+def test_random_requests(tmp_path):
+    """A share of `python tests/fuzz_requests.py`."""
+    problems, statuses = fuzz(200, 0, tmp_path)
+    assert not problems, "\n".join(problems)
+    assert min(statuses["200"], statuses["400"]) > 20
