@@ -1,5 +1,7 @@
 """The page of `eagle31 app`: what its handlers yield, and what a visitor sees in a real browser."""
 
+import html
+import http.client
 import json
 import os
 import re
@@ -10,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -190,10 +193,10 @@ def test_ways_of_drafting(way, knobs):
 def test_tokens_are_text_not_markup():
     from eagle31_hf.chat.conversation import Piece
 
-    html = tokens_html([Piece("<script>", True), Piece("&\n", False)])
-    assert "<script>" not in html
-    assert "&#60;script&#62;" in html
-    assert "&#38;&#10;" in html
+    shown = tokens_html([Piece("<script>", True), Piece("&\n", False)])
+    assert "<script>" not in shown
+    assert "&#60;script&#62;" in shown
+    assert "&#38;&#10;" in shown
 
 
 def test_a_saved_conversation(page):
@@ -202,6 +205,56 @@ def test_a_saved_conversation(page):
     file = page.saved_file(visitor)
     record = json.loads(Path(file.value["path"]).read_text())
     assert record["messages"][0]["content"] == WORDS
+
+
+HOSTILE = (
+    '<img src="http://127.0.0.1:9/x.png"> ![p](http://127.0.0.1:9/y.png) <form action="http://127.0.0.1:9"><input '
+    'name=q><button>go</button></form><script>document.title = "owned"</script><style>*{display:none}</style> $$x^2$$ '
+    "[a](javascript:alert(1)) <a href=http://127.0.0.1:9/>b</a> <b>c</b> **d** http://127.0.0.1:9/z"
+    "\x1b[31m\n\n# e\n\n- f"
+)
+
+
+def saying(text):
+    """A conversation whose target is made to say a text, token by token."""
+    made = conversation()
+    ids = made.tokenizer(text)["input_ids"]
+    begin = []
+
+    def allowed(_, sent):
+        begin.append(len(sent))
+        place = len(sent) - begin[0]
+        return [ids[min(place, len(ids) - 1)]]
+
+    made.options = {"max_new_tokens": len(ids), "do_sample": False, "prefix_allowed_tokens_fn": allowed}
+    return made
+
+
+def test_what_a_target_says_is_shown_as_text(page):
+    page.make = lambda: saying(HOSTILE)
+    *_, (_, messages, tokens, _) = page.ask({}, "x", CHAIN, 3, 24)
+    shown = messages[-1]["content"]
+    assert "<" not in shown
+    assert html.unescape(shown) == HOSTILE.replace("\x1b", r"\x1b")
+    assert "\n" not in tokens
+    assert set(re.findall(r"</?(\w+)", tokens)) == {"p", "span"}
+    text = html.unescape(re.sub("<[^>]*>", "", tokens))
+    assert text == HOSTILE.replace("\x1b", r"\x1b")
+
+
+def test_what_is_wrong_is_told_as_text(page):
+    page.make = lambda: conversation(template="{{ raise_exception(messages[0]['content']) }}")
+    with pytest.raises(gr.Error, match="refuses the conversation") as error:
+        list(page.ask({}, "<img src=x>", CHAIN, 3, 24))
+    assert "&lt;img src=x&gt;" in error.value.message
+
+
+@pytest.mark.parametrize(
+    ("depth", "nodes"), [(10**9, 24), (0, 24), ("x", 24), (3, 10**9), (3, None), (float("nan"), 24)]
+)
+def test_sliders_that_no_page_has(page, depth, nodes):
+    with pytest.raises(gr.Error, match="expected a number from"):
+        list(page.ask({}, WORDS, TREE, depth, nodes))
 
 
 class Visitor:
@@ -239,13 +292,16 @@ except ImportError:
 in_browser = pytest.mark.skipif(sync_api is None or CHROMIUM is None, reason="needs Chromium, playwright and axe")
 
 
+def free_port():
+    with socket.socket() as tried:
+        tried.bind(("localhost", 0))
+        return tried.getsockname()[1]
+
+
 @pytest.fixture(scope="module")
 def address():
     served = Page(conversation, "a pair")
-    with socket.socket() as tried:
-        tried.bind(("localhost", 0))
-        port = tried.getsockname()[1]
-    yield served.serve("localhost", port)
+    yield served.serve("localhost", free_port())
     served.close()
     served.worker.shutdown(wait=True)
 
@@ -260,9 +316,7 @@ def browser():
 
 def test_the_command_ends_by_its_signal_and_leaves_nothing(tmp_path):
     folders = {name: str(demo.FOLDER / name) for name in ("target", "eagle31")}
-    with socket.socket() as tried:
-        tried.bind(("localhost", 0))
-        port = tried.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "eagle31_hf", "app", "--port", str(port)]
     command += ["--target", folders["target"], "--drafter", folders["eagle31"]]
     (tmp_path / "tmp").mkdir()
@@ -276,6 +330,72 @@ def test_the_command_ends_by_its_signal_and_leaves_nothing(tmp_path):
     assert process.returncode == -signal.SIGTERM
     assert "stopped by SIGTERM" in rest
     assert list((tmp_path / "tmp").glob("eagle31-*")) == []
+
+
+def asked(address, method, path, body=None, **headers):
+    """The status, headers and body of an answer to any program."""
+    connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)
+    with closing(connection):
+        connection.request(method, path, body, headers)
+        answer = connection.getresponse()
+        return answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
+
+
+def test_the_page_is_for_its_own_visitors(address):
+    """No name that was made to lead here is answered, and no page of another origin."""
+    status, headers, _ = asked(address, "GET", "/")
+    assert status == 200
+    assert "img-src 'self' data:" in headers["content-security-policy"]
+    assert "frame-ancestors 'none'" in headers["content-security-policy"]
+    assert headers["x-content-type-options"] == "nosniff"
+    join = {"fn_index": 0, "data": [None, "x", CHAIN, 3, 24], "session_hash": "a"}
+    for path, body in (("/gradio_api/queue/join", json.dumps(join)), ("/", None), ("/config", None)):
+        method = "POST" if body else "GET"
+        assert asked(address, method, path, body, Host="evil.example")[0] == 403
+        assert asked(address, method, path, body, Origin="http://evil.example")[0] == 403
+        assert asked(address, method, path, body, Origin="null")[0] == 403
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/gradio_api/upload"),
+        ("GET", "/gradio_api/upload_progress?upload_id=x"),
+        ("GET", "/gradio_api/file=/etc/passwd"),
+        ("GET", "/gradio_api/file=http://127.0.0.1:9/conversation.json"),
+        ("GET", "/gradio_api/file=/etc/../etc/conversation.json"),
+        ("GET", "/gradio_api/proxy=http://127.0.0.1:9/x"),
+        ("GET", "/gradio_api/info"),
+        ("POST", "/gradio_api/component_server"),
+        ("POST", "/login"),
+        ("GET", "/docs"),
+        ("GET", "/openapi.json"),
+        ("GET", "/monitoring"),
+    ],
+)
+def test_what_the_page_does_not_ask_for_is_not_there(address, method, path):
+    assert asked(address, method, path, b"{}" if method == "POST" else None)[0] in (403, 404)
+
+
+@in_browser
+def test_nothing_that_is_said_becomes_part_of_the_page(browser):
+    """The answer and the question hold pictures, forms, scripts and links; a browser shows them as text."""
+    served = Page(lambda: saying(HOSTILE), "<b>a</b> *pair*")
+    visitor = Visitor(browser, served.serve("localhost", free_port()))
+    visitor.say(HOSTILE.replace("\x1b", "").replace("\n", " "))
+    visitor.figures(f"{saying(HOSTILE).options['max_new_tokens']} tokens")
+    visitor.page.wait_for_timeout(500)
+    assert visitor.hosts == {"localhost"}
+    assert visitor.complaints == []
+    assert visitor.page.title() == "<b>a</b> *pair*"
+    shown = visitor.page.locator(".bot .message-content, [data-testid=bot]").first.inner_text()
+    assert "<script>" in shown
+    assert "**d**" in shown
+    for kind in ("img[src*='127.0.0.1']", "form", "a[href*='127.0.0.1']", ".katex", "h1 b", "[data-testid=bot] b"):
+        assert visitor.page.locator(kind).count() == 0
+    visitor.context.close()
+    served.close()
+    served.worker.shutdown(wait=True)
 
 
 @in_browser
