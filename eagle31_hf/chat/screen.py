@@ -4,6 +4,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from ..printable import printable
 from .conversation import Answer, Figures, Piece
 
 ACCEPTED = "underline green"  # a line beside the colour: for who does not see it, and for greyscale
@@ -11,7 +12,10 @@ ACCEPTED = "underline green"  # a line beside the colour: for who does not see i
 
 class Screen:
     """Writes answers to a console. In a terminal the lines that are complete are written once, the one that is being
-    written stands above a line of figures, and both are drawn anew with every round; elsewhere only text is written."""
+    written stands above a line of figures, and both are drawn anew with every round; elsewhere only text is written.
+
+    Control characters of a text are shown, not sent: rich itself drops some, and sends the others.
+    """
 
     def __init__(self, console: Console):
         self.console = console
@@ -21,7 +25,7 @@ class Screen:
 
     def say(self, words: str) -> None:
         """Writes a line about the chat."""
-        self.console.print(Text(words, style="dim"), soft_wrap=True)
+        self.console.print(Text(printable(words), style="dim"), soft_wrap=True)
 
     def begin(self) -> None:
         """An answer begins."""
@@ -33,10 +37,10 @@ class Screen:
     def show(self, pieces: list[Piece], figures: Figures) -> None:
         """Writes what a round added."""
         if self._live is None:
-            self.console.print(Text("".join(piece.text for piece in pieces)), end="", soft_wrap=True)
+            self.console.print(Text(printable("".join(piece.text for piece in pieces))), end="", soft_wrap=True)
             return
         for piece in pieces:
-            self._line.append(piece.text, ACCEPTED if piece.is_accepted and self.has_marks else None)
+            self._line.append(printable(piece.text), ACCEPTED if piece.is_accepted and self.has_marks else None)
         *complete, self._line = self._line.split(allow_blank=True, include_separator=False)
         *wrapped, self._line = self._line.wrap(self.console, self.console.width, tab_size=4) or [Text()]
         for line in (*complete, *wrapped):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..printable import printable
 from ..reports.named_sets import NAMED_SETS
 from .loading import load_causal_lm, load_tokenizer
 from .parsing import DTYPES, add_json, add_reading, device, number, path, positive, progress, reading_options, show
@@ -196,7 +197,7 @@ def counted(numbers: Iterable[int], what: str) -> Iterable[int]:
     """Shows a progress bar on stderr."""
     from tqdm import tqdm
 
-    return tqdm(numbers, desc=what, file=sys.stderr, unit="prompt", mininterval=1.0)
+    return tqdm(numbers, desc=printable(what), file=sys.stderr, unit="prompt", mininterval=1.0)
 
 
 def add_drift(parser: argparse.ArgumentParser) -> None:

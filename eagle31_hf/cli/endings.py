@@ -1,7 +1,9 @@
 """The end of a command: its exit status, the line that says what went wrong, and the handling of signals."""
 
 import errno
+import logging
 import os
+import re
 import select
 import signal
 import sys
@@ -14,10 +16,12 @@ from huggingface_hub.errors import OfflineModeIsEnabled, StrictDataclassError
 from safetensors import SafetensorError
 
 from ..checkpoints.sources import HUB_ERRORS, HubError
+from ..printable import one_line, printable
 from ..starting import STOPPING, die
 
 FAILED, BAD_INPUT = 1, 2
 LONGEST = 1000  # characters of a line: it may quote a long text
+STYLE = re.compile("\x1b\\[[0-9;]*m")  # as transformers' log has it even where nothing shows it
 # The kinds of error that a command may end with, of which the first that fits counts. Any other error is a defect of
 # this library, and keeps its traceback.
 KINDS: tuple[tuple[tuple[type[BaseException], ...], str, int], ...] = (
@@ -46,6 +50,14 @@ MACHINE_ERRORS = {
 }
 
 
+class PrintableRecord(logging.LogRecord):
+    """A message of any library's log: it may name what stands in a checkpoint, as transformers does of its tensors."""
+
+    def getMessage(self) -> str:  # noqa: N802
+        """Returns the message without styles, other control characters spelled out."""
+        return printable(STYLE.sub("", super().getMessage()))
+
+
 class Stopped(KeyboardInterrupt):
     """A signal that asks the program to stop. It is raised wherever the program is then, so that this cleans up."""
 
@@ -63,10 +75,8 @@ def explain(error: BaseException, args: Namespace | None) -> tuple[str, int] | N
             text, of_machine = _text(error)
             text = text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
             word, status = ("failed", FAILED) if of_machine else (word, status)
-            return (
-                f"eagle31: {word}: {text}" + (f" {outlook(args)}" if of_machine and args is not None else ""),
-                status,
-            )
+            left = f" {outlook(args)}" if of_machine and args is not None else ""
+            return one_line(f"eagle31: {word}: {text}{left}"), status
     return None
 
 
@@ -120,6 +130,7 @@ def as_program(run: Callable[[], int]) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # a locale may be unable to encode what a model generates
+    logging.setLogRecordFactory(PrintableRecord)
     raise_on_signals()
     try:
         return _status(run)

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..json_file import parse_value
 from ..names import refuse_unknown
+from ..printable import printable
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 PLACEMENTS = ("auto", "balanced", "balanced_low_0", "sequential")  # of transformers' device_map
@@ -21,16 +22,16 @@ MAX_SEED = 2**32 - 1  # NumPy's, which transformers seeds too
 def progress(message: str) -> None:
     """Prints to stderr; of the processes of a distributed run only the first does."""
     if os.environ.get("RANK", "0") == "0":
-        print(f"eagle31: {message}", file=sys.stderr, flush=True)
+        print(f"eagle31: {printable(message)}", file=sys.stderr, flush=True)
 
 
 def show(args: argparse.Namespace, result: dict[str, Any], text: str) -> None:
     """Prints the result: with --json as JSON, and then nothing else is on stdout; otherwise as text."""
-    print(to_json(result) if args.json else text, file=args.out)
+    print(to_json(result) if args.json else printable(text), file=args.out)
 
 
 def to_json(value: Any) -> str:
-    """Returns strict JSON: a figure that is not finite is null."""
+    """Returns strict JSON, in printable ASCII: a figure that is not finite is null."""
     return json.dumps(_finite(value), allow_nan=False)
 
 

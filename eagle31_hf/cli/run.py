@@ -4,6 +4,7 @@ import argparse
 import sys
 from typing import Any
 
+from ..printable import printable
 from .loading import load_causal_lm, load_tokenizer
 from .pairs import add_pair, knobs_of, load_drafter
 from .parsing import add_device, positive, progress, seed, show, temperature, words
@@ -31,9 +32,9 @@ def demo(args: argparse.Namespace) -> int:
 def generate(args: argparse.Namespace) -> int:
     """Streams a completion, and says what was accepted."""
     import torch
-    from transformers import TextStreamer
 
     from ..acceptance import track_acceptance
+    from .streaming import PrintableStreamer
 
     progress(f"loading {args.target} and {args.drafter}")
     tokenizer = load_tokenizer(args.target)
@@ -45,7 +46,7 @@ def generate(args: argparse.Namespace) -> int:
         options["temperature"] = args.temperature
     if args.seed is not None:
         torch.manual_seed(args.seed)
-    streamer = None if args.json else TextStreamer(tokenizer, skip_prompt=True)
+    streamer = None if args.json else PrintableStreamer(tokenizer, skip_prompt=True)
     new_tokens = _room(target, inputs["input_ids"].shape[1], args.max_new_tokens)
     with track_acceptance() as stats:
         sequence = target.generate(
@@ -59,7 +60,7 @@ def generate(args: argparse.Namespace) -> int:
     if args.explain:
         from ..generation.captured.kept import explained
 
-        print(explained(drafter, target), file=sys.stderr)
+        print(printable(explained(drafter, target)), file=sys.stderr)
     return 0
 
 
@@ -102,15 +103,14 @@ def _room(target: Any, prompt_tokens: int, max_new_tokens: int) -> int:
 def _show_completion(target, tokenizer, drafter, prompt, max_new_tokens: int) -> None:
     """Streams one completion by the target alone and one with the drafter, so that the difference can be seen."""
     import torch
-    from transformers import TextStreamer
 
-    print(
-        "--- the prompt, from a file neither model was trained"
-        f" on\n{tokenizer.decode(prompt[0], skip_special_tokens=True)}"
-    )
+    from .streaming import PrintableStreamer
+
+    words = tokenizer.decode(prompt[0], skip_special_tokens=True)
+    print(f"--- the prompt, from a file neither model was trained on\n{printable(words)}")
     for title, options in (("the target alone", {}), ("with the EAGLE 3.1 drafter", {"assistant_model": drafter})):
         print(f"\n--- {title}", flush=True)
-        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        streamer = PrintableStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         mask = torch.ones_like(prompt)
         target.generate(
             prompt, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False, streamer=streamer, **options

@@ -174,21 +174,20 @@ def report(args: argparse.Namespace, trainer: Any, metrics: dict[str, Any]) -> N
     """Shows the outcome as one JSON object, or in a few lines."""
     evaluated = [entry for entry in trainer.state.log_history if "eval_accepted_length" in entry]
     best: dict[str, Any] = max(evaluated, key=lambda entry: entry["eval_accepted_length"], default={})
-    if args.json:
-        show(args, {"output": args.output, "steps": trainer.state.global_step, **metrics, "best": best}, "")
-        return
-    print(
-        f"drafter  {args.output}, after {trainer.state.global_step:,} steps in {metrics['train_runtime'] / 60:.1f}"
-        " minutes"
-    )
+    result = {"output": args.output, "steps": trainer.state.global_step, **metrics, "best": best}
+    minutes = metrics["train_runtime"] / 60
+    lines = [f"drafter  {args.output}, after {trainer.state.global_step:,} steps in {minutes:.1f} minutes"]
     if best:
         served = (
             f"; {best['eval_served_accepted_length']:.2f} in generate()"
             if "eval_served_accepted_length" in best
             else ""
         )
-        print(f"accepted {best['eval_accepted_length']:.2f} tokens a target forward on the answers held out{served}")
-    print(f"try it   eagle31 generate --target {args.target} --drafter {args.output} PROMPT")
+        lines.append(
+            f"accepted {best['eval_accepted_length']:.2f} tokens a target forward on the answers held out{served}"
+        )
+    lines.append(f"try it   eagle31 generate --target {args.target} --drafter {args.output} PROMPT")
+    show(args, result, "\n".join(lines))
 
 
 def add_train(parser: argparse.ArgumentParser) -> None:

@@ -9,10 +9,13 @@ import signal
 import sys
 
 import pytest
-from chat.conversations import conversation
+from chat.conversations import TEMPLATE, conversation
+from hostile import SPELLED, STEERING, steering_in, steering_target
 from rich.console import Console
+from transformers import AutoTokenizer
 
 from eagle31_hf import demo
+from eagle31_hf.chat.conversation import Figures, Piece
 from eagle31_hf.chat.screen import Screen
 from eagle31_hf.chat.terminal import COMMANDS, TerminalChat
 from eagle31_hf.cli import main
@@ -215,3 +218,33 @@ def test_lines_that_are_piped_in(monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert "no chat template" in shown
     assert "the same text" in shown
+
+
+@pytest.mark.parametrize("in_terminal", [False, True])
+def test_what_would_steer_the_terminal_is_shown(tmp_path, in_terminal):
+    """In answers, in errors and in what is said of files; the file of a conversation has the text as it is."""
+    chat, file = conversation(), tmp_path / "said.json"
+    chat.tokenizer = AutoTokenizer.from_pretrained(steering_target(tmp_path / "target"))
+    chat.tokenizer.chat_template = TEMPLATE
+    shown, _ = typed(
+        WORDS, "/compare", "/no\x1b[2J\x07such", f"/save {file}", chat=chat, in_terminal=in_terminal, width=400
+    )
+    own = ESCAPES.sub("", shown).replace("\r", "") if in_terminal else shown
+    assert not steering_in(own)
+    assert "\x1b[2J" not in shown
+    assert STEERING in chat.answers[0].text
+    assert own.count(SPELLED) >= 2 * chat.answers[0].text.count(STEERING)
+    assert r"! /no\x1b[2J\x07such: there is no such command" in own
+    assert json.loads(file.read_text())["messages"][1]["content"] == chat.answers[0].text
+    assert ("\x1b[4;32m" in shown) == in_terminal  # accepted tokens are marked all the same
+
+
+def test_a_piece_is_shown_whatever_it_holds():
+    """Each control character alone, those that rich drops among them; a line's end in two pieces."""
+    out = io.StringIO()
+    screen = Screen(Console(file=out, width=60))
+    for text in [*map(chr, range(32)), "\x7f", "\x9b", "a\r\nb", "c\r", "\nd"]:
+        screen.show([Piece(text, False)], Figures())
+    assert not steering_in(out.getvalue())
+    spelled = [ascii(chr(number))[1:-1] for number in range(32) if number not in (9, 10)]
+    assert "".join(out.getvalue().split()) == "".join([*spelled, r"\x7f\x9babc\rd"])
