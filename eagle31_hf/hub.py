@@ -1,8 +1,9 @@
 """Drafters on the Hub: the model card, a folder's upload, and pull requests that convert somebody's repository."""
 
+import json
 import re
+import shlex
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,6 +20,8 @@ from .checkpoints.sharing import stamps, unchanged
 from .checkpoints.sources import HUB_ERRORS, HubError, first_line
 from .configuration import Eagle31Config
 from .json_file import read_json
+from .markdown import code, inert, table
+from .printable import one_line
 from .storage.folders import write_json
 
 CARD = "README.md"
@@ -26,6 +29,7 @@ REPORT = "report.md"  # as `eagle31 drift` and `eagle31 bench acceptance` write 
 # around a report in a card, so that a later one takes its place
 REPORT_BEGINS = "<!-- eagle31_hf report -->"
 REPORT_ENDS = "<!-- end of eagle31_hf report -->"
+OWN_REPORT = re.compile(rf"^{REPORT_BEGINS}\s*?$.*?^{REPORT_ENDS}(?=\s*?$)", re.MULTILINE | re.DOTALL)
 # Errors of the Hub's client where an upload fails: those of a request, bad names, broken connections, offline mode.
 UPLOAD_ERRORS = (*HUB_ERRORS, HFValidationError, RuntimeError, OfflineModeIsEnabled)
 TAGS = ["eagle31_hf", "speculative-decoding", "draft-model"]
@@ -62,7 +66,7 @@ def render_card(config: Eagle31Config, facts: CardFacts | None = None, repo_id: 
     facts = facts or CardFacts()
     parts = [_front_matter(config, facts), _usage(config, repo_id), _flags(config)]
     if facts.training:
-        parts.append("## Training\n\n" + _table(("", ""), list(facts.training.items())))
+        parts.append("## Training\n\n" + table(("", ""), facts.training.items()))
     if facts.acceptance:
         parts.append("## Acceptance\n\n" + _acceptance(facts.acceptance))
     card = "\n\n".join(parts) + "\n"
@@ -70,11 +74,11 @@ def render_card(config: Eagle31Config, facts: CardFacts | None = None, repo_id: 
 
 
 def with_report(card: str, report: str) -> str:
-    """Returns a card with a report at its end, or in place of the one that it has."""
+    """Returns a card with a report at its end, or in place of the one that it has, between lines of their own: no name
+    in the card makes such a line."""
     part = f"{REPORT_BEGINS}\n{report.strip()}\n{REPORT_ENDS}"
-    begin, end = card.find(REPORT_BEGINS), card.find(REPORT_ENDS)
-    if 0 <= begin < end:
-        return card[:begin] + part + card[end + len(REPORT_ENDS) :]
+    if OWN_REPORT.search(card):
+        return OWN_REPORT.sub(lambda found: part, card, count=1)
     return f"{card.rstrip()}\n\n{part}\n"
 
 
@@ -95,8 +99,9 @@ def _front_matter(config: Eagle31Config, facts: CardFacts) -> str:
 
 
 def _usage(config: Eagle31Config, repo_id: str) -> str:
-    target = config.target_model or "TARGET"
-    return f"""# {kind(config)} drafter for {config.target_model or "a target it does not name"}
+    target = _literal(config.target_model or "TARGET")
+    export = code(f"eagle31 export {shlex.quote(repo_id)} FOLDER --format vllm")
+    return f"""# {kind(config)} drafter for {inert(config.target_model or "a target it does not name")}
 
 Drafts several tokens ahead; the target verifies them in one forward, and the text stays exactly the target's own.
 
@@ -104,19 +109,24 @@ Drafts several tokens ahead; the target verifies them in one forward, and the te
 import eagle31_hf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-target = AutoModelForCausalLM.from_pretrained("{target}", dtype="auto", device_map="auto")
-drafter = eagle31_hf.Eagle31DrafterModel.from_pretrained("{repo_id}", dtype=target.dtype).to(target.device)
-inputs = AutoTokenizer.from_pretrained("{target}")("Why is the sky blue?", return_tensors="pt").to(target.device)
+target = AutoModelForCausalLM.from_pretrained({target}, dtype="auto", device_map="auto")
+drafter = eagle31_hf.Eagle31DrafterModel.from_pretrained({_literal(repo_id)}, dtype=target.dtype).to(target.device)
+inputs = AutoTokenizer.from_pretrained({target})("Why is the sky blue?", return_tensors="pt").to(target.device)
 output = target.generate(**inputs, assistant_model=drafter, max_new_tokens=256)
 ```
 
 In vLLM, with `eagle31_hf` installed beside it:
 
 ```bash
-{launch_line(config, repo_id, "vllm")}
+{one_line(launch_line(config, repo_id, "vllm"))}
 ```
 
-Without it, and for SGLang, `eagle31 export {repo_id} FOLDER --format vllm` (or `sglang`) writes what they read."""
+Without it, and for SGLang, {export} (or `sglang`) writes what they read."""
+
+
+def _literal(name: str) -> str:
+    """Returns a name as Python code has it, in one line."""
+    return one_line(json.dumps(name, ensure_ascii=False))
 
 
 def _flags(config: Eagle31Config) -> str:
@@ -138,7 +148,7 @@ def _flags(config: Eagle31Config) -> str:
         ),
         ("stored as", str(c.dtype or "float32").removeprefix("torch.")),
     ]
-    return "## What it is\n\n" + _table(("", ""), rows)
+    return "## What it is\n\n" + table(("", ""), rows)
 
 
 def _acceptance(measurements: list[dict[str, Any]]) -> str:
@@ -152,12 +162,7 @@ def _acceptance(measurements: list[dict[str, Any]]) -> str:
         for m in measurements
     ]
     note = "Accepted length: tokens per target forward, the target's own included, the prompt's forward excluded."
-    return _table(("data", "depth", "accepted length", "accepted/drafted by position"), rows) + f"\n\n{note}"
-
-
-def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    lines = [head, ("---",) * len(head), *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    return table(("data", "depth", "accepted length", "accepted/drafted by position"), rows) + f"\n\n{note}"
 
 
 def publish(

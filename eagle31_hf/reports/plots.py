@@ -9,6 +9,7 @@ import math
 import re
 from typing import Any
 
+from ..printable import printable
 from .document import Chart, HeatMap
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999")
@@ -71,7 +72,7 @@ def file_of(chart: Chart | HeatMap, form: str) -> bytes:
 def _draw_lines(axes: Any, chart: Chart) -> None:
     if chart.is_stacked:
         parts = [[_number(y) for y in series.y] for series in chart.series]
-        labels = [series.label for series in chart.series]
+        labels = [_label(series.label) for series in chart.series]
         drawn = axes.stackplot(chart.x, *parts, labels=labels, colors=COLOURS, alpha=0.8)
         for area, hatch in zip(drawn, HATCHES, strict=False):
             area.set_hatch(hatch)
@@ -109,8 +110,9 @@ def _draw_heat(figure: Any, axes: Any, chart: HeatMap) -> None:
 
 
 def _label(text: str) -> str:
-    """Returns a label as it is shown: of one that begins with an underscore matplotlib makes none."""
-    return f"\u200b{text}" if text.startswith("_") else text
+    """Returns a label as it is shown: of one that begins with an underscore matplotlib makes none, and with a control
+    character an SVG is no XML."""
+    return printable(f"\u200b{text}" if text.startswith("_") else text)
 
 
 def _number(value: float | None) -> float:

@@ -1,7 +1,7 @@
 """A report as text: for the terminal, and as Markdown for a model card."""
 
-import re
-
+from ..markdown import inert, paragraph
+from ..markdown import table as piped
 from .document import GOOD, NOTE, WARNING, Finding, Generation, Report, Table
 
 MARKS = {GOOD: "ok", NOTE: "note", WARNING: "warning"}
@@ -36,30 +36,25 @@ def _aligned(table: Table) -> list[str]:
 
 
 def markdown(report: Report, heading: str = "##") -> str:
-    """Returns the report as a part of a model card; `heading`: the marks of its highest heading."""
-    lines = [f"{heading} {report.title}", "", *(f"- {said(finding)}" for finding in report.findings)]
+    """Returns the report as a part of a model card, its words as they are, whatever names they hold; `heading`: the
+    marks of its highest heading."""
+    lines = [f"{heading} {inert(report.title)}", "", *(f"- {inert(said(finding))}" for finding in report.findings)]
     for section in report.sections:
-        lines += ["", f"{heading}# {section.title}", "", section.text]
+        lines += ["", f"{heading}# {inert(section.title)}", "", paragraph(section.text)]
         for table in section.tables:
-            lines += ["", f"**{table.title}**", "", *_piped(table)]
-            lines += ["", table.note] if table.note else []
+            lines += ["", f"**{inert(table.title)}**", "", _piped(table)]
+            lines += ["", paragraph(table.note)] if table.note else []
         for generation in section.generations:
-            lines += ["", f"**{generation.title}**: {_rounds(generation)}"]
+            lines += ["", f"**{inert(generation.title)}**: {_rounds(generation)}"]
     facts = (f"{name}: {value}" for name, value in report.facts.items())
-    return "\n".join([*lines, "", f"Measured by eagle31_hf. {'; '.join(facts)}."]) + "\n"
+    return "\n".join([*lines, "", inert(f"Measured by eagle31_hf. {'; '.join(facts)}.")]) + "\n"
+
+
+def _piped(table: Table) -> str:
+    return piped([column.name for column in table.columns], table.cells())
 
 
 def _rounds(generation: Generation) -> str:
     """Returns how many drafts each round accepted, of how many."""
     counts = ", ".join(f"{len(found.accepted)}/{len(found.drafts)}" for found in generation.rounds)
     return f"accepted of drafted, round by round: {counts}"
-
-
-def _piped(table: Table) -> list[str]:
-    rows = [[column.name for column in table.columns], ["---"] * len(table.columns), *table.cells()]
-    return ["| " + " | ".join(map(escaped, row)) + " |" for row in rows]
-
-
-def escaped(cell: str) -> str:
-    """Returns words as they are in Markdown: names of drafters may have marks in them."""
-    return re.sub(r"([\\`*_<|~])", r"\\\1", cell)
