@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from ..printable import printable
 from ..web.gate import error_json
-from .clients import AnswerFailedError, Call, ClientGoneError, ClientWatch, current_call
+from .clients import AnswerFailedError, Call, ClientGoneError, ClientWatch, ServerStoppingError, current_call
 from .fields import Served, check, read_body
 from .metrics import CONTENT_TYPE, Metrics
 from .request_error import RequestError
@@ -129,6 +129,8 @@ def _told(error: Exception, call: Call) -> tuple[int, str]:
         return 400, error_json(words, INVALID, error.param, error.code)
     if isinstance(error, HTTPException):
         return 400 if error.status_code < 500 else error.status_code, error_json(str(error.detail), INVALID)
+    if isinstance(error, ServerStoppingError):
+        return 503, error_json("the server is stopping.", FAILED)
     is_machine = isinstance(error, MemoryError | OSError)
     if not is_machine and (not call.has_begun or (error is call.error and isinstance(error, ValueError))):
         logger.warning(f"a request was refused: {printable(words)}")

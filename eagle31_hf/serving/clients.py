@@ -17,10 +17,11 @@ from .request_error import RequestError
 @dataclass
 class Call:
     """A request that is answered. `is_gone` is set once its client has gone; `has_begun` once the request is with the
-    thread that answers; `error` is what ended it there."""
+    thread that answers, `has_tokens` once that has begun to answer; `error` is what ended it there."""
 
     is_gone: threading.Event = field(default_factory=threading.Event)
     has_begun: bool = False
+    has_tokens: bool = False
     error: Exception | None = None
 
 
@@ -32,6 +33,10 @@ class ClientGoneError(Exception):
     """Ends generate(): nobody waits for its answer any more."""
 
 
+class ServerStoppingError(Exception):
+    """Ends generate(): the server is asked to stop, and the answer has not begun."""
+
+
 class AnswerFailedError(Exception):
     """Raised where a stream is read whose answer ended by an error."""
 
@@ -41,11 +46,26 @@ def current_call() -> Call:
     return _call.get() or Call()
 
 
-def check_client(*_: Any) -> None:
-    """Raises ClientGoneError where the client has gone whose request is answered. May be given to `watch_rounds` and
-    `watch_forwards`."""
-    if current_call().is_gone.is_set():
-        raise ClientGoneError
+class Patience:
+    """What may end generate(), asked in the context of the request that is answered. `is_stopping`: set once the server
+    is asked to stop; answers that have begun then go on, as long as the server waits for them."""
+
+    def __init__(self) -> None:
+        self.is_stopping = threading.Event()
+
+    def check(self) -> None:
+        """Raises ClientGoneError where the request's client has gone, ServerStoppingError where the server stops before
+        there is a token."""
+        call = current_call()
+        if call.is_gone.is_set():
+            raise ClientGoneError
+        if self.is_stopping.is_set() and not call.has_tokens:
+            raise ServerStoppingError
+
+    def note_round(self, _: Any) -> None:
+        """Notes that the answer has begun, and checks. May be given to `watch_rounds`."""
+        current_call().has_tokens = True
+        self.check()
 
 
 @dataclass(frozen=True)

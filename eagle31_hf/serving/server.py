@@ -25,7 +25,7 @@ from ..targets.pieces import checking_forwards, piece_of
 from ..web.address import url_of
 from ..web.gate import Gate
 from .app import FREE, ROUTES, App
-from .clients import GenerationThread, Limits, check_client, current_call
+from .clients import GenerationThread, Limits, Patience, current_call
 from .fields import Served
 from .metrics import Metrics
 
@@ -70,6 +70,7 @@ class DraftingServer(Serve):
         self.announce = announce
         self.access = access
         self.metrics = Metrics()
+        self.patience = Patience()
         # The base class calls `start_server` at the end, where everything is loaded. It would then wait for a thread
         # that serves; ours serves until it is stopped, and there is nothing left to wait for.
         super().__init__(target, non_blocking=True, **options)
@@ -90,22 +91,22 @@ class DraftingServer(Serve):
 
     def _watched(self, target: Any, drafter: Eagle31DrafterModel) -> Callable[..., Any]:
         """Returns a generate() with the drafter, counted, which ends once its client has gone."""
-        alone: Any = target.generate
+        alone, patience = cast(Any, target.generate), self.patience
         drafted = partial(alone, assistant_model=drafter, **self.knobs)
 
         def answer(*args: Any, **kwargs: Any) -> Any:
             try:
-                with watch_rounds(check_client), watch_forwards(check_client):
+                with watch_rounds(patience.note_round), watch_forwards(patience.check):
                     return drafted(*args, **kwargs)
             except DraftingRefusedError:  # before a token is generated: of beams, say, there are no drafts
                 self.metrics.count("requests_not_drafted")
-                with checking_forwards(target, check_client):
+                with checking_forwards(target, patience.check):
                     return alone(*args, **kwargs)
 
         def generate(*args: Any, **kwargs: Any) -> Any:
             with self.metrics.request():
                 try:
-                    check_client()  # it may have gone while others were answered
+                    patience.check()  # the client may have gone while others were answered
                     return answer(*args, **kwargs)
                 except Exception as error:
                     current_call().error = error
@@ -139,10 +140,23 @@ class DraftingServer(Serve):
         config = uvicorn.Config(
             application, host, port, lifespan="off", timeout_graceful_shutdown=ENDING, limit_concurrency=MOST_WAITING
         )
-        self.server = uvicorn.Server(config)
+        self.server = _Stoppable(config, self.patience)
         where = url_of(host, port)
         self.announce(f"serving {self.target} at {where}/v1; counts of drafts at {where}/metrics")
         self.server.run()
+
+
+class _Stoppable(uvicorn.Server):
+    """The HTTP server, which tells those who generate once a signal asks it to stop."""
+
+    def __init__(self, config: uvicorn.Config, patience: Patience):
+        super().__init__(config)
+        self.patience = patience
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """Handles a signal."""
+        self.patience.is_stopping.set()
+        super().handle_exit(sig, frame)
 
 
 def served_of(name: str, target: Any, processor: Any) -> Served:

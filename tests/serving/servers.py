@@ -17,6 +17,7 @@ from eagle31_hf import demo
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['content'] }}\n{% endfor %}{% if thinking is defined %}{{ thinking }}{% endif %}"
+    "{% if thinking == 'refuse' %}{{ raise_exception(messages[0]['content']) }}{% endif %}"
 )
 WORDS, COUNT = "class Parser(object):", 24
 ENDLESS = {"max_tokens": 10**6, "extra_body": {"generation_config": '{"eos_token_id": -1}'}}

@@ -17,6 +17,7 @@ from serving.servers import COUNT, WORDS, Server, free_port, text_of
 
 from eagle31_hf import demo
 from eagle31_hf.cli import main
+from eagle31_hf.printable import printable
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
@@ -365,6 +366,17 @@ def test_text_that_is_no_utf_8_is_told(server):
         assert "lone surrogate" in answer.json["error"]["message"]
 
 
+def test_the_log_steers_no_terminal(server):
+    """What a chat template raises of a client's words is in the answer, and in the log."""
+    said = [{"role": "user", "content": "\x1b[31mred\x9b2J\u202e"}]
+    answer = server.request("POST", CHAT, {"messages": said, "chat_template_kwargs": {"thinking": "refuse"}})
+    assert (answer.status, answer.json["error"]["type"]) == (400, "invalid_request_error")
+    assert said[0]["content"] in answer.json["error"]["message"]
+    log = server.log.read_text()
+    assert r"\x1b[31mred\x9b2J\u202e" in log
+    assert printable(log) == log
+
+
 def test_a_request_that_is_too_long_is_not_read(server, expected):
     words = b'{"messages": [{"role": "user", "content": "' + b"a" * (17 * 2**20) + b'"}]}'
     with socket.create_connection(("localhost", server.port)) as connection:  # whatever its headers say
@@ -483,7 +495,7 @@ def slow_server(folder, tmp_path_factory):
 
 
 def ask_until_the_end(served, words):
-    with pytest.raises(openai.APIError):
+    with pytest.raises(openai.InternalServerError, match="the server is stopping"):
         served.ask(served.client(), words)
 
 
