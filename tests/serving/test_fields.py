@@ -41,7 +41,8 @@ def test_variables_of_a_template_are_not_arguments_of_what_renders_it():
     tokenizer.chat_template = (
         "{{ bos_token }}{% set ns = namespace(a=1) %}{% for m in messages %}{% generation %}{{ m.content }}"
         "{% endgeneration %}{% endfor %}{{ tools }}{{ documents }}{{ chat_template }}{{ tokenize }}"
-        "{{ enable_thinking }}{{ raise_exception('x') }}{{ strftime_now('%Y') }}{{ add_generation_prompt }}{{ thinking_budget }}"
+        "{{ enable_thinking }}{{ raise_exception('x') }}{{ strftime_now('%Y') }}"
+        "{{ add_generation_prompt }}{{ thinking_budget }}"
     )
     assert template_options(tokenizer) == {"enable_thinking", "thinking_budget"}
     tokenizer.chat_template = {"default": "{{ a }}", "tool_use": "{{ b }}"}
