@@ -81,6 +81,7 @@ QUICK = {
 SLOW = {
     "test_at_once",
     "test_bench_gpu",
+    "test_callers_cache",
     "test_captured_executor",
     "test_captured_nodes",
     "test_captured_rounds",
@@ -94,14 +95,22 @@ SLOW = {
     "test_families",
     "test_fuzz_folders",
     "test_killed_training",
+    "test_safety",
     "test_soak",
     "test_trainer",
     "test_training_families",
 }
 
-# Modules whose tests all look at the outcome of a long run, which one worker makes once. xdist's own mark for this,
-# `xdist_group`, has no effect with pytest 9.2.
-ONE_WORKER = {"test_captured_nodes", "test_host_waits", "test_distributed", "test_compile_ahead"}
+# Modules whose tests all look at the outcome of a long run, or ask one server, which one worker makes once. xdist's own
+# mark for this, `xdist_group`, has no effect with pytest 9.2.
+ONE_WORKER = {
+    "test_captured_nodes",
+    "test_compile_ahead",
+    "test_distributed",
+    "test_host_waits",
+    "test_safety",
+    "test_serving",
+}
 
 TOLERANCES = {"FORWARD", "TARGET_FORWARD"}
 

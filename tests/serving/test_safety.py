@@ -21,7 +21,6 @@ from eagle31_hf.printable import printable
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
-pytestmark = pytest.mark.xdist_group("server")
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 SAID = [{"role": "user", "content": "x = 1"}]
 

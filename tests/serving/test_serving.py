@@ -16,7 +16,6 @@ from eagle31_hf.web.address import check_address, url_of
 openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
-pytestmark = pytest.mark.xdist_group("server")
 
 
 def test_the_target_is_listed_and_answers_as_it_would_alone(server, expected):
