@@ -42,7 +42,7 @@ FONT, FONT_MONO = ["system-ui", "sans-serif"], ["ui-monospace", "monospace"]  # 
 PATHS = {
     "GET": re.compile(
         r"/|/(assets|static)/.+|/(theme\.css|favicon\.ico|config)|/gradio_api/(startup-events|queue/data|heartbeat/\w+)"
-        r"|/gradio_api/file=.+/conversation\.json"
+        r"|/gradio_api/file=/(?!/)[^:]+/conversation\.json"
     ),
     "POST": re.compile(r"/gradio_api/(queue/join|run/predict|cancel|reset)"),
 }
@@ -79,6 +79,7 @@ class Page:
         self.title = title
         self.worker = ThreadPoolExecutor(1, "generate")
         self.listener: Listener | None = None
+        self.stops = set[threading.Event]()  # of all answers that are made or waited for
         self.folder = tempfile.TemporaryDirectory(prefix="eagle31-")  # of saved conversations, as long as the page
 
     def blocks(self) -> gr.Blocks:
@@ -172,6 +173,7 @@ class Page:
         events = queue.Queue[tuple[list[Piece], Figures] | Answer | Exception]()
         stop, stops = threading.Event(), visitor.setdefault("stops", [])
         stops.append(stop)
+        self.stops.add(stop)
 
         def run() -> None:
             try:
@@ -180,6 +182,7 @@ class Page:
                 events.put(error)
 
         job, pieces = self.worker.submit(run), list[Piece]()
+        job.add_done_callback(lambda done: events.put(ValueError("the page is closed")) if done.cancelled() else None)
         try:
             while not isinstance(event := events.get(), Answer | Exception):
                 pieces += event[0]
@@ -188,6 +191,7 @@ class Page:
             job.cancel()
             stop.set()
             stops.remove(stop)
+            self.stops.discard(stop)
         if isinstance(event, Exception):
             raise gr.Error(
                 escape(printable(str(event)), quote=False), print_exception=not isinstance(event, ValueError)
@@ -214,7 +218,7 @@ class Page:
 
     def knobs_of(self, way: str, depth: int, nodes: int) -> dict[str, Any]:
         """Returns the arguments of generate() of a way of drafting."""
-        depth, nodes = within(depth, 1, MAX_DEPTH), within(nodes, MIN_NODES, MAX_NODES)
+        depth, nodes = slider_value(depth, 1, MAX_DEPTH), slider_value(nodes, MIN_NODES, MAX_NODES)
         ways = {BEGUN: self.begun, AUTO: automatic(), CHAIN: chains(depth), TREE: trees(depth, nodes, self.begun)}
         return ways[way]
 
@@ -235,25 +239,27 @@ class Page:
             css=CSS,
             theme=theme.set(button_primary_background_fill="*primary_700"),
         )
-        self.listener = Listener(Gate(app, [host, *hosts], is_of_page, headers=HEADERS), host, port)
+        self.listener = Listener(Gate(app, [host, *hosts], has_route, headers=HEADERS), host, port)
         return url_of(host, port)
 
     def close(self) -> None:
         """Serves no longer, makes no more answers, and deletes the files of saved conversations."""
+        for stop in [*self.stops]:
+            stop.set()
         if self.listener is not None:
             self.listener.close()
         self.worker.shutdown(wait=False, cancel_futures=True)
         self.folder.cleanup()
 
 
-def within(value: Any, least: int, most: int) -> int:
+def slider_value(value: Any, least: int, most: int) -> int:
     """Returns the number of a slider. Raises ValueError for one that no slider gives: requests need no page."""
     if not isinstance(value, int | float) or not least <= value <= most:
         raise ValueError(f"got {ascii(value)[:40]}; expected a number from {least} to {most}.")
     return int(value)
 
 
-def is_of_page(method: str, path: str) -> bool:
+def has_route(method: str, path: str) -> bool:
     """Returns whether the page asks for a path."""
     paths = PATHS.get(method)
     return paths is not None and paths.fullmatch(path) is not None

@@ -31,7 +31,7 @@ def chat(args: argparse.Namespace) -> int:
 
     tokenizer, target, drafter = load_pair(args)
     set_seed(args.seed)
-    options = generation_of(args) | pieces_of(args, target, drafter)
+    options = generation_of(args) | prefill_options(args, target, drafter)
     template = dict(args.template_option)
     conversation = Conversation(target, tokenizer, drafter, knobs_of(args), options, template, args.system)
     is_terminal = sys.stdin is not None and sys.stdin.isatty()
@@ -55,15 +55,16 @@ def app(args: argparse.Namespace) -> int:
     check_address(args.host, args.port)
     tokenizer, target, drafter = load_pair(args)
     set_seed(args.seed)
-    options = generation_of(args) | pieces_of(args, target, drafter)
+    options = generation_of(args) | prefill_options(args, target, drafter)
     template = dict(args.template_option)
 
     def make() -> Conversation:
         return Conversation(target, tokenizer, drafter, knobs_of(args), options, template, args.system)
 
     title = f"{name_of(args.target)} with {name_of(args.drafter)}"
-    warn_of_others(args.host, "serve it through a proxy that asks for a password")
+    warn_if_reachable(args.host, "serve it through a proxy that asks for a password")
     with closing(Page(make, title)) as page:
+        os.environ.setdefault("GRADIO_TEMP_DIR", page.folder.name)  # its copies of saved conversations go with the page
         progress(f"serving {title} at {page.serve(args.host, args.port, args.allowed_host)}")
         threading.Event().wait()  # until a signal ends the program
     return 0
@@ -102,7 +103,7 @@ def generation_of(args: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
-def pieces_of(args: argparse.Namespace, target: Any, drafter: Any) -> dict[str, Any]:
+def prefill_options(args: argparse.Namespace, target: Any, drafter: Any) -> dict[str, Any]:
     """Returns the argument of generate() by which long prompts are read in pieces: an answer can be stopped between
     them."""
     from ..targets.pieces import piece_of
@@ -130,7 +131,7 @@ def serve(args: argparse.Namespace) -> int:
     key = os.environ.get(KEY_VARIABLE) if args.api_key is None else args.api_key
     access = Access(None if key is None else key_of(key), args.cors, args.allowed_host)
     if access.key is None:
-        warn_of_others(args.host, f"--api-key KEY (or {KEY_VARIABLE}) asks for one")
+        warn_if_reachable(args.host, f"--api-key KEY (or {KEY_VARIABLE}) asks for one")
     progress(f"loading {args.target} and {args.drafter}")
     DraftingServer(
         args.target,
@@ -156,7 +157,7 @@ def key_of(text: str) -> str:
     return text
 
 
-def warn_of_others(host: str, remedy: str) -> None:
+def warn_if_reachable(host: str, remedy: str) -> None:
     """Says so where programs of other machines may ask, and no key is asked for."""
     from ..web.address import is_of_this_machine
 

@@ -15,13 +15,13 @@ from transformers.utils import logging
 
 from ..printable import printable
 from ..web.gate import error_json
+from .body import Served, checked, parsed
 from .clients import AnswerFailedError, Call, ClientGoneError, ClientWatch, ServerStoppingError, current_call
-from .fields import Served, check, read_body
 from .metrics import CONTENT_TYPE, Metrics
 from .request_error import RequestError
 
 logger = logging.get_logger(__name__)
-# of transformers' own: takes a request's fields and its id
+# A handler of transformers' server. It takes the fields of a request and its id, and returns the answer.
 Handler = Callable[[dict[str, Any], str], Awaitable[Any]]
 GONE = 499  # the status of an answer whose client has gone; nobody reads it
 INVALID, FAILED = "invalid_request_error", "server_error"  # OpenAI's types of errors
@@ -36,7 +36,7 @@ ROUTES = {
     "/health": "GET",
     "/": "GET",
 }
-FREE = ("/health", "/")  # for those without the key, too
+FREE = ("/health",)  # needs no key
 
 
 class App:
@@ -66,7 +66,9 @@ class App:
             fields = await self._fields(request)
         except RequestError as error:
             return _error_response(error, current_call())
-        return await self._generated(self.handlers[request.url.path], fields, current_call())
+        call = current_call()
+        call.seed = fields.pop("seed", None)  # the handlers would set it at once, in the middle of another's answer
+        return await self._generated(self.handlers[request.url.path], fields, call)
 
     async def _generated(self, handler: Handler, fields: dict[str, Any], call: Call) -> Response:
         try:
@@ -74,14 +76,14 @@ class App:
         except Exception as error:
             return _error_response(error, call)
         if isinstance(response, StreamingResponse):
-            response.body_iterator = _until_error(response.body_iterator, call)
+            response.body_iterator = _with_error_event(response.body_iterator, call)
         return response
 
     async def _fields(self, request: Request) -> dict[str, Any]:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise RequestError(f"Content-Type is {kind[:80]!a}; expected application/json.")
-        return check(request.url.path, read_body(await request.body()), self.served)
+        return checked(request.url.path, parsed(await request.body()), self.served)
 
     async def _models(self, request: Request) -> Response:
         name = self.served.model
@@ -114,15 +116,16 @@ def _error_response(error: Exception, call: Call) -> Response:
     """Returns the answer to a request that ended by an error."""
     if isinstance(error, ClientGoneError):
         return Response(status_code=GONE)
-    status, text = _told(error, call)
+    status, text = _status_and_body(error, call)
     return Response(text, status, media_type="application/json")
 
 
-def _told(error: Exception, call: Call) -> tuple[int, str]:
+def _status_and_body(error: Exception, call: Call) -> tuple[int, str]:
     """Returns the status and the JSON of an error: the client's, or the server's own, which is logged whole.
 
-    Before the answer is begun, what fails is the request: a chat template is a program of its author's, and may raise
-    anything at messages that it does not expect. Afterwards a ValueError is what generate() says to its arguments.
+    Before the request is queued, what fails is its chat template or its tokens: a template is a program of its
+    author's, and may raise anything at messages that it does not expect. Afterwards a ValueError is what generate()
+    says to its arguments.
     """
     words = " ".join(str(error).split())[:1000] or type(error).__name__
     if isinstance(error, RequestError):
@@ -131,15 +134,20 @@ def _told(error: Exception, call: Call) -> tuple[int, str]:
         return 400 if error.status_code < 500 else error.status_code, error_json(str(error.detail), INVALID)
     if isinstance(error, ServerStoppingError):
         return 503, error_json("the server is stopping.", FAILED)
-    is_machine = isinstance(error, MemoryError | OSError)
-    if not is_machine and (not call.has_begun or (error is call.error and isinstance(error, ValueError))):
+    is_of_request = not call.is_queued or (error is call.error and isinstance(error, ValueError))
+    if is_of_request and not _is_of_machine(error):
         logger.warning(f"a request was refused: {printable(words)}")
         return 400, error_json(f"the request is refused: {words}", INVALID)
     logger.error(f"a request failed: {printable(words)}", exc_info=error)
-    return 500, error_json(f"the answer failed: {words}", FAILED)
+    return 500, error_json(f"the answer failed ({type(error).__name__}); the server's log says why.", FAILED)
 
 
-async def _until_error(pieces: Any, call: Call) -> AsyncIterator[Any]:
+def _is_of_machine(error: Exception) -> bool:
+    """Returns whether an error tells of memory, a disk or a GPU, whose errors are RuntimeErrors."""
+    return isinstance(error, MemoryError | OSError | RuntimeError) and not isinstance(error, RecursionError)
+
+
+async def _with_error_event(pieces: Any, call: Call) -> AsyncIterator[Any]:
     """Yields the pieces of a stream; where its answer ends by an error, that is the last."""
     async with aclosing(pieces):
         try:
@@ -147,7 +155,8 @@ async def _until_error(pieces: Any, call: Call) -> AsyncIterator[Any]:
                 yield piece
         except AnswerFailedError:
             if not call.is_gone.is_set():
-                yield f"data: {_told(call.error or RuntimeError('there is no more of it'), call)[1]}\n\n"
+                error = call.error or RuntimeError("the answer ended without a reason")
+                yield f"data: {_status_and_body(error, call)[1]}\n\n"
 
 
 async def _wrong_method(request: Request, error: Exception) -> Response:
@@ -155,7 +164,7 @@ async def _wrong_method(request: Request, error: Exception) -> Response:
     return Response(error_json(message, INVALID), 405, media_type="application/json")
 
 
-async def _unheard(request: Request, error: Exception) -> Response:
+async def _client_gone(request: Request, error: Exception) -> Response:
     return Response(status_code=GONE)
 
 
@@ -164,4 +173,4 @@ async def _failed(request: Request, error: Exception) -> Response:
     return Response(error_json(type(error).__name__, FAILED), 500, media_type="application/json")
 
 
-HANDLERS: dict[Any, Any] = {405: _wrong_method, ClientDisconnect: _unheard, 500: _failed}
+HANDLERS: dict[Any, Any] = {405: _wrong_method, ClientDisconnect: _client_gone, 500: _failed}

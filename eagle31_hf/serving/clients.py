@@ -9,6 +9,9 @@ from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor
+from transformers import StoppingCriteria
 from transformers.cli.serving.utils import GenerateManager, _StreamError
 
 from .request_error import RequestError
@@ -16,11 +19,12 @@ from .request_error import RequestError
 
 @dataclass
 class Call:
-    """A request that is answered. `is_gone` is set once its client has gone; `has_begun` once the request is with the
-    thread that answers, `has_tokens` once that has begun to answer; `error` is what ended it there."""
+    """A request that is answered. `is_gone` is set once its client has gone; `is_queued` once the thread that generates
+    has the request, `has_tokens` once there is a token; `error` is what ended it there. `seed`: of what is sampled."""
 
     is_gone: threading.Event = field(default_factory=threading.Event)
-    has_begun: bool = False
+    seed: int | None = None
+    is_queued: bool = False
     has_tokens: bool = False
     error: Exception | None = None
 
@@ -42,13 +46,13 @@ class AnswerFailedError(Exception):
 
 
 def current_call() -> Call:
-    """Returns the request that is answered in this context, or one that nobody waits for."""
+    """Returns the request that is answered in this context; a fresh one outside of any, as in tests."""
     return _call.get() or Call()
 
 
-class Patience:
+class StopConditions(StoppingCriteria):
     """What may end generate(), asked in the context of the request that is answered. `is_stopping`: set once the server
-    is asked to stop; answers that have begun then go on, as long as the server waits for them."""
+    is asked to stop; answers that have a token then go on, as long as the server waits for them."""
 
     def __init__(self) -> None:
         self.is_stopping = threading.Event()
@@ -63,9 +67,15 @@ class Patience:
             raise ServerStoppingError
 
     def note_round(self, _: Any) -> None:
-        """Notes that the answer has begun, and checks. May be given to `watch_rounds`."""
+        """Notes that there is a token, and checks. May be given to `watch_rounds`."""
         current_call().has_tokens = True
         self.check()
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        """Notes a token of a generate() without drafter, and checks, as one of its stopping criteria: it stops none of
+        the sequences by itself."""
+        self.note_round(None)
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 @dataclass(frozen=True)
@@ -99,7 +109,7 @@ class Limits:
 
 class GenerationThread(GenerateManager):
     """The thread that makes all generate() calls, one after another, each in the context of the request it answers:
-    there `check_client` finds whose client to ask for."""
+    there `current_call` finds that request."""
 
     def __init__(self, limits: Limits):
         super().__init__()
@@ -135,7 +145,7 @@ class GenerationThread(GenerateManager):
 
     def _begin(self, inputs: Any, config: Any) -> None:
         self.limits.fit(inputs, config)
-        current_call().has_begun = True
+        current_call().is_queued = True
 
 
 class _Pieces:

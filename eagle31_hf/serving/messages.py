@@ -1,8 +1,9 @@
-"""The messages of a chat, and the tools a target may call, as clients send them: checked before the chat template reads
-them."""
+"""The messages of a chat, and the tools a target may call, as clients send them: checked, and built anew of the fields
+that transformers' handlers read, so that nothing else reaches the chat template or what loads images."""
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from .request_error import RequestError, shown
@@ -15,127 +16,156 @@ IMAGE_PARTS = ("image_url", "input_image")
 IMAGE = re.compile(r"data:image/[\w.+-]+;base64,[A-Za-z0-9+/=\s]+")
 
 
-def check_messages(messages: list[Any], reads_images: bool, where: str = "messages") -> list[dict[str, Any]]:
-    """Returns the messages of a chat. Raises RequestError for the first that is none."""
+def checked_messages(messages: list[Any], reads_images: bool) -> list[dict[str, Any]]:
+    """Returns the messages of a chat. Raises RequestError for the first that is not valid."""
     if not messages:
-        raise RequestError(f"{where} is empty; expected at least one message.", where)
-    for i, message in enumerate(messages):
-        _check_message(message, reads_images, f"{where}[{i}]")
-    return messages
+        raise RequestError("messages is empty; expected at least one message.", "messages")
+    return [_message(message, reads_images, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
-def check_input(value: str | list[Any], reads_images: bool) -> str | list[Any]:
-    """Returns the `input` of a response: text, the parts of one message, or messages, calls of tools and what these
-    returned. Raises RequestError for the first that is none of these."""
+def checked_input(value: str | list[Any], reads_images: bool) -> str | list[Any]:
+    """Returns the `input` of a response: text, the parts of one message, or messages and, after the first, calls of
+    tools, their results and reasoning. Raises RequestError for the first item that is not valid."""
     if isinstance(value, str):
         return value
     if not value:
         raise RequestError("input is empty; expected text, parts of a message, or messages.", "input")
-    for i, item in enumerate(value):
-        if not isinstance(item, dict):
-            raise RequestError(f"input[{i}] is {shown(item)}; expected an object.", f"input[{i}]")
-    if "role" not in value[0]:
-        _check_parts(value, reads_images, "input")
-        return value
-    for i, item in enumerate(value):
-        check = _check_message if "role" in item else _check_item
-        check(item, reads_images, f"input[{i}]")
-    return value
+    first = value[0]
+    if isinstance(first, dict) and "role" not in first and first.get("type") in ITEMS:
+        raise RequestError(f"input[0].type is {shown(first['type'])}; expected a message first.", "input[0]")
+    if not (isinstance(first, dict) and "role" in first):
+        return _parts(value, reads_images, "input")
+    return [_item(item, reads_images, f"input[{i}]") for i, item in enumerate(value)]
 
 
-def check_tools(tools: list[Any]) -> list[Any]:
-    """Returns the tools that the target may call. Raises RequestError for the first that is none."""
+def checked_tools(tools: list[Any]) -> list[dict[str, Any]]:
+    """Returns the tools that the target may call, in the form that chat templates read. Raises RequestError for the
+    first that is not valid."""
+    found = []
     for i, tool in enumerate(tools):
         where = f"tools[{i}]"
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         if not isinstance(function, dict) or tool.get("type") != "function":
             raise RequestError(f"{where} is {shown(tool)}; expected an object of type 'function'.", where)
-        _require_text(function, "name", f"{where}.function")
-    return tools
+        _text(function, "name", f"{where}.function")
+        found.append({"type": "function", "function": {name: function[name] for name in function if name != "type"}})
+    return found
 
 
-def _check_message(message: Any, reads_images: bool, where: str) -> None:
+def images(messages: str | list[Any]) -> Iterator[str]:
+    """Yields the images of checked messages, or of a checked `input`."""
+    for holder in messages if isinstance(messages, list) else ():
+        content = holder.get("content")
+        for part in content if isinstance(content, list) else [holder]:
+            if part.get("type") in IMAGE_PARTS:
+                yield _address(part)
+
+
+def _message(message: Any, reads_images: bool, where: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise RequestError(f"{where} is {shown(message)}; expected an object with role and content.", where)
-    role, content = message.get("role"), message.get("content")
+    role, calls = message.get("role"), message.get("tool_calls")
     if not (isinstance(role, str) and ROLE.fullmatch(role)):
         raise RequestError(f"{where}.role is {shown(role)}; expected a role, as 'user'.", f"{where}.role")
-    if "tool_calls" in message and message["tool_calls"] is None:
-        del message["tool_calls"]  # clients send a message back as they got it
+    has_no_words = message.get("content") is None and (role == "assistant" or bool(calls))
+    content = "" if has_no_words else _content(message.get("content"), reads_images, f"{where}.content")
+    found: dict[str, Any] = {"role": role, "content": content}
+    if calls not in (None, []):  # as clients send back an answer without calls
+        found["tool_calls"] = _calls(calls, f"{where}.tool_calls")
     if message.get("tool_call_id") is not None:
-        _require_text(message, "tool_call_id", where)
-    if "tool_calls" in message:
-        _check_calls(message["tool_calls"], f"{where}.tool_calls")
-    elif isinstance(content, list):
-        _check_parts(content, reads_images, f"{where}.content")
-    elif not isinstance(content, str):
-        raise RequestError(
-            f"{where}.content is {shown(content)}; expected text or a list of parts.", f"{where}.content"
-        )
+        found["tool_call_id"] = _text(message, "tool_call_id", where)
+    return found
 
 
-def _check_parts(parts: list[Any], reads_images: bool, where: str) -> None:
-    for i, part in enumerate(parts):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind in TEXT_PARTS:
-            _require_text(part, "text", f"{where}[{i}]")
-        elif kind in IMAGE_PARTS and reads_images:
-            _check_image(part.get("image_url"), f"{where}[{i}].image_url")
-        else:
-            served = "text or an image" if reads_images else "text, which is all that the target reads here"
-            raise RequestError(f"{where}[{i}] is {shown(part)}; expected an object of {served}.", f"{where}[{i}]")
+def _content(content: Any, reads_images: bool, where: str) -> str | list[dict[str, Any]]:
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        return _parts(content, reads_images, where)
+    raise RequestError(f"{where} is {shown(content)}; expected text or a list of parts.", where)
 
 
-def _check_image(url: Any, where: str) -> None:
-    address = url.get("url") if isinstance(url, dict) else url
-    if not (isinstance(address, str) and IMAGE.fullmatch(address)):
-        raise RequestError(f"{where} is {shown(address)}; expected data:image/...;base64,...", where)
+def _parts(parts: list[Any], reads_images: bool, where: str) -> list[dict[str, Any]]:
+    return [_part(part, reads_images, f"{where}[{i}]") for i, part in enumerate(parts)]
 
 
-def _check_calls(calls: Any, where: str) -> None:
-    if not isinstance(calls, list) or not calls:
+def _part(part: Any, reads_images: bool, where: str) -> dict[str, Any]:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind in TEXT_PARTS:
+        return {"type": kind, "text": _text(part, "text", where)}
+    if kind in IMAGE_PARTS and reads_images:
+        address = _address(part)
+        if not (isinstance(address, str) and IMAGE.fullmatch(address)):
+            raise RequestError(f"{where}.image_url is {shown(address)}; expected data:image/...;base64,...", where)
+        return {"type": kind, "image_url": address}
+    served = "text or an image" if reads_images else "text, which is all that the target reads here"
+    raise RequestError(f"{where} is {shown(part)}; expected an object of {served}.", where)
+
+
+def _address(part: dict[str, Any]) -> Any:
+    url = part.get("image_url")
+    return url.get("url") if isinstance(url, dict) else url
+
+
+def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
         raise RequestError(f"{where} is {shown(calls)}; expected a list of calls.", where)
-    for i, call in enumerate(calls):
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict):
-            raise RequestError(f"{where}[{i}] is {shown(call)}; expected an object with a function.", f"{where}[{i}]")
-        _require_text(function, "name", f"{where}[{i}].function")
-        _check_arguments(function.get("arguments"), f"{where}[{i}].function.arguments")
+    return [_call(call, f"{where}[{i}]") for i, call in enumerate(calls)]
 
 
-def _check_arguments(arguments: Any, where: str) -> None:
+def _call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        raise RequestError(f"{where} is {shown(call)}; expected an object with a function.", where)
+    named = {"name": _text(function, "name", f"{where}.function")}
+    arguments = _arguments(function.get("arguments"), f"{where}.function.arguments")
+    own = {"id": _text(call, "id", where)} if call.get("id") is not None else {}
+    return {**own, "type": "function", "function": {**named, "arguments": arguments}}
+
+
+def _arguments(arguments: Any, where: str) -> str | dict[str, Any]:
+    """Returns the arguments of a call, a JSON object or its text; a call without any may have empty text."""
     try:
-        is_object = isinstance(json.loads(arguments) if isinstance(arguments, str) else arguments, dict)
+        value = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
-        is_object = False
-    if not is_object:
+        value = None
+    if not isinstance(value, dict):
         raise RequestError(f"{where} is {shown(arguments)}; expected a JSON object, as text.", where)
+    return arguments or "{}"
 
 
-def _check_item(item: dict[str, Any], reads_images: bool, where: str) -> None:
-    """Raises RequestError for an item of a response's `input` that is no message, no thought, no call and no result."""
-    kind = item.get("type")
-    if kind == "reasoning":
-        parts = item.get("content") or []
-        if not isinstance(parts, list):
-            raise RequestError(f"{where}.content is {shown(parts)}; expected a list of parts.", where)
-        for i, part in enumerate(parts):
-            _require_text(part if isinstance(part, dict) else {}, "text", f"{where}.content[{i}]")
-    elif kind == "function_call":
-        for name in ("call_id", "name"):
-            _require_text(item, name, where)
-        _check_arguments(item.get("arguments"), f"{where}.arguments")
-    elif kind == "function_call_output":
-        for name in ("call_id", "output"):
-            _require_text(item, name, where)
-    else:
-        raise RequestError(
-            f"{where}.type is {shown(kind)}; expected a role, or the type reasoning, function_call or"
-            " function_call_output.",
-            where,
-        )
+def _item(item: Any, reads_images: bool, where: str) -> dict[str, Any]:
+    """Returns an item of a response's `input`."""
+    if isinstance(item, dict) and "role" in item:
+        return _message(item, reads_images, where)
+    kind = item.get("type") if isinstance(item, dict) else None
+    if kind not in ITEMS:
+        known = ", ".join(ITEMS)
+        raise RequestError(f"{where} is {shown(item)}; expected a message, or an object of type {known}.", where)
+    return {"type": kind, **ITEMS[kind](item, reads_images, where)}
 
 
-def _require_text(holder: dict[str, Any], name: str, where: str) -> None:
+def _reasoning(item: dict[str, Any], reads_images: bool, where: str) -> dict[str, Any]:
+    parts = item.get("content") or []
+    if not (isinstance(parts, list) and all(isinstance(part, dict) for part in parts)):
+        raise RequestError(f"{where}.content is {shown(parts)}; expected a list of parts.", where)
+    return {"content": [{"text": _text(part, "text", f"{where}.content[{i}]")} for i, part in enumerate(parts)]}
+
+
+def _function_call(item: dict[str, Any], reads_images: bool, where: str) -> dict[str, Any]:
+    arguments = _arguments(item.get("arguments"), f"{where}.arguments")
+    return {"call_id": _text(item, "call_id", where), "name": _text(item, "name", where), "arguments": arguments}
+
+
+def _function_result(item: dict[str, Any], reads_images: bool, where: str) -> dict[str, Any]:
+    call_id = _text(item, "call_id", where)
+    return {"call_id": call_id, "output": _content(item.get("output"), reads_images, f"{where}.output")}
+
+
+ITEMS = {"reasoning": _reasoning, "function_call": _function_call, "function_call_output": _function_result}
+
+
+def _text(holder: dict[str, Any], name: str, where: str) -> str:
     if not isinstance(holder.get(name), str):
         raise RequestError(f"{where}.{name} is {shown(holder.get(name))}; expected text.", f"{where}.{name}")
+    return holder[name]

@@ -14,7 +14,7 @@ import uvicorn
 from jinja2 import TemplateError
 from jinja2.defaults import DEFAULT_NAMESPACE
 from starlette.middleware.cors import CORSMiddleware
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, StoppingCriteriaList
 from transformers.cli.serve import Serve
 from transformers.utils.chat_template_utils import _get_template_variables
 
@@ -25,15 +25,16 @@ from ..targets.pieces import checking_forwards, piece_of
 from ..web.address import url_of
 from ..web.gate import Gate
 from .app import FREE, ROUTES, App
-from .clients import GenerationThread, Limits, Patience, current_call
-from .fields import Served
+from .body import Served
+from .clients import GenerationThread, Limits, StopConditions, current_call
 from .metrics import Metrics
 
-TRIAL = ([[1, 2, 3]], 4)  # the prompt that is tried before anything is served, and how many tokens of an answer
+# what is tried before anything is served: a prompt, and how many tokens of an answer
+TRIED_PROMPT = [[1, 2, 3]]
+TRIED_TOKENS = 4
 TEMPLATE_FUNCTIONS = ("raise_exception", "strftime_now")  # which transformers gives every chat template
 USUAL_ANSWER = 1024  # tokens of an answer whose request names no number, as in transformers' server
 ENDING = 5  # seconds that answers have to end once a signal asks the server to stop
-MOST_WAITING = 512  # requests at once; more are answered by status 503
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class DraftingServer(Serve):
         self.announce = announce
         self.access = access
         self.metrics = Metrics()
-        self.patience = Patience()
+        self.stop_conditions = StopConditions()
         # The base class calls `start_server` at the end, where everything is loaded. It would then wait for a thread
         # that serves; ours serves until it is stopped, and there is nothing left to wait for.
         super().__init__(target, non_blocking=True, **options)
@@ -90,72 +91,73 @@ class DraftingServer(Serve):
         self.serve(self.application(served))
 
     def _watched(self, target: Any, drafter: Eagle31DrafterModel) -> Callable[..., Any]:
-        """Returns a generate() with the drafter, counted, which ends once its client has gone."""
-        alone, patience = cast(Any, target.generate), self.patience
+        """Returns a generate() with the drafter, which counts what is drafted, and ends once its client has gone."""
+        alone, stop = cast(Any, target.generate), self.stop_conditions
         drafted = partial(alone, assistant_model=drafter, **self.knobs)
 
         def answer(*args: Any, **kwargs: Any) -> Any:
             try:
-                with watch_rounds(patience.note_round), watch_forwards(patience.check):
+                with watch_rounds(stop.note_round), watch_forwards(stop.check):
                     return drafted(*args, **kwargs)
             except DraftingRefusedError:  # before a token is generated: of beams, say, there are no drafts
                 self.metrics.count("requests_not_drafted")
-                with checking_forwards(target, patience.check):
-                    return alone(*args, **kwargs)
+                with checking_forwards(target, stop.check):
+                    return alone(*args, **kwargs, stopping_criteria=StoppingCriteriaList([stop]))
 
         def generate(*args: Any, **kwargs: Any) -> Any:
+            call = current_call()
             with self.metrics.request():
                 try:
-                    patience.check()  # the client may have gone while others were answered
+                    stop.check()  # the client may have gone while others were answered
+                    if call.seed is not None:
+                        torch.manual_seed(call.seed)
                     return answer(*args, **kwargs)
                 except Exception as error:
-                    current_call().error = error
+                    call.error = error
                     raise
 
         return generate
 
-    def application(self, served: Served) -> Gate:
+    def application(self, served: Served) -> Any:
         """Returns the ASGI application: the routes behind the gate."""
         handlers: dict[str, Any] = {
             "/v1/chat/completions": self._chat_handler.handle_request,
             "/v1/completions": self._completion_handler.handle_request,
             "/v1/responses": self._response_handler.handle_request,
         }
-        routes = App(served, handlers, self.metrics).application()
         access = self.access
-        if access.any_origin:
-            routes = CORSMiddleware(routes, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
-        return Gate(
-            routes,
+        gate = Gate(
+            App(served, handlers, self.metrics).application(),
             [self.server.config.host, *access.hosts],
             lambda method, path: path in ROUTES,
             key=access.key,
             needs_key=lambda path: path not in FREE,
             any_origin=access.any_origin,
         )
+        if not access.any_origin:
+            return gate
+        return CORSMiddleware(gate, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
 
-    def serve(self, application: Gate) -> None:
+    def serve(self, application: Any) -> None:
         """Serves in this thread until a signal ends it."""
         host, port = self.server.config.host, self.server.config.port
-        config = uvicorn.Config(
-            application, host, port, lifespan="off", timeout_graceful_shutdown=ENDING, limit_concurrency=MOST_WAITING
-        )
-        self.server = _Stoppable(config, self.patience)
+        config = uvicorn.Config(application, host, port, lifespan="off", timeout_graceful_shutdown=ENDING)
+        self.server = SignallingServer(config, self.stop_conditions)
         where = url_of(host, port)
         self.announce(f"serving {self.target} at {where}/v1; counts of drafts at {where}/metrics")
         self.server.run()
 
 
-class _Stoppable(uvicorn.Server):
+class SignallingServer(uvicorn.Server):
     """The HTTP server, which tells those who generate once a signal asks it to stop."""
 
-    def __init__(self, config: uvicorn.Config, patience: Patience):
+    def __init__(self, config: uvicorn.Config, stop_conditions: StopConditions):
         super().__init__(config)
-        self.patience = patience
+        self.stop_conditions = stop_conditions
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         """Handles a signal."""
-        self.patience.is_stopping.set()
+        self.stop_conditions.is_stopping.set()
         super().handle_exit(sig, frame)
 
 
@@ -198,6 +200,6 @@ def usual_answer(target: Any) -> int:
 
 def try_pair(target: Any, drafter: Any, knobs: dict[str, Any]) -> None:
     """Drafts a few tokens. Raises what generate() does where drafter and target do not fit each other."""
-    ids = torch.tensor(TRIAL[0], device=target.device)
-    options: dict[str, Any] = {"max_new_tokens": TRIAL[1], "do_sample": False, **knobs}
+    ids = torch.tensor(TRIED_PROMPT, device=target.device)
+    options: dict[str, Any] = {"max_new_tokens": TRIED_TOKENS, "do_sample": False, **knobs}
     target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=drafter, **options)

@@ -10,26 +10,28 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
-# of one piece; a call is ended within one or two of them
-SECONDS = 0.5
-LEAST, MOST = 32, 4096  # tokens
-TRIED = 64  # tokens that are timed
+SECONDS = 0.5  # that one piece may take: a call ends within one or two of them
+LEAST, MOST = 32, 4096  # tokens of a piece
+TRIED = 64  # tokens of the forward that is timed
 
 
 def piece_of(target: PreTrainedModel, drafter: Any, **knobs: Any) -> int | None:
     """Returns how many tokens of a prompt the target reads in about SECONDS, a power of two, for `prefill_chunk_size`;
-    None where prompts cannot be read in pieces. `knobs`: arguments of generate() that say how to draft. Takes two
-    forwards of TRIED tokens."""
+    None where prompts cannot be read in pieces. `knobs`: arguments of generate() that say how to draft. It takes a
+    short generate() and two forwards of TRIED tokens."""
     ids = torch.tensor([[1, 2, 3]], device=target.device)
     trial: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 2}
     generate: Any = target.generate
     try:
         generate(ids, **trial, assistant_model=drafter, prefill_chunk_size=2, **knobs)
     except (ValueError, RuntimeError, TypeError) as error:
-        logger.warning_once(f"prompts are read whole, since {type(target).__name__} does not read pieces: {error}")
+        logger.warning_once(
+            f"{type(target).__name__}: prompts are read whole, as the trial of two pieces failed: {error}"
+        )
         return None
     affordable = SECONDS / min(_seconds_a_token(target) for _ in range(2))  # the first forward prepares more
-    return 1 << int(min(MOST, max(LEAST, affordable))).bit_length() - 1
+    tokens = int(min(MOST, max(LEAST, affordable)))
+    return 1 << (tokens.bit_length() - 1)
 
 
 @torch.no_grad()

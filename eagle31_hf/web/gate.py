@@ -1,34 +1,39 @@
 """The gate before a server or a page: it lets in what its users send, and no web page that one of them visits.
 
 A browser sends requests to this machine for any page that it shows, and, where a page's name is made to lead here (DNS
-rebinding), shows that page the answers. Both are told by two headers: `Host` has the name that was asked for, `Origin`
-the page that asks.
+rebinding), shows that page the answers. Two headers give these away: `Host` has the name that was asked for, `Origin`
+the page that asks, wherever a request may change something or its answer is to be read.
 """
 
 import hmac
 import ipaddress
 import json
+import re
 import socket
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 MAX_BODY = 16 * 2**20  # bytes
+MOST_INSIDE = 512  # requests at once
+HOST = re.compile(r"(?:\[(?P<address>[0-9A-Fa-f:.]+)\]|(?P<name>[\w.-]+))(?::\d{1,5})?")
+ONCE = (b"host", b"origin", b"authorization", b"content-length")  # headers that would be read in two ways
 NO_SNIFFING = (b"x-content-type-options", b"nosniff")
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """The answer to a request that is not let in: its status, and OpenAI's `code` and words for it."""
+    """The answer to a request that is not let in: its status, and code, message and type of an error as OpenAI's API
+    has them."""
 
     status: int
     code: str
     message: str
+    type: str = "invalid_request_error"
 
     def body(self) -> bytes:
         """Returns the answer as JSON, in OpenAI's form of errors."""
-        return error_json(self.message, "invalid_request_error", code=self.code).encode()
+        return error_json(self.message, self.type, code=self.code).encode()
 
 
 TOO_LONG = Refusal(413, "too_long", f"the request is longer than {MAX_BODY} bytes; expected less.")
@@ -40,19 +45,19 @@ def error_json(message: str, kind: str, param: str | None = None, code: str | No
 
 
 class Gate:
-    """An ASGI application around another.
+    """An ASGI application around another, which refuses requests that are not for it.
 
     `hosts`: the names that requests may be sent to, besides IP addresses, `localhost` and this machine's own name.
-    `is_open` says of a method and a path whether they are there. `key`: what requests must bring as `Authorization:
-    Bearer KEY`, None: nothing; `needs_key` says of a path whether it is only for those who have it. `any_origin`: pages
-    of any origin may ask. `headers` stand on every answer.
+    `has_route` says whether there is a path with a method. `key`: what requests must bring as `Authorization: Bearer
+    KEY`, None: nothing; `needs_key` says of a path whether it is only for those who have it. `any_origin`: pages of any
+    origin may ask. `headers` stand on every answer.
     """
 
     def __init__(
         self,
         app: Any,
         hosts: Iterable[str],
-        is_open: Callable[[str, str], bool],
+        has_route: Callable[[str, str], bool],
         *,
         key: str | None = None,
         needs_key: Callable[[str], bool] = lambda path: True,
@@ -60,64 +65,62 @@ class Gate:
         headers: Iterable[tuple[bytes, bytes]] = (),
     ):
         self.app = app
-        self.names = {"localhost", socket.gethostname().lower(), *(name.lower() for name in hosts)}
-        self.is_open = is_open
+        self.hosts = {"localhost", socket.gethostname().lower(), *(host.lower() for host in hosts)}
+        self.has_route = has_route
         self.key = key
         self.needs_key = needs_key
         self.any_origin = any_origin
         self.headers = [NO_SNIFFING, *headers]
+        self._num_inside = 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
         if scope["type"] != "http":
-            return  # a WebSocket that is not accepted is answered by 403
+            await send({"type": "websocket.close"})  # before it is accepted: an answer of 403
+            return
         answer, refusal = _Answer(send, self.headers), self.refusal(scope)
         if refusal is not None:
             await answer.refuse(refusal)
-        else:
+            return
+        self._num_inside += 1
+        try:
             await self.app(scope, _limited(receive, answer), answer.send)
+        finally:
+            self._num_inside -= 1
 
     def refusal(self, scope: Any) -> Refusal | None:
         """Returns why a request is not let in, None where it is."""
-        headers = [(name.lower(), value.decode("latin-1")) for name, value in scope["headers"]]
-        hosts = [value for name, value in headers if name == b"host"]
-        given: dict[bytes, str] = dict(headers)
-        if len(hosts) != 1 or not self._is_ours(hosts[0]):
-            return Refusal(
-                403,
-                "host_not_allowed",
-                f"Host is {_shown(hosts)}; expected an IP address or one of {', '.join(sorted(self.names))}."
-                " --allowed-host lets others in.",
-            )
-        origin = given.get(b"origin")
-        if origin is not None and not self.any_origin and not _is_same(origin, hosts[0]):
-            return Refusal(
-                403, "origin_not_allowed", f"a page of {_shown(origin)} asks; expected a page of this server."
-            )
-        if not self.is_open(scope["method"], scope["path"]):
-            return Refusal(404, "not_found", f"there is no {scope['method']} {_shown(scope['path'])} here.")
-        if not self._is_allowed(scope, given.get(b"authorization", "")):
+        given: dict[bytes, str] = {}
+        for name, value in scope["headers"]:
+            if name.lower() in given and name.lower() in ONCE:
+                return Refusal(400, "repeated_header", f"{name.decode('latin-1')} is there twice; expected one.")
+            given[name.lower()] = value.decode("latin-1")
+        host, origin = given.get(b"host", ""), given.get(b"origin")
+        if not self._is_allowed_host(host):
+            message = f"Host is {_shown(host)}; expected a name or an address of this server (--allowed-host)."
+            return Refusal(403, "host_not_allowed", message)
+        if origin is not None and not self.any_origin and not _is_same(origin, host):
+            message = f"a page of {_shown(origin)} asks; expected one of this server. Is a proxy to pass Host on?"
+            return Refusal(403, "origin_not_allowed", message)
+        if not self.has_route(scope["method"], scope["path"]):
+            return Refusal(404, "not_found", f"there is no {_shown(scope['path'])} for {_shown(scope['method'])}.")
+        if self.key is not None and self.needs_key(scope["path"]) and not _has_key(given, self.key):
             return Refusal(401, "invalid_api_key", "expected the key of this server: Authorization: Bearer KEY.")
+        if self._num_inside >= MOST_INSIDE:
+            return Refusal(503, "busy", f"{MOST_INSIDE} requests wait already.", "server_error")
         return TOO_LONG if _is_too_long(given.get(b"content-length", "0")) else None
 
-    def _is_allowed(self, scope: Any, authorization: str) -> bool:
-        """Returns whether a request has the key, or needs none. A browser asks without it whether a page may ask."""
-        is_preflight = self.any_origin and scope["method"] == "OPTIONS"
-        is_free = self.key is None or is_preflight or not self.needs_key(scope["path"])
-        return is_free or _has_key(authorization, str(self.key))
-
-    def _is_ours(self, host: str) -> bool:
-        """Returns whether a request to this `Host` was meant for this server. Whoever asks by an IP address meant it: a
-        page can have its own name lead here, not an address."""
-        name = _name_in(host)
-        if name is None:
-            return False
+    def _is_allowed_host(self, host: str) -> bool:
+        """Returns whether a request with this `Host` was meant for this server. One that was sent to an IP address was:
+        a page can have its own name lead here, not an address."""
+        found = HOST.fullmatch(host)
+        name = (found["address"] or found["name"]).lower() if found else ""
         try:
             ipaddress.ip_address(name)
         except ValueError:
-            return name in self.names
+            return name in self.hosts
         return True
 
 
@@ -152,8 +155,8 @@ class _Answer:
 
 
 def _limited(receive: Any, answer: _Answer) -> Any:
-    """Returns an ASGI `receive` that refuses a request once MAX_BODY bytes have come, whatever its headers say: to the
-    application the client has gone then."""
+    """Returns an ASGI `receive` that refuses a request once MAX_BODY bytes have come, whatever its headers say; the
+    application then sees a disconnect."""
     length = 0
 
     async def receiving() -> Any:
@@ -168,29 +171,19 @@ def _limited(receive: Any, answer: _Answer) -> Any:
     return receiving
 
 
-def _name_in(host: str) -> str | None:
-    """Returns the name or the address in a `Host` header, in lower case and without port and brackets; None where there
-    is none."""
-    try:
-        parts = urlsplit(f"//{host}")
-        return parts.hostname if parts.netloc == host and parts.username is None and parts.port != 0 else None
-    except ValueError:  # a port that is no number, brackets around no address
-        return None
-
-
 def _is_same(origin: str, host: str) -> bool:
     """Returns whether a page of this origin came from the server that is asked."""
     scheme, sign, rest = origin.lower().partition("://")
     return bool(sign) and scheme in ("http", "https") and rest == host.lower()
 
 
-def _has_key(authorization: str, key: str) -> bool:
-    scheme, _, given = authorization.partition(" ")
+def _has_key(headers: dict[bytes, str], key: str) -> bool:
+    scheme, _, given = headers.get(b"authorization", "").partition(" ")
     return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), key.encode())
 
 
 def _is_too_long(length: str) -> bool:
-    return length.isascii() and length.isdecimal() and int(length[:20]) > MAX_BODY
+    return length.isascii() and length.isdecimal() and int(length[:20]) > MAX_BODY  # int() refuses thousands of digits
 
 
 def _shown(value: Any) -> str:

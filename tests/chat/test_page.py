@@ -242,6 +242,28 @@ def test_what_a_target_says_is_shown_as_text(page):
     assert text == HOSTILE.replace("\x1b", r"\x1b")
 
 
+def test_a_page_that_is_closed_stops_its_answers(page):
+    """Of those that are made, and those that wait."""
+    rounds, waiting = page.ask({}, WORDS, CHAIN, 2, 24), page.ask({}, WORDS, CHAIN, 2, 24)
+    next(rounds)
+    ended = []
+
+    def wait():
+        with pytest.raises(gr.Error, match="the page is closed"):
+            list(waiting)
+        ended.append(True)
+
+    page.make().options["max_new_tokens"] = 24
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while not page.worker._work_queue.qsize() and thread.is_alive():
+        time.sleep(0.01)
+    page.close()
+    assert list(rounds)[-1][3].endswith(", stopped")
+    thread.join()
+    assert ended
+
+
 def test_what_is_wrong_is_told_as_text(page):
     page.make = lambda: conversation(template="{{ raise_exception(messages[0]['content']) }}")
     with pytest.raises(gr.Error, match="refuses the conversation") as error:
@@ -314,6 +336,18 @@ def browser():
         launched.close()
 
 
+def saved_by(address):
+    """The path of the conversation that a visitor has saved."""
+    config = json.loads(asked(address, "GET", "/config")[2])
+    [button] = [part["id"] for part in config["components"] if part["props"].get("value") == "Save the conversation"]
+    [function] = [d["id"] for d in config["dependencies"] if [button, "click"] in d["targets"]]
+    join = {"fn_index": function, "data": [None], "session_hash": "x"}
+    kind = {"Content-Type": "application/json"}
+    assert asked(address, "POST", "/gradio_api/queue/join", json.dumps(join), **kind)[0] == 200
+    events = asked(address, "GET", "/gradio_api/queue/data?session_hash=x")[2].decode()
+    return re.search(r'"path": ?"([^"]+conversation.json)"', events)[1]
+
+
 def test_the_command_ends_by_its_signal_and_leaves_nothing(tmp_path):
     folders = {name: str(demo.FOLDER / name) for name in ("target", "eagle31")}
     port = free_port()
@@ -324,12 +358,13 @@ def test_the_command_ends_by_its_signal_and_leaves_nothing(tmp_path):
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True, env=env) as process:
         lines = iter(process.stderr.readline, "")
         assert any(f"serving target with eagle31 at http://localhost:{port}" in line for line in lines)
-        assert any((tmp_path / "tmp").iterdir())
+        assert saved_by(f"http://localhost:{port}").startswith(str(tmp_path / "tmp" / "eagle31-"))
         process.terminate()
         rest = process.stderr.read()
     assert process.returncode == -signal.SIGTERM
     assert "stopped by SIGTERM" in rest
     assert list((tmp_path / "tmp").glob("eagle31-*")) == []
+    assert list((tmp_path / "tmp").rglob("*.json")) == []
 
 
 def asked(address, method, path, body=None, **headers):
@@ -363,6 +398,7 @@ def test_the_page_is_for_its_own_visitors(address):
         ("GET", "/gradio_api/upload_progress?upload_id=x"),
         ("GET", "/gradio_api/file=/etc/passwd"),
         ("GET", "/gradio_api/file=http://127.0.0.1:9/conversation.json"),
+        ("GET", "/gradio_api/file=//127.0.0.1/conversation.json"),
         ("GET", "/gradio_api/file=/etc/../etc/conversation.json"),
         ("GET", "/gradio_api/proxy=http://127.0.0.1:9/x"),
         ("GET", "/gradio_api/info"),

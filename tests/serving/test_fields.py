@@ -13,27 +13,98 @@ from eagle31_hf import demo
 
 pytest.importorskip("fastapi")
 httpx = pytest.importorskip("httpx")
-from eagle31_hf.serving.clients import Limits  # noqa: E402 -- behind the check that the extra is there
-from eagle31_hf.serving.messages import check_messages  # noqa: E402
+from eagle31_hf.serving.app import _status_and_body  # noqa: E402 -- behind the check that the extra is there
+from eagle31_hf.serving.body import Served, checked  # noqa: E402
+from eagle31_hf.serving.clients import Call, Limits  # noqa: E402
+from eagle31_hf.serving.messages import checked_messages  # noqa: E402
 from eagle31_hf.serving.request_error import RequestError  # noqa: E402
 from eagle31_hf.serving.server import DraftingServer, template_options  # noqa: E402
 
 PICTURE = "data:image/png;base64,iVBORw0KGgo="
+CALLS = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": ""}}]
+FLAT = {"type": "function", "name": "f"}
+NO_PICTURES = ["http://127.0.0.1/x.png", "/etc/passwd", "file:///etc/passwd", "data:text/html,x", 3, None]
 
 
-@pytest.mark.parametrize(
-    "url", ["http://127.0.0.1/x.png", "/etc/passwd", "file:///etc/passwd", "data:text/html,x", 3, None]
-)
+def tool(parameters):
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
+@pytest.mark.parametrize("url", NO_PICTURES)
 def test_pictures_come_with_the_request(url):
     """An address would have the server fetch it."""
     for part in ({"type": "image_url", "image_url": {"url": url}}, {"type": "input_image", "image_url": url}):
         with pytest.raises(RequestError, match="expected data:image"):
-            check_messages([{"role": "user", "content": [part]}], reads_images=True)
+            checked_messages([{"role": "user", "content": [part]}], reads_images=True)
+        for beside in ({"tool_calls": CALLS}, {"tool_calls": []}, {"tool_call_id": "1"}):
+            with pytest.raises(RequestError, match="expected data:image"):
+                checked_messages([{"role": "assistant", "content": [part], **beside}], reads_images=True)
     for part in ({"type": "video_url", "video_url": {"url": PICTURE}}, {"type": "input_audio", "input_audio": PICTURE}):
         with pytest.raises(RequestError, match="expected an object of text or an image"):
-            check_messages([{"role": "user", "content": [part]}], reads_images=True)
-    fine = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": PICTURE}}]}]
-    assert check_messages(fine, reads_images=True) == fine
+            checked_messages([{"role": "user", "content": [part]}], reads_images=True)
+    fine = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": PICTURE}}], "more": url}]
+    found = [{"role": "user", "content": [{"type": "image_url", "image_url": PICTURE}]}]
+    assert checked_messages(fine, reads_images=True) == found
+
+
+def test_text_is_counted_whatever_it_looks_like():
+    served = Served("m", 100, 10, frozenset(), True)
+    most = 16 * (10 + 4096)
+    picture = [{"role": "user", "content": [{"type": "image_url", "image_url": PICTURE + "A" * most}]}]
+    assert checked("/v1/chat/completions", {"messages": picture}, served)
+    for route, body in (
+        ("/v1/completions", {"prompt": PICTURE + "A" * most}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": PICTURE + "A" * most}]}),
+        ("/v1/chat/completions", {"messages": picture, "tools": [tool({"image_url": PICTURE + "A" * most})]}),
+        ("/v1/responses", {"input": "x", "tools": [tool({"A" * most: 1})]}),
+    ):
+        with pytest.raises(RequestError, match=f"expected at most {most}"):
+            checked(route, body, served)
+
+
+def test_messages_as_clients_send_them_back():
+    """With all fields of an answer, most of them null."""
+    answer = {"role": "assistant", "content": None, "refusal": None, "annotations": [], "audio": None, "tool_calls": []}
+    asked = [{"role": "developer", "content": "x"}, answer, {**answer, "tool_calls": CALLS}]
+    result = {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "y"}]}
+    assert checked_messages([*asked, result], reads_images=False) == [
+        {"role": "developer", "content": "x"},
+        {"role": "assistant", "content": ""},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{**CALLS[0], "function": {"name": "f", "arguments": "{}"}}],
+        },
+        {"role": "tool", "content": [{"type": "text", "text": "y"}], "tool_call_id": "1"},
+    ]
+    served = Served("m", 100, 10, frozenset(), False)
+    output = {
+        "type": "function_call_output",
+        "call_id": "1",
+        "output": [{"type": "input_text", "text": "y"}],
+        "id": None,
+    }
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "", "status": "completed"}
+    read = checked("/v1/responses", {"input": [asked[0], call, output], "tools": [FLAT], "user": "me"}, served)
+    assert read["input"][1:] == [
+        {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_text", "text": "y"}]},
+    ]
+    assert read["tools"] == [{"type": "function", "function": {"name": "f"}}]
+    assert set(read) == {"input", "tools"}
+
+
+def test_what_fails_on_the_server_s_side_is_its_own():
+    """Errors of a GPU are RuntimeErrors, wherever they come; a template may raise anything else."""
+    queued = Call(is_queued=True)
+    for error in (RuntimeError("CUDA error"), MemoryError(), OSError("disk")):
+        for call in (Call(), queued):
+            assert _status_and_body(error, call)[0] == 500
+    for error in (TypeError("x"), KeyError("x"), RecursionError(), ValueError("x")):
+        assert _status_and_body(error, Call())[0] == 400
+        assert _status_and_body(error, queued)[0] == 500
+    queued.error = ValueError("of generate()")
+    assert _status_and_body(queued.error, queued)[0] == 400
 
 
 def test_variables_of_a_template_are_not_arguments_of_what_renders_it():
@@ -77,11 +148,15 @@ class Kept(DraftingServer):
     def serve(self, application):
         self.application = application
 
+    def client(self):
+        return httpx.AsyncClient(
+            transport=httpx.ASGITransport(self.application), base_url="http://localhost", timeout=60
+        )
+
     def ask(self, path, body):
         async def asked():
-            transport = httpx.ASGITransport(self.application)
-            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-                return await client.post(path, json=body, timeout=60)
+            async with self.client() as client:
+                return await client.post(path, json=body)
 
         return asyncio.run(asked())
 
@@ -115,24 +190,45 @@ BODIES = {
 }
 
 
+def last_event(answer):
+    return json.loads([event for event in answer.text.split("\n\n") if event][-1].removeprefix("data: "))
+
+
 @pytest.mark.parametrize("path", BODIES)
 def test_what_fails_in_the_middle_is_told_as_json(kept, path):
-    """The server's own fault, in a stream as its last event, whatever its words hold."""
+    """The server's own fault, in a stream as its last event; its words are in the log alone."""
     words = 'the device "x" is\nlost\\'
     whole = kept.ask(path, BODIES[path] | {"stream": False})
-    for body in (BODIES[path] | {"stream": True}, BODIES[path] | {"stream": False}):
+    for stream in (False, True):
         with kept.failing(RuntimeError(words)):
-            answer = kept.ask(path, body)
-        text = [e.removeprefix("data: ") for e in answer.text.split("\n\n") if e][-1] if body["stream"] else answer.text
-        assert answer.status_code == (200 if body["stream"] else 500)
-        error = json.loads(text)["error"]
-        assert (error["type"], error["message"]) == ("server_error", 'the answer failed: the device "x" is lost\\')
-    with kept.failing(ValueError(words)):  # as generate() refuses arguments
-        answer = kept.ask(path, BODIES[path] | {"stream": False})
-    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+            answer = kept.ask(path, BODIES[path] | {"stream": stream})
+        assert answer.status_code == (200 if stream else 500)
+        error = last_event(answer)["error"]
+        said = "the answer failed (RuntimeError); the server's log says why."
+        assert (error["type"], error["message"]) == ("server_error", said)
+        with kept.failing(ValueError(words)):  # as generate() refuses arguments
+            answer = kept.ask(path, BODIES[path] | {"stream": stream})
+        assert answer.status_code == (200 if stream else 400)
+        error = last_event(answer)["error"]
+        said = 'the request is refused: the device "x" is lost\\'
+        assert (error["type"], error["message"]) == ("invalid_request_error", said)
     again = kept.ask(path, BODIES[path] | {"stream": False})
     assert usage_and_text(again.json()) == usage_and_text(whole.json())
 
 
 def usage_and_text(answer):
     return [answer["usage"], answer.get("output", [{}])[0].get("content"), answer.get("choices")]
+
+
+def test_a_seed_is_of_its_own_answer(kept):
+    """Requests that come while another is answered do not change what that samples."""
+    body = {"prompt": WORDS, "generation_config": '{"do_sample": true, "max_new_tokens": 24}'}
+    alone = {seed: kept.ask("/v1/completions", body | {"seed": seed}).json()["choices"] for seed in (1, 2)}
+    assert alone[1] != alone[2]
+
+    async def at_once():
+        async with kept.client() as client:
+            asked = [client.post("/v1/completions", json=body | {"seed": seed}) for seed in (1, 2, 1)]
+            return [answer.json()["choices"] for answer in await asyncio.gather(*asked)]
+
+    assert asyncio.run(at_once()) == [alone[1], alone[2], alone[1]]

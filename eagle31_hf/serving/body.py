@@ -1,0 +1,216 @@
+"""The body of a request: read as JSON, checked field by field, and returned as transformers' handlers read it."""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ..json_file import parse_value
+from .fields import FIELDS, GENERATION, IGNORED, LONGEST_OPTION, MOST_ITEMS, ONLY_DEFAULT, REQUIRED, is_number
+from .messages import checked_input, checked_messages, checked_tools, images
+from .request_error import RequestError, shown
+
+MOST_VALUES = 200_000
+MOST_DEPTH = 64
+# A request with more characters of text for each token of the context, and some tokens more, is refused before its text
+# is made into tokens: no text that a target can read whole has so many.
+CHARACTERS_A_TOKEN, MORE_TOKENS = 16, 4096
+LEAST_TEMPERATURE = 1e-3  # a lower one is greedy: logits would overflow
+SURROGATE = re.compile("[\ud800-\udfff]")
+CONFIG = "generation_config"
+TEMPLATE_OPTIONS = "chat_template_kwargs"
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a server serves. `model`: the one name it answers to; `vocab_size` and `context`: the target's, in tokens,
+    None for a context without end; `template_options`: the variables of the chat template that a client may set;
+    `reads_images`: whether messages may hold images."""
+
+    model: str
+    vocab_size: int
+    context: int | None
+    template_options: frozenset[str]
+    reads_images: bool
+
+
+def parsed(data: bytes) -> dict[str, Any]:
+    """Returns the JSON object of a request. Raises RequestError for anything else."""
+    try:
+        value = parse_value(data.decode())
+    except ValueError as error:
+        raise RequestError(f"the request is not JSON ({error}); expected one JSON object.") from None
+    if not isinstance(value, dict):
+        raise RequestError(f"the request is {shown(value)}; expected one JSON object.")
+    return value
+
+
+def checked(route: str, body: dict[str, Any], served: Served) -> dict[str, Any]:
+    """Returns the fields of a request that the server reads. Raises RequestError for the first that is wrong."""
+    length = sum(map(len, _texts(body)))
+    fields = FIELDS[route]
+    given = {name: value for name, value in body.items() if value is not None}
+    for name, value in given.items():
+        _check_field(name, value, route)
+    for name in REQUIRED:
+        if name in fields and name not in given:
+            raise RequestError(f"{name} is missing; expected {fields[name].expected}.", name)
+    _check_model(given.get("model", served.model), served)
+    if given.get("tool_choice") == "none":
+        given.pop("tools", None)
+    read = {name: value for name, value in given.items() if name in fields}
+    read |= {name: convert(read[name], served) for name, convert in CONVERTERS.items() if name in read}
+    pictures = [image for name in ("messages", "input") for image in images(read.get(name, ""))]
+    _check_length(length - sum(map(len, pictures)), served)
+    return read
+
+
+def _check_field(name: str, value: Any, route: str) -> None:
+    """Raises RequestError for a field that there is not, and for a value that it cannot have."""
+    fields = FIELDS[route]
+    if name in fields:
+        if not fields[name].holds(value):
+            raise RequestError(f"{name} is {shown(value)}; expected {fields[name].expected}.", name)
+    elif name in ONLY_DEFAULT:
+        if not any(value == usual and type(value) is type(usual) for usual in ONLY_DEFAULT[name]):
+            expected = " or ".join(map(shown, ONLY_DEFAULT[name]))
+            raise RequestError(f"{name} is {shown(value)}; expected {expected}: nothing else is served.", name)
+    elif name not in IGNORED:
+        raise RequestError(f"{shown(name)} is no field of {route}; expected some of {', '.join(fields)}.", name)
+
+
+def _check_model(name: str, served: Served) -> None:
+    if name != served.model:
+        message = f"model is {shown(name)}; expected {shown(served.model)}, the only one here."
+        raise RequestError(message, "model", "model_not_found")
+
+
+def _check_length(characters: int, served: Served) -> None:
+    """Raises RequestError for text that is far longer than the target's context."""
+    most = None if served.context is None else CHARACTERS_A_TOKEN * (served.context + MORE_TOKENS)
+    if most is not None and characters > most:
+        raise RequestError(
+            f"the request has {characters} characters; expected at most {most}: the target's context is"
+            f" {served.context} tokens.",
+            code="context_length_exceeded",
+        )
+
+
+def _texts(body: dict[str, Any]) -> Iterator[str]:
+    """Yields all text of a request, level by level: recursion would exhaust the stack. Raises RequestError where there
+    are too many values, or they are nested too deep, and for text that is no UTF-8."""
+    level, count = list[Any]([body]), 0
+    for _ in range(MOST_DEPTH):
+        count += len(level)
+        _check_size(count, level)
+        for text in level:
+            if isinstance(text, str):
+                _check_surrogates(text)
+                yield text
+        level = [child for value in level if isinstance(value, list | dict) for child in _children(value)]
+        if not level:
+            return
+    raise RequestError(f"the request is nested more than {MOST_DEPTH} deep; expected less.")
+
+
+def _check_size(count: int, level: list[Any]) -> None:
+    if count > MOST_VALUES:
+        raise RequestError(f"the request has more than {MOST_VALUES} values; expected fewer.")
+    if any(len(value) > MOST_ITEMS for value in level if isinstance(value, list | dict)):
+        raise RequestError(f"the request has a list or an object of more than {MOST_ITEMS} values; expected fewer.")
+
+
+def _check_surrogates(text: str) -> None:
+    found = SURROGATE.search(text)
+    if found:
+        raise RequestError(f"the request has the lone surrogate {found[0]!a}; expected text in UTF-8.")
+
+
+def _children(value: list | dict) -> list[Any]:
+    """Returns the values in a value, the names of an object among them."""
+    return [*value, *value.values()] if isinstance(value, dict) else value
+
+
+def _generation_config(text: str, served: Served) -> str:
+    """Returns the arguments of generate() in a request, for `GenerationConfig`. Clients send whole configs: an argument
+    as it is by default changes nothing, and is left out."""
+    from transformers import GenerationConfig
+
+    try:
+        values = parse_value(text)
+    except ValueError as error:
+        raise RequestError(f"{CONFIG} is not JSON ({error}); expected an object.", CONFIG) from None
+    if not isinstance(values, dict):
+        raise RequestError(f"{CONFIG} is {shown(values)}; expected an object.", CONFIG)
+    usual = GenerationConfig().to_dict()
+    given = {name: value for name, value in values.items() if value is not None and name != "transformers_version"}
+    own = {name: value for name, value in given.items() if name in GENERATION or value != usual.get(name)}
+    for name, value in own.items():
+        _check_argument(name, value, served)
+    if own.get("temperature", 1) < LEAST_TEMPERATURE:
+        own = {name: value for name, value in own.items() if name != "temperature"} | {"do_sample": False}
+    return json.dumps(own)
+
+
+def _check_argument(name: str, value: Any, served: Served) -> None:
+    """Raises RequestError for an argument of generate() that a client may not give, or not with this value."""
+    if name not in GENERATION:
+        raise RequestError(f"{CONFIG} has {shown(name)}; expected some of {', '.join(GENERATION)}.", CONFIG)
+    if not GENERATION[name].holds(value):
+        raise RequestError(f"{CONFIG}.{name} is {shown(value)}; expected {GENERATION[name].expected}.", CONFIG)
+    if not name.endswith(("_token_id", "_tokens")) or name.endswith("_new_tokens"):
+        return
+    ids = value if isinstance(value, list) else [value]
+    if max(ids) >= served.vocab_size:
+        raise RequestError(f"{CONFIG}.{name} has {max(ids)}; expected ids below {served.vocab_size}.", CONFIG)
+    if len(set(ids)) > served.vocab_size // 4:  # where none is left to choose, sampling fails, and a GPU for good
+        raise RequestError(f"{CONFIG}.{name} has {len(set(ids))} ids; expected a quarter of all at most.", CONFIG)
+
+
+def _temperature(value: float, served: Served) -> float:
+    return float(value) if value >= LEAST_TEMPERATURE else 0.0
+
+
+def _logit_bias(values: dict[str, float], served: Served) -> dict[str, float] | None:
+    """Returns biases by token id, None where there are none. Raises RequestError for ids that the target does not
+    have."""
+    for key in values:
+        if not (key.isascii() and key.isdecimal() and len(key) < 20 and int(key) < served.vocab_size):
+            message = f"logit_bias has the token {shown(key)}; expected ids below {served.vocab_size}."
+            raise RequestError(message, "logit_bias")
+    return {str(int(key)): float(value) for key, value in values.items()} or None
+
+
+def _template_options(values: dict[str, Any], served: Served) -> dict[str, Any]:
+    """Returns variables of the chat template. Raises RequestError for one that it does not read: it would be taken for
+    an argument of what renders it."""
+    for name, value in values.items():
+        if name not in served.template_options:
+            known = ", ".join(sorted(served.template_options)) or "none"
+            message = f"{TEMPLATE_OPTIONS} has {shown(name)}; expected variables that the chat template reads: {known}."
+            raise RequestError(message, TEMPLATE_OPTIONS)
+        is_text = isinstance(value, str) and len(value) <= LONGEST_OPTION
+        if not (is_text or value is None or isinstance(value, bool) or is_number(value)):
+            message = f"{TEMPLATE_OPTIONS}.{name} is {shown(value)}; expected text, a number, true or false."
+            raise RequestError(message, TEMPLATE_OPTIONS)
+    return values
+
+
+def _prompt(value: str, served: Served) -> str:
+    if not value:
+        raise RequestError("prompt is empty; expected text.", "prompt")
+    return value
+
+
+# by field: returns its value as it is read. Raises RequestError for one that the field's rule lets pass.
+CONVERTERS: dict[str, Callable[[Any, Served], Any]] = {
+    "messages": lambda value, served: checked_messages(value, served.reads_images),
+    "input": lambda value, served: checked_input(value, served.reads_images),
+    "tools": lambda value, served: checked_tools(value),
+    CONFIG: _generation_config,
+    "temperature": _temperature,
+    "logit_bias": _logit_bias,
+    TEMPLATE_OPTIONS: _template_options,
+    "prompt": _prompt,
+}
