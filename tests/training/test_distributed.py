@@ -14,8 +14,10 @@ from training_runs import Run, run
 from eagle31_hf import Eagle31DrafterModel
 
 SUMMED = 1e-5  # fp32: gradients of two processes are added up in another order
-# Adam divides gradients by their size: where they are nearly zero, what rounding left of them counts in full
-ADAPTED = 2e-3
+# Adam divides gradients by their size, Muon by their singular values: where they are nearly zero, what rounding left of
+# them counts in full. So weights are compared as a whole: a share of their norm. Another depth or another mean of the
+# losses changes ten times as much and more.
+ADAPTED = 1e-3
 BF16 = 0.02
 FIGURE = 3e-5  # training's are logged to five digits
 LONGEST = 240  # seconds
@@ -56,13 +58,25 @@ def assert_same(found: Run, expected: Run, tolerance: float) -> None:
     assert_close("losses", found.losses, expected.losses, tolerance)
 
 
+def assert_same_as_a_whole(found: Run, expected: Run) -> None:
+    """As behind an optimizer that normalises."""
+    assert found.weights.keys() == expected.weights.keys()
+    whole = torch.cat([weight.double().flatten() for weight in expected.weights.values()])
+    differences = torch.cat([found.weights[name].double().flatten() for name in expected.weights]) - whole
+    assert_close("norm of differences", differences.norm(), torch.tensor(0.0).double(), ADAPTED, float(whole.norm()))
+    assert_close("losses", found.losses, expected.losses, 2 * ADAPTED)
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_two_processes_are_one(folder, name):
     found, expected = left(folder, name), alone(folder, name)
     if "bf16" in name:
         assert found.losses.tolist() == pytest.approx(expected.losses.tolist(), rel=BF16)
         return
-    assert_same(found, expected, ADAPTED if name in RESUMED else SUMMED)
+    if name in RESUMED:
+        assert_same_as_a_whole(found, expected)
+    else:
+        assert_same(found, expected, SUMMED)
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if "eval_rows" in RUNS[name] and name not in RESUMED])
