@@ -173,7 +173,8 @@ def is_error(body: bytes) -> bool:
 
 def is_stream(body: bytes) -> bool:
     try:
-        return all(json.loads(event.removeprefix("data: ")) for event in body.decode().split("\n\n") if event)
+        events = [event.removeprefix("data: ") for event in body.decode().split("\n\n") if event]
+        return all(json.loads(event) for event in events if event != "[DONE]")
     except ValueError:
         return False
 

@@ -18,6 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..acceptance import AcceptanceStats, Round, track_acceptance, watch_forwards, watch_rounds
 from ..modeling import Eagle31DrafterModel
+from ..targets.context import context_of, why_too_long
 from ..targets.pieces import checking_forwards
 from .detokenizer import Detokenizer
 
@@ -203,7 +204,11 @@ class Conversation:
         return "ANOTHER TEXT, though nothing is sampled: please report it"
 
     def prompt_ids(self, messages: list[dict[str, str]]) -> Tensor:
-        """Returns the ids (1, T) of messages, as the target is asked."""
+        """Returns the ids (1, T) of messages, as the target is asked. Raises ValueError where they are far too long,
+        and where the chat template refuses them."""
+        why = why_too_long(sum(len(message["content"]) for message in messages), context_of(self.target))
+        if why is not None:
+            raise ValueError(f"the conversation {why}")
         if not self.has_template:
             # nothing between them: the answer has gone on where the words before it ended
             text = "".join(message["content"] for message in messages)
@@ -221,10 +226,10 @@ class Conversation:
         """Returns how many tokens an answer may have: `max_new_tokens`, or what the target's context leaves. Raises
         ValueError for no prompt at all, and one that fills the context."""
         wanted, length = self.options["max_new_tokens"], ids.shape[1]
-        context = getattr(self.target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        context = context_of(self.target)
         if not length:
             raise ValueError("the words make no tokens; expected text.")
-        if not isinstance(context, int):
+        if context is None:
             return wanted
         if length >= context:
             raise ValueError(f"the conversation has {length} tokens; the target reads {context}, the answer included.")

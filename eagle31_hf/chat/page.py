@@ -20,6 +20,7 @@ from ..web.gate import Gate
 from ..web.listener import Listener
 from .conversation import Answer, Conversation, Figures, Piece, Show
 from .drafting import MAX_DEPTH, MAX_NODES, MIN_NODES, TREE_DEPTH, TREE_NODES, automatic, chains, trees
+from .events import PlainEvents
 
 # ways of drafting; BEGUN: by the arguments of the command line, or the drafter's own
 BEGUN = "by default"
@@ -42,7 +43,7 @@ FONT, FONT_MONO = ["system-ui", "sans-serif"], ["ui-monospace", "monospace"]  # 
 PATHS = {
     "GET": re.compile(
         r"/|/(assets|static)/.+|/(theme\.css|favicon\.ico|config)|/gradio_api/(startup-events|queue/data|heartbeat/\w+)"
-        r"|/gradio_api/file=/(?!/)[^:]+/conversation\.json"
+        r"|/gradio_api/file=(?:/(?!\.\.)[^/:?#%\\]+)+/conversation\.json"
     ),
     "POST": re.compile(r"/gradio_api/(queue/join|run/predict|cancel|reset)"),
 }
@@ -132,7 +133,7 @@ class Page:
     def ask(self, visitor: dict, words: str, way: str, depth: int, nodes: int) -> Iterator[tuple]:
         """Answers words, round by round: what is left in the text box, and what is shown."""
         conversation = self.conversation_of(visitor)
-        if not words.strip():
+        if not isinstance(words, str) or not words.strip():
             yield words, messages_of(conversation), tokens_html([]), "Say something first."
             return
         said = list[dict[str, str]]()
@@ -220,15 +221,18 @@ class Page:
         """Returns the arguments of generate() of a way of drafting."""
         depth, nodes = slider_value(depth, 1, MAX_DEPTH), slider_value(nodes, MIN_NODES, MAX_NODES)
         ways = {BEGUN: self.begun, AUTO: automatic(), CHAIN: chains(depth), TREE: trees(depth, nodes, self.begun)}
+        if way not in ways:
+            raise ValueError(f"got {ascii(way)[:40]}; expected one of {', '.join(ways)}.")
         return ways[way]
 
     def serve(self, host: str, port: int, hosts: Sequence[str] = ()) -> str:
         """Serves the page, from threads of its own, until `close`; returns its address. `hosts`: names that it is known
         by, besides the host."""
         theme = gr.themes.Default(primary_hue="blue", font=FONT, font_mono=FONT_MONO)
+        page = self.blocks().queue(default_concurrency_limit=AT_ONCE)
         app = gr.mount_gradio_app(
             FastAPI(openapi_url=None),
-            self.blocks().queue(default_concurrency_limit=AT_ONCE),
+            page,
             "/",
             server_name=host,
             server_port=port,
@@ -239,7 +243,9 @@ class Page:
             css=CSS,
             theme=theme.set(button_primary_background_fill="*primary_700"),
         )
-        self.listener = Listener(Gate(app, [host, *hosts], has_route, headers=HEADERS), host, port)
+        page.has_launched = True  # before that Gradio reads any file for whoever names it
+        events = PlainEvents(app, {number: len(function.inputs) for number, function in page.fns.items()})
+        self.listener = Listener(Gate(events, [host, *hosts], has_route, headers=HEADERS), host, port)
         return url_of(host, port)
 
     def close(self) -> None:
@@ -254,7 +260,7 @@ class Page:
 
 def slider_value(value: Any, least: int, most: int) -> int:
     """Returns the number of a slider. Raises ValueError for one that no slider gives: requests need no page."""
-    if not isinstance(value, int | float) or not least <= value <= most:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
         raise ValueError(f"got {ascii(value)[:40]}; expected a number from {least} to {most}.")
     return int(value)
 

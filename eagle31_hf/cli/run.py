@@ -87,8 +87,10 @@ def _room(target: Any, prompt_tokens: int, max_new_tokens: int) -> int:
 
     Raises ValueError for a prompt that fills it.
     """
-    context = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if not isinstance(context, int) or prompt_tokens + max_new_tokens <= context:
+    from ..targets.context import context_of
+
+    context = context_of(target)
+    if context is None or prompt_tokens + max_new_tokens <= context:
         return max_new_tokens
     if prompt_tokens >= context:
         raise ValueError(

@@ -68,15 +68,16 @@ class App:
             return _error_response(error, current_call())
         call = current_call()
         call.seed = fields.pop("seed", None)  # the handlers would set it at once, in the middle of another's answer
-        return await self._generated(self.handlers[request.url.path], fields, call)
+        return await self._generated(request.url.path, fields, call)
 
-    async def _generated(self, handler: Handler, fields: dict[str, Any], call: Call) -> Response:
+    async def _generated(self, route: str, fields: dict[str, Any], call: Call) -> Response:
+        has_mark = route != "/v1/responses"  # whose events say which of them is the last
         try:
-            response = await handler(fields, str(uuid4()))
+            response = await self.handlers[route](fields, str(uuid4()))
         except Exception as error:
             return _error_response(error, call)
         if isinstance(response, StreamingResponse):
-            response.body_iterator = _with_error_event(response.body_iterator, call)
+            response.body_iterator = _ended(response.body_iterator, call, has_mark)
         return response
 
     async def _fields(self, request: Request) -> dict[str, Any]:
@@ -147,12 +148,15 @@ def _is_of_machine(error: Exception) -> bool:
     return isinstance(error, MemoryError | OSError | RuntimeError) and not isinstance(error, RecursionError)
 
 
-async def _with_error_event(pieces: Any, call: Call) -> AsyncIterator[Any]:
-    """Yields the pieces of a stream; where its answer ends by an error, that is the last."""
+async def _ended(pieces: Any, call: Call, has_mark: bool) -> AsyncIterator[Any]:
+    """Yields the pieces of a stream, and OpenAI's mark of its end where `has_mark`; where its answer ends by an error,
+    that is the last."""
     async with aclosing(pieces):
         try:
             async for piece in pieces:
                 yield piece
+            if has_mark:
+                yield "data: [DONE]\n\n"
         except AnswerFailedError:
             if not call.is_gone.is_set():
                 error = call.error or RuntimeError("the answer ended without a reason")

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..json_file import parse_value
+from ..targets.context import why_too_long
 from .fields import FIELDS, GENERATION, IGNORED, LONGEST_OPTION, MOST_ITEMS, ONLY_DEFAULT, REQUIRED, is_number
+from .images import MOST_IMAGES
 from .messages import checked_input, checked_messages, checked_tools, images
 from .request_error import RequestError, shown
 
 MOST_VALUES = 200_000
 MOST_DEPTH = 64
-# A request with more characters of text for each token of the context, and some tokens more, is refused before its text
-# is made into tokens: no text that a target can read whole has so many.
-CHARACTERS_A_TOKEN, MORE_TOKENS = 16, 4096
 LEAST_TEMPERATURE = 1e-3  # a lower one is greedy: logits would overflow
+NO_MODEL = "dummy"  # what huggingface_hub's client sends for a server that serves one model
 SURROGATE = re.compile("[\ud800-\udfff]")
 CONFIG = "generation_config"
 TEMPLATE_OPTIONS = "chat_template_kwargs"
@@ -25,13 +25,14 @@ TEMPLATE_OPTIONS = "chat_template_kwargs"
 @dataclass(frozen=True)
 class Served:
     """What a server serves. `model`: the one name it answers to; `vocab_size` and `context`: the target's, in tokens,
-    None for a context without end; `template_options`: the variables of the chat template that a client may set;
-    `reads_images`: whether messages may hold images."""
+    None for a context without end; `template_options`: the variables of the chat template that a client may set, and
+    `template_arguments`: names that it may not use; `reads_images`: whether messages may hold images."""
 
     model: str
     vocab_size: int
     context: int | None
     template_options: frozenset[str]
+    template_arguments: frozenset[str]
     reads_images: bool
 
 
@@ -57,13 +58,18 @@ def checked(route: str, body: dict[str, Any], served: Served) -> dict[str, Any]:
         if name in fields and name not in given:
             raise RequestError(f"{name} is missing; expected {fields[name].expected}.", name)
     _check_model(given.get("model", served.model), served)
+    given.pop("model", None)  # it is the only one
     if given.get("tool_choice") == "none":
         given.pop("tools", None)
     read = {name: value for name, value in given.items() if name in fields}
     read |= {name: convert(read[name], served) for name, convert in CONVERTERS.items() if name in read}
     pictures = [image for name in ("messages", "input") for image in images(read.get(name, ""))]
-    _check_length(length - sum(map(len, pictures)), served)
-    return read
+    if len(pictures) > MOST_IMAGES:
+        raise RequestError(f"the request has {len(pictures)} images; expected at most {MOST_IMAGES}.")
+    why = why_too_long(length - sum(map(len, pictures)), served.context)
+    if why is not None:
+        raise RequestError(f"the request {why}", code="context_length_exceeded")
+    return {"stream": False, **read}
 
 
 def _check_field(name: str, value: Any, route: str) -> None:
@@ -81,20 +87,9 @@ def _check_field(name: str, value: Any, route: str) -> None:
 
 
 def _check_model(name: str, served: Served) -> None:
-    if name != served.model:
+    if name not in (served.model, NO_MODEL):
         message = f"model is {shown(name)}; expected {shown(served.model)}, the only one here."
         raise RequestError(message, "model", "model_not_found")
-
-
-def _check_length(characters: int, served: Served) -> None:
-    """Raises RequestError for text that is far longer than the target's context."""
-    most = None if served.context is None else CHARACTERS_A_TOKEN * (served.context + MORE_TOKENS)
-    if most is not None and characters > most:
-        raise RequestError(
-            f"the request has {characters} characters; expected at most {most}: the target's context is"
-            f" {served.context} tokens.",
-            code="context_length_exceeded",
-        )
 
 
 def _texts(body: dict[str, Any]) -> Iterator[str]:
@@ -133,24 +128,22 @@ def _children(value: list | dict) -> list[Any]:
 
 
 def _generation_config(text: str, served: Served) -> str:
-    """Returns the arguments of generate() in a request, for `GenerationConfig`. Clients send whole configs: an argument
-    as it is by default changes nothing, and is left out."""
-    from transformers import GenerationConfig
-
+    """Returns the arguments of generate() in a request, for `GenerationConfig`. Clients send whole configs, in which
+    null stands for what is as it always is."""
     try:
         values = parse_value(text)
     except ValueError as error:
         raise RequestError(f"{CONFIG} is not JSON ({error}); expected an object.", CONFIG) from None
     if not isinstance(values, dict):
         raise RequestError(f"{CONFIG} is {shown(values)}; expected an object.", CONFIG)
-    usual = GenerationConfig().to_dict()
-    given = {name: value for name, value in values.items() if value is not None and name != "transformers_version"}
-    own = {name: value for name, value in given.items() if name in GENERATION or value != usual.get(name)}
-    for name, value in own.items():
+    given = {
+        name: value for name, value in values.items() if value not in (None, []) and name != "transformers_version"
+    }
+    for name, value in given.items():
         _check_argument(name, value, served)
-    if own.get("temperature", 1) < LEAST_TEMPERATURE:
-        own = {name: value for name, value in own.items() if name != "temperature"} | {"do_sample": False}
-    return json.dumps(own)
+    if given.get("temperature", 1) < LEAST_TEMPERATURE:
+        given = {name: value for name, value in given.items() if name != "temperature"} | {"do_sample": False}
+    return json.dumps(given)
 
 
 def _check_argument(name: str, value: Any, served: Served) -> None:
@@ -183,10 +176,10 @@ def _logit_bias(values: dict[str, float], served: Served) -> dict[str, float] | 
 
 
 def _template_options(values: dict[str, Any], served: Served) -> dict[str, Any]:
-    """Returns variables of the chat template. Raises RequestError for one that it does not read: it would be taken for
-    an argument of what renders it."""
+    """Returns the variables that the chat template reads; clients send the same to all their models. Raises
+    RequestError for an argument of what renders it, and for a value that is no text, number, true or false."""
     for name, value in values.items():
-        if name not in served.template_options:
+        if name in served.template_arguments:
             known = ", ".join(sorted(served.template_options)) or "none"
             message = f"{TEMPLATE_OPTIONS} has {shown(name)}; expected variables that the chat template reads: {known}."
             raise RequestError(message, TEMPLATE_OPTIONS)
@@ -194,13 +187,14 @@ def _template_options(values: dict[str, Any], served: Served) -> dict[str, Any]:
         if not (is_text or value is None or isinstance(value, bool) or is_number(value)):
             message = f"{TEMPLATE_OPTIONS}.{name} is {shown(value)}; expected text, a number, true or false."
             raise RequestError(message, TEMPLATE_OPTIONS)
-    return values
+    return {name: value for name, value in values.items() if name in served.template_options}
 
 
-def _prompt(value: str, served: Served) -> str:
-    if not value:
+def _prompt(value: str | list[str], served: Served) -> str:
+    text = value[0] if isinstance(value, list) else value  # many clients send a list of one
+    if not text:
         raise RequestError("prompt is empty; expected text.", "prompt")
-    return value
+    return text
 
 
 # by field: returns its value as it is read. Raises RequestError for one that the field's rule lets pass.
@@ -210,6 +204,7 @@ CONVERTERS: dict[str, Callable[[Any, Served], Any]] = {
     "tools": lambda value, served: checked_tools(value),
     CONFIG: _generation_config,
     "temperature": _temperature,
+    "stop": lambda value, served: value or None,
     "logit_bias": _logit_bias,
     TEMPLATE_OPTIONS: _template_options,
     "prompt": _prompt,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MOST_ITEMS = 10_000  # of a list or an object
-MOST_STOPS, LONGEST_STOP = 4, 100  # stop strings are compared with every token of the vocabulary beforehand
+MOST_STOPS, LONGEST_STOP = 16, 100  # stop strings are compared with every token of the vocabulary beforehand
 MOST_BEAMS = 16
 LONGEST_OPTION = 10_000  # characters of a variable of the chat template
 
@@ -44,9 +44,7 @@ def is_number(value: Any) -> bool:
 def is_stop(value: Any) -> bool:
     """Returns whether a value is one stop string, or a few."""
     stops = value if isinstance(value, list) else [value]
-    return 0 < len(stops) <= MOST_STOPS and all(
-        isinstance(stop, str) and 0 < len(stop) <= LONGEST_STOP for stop in stops
-    )
+    return len(stops) <= MOST_STOPS and all(isinstance(stop, str) and 0 < len(stop) <= LONGEST_STOP for stop in stops)
 
 
 def is_token_ids(value: Any) -> bool:
@@ -62,8 +60,8 @@ YES_OR_NO = Rule("true or false", lambda value: isinstance(value, bool))
 TEXT = Rule("text", lambda value: isinstance(value, str))
 TOKENS = integer(1, 2**31 - 1)
 TEMPERATURE = number(0, 100)
-TOP_P = number(0, 1, above=True)
-STOP = Rule(f"text of 1 to {LONGEST_STOP} characters, or a list of 1 to {MOST_STOPS} such texts", is_stop)
+TOP_P = number(0, 1)
+STOP = Rule(f"text of 1 to {LONGEST_STOP} characters, or a list of at most {MOST_STOPS} such texts", is_stop)
 COMMON = {
     "model": TEXT,
     "stream": YES_OR_NO,
@@ -78,6 +76,10 @@ BIAS = Rule(
     lambda value: isinstance(value, dict) and all(is_number(bias) and abs(bias) <= 100 for bias in value.values()),
 )
 OPTIONS = Rule("an object", lambda value: isinstance(value, dict))
+PROMPT = Rule(
+    "text, or a list of one",
+    lambda value: isinstance(value, str) or (isinstance(value, list) and [type(text) for text in value] == [str]),
+)
 LIST = Rule("a list", lambda value: isinstance(value, list))
 # fields that are served, by route
 FIELDS: dict[str, dict[str, Rule]] = {
@@ -90,7 +92,7 @@ FIELDS: dict[str, dict[str, Rule]] = {
         "tools": LIST,
         "chat_template_kwargs": OPTIONS,
     },
-    "/v1/completions": {"prompt": TEXT, **COMMON, **COMPLETIONS, "suffix": TEXT},
+    "/v1/completions": {"prompt": PROMPT, **COMMON, **COMPLETIONS, "suffix": TEXT},
     "/v1/responses": {
         "input": Rule("text or a list", lambda value: isinstance(value, str | list)),
         **COMMON,
@@ -128,12 +130,13 @@ ONLY_DEFAULT: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "function_call": ("auto", "none"),
     "functions": ([],),
+    "logit_bias": ({},),
     "logprobs": (False,),
     "modalities": (["text"],),
     "n": (1,),
     "presence_penalty": (0, 0.0),
     "response_format": ({"type": "text"},),
-    "text": ({"format": {"type": "text"}}, {}),
+    "text": ({"format": {"type": "text"}}, {}, *({"verbosity": much} for much in ("low", "medium", "high"))),
     "tool_choice": ("auto", "none"),
     "top_logprobs": (0,),
 }
@@ -144,7 +147,7 @@ GENERATION: dict[str, Rule] = {
     "top_k": integer(0, 2**31 - 1),
     "top_p": TOP_P,
     "min_p": number(0, 1),
-    "typical_p": TOP_P,
+    "typical_p": number(0, 1, above=True),
     "repetition_penalty": number(0.1, 10),
     "no_repeat_ngram_size": integer(0, 10_000),
     "num_beams": integer(1, MOST_BEAMS),

@@ -6,14 +6,13 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from .images import check_image
 from .request_error import RequestError, shown
 
 ROLE = re.compile(r"[A-Za-z][\w-]{0,31}")
-TEXT_PARTS = ("text", "input_text", "output_text")
+ANSWERING = ("assistant", "tool", "function")  # roles whose content may be null
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # where text stands
 IMAGE_PARTS = ("image_url", "input_image")
-# An image comes with the request: an address would have the server fetch it, from a network or a disk that only the
-# server can read.
-IMAGE = re.compile(r"data:image/[\w.+-]+;base64,[A-Za-z0-9+/=\s]+")
 
 
 def checked_messages(messages: list[Any], reads_images: bool) -> list[dict[str, Any]]:
@@ -67,7 +66,7 @@ def _message(message: Any, reads_images: bool, where: str) -> dict[str, Any]:
     role, calls = message.get("role"), message.get("tool_calls")
     if not (isinstance(role, str) and ROLE.fullmatch(role)):
         raise RequestError(f"{where}.role is {shown(role)}; expected a role, as 'user'.", f"{where}.role")
-    has_no_words = message.get("content") is None and (role == "assistant" or bool(calls))
+    has_no_words = message.get("content") is None and (role in ANSWERING or bool(calls))
     content = "" if has_no_words else _content(message.get("content"), reads_images, f"{where}.content")
     found: dict[str, Any] = {"role": role, "content": content}
     if calls not in (None, []):  # as clients send back an answer without calls
@@ -92,11 +91,10 @@ def _parts(parts: list[Any], reads_images: bool, where: str) -> list[dict[str, A
 def _part(part: Any, reads_images: bool, where: str) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind in TEXT_PARTS:
-        return {"type": kind, "text": _text(part, "text", where)}
+        return {"type": "text", "text": _text(part, TEXT_PARTS[kind], where)}
     if kind in IMAGE_PARTS and reads_images:
         address = _address(part)
-        if not (isinstance(address, str) and IMAGE.fullmatch(address)):
-            raise RequestError(f"{where}.image_url is {shown(address)}; expected data:image/...;base64,...", where)
+        check_image(address, f"{where}.image_url")
         return {"type": kind, "image_url": address}
     served = "text or an image" if reads_images else "text, which is all that the target reads here"
     raise RequestError(f"{where} is {shown(part)}; expected an object of {served}.", where)

@@ -21,6 +21,7 @@ from transformers.utils.chat_template_utils import _get_template_variables
 from ..acceptance import watch_forwards, watch_rounds
 from ..errors import DraftingRefusedError
 from ..modeling import Eagle31DrafterModel
+from ..targets.context import context_of
 from ..targets.pieces import checking_forwards, piece_of
 from ..web.address import url_of
 from ..web.gate import Gate
@@ -85,6 +86,9 @@ class DraftingServer(Serve):
         try_pair(target, drafter, self.knobs)
         limits = Limits(served.context, usual_answer(target), piece_of(target, drafter, **self.knobs))
         target.generate = self._watched(target, drafter)  # of this model alone; the class keeps its own
+        # From now on it has one name: transformers adds a revision, by which no client asks.
+        manager.loaded_models = {self.target: manager.loaded_models[manager.process_model_name(self.target)]}
+        manager.process_model_name = lambda name: name
         thread = GenerationThread(limits)
         # All requests are of one model, and one thread answers them all.
         cast(Any, self._generation_state).get_manager = lambda *args, **kwargs: thread
@@ -163,20 +167,19 @@ class SignallingServer(uvicorn.Server):
 
 def served_of(name: str, target: Any, processor: Any) -> Served:
     """Returns what is served, as requests are checked by it."""
-    config = target.config.get_text_config(decoder=True)
-    context = getattr(config, "max_position_embeddings", None)
     return Served(
         model=name,
-        vocab_size=config.vocab_size,
-        context=context if isinstance(context, int) else None,
+        vocab_size=target.config.get_text_config(decoder=True).vocab_size,
+        context=context_of(target),
         template_options=template_options(processor),
+        template_arguments=template_arguments(processor),
         reads_images=hasattr(processor, "image_processor"),
     )
 
 
 def template_options(processor: Any) -> frozenset[str]:
     """Returns the variables that a client may give the chat template: those it reads, less special tokens, functions
-    and the arguments of what renders it, by which a client could name another template."""
+    and the arguments of what renders it."""
     tokenizer = getattr(processor, "tokenizer", processor)
     template = processor.chat_template or {}
     templates = template.values() if isinstance(template, dict) else [template]
@@ -184,13 +187,14 @@ def template_options(processor: Any) -> frozenset[str]:
         read = [_get_template_variables(each) for each in templates]
     except TemplateError:  # it renders no messages either, and says so to every request
         return frozenset()
-    arguments = {
-        name
-        for renders in (processor.apply_chat_template, tokenizer.apply_chat_template)
-        for name in inspect.signature(renders).parameters
-    }
-    taken = {"messages", *arguments, *tokenizer.special_tokens_map, *DEFAULT_NAMESPACE, *TEMPLATE_FUNCTIONS}
+    taken = {*template_arguments(processor), *tokenizer.special_tokens_map, *DEFAULT_NAMESPACE, *TEMPLATE_FUNCTIONS}
     return frozenset().union(*read) - taken
+
+
+def template_arguments(processor: Any) -> frozenset[str]:
+    """Returns the names of arguments of what renders a chat template: by them a client could name another template."""
+    renderers = (processor.apply_chat_template, getattr(processor, "tokenizer", processor).apply_chat_template)
+    return frozenset(name for each in renderers for name in inspect.signature(each).parameters) | {"messages"}
 
 
 def usual_answer(target: Any) -> int:

@@ -9,6 +9,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from .context import context_of
+
 logger = logging.get_logger(__name__)
 SECONDS = 0.5  # that one piece may take: a call ends within one or two of them
 LEAST, MOST = 32, 4096  # tokens of a piece
@@ -36,8 +38,7 @@ def piece_of(target: PreTrainedModel, drafter: Any, **knobs: Any) -> int | None:
 
 @torch.no_grad()
 def _seconds_a_token(target: PreTrainedModel) -> float:
-    context = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None) or TRIED
-    ids = torch.ones(1, min(TRIED, context), dtype=torch.long, device=target.device)
+    ids = torch.ones(1, min(TRIED, context_of(target) or TRIED), dtype=torch.long, device=target.device)
     began = time.perf_counter()
     target(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, -1].argmax().item()
     return (time.perf_counter() - began) / ids.shape[1]

@@ -145,13 +145,18 @@ class _Answer:
     async def refuse(self, refusal: Refusal) -> None:
         """Sends why the request is not let in, unless it has been answered."""
         if not self._has_begun:
-            body = refusal.body()
-            headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-            if refusal.status == 401:
-                headers.append((b"www-authenticate", b"Bearer"))
-            await self.send({"type": "http.response.start", "status": refusal.status, "headers": headers})
-            await self.send({"type": "http.response.body", "body": body})
+            await refuse(self.send, refusal)
         self._is_refused = True
+
+
+async def refuse(send: Any, refusal: Refusal) -> None:
+    """Answers a request by ASGI's `send`."""
+    body = refusal.body()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if refusal.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
 
 
 def _limited(receive: Any, answer: _Answer) -> Any:

@@ -272,7 +272,7 @@ def test_what_is_wrong_is_told_as_text(page):
 
 
 @pytest.mark.parametrize(
-    ("depth", "nodes"), [(10**9, 24), (0, 24), ("x", 24), (3, 10**9), (3, None), (float("nan"), 24)]
+    ("depth", "nodes"), [(10**9, 24), (0, 24), (True, 24), ("x", 24), (3, 10**9), (3, None), (float("nan"), 24)]
 )
 def test_sliders_that_no_page_has(page, depth, nodes):
     with pytest.raises(gr.Error, match="expected a number from"):
@@ -411,6 +411,58 @@ def test_the_page_is_for_its_own_visitors(address):
 )
 def test_what_the_page_does_not_ask_for_is_not_there(address, method, path):
     assert asked(address, method, path, b"{}" if method == "POST" else None)[0] in (403, 404)
+
+
+def event(words, fn_index=0, **more):
+    """What a browser sends where words are asked."""
+    return {"fn_index": fn_index, "session_hash": "s", "data": [None, words, CHAIN, 3, 24], **more}
+
+
+FILE = {"meta": {"_type": "gradio.FileData"}}
+
+
+@pytest.mark.parametrize("route", ["/gradio_api/queue/join", "/gradio_api/run/predict"])
+def test_no_event_has_a_file_read(address, tmp_path, route):
+    """An object that looks like one is read by Gradio, or fetched, wherever it stands; an endless one for ever."""
+    (tmp_path / "conversation.json").write_text("{}")
+    kind = {"Content-Type": "application/json"}
+    for path in (str(tmp_path / "conversation.json"), "/etc/passwd", "/dev/zero", "http://127.0.0.1:9/x"):
+        for sent in (
+            event({"path": path, **FILE}),
+            event([{"path": path, **FILE}]),
+            event("x", event_data={"path": path}),
+        ):
+            status, _, body = asked(address, "POST", route, json.dumps(sent), **kind)
+            if "event_data" not in sent:
+                assert (status, json.loads(body)["error"]["code"]) == (400, "no_event")
+        assert asked(address, "GET", f"/gradio_api/file={path}")[0] in (403, 404)
+    assert asked(address, "GET", "/")[0] == 200
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        [],
+        "x",
+        event("x", fn_index=99),
+        event("x", fn_index=-1),
+        event("x", fn_index=True),
+        event("x", data=[None]),
+        event("x", data=[None] * 9),
+        event("x", data="x"),
+        event("x", session_hash={"path": "/etc/passwd"}),
+    ],
+)
+def test_events_that_no_page_sends(address, sent):
+    kind = {"Content-Type": "application/json"}
+    assert asked(address, "POST", "/gradio_api/queue/join", json.dumps(sent), **kind)[0] == 400
+    assert asked(address, "POST", "/gradio_api/queue/join", b"{" * 100, **kind)[0] == 400
+    assert asked(address, "POST", "/gradio_api/queue/join", b" " * (2**20 + 1), **kind)[0] == 400
+
+
+def test_words_that_are_too_long_are_refused_unread(page):
+    with pytest.raises(gr.Error, match="the conversation has 1000000 characters; expected at most 98304"):
+        list(page.ask({}, "x" * 10**6, CHAIN, 3, 24))
 
 
 @in_browser

@@ -1,6 +1,8 @@
 """What requests may hold, and what becomes of errors that no client can cause: the server's parts in this process."""
 
 import asyncio
+import base64
+import io
 import json
 from contextlib import contextmanager
 
@@ -16,21 +18,30 @@ httpx = pytest.importorskip("httpx")
 from eagle31_hf.serving.app import _status_and_body  # noqa: E402 -- behind the check that the extra is there
 from eagle31_hf.serving.body import Served, checked  # noqa: E402
 from eagle31_hf.serving.clients import Call, Limits  # noqa: E402
+from eagle31_hf.serving.images import check_image  # noqa: E402
 from eagle31_hf.serving.messages import checked_messages  # noqa: E402
 from eagle31_hf.serving.request_error import RequestError  # noqa: E402
 from eagle31_hf.serving.server import DraftingServer, template_options  # noqa: E402
 
-PICTURE = "data:image/png;base64,iVBORw0KGgo="
+MOST = 16 * (10 + 4096)  # characters, for a context of 10 tokens
 CALLS = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": ""}}]
 FLAT = {"type": "function", "name": "f"}
-NO_PICTURES = ["http://127.0.0.1/x.png", "/etc/passwd", "file:///etc/passwd", "data:text/html,x", 3, None]
+ADDRESSES = ["http://127.0.0.1/x.png", "/etc/passwd", "file:///etc/passwd", "data:text/html,x", 3, None]
+
+
+def picture(form="PNG", kind="png", size=(4, 4)):
+    """A data URL of an image."""
+    pillow = pytest.importorskip("PIL.Image")
+    file = io.BytesIO()
+    pillow.new("1" if form == "PNG" else "RGB", size).save(file, form)
+    return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def tool(parameters):
     return {"type": "function", "function": {"name": "f", "parameters": parameters}}
 
 
-@pytest.mark.parametrize("url", NO_PICTURES)
+@pytest.mark.parametrize("url", ADDRESSES)
 def test_pictures_come_with_the_request(url):
     """An address would have the server fetch it."""
     for part in ({"type": "image_url", "image_url": {"url": url}}, {"type": "input_image", "image_url": url}):
@@ -39,26 +50,54 @@ def test_pictures_come_with_the_request(url):
         for beside in ({"tool_calls": CALLS}, {"tool_calls": []}, {"tool_call_id": "1"}):
             with pytest.raises(RequestError, match="expected data:image"):
                 checked_messages([{"role": "assistant", "content": [part], **beside}], reads_images=True)
-    for part in ({"type": "video_url", "video_url": {"url": PICTURE}}, {"type": "input_audio", "input_audio": PICTURE}):
+    video = {"type": "video_url", "video_url": {"url": picture()}}
+    for part in (video, {"type": "input_audio", "input_audio": picture()}):
         with pytest.raises(RequestError, match="expected an object of text or an image"):
             checked_messages([{"role": "user", "content": [part]}], reads_images=True)
-    fine = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": PICTURE}}], "more": url}]
-    found = [{"role": "user", "content": [{"type": "image_url", "image_url": PICTURE}]}]
-    assert checked_messages(fine, reads_images=True) == found
+    fine = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": picture()}}], "more": url}]
+    seen = [{"role": "user", "content": [{"type": "image_url", "image_url": picture()}]}]
+    assert checked_messages(fine, reads_images=True) == seen
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "GIF"])
+def test_formats_that_browsers_show(form):
+    check_image(picture(form, form.lower()), "here")
+    check_image(picture(form, "svg+xml"), "here")  # it is what its bytes say
+
+
+@pytest.mark.parametrize("kind", ["png", "eps", "tiff"])
+def test_other_formats_are_not_opened(kind):
+    """Pillow runs Ghostscript for EPS, whatever the image is said to be."""
+    for form in ("EPS", "TIFF", "BMP", "PPM"):
+        with pytest.raises(RequestError, match="is no image"):
+            check_image(picture(form, kind), "here")
+    for data in (b"", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 50 50\n(x) print\n%%EOF\n", b"\x89PNG\r\n\x1a\n"):
+        with pytest.raises(RequestError, match=r"is no image|expected data:image"):
+            check_image(f"data:image/{kind};base64,{base64.b64encode(data).decode()}", "here")
+
+
+def test_images_that_would_be_unpacked_to_gigabytes():
+    small = picture(size=(13_000, 13_000))
+    assert len(small) < 50_000
+    with pytest.raises(RequestError, match="has 13000 x 13000 pixels"):
+        check_image(small, "here")
+    parts = [{"type": "image_url", "image_url": picture()}] * 17
+    served = Served("m", 100, 10, frozenset(), frozenset(), True)
+    with pytest.raises(RequestError, match="has 17 images"):
+        checked("/v1/chat/completions", {"messages": [{"role": "user", "content": parts}]}, served)
 
 
 def test_text_is_counted_whatever_it_looks_like():
-    served = Served("m", 100, 10, frozenset(), True)
-    most = 16 * (10 + 4096)
-    picture = [{"role": "user", "content": [{"type": "image_url", "image_url": PICTURE + "A" * most}]}]
-    assert checked("/v1/chat/completions", {"messages": picture}, served)
+    served = Served("m", 100, 10, frozenset(), frozenset(), True)
+    seen = [{"role": "user", "content": [{"type": "image_url", "image_url": picture() + "A" * MOST}]}]
+    assert checked("/v1/chat/completions", {"messages": seen}, served)
     for route, body in (
-        ("/v1/completions", {"prompt": PICTURE + "A" * most}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": PICTURE + "A" * most}]}),
-        ("/v1/chat/completions", {"messages": picture, "tools": [tool({"image_url": PICTURE + "A" * most})]}),
-        ("/v1/responses", {"input": "x", "tools": [tool({"A" * most: 1})]}),
+        ("/v1/completions", {"prompt": picture() + "A" * MOST}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": picture() + "A" * MOST}]}),
+        ("/v1/chat/completions", {"messages": seen, "tools": [tool({"image_url": picture() + "A" * MOST})]}),
+        ("/v1/responses", {"input": "x", "tools": [tool({"A" * MOST: 1})]}),
     ):
-        with pytest.raises(RequestError, match=f"expected at most {most}"):
+        with pytest.raises(RequestError, match=f"expected at most {MOST}"):
             checked(route, body, served)
 
 
@@ -77,7 +116,7 @@ def test_messages_as_clients_send_them_back():
         },
         {"role": "tool", "content": [{"type": "text", "text": "y"}], "tool_call_id": "1"},
     ]
-    served = Served("m", 100, 10, frozenset(), False)
+    served = Served("m", 100, 10, frozenset(), frozenset(), False)
     output = {
         "type": "function_call_output",
         "call_id": "1",
@@ -88,10 +127,11 @@ def test_messages_as_clients_send_them_back():
     read = checked("/v1/responses", {"input": [asked[0], call, output], "tools": [FLAT], "user": "me"}, served)
     assert read["input"][1:] == [
         {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
-        {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_text", "text": "y"}]},
+        {"type": "function_call_output", "call_id": "1", "output": [{"type": "text", "text": "y"}]},
     ]
     assert read["tools"] == [{"type": "function", "function": {"name": "f"}}]
-    assert set(read) == {"input", "tools"}
+    assert set(read) == {"input", "tools", "stream"}
+    assert read["stream"] is False
 
 
 def test_what_fails_on_the_server_s_side_is_its_own():

@@ -166,6 +166,8 @@ def test_other_origins_and_names_where_they_are_asked_for(folder):
         assert (answer.status, answer.headers["access-control-allow-origin"]) == (200, "*")
         answer = served.request("POST", CHAT, {"messages": SAID, "max_tokens": 2}, asked)
         assert (answer.status, answer.headers["access-control-allow-origin"]) == (200, "*")
+        refused = served.request("POST", CHAT, {"messages": SAID, "n": 2}, asked)
+        assert (refused.status, refused.headers["access-control-allow-origin"]) == (400, "*")
         assert served.request("GET", "/v1/models", headers={"Host": "other.box"}).status == 403
     finally:
         served.end()
@@ -251,12 +253,12 @@ WRONG = {
     "a call of nothing": (CHAT, {"messages": call(function=3)}, "messages[0].tool_calls[0]"),
     "integers to stop at": (CHAT, {"messages": SAID, "stop": [1, 2]}, "stop"),
     "an empty stop": (CHAT, {"messages": SAID, "stop": ""}, "stop"),
-    "too many stops": (CHAT, {"messages": SAID, "stop": ["a"] * 5}, "stop"),
+    "too many stops": (CHAT, {"messages": SAID, "stop": ["a"] * 17}, "stop"),
     "an endless stop": (CHAT, {"messages": SAID, "stop": "a" * 101}, "stop"),
     "a temperature below nothing": (CHAT, {"messages": SAID, "temperature": -1}, "temperature"),
     "words for a temperature": (CHAT, {"messages": SAID, "temperature": "hot"}, "temperature"),
     "a truth for a temperature": (CHAT, {"messages": SAID, "temperature": True}, "temperature"),
-    "top_p of nothing": (CHAT, {"messages": SAID, "top_p": 0}, "top_p"),
+    "a top_p above one": (CHAT, {"messages": SAID, "top_p": 1.5}, "top_p"),
     "a seed that is none": (CHAT, {"messages": SAID, "seed": "x"}, "seed"),
     "a seed too large": (CHAT, {"messages": SAID, "seed": 2**63}, "seed"),
     "no tokens": (CHAT, {"messages": SAID, "max_tokens": 0}, "max_tokens"),
@@ -410,6 +412,23 @@ def test_fields_that_change_nothing_here_are_taken(server, expected):
     assert text_of(stream) == expected(WORDS)
 
 
+def test_clients_of_other_libraries(server, expected):
+    """As they ask by default, and what they read of an answer."""
+    from huggingface_hub import InferenceClient
+
+    messages = said(WORDS)
+    answer = InferenceClient(base_url=f"http://localhost:{server.port}").chat_completion(messages, max_tokens=COUNT)
+    assert answer.choices[0].message.content == expected(WORDS)
+    assert answer.model == server.target == server.ask(server.client()).model
+    prompted = server.client().completions.create(model=server.target, prompt=[WORDS], max_tokens=4, stop=[], top_p=0)
+    assert prompted.usage.completion_tokens == 4
+    responded = server.client().responses.create(model=server.target, input=WORDS, max_output_tokens=COUNT)
+    assert responded.output_text == expected(WORDS)
+    for path, body in ((CHAT, {"messages": messages}), (TEXT, {"prompt": WORDS})):
+        stream = server.request("POST", path, body | {"stream": True, "max_tokens": 2})
+        assert stream.body.endswith(b"data: [DONE]\n\n")
+
+
 def test_a_whole_generation_config_is_taken(server, expected):
     """As `transformers chat` sends it: with all that is as it always is."""
     from transformers import GenerationConfig
@@ -421,7 +440,8 @@ def test_a_whole_generation_config_is_taken(server, expected):
 
 
 def test_the_template_s_own_variables_are_taken(server, expected):
-    answer = server.ask(server.client(), extra_body={"chat_template_kwargs": {"thinking": "import os"}})
+    options = {"thinking": "import os", "enable_thinking": False}  # the other one it does not read
+    answer = server.ask(server.client(), extra_body={"chat_template_kwargs": options})
     assert answer.usage.prompt_tokens > server.ask(server.client()).usage.prompt_tokens
 
 
