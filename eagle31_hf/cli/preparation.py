@@ -36,6 +36,10 @@ def prepare_data(args: argparse.Namespace) -> int:
     from ..training.prepare import prepare_data as prepare
     from ..training.store import check_store_folder
 
+    if args.data is None and not args.self_prompts:
+        raise ValueError(
+            "neither --data nor --self-prompts is given; expected prompts, or the number of chats to make up."
+        )
     options = _options(args)
     check_store_folder(args.output)
     progress(f"loading {args.target}" if needs_weights(args) else f"reading the configs of {args.target}")
@@ -51,15 +55,9 @@ def _options(args: argparse.Namespace) -> Any:
     """Returns the options of the data. Raises ValueError for those that do not go together."""
     from ..training.prepare import PreparationOptions
 
-    generation = _generation(args)
     engine = engine_options(args)
     if engine is not None and not needs_weights(args):
         _refuse_loading(args)
-    if not args.regenerate and (generation or args.max_new_tokens is not None):
-        raise ValueError(
-            "--max-new-tokens, --temperature, --top-p and --top-k are of regenerated answers; expected --regenerate"
-            " too."
-        )
     return PreparationOptions(
         max_length=args.max_length,
         mask=args.mask,
@@ -68,16 +66,27 @@ def _options(args: argparse.Namespace) -> Any:
         template_augmentation=args.template_augmentation,
         chat_template=None if args.chat_template is None else read_text(args.chat_template),
         template_options=dict(args.template_option),
-        regenerate=args.regenerate,
-        generation=generation,
         engine=engine,
         states=args.states,
         layer_ids=args.layers,
         dtype=args.states_dtype,
         batch_size=args.batch_size,
         records_per_shard=args.records_per_shard,
-        **({} if args.max_new_tokens is None else {"max_new_tokens": args.max_new_tokens}),
+        **answer_options(args),
     )
+
+
+def answer_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the options of the target's own answers. Raises ValueError where they are given and there are none."""
+    lengths = {} if args.max_new_tokens is None else {"max_new_tokens": args.max_new_tokens}
+    generation = generation_options(args)
+    if not is_regenerated(args) and (generation or lengths):
+        raise ValueError(
+            "--max-new-tokens, --temperature, --top-p and --top-k are of regenerated answers; expected --regenerate"
+            " too."
+        )
+    own = {"regenerate": is_regenerated(args), "self_prompts": args.self_prompts or 0, "generation": generation}
+    return own | lengths
 
 
 def engine_options(args: argparse.Namespace) -> Any:
@@ -91,11 +100,16 @@ def engine_options(args: argparse.Namespace) -> Any:
         if given:
             raise ValueError(f"--{given[0].replace('_', '-')} is of an engine; expected --engine too.")
         return None
-    if not args.regenerate:
+    if not is_regenerated(args):
         raise ValueError("--engine gives the target's own answers; expected --regenerate too.")
     patience = Patience() if args.engine_timeout is None else Patience(timeout=args.engine_timeout)
     requests = {} if args.engine_requests is None else {"requests": args.engine_requests}
     return EngineOptions(tuple(args.engine), patience=patience, settings=dict(args.engine_option or ()), **requests)
+
+
+def is_regenerated(args: argparse.Namespace) -> bool:
+    """Returns True where answers are the target's own: where they are asked for, and wherever it asks the questions."""
+    return bool(args.regenerate or args.self_prompts)
 
 
 def needs_weights(args: argparse.Namespace) -> bool:
@@ -134,7 +148,7 @@ def load_target(args: argparse.Namespace) -> Any:
     return load_causal_lm(args.target, device_map=args.device_map or args.device, **options)
 
 
-def _generation(args: argparse.Namespace) -> dict[str, Any]:
+def generation_options(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the options of `generate` that are given; others are as in the target's own generation config."""
     given = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
     if args.temperature is not None:
@@ -167,11 +181,9 @@ def add_prepare_data(parser: argparse.ArgumentParser) -> None:
         "--target", type=path, required=True, help="folder or Hub repository of the model to train a drafter for"
     )
     parser.add_argument(
-        "--data",
-        type=path,
-        required=True,
-        help=".jsonl, .json, .parquet or text file, a folder of them, or a dataset of the Hub",
+        "--data", type=path, help=".jsonl, .json, .parquet or text file, a folder of them, or a dataset of the Hub"
     )
+    add_self_prompts(parser)
     parser.add_argument(
         "--output",
         type=path,
@@ -192,7 +204,9 @@ def add_prepare_data(parser: argparse.ArgumentParser) -> None:
         help="make only the shards of process I of N (default: 0/1)",
     )
     parser.add_argument(
-        "--records-per-shard", type=positive, default=64, help="records of the data in a shard (default: 64)"
+        "--records-per-shard",
+        type=positive,
+        help="records of the data in a shard (default: 64, of an engine's answers without states 1,024)",
     )
     parser.add_argument("--batch-size", type=positive, default=8, help="rows the target reads at once (default: 8)")
     parser.add_argument("--seed", type=seed, default=0)
@@ -218,12 +232,7 @@ def _add_rows(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_generation(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--max-new-tokens", type=positive, help="of a regenerated answer (default: 1024)")
-    parser.add_argument(
-        "--temperature", type=temperature, help="0: greedy (default: as the target's generation config has it)"
-    )
-    parser.add_argument("--top-p", type=top_p)
-    parser.add_argument("--top-k", type=positive)
+    add_answers(parser)
     add_engine(parser, "vllm (installed here, offline), or the addresses of servers of vLLM or SGLang")
 
 
@@ -239,6 +248,29 @@ def _add_states(parser: argparse.ArgumentParser) -> None:
         "--states-dtype",
         choices=("float32", "bfloat16", "float16", "fp8"),
         help="how states are stored (default: as the target has them)",
+    )
+
+
+def add_answers(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the target's own answers."""
+    parser.add_argument("--max-new-tokens", type=positive, help="of a regenerated answer (default: 1024)")
+    parser.add_argument(
+        "--temperature",
+        type=temperature,
+        help="of answers, 0: greedy (default: as the target's generation config has it; self-prompted: 0, .7 and 1 in"
+        " turn)",
+    )
+    parser.add_argument("--top-p", type=top_p)
+    parser.add_argument("--top-k", type=positive)
+
+
+def add_self_prompts(parser: argparse.ArgumentParser) -> None:
+    """Adds --self-prompts."""
+    parser.add_argument(
+        "--self-prompts",
+        type=positive,
+        metavar="N",
+        help="add N chats that the target makes up: it asks the questions, then answers them; no data is needed",
     )
 
 

@@ -7,13 +7,28 @@ from typing import Any
 from . import resuming
 from .loading import load_tokenizer
 from .parsing import config_field, count, field, number, path, positive, progress, rate_or_none, seed, show
-from .preparation import add_engine, add_loading, add_template_option, engine_options, load_target
+from .preparation import (
+    add_answers,
+    add_engine,
+    add_loading,
+    add_self_prompts,
+    add_template_option,
+    answer_options,
+    engine_options,
+    is_regenerated,
+    load_target,
+)
+
+ANSWER_BATCH_SIZE = 32
+SELF_PROMPTS = 10_000  # chats where there is no data: some 4 million tokens
 
 
 def train(args: argparse.Namespace) -> int:
     """Trains a drafter in a folder that no other run writes into meanwhile."""
     from ..training.output import claim
 
+    if args.data is None and args.self_prompts is None:
+        args.self_prompts = SELF_PROMPTS
     check_options(args)
     settings = arguments(args)
     with claim(settings.output_dir):
@@ -76,6 +91,9 @@ def check_options(args: argparse.Namespace) -> None:
             " server, or the answers made beforehand: eagle31 prepare-data --engine vllm."
         )
     engine_options(args)
+    answer_options(args)
+    if args.answer_batch_size is not None and not is_regenerated(args):
+        raise ValueError("--answer-batch-size is of regenerated answers; expected --regenerate too.")
     if args.drafter is not None and fresh:
         raise ValueError(
             f"{fresh[0]} is of a new drafter, and --drafter names one that has its own; expected one of the two."
@@ -123,10 +141,10 @@ def stored_target(args: argparse.Namespace) -> Any:
     from ..training.recipe import target_in_store
 
     target = target_in_store(args.data, args.target)
-    if target is not None and (args.upgrade or args.regenerate):
+    if target is not None and (args.upgrade or is_regenerated(args)):
         raise ValueError(
             f"{args.data} holds the target's states, and the target is not run; expected neither --upgrade nor"
-            " --regenerate."
+            " --regenerate nor --self-prompts."
         )
     return target
 
@@ -144,8 +162,10 @@ def read_data(args: argparse.Namespace, target: Any, tokenizer: Any, settings: A
         seed=args.seed,
         template_options=dict(args.template_option),
         engine=engine_options(args),
+        batch_size=args.answer_batch_size or ANSWER_BATCH_SIZE,
+        **answer_options(args),
     )
-    regenerate_in = Path(args.output) if args.regenerate else None
+    regenerate_in = Path(args.output) if options.regenerate else None
     reader = ExampleReader(target, tokenizer, options, progress, regenerate_in)
     data = reader.training_data(args.data, args.eval_data, args.eval_rows)
     if data.held_out is None and args.eval_rows:
@@ -198,13 +218,21 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data",
         type=path,
-        required=True,
-        help="chats or texts: a file, a folder, a dataset of the Hub, or what prepare-data wrote",
+        help="chats or texts: a file, a folder, a dataset of the Hub, or what prepare-data wrote (default: none; the"
+        f" target makes up {SELF_PROMPTS:,} chats)",
     )
+    add_self_prompts(parser)
     parser.add_argument("--output", type=path, required=True, help="folder of the drafter and its checkpoints")
     parser.add_argument("--split", default="train", help="of a dataset (default: train)")
     parser.add_argument(
         "--regenerate", action="store_true", help="replace answers by the target's own first; more is accepted so"
+    )
+    add_answers(parser)
+    parser.add_argument(
+        "--answer-batch-size",
+        type=positive,
+        metavar="SIZE",
+        help=f"prompts that the target answers at once (default: {ANSWER_BATCH_SIZE})",
     )
     add_engine(parser, "the addresses of servers of vLLM or SGLang that run the target")
     add_template_option(parser)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..targets.ends import execution_device
-from .regenerate import AnswerSource
+from .answers import AnswerSource, Temperatures, at_temperature
 from .servers import Ask, Patience, Servers, Tell, Told, base_of
 
 VLLM = "vllm"
@@ -100,13 +100,11 @@ class Engine(Protocol):
     @property
     def identity(self) -> dict[str, Any]: ...
 
-    def meet(self, ask: Ask, sampling: dict[str, Any], stops: list[int], max_length: int) -> None: ...
+    def meet(self, ask: Ask, max_length: int) -> None: ...
 
-    def answers_by_server(
-        self, asks: list[Ask], sampling: dict[str, Any], stops: list[int]
-    ) -> Iterator[tuple[str, list[Told]]]: ...
+    def answers_by_server(self, asks: list[Ask]) -> Iterator[tuple[str, list[Told]]]: ...
 
-    def answers(self, asks: list[Ask], sampling: dict[str, Any], stops: list[int]) -> list[Told]: ...
+    def answers(self, asks: list[Ask]) -> list[Told]: ...
 
 
 class VllmEngine:
@@ -154,28 +152,26 @@ class VllmEngine:
         }
         return LLM(**arguments | self.settings)
 
-    def meet(self, ask: Ask, sampling: dict[str, Any], stops: list[int], max_length: int) -> None:
+    def meet(self, ask: Ask, max_length: int) -> None:
         """Loads the target."""
         _ = self.llm
 
-    def answers_by_server(
-        self, asks: list[Ask], sampling: dict[str, Any], stops: list[int]
-    ) -> Iterator[tuple[str, list[Told]]]:
+    def answers_by_server(self, asks: list[Ask]) -> Iterator[tuple[str, list[Told]]]:
         """Yields the engine's name and its answers to prompts."""
-        yield VLLM, self.answers(asks, sampling, stops)
+        yield VLLM, self.answers(asks)
 
-    def answers(self, asks: list[Ask], sampling: dict[str, Any], stops: list[int]) -> list[Told]:
+    def answers(self, asks: list[Ask]) -> list[Told]:
         """Returns the answers to prompts, in their order."""
         from vllm import SamplingParams
 
         params = [
             SamplingParams(
                 max_tokens=ask.max_tokens,
-                seed=ask.seed if sampling["temperature"] else None,
-                stop_token_ids=stops,
+                seed=ask.seed if ask.sampling["temperature"] else None,
+                stop_token_ids=ask.stops,
                 ignore_eos=True,  # the stops are all there are
                 detokenize=False,
-                **sampling,
+                **ask.sampling,
             )
             for ask in asks
         ]
@@ -216,13 +212,14 @@ def sampling_of(generation: dict[str, Any], config: Any) -> dict[str, Any]:
 
 @dataclass
 class EngineAnswers(AnswerSource):
-    """Answers by an engine. `sampling` is `sampling_of` the call; `vocab_size`: ids an answer may have."""
+    """Answers by an engine. `generation`: arguments of generate(), as which it samples; `vocab_size`: ids an answer may
+    have."""
 
     engine: Engine
-    sampling: dict[str, Any]
+    generation: dict[str, Any]
     vocab_size: int
 
-    def answers(self, prompts: list[Tensor]) -> list[Tensor]:
+    def answers(self, prompts: list[Tensor], temperatures: Temperatures | None = None) -> list[Tensor]:
         """Returns the ids of the answer to each prompt (T,), through the token that ends its turn.
 
         A sampled answer follows from a seed of its own, drawn from torch's generator: within `seeded`, the same prompts
@@ -232,12 +229,21 @@ class EngineAnswers(AnswerSource):
         if not prompts:
             return []
         seeds = torch.randint(MAX_SEED, (len(prompts),)).tolist()
-        asks = [self._ask(prompt, seed, self.max_new_tokens) for prompt, seed in zip(prompts, seeds, strict=True)]
-        told = self.engine.answers(asks, self.sampling, self.stops)
+        asked = list(temperatures or [None] * len(prompts))
+        samplings = {temperature: self.sampling(temperature) for temperature in {*asked}}
+        asks = [
+            self._ask(prompt, seed, self.max_new_tokens, samplings[temperature])
+            for prompt, seed, temperature in zip(prompts, seeds, asked, strict=True)
+        ]
+        told = self.engine.answers(asks)
         return [self.checked(ask, answer) for ask, answer in zip(asks, told, strict=True)]
 
-    def _ask(self, prompt: Tensor, seed: int, most: int) -> Ask:
-        return Ask(prompt.tolist(), min(most, self.max_length - len(prompt)), seed)
+    def sampling(self, temperature: float | None = None) -> dict[str, Any]:
+        """Returns what the engine samples by, at another temperature where one is given."""
+        return sampling_of(at_temperature(self.generation, temperature), self.target.generation_config)
+
+    def _ask(self, prompt: Tensor, seed: int, most: int, sampling: dict[str, Any]) -> Ask:
+        return Ask(prompt.tolist(), min(most, self.max_length - len(prompt)), seed, sampling, self.stops)
 
     def checked(self, ask: Ask, told: Told) -> Tensor:
         """Returns an answer (T,) that ends as the target's do: with a token that ends its turn, or at the limit.
@@ -277,9 +283,9 @@ class EngineAnswers(AnswerSource):
         Raises ValueError for one that does not, RuntimeError for a server that cannot be reached.
         """
         first = prompts or [torch.tensor([self.stops[0] if self.stops else 0])]
-        asks = [self._ask(prompt, 0, PROBE_TOKENS) for prompt in first]
-        self.engine.meet(asks[0]._replace(max_tokens=1), self.sampling, self.stops, self.max_length)
-        for name, found in self.engine.answers_by_server(asks, GREEDY, self.stops):
+        asks = [self._ask(prompt, 0, PROBE_TOKENS, GREEDY) for prompt in first]
+        self.engine.meet(asks[0]._replace(max_tokens=1, sampling=self.sampling()), self.max_length)
+        for name, found in self.engine.answers_by_server(asks):
             answers = [self.checked(ask, told) for ask, told in zip(asks, found, strict=True)]
             for told, answer in zip(found, answers, strict=True):
                 self._check_words(name, told, answer)
@@ -332,7 +338,7 @@ def engine_answers(
 
     Raises ValueError for settings that engines do not follow, ImportError where vLLM is not installed.
     """
-    sampling = sampling_of(generation, source.target.generation_config)
+    _ = sampling_of(generation, source.target.generation_config)  # refuses what engines do not follow
     engine: Engine
     if options.is_served:
         urls = tuple(dict.fromkeys(map(base_of, options.names)))
@@ -340,4 +346,4 @@ def engine_answers(
     else:
         engine = VllmEngine(source.target, source.max_length, options.settings)
     lengths = source.max_length, source.max_new_tokens
-    return EngineAnswers(source.target, source.tokenizer, *lengths, engine, sampling, vocab_size)
+    return EngineAnswers(source.target, source.tokenizer, *lengths, engine, generation, vocab_size)

@@ -16,15 +16,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallba
 from ..modeling import Eagle31DrafterModel
 from ..storage.fingerprints import tokenizer_fingerprint
 from ..targets.ends import execution_device, shape_of
+from .answers import stop_ids
 from .fresh import choose_vocabulary, count_answers, mass_covered, new_drafter
 from .packing import Part
 from .prepare import PreparationOptions, examples_in_memory, prepare_data
-from .regenerate import stop_ids
 from .shapes import layer_ids_for
 from .store import MANIFEST, HiddenStateStore, read_manifest
 from .target import StoredTarget, TargetReader
 
 FOR_COVERAGE = 16  # examples on which the target's probability of a draft vocabulary is measured
+EVAL_DATA = "eval-data"  # folder of regenerated answers to evaluate on
 FOR_UPGRADE = 16  # examples on which an EAGLE 3 drafter is calibrated
 Progress = Callable[[str], None]  # is told one line at a time
 Upgrade = Callable[[Eagle31DrafterModel, Any, list[Tensor]], Eagle31DrafterModel]
@@ -49,8 +50,8 @@ class ExampleReader:
     """Reads sources of training data as examples for one target and its tokenizer.
 
     A source is a store that prepare-data wrote, or chats and texts, of which examples are made now as `options` say.
-    With `regenerate_in`, answers are first replaced by the target's own; these examples go into stores below that
-    folder, so that none is generated twice.
+    With `regenerate_in`, answers are first replaced by the target's own, and self-prompted chats added; these examples
+    go into stores below that folder, so that none is generated twice.
     """
 
     target: Any  # the model, or a StoredTarget
@@ -59,8 +60,8 @@ class ExampleReader:
     progress: Progress
     regenerate_in: Path | None = None
 
-    def training_data(self, source: str, eval_source: str | None, num_held_out: int) -> TrainingData:
-        """Reads `source` to train on and `eval_source` to evaluate on.
+    def training_data(self, source: str | None, eval_source: str | None, num_held_out: int) -> TrainingData:
+        """Reads `source` to train on (None: self-prompted chats alone) and `eval_source` to evaluate on.
 
         Without the latter the last `num_held_out` examples of the data are held out, at most a tenth of them. Raises
         ValueError where no record gives an example, and for a store of another tokenizer.
@@ -68,16 +69,21 @@ class ExampleReader:
         examples, facts = self.read(source, "data")
         layer_ids = examples.manifest.layer_ids if isinstance(examples, HiddenStateStore) else None
         if eval_source:
-            return TrainingData(examples, self.read(eval_source, "eval-data")[0], facts, layer_ids)
+            return TrainingData(examples, self.read(eval_source, EVAL_DATA)[0], facts, layer_ids)
         split = len(examples) - min(num_held_out, len(examples) // 10)
         held_out = Part(examples, split, len(examples)) if split < len(examples) else None
         return TrainingData(Part(examples, 0, split), held_out, facts, layer_ids)
 
-    def read(self, source: str, name: str) -> tuple[Any, dict[str, Any]]:
+    def read(self, source: str | None, name: str) -> tuple[Any, dict[str, Any]]:
         """Returns the examples of a source, and its facts; regenerated ones go into the subfolder `name`."""
-        if (Path(source) / MANIFEST).is_file():
+        if source is not None and (Path(source) / MANIFEST).is_file():
             store = HiddenStateStore(source)
             store.check(tokenizer_fingerprint=tokenizer_fingerprint(self.tokenizer))
+            if self.options.self_prompts and name != EVAL_DATA:
+                raise ValueError(
+                    f"{source} is a store, to which no self-prompted chats are added here; expected the data it was"
+                    " made of, or a store made by prepare-data --self-prompts."
+                )
             if self.regenerate_in is not None and not store.manifest.source["regenerate"]:
                 raise ValueError(
                     f"{source} is a store of answers as the data has them, and answers are to be regenerated; expected"
@@ -86,15 +92,18 @@ class ExampleReader:
             return store, self._facts(source, store, store.skipped)
         if self.regenerate_in is not None:
             store = self._regenerated(source, self.regenerate_in / name)
-            return store, self._facts(source, store, store.skipped)
+            return store, self._facts(source or "self-prompted chats", store, store.skipped)
+        assert source is not None  # self-prompted chats are answered, and so regenerated
         examples, skipped = examples_in_memory(self.target, self.tokenizer, source, self.options, self.progress)
         return examples, self._facts(source, examples, skipped)
 
-    def _regenerated(self, source: str, folder: Path) -> HiddenStateStore:
+    def _regenerated(self, source: str | None, folder: Path) -> HiddenStateStore:
         """Makes the store in `folder`, each process of a distributed run its share of the shards."""
         state = PartialState()
         part = (state.process_index, state.num_processes)
         options = replace(self.options, regenerate=True)
+        if folder.name == EVAL_DATA:  # what is evaluated on is as the caller has it
+            options = replace(options, self_prompts=0)
         prepare_data(self.target, self.tokenizer, source, folder, options, part=part, progress=self.progress)
         state.wait_for_everyone()
         return HiddenStateStore(folder)
@@ -107,12 +116,12 @@ class ExampleReader:
         return facts
 
 
-def target_in_store(source: str, name: str) -> StoredTarget | None:
+def target_in_store(source: str | None, name: str) -> StoredTarget | None:
     """Returns the parts of the target `name` that a store keeps with its states, or None for a source without states.
 
     Training on stored states needs no more of the target.
     """
-    if not (Path(source) / MANIFEST).is_file() or read_manifest(source).layer_ids is None:
+    if source is None or not (Path(source) / MANIFEST).is_file() or read_manifest(source).layer_ids is None:
         return None
     return StoredTarget(source, name)
 

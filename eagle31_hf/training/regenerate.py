@@ -1,4 +1,4 @@
-"""Answers in the target's own words, token for token as it generates them: what a drafter meets when serving.
+"""Chats answered by the target: every answer is replaced by its own, and quoted in the prompts that follow.
 
 B prompts, T tokens.
 """
@@ -9,130 +9,37 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..storage.fingerprints import digest
-from ..targets.ends import execution_device
+from .answers import LEAST_ANSWER, AnswerSource, Temperatures
 from .chats import SAID
 from .kinds import Chat
 from .packing import Example
+from .self_prompts import REPEATING, Questioner, SelfPrompt, repeats_itself
 from .skipped import Skipped, refused_by
 
-LEAST_ANSWER = 2  # tokens: the first is never drafted
-OVER_LONG, TOO_SHORT = "over-long prompt", "too short"
+OVER_LONG, TOO_SHORT, CUT = "over-long prompt", "too short", "turns after an answer that was cut"
 Refuse = Callable[[int, Skipped | str], None]  # is told the index of what could not go on, and why
-
-
-def seed_of(*numbers: int) -> int:
-    """Returns a seed that follows from these numbers, in this order, and from nothing else."""
-    return int(digest(*map(str, numbers))[:15], 16)
-
-
-def stop_ids(target: Any, tokenizer: Any) -> list[int]:
-    """Returns the ids that end a turn: those of the generation config of the target (or of what a store has kept of
-    it), and the tokenizer's EOS, if it has one."""
-    own = target.generation_config.eos_token_id
-    found = {*(own if isinstance(own, list) else [own]), tokenizer and tokenizer.eos_token_id}
-    return sorted(token for token in found if token is not None)
-
-
-@dataclass
-class AnswerSource:
-    """Gives answers in the target's words, and makes examples of them.
-
-    Examples have at most `max_length` tokens, answers `max_new_tokens`. `target`: its generation config says how an
-    answer ends.
-    """
-
-    target: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    max_length: int
-    max_new_tokens: int
-
-    def __post_init__(self):
-        self.stops = stop_ids(self.target, self.tokenizer)
-
-    def answers(self, prompts: list[Tensor]) -> list[Tensor]:
-        """Returns the ids of the answer to each prompt (T,), through the token that ends its turn."""
-        raise NotImplementedError
-
-    def through_end(self, answer: Tensor) -> Tensor:
-        """Returns an answer (T,) without what comes after the token that ends it."""
-        ends = torch.isin(answer, torch.tensor(self.stops, dtype=torch.long)).nonzero()
-        return answer[: int(ends[0]) + 1] if len(ends) else answer
-
-    def text(self, answer: Tensor) -> str:
-        """Returns the words of an answer (T,), without the token that ends the turn, as a later prompt quotes them."""
-        words = answer[:-1] if len(answer) and answer[-1] in self.stops else answer
-        return str(self.tokenizer.decode(words, skip_special_tokens=True))
-
-    def fits(self, prompt: Tensor) -> bool:
-        """Returns True where an example has room for the prompt (T,) and the shortest answer to learn from."""
-        return len(prompt) + LEAST_ANSWER <= self.max_length
-
-    def example(self, prompt: Tensor, answer: Tensor) -> Example:
-        """Makes an example of a prompt (T,) and its answer, cut to `max_length` tokens."""
-        ids = torch.cat([prompt, answer])[: self.max_length]
-        return {"input_ids": ids, "answers": torch.arange(len(ids)) >= len(prompt)}
-
-
-@dataclass
-class AnswerGenerator(AnswerSource):
-    """Generates answers with the target, `batch_size` prompts at a time. `generation`: arguments of generate()."""
-
-    batch_size: int = 8
-    generation: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self):
-        super().__post_init__()
-        pads = (self.tokenizer.pad_token_id, *self.stops, 0)
-        self.pad = next(token for token in pads if token is not None)
-
-    def answers(self, prompts: list[Tensor]) -> list[Tensor]:
-        """Returns the ids of the answer to each prompt (T,), through the token that ends its turn.
-
-        The longest prompts come first: what does not fit in memory fails at once.
-        """
-        order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-        found = dict[int, Tensor]()
-        for start in range(0, len(order), self.batch_size):
-            chosen = order[start : start + self.batch_size]
-            found |= zip(chosen, self._batch([prompts[i] for i in chosen]), strict=True)
-        return [found[i] for i in range(len(prompts))]
-
-    @torch.no_grad()
-    def _batch(self, prompts: list[Tensor]) -> list[Tensor]:
-        lengths = [len(prompt) for prompt in prompts]
-        ids = torch.full((len(prompts), max(lengths)), self.pad)
-        mask = torch.zeros_like(ids)
-        for b, prompt in enumerate(prompts):
-            ids[b, -len(prompt) :], mask[b, -len(prompt) :] = prompt, 1
-        device, room = execution_device(self.target), self.max_length - min(lengths)
-        generated = self.target.generate(
-            input_ids=ids.to(device),
-            attention_mask=mask.to(device),
-            max_new_tokens=min(self.max_new_tokens, room),
-            pad_token_id=self.pad,
-            eos_token_id=self.stops or None,
-            return_dict_in_generate=False,
-            **self.generation,
-        )
-        answers = generated[:, ids.shape[1] :].cpu()
-        return [
-            self.through_end(answer[: self.max_length - length])
-            for answer, length in zip(answers, lengths, strict=True)
-        ]
 
 
 @dataclass
 class _Conversation:
-    """A chat under way: `said` is what the next prompt is made of, `ahead` the messages of the original yet to come."""
+    """A chat under way: `said` is what the next prompt is made of, `ahead` the messages of the original yet to come,
+    `to_ask` how many more the user is to write. `temperature` of its answers: None, as the source samples."""
 
     index: int
-    ahead: list[dict[str, Any]]
-    tools: list[Any] | None
+    ahead: list[dict[str, Any]] = field(default_factory=list)
+    tools: list[Any] | None = None
+    to_ask: int = 0
+    temperature: float | None = None
     said: list[dict[str, Any]] = field(default_factory=list)
     examples: list[Example] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, index: int, chat: Chat | SelfPrompt) -> "_Conversation":
+        if isinstance(chat, Chat):
+            return cls(index, [*chat.messages], chat.tools)
+        system = [] if chat.system is None else [{"role": "system", "content": chat.system}]
+        return cls(index, to_ask=chat.num_turns, temperature=chat.temperature, said=system)
 
     def goes_on(self) -> bool:
         """Takes over the messages of others, up to the target's next turn; returns False where it has none.
@@ -149,76 +56,119 @@ class _Conversation:
                 return True
         return False
 
+    def end(self) -> None:
+        """Leaves out all that was yet to come."""
+        self.ahead.clear()
+        self.to_ask = 0
 
-def regenerate(generator: AnswerSource, chats: list[Chat], refuse: Refuse, **template: Any) -> list[list[Example]]:
-    """Returns, chat by chat, an example for every turn of the assistant, and for one after a last message of the
-    user's, in the target's words.
+    def add(self, example: Example) -> None:
+        """Adds a turn: to the example of the turns before where its prompt begins with that one's tokens, else as an
+        example of its own."""
+        last = self.examples[-1] if self.examples else None
+        if last is not None:
+            length = len(last["input_ids"])
+            if torch.equal(example["input_ids"][:length], last["input_ids"]) and not example["answers"][:length].any():
+                example["answers"][:length] = last["answers"]
+                self.examples.pop()
+        self.examples.append(example)
 
-    An example is a prompt as it is served and the target's answer to it; the answer's words replace the original in
-    later prompts. `refuse` is told of chats that could not go on and of answers too short to learn from. `template`:
-    options of `apply_chat_template`.
+
+def regenerate(
+    source: AnswerSource, chats: list[Chat | SelfPrompt], refuse: Refuse, **template: Any
+) -> list[list[Example]]:
+    """Returns, chat by chat, examples of every turn of the assistant, and of one after a last message of the user's, in
+    the target's words.
+
+    A turn is a prompt as it is served and the target's answer to it, whose words replace the original in later prompts.
+    Turns whose prompts begin with the turns before, token for token, are one example. A chat ends with an answer that
+    was cut. `refuse` is told of chats that could not go on and of answers not to learn from. `template`: options of
+    `apply_chat_template`.
     """
-    conversations = [_Conversation(index, [*chat.messages], chat.tools) for index, chat in enumerate(chats)]
+    conversations = [_Conversation.of(index, chat) for index, chat in enumerate(chats)]
+    questioner = Questioner(source, template)
     while True:
-        turns = [
-            (conversation, prompt)
-            for conversation in conversations
-            if conversation.goes_on()
-            for prompt in _prompts(generator, conversation, refuse, template)
-        ]
+        going = [*_asked(questioner, conversations, refuse), *(talk for talk in conversations if talk.goes_on())]
+        turns = [(talk, prompt) for talk in going for prompt in _prompts(source, talk, refuse, template)]
         if not turns:
-            return [conversation.examples for conversation in conversations]
-        answers = generator.answers([prompt for _, prompt in turns])
-        for (conversation, prompt), answer in zip(turns, answers, strict=True):
-            conversation.examples += _examples(generator, conversation.index, prompt, answer, refuse)
-            conversation.said.append({"role": "assistant", "content": generator.text(answer)})
+            return [talk.examples for talk in conversations]
+        answers = source.answers([prompt for _, prompt in turns], [talk.temperature for talk, _ in turns])
+        for (talk, prompt), answer in zip(turns, answers, strict=True):
+            _take(source, talk, prompt, answer, refuse)
 
 
-def continue_texts(generator: AnswerSource, prompts: list[Tensor], refuse: Refuse) -> list[list[Example]]:
+def _asked(questioner: Questioner, conversations: list[_Conversation], refuse: Refuse) -> list[_Conversation]:
+    """Has the user speak in all chats where the target writes the user's messages; returns those where it did."""
+    waiting = [talk for talk in conversations if talk.to_ask]
+    going = list[_Conversation]()
+    questions = questioner.questions([talk.said for talk in waiting]) if waiting else []
+    for talk, question in zip(waiting, questions, strict=True):
+        if isinstance(question, Skipped):
+            refuse(talk.index, question)
+            talk.end()
+        else:
+            talk.to_ask -= 1
+            talk.said.append({"role": "user", "content": question})
+            going.append(talk)
+    return going
+
+
+def _take(source: AnswerSource, talk: _Conversation, prompt: Tensor, answer: Tensor, refuse: Refuse) -> None:
+    """Adds an answer (T,) to its chat, and an example of it where there is something to learn from."""
+    is_ended = source.is_ended(answer)
+    if talk.temperature is not None and not is_ended and repeats_itself(answer):
+        refuse(talk.index, REPEATING)
+    elif len(answer) < LEAST_ANSWER:
+        refuse(talk.index, TOO_SHORT)
+    else:
+        talk.add(source.example(prompt, answer))
+    if is_ended:
+        talk.said.append(source.message(answer))
+        return
+    if talk.ahead or talk.to_ask:
+        refuse(talk.index, CUT)
+    talk.end()  # a thought or a list that is broken off would stand in every later prompt
+
+
+def continue_texts(
+    source: AnswerSource, prompts: list[Tensor], refuse: Refuse, temperatures: Temperatures | None = None
+) -> list[list[Example]]:
     """Returns, for each prompt (T,), an example of it and the target's continuation, or none; `refuse` is told of
     those."""
-    fitting = [i for i, prompt in enumerate(prompts) if generator.fits(prompt)]
+    fitting = [i for i, prompt in enumerate(prompts) if source.fits(prompt)]
     for i in sorted({*range(len(prompts))} - {*fitting}):
         refuse(i, OVER_LONG)
-    answers = dict(zip(fitting, generator.answers([prompts[i] for i in fitting]), strict=True))
-    return [
-        _examples(generator, i, prompt, answers[i], refuse) if i in answers else [] for i, prompt in enumerate(prompts)
-    ]
+    asked = list(temperatures or [None] * len(prompts))
+    answers = source.answers([prompts[i] for i in fitting], [asked[i] for i in fitting])
+    found = [list[Example]() for _ in prompts]
+    for i, answer in zip(fitting, answers, strict=True):
+        if asked[i] is not None and not source.is_ended(answer) and repeats_itself(answer):
+            refuse(i, REPEATING)
+        elif len(answer) < LEAST_ANSWER:
+            refuse(i, TOO_SHORT)
+        else:
+            found[i].append(source.example(prompts[i], answer))
+    return found
 
 
-def first_prompt(generator: AnswerSource, chat: Chat, **template: Any) -> list[Tensor]:
+def first_prompt(source: AnswerSource, chat: Chat, **template: Any) -> list[Tensor]:
     """Returns the prompt (T,) of a chat's first turn that the target would answer, in a list; an empty list where there
     is none. The chat stays as it is."""
-    conversation = _Conversation(0, [*chat.messages], chat.tools)
-    return _prompts(generator, conversation, lambda i, refusal: None, template) if conversation.goes_on() else []
+    talk = _Conversation.of(0, chat)
+    return _prompts(source, talk, lambda i, refusal: None, template) if talk.goes_on() else []
 
 
-def _examples(generator: AnswerSource, index: int, prompt: Tensor, answer: Tensor, refuse: Refuse) -> list[Example]:
-    if len(answer) >= LEAST_ANSWER:
-        return [generator.example(prompt, answer)]
-    refuse(index, TOO_SHORT)
-    return []
-
-
-def _prompts(
-    generator: AnswerSource, conversation: _Conversation, refuse: Refuse, template: dict[str, Any]
-) -> list[Tensor]:
+def _prompts(source: AnswerSource, talk: _Conversation, refuse: Refuse, template: dict[str, Any]) -> list[Tensor]:
     """Renders the prompt of the next turn; returns none where the chat has to end."""
     try:
         with refused_by("template"):
-            rendered: Any = generator.tokenizer.apply_chat_template(
-                conversation.said,
-                tools=conversation.tools,
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=True,
-                **template,
+            rendered: Any = source.tokenizer.apply_chat_template(
+                talk.said, tools=talk.tools, add_generation_prompt=True, tokenize=True, return_dict=True, **template
             )
         prompt = torch.tensor(rendered["input_ids"], dtype=torch.long)
-        if not len(prompt) or not generator.fits(prompt):
+        if not len(prompt) or not source.fits(prompt):
             raise Skipped(OVER_LONG if len(prompt) else "empty prompt")
         return [prompt]
     except Skipped as refusal:
-        refuse(conversation.index, refusal)
-    conversation.ahead.clear()
+        refuse(talk.index, refusal)
+    talk.end()
     return []

@@ -30,11 +30,14 @@ Result = TypeVar("Result")
 
 
 class Ask(NamedTuple):
-    """A prompt for an engine: its ids, the most tokens of the answer, and the seed of a sampled one."""
+    """A prompt for an engine: its ids, the most tokens of the answer, the seed of a sampled one, what vLLM and SGLang
+    sample by (a temperature and more), and the ids that end the answer."""
 
     prompt: list[int]
     max_tokens: int
     seed: int
+    sampling: dict[str, Any]
+    stops: list[int]
 
 
 class Told(NamedTuple):
@@ -88,22 +91,22 @@ class Endpoint:
     """
 
     path: str
-    body: Callable[[str, Ask, dict[str, Any], list[int]], dict[str, Any]]
+    body: Callable[[str, Ask], dict[str, Any]]
     reading: Callable[[Any], Told]
     spare: int = 0
     penalises_prompts: bool = True
 
 
-def _completions_body(model: str, ask: Ask, sampling: dict[str, Any], stops: list[int]) -> dict[str, Any]:
-    seed = {"seed": ask.seed} if sampling["temperature"] else {}
+def _completions_body(model: str, ask: Ask) -> dict[str, Any]:
+    seed = {"seed": ask.seed} if ask.sampling["temperature"] else {}
     return {
         "model": model,
         "prompt": ask.prompt,
         "max_tokens": ask.max_tokens,
-        "stop_token_ids": stops,
+        "stop_token_ids": ask.stops,
         "return_token_ids": True,
         **seed,
-        **sampling,
+        **ask.sampling,
     }
 
 
@@ -118,9 +121,9 @@ def _read_completions(response: Any) -> Told:
     )
 
 
-def _generate_body(model: str, ask: Ask, sampling: dict[str, Any], stops: list[int]) -> dict[str, Any]:
-    seed = {"sampling_seed": ask.seed} if sampling["temperature"] else {}
-    params = {"max_new_tokens": ask.max_tokens, "stop_token_ids": stops, **seed, **sampling}
+def _generate_body(model: str, ask: Ask) -> dict[str, Any]:
+    seed = {"sampling_seed": ask.seed} if ask.sampling["temperature"] else {}
+    params = {"max_new_tokens": ask.max_tokens, "stop_token_ids": ask.stops, **seed, **ask.sampling}
     return {"input_ids": ask.prompt, "sampling_params": params}
 
 
@@ -226,12 +229,9 @@ class Server:
             ) from None
         raise ValueError(f"{self.url} serves {names or 'no model'}; expected one model, or one named {target}.")
 
-    def ask(self, ask: Ask, sampling: dict[str, Any], stops: list[int]) -> Told:
-        """Asks for an answer; `sampling`: temperature and what else vLLM and SGLang sample by.
-
-        Raises UnavailableError and ValueError as `call` does.
-        """
-        response = self.call(self.endpoint.path, self.endpoint.body(self.model, ask, sampling, stops))
+    def ask(self, ask: Ask) -> Told:
+        """Asks for an answer. Raises UnavailableError and ValueError as `call` does."""
+        response = self.call(self.endpoint.path, self.endpoint.body(self.model, ask))
         try:
             told = self.endpoint.reading(response)
         except (KeyError, TypeError, IndexError, ValueError, AttributeError):
@@ -250,14 +250,14 @@ class Server:
             )
         return told
 
-    def choose_endpoint(self, ask: Ask, sampling: dict[str, Any], stops: list[int]) -> None:
+    def choose_endpoint(self, ask: Ask) -> None:
         """Finds the way to ask that gives ids. Raises ValueError where there is none, UnavailableError as `call`
         does."""
         failures: list[Exception] = []
         for endpoint in ENDPOINTS.values():
             self.endpoint = endpoint
             try:
-                self.ask(ask, sampling, stops)
+                self.ask(ask)
                 return
             except (UnavailableError, ValueError) as error:
                 failures.append(error)
@@ -323,7 +323,7 @@ class Servers:
         """What answers follow from besides the target's files: the model's name on the servers."""
         return {"served": self.all[0].model}
 
-    def meet(self, ask: Ask, sampling: dict[str, Any], stops: list[int], max_length: int) -> None:
+    def meet(self, ask: Ask, max_length: int) -> None:
         """Finds out what each server serves and how it is asked.
 
         Raises RuntimeError for one that cannot be reached, ValueError for one that gives no ids, is shorter than
@@ -331,11 +331,11 @@ class Servers:
         """
         for server in self.all:
             self._patiently(lambda server=server: server.meet(self.target))
-            self._patiently(lambda server=server: server.choose_endpoint(ask, sampling, stops))
-            if sampling["repetition_penalty"] != 1 and not server.endpoint.penalises_prompts:
+            self._patiently(lambda server=server: server.choose_endpoint(ask))
+            if ask.sampling["repetition_penalty"] != 1 and not server.endpoint.penalises_prompts:
                 raise ValueError(
                     f"{server.url}: SGLang leaves the prompt out of a repetition_penalty, which is"
-                    f" {sampling['repetition_penalty']}; expected 1, or a server of vLLM."
+                    f" {ask.sampling['repetition_penalty']}; expected 1, or a server of vLLM."
                 )
             needed = max_length + server.endpoint.spare
             if server.max_length is not None and server.max_length < needed:
@@ -350,15 +350,10 @@ class Servers:
                     " target everywhere, under one name (--served-model-name)."
                 )
 
-    def answers_by_server(
-        self, asks: list[Ask], sampling: dict[str, Any], stops: list[int]
-    ) -> Iterator[tuple[str, list[Told]]]:
+    def answers_by_server(self, asks: list[Ask]) -> Iterator[tuple[str, list[Told]]]:
         """Yields the address of each server and its own answers to prompts. Raises RuntimeError for one that fails."""
         for server in self.all:
-            yield (
-                server.url,
-                [self._patiently(lambda server=server, ask=ask: server.ask(ask, sampling, stops)) for ask in asks],
-            )
+            yield server.url, [self._patiently(lambda server=server, ask=ask: server.ask(ask)) for ask in asks]
 
     def _patiently(self, call: Callable[[], Result]) -> Result:
         """Returns what a call of a server returns, tried a few times. Raises RuntimeError when it was in vain."""
@@ -372,7 +367,7 @@ class Servers:
         except UnavailableError as error:
             raise RuntimeError(f"{error}; expected a server that is ready. Start it first, or leave it out.") from None
 
-    def answers(self, asks: list[Ask], sampling: dict[str, Any], stops: list[int]) -> list[Told]:
+    def answers(self, asks: list[Ask]) -> list[Told]:
         """Returns the answers to prompts, in their order.
 
         Raises RuntimeError naming the last failure where a request was tried too often, ValueError where a server
@@ -390,7 +385,7 @@ class Servers:
                 except Empty:  # another thread took the last one
                     return
                 try:
-                    done.put((index, self._answer(asks[index], sampling, stops, stop)))
+                    done.put((index, self._answer(asks[index], stop)))
                 except Exception as error:
                     done.put((index, error))
 
@@ -410,14 +405,14 @@ class Servers:
                 self._changed.notify_all()
         return [told[index] for index in range(len(asks))]
 
-    def _answer(self, ask: Ask, sampling: dict[str, Any], stops: list[int], stop: threading.Event) -> Told:
+    def _answer(self, ask: Ask, stop: threading.Event) -> Told:
         for tried in range(1, self.patience.tries + 1):
             with self._chosen(stop) as server:
                 known = server.failures
                 try:
                     if known:
                         self._meet_again(server)
-                    told = server.ask(ask, sampling, stops)
+                    told = server.ask(ask)
                 except UnavailableError as error:
                     self._failed(server, known, error)
                     if tried == self.patience.tries or self._are_lost():

@@ -17,6 +17,7 @@ from ..quantized import refuse_quantized
 from ..seeding import generator_of
 from ..targets.layers import decoder_layers
 from .alignment import AlignmentReader
+from .answers import stop_ids
 from .arguments import Eagle31TrainingArguments
 from .checkpointing import CheckpointingTrainer
 from .evaluation import EvalShare, Evaluation, served
@@ -25,7 +26,6 @@ from .kinds import check_ids, tokens_of
 from .loss_mask import loss_denominators
 from .objective import Batch, DraftingObjective
 from .packing import Collator, Example, PackedExamples, check_columns
-from .regenerate import stop_ids
 from .spreading import position_skips
 from .target import StoredTarget, TargetReader, shard, stored_target
 

@@ -2,14 +2,16 @@
 
 import copy
 from collections import Counter
+from itertools import groupby
 
 import pytest
 import torch
 from letters import END, build_tokenizer
 
 from eagle31_hf.seeding import seeded
+from eagle31_hf.training.answers import AnswerGenerator, seed_of, stop_ids
 from eagle31_hf.training.kinds import Chat
-from eagle31_hf.training.regenerate import AnswerGenerator, continue_texts, regenerate, seed_of, stop_ids
+from eagle31_hf.training.regenerate import continue_texts, regenerate
 
 NEW_TOKENS, LENGTH = 12, 60
 GREEDY = {"do_sample": False}
@@ -79,34 +81,87 @@ def ending(target, ends: list[int]):
     return target
 
 
-def expected_examples(target, tokenizer, conversation: Chat) -> list[tuple[list[int], int]]:
-    """Returns the ids of each turn and where its answer begins, by the documentation: one prompt at a time."""
+def answers_of(example: dict) -> list[list[int]]:
+    """Returns the ids of each answer in an example."""
+    pairs = zip(example["input_ids"].tolist(), example["answers"].tolist(), strict=True)
+    return [[token for token, _ in run] for is_answer, run in groupby(pairs, lambda pair: pair[1]) if is_answer]
+
+
+def expected_examples(target, tokenizer, conversation: Chat) -> list[list[tuple[int, bool]]]:
+    """Returns the ids of each example and which of them are answers, by the documentation: one prompt at a time, turns
+    together where each goes on from the one before, and nothing after an answer that was cut."""
     said, examples = [], []
     for message in conversation.messages:
         if message["role"] != "assistant":
             said.append(message)
             continue
         prompt = tokenizer.apply_chat_template(said, tools=conversation.tools, add_generation_prompt=True)["input_ids"]
-        ids = alone(target, prompt)
-        examples.append((ids, len(prompt)))
-        said = [*said, {"role": "assistant", "content": tokenizer.decode(ids[len(prompt) :], skip_special_tokens=True)}]
+        answer = alone(target, prompt)[len(prompt) :]
+        example = [(token, False) for token in prompt] + [(token, True) for token in answer]
+        if len(answer) >= 2:
+            if examples and [token for token, _ in examples[-1]] == prompt[: len(examples[-1])]:
+                last = examples.pop()
+                example[: len(last)] = last
+            examples.append(example)
+        if answer[-1] != END:
+            break
+        said = [*said, {"role": "assistant", "content": tokenizer.decode(answer, skip_special_tokens=True)}]
     return examples
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
 def test_every_turn_is_what_the_target_says_alone(target, tokenizer, batch_size):
-    generator = AnswerGenerator(target, tokenizer, LENGTH, NEW_TOKENS, batch_size, GREEDY)
+    generator = AnswerGenerator(target, tokenizer, 2 * LENGTH, NEW_TOKENS, batch_size, GREEDY)
     found, skipped = make(generator, CHATS)
     for examples, conversation in zip(found, CHATS, strict=True):
-        expected = [
-            (ids, begin) for ids, begin in expected_examples(target, tokenizer, conversation) if len(ids) >= begin + 2
+        pairs = [
+            [*zip(example["input_ids"].tolist(), example["answers"].tolist(), strict=True)] for example in examples
         ]
-        assert [example["input_ids"].tolist() for example in examples] == [ids for ids, _ in expected]
-        for example, (ids, begin) in zip(examples, expected, strict=True):
-            assert example["answers"].tolist() == [i >= begin for i in range(len(ids))]
-    num_turns = sum(message["role"] == "assistant" for conversation in CHATS for message in conversation.messages)
-    assert sum(map(len, found)) + skipped["too short"] == num_turns
-    assert skipped.total() < 3
+        assert pairs == expected_examples(target, tokenizer, conversation)
+    assert sum(map(len, found)) > skipped["too short"]
+
+
+def test_turns_that_go_on_from_one_another_are_one_example(make_target, tokenizer):
+    """No token of a chat is read twice, and every answer is learned from once."""
+    generator = AnswerGenerator(make_target("llama", eos_token_id=END), tokenizer, 200, 60, 2, GREEDY)
+    ((example,),), _ = make(generator, CHATS[:1])
+    assert [answer.count(END) for answer in answers_of(example)] == [1, 1, 1]
+
+
+def test_a_turn_whose_prompt_says_the_last_one_otherwise_is_an_example_of_its_own(make_target, tokenizer):
+    """As with templates that leave thoughts out of later prompts."""
+    generator = AnswerGenerator(make_target("llama", eos_token_id=END), tokenizer, 200, 60, 2, GREEDY)
+    template = tokenizer.chat_template.replace("m.content or 'f'", "m.content[:2] or 'f'")
+    (examples,) = regenerate(generator, copy.deepcopy(CHATS[:1]), lambda *_: None, chat_template=template)
+    assert len(examples) > 1
+    assert [len(answers_of(example)) for example in examples] == [1] * len(examples)
+
+
+def test_a_chat_ends_with_an_answer_that_was_cut(make_target, tokenizer):
+    target = make_target("llama", eos_token_id=END)
+    generator = AnswerGenerator(target, tokenizer, LENGTH, 2, 2, GREEDY)
+    ((example,),), skipped = make(generator, CHATS[:1])
+    assert example["answers"].sum() == 2
+    assert skipped == {"turns after an answer that was cut": 1}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("<think>a b</think>\n\nc", {"content": "c", "reasoning_content": "a b"}),
+        ("a</think>c", {"content": "c", "reasoning_content": "a"}),  # the template begins the thought
+        ("c d", {"content": "c d"}),
+        (
+            "<|channel|>analysis<|message|>a b<|end|><|start|>assistant<|channel|>final<|message|>c<|return|>",
+            {"content": "c", "thinking": "a b"},
+        ),
+    ],
+)
+def test_thoughts_stand_in_a_field_of_their_own(make_target, tokenizer, words, message):
+    characters = copy.deepcopy(tokenizer)
+    characters.decode = lambda ids, **options: words
+    answers = AnswerGenerator(make_target("llama", eos_token_id=END), characters, LENGTH, NEW_TOKENS)
+    assert answers.message(torch.tensor([1, 2, END])) == {"role": "assistant", **message}
 
 
 def test_the_end_of_the_turn_is_the_target_s_to_say(make_target, tokenizer):
@@ -114,12 +169,10 @@ def test_the_end_of_the_turn_is_the_target_s_to_say(make_target, tokenizer):
     examples = [
         example for made in make(AnswerGenerator(target, tokenizer, 90, 40, 3, GREEDY), CHATS)[0] for example in made
     ]
-    ended = [example for example in examples if example["input_ids"][-1] == END]
-    assert len(ended) > len(examples) // 2
-    for example in examples:
-        answer = example["input_ids"][example["answers"]]
-        assert example["answers"][-1]
-        assert END not in answer[:-1]
+    answers = [answer for example in examples for answer in answers_of(example)]
+    assert len([answer for answer in answers if answer[-1] == END]) > len(answers) // 2
+    assert all(example["answers"][-1] for example in examples)
+    assert not any(END in answer[:-1] for answer in answers)
 
 
 def test_an_end_only_the_tokenizer_knows(make_target, tokenizer):
@@ -142,15 +195,16 @@ def test_several_ends(make_target, tokenizer):
         for example in made
     ]
     assert {int(example["input_ids"][-1]) for example in examples} >= {6, END}
-    for example in examples:
-        assert not torch.isin(example["input_ids"][example["answers"]][:-1], torch.tensor([6, END])).any()
+    assert not any({6, END} & {*answer[:-1]} for example in examples for answer in answers_of(example))
 
 
 def test_later_prompts_hold_what_the_target_said(make_target, tokenizer):
     target = make_target("llama", eos_token_id=END)
-    ((first, second, _),), _ = make(AnswerGenerator(target, tokenizer, LENGTH, NEW_TOKENS, 2, GREEDY), CHATS[:1])
-    said = tokenizer.decode(first["input_ids"][first["answers"]], skip_special_tokens=True)
-    assert tokenizer.decode(second["input_ids"][~second["answers"]]) == f"iabcj{said}kiefj"
+    ((example,),), _ = make(AnswerGenerator(target, tokenizer, 200, 60, 2, GREEDY), CHATS[:1])
+    words, questions = tokenizer.decode(example["input_ids"]), ["iabcj", "kiefj", "kicaj"]
+    places = [words.index(question) for question in questions]
+    assert places == sorted(places)
+    assert words.endswith("k")
 
 
 def test_a_last_question_is_answered_and_a_chat_that_begins_with_an_answer_goes_on(make_target, tokenizer):

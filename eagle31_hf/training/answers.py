@@ -1,0 +1,157 @@
+"""Answers of the target to prompts of token ids, token for token as it generates them, and the examples made of them.
+
+B prompts, T tokens.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..storage.fingerprints import digest
+from ..targets.ends import execution_device
+from .packing import Example
+
+LEAST_ANSWER = 2  # tokens: the first is never drafted
+BEGIN_OF_THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
+# gpt-oss (the harmony format): a message of each channel, whose marks are special tokens
+CHANNEL = re.compile(r"<\|channel\|>(\w+)[^<]*<\|message\|>(.*?)(?=<\|end\|>|<\|return\|>|<\|call\|>|$)", re.DOTALL)
+Temperatures = Sequence[float | None]  # of each prompt; 0: greedy, None: as the source samples
+Source = TypeVar("Source", bound="AnswerSource")
+
+
+def seed_of(*numbers: int) -> int:
+    """Returns a seed that follows from these numbers, in this order, and from nothing else."""
+    return int(digest(*map(str, numbers))[:15], 16)
+
+
+def stop_ids(target: Any, tokenizer: Any) -> list[int]:
+    """Returns the ids that end a turn: those of the generation config of the target (or of what a store has kept of
+    it), and the tokenizer's EOS, if it has one."""
+    own = target.generation_config.eos_token_id
+    found = {*(own if isinstance(own, list) else [own]), tokenizer and tokenizer.eos_token_id}
+    return sorted(token for token in found if token is not None)
+
+
+def at_temperature(generation: dict[str, Any], temperature: float | None) -> dict[str, Any]:
+    """Returns arguments of generate() with another temperature (0: greedy, None: as they are)."""
+    if temperature is None:
+        return generation
+    sampled = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    return {name: value for name, value in generation.items() if name != "temperature"} | sampled
+
+
+@dataclass
+class AnswerSource:
+    """Gives answers in the target's words, and makes examples of them.
+
+    Examples have at most `max_length` tokens, answers `max_new_tokens`. `target`: its generation config says how an
+    answer ends; `ends`: further ids that end one.
+    """
+
+    target: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    max_length: int
+    max_new_tokens: int
+    ends: Sequence[int] = field(default=(), kw_only=True)
+
+    def __post_init__(self):
+        self.stops = sorted({*stop_ids(self.target, self.tokenizer), *self.ends})
+
+    def answers(self, prompts: list[Tensor], temperatures: Temperatures | None = None) -> list[Tensor]:
+        """Returns the ids of the answer to each prompt (T,), through the token that ends its turn."""
+        raise NotImplementedError
+
+    def ending_at(self: Source, ends: Sequence[int], max_new_tokens: int) -> Source:
+        """Returns a source of the same answers, which end at these ids, too, and after so many tokens."""
+        return replace(self, ends=ends, max_new_tokens=max_new_tokens)
+
+    def is_ended(self, answer: Tensor) -> bool:
+        """Returns True for an answer (T,) that ends with a token that ends its turn, False for one that was cut."""
+        return len(answer) > 0 and int(answer[-1]) in self.stops
+
+    def through_end(self, answer: Tensor) -> Tensor:
+        """Returns an answer (T,) without what comes after the token that ends it."""
+        ends = torch.isin(answer, torch.tensor(self.stops, dtype=torch.long)).nonzero()
+        return answer[: int(ends[0]) + 1] if len(ends) else answer
+
+    def text(self, answer: Tensor) -> str:
+        """Returns the words of an answer (T,), without the token that ends the turn, as a later prompt quotes them."""
+        words = answer[:-1] if self.is_ended(answer) else answer
+        return str(self.tokenizer.decode(words, skip_special_tokens=True))
+
+    def message(self, answer: Tensor) -> dict[str, Any]:
+        """Returns an answer (T,) as a message of its chat; thoughts stand in a field of their own, which templates
+        leave out of later prompts."""
+        raw = str(self.tokenizer.decode(answer))
+        channels = dict(CHANNEL.findall(raw))
+        if "final" in channels:
+            return {"role": "assistant", "content": channels["final"], "thinking": channels.get("analysis", "")}
+        thoughts, mark, words = self.text(answer).rpartition(END_OF_THOUGHT)
+        if not mark:
+            return {"role": "assistant", "content": words}
+        thoughts = thoughts.removeprefix(BEGIN_OF_THOUGHT).strip("\n")
+        return {"role": "assistant", "content": words.lstrip("\n"), "reasoning_content": thoughts}
+
+    def fits(self, prompt: Tensor) -> bool:
+        """Returns True where an example has room for the prompt (T,) and the shortest answer to learn from."""
+        return len(prompt) + LEAST_ANSWER <= self.max_length
+
+    def example(self, prompt: Tensor, answer: Tensor) -> Example:
+        """Makes an example of a prompt (T,) and its answer, cut to `max_length` tokens."""
+        ids = torch.cat([prompt, answer])[: self.max_length]
+        return {"input_ids": ids, "answers": torch.arange(len(ids)) >= len(prompt)}
+
+
+@dataclass
+class AnswerGenerator(AnswerSource):
+    """Generates answers with the target, `batch_size` prompts at a time. `generation`: arguments of generate()."""
+
+    batch_size: int = 8
+    generation: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self):
+        super().__post_init__()
+        pads = (self.tokenizer.pad_token_id, *self.stops, 0)
+        self.pad = next(token for token in pads if token is not None)
+
+    def answers(self, prompts: list[Tensor], temperatures: Temperatures | None = None) -> list[Tensor]:
+        """Returns the ids of the answer to each prompt (T,), through the token that ends its turn.
+
+        Prompts of one temperature are answered together, the longest first: what does not fit in memory fails at once.
+        """
+        asked = list(temperatures or [None] * len(prompts))
+        found = dict[int, Tensor]()
+        for temperature in dict.fromkeys(asked):
+            order = sorted((i for i in range(len(prompts)) if asked[i] == temperature), key=lambda i: -len(prompts[i]))
+            for start in range(0, len(order), self.batch_size):
+                chosen = order[start : start + self.batch_size]
+                found |= zip(chosen, self._batch([prompts[i] for i in chosen], temperature), strict=True)
+        return [found[i] for i in range(len(prompts))]
+
+    @torch.no_grad()
+    def _batch(self, prompts: list[Tensor], temperature: float | None) -> list[Tensor]:
+        lengths = [len(prompt) for prompt in prompts]
+        ids = torch.full((len(prompts), max(lengths)), self.pad)
+        mask = torch.zeros_like(ids)
+        for b, prompt in enumerate(prompts):
+            ids[b, -len(prompt) :], mask[b, -len(prompt) :] = prompt, 1
+        device, room = execution_device(self.target), self.max_length - min(lengths)
+        generated = self.target.generate(
+            input_ids=ids.to(device),
+            attention_mask=mask.to(device),
+            max_new_tokens=min(self.max_new_tokens, room),
+            pad_token_id=self.pad,
+            eos_token_id=self.stops or None,
+            return_dict_in_generate=False,
+            **at_temperature(self.generation, temperature),
+        )
+        answers = generated[:, ids.shape[1] :].cpu()
+        return [
+            self.through_end(answer[: self.max_length - length])
+            for answer, length in zip(answers, lengths, strict=True)
+        ]

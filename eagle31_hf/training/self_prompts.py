@@ -1,0 +1,174 @@
+"""Chats of which the target writes every word: the template is rendered up to where the user speaks, and the target
+goes on from there (Magpie, arXiv 2406.08464). T tokens."""
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from .answers import AnswerSource
+from .records import Records
+from .skipped import Skipped, refused_by
+
+MARK = "b81d5f0c"  # stands for the user's words in a rendered template
+LONGEST_QUESTION = 256  # tokens; of short examples a quarter
+NUM_TURNS = (1, 1, 1, 1, 2, 2, 3)  # of a chat, each entry as likely as any other
+TEMPERATURES = (0.0, 0.7, 1.0)  # of answers, likewise; questions are asked at 1
+# System messages, likewise; None: as the template has it without one.
+SYSTEM_MESSAGES = (
+    None,
+    None,
+    None,
+    None,
+    "You are a helpful assistant.",
+    "You are a concise assistant. Answer in a few sentences.",
+    "You are a patient teacher who explains things step by step.",
+    "You are an experienced programmer. Answer with code where code helps.",
+    "You are an expert in mathematics. Show how you arrive at each result.",
+    "You are an editor who rewrites, summarizes and corrects texts.",
+    "You answer questions about facts, and say so when you are not sure.",
+    "You are a creative writer.",
+)
+LONGEST_PERIOD, LEAST_REPEATED = 64, 48  # tokens: of what is said again and again, and of all repetitions together
+LEAST_REPETITIONS = 3
+ASKED_BEFORE = "a question that was asked before"
+ENDLESS = "a question without an end"
+REPEATING = "an answer that repeats itself"
+
+
+@dataclass(frozen=True)
+class SelfPrompt:
+    """A chat to be: its system message (None: the template's), how often the user speaks, and the temperature of the
+    target's answers (None: as they are sampled otherwise)."""
+
+    system: str | None
+    num_turns: int
+    temperature: float | None
+
+
+class SelfPrompts(Records):
+    """Records of chats that the target is to write, drawn by `seed`, the same ones whoever reads them."""
+
+    def __init__(self, num: int, seed: int):
+        self.num, self.seed = num, seed
+
+    def __len__(self) -> int:
+        return self.num
+
+    def where(self, number: int) -> str:
+        """Returns the place of a record."""
+        return f"self-prompted chat {range(len(self))[number] + 1}"
+
+    def __getitem__(self, index):
+        draw = random.Random(f"{self.seed}/{range(len(self))[index]}")
+        return SelfPrompt(draw.choice(SYSTEM_MESSAGES), draw.choice(NUM_TURNS), draw.choice(TEMPERATURES))
+
+
+@dataclass
+class Questioner:
+    """Writes the user's messages by the target. `template`: options of `apply_chat_template`.
+
+    Questions that were asked before, without an end, empty ones and such with special tokens in them are refused.
+    """
+
+    source: AnswerSource
+    template: dict[str, Any]
+    asked: set[str] = field(default_factory=set)  # first questions, without regard to case and spaces
+
+    def questions(self, chats: list[list[dict[str, Any]]]) -> list[str | Skipped]:
+        """Returns the user's next message in each chat, whose messages so far are given, or why there is none."""
+        found: dict[int, str | Skipped] = {}
+        prompts = dict[int, tuple[Tensor, str]]()
+        for index, said in enumerate(chats):
+            try:
+                prompts[index] = self._prompt(said)
+            except Skipped as refusal:
+                found[index] = refusal
+        # All chats have one template, and so the same text after a user's words.
+        source = self.source.ending_at(self._ends({text for _, text in prompts.values()}), self._longest)
+        answers = source.answers([ids for ids, _ in prompts.values()], [1.0] * len(prompts))
+        for (index, (_, after)), answer in zip(prompts.items(), answers, strict=True):
+            try:
+                found[index] = self._checked(source, answer, after.strip(), chats[index])
+            except Skipped as refusal:
+                found[index] = refusal
+        return [found[index] for index in range(len(chats))]
+
+    def _prompt(self, said: list[dict[str, Any]]) -> tuple[Tensor, str]:
+        """Renders a chat up to where the user speaks: ids (T,), and the text that follows a user's words. Raises
+        Skipped where the template refuses it, and where there is no room for a question and an answer."""
+        with refused_by("template"):
+            text = self.source.tokenizer.apply_chat_template(
+                [*said, {"role": "user", "content": MARK}], add_generation_prompt=True, tokenize=False, **self.template
+            )
+        before, mark, after = str(text).rpartition(MARK)
+        if not mark:
+            raise Skipped("template leaves out the user's words")
+        with refused_by("tokenizer"):
+            ids = self.source.tokenizer(before, add_special_tokens=False)["input_ids"]
+        prompt = torch.tensor(ids, dtype=torch.long)
+        if not len(prompt) or len(prompt) + 2 * self._longest > self.source.max_length:
+            raise Skipped("no room for another question" if len(prompt) else "empty prompt")
+        return prompt, after
+
+    @property
+    def _longest(self) -> int:
+        return min(LONGEST_QUESTION, self.source.max_length // 4)
+
+    def _ends(self, texts: set[str]) -> list[int]:
+        """Returns the ids besides the target's own that end a question, by the texts that follow one."""
+        tokenizer = self.source.tokenizer
+        added = {*tokenizer.get_added_vocab().values(), *tokenizer.all_special_ids}
+        firsts = (tokenizer(text.lstrip(), add_special_tokens=False)["input_ids"][:1] for text in texts)
+        return [token for first in firsts for token in first if token in added]
+
+    def _checked(self, source: AnswerSource, answer: Tensor, end: str, said: list[dict[str, Any]]) -> str:
+        """Returns the words of a question (T,). Raises Skipped for one that no user would ask."""
+        is_ended = source.is_ended(answer)
+        words = str(source.tokenizer.decode(answer[:-1] if is_ended else answer))
+        # Where a user's turn has no token that ends it, the target goes on with what begins its own.
+        question, has_end, _ = words.partition(end) if end else (words, "", "")
+        if not (is_ended or has_end):
+            raise Skipped(ENDLESS)
+        question = question.strip()
+        if not question:
+            raise Skipped("an empty question")
+        if any(token in question for token in source.tokenizer.all_special_tokens):
+            raise Skipped("a question with special tokens in it")
+        plain = _plain(question)
+        earlier = {_plain(str(message["content"])) for message in said if message["role"] == "user"}
+        if plain in (earlier or self.asked):
+            raise Skipped(ASKED_BEFORE)
+        if not earlier:
+            self.asked.add(plain)
+        return question
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.casefold().split())
+
+
+def repeats_itself(answer: Tensor) -> bool:
+    """Returns True where the end of an answer (T,) says the same again and again."""
+    for period in range(1, min(LONGEST_PERIOD, len(answer) // LEAST_REPETITIONS) + 1):
+        length = max(LEAST_REPEATED, LEAST_REPETITIONS * period)
+        if length <= len(answer) and bool((answer[-length:-period] == answer[period - length :]).all()):
+            return True
+    return False
+
+
+def first_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Returns the id that a text without a template begins with: BOS, or EOS where there is none.
+
+    Raises ValueError for a tokenizer that has neither.
+    """
+    for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return int(token)
+    raise ValueError(
+        "the tokenizer has no chat template, no BOS and no EOS, from which the target could begin a text; expected one"
+        " of them, or data with prompts."
+    )
