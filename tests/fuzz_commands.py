@@ -276,6 +276,8 @@ def draw(random_state: random.Random, world: World, own: Path) -> list[str]:
             random_state.choice(["cuda", "0", "x"]),
         ]
     line += ["--port", "0"] if is_endless else []
+    # without data the target makes up thousands of chats
+    line += ["--self-prompts", "2"] if command in ("train", "prepare-data") and "--data" not in line else []
     if random_state.random() < 0.1:
         line.insert(
             random_state.randrange(len(line) + 1), random_state.choice([*HOSTILE, "--nope", "--help", "--json"])

@@ -230,7 +230,7 @@ def test_a_stopped_run_names_the_drafter_it_was_to_replace(capsys, folder):
 
 
 def test_a_run_stopped_while_it_regenerates_goes_on_by_resume(capsys, folder):
-    """It goes on with its examples, which are as prepare-data makes them; without --resume it is refused."""
+    """It goes on with its examples, which are as prepare-data makes them, by 32; without --resume it is refused."""
     asked = argparse.Namespace(output=str(folder / "drafter"), overwrite=False)
     assert resuming.checkpoint(asked).endswith("yet; begin anew.")
     status, _, err = run(
@@ -244,6 +244,8 @@ def test_a_run_stopped_while_it_regenerates_goes_on_by_resume(capsys, folder):
         folder / "drafter" / "data",
         "--max-length",
         "40",
+        "--batch-size",
+        "32",
         "--regenerate",
     )
     assert status == 0, err

@@ -215,27 +215,8 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--target", type=path, required=True, help="folder or Hub repository of the model to train a drafter for"
     )
-    parser.add_argument(
-        "--data",
-        type=path,
-        help="chats or texts: a file, a folder, a dataset of the Hub, or what prepare-data wrote (default: none; the"
-        f" target makes up {SELF_PROMPTS:,} chats)",
-    )
-    add_self_prompts(parser)
     parser.add_argument("--output", type=path, required=True, help="folder of the drafter and its checkpoints")
-    parser.add_argument("--split", default="train", help="of a dataset (default: train)")
-    parser.add_argument(
-        "--regenerate", action="store_true", help="replace answers by the target's own first; more is accepted so"
-    )
-    add_answers(parser)
-    parser.add_argument(
-        "--answer-batch-size",
-        type=positive,
-        metavar="SIZE",
-        help=f"prompts that the target answers at once (default: {ANSWER_BATCH_SIZE})",
-    )
-    add_engine(parser, "the addresses of servers of vLLM or SGLang that run the target")
-    add_template_option(parser)
+    _add_data(parser)
     parser.add_argument("--eval-data", type=path, help="rows to evaluate on (default: some of the data)")
     parser.add_argument(
         "--eval-rows", type=count, default=32, help="rows of the data held out for it, at most a tenth (default: 32)"
@@ -262,6 +243,29 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     _add_drafter(parser)
     _add_optimisation(parser)
     add_loading(parser)
+
+
+def _add_data(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--data",
+        type=path,
+        help="chats or texts: a file, a folder, a dataset of the Hub, or what prepare-data wrote (default: none; the"
+        f" target makes up {SELF_PROMPTS:,} chats)",
+    )
+    add_self_prompts(parser)
+    parser.add_argument("--split", default="train", help="of a dataset (default: train)")
+    parser.add_argument(
+        "--regenerate", action="store_true", help="replace answers by the target's own first; more is accepted so"
+    )
+    add_answers(parser)
+    parser.add_argument(
+        "--answer-batch-size",
+        type=positive,
+        metavar="SIZE",
+        help=f"prompts that the target answers at once (default: {ANSWER_BATCH_SIZE})",
+    )
+    add_engine(parser, "the addresses of servers of vLLM or SGLang that run the target")
+    add_template_option(parser)
 
 
 def _add_drafter(parser: argparse.ArgumentParser) -> None:

@@ -17,7 +17,9 @@ from .packing import Example
 from .self_prompts import REPEATING, Questioner, SelfPrompt, repeats_itself
 from .skipped import Skipped, refused_by
 
-OVER_LONG, TOO_SHORT, CUT = "over-long prompt", "too short", "turns after an answer that was cut"
+OVER_LONG = "over-long prompt"
+TOO_SHORT = "too short"
+CUT = "turns after an answer that was cut"
 Refuse = Callable[[int, Skipped | str], None]  # is told the index of what could not go on, and why
 
 
