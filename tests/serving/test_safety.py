@@ -476,7 +476,7 @@ def test_a_prompt_without_room_is_refused_before_anything_runs(server, expected)
             server.client().completions.create(model=server.target, prompt=words, **options)
         with pytest.raises(openai.BadRequestError, match="expected fewer than 2048"):
             server.client().responses.create(model=server.target, input=words, **options)
-    with pytest.raises(openai.BadRequestError, match="has 300093 characters; expected at most 98304"):
+    with pytest.raises(openai.BadRequestError, match=r"has 300\d\d\d characters; expected at most 98304"):
         server.ask(server.client(), "x" * 300_000)
     assert server.counts() == before
     assert still_drafts(server, expected)
@@ -484,7 +484,7 @@ def test_a_prompt_without_room_is_refused_before_anything_runs(server, expected)
 
 def test_an_answer_ends_with_the_context(server):
     """Whatever number is named, or none."""
-    words = "x = 1\n" * 250
+    words = "x = 1\n" * 400
     config = {"generation_config": '{"eos_token_id": -1}'}
     for options in ({"max_tokens": 10**9}, {"max_tokens": None}):
         answer = server.ask(server.client(), words, **options, extra_body=config)
