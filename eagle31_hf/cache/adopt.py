@@ -268,8 +268,8 @@ def _static_span(layer: Any, end: int, num_new: int) -> slice:
 
 
 class Appended:
-    """What the layers of a cache that keeps its own are to hold after an error: until tokens are accepted what they
-    were found with, then the accepted tokens."""
+    """The states that layers of a cache which cannot be adopted go back to after an error: until tokens are accepted
+    what they were found with, then the accepted tokens."""
 
     def __init__(self, cache: Cache):
         self.layers = cache.layers

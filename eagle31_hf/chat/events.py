@@ -1,4 +1,4 @@
-"""What a browser may send to the page: the values that its components have, which are text, numbers and nothing.
+"""Events that a browser may send to the page: they hold the values of its components, text, numbers and nothing else.
 
 Gradio takes more: an object that looks like a file has it read that file, or an address, before any function is called.
 """

@@ -1,4 +1,4 @@
-"""What `eagle31 generate` and `demo` show of a text while it is made."""
+"""The streamer by which `eagle31 generate` and `demo` print a text while it is made."""
 
 from transformers import TextStreamer
 

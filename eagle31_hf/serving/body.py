@@ -24,9 +24,9 @@ TEMPLATE_OPTIONS = "chat_template_kwargs"
 
 @dataclass(frozen=True)
 class Served:
-    """What a server serves. `model`: the one name it answers to; `vocab_size` and `context`: the target's, in tokens,
-    None for a context without end; `template_options`: the variables of the chat template that a client may set, and
-    `template_arguments`: names that it may not use; `reads_images`: whether messages may hold images."""
+    """The pair that is served. `model`: the one name it answers to; `vocab_size` and `context`: the target's, in
+    tokens, None for a context without end; `template_options`: the variables of the chat template that a client may
+    set, and `template_arguments`: names that it may not use; `reads_images`: whether messages may hold images."""
 
     model: str
     vocab_size: int

@@ -51,8 +51,8 @@ def current_call() -> Call:
 
 
 class StopConditions(StoppingCriteria):
-    """What may end generate(), asked in the context of the request that is answered. `is_stopping`: set once the server
-    is asked to stop; answers that have a token then go on, as long as the server waits for them."""
+    """Conditions that end generate(), asked in the context of the request that is answered. `is_stopping`: set once the
+    server is asked to stop; answers that have a token then go on, as long as the server waits for them."""
 
     def __init__(self) -> None:
         self.is_stopping = threading.Event()

@@ -40,8 +40,8 @@ ENDING = 5  # seconds that answers have to end once a signal asks the server to 
 
 @dataclass(frozen=True)
 class Access:
-    """Who may ask: `key`, which every request must bring, None: no key; `any_origin`: web pages of any origin;
-    `hosts`: names that the server is known by, besides its address."""
+    """The rules of who may ask: `key`, which every request must bring, None: no key; `any_origin`: web pages of any
+    origin; `hosts`: names that the server is known by, besides its address."""
 
     key: str | None = None
     any_origin: bool = False
