@@ -26,12 +26,14 @@ Refuse = Callable[[int, Skipped | str], None]  # is told the index of what could
 @dataclass
 class _Conversation:
     """A chat under way: `said` is what the next prompt is made of, `ahead` the messages of the original yet to come,
-    `to_ask` how many more the user is to write. `temperature` of its answers: None, as the source samples."""
+    `to_ask` how many more the user is to write, `opening` how the first of them begins. `temperature` of its answers:
+    None, as the source samples."""
 
     index: int
     ahead: list[dict[str, Any]] = field(default_factory=list)
     tools: list[Any] | None = None
     to_ask: int = 0
+    opening: str = ""
     temperature: float | None = None
     said: list[dict[str, Any]] = field(default_factory=list)
     examples: list[Example] = field(default_factory=list)
@@ -41,7 +43,7 @@ class _Conversation:
         if isinstance(chat, Chat):
             return cls(index, [*chat.messages], chat.tools)
         system = [] if chat.system is None else [{"role": "system", "content": chat.system}]
-        return cls(index, to_ask=chat.num_turns, temperature=chat.temperature, said=system)
+        return cls(index, to_ask=chat.num_turns, opening=chat.opening, temperature=chat.temperature, said=system)
 
     def goes_on(self) -> bool:
         """Takes over the messages of others, up to the target's next turn; returns False where it has none.
@@ -102,13 +104,15 @@ def _asked(questioner: Questioner, conversations: list[_Conversation], refuse: R
     """Has the user speak in all chats where the target writes the user's messages; returns those where it did."""
     waiting = [talk for talk in conversations if talk.to_ask]
     going = list[_Conversation]()
-    questions = questioner.questions([talk.said for talk in waiting]) if waiting else []
+    if not waiting:
+        return []
+    questions = questioner.questions([talk.said for talk in waiting], [talk.opening for talk in waiting])
     for talk, question in zip(waiting, questions, strict=True):
         if isinstance(question, Skipped):
             refuse(talk.index, question)
             talk.end()
         else:
-            talk.to_ask -= 1
+            talk.to_ask, talk.opening = talk.to_ask - 1, ""
             talk.said.append({"role": "user", "content": question})
             going.append(talk)
     return going

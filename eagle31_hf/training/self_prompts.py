@@ -32,6 +32,29 @@ SYSTEM_MESSAGES = (
     "You answer questions about facts, and say so when you are not sure.",
     "You are a creative writer.",
 )
+# How the user's first message begins, likewise; None: as the target likes. What it likes is mostly general talk.
+OPENINGS = (
+    *(None,) * 18,
+    "Summarize:",
+    "Summarize the following article.\n\n",
+    "Rewrite this text:\n\n",
+    "Complete this function.\n\n```python\ndef",
+    "Write a Python function that",
+    "What does this code do?\n\n```",
+    "Who",
+    "When",
+    "Where",
+    "What is",
+    "Why",
+    "How",
+    "How many",
+    "If",
+    "A",
+    "Give me",
+    "Explain",
+    "Write",
+)
+TEXTS = ("\n\n", ":", "```")  # the end of an opening that a text follows, which may break off anywhere
 LONGEST_PERIOD, LEAST_REPEATED = 64, 48  # tokens: of what is said again and again, and of all repetitions together
 LEAST_REPETITIONS = 3
 ASKED_BEFORE = "a question that was asked before"
@@ -41,12 +64,13 @@ REPEATING = "an answer that repeats itself"
 
 @dataclass(frozen=True)
 class SelfPrompt:
-    """A chat to be: its system message (None: the template's), how often the user speaks, and the temperature of the
-    target's answers (None: as they are sampled otherwise)."""
+    """A chat to be: its system message (None: the template's), how often the user speaks, the temperature of the
+    target's answers (None: as they are sampled otherwise), and the words that the user's first message begins with."""
 
     system: str | None
     num_turns: int
     temperature: float | None
+    opening: str = ""
 
 
 class SelfPrompts(Records):
@@ -64,7 +88,9 @@ class SelfPrompts(Records):
 
     def __getitem__(self, index):
         draw = random.Random(f"{self.seed}/{range(len(self))[index]}")
-        return SelfPrompt(draw.choice(SYSTEM_MESSAGES), draw.choice(NUM_TURNS), draw.choice(TEMPERATURES))
+        return SelfPrompt(
+            draw.choice(SYSTEM_MESSAGES), draw.choice(NUM_TURNS), draw.choice(TEMPERATURES), draw.choice(OPENINGS) or ""
+        )
 
 
 @dataclass
@@ -78,13 +104,14 @@ class Questioner:
     template: dict[str, Any]
     asked: set[str] = field(default_factory=set)  # first questions, without regard to case and spaces
 
-    def questions(self, chats: list[list[dict[str, Any]]]) -> list[str | Skipped]:
-        """Returns the user's next message in each chat, whose messages so far are given, or why there is none."""
+    def questions(self, chats: list[list[dict[str, Any]]], openings: list[str]) -> list[str | Skipped]:
+        """Returns the user's next message in each chat, whose messages so far are given, or why there is none; each
+        begins with the words of its opening, which may be none."""
         found: dict[int, str | Skipped] = {}
         prompts = dict[int, tuple[Tensor, str]]()
-        for index, said in enumerate(chats):
+        for index, (said, opening) in enumerate(zip(chats, openings, strict=True)):
             try:
-                prompts[index] = self._prompt(said)
+                prompts[index] = self._prompt(said, opening)
             except Skipped as refusal:
                 found[index] = refusal
         # All chats have one template, and so the same text after a user's words.
@@ -92,13 +119,14 @@ class Questioner:
         answers = source.answers([ids for ids, _ in prompts.values()], [1.0] * len(prompts))
         for (index, (_, after)), answer in zip(prompts.items(), answers, strict=True):
             try:
-                found[index] = self._checked(source, answer, after.strip(), chats[index])
+                words = self._question(source, answer, after.strip(), openings[index])
+                found[index] = self._checked(words, chats[index])
             except Skipped as refusal:
                 found[index] = refusal
         return [found[index] for index in range(len(chats))]
 
-    def _prompt(self, said: list[dict[str, Any]]) -> tuple[Tensor, str]:
-        """Renders a chat up to where the user speaks: ids (T,), and the text that follows a user's words. Raises
+    def _prompt(self, said: list[dict[str, Any]], opening: str) -> tuple[Tensor, str]:
+        """Renders a chat through the opening of the user's words: ids (T,), and the text that follows them. Raises
         Skipped where the template refuses it, and where there is no room for a question and an answer."""
         with refused_by("template"):
             text = self.source.tokenizer.apply_chat_template(
@@ -108,7 +136,7 @@ class Questioner:
         if not mark:
             raise Skipped("template leaves out the user's words")
         with refused_by("tokenizer"):
-            ids = self.source.tokenizer(before, add_special_tokens=False)["input_ids"]
+            ids = self.source.tokenizer(before + opening, add_special_tokens=False)["input_ids"]
         prompt = torch.tensor(ids, dtype=torch.long)
         if not len(prompt) or len(prompt) + 2 * self._longest > self.source.max_length:
             raise Skipped("no room for another question" if len(prompt) else "empty prompt")
@@ -125,18 +153,22 @@ class Questioner:
         firsts = (tokenizer(text.lstrip(), add_special_tokens=False)["input_ids"][:1] for text in texts)
         return [token for first in firsts for token in first if token in added]
 
-    def _checked(self, source: AnswerSource, answer: Tensor, end: str, said: list[dict[str, Any]]) -> str:
-        """Returns the words of a question (T,). Raises Skipped for one that no user would ask."""
+    def _question(self, source: AnswerSource, answer: Tensor, end: str, opening: str) -> str:
+        """Returns the user's words: an opening and what the target went on with (T,). Raises Skipped where they have no
+        end, unless a text is quoted in them."""
         is_ended = source.is_ended(answer)
         words = str(source.tokenizer.decode(answer[:-1] if is_ended else answer))
         # Where a user's turn has no token that ends it, the target goes on with what begins its own.
         question, has_end, _ = words.partition(end) if end else (words, "", "")
-        if not (is_ended or has_end):
+        if not (is_ended or has_end or opening.endswith(TEXTS)):
             raise Skipped(ENDLESS)
-        question = question.strip()
+        return (opening + question).strip()
+
+    def _checked(self, question: str, said: list[dict[str, Any]]) -> str:
+        """Returns the user's words. Raises Skipped where no user would say them."""
         if not question:
             raise Skipped("an empty question")
-        if any(token in question for token in source.tokenizer.all_special_tokens):
+        if any(token in question for token in self.source.tokenizer.all_special_tokens):
             raise Skipped("a question with special tokens in it")
         plain = _plain(question)
         earlier = {_plain(str(message["content"])) for message in said if message["role"] == "user"}

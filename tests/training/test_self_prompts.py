@@ -59,6 +59,14 @@ def source_of(target, tokenizer, length: int = 160, tokens: int = 30) -> AnswerG
     return AnswerGenerator(target, tokenizer, length, tokens, 4)
 
 
+LETTERS = (None, None, None, "a")  # openings of words that the tokenizer has
+
+
+@pytest.fixture(autouse=True)
+def openings(monkeypatch):
+    monkeypatch.setattr("eagle31_hf.training.self_prompts.OPENINGS", LETTERS)
+
+
 def made(target, tokenizer, chats: list[SelfPrompt], seed: int = 0, **lengths) -> tuple[list[list[dict]], Counter]:
     skipped = Counter()
     with seeded(seed):
@@ -92,7 +100,7 @@ def test_chats_are_as_the_template_has_them(target, tokenizer):
 def test_questions_are_drawn_from_the_target_s_own_distribution(target, tokenizer):
     """The first token of a question is distributed as the target has it after the text up to where the user speaks."""
     questioner = Questioner(source_of(target, tokenizer), {})
-    prompt, after = questioner._prompt([])
+    prompt, after = questioner._prompt([], "")
     assert (prompt.tolist(), after) == ([USER], "kj")
     with torch.no_grad():
         expected = target(prompt[None]).logits[0, -1].softmax(-1)
@@ -115,20 +123,36 @@ def test_an_open_turn_of_the_user_s_ends_where_the_answer_would_begin(target):
     )
 
 
-def questions_of(target, tokenizer, answers: list[str], chats: list[list[dict]] | None = None) -> list[str | Skipped]:
+def questions_of(
+    target, tokenizer, answers: list[str], chats: list[list[dict]] | None = None, openings: list[str] | None = None
+) -> list[str | Skipped]:
     """Returns what a questioner makes of questions that the target is made to say."""
 
     class Saying(AnswerGenerator):
         def answers(self, prompts, temperatures=None):
             return [torch.tensor(["abcdefghijk".index(letter) for letter in words]) for words in answers]
 
-    return Questioner(Saying(target, tokenizer, 160, 30), {}).questions(chats or [[] for _ in answers])
+    questioner = Questioner(Saying(target, tokenizer, 160, 30), {})
+    return questioner.questions(chats or [[] for _ in answers], openings or [""] * len(answers))
 
 
 def test_what_no_user_would_ask_is_refused(target, tokenizer):
     found = questions_of(target, tokenizer, ["abk", "ab", "k", "abk", "abak"])
     assert [str(one) for one in found] == ["ab", ENDLESS, "an empty question", ASKED_BEFORE, "aba"]
     assert [isinstance(one, Skipped) for one in found] == [False, True, True, True, False]
+
+
+def test_an_opening_begins_the_first_question_and_a_text_that_it_quotes_may_break_off(target, tokenizer, monkeypatch):
+    monkeypatch.setattr("eagle31_hf.training.self_prompts.TEXTS", ("e",))  # ":" is no letter of the tokenizer's
+    found = questions_of(target, tokenizer, ["abk", "ab", "ab", "k"], openings=["c", "c", "ce", "ce"])
+    assert [str(one) for one in found] == ["cab", ENDLESS, "ceab", "ce"]
+    chats = [SelfPrompt(None, 2, 1.0, "fg")] * 30
+    answered, _ = made(target, tokenizer, chats)
+    questions = [words for own in answered for example in own for is_answer, words in runs(example) if not is_answer]
+    firsts = [words for words in questions if words.startswith("ifg")]
+    assert firsts
+    assert len(firsts) >= len([own for own in answered if own])
+    assert len(questions) > len(firsts)  # later questions are the target's own from their first word
 
 
 def test_a_question_is_not_asked_again_in_its_own_chat_but_in_another(target, tokenizer):
@@ -182,6 +206,7 @@ def test_plans_are_mixed_and_the_same_whoever_reads_them():
     assert {plan.temperature for plan in plans} == {*TEMPERATURES}
     assert {plan.num_turns for plan in plans} == {*NUM_TURNS}
     assert {plan.system for plan in plans} > {None}
+    assert {plan.opening for plan in plans} == {opening or "" for opening in LETTERS}
 
 
 # -- stores
