@@ -144,6 +144,13 @@ def pytest_xdist_make_scheduler(config, log):
     return ByModule(config, log)
 
 
+@pytest.fixture(autouse=True)
+def own_measurements(monkeypatch, request, tmp_path_factory):
+    """What a test measures of this machine is kept in a folder of its own, which need not be made."""
+    name = f"measured-{abs(hash(request.node.nodeid))}"
+    monkeypatch.setattr("eagle31_hf.storage.measured.FOLDER", str(tmp_path_factory.getbasetemp() / name))
+
+
 @pytest.fixture
 def nothing_is_kept():
     """Gives up what captured rounds keep from call to call, before a test and after it."""

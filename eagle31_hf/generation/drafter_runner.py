@@ -12,6 +12,7 @@ from ..cache import adopt as cache
 from ..cache.masks import SlotMask, windows_by_kind
 from ..cache.transfer import Mirrored
 from ..modeling import Eagle31DrafterModel, Eagle31DrafterOutput
+from ..targets.few_rows import in_rounds
 from .aux_states import AuxStates, gathered
 from .tree import VisibleNodes
 
@@ -99,15 +100,16 @@ class DrafterRunner:
         mask: dict[str, Tensor | None] | None,
         logits_to_keep: int | Tensor = 0,
     ) -> Eagle31DrafterOutput:
-        return self.drafter(
-            ids,
-            **source,
-            position_embeddings=rope,
-            attention_mask=mask,
-            past_key_values=self.past_key_values,
-            logits_to_keep=logits_to_keep,
-            return_dict=True,
-        )
+        with in_rounds():
+            return self.drafter(
+                ids,
+                **source,
+                position_embeddings=rope,
+                attention_mask=mask,
+                past_key_values=self.past_key_values,
+                logits_to_keep=logits_to_keep,
+                return_dict=True,
+            )
 
     def _rope(self, count: int) -> tuple[Tensor, Tensor]:
         """The rotary embeddings, cos and sin (B or 1, count, D), of the tokens after what has been read."""

@@ -32,4 +32,5 @@ class Engine:
             recorder.show(accepted)
             planner.observe(outcome.num_nodes, accepted, seconds)
         recorder.choices(planner.choices, planner.explain())
+        planner.end()
         return executor.result()

@@ -4,7 +4,7 @@ B sequences, L tokens of the prompt.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +14,12 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from ..cache import adopt as cache
-from ..clock import Clock
 from ..modeling import Eagle31DrafterModel
+from ..targets.few_rows import LOW, few_rows
 from ..targets.layers import capture_states, decoder_layers
+from ..targets.masks import windows_of
 from ..targets.probe import why_no_drafts_with_attentions, why_no_trees
+from ..targets.tree_attention import attention_of_rounds, own_attention
 from . import processors
 from .captured.kept import kept_for
 from .captured.seam import Seam, seam_of
@@ -32,7 +34,7 @@ from .planning.auto import MAX_NODES, AutoPlanner
 from .planning.buckets import BucketKnowledge, BucketPlanner, plans_of
 from .planning.controller import TOP_K
 from .planning.fixed import FixedPlanner
-from .planning.knowledge import Knowledge, knowledge_of
+from .planning.knowledge import kept_knowledge, knowledge_of
 from .planning.plan import Planner
 from .planning.settings import DraftingSettings, resolve_settings
 from .proposer import Proposer
@@ -170,8 +172,12 @@ def speculative_decoding(request: Request, wrap_sampler: WrapSampler | None = No
             stopping,
             OutputCollector(config, runner.past_key_values),
         )
-        with capturing(request, eager), executor_of(request, eager, seam, why_eager) as executor:
-            return Engine(executor, planner_of(request, mode, eager.clock, executor is not eager)).run()
+        with (
+            capturing(request, eager),
+            rows_on_cpu(request, eager, seam),
+            executor_of(request, eager, seam, why_eager) as executor,
+        ):
+            return Engine(executor, planner_of(request, mode, eager, executor is not eager)).run()
 
 
 @contextmanager
@@ -181,6 +187,31 @@ def capturing(request: Request, executor: EagerExecutor):
     with capture_states(request.target, layer_ids, executor.runner.past_key_values) as captured:
         executor.unread.captured = captured
         yield
+
+
+@contextmanager
+def rows_on_cpu(request: Request, executor: EagerExecutor, seam: Seam | None) -> Iterator[None]:
+    """A context in which rounds on a CPU run the kernels that are fastest for few rows."""
+    if seam is not None or request.input_ids.device.type != "cpu":
+        yield
+        return
+    with few_rows(request.target) as rows, few_rows(request.drafter) as drafter_rows, ExitStack() as stack:
+        if rows.is_exact and can_attend_by_position(request, executor.runner):
+            stack.enter_context(attention_of_rounds(request.target))
+            executor.runner.is_exact = True
+        how = f"in {str(request.target.dtype).removeprefix('torch.')}"
+        if rows.num_bytes:
+            how += f", linear layers packed for the CPU: {(rows.num_bytes + drafter_rows.num_bytes) >> 20} MiB"
+        executor.recorder.execution = how
+        yield
+
+
+def can_attend_by_position(request: Request, runner: TargetRunner) -> bool:
+    """Returns whether in 16 bits the attention of a chain can run position by position, as that of plain rounds does:
+    in the usual form, for one sequence without padding."""
+    is_one = len(request.input_ids) == 1 and runner.seen is None
+    is_usual = own_attention(request.target) == "sdpa" and set(windows_of(request.target).values()) == {None}
+    return request.target.dtype in LOW and is_one and is_usual and cache.capacity(runner.past_key_values) is None
 
 
 @contextmanager
@@ -237,20 +268,21 @@ def noise_of(request: Request, mode: Mode, is_captured: bool) -> Noise | None:
     return noise
 
 
-def planner_of(request: Request, mode: Mode, clock: Clock, is_captured: bool) -> Planner:
-    """The planner for a request's settings; captured rounds take few plans, each as it is."""
+def planner_of(request: Request, mode: Mode, eager: EagerExecutor, is_captured: bool) -> Planner:
+    """The planner for a request's settings; captured rounds take few plans, each as it is. Where the text would depend
+    on the drafts of a tree, but not on those of a chain, auto draws chains."""
     settings, do_sample = request.settings, bool(request.generation_config.do_sample)
     if not mode.may_draft:
         return FixedPlanner(0)
     if not settings.is_auto:
         return FixedPlanner.of(settings, mode.draws_trees)
-    top_k = (settings.top_k or TOP_K) if mode.draws_trees else 1
+    top_k = (settings.top_k or TOP_K) if mode.draws_trees and not eager.runner.is_exact else 1
     kind = (str(request.input_ids.device), len(request.input_ids), top_k, mode.is_lock_step, do_sample)
     if is_captured:
         buckets = knowledge_of(BucketKnowledge, request.drafter, request.target, *kind, settings.total_tokens)
         return BucketPlanner(buckets, plans_of(settings, mode.draws_trees))
-    known = knowledge_of(Knowledge, request.drafter, request.target, *kind)
-    return AutoPlanner(known, clock, top_k, settings.total_tokens or MAX_NODES)
+    known = kept_knowledge(request.drafter, request.target, *kind)
+    return AutoPlanner(known, eager.clock, top_k, settings.total_tokens or MAX_NODES)
 
 
 def decode_with(

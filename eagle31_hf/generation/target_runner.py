@@ -14,6 +14,7 @@ from ..cache.commit import Commit
 from ..cache.masks import SlotMask
 from ..cache.transfer import Mirrored
 from ..errors import DraftingRefusedError
+from ..targets.few_rows import in_rounds
 from ..targets.masks import slot_masks
 from .sequences import Sequences
 from .tree import DraftTokens
@@ -57,6 +58,7 @@ class TargetRunner:
         self._covered = input_ids.shape[1]  # tokens that masks and positions among the keyword arguments cover
         positions = model_kwargs.get("position_ids")
         self.last_position = None if positions is None else positions[..., -1:]
+        self.is_exact = False  # whether a row's logits are the same, to the last bit, whatever is run beside it
 
     @property
     def takes_slots(self) -> bool:
@@ -168,12 +170,15 @@ class TargetRunner:
         kwargs = self._grown(self.model_kwargs, drafts.num_nodes - 1)
         ids = torch.cat((ids, drafts.ids), dim=1)
         inputs = self.target.prepare_inputs_for_generation(ids, next_sequence_length=drafts.num_nodes, **kwargs)
-        return self._run(inputs, drafts.num_nodes)
+        num_before = self.num_before + ids.shape[1] - drafts.num_nodes
+        return self._run(inputs, drafts.num_nodes, num_before if self.is_exact else None)
 
-    def _run(self, inputs: dict[str, Any], num_nodes: int) -> CausalLMOutputWithPast:
+    def _run(self, inputs: dict[str, Any], num_nodes: int, num_before: int | None = None) -> CausalLMOutputWithPast:
+        """Runs a round's nodes; `num_before`: keys before them, where attention runs position by position."""
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = num_nodes
-        return self.target(**inputs, return_dict=True)
+        with in_rounds(num_before):
+            return self.target(**inputs, return_dict=True)
 
     def keep(self, sequences: Sequences, commit: Commit, num_nodes: int) -> None:
         """Keeps the nodes of the commit's paths in the cache, of the last forward's `num_nodes`, and drops the

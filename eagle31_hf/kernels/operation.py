@@ -59,15 +59,21 @@ def operation(shapes: Callable[..., Any], mutates: tuple[str, ...] = ()) -> Call
 
 def why_torch(name: str, device: torch.device) -> str | None:
     """Returns why an operation runs as torch does on a device; None where its kernel runs."""
-    wanted = os.environ.get(SWITCH, "")
-    switched = {each.strip().lower() for each in wanted.split(",")}
-    if "torch" in switched or name in switched:
-        return f"as torch does: {SWITCH}={wanted}"
+    switched_off = why_switched_off(name)
+    if switched_off is not None:
+        return switched_off
     if device.type != "cuda":
         return f"as torch does: no GPU, but {device.type}"
     if not _has_triton():
         return "as torch does: Triton is not installed"
     return None
+
+
+def why_switched_off(name: str) -> str | None:
+    """Returns how the user has an operation run as torch does; None where they have not."""
+    wanted = os.environ.get(SWITCH, "")
+    switched = {each.strip().lower() for each in wanted.split(",")}
+    return f"as torch does: {SWITCH}={wanted}" if {"torch", name} & switched else None
 
 
 @functools.cache

@@ -24,7 +24,7 @@ from ..kernels.tree_attention import is_spans
 from .decoder_layer import after_norm, arena_layer, forward_of, norm_sum, through_layer, why_no_norm, why_not_fusable
 from .layers import decoder_layers, decoder_of
 from .probe import ARENA, FAILURES, PREFIX, random_tree, tree_from_arena
-from .tree_attention import attention_to_spans
+from .tree_attention import attention_of_rounds
 
 logger = logging.get_logger(__name__)
 
@@ -93,7 +93,7 @@ def why_not_fused(target: PreTrainedModel) -> list[str | None]:
         known = _verdicts.get(target)
         if known is not None and known.key == key:
             return known.reasons
-        with attention_to_spans(target):
+        with attention_of_rounds(target):
             reasons, is_kept = _tried(target, stages)
         if is_kept:
             _verdicts[target] = Verdict(key, reasons)

@@ -15,7 +15,7 @@ from ..cache.masks import SlotMask, ancestors_of
 from ..cache.transfer import Mirrored
 from .ends import execution_device
 from .masks import slot_masks, span_masks
-from .tree_attention import attention_to_spans, own_attention
+from .tree_attention import attention_of_rounds, own_attention
 
 logger = logging.get_logger(__name__)
 
@@ -213,7 +213,7 @@ def tree_from_arena(target: PreTrainedModel, tree: Tree) -> Tensor:
         target(input_ids=tree.prefix, past_key_values=cache, use_cache=True)
         placement.on_device = starts
         places = starts + tree.depths
-        with attention_to_spans(target):
+        with attention_of_rounds(target):
             return target(
                 input_ids=tree.nodes,
                 position_ids=places,

@@ -1,5 +1,5 @@
-"""The target's attention over an arena: `kernels.tree_attention` in place of the target's own, while a mask of spans is
-passed.
+"""What stands in for a target's own attention: over an arena `kernels.tree_attention`, while a mask of spans is passed,
+and on a CPU in 16 bits attention position by position, in rounds that ask for it.
 
 B sequences, T query tokens, H heads, D width.
 """
@@ -17,6 +17,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..kernels.tree_attention import attend_to_spans, is_spans
+from .few_rows import attend_by_position, takes_positions
 
 PREFIX = "eagle31_"
 STANDS_IN_FOR = ("eager", "sdpa")  # implementations whose models hand a mask of four dimensions to attention as it is
@@ -34,6 +35,8 @@ def _attention(implementation: str):
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
+        if takes_positions(query, key, value, kwargs):
+            return attend_by_position(query, key, value, kwargs.get("scaling")), None
         if not is_spans(attention_mask):
             original = _original(implementation, module)
             return original(module, query, key, value, attention_mask, *args, **kwargs)
@@ -61,8 +64,9 @@ _lock = threading.Lock()
 
 
 @contextmanager
-def attention_to_spans(target: PreTrainedModel) -> Iterator[None]:
-    """A context in which the target's attention takes masks of spans, beside its own. Contexts of several threads may
+def attention_of_rounds(target: PreTrainedModel) -> Iterator[None]:
+    """A context in which the target's attention takes masks of spans, and runs position by position where a round asks
+    for it; else it is the target's own. Contexts of several threads may
     overlap: the last one to end puts the target's own back."""
     config = target.config.get_text_config(decoder=True)
     with _lock:

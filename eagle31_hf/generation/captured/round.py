@@ -12,7 +12,7 @@ from torch import Tensor
 from ...kernels.acceptance import accepted_path, move_path
 from ...targets.fused import fused_layers
 from ...targets.masks import span_masks
-from ...targets.tree_attention import attention_to_spans
+from ...targets.tree_attention import attention_of_rounds
 from ..planning.plan import Plan
 from ..rejection_sampler import are_spoiled
 from .carry import Carry
@@ -57,7 +57,7 @@ class Round(Drafting):
         side = self.parts.target
         carry = self.carry
         side.placement.on_device = starts
-        with attention_to_spans(side.model), fused_layers(side.model):
+        with attention_of_rounds(side.model), fused_layers(side.model):
             out = side.model(
                 input_ids=ids,
                 attention_mask=span_masks(side.model, starts, carry.padding, places, drafts.bits),

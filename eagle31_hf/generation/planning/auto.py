@@ -114,6 +114,10 @@ class AutoPlanner:
                 for child in children[node].values():
                     calibration.learn(log_probs[child - 1], depth, child == next_node)
 
+    def end(self) -> None:
+        """Keeps what is known for later processes."""
+        self.known.keep()
+
     def explain(self) -> str:
         """Figures behind the choices, for people."""
         with self.known.lock:

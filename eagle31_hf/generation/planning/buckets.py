@@ -163,6 +163,9 @@ class BucketPlanner:
                 kept = [ranks[node] < smaller.max_nodes - 1 for node in path[1 : smaller.depth + 1]]
                 self.known.in_tree.setdefault(smaller, Mean()).add(1.0 + [*kept, False].index(False))
 
+    def end(self) -> None:
+        """Has nothing to keep."""
+
     def explain(self) -> str:
         """Figures behind the choices, for people."""
         with self.known.lock:

@@ -4,6 +4,7 @@ B sequences, F nodes of a level, k children of a node.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,9 +43,19 @@ class Calibration:
 
     def copy(self) -> "Calibration":
         """A copy that what is learnt later does not change."""
-        copied = Calibration()
-        copied.slope, copied.intercept = self.slope, self.intercept
-        copied.offsets = [*self.offsets]
-        copied.seen = [*self.seen]
-        copied.going_on = [*self.going_on]
-        return copied
+        return Calibration.of(self.as_dict())
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns what was learnt as plain values, for JSON."""
+        return {name: [*value] if isinstance(value, list) else value for name, value in vars(self).items()}
+
+    @classmethod
+    def of(cls, kept: dict[str, Any]) -> "Calibration":
+        """Makes a calibration of what `as_dict` returned. Raises ValueError where it is none."""
+        made = cls()
+        for name, usual in list(vars(made).items()):
+            value = kept[name]
+            if isinstance(usual, list) and len(value) != len(usual):
+                raise ValueError(f"{name} has {len(value)} entries; expected {len(usual)}.")
+            setattr(made, name, [type(usual[0])(one) for one in value] if isinstance(usual, list) else float(value))
+        return made

@@ -20,6 +20,25 @@ class CostModel:
         self.seconds.setdefault(size, deque(maxlen=LATELY)).append(seconds)
         self._known = None
 
+    @classmethod
+    def of(cls, kept: dict[str, list[float]]) -> "CostModel":
+        """Makes a model of what `as_dict` returned. Raises ValueError where there are no times in it."""
+        model = cls()
+        for size, times in kept.items():
+            for seconds in times:
+                if not 0 < float(seconds) < float("inf"):
+                    raise ValueError(f"a time is {seconds!r}; expected seconds.")
+                model.add(int(size), float(seconds))
+        return model
+
+    def as_dict(self) -> dict[str, list[float]]:
+        """Returns the times that count, by size, as plain values, for JSON."""
+        return {str(size): list(times) for size, times in self.seconds.items()}
+
+    def take(self, other: "CostModel") -> None:
+        """Goes on from the times of another model."""
+        self.seconds, self._known = other.seconds, None
+
     def usual(self, size: int) -> float:
         """Returns the seconds that forwards of a size take, of which there was one at least."""
         lately = sorted(self.seconds[size])
@@ -88,6 +107,13 @@ class Rate:
         self.tokens = self.memory * self.tokens + tokens
         self.seconds = self.memory * self.seconds + seconds
         self.rounds = self.memory * self.rounds + 1
+
+    @classmethod
+    def of(cls, kept: Sequence[float]) -> "Rate":
+        """Makes a rate of its tokens, seconds and rounds."""
+        rate = cls()
+        rate.tokens, rate.seconds, rate.rounds = map(float, kept)
+        return rate
 
     def fade(self) -> None:
         """Reduces the weight of all rounds so far: they may say little about the text at hand."""

@@ -7,6 +7,7 @@ one longer.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ...acceptance import CHAINS, PLAIN, TREES
 from .costs import Rate
@@ -55,6 +56,25 @@ class Exploration:
         self.explored: str | None = None
         self._lost = 0.0  # rounds' worth of tokens, in this exploration
         self._left = 0  # rounds of it
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns what each arm has given and what of it is still to be tried, as plain values, for JSON."""
+        return {
+            kind: {"trials": [*arm.trials], "rate": [arm.rate.tokens, arm.rate.seconds, arm.rate.rounds]}
+            for kind, arm in self.arms.items()
+        }
+
+    @classmethod
+    def of(cls, kept: dict[str, Any]) -> "Exploration":
+        """Goes on from what `as_dict` returned: arms that have been tried are explored again after a pause."""
+        made = cls()
+        for kind, arm in made.arms.items():
+            arm.trials, arm.rate = tuple(map(int, kept[kind]["trials"])), Rate.of(kept[kind]["rate"])
+            arm.rate.fade()
+            if arm.rate.rounds:
+                arm.due = arm.pause
+        made.fastest = max(made.arms, key=lambda kind: made.arms[kind].rate.value)
+        return made
 
     @property
     def rate(self) -> float:

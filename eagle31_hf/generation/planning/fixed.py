@@ -37,5 +37,8 @@ class FixedPlanner:
     def observe(self, *args: Any) -> None:
         """Learns nothing: the plan is fixed."""
 
+    def end(self) -> None:
+        """Has nothing to keep."""
+
     def explain(self) -> str:
         return ""

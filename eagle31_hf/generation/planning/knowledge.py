@@ -1,4 +1,4 @@
-"""The knowledge about a drafter and a target working together; it outlives calls."""
+"""The knowledge about a drafter and a target working together; it outlives calls, and processes."""
 
 import threading
 from collections.abc import Callable
@@ -10,11 +10,14 @@ from transformers import PreTrainedModel
 
 from ...acceptance import CHAINS, TREES
 from ...modeling import Eagle31DrafterModel
+from ...storage.fingerprints import digest, weights_fingerprint
+from ...storage.measured import Measured, machine
 from .calibration import Calibration
 from .costs import CostModel
 from .exploration import Exploration
 
 Known = TypeVar("Known")
+KEPT = "knowledge"
 
 
 @dataclass
@@ -34,11 +37,43 @@ class Knowledge:
     )  # of all else in drafting
     exploration: Exploration = field(default_factory=Exploration)
     lock: threading.Lock = field(default_factory=threading.Lock)
+    store: Measured | None = None
+    calls: int = 0
 
     @property
     def rate(self) -> float:
         """Tokens a second and sequence of the fastest kind of rounds: what a second has to bring."""
         return self.exploration.rate
+
+    def keep(self) -> None:
+        """Notes that a call is over, and keeps what is known for other processes: after the first, second, fourth call
+        and so on, as each learns less that is new."""
+        with self.lock:
+            self.calls += 1
+            if self.store is None or self.calls & (self.calls - 1):
+                return
+            kept = self.as_dict()
+        self.store.put(KEPT, kept)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns costs, calibration and rates as plain values, for JSON."""
+        costs = {name: cost.as_dict() for name, cost in self._costs().items()}
+        return {"costs": costs, "calibration": self.calibration.as_dict(), "arms": self.exploration.as_dict()}
+
+    def take_up(self, kept: Any) -> None:
+        """Goes on from what `as_dict` returned, in this process or another; leaves all as it is where the values are
+        of another form."""
+        try:
+            costs = {name: CostModel.of(kept["costs"][name]) for name in self._costs()}
+            calibration, exploration = Calibration.of(kept["calibration"]), Exploration.of(kept["arms"])
+        except (KeyError, TypeError, ValueError, AttributeError):
+            return
+        for name, cost in self._costs().items():
+            cost.take(costs[name])
+        self.calibration, self.exploration = calibration, exploration
+
+    def _costs(self) -> dict[str, CostModel]:
+        return {"verify": self.verify, "read": self.read, "step": self.step, **self.rest}
 
 
 _known: WeakKeyDictionary[Eagle31DrafterModel, WeakKeyDictionary[PreTrainedModel, dict[tuple, Any]]]
@@ -54,3 +89,15 @@ def knowledge_of(
     with _known_lock:
         by_target = _known.setdefault(drafter, WeakKeyDictionary())
         return by_target.setdefault(target, {}).setdefault((make, *kind), make())
+
+
+def kept_knowledge(drafter: Eagle31DrafterModel, target: PreTrainedModel, *kind: object) -> Knowledge:
+    """The knowledge of this pair for one kind of call: this process's, or an earlier one's on this machine."""
+    known = knowledge_of(Knowledge, drafter, target, *kind)
+    with known.lock:
+        if known.store is None:
+            shapes = target.config.to_json_string(use_diff=False)
+            parts = (shapes, str(target.dtype), weights_fingerprint(drafter), str(drafter.dtype), machine(), repr(kind))
+            known.store = Measured(f"planning/{digest(*parts)[:32]}")
+            known.take_up(known.store.get(KEPT))
+    return known

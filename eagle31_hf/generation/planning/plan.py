@@ -88,6 +88,10 @@ class Planner(Protocol):
         `seconds` are those of its phases, `"draft"`, `"verify"`, `"accept"`."""
         ...
 
+    def end(self) -> None:
+        """The call is over."""
+        ...
+
     def explain(self) -> str:
         """Figures behind the choices, for people; "" where there are none."""
         ...

@@ -1,0 +1,72 @@
+"""Figures that were measured on this machine, kept between processes in the user's cache folder."""
+
+import json
+import platform
+import threading
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import constants
+
+from .folders import replace_json
+
+FOLDER = "eagle31_hf"  # in HF_HOME
+CPUINFO = Path("/proc/cpuinfo")
+
+
+class Measured:
+    """Figures by key, in a JSON file in the cache folder, whose `name` may begin with folders.
+
+    A file that cannot be read counts as empty, and where none can be written the figures last as long as the process:
+    they can always be measured again.
+    """
+
+    def __init__(self, name: str):
+        self._name = name
+        self._figures: dict[str, Any] | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return Path(constants.HF_HOME, FOLDER, f"{self._name}.json")
+
+    def get(self, key: str) -> Any:
+        """Returns the figures of a key, None where there are none."""
+        with self._lock:
+            if self._figures is None:
+                self._figures = self._read()
+            return self._figures.get(key)
+
+    def put(self, key: str, figures: Any) -> None:
+        """Keeps the figures of a key, beside those that other processes wrote meanwhile."""
+        with self._lock:
+            self._figures = {**(self._figures or {}), **self._read(), key: figures}
+            with suppress(OSError):
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                replace_json(self.path, self._figures)
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            found = json.loads(self.path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+
+def machine() -> str:
+    """Returns what times on the CPU depend on besides the program: the processor, torch, and its threads."""
+    return f"{_processor()}, torch {torch.__version__}, {torch.get_num_threads()} threads"
+
+
+@cache
+def _processor() -> str:
+    try:
+        lines = CPUINFO.read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -1,0 +1,283 @@
+"""Forwards of few rows on a CPU: the same results in fp32, the same to the last bit in 16 bits, and a model that is
+left as it was."""
+
+import copy
+import json
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from eagle31_hf import demo, track_acceptance
+from eagle31_hf.kernels.packed_linear import is_available
+from eagle31_hf.storage.measured import Measured
+from eagle31_hf.targets import few_rows as module
+from eagle31_hf.targets.few_rows import Choice, few_rows, in_rounds
+
+pytestmark = pytest.mark.skipif(not is_available(), reason="torch has no oneDNN here")
+PROMPT = torch.tensor([[3, 5, 2, 9, 4, 1]])
+WIDTHS = (40, 96, 1536)  # the last is wider than oneDNN sums up at once for one row
+
+
+@pytest.fixture(autouse=True)
+def measured(monkeypatch):
+    """Nothing is known of kernels when a test begins; whatever is fastest, packed weights are taken."""
+    monkeypatch.setattr(module, "MEASURED", Measured("linear_layers"))
+    monkeypatch.setattr(module, "_seconds", lambda runs, layer: 1.0 if runs[0].func is module.linear else 0.5)
+
+
+def model_of(dtype: torch.dtype, width: int = 96, bias: bool = True) -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(width, 128, bias=bias), nn.SiLU(), nn.Linear(128, width)).to(dtype)
+
+
+def forwards(model: nn.Module) -> list:
+    return [vars(part).get("forward") for part in model.modules()]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_results_are_the_model_s_own_in_fp32(width, bias):
+    model, calls = model_of(torch.float32, width, bias), []
+    x = torch.randn(2, 70, width)
+    expected = model(x)
+    with few_rows(model) as rows, in_rounds():
+        assert rows.num_bytes == sum(p.numel() * 4 for p in model.parameters() if p.dim() == 2)
+        for few in module._layers.values():
+            calls.append(few.packed_weight)
+        for count in (1, 2, 3, 8, 32):
+            got = model(x[:, :count])
+            assert got.shape == (2, count, width)
+            assert (got - expected[:, :count]).abs().max() <= 1e-5 * expected.abs().max()
+        assert torch.equal(model(x), expected)  # many rows: a prompt's
+    assert all(weight is not None for weight in calls)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_row_is_the_same_to_the_last_bit_beside_others(dtype, width):
+    model = model_of(dtype, width)
+    x = torch.randn(64, width).to(dtype)
+    with few_rows(model) as rows, in_rounds():
+        assert rows.is_exact
+        alone = torch.cat([model(row) for row in x.split(1)])
+        for size in (2, 3, 5, 8, 64):
+            assert torch.equal(torch.cat([model(part) for part in x.split(size)]), alone)
+
+
+def test_a_kernel_for_one_row_that_rounds_otherwise_is_given_two(monkeypatch):
+    """As oneDNN's does for wide inputs; and where nothing helps, rows are not said to be exact."""
+
+    def rounds_otherwise(x, weight, bias=None, from_rows=2):
+        out = nn.functional.linear(x, weight, bias)
+        return out if x.shape[0] >= from_rows else out * (1 + 2**-7)
+
+    monkeypatch.setattr(module, "linear", rounds_otherwise)
+    monkeypatch.setattr(module, "_seconds", lambda runs, layer: 1.0 if runs[0].func is module.packed_linear else 0.5)
+    with torch.no_grad(), few_rows(model := model_of(torch.bfloat16)) as rows, in_rounds():
+        assert rows.is_exact
+        assert not rows.num_bytes
+        assert {module._layers[layer].choice for layer in (model[0], model[2])} == {Choice(False, 2)}
+        x = torch.randn(3, 96).bfloat16()
+        assert torch.equal(torch.cat([model(row) for row in x.split(1)]), model(x))
+    monkeypatch.setattr(module, "MEASURED", Measured("another"))
+    monkeypatch.setattr(module, "linear", lambda x, weight, bias=None: rounds_otherwise(x, weight, bias, 5))
+    with few_rows(model_of(torch.bfloat16)) as rows:
+        assert not rows.is_exact
+
+
+@torch.no_grad()
+def test_the_model_is_left_as_it_was_and_other_forwards_meanwhile_are_its_own(monkeypatch):
+    model = model_of(torch.float32)
+    x = torch.randn(3, 96)
+    own, seen = model(x), []
+
+    def noted(x, weight, bias=None):
+        seen.append(threading.get_ident())
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+    with few_rows(model):
+        pass
+    monkeypatch.setattr(module, "packed_linear", noted)
+    with few_rows(model):
+        assert torch.equal(model(x), own)  # no round
+        with in_rounds():
+            thread = threading.Thread(target=lambda: seen.append(torch.equal(model(x), own)))
+            thread.start()
+            thread.join()
+            model[0](x)
+            with torch.autocast("cpu", torch.bfloat16), in_rounds():
+                pass
+        with few_rows(model):
+            pass
+        assert None in forwards(model)
+        with in_rounds():
+            model[0](x)  # the outer context goes on
+    assert seen == [True, threading.get_ident(), threading.get_ident()]
+    assert forwards(model) == [None] * 4
+    assert torch.equal(model(x), own)
+
+
+@torch.no_grad()
+def test_autocast_is_the_caller_s():
+    model = model_of(torch.float32)
+    x = torch.randn(3, 96)
+    with torch.autocast("cpu", torch.bfloat16), few_rows(model):
+        expected = model(x)
+        with in_rounds():
+            got = model(x)
+    assert got.dtype == torch.bfloat16
+    assert torch.equal(got, expected)
+
+
+@torch.no_grad()
+def test_a_weight_that_has_changed_is_packed_again():
+    model = model_of(torch.float32)
+    x = torch.randn(3, 96)
+    for change in (
+        lambda: model[0].weight.mul_(2),
+        lambda: setattr(model[0], "weight", nn.Parameter(torch.randn(128, 96))),
+        lambda: setattr(model[0].weight, "data", torch.randn(128, 96)),
+        lambda: model.bfloat16(),
+    ):
+        change()
+        expected = model(x.to(model[0].weight.dtype)).float()
+        with few_rows(model), in_rounds():
+            got = model(x.to(model[0].weight.dtype)).float()
+        assert (got - expected).abs().max() <= (
+            1e-5 if x.dtype == model[0].weight.dtype else 0.02
+        ) * expected.abs().max()
+
+
+def test_weights_are_packed_once():
+    model = model_of(torch.float32)
+    with few_rows(model):
+        first = module._layers[model[0]].packed_weight
+    with few_rows(model):
+        assert module._layers[model[0]].packed_weight is first
+
+
+@pytest.mark.parametrize("wrapped", ["hook", "forward", "class", "meta", "inference"])
+def test_layers_that_are_not_plain_stay_as_they_are(wrapped):
+    class Other(nn.Linear):
+        pass
+
+    model = model_of(torch.float32)
+    if wrapped == "hook":
+        model[0].register_forward_hook(lambda *args: None)
+    elif wrapped == "forward":
+        model[0].forward = model[0].forward
+    elif wrapped == "class":
+        model[0] = Other(96, 128)
+    elif wrapped == "meta":
+        model[0] = nn.Linear(96, 128, device="meta")
+    else:
+        with torch.inference_mode():
+            model[0] = nn.Linear(96, 128)
+    before = forwards(model)
+    with few_rows(model):
+        assert model[0] not in module._layers or module._layers[model[0]].key[0] != id(model[0].weight)
+        assert forwards(model)[1] is before[1]
+        assert forwards(model)[3] is not None
+    assert forwards(model) == before
+
+
+def test_memory_that_is_short_is_left_alone_and_said(monkeypatch):
+    class Short:
+        available = 1000
+
+    monkeypatch.setattr(module.psutil, "virtual_memory", Short)
+    lines = []
+    monkeypatch.setattr(module.logger, "warning_once", lambda text, *values: lines.append(text % values))
+    model = model_of(torch.float32)
+    with few_rows(model) as rows:
+        assert (rows.num_bytes, rows.is_exact) == (0, False)
+        assert forwards(model) == [None] * 4
+    assert len(lines) == 1
+    assert "are free; expected" in lines[0]
+
+
+@pytest.mark.parametrize("switch", ["packed_linear", "torch"])
+def test_it_can_be_declined(monkeypatch, switch):
+    monkeypatch.setenv("EAGLE31_KERNELS", switch)
+    with few_rows(model := model_of(torch.float32)) as rows:
+        assert rows.num_bytes == 0
+        assert forwards(model) == [None] * 4
+
+
+def test_choices_are_kept_between_processes(monkeypatch):
+    with few_rows(model_of(torch.float32)):
+        pass
+    kept = json.loads(module.MEASURED.path.read_text())
+    assert len(kept) == 2
+    assert all(figures == {"is_packed": True, "least_rows": kept[name]["least_rows"]} for name, figures in kept.items())
+    monkeypatch.setattr(module, "MEASURED", Measured("linear_layers"))  # another process
+    monkeypatch.setattr(module, "_measured", lambda layers: pytest.fail("it was known"))
+    with few_rows(model_of(torch.float32)) as rows:
+        assert rows.num_bytes
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", "[" * 100_000, '{"a": 1}'])
+def test_a_file_that_is_none_counts_as_empty(content, tmp_path):
+    store = Measured("linear_layers")
+    store.path.parent.mkdir(parents=True)
+    store.path.write_text(content)
+    assert store.get("b") is None
+    store.put("b", 2)
+    assert Measured("linear_layers").get("b") == 2
+
+
+def test_figures_of_two_processes_are_kept_beside_each_other_and_no_folder_is_no_error(monkeypatch):
+    one, other = Measured("name"), Measured("name")
+    assert one.get("a") is other.get("a") is None
+    one.put("a", 1)
+    other.put("b", 2)
+    assert [Measured("name").get(key) for key in "ab"] == [1, 2]
+    monkeypatch.setattr("eagle31_hf.storage.measured.FOLDER", "/proc/none")
+    one.put("c", 3)
+    assert one.get("c") == 3
+
+
+# -- texts
+
+CHAINS = [{"num_assistant_tokens": depth} for depth in (1, 2, 3, 5, 8)]
+AUTO: list[dict] = [{}] * 4  # what it drafts depends on the time that things take
+
+
+def in_bf16(model):
+    """A copy in bf16 whose weights have few values, so that many tokens are as likely as others to the last bit."""
+    made = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.copy_((parameter * 4).round() / 4)
+    return made.bfloat16()
+
+
+@pytest.mark.parametrize(("do_sample", "settings"), [(False, CHAINS + AUTO), (True, AUTO)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_in_bf16_the_text_does_not_depend_on_what_was_drafted(make_target, make_drafter, kind, do_sample, settings):
+    plain = make_target(kind)
+    target, drafter = in_bf16(plain), in_bf16(make_drafter(plain))
+    drafter.load_target_embeddings(target)
+    texts = set()
+    for options in settings:
+        torch.manual_seed(5)
+        with track_acceptance() as stats:
+            options = {"do_sample": do_sample, "max_new_tokens": 60} | options
+            texts.add(tuple(target.generate(PROMPT, assistant_model=drafter, **options)[0].tolist()))
+        assert stats.kinds["trees"] == 0
+        assert "rounds in bfloat16" in stats.summary()
+    assert len(texts) == 1
+
+
+def test_in_bf16_the_demo_s_text_does_not_depend_on_what_was_drafted():
+    target, tokenizer = demo.load_target()
+    target, drafter = target.bfloat16(), demo.load_drafter("eagle31").bfloat16()
+    for prompt in demo.prompts(tokenizer, 3, num_tokens=48):
+        texts = set()
+        for options in (CHAINS[0], CHAINS[3], {}):
+            texts.add(tuple(target.generate(prompt, assistant_model=drafter, max_new_tokens=48, **options)[0].tolist()))
+        assert len(texts) == 1
