@@ -18,6 +18,14 @@ from .configuration import Eagle31Config
 from .kernels.tree_attention import attend_to_spans, is_spans
 
 
+class Norm(nn.RMSNorm):
+    """An RMSNorm that takes states of any dtype: under autocast they may be of 16 bits and its weight is not, which
+    torch's fused one refuses."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+
 class GQAttention(nn.Module):
     """Attention whose input may be wider than the drafter: layer 0 reads [embedding, state], so its `input_size` is
     2h."""
@@ -39,8 +47,8 @@ class GQAttention(nn.Module):
         self.k_proj = nn.Linear(input_size, kv_heads * head_dim, bias=config.attention_bias)
         self.v_proj = nn.Linear(input_size, kv_heads * head_dim, bias=config.attention_bias)
         self.o_proj = nn.Linear(heads * head_dim, config.hidden_size, bias=config.attention_bias)
-        self.q_norm = nn.RMSNorm(head_dim, eps=config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = nn.RMSNorm(head_dim, eps=config.rms_norm_eps) if config.qk_norm else None
+        self.q_norm = Norm(head_dim, eps=config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = Norm(head_dim, eps=config.rms_norm_eps) if config.qk_norm else None
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(B, T, input_size) -> queries (B, H, T, D), keys and values (B, Hkv, T, D), rotated."""
@@ -95,10 +103,10 @@ class MLAttention(nn.Module):
             self.q_proj = nn.Linear(input_size, heads * (nope + rope), bias=False)
         else:
             self.q_a_proj = nn.Linear(input_size, config.q_lora_rank, bias=bias)
-            self.q_a_layernorm = nn.RMSNorm(config.q_lora_rank, eps=eps)
+            self.q_a_layernorm = Norm(config.q_lora_rank, eps=eps)
             self.q_b_proj = nn.Linear(config.q_lora_rank, heads * (nope + rope), bias=False)
         self.kv_a_proj_with_mqa = nn.Linear(input_size, rank + rope, bias=bias)
-        self.kv_a_layernorm = nn.RMSNorm(rank, eps=eps)
+        self.kv_a_layernorm = Norm(rank, eps=eps)
         self.kv_b_proj = nn.Linear(rank, heads * (nope + config.v_head_dim), bias=False)
         self.o_proj = nn.Linear(heads * config.v_head_dim, config.hidden_size, bias=bias)
 

@@ -20,7 +20,7 @@ from transformers.utils import ModelOutput, logging
 from transformers.utils.output_capturing import capture_outputs
 
 from . import vocab
-from .attention import GQAttention, MLAttention
+from .attention import GQAttention, MLAttention, Norm
 from .configuration import Eagle31Config
 from .names import refuse_unknown
 from .pretrained import Eagle31PreTrainedModel
@@ -55,11 +55,11 @@ class Eagle31DecoderLayer(GradientCheckpointingLayer):
         self.norm_before_residual = config.norm_before_residual
         self.attention_type = config.layer_types[layer_idx]
         is_fused = layer_idx == 0
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps) if is_fused else None
+        self.input_layernorm = Norm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hidden_norm = Norm(config.hidden_size, eps=config.rms_norm_eps) if is_fused else None
         attention = GQAttention if config.kv_lora_rank is None else MLAttention
         self.self_attn = attention(config, layer_idx, (2 if is_fused else 1) * config.hidden_size)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Norm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = LlamaMLP(config)
 
     def forward(
@@ -110,12 +110,12 @@ class Eagle31DrafterModel(SharesTarget, Eagle31PreTrainedModel):
         fused_width = n * config.target_hidden_size
         self.embed_tokens = None if config.share_target_embeddings else nn.Embedding(config.vocab_size, h)
         self.fc_norm = (
-            nn.ModuleList(nn.RMSNorm(config.target_hidden_size, eps=eps) for _ in range(n)) if config.fc_norm else None
+            nn.ModuleList(Norm(config.target_hidden_size, eps=eps) for _ in range(n)) if config.fc_norm else None
         )
-        self.input_norm = nn.RMSNorm(fused_width, eps=eps) if config.norm_before_fc else None
+        self.input_norm = Norm(fused_width, eps=eps) if config.norm_before_fc else None
         self.fc = nn.Linear(fused_width, h, bias=config.fc_bias)
         self.layers = nn.ModuleList(Eagle31DecoderLayer(config, i) for i in range(config.num_hidden_layers))
-        self.norm = nn.RMSNorm(h, eps=eps)
+        self.norm = Norm(h, eps=eps)
         self.lm_head = None if config.share_target_head else nn.Linear(h, config.draft_vocab_size, bias=False)
         self.rotary_emb = Phi3RotaryEmbedding(config)  # type: ignore[arg-type]
         if config.draft_vocab_size < config.vocab_size:

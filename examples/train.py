@@ -86,8 +86,8 @@ def train(
     trainer = Eagle31Trainer(
         drafter,
         Eagle31TrainingArguments(str(output), **defaults | options),
-        Part(examples, 0, split),
-        Part(examples, split, len(examples)),
+        Part(examples, range(split)),
+        Part(examples, range(split, len(examples))),
         target=target,
         processing_class=tokenizer,
     )

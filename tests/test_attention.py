@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from eagle31_hf.attention import GQAttention
+from eagle31_hf.attention import GQAttention, Norm
 
 HEADS = {
     "plain": {"num_key_value_heads": 4, "head_dim": 10},
@@ -194,3 +194,13 @@ def test_padding_mask_equals_leaving_the_padding_out(attention, fields):
         past_key_values=past,
     )
     assert_close("after 8 cached rows", rest.logits, whole[:, 8:], FORWARD)
+
+
+def test_a_norm_takes_states_of_16_bits_beside_a_weight_of_32_without_a_warning(recwarn):
+    norm = Norm(8, eps=1e-6)
+    x = torch.randn(3, 8).bfloat16()
+    got = norm(x)
+    assert got.dtype == torch.float32
+    assert_close("norm", got, norm(x.float()), 1e-6)
+    assert not [warning for warning in recwarn if "fused" in str(warning.message)]
+    assert norm.bfloat16()(x).dtype == torch.bfloat16

@@ -6,6 +6,7 @@ process by their signal.
 
 import argparse
 import contextlib
+import logging
 import sys
 from collections.abc import Callable
 
@@ -129,7 +130,12 @@ def main(arguments: list[str] | None = None) -> int:
 
     Returns the exit status.
     """
-    return endings.as_program(lambda: answer(sys.argv[1:])) if arguments is None else answer(arguments)
+    if arguments is not None:
+        return answer(arguments)
+    if "--load-in" not in sys.argv:
+        # Others import bitsandbytes, which on some processors warns of a kernel that only 4-bit weights would need.
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    return endings.as_program(lambda: answer(sys.argv[1:]))
 
 
 def answer(arguments: list[str]) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..names import refuse_unknown
 from . import diagnosing
-from .parsing import add_json, device, path, positive, progress, show
+from .parsing import add_device_alone, add_json, path, positive, progress, show
 
 BENCHED = ("tiny", "small", "qwen3-0.6b", "qwen3-8b", "llama-3.1-8b")  # those of bench.engine.SHAPES
 USUAL_SHAPE = "qwen3-0.6b"
@@ -46,13 +46,7 @@ def _engine(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     prompt_tokens = args.prompt_tokens or 128
     max_new_tokens = args.max_new_tokens or 64
     result = measure_engine(
-        shape,
-        getattr(torch, args.dtype),
-        args.device or "cpu",
-        prompt_tokens,
-        max_new_tokens,
-        args.rounds,
-        progress=progress,
+        shape, getattr(torch, args.dtype), args.device, prompt_tokens, max_new_tokens, args.rounds, progress=progress
     )
     env = result["environment"]
     lines = [
@@ -75,7 +69,7 @@ def _memory(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     from ..bench.memory import measure_memory
 
     tokens = 16384 if args.prompt_tokens is None else args.prompt_tokens
-    shape, place = args.shape or USUAL_SHAPE, args.device or "cpu"
+    shape, place = args.shape or USUAL_SHAPE, args.device
     rows = []
     for chunk in (None, 2048):
         progress(f"a prompt of {tokens} tokens, {f'in chunks of {chunk}' if chunk else 'in one forward'}")
@@ -120,7 +114,7 @@ def _train(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     from ..bench.training import PARTS, measure_training
 
     tokens = 2048 if args.prompt_tokens is None else args.prompt_tokens
-    shape, place = args.shape or USUAL_SHAPE, args.device or "cpu"
+    shape, place = args.shape or USUAL_SHAPE, args.device
     result = measure_training(shape, getattr(torch, args.dtype), place, tokens, args.depth, args.rounds, progress)
     env = result["environment"]
     lines = [
@@ -155,7 +149,6 @@ def _small(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 
 def _gpu(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    import torch
 
     from ..bench.gpu import measure_gpu
     from ..bench.gpu.report import table
@@ -163,7 +156,7 @@ def _gpu(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
     names = NAMES if args.only is None else tuple(args.only.split(","))
     refuse_unknown(names, NAMES, "a section")
-    place = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    place = args.device
     shapes = GPU_SHAPES if place.startswith("cuda") else ("tiny",)
     shapes = shapes if args.shape is None else (args.shape,)
     output = Path(args.output)
@@ -199,7 +192,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
 
 def _add_gpu(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", choices=BENCHED, help="of the target (default: the two of 8B, without a GPU tiny)")
-    parser.add_argument("--device", type=device, help="(default: cuda if it is there, else cpu)")
+    add_device_alone(parser)
     parser.add_argument(
         "--output", type=path, default="bench-gpu.json", help="of the figures (default: bench-gpu.json)"
     )
@@ -232,7 +225,7 @@ def _add_shape(parser: argparse.ArgumentParser, shape: str, prompt_tokens: int) 
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of the weights (default: bfloat16)"
     )
-    parser.add_argument("--device", type=device, help="cpu, cuda, cuda:1, ... (default: cpu)")
+    add_device_alone(parser)
     parser.add_argument("--prompt-tokens", type=positive, help=f"(default: {prompt_tokens})")
 
 

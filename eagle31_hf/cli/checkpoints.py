@@ -8,7 +8,7 @@ from typing import Any
 from ..storage.jsonl import JsonLines
 from . import resuming
 from .loading import load_causal_lm, load_tokenizer
-from .parsing import add_json, add_reading, device, path, positive, progress, read_text, reading_options, show
+from .parsing import add_device_alone, add_json, add_reading, path, positive, progress, read_text, reading_options, show
 
 
 def info(args: argparse.Namespace) -> int:
@@ -269,6 +269,6 @@ def add_upgrade(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=path, help="where to save the upgraded drafter")
     parser.add_argument("--prompts", type=positive, default=8, help="texts to measure acceptance on (default: 8)")
     parser.add_argument("--max-new-tokens", type=positive, default=64, help="tokens generated per text (default: 64)")
-    parser.add_argument("--device", type=device, default="cpu", help="cpu, cuda, cuda:1, mps (default: cpu)")
+    add_device_alone(parser)
     add_reading(parser)
     add_json(parser)

@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Any
 from ..printable import printable
 from ..reports.named_sets import NAMED_SETS
 from .loading import load_causal_lm, load_tokenizer
-from .parsing import DTYPES, add_json, add_reading, device, number, path, positive, progress, reading_options, show
+from .parsing import (
+    DTYPES,
+    add_device_alone,
+    add_json,
+    add_reading,
+    number,
+    path,
+    positive,
+    progress,
+    reading_options,
+    show,
+)
 from .preparation import add_template_option
 
 if TYPE_CHECKING:
@@ -254,7 +265,7 @@ def add_models_and_prompts(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-new-tokens", type=positive, default=96, help="a prompt (default: 96)")
     add_template_option(parser)
-    parser.add_argument("--device", type=device, default="cpu", help="cpu, cuda, cuda:1, mps (default: cpu)")
+    add_device_alone(parser)
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the models (default: auto, their own)")
     parser.add_argument("--output", type=path, metavar="FOLDER", help="where the report is written")
     parser.add_argument("--resume", action="store_true", help="go on with a report that was stopped")

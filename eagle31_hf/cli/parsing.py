@@ -14,6 +14,7 @@ from ..names import refuse_unknown
 from ..printable import printable
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+AUTO = "auto"  # the name of the default device
 PLACEMENTS = ("auto", "balanced", "balanced_low_0", "sequential")  # of transformers' device_map
 LARGEST = 2**31 - 1  # the largest count accepted: more fits no memory, and overflows 32-bit integers of other libraries
 MAX_SEED = 2**32 - 1  # NumPy's, which transformers seeds too
@@ -147,9 +148,12 @@ def read_text(file: str | Path) -> str:
 
 
 def device(text: str) -> str:
-    """Reads the name of a device that this machine has and this build of PyTorch can use."""
+    """Reads the name of a device that this machine has and this build of PyTorch can use; "auto" is its accelerator,
+    or else its CPU."""
     import torch
 
+    if text == AUTO:
+        return next((name.partition(":")[0] for name in _accelerators()), "cpu")
     try:
         wanted = torch.device(text)
     except RuntimeError:
@@ -179,8 +183,15 @@ def _devices() -> str:
 
 def add_device(parser: argparse.ArgumentParser) -> None:
     """Adds --device and --json."""
-    parser.add_argument("--device", type=device, default="cpu", help="cpu, cuda, cuda:1, mps (default: cpu)")
+    add_device_alone(parser)
     add_json(parser)
+
+
+def add_device_alone(parser: argparse.ArgumentParser) -> None:
+    """Adds --device."""
+    parser.add_argument(
+        "--device", type=device, default=AUTO, help="cpu, cuda, cuda:1, mps (default: auto, a GPU where there is one)"
+    )
 
 
 def add_json(parser: argparse.ArgumentParser, default: Any = False) -> None:

@@ -4,7 +4,7 @@ import hashlib
 import os
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from .tensor_file import CHUNK_BYTES, Entry, header_of, in_order, write_tensor_file
 
+MARKED_BYTES = 2**26  # files of fewer are verified in no time, and get no mark beside them
 NO_DIGEST = "0" * 64  # where a file's sha256 stands in its header, which counts too, while it is computed
 
 
@@ -42,19 +43,46 @@ def write_sealed(path: Path, entries: Mapping[str, Entry], facts: Mapping[str, s
 
 @contextmanager
 def open_sealed(path: Path, verify: bool) -> Iterator[Any]:
-    """A sealed file, open for reading as safetensors' `safe_open` gives it; with `verify` its checksum is compared.
+    """A sealed file, open for reading as safetensors' `safe_open` gives it; with `verify` its checksum is compared,
+    once for a file as it lies there, by whichever process is the first.
 
     Raises ValueError, here or in the block, where the file is damaged.
     """
     try:
         file = safe_open(path, "pt")
-        if verify and _checksum(path, file.metadata()["sha256"]) != file.metadata()["sha256"]:
-            raise ValueError("its checksum differs")
+        if verify and not _is_verified(path):
+            if _checksum(path, file.metadata()["sha256"]) != file.metadata()["sha256"]:
+                raise ValueError("its checksum differs")
+            _note_verified(path)
         yield file
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path}: is damaged ({error}). Delete it and run the same prepare-data command again."
         ) from None
+
+
+def _mark(path: Path) -> Path:
+    return path.with_name(f".{path.name}.verified")
+
+
+def _state(path: Path) -> str:
+    found = path.stat()
+    return f"{found.st_size} {found.st_mtime_ns} {found.st_ino}"
+
+
+def _is_verified(path: Path) -> bool:
+    """Returns whether the checksum of a file was found right, and the file is the same since."""
+    try:
+        return _mark(path).read_text() == _state(path)
+    except (OSError, ValueError):
+        return False
+
+
+def _note_verified(path: Path) -> None:
+    if path.stat().st_size < MARKED_BYTES:
+        return
+    with suppress(OSError):  # in a folder that cannot be written to it is verified again
+        _mark(path).write_text(_state(path))
 
 
 def _checksum(path: Path, digest: str) -> str:

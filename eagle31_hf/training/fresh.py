@@ -14,6 +14,7 @@ from ..seeding import seeded
 from ..targets.ends import shape_of, weight_of
 from .ends import ends_of
 from .losses import TargetDistribution
+from .packing import tokens_at
 from .shapes import drafter_fields
 from .target import StoredTarget, TargetReader
 
@@ -72,12 +73,12 @@ def copy_head(drafter: Eagle31DrafterModel, target: PreTrainedModel | StoredTarg
     drafter.lm_head.weight[: len(weight)] = weight.to(drafter.lm_head.weight)
 
 
-def count_answers(examples: Iterable[dict[str, Tensor]], vocab_size: int) -> Tensor:
+def count_answers(examples: Any, vocab_size: int) -> Tensor:
     """Returns how often each token is one of an answer's: (V,) int64."""
     counts = torch.zeros(vocab_size, dtype=torch.long)
-    for example in examples:
-        ids, answers = torch.as_tensor(example["input_ids"]), torch.as_tensor(example["answers"]).bool()
-        counts += torch.bincount(ids[answers], minlength=vocab_size)
+    for index in range(len(examples)):
+        tokens = tokens_at(examples, index)
+        counts += torch.bincount(tokens.input_ids[tokens.answers], minlength=vocab_size)
     return counts
 
 

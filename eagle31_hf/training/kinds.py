@@ -171,6 +171,13 @@ def _sound(message: dict[str, Any]) -> dict[str, Any]:
                 "content is no text",
                 f"content is {SHORT.repr(content)}; expected text, or a list of objects with text.",
             )
+        media = next((str(part.get("type")) for part in content if part.get("type", "text") != "text"), None)
+        if media is not None:
+            raise Skipped(
+                "holds more than text",
+                f"content holds a part of type {SHORT.repr(media)}; expected text: a drafter is trained on tokens, and"
+                " those of images or sounds mean nothing without them.",
+            )
     else:
         _string(content, "content")
     return message

@@ -31,7 +31,8 @@ MUON, ADAMW = "muon", "AdamW"  # in training.json, and of what was trained befor
 STATES = "optimizer"  # how the names of files begin that hold an optimizer's states
 MOMENTUM = 0.95
 ADJUSTMENT = "original"
-HEAD_RATE_WIDTH = 128  # where drafters are wider, their head's rate is `learning_rate` * HEAD_RATE_WIDTH / width
+# Where drafters are wider, the rate of their head and of embeddings of their own is that share of `learning_rate`.
+TABLE_RATE_WIDTH = 128
 
 
 class JoinedOptimizer(Optimizer):
@@ -128,17 +129,17 @@ def new_muon(matrices: Sequence[Tensor], args: Eagle31TrainingArguments) -> Opti
     )
 
 
-def slow_down_head(optimizer: Optimizer, drafter: Eagle31DrafterModel) -> None:
-    """Gives the drafter's head, where it is trained, a group of its own, whose rate falls with the width; groups that
-    hold nothing are dropped."""
-    head = None if drafter.lm_head is None else drafter.lm_head.weight
+def slow_down_tables(optimizer: Optimizer, drafter: Eagle31DrafterModel) -> None:
+    """Gives the drafter's head and embeddings, where they are trained, a group of their own, whose rate falls with the
+    width; groups that hold nothing are dropped."""
+    tables = {id(module.weight) for module in (drafter.lm_head, drafter.embed_tokens) if module is not None}
     for group in list(optimizer.param_groups):
-        others = [parameter for parameter in group["params"] if parameter is not head]
-        if len(others) < len(group["params"]):
-            group["params"] = others
-            factor = min(1.0, HEAD_RATE_WIDTH / drafter.config.hidden_size)
+        slow = [parameter for parameter in group["params"] if id(parameter) in tables]
+        if slow:
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in tables]
+            factor = min(1.0, TABLE_RATE_WIDTH / drafter.config.hidden_size)
             own = {name: value for name, value in group.items() if name != "params"}
-            optimizer.add_param_group(own | {"params": [head], "lr": group["lr"] * factor})
+            optimizer.add_param_group(own | {"params": slow, "lr": group["lr"] * factor})
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
 
 
@@ -212,7 +213,7 @@ class MuonTrainer(Trainer):
             )
         with left_out(matrices):
             rest = super().create_optimizer(model)
-        slow_down_head(rest, self.drafter)
+        slow_down_tables(rest, self.drafter)
         self.optimizer = JoinedOptimizer([rest, new_muon(matrices, self.args)])
         return self.optimizer
 

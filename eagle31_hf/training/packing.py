@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from .kinds import tokens_of
+from .kinds import Tokens, tokens_of
 
 Example = Mapping[str, Any]
 COLUMNS = ("input_ids", "answers", "documents")  # of a batch, each (B, T)
@@ -171,15 +171,24 @@ def check_columns(batch: Mapping[str, Any]) -> None:
 
 
 class Part(Dataset):
-    """The examples of another dataset from `start` up to `end`, with their lengths."""
+    """The examples of another dataset at these indices, with their lengths."""
 
-    def __init__(self, examples: Any, start: int, end: int):
+    def __init__(self, examples: Any, indices: Sequence[int]):
         self.examples = examples
-        self.start = start
-        self.lengths = examples.lengths[start:end]
+        self.indices = indices
+        self.lengths = [examples.lengths[index] for index in indices]
 
     def __len__(self) -> int:
-        return len(self.lengths)
+        return len(self.indices)
 
     def __getitem__(self, index: int) -> Example:
-        return self.examples[self.start + range(len(self))[index]]
+        return self.examples[self.indices[index]]
+
+    def tokens(self, index: int) -> Tokens:
+        """Returns the tokens of an example, without its states."""
+        return tokens_at(self.examples, self.indices[index])
+
+
+def tokens_at(examples: Any, index: int) -> Tokens:
+    """Returns the tokens of an example; of a store they are read without its states."""
+    return examples.tokens(index) if hasattr(examples, "tokens") else tokens_of(examples[index])

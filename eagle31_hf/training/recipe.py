@@ -7,8 +7,10 @@ the lines that say how it goes.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
+import torch
 from accelerate import PartialState
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, TrainerCallback
@@ -18,7 +20,7 @@ from ..storage.fingerprints import tokenizer_fingerprint
 from ..targets.ends import execution_device, shape_of
 from .answers import stop_ids
 from .fresh import choose_vocabulary, count_answers, mass_covered, new_drafter
-from .packing import Part
+from .packing import Part, tokens_at
 from .prepare import PreparationOptions, examples_in_memory, prepare_data
 from .shapes import layer_ids_for
 from .store import MANIFEST, HiddenStateStore, read_manifest
@@ -63,16 +65,18 @@ class ExampleReader:
     def training_data(self, source: str | None, eval_source: str | None, num_held_out: int) -> TrainingData:
         """Reads `source` to train on (None: self-prompted chats alone) and `eval_source` to evaluate on.
 
-        Without the latter the last `num_held_out` examples of the data are held out, at most a tenth of them. Raises
-        ValueError where no record gives an example, and for a store of another tokenizer.
+        Without the latter `num_held_out` examples of the data are held out, at most a tenth of them, drawn at random,
+        whole chats where each turn is an example. Raises ValueError where no record gives an example, and for a store
+        of another tokenizer.
         """
         examples, facts = self.read(source, "data")
         layer_ids = examples.manifest.layer_ids if isinstance(examples, HiddenStateStore) else None
         if eval_source:
             return TrainingData(examples, self.read(eval_source, EVAL_DATA)[0], facts, layer_ids)
-        split = len(examples) - min(num_held_out, len(examples) // 10)
-        held_out = Part(examples, split, len(examples)) if split < len(examples) else None
-        return TrainingData(Part(examples, 0, split), held_out, facts, layer_ids)
+        chosen = drawn_chats(examples, min(num_held_out, len(examples) // 10), self.options.seed)
+        rest = [index for index in range(len(examples)) if index not in chosen]
+        held_out = Part(examples, sorted(chosen)) if chosen else None
+        return TrainingData(Part(examples, rest), held_out, facts, layer_ids)
 
     def read(self, source: str | None, name: str) -> tuple[Any, dict[str, Any]]:
         """Returns the examples of a source, and its facts; regenerated ones go into the subfolder `name`."""
@@ -114,6 +118,37 @@ class ExampleReader:
         left_out = "".join(f", {count:,} skipped ({reason})" for reason, count in sorted(skipped.items()))
         self.progress(f"{source}: {facts['rows']:,} rows of {facts['tokens']:,} tokens{left_out}")
         return facts
+
+
+def drawn_chats(examples: Any, count: int, seed: int) -> set[int]:
+    """Draws at most `count` examples by chats: those that follow each other and have the same first question are of
+    one chat, whose turns are examples of their own, or so alike that both belong on one side."""
+    order = [*range(len(examples))]
+    Random(seed).shuffle(order)
+    chosen = set[int]()
+    for index in order:
+        if len(chosen) >= count:
+            break
+        if index not in chosen and len(chat := _chat_of(examples, index)) <= count - len(chosen):
+            chosen |= chat
+    return chosen
+
+
+def _chat_of(examples: Any, index: int) -> set[int]:
+    """Returns the examples around one that are of its chat."""
+    first = last = index
+    while first > 0 and _goes_on(examples, first - 1):
+        first -= 1
+    while last + 1 < len(examples) and _goes_on(examples, last):
+        last += 1
+    return {*range(first, last + 1)}
+
+
+def _goes_on(examples: Any, index: int) -> bool:
+    """Returns whether the next example begins as this one does, up to its answer."""
+    tokens, following = tokens_at(examples, index), tokens_at(examples, index + 1)
+    length = int(tokens.answers.int().argmax())
+    return length > 0 and torch.equal(tokens.input_ids[:length], following.input_ids[:length])
 
 
 def target_in_store(source: str | None, name: str) -> StoredTarget | None:

@@ -28,6 +28,7 @@ from ..storage.folders import write_json
 from ..storage.sealed import open_sealed, write_sealed
 from ..storage.tensor_file import Entry
 from .ends import parts_of
+from .kinds import Tokens
 
 Columns = dict[str, Tensor]  # of an example
 Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # a column's dtype, and the shape of its entry for one token
@@ -232,15 +233,22 @@ class HiddenStateStore(Dataset):
         return self.__dict__ | {"_files": {}}
 
     def __getitem__(self, i: int) -> Columns:
+        return self._columns(i, self.manifest.layout())
+
+    def tokens(self, i: int) -> Tokens:
+        """Returns the tokens of an example, without its states."""
+        columns = self._columns(i, ("input_ids", "answers"))
+        return Tokens(columns["input_ids"], columns["answers"])
+
+    def _columns(self, i: int, names: Iterable[str]) -> Columns:
         i = range(len(self))[i]
         shard = bisect_right(self._starts, i) - 1
         start, end = self._offsets[shard][i - self._starts[shard] :][:2]
         if shard not in self._files:
             with open_sealed(self._paths[shard], self.verify) as file:
                 self._files[shard] = file
-        layout = self.manifest.layout()
         # A slice is a view of the whole mapped tensor, which is what would be sent between processes.
-        return _decode({name: self._files[shard].get_slice(name)[start:end].clone() for name in layout})
+        return _decode({name: self._files[shard].get_slice(name)[start:end].clone() for name in names})
 
     def check(self, layer_ids: list[int] | None = None, tokenizer_fingerprint: str | None = None) -> None:
         """Raises ValueError naming which of these the examples were not made with; None is not looked at."""

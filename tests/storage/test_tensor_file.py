@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from eagle31_hf.storage import sealed
 from eagle31_hf.storage.sealed import open_sealed, write_sealed
 from eagle31_hf.storage.tensor_file import CHUNK_BYTES, DTYPES, Entry, write_tensor_file
 
@@ -72,6 +73,25 @@ def test_a_sealed_file_is_replaced_and_read_with_its_facts(tmp_path):
         assert (tensor.dtype, tensor.shape) == (expected.dtype, expected.shape)
         assert tensor.view(torch.uint8).equal(expected.view(torch.uint8))
     assert [*tmp_path.iterdir()] == [path]
+
+
+def test_a_file_is_verified_once_as_long_as_it_is_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(sealed, "MARKED_BYTES", 0)
+    checksum, read = sealed._checksum, []
+    monkeypatch.setattr(sealed, "_checksum", lambda path, digest: read.append(path) or checksum(path, digest))
+    path = tmp_path / "file.safetensors"
+    for count in (1, 2):
+        write_sealed(path, {"ids": Entry.of_tensor(torch.arange(count))}, {"rows": str(count)})
+        for _ in range(3):
+            with open_sealed(path, verify=True) as file:
+                assert file.metadata()["rows"] == str(count)
+        assert len(read) == count
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="its checksum differs"), open_sealed(path, verify=True):
+            pass
 
 
 def test_a_sealed_file_of_the_first_release_is_read(tmp_path):

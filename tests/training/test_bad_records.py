@@ -81,6 +81,11 @@ RECORDS = [
     ({"messages": [ASKED, SAID | {"content": {"text": "abc"}}]}, "content is no text"),
     ({"messages": [ASKED, SAID | {"content": ["abc"]}]}, "content is no text"),
     ({"messages": [ASKED, SAID | {"content": [{"type": "text", "text": 5}]}]}, "content is no text"),
+    (
+        {"messages": [ASKED | {"content": [{"type": "image"}, {"type": "text", "text": "abc"}]}, SAID]},
+        "holds more than text",
+    ),
+    ({"messages": [ASKED, SAID | {"content": [{"type": ["a"], "text": "abc"}]}]}, "holds more than text"),
     ({"messages": [ASKED, SAID | {"tool_calls": "f()"}]}, "tool_calls are no list of objects"),
     ({"messages": [ASKED, SAID | {"reasoning": 5}]}, "reasoning is no text"),
     ({"messages": [ASKED, SAID], "tools": "no json"}, "tools are no list of objects"),

@@ -6,12 +6,13 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from close import EXACT, assert_close
+from conftest import build_drafter
 from factories import build
 from training_runs import InterruptAfter, LostMachineError, make_examples, make_trainer, run
 
 from eagle31_hf.cli import parser
 from eagle31_hf.training.arguments import Eagle31TrainingArguments
-from eagle31_hf.training.optimizer import JoinedOptimizer, matrices_of, new_muon
+from eagle31_hf.training.optimizer import JoinedOptimizer, matrices_of, new_muon, slow_down_tables
 from eagle31_hf.training.optimizer import logger as optimizer_logger
 from eagle31_hf.training.saving import RECORD
 
@@ -95,6 +96,17 @@ def test_the_rate_of_a_head_falls_with_the_width(tmp_path, trains):
     assert rates.get(id(trainer.drafter.lm_head.weight)) == (
         (0.004 * 128 / width if width > 128 else 0.004) if trains else None
     )
+
+
+def test_tables_of_wide_drafters_are_slow(target):
+    drafter = build_drafter(target, "own_embedding", hidden_size=256, head_dim=128)
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=0.004, weight_decay=0.1)
+    slow_down_tables(optimizer, drafter)
+    rates = {id(p): (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]}
+    tables = {id(drafter.lm_head.weight), id(drafter.embed_tokens.weight)}
+    assert {rates[table] for table in tables} == {(0.002, 0.1)}
+    assert {rate for parameter, rate in rates.items() if parameter not in tables} == {(0.004, 0.1)}
+    assert sorted(rates) == sorted(map(id, drafter.parameters()))
 
 
 def test_without_its_rate_there_is_no_muon(tmp_path):

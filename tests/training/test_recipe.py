@@ -2,15 +2,18 @@
 
 import json
 from copy import deepcopy
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
 from conftest import build_target
 
+from eagle31_hf.training.packing import Examples
 from eagle31_hf.training.prepare import PreparationOptions, prepare_data
 from eagle31_hf.training.recipe import (
     ExampleReader,
     draft_vocabulary,
+    drawn_chats,
     line_of,
     loaded_drafter,
     target_in_store,
@@ -49,18 +52,41 @@ def reader(target, speller, told) -> ExampleReader:
 
 
 @pytest.mark.parametrize(("asked", "held_out"), [(0, None), (2, 2), (99, 3)], ids=["none", "some", "a tenth"])
-def test_the_last_examples_are_held_out(reader, source, told, asked, held_out):
+def test_some_examples_are_held_out_drawn_at_random(reader, source, told, asked, held_out):
     data = reader.training_data(source, None, asked)
     whole, facts = reader.read(source, "data")
-    examples = [data.train[i] for i in range(len(data.train))] + [data.held_out[i] for i in range(held_out or 0)]
+    texts = [whole[i]["input_ids"].tolist() for i in range(RECORDS)]
+    kept = [data.train[i]["input_ids"].tolist() for i in range(len(data.train))]
+    apart = [data.held_out[i]["input_ids"].tolist() for i in range(held_out or 0)]
     assert (len(data.train), data.held_out is None) == (RECORDS - (held_out or 0), held_out is None)
-    assert [example["input_ids"].tolist() for example in examples] == [
-        whole[i]["input_ids"].tolist() for i in range(RECORDS)
-    ]
+    assert sorted(kept + apart) == sorted(texts)
+    assert kept == [text for text in texts if text not in apart]  # their order is the data's
+    assert held_out is None or data.held_out.indices != [*range(RECORDS - held_out, RECORDS)]
     assert data.facts == facts
     assert facts["rows"] == RECORDS
-    assert facts["tokens"] == sum(len(example["input_ids"]) for example in examples)
+    assert facts["tokens"] == sum(map(len, texts))
     assert told == 2 * [f"{source}: 30 rows of {facts['tokens']} tokens"]
+
+
+def test_a_chat_is_held_out_whole():
+    """Its turns are examples of their own, each of which begins with the first question."""
+
+    def example(prompt: list[int], answer: int) -> dict:
+        ids = torch.tensor([*prompt, *[answer] * 3])
+        return {"input_ids": ids, "answers": torch.arange(len(ids)) >= len(prompt)}
+
+    chats = [[example([1, chat, *[5] * turn], 7 + turn) for turn in range(1 + chat % 3)] for chat in range(30)]
+    examples = Examples.from_iterable(one for chat in chats for one in chat)
+    starts = [0, *accumulate(map(len, chats))]
+    rows_of = [{*range(start, end)} for start, end in pairwise(starts)]
+    drawn = set()
+    for seed in range(20):
+        chosen = drawn_chats(examples, 7, seed)
+        assert 5 <= len(chosen) <= 7
+        assert all(rows <= chosen or not rows & chosen for rows in rows_of)
+        assert chosen == drawn_chats(examples, 7, seed)
+        drawn.add(frozenset(chosen))
+    assert len(drawn) > 15
 
 
 def test_examples_of_another_source_are_held_out_whole(reader, source, tmp_path):

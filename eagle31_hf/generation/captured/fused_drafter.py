@@ -11,7 +11,7 @@ from transformers import Cache
 from transformers.activations import SiLUActivation
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from ...attention import GQAttention
+from ...attention import GQAttention, Norm
 from ...kernels.norms import embed_norms, state_norms
 from ...modeling import Eagle31DecoderLayer, Eagle31DrafterModel
 from ...quantized import QuantizedLinear
@@ -20,7 +20,7 @@ from ...targets.ends import ACTIVATION_DTYPES
 from ..aux_states import gathered
 
 LAYERS = Eagle31DecoderLayer, GQAttention, LlamaMLP
-KINDS = (*LAYERS, SiLUActivation, nn.SiLU, nn.Linear, QuantizedLinear, nn.RMSNorm)  # of modules in a layer
+KINDS = (*LAYERS, SiLUActivation, nn.SiLU, nn.Linear, QuantizedLinear, nn.RMSNorm, Norm)  # of modules in a layer
 
 
 @dataclass
