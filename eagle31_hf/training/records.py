@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from ..storage.jsonl import JsonLines
+from ..storage.sealed import open_sealed
 from .skipped import Skipped
 
 Record = Mapping[str, Any]
 SAVED_DATASET = ("state.json", "dataset_dict.json")  # left by `Dataset.save_to_disk` and `DatasetDict.save_to_disk`
+SHARD = "shard-*.safetensors"  # a file of a store
 COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".zip"}
 
 
@@ -67,6 +69,25 @@ class Items(Records):
 
     def __getitem__(self, index):
         return _checked(self._items[index], self.where(index))
+
+
+class Shard(Records):
+    """The tokens of the rows of a store's shard."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        with open_sealed(path, verify=True) as file:
+            self._tokens = {name: file.get_tensor(name) for name in ("input_ids", "answers", "offsets")}
+
+    def __len__(self) -> int:
+        return len(self._tokens["offsets"]) - 1
+
+    def where(self, number: int) -> str:
+        return f"{self.path}, row {range(len(self))[number] + 1}"
+
+    def __getitem__(self, index):
+        start, end = self._tokens["offsets"][range(len(self))[index] :][:2]
+        return {name: self._tokens[name][start:end] for name in ("input_ids", "answers")}
 
 
 class Table(Records):
@@ -156,15 +177,20 @@ def _parquet(path: Path) -> Records:
 
 
 # others are text
-FILES: dict[str, Callable[[Path], Records]] = {".jsonl": Lines, ".json": _json, ".parquet": _parquet}
+FILES: dict[str, Callable[[Path], Records]] = {
+    ".jsonl": Lines,
+    ".json": _json,
+    ".parquet": _parquet,
+    ".safetensors": Shard,
+}
 
 
 def read_records(source: str, split: str = "train") -> Records:
     """Reads the records of a file, of all files in a folder in the order of their paths, or of a dataset, saved in a
-    folder or of the Hub.
+    folder or of the Hub. Of a store that prepare-data wrote, also of several in one folder, the tokens are read.
 
-    `.jsonl` is read lazily; a file that is not `.jsonl`, `.json` or `.parquet` is one record {"text"}. Datasets of the
-    Hub go by "owner/name" or "owner/name:config"; `split` is theirs and that of saved ones. Raises FileNotFoundError
+    `.jsonl` is read lazily; a file that is no `.jsonl`, `.json`, `.parquet` or shard is one record {"text"}. Datasets of
+    the Hub go by "owner/name" or "owner/name:config"; `split` is theirs and that of saved ones. Raises FileNotFoundError
     for a path that is not there, ValueError for a file that cannot be read or has nothing in it, ImportError where the
     `datasets` library is needed and missing.
     """
@@ -211,6 +237,8 @@ def _files(source: str) -> list[Path]:
         return [root]
     paths = (Path(folder, name) for folder, _, names in os.walk(root) for name in names)
     found = sorted(path for path in paths if not any(part.startswith(".") for part in path.relative_to(root).parts))
+    stores = {path.parent for path in found if path.match(SHARD)}  # beside whose shards lie files about them
+    found = [path for path in found if path.match(SHARD) or path.parent not in stores]
     if not found:
         raise ValueError(f"{source}: is a folder without files; expected .jsonl, .json, .parquet or text files in it.")
     return found

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from eagle31_hf.training.kinds import Tokens, parse_record
+from eagle31_hf.training.prepare import PreparationOptions, prepare_data
 from eagle31_hf.training.records import Lines, identity, read_records
 from eagle31_hf.training.skipped import Skipped
+from eagle31_hf.training.store import HiddenStateStore
 
 ASKED, SAID = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 RECORDS = [{"text": "one"}, {"text": "two ü"}, {"text": "three"}]
@@ -38,6 +40,28 @@ def test_files_of_records(tmp_path, name):
     assert [*records] == RECORDS
     assert (len(records), records[-1]) == (3, RECORDS[2])
     assert [*pickle.loads(pickle.dumps(records))] == RECORDS
+
+
+def test_the_tokens_of_stores_are_records(target, tokenizer, tmp_path):
+    """Answers that an engine gave without states get them so; several stores in a folder are read together."""
+    texts = ["abcdefgh", "cdefghij", "ijhgfedc"]
+    for name, some in (("one", texts[:2]), ("two", texts[2:])):
+        data = written(tmp_path, f"{name}.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in some))
+        prepare_data(target, tokenizer, data, tmp_path / "stores" / name, PreparationOptions(max_length=40))
+    written(tmp_path, "stores/more/manifest.json", "[]")  # of something else
+    written(tmp_path, "stores/more/more.jsonl", json.dumps({"input_ids": [1, 2, 3], "answers": [0, 1, 1]}))
+    records = read_records(str(tmp_path / "stores"))
+    assert [tokenizer.decode(parse_record(record).input_ids) for record in records] == ["bcd", *texts]
+    assert "one/shard-00000.safetensors, row 2" in records.where(2)
+    done = prepare_data(
+        target, tokenizer, str(tmp_path / "stores"), tmp_path / "states", PreparationOptions(max_length=40, states=True)
+    )
+    assert (done.rows, done.tokens) == (4, 27)
+    found, plain = HiddenStateStore(tmp_path / "states"), HiddenStateStore(tmp_path / "stores" / "one")
+    for row in range(2):
+        assert torch.equal(found[1 + row]["input_ids"], plain[row]["input_ids"])
+        assert torch.equal(found[1 + row]["answers"], plain[row]["answers"])
+        assert len(found[1 + row]["states"]) == 8
 
 
 def test_any_other_file_is_one_text(tmp_path):
