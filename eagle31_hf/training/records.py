@@ -189,10 +189,10 @@ def read_records(source: str, split: str = "train") -> Records:
     """Reads the records of a file, of all files in a folder in the order of their paths, or of a dataset, saved in a
     folder or of the Hub. Of a store that prepare-data wrote, also of several in one folder, the tokens are read.
 
-    `.jsonl` is read lazily; a file that is no `.jsonl`, `.json`, `.parquet` or shard is one record {"text"}. Datasets of
-    the Hub go by "owner/name" or "owner/name:config"; `split` is theirs and that of saved ones. Raises FileNotFoundError
-    for a path that is not there, ValueError for a file that cannot be read or has nothing in it, ImportError where the
-    `datasets` library is needed and missing.
+    `.jsonl` is read lazily; a file that is no `.jsonl`, `.json`, `.parquet` or shard is one record {"text"}. Datasets
+    of the Hub go by "owner/name" or "owner/name:config"; `split` is theirs and that of saved ones. Raises
+    FileNotFoundError for a path that is not there, ValueError for a file that cannot be read or has nothing in it,
+    ImportError where the `datasets` library is needed and missing.
     """
     if _is_local(source):
         parts = [FILES.get(path.suffix.lower(), _text)(path) for path in _files(source)]
