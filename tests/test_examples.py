@@ -19,6 +19,11 @@ RUNS = {
     "compare_drafters.py": (f"{ONE_PROMPT} --depth 3", ["768, window of 192           eagle3   accepted length"]),
     "upgrade_demo_drafter.py": (f"{ONE_PROMPT} --depth 3", ["fused state moved by", "upgraded             accepted"]),
     "train.py": ("--texts 8 --held-out 2 --epochs 1 --output {}/it", ["tokens a target forward on examples held out"]),
+    "chat_drafter.py": (
+        f"--target {EXAMPLES.parent / 'eagle31_hf' / 'demo' / 'target'} --work {{}} --chats 6 --max-new-tokens 40"
+        " --draft-vocab-size 500 --epochs 1",
+        ["/eagle31, after ", "/eagle3, after "],
+    ),
     "train_demo_drafters.py": (
         "--texts 8 --held-out 2 --epochs 1 --work {} --output {}/pair",
         ["eagle31 {", "eagle3 {", '"accepted_length": '],
