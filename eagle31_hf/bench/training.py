@@ -16,11 +16,13 @@ from ..modeling import Eagle31DrafterModel
 from ..targets.layers import decoder_layers
 from ..training.fresh import new_drafter
 from ..training.objective import Batch, DraftingObjective, Settings
+from ..training.optimizer import JoinedOptimizer, matrices_of, new_muon, slow_down_tables
 from ..training.target import TargetReader
 from . import environment, peak_memory, synchronize
 from .engine import DRAFT_VOCABULARY, build
 
 PARTS = ("target", "forward", "backward", "optimizer")
+TEXTS = 4  # packed into a row
 WAYS = {"computed again": True, "kept": False}  # activations of the unroll; the frugal first
 
 
@@ -36,14 +38,15 @@ class Step:
         self.objective = DraftingObjective(self.drafter, Settings(depth, (1.0,) * depth), self.reader.logits).train()
         self.objective.recomputes = recomputes
         self.trained: list[nn.Parameter] = [p for p in self.drafter.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(self.trained, lr=1e-5)
+        self.optimizer = usual_optimizer(self.drafter)
         self.ids = torch.randint(len(table.weight), (1, tokens), device=target.device)
 
     def run(self) -> None:
-        one_text, device = torch.ones_like(self.ids), self.ids.device.type
-        states, last = self._timed("target", lambda: self.reader.read(self.ids, one_text))
-        batch = Batch(self.ids, one_text.bool(), one_text, states, last)
-        with torch.autocast(device, dtype=torch.bfloat16, enabled=self.target.dtype != torch.float32):
+        device, tokens = self.ids.device, self.ids.shape[1]
+        texts = 1 + torch.arange(tokens, device=device)[None] * TEXTS // tokens
+        states, last = self._timed("target", lambda: self.reader.read(self.ids, texts))
+        batch = Batch(self.ids, torch.ones_like(texts, dtype=torch.bool), texts, states, last)
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.target.dtype != torch.float32):
             loss: Tensor = self._timed("forward", lambda: self.objective(batch)["loss"])
         self._timed("backward", loss.backward)
         self._timed("optimizer", self._update)
@@ -60,6 +63,15 @@ class Step:
         synchronize()
         self.seconds[part].append(time.perf_counter() - began)
         return result
+
+
+def usual_optimizer(drafter: Eagle31DrafterModel) -> JoinedOptimizer:
+    """Makes the optimizer that a Trainer makes by default, with rates that change nothing worth mentioning."""
+    matrices = matrices_of(drafter)
+    known = {id(matrix) for matrix in matrices}
+    rest = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad and id(p) not in known], lr=1e-5)
+    slow_down_tables(rest, drafter)
+    return JoinedOptimizer([rest, new_muon(matrices, 1e-5, 0.0)])
 
 
 def measure_training(

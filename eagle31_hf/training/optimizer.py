@@ -118,15 +118,9 @@ def matrices_of(drafter: Eagle31DrafterModel) -> list[Tensor]:
     return [p for p in drafter.parameters() if p.requires_grad and p.dim() == 2 and id(p) not in tables]
 
 
-def new_muon(matrices: Sequence[Tensor], args: Eagle31TrainingArguments) -> Optimizer:
+def new_muon(matrices: Sequence[Tensor], rate: float, weight_decay: float) -> Optimizer:
     """Makes the optimizer of matrices."""
-    return torch.optim.Muon(
-        matrices,
-        lr=args.matrix_learning_rate,
-        momentum=MOMENTUM,
-        weight_decay=args.weight_decay,
-        adjust_lr_fn=ADJUSTMENT,
-    )
+    return torch.optim.Muon(matrices, lr=rate, momentum=MOMENTUM, weight_decay=weight_decay, adjust_lr_fn=ADJUSTMENT)
 
 
 def slow_down_tables(optimizer: Optimizer, drafter: Eagle31DrafterModel) -> None:
@@ -214,7 +208,8 @@ class MuonTrainer(Trainer):
         with left_out(matrices):
             rest = super().create_optimizer(model)
         slow_down_tables(rest, self.drafter)
-        self.optimizer = JoinedOptimizer([rest, new_muon(matrices, self.args)])
+        muon = new_muon(matrices, self.args.matrix_learning_rate, self.args.weight_decay)
+        self.optimizer = JoinedOptimizer([rest, muon])
         return self.optimizer
 
     def _get_learning_rate(self) -> float:

@@ -20,6 +20,11 @@ SAVING = {"save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "cosin
 RATES = {"matrix_learning_rate": 0.03, "learning_rate": 0.002}
 
 
+def rates() -> tuple[float, float]:
+    """Returns the rate and the weight decay of Muon, by default."""
+    return arguments().matrix_learning_rate, arguments().weight_decay
+
+
 def arguments(**options) -> Eagle31TrainingArguments:
     return Eagle31TrainingArguments(output_dir="unused", use_cpu=True, **options)
 
@@ -36,7 +41,7 @@ def test_joined_optimizers_take_the_steps_of_each():
     for each in (joined_drafter, drafter):
         matrices = matrices_of(each)
         rest = [p for p in each.parameters() if id(p) not in set(map(id, matrices))]
-        parts.append([torch.optim.AdamW(rest, lr=0.01), new_muon(matrices, arguments())])
+        parts.append([torch.optim.AdamW(rest, lr=0.01), new_muon(matrices, *rates())])
     joined = JoinedOptimizer(parts[0])
     schedule = torch.optim.lr_scheduler.LambdaLR(joined, lambda step: 0.5**step)
     for step in range(3):
@@ -201,7 +206,7 @@ def test_schedules_that_look_at_the_first_rate(tmp_path, schedule):
 
 
 def test_the_states_of_joined_optimizers_are_to_be_read():
-    joined = JoinedOptimizer([new_muon(matrices_of(build()), arguments())])
+    joined = JoinedOptimizer([new_muon(matrices_of(build()), *rates())])
     with pytest.raises(TypeError):
         joined.state["x"] = 1
     with pytest.raises(AttributeError, match="expected load_state_dict"):
@@ -228,7 +233,7 @@ def test_a_checkpoint_without_optimizer_states_suits_every_run(tmp_path):
 
 def test_states_of_other_groups_are_refused():
     drafter = build()
-    muon = new_muon(matrices_of(drafter), arguments())
+    muon = new_muon(matrices_of(drafter), *rates())
     joined = JoinedOptimizer([torch.optim.AdamW(drafter.norm.parameters()), muon])
     with pytest.raises(ValueError, match="a run goes on with the optimizers it began with"):
         joined.load_state_dict(muon.state_dict())
