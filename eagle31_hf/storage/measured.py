@@ -1,7 +1,9 @@
 """Figures that were measured on this machine, kept between processes in the user's cache folder."""
 
 import json
+import os
 import platform
+import secrets
 import threading
 from contextlib import suppress
 from functools import cache
@@ -10,8 +12,6 @@ from typing import Any
 
 import torch
 from huggingface_hub import constants
-
-from .folders import replace_json
 
 FOLDER = "eagle31_hf"  # in HF_HOME
 CPUINFO = Path("/proc/cpuinfo")
@@ -47,7 +47,9 @@ class Measured:
             self._figures = {**(self._figures or {}), **self._read(), key: figures}
             with suppress(OSError):
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                replace_json(self.path, self._figures)
+                staged = self.path.with_name(f".{self.path.name}.{secrets.token_hex(4)}")
+                staged.write_text(json.dumps(self._figures, indent=1, sort_keys=True), encoding="utf-8")
+                os.replace(staged, self.path)  # no sync to disk, which takes longer than a round
 
     def _read(self) -> dict[str, Any]:
         try:
