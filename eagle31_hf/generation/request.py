@@ -210,7 +210,9 @@ def can_attend_by_position(request: Request, runner: TargetRunner) -> bool:
     """Returns whether in 16 bits the attention of a chain can run position by position, as that of plain rounds does:
     in the usual form, for one sequence without padding."""
     is_one = len(request.input_ids) == 1 and runner.seen is None
-    is_usual = own_attention(request.target) == "sdpa" and set(windows_of(request.target).values()) == {None}
+    config = request.target.config.get_text_config(decoder=True)
+    is_usual = own_attention(request.target) == "sdpa" and getattr(config, "kv_lora_rank", None) is None
+    is_usual = is_usual and set(windows_of(request.target).values()) == {None}
     return request.target.dtype in LOW and is_one and is_usual and cache.capacity(runner.past_key_values) is None
 
 

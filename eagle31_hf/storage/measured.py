@@ -42,14 +42,18 @@ class Measured:
             return self._figures.get(key)
 
     def put(self, key: str, figures: Any) -> None:
-        """Keeps the figures of a key, beside those that other processes wrote meanwhile."""
+        """Keeps the figures of a key, beside those that the file has by now; of two processes that write at the same
+        moment the later one wins."""
         with self._lock:
             self._figures = {**(self._figures or {}), **self._read(), key: figures}
             with suppress(OSError):
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 staged = self.path.with_name(f".{self.path.name}.{secrets.token_hex(4)}")
-                staged.write_text(json.dumps(self._figures, indent=1, sort_keys=True), encoding="utf-8")
-                os.replace(staged, self.path)  # no sync to disk, which takes longer than a round
+                try:
+                    staged.write_text(json.dumps(self._figures, indent=1, sort_keys=True), encoding="utf-8")
+                    os.replace(staged, self.path)  # no sync to disk, which takes longer than a round
+                finally:
+                    staged.unlink(missing_ok=True)
 
     def _read(self) -> dict[str, Any]:
         try:

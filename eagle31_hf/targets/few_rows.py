@@ -8,11 +8,13 @@ T rows, K width of a layer's input; H heads, Hkv heads of keys and values, D hea
 """
 
 import functools
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -36,6 +38,9 @@ TIMED_ROWS = (1, 3, 8)
 TIMED_BYTES = 2**26  # of weights of one shape that kernels are timed on: more than a cache holds
 TIMES = 3
 COMPARED_ROWS = 64
+LEAST = (1, 2, None)  # what `Choice.least_rows` may be
+SAMPLED = 16  # rows of a weight that are looked at
+CGROUP = Path("/sys/fs/cgroup")
 SHARE_OF_MEMORY = 0.5  # of what is free, that packed weights may take
 MEASURED = Measured("linear_layers")
 Run = Callable[[Tensor], Tensor]  # (..., K) -> (..., N)
@@ -74,7 +79,17 @@ class _Forwards(threading.local):
 _forwards = _Forwards()
 _lock = threading.RLock()
 _layers: WeakKeyDictionary[nn.Linear, FewRowsLayer] = WeakKeyDictionary()
-_users: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # contexts that a model is in, of all threads
+_users: WeakKeyDictionary[nn.Linear, int] = WeakKeyDictionary()  # contexts that a layer is in, of all threads
+
+
+def _begin_anew() -> None:
+    """In a process that was forked no context of its parent goes on, nor does anyone hold the lock."""
+    global _lock
+    _lock = threading.RLock()
+    _users.clear()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
 
 
 @dataclass(frozen=True)
@@ -91,21 +106,28 @@ def few_rows(model: PreTrainedModel) -> Iterator[FewRows]:
     """A context in which forwards of a model that are `in_rounds` run few rows as is fastest here. All other forwards,
     of other threads too, stay the model's own, and so does the model when the context ends."""
     with _lock:
-        layers = _prepared(model)
-        if not _users.get(model):
-            for layer, few in layers.items():
-                vars(layer)["forward"] = _StandIn(layer, few)
-        _users[model] = _users.get(model, 0) + 1
+        layers = {} if torch.is_autocast_enabled("cpu") else _prepared(model)
+        for layer, few in layers.items():
+            vars(layer)["forward"] = _StandIn(layer, few)  # where another context has one, its weight may be an old one
+            _users[layer] = _users.get(layer, 0) + 1
     try:
-        is_exact = all(few.choice.least_rows and layer.weight.dtype in LOW for layer, few in layers.items())
-        yield FewRows(sum(few.num_bytes for few in layers.values()), is_exact and bool(layers))
+        yield FewRows(sum(few.num_bytes for few in layers.values()), _is_exact(model, layers))
     finally:
         with _lock:
-            _users[model] -= 1
-            if not _users[model]:
-                for module in model.modules():
-                    if isinstance(vars(module).get("forward"), _StandIn):
-                        del vars(module)["forward"]
+            for layer in layers:
+                _users[layer] = _users.get(layer, 1) - 1
+                if not _users[layer] and isinstance(vars(layer).get("forward"), _StandIn):
+                    del vars(layer)["forward"]
+
+
+def _is_exact(model: nn.Module, layers: dict[nn.Linear, FewRowsLayer]) -> bool:
+    """Returns whether a model is of 16 bits, and all its matrices but tables of tokens are of layers whose rows do not
+    depend on each other."""
+    if not layers or any(layer.weight.dtype not in LOW or not few.choice.least_rows for layer, few in layers.items()):
+        return False
+    known = {id(layer.weight) for layer in layers}
+    known |= {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    return all(parameter.dim() < 2 or id(parameter) in known for parameter in model.parameters())
 
 
 @contextmanager
@@ -131,16 +153,20 @@ class _StandIn:
 
     stands_in = True  # for `decoder_layer.forward_of`
 
-    def __init__(self, layer: nn.Linear, few: FewRowsLayer):
-        self.original = functools.partial(type(layer).forward, layer)
-        self.width, self.least_rows = layer.in_features, few.choice.least_rows or 1
-        self.run = _run(layer, few)
+    def __init__(self, layer: nn.Linear, few: FewRowsLayer | None):
+        self.layer = layer  # of a copy that is made it may have nothing yet
+        self.least_rows = (few and few.choice.least_rows) or 1
+        self.run = None if few is None else _run(layer, few.packed_weight)
 
     def __call__(self, x: Tensor) -> Tensor:
-        num_rows = x.numel() // self.width
-        if not _forwards.are_rounds or not 0 < num_rows <= MOST_ROWS:
-            return self.original(x)
+        num_rows = x.numel() // self.layer.in_features
+        if self.run is None or not _forwards.are_rounds or not 0 < num_rows <= MOST_ROWS:
+            return type(self.layer).forward(self.layer, x)
         return _at_least(self.least_rows, self.run, x, num_rows)
+
+    def __reduce__(self) -> tuple:
+        """A copy of a layer, made meanwhile, runs its own forward."""
+        return _StandIn, (self.layer, None)
 
 
 def _at_least(least_rows: int, run: Run, x: Tensor, num_rows: int) -> Tensor:
@@ -150,11 +176,10 @@ def _at_least(least_rows: int, run: Run, x: Tensor, num_rows: int) -> Tensor:
     return run(x.reshape(1, -1).expand(least_rows, -1).contiguous())[:1].view(*x.shape[:-1], -1)
 
 
-def _run(layer: nn.Linear, few: FewRowsLayer) -> Run:
-    bias = layer.bias
-    if few.packed_weight is None:
-        return functools.partial(linear, weight=layer.weight, bias=bias)
-    return functools.partial(packed_linear, weight=few.packed_weight, bias=bias)
+def _run(layer: nn.Linear, packed_weight: Tensor | None) -> Run:
+    if packed_weight is None:
+        return functools.partial(linear, weight=layer.weight, bias=layer.bias)
+    return functools.partial(packed_linear, weight=packed_weight, bias=layer.bias)
 
 
 def _prepared(model: nn.Module) -> dict[nn.Linear, FewRowsLayer]:
@@ -166,14 +191,14 @@ def _prepared(model: nn.Module) -> dict[nn.Linear, FewRowsLayer]:
     layers = [layer for layer in own if (few := _layers.get(layer)) is None or few.key != _key(layer)]
     for layer in layers:
         _layers.pop(layer, None)
-    needed, free = sum(map(_num_bytes, layers)), psutil.virtual_memory().available
+    needed, free = sum(map(_num_bytes, layers)), _free_memory()
     if needed > SHARE_OF_MEMORY * free:
         logger.warning_once(
             "EAGLE drafting: the linear layers of %s run as torch has them: packed for rounds on the CPU they would"
             " take another %d MiB, and %d are free; expected %d.",
             *(type(model).__name__, needed >> 20, free >> 20, int(needed / SHARE_OF_MEMORY) >> 20),
         )
-        return {}
+        return {layer: _layers[layer] for layer in own if layer in _layers}
     for alike in _by_shape(layers).values():
         _prepare(alike)
     if needed:
@@ -191,8 +216,22 @@ def _is_plain(layer: nn.Linear) -> bool:
 
 
 def _key(layer: nn.Linear) -> tuple:
-    weight = layer.weight
-    return id(weight), weight.data_ptr(), weight._version, weight.dtype, weight.shape
+    """What a packed weight depends on. Some values are looked at, too: changes through `.data`, as PEFT's when it
+    merges an adapter, leave no other trace."""
+    weight = layer.weight.detach()
+    step = max(1, len(weight) // SAMPLED)
+    sample = (*weight[::step, 0].tolist(), *weight[::step, -1].tolist())
+    facts = layer.weight._version, weight.dtype, weight.shape, torch.get_num_threads()
+    return id(layer.weight), weight.data_ptr(), *facts, sample
+
+
+def _free_memory() -> int:
+    """The bytes that are free, by the limit of a container, too."""
+    free = psutil.virtual_memory().available
+    with suppress(OSError, ValueError):  # no such limit
+        limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        free = min(free, limit - used)
+    return free
 
 
 def _num_bytes(layer: nn.Linear) -> int:
@@ -214,30 +253,34 @@ def _prepare(layers: list[nn.Linear]) -> None:
     """Packs the weights of layers of one shape, where that is faster by what was measured on this machine."""
     weight = layers[0].weight
     name = f"{machine()}, {str(weight.dtype).removeprefix('torch.')} {weight.shape[0]} x {weight.shape[1]}"
-    kept = MEASURED.get(name)
     try:
-        choice = Choice(kept["is_packed"], kept["least_rows"]) if kept else _measured(layers)
-    except (RuntimeError, NotImplementedError):  # a processor that oneDNN has no such kernel for
-        choice = Choice(False, 1)
-    if not kept:
-        MEASURED.put(name, {"is_packed": choice.is_packed, "least_rows": choice.least_rows})
-    for layer in layers:
-        packed_weight = packed(layer.weight) if choice.is_packed else None
+        choice = _choice_of(MEASURED.get(name))
+        if choice is None:
+            choice = _measured(layers)
+            MEASURED.put(name, {"is_packed": choice.is_packed, "least_rows": choice.least_rows})
+        weights = [packed(layer.weight) if choice.is_packed else None for layer in layers]
+    except RuntimeError:  # no memory after all
+        choice, weights = Choice(False, None), [None] * len(layers)
+    for layer, packed_weight in zip(layers, weights, strict=True):
         _layers[layer] = FewRowsLayer(_key(layer), choice, packed_weight)
 
 
+def _choice_of(kept: Any) -> Choice | None:
+    """Reads a choice that an earlier process kept; None where there is none."""
+    is_choice = isinstance(kept, dict) and isinstance(kept.get("is_packed"), bool)
+    return Choice(kept["is_packed"], kept["least_rows"]) if is_choice and kept.get("least_rows", 0) in LEAST else None
+
+
 def _measured(layers: list[nn.Linear]) -> Choice:
+    """The choice for layers of one shape, by the times that they take."""
     timed = layers[: max(1, TIMED_BYTES // _num_bytes(layers[0]))]
-    runs = {
-        is_packed: [
-            _run(layer, FewRowsLayer((), Choice(is_packed, 1), packed(layer.weight) if is_packed else None))
-            for layer in timed
-        ]
-        for is_packed in (False, True)
-    }
-    is_packed = _seconds(runs[True], layers[0]) < _seconds(runs[False], layers[0])
-    is_low = layers[0].weight.dtype in LOW
-    return Choice(is_packed, _least_rows(runs[is_packed], layers[0]) if is_low else 1)
+    runs = [_run(layer, None) for layer in timed]
+    seconds, is_packed = _seconds(runs, layers[0]), False
+    with suppress(RuntimeError):  # a processor that oneDNN has no such kernel for
+        over_packed = [_run(layer, packed(layer.weight)) for layer in timed]
+        if _seconds(over_packed, layers[0]) < seconds:
+            runs, is_packed = over_packed, True
+    return Choice(is_packed, _least_rows(runs, layers[0]) if layers[0].weight.dtype in LOW else 1)
 
 
 def _rows(num: int, layer: nn.Linear) -> Tensor:
@@ -264,7 +307,7 @@ def _least_rows(runs: list[Run], layer: nn.Linear) -> int | None:
     """The least number of rows, 1 or 2, from which on a row's result is the same, to the last bit, whatever the other
     rows and their number; None where there is none."""
     x = _rows(COMPARED_ROWS, layer)
-    for least_rows in (1, 2):
+    for least_rows in (1, 2):  # of LEAST
         if all(_is_same(run, x, least_rows) for run in runs):
             return least_rows
     return None

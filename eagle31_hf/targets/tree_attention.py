@@ -72,7 +72,8 @@ def attention_of_rounds(target: PreTrainedModel) -> Iterator[None]:
     with _lock:
         _users[id(config)] += 1
         if _users[id(config)] == 1:
-            config._attn_implementation_internal = PREFIX + config._attn_implementation_internal
+            own = config._attn_implementation_internal.removeprefix(PREFIX)  # a copy made meanwhile has it already
+            config._attn_implementation_internal = PREFIX + own
     try:
         yield
     finally:

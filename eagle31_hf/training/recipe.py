@@ -121,25 +121,25 @@ class ExampleReader:
 
 
 def drawn_chats(examples: Any, count: int, seed: int) -> set[int]:
-    """Draws at most `count` examples by chats: those that follow each other and have the same first question are of
-    one chat, whose turns are examples of their own, or so alike that both belong on one side."""
+    """Draws at most `count` examples by chats: examples that follow each other and are the same up to the first answer
+    count as one chat, whose turns are examples of their own."""
     order = [*range(len(examples))]
     Random(seed).shuffle(order)
     chosen = set[int]()
     for index in order:
         if len(chosen) >= count:
             break
-        if index not in chosen and len(chat := _chat_of(examples, index)) <= count - len(chosen):
+        if index not in chosen and len(chat := _chat_of(examples, index, count)) <= count - len(chosen):
             chosen |= chat
-    return chosen
+    return chosen or {*order[:count]}  # where all begin alike there are no chats to tell apart
 
 
-def _chat_of(examples: Any, index: int) -> set[int]:
-    """Returns the examples around one that are of its chat."""
+def _chat_of(examples: Any, index: int, count: int) -> set[int]:
+    """Returns the examples around one that are of its chat; of one with more than `count` some."""
     first = last = index
-    while first > 0 and _goes_on(examples, first - 1):
+    while first > 0 and last - first <= count and _goes_on(examples, first - 1):
         first -= 1
-    while last + 1 < len(examples) and _goes_on(examples, last):
+    while last + 1 < len(examples) and last - first <= count and _goes_on(examples, last):
         last += 1
     return {*range(first, last + 1)}
 

@@ -3,11 +3,13 @@ left as it was."""
 
 import copy
 import json
+import pickle
 import threading
 
 import pytest
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from eagle31_hf import demo, track_acceptance
 from eagle31_hf.kernels.packed_linear import is_available
@@ -139,6 +141,7 @@ def test_a_weight_that_has_changed_is_packed_again():
         lambda: model[0].weight.mul_(2),
         lambda: setattr(model[0], "weight", nn.Parameter(torch.randn(128, 96))),
         lambda: setattr(model[0].weight, "data", torch.randn(128, 96)),
+        lambda: model[0].weight.data.add_(0.5),  # as PEFT merges an adapter: torch counts no version
         lambda: model.bfloat16(),
     ):
         change()
@@ -148,6 +151,90 @@ def test_a_weight_that_has_changed_is_packed_again():
         assert (got - expected).abs().max() <= (
             1e-5 if x.dtype == model[0].weight.dtype else 0.02
         ) * expected.abs().max()
+
+
+@torch.no_grad()
+def test_a_weight_that_has_changed_counts_in_a_context_that_was_there_before():
+    model = model_of(torch.float32)
+    x = torch.randn(3, 96)
+    with few_rows(model):
+        model[0].weight.mul_(3)
+        expected = model(x)
+        with few_rows(model), in_rounds():
+            got = model(x)
+    assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@torch.no_grad()
+def test_copies_made_meanwhile_are_models_of_their_own():
+    model = model_of(torch.float32)
+    x = torch.randn(3, 96)
+    with few_rows(model), in_rounds():
+        copied = copy.deepcopy(model)
+        copied[0].weight.zero_()
+        copied[0].bias.zero_()
+        assert torch.equal(copied[0](x), torch.zeros(3, 128))
+    with few_rows(copied), in_rounds():
+        assert torch.equal(copied[0](x), torch.zeros(3, 128))
+    assert forwards(copied) == [None] * 4
+    assert pickle.loads(pickle.dumps(model))[0](x).equal(model[0](x))
+
+
+@torch.no_grad()
+def test_models_that_share_a_layer_end_one_after_the_other():
+    model = model_of(torch.float32)
+    other = nn.Sequential(model[0])
+    with few_rows(model):
+        with few_rows(other):
+            pass
+        assert forwards(model)[1] is not None
+    assert forwards(model) == [None] * 4
+
+
+@torch.no_grad()
+def test_a_layer_that_leaves_the_model_meanwhile_gets_its_forward_back():
+    model = model_of(torch.float32)
+    layer = model[0]
+    with few_rows(model):
+        model[0] = nn.Linear(96, 128)
+    assert "forward" not in vars(layer)
+
+
+@pytest.mark.parametrize("matrix", ["fused experts", "Conv1D", "hooked"])
+def test_a_model_with_other_matrices_is_not_exact(matrix):
+    model = model_of(torch.bfloat16)
+    if matrix == "fused experts":
+        model.experts = nn.Parameter(torch.zeros(2, 3, 4, dtype=torch.bfloat16))
+    elif matrix == "Conv1D":
+        model.append(Conv1D(96, 96).bfloat16())
+    else:
+        model[0].register_forward_hook(lambda *args: None)
+    with few_rows(model) as rows:
+        assert not rows.is_exact
+
+
+@pytest.mark.parametrize("kept", [[], {}, {"is_packed": 1, "least_rows": 1}, {"is_packed": True, "least_rows": 7}])
+def test_choices_of_another_form_are_made_anew(monkeypatch, kept):
+    monkeypatch.setattr(Measured, "get", lambda self, key: kept)
+    with few_rows(model_of(torch.float32)) as rows:
+        assert rows.num_bytes
+
+
+def test_where_packing_fails_layers_run_as_torch_has_them(monkeypatch):
+    """Known or not: another processor of the same name, or no memory after all."""
+    with few_rows(model_of(torch.bfloat16)):
+        pass
+
+    def refused(weight):
+        raise RuntimeError("could not create a primitive")
+
+    monkeypatch.setattr(module, "packed", refused)
+    for _ in range(2):
+        with few_rows(model := model_of(torch.bfloat16)) as rows, in_rounds(), torch.no_grad():
+            assert rows.num_bytes == 0
+            x = torch.randn(3, 96).bfloat16()
+            assert model(x).shape == x.shape
+        monkeypatch.setattr(module, "MEASURED", Measured("another"))
 
 
 def test_weights_are_packed_once():

@@ -93,11 +93,12 @@ def knowledge_of(
 
 def kept_knowledge(drafter: Eagle31DrafterModel, target: PreTrainedModel, *kind: object) -> Knowledge:
     """The knowledge of this pair for one kind of call: this process's, or an earlier one's on this machine."""
-    known = knowledge_of(Knowledge, drafter, target, *kind)
+    config = target.config.to_json_string(use_diff=False) + target.name_or_path
+    dtypes = f"{target.dtype} {drafter.dtype}"
+    name = digest(config, dtypes, weights_fingerprint(drafter), machine(), repr(kind))[:32]
+    known = knowledge_of(Knowledge, drafter, target, *kind, name)
     with known.lock:
         if known.store is None:
-            shapes = target.config.to_json_string(use_diff=False)
-            parts = (shapes, str(target.dtype), weights_fingerprint(drafter), str(drafter.dtype), machine(), repr(kind))
-            known.store = Measured(f"planning/{digest(*parts)[:32]}")
+            known.store = Measured(f"planning/{name}")
             known.take_up(known.store.get(KEPT))
     return known
