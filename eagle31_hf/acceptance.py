@@ -83,8 +83,9 @@ class AcceptanceStats(SequenceStats):
     `target_forwards` counts verification forwards, each of which serves every sequence that has not ended; the
     prompts' forwards, each of which gives the first token of a text, are not among them, but counted by text in
     `prefills`. `seconds` is the time of the decoding loop by phase, on a GPU the device's. `kinds` counts rounds of
-    PLAIN, CHAINS, TREES and LOCK_STEP; `executions` counts, on a GPU, how they were run: as CUDA graphs, or eagerly
-    and why; `choices` counts the rounds of each choice of `num_assistant_tokens="auto"`, `explanation` says why.
+    PLAIN, CHAINS, TREES and LOCK_STEP; `executions` counts how they were run: on a GPU as CUDA graphs, or eagerly and
+    why, on a CPU in which dtype, and over how much of packed weights; `choices` counts the rounds of each choice of
+    `num_assistant_tokens="auto"`, `explanation` says why.
     """
 
     target_forwards: int = 0

@@ -50,10 +50,10 @@ def open_sealed(path: Path, verify: bool) -> Iterator[Any]:
     """
     try:
         file = safe_open(path, "pt")
-        if verify and not _is_verified(path):
+        if verify and not _is_verified(path, state := _state(path)):
             if _checksum(path, file.metadata()["sha256"]) != file.metadata()["sha256"]:
                 raise ValueError("its checksum differs")
-            _note_verified(path)
+            _note_verified(path, state)
         yield file
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
@@ -70,19 +70,20 @@ def _state(path: Path) -> str:
     return f"{found.st_size} {found.st_mtime_ns} {found.st_ino}"
 
 
-def _is_verified(path: Path) -> bool:
-    """Returns whether the checksum of a file was found right, and the file is the same since."""
+def _is_verified(path: Path, state: str) -> bool:
+    """Returns whether the checksum of a file was found right when its state was this one."""
     try:
-        return _mark(path).read_text() == _state(path)
+        return _mark(path).read_text() == state
     except (OSError, ValueError):
         return False
 
 
-def _note_verified(path: Path) -> None:
+def _note_verified(path: Path, state: str) -> None:
+    """Notes that the checksum of a file was found right; `state`: the file's before it was read."""
     if path.stat().st_size < MARKED_BYTES:
         return
     with suppress(OSError):  # in a folder that cannot be written to it is verified again
-        _mark(path).write_text(_state(path))
+        _mark(path).write_text(state)
 
 
 def _checksum(path: Path, digest: str) -> str:

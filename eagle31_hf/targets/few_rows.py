@@ -48,8 +48,9 @@ Run = Callable[[Tensor], Tensor]  # (..., K) -> (..., N)
 
 @dataclass(frozen=True)
 class Choice:
-    """How layers of one shape run few rows. `is_packed`: over packed weights; `least_rows`: a single row is run as so
-    many, since in 16 bits one alone is rounded in another way; None: rounding depends on their number in any case."""
+    """A decision for all linear layers of one shape: the kernel that multiplies few rows. `is_packed`: oneDNN over
+    packed weights, else torch's own; `least_rows`: the smallest number of rows from which on, in 16 bits, a row's
+    result does not depend on their number, 2 where a lone row is run twice; None: there is no such number."""
 
     is_packed: bool
     least_rows: int | None
@@ -69,8 +70,8 @@ class FewRowsLayer:
 
 
 class _Forwards(threading.local):
-    """What is known of the forwards of this thread: whether they are those of rounds, and, where attention is to run
-    position by position, how many keys there were before."""
+    """Two settings of this thread, which `in_rounds` makes and the stand-ins read. `are_rounds`: its forwards are those
+    of rounds; `num_before`: the number of keys before the new ones, where attention is to run position by position."""
 
     are_rounds = False
     num_before: int | None = None
@@ -89,7 +90,8 @@ def _begin_anew() -> None:
     _users.clear()
 
 
-os.register_at_fork(after_in_child=_begin_anew)
+if hasattr(os, "register_at_fork"):  # Windows has none, and does not fork
+    os.register_at_fork(after_in_child=_begin_anew)
 
 
 @dataclass(frozen=True)
@@ -201,9 +203,10 @@ def _prepared(model: nn.Module) -> dict[nn.Linear, FewRowsLayer]:
         return {layer: _layers[layer] for layer in own if layer in _layers}
     for alike in _by_shape(layers).values():
         _prepare(alike)
-    if needed:
-        logger.info("The linear layers of %s are packed: %d MiB.", type(model).__name__, needed >> 20)
-    return {layer: _layers[layer] for layer in own if layer in _layers}
+    made = sum(_layers[layer].num_bytes for layer in layers)
+    if made:
+        logger.info("Linear layers of %s are packed: %d MiB.", type(model).__name__, made >> 20)
+    return {layer: _layers[layer] for layer in own}
 
 
 def _is_plain(layer: nn.Linear) -> bool:
@@ -216,8 +219,8 @@ def _is_plain(layer: nn.Linear) -> bool:
 
 
 def _key(layer: nn.Linear) -> tuple:
-    """What a packed weight depends on. Some values are looked at, too: changes through `.data`, as PEFT's when it
-    merges an adapter, leave no other trace."""
+    """Returns a tuple that differs once a layer's weight has changed, by which a stale packed copy is noticed. It holds
+    some of the values: changes through `.data`, as PEFT's when it merges an adapter, leave no other trace."""
     weight = layer.weight.detach()
     step = max(1, len(weight) // SAMPLED)
     sample = (*weight[::step, 0].tolist(), *weight[::step, -1].tolist())

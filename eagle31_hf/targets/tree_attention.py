@@ -1,5 +1,6 @@
-"""What stands in for a target's own attention: over an arena `kernels.tree_attention`, while a mask of spans is passed,
-and on a CPU in 16 bits attention position by position, in rounds that ask for it.
+"""Attention functions registered with transformers that replace a target's own during rounds, and otherwise call it:
+`kernels.tree_attention` where a mask of spans is passed (caches in an arena, on a GPU), and attention position by
+position where a round asks for it (on a CPU, in 16 bits).
 
 B sequences, T query tokens, H heads, D width.
 """

@@ -171,7 +171,8 @@ def _sound(message: dict[str, Any]) -> dict[str, Any]:
                 "content is no text",
                 f"content is {SHORT.repr(content)}; expected text, or a list of objects with text.",
             )
-        media = next((str(part.get("type")) for part in content if part.get("type", "text") != "text"), None)
+        kinds = [str(part.get("type", "text")) for part in content]  # "input_text" of one API, "output_text" of another
+        media = next((kind for kind in kinds if not kind.endswith("text")), None)
         if media is not None:
             raise Skipped(
                 "holds more than text",

@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 import pytest
 import torch
 
-from eagle31_hf.acceptance import PLAIN
+from eagle31_hf.acceptance import CHAINS, PLAIN
 from eagle31_hf.generation.planning import knowledge
 from eagle31_hf.generation.planning.controller import TOP_K
 from eagle31_hf.generation.planning.knowledge import KEPT, Knowledge, kept_knowledge
@@ -56,7 +56,10 @@ def test_it_is_written_ever_less_often(monkeypatch, target, drafter):
     assert writes.count(KEPT) == 4  # after the first, second, fourth and eighth call
 
 
-@pytest.mark.parametrize("spoil", ["none", "list", "no costs", "no calibration", "short", "negative", "words"])
+SPOILT = ["none", "list", "no costs", "no calibration", "short", "negative", "words", "nan", "infinite", "no end"]
+
+
+@pytest.mark.parametrize("spoil", SPOILT)
 def test_what_cannot_be_read_is_as_if_nothing_was_known(monkeypatch, target, drafter, spoil):
     known = Knowledge()
     forget(monkeypatch)
@@ -68,6 +71,12 @@ def test_what_cannot_be_read_is_as_if_nothing_was_known(monkeypatch, target, dra
         kept["costs"]["verify"]["1"] = [-1.0]
     elif spoil == "words":
         kept["arms"][PLAIN]["rate"] = ["a", "b", "c"]
+    elif spoil == "nan":
+        kept["arms"][PLAIN]["rate"] = [float("nan")] * 3
+    elif spoil == "infinite":
+        kept["arms"][CHAINS]["trials"] = [float("inf")]
+    elif spoil == "no end":
+        kept["calibration"]["slope"] = float("inf")
     else:
         kept.pop(spoil.removeprefix("no "), None)
     known.take_up({"none": None, "list": []}.get(spoil, kept))

@@ -3,6 +3,7 @@ left as it was."""
 
 import copy
 import json
+import os
 import pickle
 import threading
 
@@ -178,6 +179,30 @@ def test_copies_made_meanwhile_are_models_of_their_own():
         assert torch.equal(copied[0](x), torch.zeros(3, 128))
     assert forwards(copied) == [None] * 4
     assert pickle.loads(pickle.dumps(model))[0](x).equal(model[0](x))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+@torch.no_grad()
+def test_a_process_forked_meanwhile_begins_anew():
+    """The child leaves no stand-in behind, and waits for no lock of a thread that it has not."""
+    model = model_of(torch.float32)
+    x = torch.randn(3, 96)
+    with few_rows(model), module._lock:
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                thread = threading.Thread(target=lambda: few_rows(model).__enter__(), daemon=True)
+                thread.start()  # another thread than the one that holds the lock
+                thread.join(20)
+                is_free = not thread.is_alive()
+                module._begin_anew()
+                with few_rows(model), in_rounds():
+                    model(x)
+                code = 0 if is_free and forwards(model) == [None] * 4 else 2
+            finally:
+                os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 @torch.no_grad()

@@ -64,6 +64,12 @@ def test_the_tokens_of_stores_are_records(target, tokenizer, tmp_path):
         assert len(found[1 + row]["states"]) == 8
 
 
+@pytest.mark.parametrize("kind", ["text", "input_text", "output_text"])
+def test_parts_of_text_are_text_whatever_their_api_calls_them(kind):
+    record = {"messages": [ASKED | {"content": [{"type": kind, "text": "a"}]}, SAID]}
+    assert parse_record(record).messages[0]["content"][0]["text"] == "a"
+
+
 def test_any_other_file_is_one_text(tmp_path):
     assert [*read_records(written(tmp_path, "poem.md", "roses\n\nred"))] == [{"text": "roses\n\nred"}]
 

@@ -20,7 +20,7 @@ from ...targets.ends import ACTIVATION_DTYPES
 from ..aux_states import gathered
 
 LAYERS = Eagle31DecoderLayer, GQAttention, LlamaMLP
-KINDS = (*LAYERS, SiLUActivation, nn.SiLU, nn.Linear, QuantizedLinear, nn.RMSNorm, Norm)  # of modules in a layer
+KINDS = (*LAYERS, SiLUActivation, nn.SiLU, nn.Linear, QuantizedLinear, Norm)  # of modules in a layer
 
 
 @dataclass

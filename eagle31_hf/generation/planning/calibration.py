@@ -43,7 +43,12 @@ class Calibration:
 
     def copy(self) -> "Calibration":
         """A copy that what is learnt later does not change."""
-        return Calibration.of(self.as_dict())
+        copied = Calibration()
+        copied.slope, copied.intercept = self.slope, self.intercept
+        copied.offsets = [*self.offsets]
+        copied.seen = [*self.seen]
+        copied.going_on = [*self.going_on]
+        return copied
 
     def as_dict(self) -> dict[str, Any]:
         """Returns what was learnt as plain values, for JSON."""
@@ -57,5 +62,8 @@ class Calibration:
             value = kept[name]
             if isinstance(usual, list) and len(value) != len(usual):
                 raise ValueError(f"{name} has {len(value)} entries; expected {len(usual)}.")
-            setattr(made, name, [type(usual[0])(one) for one in value] if isinstance(usual, list) else float(value))
+            numbers = [type(usual[0])(one) for one in value] if isinstance(usual, list) else [float(value)]
+            if not all(map(math.isfinite, numbers)):
+                raise ValueError(f"{name} is {value!r}; expected finite numbers.")
+            setattr(made, name, numbers if isinstance(usual, list) else numbers[0])
         return made

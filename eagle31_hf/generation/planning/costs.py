@@ -110,9 +110,11 @@ class Rate:
 
     @classmethod
     def of(cls, kept: Sequence[float]) -> "Rate":
-        """Makes a rate of its tokens, seconds and rounds."""
+        """Makes a rate of its tokens, seconds and rounds. Raises ValueError for what cannot be such."""
         rate = cls()
-        rate.tokens, rate.seconds, rate.rounds = map(float, kept)
+        rate.tokens, rate.seconds, rate.rounds = numbers = tuple(map(float, kept))
+        if not all(0 <= number < float("inf") for number in numbers):
+            raise ValueError(f"a rate is {numbers}; expected tokens, seconds and rounds.")
         return rate
 
     def fade(self) -> None:

@@ -66,7 +66,7 @@ class Knowledge:
         try:
             costs = {name: CostModel.of(kept["costs"][name]) for name in self._costs()}
             calibration, exploration = Calibration.of(kept["calibration"]), Exploration.of(kept["arms"])
-        except (KeyError, TypeError, ValueError, AttributeError):
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             return
         for name, cost in self._costs().items():
             cost.take(costs[name])
@@ -96,7 +96,7 @@ def kept_knowledge(drafter: Eagle31DrafterModel, target: PreTrainedModel, *kind:
     config = target.config.to_json_string(use_diff=False) + target.name_or_path
     dtypes = f"{target.dtype} {drafter.dtype}"
     name = digest(config, dtypes, weights_fingerprint(drafter), machine(), repr(kind))[:32]
-    known = knowledge_of(Knowledge, drafter, target, *kind, name)
+    known = knowledge_of(Knowledge, drafter, target, name)
     with known.lock:
         if known.store is None:
             known.store = Measured(f"planning/{name}")
