@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..printable import printable
 from ..reports.named_sets import NAMED_SETS
+from ..reports.rivals import RIVALS
 from .loading import load_causal_lm, load_tokenizer
 from .parsing import (
     DTYPES,
@@ -75,6 +76,8 @@ def acceptance(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     if max(args.depths) > DEEPEST or args.depth > DEEPEST:
         deepest = max(args.depth, *args.depths)
         raise ValueError(f"--depths: got {deepest}; expected at most {DEEPEST}, the deepest that is drafted.")
+    if args.rivals and args.engine:
+        raise ValueError(f"--rivals are ways of transformers, and --engine is {args.engine}; expected one of the two.")
     earlier = None if args.against is None else read_earlier(Path(args.against))
     loads = drafters_of(args)
     target, prompts = loaded(args, loads)
@@ -91,10 +94,11 @@ def acceptance(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         temperatures=tuple(dict.fromkeys(args.temperatures)),
         concurrency=tuple(dict.fromkeys(args.concurrency)),
         has_perturbations=not args.no_perturbations,
+        rivals=tuple(dict.fromkeys(args.rivals)),
     )
     facts = facts_of(args, target, prompts, drafters)
     facts |= {"ways of drafting": ", ".join(way.name for way in settings.ways), "elsewhere": settings.reference.name}
-    facts |= {name: [*getattr(settings, name)] for name in ("lengths", "temperatures", "concurrency")}
+    facts |= {name: [*getattr(settings, name)] for name in ("lengths", "temperatures", "concurrency", "rivals")}
     facts |= {"perturbations": settings.has_perturbations, "decoded by": args.engine or "generate()"}
 
     def make(journal: "Journal") -> "Report":
@@ -187,7 +191,8 @@ def facts_of(
     from ..storage.fingerprints import digest, weights_fingerprint
 
     # what prompts are made of counts, too: longer contexts and other renderings are made of it
-    ids = digest(*(ids.numpy().tobytes() for ids in prompts.ids), *(source.words for source in prompts.sources))
+    words = [part for source in prompts.sources for part in (source.words, *source.later)]
+    ids = digest(*(ids.numpy().tobytes() for ids in prompts.ids), *words)
     # a folder may be another's, on another machine; what is in it counts
     models = {"target": (Path(args.target).name if Path(args.target).exists() else args.target, target)}
     models |= {f"drafter {label}": (label, drafter) for label, drafter in drafters.items()}
@@ -241,6 +246,14 @@ def add_acceptance(parser: argparse.ArgumentParser) -> None:
         ("concurrency", positive, "prompts in a batch"),
     ):
         parser.add_argument(f"--{name}", type=kind, nargs="+", default=[], help=f"{what} (default: none)")
+    parser.add_argument(
+        "--rivals",
+        choices=RIVALS,
+        nargs="+",
+        default=[],
+        help="speculation of transformers itself to measure besides, by the text's own words or with the drafter in its"
+        " own loop (default: none)",
+    )
     parser.add_argument("--engine", choices=("vllm",), help="decode by an installed vLLM, in place of generate()")
     parser.add_argument("--engine-python", type=path, metavar="PYTHON", help="the Python that vLLM is installed for")
     parser.add_argument("--against", type=path, metavar="FILE", help="an earlier report.json, to say what changed")

@@ -1,11 +1,12 @@
-"""The acceptance report: what drafters gain on the user's prompts, by way of drafting, perturbation, context,
+"""The acceptance report: what drafters gain on the user's prompts, by way of drafting, turn, perturbation, context,
 temperature and concurrency, beside the target alone.
 
 Speed is measured prompt by prompt, the target alone and every way in turn: machines are shared and noisy.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,22 +19,27 @@ from ..bench import Shape, synchronize
 from ..diagnostics.acceptance import counts_of
 from ..modeling import Eagle31DrafterModel
 from ..storage.fingerprints import digest
+from ..training.kinds import Chat
 from ..training.skipped import Skipped
 from .document import Generation
 from .figures import Row
 from .perturbed import PERTURBATIONS
+from .prompts import Source
+from .rivals import Generate, rivals
 from .study import Study
 from .tokens import generation_of, shown_round
 
 ALONE = "the target alone"
 SERVED = "as served"
 # kinds of conditions
+TURN = "turn"
 PERTURBED = "perturbed"
 CONTEXT = "context"
 TEMPERATURE = "temperature"
 CONCURRENCY = "concurrency"
 WARM_UP = 8  # tokens
 Batch = list[Tensor]  # ids (T,) of prompts that are decoded at once
+BatchGenerate = Callable[[Batch, Mapping[str, Any]], Tensor]  # arguments of generate() -> new tokens (B, N)
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,8 @@ class Condition:
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured: `ways` on the prompts as they are served; the others by `reference` alone."""
+    """What is measured: `ways`, and RIVALS by name, on the prompts as they are served; the others by `reference`
+    alone."""
 
     ways: tuple[Shape, ...]
     reference: Shape
@@ -64,9 +71,10 @@ class Settings:
     temperatures: tuple[float, ...] = ()
     concurrency: tuple[int, ...] = ()
     has_perturbations: bool = True
+    rivals: tuple[str, ...] = ()
 
 
-Who = tuple[str, str]  # decodes: a drafter by its label and the way it drafts; TARGET_ALONE
+Who = tuple[str, str]  # decodes: a drafter by its label and the way it drafts; a rival by its name; TARGET_ALONE
 TARGET_ALONE: Who = (ALONE, "")
 
 
@@ -112,7 +120,7 @@ class AcceptanceStudy(Study):
     def _rounds(self, ids: Tensor, drafter: Eagle31DrafterModel, way: Shape) -> list[dict[str, Any]]:
         found = list[Round]()
         with watch_rounds(found.append):
-            self._generate([ids], drafter, way, {"max_new_tokens": self.settings.max_new_tokens})
+            self._generate([ids], {"max_new_tokens": self.settings.max_new_tokens}, drafter, way)
         return [shown_round(one, self.prompts.renderer.tokenizer) for one in found]
 
     def conditions(self) -> Iterator[Condition]:
@@ -121,6 +129,7 @@ class AcceptanceStudy(Study):
         one_way = [settings.reference]
         ways = [*settings.ways, *(way for way in one_way if way not in settings.ways)]
         yield Condition(SERVED, SERVED, served, ways, is_timed=True)
+        yield Condition(TURN, "second turn", self._second_turns(), one_way, is_timed=True)
         for name in PERTURBATIONS if settings.has_perturbations else []:
             yield Condition(PERTURBED, name, self._perturbed(name), one_way)
         for length in settings.lengths:
@@ -134,66 +143,102 @@ class AcceptanceStudy(Study):
             groups = [ids[start : start + count] for start in range(0, len(ids) - count + 1, count)]
             yield Condition(CONCURRENCY, f"{count} at once", dict(enumerate(groups)), one_way, is_timed=True)
 
+    def _second_turns(self) -> dict[int, Batch]:
+        """Returns the chats in which the user asks a second time, with the target's answer in between."""
+        found = dict[int, Batch]()
+        for number, source in enumerate(self.prompts.sources):
+            if source.chat is None or not source.later:
+                continue
+            answer = self.journal.once(f"{ALONE}: first answer: prompt {number}", partial(self._answer, number))
+            said = [
+                *source.chat.messages,
+                {"role": "assistant", "content": answer},
+                {"role": "user", "content": source.later[0]},
+            ]
+            with suppress(Skipped):  # what a template refuses
+                found[number] = [self.prompts.renderer.ids(Source(chat=Chat(said, source.chat.tools)))]
+        return self._fitting(found)
+
+    def _answer(self, number: int) -> str:
+        """Returns what the target says to a prompt."""
+        options = {"max_new_tokens": self.settings.max_new_tokens}
+        new = self._generate([self.prompts.ids[number]], options, None, Shape(0))
+        return str(self.prompts.renderer.tokenizer.decode(new[0], skip_special_tokens=True)).strip()
+
     def _perturbed(self, name: str) -> dict[int, Batch]:
         """Returns the prompts that can be perturbed so."""
         found = dict[int, Batch]()
         for number, (source, ids) in enumerate(zip(self.prompts.sources, self.prompts.ids, strict=True)):
-            try:
+            with suppress(Skipped):  # a template that takes no system prompt
                 changed = PERTURBATIONS[name](self.prompts.renderer, source, ids, number)
-            except Skipped:  # a template that takes no system prompt
-                continue
-            if changed is not None and 0 < len(changed) <= self.prompts.room - self.prompts.answer:
-                found[number] = [changed]
-        return found
+                found |= {} if changed is None else {number: [changed]}
+        return self._fitting(found)
+
+    def _fitting(self, prompts: dict[int, Batch]) -> dict[int, Batch]:
+        """Returns the prompts that are not empty, and leave room for an answer."""
+        most = self.prompts.room - self.prompts.answer
+        return {number: [ids] for number, [ids] in prompts.items() if 0 < len(ids) <= most}
 
     def _decoded(self, condition: Condition) -> Decoded:
         """Decodes a condition's prompts, each by all in turn."""
-        alone = {TARGET_ALONE: (None, Shape(0))} if condition.is_timed else {}
-        drafted = {
-            (label, way.name): (drafter, way) for label, drafter in self.drafters.items() for way in condition.ways
-        }
-        rows: dict[Who, list[Row]] = {who: [] for who in (*alone, *drafted)}
+        everybody = self._everybody(condition)
+        rows: dict[Who, list[Row]] = {who: [] for who in everybody}
         is_warm = False
         for number in self.counted([*condition.batches], condition.name):
-            for who, (drafter, way) in {**alone, **drafted}.items():
+            for who, generate in everybody.items():
                 name = name_of(who, condition, number)
                 if name not in self.journal and not is_warm:
-                    self._warm_up(condition, [*alone.values(), *drafted.values()])
+                    self._warm_up(condition, everybody.values())
                     is_warm = True
-                decode = partial(self._decode, condition, number, drafter, way)
-                rows[who].append(self.journal.once(name, decode))
+                rows[who].append(self.journal.once(name, partial(self._decode, condition, number, who, generate)))
         return Decoded(condition.kind, [*condition.batches], rows, condition.num_prompts)
 
-    def _warm_up(self, condition: Condition, all_ways: Sequence[tuple[Eagle31DrafterModel | None, Shape]]) -> None:
+    def _everybody(self, condition: Condition) -> dict[Who, BatchGenerate]:
+        """Returns who decodes in a condition, and how."""
+        found = dict[Who, BatchGenerate]()
+        if condition.is_timed:
+            found[TARGET_ALONE] = partial(self._generate, drafter=None, way=Shape(0))
+        if condition.kind == SERVED:
+            settings, target = self.settings, self.target
+            for name, generate in rivals(settings.rivals, target, self.drafters, settings.reference.depth).items():
+                found[name, ""] = partial(self._new_tokens, generate)
+        for label, drafter in self.drafters.items():
+            for way in condition.ways:
+                found[label, way.name] = partial(self._generate, drafter=drafter, way=way)
+        return found
+
+    def _warm_up(self, condition: Condition, everybody: Iterable[BatchGenerate]) -> None:
         """Decodes a few tokens in every way: the first call takes longer than the others."""
         first = next(iter(condition.batches.values()))
-        for drafter, way in all_ways:
-            self._generate(first, drafter, way, {**condition.options, "max_new_tokens": WARM_UP})
+        for generate in everybody:
+            generate(first, {**condition.options, "max_new_tokens": WARM_UP})
 
-    def _decode(self, condition: Condition, number: int, drafter: Eagle31DrafterModel | None, way: Shape) -> Row:
+    def _decode(self, condition: Condition, number: int, who: Who, generate: BatchGenerate) -> Row:
         torch.manual_seed(number)  # of sampling
-        batch, options = (
-            condition.batches[number],
-            {**condition.options, "max_new_tokens": self.settings.max_new_tokens},
-        )
+        batch = condition.batches[number]
+        options = {**condition.options, "max_new_tokens": self.settings.max_new_tokens}
         with track_acceptance() as stats:
             synchronize()
             began = time.perf_counter()
-            new = self._generate(batch, drafter, way, options)
+            new = generate(batch, options)
             synchronize()
             seconds = time.perf_counter() - began
         ids = [_through_end(row, self._ends()) for row in new.tolist()]
         row = {"seconds": seconds, "new_tokens": sum(map(len, ids)), "text": digest(repr(ids))[:16]}
-        return row | (counts_of(stats) if drafter is not None else {})
+        return row | (counts_of(stats) if who[0] in self.drafters else {})
 
     def _generate(
-        self, batch: Batch, drafter: Eagle31DrafterModel | None, way: Shape, options: Mapping[str, Any]
+        self, batch: Batch, options: Mapping[str, Any], drafter: Eagle31DrafterModel | None, way: Shape
     ) -> Tensor:
         """Returns the new tokens (B, N) of a batch."""
-        ids, mask = self._padded(batch)
         drafting: dict[str, Any] = {} if drafter is None else {"assistant_model": drafter, **way.knobs}
-        settings = {"do_sample": False, "pad_token_id": self._pad(), **options, **drafting}
-        return self.target.generate(ids, attention_mask=mask, **settings)[:, ids.shape[1] :]
+        return self._new_tokens(self.target.generate, batch, {**options, **drafting})
+
+    def _new_tokens(self, generate: Generate, batch: Batch, options: Mapping[str, Any]) -> Tensor:
+        """Returns the new tokens (B, N) that a function makes of the padded ids of a batch."""
+        ids, mask = self._padded(batch)
+        settings = {"do_sample": False, "pad_token_id": self._pad(), **options}
+        return generate(ids, attention_mask=mask, **settings)[:, ids.shape[1] :]
 
     def _padded(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Returns ids and mask (B, T) of prompts, padded in front."""

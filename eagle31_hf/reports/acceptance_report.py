@@ -4,7 +4,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..bench import Shape
-from .acceptance import ALONE, CONCURRENCY, CONTEXT, PERTURBED, SERVED, TEMPERATURE, Decoded, Settings, Who, named
+from .acceptance import (
+    CONCURRENCY,
+    CONTEXT,
+    PERTURBED,
+    SERVED,
+    TARGET_ALONE,
+    TEMPERATURE,
+    TURN,
+    Decoded,
+    Settings,
+    Who,
+    named,
+)
 from .document import GOOD, NOTE, WARNING, Chart, Column, Finding, Generation, Report, Section, Table
 from .figures import (
     Figure,
@@ -89,12 +101,13 @@ def _speed(served: Decoded, settings: Settings, labels: Sequence[str]) -> Sectio
         Column("drafter"), Column("drafts"), Column("tokens/s"), Column("speed-up"), Column("accepted length"),
         Column("accepted drafts"), Column("same text"),
     ]  # fmt: skip
-    lines: list[list[Any]] = [[ALONE, "", tokens_per_second(alone).shown, "1", "1", "0", ""]]
-    for (label, way), found in by_who.items():
-        if label != ALONE:
-            figures = (tokens_per_second(found), speedup(found, alone), accepted_length(found), accepted_drafts(found))
-            same = f"{same_texts(found, alone)} of {len(found)}"
-            lines.append([label, way, *(figure.shown for figure in figures), same])
+    lines = list[list[Any]]()
+    for (who, way), found in by_who.items():
+        is_alone, is_drafted = (who, way) == TARGET_ALONE, who in labels
+        counted = (accepted_length(found).shown, accepted_drafts(found).shown) if is_drafted else ("", "")
+        gain = "1" if is_alone else speedup(found, alone).shown
+        same = "" if is_alone else f"{same_texts(found, alone)} of {len(found)}"
+        lines.append([who, way, tokens_per_second(found).shown, gain, *(("1", "0") if is_alone else counted), same])
     chains = [way for way in settings.ways if way.top_k == 1 and not way.is_auto]
     chains.sort(key=lambda way: way.depth)
     depths = [float(way.depth) for way in chains]
@@ -120,6 +133,10 @@ def _positions(served: Decoded, way: Shape, labels: Sequence[str]) -> Section:
 
 
 PARTS = {
+    TURN: (
+        "Second turn",
+        "Chats in which the user asks again. The first answer is the target's own; it is part of the prompt.",
+    ),
     PERTURBED: ("Perturbed prompts", "The same prompts as they should not be."),
     CONTEXT: ("Context", LENGTHENED),
     TEMPERATURE: ("Temperature", "Sampled, with a seed for each prompt."),

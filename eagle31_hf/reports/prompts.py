@@ -23,11 +23,13 @@ EMPTY, OVER_LONG = "empty prompt", "over-long prompt"
 
 @dataclass(frozen=True)
 class Source:
-    """What a prompt is made of: a chat's messages up to the target's first turn, plain text, or tokens."""
+    """What a prompt is made of: a chat's messages up to the target's first turn, plain text, or tokens; and the
+    messages that the user of a chat sends later, one after each answer."""
 
     chat: Chat | None = None
     text: str | None = None
     ids: Tensor | None = None
+    later: tuple[str, ...] = ()
 
     @property
     def words(self) -> str:
@@ -61,10 +63,11 @@ def source_of(record: Record) -> Source:
     name = _column_of(record)
     asked = record[name]
     if name in QUESTIONS:
-        asked = asked[0] if isinstance(asked, list) and asked and isinstance(asked[0], str) else asked
-        if not asked:
+        turns = asked if isinstance(asked, list) and asked and isinstance(asked[0], str) else [asked]
+        if not turns[0]:
             raise Skipped(EMPTY, f"the column {name!r} is empty; expected a question.")
-        return _asked(_with_context(asked, record))
+        source = _asked(_with_context(turns[0], record))
+        return replace(source, later=tuple(filter(None, turns[1:]))) if turns[1:] else source
     if name == "input_ids" and isinstance(asked, list) and not any(mark in record for mark in ANSWER_COLUMNS):
         record = {**record, "answers": [0] * len(asked)}
     parsed = parse_record(record)
@@ -106,7 +109,8 @@ def _asked(question: Any, tools: list[Any] | None = None) -> Source:
     end = roles.index("assistant") if "assistant" in roles else len(roles)
     if "user" not in roles[:end]:
         raise Skipped("no question", "a chat has no message of a user before the first answer; expected one.")
-    return Source(chat=Chat(parsed.messages[:end], parsed.tools))
+    asked_later = (_text_of(message) for message in parsed.messages[end:] if message["role"] == "user")
+    return Source(chat=Chat(parsed.messages[:end], parsed.tools), later=tuple(filter(None, asked_later)))
 
 
 def _question_of(tokens: Tokens) -> Tensor:

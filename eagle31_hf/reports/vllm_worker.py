@@ -45,7 +45,6 @@ def start(plan: dict[str, Any]) -> Any:
         model=plan["target"],
         dtype=plan["dtype"],
         skip_tokenizer_init=True,
-        enforce_eager=not has_gpu,
         enable_prefix_caching=False,
         max_num_seqs=plan["max_num_seqs"],
         max_model_len=plan["max_model_len"],

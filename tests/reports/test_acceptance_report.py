@@ -9,9 +9,18 @@ import torch
 from conftest import build_drafter, build_target
 from reports.studies import tiny_prompts
 
-from eagle31_hf import demo, track_acceptance
+from eagle31_hf import Eagle31CandidateGenerator, demo, track_acceptance
 from eagle31_hf.bench import AUTO_SHAPE, Shape
-from eagle31_hf.reports.acceptance import ALONE, PERTURBED, SERVED, TARGET_ALONE, AcceptanceStudy, Decoded, Settings
+from eagle31_hf.reports.acceptance import (
+    ALONE,
+    PERTURBED,
+    SERVED,
+    TARGET_ALONE,
+    TURN,
+    AcceptanceStudy,
+    Decoded,
+    Settings,
+)
 from eagle31_hf.reports.acceptance_report import acceptance_report, findings_of
 from eagle31_hf.reports.against import against, read_earlier
 from eagle31_hf.reports.document import GOOD, NOTE, WARNING
@@ -19,6 +28,7 @@ from eagle31_hf.reports.journal import Journal
 from eagle31_hf.reports.page import page
 from eagle31_hf.reports.perturbed import FOREIGN, PERTURBATIONS
 from eagle31_hf.reports.prompts import Prompts, Renderer
+from eagle31_hf.reports.rivals import RIVALS
 from eagle31_hf.reports.writing import write_report
 
 WAYS = (Shape(2), Shape(3, 2, 6), AUTO_SHAPE)
@@ -297,6 +307,54 @@ def test_perturbations_of_a_chat(tmp_path, monkeypatch):
     noisy = changed["10% of the tokens replaced"]
     assert len(noisy) == len(prompts.ids[0])
     assert noisy[0] == prompts.ids[0][0]
+
+
+CHAT = TEMPLATE.replace("<b>", "").replace("[", "<").replace("]", ">")
+
+
+def test_a_second_turn_follows_the_targets_own_answer(tmp_path, monkeypatch):
+    """Of a chat in which the user asks again; a chat without another question, and one without room, are left out."""
+    target, tokenizer = demo.load_target()
+    monkeypatch.setattr(tokenizer, "chat_template", CHAT)
+    path = tmp_path / "questions.jsonl"
+    rows = [{"turns": ["def one():", "again"]}, {"turns": ["import os"]}, {"turns": ["def two():", "x = 1\n" * 60]}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = Prompts(str(path), Renderer(tokenizer, 20, len(tokenizer), {}), 3, 120, 8)
+    settings = Settings((Shape(2),), Shape(2), 8, has_perturbations=False)
+    study = AcceptanceStudy(target, prompts, Journal(None, {}), lambda numbers, what: numbers, settings, {})
+    [[number, [ids]]] = next(one for one in study.conditions() if one.kind == TURN).batches.items()
+    first = target.generate(prompts.ids[0][None], max_new_tokens=8, do_sample=False)[0, len(prompts.ids[0]) :]
+    answer = tokenizer.decode(first, skip_special_tokens=True).strip()
+    assert number == 0
+    assert tokenizer.decode(ids) == f"<user>def one():<assistant>{answer}<user>again<a>"
+
+
+def test_rivals_give_the_targets_text_and_a_line_each(monkeypatch):
+    """On the demo pair, whose drafts are accepted; afterwards the target drafts by whatever generate() is asked for."""
+    target, tokenizer = demo.load_target()
+    drafter = demo.load_drafter("eagle31")
+    prompts = Prompts("python", Renderer(tokenizer, 40, len(tokenizer), {}), 2, 500, 24)
+    settings = Settings((Shape(3),), Shape(3), 24, has_perturbations=False, rivals=RIVALS)
+    study = AcceptanceStudy(
+        target, prompts, Journal(None, {}), lambda numbers, what: numbers, settings, {"ours": drafter}
+    )
+    calls, get_candidates = [], Eagle31CandidateGenerator.get_candidates
+
+    def counted(self, *args, **kwargs):
+        calls.append(self)
+        return get_candidates(self, *args, **kwargs)
+
+    monkeypatch.setattr(Eagle31CandidateGenerator, "get_candidates", counted)
+    found = study.measure()
+    served = found[SERVED]
+    names = ["prompt lookup, 3 tokens", "prompt lookup, 10 tokens", "ours in transformers' assisted loop, 3 deep"]
+    assert [who for who, _ in served.rows] == [ALONE, *names, "ours"]
+    for rows in served.rows.values():
+        assert [row["text"] for row in rows] == [row["text"] for row in served.alone]
+    assert 2 * 24 / 4 <= len(calls) <= 2 * 24 - 6, "the loop drafted by ours, and accepted some"
+    assert "_get_candidate_generator" not in vars(target)
+    report = acceptance_report(found, [], settings, ["ours"], FACTS)
+    assert [row[0] for row in report.sections[0].tables[0].rows] == [ALONE, *names, "ours"]
 
 
 def test_perturbations_of_a_text_without_bos_or_template_are_left_out(study):

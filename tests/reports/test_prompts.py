@@ -56,6 +56,26 @@ def test_a_question_is_rendered_as_it_is_served(record, chats, tmp_path):
     assert texts(prompts_of([record], chats, tmp_path)) == ["<user>why?<answer>"]
 
 
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"turns": ["why?", "", "and then?"]},
+        {
+            "messages": [
+                {"role": "user", "content": "why?"},
+                {"role": "assistant", "content": "so."},
+                {"role": "user", "content": "and then?"},
+            ]
+        },
+    ],
+    ids=["turns", "messages"],
+)
+def test_what_the_user_asks_later_is_kept(record, chats, tmp_path):
+    prompts = prompts_of([record], chats, tmp_path)
+    assert texts(prompts) == ["<user>why?<answer>"]
+    assert prompts.sources[0].later == ("and then?",)
+
+
 # rows as the named sets have them
 ROWS = {
     "speed-bench": {"question_id": "a", "category": "coding", "turns": ["why?", "so?"], "multiturn": True},

@@ -1,0 +1,63 @@
+"""What transformers has for speculating without this library's rounds: what a report sets beside them, greedily and one
+prompt at a time."""
+
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # the command line reads the names alone
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from ..modeling import Eagle31DrafterModel
+
+LOOKUP, LOOP = "prompt-lookup", "assisted-loop"
+RIVALS = (LOOKUP, LOOP)
+LOOKED_UP = (3, 10)  # tokens: those of transformers' own example, and those of the method's authors
+Generate = Callable[..., "Tensor"]  # ids (1, T) and arguments of generate() -> sequences (1, T + N)
+
+
+def rivals(
+    names: tuple[str, ...], target: "PreTrainedModel", drafters: Mapping[str, "Eagle31DrafterModel"], depth: int
+) -> dict[str, Generate]:
+    """Returns how rivals decode, by what a report calls them. `depth`: tokens that a drafter drafts in the loop."""
+    found = dict[str, Generate]()
+    if LOOKUP in names:
+        for count in LOOKED_UP:
+            found[f"prompt lookup, {count} tokens"] = looked_up(target, count)
+    if LOOP in names:
+        for label, drafter in drafters.items():
+            found[f"{label} in transformers' assisted loop, {depth} deep"] = in_their_loop(target, drafter, depth)
+    return found
+
+
+def looked_up(target: "PreTrainedModel", count: int) -> Generate:
+    """Drafts `count` tokens that followed the text's last ones earlier in it."""
+
+    def generate(ids: "Tensor", **options: Any) -> "Tensor":
+        return target.generate(ids, prompt_lookup_num_tokens=count, **options)
+
+    return generate
+
+
+def in_their_loop(target: "PreTrainedModel", drafter: "Eagle31DrafterModel", depth: int) -> Generate:
+    """Drafts chains by an `Eagle31CandidateGenerator`, in the loop that transformers has for assistants."""
+
+    from ..generation.candidate_generator import Eagle31CandidateGenerator
+
+    def generate(ids: "Tensor", **options: Any) -> "Tensor":
+        made = Eagle31CandidateGenerator(drafter, target, depth, ids.shape[1] + options["max_new_tokens"])
+        with made, _drafting_by(target, made):
+            return looked_up(target, depth)(ids, **options)
+
+    return generate
+
+
+@contextmanager
+def _drafting_by(target: Any, generator: Any):
+    """Has the loop draft by a generator, whichever it would have made of its arguments."""
+    target._get_candidate_generator = lambda **arguments: generator
+    try:
+        yield
+    finally:
+        del target._get_candidate_generator
