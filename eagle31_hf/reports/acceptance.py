@@ -232,7 +232,8 @@ class AcceptanceStudy(Study):
     ) -> Tensor:
         """Returns the new tokens (B, N) of a batch."""
         drafting: dict[str, Any] = {} if drafter is None else {"assistant_model": drafter, **way.knobs}
-        return self._new_tokens(self.target.generate, batch, {**options, **drafting})
+        generate: Any = self.target.generate
+        return self._new_tokens(generate, batch, {**options, **drafting})
 
     def _new_tokens(self, generate: Generate, batch: Batch, options: Mapping[str, Any]) -> Tensor:
         """Returns the new tokens (B, N) that a function makes of the padded ids of a batch."""
