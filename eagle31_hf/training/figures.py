@@ -1,5 +1,7 @@
 """The figures of training between two logs."""
 
+from time import monotonic
+
 import torch
 from accelerate import Accelerator
 from torch import Tensor
@@ -8,16 +10,23 @@ from .objective import Sums
 
 
 class TrainingFigures:
-    """Adds up the figures of batches on their device, and counts texts that are left out because the target gives them
-    states that are NaN or infinite."""
+    """Adds up the figures of batches on their device, counts tokens, and texts that are left out because the target
+    gives them states that are NaN or infinite."""
 
     def __init__(self, device: torch.device):
         self._sums: Tensor | None = None
+        self._num_tokens, self._began = 0, 0.0
         self._num_broken = torch.zeros((), device=device)
 
     def add(self, sums: Tensor) -> None:
         """Adds the sums of a batch, see `Sums.stacked`."""
         self._sums = sums if self._sums is None else self._sums + sums
+
+    def begin(self, documents: Tensor) -> None:
+        """Counts the tokens of a batch (B, T) that is about to be trained on, padding (0) left out."""
+        if not self._num_tokens:
+            self._began = monotonic()
+        self._num_tokens += int(documents.count_nonzero())
 
     def add_broken(self, count: Tensor) -> None:
         """Adds to the number of texts that are left out, which counts from the start of the run."""
@@ -26,15 +35,20 @@ class TrainingFigures:
     def clear(self) -> None:
         """Forgets everything."""
         self._sums = None
+        self._num_tokens = 0
         self._num_broken.zero_()
 
     def take(self, accelerator: Accelerator) -> dict[str, float]:
         """Returns the means since the last call over all processes, by depth (`accuracy_1` is of the first drafted
-        token), and the number of texts left out, if there were any."""
+        token), the tokens trained on a second, what came before the first batch left out, and the number of texts left
+        out, if there were any."""
         if self._sums is None:
             return {}
         means = Sums.means(accelerator.reduce(self._sums, "sum").cpu())
         self._sums = None
         logs = {f"{name}_{k + 1}": round(value, 5) for name, values in means.items() for k, value in enumerate(values)}
+        num_tokens = int(accelerator.reduce(torch.tensor(self._num_tokens, device=accelerator.device), "sum"))
+        logs["tokens_per_second"] = round(num_tokens / max(1e-9, monotonic() - self._began), 1)
+        self._num_tokens = 0
         num_broken = int(accelerator.reduce(self._num_broken.clone(), "sum"))
         return logs | ({"texts_with_broken_states": num_broken} if num_broken else {})

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
+from time import monotonic
 from typing import Any
 
 import torch
@@ -237,15 +238,25 @@ class ProgressLines(TrainerCallback):
 
     def __init__(self, progress: Progress):
         self.progress = progress
+        self._began, self._first_step = 0.0, 0  # of this process's part of the run
 
     def on_train_begin(self, args, state, control, **kwargs):
+        self._began, self._first_step = monotonic(), state.global_step
         if state.is_world_process_zero and state.global_step >= state.max_steps:
             self.progress(f"the run was finished after step {state.global_step:,}: there is nothing left to train")
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         line = line_of(logs or {})
         if state.is_world_process_zero and line:
-            self.progress(f"step {state.global_step:,} of {state.max_steps:,}: {line}")
+            self.progress(f"step {state.global_step:,} of {state.max_steps:,}: {line}{self._pace(state, logs)}")
+
+    def _pace(self, state: Any, logs: Mapping[str, float]) -> str:
+        """Returns how fast a run is, and how long it will still take, evaluations included."""
+        done, left = state.global_step - self._first_step, state.max_steps - state.global_step
+        if "tokens_per_second" not in logs or done < 1:
+            return ""
+        minutes = (monotonic() - self._began) / done * left / 60
+        return f"; {logs['tokens_per_second']:,.0f} tokens/s, {minutes:,.0f} minutes left"
 
 
 def log_in_lines(trainer: Any, progress: Progress) -> None:

@@ -93,6 +93,8 @@ class Eagle31Trainer(CheckpointingTrainer):
         if self._watch.is_due:
             self._watch.check_steps()
         samples = self._as_trained(list(islice(epoch_iterator, num_batches)))
+        for batch in samples:
+            self._figures.begin(batch["documents"])
         settings = self.args.settings()
         ways = (settings.depth, settings.convention, settings.normalisation)
         denominators = [loss_denominators(batch["answers"], batch["documents"], *ways) for batch in samples]

@@ -7,11 +7,13 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 from conftest import build_target
+from transformers import TrainerState
 
 from eagle31_hf.training.packing import Examples
 from eagle31_hf.training.prepare import PreparationOptions, prepare_data
 from eagle31_hf.training.recipe import (
     ExampleReader,
+    ProgressLines,
     draft_vocabulary,
     drawn_chats,
     line_of,
@@ -152,6 +154,21 @@ def test_a_log_is_one_line_of_the_figures_one_looks_at():
     assert line_of({"eval_loss": 2.0, "eval_accepted_length": 1.5, "eval_served_accepted_length": 1.25}) == (
         "held out, loss 2.000; accepted length 1.50; in generate() 1.25"
     )
+
+
+def test_a_log_says_how_fast_a_run_is_and_how_long_it_takes(told, monkeypatch):
+    """Of a run resumed after 100 steps of 400, ten steps that took a minute."""
+    now = [1000.0]
+    monkeypatch.setattr("eagle31_hf.training.recipe.monotonic", lambda: now[0])
+    lines, state = ProgressLines(told.append), TrainerState(global_step=100, max_steps=400)
+    lines.on_train_begin(None, state, None)
+    state.global_step, now[0] = 110, 1060.0
+    lines.on_log(None, state, None, {"loss": 1.25, "tokens_per_second": 1234.5})
+    lines.on_log(None, state, None, {"eval_loss": 1.5})
+    assert told == [
+        "step 110 of 400: loss 1.250; 1,234 tokens/s, 29 minutes left",
+        "step 110 of 400: held out, loss 1.500",
+    ]
 
 
 def test_answers_of_a_store_are_not_regenerated_in_silence(target, speller, source, tmp_path, told):

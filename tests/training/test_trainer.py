@@ -1,6 +1,7 @@
 """The promises of `Eagle31Trainer`, on tiny real runs: exact accumulation, bit-exact resumption, figures that serving
 would measure."""
 
+import itertools
 import json
 
 import pytest
@@ -152,7 +153,7 @@ def test_callbacks_see_every_figure(tmp_path):
     names = ("distance", "accuracy", "acceptance", "greedy_acceptance", "coverage", "state_norm")
     names += tuple(f"{place}_mass" for place in ("sink", "prompt", "own", "self"))
     by_depth = {f"{name}_{k}" for name in names for k in (1, 2, 3)}
-    assert listener.seen[0] == ("log", by_depth | {"loss", "grad_norm", *RATES, "epoch"})
+    assert listener.seen[0] == ("log", by_depth | {"loss", "grad_norm", *RATES, "epoch", "tokens_per_second"})
     lengths = {"accepted_length", "accepted_length_no_bonus", "accepted_length_sampled", "served_accepted_length"}
     by_position = {f"{way}_acceptance_{k}" for way in ("served", "walked") for k in (1, 2, 3)}
     expected = {f"eval_{name}" for name in by_depth | lengths | by_position | {"loss"}}
@@ -206,6 +207,17 @@ def test_a_second_run_begins_its_figures_anew(tmp_path):
     """Six steps are logged by fours, so two are left over."""
     trainer = make_trainer(tmp_path, logging_steps=4, **PLAIN | {"learning_rate": 0.0})
     assert run(trainer).logs == run(trainer).logs
+
+
+def test_tokens_a_second_are_those_of_texts_from_the_first_batch_on(tmp_path, monkeypatch):
+    """A clock that goes on by a second whenever it is read: each log of two steps reads it twice."""
+    ticks = itertools.count()
+    monkeypatch.setattr("eagle31_hf.training.figures.monotonic", lambda: float(next(ticks)))
+    examples = make_examples(4)
+    trainer = make_trainer(tmp_path, examples, logging_steps=2)
+    trainer.train()
+    [log] = [log for log in trainer.state.log_history if "tokens_per_second" in log]
+    assert log["tokens_per_second"] == sum(len(example["input_ids"]) for example in examples)
 
 
 def test_tensorboard_gets_the_figures(tmp_path):
