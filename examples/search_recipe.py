@@ -31,8 +31,17 @@ ADAMW = Recipe()
 DEFAULTS = vars(ADAMW)
 MUON = Recipe(matrix_rate=4e-2, rate=4e-3)
 # what gained, together
+LIBRARY = Recipe(matrix_rate=2e-2, rate=4e-3, weight_decay=0.0, head=True, library=True)  # its defaults
 RECIPE = replace(MUON, jump=LONG_PROMPT + ANSWER, all_tokens=True, head=True, autocast=True)
 IDEAS = {
+    "eagle31 train": LIBRARY,
+    # how the library's rate of Muon and its decay depend on the number of steps
+    **{
+        f"eagle31 train, Muon {rate:g}, decay {decay:g}": replace(LIBRARY, matrix_rate=rate, weight_decay=decay)
+        for rate in (5e-3, 1e-2, 2e-2, 4e-2)
+        for decay in (0.0, 0.1)
+        if (rate, decay) != (2e-2, 0.0)
+    },
     # optimizer: rates, torch's adjustment of Muon's rate, decay, averages
     "AdamW 0.001": ADAMW,
     "AdamW 0.004": replace(ADAMW, rate=4e-3),

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 SETS = ("as trained", "perturbed", "long")  # of prompts
-RECIPE, SPECULATORS = "the recipe", "speculators"  # what is compared, and how the ideas of the others begin
-RATE_OF_ITS_BENCH = f"{SPECULATORS} 0.001"
+OURS, SPECULATORS = ("eagle31 train", "the recipe"), "speculators"  # what is compared, and how others' ideas begin
+AS_IT_COMES = f"{SPECULATORS} as it comes"
 Row = dict[str, Any]
 
 
@@ -80,22 +80,24 @@ def best_of_speculators(rows: Sequence[Row]) -> list[Row]:
 
 
 def beside_speculators(rows: Sequence[Row]) -> str:
-    """Returns, in Markdown, the recipe's accepted drafts over those of speculators at the rate of its bench and at its
-    best rate, after every number of steps the recipe was trained for."""
-    head = ["target", "steps", "minutes", "seeds", "speculators at"]
+    """Returns, in Markdown, the accepted drafts of the library and of the recipe over those of speculators by its
+    defaults and as it accepts most, after every number of steps that ours were trained for."""
+    head = ["target", "ours", "theirs", "steps", "minutes", "seeds"]
     lines = [head + [f"{name}: times" for name in SETS]]
     lines.append(["---"] * len(lines[0]))
     for target in sorted({row["target"] for row in rows}):
         of_target = [row for row in rows if row["target"] == target]
-        ours = [row for row in of_target if row["idea"] == RECIPE]
-        base = [row for row in of_target if row["idea"] == RATE_OF_ITS_BENCH]
-        for steps in sorted({row["steps"] for row in ours}):
-            at_steps = [row for row in ours if row["steps"] == steps]
-            for others in filter(None, (base, best_of_speculators(of_target))):
-                seeds = f"{len(at_steps)} : {len(others)}"
-                minutes = " : ".join(f"{minutes_of(each):.1f}" for each in (at_steps, others))
-                about = [target, f"{steps} : {others[0]['steps']}", minutes, seeds, others[0]["idea"].split()[-1]]
-                lines.append(about + [times(at_steps, others, name) for name in SETS])
+        usual = [row for row in of_target if row["idea"] == AS_IT_COMES]
+        compared = [each for each in (usual, best_of_speculators(of_target)) if each]
+        for idea, steps in sorted({kind_of(row) for row in of_target if row["idea"] in OURS}):
+            ours = [row for row in of_target if kind_of(row) == (idea, steps)]
+            for theirs in compared:
+                both = (ours, theirs)
+                minutes = " : ".join(f"{minutes_of(each):.1f}" for each in both)
+                about = [target, idea, theirs[0]["idea"], " : ".join(str(each[0]["steps"]) for each in both), minutes]
+                lines.append(
+                    [*about, " : ".join(str(len(each)) for each in both), *(times(*both, name) for name in SETS)]
+                )
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

@@ -4,6 +4,7 @@ N predictions, h width, K depths.
 """
 
 import math
+import tempfile
 import time
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,7 +16,7 @@ from search_table import SETS
 from torch import Tensor
 from torch.nn.functional import mse_loss
 
-from eagle31_hf import Eagle31DrafterModel
+from eagle31_hf import Eagle31DrafterModel, Eagle31Trainer, Eagle31TrainingArguments
 from eagle31_hf.training.evaluation import Evaluation
 from eagle31_hf.training.fresh import new_drafter
 from eagle31_hf.training.losses import parse_mixture
@@ -40,7 +41,8 @@ class Recipe:
     `ema`: decay of the average of weights that is served. `texts`: see `Material.training_texts`; with `all_tokens`
     their prompts are learnt, too; `joined`: how many lie end to end, see `joined`. `start`: see `search_fit.START`.
     `layers`: see `layer_ids_of`. `head`: it is trained.
-    `parallel`: see `ParallelDrafts`. `fields` of `Eagle31Config` win.
+    `parallel`: see `ParallelDrafts`. `fields` of `Eagle31Config` win. `library`: `trained_by_the_library` trains, by
+    `rate`, `matrix_rate`, `weight_decay` and `fields` of all these switches.
     """
 
     rate: float = 1e-3
@@ -68,6 +70,7 @@ class Recipe:
     head: bool = False
     autocast: bool = False
     parallel: bool = False
+    library: bool = False
     fields: dict[str, Any] = field(default_factory=dict)
 
 
@@ -207,6 +210,8 @@ def begun(material: Material, recipe: Recipe, seed: int) -> Eagle31DrafterModel:
 
 def trained(material: Material, recipe: Recipe, seed: int, steps: int) -> tuple[Eagle31DrafterModel, dict[str, float]]:
     """Trains a drafter; returns it, the processor's seconds of a step, and a running mean of the losses."""
+    if recipe.library:
+        return trained_by_the_library(material, recipe, seed, steps)
     layer_ids = layer_ids_of(recipe, material)
     texts, drafter = material.training_texts(recipe.texts, layer_ids), begun(material, recipe, seed)
     objective = SearchObjective(drafter, recipe, material.reader(layer_ids).logits)
@@ -231,6 +236,41 @@ def trained(material: Material, recipe: Recipe, seed: int, steps: int) -> tuple[
     if average:
         average.serve()
     return drafter.eval(), {"seconds": seconds, "loss": loss}
+
+
+def trained_by_the_library(
+    material: Material, recipe: Recipe, seed: int, steps: int
+) -> tuple[Eagle31DrafterModel, dict[str, float]]:
+    """Trains a drafter as `eagle31 train --bf16` does, by `Eagle31Trainer` and its defaults, as many texts a step as in
+    the search; returns what `trained` does, the target's forwards included in the seconds, and the last loss."""
+    texts, drafter = (
+        material.training_texts(recipe.texts, layer_ids_of(recipe, material)),
+        begun(material, recipe, seed),
+    )
+    answers = torch.arange(texts.ids.shape[1]) >= texts.prompt
+    with tempfile.TemporaryDirectory() as folder:
+        args = Eagle31TrainingArguments(
+            folder,
+            max_steps=steps,
+            max_length=BATCH * texts.ids.shape[1],
+            learning_rate=recipe.rate,
+            matrix_learning_rate=recipe.matrix_rate,
+            weight_decay=recipe.weight_decay,
+            bf16=True,
+            seed=seed,
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+            save_strategy="no",
+            logging_steps=min(60, steps),
+        )
+        examples = [{"input_ids": ids, "answers": answers} for ids in texts.ids]
+        trainer = Eagle31Trainer(drafter, args, examples, target=material.target)
+        began = time.process_time()
+        trainer.train()
+    seconds = (time.process_time() - began) / steps
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    return drafter.float().eval(), {"seconds": seconds, "loss": losses[-1]}
 
 
 def set_rates(optimizers: list[torch.optim.Optimizer], peaks: list[list[float]], factor: float) -> None:

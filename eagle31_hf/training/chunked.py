@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from ..kernels.distillation_loss import distillation_loss
 from .losses import DraftDistribution, TargetDistribution, mixed, overlap
 
-# of the fp32 draft logits of a chunk, to which the target's, V wide, are added: on a CPU what its allocator uses again
-# and its caches nearly hold
-BYTES_AT_ONCE = {"cpu": 2**23, "cuda": 2**28}
+# of the fp32 draft logits of a chunk, to which the target's, V wide, are added
+BYTES_AT_ONCE = 2**28
+# on a CPU: what its caches nearly hold, and what its allocator uses again
+CACHED_BYTES, REUSED_BYTES = 2**23, 2**25
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def chunked_loss(
     order = predictions.at.argsort(stable=True)  # one target distribution serves all predictions compared with it
     # Made before the first chunk: what a chunk leaves would stand between the blocks that the next could use again.
     figures = PredictionFigures.empty(states, with_guesses)
-    bytes_at_once = bytes_at_once or BYTES_AT_ONCE.get(states.device.type, BYTES_AT_ONCE["cuda"])
+    bytes_at_once = bytes_at_once or _bytes_at_once(states, head)
     chunk_size = max(1, bytes_at_once // (4 * head.vocab_size))
 
     def loss_of(logits: Tensor, chunk: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,6 +102,14 @@ def chunked_loss(
     trained = [parameter for parameter in head.parameters if parameter.requires_grad]
     loss = _Chunked.apply(states, order, chunk_size, head.score, loss_of, torch.is_grad_enabled(), *trained)
     return loss * unit, figures
+
+
+def _bytes_at_once(states: Tensor, head: Head) -> int:
+    """Returns the bytes of a chunk's logits that suit the device. The head's gradient is as large as the logits of as
+    many predictions as a state has entries, and is added up chunk by chunk: smaller chunks would mostly add."""
+    if states.device.type != "cpu":
+        return BYTES_AT_ONCE
+    return min(max(CACHED_BYTES, 4 * head.vocab_size * states.shape[1]), REUSED_BYTES)
 
 
 def unit_of(weights: Tensor) -> Tensor:

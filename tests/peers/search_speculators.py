@@ -1,8 +1,13 @@
-"""The rows of speculators in `examples/search_recipe.py`: the same target, texts, steps, batches and first weights,
-by its own drafter, unroll and loss, AdamW and the cosine of its bench at several rates.
+"""The rows of speculators in `examples/search_recipe.py`: the same target, texts, steps and batches, by its own
+drafter, unroll, loss and optimizers.
 
     python tests/peers/search_speculators.py --speculators-python PYTHON_WITH_SPECULATORS --work WORK --target demo \
-        [--folder WORK/second] [--rates 1e-3 4e-3 1e-2] [--seeds 3]
+        [--folder WORK/second] [--rates 1e-3 6e-3 2e-2] [--optimizer muon] [--seeds 3]
+
+By default what it does by default (0.9.0, `speculators/train/config/schema.py`): Muon for matrices and AdamW for the
+rest, decays of 0.1 and 0.01, a warm-up of a hundredth of the steps and a linear schedule, the states joined before they
+are normed; at its own rate, 0.001, and at others. `--optimizer adamw`: AdamW alone, with the first weights, norms,
+warm-up and cosine of the search.
 
 For installing it see `speculators_fixtures.py`. Rows are added to WORK/runs.jsonl, where `search_recipe.py table`
 finds them; what is there is not done again.
@@ -27,9 +32,42 @@ import search_material as material_module  # noqa: E402 -- an example is no pack
 import search_recipe as search  # noqa: E402
 import search_training  # noqa: E402
 
+# what `speculators.train.optimizers` reads besides the rates, which the plan has
+MUON = {
+    "optimizer": "muon",
+    "lr": 1e-3,
+    "weight_decay": 0.01,
+    "muon_lr": 1e-3,
+    "muon_momentum": 0.95,
+    "muon_weight_decay": 0.1,
+    "muon_ns_steps": 5,
+    "muon_adjust_lr_fn": "match_rms_adamw",
+}
+FIELDS = {"fc_norm": False, "norm_before_fc": True, "norm_before_residual": True}  # of a drafter that it makes
+RATES = {"muon": [1e-3, 6e-3, 2e-2], "adamw": [1e-3, 4e-3, 1e-2]}
+
+
+def recipe_of(optimizer: str, rate: float, steps: int) -> search_training.Recipe:
+    """Returns what the search calls speculators' rate, schedule and drafter."""
+    if optimizer == "adamw":
+        return search_training.Recipe(rate=rate)
+    return search_training.Recipe(rate=rate, schedule="linear", warm_up=steps // 100, head=True, fields=FIELDS)
+
+
+def idea_of(optimizer: str, rate: float) -> str:
+    """Returns the name of a row."""
+    if optimizer == "adamw":
+        return f"speculators, AdamW {rate:g}"
+    return "speculators as it comes" if rate == MUON["lr"] else f"speculators, Muon {rate:g}"
+
 
 def prepare(
-    workspace: Path, material: material_module.Material, recipe: search_training.Recipe, seed: int, steps: int
+    workspace: Path,
+    material: material_module.Material,
+    recipe: search_training.Recipe,
+    optimizer: str,
+    seed: int,
+    steps: int,
 ) -> None:
     """Writes the target's parts, the texts with states, the drafter to begin with and the plan."""
     layer_ids, target = material.default_layers(), material.target
@@ -47,7 +85,7 @@ def prepare(
     head, table = target.get_output_embeddings().weight, target.get_input_embeddings().weight
     parts = {"embedding": table, "head": head, "norm": norm}
     save_file({name: part.detach().clone() for name, part in parts.items()}, workspace / "target.safetensors")
-    search_training.begun(material, search.ADAMW, seed).save_pretrained(workspace / "initial")
+    search_training.begun(material, recipe, seed).save_pretrained(workspace / "initial")
     draw = torch.Generator().manual_seed(seed)
     size, order = material_module.BATCH, torch.empty(0, dtype=torch.long)
     while len(order) < steps * size:
@@ -61,6 +99,8 @@ def prepare(
         "decay": recipe.depth_decay,
         "prompt": material_module.PROMPT,
     }
+    if optimizer == "muon":
+        plan["optimizers"] = MUON
     (workspace / "plan.json").write_text(json.dumps(plan))
 
 
@@ -85,21 +125,22 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--target", choices=material_module.SHAPES, required=True)
     parser.add_argument("--folder", type=Path, help="of the target; by default the demo's")
-    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 4e-3, 1e-2])
+    parser.add_argument("--optimizer", choices=RATES, default="muon")
+    parser.add_argument("--rates", type=float, nargs="+")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=search.STEPS)
     args = parser.parse_args()
     torch.set_num_threads(1)
     material = material_module.Material(args.target, search.folder_of(args), args.work)
     for seed in range(args.seeds):
-        for rate in args.rates:
-            recipe = search_training.Recipe(rate=rate)
-            key = search.key_of(material, f"speculators {rate:g}", recipe, seed, args.steps)
+        for rate in args.rates or RATES[args.optimizer]:
+            recipe = recipe_of(args.optimizer, rate, args.steps)
+            key = search.key_of(material, idea_of(args.optimizer, rate), recipe, seed, args.steps)
             if any(key.items() <= row.items() for row in search.rows_of(args.work)):
                 continue
             with tempfile.TemporaryDirectory() as folder:
                 workspace = Path(folder)
-                prepare(workspace, material, recipe, seed, args.steps)
+                prepare(workspace, material, recipe, args.optimizer, seed, args.steps)
                 seconds = train(workspace, args.speculators_python, args.steps)
                 drafter = Eagle31DrafterModel.from_pretrained(workspace / "trained", dtype=torch.float32)
                 drafter.load_target_embeddings(material.target)

@@ -10,6 +10,7 @@ spares it the attention between them, which on a CPU it computes and masks.
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from safetensors.torch import load_file
@@ -19,6 +20,7 @@ from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.models.eagle3.data import shift_batch
 from speculators.proposals.greedy import GreedyTokenProposalConfig
 from speculators.train.data import CollateFn
+from speculators.train.optimizers import build_optimizers
 from torch import Tensor
 from training_side import Side, arguments, load_tensors, serve
 from transformers import LlamaConfig
@@ -95,6 +97,12 @@ class Theirs(Side):
             "ttt_step_loss_decay": self.plan["decay"],
             "loss_config": resolve_loss_config("kl_div", LOSS),
         }
+
+    def start(self) -> None:
+        """Makes speculators' own optimizers, where the plan has settings for them."""
+        super().start()
+        if "optimizers" in self.plan:
+            self.optimizers = build_optimizers(self.model, SimpleNamespace(**self.plan["optimizers"]))
 
     def sample(self, sequence: int, last_counts: bool = True) -> dict[str, Tensor]:
         """A sequence as speculators' data set hands it out. It also predicts what follows the last token, we do not."""

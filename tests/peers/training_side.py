@@ -74,7 +74,7 @@ class Side:
         return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
 
     def start(self) -> None:
-        self.optimizer = torch.optim.AdamW(self.trained().values(), **self.plan["optimizer"])
+        self.optimizers = [torch.optim.AdamW(self.trained().values(), **self.plan["optimizer"])]
         self.memory_before = memory_now()
 
     # The commands, by their names.
@@ -102,13 +102,14 @@ class Side:
         for _ in range(count):
             which = self.step % len(self.plan["batches"])
             batch = self.batch(self.plan["batches"][which])
-            for group in self.optimizer.param_groups:
+            for group in [group for optimizer in self.optimizers for group in optimizer.param_groups]:
                 group["lr"] = self.plan["learning_rates"][which]
             start, began = time.perf_counter(), time.process_time()
             losses.append(self.backward(batch))
             torch.nn.utils.clip_grad_norm_(self.trained().values(), self.plan["clip"])
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
+            for optimizer in self.optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
             seconds.append(time.perf_counter() - start)
             processor.append(time.process_time() - began)
             self.step += 1

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from eagle31_hf import demo, track_acceptance
+from eagle31_hf import Eagle31Trainer as Trainer
+from eagle31_hf import Eagle31TrainingArguments, demo, track_acceptance
 from eagle31_hf.demo.corpus import held_out_file
 from eagle31_hf.training.objective import Batch
 from eagle31_hf.training.unroll import unroll
@@ -70,6 +71,25 @@ def test_each_optimizer_has_its_parameters_once(material):
     of = [[p for group in each.param_groups for p in group["params"]] for each in (adamw, muon)]
     assert {p.dim() for p in of[1]} == {2}
     assert sorted(map(id, of[0] + of[1])) == sorted(id(p) for p in drafter.parameters() if p.requires_grad)
+
+
+def test_a_row_of_the_library_is_trained_by_its_own_trainer(material, monkeypatch):
+    """By its defaults but for rates and decay, which are the recipe's; the drafter has learnt afterwards."""
+    seen = []
+    monkeypatch.setattr(
+        search_training, "Eagle31Trainer", lambda *args, **kwargs: seen.append(args) or Trainer(*args, **kwargs)
+    )
+    recipe = search_recipe.IDEAS["eagle31 train, Muon 0.01, decay 0.1"]
+    drafter, figures = search_training.trained(material, recipe, seed=0, steps=4)
+    [(begun, args, examples)] = seen
+    assert begun is drafter
+    assert (args.matrix_learning_rate, args.learning_rate, args.weight_decay) == (0.01, 0.004, 0.1)
+    usual = Eagle31TrainingArguments("anywhere", use_cpu=True)
+    assert all(getattr(args, name) == getattr(usual, name) for name in ("depth", "depth_decay", "loss", "warmup_steps"))
+    assert (args.max_steps, len(examples)) == (4, FEW["NUM_TEXTS"])
+    before = search_training.begun(material, recipe, seed=0)
+    assert not torch.equal(drafter.fc.weight, before.fc.weight)
+    assert figures["loss"] > 0
 
 
 def test_least_squares_find_the_matrix():
@@ -187,12 +207,13 @@ def test_the_recipe_beside_speculators():
         return {"target": "demo", "idea": idea, "seed": seed, "steps": 60, "seconds": 2.0} | of_sets
 
     rows = [row("the recipe", 0, 3.0), row("the recipe", 1, 4.0), row("another", 0, 9.0)]
-    rows += [row("speculators 0.001", 0, 2.0), row("speculators 0.004", 0, 2.0), row("speculators 0.004", 1, 2.5)]
+    others = ("speculators as it comes", "speculators, Muon 0.006", "speculators, Muon 0.006")
+    rows += [row(others[0], 0, 2.0), row(others[1], 0, 2.0), row(others[2], 1, 2.5)]
     lines = search_table.beside_speculators(rows).splitlines()[2:]
     # error of the ratio 2: 2 * sqrt((0.5 / 2.5) ** 2 + (0.25 / 1.25) ** 2)
     assert lines == [
-        "| demo | 60 : 60 | 2.0 : 2.0 | 2 : 1 | 0.001 | 2.50 | 2.50 | 2.50 |",
-        "| demo | 60 : 60 | 2.0 : 2.0 | 2 : 2 | 0.004 | 2.00 ± 0.57 | 2.00 ± 0.57 | 2.00 ± 0.57 |",
+        f"| demo | the recipe | {others[0]} | 60 : 60 | 2.0 : 2.0 | 2 : 1 | 2.50 | 2.50 | 2.50 |",
+        f"| demo | the recipe | {others[1]} | 60 : 60 | 2.0 : 2.0 | 2 : 2 | 2.00 ± 0.57 | 2.00 ± 0.57 | 2.00 ± 0.57 |",
     ]
     assert len(search_table.beside_speculators(rows[:3]).splitlines()) == 2
 
