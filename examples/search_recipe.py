@@ -31,7 +31,7 @@ ADAMW = Recipe()
 DEFAULTS = vars(ADAMW)
 MUON = Recipe(matrix_rate=4e-2, rate=4e-3)
 # what gained, together
-LIBRARY = Recipe(matrix_rate=2e-2, rate=4e-3, weight_decay=0.0, head=True, library=True)  # its defaults
+LIBRARY = Recipe(matrix_rate=2e-2, rate=4e-3, weight_decay=0.0, library=True)  # its defaults
 RECIPE = replace(MUON, jump=LONG_PROMPT + ANSWER, all_tokens=True, head=True, autocast=True)
 IDEAS = {
     "eagle31 train": LIBRARY,

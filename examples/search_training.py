@@ -242,11 +242,9 @@ def trained_by_the_library(
     material: Material, recipe: Recipe, seed: int, steps: int
 ) -> tuple[Eagle31DrafterModel, dict[str, float]]:
     """Trains a drafter as `eagle31 train --bf16` does, by `Eagle31Trainer` and its defaults, as many texts a step as in
-    the search; returns what `trained` does, the target's forwards included in the seconds, and the last loss."""
-    texts, drafter = (
-        material.training_texts(recipe.texts, layer_ids_of(recipe, material)),
-        begun(material, recipe, seed),
-    )
+    the search; returns what `trained` does, but the seconds include the target's forwards, and the loss is the last."""
+    texts = material.training_texts(recipe.texts, layer_ids_of(recipe, material))
+    drafter = begun(material, recipe, seed)
     answers = torch.arange(texts.ids.shape[1]) >= texts.prompt
     with tempfile.TemporaryDirectory() as folder:
         args = Eagle31TrainingArguments(

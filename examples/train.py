@@ -19,7 +19,8 @@ from eagle31_hf.demo.corpus import training_files
 from eagle31_hf.training.fresh import new_drafter
 from eagle31_hf.training.output import check_output, claim, discard_replaced, set_aside
 from eagle31_hf.training.packing import Part
-from eagle31_hf.training.prepare import PreparationOptions, prepare_data
+from eagle31_hf.training.preparation_options import PreparationOptions
+from eagle31_hf.training.prepare import prepare_data
 from eagle31_hf.training.recipe import log_in_lines
 from eagle31_hf.training.store import HiddenStateStore
 

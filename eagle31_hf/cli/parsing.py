@@ -122,7 +122,7 @@ def path(text: str) -> str:
 
 def engine(text: str) -> str:
     """Reads the name of an engine: vllm, or the address of a server."""
-    from ..training.servers import base_of
+    from ..training.engine_server import base_of
 
     try:
         return text if text == "vllm" else base_of(text)

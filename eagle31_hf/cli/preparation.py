@@ -53,7 +53,7 @@ def prepare_data(args: argparse.Namespace) -> int:
 
 def _options(args: argparse.Namespace) -> Any:
     """Returns the options of the data. Raises ValueError for those that do not go together."""
-    from ..training.prepare import PreparationOptions
+    from ..training.preparation_options import PreparationOptions
 
     engine = engine_options(args)
     if engine is not None and not needs_weights(args):

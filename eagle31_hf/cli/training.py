@@ -153,7 +153,7 @@ def read_data(args: argparse.Namespace, target: Any, tokenizer: Any, settings: A
     """Returns the rows to train and to evaluate on; where there are none to evaluate on, the settings say so too."""
     from transformers.trainer_utils import IntervalStrategy
 
-    from ..training.prepare import PreparationOptions
+    from ..training.preparation_options import PreparationOptions
     from ..training.recipe import ExampleReader
 
     options = PreparationOptions(

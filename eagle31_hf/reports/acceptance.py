@@ -61,8 +61,8 @@ class Condition:
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured: `ways`, and RIVALS by name, on the prompts as they are served; the others by `reference`
-    alone."""
+    """The plan of a report: it says which ways of drafting are measured, and in which conditions. `ways` and `rivals`,
+    some of RIVALS, decode the prompts as they are served; all other conditions are drafted by `reference` alone."""
 
     ways: tuple[Shape, ...]
     reference: Shape
@@ -162,16 +162,18 @@ class AcceptanceStudy(Study):
     def _answer(self, number: int) -> str:
         """Returns what the target says to a prompt."""
         options = {"max_new_tokens": self.settings.max_new_tokens}
-        new = self._generate([self.prompts.ids[number]], options, None, Shape(0))
+        new = self._generate([self.prompts.ids[number]], options)
         return str(self.prompts.renderer.tokenizer.decode(new[0], skip_special_tokens=True)).strip()
 
     def _perturbed(self, name: str) -> dict[int, Batch]:
         """Returns the prompts that can be perturbed so."""
         found = dict[int, Batch]()
         for number, (source, ids) in enumerate(zip(self.prompts.sources, self.prompts.ids, strict=True)):
+            changed = None
             with suppress(Skipped):  # a template that takes no system prompt
                 changed = PERTURBATIONS[name](self.prompts.renderer, source, ids, number)
-                found |= {} if changed is None else {number: [changed]}
+            if changed is not None:
+                found[number] = [changed]
         return self._fitting(found)
 
     def _fitting(self, prompts: dict[int, Batch]) -> dict[int, Batch]:
@@ -197,7 +199,7 @@ class AcceptanceStudy(Study):
         """Returns who decodes in a condition, and how."""
         found = dict[Who, BatchGenerate]()
         if condition.is_timed:
-            found[TARGET_ALONE] = partial(self._generate, drafter=None, way=Shape(0))
+            found[TARGET_ALONE] = self._generate
         if condition.kind == SERVED:
             settings, target = self.settings, self.target
             for name, generate in rivals(settings.rivals, target, self.drafters, settings.reference.depth).items():
@@ -228,9 +230,13 @@ class AcceptanceStudy(Study):
         return row | (counts_of(stats) if who[0] in self.drafters else {})
 
     def _generate(
-        self, batch: Batch, options: Mapping[str, Any], drafter: Eagle31DrafterModel | None, way: Shape
+        self,
+        batch: Batch,
+        options: Mapping[str, Any],
+        drafter: Eagle31DrafterModel | None = None,
+        way: Shape = Shape(0),  # noqa: B008 -- frozen
     ) -> Tensor:
-        """Returns the new tokens (B, N) of a batch."""
+        """Returns the new tokens (B, N) of a batch, drafted in a way by a drafter, or by the target alone."""
         drafting: dict[str, Any] = {} if drafter is None else {"assistant_model": drafter, **way.knobs}
         generate: Any = self.target.generate
         return self._new_tokens(generate, batch, {**options, **drafting})

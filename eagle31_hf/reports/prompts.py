@@ -23,8 +23,8 @@ EMPTY, OVER_LONG = "empty prompt", "over-long prompt"
 
 @dataclass(frozen=True)
 class Source:
-    """What a prompt is made of: a chat's messages up to the target's first turn, plain text, or tokens; and the
-    messages that the user of a chat sends later, one after each answer."""
+    """A prompt before it is rendered: a chat's messages up to the target's first turn, plain text, or tokens. Of a chat
+    `later` holds the messages that the user sends afterwards, one after each answer."""
 
     chat: Chat | None = None
     text: str | None = None

@@ -1,5 +1,5 @@
-"""What transformers has for speculating without this library's rounds: what a report sets beside them, greedily and one
-prompt at a time."""
+"""Rivals: ways of speculating that transformers has itself. A report measures them beside this library's rounds,
+greedily and one prompt at a time."""
 
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
@@ -32,7 +32,8 @@ def rivals(
 
 
 def looked_up(target: "PreTrainedModel", count: int) -> Generate:
-    """Drafts `count` tokens that followed the text's last ones earlier in it."""
+    """Returns a function that generates by prompt lookup: it drafts the `count` tokens that followed the text's last
+    ones where these occurred before."""
 
     def generate(ids: "Tensor", **options: Any) -> "Tensor":
         return target.generate(ids, prompt_lookup_num_tokens=count, **options)
@@ -41,23 +42,25 @@ def looked_up(target: "PreTrainedModel", count: int) -> Generate:
 
 
 def in_their_loop(target: "PreTrainedModel", drafter: "Eagle31DrafterModel", depth: int) -> Generate:
-    """Drafts chains by an `Eagle31CandidateGenerator`, in the loop that transformers has for assistants."""
+    """Returns a function that generates in the loop which transformers has for assistants, with chains that a drafter
+    drafts through an `Eagle31CandidateGenerator`."""
 
     from ..generation.candidate_generator import Eagle31CandidateGenerator
 
     def generate(ids: "Tensor", **options: Any) -> "Tensor":
         made = Eagle31CandidateGenerator(drafter, target, depth, ids.shape[1] + options["max_new_tokens"])
-        with made, _drafting_by(target, made):
+        with drafting_by(target, made):
             return looked_up(target, depth)(ids, **options)
 
     return generate
 
 
 @contextmanager
-def _drafting_by(target: Any, generator: Any):
-    """Has the loop draft by a generator, whichever it would have made of its arguments."""
+def drafting_by(target: Any, generator: Any):
+    """A context in which transformers' loop drafts by an `Eagle31CandidateGenerator`, whatever assistant it has."""
     target._get_candidate_generator = lambda **arguments: generator
     try:
-        yield
+        with generator:
+            yield
     finally:
         del target._get_candidate_generator

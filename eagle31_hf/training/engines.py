@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ..targets.ends import execution_device
 from .answers import AnswerSource, Temperatures, at_temperature
-from .servers import Ask, Patience, Servers, Tell, Told, base_of
+from .engine_server import Ask, Told, base_of
+from .servers import Patience, Servers, Tell
 
 VLLM = "vllm"
 PROBE_TOKENS = 32  # of each answer by which an engine is checked

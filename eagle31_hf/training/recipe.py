@@ -22,7 +22,8 @@ from ..targets.ends import execution_device, shape_of
 from .answers import stop_ids
 from .fresh import choose_vocabulary, count_answers, mass_covered, new_drafter
 from .packing import Part, tokens_at
-from .prepare import PreparationOptions, examples_in_memory, prepare_data
+from .preparation_options import PreparationOptions
+from .prepare import examples_in_memory, prepare_data
 from .shapes import layer_ids_for
 from .store import MANIFEST, HiddenStateStore, read_manifest
 from .target import StoredTarget, TargetReader

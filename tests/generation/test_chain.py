@@ -1,7 +1,5 @@
 """The generator of drafts, also in transformers' own assisted loop: a second opinion on this library's."""
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 from close import FORWARD, assert_close
@@ -13,6 +11,7 @@ from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, 
 from eagle31_hf import Eagle31CandidateGenerator
 from eagle31_hf.generation.planning.plan import Plan
 from eagle31_hf.generation.proposer import Proposer
+from eagle31_hf.reports.rivals import drafting_by
 from eagle31_hf.targets.layers import target_states
 
 LENGTH = 20
@@ -30,17 +29,6 @@ class Watched(Eagle31CandidateGenerator):
         self.rounds[-1].append(int(num_matches))
 
 
-@contextmanager
-def transformers_loop(target, generator):
-    """Makes transformers' `_assisted_decoding` draft with `generator`, whichever ordinary assistant it is given."""
-    target._get_candidate_generator = lambda **kwargs: generator
-    try:
-        with generator:
-            yield
-    finally:
-        del target._get_candidate_generator
-
-
 @pytest.mark.parametrize("name", ["eagle31", "eagle3", "pruned", "window_4"])
 @pytest.mark.parametrize("kind", TARGETS)
 def test_transformers_own_loop_agrees(make_target, make_drafter, prompt, kind, name):
@@ -48,7 +36,7 @@ def test_transformers_own_loop_agrees(make_target, make_drafter, prompt, kind, n
     drafter, ordinary = make_drafter(target, name), make_target("qwen3")
     output, stats = speculate(target, drafter, prompt, num_assistant_tokens=3, max_new_tokens=LENGTH, do_sample=False)
     generator = Watched(drafter, target, num_assistant_tokens=3, max_length=prompt.shape[1] + LENGTH)
-    with transformers_loop(target, generator):
+    with drafting_by(target, generator):
         stock = target.generate(prompt, assistant_model=ordinary, max_new_tokens=LENGTH, do_sample=False)
     assert_close("text", output, stock)
     prefill, *rounds = generator.rounds
@@ -64,7 +52,7 @@ def test_transformers_own_loop_with_processors(target, drafter, make_target, pro
     length = prompt.shape[1] + LENGTH
     generator = Watched(drafter, target, 3, length, logits_processor=processors, do_sample=do_sample)
     kwargs = {"max_length": length, "repetition_penalty": 1.4, "do_sample": do_sample, "top_k": 0}
-    with transformers_loop(target, generator):
+    with drafting_by(target, generator):
         stock = target.generate(prompt, assistant_model=make_target("qwen3"), **kwargs)
     assert stock.shape[1] == length
     if not do_sample:

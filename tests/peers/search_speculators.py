@@ -32,7 +32,7 @@ import search_material as material_module  # noqa: E402 -- an example is no pack
 import search_recipe as search  # noqa: E402
 import search_training  # noqa: E402
 
-# what `speculators.train.optimizers` reads besides the rates, which the plan has
+# what `speculators.train.optimizers` reads; at other rates than its own the plan's are set before each step
 MUON = {
     "optimizer": "muon",
     "lr": 1e-3,
@@ -51,7 +51,7 @@ def recipe_of(optimizer: str, rate: float, steps: int) -> search_training.Recipe
     """Returns what the search calls speculators' rate, schedule and drafter."""
     if optimizer == "adamw":
         return search_training.Recipe(rate=rate)
-    return search_training.Recipe(rate=rate, schedule="linear", warm_up=steps // 100, head=True, fields=FIELDS)
+    return search_training.Recipe(rate=rate, schedule="linear", warm_up=steps // 100, fields=FIELDS)
 
 
 def idea_of(optimizer: str, rate: float) -> str:

@@ -12,8 +12,10 @@ from letters import build_tokenizer
 
 from eagle31_hf.training.chats import ExampleMaker
 from eagle31_hf.training.kinds import KINDS
-from eagle31_hf.training.prepare import PreparationOptions, each_record, examples_in_memory, prepare_data
+from eagle31_hf.training.preparation_options import PreparationOptions
+from eagle31_hf.training.prepare import examples_in_memory, prepare_data
 from eagle31_hf.training.records import read_records
+from eagle31_hf.training.shard_builder import each_record
 from eagle31_hf.training.skipped import SHOWN, Skips
 from eagle31_hf.training.store import HiddenStateStore
 

@@ -22,7 +22,8 @@ from eagle31_hf.cli.preparation import prepare_data as command
 from eagle31_hf.targets.layers import target_states
 from eagle31_hf.training.chats import ExampleMaker
 from eagle31_hf.training.fresh import new_drafter
-from eagle31_hf.training.prepare import PreparationOptions, Prepared, prepare_data
+from eagle31_hf.training.preparation_options import PreparationOptions
+from eagle31_hf.training.prepare import Prepared, prepare_data
 from eagle31_hf.training.store import HiddenStateStore, load_target_parts, missing_shards
 
 LENGTH, LAYERS = 48, [0, 2, 4]

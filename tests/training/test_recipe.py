@@ -10,7 +10,8 @@ from conftest import build_target
 from transformers import TrainerState
 
 from eagle31_hf.training.packing import Examples
-from eagle31_hf.training.prepare import PreparationOptions, prepare_data
+from eagle31_hf.training.preparation_options import PreparationOptions
+from eagle31_hf.training.prepare import prepare_data
 from eagle31_hf.training.recipe import (
     ExampleReader,
     ProgressLines,

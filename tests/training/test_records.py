@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from eagle31_hf.training.kinds import Tokens, parse_record
-from eagle31_hf.training.prepare import PreparationOptions, prepare_data
+from eagle31_hf.training.preparation_options import PreparationOptions
+from eagle31_hf.training.prepare import prepare_data
 from eagle31_hf.training.records import Lines, identity, read_records
 from eagle31_hf.training.skipped import Skipped
 from eagle31_hf.training.store import HiddenStateStore

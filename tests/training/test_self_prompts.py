@@ -13,7 +13,8 @@ from letters import END, build_tokenizer, write_data
 from eagle31_hf.seeding import seeded
 from eagle31_hf.training import self_prompts
 from eagle31_hf.training.answers import AnswerGenerator
-from eagle31_hf.training.prepare import PreparationOptions, prepare_data
+from eagle31_hf.training.preparation_options import PreparationOptions
+from eagle31_hf.training.prepare import prepare_data
 from eagle31_hf.training.regenerate import regenerate
 from eagle31_hf.training.self_prompts import (
     ASKED_BEFORE,

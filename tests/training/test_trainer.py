@@ -210,9 +210,10 @@ def test_a_second_run_begins_its_figures_anew(tmp_path):
 
 
 def test_tokens_a_second_are_those_of_texts_from_the_first_batch_on(tmp_path, monkeypatch):
-    """A clock that goes on by a second whenever it is read: each log of two steps reads it twice."""
+    """By a clock whose n-th reading is n squared: a log of two steps reads it at the first batch, and then, 1 s later,
+    at its end."""
     ticks = itertools.count()
-    monkeypatch.setattr("eagle31_hf.training.figures.monotonic", lambda: float(next(ticks)))
+    monkeypatch.setattr("eagle31_hf.training.figures.monotonic", lambda: float(next(ticks) ** 2))
     examples = make_examples(4)
     trainer = make_trainer(tmp_path, examples, logging_steps=2)
     trainer.train()

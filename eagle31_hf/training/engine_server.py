@@ -1,0 +1,266 @@
+"""A server of an inference engine (vLLM, SGLang, or another with their protocol) that answers prompts, token ids both
+ways."""
+
+import http.client
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+KEY = "OPENAI_API_KEY"  # the environment variable
+TRY_AGAIN = (408, 429)  # HTTP statuses besides 5xx
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+NO_BASES = ("/completions", "/models", "/generate")  # ends of paths below a server's address
+LONGEST_QUOTE = 200  # characters of what a server says
+READ_OF_ERROR = 10_000  # bytes
+
+
+class Ask(NamedTuple):
+    """A prompt for an engine: its ids, the most tokens of the answer, the seed of a sampled one, what vLLM and SGLang
+    sample by (a temperature and more), and the ids that end the answer."""
+
+    prompt: list[int]
+    max_tokens: int
+    seed: int
+    sampling: dict[str, Any]
+    stops: list[int]
+
+
+class Told(NamedTuple):
+    """An engine's answer: its ids, why it ended ("stop" or "length"), the id the engine says it stopped at, its text
+    (None: the engine gives none), and how many tokens the engine read (None: it does not say)."""
+
+    ids: list[int]
+    finish: str
+    ended_by: Any = None
+    text: str | None = None
+    num_prompt_tokens: int | None = None
+
+
+class UnavailableError(RuntimeError):
+    """Raised where a server did not answer and may do so later. It says how the server failed."""
+
+
+class OddAnswerError(UnavailableError):
+    """Raised where a server's answer is not of the endpoint's form: it knows another, or something stands between."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A way to ask a server: its path, the body of a request, and the reader of its response, which raises KeyError,
+    TypeError, IndexError, ValueError or AttributeError for one of another form.
+
+    `spare`: how many tokens less than its length a server takes. `penalises_prompts`: a repetition penalty counts the
+    prompt's tokens, as in generate().
+    """
+
+    path: str
+    body: Callable[[str, Ask], dict[str, Any]]
+    reading: Callable[[Any], Told]
+    spare: int = 0
+    penalises_prompts: bool = True
+
+
+def _completions_body(model: str, ask: Ask) -> dict[str, Any]:
+    seed = {"seed": ask.seed} if ask.sampling["temperature"] else {}
+    return {
+        "model": model,
+        "prompt": ask.prompt,
+        "max_tokens": ask.max_tokens,
+        "stop_token_ids": ask.stops,
+        "return_token_ids": True,
+        **seed,
+        **ask.sampling,
+    }
+
+
+def _read_completions(response: Any) -> Told:
+    (choice,) = response["choices"]
+    return Told(
+        choice["token_ids"],
+        choice["finish_reason"],
+        choice.get("stop_reason"),
+        choice.get("text"),
+        (response.get("usage") or {}).get("prompt_tokens"),
+    )
+
+
+def _generate_body(model: str, ask: Ask) -> dict[str, Any]:
+    seed = {"sampling_seed": ask.seed} if ask.sampling["temperature"] else {}
+    params = {"max_new_tokens": ask.max_tokens, "stop_token_ids": ask.stops, **seed, **ask.sampling}
+    return {"input_ids": ask.prompt, "sampling_params": params}
+
+
+def _read_generate(response: Any) -> Told:
+    facts = response["meta_info"]
+    finish = facts["finish_reason"]
+    return Told(
+        response["output_ids"], finish["type"], finish.get("matched"), response.get("text"), facts.get("prompt_tokens")
+    )
+
+
+# SGLang keeps a few positions of its length for itself.
+ENDPOINTS = {
+    "/v1/completions": Endpoint("/v1/completions", _completions_body, _read_completions),
+    "/generate": Endpoint("/generate", _generate_body, _read_generate, spare=8, penalises_prompts=False),
+}
+
+
+def base_of(url: str) -> str:
+    """Returns the address of a server without /v1. Raises ValueError for what is no http address of a server."""
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # of the port, or of an IPv6 address
+        is_address = False
+    is_endpoint = is_address and parts.path.rstrip("/").endswith(NO_BASES)
+    if not is_address or is_endpoint or parts.query or parts.fragment or len(url.split()) != 1:
+        raise ValueError(f"got {url[:80]!r}, expected a server's address without a path, as http://localhost:8000")
+    if parts.username is not None or parts.password is not None:
+        raise ValueError(f"got an address of {parts.hostname} with a user name in it; expected the key in {KEY}")
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect: the key would go wherever it leads."""
+
+    def redirect_request(self, *args, **options):
+        return None
+
+
+class Server:
+    """One server, at an address as `base_of` gives it: what it serves (`model`), how it is asked (`endpoint`), and how
+    it has done lately."""
+
+    def __init__(self, url: str, timeout: float):
+        self.url, self.timeout = url, timeout
+        self.model = ""
+        self.max_length: int | None = None
+        self.endpoint = ENDPOINTS["/v1/completions"]
+        self.failures = self.in_flight = 0
+        self.is_tried = False  # by a request that finds out whether it is back
+        self.not_before = 0.0
+        # a proxy is for what is elsewhere
+        proxies = [urllib.request.ProxyHandler({})] if urlsplit(url).hostname in LOOPBACK else []
+        self._opener = urllib.request.build_opener(_NoRedirects, *proxies)
+
+    def call(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """Sends a request, a POST where it has a body; returns the response's JSON.
+
+        Raises UnavailableError where the server may do better later, ValueError where it refuses the request.
+        """
+        key = _key()
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, headers)
+        try:
+            with self._opener.open(request, timeout=self.timeout) as response:
+                said = response.read()
+        except urllib.error.HTTPError as error:
+            said = f"{self.url}{path} answers {error.code} {_cut(str(error.reason))}{_quoted(error)}"
+            if error.code >= 500 or error.code in TRY_AGAIN:
+                raise UnavailableError(said) from None
+            remedy = f" The key is read from {KEY}." if error.code in (401, 403) else ""
+            raise ValueError(f"{said}; expected an answer, as vLLM and SGLang give.{remedy}") from None
+        except TimeoutError:
+            raise UnavailableError(f"{self.url}{path} gave no answer in {self.timeout:g} seconds") from None
+        except (OSError, http.client.HTTPException) as error:
+            reason = getattr(error, "reason", error)
+            if isinstance(reason, TimeoutError):
+                reason = f"no answer in {self.timeout:g} seconds"
+            raise UnavailableError(f"{self.url}{path}: {reason or type(error).__name__}") from None
+        try:
+            return json.loads(said)
+        except (ValueError, RecursionError):
+            raise OddAnswerError(
+                f"{self.url}{path} answers what is no JSON ({_cut(said.decode(errors='replace'))})"
+            ) from None
+
+    def meet(self, target: str) -> None:
+        """Looks up what is served. Raises ValueError where that is several models, none of them named as the target."""
+        listed = self.call("/v1/models")
+        try:
+            models = [model for model in listed["data"] if not model.get("parent")]  # the others are adapters
+            chosen = [model for model in models if target in (model["id"], model.get("root"))] or models
+            names = _cut(", ".join(str(model["id"]) for model in models))
+            if len({model["id"] for model in chosen}) == 1:
+                length = chosen[0].get("max_model_len")
+                self.model, self.max_length = str(chosen[0]["id"]), length if type(length) is int else None
+                return
+        except (KeyError, TypeError, AttributeError):
+            raise ValueError(
+                f"{self.url}/v1/models answers {_short(listed)}; expected a list of models, as vLLM and SGLang give."
+            ) from None
+        raise ValueError(f"{self.url} serves {names or 'no model'}; expected one model, or one named {target}.")
+
+    def ask(self, ask: Ask) -> Told:
+        """Asks for an answer. Raises UnavailableError and ValueError as `call` does."""
+        response = self.call(self.endpoint.path, self.endpoint.body(self.model, ask))
+        try:
+            told = self.endpoint.reading(response)
+        except (KeyError, TypeError, IndexError, ValueError, AttributeError):
+            raise OddAnswerError(f"{self.url} answers {_short(response)}; expected ids") from None
+        ids = told.ids
+        if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+            raise OddAnswerError(f"{self.url} answers with ids {_short(ids)}; expected a list of integers")
+        if told.text is not None and not isinstance(told.text, str):
+            raise OddAnswerError(f"{self.url} answers with the text {_short(told.text)}; expected words")
+        if told.finish not in ("stop", "length"):  # an engine that shuts down aborts what it works on
+            raise UnavailableError(f"{self.url} ended an answer for the reason {told.finish!r}")
+        if told.num_prompt_tokens not in (None, len(ask.prompt)):
+            raise ValueError(
+                f"{self.url} read {told.num_prompt_tokens} tokens of a prompt of {len(ask.prompt)}; expected the ids as"
+                " they are."
+            )
+        return told
+
+    def choose_endpoint(self, ask: Ask) -> None:
+        """Finds the way to ask that gives ids. Raises ValueError where there is none, UnavailableError as `call`
+        does."""
+        failures: list[Exception] = []
+        for endpoint in ENDPOINTS.values():
+            self.endpoint = endpoint
+            try:
+                self.ask(ask)
+                return
+            except (UnavailableError, ValueError) as error:
+                failures.append(error)
+        for error in failures:
+            if isinstance(error, UnavailableError) and not isinstance(error, OddAnswerError):
+                raise error
+        said = "; ".join(str(error).rstrip(".") for error in failures)
+        raise ValueError(
+            f"{self.url} cannot be asked by ids: {said}. Expected a server of vLLM (0.10.2 or"
+            " later) or SGLang: words read again as tokens are not always the tokens that were said."
+        )
+
+
+def _key() -> str:
+    """Returns the key for servers, or an empty text. Raises ValueError for one that no request can carry."""
+    key = os.environ.get(KEY, "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise ValueError(f"{KEY} holds line breaks or other characters that no key has; set it again, or unset it.")
+    return key
+
+
+def _short(value: Any) -> str:
+    return _cut(json.dumps(value))
+
+
+def _cut(text: str) -> str:
+    """Returns what a server said as it is told: without the key, and not at length."""
+    text = text.replace(_key() or "\0", "...")
+    return text if len(text) <= LONGEST_QUOTE else f"{text[:LONGEST_QUOTE]}..."
+
+
+def _quoted(error: urllib.error.HTTPError) -> str:
+    try:
+        said = error.read(READ_OF_ERROR).decode(errors="replace")
+    except (OSError, http.client.HTTPException):
+        said = ""
+    said = _cut(" ".join(said.split()))
+    return f" ({said})" if said else ""

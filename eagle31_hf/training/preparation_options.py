@@ -1,0 +1,81 @@
+"""The options of making training data."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ..configuration import Eagle31Config
+from ..targets.layers import decoder_layers
+from .engines import EngineOptions
+from .shapes import layer_ids_for
+
+RECORDS_PER_SHARD = 64
+RECORDS_PER_SHARD_OF_AN_ENGINE = 1024  # it answers what it is asked at once many times faster than one by one
+
+
+@dataclass(frozen=True)
+class PreparationOptions:
+    """Options of training data.
+
+    `split` is that of a dataset; `max_length`, `mask`, `template_augmentation`, `chat_template`, `template_options` and
+    `seed` are `ExampleMaker`'s. `regenerate`: answers are the target's own, of at most `max_new_tokens` tokens, by
+    generate() with the arguments `generation`; where there is an `engine`, by this one, as generate() would sample.
+    `self_prompts`: so many chats are added whose user is the target, too, see `SelfPrompts`; with `regenerate` only.
+    `states`: the target's states are stored too, those at `layer_ids` (by default where drafters read) in `dtype`, one
+    of STORED_DTYPES (by default the target's). `batch_size`: examples the target reads, or prompts it answers, at once.
+    `records_per_shard`: by default 64, of an engine's answers without states 1,024.
+    Raises ValueError for options that do not go together.
+    """
+
+    max_length: int = 2048
+    mask: str = "answers"
+    split: str = "train"
+    seed: int = 0
+    template_augmentation: float = 0.0
+    chat_template: str | None = None
+    template_options: dict[str, Any] = field(default_factory=dict)
+    regenerate: bool = False
+    self_prompts: int = 0
+    max_new_tokens: int = 1024
+    generation: dict[str, Any] = field(default_factory=dict)
+    engine: EngineOptions | None = None
+    states: bool = False
+    layer_ids: list[int] | None = None
+    dtype: str | None = None
+    batch_size: int = 8
+    records_per_shard: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.states and (self.layer_ids, self.dtype) != (None, None):
+            raise ValueError(
+                f"layer_ids is {self.layer_ids} and dtype {self.dtype!r} without states; expected neither, or states."
+            )
+        if self.self_prompts < 0 or (self.self_prompts and not self.regenerate):
+            raise ValueError(
+                f"self_prompts is {self.self_prompts} and regenerate {self.regenerate}; expected a number of chats,"
+                " whose answers are the target's, too."
+            )
+        if self.regenerate and self.template_augmentation:
+            raise ValueError(
+                f"template_augmentation is {self.template_augmentation}; expected 0 with regenerate: prompts are as"
+                " they are served."
+            )
+
+        if self.states and self.engine is not None and not self.engine.is_served:
+            raise ValueError(
+                "the engine is vllm and states are to be stored, for which the target would be loaded twice here;"
+                " expected the address of a server, or no states."
+            )
+
+    def for_target(self, target: PreTrainedModel) -> "PreparationOptions":
+        """Returns the options with the records of a shard and the layers and dtype of the states filled in. Raises
+        ValueError for layers that the target does not have."""
+        if not self.states:
+            usual = RECORDS_PER_SHARD if self.engine is None else RECORDS_PER_SHARD_OF_AN_ENGINE
+            return replace(self, records_per_shard=self.records_per_shard or usual)
+        asked = self.layer_ids or layer_ids_for(target.config.get_text_config(decoder=True))
+        layer_ids = Eagle31Config(aux_hidden_state_layer_ids=asked).resolve_layer_ids(len(decoder_layers(target)))
+        dtype = self.dtype or str(target.dtype).removeprefix("torch.")
+        num_records = self.records_per_shard or RECORDS_PER_SHARD
+        return replace(self, layer_ids=layer_ids, dtype=dtype, records_per_shard=num_records)

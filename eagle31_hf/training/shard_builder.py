@@ -1,0 +1,268 @@
+"""The making of a store's shards: their records become examples, in the target's own words and with its states where
+asked. T tokens of an example.
+
+A shard follows from the records that are its own, and from nothing else.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..seeding import seeded
+from ..storage.fingerprints import digest, tokenizer_fingerprint, weights_fingerprint
+from ..targets.ends import shape_of
+from .answers import AnswerGenerator, AnswerSource, seed_of, stop_ids
+from .chats import ExampleMaker
+from .engines import EngineAnswers, engine_answers
+from .kinds import Chat, parse_record
+from .preparation_options import RECORDS_PER_SHARD, PreparationOptions
+from .records import Record, Records, identity
+from .regenerate import continue_texts, first_prompt, regenerate
+from .self_prompts import SelfPrompt, first_token
+from .skipped import Skipped, Skips, refused_by
+from .store import Columns, Manifest
+from .target import TargetReader
+
+PROBES = 3  # prompts by which an engine is checked
+A_QUESTION = "Why is the sky blue?"  # answered by an engine that is checked, where the data has no prompts
+Made = TypeVar("Made")
+Prompt = tuple[Tensor, float | None]  # ids (T,), and the temperature of what follows them (None: as the source samples)
+Progress = Callable[[str], None]  # is told one line at a time
+
+
+def example_maker(
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: PreparationOptions
+) -> ExampleMaker:
+    """Returns what makes examples of records for a target. In answers that are regenerated all else is a prompt."""
+    embedding: Any = target.get_input_embeddings()
+    return ExampleMaker(
+        tokenizer,
+        options.max_length,
+        vocab_size=shape_of(embedding)[0],
+        mask="answers" if options.regenerate else options.mask,
+        template_augmentation=options.template_augmentation,
+        seed=options.seed,
+        chat_template=options.chat_template,
+        stop_ids=set(stop_ids(target, tokenizer)),
+        template_options=options.template_options,
+    )
+
+
+def each_record(
+    records: Records, numbers: Iterable[int], make: Callable[[Record, int], Made], skips: Skips
+) -> Iterator[tuple[int, Made]]:
+    """Yields the number of each record and what `make` makes of the record and its number; one that cannot be read, or
+    of which nothing can be made, is counted with its reason instead."""
+    for number in numbers:
+        try:
+            made = make(records[number], number)
+        except Skipped as refusal:
+            skips.add(number, refusal)
+        else:
+            yield number, made
+
+
+class ShardBuilder:
+    """Makes the examples of a store's shards; `options` are those of the target, see `for_target`. `tell` is told of
+    servers that fail."""
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        records: Records,
+        options: PreparationOptions,
+        skips: Skips,
+        tell: Progress,
+    ):
+        self.target = target
+        self.tokenizer = tokenizer
+        self.records = records
+        self.options = options
+        self.skips = skips
+        self.maker = example_maker(target, tokenizer, options)
+        self._template = {"chat_template": options.chat_template, **options.template_options}
+        self.generator = self._answer_source(tell) if options.regenerate else None
+        self.reader = TargetReader(target, options.layer_ids) if options.states else None
+
+    def _answer_source(self, tell: Progress) -> AnswerSource:
+        options = self.options
+        generator = AnswerGenerator(
+            self.target,
+            self.tokenizer,
+            options.max_length,
+            options.max_new_tokens,
+            options.batch_size,
+            options.generation,
+        )
+        if options.engine is None:
+            return generator
+        return engine_answers(generator, options.engine, options.generation, self.maker.vocab_size, tell)
+
+    def meet_engine(self, tell: Progress, complete: Manifest | None) -> None:
+        """Checks that the engine, if one answers, gives the target's answers, on the first prompts of the records.
+        Where nothing is left to answer, `complete` is the store's manifest, and the engine is not asked.
+
+        Raises ValueError where it does not, RuntimeError where it cannot be reached.
+        """
+        if not isinstance(self.generator, EngineAnswers):
+            return
+        if complete is not None:
+            self.generator.recall(complete.source.get("engine", {}))
+        else:
+            self.generator.meet(self._first_prompts(self.generator), tell)
+
+    def _first_prompts(self, source: AnswerSource) -> list[Tensor]:
+        prompts, silent = list[Tensor](), Skips(self.records.where)
+        for _, made in each_record(self.records, range(len(self.records)), self._chat_or_prompts, silent):
+            if isinstance(made, SelfPrompt):
+                made = Chat([{"role": "user", "content": A_QUESTION}])
+            if isinstance(made, Chat):
+                prompts += first_prompt(source, made, **self._template)
+            else:
+                prompts += [prompt for prompt, _ in made if source.fits(prompt)]
+            if len(prompts) >= PROBES:
+                break
+        return prompts[:PROBES]
+
+    def build(self, index: int) -> tuple[list[Columns], Counter[str]]:
+        """Returns the examples of a shard, and by reason how many of its records gave none."""
+        size = self.options.records_per_shard or RECORDS_PER_SHARD
+        numbers = range(index * size, min((index + 1) * size, len(self.records)))
+        if self.generator is None:
+            made = each_record(self.records, numbers, self.maker.examples, self.skips)
+            examples = [example for _, of_record in made for example in of_record]
+        else:
+            with seeded(seed_of(self.options.seed, index)):
+                examples = self._regenerated(self.generator, numbers)
+        if self.reader is not None:
+            self._add_states(self.reader, examples)
+        return examples, self.skips.taken()
+
+    def _regenerated(self, source: AnswerSource, numbers: range) -> list[Columns]:
+        """Returns examples in the target's words: chats are answered; of what is no chat, all before the first answer
+        is the prompt, or the first half of a plain text."""
+        chats, prompts = list[tuple[int, Chat | SelfPrompt]](), list[tuple[int, Prompt]]()
+        for number, made in each_record(self.records, numbers, self._chat_or_prompts, self.skips):
+            if isinstance(made, Chat | SelfPrompt):
+                chats.append((number, made))
+            else:
+                prompts += [(number, prompt) for prompt in made]
+        answered = regenerate(
+            source,
+            [chat for _, chat in chats],
+            lambda i, refusal: self.skips.add(chats[i][0], refusal),
+            **self._template,
+        )
+        continued = continue_texts(
+            source,
+            [ids for _, (ids, _) in prompts],
+            lambda i, refusal: self.skips.add(prompts[i][0], refusal),
+            [temperature for _, (_, temperature) in prompts],
+        )
+        examples = [{**example} for made in (*answered, *continued) for example in made]
+        if self.options.mask == "all":
+            for example in examples:
+                example["answers"] = torch.ones_like(example["answers"])
+        return examples
+
+    def _chat_or_prompts(self, record: Record | SelfPrompt, number: int) -> Chat | SelfPrompt | list[Prompt]:
+        if isinstance(record, SelfPrompt):
+            return self._self_prompt(record)
+        parsed = parse_record(record)
+        if isinstance(parsed, Chat):
+            return parsed
+        examples = self.maker.examples(record, number)
+        return [(example["input_ids"][: _end_of_prompt(example)], None) for example in examples]
+
+    def _self_prompt(self, record: SelfPrompt) -> SelfPrompt | list[Prompt]:
+        """Returns a chat that the target is to write, or, where there is no chat template, the beginning of a text. A
+        temperature that the caller gave wins."""
+        given = {"temperature", "do_sample"} & self.options.generation.keys()
+        temperature = None if given else record.temperature
+        if self.options.chat_template or self.tokenizer.chat_template:
+            system = record.system if self._has_system else None
+            return replace(record, system=system, temperature=temperature)
+        return [(torch.tensor([first_token(self.tokenizer)]), 1.0 if temperature is None else temperature or 1.0)]
+
+    @cached_property
+    def _has_system(self) -> bool:
+        """True where the template takes a system message."""
+        messages = [{"role": "system", "content": "x"}, {"role": "user", "content": "x"}]
+        try:
+            with refused_by("template"):
+                self.tokenizer.apply_chat_template(messages, tokenize=False, **self._template)
+        except Skipped:
+            return False
+        return True
+
+    def _add_states(self, reader: TargetReader, examples: list[Columns]) -> None:
+        """Adds the target's states to the examples; examples of like length are read together."""
+        order = sorted(examples, key=lambda example: -len(example["input_ids"]))
+        for start in range(0, len(order), self.options.batch_size):
+            batch = order[start : start + self.options.batch_size]
+            ids = pad_sequence([example["input_ids"] for example in batch], batch_first=True)
+            documents = pad_sequence([torch.ones_like(example["input_ids"]) for example in batch], batch_first=True)
+            for example, states, last_states in zip(batch, *reader.read(ids, documents), strict=True):
+                length = len(example["input_ids"])
+                example |= {"states": states[:length], "last_states": last_states[:length]}
+
+    def manifest(self, source: str | None) -> Manifest:
+        """Returns the manifest of the store."""
+        return Manifest(
+            self.target.name_or_path,
+            weights_fingerprint(self.target),
+            tokenizer_fingerprint(self.tokenizer),
+            self._made_of(source),
+            self.target.config.get_text_config(decoder=True).hidden_size,
+            num_records=len(self.records),
+            records_per_shard=self.options.records_per_shard or RECORDS_PER_SHARD,
+            commit=getattr(self.target.config, "_commit_hash", None),  # only those of the Hub have one
+            layer_ids=self.options.layer_ids,
+            dtype=self.options.dtype,
+        )
+
+    def _made_of(self, source: str | None) -> dict[str, Any]:
+        """Returns all that the examples follow from besides the target and its tokenizer, as the manifest keeps it."""
+        options = self.options
+        made_of: dict[str, Any] = {
+            "data": None if source is None else identity(source, options.split),
+            "max_length": options.max_length,
+            "mask": options.mask,
+            "seed": options.seed,
+            "regenerate": options.regenerate,
+            "template_augmentation": options.template_augmentation,
+            "chat_template": None if options.chat_template is None else digest(options.chat_template),
+            "stop_ids": sorted(self.maker.stop_ids or ()),
+        }
+        if options.template_options:
+            made_of["template_options"] = options.template_options
+        if options.self_prompts:
+            made_of["self_prompts"] = options.self_prompts
+        if options.regenerate:
+            made_of |= {
+                "max_new_tokens": options.max_new_tokens,
+                "generation": options.generation,
+                **self._answered_by(),
+                # what `generation` leaves out is as it says
+                "generation_config": digest(self.target.generation_config.to_json_string(use_diff=False)),
+            }
+        return made_of
+
+    def _answered_by(self) -> dict[str, Any]:
+        """Returns what answers follow from besides the call: the engine, or how many prompts generate() pads to one
+        length."""
+        if isinstance(self.generator, EngineAnswers):
+            return {"engine": self.generator.engine.identity}
+        return {"batch_size": self.options.batch_size}
+
+
+def _end_of_prompt(example: Columns) -> int:
+    return int(example["answers"].int().argmax()) or len(example["answers"]) // 2
