@@ -32,7 +32,11 @@ class Worker:
         self._process = subprocess.Popen(
             [python, vllm_worker.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        self.versions: dict[str, str] = self.ask(plan)["versions"]
+        try:
+            self.versions: dict[str, str] = self.ask(plan)["versions"]
+        except BaseException:
+            self.close()
+            raise
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Sends a request, and returns its answer. Raises RuntimeError with vLLM's error."""

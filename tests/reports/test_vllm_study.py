@@ -7,6 +7,7 @@ import json
 import os
 from importlib.util import find_spec
 
+import psutil
 import pytest
 
 from eagle31_hf import demo
@@ -35,6 +36,8 @@ def test_a_python_without_vllm_is_told(tmp_path, capsys):
     assert "No module named 'vllm'" in told
     assert "expected vLLM 0.32 or later" in told
     assert "--engine-python" in told
+    left = [child for child in psutil.Process().children() if any("vllm_worker" in word for word in child.cmdline())]
+    assert not left, "the process that could not start vLLM has ended"
     assert acceptance("--engine", "vllm", "--engine-python", str(tmp_path / "none")) == 2
     assert "there is no such file" in capsys.readouterr().err
 
