@@ -11,28 +11,35 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from .self_prompts import LEAST_REPETITIONS, LONGEST_PERIOD
+
 KEY = "OPENAI_API_KEY"  # the environment variable
 TRY_AGAIN = (408, 429)  # HTTP statuses besides 5xx
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 NO_BASES = ("/completions", "/models", "/generate")  # ends of paths below a server's address
 LONGEST_QUOTE = 200  # characters of what a server says
 READ_OF_ERROR = 10_000  # bytes
+ENDS = ("stop", "length", "repetition")  # why an answer ends
+# vLLM's words for an answer whose end `repeats_itself`: any period up to 15 has a multiple from 16 to 64.
+LOOP = {"min_pattern_size": 16, "max_pattern_size": LONGEST_PERIOD, "min_count": LEAST_REPETITIONS}
 
 
 class Ask(NamedTuple):
     """A prompt for an engine: its ids, the most tokens of the answer, the seed of a sampled one, what vLLM and SGLang
-    sample by (a temperature and more), and the ids that end the answer."""
+    sample by (a temperature and more), the ids that end the answer, and whether it may end as soon as it repeats itself
+    (nobody will use it then; vLLM heeds it)."""
 
     prompt: list[int]
     max_tokens: int
     seed: int
     sampling: dict[str, Any]
     stops: list[int]
+    ends_loops: bool = False
 
 
 class Told(NamedTuple):
-    """An engine's answer: its ids, why it ended ("stop" or "length"), the id the engine says it stopped at, its text
-    (None: the engine gives none), and how many tokens the engine read (None: it does not say)."""
+    """An engine's answer: its ids, why it ended (one of ENDS), the id the engine says it stopped at, its text (None: it
+    gives none), and how many tokens the engine read (None: it does not say)."""
 
     ids: list[int]
     finish: str
@@ -67,6 +74,7 @@ class Endpoint:
 
 def _completions_body(model: str, ask: Ask) -> dict[str, Any]:
     seed = {"seed": ask.seed} if ask.sampling["temperature"] else {}
+    loops = {"repetition_detection": LOOP} if ask.ends_loops else {}
     return {
         "model": model,
         "prompt": ask.prompt,
@@ -74,6 +82,7 @@ def _completions_body(model: str, ask: Ask) -> dict[str, Any]:
         "stop_token_ids": ask.stops,
         "return_token_ids": True,
         **seed,
+        **loops,
         **ask.sampling,
     }
 
@@ -209,7 +218,7 @@ class Server:
             raise OddAnswerError(f"{self.url} answers with ids {_short(ids)}; expected a list of integers")
         if told.text is not None and not isinstance(told.text, str):
             raise OddAnswerError(f"{self.url} answers with the text {_short(told.text)}; expected words")
-        if told.finish not in ("stop", "length"):  # an engine that shuts down aborts what it works on
+        if told.finish not in ENDS:  # an engine that shuts down aborts what it works on
             raise UnavailableError(f"{self.url} ended an answer for the reason {told.finish!r}")
         if told.num_prompt_tokens not in (None, len(ask.prompt)):
             raise ValueError(

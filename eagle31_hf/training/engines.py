@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..targets.ends import execution_device
 from .answers import AnswerSource, Temperatures, at_temperature
-from .engine_server import Ask, Told, base_of
+from .engine_server import ENDS, LOOP, Ask, Told, base_of
 from .servers import Patience, Servers, Tell
 
 VLLM = "vllm"
@@ -163,8 +163,9 @@ class VllmEngine:
 
     def answers(self, asks: list[Ask]) -> list[Told]:
         """Returns the answers to prompts, in their order."""
-        from vllm import SamplingParams
+        from vllm import SamplingParams, sampling_params
 
+        loops = getattr(sampling_params, "RepetitionDetectionParams", None)  # earlier releases have none
         params = [
             SamplingParams(
                 max_tokens=ask.max_tokens,
@@ -172,6 +173,7 @@ class VllmEngine:
                 stop_token_ids=ask.stops,
                 ignore_eos=True,  # the stops are all there are
                 detokenize=False,
+                **({"repetition_detection": loops(**LOOP)} if loops and ask.ends_loops else {}),
                 **ask.sampling,
             )
             for ask in asks
@@ -232,8 +234,11 @@ class EngineAnswers(AnswerSource):
         seeds = torch.randint(MAX_SEED, (len(prompts),)).tolist()
         asked = list(temperatures or [None] * len(prompts))
         samplings = {temperature: self.sampling(temperature) for temperature in {*asked}}
+        # Self-prompted answers have temperatures of their own, and are refused where they repeat themselves.
         asks = [
-            self._ask(prompt, seed, self.max_new_tokens, samplings[temperature])
+            self._ask(prompt, seed, self.max_new_tokens, samplings[temperature])._replace(
+                ends_loops=temperature is not None
+            )
             for prompt, seed, temperature in zip(prompts, seeds, asked, strict=True)
         ]
         told = self.engine.answers(asks)
@@ -257,9 +262,11 @@ class EngineAnswers(AnswerSource):
                 f"the engine answers with id {unknown[0]}, and the target has {self.vocab_size}; expected an engine"
                 " that runs the target."
             )
-        if told.finish not in ("stop", "length"):
-            raise ValueError(f"the engine ended an answer for the reason {told.finish!r}; expected stop or length.")
+        if told.finish not in ENDS:
+            raise ValueError(f"the engine ended an answer for the reason {told.finish!r}; expected one of {ENDS}.")
         answer = self.through_end(torch.tensor(told.ids, dtype=torch.long))
+        if told.finish == "repetition" and ask.ends_loops:
+            return answer
         if len(answer) and int(answer[-1]) in self.stops:
             return answer
         if told.finish == "stop":

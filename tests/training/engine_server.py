@@ -25,10 +25,11 @@ class EngineServer:
     def __init__(self, target, tokenizer, protocol="vllm", trouble: Trouble = lambda number: None, **facts):
         self.target, self.tokenizer, self.protocol, self.trouble = target, tokenizer, protocol, trouble
         self.ends, self.omits_end, self.most_new = facts.pop("ends", []), facts.pop("omits_end", False), None
-        self.reports_stop = True
+        self.reports_stop = self.heeds_loops = True
         self.model = {"id": "the-target", "max_model_len": 128} | facts
         self.asked, self.headers = list[dict](), list[dict]()
         self.waits = 0.0
+        self.longest_greedy = 0  # tokens of a greedy answer
         self.in_flight = self.most_in_flight = self.port = 0
         self.answered = Counter()
         self._lock, self._running = threading.Lock(), threading.Lock()
@@ -102,17 +103,27 @@ class EngineServer:
             has_ids = self.protocol == "vllm" and body.get("return_token_ids")
             settings = body | {"max_new_tokens": body["max_tokens"]}
             ids, ended, text = self._generate(body["prompt"], settings, body.get("seed"))
-            choice = {"index": 0, "text": text, "finish_reason": "length" if ended is None else "stop"}
+            finish = "length" if ended is None else "stop"
+            loop = self.heeds_loops and loop_end(ids, body.get("repetition_detection"))
+            if loop:
+                ids, ended, finish, text = ids[:loop], None, "repetition", self.tokenizer.decode(ids[:loop])
+            self._measure(ids, settings)
+            choice = {"index": 0, "text": text, "finish_reason": finish}
             choice |= {"stop_reason": ended if ended in body["stop_token_ids"] and self.reports_stop else None}
             choice |= {"token_ids": ids, "prompt_token_ids": body["prompt"]} if has_ids else {}
             return 200, {"choices": [choice], "usage": {"prompt_tokens": len(body["prompt"])}}
         if path == "/generate" and self.protocol == "sglang":
             settings = body["sampling_params"]
             ids, ended, text = self._generate(body["input_ids"], settings, settings.get("sampling_seed"))
+            self._measure(ids, settings)
             finish = {"type": "length", "length": len(ids)} if ended is None else {"type": "stop", "matched": ended}
             facts = {"finish_reason": finish, "prompt_tokens": len(body["input_ids"])}
             return 200, {"text": text, "output_ids": ids, "meta_info": facts}
         return 404, {"error": "there is no such path"}
+
+    def _measure(self, ids: list[int], settings: dict[str, Any]) -> None:
+        if not settings["temperature"]:
+            self.longest_greedy = max(self.longest_greedy, len(ids))
 
     def _generate(self, prompt: list[int], settings: dict[str, Any], seed: int | None) -> tuple[list, int | None, str]:
         """Returns the ids of an answer, the id that ended it (None: the limit), and its text."""
@@ -137,6 +148,16 @@ class EngineServer:
         text = self.tokenizer.decode(words, skip_special_tokens=True)
         self.answered[str(prompt)] += 1
         return words if self.omits_end else answer, ended, text
+
+
+def loop_end(ids: list[int], asked: dict | None) -> int | None:
+    """Returns where vLLM would end an answer that repeats itself; None where it does not, or nobody asked."""
+    for end in range(1, len(ids) + 1) if asked else ():
+        for period in range(asked["min_pattern_size"], asked["max_pattern_size"] + 1):
+            tail = ids[max(0, end - period * asked["min_count"]) : end]
+            if len(tail) == period * asked["min_count"] and tail[period:] == tail[:-period]:
+                return end
+    return None
 
 
 def send(handler, status: int, body: dict) -> None:

@@ -231,6 +231,17 @@ def test_a_missing_shard_is_sampled_again_as_it_was(tmp_path, outline, tokenizer
     assert len(set(seeds)) > len(conversations(7))
 
 
+@pytest.mark.parametrize("protocol", ["vllm", "sglang"])
+def test_an_answer_to_data_goes_on_where_it_repeats_itself(tmp_path, make_target, tokenizer, data, serve, protocol):
+    indifferent = copy.deepcopy(make_target("llama", eos_token_id=END))  # its greedy answers are one letter
+    with torch.no_grad():
+        indifferent.lm_head.weight.zero_()
+    server = serve(protocol, target=indifferent, max_model_len=168)
+    options = GREEDILY | {"max_length": 160, "max_new_tokens": 70}
+    prepare(indifferent, tokenizer, data, tmp_path, [server], **options)
+    assert server.longest_greedy == 70
+
+
 # What engines do not follow
 
 

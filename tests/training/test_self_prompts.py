@@ -8,11 +8,13 @@ from itertools import groupby
 
 import pytest
 import torch
+from engine_server import EngineServer
 from letters import END, build_tokenizer, write_data
 
 from eagle31_hf.seeding import seeded
 from eagle31_hf.training import self_prompts
 from eagle31_hf.training.answers import AnswerGenerator
+from eagle31_hf.training.engines import EngineOptions
 from eagle31_hf.training.preparation_options import PreparationOptions
 from eagle31_hf.training.prepare import prepare_data
 from eagle31_hf.training.regenerate import regenerate
@@ -27,6 +29,7 @@ from eagle31_hf.training.self_prompts import (
     SelfPrompts,
     repeats_itself,
 )
+from eagle31_hf.training.servers import Patience
 from eagle31_hf.training.skipped import Skipped
 from eagle31_hf.training.store import HiddenStateStore
 
@@ -198,6 +201,31 @@ def test_answers_that_repeat_themselves_are_left_out(make_target, tokenizer):
         )
         assert (skipped[REPEATING] > 5) != is_varied
         assert (sum(map(len, found)) > 5) == is_varied
+
+
+def test_an_engine_ends_an_answer_that_repeats_itself(make_target, tokenizer, tmp_path):
+    """Fewer tokens, the same store: what repeats itself is left out either way, and all else is as it was."""
+    target = copy.deepcopy(make_target("llama", eos_token_id=END))
+    with torch.no_grad():
+        target.lm_head.weight.zero_()
+    stores, longest, skipped = [], [], []
+    for heeds_loops in (True, False):
+        server = EngineServer(target, tokenizer, max_model_len=320)
+        server.heeds_loops = heeds_loops
+        engine = EngineOptions((server.url,), patience=Patience(timeout=20.0))
+        options = PreparationOptions(
+            regenerate=True, self_prompts=20, max_length=320, max_new_tokens=70, records_per_shard=20, engine=engine
+        )
+        try:
+            skipped.append(prepare_data(target, tokenizer, None, tmp_path / str(heeds_loops), options).skipped)
+        finally:
+            server.stop()
+        longest.append(server.longest_greedy)
+        stores.append(ids_in(tmp_path / str(heeds_loops)))
+    assert stores[0] == stores[1]
+    assert skipped[0] == skipped[1]
+    assert skipped[0][REPEATING] > 1
+    assert longest == [48, 70]
 
 
 def test_plans_are_mixed_and_the_same_whoever_reads_them():
