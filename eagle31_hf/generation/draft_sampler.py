@@ -34,12 +34,11 @@ class DraftSampler:
         threshold: float,
         num_sequences: int,
     ):
-        shaping = processors.of(logits_processor, processors.DRAFT_PROCESSORS)
         self.vocab_size = vocab_size
+        self.num_sequences = num_sequences
         self.noise = noise
         self.threshold = threshold
-        self.processors = processors.by_sequence(shaping, num_sequences)
-        self.temperature = processors.temperature(shaping) if noise is not None else 1.0
+        self.shape_by(logits_processor)
         self.device = drafter.like.device
         self.draft_ids = drafter.draft_to_target_ids()  # None: the drafter's columns are target ids
         ids = torch.arange(drafter.config.draft_vocab_size) if self.draft_ids is None else self.draft_ids
@@ -49,7 +48,17 @@ class DraftSampler:
             ids = self.draft_ids = ids.to(self.device)[self.columns]
         self.ids = ids.to(self.device)
         # Processors that read the text index by target id; logits a token was drawn from must be the target's size.
-        self.reads_text = not processors.are(shaping, processors.POINTWISE)
+        self.reads_text = not processors.are(self.processors[0], processors.POINTWISE)
+
+    def shape_by(self, logits_processor: LogitsProcessorList) -> None:
+        """Has these processors shape drafts, those of them that may."""
+        shaping = processors.of(logits_processor, processors.DRAFT_PROCESSORS)
+        self.processors = processors.by_sequence(shaping, self.num_sequences)
+
+    @property
+    def temperature(self) -> float | Tensor:
+        """What the target divides its logits by before it draws; 1 where nothing is drawn."""
+        return 1.0 if self.noise is None else processors.temperature(self.processors[0])
 
     def draw(
         self, logits: Tensor, prefixes: list[Tensor], level: int, path_ids: Tensor | None

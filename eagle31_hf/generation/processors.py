@@ -1,4 +1,5 @@
-"""The kinds of logits processors: those that may be shown one sequence at a time, and those that may shape a draft."""
+"""The kinds of logits processors: those that may be shown one sequence at a time, those that may shape a draft, and
+those whose numbers captured rounds read from tensors."""
 
 import copy
 from collections.abc import Sequence
@@ -38,6 +39,11 @@ PER_SEQUENCE = (
 )
 
 
+# Numbers that captured rounds read from tensors, so that calls which differ in these alone share what was captured.
+NUMBERS = {"Temperature": "temperature", "TopP": "top_p", "MinP": "min_p"}
+TUNABLE = dict(zip(_named("LogitsWarper", *NUMBERS), NUMBERS.values(), strict=True))
+
+
 def are(processors: LogitsProcessorList, kinds: tuple[type, ...]) -> bool:
     """Returns whether every processor is of one of these very classes."""
     return all(type(processor) in kinds for processor in processors)
@@ -48,9 +54,24 @@ def of(processors: LogitsProcessorList, kinds: tuple[type, ...]) -> LogitsProces
     return LogitsProcessorList(processor for processor in processors if type(processor) in kinds)
 
 
-def temperature(processors: LogitsProcessorList) -> float:
+def temperature(processors: LogitsProcessorList) -> float | Tensor:
     """Returns what the logits are divided by, all in all."""
     return prod(processor.temperature for processor in processors if isinstance(processor, TemperatureLogitsWarper))
+
+
+def tuned(processors: LogitsProcessorList, numbers: dict[int, Tensor], device: torch.device) -> LogitsProcessorList:
+    """Returns copies of the processors that read their numbers from `numbers`, by their place in the list: tensors of
+    fp64 on a device, made where there are none, which now hold the processors' own."""
+    copies = LogitsProcessorList()
+    for place, processor in enumerate(processors):
+        name = TUNABLE.get(type(processor))
+        if name is not None:
+            number = numbers.setdefault(place, torch.zeros((), dtype=torch.float64, device=device))
+            number.fill_(getattr(processor, name))
+            processor = copy.copy(processor)
+            setattr(processor, name, number)
+        copies.append(processor)
+    return copies
 
 
 def by_sequence(processors: LogitsProcessorList, num_sequences: int) -> list[LogitsProcessorList]:

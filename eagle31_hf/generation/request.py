@@ -229,7 +229,7 @@ def executor_of(request: Request, eager: EagerExecutor, seam: Seam | None, why_e
                 with kept.serving(eager) as executor:
                     yield executor
                 return
-            why_eager = kept.failures[0] if kept else "another call of these models is in captured rounds"
+            why_eager = kept.failures[0] if kept else "it is within a call of these models in captured rounds"
     eager.recorder.execution = f"eagerly: {why_eager}"
     log_eager(request.target, why_eager)
     yield eager

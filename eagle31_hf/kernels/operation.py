@@ -31,9 +31,12 @@ class Operation:
         @functools.wraps(reference)
         def run(*args: Any, **kwargs: Any) -> Any:
             device = next(arg.device for arg in _leaves((*args, *kwargs.values())) if isinstance(arg, Tensor))
-            chosen = self.kernel() if why_torch(self.name, device) is None else reference
-            return chosen(*args, **kwargs)
+            if why_torch(self.name, device) is not None:
+                return reference(*args, **kwargs)
+            with torch.cuda.device(device):  # Triton launches on the current one
+                return self.kernel()(*args, **kwargs)
 
+        self.run = run
         self._op = torch.library.custom_op(f"eagle31::{self.name}", run, mutates_args=mutates)
         self._op.register_fake(shapes)
         functools.update_wrapper(self, reference)

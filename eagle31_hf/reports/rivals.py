@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # the command line reads the names alone
 
 LOOKUP, LOOP = "prompt-lookup", "assisted-loop"
 RIVALS = (LOOKUP, LOOP)
-LOOKED_UP = (3, 10)  # tokens: those of transformers' own example, and those of the method's authors
+LOOKUP_LENGTHS = (3, 10)  # tokens: those of transformers' own example, and those of the method's authors
 Generate = Callable[..., "Tensor"]  # ids (1, T) and arguments of generate() -> sequences (1, T + N)
 
 
@@ -23,7 +23,7 @@ def rivals(
     """Returns how rivals decode, by what a report calls them. `depth`: tokens that a drafter drafts in the loop."""
     found = dict[str, Generate]()
     if LOOKUP in names:
-        for count in LOOKED_UP:
+        for count in LOOKUP_LENGTHS:
             found[f"prompt lookup, {count} tokens"] = looked_up(target, count)
     if LOOP in names:
         for label, drafter in drafters.items():
@@ -49,7 +49,7 @@ def in_their_loop(target: "PreTrainedModel", drafter: "Eagle31DrafterModel", dep
 
     def generate(ids: "Tensor", **options: Any) -> "Tensor":
         made = Eagle31CandidateGenerator(drafter, target, depth, ids.shape[1] + options["max_new_tokens"])
-        with drafting_by(target, made):
+        with drafting_by(target, made):  # asked for prompt lookup, generate() enters the loop
             return looked_up(target, depth)(ids, **options)
 
     return generate
@@ -57,10 +57,22 @@ def in_their_loop(target: "PreTrainedModel", drafter: "Eagle31DrafterModel", dep
 
 @contextmanager
 def drafting_by(target: Any, generator: Any):
-    """A context in which transformers' loop drafts by an `Eagle31CandidateGenerator`, whatever assistant it has."""
-    target._get_candidate_generator = lambda **arguments: generator
+    """A context in which transformers' loop drafts by an `Eagle31CandidateGenerator`, whatever assistant it has. Raises
+    RuntimeError where the loop did not ask for it, as in a release that finds its assistant by another name."""
+    asked = list[bool]()
+
+    def found(**arguments: Any) -> Any:
+        asked.append(True)
+        return generator
+
+    target._get_candidate_generator = found
     try:
         with generator:
             yield
     finally:
         del target._get_candidate_generator
+    if not asked:
+        raise RuntimeError(
+            "transformers' loop did not draft with the drafter: this release finds its assistant in another way;"
+            " expected transformers 5.17 to 5.23, or no assisted-loop among the rivals."
+        )

@@ -17,6 +17,7 @@ from ..bench import Shape
 from ..checkpoints import export_checkpoint
 from ..modeling import Eagle31DrafterModel
 from ..storage.fingerprints import digest
+from ..training.engines import sampling_of
 from . import vllm_worker
 from .acceptance import TARGET_ALONE, WARM_UP, AcceptanceStudy, Batch, Condition, Decoded, Who, name_of
 from .document import Generation
@@ -142,7 +143,7 @@ class VllmStudy(AcceptanceStudy):
         return {
             "prompts": [ids.tolist() for ids in batch],
             "max_new_tokens": max_new_tokens,
-            "temperature": options.get("temperature", 0.0),
+            "sampling": sampling_of(dict(options), self.target.generation_config),
             "seed": seed,
             "ends": sorted(self._ends()),
         }

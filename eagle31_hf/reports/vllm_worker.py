@@ -1,13 +1,14 @@
-"""vLLM in a process of its own, which may be of another Python: it decodes prompts, and tells what was accepted.
+"""vLLM in a process of its own, by any Python that has it (0.32 or later): it decodes prompts, and tells what was
+accepted.
 
     python vllm_worker.py < requests
 
 Imports nothing of this library. The first line of stdin is how the engine is started, as JSON: `target` and `drafter`
-(folders or Hub repositories; no drafter: None), `depth` of chains, `dtype`, `max_model_len`, `max_num_seqs`. Each
-further line is a request: `prompts`, a list of lists of token ids, which are decoded at once, `max_new_tokens`,
-`temperature` (0: greedy), `seed`, `ends`, the ids that end a text. Each is answered by a line on stdout, the first by
-`versions`: `seconds`, and by prompt `tokens`, the new ids, and `drafted` and `accepted`, counts of every round. An
-error is a line with `error`. What libraries print goes to stderr.
+(folders or Hub repositories; no drafter: null), `depth` of chains, `dtype`, `max_model_len`, `max_num_seqs`. It is
+answered by a line on stdout with `versions`. Each further line is a request: `prompts`, a list of lists of token ids,
+which are decoded at once, `max_new_tokens`, `sampling` (a temperature, 0: greedy, and more), `seed`, `ends`, the ids
+that end a text. It is answered by a line with `seconds`, and by prompt `tokens`, the new ids, and `drafted` and
+`accepted`, counts of every round. An error is a line with `error`. What libraries print goes to stderr.
 """
 
 import json
@@ -58,7 +59,7 @@ def decode(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
     from vllm import SamplingParams
 
     sampling = SamplingParams(
-        temperature=request["temperature"],
+        **request["sampling"],
         max_tokens=request["max_new_tokens"],
         seed=request["seed"],
         ignore_eos=True,

@@ -66,14 +66,13 @@ _lock = threading.RLock()
 
 
 @contextmanager
-def fused_layers(target: PreTrainedModel) -> Iterator[None]:
-    """A context in which the target's layers that can be fused are, wherever they get a mask of spans and an arena.
-    Other forwards meanwhile, of other threads too, are the target's own."""
+def fused_layers(target: PreTrainedModel, not_fused: list[str | None]) -> Iterator[None]:
+    """A context in which the target's layers are fused, but for those that `why_not_fused` has a reason for, wherever
+    they get a mask of spans and an arena. Other forwards meanwhile, of other threads too, are the target's own."""
     with _lock:
-        reasons = why_not_fused(target)
         stages = _stages(target)
         if not _users.get(target):
-            _fuse(stages, reasons)
+            _fuse(stages, not_fused)
         _users[target] = _users.get(target, 0) + 1
     try:
         yield

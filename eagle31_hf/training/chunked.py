@@ -1,5 +1,5 @@
-"""The loss over the predictions of all depths without the logits of all of them: memory grows with the predictions in
-work at once, not with the vocabulary.
+"""The loss over the predictions of all depths, chunk by chunk: the logits of one chunk are in memory, never those of
+all predictions.
 
 Gradients are taken chunk by chunk while the loss is computed, as in Liger Kernel's fused losses; backward only hands
 them on. N predictions, h drafter width, V and Vd the vocabularies of target and draft.
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from ..kernels.distillation_loss import distillation_loss
 from .losses import DraftDistribution, TargetDistribution, mixed, overlap
 
-# of the fp32 draft logits of a chunk, to which the target's, V wide, are added
-BYTES_AT_ONCE = 2**28
-# on a CPU: what its caches nearly hold, and what its allocator uses again
+BYTES_AT_ONCE = 2**29  # of a chunk's fp32 logits, the drafter's and the target's
+# Of a chunk's draft logits on a CPU, at least and at most: about what its caches hold, and the largest block that its
+# allocator uses again.
 CACHED_BYTES, REUSED_BYTES = 2**23, 2**25
 
 
@@ -33,20 +33,22 @@ class Predictions:
 
 @dataclass(frozen=True)
 class Head:
-    """A drafter's head: `score` makes states (n, h) draft logits (n, vocab_size), by `parameters` alone, which get
-    gradients where they require any."""
+    """A drafter's head: `score` computes draft logits (n, vocab_size) from states (n, h) and `parameters`, which get
+    gradients where they require any. `target_vocab_size`: V."""
 
     score: Callable[[Tensor], Tensor]
     parameters: Sequence[nn.Parameter]
     vocab_size: int
+    target_vocab_size: int
 
 
 @dataclass
 class PredictionFigures:
-    """Figures of every prediction, each (N,), without gradient: `loss`; `acceptance`, the probability that rejection
-    sampling keeps a token drawn from q; `coverage`; `is_right`: no token is likelier in q than p's
-    likeliest. Where they are asked for:
-    `guess`, the draft id of that token, and `greedy_acceptance`, the probability that the target draws it."""
+    """Figures of every prediction, each (N,), without gradient; p is the target's distribution, q the drafter's.
+
+    `loss`; `acceptance`, the probability that rejection sampling keeps a token drawn from q; `coverage`; `is_right`:
+    p's likeliest token is q's, too. Where they are asked for: `guess`, the draft id of q's likeliest token, and
+    `greedy_acceptance`, the probability that the target draws it."""
 
     loss: Tensor
     acceptance: Tensor
@@ -73,13 +75,13 @@ def chunked_loss(
 ) -> tuple[Tensor, PredictionFigures]:
     """Returns the sum over predictions of weight times distance, a scalar, and the figures of every prediction.
 
-    `target_at`: indices of target states (n,) -> the target's distributions there. `bytes_at_once`: of the logits of a
-    chunk; by default what suits the device.
+    `target_at`: indices of target states (n,) -> the target's distributions there. `bytes_at_once`: of the draft logits
+    of a chunk; by default what suits the device.
     """
     states, unit = predictions.states, unit_of(predictions.weights)
     weights = predictions.weights / unit
     order = predictions.at.argsort(stable=True)  # one target distribution serves all predictions compared with it
-    # Made before the first chunk: what a chunk leaves would stand between the blocks that the next could use again.
+    # Made before the first chunk, so that they do not lie between blocks of memory that all chunks use.
     figures = PredictionFigures.empty(states, with_guesses)
     bytes_at_once = bytes_at_once or _bytes_at_once(states, head)
     chunk_size = max(1, bytes_at_once // (4 * head.vocab_size))
@@ -105,17 +107,17 @@ def chunked_loss(
 
 
 def _bytes_at_once(states: Tensor, head: Head) -> int:
-    """Returns the bytes of a chunk's logits that suit the device. The head's gradient is as large as the logits of as
-    many predictions as a state has entries, and is added up chunk by chunk: smaller chunks would mostly add."""
+    """Returns the bytes of a chunk's draft logits that suit the device. On a CPU a chunk has as many predictions as a
+    state has entries, or more: each chunk adds to the head's gradient (Vd, h), which is as large as so many logits."""
     if states.device.type != "cpu":
-        return BYTES_AT_ONCE
+        return BYTES_AT_ONCE * head.vocab_size // (head.vocab_size + head.target_vocab_size)
     return min(max(CACHED_BYTES, 4 * head.vocab_size * states.shape[1]), REUSED_BYTES)
 
 
 def unit_of(weights: Tensor) -> Tensor:
     """Returns the power of two at or below the largest of weights (N,), a scalar in fp32; 1 where all are 0. Divided by
-    it, which rounds nothing, weights are so large that fp16 can hold the gradients of logits: a mean over thousands of
-    predictions is below its smallest number."""
+    it, which rounds nothing, weights are so large that fp16 can hold the gradients of logits: with weights of a mean
+    over thousands of predictions, those of unlikely tokens would be 0."""
     largest = torch.cat((weights.detach().float(), weights.new_zeros(1, dtype=torch.float32))).amax()
     power = (largest.view(torch.int32) & 0x7F80_0000).view(torch.float32)  # without the bits of the fraction
     return torch.where(power > 0, power, torch.ones_like(power))

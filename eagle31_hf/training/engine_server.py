@@ -20,14 +20,14 @@ NO_BASES = ("/completions", "/models", "/generate")  # ends of paths below a ser
 LONGEST_QUOTE = 200  # characters of what a server says
 READ_OF_ERROR = 10_000  # bytes
 ENDS = ("stop", "length", "repetition")  # why an answer ends
-# vLLM's words for an answer whose end `repeats_itself`: any period up to 15 has a multiple from 16 to 64.
+# vLLM's settings for an answer whose end `repeats_itself`: a pattern shorter than 16 tokens is one of 16 to 31, too.
 LOOP = {"min_pattern_size": 16, "max_pattern_size": LONGEST_PERIOD, "min_count": LEAST_REPETITIONS}
 
 
 class Ask(NamedTuple):
     """A prompt for an engine: its ids, the most tokens of the answer, the seed of a sampled one, what vLLM and SGLang
-    sample by (a temperature and more), the ids that end the answer, and whether it may end as soon as it repeats itself
-    (nobody will use it then; vLLM heeds it)."""
+    sample by (a temperature and more), the ids that end the answer, and whether it may end as soon as it repeats
+    itself, since it will then be refused (vLLM heeds this)."""
 
     prompt: list[int]
     max_tokens: int

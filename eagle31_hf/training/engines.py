@@ -234,7 +234,7 @@ class EngineAnswers(AnswerSource):
         seeds = torch.randint(MAX_SEED, (len(prompts),)).tolist()
         asked = list(temperatures or [None] * len(prompts))
         samplings = {temperature: self.sampling(temperature) for temperature in {*asked}}
-        # Self-prompted answers have temperatures of their own, and are refused where they repeat themselves.
+        # Only self-prompted chats have temperatures of their own; what repeats itself in them is refused.
         asks = [
             self._ask(prompt, seed, self.max_new_tokens, samplings[temperature])._replace(
                 ends_loops=temperature is not None

@@ -211,7 +211,7 @@ class DraftingObjective(nn.Module):
             return TargetDistribution.from_logits(logits, ids)
 
         parameters = list(drafter.get_output_embeddings().parameters())
-        head = Head(drafter.score, parameters, drafter.config.draft_vocab_size)
+        head = Head(drafter.score, parameters, drafter.config.draft_vocab_size, drafter.config.vocab_size)
         predictions = record.predictions(batch.input_ids.shape[1])
         return chunked_loss(mixture, predictions, head, target_at, with_guesses=self.watches)
 

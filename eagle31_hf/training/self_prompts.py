@@ -14,10 +14,11 @@ from .records import Records
 from .skipped import Skipped, refused_by
 
 MARK = "b81d5f0c"  # stands for the user's words in a rendered template
-LONGEST_QUESTION = 256  # tokens; of short examples a quarter
-NUM_TURNS = (1, 1, 1, 1, 2, 2, 3)  # of a chat, each entry as likely as any other
-TEMPERATURES = (0.0, 0.7, 1.0)  # of answers, likewise; questions are asked at 1
-# System messages, likewise; None: as the template has it without one.
+LONGEST_QUESTION = 256  # tokens, and at most a quarter of an example
+# One entry of each of the following is drawn for a chat, all equally likely.
+NUM_TURNS = (1, 1, 1, 1, 2, 2, 3)
+TEMPERATURES = (0.0, 0.7, 1.0)  # of answers; questions are asked at 1
+# None: as the template has it without a system message.
 SYSTEM_MESSAGES = (
     None,
     None,
@@ -32,7 +33,7 @@ SYSTEM_MESSAGES = (
     "You answer questions about facts, and say so when you are not sure.",
     "You are a creative writer.",
 )
-# How the user's first message begins, likewise; None: as the target likes. What it likes is mostly general talk.
+# How the user's first message begins; None: as the target likes. What it likes is mostly general talk.
 OPENINGS = (
     *(None,) * 18,
     "Summarize:",
@@ -54,8 +55,8 @@ OPENINGS = (
     "Explain",
     "Write",
 )
-TEXTS = ("\n\n", ":", "```")  # the end of an opening that a text follows, which may break off anywhere
-LONGEST_PERIOD, LEAST_REPEATED = 64, 48  # tokens: of what is said again and again, and of all repetitions together
+QUOTING = ("\n\n", ":", "```")  # how openings end after which a text is quoted, which may break off anywhere
+LONGEST_PERIOD, LEAST_REPEATED = 64, 48  # tokens: of a pattern that is repeated, and of all its repetitions together
 LEAST_REPETITIONS = 3
 ASKED_BEFORE = "a question that was asked before"
 ENDLESS = "a question without an end"
@@ -74,7 +75,7 @@ class SelfPrompt:
 
 
 class SelfPrompts(Records):
-    """Records of chats that the target is to write, drawn by `seed`, the same ones whoever reads them."""
+    """Records of chats that the target is to write; record i follows from `seed` and i alone."""
 
     def __init__(self, num: int, seed: int):
         self.num, self.seed = num, seed
@@ -154,15 +155,16 @@ class Questioner:
         return [token for first in firsts for token in first if token in added]
 
     def _question(self, source: AnswerSource, answer: Tensor, end: str, opening: str) -> str:
-        """Returns the user's words: an opening and what the target went on with (T,). Raises Skipped where they have no
-        end, unless a text is quoted in them."""
+        """Returns the user's words: an opening and what the target went on with (T,), which may not be nothing. Raises
+        Skipped where they have no end, unless a text is quoted in them that does not repeat itself."""
         is_ended = source.is_ended(answer)
         words = str(source.tokenizer.decode(answer[:-1] if is_ended else answer))
         # Where a user's turn has no token that ends it, the target goes on with what begins its own.
         question, has_end, _ = words.partition(end) if end else (words, "", "")
-        if not (is_ended or has_end or opening.endswith(TEXTS)):
+        if not (is_ended or has_end or (opening.endswith(QUOTING) and not repeats_itself(answer))):
             raise Skipped(ENDLESS)
-        return (opening + question).strip()
+        question = question.rstrip("\ufffd").rstrip()  # a text that breaks off may do so within a character
+        return (opening + question).strip() if question.strip() else ""
 
     def _checked(self, question: str, said: list[dict[str, Any]]) -> str:
         """Returns the user's words. Raises Skipped where no user would say them."""

@@ -19,6 +19,7 @@ from eagle31_hf import Eagle31DrafterModel, track_acceptance
 from eagle31_hf.generation.captured.executor import CapturedExecutor
 from eagle31_hf.generation.captured.kept import release
 from eagle31_hf.generation.captured.seam import Uncaptured, seams
+from eagle31_hf.targets import fused
 
 CHAIN = {"num_assistant_tokens": 4}
 TREE = {"num_assistant_tokens": 4, "draft_tree_top_k": 3, "draft_tree_total_tokens": 10}
@@ -219,6 +220,57 @@ def test_a_capture_that_fails_late(pair, fails_at, options):
     assert len(stats.executions) == 2
 
 
+def test_layers_are_tried_before_anything_is_captured(pair, monkeypatch):
+    """A trial copies and waits, which a capture forbids. Where there was no memory for it the next call tries again."""
+    phases = []
+
+    class Watched(Recorded):
+        is_capturing = False
+
+        def capture(self, function, part):
+            self.is_capturing = True
+            try:
+                return super().capture(function, part)
+            finally:
+                self.is_capturing = False
+
+    def without_memory(target, stages):
+        phases.append(seam.is_capturing)
+        return ["there was no memory for a trial"] * len(stages), False
+
+    seam = Watched()
+    monkeypatch.setattr(fused, "_tried", without_memory)
+    for _ in range(2):
+        text, stats = decode(pair, seam)
+        assert text.tolist() == pair[0].generate(**asked()).tolist()
+        assert set(stats.executions) == {f"as {Recorded.name}"}
+    assert phases == [False, False]
+
+
+# --- sizes ---
+
+# Levels, children of a node and nodes: the defaults of SGLang and of EAGLE's own code, and the largest that people use.
+SIZES = {
+    "SGLang": (5, 4, 8),
+    "SGLang, large": (5, 8, 64),
+    "EAGLE-2": (6, 10, 60),
+    "EAGLE-3": (8, 10, 60),
+    "wide": (3, 40, 128),
+    "deep": (20, 4, 64),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_of_other_engines_are_captured(pair, name):
+    depth, top_k, nodes = SIZES[name]
+    size = {"num_assistant_tokens": depth, "draft_tree_top_k": top_k, "draft_tree_total_tokens": nodes}
+    with seams(lambda device: Recorded()), track_acceptance() as stats:
+        text = pair[0].generate(**asked(), assistant_model=pair[1], **size)
+    assert text.tolist() == pair[0].generate(**asked()).tolist()
+    assert set(stats.executions) == {f"as {Recorded.name}"}
+    assert stats.mean_accepted_length > 1
+
+
 # --- when a capture no longer holds ---
 
 
@@ -382,7 +434,7 @@ def test_two_targets_of_one_drafter(pair):
 
 
 def test_threads_share_a_pair(pair):
-    """One of two calls at once is in captured rounds, the other runs eagerly; both say what the target says."""
+    """A call waits for the one in captured rounds, and is then in them itself: eager rounds would take longer."""
     target, drafter = pair
     expected = target.generate(**asked()).tolist()
     seam, found, barrier = Recorded(), [], threading.Barrier(3)
@@ -399,8 +451,8 @@ def test_threads_share_a_pair(pair):
             thread.start()
         for thread in threads:
             thread.join()
-    assert [text for text, _ in found] == [expected] * 3
-    assert any(executions == {f"as {Recorded.name}"} for _, executions in found)
+    assert found == [(expected, {f"as {Recorded.name}"})] * 3
+    assert seam.captures == 2
 
 
 # --- why not ---
@@ -415,7 +467,7 @@ def test_threads_share_a_pair(pair):
         ({"cache_implementation": "static"}, "a static cache was asked for"),
         ({"assistant_confidence_threshold": 0.5}, "assistant_confidence_threshold"),
         ({"do_sample": True, "eta_cutoff": 0.01}, "EtaLogitsWarper reads its scores on the host"),
-        ({"num_assistant_tokens": 70}, "drafts are larger than a captured round takes"),
+        ({"num_assistant_tokens": 70}, "drafts are deeper than a captured round takes"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -144,3 +144,10 @@ def test_sampled_drafts_come_with_the_logits_they_were_drawn_from(target, make_d
 def test_needs_no_context_manager_to_be_built_but_refuses_a_foreign_target(make_target, drafter):
     with pytest.raises(ValueError, match=r"width is 24, the drafter expects 36"):
         Eagle31CandidateGenerator(drafter, make_target("llama", hidden_size=24), num_assistant_tokens=3, max_length=64)
+
+
+def test_a_loop_that_finds_its_assistant_in_another_way_is_told(target, drafter, prompt):
+    generator = Watched(drafter, target, num_assistant_tokens=3, max_length=prompt.shape[1] + 4)
+    with pytest.raises(RuntimeError, match="did not draft with the drafter"), drafting_by(target, generator):
+        target.generate(prompt, max_new_tokens=4, do_sample=False)
+    assert "_get_candidate_generator" not in vars(target)

@@ -28,7 +28,6 @@ from eagle31_hf.generation.captured.round import Round
 from eagle31_hf.generation.draft_sampler import DraftSampler
 from eagle31_hf.generation.planning.plan import Plan
 from eagle31_hf.generation.rejection_sampler import RejectionSampler
-from eagle31_hf.targets import fused
 from eagle31_hf.targets.layers import capture_states
 
 CONTEXT, CAPACITY, WIDTH = 2048, 4096, 9  # tokens of the context; slots of the arenas; tokens a round commits at most
@@ -124,11 +123,15 @@ def draft_sampler(drafter: Eagle31DrafterModel) -> DraftSampler:
 def round_of(target: Any, drafter: Eagle31DrafterModel) -> Iterator[Round]:
     """A context with a round for one sequence of CONTEXT tokens, decoded greedily."""
     states = drafter.like.new_empty(0, drafter.config.num_aux_states * drafter.config.target_hidden_size)
-    carry = Carry.empty(torch.Size((1, 1)), WIDTH, CAPACITY, states, None)
+    carry = Carry.empty((1, 1), WIDTH, CAPACITY, states)
     round_, of_target = Round(carry), side(target)
     with capture_states(target, drafter.config.aux_hidden_state_layer_ids, of_target.cache) as of_target.states:
         round_.parts = Parts(
-            of_target, side(drafter), draft_sampler(drafter), RejectionSampler(LogitsProcessorList(), None)
+            of_target,
+            side(drafter),
+            draft_sampler(drafter),
+            RejectionSampler(LogitsProcessorList(), None),
+            [None] * (target.config.num_hidden_layers + 1),
         )
         yield round_
 
@@ -139,9 +142,8 @@ def without_data(monkeypatch):
 
 
 def answer_without_data(monkeypatch):
-    """Answers the two questions that need data: the trials of fused layers, and whether rows of an embedding can be
-    read. That layers and drafters of these classes are fused is shown where nodes are counted."""
-    monkeypatch.setattr(fused, "why_not_fused", lambda target: [None] * len(fused._stages(target)))
+    """Answers whether rows of an embedding can be read, which needs data. That drafters of these classes are fused is
+    shown where nodes are counted."""
     monkeypatch.setattr(fused_drafter, "_can_look_up", lambda table: True)
 
 

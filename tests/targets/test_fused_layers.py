@@ -72,7 +72,7 @@ def assert_own_forwards(target: PreTrainedModel) -> None:
 def test_fused_layers_compute_what_the_targets_own_do(name):
     target = build(SAME[name])
     expected = logits_and_states(target, (0, 2, LAYERS))
-    with fused_layers(target):
+    with fused_layers(target, why_not_fused(target)):
         got = logits_and_states(target, (0, 2, LAYERS))
     assert why_not_fused(target) == ALL_FUSED
     assert_close("logits, states", got, expected, TARGET_FORWARD)
@@ -83,7 +83,7 @@ def test_fused_layers_compute_what_the_targets_own_do(name):
 def test_low_precision_differs_by_rounding(dtype):
     target = build(LlamaConfig(**ROPED), dtype)
     expected, _ = logits_and_states(target, (1,))
-    with fused_layers(target):
+    with fused_layers(target, why_not_fused(target)):
         got, _ = logits_and_states(target, (1,))
     assert why_not_fused(target) == ALL_FUSED
     assert_close("logits", got, expected, 16 * torch.finfo(dtype).eps)
@@ -95,7 +95,7 @@ def test_a_layer_of_another_form_is_not_fused(name):
     config, reason = OTHER[name]
     target = build(config)
     assert why_not_fused(target) == [reason] * LAYERS + ["it follows none that is fused"]
-    with fused_layers(target):
+    with fused_layers(target, why_not_fused(target)):
         assert_own_forwards(target)
 
 
@@ -103,7 +103,7 @@ def test_one_layer_of_four_without_rope():
     """SmolLM3 rotates nothing in every fourth layer."""
     target = build(SmolLM3Config(**ROPED))
     expected = logits_and_states(target, (1, 3))
-    with fused_layers(target):
+    with fused_layers(target, why_not_fused(target)):
         got = logits_and_states(target, (1, 3))
     assert why_not_fused(target) == [None, None, None, "its states differ", "it follows none that is fused"]
     assert_close("logits, states", got, expected, TARGET_FORWARD)
@@ -150,7 +150,7 @@ def test_a_layer_that_was_changed_runs_its_own_forward_among_fused_ones(change, 
     change(target, decoder_layers(target)[1])
     fused._verdicts.pop(target)  # hooks and forwards are no modules, by which a verdict is known to be stale
     expected = logits_and_states(target, (1, 2))
-    with fused_layers(target):
+    with fused_layers(target, why_not_fused(target)):
         got = logits_and_states(target, (1, 2))
     assert why_not_fused(target) == [None, reason, None, None, None]
     assert_close("logits, states", got, expected, TARGET_FORWARD)
@@ -191,7 +191,7 @@ def test_a_hook_before_a_layer_gets_states():
     target = build(LlamaConfig(**ROPED))
     decoder_layers(target)[2].register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))
     expected = logits_and_states(target, (1,))
-    with fused_layers(target):
+    with fused_layers(target, why_not_fused(target)):
         got = logits_and_states(target, (1,))
     assert why_not_fused(target) == ALL_FUSED
     assert_close("logits, states", got, expected, TARGET_FORWARD)
@@ -207,12 +207,12 @@ def test_after_an_error_every_forward_is_its_own():
         raise KeyError("in the midst of a layer")
 
     handle = decoder_layers(target)[2].mlp.down_proj.register_forward_pre_hook(fail)
-    with pytest.raises(KeyError), fused_layers(target):
+    with pytest.raises(KeyError), fused_layers(target, why_not_fused(target)):
         logits_and_states(target, (1,))
     assert len(seen) == 1
     assert_own_forwards(target)
     handle.remove()
-    with fused_layers(target):
+    with fused_layers(target, why_not_fused(target)):
         assert "forward" in vars(decoder_layers(target)[0])
     assert_own_forwards(target)
 
@@ -222,7 +222,7 @@ def test_forwards_without_spans_are_the_targets_own(prompt):
     target = build(LlamaConfig(**ROPED))
     with torch.no_grad():
         expected = target(input_ids=prompt).logits
-        with fused_layers(target):
+        with fused_layers(target, why_not_fused(target)):
             found = []
             thread = threading.Thread(target=lambda: found.append(target(input_ids=prompt).logits))
             thread.start()
@@ -233,8 +233,8 @@ def test_forwards_without_spans_are_the_targets_own(prompt):
 
 def test_the_last_of_two_threads_restores_the_forwards():
     target = build(LlamaConfig(**ROPED))
-    with fused_layers(target):
-        with fused_layers(target):
+    with fused_layers(target, why_not_fused(target)):
+        with fused_layers(target, why_not_fused(target)):
             pass
         assert "forward" in vars(decoder_layers(target)[0])
     assert_own_forwards(target)
@@ -242,7 +242,7 @@ def test_the_last_of_two_threads_restores_the_forwards():
 
 def test_a_target_is_not_kept_alive():
     target = build(LlamaConfig(**ROPED))
-    with fused_layers(target):
+    with fused_layers(target, why_not_fused(target)):
         logits_and_states(target, (1,))
     assert target in fused._verdicts
     before = len(fused._verdicts)

@@ -44,7 +44,7 @@ class Setting:
 
     def chunked(self, mixture, chunk_size):
         predictions = Predictions(self.states, self.weights, self.at)
-        head = Head(self.score, list(self.head.parameters()), VD)
+        head = Head(self.score, list(self.head.parameters()), VD, V)
         return chunked_loss(mixture, predictions, head, self.target_at, bytes_at_once=4 * VD * chunk_size)
 
     def whole(self, mixture):

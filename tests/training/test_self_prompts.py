@@ -147,9 +147,10 @@ def test_what_no_user_would_ask_is_refused(target, tokenizer):
 
 
 def test_an_opening_begins_the_first_question_and_a_text_that_it_quotes_may_break_off(target, tokenizer, monkeypatch):
-    monkeypatch.setattr("eagle31_hf.training.self_prompts.TEXTS", ("e",))  # ":" is no letter of the tokenizer's
-    found = questions_of(target, tokenizer, ["abk", "ab", "ab", "k"], openings=["c", "c", "ce", "ce"])
-    assert [str(one) for one in found] == ["cab", ENDLESS, "ceab", "ce"]
+    monkeypatch.setattr("eagle31_hf.training.self_prompts.QUOTING", ("e",))  # ":" is no letter of the tokenizer's
+    said = ["abk", "ab", "ab", "k", "ab" * 30]
+    found = questions_of(target, tokenizer, said, openings=["c", "c", "ce", "ce", "ce"])
+    assert [str(one) for one in found] == ["cab", ENDLESS, "ceab", "an empty question", ENDLESS]
     chats = [SelfPrompt(None, 2, 1.0, "fg")] * 30
     answered, _ = made(target, tokenizer, chats)
     questions = [words for own in answered for example in own for is_answer, words in runs(example) if not is_answer]

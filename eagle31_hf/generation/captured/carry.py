@@ -1,15 +1,20 @@
 """The state that one captured round hands to the next: tensors that stay at one address.
 
-B sequences, M tokens a round commits at most, C slots of an arena, n*ht width of a token's captured states, V target
-vocabulary.
+B rows: a sequence each, and the last ones idle where a call has fewer sequences. M tokens a round commits at most, C
+slots of an arena, n*ht width of a token's captured states, V target vocabulary.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..planning.buckets import DEEPEST
+
+FEW_ROWS = 8  # up to which numbers of rows are powers of two; beyond, multiples of it
 
 
 @dataclass
@@ -17,15 +22,15 @@ class Carry:
     """All but `states` and `noise` are int64.
 
     `text` (B, C): the tokens so far; `length` (B, 1): how many they are, left padding included; the last one's key is
-    not in the cache yet. `going` (B, 1): 0 for a sequence that has ended. Not read by the drafter yet: the target's
-    states (B, M, n*ht), and the tokens after them (B, M), `count` (B, 1) of each sequence.
+    not in the cache yet. `going` (B, 1): 0 for a sequence that has ended, and for an idle row. Not read by the drafter
+    yet: the target's states (B, M, n*ht), and the tokens after them (B, M), `count` (B, 1) of each sequence.
 
     `padding` (B, 1): tokens of left padding; `position` (B, 1), or (axes, B, 1): what is added to a slot to give the
     target's position; `last_position`, of the same shape: the greatest one it may be asked for; `first_slot` (B, 1): of
     the text, the first one that the drafter reads; `draft_position` (B, 1): the position of the first token it
     reads.
 
-    `noise` (B, S, V): of the slots the next rounds draw at, slot s at s mod S; None where nothing is drawn.
+    `noise` (B, S, V): of the slots the next rounds draw at, slot s at s mod S; None until a call samples.
     """
 
     text: Tensor
@@ -42,29 +47,39 @@ class Carry:
     noise: Tensor | None = None
 
     @classmethod
-    def empty(cls, positions: torch.Size, width: int, capacity: int, like: Tensor, vocab_size: int | None) -> "Carry":
+    def empty(cls, positions: tuple[int, ...], width: int, capacity: int, like: Tensor) -> "Carry":
         """A carry for texts of at most `capacity` tokens. `positions`: the shape of `position`; `like` (..., n*ht)
-        gives width, dtype and device of the states; `vocab_size`: of the noise, None for none."""
+        gives width, dtype and device of the states."""
         device = like.device
-        num_sequences = positions[-2]
-        shapes: dict[str, tuple[int, ...]] = {"text": (num_sequences, capacity), "tokens": (num_sequences, width)}
-        shapes |= dict.fromkeys(("position", "last_position"), tuple(positions))
+        num_rows = positions[-2]
+        shapes: dict[str, tuple[int, ...]] = {"text": (num_rows, capacity), "tokens": (num_rows, width)}
+        shapes |= dict.fromkeys(("position", "last_position"), positions)
         names = [f.name for f in fields(cls) if f.name not in ("states", "noise")]
         integers = {
-            name: torch.zeros(shapes.get(name, (num_sequences, 1)), dtype=torch.long, device=device) for name in names
+            name: torch.zeros(shapes.get(name, (num_rows, 1)), dtype=torch.long, device=device) for name in names
         }
-        return cls(
-            **integers,
-            states=like.new_zeros(num_sequences, width, like.shape[-1]),
-            noise=None
-            if vocab_size is None
-            else torch.zeros(num_sequences, noise_slots(width), vocab_size, dtype=torch.float32, device=device),
-        )
+        return cls(**integers, states=like.new_zeros(num_rows, width, like.shape[-1]))
 
     @property
     def width(self) -> int:
         """Tokens a round commits at most."""
         return self.tokens.shape[1]
+
+    @property
+    def num_rows(self) -> int:
+        return self.text.shape[0]
+
+    def rest(self) -> None:
+        """Makes all rows idle: each holds a text of one token that has ended."""
+        for name in ("going", "count", "padding", "first_slot", "draft_position", "position", "last_position"):
+            getattr(self, name).zero_()
+        self.length.fill_(1)
+
+    def hold_noise(self, vocab_size: int) -> None:
+        """Makes room for noise, which stays once it is there."""
+        if self.noise is None:
+            shape = self.num_rows, noise_slots(self.width), vocab_size
+            self.noise = torch.zeros(shape, dtype=torch.float32, device=self.text.device)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -75,6 +90,18 @@ class Carry:
         finally:
             for name, values in found.items():
                 getattr(self, name).copy_(values)
+
+
+def rows_for(num_sequences: int) -> int:
+    """Returns the rows of a carry that serves so many sequences, so that few captures serve batches of every size."""
+    if num_sequences > FEW_ROWS:
+        return -(-num_sequences // FEW_ROWS) * FEW_ROWS
+    return 1 << (num_sequences - 1).bit_length()
+
+
+def most_tokens(settings: Any) -> int:
+    """Tokens that a round commits at most."""
+    return 1 + (DEEPEST if settings.is_auto else settings.depth)
 
 
 def noise_slots(width: int) -> int:

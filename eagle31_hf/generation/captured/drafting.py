@@ -5,7 +5,7 @@ N = K + 1 nodes, F nodes of a level, k children of a node, h drafter width, V ta
 Bits are int64: bit j says whether token j is seen.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,23 @@ from ..planning.plan import Plan
 from ..rejection_sampler import RejectionSampler
 from .carry import Carry
 from .fused_drafter import DrafterInput, can_fuse, run_alone, run_fused
+
+MOST_CANDIDATES = 1024  # of a tree, before the best are taken
+
+
+def fitted(plan: Plan) -> Plan:
+    """Returns a plan as kernels take it. Where a tree is larger, it has fewer nodes, and levels start from fewer of
+    them: the likeliest."""
+    if plan.top_k == 1:
+        return plan
+    most_run = min(MOST_NEW - 1, MOST_CANDIDATES // plan.top_k - 1)
+    width = min(plan.max_width, most_run // max(1, plan.depth - 1))
+    return replace(plan, max_width=width, max_nodes=min(plan.max_nodes, MOST_NEW - 1))
+
+
+def can_fit(plan: Plan) -> bool:
+    """Returns whether `fitted` can make a plan one that kernels take."""
+    return fitted(plan).max_width > 0 and plan.depth + 1 < MOST_NEW
 
 
 @dataclass
@@ -46,6 +63,7 @@ class Parts:
     drafter: Side
     draft_sampler: DraftSampler
     sampler: RejectionSampler
+    not_fused: list[str | None]  # why each layer of the target is not, see `why_not_fused`
 
 
 @dataclass
@@ -213,7 +231,7 @@ class Drafting:
     def _noise_of(self, depths: int | Tensor) -> Tensor | None:
         """The noise of the slot `depths` tokens after each text (B, V), or of those (B, N) after it (B, N, V)."""
         carry = self.carry
-        if carry.noise is None:
+        if carry.noise is None or self.parts.sampler.noise is None:
             return None
         slots = (carry.length + depths) % carry.noise.shape[1]
         noise = carry.noise.gather(1, slots[..., None].expand(-1, -1, carry.noise.shape[2]))

@@ -20,6 +20,7 @@ from ..planning.plan import NO_DRAFTS, UNLIMITED, Plan
 from ..rejection_sampler import Accepted, Walk, raise_no_distribution
 from ..stopping import Ends
 from ..tree import HostDrafts
+from .drafting import fitted
 from .round import Outcomes, Round
 from .seam import Seam
 
@@ -66,7 +67,7 @@ class CapturedExecutor:
     def round(self, plan: Plan) -> Outcome:
         if self.has_failed:
             return self.eager.round(plan)
-        plan = plan if plan.depth > 0 else NO_DRAFTS
+        plan = fitted(plan) if plan.depth > 0 else NO_DRAFTS
         try:
             self._capture(plan)
         except Exception as failure:
@@ -124,7 +125,7 @@ class CapturedExecutor:
         read = self.seam.start_reading(self.rounds.out[plan])
         self._add_noise()
         self._draft(plan)  # of the next round: all it needs is on the device
-        outcome = self._commit(plan, Outcomes.unpacked(read(), self.carry.width))
+        outcome = self._commit(plan, Outcomes.unpacked(read(), self.carry.width, len(self.sequences)))
         self.recorder.note("draft", *drafting)
         self.recorder.note("verify", began, verified)
         return outcome
@@ -165,16 +166,18 @@ class CapturedExecutor:
     def _fill_carry(self) -> None:
         """Hands the carry what the prompt has left."""
         carry, sequences = self.carry, self.sequences
+        rows = slice(len(sequences))
+        carry.rest()
         runner = self.eager.runner
         unread = self.eager.unread.take()
-        carry.states[:, : len(unread)] = unread.states
-        carry.tokens[:, : len(unread)] = unread.tokens
+        carry.states[rows, : len(unread)] = unread.states
+        carry.tokens[rows, : len(unread)] = unread.tokens
         self.num_unread = unread.counts.host
-        sequences.hold_in(carry.text)
+        sequences.hold_in(carry.text[rows])
         lengths = sequences.lengths.host
         offset = runner.last_position - (sequences.prompt_length - 1)
-        carry.position.copy_(offset)
-        carry.last_position.copy_(offset + (self.eager.stopping.max_length - 1))
+        carry.position[..., rows, :] = offset
+        carry.last_position[..., rows, :] = offset + (self.eager.stopping.max_length - 1)
         self._send("length", lengths)
         self._send("count", self.num_unread)
         self._send("padding", runner.num_padding)
@@ -186,13 +189,15 @@ class CapturedExecutor:
 
     def _send(self, name: str, values: list[int]) -> None:
         """One integer a sequence to the carry; the host does not wait."""
-        getattr(self.carry, name).copy_(to_device(self.carry.text.device, values)[0][:, None], non_blocking=True)
+        rows = getattr(self.carry, name)[: len(values)]
+        rows.copy_(to_device(self.carry.text.device, values)[0][:, None], non_blocking=True)
 
     def _add_noise(self) -> None:
         """Adds the noise of all slots that the round under way and the next one may draw at."""
         noise, carry = self.eager.sampler.noise, self.carry
-        if carry.noise is None or noise is None:
+        if noise is None:
             return
+        assert carry.noise is not None
         lengths = self.sequences.lengths.host
         for b, length in enumerate(lengths):
             end = length + 2 * carry.width
@@ -201,8 +206,10 @@ class CapturedExecutor:
             self.next_noise[b] = max(self.next_noise[b], end)
         noise.forget(lengths)
 
-    def _hand_back(self, failure: Exception) -> None:
+    def _hand_back(self, failure: BaseException) -> None:
         """Leaves the rest of the call to the eager executor."""
+        while failure.__context__ is not None:  # ending a capture that has failed raises again
+            failure = failure.__context__
         self.failures.append(f"capturing failed ({_in_a_line(failure)})")
         logger.warning("EAGLE drafting: rounds run eagerly: %s.", self.failures[-1])
         self.has_failed = True
@@ -212,7 +219,8 @@ class CapturedExecutor:
         cache.settle(eager.runner.past_key_values, max(lengths))
         pairs = zip(lengths, self.first_slots, self.num_unread, strict=True)
         eager.proposer.runner.go_on_from([length - first - unread for length, first, unread in pairs])
-        states = AuxStates(carry.states.clone(), carry.tokens.clone(), Mirrored(self.num_unread))
+        rows = slice(len(self.sequences))
+        states = AuxStates(carry.states[rows].clone(), carry.tokens[rows].clone(), Mirrored(self.num_unread))
         longest = max(self.num_unread)
         if longest:
             eager.unread.put(states.split(longest)[0])
@@ -220,5 +228,5 @@ class CapturedExecutor:
         eager.holds_drafts = True
 
 
-def _in_a_line(failure: Exception) -> str:
+def _in_a_line(failure: BaseException) -> str:
     return f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0][:200]}"

@@ -1,5 +1,9 @@
 """The store of captured rounds: graphs and arenas are kept from call to call, since capturing takes as long as a few
-dozen rounds, and are made anew when a model or the kind of call has changed."""
+dozen rounds, and are made anew when a model has changed.
+
+What is captured serves every call of as many rows (`carry.rows_for`), of texts that its arena has room for, that
+chooses tokens in the same way: temperature, top-p and min-p are read from tensors.
+"""
 
 import os
 import threading
@@ -10,118 +14,207 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...cache.arena import Arena, move_into, slots_of
 from ...kernels.operation import OPERATIONS, SWITCH, why_torch
 from ...modeling import Eagle31DrafterModel
 from ...targets.decoder_layer import forward_of
+from ...targets.fused import why_not_fused
 from ...targets.tree_attention import own_attention
+from .. import processors
 from ..executor import EagerExecutor
-from .carry import Carry
+from ..target_runner import TargetRunner
+from .carry import Carry, most_tokens, rows_for
 from .drafting import Parts, Side
 from .executor import Captured, CapturedExecutor
 from .round import Round
 from .seam import Seam, seam_of
-from .why import most_tokens
 
 OF_MODULES = set(vars(nn.Module())) - {"training"}  # hooks among them, those that capture states too
 PLAIN = (int, float, str, bool, type(None))
+MOST_KEPT = 6  # of one pair: those used last
+
+
+@dataclass
+class Captures:
+    """What was captured for one way to choose tokens. `numbers`: of its logits processors, see `processors.tuned`."""
+
+    rounds: Round
+    captured: Captured = field(default_factory=dict)
+    numbers: dict[int, Tensor] = field(default_factory=dict)
+    samplers: list[Any] = field(default_factory=list)  # graphs read tensors of those they were captured with
 
 
 @dataclass
 class Kept:
-    """The rounds of one pair of models for calls of one size, and what they were captured with: the `key`. `lock` is
-    held by the call that uses them."""
+    """The rounds of one pair of models for calls of some size, by how they choose tokens, and the `models` they were
+    captured with, as `_fingerprints` has them. `lock` is held by the call that uses them, `owner` is its thread."""
 
-    key: tuple
-    rounds: Round
+    models: tuple
+    carry: Carry
     arenas: tuple[Arena, Arena]  # of the target and the drafter
     seam: Seam
-    captured: Captured = field(default_factory=dict)
+    by_choice: dict[tuple, Captures] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
-    samplers: list[Any] = field(default_factory=list)  # graphs read tensors of those they were captured with
     lock: Any = field(default_factory=threading.Lock)
+    owner: int | None = None
 
     @contextmanager
     def serving(self, eager: EagerExecutor) -> Iterator[CapturedExecutor]:
         """A context with the executor of a call. To be entered before the prompt is read, by who holds the lock."""
         runner, drafting = eager.runner, eager.proposer.runner
-        of_target = runner.placement = move_into(runner.past_key_values, self.arenas[0])
+        num_rows = len(eager.sequences)
+        of_target = runner.placement = move_into(runner.past_key_values, self.arenas[0], num_rows)
         of_target.outlives_call = runner.cache_outlives_call or eager.collector.wanted
-        of_drafter = drafting.placement = move_into(drafting.past_key_values, self.arenas[1])
+        of_drafter = drafting.placement = move_into(drafting.past_key_values, self.arenas[1], num_rows)
         states = eager.unread.captured
         target = Side(runner.target, runner.past_key_values, of_target, self.arenas[0], states)
         drafter = Side(drafting.drafter, drafting.past_key_values, of_drafter, self.arenas[1])
-        self.rounds.parts = Parts(target, drafter, eager.proposer.sampler, eager.sampler)
-        num_captured = len(self.captured)
+        captures = self._captures(eager)
+        # Tried before anything is captured: what a trial does, or fails in, is forbidden to a capture.
+        not_fused = why_not_fused(runner.target)
+        captures.rounds.parts = Parts(target, drafter, eager.proposer.sampler, eager.sampler, not_fused)
+        num_captured = len(captures.captured)
         try:
-            yield CapturedExecutor(eager, self.rounds, self.seam, self.captured, self.failures)
+            yield CapturedExecutor(eager, captures.rounds, self.seam, captures.captured, self.failures)
         finally:
-            self.rounds.parts = None  # models and caches are not kept alive
-            if len(self.captured) > num_captured:
-                self.samplers += [eager.proposer.sampler, eager.sampler]
+            captures.rounds.parts = None  # models and caches are not kept alive
+            if len(captures.captured) > num_captured:
+                captures.samplers += [eager.proposer.sampler, eager.sampler]
             if self.failures:
                 self._give_up()
 
+    def _captures(self, eager: EagerExecutor) -> Captures:
+        """Returns what is captured for the way in which a call chooses tokens. Its samplers read their numbers from
+        there."""
+        sampler = eager.sampler
+        choice = type(sampler), sampler.noise is None, tuple(map(_structure, sampler.processors))
+        captures = self.by_choice.setdefault(choice, Captures(Round(self.carry)))
+        if sampler.noise is not None:
+            self.carry.hold_noise(sampler.noise.vocab_size)
+        sampler.processors = processors.tuned(sampler.processors, captures.numbers, self.carry.text.device)
+        eager.proposer.sampler.shape_by(sampler.processors)
+        return captures
+
     def _give_up(self) -> None:
         """Drops all that takes memory: nothing of it will be used again."""
-        self.captured.clear()
-        self.samplers.clear()
-        self.rounds.drafts.clear()
-        self.rounds.out.clear()
+        self.by_choice.clear()
         for arena in self.arenas:
             arena.buffers.clear()
             arena.table = None
 
+    def num_bytes(self) -> int:
+        """Bytes of keys and values."""
+        return sum(arena.num_bytes() for arena in self.arenas)
 
-_kept: WeakKeyDictionary[Eagle31DrafterModel, WeakKeyDictionary[PreTrainedModel, Kept]] = WeakKeyDictionary()
+
+Size = tuple[int, ...]  # rows and tokens a round commits at most, and what gives the shape of positions
+_kept: WeakKeyDictionary[Eagle31DrafterModel, WeakKeyDictionary[PreTrainedModel, dict[Size, Kept]]] = (
+    WeakKeyDictionary()
+)
 _kept_lock = threading.Lock()
 
 
 @contextmanager
 def kept_for(request: Any, eager: EagerExecutor, seam: Seam) -> Iterator[Kept | None]:
-    """A context with what is kept for a request's models, made anew where it no longer holds; None where another call
-    uses it."""
-    kept = _kept_of(request, eager, seam)
-    if not kept.lock.acquire(blocking=False):
+    """A context with what is kept for a request's models, made anew where it no longer holds. Another thread's call
+    is waited for, since eager rounds take several times as long as captured ones; None within a call of this thread,
+    which would wait for itself."""
+    models = _fingerprints(request, seam)
+    kept = _kept_of(request, eager.runner, seam, models)
+    if kept.owner == threading.get_ident():
         yield None
         return
-    try:
-        yield kept
-    finally:
-        kept.lock.release()
+    with kept.lock:
+        kept.owner = threading.get_ident()
+        try:
+            yield kept
+        finally:
+            kept.owner = None
 
 
-def _kept_of(request: Any, eager: EagerExecutor, seam: Seam) -> Kept:
-    drafter, target = request.drafter, request.target
-    capacity = slots_of(request.generation_config.max_length, request.input_ids.device)
-    noise = eager.sampler.noise
-    vocab_size = None if noise is None else noise.vocab_size
-    size = (most_tokens(request.settings), capacity, vocab_size, eager.runner.last_position.shape, seam.name)
-    models = fingerprint(target), fingerprint(drafter), id(drafter.get_input_embeddings())
-    samplers = type(eager.sampler), tuple(map(_plain_values, request.logits_processor))
-    key = size, models, samplers, os.environ.get(SWITCH)
+def _fingerprints(request: Any, seam: Seam) -> tuple:
+    """Returns all that captures for a request's models take for granted."""
+    target, drafter = request.target, request.drafter
+    embedding = id(drafter.get_input_embeddings())
+    return fingerprint(target), fingerprint(drafter), embedding, os.environ.get(SWITCH), seam.name
+
+
+def _kept_of(request: Any, runner: TargetRunner, seam: Seam, models: tuple) -> Kept:
+    size = _size(request, runner)
     with _kept_lock:
-        by_target = _kept.setdefault(drafter, WeakKeyDictionary())
-        kept = by_target.get(target)
-        if kept is None or kept.key != key:
-            del kept
-            by_target.pop(target, None)  # its memory is free before more is asked for
-            kept = by_target[target] = _made(request, key, size, seam)
+        of_pair = _kept.setdefault(request.drafter, WeakKeyDictionary()).setdefault(request.target, {})
+        if any(each.models != models for each in of_pair.values()):
+            of_pair.clear()
+        kept = of_pair.pop(size, None)
+        if kept is None or kept.arenas[0].capacity < _slots(request, is_tight=True):
+            kept = None  # its memory is free before more is asked for
+            while len(of_pair) >= MOST_KEPT:
+                del of_pair[next(iter(of_pair))]
+            is_tight = 2 * _bytes(request, runner, _slots(request)) > free_bytes(request.input_ids.device)
+            kept = _made(request, size, _slots(request, is_tight), seam, models)
+        of_pair[size] = kept  # the last one: it is used now
         return kept
 
 
-def _made(request: Any, key: tuple, size: tuple, seam: Seam) -> Kept:
-    width, capacity, vocab_size, positions, _ = size
+def _size(request: Any, runner: TargetRunner) -> Size:
+    assert runner.last_position is not None
+    return rows_for(len(request.input_ids)), most_tokens(request.settings), *runner.last_position.shape[:-2]
+
+
+def _slots(request: Any, is_tight: bool = False) -> int:
+    return slots_of(request.generation_config.max_length, request.input_ids.device, is_tight)
+
+
+def _bytes(request: Any, runner: TargetRunner, slots: int) -> int:
+    """Returns the bytes of the target's keys and values in so many slots."""
+    config = request.target.config.get_text_config(decoder=True)
+    num_layers = len(runner.past_key_values.layers)
+    differ = getattr(config, "is_heterogeneous", False)  # in heads, say
+    layers = [*config.per_layer_config][:num_layers] if differ else [config] * num_layers
+    entries = 2 * sum(map(_keys_width, layers)) * slots * rows_for(len(request.input_ids))
+    return entries * request.target.dtype.itemsize
+
+
+def _keys_width(config: Any) -> int:
+    """Returns how many numbers the keys of a token are in a layer."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def free_bytes(device: torch.device) -> float:
+    """Returns the bytes that tensors may still take on a GPU; no end elsewhere."""
+    if device.type != "cuda":
+        return float("inf")
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def why_no_room(request: Any, runner: TargetRunner) -> str | None:
+    """Returns whether the GPU lacks memory for the target's keys and values of as long a text as was asked for. What is
+    kept for such calls is used again, or given up where it is too short."""
+    with _kept_lock:
+        kept = _kept.get(request.drafter, {}).get(request.target, {}).get(_size(request, runner))
+    slots = _slots(request, is_tight=True)
+    if kept is not None and kept.arenas[0].capacity >= slots and kept.arenas[0].buffers:
+        return None
+    wanted = _bytes(request, runner, slots)
+    free = free_bytes(request.input_ids.device) + (0 if kept is None else kept.num_bytes())
+    if wanted <= free:
+        return None
+    return f"keys and values of max_length tokens take {wanted / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
+
+
+def _made(request: Any, size: Size, capacity: int, seam: Seam, models: tuple) -> Kept:
+    num_rows, width, *axes = size
     config = request.drafter.config
     with torch.inference_mode(False):  # another call may write to this in another mode
         states = request.drafter.like.new_empty(
             0, config.num_aux_states * config.target_hidden_size, dtype=request.target.dtype
         )
-        carry = Carry.empty(positions, width, capacity, states, vocab_size)
-        return Kept(key, Round(carry), (Arena(capacity), Arena(capacity)), seam)
+        carry = Carry.empty((*axes, num_rows, 1), width, capacity, states)
+        return Kept(models, carry, (Arena(capacity, num_rows), Arena(capacity, num_rows)), seam)
 
 
 def fingerprint(model: PreTrainedModel) -> tuple:
@@ -129,7 +222,7 @@ def fingerprint(model: PreTrainedModel) -> tuple:
     such as training mode, which adapter is active and its scale, the forwards they run, and the config. Equal ones: the
     same operations on the same memory."""
     weights = [
-        (id(weight), weight.data_ptr(), weight.dtype)
+        (id(weight), weight.data_ptr(), weight.dtype, _writes(weight))
         for group in (model.parameters(), model.buffers())
         for weight in group
     ]
@@ -138,13 +231,24 @@ def fingerprint(model: PreTrainedModel) -> tuple:
     return own_attention(model), config, tuple(weights), modules
 
 
-def _plain_values(one: object) -> tuple:
-    """The class of a module or processor, and those of its attributes that are plain values or hold only such."""
-    return (
-        type(one),
-        id(one) if isinstance(one, nn.Module) else 0,
-        *((name, str(value)) for name, value in vars(one).items() if name not in OF_MODULES and _is_plain(value)),
-    )
+def _writes(weight: Tensor) -> int:
+    """Returns how often a table of ids was written to in place, as a draft vocabulary is: what rounds read is worked
+    out of it when they are captured. 0 for other weights, which they read as they are."""
+    return 0 if weight.is_floating_point() or weight.is_inference() else weight._version
+
+
+def _plain_values(module: nn.Module) -> tuple:
+    """The class of a module, and those of its attributes that are plain values or hold only such."""
+    return type(module), id(module), *_values(module, OF_MODULES)
+
+
+def _structure(processor: object) -> tuple:
+    """The class of a logits processor, and those of its values that no tensor holds."""
+    return type(processor), *_values(processor, {processors.TUNABLE.get(type(processor))})
+
+
+def _values(one: object, but: set) -> list[tuple[str, str]]:
+    return [(name, str(value)) for name, value in vars(one).items() if name not in but and _is_plain(value)]
 
 
 def _is_plain(value: object) -> bool:
@@ -170,18 +274,19 @@ def explained(drafter: Eagle31DrafterModel, target: PreTrainedModel) -> str:
     device = target.device
     with _kept_lock:
         by_target = _kept.get(drafter)
-        kept = None if by_target is None else by_target.get(target)
+        kept = [*({} if by_target is None else by_target.get(target, {})).values()]
     lines = [
         f"rounds on {device}: "
         + ("CUDA graphs, where a call allows" if seam_of(device) else "eager, as everywhere but on a GPU")
     ]
-    if kept is not None:
-        plans = sorted({plan.name for _, plan in list(kept.captured)})
-        held = sum(arena.num_bytes() for arena in kept.arenas) / 1e6
+    for one in kept:
+        captures = [*one.by_choice.values()]
+        plans = sorted({plan.name for each in captures for _, plan in [*each.captured]})
         lines.append(
-            f"kept for the next call: {', '.join(plans) or 'nothing captured'}; keys and values, {held:.0f} MB"
+            f"kept for calls of {one.carry.num_rows} rows: {', '.join(plans) or 'nothing captured'}; keys and values,"
+            f" {one.num_bytes() / 1e6:.0f} MB"
         )
-        lines += [f"eagerly: {reason}" for reason in kept.failures]
+        lines += [f"eagerly: {reason}" for reason in one.failures]
     ways = {name: why_torch(name, device) or "by Triton" for name in sorted(OPERATIONS)}
     lines += [
         f"operations {way}: {', '.join(name for name in ways if ways[name] == way)}"

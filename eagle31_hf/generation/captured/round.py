@@ -48,7 +48,7 @@ class Round(Drafting):
         carry.tokens.copy_(tokens)
         carry.count.copy_(count)
         carry.length.add_(count)
-        is_drawn = carry.noise is not None  # else all are lawful
+        is_drawn = self.parts.sampler.noise is not None  # else all are lawful
         lawful = lawful.gather(1, on_path) if is_drawn else lawful[:, :1].expand_as(tokens)
         self.out[plan] = Outcomes.packed(count, spoiled, tokens, lawful, drafts)
 
@@ -57,7 +57,7 @@ class Round(Drafting):
         side = self.parts.target
         carry = self.carry
         side.placement.on_device = starts
-        with attention_of_rounds(side.model), fused_layers(side.model):
+        with attention_of_rounds(side.model), fused_layers(side.model, self.parts.not_fused):
             out = side.model(
                 input_ids=ids,
                 attention_mask=span_masks(side.model, starts, carry.padding, places, drafts.bits),
@@ -96,8 +96,9 @@ class Outcomes:
         return torch.cat(parts, dim=1)
 
     @classmethod
-    def unpacked(cls, packed: Tensor, width: int) -> "Outcomes":
-        """Takes apart the tensor that `packed` made, once it is on the host. `width`: M."""
+    def unpacked(cls, packed: Tensor, width: int, num_sequences: int) -> "Outcomes":
+        """Takes apart the tensor that `packed` made, once it is on the host, without idle rows. `width`: M."""
+        packed = packed[:num_sequences]
         num_drafts = (packed.shape[1] - 2 - 2 * width) // 3
         sizes = (1, 1, width, width, num_drafts, num_drafts, num_drafts)
         count, spoiled, tokens, lawful, ids, parents, log_probs = packed.split(sizes, dim=1)

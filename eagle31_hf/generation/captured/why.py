@@ -8,20 +8,22 @@ from torch.nn.modules import module as modules
 from transformers import PreTrainedModel
 from transformers.generation.logits_process import EtaLogitsWarper
 
-from ...cache.arena import slots_of, why_not_in_arena
+from ...cache.arena import why_not_in_arena
 from ...kernels.tree_attention import MOST_NEW
 from ...targets.layers import has_hooks
 from ...targets.masks import windows_of
 from ...targets.probe import why_no_spans
 from ...targets.tree_attention import STANDS_IN_FOR, own_attention
 from .. import processors
-from ..planning.buckets import DEEPEST, plans_of
+from ..planning.buckets import plans_of
 from ..planning.fixed import FixedPlanner
 from ..planning.plan import UNLIMITED, Plan
+from .carry import most_tokens
+from .drafting import can_fit
+from .kept import why_no_room
 
 USUAL_ARGUMENTS = {"attention_mask", "cache_position", "logits_to_keep", "past_key_values", "position_ids", "use_cache"}
 ROPES_THAT_BRANCH = ("dynamic", "longrope")  # on how long the text is
-MOST_CANDIDATES = 1024  # of a tree, before the best are taken
 
 
 def why_not_captured(request: Any, runner: Any, mode: Any) -> str | None:
@@ -87,23 +89,7 @@ def _why_not_by_models(request: Any, runner: Any, mode: Any) -> str | None:
     kinds = {each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)}
     if kinds.intersection(ROPES_THAT_BRANCH):
         return "the target's rotary embedding branches on the length of the text"
-    return why_no_spans(target) or _why_no_room(request, runner)
-
-
-def _why_no_room(request: Any, runner: Any) -> str | None:
-    """Returns whether the GPU lacks memory for the target's keys and values of as long a text as was asked for."""
-    device = request.input_ids.device
-    if device.type != "cuda":
-        return None
-    config = request.target.config.get_text_config(decoder=True)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    slots = slots_of(request.generation_config.max_length, device) * len(request.input_ids)
-    wanted = 2 * len(runner.past_key_values.layers) * slots * heads * width * request.target.dtype.itemsize
-    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    if wanted <= free:
-        return None
-    return f"keys and values of max_length tokens take {wanted / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
+    return why_no_spans(target) or why_no_room(request, runner)
 
 
 def _why_not_by_model(model: PreTrainedModel) -> str | None:
@@ -130,26 +116,14 @@ def _looks_for_outliers(module: nn.Module) -> bool:
     return type(module).__name__ == "Linear8bitLt" and getattr(getattr(module, "state", None), "threshold", 0.0) > 0.0
 
 
-def _fits(plan: Plan) -> bool:
-    """Returns whether the kernels take the drafts of a plan."""
-    num_run = (plan.depth - 1) * plan.max_width
-    nodes = plan.depth + 1 if plan.top_k == 1 else plan.max_nodes
-    return max(nodes, num_run) < MOST_NEW and plan.top_k * (1 + num_run) <= MOST_CANDIDATES
-
-
-def most_tokens(settings: Any) -> int:
-    """Tokens that a round commits at most."""
-    return 1 + (DEEPEST if settings.is_auto else settings.depth)
-
-
 def _why_not_by_sizes(request: Any, runner: Any, mode: Any) -> str | None:
     settings, config = request.settings, request.drafter.config
     width = most_tokens(settings)
     plans = plans_of(settings, mode.draws_trees) if settings.is_auto else [Plan(width - 1)]
     if not settings.is_auto and mode.draws_trees:
         plans = [FixedPlanner.of(settings, True).plan(width - 1, UNLIMITED, [], 0)]
-    if not all(map(_fits, plans)):
-        return f"drafts are larger than a captured round takes ({MOST_NEW - 1} nodes, and {MOST_CANDIDATES} candidates)"
+    if not all(map(can_fit, plans)):
+        return f"drafts are deeper than a captured round takes ({MOST_NEW - 2} levels of a chain, fewer of a tree)"
     windows = [*windows_of(request.target).values()]
     windows += [config.sliding_window] if "sliding_attention" in config.layer_types else []
     if any(window is not None and window <= width for window in windows):

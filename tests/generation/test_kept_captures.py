@@ -1,0 +1,195 @@
+"""What is captured serves calls that differ in temperature, length or batch, and is made anew where it must be."""
+
+import random
+
+import pytest
+import torch
+from batches import PAD, known_prompts, left_padded
+from conftest import PROMPT, PRUNED_IDS, VOCAB, build_drafter, build_target
+from observers import Puts
+from recorded import Recorded
+
+from eagle31_hf import track_acceptance
+from eagle31_hf.cache import arena
+from eagle31_hf.generation.captured import kept
+from eagle31_hf.generation.captured.kept import release
+from eagle31_hf.generation.captured.seam import Uncaptured, seams
+
+pytestmark = pytest.mark.usefixtures("nothing_is_kept")
+CHAIN = {"num_assistant_tokens": 4}
+TREE = {"num_assistant_tokens": 4, "draft_tree_top_k": 3, "draft_tree_total_tokens": 10}  # sampled as captured: coupled
+DRAWN = {"do_sample": True, "temperature": 0.6}
+GREEDY = {"do_sample": False}
+
+
+@pytest.fixture
+def pair():
+    """Models of their own for every test, which may change them."""
+    target = build_target("llama", max_position_embeddings=4096)
+    return target, build_drafter(target, max_position_embeddings=4096)
+
+
+def batch_of(*prompts, **options) -> dict:
+    ids, mask = left_padded([*prompts])
+    return {"inputs": ids, "attention_mask": mask, "max_new_tokens": 12, "pad_token_id": PAD} | options
+
+
+def captured(pair, seam, seed: int = 3, **options):
+    """Decodes by chains in captured rounds; returns the text."""
+    torch.manual_seed(seed)
+    with seams(lambda device: seam), track_acceptance() as stats:
+        text = pair[0].generate(**options, assistant_model=pair[1], **CHAIN)
+    assert set(stats.executions) <= {f"as {seam.name}"}  # none where the prompt's own token ends the text
+    return text.tolist()
+
+
+def eager(pair, seed: int = 3, **options):
+    torch.manual_seed(seed)
+    return pair[0].generate(**options, assistant_model=pair[1], **TREE).tolist()
+
+
+def test_requests_that_differ_share_captures(pair, monkeypatch):
+    """Two hundred calls of a server, an eighth as long as on a GPU: twelve captures, none after the first forty."""
+    monkeypatch.setitem(arena.LEAST_SLOTS, "cpu", 512)
+    draw, seam, numbers = random.Random(0), Recorded(), []
+    ends = [1, 4, 9]  # a third of all tokens: texts are short, whatever may be asked for
+    for call in range(200):
+        lengths = [draw.choice((2, 20, 100, 250)) for _ in range(4)]
+        prompts = [[draw.randrange(VOCAB) for _ in range(length)] for length in lengths[: draw.randint(1, 4)]]
+        options = batch_of(*prompts, max_new_tokens=draw.randint(2, 64), eos_token_id=ends)
+        sampled = {"do_sample": True, "temperature": draw.uniform(0.1, 1.5), "top_p": draw.uniform(0.3, 0.99)}
+        options |= GREEDY if draw.random() < 0.5 else sampled
+        text = captured(pair, seam, call, **options)
+        if call % 10 == 0:
+            assert text == eager(pair, call, **options)
+        numbers.append(seam.captures)
+    assert numbers[-1] == numbers[40] <= 12
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p"])
+def test_a_capture_reads_the_numbers_of_each_call(pair, name):
+    seam, texts = Recorded(), []
+    for value in (0.2, 0.9, 0.2):
+        options = batch_of(*known_prompts(pair[0], 5, 7), **DRAWN | {name: value}, max_new_tokens=40)
+        texts.append(captured(pair, seam, **options))
+        assert texts[-1] == eager(pair, **options)
+    assert texts[0] == texts[2] != texts[1]
+    assert seam.captures == 2
+
+
+def test_what_no_tensor_holds_is_captured_anew(pair):
+    seam = Recorded()
+    for count, top_k in ((2, 3), (4, 5), (4, 3)):
+        options = batch_of(*PROMPT, **DRAWN, top_k=top_k)
+        assert captured(pair, seam, **options) == eager(pair, **options)
+        assert seam.captures == count
+
+
+@pytest.mark.parametrize("options", [GREEDY, DRAWN], ids=["greedy", "sampled"])
+def test_rows_without_a_sequence_are_idle(pair, options):
+    """Three sequences run in the capture of four: first, and after four others, whose remains are in its last row."""
+    seam, prompts = Recorded(), known_prompts(pair[0], 5, 7, 9, 6)
+    for count in (3, 4, 3):
+        asked = batch_of(*prompts[:count], **options)
+        assert captured(pair, seam, **asked) == eager(pair, **asked)
+    assert seam.captures == 2
+
+
+def test_a_text_that_ends_beyond_the_arena_has_a_larger_one(pair):
+    seam = Recorded()
+    for length, captures in ((12, 2), (300, 4), (12, 4)):
+        options = batch_of(*PROMPT, max_new_tokens=length, eos_token_id=[1, 4], **GREEDY)
+        assert captured(pair, seam, **options) == eager(pair, **options)
+        assert seam.captures == captures
+
+
+def test_an_idle_arena_is_not_counted_as_taken(pair, monkeypatch):
+    """The second call has no memory left but what the first one keeps for it. A longer one gives that up, and has as
+    much besides as it needs, or a byte less."""
+    captured(pair, Recorded(), **batch_of(*PROMPT, **GREEDY))
+    (one,) = kept._kept[pair[1]][pair[0]].values()
+    monkeypatch.setattr(kept, "free_bytes", lambda device: 0.0)
+    captured(pair, Recorded(), **batch_of(*PROMPT, **GREEDY))
+    longer = batch_of(*PROMPT, max_new_tokens=300, eos_token_id=[1, 4], **GREEDY)
+    arena_of_target = one.arenas[0]
+    missing = arena_of_target.num_bytes() * (512 + arena.SPARE) // arena_of_target.capacity - one.num_bytes()
+    for short, reason in ((1, "eagerly: keys and values of max_length tokens take"), (0, "as recorded tensors")):
+        monkeypatch.setattr(kept, "free_bytes", lambda device, free=missing - short: free)
+        with seams(lambda device: Recorded()), track_acceptance() as stats:
+            pair[0].generate(**longer, assistant_model=pair[1], **CHAIN)
+        (execution,) = stats.executions
+        assert execution.startswith(reason)
+
+
+def test_a_gpu_short_of_memory_has_no_more_slots_than_are_asked_for(pair, monkeypatch):
+    monkeypatch.setitem(arena.LEAST_SLOTS, "cpu", 4096)
+    found = []
+    for free in (float("inf"), 200_000.0):
+        release()
+        monkeypatch.setattr(kept, "free_bytes", lambda device, free=free: free)
+        captured(pair, Uncaptured(), **batch_of(*PROMPT, **GREEDY))
+        (one,) = kept._kept[pair[1]][pair[0]].values()
+        found.append(one.arenas[0].capacity)
+    assert found == [4096 + arena.SPARE, 128 + arena.SPARE]
+
+
+def test_few_sizes_are_kept(pair):
+    """Those used last: a depth that comes back at once is not captured again."""
+    seam = Recorded()
+    with seams(lambda device: seam):
+        for depth in (*range(1, kept.MOST_KEPT + 2), kept.MOST_KEPT + 1, 1):
+            pair[0].generate(**batch_of(*PROMPT, **GREEDY), assistant_model=pair[1], num_assistant_tokens=depth)
+    assert len(kept._kept[pair[1]][pair[0]]) == kept.MOST_KEPT
+    assert seam.captures == 2 * (kept.MOST_KEPT + 2)
+
+
+def test_another_draft_vocabulary_in_place(pair):
+    """Drafts follow it: as many are accepted as if the pair had never been captured."""
+    target = pair[0]
+    drafter = build_drafter(target, draft_vocab_size=len(PRUNED_IDS))
+    counts, other = [], [*range(VOCAB)][: len(PRUNED_IDS)]
+    for ids, is_fresh in ((PRUNED_IDS, False), (other, False), (other, True)):
+        drafter.set_draft_vocabulary(torch.tensor(ids))
+        if is_fresh:
+            release()
+        with seams(lambda device: Recorded()), track_acceptance() as stats:
+            target.generate(**batch_of(*known_prompts(target, 5), **GREEDY), assistant_model=drafter, **CHAIN)
+        counts.append(stats.accepted_per_position)
+    assert counts[1] == counts[2] != counts[0]
+
+
+def test_a_call_within_a_call_runs_eagerly(pair):
+    """It would wait for itself."""
+    found = []
+
+    class Nested(Puts):
+        begun = False
+
+        def put(self, value):
+            if self.begun and not found:
+                with track_acceptance() as stats:
+                    text = pair[0].generate(**options, assistant_model=pair[1], **CHAIN)
+                found.append((text.tolist(), *stats.executions))
+            self.begun = True  # the prompt comes first
+
+    options = batch_of(*PROMPT, **GREEDY)
+    expected = pair[0].generate(**options).tolist()
+    with seams(lambda device: Recorded()):
+        text = pair[0].generate(**options, assistant_model=pair[1], **CHAIN, streamer=Nested())
+    assert text.tolist() == expected
+    assert found == [(expected, "eagerly: it is within a call of these models in captured rounds")]
+
+
+def test_the_cause_of_a_failure_is_told(pair):
+    """Ending a capture that has failed raises again, which says nothing."""
+
+    class Fails(Recorded):
+        def capture(self, function, part):
+            try:
+                raise torch.OutOfMemoryError("CUDA out of memory, say")
+            finally:
+                raise RuntimeError("operation failed due to a previous error during capture")
+
+    with seams(lambda device: Fails()), track_acceptance() as stats:
+        pair[0].generate(**batch_of(*PROMPT, **GREEDY), assistant_model=pair[1], **CHAIN)
+    assert any("OutOfMemoryError: CUDA out of memory, say" in execution for execution in stats.executions)
