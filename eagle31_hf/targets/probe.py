@@ -141,12 +141,15 @@ def _judged(
         except FAILURES:
             return Refusal(f"{refuses} ({type(failure).__name__}: {(str(failure).splitlines() or [''])[0][:100]})")
         raise
+    return None if is_rounding(target, error) else f"{differs} ({error:.1g} of their spread)"
+
+
+def is_rounding(target: PreTrainedModel, error: float) -> bool:
+    """Returns whether an error of a target's logits, as a share of their spread, is one of rounding."""
     is_low = target.dtype != torch.float32
-    if error <= (LOW_PRECISION_TOLERANCE if is_low else TOLERANCE) or (
-        is_low and error <= ROUNDINGS * _rounding(target)
-    ):
-        return None
-    return f"{differs} ({error:.1g} of their spread)"
+    if error <= (LOW_PRECISION_TOLERANCE if is_low else TOLERANCE):
+        return True
+    return is_low and error <= ROUNDINGS * _rounding(target)
 
 
 @torch.no_grad()

@@ -81,15 +81,23 @@ class Carry:
             shape = self.num_rows, noise_slots(self.width), vocab_size
             self.noise = torch.zeros(shape, dtype=torch.float32, device=self.text.device)
 
+    def copied(self) -> dict[str, Tensor]:
+        """Copies of all tensors but the noise, which no round writes to."""
+        return {f.name: getattr(self, f.name).clone() for f in fields(self) if f.name != "noise"}
+
+    def put_back(self, copies: dict[str, Tensor]) -> None:
+        """Makes the carry what it was when it was copied."""
+        for name, values in copies.items():
+            getattr(self, name).copy_(values)
+
     @contextmanager
     def restored(self) -> Iterator[None]:
         """A context that leaves the carry as it found it."""
-        found = {f.name: getattr(self, f.name).clone() for f in fields(self) if f.name != "noise"}
+        found = self.copied()
         try:
             yield
         finally:
-            for name, values in found.items():
-                getattr(self, name).copy_(values)
+            self.put_back(found)
 
 
 def rows_for(num_sequences: int) -> int:

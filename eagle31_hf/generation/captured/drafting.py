@@ -218,17 +218,17 @@ class Drafting:
             k = min(k, logits.shape[-1])
             log_probs, ids = likeliest_tokens(logits, k, SCORE_TEMPERATURE, sampler.draft_ids)
         else:
-            log_probs, ids = sampler.scored(logits, k, self._noise_of(level))
+            log_probs, ids = sampler.scored(logits, k, self.noise_of(level))
         return ids, log_probs
 
     def _drawn(self, logits: Tensor, level: int) -> tuple[Tensor, Tensor]:
         """Draft logits (B, 1, Vd) -> one child, as the target would choose it, and its log-probability, (B, 1, 1)."""
         if self.parts.draft_sampler.is_plain:
             return self._likeliest(logits, 1, level)
-        ids = self.parts.draft_sampler.drawn(logits[:, 0], self._noise_of(level))[:, None]
+        ids = self.parts.draft_sampler.drawn(logits[:, 0], self.noise_of(level))[:, None]
         return ids, torch.zeros_like(ids, dtype=torch.float32)
 
-    def _noise_of(self, depths: int | Tensor) -> Tensor | None:
+    def noise_of(self, depths: int | Tensor) -> Tensor | None:
         """The noise of the slot `depths` tokens after each text (B, V), or of those (B, N) after it (B, N, V)."""
         carry = self.carry
         if carry.noise is None or self.parts.sampler.noise is None:

@@ -21,6 +21,7 @@ from ..rejection_sampler import Accepted, Walk, raise_no_distribution
 from ..stopping import Ends
 from ..tree import HostDrafts
 from .drafting import fitted
+from .proof import ROUNDS, Case, WrongRoundError, check
 from .round import Outcomes, Round
 from .seam import Seam
 
@@ -31,11 +32,19 @@ Captured = dict[tuple[str, Plan], Callable[[], None]]
 class CapturedExecutor:
     """Runs rounds by `rounds` and a seam. The eager executor runs the prompt, and goes on where a capture fails.
 
-    `captured`: what runs each plan's draft and verify, kept between calls; so is why one of them could not be, in
-    `failures`.
+    `captured`: what runs each plan's draft and verify, kept between calls; so is why one of them could not be, or was
+    wrong, in `failures`. `layer_ids`: of the target's states that the drafter reads.
     """
 
-    def __init__(self, eager: EagerExecutor, rounds: Round, seam: Seam, captured: Captured, failures: list[str]):
+    def __init__(
+        self,
+        eager: EagerExecutor,
+        rounds: Round,
+        seam: Seam,
+        captured: Captured,
+        failures: list[str],
+        layer_ids: list[int],
+    ):
         self.eager = eager
         self.sequences = eager.sequences
         self.recorder = eager.recorder
@@ -44,6 +53,7 @@ class CapturedExecutor:
         self.seam = seam
         self.captured = captured
         self.failures = failures
+        self.layer_ids = layer_ids
         self.first_slots = eager.unread.first_slots
         self.has_failed = False
         self.was_short = False
@@ -71,9 +81,15 @@ class CapturedExecutor:
         try:
             self._capture(plan)
         except Exception as failure:
-            self._hand_back(failure)
+            self._hand_back(f"capturing failed ({_in_a_line(_cause_of(failure))})")
             return self.eager.round(plan)
-        return self._replay(plan)
+        try:
+            return self._replay(plan)
+        except WrongRoundError as failure:
+            self._hand_back(f"a captured round was wrong: {failure}")
+            self.eager.runner.read_again(self.sequences)  # what it has written may be wrong, too
+            self.rounds.parts.target.states.drop()
+            return self.eager.round(plan)
 
     def result(self) -> Any:
         if not self.has_failed:  # the keys of a text end before its last token
@@ -120,7 +136,10 @@ class CapturedExecutor:
             self._draft(plan)
         drafting = self.drafting
         began = self.eager.clock.mark()
-        self._run("verify", plan)
+        if self.rounds.num_proved[plan] < ROUNDS:
+            self._verify_and_prove(plan)
+        else:
+            self._run("verify", plan)
         verified = self.eager.clock.mark()
         read = self.seam.start_reading(self.rounds.out[plan])
         self._add_noise()
@@ -129,6 +148,21 @@ class CapturedExecutor:
         self.recorder.note("draft", *drafting)
         self.recorder.note("verify", began, verified)
         return outcome
+
+    def _verify_and_prove(self, plan: Plan) -> None:
+        """Verifies. Raises WrongRoundError, and leaves the carry as it was, where that was wrong."""
+        carry, rounds = self.carry, self.rounds
+        drafts, before = rounds.drafts[plan], carry.copied()
+        noise = rounds.noise_of(drafts.depths)
+        self._run("verify", plan)
+        case = Case(drafts, noise, before, rounds.verified[plan])
+        end = self.eager.stopping.max_length
+        try:
+            is_proved = check(self.eager.runner.target, self.layer_ids, self.eager.sampler, case, carry, end)
+        except BaseException:
+            carry.put_back(before)
+            raise
+        rounds.num_proved[plan] += is_proved
 
     def _commit(self, plan: Plan, found: Outcomes) -> Outcome:
         """Ends texts where they end; the device has committed all it accepted."""
@@ -206,11 +240,9 @@ class CapturedExecutor:
             self.next_noise[b] = max(self.next_noise[b], end)
         noise.forget(lengths)
 
-    def _hand_back(self, failure: BaseException) -> None:
+    def _hand_back(self, reason: str) -> None:
         """Leaves the rest of the call to the eager executor."""
-        while failure.__context__ is not None:  # ending a capture that has failed raises again
-            failure = failure.__context__
-        self.failures.append(f"capturing failed ({_in_a_line(failure)})")
+        self.failures.append(reason)
         logger.warning("EAGLE drafting: rounds run eagerly: %s.", self.failures[-1])
         self.has_failed = True
         self.recorder.execution = f"eagerly: {self.failures[-1]}"
@@ -226,6 +258,13 @@ class CapturedExecutor:
             eager.unread.put(states.split(longest)[0])
         eager.was_short = self.was_short
         eager.holds_drafts = True
+
+
+def _cause_of(failure: BaseException) -> BaseException:
+    """Returns the first of the errors of a failure: ending a capture that has failed raises again."""
+    while failure.__context__ is not None:
+        failure = failure.__context__
+    return failure
 
 
 def _in_a_line(failure: BaseException) -> str:

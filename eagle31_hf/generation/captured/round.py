@@ -4,6 +4,7 @@ committed. No value is read on the host.
 B sequences, M tokens a round commits at most, K drafts, N = K + 1 nodes, V target vocabulary.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from ..planning.plan import Plan
 from ..rejection_sampler import are_spoiled
 from .carry import Carry
 from .drafting import Drafting, Drafts
+from .proof import Verified
 
 
 class Round(Drafting):
@@ -25,6 +27,8 @@ class Round(Drafting):
     def __init__(self, carry: Carry):
         super().__init__(carry)
         self.out: dict[Plan, Tensor] = {}  # what the host reads of a round, see `Outcomes`
+        self.verified: dict[Plan, Verified] = {}
+        self.num_proved = Counter[Plan]()  # rounds that were compared with the target's own forwards
 
     def verify(self, plan: Plan) -> None:
         """The target reads the last token and the drafts; what it accepts is committed."""
@@ -36,6 +40,7 @@ class Round(Drafting):
         logits, states = self._run_target(ids, starts, places, drafts)
         chosen, lawful = self._chosen(logits, drafts)
         spoiled = are_spoiled(logits) if plan.depth else torch.zeros_like(chosen, dtype=torch.bool)
+        self.verified[plan] = Verified(logits, states, chosen, spoiled)
         path, tokens, count = accepted_path(
             drafts.ids, drafts.parents, drafts.depths, drafts.bits, chosen, spoiled, carry.going, carry.width
         )
@@ -71,7 +76,7 @@ class Round(Drafting):
 
     def _chosen(self, logits: Tensor, drafts: Drafts) -> tuple[Tensor, Tensor]:
         """The token the target chooses after each node (B, N), and whether its scores are a distribution (B, N)."""
-        noise = self._noise_of(drafts.depths)
+        noise = self.noise_of(drafts.depths)
         return self.parts.sampler.choose_at_nodes(logits, drafts, noise)
 
 

@@ -1,0 +1,133 @@
+"""Proof before trust: what a capture's first rounds compute is compared with forwards that share nothing with it.
+
+The target reads the text anew, by its own attention and into a cache of its own, then the round's drafts. Two rounds of
+a plan are compared, since the second one reads what the first has written. B rows, N nodes, V target vocabulary, n*ht
+width of a token's captured states.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from ...cache.masks import SlotMask, ancestors_of
+from ...cache.transfer import Mirrored
+from ...kernels.acceptance import accepted_path
+from ...targets.layers import capture_states, decoder_of
+from ...targets.masks import slot_masks
+from ...targets.probe import is_rounding
+from ..rejection_sampler import RejectionSampler
+from .carry import Carry
+from .drafting import Drafts
+
+ROUNDS = 2  # of a plan that are compared
+LONGEST = 8192  # tokens of a text that is read anew; rounds after a longer one wait for another call
+
+
+class WrongRoundError(RuntimeError):
+    """Raised where a captured round computes something else than the target does."""
+
+
+@dataclass
+class Verified:
+    """What the target made of a round's nodes, on memory that stays: logits (B, N, V), captured states (B, N, n*ht),
+    the token chosen after each node and whether its logits decide nothing, both (B, N)."""
+
+    logits: Tensor
+    states: Tensor
+    chosen: Tensor
+    spoiled: Tensor
+
+
+@dataclass
+class Case:
+    """A round to be proved: its drafts, the noise (B, N, V) they are chosen with, the carry as it was before, and after
+    it what was `verified`."""
+
+    drafts: Drafts
+    noise: Tensor | None
+    before: dict[str, Tensor]
+    verified: Verified
+
+
+@torch.no_grad()
+def check(target: PreTrainedModel, layer_ids: list[int], sampler: Any, case: Case, carry: Carry, end: int) -> bool:
+    """Compares a round that has run with the target's own forwards, in the first and in the last row that goes on.
+    `end`: slots of a text at most. Returns whether it could: not after a long text, nor where memory is short. Raises
+    WrongRoundError where they differ by more than rounding."""
+    _check_choice(sampler, case, carry)
+    going = case.before["going"][:, 0].nonzero()[:, 0].tolist()
+    rows = sorted({going[0], going[-1]}) if going else []
+    if any(int(case.before["length"][b]) > LONGEST for b in rows):
+        return False
+    try:
+        for b in rows:
+            _check_forward(target, layer_ids, case, b, end)
+    except torch.OutOfMemoryError:
+        return False
+    return True
+
+
+def _check_choice(sampler: Any, case: Case, carry: Carry) -> None:
+    """Compares what was chosen and committed with the same steps one by one."""
+    found, drafts, before = case.verified, case.drafts, case.before
+    if type(sampler) is RejectionSampler:  # a benchmark's own may draw other numbers now
+        chosen = sampler.choose_at_nodes(found.logits, drafts, case.noise)[0]
+        if not torch.equal(chosen * before["going"], found.chosen * before["going"]):
+            raise WrongRoundError("it chooses other tokens than its logits say")
+    _, tokens, count = accepted_path.reference(
+        drafts.ids,
+        drafts.parents,
+        drafts.depths,
+        drafts.bits,
+        found.chosen,
+        found.spoiled,
+        before["going"],
+        carry.width,
+    )
+    is_new = torch.arange(carry.width, device=tokens.device) < count
+    slots = (before["length"] + torch.arange(carry.width, device=tokens.device)).clamp(max=carry.text.shape[1] - 1)
+    text = carry.text.gather(1, slots)
+    if not torch.equal(count, carry.count) or not torch.equal(tokens * is_new, text * is_new):
+        raise WrongRoundError("it commits other tokens than it accepts")
+
+
+def _check_forward(target: PreTrainedModel, layer_ids: list[int], case: Case, b: int, end: int) -> None:
+    """Compares the logits and states of row b's nodes with those of the target's own forward."""
+    length, padding = int(case.before["length"][b]), int(case.before["padding"][b])
+    text = case.before["text"][b : b + 1, padding:length]
+    drafts = case.drafts
+    nodes = torch.cat((text[:, -1:], drafts.ids[b : b + 1]), dim=1)
+    visible = ancestors_of(drafts.parents[b : b + 1], depth=nodes.shape[1])
+    depths = visible.sum(2) - 1
+    cache = DynamicCache(config=target.config.get_text_config(decoder=True))
+    prefix = text.shape[1] - 1
+    if prefix:
+        decoder_of(target)(input_ids=text[:, :-1], past_key_values=cache, use_cache=True)
+    given: dict[str, Any] = {}
+    if not drafts.is_chain:
+        given["attention_mask"] = slot_masks(target, cache, SlotMask(Mirrored([prefix]), visible, depths, depths))
+    with capture_states(target, layer_ids, cache) as captured:
+        logits = target(
+            input_ids=nodes, position_ids=prefix + depths, past_key_values=cache, use_cache=True, **given
+        ).logits
+    is_inside = (length + depths[0] <= end).tolist()  # drafts past the end of a text have no position of their own
+    inside = [node for node, is_one in enumerate(is_inside) if is_one]
+    found = (("logits", case.verified.logits, logits), ("states", case.verified.states, captured.take()))
+    for name, got, expected in found:
+        error = _error(got[b, inside].float(), expected[0, inside].float().to(got.device))
+        if not is_rounding(target, error):
+            raise WrongRoundError(f"its {name} differ from the target's own ({error:.1g} of their spread)")
+
+
+def _error(got: Tensor, expected: Tensor) -> float:
+    """Returns the largest root mean square of a node's differences, as a share of the spread of all that is expected;
+    nodes whose own values are not finite are left out."""
+    is_finite = expected.isfinite().all(-1)
+    got, expected = got[is_finite], expected[is_finite]
+    if not len(expected):
+        return 0.0
+    errors = (got - expected).square().mean(-1).sqrt() / expected.std().clamp(min=1e-6)
+    return float(errors.nan_to_num(nan=float("inf")).amax())

@@ -1,0 +1,196 @@
+"""Rounds that compute something else than the target are found by the first that are compared, and nobody's text is
+made of them."""
+
+import pytest
+import torch
+from batches import known_prompts, left_padded
+from conftest import build_drafter, build_target
+from recorded import Recorded
+
+from eagle31_hf import track_acceptance
+from eagle31_hf.generation.captured import executor, proof, round
+from eagle31_hf.generation.captured.kept import release
+from eagle31_hf.generation.captured.round import Round
+from eagle31_hf.generation.captured.seam import Uncaptured, seams
+from eagle31_hf.targets import decoder_layer
+
+pytestmark = pytest.mark.usefixtures("nothing_is_kept")
+CHAIN = {"num_assistant_tokens": 4}
+TREE = {"num_assistant_tokens": 4, "draft_tree_top_k": 3, "draft_tree_total_tokens": 10}
+DRAWN = {"do_sample": True, "temperature": 0.7}
+
+
+@pytest.fixture(scope="module")
+def pair():
+    target = build_target("llama")
+    return target, build_drafter(target)
+
+
+def asked(pair, *lengths, **options) -> dict:
+    ids, mask = left_padded(known_prompts(pair[0], *lengths))
+    given = {"inputs": ids, "attention_mask": mask, "max_new_tokens": 30, "pad_token_id": 6, "do_sample": False}
+    return given | options
+
+
+def decode(pair, plan=TREE, seam=None, **options):
+    torch.manual_seed(3)
+    with seams(lambda device: seam), track_acceptance() as stats:
+        text = pair[0].generate(**options, assistant_model=pair[1], **plan).tolist()
+    return text, stats.executions
+
+
+# --- faults, each of captured rounds alone ---
+
+
+def wrong_bit(monkeypatch):
+    """Nodes do not see the root."""
+    made = round.span_masks
+    monkeypatch.setattr(round, "span_masks", lambda *args: made(*args[:4], args[4] & ~1 | (args[4] == 1).long()))
+
+
+def shifted_position(monkeypatch):
+    fill = executor.CapturedExecutor._fill_carry
+
+    def shifted(self):
+        fill(self)
+        self.carry.position += 1
+
+    monkeypatch.setattr(executor.CapturedExecutor, "_fill_carry", shifted)
+
+
+def stale_table(monkeypatch):
+    """Accepted nodes of a tree are moved in memory that nobody reads: the next round sees it."""
+    moved = round.move_path
+    monkeypatch.setattr(round, "move_path", lambda buffers, *rest: moved([one.clone() for one in buffers], *rest))
+
+
+def keys_not_written(monkeypatch):
+    """They go to memory that nobody reads."""
+    append = decoder_layer.rope_append
+
+    def appended(qkv, rope, weights, eps, buffers, starts):
+        return append(qkv, rope, weights, eps, [one.clone() for one in buffers], starts)
+
+    monkeypatch.setattr(decoder_layer, "rope_append", appended)
+
+
+def kernel_that_returns_its_input(monkeypatch):
+    attend = decoder_layer.attend_to_spans
+
+    def unchanged(q, *rest):
+        return q.transpose(1, 2).reshape(attend(q, *rest).shape)
+
+    monkeypatch.setattr(decoder_layer, "attend_to_spans", unchanged)
+
+
+def states_of_other_layers(monkeypatch):
+    run = Round._run_target
+
+    def swapped(self, *args):
+        logits, states = run(self, *args)
+        return logits, states.flip(-1)
+
+    monkeypatch.setattr(Round, "_run_target", swapped)
+
+
+def a_token_too_many(monkeypatch):
+    """What was refused is committed."""
+    accepted = round.accepted_path
+
+    def generous(ids, *rest):
+        path, tokens, count = accepted(ids, *rest)
+        return path, tokens, torch.where(count > 0, (count + 1).clamp(max=rest[-1]), count)
+
+    generous.reference = accepted.reference
+    monkeypatch.setattr(round, "accepted_path", generous)
+
+
+FAULTS = {
+    "wrong bit": (wrong_bit, "logits differ"),
+    "shifted position": (shifted_position, "logits differ"),
+    "stale table": (stale_table, "logits differ"),
+    "keys not written": (keys_not_written, "logits differ"),
+    "kernel that returns its input": (kernel_that_returns_its_input, "logits differ"),
+    "states of other layers": (states_of_other_layers, "states differ"),
+    "a token too many": (a_token_too_many, "commits other tokens"),
+}
+
+
+@pytest.mark.parametrize("options", [{}, DRAWN], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_are_found(pair, monkeypatch, name, options):
+    inject, words = FAULTS[name]
+    options = asked(pair, 5, 9, 7, **options)
+    expected, _ = decode(pair, **options)  # eagerly
+    decode(pair, seam=Uncaptured(), **options)  # the target is known to take spans, and its layers to be fused
+    release()
+    inject(monkeypatch)
+    text, executions = decode(pair, seam=Uncaptured(), **options)
+    assert text == expected
+    (reason,) = [each for each in executions if each.startswith("eagerly")]
+    assert "a captured round was wrong" in reason
+    assert words in reason
+    again, executions = decode(pair, seam=Uncaptured(), **options)
+    assert again == expected
+    assert [*executions] == [reason]  # not trusted again
+
+
+def test_a_choice_that_is_not_that_of_the_logits_is_found(pair):
+    """As where a graph reads noise that lies elsewhere by now."""
+
+    class Stale(Recorded):
+        def capture(self, function, part):
+            replay = super().capture(function, part)
+            rounds = function.func.__self__
+
+            def stale():
+                replay()
+                if part == "verify":
+                    rounds.verified[function.args[0]].chosen.add_(1).remainder_(11)
+
+            return stale
+
+    options = asked(pair, 5)
+    text, executions = decode(pair, CHAIN, Stale(), **options)
+    assert text == decode(pair, **options)[0]
+    assert any("chooses other tokens than its logits say" in each for each in executions)
+
+
+# --- what is compared, and when ---
+
+
+@pytest.mark.parametrize("plan", [CHAIN, TREE], ids=["chain", "tree"])
+def test_two_rounds_of_a_plan_are_compared(pair, monkeypatch, plan):
+    checked, compare = [], proof._check_forward
+
+    def watched(*args):
+        checked.append(args[-2])
+        compare(*args)
+
+    monkeypatch.setattr(proof, "_check_forward", watched)
+    seam = Recorded()
+    for lengths in ((5, 9, 7), (6, 8, 5)):
+        decode(pair, plan, seam, **asked(pair, *lengths))
+    assert checked == [0, 2, 0, 2]  # the first and the last row that goes on
+
+
+def test_a_long_text_is_not_read_again(pair, monkeypatch):
+    """Rounds after it wait for another call to be compared."""
+    monkeypatch.setattr(proof, "LONGEST", 8)
+    seam, wrong = Recorded(), []
+    monkeypatch.setattr(proof, "_check_forward", lambda *args: wrong.append(args[-2]))
+    decode(pair, CHAIN, seam, **asked(pair, 9))
+    assert wrong == []
+    decode(pair, CHAIN, seam, **asked(pair, 4))
+    assert wrong
+
+
+def test_short_memory_is_no_fault(pair, monkeypatch):
+    def without_memory(*args):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(proof, "_check_forward", without_memory)
+    options = asked(pair, 5)
+    text, executions = decode(pair, CHAIN, Recorded(), **options)
+    assert text == decode(pair, **options)[0]
+    assert [*executions] == [f"as {Recorded.name}"]
