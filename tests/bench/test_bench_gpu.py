@@ -1,22 +1,25 @@
 """`eagle31 bench gpu`, whole and small on a CPU, and its parts."""
 
 import json
+import sys
 
 import pytest
 import torch
 
-from eagle31_hf.bench.engine import SHAPES, build
-from eagle31_hf.bench.gpu import Runner, measured_elsewhere
+from eagle31_hf.bench.engine import SHAPES, Setting, build, seconds_of_call
+from eagle31_hf.bench.gpu import Runner, rounds
 from eagle31_hf.bench.gpu.compiled import static
 from eagle31_hf.bench.gpu.floors import Floor
 from eagle31_hf.bench.gpu.inputs import MAKERS
 from eagle31_hf.bench.gpu.marked import Marked
 from eagle31_hf.bench.gpu.operations import compared, error_of
 from eagle31_hf.bench.gpu.report import table
-from eagle31_hf.bench.gpu.rounds import survival_of
-from eagle31_hf.bench.gpu.run import SMALL, Run, Section
-from eagle31_hf.bench.gpu.sections import NAMES
+from eagle31_hf.bench.gpu.rivals import STATIC_LIMIT
+from eagle31_hf.bench.gpu.rounds import survival_of, timed
+from eagle31_hf.bench.gpu.run import SMALL, SURVIVAL, Run, Section
+from eagle31_hf.bench.gpu.sections import BUDGET, NAMES, SECTIONS, TELLING
 from eagle31_hf.bench.gpu.subprocesses import in_subprocess
+from eagle31_hf.bench.gpu.watched import Watch
 from eagle31_hf.cli import main
 from eagle31_hf.generation.captured.seam import Uncaptured
 from eagle31_hf.kernels.operation import OPERATIONS
@@ -114,12 +117,88 @@ def test_rows_are_left_out_where_time_is_spent(tmp_path):
     assert "is spent" in runner.results["sections"]["two"]["left_out"]
 
 
-@pytest.mark.slow
-def test_a_new_process_measures_what_this_one_cannot(tmp_path):
-    found = measured_elsewhere(small_run(), tmp_path / "results.json", ["machine"], 60)
-    assert found["machine"]["process"] == "another"
-    assert [row["name"] for row in found["machine"]["rows"]] == ["device", "copy", "matmul"]
-    assert not list(tmp_path.iterdir())
+# A program whose sections crash, hang and fail; another one is sound.
+HARMFUL = """
+import os, sys, time
+import eagle31_hf.bench.gpu as gpu
+from eagle31_hf.bench.gpu import sections
+from eagle31_hf.bench.gpu.run import Section
+from eagle31_hf.cli import main
+
+def crash(run):
+    yield "before", lambda: {"ms": 1.0}
+    yield "crash", lambda: os._exit(139)
+
+def hang(run):
+    yield "hang", lambda: time.sleep(600)
+
+def useless(run):
+    gpu.is_usable = lambda device: False
+    yield "invalid access", lambda: {"ms": 1 / 0}
+
+sound = lambda run: iter([("sound", lambda: {"ms": 2.0})])
+parts = {"crash": crash, "hang": hang, "useless": useless, "sound": sound}
+gpu.SECTIONS = tuple(Section(name, name, 2, tasks) for name, tasks in parts.items())
+sections.NAMES = tuple(parts)
+sys.exit(main())
+"""
+
+
+def test_a_section_that_crashes_or_hangs_does_not_end_the_run(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(HARMFUL)
+    told = []
+    watch = Watch(tmp_path / "results.json", 200, ["--device", "cpu"], told.append, [sys.executable, str(program)], 0.5)
+    results = watch.measure(["crash", "hang", "useless", "sound"])
+    assert json.loads(watch.output.read_text()) == results
+    sections = results["sections"]
+    assert sections["crash"]["error"] == "its process ended by status 139"
+    assert [row["name"] for row in sections["crash"]["rows"]] == ["before"]
+    assert "hang went on past its limit" in sections["hang"]["error"]
+    assert "ZeroDivisionError" in sections["useless"]["rows"][0]["error"]
+    assert sections["sound"]["rows"][0]["ms"] == 2.0
+    assert len(told) == 2
+    assert "torch" in results["environment"]
+    assert {path.name for path in tmp_path.iterdir()} == {"program.py", "results.json"}
+
+
+def test_a_program_that_does_not_start_ends_the_run(tmp_path):
+    watch = Watch(tmp_path / "results.json", 60, [], program=[sys.executable, "-c", "raise SystemExit(7)"])
+    results = watch.measure(["machine", "texts"])
+    assert {section["error"] for section in results["sections"].values()} == {"its process ended by status 7"}
+    silent = Watch(tmp_path / "results.json", 60, [], program=[sys.executable, "-c", "pass"])
+    assert silent.measure(["machine"])["sections"] == {}
+
+
+def test_the_telling_sections_fit_in_the_budget():
+    limits = {section.name: section.limit for section in SECTIONS}
+    assert TELLING == ("machine", "texts", "rounds", "rivals")
+    assert sum(limits[name] for name in TELLING) <= BUDGET
+    assert limits["rivals"] > STATIC_LIMIT
+
+
+def test_captures_are_no_part_of_what_is_timed(monkeypatch):
+    """Auto meets its plans one after the other, some of them in a second call."""
+    counts, made = [], []
+
+    class Counted(Uncaptured):
+        def capture(self, function, part):
+            made.append(part)
+            return function
+
+    def counted(*args, **options):
+        before = len(made)
+        seconds = seconds_of_call(*args, **options)
+        counts.append(len(made) - before)
+        return seconds
+
+    run = small_run()
+    run.seam = Counted
+    monkeypatch.setattr(rounds, "seconds_of_call", counted)
+    row = timed(run, "tiny", Setting("auto", {"num_assistant_tokens": "auto"}, SURVIVAL), 12)
+    assert counts[0] > 0
+    assert counts[-2:] == [0, 0]  # the last one is timed
+    assert row["fused"] == "9 of 9"
 
 
 def test_processes_that_take_too_long_or_fail_are_told():

@@ -1,13 +1,9 @@
 """All that can be measured on a GPU in ten minutes. Results are rewritten after each row, so that a run that is killed
 has given what it had measured."""
 
-import json
-import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,20 +28,21 @@ def measure_gpu(
     load_demo: LoadDemo,
     progress: Progress = lambda message: None,
 ) -> dict[str, Any]:
-    """Runs the sections of these `names` in their own order, within `budget` seconds. Writes {"environment",
-    "sections"} to `output`, row by row, and returns it."""
+    """Runs the sections of these `names` in their own order, within `budget` seconds, in this process; `watched` has
+    another one do so. Writes {"environment", "sections"} to `output`, row by row, and returns it. Where the device is
+    of no use any more the others are left to another process."""
     place = torch.device(device)
     sizes = Sizes() if place.type == "cuda" else SMALL
     runner = Runner(Run(place, shapes, load_demo, sizes), output, budget, progress)
     runner.results["environment"] = environment_of(place, str(runner.run.dtype).removeprefix("torch."))
-    sections = [section for section in SECTIONS if section.name in names]
-    for i, section in enumerate(sections):
-        runner.measure(section)
-        rest = sections[i + 1 :]
-        if rest and runner.has_failed and not is_usable(place):
-            # An invalid access of one kernel has every later call of this process fail.
-            runner.go_on_elsewhere([each.name for each in rest])
-            break
+    # Its plans are made for every length of keys it meets, which the rivals meet more of than we do.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    runner.results["environment"]["attention"] = "without cuDNN"
+    for section in SECTIONS:
+        if section.name in names:
+            runner.measure(section)
+            if runner.has_failed and not is_usable(place):  # an invalid access has every later call fail
+                break
     runner.results["seconds"] = runner.spent()
     runner.write()
     return runner.results
@@ -79,6 +76,7 @@ class Runner:
             self.write()
             return
         self.progress(section.title)
+        self.write()
         began = time.perf_counter()
         self.run.ends = began + limit
         try:
@@ -109,30 +107,6 @@ class Runner:
         self.has_failed = True
         self.progress(traceback.format_exc(limit=-1).splitlines()[-1][:200])
         return traceback.format_exc()
-
-    def go_on_elsewhere(self, names: list[str]) -> None:
-        """Measures sections in a new process, and adds what it has written to the results."""
-        with suppress(RuntimeError):  # the device may fail again
-            self.run.forget()
-        self.results["sections"] |= measured_elsewhere(self.run, self.output, names, self.budget - self.spent())
-        self.write()
-
-
-def measured_elsewhere(run: Run, output: Path, names: list[str], budget: float) -> dict[str, Any]:
-    """The sections of a run in a new process, as far as it got."""
-    beside = output.with_name(f".{output.name}.rest")
-    options = ["--output", beside, "--only", ",".join(names), "--budget", max(1, round(budget)), "--device", run.device]
-    options += ["--shape", run.shapes[0]] if len(run.shapes) == 1 else []
-    command = [sys.executable, "-m", "eagle31_hf", "bench", "gpu", *map(str, options)]
-    with suppress(subprocess.TimeoutExpired):  # what it has written by then counts
-        subprocess.run(command, stdout=subprocess.DEVNULL, check=False, timeout=budget + 60)
-    try:
-        found = json.loads(beside.read_text(encoding="utf-8"))["sections"]
-    except (OSError, ValueError, KeyError):
-        return {name: {"error": "the process that was to measure it ended before", "rows": []} for name in names}
-    finally:
-        beside.unlink(missing_ok=True)
-    return {name: {**section, "process": "another"} for name, section in found.items()}
 
 
 def is_usable(device: torch.device) -> bool:

@@ -33,6 +33,7 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "wrong_integers": ("wrong ids", "d"),
     "ran": ("ran", ""),
     "equal": ("same text", ""),
+    "fused": ("fused", ""),
     "waits": ("waits", ".2f"),
     "kernels": ("kernels", ".1f"),
     "launches": ("launches", ".1f"),

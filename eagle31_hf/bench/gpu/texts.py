@@ -22,6 +22,7 @@ from ...generation.captured.seam import Seam, Uncaptured, seams
 from ...modeling import Eagle31DrafterModel
 from .. import Contestant, Shape
 from .marked import Marked
+from .rounds import fused_of
 from .run import Pair, Row, Run, Task
 
 FIELDS: dict[str, Any] = {
@@ -105,6 +106,7 @@ def compared(run: Run, pair: Pair, way: str, seam: Seam) -> Row:
         "differs_at": [_differs_at(text, expected) for text, _ in found],
         "mean_accepted_length": found[0][1].mean_accepted_length,
         "executions": dict(found[0][1].executions),
+        "fused": fused_of(target),
         "waits_forbidden": marked.forbids_waits,
         "seconds_to_capture": marked.capture_seconds,
     }

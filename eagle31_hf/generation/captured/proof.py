@@ -113,21 +113,18 @@ def _check_forward(target: PreTrainedModel, layer_ids: list[int], case: Case, b:
         logits = target(
             input_ids=nodes, position_ids=prefix + depths, past_key_values=cache, use_cache=True, **given
         ).logits
-    is_inside = (length + depths[0] <= end).tolist()  # drafts past the end of a text have no position of their own
-    inside = [node for node, is_one in enumerate(is_inside) if is_one]
+    is_inside = length + depths[0] <= end  # drafts past the end of a text have no position of their own
     found = (("logits", case.verified.logits, logits), ("states", case.verified.states, captured.take()))
     for name, got, expected in found:
-        error = _error(got[b, inside].float(), expected[0, inside].float().to(got.device))
+        error = _error(got[b].float(), expected[0].to(got.device).float(), is_inside.to(got.device))
         if not is_rounding(target, error):
             raise WrongRoundError(f"its {name} differ from the target's own ({error:.1g} of their spread)")
 
 
-def _error(got: Tensor, expected: Tensor) -> float:
-    """Returns the largest root mean square of a node's differences, as a share of the spread of all that is expected;
-    nodes whose own values are not finite are left out."""
-    is_finite = expected.isfinite().all(-1)
-    got, expected = got[is_finite], expected[is_finite]
-    if not len(expected):
-        return 0.0
-    errors = (got - expected).square().mean(-1).sqrt() / expected.std().clamp(min=1e-6)
-    return float(errors.nan_to_num(nan=float("inf")).amax())
+def _error(got: Tensor, expected: Tensor, is_told: Tensor) -> float:
+    """Returns the largest root mean square of a node's differences, as a share of the spread of all that is expected.
+    Nodes (N,) that are not told, or whose own values are not finite, are left out."""
+    is_told = is_told & expected.isfinite().all(-1)
+    spread = expected.nan_to_num(0.0, 0.0, 0.0).std().clamp(min=1e-6)
+    errors = (got - expected).square().mean(-1).sqrt().nan_to_num(nan=float("inf"))
+    return float(torch.where(is_told, errors, 0.0).amax() / spread)

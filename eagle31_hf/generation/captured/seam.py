@@ -3,7 +3,7 @@ came of it. Without a GPU the same functions run as they are."""
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
@@ -66,6 +66,9 @@ class CudaGraphs:
                 # Of this thread alone, calls that a capture forbids are errors; others may use the device meanwhile.
                 with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
                     function()
+            except BaseException:
+                end_failed_capture(graph, torch.cuda.current_device())
+                raise
             finally:  # where the end of a capture fails, torch leaves the thread on the stream of the capture
                 torch.cuda.set_stream(current)
                 current.wait_stream(self.stream)
@@ -83,6 +86,16 @@ class CudaGraphs:
             return host
 
         return wait
+
+
+def end_failed_capture(graph: Any, device: int) -> None:
+    """Does what torch leaves undone where a capture fails: `capture_end` raises before memory goes where it did before,
+    and before the device's random numbers are drawn as usual ("Offset increment outside graph capture"). Nothing where
+    the capture had not begun. Source: PyTorch, aten/src/ATen/cuda/CUDAGraph.cpp."""
+    with suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(device, graph.pool())
+    generator = torch.cuda.default_generators[device]
+    generator.graphsafe_set_state(generator.clone_state())  # a copy is not in the midst of a capture
 
 
 _overrides: list[Callable[[torch.device], Seam | None]] = []  # what `seams` says, the innermost last
