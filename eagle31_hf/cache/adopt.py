@@ -75,8 +75,11 @@ def _to_static(ours: SlotLayer, layer: StaticLayer) -> None:
         layer.dtype = ours.dtype
         layer.device = ours.device
         layer.is_initialized = True
-        layer.keys, layer.values = ours.buffers
+        layer.keys, layer.values = ours.static_buffers(layer.max_cache_len)
         layer.cumulative_length = layer.cumulative_length.to(ours.device)
+    elif ours.buffers[0] is not layer.keys:  # those of an arena; the cache's own stay where they are
+        for own, states in zip((layer.keys, layer.values), ours.static_buffers(layer.max_cache_len), strict=True):
+            own.copy_(states)
     # attention will meet them again, and rejected tokens' values may be NaN
     ours.wipe([ours.end] * len(ours.buffers[0]))
     layer.cumulative_length.fill_(ours.end)

@@ -85,6 +85,23 @@ class ArenaLayer(SlotLayer):
             self._make_room(0, 0, (key_states, value_states))
         return self.arena.of_layer(self.index, (key_states, value_states))
 
+    def take_over(self, layer: SlotLayer) -> None:
+        """Copies the tokens that a layer was found with."""
+        if layer.buffers:
+            self.ready(*layer.buffers)
+            for ours, theirs in zip(self.buffers, layer.buffers, strict=True):
+                ours[..., layer.first : layer.end, :] = theirs[..., : layer.end - layer.first, :]
+        self.settle(layer.end)
+        self.found = layer.end
+
+    def static_buffers(self, limit: int) -> list[Tensor]:
+        """Keys and values in tensors of `limit` slots, zeros after the end, which are not the arena's."""
+        ended = super().held(self.end)
+        fresh = [states.new_zeros((*states.shape[:-2], limit, states.shape[-1])) for states in ended]
+        for states, new in zip(ended, fresh, strict=True):
+            new[..., : self.end, :] = states
+        return fresh
+
     def _passes_by(self, num_new: int) -> bool:
         return False
 
@@ -101,27 +118,27 @@ class ArenaLayer(SlotLayer):
 
 
 def move_into(cache: Cache, arena: Arena, num_rows: int | None = None) -> ArenaPlacement:
-    """Makes the layers of a cache of `num_rows` sequences, which hold nothing yet, layers in an arena; returns their
-    placement."""
+    """Makes the layers of a cache of `num_rows` sequences layers in an arena, which gets copies of the tokens they
+    hold; returns their placement."""
     placement = ArenaPlacement()
     placement.num_rows = num_rows
     layers = list[Any]()
     for index, layer in enumerate(cache.layers):
         assert isinstance(layer, SlotLayer)
-        assert not layer.end
         layers.append(ArenaLayer(placement, arena, index, layer.window))
+        layers[-1].take_over(layer)
     cache.layers = layers
     return placement
 
 
-def why_not_in_arena(cache: Cache) -> str | None:
-    """Returns why the layers of a cache within `adopt.slots` cannot lie in an arena; None where they can."""
+def why_not_in_arena(cache: Cache, max_length: int) -> str | None:
+    """Returns why the layers of a cache within `adopt.slots`, for texts of `max_length` tokens, cannot lie in an arena;
+    None where they can."""
     if not cache.layers or any(not isinstance(layer, SlotLayer) for layer in cache.layers):
         return f"its {type(cache).__name__} has layers that are not attention's"
-    if any(layer.fixed for layer in cache.layers):
-        return "a static cache was asked for"
-    if any(layer.end for layer in cache.layers):
-        return "the cache that was passed already holds tokens"
+    limits = [layer.limit for layer in cache.layers if layer.fixed and layer.limit is not None]
+    if limits and min(limits) < max_length - 1:  # the last token of a text is never read
+        return "the static cache is shorter than the longest text"  # which may end before
     return None
 
 

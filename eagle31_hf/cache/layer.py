@@ -233,6 +233,10 @@ class SlotLayer(DynamicLayer):
         offset = self.seen_from(self.end)
         return self.end - offset + query_length, offset
 
+    def static_buffers(self, limit: int) -> list[Tensor]:
+        """Keys and values of a fixed layer, in tensors of `limit` slots."""
+        return self.buffers
+
     def held(self, count: int) -> list[Tensor]:
         """Keys and values of the last `count` tokens."""
         return [buffer[..., self.end - count - self.first : self.end - self.first, :] for buffer in self.buffers]

@@ -15,7 +15,6 @@ from ..cache.masks import SlotMask
 from ..cache.transfer import Mirrored
 from ..errors import DraftingRefusedError
 from ..targets.few_rows import in_rounds
-from ..targets.layers import decoder_of
 from ..targets.masks import slot_masks
 from .sequences import Sequences
 from .tree import DraftTokens
@@ -113,27 +112,6 @@ class TargetRunner:
         else:
             cache.crop(self.past_key_values, 0)
         return outputs
-
-    def read_again(self, sequences: Sequences) -> None:
-        """Writes the keys of all texts but for their last tokens anew. For a cache that held nothing before the
-        prompt."""
-        ids = sequences.padded()[:, :-1]
-        assert self.last_position is not None
-        places = torch.arange(
-            1 - sequences.prompt_length, ids.shape[1] + 1 - sequences.prompt_length, device=ids.device
-        )
-        mask = None
-        if self.seen is not None:
-            mask = torch.nn.functional.pad(self.seen, (0, ids.shape[1] - self.seen.shape[1]), value=True).long()
-        cache.settle(self.past_key_values, 0)
-        decoder_of(self.target)(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=(self.last_position + places).clamp(min=0),
-            past_key_values=self.past_key_values,
-            use_cache=True,
-        )
-        cache.settle(self.past_key_values, ids.shape[1])
 
     def verify(self, sequences: Sequences, drafts: DraftTokens) -> CausalLMOutputWithPast:
         """Runs the last token of every sequence and the drafts after it, whatever the sequences' lengths.

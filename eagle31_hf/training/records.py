@@ -17,6 +17,7 @@ from .skipped import Skipped
 
 Record = Mapping[str, Any]
 SAVED_DATASET = ("state.json", "dataset_dict.json")  # left by `Dataset.save_to_disk` and `DatasetDict.save_to_disk`
+ABOUT = {"README", "LICENSE", "NOTICE"}  # files of a folder that tell of the others, whatever their suffix
 SHARD = "shard-*.safetensors"  # a file of a store
 COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".zip"}
 
@@ -239,6 +240,7 @@ def _files(source: str) -> list[Path]:
     found = sorted(path for path in paths if not any(part.startswith(".") for part in path.relative_to(root).parts))
     stores = {path.parent for path in found if path.match(SHARD)}  # beside whose shards lie files about them
     found = [path for path in found if path.match(SHARD) or path.parent not in stores]
+    found = [path for path in found if path.stem.upper() not in ABOUT]
     if not found:
         raise ValueError(f"{source}: is a folder without files; expected .jsonl, .json, .parquet or text files in it.")
     return found

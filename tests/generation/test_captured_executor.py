@@ -13,7 +13,7 @@ from conftest import PROMPT, build_drafter, build_target
 from observers import Countdown, Puts, num_hooks
 from recorded import Recorded
 from torch.nn.modules.module import register_module_forward_hook
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 from eagle31_hf import Eagle31DrafterModel, track_acceptance
 from eagle31_hf.generation.captured.executor import CapturedExecutor
@@ -163,6 +163,48 @@ def test_returned_cache_is_the_callers_own(pair):
     for ours, theirs in zip(found.past_key_values.layers, expected.past_key_values.layers, strict=True):
         close.assert_close("keys", ours.keys, theirs.keys, close.TARGET_FORWARD)
         close.assert_close("values", ours.values, theirs.values, close.TARGET_FORWARD)
+
+
+def cache_of(kind: str, target: PreTrainedModel) -> Cache:
+    """A cache of the caller's own; static ones are longer than any text here."""
+    if kind == "static":
+        return StaticCache(config=target.config, max_cache_len=120)
+    return DynamicCache(config=target.config)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("window", [None, 12])
+def test_a_conversation_goes_on_in_a_cache_of_the_callers(window, kind, plan):
+    """Three turns: texts and caches are those of plain decoding, and every round is captured."""
+    target = build_target() if window is None else build_target("mistral_window_8", sliding_window=window)
+    pair, seam = (target, build_drafter(target)), Recorded()
+    own, plain = cache_of(kind, target), cache_of(kind, target)
+    text = said = torch.tensor(PROMPT)
+    homes = []
+    for turn in range(3):
+        options = {"max_new_tokens": 9, "attention_mask": torch.ones_like(text)}
+        text, stats = decode(pair, seam, plan, **options, inputs=text, past_key_values=own)
+        said = target.generate(**asked(**options, inputs=said, past_key_values=plain))
+        assert text.tolist() == said.tolist()
+        assert set(stats.executions) == {f"as {Recorded.name}"}
+        assert int(own.get_seq_length()) == int(plain.get_seq_length())
+        for ours, theirs in zip(own.layers, plain.layers, strict=True):
+            close.assert_close(f"keys of turn {turn}", ours.keys, theirs.keys, close.TARGET_FORWARD)
+            close.assert_close(f"values of turn {turn}", ours.values, theirs.values, close.TARGET_FORWARD)
+        homes.append([layer.keys.data_ptr() for layer in own.layers])
+        text = said = torch.cat((text, torch.tensor([[3, 1]])), dim=1)
+    if kind == "static":
+        assert homes[0] == homes[1] == homes[2]
+
+
+def test_a_static_cache_that_generate_makes(pair):
+    target, _ = pair
+    for length in (30, 12):
+        options = {"cache_implementation": "static", "max_new_tokens": length}
+        text, stats = decode(pair, Recorded(), **options)
+        assert text.tolist() == target.generate(**asked(max_new_tokens=length)).tolist()
+        assert set(stats.executions) == {f"as {Recorded.name}"}
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -464,7 +506,6 @@ def test_threads_share_a_pair(pair):
         ({"disable_compile": True}, "disable_compile is set"),
         ({"repetition_penalty": 1.3}, "RepetitionPenaltyLogitsProcessor reads the text"),
         ({"return_dict_in_generate": True, "output_logits": True}, "output_logits is asked for"),
-        ({"cache_implementation": "static"}, "a static cache was asked for"),
         ({"assistant_confidence_threshold": 0.5}, "assistant_confidence_threshold"),
         ({"do_sample": True, "eta_cutoff": 0.01}, "EtaLogitsWarper reads its scores on the host"),
         ({"num_assistant_tokens": 70}, "drafts are deeper than a captured round takes"),
@@ -487,11 +528,11 @@ def test_autocast_runs_eagerly(pair):
     assert set(stats.executions) == {"eagerly: autocast is on"}
 
 
-def test_a_cache_with_an_earlier_turn_runs_eagerly(pair):
+def test_a_static_cache_that_a_text_may_outgrow_runs_eagerly(pair):
+    """It is refused where the text does so, and not where it ends before."""
     target, _ = pair
-    cache = DynamicCache(config=target.config)
-    first = target.generate(**asked(past_key_values=cache, max_new_tokens=4))
-    options = {"inputs": first, "attention_mask": torch.ones_like(first)}
-    text, stats = decode(pair, Recorded(), past_key_values=cache, **options)
-    assert text.tolist() == target.generate(**asked(**options)).tolist()
-    assert set(stats.executions) == {"eagerly: the cache that was passed already holds tokens"}
+    ends = 6  # its sixth token
+    cache = StaticCache(config=target.config, max_cache_len=20)
+    text, stats = decode(pair, Recorded(), past_key_values=cache, eos_token_id=ends)
+    assert text.tolist() == target.generate(**asked(eos_token_id=ends)).tolist()
+    assert set(stats.executions) == {"eagerly: the static cache is shorter than the longest text"}

@@ -82,6 +82,8 @@ def test_a_folder_is_its_files_in_the_order_of_their_paths(tmp_path):
         "a/empty.jsonl": "",
         "c.json": '[{"text": "last"}]',
         ".git/x.txt": "no",
+        "README.md": "what they are",
+        "a/LICENSE": "who may use them",
     }.items():
         written(tmp_path, name, content)
     records = read_records(str(tmp_path))

@@ -117,5 +117,6 @@ def compiled_for_few(forward: Any) -> Any:
 
 if __name__ == "__main__":
     what, device, facts = sys.argv[1:]
+    torch.backends.cuda.enable_cudnn_sdp(False)  # as in the process that asks
     measured = {"flex": flex, "distillation_loss": distillation_loss, "static": static, "layers": layers}[what]
     print(json.dumps(measured(device, **json.loads(facts))))

@@ -21,7 +21,7 @@ from ..rejection_sampler import Accepted, Walk, raise_no_distribution
 from ..stopping import Ends
 from ..tree import HostDrafts
 from .drafting import fitted
-from .proof import ROUNDS, Case, WrongRoundError, check
+from .proof import WrongRoundError, verify_and_prove, write_keys_again
 from .round import Outcomes, Round
 from .seam import Seam
 
@@ -33,18 +33,10 @@ class CapturedExecutor:
     """Runs rounds by `rounds` and a seam. The eager executor runs the prompt, and goes on where a capture fails.
 
     `captured`: what runs each plan's draft and verify, kept between calls; so is why one of them could not be, or was
-    wrong, in `failures`. `layer_ids`: of the target's states that the drafter reads.
+    wrong, in `failures`.
     """
 
-    def __init__(
-        self,
-        eager: EagerExecutor,
-        rounds: Round,
-        seam: Seam,
-        captured: Captured,
-        failures: list[str],
-        layer_ids: list[int],
-    ):
+    def __init__(self, eager: EagerExecutor, rounds: Round, seam: Seam, captured: Captured, failures: list[str]):
         self.eager = eager
         self.sequences = eager.sequences
         self.recorder = eager.recorder
@@ -53,7 +45,6 @@ class CapturedExecutor:
         self.seam = seam
         self.captured = captured
         self.failures = failures
-        self.layer_ids = layer_ids
         self.first_slots = eager.unread.first_slots
         self.has_failed = False
         self.was_short = False
@@ -87,8 +78,7 @@ class CapturedExecutor:
             return self._replay(plan)
         except WrongRoundError as failure:
             self._hand_back(f"a captured round was wrong: {failure}")
-            self.eager.runner.read_again(self.sequences)  # what it has written may be wrong, too
-            self.rounds.parts.target.states.drop()
+            write_keys_again(self.eager)  # those it has written may be wrong, too
             return self.eager.round(plan)
 
     def result(self) -> Any:
@@ -136,10 +126,7 @@ class CapturedExecutor:
             self._draft(plan)
         drafting = self.drafting
         began = self.eager.clock.mark()
-        if self.rounds.num_proved[plan] < ROUNDS:
-            self._verify_and_prove(plan)
-        else:
-            self._run("verify", plan)
+        verify_and_prove(self.rounds, plan, partial(self._run, "verify", plan), self.eager)
         verified = self.eager.clock.mark()
         read = self.seam.start_reading(self.rounds.out[plan])
         self._add_noise()
@@ -149,28 +136,13 @@ class CapturedExecutor:
         self.recorder.note("verify", began, verified)
         return outcome
 
-    def _verify_and_prove(self, plan: Plan) -> None:
-        """Verifies. Raises WrongRoundError, and leaves the carry as it was, where that was wrong."""
-        carry, rounds = self.carry, self.rounds
-        drafts, before = rounds.drafts[plan], carry.copied()
-        noise = rounds.noise_of(drafts.depths)
-        self._run("verify", plan)
-        case = Case(drafts, noise, before, rounds.verified[plan])
-        end = self.eager.stopping.max_length
-        try:
-            is_proved = check(self.eager.runner.target, self.layer_ids, self.eager.sampler, case, carry, end)
-        except BaseException:
-            carry.put_back(before)
-            raise
-        rounds.num_proved[plan] += is_proved
-
     def _commit(self, plan: Plan, found: Outcomes) -> Outcome:
         """Ends texts where they end; the device has committed all it accepted."""
         sequences = self.sequences
         ends = Ends(self.eager.stopping, sequences)
         has_parents = plan.depth > 0 and plan.top_k > 1
         drafts = HostDrafts(found.ids, found.parents if has_parents else None, found.log_probs)
-        walks = [None if sequences.finished[b] else self._walk(b, found, drafts, ends) for b in range(len(sequences))]
+        walks = [None if sequences.finished[b] else _walk(b, found, drafts, ends) for b in range(len(sequences))]
         accepted = Accepted.of(walks, ends.finished, drafts)
         has_ended = ends.finished != sequences.finished
         sequences.grow([len(tokens) for tokens in accepted.tokens], ends.finished)
@@ -181,21 +153,6 @@ class CapturedExecutor:
             spoiled and not ended for spoiled, ended in zip(found.is_spoiled, ends.finished, strict=True)
         )
         return Outcome(plan.kind, 1 + len(found.ids[0]), accepted)
-
-    def _walk(self, b: int, found: Outcomes, drafts: HostDrafts, ends: Ends) -> Walk:
-        """The way of sequence b through its drafts, up to the token that ends it."""
-        walk = Walk([], [0], [])
-        children = drafts.children(b)
-        for token, is_distribution in zip(found.tokens[b][: found.counts[b]], found.are_distributions[b], strict=False):
-            if not is_distribution:
-                raise_no_distribution()
-            walk.tokens.append(token)
-            child = children[walk.path[-1]].get(token)
-            if child is not None:
-                walk.path.append(child)
-            if ends.after(b, walk.tokens, []) or child is None:
-                break
-        return walk
 
     def _fill_carry(self) -> None:
         """Hands the carry what the prompt has left."""
@@ -258,6 +215,22 @@ class CapturedExecutor:
             eager.unread.put(states.split(longest)[0])
         eager.was_short = self.was_short
         eager.holds_drafts = True
+
+
+def _walk(b: int, found: Outcomes, drafts: HostDrafts, ends: Ends) -> Walk:
+    """The way of sequence b through its drafts, up to the token that ends it."""
+    walk = Walk([], [0], [])
+    children = drafts.children(b)
+    for token, is_distribution in zip(found.tokens[b][: found.counts[b]], found.are_distributions[b], strict=False):
+        if not is_distribution:
+            raise_no_distribution()
+        walk.tokens.append(token)
+        child = children[walk.path[-1]].get(token)
+        if child is not None:
+            walk.path.append(child)
+        if ends.after(b, walk.tokens, []) or child is None:
+            break
+    return walk
 
 
 def _cause_of(failure: BaseException) -> BaseException:

@@ -22,7 +22,6 @@ from ...kernels.operation import OPERATIONS, SWITCH, why_torch
 from ...modeling import Eagle31DrafterModel
 from ...targets.decoder_layer import forward_of
 from ...targets.fused import why_not_fused
-from ...targets.layers import decoder_layers
 from ...targets.tree_attention import own_attention
 from .. import processors
 from ..executor import EagerExecutor
@@ -79,8 +78,7 @@ class Kept:
         captures.rounds.parts = Parts(target, drafter, eager.proposer.sampler, eager.sampler, not_fused)
         num_captured = len(captures.captured)
         try:
-            layer_ids = drafting.drafter.config.resolve_layer_ids(len(decoder_layers(runner.target)))
-            yield CapturedExecutor(eager, captures.rounds, self.seam, captures.captured, self.failures, layer_ids)
+            yield CapturedExecutor(eager, captures.rounds, self.seam, captures.captured, self.failures)
         finally:
             captures.rounds.parts = None  # models and caches are not kept alive
             if len(captures.captured) > num_captured:

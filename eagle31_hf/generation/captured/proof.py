@@ -5,6 +5,7 @@ a plan are compared, since the second one reads what the first has written. B ro
 width of a token's captured states.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +13,15 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from ...cache import adopt as cache
 from ...cache.masks import SlotMask, ancestors_of
 from ...cache.transfer import Mirrored
 from ...kernels.acceptance import accepted_path
-from ...targets.layers import capture_states, decoder_of
+from ...targets.layers import capture_states, decoder_layers, decoder_of
 from ...targets.masks import slot_masks
 from ...targets.probe import is_rounding
+from ..executor import EagerExecutor
+from ..planning.plan import Plan
 from ..rejection_sampler import RejectionSampler
 from .carry import Carry
 from .drafting import Drafts
@@ -52,19 +56,62 @@ class Case:
     verified: Verified
 
 
+def verify_and_prove(rounds: Any, plan: Plan, verify: Callable[[], None], eager: EagerExecutor) -> None:
+    """Runs a verification of a plan, and compares the first ones. Raises WrongRoundError, and leaves the carry as it
+    was, where one computes something else than the target does."""
+    if rounds.num_proved[plan] >= ROUNDS:
+        verify()
+        return
+    carry = rounds.carry
+    before = carry.copied()
+    drafts = rounds.drafts[plan]
+    noise = rounds.noise_of(drafts.depths)
+    verify()
+    try:
+        rounds.num_proved[plan] += _check(eager, Case(drafts, noise, before, rounds.verified[plan]), carry)
+    except BaseException:
+        carry.put_back(before)
+        raise
+
+
 @torch.no_grad()
-def check(target: PreTrainedModel, layer_ids: list[int], sampler: Any, case: Case, carry: Carry, end: int) -> bool:
+def write_keys_again(eager: EagerExecutor) -> None:
+    """Writes the target's keys of all texts but for their last tokens anew, by its own forward."""
+    runner, sequences = eager.runner, eager.sequences
+    ids = sequences.padded()[:, :-1]
+    places = torch.arange(ids.shape[1], device=ids.device) - (sequences.prompt_length - 1)
+    mask = None
+    if runner.seen is not None:
+        mask = torch.nn.functional.pad(runner.seen, (0, ids.shape[1] - runner.seen.shape[1]), value=True).long()
+    cache.settle(runner.past_key_values, 0)
+    assert runner.last_position is not None
+    decoder_of(runner.target)(
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=(runner.last_position + places).clamp(min=0),
+        past_key_values=runner.past_key_values,
+        use_cache=True,
+    )
+    cache.settle(runner.past_key_values, ids.shape[1])
+    assert eager.unread.captured is not None
+    eager.unread.captured.drop()
+
+
+@torch.no_grad()
+def _check(eager: EagerExecutor, case: Case, carry: Carry) -> bool:
     """Compares a round that has run with the target's own forwards, in the first and in the last row that goes on.
-    `end`: slots of a text at most. Returns whether it could: not after a long text, nor where memory is short. Raises
-    WrongRoundError where they differ by more than rounding."""
-    _check_choice(sampler, case, carry)
+    Returns whether it could: not after a long text, nor where memory is short. Raises WrongRoundError where they differ
+    by more than rounding."""
+    _check_choice(eager.sampler, case, carry)
     going = case.before["going"][:, 0].nonzero()[:, 0].tolist()
     rows = sorted({going[0], going[-1]}) if going else []
     if any(int(case.before["length"][b]) > LONGEST for b in rows):
         return False
+    target = eager.runner.target
+    layer_ids = eager.proposer.runner.drafter.config.resolve_layer_ids(len(decoder_layers(target)))
     try:
         for b in rows:
-            _check_forward(target, layer_ids, case, b, end)
+            _check_forward(target, layer_ids, case, b, eager.stopping.max_length)
     except torch.OutOfMemoryError:
         return False
     return True
@@ -72,7 +119,8 @@ def check(target: PreTrainedModel, layer_ids: list[int], sampler: Any, case: Cas
 
 def _check_choice(sampler: Any, case: Case, carry: Carry) -> None:
     """Compares what was chosen and committed with the same steps one by one."""
-    found, drafts, before = case.verified, case.drafts, case.before
+    found, drafts = case.verified, case.drafts
+    before = case.before
     if type(sampler) is RejectionSampler:  # a benchmark's own may draw other numbers now
         chosen = sampler.choose_at_nodes(found.logits, drafts, case.noise)[0]
         if not torch.equal(chosen * before["going"], found.chosen * before["going"]):
@@ -95,23 +143,24 @@ def _check_choice(sampler: Any, case: Case, carry: Carry) -> None:
 
 
 def _check_forward(target: PreTrainedModel, layer_ids: list[int], case: Case, b: int, end: int) -> None:
-    """Compares the logits and states of row b's nodes with those of the target's own forward."""
+    """Compares the logits and states of row b's nodes with those of the target's own forward. `end`: slots of a text
+    at most."""
     length, padding = int(case.before["length"][b]), int(case.before["padding"][b])
     text = case.before["text"][b : b + 1, padding:length]
     drafts = case.drafts
     nodes = torch.cat((text[:, -1:], drafts.ids[b : b + 1]), dim=1)
     visible = ancestors_of(drafts.parents[b : b + 1], depth=nodes.shape[1])
     depths = visible.sum(2) - 1
-    cache = DynamicCache(config=target.config.get_text_config(decoder=True))
+    own = DynamicCache(config=target.config.get_text_config(decoder=True))
     prefix = text.shape[1] - 1
     if prefix:
-        decoder_of(target)(input_ids=text[:, :-1], past_key_values=cache, use_cache=True)
+        decoder_of(target)(input_ids=text[:, :-1], past_key_values=own, use_cache=True)
     given: dict[str, Any] = {}
     if not drafts.is_chain:
-        given["attention_mask"] = slot_masks(target, cache, SlotMask(Mirrored([prefix]), visible, depths, depths))
-    with capture_states(target, layer_ids, cache) as captured:
+        given["attention_mask"] = slot_masks(target, own, SlotMask(Mirrored([prefix]), visible, depths, depths))
+    with capture_states(target, layer_ids, own) as captured:
         logits = target(
-            input_ids=nodes, position_ids=prefix + depths, past_key_values=cache, use_cache=True, **given
+            input_ids=nodes, position_ids=prefix + depths, past_key_values=own, use_cache=True, **given
         ).logits
     is_inside = length + depths[0] <= end  # drafts past the end of a text have no position of their own
     found = (("logits", case.verified.logits, logits), ("states", case.verified.states, captured.take()))
