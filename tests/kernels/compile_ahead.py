@@ -1,5 +1,5 @@
-"""Compiles every kernel for GPUs that are not here, and says what it needs there: registers, spills, shared memory, and
-whether it loads 16 bytes at once.
+"""Compiles every kernel for GPUs that are not here, and says what it needs there: registers, spills, shared memory,
+whether it loads 16 bytes at once, and, of kernels that widen weights, how many instructions a weight takes.
 
     python tests/kernels/compile_ahead.py [--json] [--only NAME]
 
@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from triton.compiler import ASTSource
 SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 AMD = "gfx942"
 AMD_SHARED = 65_536
+MOST_INSTRUCTIONS = 5  # a weight and lane: an H100 issues some 30 T a second, and reads 3.3 T bytes
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 HERE = Path(__file__).parent
 
@@ -37,7 +38,8 @@ HERE = Path(__file__).parent
 class Case:
     """A kernel at real sizes. `types` by argument: "*bf16", "*i64", "i32", "fp32"; every other argument is a
     constant of `constants`. Pointers, strides and what `divisible` names are multiples of 16, as they are at real
-    sizes, and Triton compiles for such. `options`: num_warps, num_stages. `is_wide`: it must load 16 bytes at once."""
+    sizes, and Triton compiles for such. `options`: num_warps, num_stages. `is_wide`: it must load 16 bytes at once.
+    `weights_a_pass`: weights that its loop widens in a pass, where they may take MOST_INSTRUCTIONS each."""
 
     kernel: Any
     types: dict[str, str]
@@ -45,6 +47,7 @@ class Case:
     options: dict[str, int] = field(default_factory=dict)
     is_wide: bool = False
     divisible: tuple[str, ...] = ()
+    weights_a_pass: int = 0
 
 
 def compiled(case: Case, target: GPUTarget) -> Any:
@@ -72,7 +75,11 @@ def of_nvidia(case: Case, capability: int) -> dict[str, Any]:
     found: dict[str, Any] = {kind: int(count) for kind, count in re.findall(r"(REG|STACK):(\d+)", usage)}
     found["shared"] = done.metadata.shared
     found["wide loads"] = len(re.findall(r"(?:LDG|LDGSTS)\S*\.128", code))
+    if case.weights_a_pass:
+        lanes = 32 * case.options["num_warps"]
+        found["instructions a weight"] = round(loop_length(code) * lanes / case.weights_a_pass, 2)
     found["problems"] = [
+        *(["too many instructions a weight"] if found.get("instructions a weight", 0) > MOST_INSTRUCTIONS else []),
         *(["spills"] if re.search(r"\b(?:LDL|STL)\b", code) or found["STACK"] else []),
         *(["too much shared memory"] if found["shared"] > SHARED[capability] else []),
         *(["no 16-byte load"] if case.is_wide and not found["wide loads"] else []),
@@ -80,8 +87,19 @@ def of_nvidia(case: Case, capability: int) -> dict[str, Any]:
     return found
 
 
+def loop_length(code: str) -> int:
+    """Returns the instructions of the loop of SASS with the most that has matrix products in it."""
+    lines = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", code)]
+    jumps = [(at, re.search(r"BRA\S*\s+0x([0-9a-f]+)", text)) for at, text in lines]
+    backward = [(int(jump[1], 16), at) for at, jump in jumps if jump and int(jump[1], 16) < at]
+    loops = [[text for at, text in lines if begin <= at <= end] for begin, end in backward]
+    return max((len(loop) for loop in loops if any("MMA" in text for text in loop)), default=0)
+
+
 def of_amd(case: Case) -> dict[str, Any]:
     """Returns what the kernel needs on an AMD GPU."""
+    if "BY_PTX" in case.constants:
+        case = replace(case, constants=case.constants | {"BY_PTX": False})
     done = compiled(case, GPUTarget("hip", AMD, 64))
     counts = re.findall(r"\.(vgpr_count|vgpr_spill_count|sgpr_spill_count):\s+(\d+)", done.asm["amdgcn"])
     found: dict[str, Any] = {kind: int(count) for kind, count in counts}

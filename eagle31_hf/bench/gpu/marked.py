@@ -47,6 +47,12 @@ class Marked:
         with self._no_waits():
             return self.seam.start_reading(tensor)
 
+    def wait_for_last(self) -> None:
+        self.seam.wait_for_last()
+
+    def note_last(self) -> None:
+        self.seam.note_last()
+
     @contextmanager
     def _no_waits(self) -> Iterator[None]:
         if not self.forbids_waits:

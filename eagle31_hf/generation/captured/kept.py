@@ -66,6 +66,7 @@ class Kept:
         """A context with the executor of a call. To be entered before the prompt is read, by who holds the lock."""
         runner, drafting = eager.runner, eager.proposer.runner
         num_rows = len(eager.sequences)
+        self.seam.wait_for_last()
         of_target = runner.placement = move_into(runner.past_key_values, self.arenas[0], num_rows)
         of_target.outlives_call = runner.cache_outlives_call or eager.collector.wanted
         of_drafter = drafting.placement = move_into(drafting.past_key_values, self.arenas[1], num_rows)
@@ -80,6 +81,7 @@ class Kept:
         try:
             yield CapturedExecutor(eager, captures.rounds, self.seam, captures.captured, self.failures)
         finally:
+            self.seam.note_last()
             captures.rounds.parts = None  # models and caches are not kept alive
             if len(captures.captured) > num_captured:
                 captures.samplers += [eager.proposer.sampler, eager.sampler]

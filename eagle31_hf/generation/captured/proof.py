@@ -19,7 +19,7 @@ from ...cache.transfer import Mirrored
 from ...kernels.acceptance import accepted_path
 from ...targets.layers import capture_states, decoder_layers, decoder_of
 from ...targets.masks import slot_masks
-from ...targets.probe import is_rounding
+from ...targets.probe import difference, is_rounding
 from ..executor import EagerExecutor
 from ..planning.plan import Plan
 from ..rejection_sampler import RejectionSampler
@@ -165,15 +165,6 @@ def _check_forward(target: PreTrainedModel, layer_ids: list[int], case: Case, b:
     is_inside = length + depths[0] <= end  # drafts past the end of a text have no position of their own
     found = (("logits", case.verified.logits, logits), ("states", case.verified.states, captured.take()))
     for name, got, expected in found:
-        error = _error(got[b].float(), expected[0].to(got.device).float(), is_inside.to(got.device))
+        error = difference(got[b], expected[0].to(got.device), is_inside.to(got.device))
         if not is_rounding(target, error):
             raise WrongRoundError(f"its {name} differ from the target's own ({error:.1g} of their spread)")
-
-
-def _error(got: Tensor, expected: Tensor, is_told: Tensor) -> float:
-    """Returns the largest root mean square of a node's differences, as a share of the spread of all that is expected.
-    Nodes (N,) that are not told, or whose own values are not finite, are left out."""
-    is_told = is_told & expected.isfinite().all(-1)
-    spread = expected.nan_to_num(0.0, 0.0, 0.0).std().clamp(min=1e-6)
-    errors = (got - expected).square().mean(-1).sqrt().nan_to_num(nan=float("inf"))
-    return float(torch.where(is_told, errors, 0.0).amax() / spread)

@@ -1,6 +1,7 @@
 """The seam between rounds and CUDA graphs: how a function of static tensors is captured, and how the host reads what
 came of it. Without a GPU the same functions run as they are."""
 
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -24,6 +25,14 @@ class Seam(Protocol):
         """Starts to copy a tensor to the host; what is returned waits for the copy, and returns it."""
         ...
 
+    def wait_for_last(self) -> None:
+        """Has the work of a call wait on the device for that of the last one, whose last draft may still run."""
+        ...
+
+    def note_last(self) -> None:
+        """Notes the work of a call that ends, for `wait_for_last`."""
+        ...
+
 
 class Uncaptured:
     """Runs the functions as they are, on any device."""
@@ -36,6 +45,12 @@ class Uncaptured:
     def start_reading(self, tensor: Tensor) -> Callable[[], Tensor]:
         copy = tensor.clone()  # the next round writes over it
         return copy.cpu
+
+    def wait_for_last(self) -> None:
+        """Nothing runs by itself here."""
+
+    def note_last(self) -> None:
+        """Nothing runs by itself here."""
 
 
 _capturing = threading.Lock()  # one capture at a time in a process
@@ -53,6 +68,7 @@ class CudaGraphs:
         self.device = device
         self.stream: Any = None  # both made by the first capture
         self.pool: Any = None
+        self.last: Any = None  # event after the work of the last call
 
     def capture(self, function: Callable[[], None], part: str) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
@@ -64,7 +80,11 @@ class CudaGraphs:
                 with torch.cuda.stream(self.stream):
                     function()  # compiles kernels, loads modules, makes cuBLAS's workspace: none of it can be captured
                 # Of this thread alone, calls that a capture forbids are errors; others may use the device meanwhile.
-                with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+                # A graph that is collected in the midst of a capture would end it.
+                with (
+                    without_collection(),
+                    torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"),
+                ):
                     function()
             except BaseException:
                 end_failed_capture(graph, torch.cuda.current_device())
@@ -86,6 +106,26 @@ class CudaGraphs:
             return host
 
         return wait
+
+    def wait_for_last(self) -> None:
+        if self.last is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.last)
+
+    def note_last(self) -> None:
+        self.last = self.last or torch.cuda.Event()
+        self.last.record(torch.cuda.current_stream(self.device))
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """A context in which Python's collector does not run by itself."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def end_failed_capture(graph: Any, device: int) -> None:
