@@ -157,6 +157,14 @@ def slots(cache: Cache, limit: int) -> Iterator[Placement | None]:
             _hand_back(ours, found)
 
 
+def leave_arena(cache: Cache) -> None:
+    """Has the layers of a cache within `slots` hold their tokens in memory of their own, not in an arena that another
+    call is about to use."""
+    for layer in cache.layers:
+        if isinstance(layer, SlotLayer):
+            layer.own_buffers()
+
+
 def _hand_back(ours: list[Any], found: list[Any]) -> None:
     """Has the stock layers `found` hold what slot layers hold; where there were too few, more are added."""
     found += [DynamicLayer() for _ in range(len(ours) - len(found))]

@@ -94,9 +94,14 @@ class ArenaLayer(SlotLayer):
         self.settle(layer.end)
         self.found = layer.end
 
+    def own_buffers(self) -> None:
+        """Copies the tokens out of the arena, where the caller keeps them; else it holds none any more."""
+        kept = self.buffers if self.placement.outlives_call else []
+        self.buffers = [buffer[..., : self.end, :].clone() for buffer in kept]
+
     def static_buffers(self, limit: int) -> list[Tensor]:
         """Keys and values in tensors of `limit` slots, zeros after the end, which are not the arena's."""
-        ended = super().held(self.end)
+        ended = self.held(self.end)
         fresh = [states.new_zeros((*states.shape[:-2], limit, states.shape[-1])) for states in ended]
         for states, new in zip(ended, fresh, strict=True):
             new[..., : self.end, :] = states
@@ -109,12 +114,6 @@ class ArenaLayer(SlotLayer):
         if end > self.arena.capacity:
             raise RuntimeError(f"a cache of {self.arena.capacity} slots got token {end}.")
         self.buffers = [buffer[: self.placement.num_rows] for buffer in self.arena.of_layer(self.index, like)]
-
-    def held(self, count: int) -> list[Tensor]:
-        """Keys and values of the last `count` tokens; copied where the caller keeps them: the next call writes over the
-        arena."""
-        views = super().held(count)
-        return [states.clone() for states in views] if self.placement.outlives_call else views
 
 
 def move_into(cache: Cache, arena: Arena, num_rows: int | None = None) -> ArenaPlacement:

@@ -233,6 +233,9 @@ class SlotLayer(DynamicLayer):
         offset = self.seen_from(self.end)
         return self.end - offset + query_length, offset
 
+    def own_buffers(self) -> None:
+        """Has the layer hold its tokens in memory of its own; it does."""
+
     def static_buffers(self, limit: int) -> list[Tensor]:
         """Keys and values of a fixed layer, in tensors of `limit` slots."""
         return self.buffers

@@ -66,8 +66,10 @@ def tuned(processors: LogitsProcessorList, numbers: dict[int, Tensor], device: t
     for place, processor in enumerate(processors):
         name = TUNABLE.get(type(processor))
         if name is not None:
-            number = numbers.setdefault(place, torch.zeros((), dtype=torch.float64, device=device))
-            number.fill_(getattr(processor, name))
+            if place not in numbers:
+                with torch.inference_mode(False):  # another call may write to it in another mode
+                    numbers[place] = torch.zeros((), dtype=torch.float64, device=device)
+            number = numbers[place].fill_(getattr(processor, name))
             processor = copy.copy(processor)
             setattr(processor, name, number)
         copies.append(processor)

@@ -16,6 +16,8 @@ from torch.nn.modules.module import register_module_forward_hook
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 from eagle31_hf import Eagle31DrafterModel, track_acceptance
+from eagle31_hf.cache import adopt
+from eagle31_hf.generation.captured import kept as kept_module
 from eagle31_hf.generation.captured.executor import CapturedExecutor
 from eagle31_hf.generation.captured.kept import release
 from eagle31_hf.generation.captured.seam import Uncaptured, seams
@@ -111,14 +113,17 @@ def test_sampled_batch_whose_sequences_go_at_their_own_pace(pair):
             assert decode(pair, Recorded(), plan, **options, **extra)[0].tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "temperature": 0.7}], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("plan", PLANS)
-def test_calls_in_and_out_of_inference_mode(pair, plan):
+def test_calls_in_and_out_of_inference_mode(pair, plan, options):
     """The others write to tensors that the first call makes. (Recording sees fewer operations in that mode.)"""
-    expected = pair[0].generate(**asked()).tolist()
+    torch.manual_seed(3)
+    expected = pair[0].generate(**asked(**options), **({"assistant_model": pair[1], **TREE} if options else {}))
     for is_on in (True, False, True):
+        torch.manual_seed(3)
         with torch.inference_mode(is_on):
-            text, stats = decode(pair, Uncaptured(), plan)
-        assert text.tolist() == expected
+            text, stats = decode(pair, Uncaptured(), plan, **options)
+        assert text.tolist() == expected.tolist()
         assert set(stats.executions) == {f"as {Uncaptured.name}"}
 
 
@@ -196,6 +201,32 @@ def test_a_conversation_goes_on_in_a_cache_of_the_callers(window, kind, plan):
         text = said = torch.cat((text, torch.tensor([[3, 1]])), dim=1)
     if kind == "static":
         assert homes[0] == homes[1] == homes[2]
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_a_cache_has_left_the_arena_before_another_call_may_have_it(pair, monkeypatch, kind):
+    """A waiting thread writes to the arena as soon as the lock is free, before the cache is handed back."""
+    target, drafter = pair
+    own, plain = cache_of(kind, target), cache_of(kind, target)
+    handed_back, written = adopt._hand_back, []
+
+    def meanwhile(ours, found):
+        stores = [*kept_module._kept.get(drafter, {}).get(target, {}).values()]  # none in the trials before
+        buffers = [buffer for kept in stores for buffer in kept.arenas[0].all()]
+        assert not any(kept.lock.locked() for kept in stores)
+        for buffer in buffers:
+            buffer.fill_(9.0)
+        handed_back(ours, found)
+        assert all((buffer == 9.0).all() for buffer in buffers)  # nor is anything written there
+        written.extend(buffers)
+
+    monkeypatch.setattr(adopt, "_hand_back", meanwhile)
+    decode(pair, Recorded(), past_key_values=own)
+    monkeypatch.undo()
+    assert written
+    target.generate(**asked(past_key_values=plain))
+    for ours, theirs in zip(own.layers, plain.layers, strict=True):
+        close.assert_close("keys", ours.keys, theirs.keys, close.TARGET_FORWARD)
 
 
 def test_a_static_cache_that_generate_makes(pair):

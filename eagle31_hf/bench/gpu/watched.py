@@ -62,6 +62,7 @@ class Watch:
         beside = self.output.with_name(f".{self.output.name}.child")
         rest = max(1, round(self.budget - (time.perf_counter() - self.began)))
         command = ["bench", "gpu", "--here", "--output", str(beside), "--only", ",".join(names), "--budget", str(rest)]
+        beside.unlink(missing_ok=True)  # what an earlier run has left
         child = subprocess.Popen([*self.program, *command, *self.options], stdout=subprocess.DEVNULL)
         try:
             fate = self._watched(child, beside)

@@ -79,7 +79,8 @@ class Carry:
         """Makes room for noise, which stays once it is there."""
         if self.noise is None:
             shape = self.num_rows, noise_slots(self.width), vocab_size
-            self.noise = torch.zeros(shape, dtype=torch.float32, device=self.text.device)
+            with torch.inference_mode(False):  # another call may write to it in another mode
+                self.noise = torch.zeros(shape, dtype=torch.float32, device=self.text.device)
 
     def copied(self) -> dict[str, Tensor]:
         """Copies of all tensors but the noise, which no round writes to."""

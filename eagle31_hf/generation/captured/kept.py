@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ...cache.adopt import leave_arena
 from ...cache.arena import Arena, move_into, slots_of
 from ...kernels.operation import OPERATIONS, SWITCH, why_torch
 from ...modeling import Eagle31DrafterModel
@@ -81,6 +82,7 @@ class Kept:
         try:
             yield CapturedExecutor(eager, captures.rounds, self.seam, captures.captured, self.failures)
         finally:
+            leave_arena(runner.past_key_values)  # before the next call may have it
             self.seam.note_last()
             captures.rounds.parts = None  # models and caches are not kept alive
             if len(captures.captured) > num_captured:
