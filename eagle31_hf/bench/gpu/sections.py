@@ -1,5 +1,5 @@
-"""The sections of `eagle31 bench gpu`, the most telling first: where the budget is spent, the last are left out. Those
-up to the rivals fit in it whatever they take."""
+"""The sections of `eagle31 bench gpu`, the most telling first: where the budget is spent, the last are left out. The
+limits of those up to the rivals fit in it together."""
 
 from collections.abc import Iterator
 
