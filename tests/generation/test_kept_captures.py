@@ -143,6 +143,16 @@ def test_few_sizes_are_kept(pair):
     assert seam.captures == 2 * (kept.MOST_KEPT + 2)
 
 
+def test_few_ways_to_choose_are_kept(pair):
+    seam = Recorded()
+    for top_k in (*range(2, kept.MOST_KEPT + 4), kept.MOST_KEPT + 3, 2):
+        options = batch_of(*PROMPT, **DRAWN, top_k=top_k)
+        assert captured(pair, seam, **options) == eager(pair, **options)
+    (one,) = kept._kept[pair[1]][pair[0]].values()
+    assert len(one.by_choice) == kept.MOST_KEPT
+    assert seam.captures == 2 * (kept.MOST_KEPT + 3)
+
+
 def test_another_draft_vocabulary_in_place(pair):
     """Drafts follow it: as many are accepted as if the pair had never been captured."""
     target = pair[0]

@@ -35,7 +35,7 @@ from .seam import Seam, seam_of
 
 OF_MODULES = set(vars(nn.Module())) - {"training"}  # hooks among them, those that capture states too
 PLAIN = (int, float, str, bool, type(None))
-MOST_KEPT = 6  # of one pair: those used last
+MOST_KEPT = 6  # sizes of one pair, and ways to choose tokens of one size: those used last
 
 
 @dataclass
@@ -95,7 +95,10 @@ class Kept:
         there."""
         sampler = eager.sampler
         choice = type(sampler), sampler.noise is None, tuple(map(_structure, sampler.processors))
-        captures = self.by_choice.setdefault(choice, Captures(Round(self.carry)))
+        captures = self.by_choice.pop(choice, None) or Captures(Round(self.carry))
+        while len(self.by_choice) >= MOST_KEPT:  # a server whose clients choose top_k, say
+            del self.by_choice[next(iter(self.by_choice))]
+        self.by_choice[choice] = captures  # the last one: it is used now
         if sampler.noise is not None:
             self.carry.hold_noise(sampler.noise.vocab_size)
         sampler.processors = processors.tuned(sampler.processors, captures.numbers, self.carry.text.device)
