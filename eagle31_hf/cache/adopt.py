@@ -75,14 +75,21 @@ def _to_static(ours: SlotLayer, layer: StaticLayer) -> None:
         layer.dtype = ours.dtype
         layer.device = ours.device
         layer.is_initialized = True
-        layer.keys, layer.values = ours.static_buffers(layer.max_cache_len)
+        layer.keys, layer.values = ours.buffers if ours.fixed else _empty(ours, layer.max_cache_len)
         layer.cumulative_length = layer.cumulative_length.to(ours.device)
-    elif ours.buffers[0] is not layer.keys:  # those of an arena; the cache's own stay where they are
-        for own, states in zip((layer.keys, layer.values), ours.static_buffers(layer.max_cache_len), strict=True):
-            own.copy_(states)
-    # attention will meet them again, and rejected tokens' values may be NaN
-    ours.wipe([ours.end] * len(ours.buffers[0]))
+    if ours.fixed:
+        # attention will meet them again, and rejected tokens' values may be NaN
+        ours.wipe([ours.end] * len(ours.buffers[0]))
+    else:  # it was in an arena; the cache's own tensors stay where they are
+        for own, states in zip((layer.keys, layer.values), ours.held(ours.end), strict=True):
+            own[..., : ours.end, :] = states
+            own[..., ours.end :, :] = 0
     layer.cumulative_length.fill_(ours.end)
+
+
+def _empty(ours: SlotLayer, limit: int) -> list[Tensor]:
+    """Tensors of `limit` slots for the keys and values of a layer."""
+    return [states.new_empty((*states.shape[:-2], limit, states.shape[-1])) for states in ours.buffers]
 
 
 def _from_static_sliding(layer: StaticSlidingWindowLayer, placement: Placement, limit: int) -> SlotLayer:
@@ -155,14 +162,6 @@ def slots(cache: Cache, limit: int) -> Iterator[Placement | None]:
         cache.layer_class_to_replicate = replicated
         if any(layer.end != layer.found for layer in ours):
             _hand_back(ours, found)
-
-
-def leave_arena(cache: Cache) -> None:
-    """Has the layers of a cache within `slots` hold their tokens in memory of their own, not in an arena that another
-    call is about to use."""
-    for layer in cache.layers:
-        if isinstance(layer, SlotLayer):
-            layer.own_buffers()
 
 
 def _hand_back(ours: list[Any], found: list[Any]) -> None:

@@ -94,18 +94,10 @@ class ArenaLayer(SlotLayer):
         self.settle(layer.end)
         self.found = layer.end
 
-    def own_buffers(self) -> None:
-        """Copies the tokens out of the arena, where the caller keeps them; else it holds none any more."""
+    def leave(self) -> None:
+        """Copies the tokens out of the arena, where the caller keeps them; else holds none any more."""
         kept = self.buffers if self.placement.outlives_call else []
         self.buffers = [buffer[..., : self.end, :].clone() for buffer in kept]
-
-    def static_buffers(self, limit: int) -> list[Tensor]:
-        """Keys and values in tensors of `limit` slots, zeros after the end, which are not the arena's."""
-        ended = self.held(self.end)
-        fresh = [states.new_zeros((*states.shape[:-2], limit, states.shape[-1])) for states in ended]
-        for states, new in zip(ended, fresh, strict=True):
-            new[..., : self.end, :] = states
-        return fresh
 
     def _passes_by(self, num_new: int) -> bool:
         return False
@@ -128,6 +120,13 @@ def move_into(cache: Cache, arena: Arena, num_rows: int | None = None) -> ArenaP
         layers[-1].take_over(layer)
     cache.layers = layers
     return placement
+
+
+def leave_arena(cache: Cache) -> None:
+    """Has the layers of a cache hold their tokens in memory of their own: another call is about to use the arena."""
+    for layer in cache.layers:
+        if isinstance(layer, ArenaLayer):
+            layer.leave()
 
 
 def why_not_in_arena(cache: Cache, max_length: int) -> str | None:

@@ -233,13 +233,6 @@ class SlotLayer(DynamicLayer):
         offset = self.seen_from(self.end)
         return self.end - offset + query_length, offset
 
-    def own_buffers(self) -> None:
-        """Has the layer hold its tokens in memory of its own; it does."""
-
-    def static_buffers(self, limit: int) -> list[Tensor]:
-        """Keys and values of a fixed layer, in tensors of `limit` slots."""
-        return self.buffers
-
     def held(self, count: int) -> list[Tensor]:
         """Keys and values of the last `count` tokens."""
         return [buffer[..., self.end - count - self.first : self.end - self.first, :] for buffer in self.buffers]

@@ -152,7 +152,7 @@ def _gpu(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
     from ..bench.gpu import measure_gpu
     from ..bench.gpu.report import table
-    from ..bench.gpu.sections import NAMES
+    from ..bench.gpu.sections import BUDGET, NAMES
     from ..bench.gpu.watched import Watch
 
     names = NAMES if args.only is None else tuple(args.only.split(","))
@@ -163,11 +163,12 @@ def _gpu(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     output = Path(args.output)
     if not output.absolute().parent.is_dir():
         raise ValueError(f"--output: {output.parent} is no folder; expected one that is there.")
+    budget = args.budget or BUDGET
     if args.here:
-        result = measure_gpu(output, place, shapes, names, args.budget, _demo_pair, progress)
+        result = measure_gpu(output, place, shapes, names, budget, _demo_pair, progress)
     else:
         options = ["--device", place, *(["--shape", args.shape] if args.shape else [])]
-        result = Watch(output, args.budget, options, progress).measure([name for name in NAMES if name in names])
+        result = Watch(output, budget, options, progress).measure([name for name in NAMES if name in names])
     return result, f"{table(result)}\n\nall figures: {output}"
 
 
@@ -201,7 +202,7 @@ def _add_gpu(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", type=path, default="bench-gpu.json", help="of the figures (default: bench-gpu.json)"
     )
-    parser.add_argument("--budget", type=positive, default=540, help="seconds at most (default: 540)")
+    parser.add_argument("--budget", type=positive, help="seconds at most (default: 540)")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # not in a child that is watched
     parser.add_argument("--only", type=path, metavar="NAME,...", help="sections, by their names (default: all)")
 

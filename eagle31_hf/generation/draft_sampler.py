@@ -57,7 +57,7 @@ class DraftSampler:
 
     @property
     def temperature(self) -> float | Tensor:
-        """What the target divides its logits by before it draws; 1 where nothing is drawn."""
+        """Returns the temperature that the target draws at; 1 where nothing is drawn."""
         return 1.0 if self.noise is None else processors.temperature(self.processors[0])
 
     def draw(

@@ -5,6 +5,7 @@ import torch
 from close import assert_close
 from torch import nn
 
+from eagle31_hf.training import chunked
 from eagle31_hf.training.chunked import Head, Predictions, chunked_loss
 from eagle31_hf.training.losses import DraftDistribution, TargetDistribution, mixed, overlap
 
@@ -130,3 +131,12 @@ def test_nothing_supervised_is_a_loss_of_nothing_that_still_reaches_the_paramete
     assert loss.item() == 0.0
     assert figures.loss.shape == (0,)
     assert setting.head.weight.grad.abs().sum() == 0
+
+
+@pytest.mark.parametrize(("draft", "whole"), [(4_000, 150_000), (32_000, 150_000), (50_000, 50_000)])
+def test_a_chunk_on_a_gpu_has_room_for_the_target_s_logits_too(draft, whole):
+    """A small draft vocabulary would otherwise have chunks of so many predictions that the target's fill the GPU."""
+    states = torch.empty(1, 4096, device="meta")  # no CPU
+    num = chunked._bytes_at_once(states, Head(lambda x: x, [], draft, whole)) // (4 * draft)
+    assert num > 100
+    assert num * 4 * (draft + whole) <= chunked.BYTES_AT_ONCE

@@ -160,6 +160,12 @@ def test_an_opening_begins_the_first_question_and_a_text_that_it_quotes_may_brea
     assert len(questions) > len(firsts)  # later questions are the target's own from their first word
 
 
+def test_a_quoted_text_does_not_end_within_a_character(target, tokenizer, monkeypatch):
+    monkeypatch.setattr("eagle31_hf.training.self_prompts.QUOTING", ("e",))
+    monkeypatch.setattr(type(tokenizer), "decode", lambda *args, **options: "ab \ufffd\ufffd")
+    assert questions_of(target, tokenizer, ["ab"], openings=["ce"]) == ["ceab"]
+
+
 def test_a_question_is_not_asked_again_in_its_own_chat_but_in_another(target, tokenizer):
     said = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}]
     again, other, same = questions_of(target, tokenizer, ["abk", "cdk", "cdk"], [said, said, said])

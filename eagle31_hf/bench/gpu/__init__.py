@@ -35,7 +35,7 @@ def measure_gpu(
     sizes = Sizes() if place.type == "cuda" else SMALL
     runner = Runner(Run(place, shapes, load_demo, sizes), output, budget, progress)
     runner.results["environment"] = environment_of(place, str(runner.run.dtype).removeprefix("torch."))
-    # Its plans are made for every length of keys it meets, which the rivals meet more of than we do.
+    # cuDNN makes a plan for every length of keys. The rivals meet more lengths than we do, and would pay for it.
     torch.backends.cuda.enable_cudnn_sdp(False)
     runner.results["environment"]["attention"] = "without cuDNN"
     for section in SECTIONS:

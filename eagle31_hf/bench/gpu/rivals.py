@@ -22,8 +22,8 @@ LOOKUP = {"prompt_lookup_num_tokens": 5}
 
 def rivals(run: Run) -> Iterator[Task]:
     """The first shape, in every way without a drafter."""
-    prompt = run.sizes.prompts[:2][-1]
     yield from without_compiling(run, run.shapes[0])
+    prompt = run.sizes.prompts[:2][-1]
     yield f"{run.shapes[0]}, plain, static cache, compiled, prompt {prompt}", partial(_static, run, prompt)
 
 

@@ -40,5 +40,4 @@ SECTIONS = (
     Section("layers", "Captured rounds with others' layers", 200, layers),
 )
 NAMES = tuple(section.name for section in SECTIONS)
-TELLING = NAMES[: NAMES.index("rivals") + 1]
 BUDGET = 540  # seconds

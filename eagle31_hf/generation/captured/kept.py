@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...cache.adopt import leave_arena
-from ...cache.arena import Arena, move_into, slots_of
+from ...cache.arena import Arena, leave_arena, move_into, slots_of
 from ...kernels.operation import OPERATIONS, SWITCH, why_torch
 from ...modeling import Eagle31DrafterModel
 from ...targets.decoder_layer import forward_of
@@ -40,7 +39,8 @@ MOST_KEPT = 6  # sizes of one pair, and ways to choose tokens of one size: those
 
 @dataclass
 class Captures:
-    """What was captured for one way to choose tokens. `numbers`: of its logits processors, see `processors.tuned`."""
+    """The captured rounds of one way to choose tokens, and the tensors they read: `numbers` of its logits processors,
+    see `processors.tuned`."""
 
     rounds: Round
     captured: Captured = field(default_factory=dict)
@@ -82,13 +82,13 @@ class Kept:
         try:
             yield CapturedExecutor(eager, captures.rounds, self.seam, captures.captured, self.failures)
         finally:
-            leave_arena(runner.past_key_values)  # before the next call may have it
-            self.seam.note_last()
             captures.rounds.parts = None  # models and caches are not kept alive
             if len(captures.captured) > num_captured:
                 captures.samplers += [eager.proposer.sampler, eager.sampler]
             if self.failures:
                 self._give_up()
+            leave_arena(runner.past_key_values)  # before the next call may have it
+            self.seam.note_last()
 
     def _captures(self, eager: EagerExecutor) -> Captures:
         """Returns what is captured for the way in which a call chooses tokens. Its samplers read their numbers from
@@ -117,7 +117,7 @@ class Kept:
         return sum(arena.num_bytes() for arena in self.arenas)
 
 
-Size = tuple[int, ...]  # rows and tokens a round commits at most, and what gives the shape of positions
+Size = tuple[int, ...]  # rows, tokens a round commits at most, and the leading axes of positions
 _kept: WeakKeyDictionary[Eagle31DrafterModel, WeakKeyDictionary[PreTrainedModel, dict[Size, Kept]]] = (
     WeakKeyDictionary()
 )
@@ -199,8 +199,8 @@ def free_bytes(device: torch.device) -> float:
 
 
 def why_no_room(request: Any, runner: TargetRunner) -> str | None:
-    """Returns whether the GPU lacks memory for the target's keys and values of as long a text as was asked for. What is
-    kept for such calls is used again, or given up where it is too short."""
+    """Returns why there is no memory on the GPU for the target's keys and values of as long a text as was asked for;
+    None where there is. What is kept for such calls is used again, or given up where it is too short."""
     with _kept_lock:
         kept = _kept.get(request.drafter, {}).get(request.target, {}).get(_size(request, runner))
     slots = _slots(request, is_tight=True)

@@ -36,8 +36,8 @@ class WrongRoundError(RuntimeError):
 
 @dataclass
 class Verified:
-    """What the target made of a round's nodes, on memory that stays: logits (B, N, V), captured states (B, N, n*ht),
-    the token chosen after each node and whether its logits decide nothing, both (B, N)."""
+    """The tensors of one verification, which stay at their addresses: the target's logits (B, N, V) and captured states
+    (B, N, n*ht), the token chosen after each node and whether its logits decide nothing, both (B, N)."""
 
     logits: Tensor
     states: Tensor
