@@ -1,9 +1,10 @@
-"""A decoder layer of the Llama form, run over an arena by the operations of `kernels`: seven matrix products and five
-operations.
+"""A decoder layer of the Llama form, run over an arena by the operations of `kernels`: four matrix products and five
+operations, where the weights that read the same lie side by side.
 
 B sequences, T tokens, h width, H heads of queries, Hkv of keys, D head width, P the part of it that is rotated.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,10 +15,13 @@ from ..kernels.norms import add_rms_norm
 from ..kernels.rope import rope_append
 from ..kernels.silu_mul import silu_mul
 from ..kernels.tree_attention import attend_to_spans
+from .joined import lay_side_by_side, products
 from .layers import has_hooks
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+QKV = ("q_proj", "k_proj", "v_proj")
+GATED = ("gate_proj", "up_proj")
+PROJECTIONS = (*QKV, "o_proj")
+MLP_PROJECTIONS = (*GATED, "down_proj")
 NORMS = ("input_layernorm", "post_attention_layernorm")
 HEAD_NORMS = ("q_norm", "k_norm")
 WEIGHTS = {
@@ -37,7 +41,7 @@ def attend(attention: Any, x: Tensor, rope: Any, mask: Tensor, layer: Any) -> Te
 
     `rope`: cos and sin (B or 1, T, P); `mask`: of spans (B, 1, T, 3)."""
     shape = (*x.shape[:2], -1, attention.head_dim)
-    qkv = [projection(x).view(shape) for projection in (attention.q_proj, attention.k_proj, attention.v_proj)]
+    qkv = [part.view(shape) for part in products([getattr(attention, name) for name in QKV], x)]
     norms = head_norms(attention)
     keys, values = layer.ready(qkv[1].transpose(1, 2), qkv[2].transpose(1, 2))
     eps = eps_of(norms[0]) if norms else 0.0
@@ -49,7 +53,16 @@ def attend(attention: Any, x: Tensor, rope: Any, mask: Tensor, layer: Any) -> Te
 
 def through_mlp(mlp: Any, x: Tensor) -> Tensor:
     """The gated MLP of a layer: x (B, T, h), normed, -> (B, T, h)."""
-    return mlp.down_proj(silu_mul(mlp.gate_proj(x), mlp.up_proj(x)))
+    return mlp.down_proj(silu_mul(*products([getattr(mlp, name) for name in GATED], x)))
+
+
+def join_layers(layers: Iterable[Any]) -> None:
+    """Lays side by side those weights of layers that `attend` and `through_mlp` read as one."""
+    lay_side_by_side(
+        [getattr(part, name) for name in names]
+        for layer in layers
+        for part, names in ((layer.self_attn, QKV), (layer.mlp, GATED))
+    )
 
 
 def norm_sum(norm: Any, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,5 @@
-"""Decoder layers of the Llama form run by the operations of `kernels` while a mask of spans is passed: twelve nodes of
-a graph a layer, in place of forty and more. Each layer has to prove that it computes the same.
+"""Decoder layers of the Llama form run by the operations of `kernels` while a mask of spans is passed: nine nodes of a
+graph a layer, in place of forty and more. Each layer has to prove that it computes the same.
 
 N nodes of a tree, h target width.
 """

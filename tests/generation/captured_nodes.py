@@ -24,6 +24,7 @@ from eagle31_hf import Eagle31Config, Eagle31DrafterModel
 from eagle31_hf.generation.captured.kept import release
 from eagle31_hf.generation.captured.round import Round
 from eagle31_hf.generation.captured.seam import Uncaptured, seams
+from eagle31_hf.targets.decoder_layer import join_layers
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -36,7 +37,10 @@ QUANTIZED = [("Llama", "bf16", "int8"), ("Llama", "fp32", "fp8")]  # what an eag
 FEW, MORE = 4, 5  # layers of targets that are run
 CHAIN, TREE = {"num_assistant_tokens": 3}, {"num_assistant_tokens": 3, "draft_tree_top_k": 4}
 PROMPT_TOKENS, NEW_TOKENS, LONGER = 12, 6, 12
-PARTS = {"draft": Round.draft, "verify": Round.verify, "reading": Round._read, "target": Round._run_target}
+PARTS = {
+    "draft": Round.draft, "verify": Round.verify, "layout": Round._layout, "reading": Round._read,
+    "target": Round._run_target,
+}  # fmt: skip
 
 
 def models(target: str, num_layers: int, dtype: torch.dtype, drafter: str) -> tuple[Any, Eagle31DrafterModel]:
@@ -47,7 +51,10 @@ def models(target: str, num_layers: int, dtype: torch.dtype, drafter: str) -> tu
     flags = DRAFTERS.get(drafter, {})
     of_drafter = Eagle31Config(**SIZES, **flags, draft_vocab_size=256, aux_hidden_state_layer_ids=[1, 2, 3])
     drafts = Eagle31DrafterModel(of_drafter).eval().to(dtype)
-    return moved(model), moved(drafts if drafter in DRAFTERS else drafts.quantize(drafter))
+    drafts = drafts if drafter in DRAFTERS else drafts.quantize(drafter)
+    for layers in (model.model.layers, drafts.layers):
+        join_layers(layers)  # tensors of the pretend device cannot be moved, as a call would
+    return moved(model), moved(drafts)
 
 
 @dataclass
@@ -125,6 +132,7 @@ def figures(target: str, dtype: str, drafter: str) -> dict[str, Any]:
         "verify": chain.nodes["verify"].total() + rest,
         "verify a tree": tree.nodes["verify"].total() + rest,
         "accept": (chain.nodes["verify"] - chain.nodes["target"]).total(),
+        "layout": chain.nodes["layout"].total(),
         "reading": chain.nodes["reading"].total(),
         "step": step.total(),
         "level": level.total(),

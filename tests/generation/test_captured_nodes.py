@@ -10,8 +10,9 @@ import pytest
 import torch
 
 SCRIPT = Path(__file__).with_name("captured_nodes.py")
-MOST_IN_VERIFY = {"Llama": 420, "Qwen3": 470}  # of 32 and of 36 layers
-MOST_IN_STEP, MOST_IN_LEVEL = 15, 20
+MOST_IN_VERIFY = {"Llama": 324, "Qwen3": 360}  # of 32 and of 36 layers
+MOST_IN_STEP, MOST_IN_LEVEL = 12, 17
+MOST_IN_LAYOUT, MOST_IN_READING = 6, 16
 WAYS = [
     f"{target} {dtype} {drafter}"
     for target in MOST_IN_VERIFY
@@ -32,10 +33,12 @@ def figures() -> dict:
 def test_nodes_of_a_round(figures, way):
     found = figures[way]
     most = MOST_IN_VERIFY[way.split()[0]]
-    assert found["layer"] == 12
+    assert found["layer"] == 9
     assert max(found["verify"], found["verify a tree"]) <= most, found["lines"]["verify"]
     assert found["step"] <= MOST_IN_STEP, found["lines"]["a step"]
     assert found["level"] <= MOST_IN_LEVEL, found["lines"]["a level"]
+    assert found["layout"] <= MOST_IN_LAYOUT, found["lines"]["layout"]
+    assert found["reading"] <= MOST_IN_READING, found["lines"]["reading"]
 
 
 @pytest.mark.parametrize("way", WAYS)

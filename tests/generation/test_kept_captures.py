@@ -203,3 +203,46 @@ def test_the_cause_of_a_failure_is_told(pair):
     with seams(lambda device: Fails()), track_acceptance() as stats:
         pair[0].generate(**batch_of(*PROMPT, **GREEDY), assistant_model=pair[1], **CHAIN)
     assert any("OutOfMemoryError: CUDA out of memory, say" in execution for execution in stats.executions)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+def test_weights_that_are_read_as_one_move_before_the_first_capture(bias):
+    """Those of queries, keys and values, and of gate and up; once, whatever is called afterwards."""
+    target = build_target("llama", attention_bias=bias)
+    drafter, seam = build_drafter(target), Recorded()
+    options = batch_of(*known_prompts(target, 5), **GREEDY)
+    expected, places = target.generate(**options).tolist(), places_of(target)
+    assert eager((target, drafter), **options) == expected
+    assert places_of(target) == places  # eager rounds run what the user's modules are
+    counts = []
+    for _ in range(2):
+        assert captured((target, drafter), seam, **options) == expected
+        counts.append((seam.captures, places_of(target), places_of(drafter)))
+    assert counts[0] == counts[1]
+    for layer in (*target.model.layers, *drafter.layers):
+        attention, mlp = layer.self_attn, layer.mlp
+        for first, second in (
+            (attention.q_proj, attention.k_proj),
+            (attention.k_proj, attention.v_proj),
+            (mlp.gate_proj, mlp.up_proj),
+        ):
+            assert second.weight.data_ptr() == first.weight.data_ptr() + first.weight.nbytes
+    assert target.generate(**options).tolist() == expected
+
+
+def places_of(model) -> list[int]:
+    return [weight.data_ptr() for weight in model.parameters()]
+
+
+@pytest.mark.parametrize("of", ["target", "drafter"])
+def test_a_rotary_embedding_that_depends_on_the_texts_length_runs_eagerly(of):
+    """A table of it, or a graph, would keep that of one length."""
+    rope = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}}
+    target = build_target("llama", **(rope if of == "target" else {}))
+    drafter = build_drafter(target, **(rope if of == "drafter" else {}))
+    options = batch_of(*known_prompts(target, 5), **GREEDY)
+    with seams(lambda device: Recorded()), track_acceptance() as stats:
+        text = target.generate(**options, assistant_model=drafter, **CHAIN)
+    assert text.tolist() == target.generate(**options).tolist()
+    reason = f"eagerly: the {of} has a rotary embedding that branches on the length of the text"
+    assert set(stats.executions) == {reason}

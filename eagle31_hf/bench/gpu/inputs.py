@@ -130,7 +130,8 @@ def _append(make: Maker) -> Inputs:
 
 def _rope_append(make: Maker) -> Inputs:
     size = make.size
-    qkv = [make.heads(count) for count in (size.heads, size.kv_heads, size.kv_heads)]
+    counts = size.heads, size.kv_heads, size.kv_heads
+    qkv = list(make.heads(sum(counts)).split(counts, dim=2))
     angles = make.floats(1, size.tokens, size.head_dim // 2).float()
     rope = [part.repeat(1, 1, 2).to(make.dtype) for part in (angles.cos(), angles.sin())]
     norms = [make.floats(size.head_dim) for _ in range(2)]
@@ -138,7 +139,7 @@ def _rope_append(make: Maker) -> Inputs:
 
 
 def _silu_mul(make: Maker) -> Inputs:
-    gate, up = (make.floats(make.size.sequences, make.size.tokens, make.size.intermediate) for _ in range(2))
+    gate, up = make.floats(make.size.sequences, make.size.tokens, 2 * make.size.intermediate).chunk(2, dim=-1)
     return Inputs((gate, up), num_bytes(gate, up, up))
 
 

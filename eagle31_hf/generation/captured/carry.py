@@ -27,8 +27,7 @@ class Carry:
 
     `padding` (B, 1): tokens of left padding; `position` (B, 1), or (axes, B, 1): what is added to a slot to give the
     target's position; `last_position`, of the same shape: the greatest one it may be asked for; `first_slot` (B, 1): of
-    the text, the first one that the drafter reads; `draft_position` (B, 1): the position of the first token it
-    reads.
+    the text, the first one that the drafter reads.
 
     `noise` (B, S, V): of the slots the next rounds draw at, slot s at s mod S; None until a call samples.
     """
@@ -43,7 +42,6 @@ class Carry:
     position: Tensor
     last_position: Tensor
     first_slot: Tensor
-    draft_position: Tensor
     noise: Tensor | None = None
 
     @classmethod
@@ -71,7 +69,7 @@ class Carry:
 
     def rest(self) -> None:
         """Makes all rows idle: each holds a text of one token that has ended."""
-        for name in ("going", "count", "padding", "first_slot", "draft_position", "position", "last_position"):
+        for name in ("going", "count", "padding", "first_slot", "position", "last_position"):
             getattr(self, name).zero_()
         self.length.fill_(1)
 

@@ -84,6 +84,34 @@ class Drafts:
         return self.bits[:, :1].expand_as(self.depths)
 
 
+@dataclass
+class Layout:
+    """Where tokens stand, in the drafter's text: their `places` (B, T); the first slots they see, `begins` (B, T), and
+    their masks of spans (B, 1, T, 3), both by type of layers; and cos and sin, `rope`, (B, T, P) each."""
+
+    places: Tensor
+    begins: dict[str, Tensor]
+    spans: dict[str, Tensor]
+    rope: list[Tensor]
+
+    def part(self, columns: slice) -> "Layout":
+        """That of some of the tokens. Views: no operation."""
+        return Layout(
+            self.places[:, columns],
+            {kind: begin[:, columns] for kind, begin in self.begins.items()},
+            {kind: mask[:, :, columns] for kind, mask in self.spans.items()},
+            [part[:, columns] for part in self.rope],
+        )
+
+    def of_level(self, level: int, bits: Tensor) -> "Layout":
+        """That of a tree's nodes, F of one level, which see each other by their bits (B, F). They stand where the
+        chain's token of that level does."""
+        here, width = self.part(slice(level, level + 1)), bits.shape[1]
+        first, places = self.places[:, :1], here.places.expand(-1, width)
+        spans = {kind: spans_of(first, begin, places, bits, None) for kind, begin in here.begins.items()}
+        return replace(here, places=places, spans=spans, rope=[part.expand(-1, width, -1) for part in here.rope])
+
+
 class Drafting:
     """Drafts by plans of fixed depth. `draft` reads the carry and changes nothing in it, so it may be run again, by
     another plan."""
@@ -97,53 +125,72 @@ class Drafting:
         self.from_end = self.count - 1  # slots, counted from a text's length: of its last token, and of those after it
         self.below = (2 << self.count[:, :-1]) - 1  # of a chain's tokens: bits 0 to i
         self.zero = torch.zeros_like(carry.length)
+        self.offsets: dict[int, tuple[Tensor, ...]] = {}  # by the tokens of a layout, see `_offsets`
         self.parent_offsets: dict[tuple[int, ...], Tensor] = {}  # of the nodes of trees, see `_parents`
+        self.rope: Tensor | None = None  # see `_rope_table`
 
     def draft(self, plan: Plan) -> None:
         """The drafter reads what the carry holds, then drafts as planned."""
-        state, logits = self._read()
+        width = self.carry.width
+        layout = self._layout(plan.depth if plan.top_k == 1 else MOST_NEW - 1)
+        state, logits = self._read(layout.part(slice(width)))
+        after = layout.part(slice(width, None))
         if plan.depth == 0:
             self.drafts[plan] = self._chain([], [])
         elif plan.top_k == 1:
-            self.drafts[plan] = self._drafted_chain(plan, state, logits)
+            self.drafts[plan] = self._drafted_chain(plan, after, state, logits)
         else:
-            self.drafts[plan] = self._drafted_tree(plan, state, logits)
+            self.drafts[plan] = self._drafted_tree(plan, after, state, logits)
 
-    def _read(self) -> tuple[Tensor, Tensor]:
+    def _layout(self, num_after: int) -> Layout:
+        """Where the M tokens stand that the carry holds for the drafter, and, beside them, so many places from the
+        text's last token on. All of it is computed at once: every operation of a round is a node of its graph."""
+        carry = self.carry
+        if num_after not in self.offsets:
+            self.offsets[num_after] = self._offsets(num_after)
+        from_end, is_unread, bits = self.offsets[num_after]
+        slots = torch.addcmul(carry.length + from_end, carry.count, is_unread, value=-1)
+        places, starts = (slots - carry.first_slot).chunk(2, dim=1)
+        positions = slots[:, : places.shape[1]] - carry.padding
+        rope = torch.nn.functional.embedding(positions, self._rope_table()).chunk(2, dim=-1)
+        begins = self._begins(places)
+        spans = {kind: spans_of(starts, begin, places, bits, None) for kind, begin in begins.items()}
+        return Layout(places, begins, spans, list(rope))
+
+    def _offsets(self, num_after: int) -> tuple[Tensor, ...]:
+        """What never changes of a layout of W places. For each, and again for the first place of its forward, (1, 2W):
+        its slot, counted from the end of the text, and 1 where the unread tokens stand between the two. And the bits
+        (1, W) of tokens that see all before them."""
+        device = self.carry.text.device
+        numbers = torch.cat([torch.arange(size, device=device) for size in (self.carry.width, num_after)])[None]
+        is_unread = (torch.arange(numbers.shape[1], device=device) < self.carry.width).long()[None]
+        from_end = torch.cat((numbers, torch.zeros_like(numbers)), dim=1) - 1
+        return from_end, is_unread.repeat(1, 2), (2 << numbers) - 1
+
+    def _rope_table(self) -> Tensor:
+        """cos and sin, side by side, of every position that a text may have (C, 2P)."""
+        if self.rope is None:
+            model = self.parts.drafter.model
+            positions = torch.arange(self.carry.text.shape[1], device=self.carry.text.device)[None]
+            self.rope = torch.cat(model.rotary_emb(model.like, positions), dim=-1)[0]
+        return self.rope
+
+    def _read(self, layout: Layout) -> tuple[Tensor, Tensor]:
         """Returns the state (B, 1, h) and draft logits (B, 1, Vd) of each sequence's last unread token."""
         carry = self.carry
-        width = carry.width
-        places = carry.length - carry.count - carry.first_slot + self.from_end[:, :width]
-        starts = places[:, :1]
-        return self._run_drafter(
-            carry.tokens,
-            {"target_hidden_states": carry.states},
-            self._rope(places),
-            self._drafter_spans(starts, places, self.below[:, :width], self._begins(places)),
-            starts,
-            last=(carry.count - 1).clamp(min=0),
-        )
+        source, last = {"target_hidden_states": carry.states}, (carry.count - 1).clamp(min=0)
+        return self._run_drafter(carry.tokens, source, layout.places[:, :1], layout, last)
 
-    def _drafted_chain(self, plan: Plan, state: Tensor, logits: Tensor) -> Drafts:
+    def _drafted_chain(self, plan: Plan, layout: Layout, state: Tensor, logits: Tensor) -> Drafts:
         """A chain of `plan.depth` tokens; the last of them is not run."""
-        places = self.carry.length - self.carry.first_slot + self.from_end[:, : plan.depth]
-        starts = places[:, :1]
-        rope = self._rope(places)
-        spans = self._drafter_spans(starts, places, self.below[:, : plan.depth], self._begins(places))
         ids, log_probs = [], []
         for level in range(plan.depth):
             chosen, log_prob = self._likeliest(logits, 1, level) if plan.is_scored else self._drawn(logits, level)
             ids.append(chosen[:, 0])
             log_probs.append(log_prob[:, 0])
             if level + 1 < plan.depth:
-                here = slice(level, level + 1)
-                state, logits = self._run_drafter(
-                    chosen[:, 0],
-                    {"hidden_states": state},
-                    [part[:, here] for part in rope],
-                    {kind: mask[:, :, here] for kind, mask in spans.items()},
-                    places[:, here],
-                )
+                here = layout.part(slice(level, level + 1))
+                state, logits = self._run_drafter(chosen[:, 0], {"hidden_states": state}, here.places, here)
         return self._chain(ids, log_probs)
 
     def _chain(self, ids: list[Tensor], log_probs: list[Tensor]) -> Drafts:
@@ -160,13 +207,9 @@ class Drafting:
             is_chain=True,
         )
 
-    def _drafted_tree(self, plan: Plan, state: Tensor, logits: Tensor) -> Drafts:
+    def _drafted_tree(self, plan: Plan, layout: Layout, state: Tensor, logits: Tensor) -> Drafts:
         """The best `plan.max_nodes` - 1 of the candidates: of every level, the likeliest children of the best nodes."""
-        # The d-th: where nodes of level d stand; and the n-th: the slot of the n-th node that is run.
-        places = self.carry.length - self.carry.first_slot + self.from_end
-        rope = self._rope(places[:, : plan.depth])
-        starts, begins = places[:, :1], self._begins(places)
-        scores, bits = logits.new_zeros(len(starts), 1, dtype=torch.float32), self.zero
+        scores, bits = logits.new_zeros(len(logits), 1, dtype=torch.float32), self.zero
         num_run = 0
         found = list[tuple[Tensor, ...]]()  # by level, of its candidates: scores, ids, log-probabilities
         run = list[Tensor]()  # by level, those of them that are run
@@ -179,18 +222,10 @@ class Drafting:
             if level + 1 == plan.depth:
                 break
             run.append(best)
-            here = slice(level, level + 1)
+            source = {"hidden_states": gathered(state, best // k)}
+            starts = layout.places[:, num_run : num_run + 1]  # nodes lie side by side, whatever their level
             state, logits = self._run_drafter(
-                found[-1][1].gather(1, best),
-                {"hidden_states": gathered(state, best // k)},
-                [part[:, here].expand(-1, width, -1) for part in rope],
-                self._drafter_spans(
-                    starts,
-                    places[:, here].expand(-1, width),
-                    bits,
-                    {kind: begin[:, here] for kind, begin in begins.items()},
-                ),
-                places[:, num_run : num_run + 1],
+                found[-1][1].gather(1, best), source, starts, layout.of_level(level, bits)
             )
             num_run += width
         scores, ids, log_probs = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
@@ -240,25 +275,14 @@ class Drafting:
     # -- the drafter's forwards
 
     def _run_drafter(
-        self,
-        ids: Tensor,
-        source: dict[str, Tensor],
-        rope: list[Tensor],
-        spans: dict[str, Tensor],
-        starts: Tensor,
-        last: Tensor | None = None,
+        self, ids: Tensor, source: dict[str, Tensor], starts: Tensor, layout: Layout, last: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Returns the states (B, T, h) and draft logits (B, T, Vd) of tokens (B, T), which go to the slots from
         `starts` (B, 1) on; with `last` (B, 1) those of that token alone."""
         side = self.parts.drafter
         side.placement.on_device = starts
         run = run_fused if can_fuse(side.model) else run_alone
-        return run(side.model, DrafterInput(ids, source, rope, spans, side.cache, last))
-
-    def _rope(self, places: Tensor) -> list[Tensor]:
-        """cos and sin (B, T, P) of tokens at places (B, T) of the drafter's text."""
-        model = self.parts.drafter.model
-        return list(model.rotary_emb(model.like, places + self.carry.draft_position))
+        return run(side.model, DrafterInput(ids, source, layout.rope, layout.spans, side.cache, last))
 
     def _begins(self, places: Tensor) -> dict[str, Tensor]:
         """The first slots that tokens at places (B, T) see, (B, T) by type of layers."""
@@ -268,9 +292,3 @@ class Drafting:
             kind: self.zero.expand_as(places) if window is None else (places - (window - 1)).clamp(min=0)
             for kind, window in windows.items()
         }
-
-    def _drafter_spans(
-        self, starts: Tensor, places: Tensor, bits: Tensor, begins: dict[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """The masks of tokens at places (B, T) by type of layers."""
-        return {kind: spans_of(starts, begin, places, bits, None) for kind, begin in begins.items()}

@@ -174,7 +174,6 @@ class CapturedExecutor:
         self._send("padding", runner.num_padding)
         self._send("going", [not finished for finished in sequences.finished])
         self._send("first_slot", self.first_slots)
-        self._send("draft_position", self.eager.proposer.runner.first_positions)
         self.next_noise = list(lengths)
         self._add_noise()
 

@@ -20,8 +20,9 @@ from transformers import PreTrainedModel
 from ...cache.arena import Arena, leave_arena, move_into, slots_of
 from ...kernels.operation import OPERATIONS, SWITCH, why_torch
 from ...modeling import Eagle31DrafterModel
-from ...targets.decoder_layer import forward_of
+from ...targets.decoder_layer import forward_of, join_layers, why_not_fusable
 from ...targets.fused import why_not_fused
+from ...targets.layers import decoder_layers
 from ...targets.tree_attention import own_attention
 from .. import processors
 from ..executor import EagerExecutor
@@ -29,6 +30,7 @@ from ..target_runner import TargetRunner
 from .carry import Carry, most_tokens, rows_for
 from .drafting import Parts, Side
 from .executor import Captured, CapturedExecutor
+from .fused_drafter import can_fuse
 from .round import Round
 from .seam import Seam, seam_of
 
@@ -129,6 +131,7 @@ def kept_for(request: Any, eager: EagerExecutor, seam: Seam) -> Iterator[Kept | 
     """A context with what is kept for a request's models, made anew where it no longer holds. Another thread's call
     is waited for, since eager rounds take several times as long as captured ones; None within a call of this thread,
     which would wait for itself."""
+    _join_weights(request.target, request.drafter)
     models = _fingerprints(request, seam)
     kept = _kept_of(request, eager.runner, seam, models)
     if kept.owner == threading.get_ident():
@@ -140,6 +143,14 @@ def kept_for(request: Any, eager: EagerExecutor, seam: Seam) -> Iterator[Kept | 
             yield kept
         finally:
             kept.owner = None
+
+
+def _join_weights(target: PreTrainedModel, drafter: Eagle31DrafterModel) -> None:
+    """Lays side by side the weights that captured rounds read as one. Before anything is captured, since they move."""
+    with _kept_lock:
+        join_layers(layer for layer in decoder_layers(target) if why_not_fusable(layer) is None)
+        if can_fuse(drafter):
+            join_layers(drafter.layers)
 
 
 def _fingerprints(request: Any, seam: Seam) -> tuple:

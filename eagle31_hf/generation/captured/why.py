@@ -81,16 +81,12 @@ def _is_left_padding(runner: Any) -> bool:
 def _why_not_by_models(request: Any, runner: Any, mode: Any) -> str | None:
     target, drafter = request.target, request.drafter
     for model, name in ((target, "target"), (drafter, "drafter")):
-        reason = _why_not_by_model(model)
+        reason = _why_not_by_model(model) or _why_not_by_rope(model)
         if reason is not None:
             return f"the {name} {reason}"
     places = {weight.device for model in (target, drafter) for weight in model.parameters()}
     if places != {request.input_ids.device}:
         return f"the models' weights are on {', '.join(sorted(map(str, places)))}"
-    rope = getattr(target.config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    kinds = {each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)}
-    if kinds.intersection(ROPES_THAT_BRANCH):
-        return "the target's rotary embedding branches on the length of the text"
     return why_no_spans(target) or why_no_room(request, runner)
 
 
@@ -110,6 +106,13 @@ def _why_not_by_model(model: PreTrainedModel) -> str | None:
         if _looks_for_outliers(module):
             return "is in 8 bits by LLM.int8, which has the host look for outliers (llm_int8_threshold=0 does not)"
     return None
+
+
+def _why_not_by_rope(model: PreTrainedModel) -> str | None:
+    rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    kinds = {each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)}
+    branches = kinds.intersection(ROPES_THAT_BRANCH)
+    return "has a rotary embedding that branches on the length of the text" if branches else None
 
 
 def _looks_for_outliers(module: nn.Module) -> bool:
