@@ -5,15 +5,18 @@ import random
 import pytest
 import torch
 from batches import PAD, known_prompts, left_padded
+from close import TARGET_FORWARD, assert_close
 from conftest import PROMPT, PRUNED_IDS, VOCAB, build_drafter, build_target
 from observers import Puts
 from recorded import Recorded
+from transformers import DynamicCache
 
 from eagle31_hf import track_acceptance
 from eagle31_hf.cache import arena
 from eagle31_hf.generation.captured import kept
 from eagle31_hf.generation.captured.kept import release
 from eagle31_hf.generation.captured.seam import Uncaptured, seams
+from eagle31_hf.targets import probe
 
 pytestmark = pytest.mark.usefixtures("nothing_is_kept")
 CHAIN = {"num_assistant_tokens": 4}
@@ -246,3 +249,70 @@ def test_a_rotary_embedding_that_depends_on_the_texts_length_runs_eagerly(of):
     assert text.tolist() == target.generate(**options).tolist()
     reason = f"eagerly: the {of} has a rotary embedding that branches on the length of the text"
     assert set(stats.executions) == {reason}
+
+
+def test_a_call_that_runs_out_of_memory_keeps_none_of_it(pair, monkeypatch):
+    """As where arenas are made: what has been made would be missing for good."""
+    options, made = batch_of(*PROMPT, **GREEDY), []
+    expected = pair[0].generate(**options).tolist()
+    of_layer = arena.Arena.of_layer
+
+    def fails(self, index, like):
+        if self.capacity > probe.ARENA:  # no trial's
+            made.append(self)
+        if len(made) >= 3:
+            raise torch.OutOfMemoryError("CUDA out of memory, say")
+        return of_layer(self, index, like)
+
+    monkeypatch.setattr(arena.Arena, "of_layer", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        captured(pair, Recorded(), **options)
+    assert not made[0].buffers
+    with seams(lambda device: Recorded()), track_acceptance() as stats:
+        text = pair[0].generate(**options, assistant_model=pair[1], **CHAIN)
+    assert text.tolist() == expected
+    assert set(stats.executions) == {"eagerly: an earlier call ran out of memory"}
+
+
+def test_eager_rounds_after_a_failure_stay_within_the_arena(pair):
+    """Trees of 200 nodes would not: it has room for 128 beyond the longest text."""
+
+    class Fails(Recorded):
+        def capture(self, function, part):
+            raise RuntimeError("not today")
+
+    options = batch_of(*known_prompts(pair[0], 5), **GREEDY) | {"max_new_tokens": 120}
+    tree = {"num_assistant_tokens": 4, "draft_tree_top_k": 10, "draft_tree_total_tokens": 200}
+    with seams(lambda device: Fails()):
+        text = pair[0].generate(**options, assistant_model=pair[1], **tree)
+    assert text.tolist() == pair[0].generate(**options).tolist()
+
+
+def test_the_callers_cache_holds_the_text_up_to_an_error(pair):
+    class Fails(Puts):
+        num_put = 0
+
+        def put(self, value):
+            self.num_put += value.numel()
+            if self.num_put > len(PROMPT[0]) + 6:
+                raise KeyboardInterrupt
+
+    cache, streamer = DynamicCache(config=pair[0].config), Fails()
+    options = batch_of(*PROMPT, **GREEDY) | {"past_key_values": cache}
+    with pytest.raises(KeyboardInterrupt):
+        captured(pair, Recorded(), **options, streamer=streamer)
+    text = pair[0].generate(**batch_of(*PROMPT, **GREEDY))
+    held = cache.get_seq_length()
+    assert len(PROMPT[0]) < held < text.shape[1]  # the rounds before the one under way
+    with torch.no_grad():
+        expected = pair[0](input_ids=text[:, :held]).past_key_values
+    for ours, own in zip(cache.layers, expected.layers, strict=True):
+        assert_close("keys", ours.keys, own.keys, TARGET_FORWARD)
+
+
+def test_no_noise_is_kept_from_call_to_call(pair):
+    captured(pair, Recorded(), **batch_of(*PROMPT, **DRAWN))
+    (one,) = kept._kept[pair[1]][pair[0]].values()
+    (captures,) = one.by_choice.values()
+    assert captures.samplers
+    assert all(sampler.noise is None for sampler in captures.samplers)

@@ -66,9 +66,9 @@ class CapturedExecutor:
         return Room(0 if self.was_short else self.carry.width - 1, UNLIMITED, max(self.num_unread))
 
     def round(self, plan: Plan) -> Outcome:
+        plan = fitted(plan) if plan.depth > 0 else NO_DRAFTS  # eager rounds, too, write to the arena
         if self.has_failed:
             return self.eager.round(plan)
-        plan = fitted(plan) if plan.depth > 0 else NO_DRAFTS
         try:
             self._capture(plan)
         except Exception as failure:
@@ -82,9 +82,14 @@ class CapturedExecutor:
             return self.eager.round(plan)
 
     def result(self) -> Any:
-        if not self.has_failed:  # the keys of a text end before its last token
-            cache.settle(self.eager.runner.past_key_values, max(self.sequences.lengths.host) - 1)
+        self.settle()
         return self.eager.result()
+
+    def settle(self) -> None:
+        """Has the target's cache hold the keys that captured rounds have written: those before each text's last
+        token."""
+        if self.drafted is not None and not self.has_failed:
+            cache.settle(self.eager.runner.past_key_values, max(self.sequences.lengths.host) - 1)
 
     def _capture(self, plan: Plan) -> None:
         """Captures a plan's draft and verify, where that has not been done."""

@@ -81,14 +81,17 @@ class Kept:
         not_fused = why_not_fused(runner.target)
         captures.rounds.parts = Parts(target, drafter, eager.proposer.sampler, eager.sampler, not_fused)
         num_captured = len(captures.captured)
+        executor = CapturedExecutor(eager, captures.rounds, self.seam, captures.captured, self.failures)
         try:
-            yield CapturedExecutor(eager, captures.rounds, self.seam, captures.captured, self.failures)
+            yield executor
         finally:
+            executor.settle()  # also where a streamer, say, has raised: the caller's cache holds the text so far
             captures.rounds.parts = None  # models and caches are not kept alive
             if len(captures.captured) > num_captured:
                 captures.samplers += [eager.proposer.sampler, eager.sampler]
+                eager.proposer.sampler.noise = eager.sampler.noise = None  # large, and read by no graph
             if self.failures:
-                self._give_up()
+                self.give_up()
             leave_arena(runner.past_key_values)  # before the next call may have it
             self.seam.note_last()
 
@@ -107,7 +110,7 @@ class Kept:
         eager.proposer.sampler.shape_by(sampler.processors)
         return captures
 
-    def _give_up(self) -> None:
+    def give_up(self) -> None:
         """Drops all that takes memory: nothing of it will be used again."""
         self.by_choice.clear()
         for arena in self.arenas:
@@ -141,6 +144,10 @@ def kept_for(request: Any, eager: EagerExecutor, seam: Seam) -> Iterator[Kept | 
         kept.owner = threading.get_ident()
         try:
             yield kept
+        except torch.OutOfMemoryError:  # perhaps of the arenas': the next call does without
+            kept.failures.append("an earlier call ran out of memory")
+            kept.give_up()
+            raise
         finally:
             kept.owner = None
 

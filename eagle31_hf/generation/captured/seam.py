@@ -78,11 +78,12 @@ class CudaGraphs:
             self.stream.wait_stream(current)
             try:
                 with torch.cuda.stream(self.stream):
-                    function()  # compiles kernels, loads modules, makes cuBLAS's workspace: none of it can be captured
+                    function()  # compiles kernels and loads modules, which cannot be captured
                 # Of this thread alone, calls that a capture forbids are errors; others may use the device meanwhile.
                 # A graph that is collected in the midst of a capture would end it.
                 with (
                     without_collection(),
+                    own_workspaces(),
                     torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"),
                 ):
                     function()
@@ -126,6 +127,19 @@ def without_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def own_workspaces() -> Iterator[None]:
+    """A context of a capture whose workspaces of cuBLAS lie in the memory of its graph. One that was there before would
+    be freed where torch.compile captures graphs of its own, and the replay would write to what others hold by then.
+    Source: PyTorch, torch/_inductor/cudagraph_trees.py, `clear_cublas_manager`."""
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)
+    clear()
+    try:
+        yield
+    finally:
+        clear()
 
 
 def end_failed_capture(graph: Any, device: int) -> None:
