@@ -4,7 +4,7 @@ the modules of the package by what their docstrings say.
     python docs/tables.py               # writes them
     python docs/tables.py --check       # exit status 1 where one is not what its figures say
     eagle31 demo --prompts 12 --max-new-tokens 96 --profile --json | python docs/tables.py --record demo
-    eagle31 bench engine --dtype bfloat16 --rounds 5 --json | python docs/tables.py --record engine
+    python benchmarks/engine.py --dtype bfloat16 --rounds 5 --json | python docs/tables.py --record engine
     python tests/generation/family_table.py > docs/figures/families.json
     python examples/search_recipe.py table --work WORK --output examples/results/search_recipe.jsonl
 
@@ -199,7 +199,7 @@ def demo_record(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def engine_record(run: dict[str, Any]) -> dict[str, Any]:
-    """Of `eagle31 bench engine --json`, what the table shows."""
+    """Of `benchmarks/engine.py --json`, what the table shows."""
     rows = [
         {
             "drafting": row["setting"],

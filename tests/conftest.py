@@ -35,7 +35,9 @@ from eagle31_hf.generation.captured.kept import release
 from eagle31_hf.targets import probe
 from eagle31_hf.targets.layers import decoder_layers
 
-sys.path.append(str(Path(__file__).parent / "generation"))  # helpers there serve other folders, too
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "tests" / "generation"))  # helpers there serve other folders, too
+sys.path.append(str(ROOT / "benchmarks"))
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # pytest's workers share the CPU's cores
 
 # Test modules from every part of the library that together take under a minute on two cores, for a developer between
@@ -80,7 +82,7 @@ QUICK = {
 # Test modules that take a quarter of a minute and more on one core, most of them processes, trainings or random trials.
 SLOW = {
     "test_at_once",
-    "test_bench_gpu",
+    "test_gpu",
     "test_callers_cache",
     "test_captured_executor",
     "test_captured_nodes",

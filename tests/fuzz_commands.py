@@ -50,7 +50,7 @@ SMALL = {
     "--eval-rows": "2",
     "--dtype": "float32",
 }
-SLOW = (("demo",), ("bench", "auto"), ("bench", "gpu"))  # of any size; drawn with one argument that is wrong
+SLOW = (("demo",),)  # of any size; drawn with one argument that is wrong
 ENDLESS = (("serve",), ("app",))  # drawn with a port that is none
 LINES = "abc\n/compare\n/depth 2\n/tree 5\nabcd\n/save said.json\n/nope\n/exit\n"  # said to `chat`
 NUMBERS = (

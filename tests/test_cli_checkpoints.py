@@ -1,4 +1,4 @@
-"""`eagle31 info | convert | export | publish | upgrade | bench`, in the process, with the demo pair and its exports."""
+"""`eagle31 info | convert | export | publish | upgrade`, in the process, with the demo pair and its exports."""
 
 import json
 import shlex
@@ -102,35 +102,6 @@ def test_upgrade_saves_and_reports(capsys, tmp_path):
     assert "is there already" in error_of(capsys, *options, "--output", str(tmp_path / "upgraded"))
     texts.write_text('{"words": 1}\n')
     assert "line 1" in error_of(capsys, *options)
-
-
-def test_bench_small_reports_every_call(capsys):
-    result = json_of(capsys, "bench", "small", "--prompt-tokens", "4", "--max-new-tokens", "12")
-    assert [(run["rate"], run["setting"]) for run in result["runs"]] == [
-        (rate, setting) for rate in (0.45, 0.65) for setting in ("auto", "chain of 3")
-    ]
-    for run in result["runs"]:
-        assert len(run["speedups"]) == 6
-        assert min(run["speedups"]) <= run["speedup"] <= max(run["speedups"])
-
-
-def test_bench_engine_accepts_what_was_decreed(capsys):
-    sizes = ["--prompt-tokens", "8", "--max-new-tokens", "40", "--rounds", "1"]
-    result = json_of(capsys, "bench", "engine", "--shape", "tiny", "--dtype", "float32", *sizes)
-    runs = {(run["setting"], run["rows"]): run for run in result["runs"]}
-    chain = runs["chain K=5", 1]
-    shares = [n / m for n, m in zip(chain["accepted_per_position"], chain["drafted_per_position"], strict=True)]
-    assert shares == sorted(shares, reverse=True)
-    assert 0.5 < shares[0] < 1, "0.8 was decreed"
-    assert runs["auto, nothing accepted", 1]["mean_accepted_length"] == 1
-    assert all(run["efficiency"] > 0 for run in runs.values())
-
-
-def test_bench_convert_reports_ratios(capsys, tmp_path):
-    result = json_of(capsys, "bench", "convert", "--megabytes", "1", "--rounds", "1", "--folder", str(tmp_path))
-    for row in result["conversion"]:
-        assert row["ratio"] == pytest.approx(row["convert_mb_per_second"] / row["copy_mb_per_second"])
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

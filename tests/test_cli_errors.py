@@ -38,11 +38,12 @@ GENERATE = ["generate", "--target", "target", "--drafter", "drafter", "--max-new
 PREPARE = ["prepare-data", "--target", "target", "--data", "texts.jsonl", "--output", "out"]
 TRAIN = ["train", "--target", "target", "--data", "texts.jsonl", "--output", "out", "--steps", "1"]
 UPGRADE = ["upgrade", "--target", "target", "--drafter", "drafter", "--texts", "texts.jsonl"]
+ACCEPTANCE = ["bench", "acceptance", "--target", "target", "--drafter", "drafter", "--prompts", "texts.jsonl"]
 BAD = {
     "no cuda": ([*GENERATE, "--device", "cuda:99", "abc"], "--device: got 'cuda:99'"),
     "no such device": (["demo", "--device", "gpu"], "--device: got 'gpu', expected a device: cpu"),
     "no memory": ([*GENERATE, "--device", "meta", "abc"], "--device: got 'meta'"),
-    "bench's device": (["bench", "engine", "--device", "cuda:99"], "--device: got 'cuda:99'"),
+    "bench's device": ([*ACCEPTANCE, "--device", "cuda:99"], "--device: got 'cuda:99'"),
     "a device map": ([*PREPARE, "--device-map", "nonsense"], "--device-map: got 'nonsense'"),
     "no such dtype": ([*GENERATE, "--dtype", "float99", "abc"], "--dtype: invalid choice: 'float99'"),
     "no such dtype in training": ([*TRAIN, "--dtype", "float99"], "--dtype: invalid choice: 'float99'"),
@@ -127,7 +128,6 @@ BAD = {
         "latin.jsonl: byte 10 is no UTF-8; expected a text file",
     ),
     "no template": ([*PREPARE, "--chat-template", "nope"], "nope: there is no such file or folder."),
-    "no folder to bench in": (["bench", "convert", "--folder", "nope"], "nope is no folder"),
 }
 
 

@@ -9,8 +9,6 @@ import torch
 from conftest import build_target
 
 from eagle31_hf import Eagle31DrafterModel, track_acceptance
-from eagle31_hf.bench.engine import build
-from eagle31_hf.bench.training import Step
 from eagle31_hf.cli import main, resuming
 from eagle31_hf.training.output import claim, set_aside
 
@@ -321,35 +319,3 @@ def test_bad_input_is_one_line(capsys, folder, arguments, message):
     assert status == 2
     assert out == ""
     assert message in err.splitlines()[-1]
-
-
-def test_bench_train_says_what_a_step_takes(capsys):
-    status, out, err = run(
-        capsys,
-        "bench",
-        "train",
-        "--shape",
-        "tiny",
-        "--dtype",
-        "float32",
-        "--prompt-tokens",
-        48,
-        "--rounds",
-        2,
-        "--json",
-    )
-    assert status == 0, err
-    runs = json.loads(out)["runs"]
-    assert [found["activations"] for found in runs] == ["computed again", "kept"]
-    for found in runs:
-        assert found["step"] == pytest.approx(sum(found["seconds"].values()))
-        assert found["tokens_per_second"] == pytest.approx(48 / found["step"])
-        assert all(seconds > 0 for seconds in found["seconds"].values())
-
-
-@pytest.mark.parametrize("recomputes", [False, True])
-def test_a_benched_step_trains(recomputes):
-    step = Step(build("tiny", torch.float32, "cpu")[0], tokens=48, depth=3, recomputes=recomputes)
-    before = [parameter.detach().clone() for parameter in step.trained]
-    step.run()
-    assert not any(torch.equal(old, new) for old, new in zip(before, step.trained, strict=True))

@@ -10,7 +10,7 @@ import logging
 import sys
 from collections.abc import Callable
 
-from . import benchmarks, checking, checkpoints, diagnosing, endings, preparation, run, talking, training
+from . import checking, checkpoints, diagnosing, endings, preparation, run, talking, training
 from .parsing import Parser, progress
 
 # name: (function, function that adds its arguments, one line of help, example)
@@ -79,10 +79,10 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Callable[[argpars
         "eagle31 publish model_cards/EAGLE3-LLaMA3.1-Instruct-8B --repo-id me/EAGLE3-LLaMA3.1-Instruct-8B",
     ),
     "bench": (
-        benchmarks.bench,
-        benchmarks.add_bench,
-        "measure what the library costs",
-        "eagle31 bench engine --shape qwen3-0.6b",
+        diagnosing.acceptance,
+        diagnosing.add_bench,
+        "report on drafters beside the target alone, on your prompts",
+        "eagle31 bench acceptance --target Qwen/Qwen3-8B --drafter ./my-drafter --prompts prompts.jsonl",
     ),
     "drift": (
         diagnosing.drift,

@@ -64,8 +64,8 @@ def drift(args: argparse.Namespace) -> int:
     return 0
 
 
-def acceptance(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """Measures acceptance and speed; with --output also writes the report. Returns it as plain values and as text."""
+def acceptance(args: argparse.Namespace) -> int:
+    """Measures acceptance and speed and shows them; with --output also writes the report."""
     from ..bench import AUTO_SHAPE, Shape
     from ..reports.acceptance import AcceptanceStudy, Settings
     from ..reports.acceptance_report import acceptance_report
@@ -111,7 +111,8 @@ def acceptance(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         return report
 
     report = reported(args, facts, ", ".join(loads), make)
-    return report.as_dict(), terminal(report)
+    show(args, report.as_dict(), terminal(report))
+    return 0
 
 
 def reported(
@@ -283,3 +284,14 @@ def add_models_and_prompts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=path, metavar="FOLDER", help="where the report is written")
     parser.add_argument("--resume", action="store_true", help="go on with a report that was stopped")
     add_reading(parser)
+
+
+def add_bench(parser: argparse.ArgumentParser) -> None:
+    """Adds `acceptance`, all that is measured by a command; what the library costs is in `benchmarks/`."""
+    add_json(parser)
+    line = "report on drafters beside the target alone, on your prompts: acceptance, speed, perturbations, contexts"
+    example = "acceptance --target Qwen/Qwen3-8B --drafter ./my-drafter --prompts prompts.jsonl --output report"
+    commands = parser.add_subparsers(required=True, metavar="what")
+    one = commands.add_parser("acceptance", help=line, description=line, epilog=f"example: eagle31 bench {example}")
+    add_acceptance(one)
+    add_json(one, default=argparse.SUPPRESS)  # it may stand before the name, too

@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +19,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from eagle31_hf import Eagle31Config, Eagle31DrafterModel, track_acceptance
-from eagle31_hf.bench.synthetic import MARK, synthetic_decoding
 from eagle31_hf.generation.planning.controller import LevelController
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from synthetic import MARK, synthetic_decoding
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,

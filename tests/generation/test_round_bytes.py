@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from engine import DRAFT_VOCABULARY, SHAPES, SHARED_FIELDS
+from on_gpu.floors import Floor
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig, LogitsProcessorList, Qwen3Config
 
 from eagle31_hf import Eagle31Config, Eagle31DrafterModel
-from eagle31_hf.bench.engine import DRAFT_VOCABULARY, SHAPES, SHARED_FIELDS
-from eagle31_hf.bench.gpu.floors import Floor
 from eagle31_hf.cache import adopt
 from eagle31_hf.cache.arena import Arena, move_into
 from eagle31_hf.generation.captured import fused_drafter

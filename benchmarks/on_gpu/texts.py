@@ -1,0 +1,188 @@
+"""The text of captured rounds beside that of plain generate: tiny random models in fp32, and the demo pair."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+)
+
+from eagle31_hf.acceptance import track_acceptance
+from eagle31_hf.bench import Contestant, Shape
+from eagle31_hf.configuration import Eagle31Config
+from eagle31_hf.generation.captured.kept import release
+from eagle31_hf.generation.captured.seam import Seam, Uncaptured, seams
+from eagle31_hf.modeling import Eagle31DrafterModel
+
+from .marked import Marked
+from .rounds import fused_of
+from .run import Pair, Row, Run, Task
+
+FIELDS: dict[str, Any] = {
+    "vocab_size": 4,  # few ids, so that random drafts are right now and then
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.5,  # a small one makes texts that repeat one token
+}
+TARGETS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
+    "Llama": (LlamaConfig, {}),
+    "Qwen3": (Qwen3Config, {}),
+    "Mistral, window of 8": (MistralConfig, {"sliding_window": 8}),
+}
+CHAIN = {"num_assistant_tokens": 4}
+TREE = {"num_assistant_tokens": 4, "draft_tree_top_k": 3, "draft_tree_total_tokens": 12}
+SAMPLED = {"do_sample": True, "temperature": 0.8}
+# Ways to decode: knobs, options of generate, and the sequences of the batch.
+WAYS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
+    "chain": (CHAIN, {}, 1),
+    "tree": (TREE, {}, 1),
+    "chain, batch of 3": (CHAIN, {}, 3),
+    "tree, batch of 3": (TREE, {}, 3),
+    "sampled tree": (TREE, SAMPLED, 1),
+    "sampled chain, batch of 3": (CHAIN, SAMPLED, 3),
+}
+NEW_TOKENS = 20
+LEFT_PADDING = 3  # tokens, of the second sequence of a batch; the third has one more
+
+
+def texts(run: Run) -> Iterator[Task]:
+    """Every way to decode, for tiny targets: without graphs, and on a GPU captured."""
+    for kind in TARGETS:
+        pair = tiny(kind, run.device)
+        for way in WAYS:
+            for name, seam in _seams(run).items():
+                yield f"{kind}, {way}, {name}", partial(compared, run, pair, way, seam)
+
+
+def _seams(run: Run) -> dict[str, Seam]:
+    found: dict[str, Seam] = {"uncaptured": Uncaptured()}
+    return found | ({"captured": run.seam()} if run.is_gpu else {})
+
+
+def tiny(kind: str, device: torch.device) -> Pair:
+    """One of TARGETS and a drafter, random and small."""
+    torch.manual_seed(0)
+    config_class, fields = TARGETS[kind]
+    target = AutoModelForCausalLM.from_config(config_class(**FIELDS | fields), dtype=torch.float32)
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    config = Eagle31Config(**{name: FIELDS[name] for name in names}, initializer_range=0.3)
+    drafter = Eagle31DrafterModel._from_config(config, dtype=torch.float32)
+    return target.to(device).eval(), drafter.to(device).eval()
+
+
+def compared(run: Run, pair: Pair, way: str, seam: Seam) -> Row:
+    """Decodes in a way, twice: the second time by what the first has captured. Greedy texts are compared with plain
+    generate's; sampled ones with those of the rounds without graphs, by the same seed."""
+    target, drafter = pair
+    knobs, sampling, count = WAYS[way]
+    inputs = _inputs(count, run.device)
+    decode = partial(_generated, target, inputs, sampling)
+    release(drafter)
+    if sampling:
+        expected = _within(Uncaptured(), run, partial(decode, drafter, knobs))[0]
+        release(drafter)
+    else:
+        expected = decode(None, {})
+    marked = Marked(seam, run.device, forbids_waits=True)
+    found = [_within(marked, run, partial(decode, drafter, knobs)) for _ in range(2)]
+    return {
+        "equal": all(torch.equal(text, expected) for text, _ in found),
+        "differs_at": [_differs_at(text, expected) for text, _ in found],
+        "mean_accepted_length": found[0][1].mean_accepted_length,
+        "executions": dict(found[0][1].executions),
+        "fused": fused_of(target),
+        "waits_forbidden": marked.forbids_waits,
+        "seconds_to_capture": marked.capture_seconds,
+    }
+
+
+def _inputs(count: int, device: torch.device) -> dict[str, Tensor]:
+    """Prompts, left-padded but for the first."""
+    ids = torch.tensor([[1, 2, 3, 0, 2, 1, 3, 1]]).repeat(count, 1)
+    mask = torch.ones_like(ids)
+    for b in range(1, count):
+        mask[b, : LEFT_PADDING + b - 1] = 0
+        ids[b] = (ids[b] + b) % FIELDS["vocab_size"]
+    return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+
+
+def _generated(
+    target: PreTrainedModel,
+    inputs: dict[str, Tensor],
+    sampling: dict[str, Any],
+    drafter: Eagle31DrafterModel | None,
+    knobs: dict[str, Any],
+) -> Tensor:
+    torch.manual_seed(0)
+    options = {"do_sample": False, **sampling} | ({} if drafter is None else {"assistant_model": drafter, **knobs})
+    return target.generate(**inputs, max_new_tokens=NEW_TOKENS, **options)
+
+
+def _within(seam: Any, run: Run, decode: Callable[[], Tensor]) -> tuple[Tensor, Any]:
+    with seams(lambda device: seam), track_acceptance() as stats:
+        return decode(), stats
+
+
+def _differs_at(text: Tensor, expected: Tensor) -> int | None:
+    """The first token that differs, counted from the text's beginning; None where none does."""
+    if text.shape != expected.shape:
+        return min(text.shape[1], expected.shape[1])
+    differing = (text != expected).any(0).nonzero()
+    return int(differing[0]) if len(differing) else None
+
+
+DEMO_SHAPES = (Shape(5), Shape(7, 10, 60))
+
+
+def demo(run: Run) -> Iterator[Task]:
+    """The demo pair, with its real acceptance, beside the target alone; in fp32 the texts are equal."""
+    assert run.load_demo is not None
+    target, drafters, prompts = run.load_demo(str(run.device))
+    prompts = [prompt.to(run.device) for prompt in prompts[: run.sizes.demo_prompts]]
+    for dtype in (torch.float32, torch.bfloat16) if run.is_gpu else (torch.float32,):
+        target.to(dtype)  # type: ignore[arg-type]
+        alone = Contestant(target)
+        for prompt in prompts[:1]:
+            alone.generate(prompt, 8)
+        expected = [alone.run(prompt, run.sizes.demo_tokens) for prompt in prompts]
+        figures = {"tokens_per_second": alone.tokens_per_second, "dtype": str(dtype)}
+        yield f"demo, {dtype}, the target alone", figures.copy
+        for name, drafter in drafters.items():
+            drafter.to(dtype)  # type: ignore[arg-type]
+            for shape in DEMO_SHAPES:
+                contestant = Contestant(target, name, drafter, shape)
+                yield f"demo, {dtype}, {name}, {shape.name}", partial(_demo_row, run, contestant, prompts, expected)
+
+
+def _demo_row(run: Run, contestant: Contestant, prompts: list[Tensor], expected: list[Tensor]) -> Row:
+    seam = Marked(run.seam(), run.device)
+    with seams(lambda device: seam):
+        contestant.generate(prompts[0], run.sizes.demo_tokens)
+        seam.spans.clear()
+        texts = [contestant.run(prompt, run.sizes.demo_tokens) for prompt in prompts]
+    stats = contestant.stats
+    return {
+        "equal": all(map(torch.equal, texts, expected)),
+        "tokens_per_second": contestant.tokens_per_second,
+        "mean_accepted_length": stats.mean_accepted_length,
+        "acceptance_rates": stats.acceptance_rates,
+        "executions": dict(stats.executions),
+        "seconds_to_capture": seam.capture_seconds,
+    }

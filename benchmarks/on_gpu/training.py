@@ -1,0 +1,81 @@
+"""Benchmarks of training on a GPU: times the distillation loss and the unroll's attention beside their alternatives.
+
+H heads, S positions, D width of a head.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import partial
+
+from torch import Tensor
+
+from eagle31_hf.training.attention import first_mask
+from eagle31_hf.training.attention_ways import DENSE, EFFICIENT_CUDA, FLASH_CPU, FLASH_CUDA, WAYS, FirstKeys
+
+from .inputs import Maker
+from .operations import real_sizes, timed
+from .run import Row, Run, Task
+from .subprocesses import in_subprocess
+from .timing import milliseconds
+
+COMPILE_LIMIT = 30.0  # seconds
+WAYS_OF = {"cpu": (DENSE, FLASH_CPU), "cuda": (DENSE, FLASH_CUDA, EFFICIENT_CUDA)}
+MATMULS = {"forward": 2, "backward": 5}  # of queries with keys, each of which sees half of them
+
+
+def training(run: Run) -> Iterator[Task]:
+    """Lists what is timed: of the loss our kernel, its reference, and the reference compiled; of attention every way
+    that the device has."""
+    size = next(real_sizes(run, "distillation_loss"))
+    yield f"distillation_loss, {size.tokens} predictions", partial(timed, run, "distillation_loss", size)
+    yield f"distillation_loss, {size.tokens} predictions, its reference compiled", partial(_compiled, run)
+    for way in WAYS_OF.get(run.device.type, (DENSE,)):
+        yield f"attention of the unroll, {run.sizes.positions} positions, {way}", partial(attended, run, way)
+
+
+def _compiled(run: Run) -> Row:
+    """Times the compiled reference in a process of its own, as compiling may take longer than there is."""
+    if not run.is_gpu:
+        return {"left_out": "no GPU"}
+    size = asdict(next(real_sizes(run, "distillation_loss")))
+    return in_subprocess("distillation_loss", min(COMPILE_LIMIT, run.left()), str(run.device), size)
+
+
+def attended(run: Run, way: str) -> Row:
+    """Times a way of attending: milliseconds forward and backward, how fast it multiplies, and how far its gradient
+    by the queries is from that of dense chunks."""
+    inputs = [_inputs(run, seed) for seed in range(2)]
+    forward: list[Callable] = [partial(WAYS[way].forward, _seen_by(way, first)) for first, _ in inputs]
+    both: list[Callable] = [partial(_there_and_back, way, first, grad) for first, grad in inputs]
+    figures = milliseconds(both, run.device)
+    first, grad = inputs[0]
+    expected = _there_and_back(DENSE, first, grad).double()
+    error = float((_there_and_back(way, first, grad).double() - expected).abs().max() / expected.abs().max())
+    multiplied = sum(MATMULS.values()) * first.q.numel() * first.q.shape[2]
+    return {
+        **figures,
+        "ms_of_forward": milliseconds(forward, run.device)["ms"],
+        "tflops": multiplied / figures["ms"] / 1e9,
+        "error_of_scale": error,
+    }
+
+
+def _inputs(run: Run, seed: int) -> tuple[FirstKeys, Tensor]:
+    """Makes one text's queries, keys and values (1, H, S, D), every head with keys of its own, and the output's
+    gradient."""
+    size = next(real_sizes(run, "distillation_loss"))
+    make = Maker(size, run.dtype, run.device, seed)
+    shape = 1, run.sizes.positions, size.heads, size.head_dim
+    q, k, v, grad = (make.floats(*shape).transpose(1, 2) for _ in range(4))
+    mask = first_mask(run.sizes.positions, 0, None, run.device)[None, None]
+    return FirstKeys(q, k, v, mask, size.head_dim**-0.5, [(slice(None), slice(None))]), grad
+
+
+def _seen_by(way: str, first: FirstKeys) -> FirstKeys:
+    """Makes the keys of depth 0 as a way takes them: a kernel needs no mask."""
+    return first if way == DENSE else first._replace(mask=None)
+
+
+def _there_and_back(way: str, first: FirstKeys, grad: Tensor) -> Tensor:
+    first = _seen_by(way, first)
+    return WAYS[way].backward(first, grad, *WAYS[way].forward(first))[0]

@@ -1,0 +1,75 @@
+"""The benchmarks beside the library, in the process, small."""
+
+import json
+
+import conversion
+import engine
+import memory
+import pytest
+import small
+import torch
+import training
+
+
+def figures_of(capsys, benchmark, *arguments: str) -> dict:
+    """Runs a benchmark; returns the figures it prints."""
+    benchmark.main([*arguments, "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def test_bench_small_reports_every_call(capsys):
+    result = figures_of(capsys, small, "--prompt-tokens", "4", "--max-new-tokens", "12")
+    assert [(run["rate"], run["setting"]) for run in result["runs"]] == [
+        (rate, setting) for rate in (0.45, 0.65) for setting in ("auto", "chain of 3")
+    ]
+    for run in result["runs"]:
+        assert len(run["speedups"]) == 6
+        assert min(run["speedups"]) <= run["speedup"] <= max(run["speedups"])
+
+
+def test_bench_engine_accepts_what_was_decreed(capsys):
+    sizes = ["--prompt-tokens", "8", "--max-new-tokens", "40", "--rounds", "1"]
+    result = figures_of(capsys, engine, "--shape", "tiny", "--dtype", "float32", *sizes)
+    runs = {(run["setting"], run["rows"]): run for run in result["runs"]}
+    chain = runs["chain K=5", 1]
+    shares = [n / m for n, m in zip(chain["accepted_per_position"], chain["drafted_per_position"], strict=True)]
+    assert shares == sorted(shares, reverse=True)
+    assert 0.5 < shares[0] < 1, "0.8 was decreed"
+    assert runs["auto, nothing accepted", 1]["mean_accepted_length"] == 1
+    assert all(run["efficiency"] > 0 for run in runs.values())
+
+
+def test_bench_convert_reports_ratios(capsys, tmp_path):
+    result = figures_of(capsys, conversion, "--megabytes", "1", "--rounds", "1", "--folder", str(tmp_path))
+    for row in result["conversion"]:
+        assert row["ratio"] == pytest.approx(row["convert_mb_per_second"] / row["copy_mb_per_second"])
+    assert not list(tmp_path.iterdir())
+
+
+def test_training_says_what_a_step_takes(capsys):
+    sizes = ["--shape", "tiny", "--dtype", "float32", "--prompt-tokens", "48", "--rounds", "2"]
+    runs = figures_of(capsys, training, *sizes)["runs"]
+    assert [found["activations"] for found in runs] == ["computed again", "kept"]
+    for found in runs:
+        assert found["step"] == pytest.approx(sum(found["seconds"].values()))
+        assert found["tokens_per_second"] == pytest.approx(48 / found["step"])
+        assert all(seconds > 0 for seconds in found["seconds"].values())
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_benched_step_trains(recomputes):
+    step = training.Step(engine.build("tiny", torch.float32, "cpu")[0], tokens=48, depth=3, recomputes=recomputes)
+    before = [parameter.detach().clone() for parameter in step.trained]
+    step.run()
+    assert not any(torch.equal(old, new) for old, new in zip(before, step.trained, strict=True))
+
+
+def test_memory_is_that_of_processes_of_their_own(capsys):
+    rows = figures_of(capsys, memory, "--shape", "tiny", "--dtype", "float32", "--prompt-tokens", "64")["memory"]
+    assert [row["chunk"] for row in rows] == [None, 2048]
+    assert all(row["ratio"] == pytest.approx(row["drafted"] / row["alone"]) for row in rows)
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(SystemExit, match="is no folder"):
+        conversion.main(["--folder", str(tmp_path / "nope")])

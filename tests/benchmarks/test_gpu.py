@@ -1,0 +1,296 @@
+"""`benchmarks/gpu.py`, whole and small on a CPU, and its parts."""
+
+import json
+import sys
+from pathlib import Path
+
+import gpu
+import pytest
+import torch
+from engine import SHAPES, Setting, build, seconds_of_call
+from on_gpu import Runner, rounds
+from on_gpu.compiled import static
+from on_gpu.floors import Floor
+from on_gpu.inputs import MAKERS
+from on_gpu.marked import Marked
+from on_gpu.operations import compared, error_of
+from on_gpu.report import table
+from on_gpu.rivals import STATIC_LIMIT
+from on_gpu.rounds import survival_of, timed
+from on_gpu.run import SMALL, SURVIVAL, Run, Section
+from on_gpu.sections import BUDGET, NAMES, SECTIONS
+from on_gpu.subprocesses import in_subprocess
+from on_gpu.watched import Watch
+
+from eagle31_hf.generation.captured.seam import Uncaptured
+from eagle31_hf.kernels.operation import OPERATIONS
+from eagle31_hf.storage.folders import replace_json
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(monkeypatch):
+    """A child is no worker of pytest's, and would have all cores that other workers are using."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def small_run() -> Run:
+    return Run(CPU, ("tiny",), sizes=SMALL)
+
+
+def runner_of(tmp_path, budget: float = 100.0) -> Runner:
+    return Runner(small_run(), tmp_path / "results.json", budget)
+
+
+@pytest.mark.slow
+def test_all_sections_run_on_a_cpu(capsys, tmp_path):
+    output = tmp_path / "results.json"
+    gpu.main(["--device", "cpu", "--shape", "tiny", "--output", str(output)])
+    printed = capsys.readouterr().out
+    sections = json.loads(output.read_text())["sections"]
+    assert tuple(sections) == tuple(sorted(NAMES)), "in the file, keys are in order"
+    for name, section in sections.items():
+        assert "error" not in section, section["error"]
+        assert section["title"] in printed
+        for row in section["rows"]:
+            assert "error" not in row, f"{name}, {row['name']}: {row['error']}"
+    for row in sections["texts"]["rows"]:
+        assert row["equal"], row["name"]
+        assert [*row["executions"]] == [f"as {Uncaptured.name}"]
+    assert max(row["mean_accepted_length"] for row in sections["texts"]["rows"]) > 1.5, "little is accepted"
+    assert all(row.get("equal", True) for row in sections["demo"]["rows"])
+    for row in sections["rounds"]["rows"]:
+        if "round_ms" in row:
+            parts = row["draft_ms"] + row["verify_ms"] + row["gap_ms"]
+            assert parts == pytest.approx(row["round_ms"])
+            assert row["round_over_floor"] == pytest.approx(row["round_ms"] / row["floor_ms"]["round"])
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+
+
+def test_sections_are_chosen_by_name(capsys, tmp_path):
+    output = str(tmp_path / "results.json")
+    gpu.main(["--device", "cpu", "--only", "machine,matmuls", "--output", output, "--json"])
+    assert [*json.loads(capsys.readouterr().out)["sections"]] == ["machine", "matmuls"]
+    with pytest.raises(SystemExit):
+        gpu.main(["--device", "cpu", "--only", "machin", "--output", output])
+    assert "did you mean machine?" in capsys.readouterr().err
+
+
+def test_results_are_replaced_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "results.json"
+    replace_json(path, {"a": 1})
+    replace_json(path, {"a": 2})
+    with pytest.raises(TypeError):
+        replace_json(path, {"a": object()})
+    assert json.loads(path.read_text()) == {"a": 2}
+    assert [each.name for each in tmp_path.iterdir()] == ["results.json"]
+
+
+def test_what_fails_is_told_and_the_rest_goes_on(tmp_path):
+    def tasks(run):
+        yield "broken", lambda: {"ms": 1 / 0}
+        yield "sound", lambda: {"ms": 1.0}
+        raise RuntimeError("no further")
+
+    runner = runner_of(tmp_path)
+    runner.measure(Section("one", "One", 10, tasks))
+    runner.measure(Section("two", "Two", 10, lambda run: iter([("sound", lambda: {"ms": 2.0})])))
+    one, two = json.loads(runner.output.read_text())["sections"].values()
+    assert "ZeroDivisionError" in one["rows"][0]["error"]
+    assert one["rows"][1]["ms"] == 1.0
+    assert "no further" in one["error"]
+    assert two["rows"][0]["ms"] == 2.0
+    assert runner.has_failed
+    lines = table(runner.results).splitlines()
+    assert any("broken" in line and "failed: ZeroDivisionError" in line for line in lines)
+    assert any("no further" in line for line in lines)
+
+
+def test_rows_are_left_out_where_time_is_spent(tmp_path):
+    runner = runner_of(tmp_path)
+
+    def tasks(run):
+        yield "first", dict
+        run.ends = 0.0  # long ago
+        yield "second", dict
+
+    runner.measure(Section("one", "One", 10, tasks))
+    figures = runner.results["sections"]["one"]
+    assert [row["name"] for row in figures["rows"]] == ["first"]
+    assert "'second'" in figures["left_out"]
+    runner.budget = runner.spent()
+    runner.measure(Section("two", "Two", 10, tasks))
+    assert runner.results["sections"]["two"]["rows"] == []
+    assert "is spent" in runner.results["sections"]["two"]["left_out"]
+
+
+# A program whose sections crash, hang and fail; another one is sound.
+HARMFUL = """
+import os, sys, time
+sys.path.append(FOLDER)
+import gpu
+import on_gpu
+from on_gpu.run import Section
+
+def crash(run):
+    yield "before", lambda: {"ms": 1.0}
+    yield "crash", lambda: os._exit(139)
+
+def hang(run):
+    yield "hang", lambda: time.sleep(600)
+
+def useless(run):
+    on_gpu.is_usable = lambda device: False
+    yield "invalid access", lambda: {"ms": 1 / 0}
+
+sound = lambda run: iter([("sound", lambda: {"ms": 2.0})])
+parts = {"crash": crash, "hang": hang, "useless": useless, "sound": sound}
+on_gpu.SECTIONS = tuple(Section(name, name, 2, tasks) for name, tasks in parts.items())
+gpu.NAMES = tuple(parts)
+gpu.main()
+"""
+
+
+def test_a_section_that_crashes_or_hangs_does_not_end_the_run(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(HARMFUL.replace("FOLDER", repr(str(Path(gpu.__file__).parent))))
+    told = []
+    watch = Watch(tmp_path / "results.json", 200, ["--device", "cpu"], told.append, [sys.executable, str(program)], 0.5)
+    results = watch.measure(["crash", "hang", "useless", "sound"])
+    assert json.loads(watch.output.read_text()) == results
+    sections = results["sections"]
+    assert sections["crash"]["error"] == "its process ended by status 139"
+    assert [row["name"] for row in sections["crash"]["rows"]] == ["before"]
+    assert "hang went on past its limit" in sections["hang"]["error"]
+    assert "ZeroDivisionError" in sections["useless"]["rows"][0]["error"]
+    assert sections["sound"]["rows"][0]["ms"] == 2.0
+    assert len(told) == 2
+    assert "torch" in results["environment"]
+    assert {path.name for path in tmp_path.iterdir()} == {"program.py", "results.json"}
+
+
+def test_a_program_that_does_not_start_ends_the_run(tmp_path):
+    watch = Watch(tmp_path / "results.json", 60, [], program=[sys.executable, "-c", "raise SystemExit(7)"])
+    results = watch.measure(["machine", "texts"])
+    assert {section["error"] for section in results["sections"].values()} == {"its process ended by status 7"}
+    silent = Watch(tmp_path / "results.json", 60, [], program=[sys.executable, "-c", "pass"])
+    assert silent.measure(["machine"])["sections"] == {}
+
+
+def test_the_telling_sections_fit_in_the_budget():
+    limits = {section.name: section.limit for section in SECTIONS}
+    telling = ("machine", "texts", "rounds", "rivals")
+    assert NAMES[: len(telling)] == telling
+    assert sum(limits[name] for name in telling) <= BUDGET
+    assert limits["rivals"] > STATIC_LIMIT
+
+
+def test_captures_are_no_part_of_what_is_timed(monkeypatch):
+    """Auto meets its plans one after the other, some of them in a second call."""
+    counts, made = [], []
+
+    class Counted(Uncaptured):
+        def capture(self, function, part):
+            made.append(part)
+            return function
+
+    def counted(*args, **options):
+        before = len(made)
+        seconds = seconds_of_call(*args, **options)
+        counts.append(len(made) - before)
+        return seconds
+
+    run = small_run()
+    run.seam = Counted
+    monkeypatch.setattr(rounds, "seconds_of_call", counted)
+    row = timed(run, "tiny", Setting("auto", {"num_assistant_tokens": "auto"}, SURVIVAL), 12)
+    assert counts[0] > 0
+    assert counts[-2:] == [0, 0]  # the last one is timed
+    assert row["fused"] == "9 of 9"
+
+
+def test_processes_that_take_too_long_or_fail_are_told():
+    facts = {"shape": "tiny", "prompt": 4, "new_tokens": 4, "dtype": "float32"}
+    assert "longer than" in in_subprocess("static", 0.0, "cpu", facts)["left_out"]
+    assert "KeyError" in in_subprocess("statics", 60, "cpu", facts)["error"]
+
+
+def test_a_static_cache_is_timed():
+    figures = static("cpu", "tiny", prompt=4, new_tokens=8, dtype="float32")
+    assert figures["tokens_per_second"] == pytest.approx(1000 / figures["ms_a_token"])
+
+
+def test_every_operation_has_inputs():
+    assert MAKERS.keys() == OPERATIONS.keys()
+
+
+class Wrong:
+    """`silu_mul` with an error of so large a share."""
+
+    name = "silu_mul"
+
+    def __init__(self, share: float):
+        self.reference = OPERATIONS["silu_mul"].reference
+        self.share = share
+
+    def __call__(self, gate, up):
+        return (self.reference(gate.double(), up.double()) * (1 + self.share)).to(up.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_errors_of_a_kernel_are_found(monkeypatch, dtype):
+    eps = torch.finfo(dtype).eps
+    monkeypatch.setitem(OPERATIONS, "silu_mul", Wrong(0.0))
+    assert compared(small_run(), "silu_mul", dtype)["ulps"] <= 1
+    monkeypatch.setitem(OPERATIONS, "silu_mul", Wrong(8 * eps))
+    assert 7 <= compared(small_run(), "silu_mul", dtype)["ulps"] <= 17
+
+
+def test_units_in_the_last_place():
+    one = torch.tensor([1.0, -3.0, 1e-9])
+    eps = torch.finfo(torch.float32).eps
+    assert error_of(one, one) == {"ulps": 0.0, "of_scale": 0.0}
+    assert error_of(one * torch.tensor([1 + eps, 1.0, 1.0]), one)["ulps"] == pytest.approx(1)
+    assert error_of(one + torch.tensor([0.0, 2 * eps, 0.0]), one)["ulps"] == pytest.approx(1), (
+        "of 2 to 4 a unit is 2 eps"
+    )
+    assert error_of(one * torch.tensor([1.0, 1.0, float("nan")]), one)["ulps"] > 1e9
+    assert error_of(torch.tensor([1, 2, 3]), torch.tensor([1, 0, 0])) == {"wrong_integers": 2}
+
+
+def test_floors_count_the_bytes_that_are_read():
+    target, drafter = build("tiny", torch.float32, "cpu")
+    fields = SHAPES["tiny"]
+    floor = Floor.of(target, drafter)
+    hidden, inner, vocab = (fields[name] for name in ("hidden_size", "intermediate_size", "vocab_size"))
+    of_layer = 2 * hidden * 64 + 2 * hidden * 32 + 3 * hidden * inner + 2 * hidden + 2 * 16  # Qwen3 norms heads
+    assert floor.target_weights == 4 * (8 * of_layer + hidden + vocab * hidden)
+    assert floor.target_token == 4 * 2 * 8 * 2 * 16
+    assert floor.drafter_token == 4 * 2 * 2 * 16
+    assert floor.drafter_fusion == 4 * (3 * hidden * hidden + 3 * hidden)
+    of_drafter = 2 * hidden * (64 + 32 + 32) + 64 * hidden + 3 * hidden * inner + 4 * hidden + vocab // 2 * hidden
+    assert floor.drafter_weights == 4 * of_drafter
+    both = floor.milliseconds(context=10, steps=3, num_sequences=2, bandwidth=1e6)
+    assert both["verify"] == pytest.approx((floor.target_weights + 20 * floor.target_token) / 1000)
+    step = floor.drafter_weights + 20 * floor.drafter_token
+    assert both["draft"] == pytest.approx((floor.drafter_fusion + 3 * step) / 1000)
+    assert both["round"] == pytest.approx(both["verify"] + both["draft"])
+
+
+def test_a_round_is_split_by_marks():
+    """Two rounds, before the second of which the plan changed, so that it was drafted twice; a gap of 1 s after each
+    run; and the draft of a third round that never was."""
+    marked = Marked(Uncaptured(), CPU)
+    drafts, verifications = [(0.0, 2.0), (8.0, 10.0), (11.0, 13.0), (21.0, 30.0)], [(3.0, 7.0), (14.0, 20.0)]
+    marked.spans = sorted(
+        [("draft", *span) for span in drafts] + [("verify", *span) for span in verifications], key=lambda span: span[1]
+    )
+    split = marked.split()
+    expected = {"round_ms": 10000, "draft_ms": 3000, "verify_ms": 5000, "gap_ms": 2000}
+    assert {name: split[name] for name in expected} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("length", [1.5, 4.5, 6.1])
+def test_chances_give_the_length_that_is_wanted(length):
+    assert 1 + sum(survival_of(length, 7)) == pytest.approx(length)
