@@ -1,4 +1,5 @@
-"""The folders of model_cards/: each loads once the repository it names serves weights, and claims nothing else."""
+"""The folders of model_cards/: each loads, from weights of its own or once the repository it names serves them, and
+claims nothing else."""
 
 import json
 from pathlib import Path
@@ -12,7 +13,9 @@ from eagle31_hf.hub import publish
 
 from .repositories import original_release
 
-CARDS = sorted(path.parent for path in (Path(__file__).parents[2] / "model_cards").glob("*/config.json"))
+FOLDERS = sorted(path.parent for path in (Path(__file__).parents[2] / "model_cards").glob("*/config.json"))
+OWN = [folder for folder in FOLDERS if (folder / "model.safetensors").exists()]
+CARDS = [folder for folder in FOLDERS if folder not in OWN]
 ALWAYS = {"model_type", "architectures", "target_model", "weights_from"}
 GEOMETRY = {
     "hidden_size",
@@ -57,3 +60,12 @@ def test_a_hosted_cards_text_agrees_with_its_config(card):
 
 def test_there_are_cards():
     assert len(CARDS) > 40
+
+
+@pytest.mark.parametrize("folder", OWN, ids=lambda folder: folder.name)
+def test_a_drafter_with_weights_of_its_own_loads_and_names_its_target(folder):
+    drafter = Eagle31DrafterModel.from_pretrained(folder)
+    assert drafter.config.weights_from is None
+    assert all(parameter.isfinite().all() for parameter in drafter.parameters())
+    page = ModelCard.load(folder / "README.md")
+    assert page.data.base_model in (drafter.config.target_model, [drafter.config.target_model])
