@@ -72,7 +72,7 @@ SMALL = Sizes(
 class Run:
     """State of one run of the benchmark, handed to every section: the device, the models, and what was found so far.
 
-    `shapes`: of the targets, those of `bench.engine.SHAPES`; the first is measured in
+    `shapes`: of the targets, those of `engine.SHAPES`; the first is measured in
     every way. `found` collects figures that later sections need; `ends`: when the section under way has to end, by
     `time.perf_counter`."""
 

@@ -1,10 +1,10 @@
-"""A decoder layer of the Llama form, run over an arena by the operations of `kernels`: four matrix products and five
-operations, where the weights that read the same lie side by side.
+"""A decoder layer of the Llama form, run over an arena by the operations of `kernels`: seven matrix products and five
+operations; four products where layers that read the same are joined.
 
 B sequences, T tokens, h width, H heads of queries, Hkv of keys, D head width, P the part of it that is rotated.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from ..kernels.norms import add_rms_norm
 from ..kernels.rope import rope_append
 from ..kernels.silu_mul import silu_mul
 from ..kernels.tree_attention import attend_to_spans
-from .joined import lay_side_by_side, products
+from .joined import products
 from .layers import has_hooks
 
 QKV = ("q_proj", "k_proj", "v_proj")
@@ -24,7 +24,7 @@ PROJECTIONS = (*QKV, "o_proj")
 MLP_PROJECTIONS = (*GATED, "down_proj")
 NORMS = ("input_layernorm", "post_attention_layernorm")
 HEAD_NORMS = ("q_norm", "k_norm")
-WEIGHTS = {
+KNOWN_WEIGHTS = {
     f"{name}.{kind}"
     for name in (
         *NORMS,
@@ -56,13 +56,13 @@ def through_mlp(mlp: Any, x: Tensor) -> Tensor:
     return mlp.down_proj(silu_mul(*products([getattr(mlp, name) for name in GATED], x)))
 
 
-def join_layers(layers: Iterable[Any]) -> None:
-    """Lays side by side those weights of layers that `attend` and `through_mlp` read as one."""
-    lay_side_by_side(
-        [getattr(part, name) for name in names]
-        for layer in layers
-        for part, names in ((layer.self_attn, QKV), (layer.mlp, GATED))
-    )
+def readers_of_the_same(layers: Iterable[Any], of_mlps: bool = True) -> Iterator[list[nn.Module]]:
+    """Yields the groups of linear layers that `attend` and, `of_mlps`, `through_mlp` run as one where they are
+    joined."""
+    for layer in layers:
+        yield [getattr(layer.self_attn, name) for name in QKV]
+        if of_mlps:
+            yield [getattr(layer.mlp, name) for name in GATED]
 
 
 def norm_sum(norm: Any, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -119,7 +119,7 @@ def why_not_fusable(layer: nn.Module) -> str | None:
     linear += [getattr(mlp, name, None) for name in MLP_PROJECTIONS]
     if any(type(part) is not nn.Linear for part in linear):
         return "its projections are not plain linear layers"
-    others = {name for name, _ in layer.named_parameters()} - WEIGHTS
+    others = {name for name, _ in layer.named_parameters()} - KNOWN_WEIGHTS
     if others:
         return f"it has other weights: {min(others)}"
     return _why_not_by_norms(layer, attention) or _why_not_by_modules(layer)

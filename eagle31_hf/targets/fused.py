@@ -1,4 +1,4 @@
-"""Decoder layers of the Llama form run by the operations of `kernels` while a mask of spans is passed: nine nodes of a
+"""Decoder layers of the Llama form run by the operations of `kernels` while a mask of spans is passed: ten nodes of a
 graph a layer, in place of forty and more. Each layer has to prove that it computes the same.
 
 N nodes of a tree, h target width.

@@ -1,11 +1,16 @@
-"""Linear layers that read the same input, as those of queries, keys and values do, run as one product: their weights
-are laid side by side in one buffer.
+"""Linear layers that read the same input, as those of queries, keys and values do, run as one product, by a copy of
+their weights that lies in one buffer.
+
+The layers stay what they are. The copy is written again before every call, which takes as long as reading the weights
+once: it holds what they hold.
 
 K width of the input, N of a layer's output.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -24,35 +29,81 @@ KINDS: dict[type, tuple[tuple[str, ...], Callable[..., Tensor]]] = {
 }
 
 
+@dataclass
+class Joined:
+    """The tensors of several layers as those of one: None for a bias that none has. `sources`: what they are copies
+    of."""
+
+    wholes: list[Tensor | None]
+    sources: list[tuple[Any, ...]]
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        """The addresses that graphs read."""
+        return tuple(whole.data_ptr() for whole in self.wholes if whole is not None)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(whole.nbytes for whole in self.wholes if whole is not None)
+
+
+_joined: WeakKeyDictionary[nn.Module, Joined] = WeakKeyDictionary()  # by the first layer of a group
+
+
 def products(layers: Sequence[Any], x: Tensor) -> Sequence[Tensor]:
-    """Multiplies x (..., K) by the weight of each layer -> (..., N) of each: one product, where the weights lie side by
-    side and, if they are of 8 bits, x is of few rows."""
-    kind = type(layers[0])
-    tensors = _tensors(layers)
-    is_for_one = kind is nn.Linear or x.shape[:-1].numel() <= FEW_ROWS
-    if not tensors or not is_for_one or not all(map(_are_side_by_side, tensors)):
+    """Multiplies x (..., K) by the weight of each layer -> (..., N) of each: as one product where the layers were
+    joined and, if their weights are of 8 bits, x is of few rows."""
+    kind, joined = type(layers[0]), _joined.get(layers[0])
+    can_join = kind is nn.Linear or x.shape[:-1].numel() <= FEW_ROWS
+    if joined is None or not can_join or not _is_of(joined, _tensors(layers)):
         return [layer(x) for layer in layers]
-    return KINDS[kind][1](x, *map(_whole, tensors)).split([layer.out_features for layer in layers], dim=-1)
+    return KINDS[kind][1](x, *joined.wholes).split([layer.out_features for layer in layers], dim=-1)
 
 
 @torch.no_grad()
-def lay_side_by_side(groups: Iterable[Sequence[nn.Module]]) -> None:
-    """Lays the weights of the layers of each group side by side, where they can be. They are moved: parameters keep
-    their names, values and what is done to them, and take as much memory as before. Ends early where there is no
-    memory for a group's weights twice."""
-    device = None
+def join(groups: Iterable[Sequence[nn.Module]], most_bytes: float) -> list[Joined]:
+    """Joins the layers of each group, where they can be joined, and copies their weights as they are now. Returns what
+    was joined, which is to be kept as long as graphs read it. New copies take at most `most_bytes`."""
+    found = list[Joined]()
+    for layers in groups:
+        tensors = _tensors(layers)
+        known = _joined.pop(layers[0], None)
+        if not tensors or not all(map(_are_alike, tensors)):
+            continue
+        if known is None or not _is_of(known, tensors):
+            known = _made(tensors, most_bytes)
+            if known is None:
+                continue
+            most_bytes -= known.num_bytes
+        for whole, parts in zip(known.wholes, tensors, strict=True):
+            if whole is not None:
+                torch.cat([part.detach() for part in parts], out=whole)
+        _joined[layers[0]] = known
+        found.append(known)
+    return found
+
+
+def separate(groups: Iterable[Sequence[nn.Module]]) -> None:
+    """Forgets the copies of groups; what still holds them keeps them."""
+    for layers in groups:
+        _joined.pop(layers[0], None)
+
+
+def _made(tensors: list[tuple[Any, ...]], most_bytes: float) -> Joined | None:
+    """Makes room for the copy of a group; None where there is not enough."""
+    if sum(part.nbytes for parts in tensors for part in parts if part is not None) > most_bytes:
+        return None
     try:
-        for layers in groups:
-            tensors = _tensors(layers)
-            if not all(map(_are_side_by_side, tensors)) and all(map(_can_move, tensors)):
-                device = layers[0].weight.device
-                for parts in tensors:
-                    _move(parts)
+        with torch.inference_mode(False):  # another call may write to it in another mode
+            return Joined([_room(parts) for parts in tensors], tensors)
     except torch.OutOfMemoryError:
-        logger.info("There is no memory to lay more weights side by side: they stay where they are.")
-    if device is not None and device.type == "cuda":
-        torch.cuda.synchronize(device)  # another stream may still read weights where they were
-        torch.cuda.empty_cache()  # which has left gaps that few other tensors fit into
+        logger.info("There is no memory for more joined weights: their layers run one by one.")
+        return None
+
+
+def _room(parts: Sequence[Any]) -> Tensor | None:
+    first = parts[0]
+    return None if first is None else first.detach().new_empty(sum(map(len, parts)), *first.shape[1:])
 
 
 def _tensors(layers: Sequence[Any]) -> list[tuple[Any, ...]]:
@@ -64,42 +115,19 @@ def _tensors(layers: Sequence[Any]) -> list[tuple[Any, ...]]:
     return [tuple(getattr(layer, name) for layer in layers) for name in KINDS[kind][0]]
 
 
-def _are_side_by_side(parts: Sequence[Any]) -> bool:
-    """Returns whether each tensor begins where the one before it ends; or there is none, which every layer lacks."""
+def _are_alike(parts: Sequence[Any]) -> bool:
+    """Returns whether tensors of several layers can be parts of one; True, too, where no layer has this tensor."""
     if any(part is None for part in parts):
         return all(part is None for part in parts)
-    first = parts[0]
-    ends = [first.data_ptr()]
-    for part in parts:
-        ends.append(ends[-1] + part.nbytes)
-    memory = first.untyped_storage().data_ptr()
-    return all(
-        part.data_ptr() == begin and part.is_contiguous() and part.untyped_storage().data_ptr() == memory
-        for part, begin in zip(parts, ends, strict=False)
+    if any(hasattr(part, "__tensor_flatten__") for part in parts):  # as torchao's, whose data are other tensors
+        return False
+    return len({(type(part), part.dtype, part.device, part.shape[1:]) for part in parts}) == 1
+
+
+def _is_of(joined: Joined, tensors: list[tuple[Any, ...]]) -> bool:
+    """Returns whether a copy is one of these very tensors, and they have not been moved or cast since."""
+    return len(joined.sources) == len(tensors) and all(
+        all(a is b for a, b in zip(mine, theirs, strict=True))
+        and (whole is None or all((part.dtype, part.device) == (whole.dtype, whole.device) for part in theirs))
+        for whole, mine, theirs in zip(joined.wholes, joined.sources, tensors, strict=True)
     )
-
-
-def _whole(parts: Sequence[Any]) -> Tensor | None:
-    """The tensor (sum of N, ...) whose parts lie side by side. A view."""
-    first = parts[0]
-    return None if first is None else first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
-
-
-def _can_move(parts: Sequence[Any]) -> bool:
-    """Returns whether tensors of several layers may be laid side by side: nothing else lies in their memory, and none
-    was made in inference mode, where torch lets none be moved. Also where no layer has one."""
-    if any(part is None for part in parts):
-        return all(part is None for part in parts)
-    alike = len({(part.dtype, part.device, part.shape[1:]) for part in parts}) == 1
-    return alike and all(
-        part.is_contiguous() and part.untyped_storage().nbytes() == part.nbytes and not part.is_inference()
-        for part in parts
-    )
-
-
-def _move(parts: Sequence[Any]) -> None:
-    if parts[0] is not None:
-        with torch.inference_mode(False):
-            whole = torch.cat([part.detach() for part in parts])
-        for part, place in zip(parts, whole.split([len(part) for part in parts]), strict=True):
-            part.data = place

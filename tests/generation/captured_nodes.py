@@ -24,7 +24,6 @@ from eagle31_hf import Eagle31Config, Eagle31DrafterModel
 from eagle31_hf.generation.captured.kept import release
 from eagle31_hf.generation.captured.round import Round
 from eagle31_hf.generation.captured.seam import Uncaptured, seams
-from eagle31_hf.targets.decoder_layer import join_layers
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -52,8 +51,6 @@ def models(target: str, num_layers: int, dtype: torch.dtype, drafter: str) -> tu
     of_drafter = Eagle31Config(**SIZES, **flags, draft_vocab_size=256, aux_hidden_state_layer_ids=[1, 2, 3])
     drafts = Eagle31DrafterModel(of_drafter).eval().to(dtype)
     drafts = drafts if drafter in DRAFTERS else drafts.quantize(drafter)
-    for layers in (model.model.layers, drafts.layers):
-        join_layers(layers)  # tensors of the pretend device cannot be moved, as a call would
     return moved(model), moved(drafts)
 
 

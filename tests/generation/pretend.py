@@ -43,12 +43,6 @@ class Held(Tensor):
         held.x = x
         return held
 
-    def data_ptr(self) -> int:
-        return self.x.data_ptr()
-
-    def untyped_storage(self) -> torch.UntypedStorage:
-        return self.x.untyped_storage()
-
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         return _run(func, args, kwargs or {})

@@ -16,7 +16,7 @@ from eagle31_hf.cache import arena
 from eagle31_hf.generation.captured import kept
 from eagle31_hf.generation.captured.kept import release
 from eagle31_hf.generation.captured.seam import Uncaptured, seams
-from eagle31_hf.targets import probe
+from eagle31_hf.targets import joined, probe
 
 pytestmark = pytest.mark.usefixtures("nothing_is_kept")
 CHAIN = {"num_assistant_tokens": 4}
@@ -209,28 +209,43 @@ def test_the_cause_of_a_failure_is_told(pair):
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
-def test_weights_that_are_read_as_one_move_before_the_first_capture(bias):
-    """Those of queries, keys and values, and of gate and up; once, whatever is called afterwards."""
+def test_layers_that_read_the_same_are_joined_for_captured_rounds_alone(bias):
     target = build_target("llama", attention_bias=bias)
     drafter, seam = build_drafter(target), Recorded()
     options = batch_of(*known_prompts(target, 5), **GREEDY)
     expected, places = target.generate(**options).tolist(), places_of(target)
-    assert eager((target, drafter), **options) == expected
-    assert places_of(target) == places  # eager rounds run what the user's modules are
     counts = []
     for _ in range(2):
         assert captured((target, drafter), seam, **options) == expected
-        counts.append((seam.captures, places_of(target), places_of(drafter)))
+        (one,) = kept._kept[drafter][target].values()
+        counts.append((seam.captures, [each.place for each in one.joined]))
     assert counts[0] == counts[1]
-    for layer in (*target.model.layers, *drafter.layers):
-        attention, mlp = layer.self_attn, layer.mlp
-        for first, second in (
-            (attention.q_proj, attention.k_proj),
-            (attention.k_proj, attention.v_proj),
-            (mlp.gate_proj, mlp.up_proj),
-        ):
-            assert second.weight.data_ptr() == first.weight.data_ptr() + first.weight.nbytes
-    assert target.generate(**options).tolist() == expected
+    assert len(one.joined) == 2 * len(drafter.layers) + len(target.model.layers)
+    assert places_of(target) == places
+    assert target.generate(**options).tolist() == expected == eager((target, drafter), **options)
+
+
+def test_weights_that_are_changed_in_place_are_read(pair):
+    """Captured rounds read copies of some of them; what was captured stays."""
+    target = pair[0]
+    options, seam = batch_of(*known_prompts(target, 5), **GREEDY), Recorded()
+    before = captured(pair, seam, **options)
+    count = seam.captures
+    with torch.no_grad():
+        for layer in target.model.layers:
+            layer.self_attn.v_proj.weight.data.mul_(-1.5)
+    after = captured(pair, seam, **options)
+    assert after == target.generate(**options).tolist() != before
+    assert seam.captures == count
+
+
+def test_nothing_is_kept_of_a_drafter_that_is_released(pair):
+    captured(pair, Recorded(), **batch_of(*PROMPT, **GREEDY))
+    modules = [module for model in pair for module in model.modules()]
+    assert any(module in joined._joined for module in modules)
+    release(pair[1])
+    assert not any(module in joined._joined for module in modules)
+    assert pair[1] not in kept._kept
 
 
 def places_of(model) -> list[int]:

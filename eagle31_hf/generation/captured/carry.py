@@ -14,12 +14,13 @@ from torch import Tensor
 
 from ..planning.buckets import DEEPEST
 
+UNCHANGED = ("noise", "rope")  # tensors of a carry that no round writes to
 FEW_ROWS = 8  # up to which numbers of rows are powers of two; beyond, multiples of it
 
 
 @dataclass
 class Carry:
-    """All but `states` and `noise` are int64.
+    """All but `states`, `noise` and `rope` are int64.
 
     `text` (B, C): the tokens so far; `length` (B, 1): how many they are, left padding included; the last one's key is
     not in the cache yet. `going` (B, 1): 0 for a sequence that has ended, and for an idle row. Not read by the drafter
@@ -29,7 +30,8 @@ class Carry:
     target's position; `last_position`, of the same shape: the greatest one it may be asked for; `first_slot` (B, 1): of
     the text, the first one that the drafter reads.
 
-    `noise` (B, S, V): of the slots the next rounds draw at, slot s at s mod S; None until a call samples.
+    `noise` (B, S, V): of the slots the next rounds draw at, slot s at s mod S; None until a call samples. `rope` (C,
+    2P): the drafter's cos and sin, side by side, of every position that a text may have; None until a round needs it.
     """
 
     text: Tensor
@@ -43,6 +45,7 @@ class Carry:
     last_position: Tensor
     first_slot: Tensor
     noise: Tensor | None = None
+    rope: Tensor | None = None
 
     @classmethod
     def empty(cls, positions: tuple[int, ...], width: int, capacity: int, like: Tensor) -> "Carry":
@@ -52,7 +55,7 @@ class Carry:
         num_rows = positions[-2]
         shapes: dict[str, tuple[int, ...]] = {"text": (num_rows, capacity), "tokens": (num_rows, width)}
         shapes |= dict.fromkeys(("position", "last_position"), positions)
-        names = [f.name for f in fields(cls) if f.name not in ("states", "noise")]
+        names = [f.name for f in fields(cls) if f.name not in ("states", *UNCHANGED)]
         integers = {
             name: torch.zeros(shapes.get(name, (num_rows, 1)), dtype=torch.long, device=device) for name in names
         }
@@ -81,8 +84,8 @@ class Carry:
                 self.noise = torch.zeros(shape, dtype=torch.float32, device=self.text.device)
 
     def copied(self) -> dict[str, Tensor]:
-        """Copies of all tensors but the noise, which no round writes to."""
-        return {f.name: getattr(self, f.name).clone() for f in fields(self) if f.name != "noise"}
+        """Copies of all tensors that rounds write to."""
+        return {f.name: getattr(self, f.name).clone() for f in fields(self) if f.name not in UNCHANGED}
 
     def put_back(self, copies: dict[str, Tensor]) -> None:
         """Makes the carry what it was when it was copied."""

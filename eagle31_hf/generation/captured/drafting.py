@@ -95,7 +95,7 @@ class Layout:
     rope: list[Tensor]
 
     def part(self, columns: slice) -> "Layout":
-        """That of some of the tokens. Views: no operation."""
+        """The layout of some of the tokens. Views: no operation."""
         return Layout(
             self.places[:, columns],
             {kind: begin[:, columns] for kind, begin in self.begins.items()},
@@ -104,8 +104,8 @@ class Layout:
         )
 
     def of_level(self, level: int, bits: Tensor) -> "Layout":
-        """That of a tree's nodes, F of one level, which see each other by their bits (B, F). They stand where the
-        chain's token of that level does."""
+        """The layout of a tree's nodes, F of one level, which all have the position of a chain's token of that level.
+        `bits` (B, F): which nodes each of them sees."""
         here, width = self.part(slice(level, level + 1)), bits.shape[1]
         first, places = self.places[:, :1], here.places.expand(-1, width)
         spans = {kind: spans_of(first, begin, places, bits, None) for kind, begin in here.begins.items()}
@@ -127,7 +127,6 @@ class Drafting:
         self.zero = torch.zeros_like(carry.length)
         self.offsets: dict[int, tuple[Tensor, ...]] = {}  # by the tokens of a layout, see `_offsets`
         self.parent_offsets: dict[tuple[int, ...], Tensor] = {}  # of the nodes of trees, see `_parents`
-        self.rope: Tensor | None = None  # see `_rope_table`
 
     def draft(self, plan: Plan) -> None:
         """The drafter reads what the carry holds, then drafts as planned."""
@@ -143,8 +142,8 @@ class Drafting:
             self.drafts[plan] = self._drafted_tree(plan, after, state, logits)
 
     def _layout(self, num_after: int) -> Layout:
-        """Where the M tokens stand that the carry holds for the drafter, and, beside them, so many places from the
-        text's last token on. All of it is computed at once: every operation of a round is a node of its graph."""
+        """The layout of the M tokens that the carry holds for the drafter and, beside them, of `num_after` places from
+        the text's last token on. All of it is computed at once: every operation of a round is a node of its graph."""
         carry = self.carry
         if num_after not in self.offsets:
             self.offsets[num_after] = self._offsets(num_after)
@@ -158,9 +157,10 @@ class Drafting:
         return Layout(places, begins, spans, list(rope))
 
     def _offsets(self, num_after: int) -> tuple[Tensor, ...]:
-        """What never changes of a layout of W places. For each, and again for the first place of its forward, (1, 2W):
-        its slot, counted from the end of the text, and 1 where the unread tokens stand between the two. And the bits
-        (1, W) of tokens that see all before them."""
+        """The constants of a layout of W = M + `num_after` places. Two of (1, 2W), whose first W entries are of the
+        places and whose others are of the slot that each place's forward starts to write at: what is added to the
+        length of a text to give the slot; and 1 for the M places of unread tokens, which lie `count` slots earlier.
+        Last, the bits (1, W) of tokens that see all before them."""
         device = self.carry.text.device
         numbers = torch.cat([torch.arange(size, device=device) for size in (self.carry.width, num_after)])[None]
         is_unread = (torch.arange(numbers.shape[1], device=device) < self.carry.width).long()[None]
@@ -168,12 +168,12 @@ class Drafting:
         return from_end, is_unread.repeat(1, 2), (2 << numbers) - 1
 
     def _rope_table(self) -> Tensor:
-        """cos and sin, side by side, of every position that a text may have (C, 2P)."""
-        if self.rope is None:
+        """The carry's table of cos and sin (C, 2P), made where there is none yet."""
+        if self.carry.rope is None:
             model = self.parts.drafter.model
             positions = torch.arange(self.carry.text.shape[1], device=self.carry.text.device)[None]
-            self.rope = torch.cat(model.rotary_emb(model.like, positions), dim=-1)[0]
-        return self.rope
+            self.carry.rope = torch.cat(model.rotary_emb(model.like, positions), dim=-1)[0]
+        return self.carry.rope
 
     def _read(self, layout: Layout) -> tuple[Tensor, Tensor]:
         """Returns the state (B, 1, h) and draft logits (B, 1, Vd) of each sequence's last unread token."""

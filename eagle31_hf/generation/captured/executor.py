@@ -86,7 +86,7 @@ class CapturedExecutor:
         return self.eager.result()
 
     def settle(self) -> None:
-        """Has the target's cache hold the keys that captured rounds have written: those before each text's last
+        """Sets the length of the target's cache to what captured rounds have committed: all but each text's last
         token."""
         if self.drafted is not None and not self.has_failed:
             cache.settle(self.eager.runner.past_key_values, max(self.sequences.lengths.host) - 1)

@@ -1,4 +1,4 @@
-"""The drafter's forward over an arena by the operations of `kernels`: eleven nodes of a graph a draft step.
+"""The drafter's forward over an arena by the operations of `kernels`: eleven nodes of a graph a forward.
 
 B sequences, T tokens, h drafter width, n*ht width of a token's captured states, Vd draft vocabulary.
 """
@@ -47,9 +47,9 @@ def run_fused(drafter: Eagle31DrafterModel, given: DrafterInput) -> tuple[Tensor
         mask = given.spans[layers[index].attention_type]
         x, residual = through_layer(layers[index], x, residual, given.rope, mask, arena_layer(given.cache, index))
     normed, total = norm_sum(drafter.norm, x, residual)
-    last = given.last
-    if last is not None:
-        normed, total = gathered(normed, last), total if drafter.config.norm_output else gathered(total, last)
+    if given.last is not None:
+        normed = gathered(normed, given.last)
+        total = total if drafter.config.norm_output else gathered(total, given.last)
     return normed if drafter.config.norm_output else total, drafter.score(normed)
 
 

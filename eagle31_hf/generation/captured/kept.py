@@ -20,8 +20,9 @@ from transformers import PreTrainedModel
 from ...cache.arena import Arena, leave_arena, move_into, slots_of
 from ...kernels.operation import OPERATIONS, SWITCH, why_torch
 from ...modeling import Eagle31DrafterModel
-from ...targets.decoder_layer import forward_of, join_layers, why_not_fusable
+from ...targets.decoder_layer import forward_of, readers_of_the_same, why_not_fusable
 from ...targets.fused import why_not_fused
+from ...targets.joined import Joined, join, separate
 from ...targets.layers import decoder_layers
 from ...targets.tree_attention import own_attention
 from .. import processors
@@ -36,6 +37,7 @@ from .seam import Seam, seam_of
 
 OF_MODULES = set(vars(nn.Module())) - {"training"}  # hooks among them, those that capture states too
 PLAIN = (int, float, str, bool, type(None))
+SHARE_OF_MEMORY = 0.125  # of what is free, that copies of weights may take
 MOST_KEPT = 6  # sizes of one pair, and ways to choose tokens of one size: those used last
 
 
@@ -61,6 +63,7 @@ class Kept:
     seam: Seam
     by_choice: dict[tuple, Captures] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
+    joined: list[Joined] = field(default_factory=list)  # which graphs read
     lock: Any = field(default_factory=threading.Lock)
     owner: int | None = None
 
@@ -113,6 +116,8 @@ class Kept:
     def give_up(self) -> None:
         """Drops all that takes memory: nothing of it will be used again."""
         self.by_choice.clear()
+        self.joined.clear()
+        self.carry.noise = self.carry.rope = None
         for arena in self.arenas:
             arena.buffers.clear()
             arena.table = None
@@ -134,30 +139,39 @@ def kept_for(request: Any, eager: EagerExecutor, seam: Seam) -> Iterator[Kept | 
     """A context with what is kept for a request's models, made anew where it no longer holds. Another thread's call
     is waited for, since eager rounds take several times as long as captured ones; None within a call of this thread,
     which would wait for itself."""
-    _join_weights(request.target, request.drafter)
-    models = _fingerprints(request, seam)
+    joined = _joined(request)
+    models = _fingerprints(request, seam), tuple(one.place for one in joined)
     kept = _kept_of(request, eager.runner, seam, models)
     if kept.owner == threading.get_ident():
         yield None
         return
     with kept.lock:
-        kept.owner = threading.get_ident()
+        kept.owner, kept.joined = threading.get_ident(), joined
         try:
             yield kept
         except torch.OutOfMemoryError:  # perhaps of the arenas': the next call does without
             kept.failures.append("an earlier call ran out of memory")
             kept.give_up()
+            separate(_groups(request.target, request.drafter))
             raise
         finally:
             kept.owner = None
 
 
-def _join_weights(target: PreTrainedModel, drafter: Eagle31DrafterModel) -> None:
-    """Lays side by side the weights that captured rounds read as one. Before anything is captured, since they move."""
+def _joined(request: Any) -> list[Joined]:
+    """Joins the layers that captured rounds run as one, and has the copies of their weights hold what these do now."""
+    most_bytes = SHARE_OF_MEMORY * free_bytes(request.input_ids.device)
     with _kept_lock:
-        join_layers(layer for layer in decoder_layers(target) if why_not_fusable(layer) is None)
-        if can_fuse(drafter):
-            join_layers(drafter.layers)
+        return join(_groups(request.target, request.drafter), most_bytes)
+
+
+def _groups(target: PreTrainedModel, drafter: Eagle31DrafterModel) -> Iterator[list[nn.Module]]:
+    """Yields the groups of layers to be joined. The MLPs of a target are not: a copy of them would take two thirds of
+    its memory again."""
+    if can_fuse(drafter):
+        yield from readers_of_the_same(drafter.layers)
+    fusable = [layer for layer in decoder_layers(target) if why_not_fusable(layer) is None]
+    yield from readers_of_the_same(fusable, of_mlps=False)
 
 
 def _fingerprints(request: Any, seam: Seam) -> tuple:
@@ -287,11 +301,11 @@ def _is_plain(value: object) -> bool:
 def release(drafter: Eagle31DrafterModel | None = None) -> None:
     """Gives up what is kept for a drafter, None: for all: arenas and graphs. A call under way keeps its own."""
     with _kept_lock:
-        if drafter is None:
-            _kept.clear()
-        else:
-            for one in [each for each in _kept if drafter in (each, getattr(each, "_orig_mod", None))]:  # compiled, too
-                del _kept[one]
+        for one in [
+            each for each in _kept if drafter in (None, each, getattr(each, "_orig_mod", None))
+        ]:  # compiled, too
+            for target in _kept.pop(one):
+                separate(_groups(target, one))
 
 
 def explained(drafter: Eagle31DrafterModel, target: PreTrainedModel) -> str:
@@ -307,9 +321,10 @@ def explained(drafter: Eagle31DrafterModel, target: PreTrainedModel) -> str:
     for one in kept:
         captures = [*one.by_choice.values()]
         plans = sorted({plan.name for each in captures for _, plan in [*each.captured]})
+        copies = sum(each.num_bytes for each in one.joined)
         lines.append(
             f"kept for calls of {one.carry.num_rows} rows: {', '.join(plans) or 'nothing captured'}; keys and values,"
-            f" {one.num_bytes() / 1e6:.0f} MB"
+            f" {one.num_bytes() / 1e6:.0f} MB; copies of weights, {copies / 1e6:.0f} MB"
         )
         lines += [f"eagerly: {reason}" for reason in one.failures]
     ways = {name: why_torch(name, device) or "by Triton" for name in sorted(OPERATIONS)}
