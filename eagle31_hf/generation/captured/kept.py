@@ -113,6 +113,15 @@ class Kept:
         eager.proposer.sampler.shape_by(sampler.processors)
         return captures
 
+    def join(self, target: PreTrainedModel, drafter: Eagle31DrafterModel) -> None:
+        """Joins the layers that rounds run as one: the copies of their weights hold what these do now. Where copies lie
+        at other addresses than before, nothing that was captured holds any more."""
+        with _kept_lock:
+            joined = join(_groups(target, drafter), SHARE_OF_MEMORY * free_bytes(target.device))
+        if [one.place for one in joined] != [one.place for one in self.joined]:
+            self.by_choice.clear()
+        self.joined = joined
+
     def give_up(self) -> None:
         """Drops all that takes memory: nothing of it will be used again."""
         self.by_choice.clear()
@@ -139,15 +148,15 @@ def kept_for(request: Any, eager: EagerExecutor, seam: Seam) -> Iterator[Kept | 
     """A context with what is kept for a request's models, made anew where it no longer holds. Another thread's call
     is waited for, since eager rounds take several times as long as captured ones; None within a call of this thread,
     which would wait for itself."""
-    joined = _joined(request)
-    models = _fingerprints(request, seam), tuple(one.place for one in joined)
-    kept = _kept_of(request, eager.runner, seam, models)
+    kept = _kept_of(request, eager.runner, seam, _fingerprints(request, seam))
     if kept.owner == threading.get_ident():
         yield None
         return
     with kept.lock:
-        kept.owner, kept.joined = threading.get_ident(), joined
+        kept.owner = threading.get_ident()
         try:
+            if not kept.failures:
+                kept.join(request.target, request.drafter)
             yield kept
         except torch.OutOfMemoryError:  # perhaps of the arenas': the next call does without
             kept.failures.append("an earlier call ran out of memory")
@@ -156,13 +165,6 @@ def kept_for(request: Any, eager: EagerExecutor, seam: Seam) -> Iterator[Kept | 
             raise
         finally:
             kept.owner = None
-
-
-def _joined(request: Any) -> list[Joined]:
-    """Joins the layers that captured rounds run as one, and has the copies of their weights hold what these do now."""
-    most_bytes = SHARE_OF_MEMORY * free_bytes(request.input_ids.device)
-    with _kept_lock:
-        return join(_groups(request.target, request.drafter), most_bytes)
 
 
 def _groups(target: PreTrainedModel, drafter: Eagle31DrafterModel) -> Iterator[list[nn.Module]]:
