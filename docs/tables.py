@@ -81,7 +81,7 @@ def speed() -> str:
     return table(("drafting", "tokens/s", "speed-up", "accepted length"), (alone, *rows))
 
 
-CHAT = ("eagle31", "eagle3")  # the drafters of docs/figures/chat.json, as its reports name them
+CHAT = ("EAGLE 3.1", "EAGLE 3")  # the drafters of docs/figures/chat.json
 CHAIN = "5"  # the way in which all conditions are drafted
 
 
@@ -145,7 +145,7 @@ def chat_conditions() -> str:
         found = [each for each in reports if condition in each["drafters"][CHAT[0]]["conditions"]]
         values = (mean([each["drafters"][name]["conditions"][condition] for each in found]) for name in CHAT)
         rows.append((condition, *(f"{value:.2f}" for value in values)))
-    return table(("condition", "EAGLE 3.1", "EAGLE 3"), rows)
+    return table(("condition", *CHAT), rows)
 
 
 def engine() -> str:

@@ -2,13 +2,13 @@
 second beside the target alone, transformers' own speculation and vLLM.
 
     git clone https://github.com/SafeAILab/EAGLE
-    python examples/chat_figures.py --target HuggingFaceTB/SmolLM2-135M-Instruct --drafter EAGLE31 --compare EAGLE3 \\
+    python examples/chat_figures.py --target HuggingFaceTB/SmolLM2-135M-Instruct --eagle31 EAGLE31 --eagle3 EAGLE3 \\
         --questions EAGLE/eagle/data --work work --vllm-python VLLM/bin/python --output docs/figures/chat.json
 
-Every set in fp32 and in bf16 is a report of `eagle31 bench acceptance`, in WORK/SET-DTYPE; in bf16 also of prompts as
-they should not be, temperature 1 and contexts up to 4,096 tokens. vLLM decodes the same prompts, where its Python is
-given. The same line again goes on where it was stopped, and other lines add their sets and dtypes. OUTPUT gets what the
-tables of docs/benchmarks.md show (`python docs/tables.py`).
+Every set in fp32 and in bf16 is a report of `eagle31 bench acceptance`, in WORK/SET-DTYPE; in bf16 also of malformed
+prompts, temperature 1 and contexts up to 4,096 tokens. vLLM decodes the same prompts, where its Python is given. The
+same line again goes on where it was stopped, and other lines add their sets and dtypes. OUTPUT gets what the tables of
+docs/benchmarks.md show (`python docs/tables.py`).
 """
 
 import argparse
@@ -33,14 +33,14 @@ VLLM = ("--depths", "2", "3", "--trees", "--no-perturbations", "--engine", "vllm
 KEPT_FACTS = ("processor", "cores", "threads", "torch", "transformers", "new tokens a prompt", "prompts")
 
 
-def report(folder: Path, *options: object) -> None:
-    """Runs `eagle31 bench acceptance` into a folder, where that has not been done."""
-    if (folder / "report.json").exists():
-        return
+def report(folder: Path, names: dict[str, str], *options: object) -> dict[str, Any]:
+    """Runs `eagle31 bench acceptance` into a folder; what has been measured there, of the same models, is not measured
+    again. Returns the figures that the tables show."""
     print(folder.name, flush=True)
     resumed = ("--resume",) if folder.exists() else ()
     if status := eagle31(["bench", "acceptance", "--output", str(folder), *map(str, options), *resumed]):
         raise SystemExit(status)
+    return figures(json.loads((folder / "report.json").read_text(encoding="utf-8")), names)
 
 
 def table(found: dict[str, Any], title: str) -> list[list[Any]]:
@@ -48,13 +48,14 @@ def table(found: dict[str, Any], title: str) -> list[list[Any]]:
     return next(section["tables"][0]["rows"] for section in found["sections"] if section["title"] == title)
 
 
-def figures(found: dict[str, Any]) -> dict[str, Any]:
-    """The figures of a report that the tables show."""
+def figures(found: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    """The figures of a report that the tables show. `names`: of the drafters, by the report's labels, in its order."""
     shown = {(who, way): float(speed.split()[0]) for who, way, speed, *_ in table(found, "Speed")}
     drafters = {}
-    for label, conditions in found["figures"].items():
+    for label, drafter in names.items():
+        conditions = found["figures"][label]
         served = conditions["as served"]
-        drafters[label] = {
+        drafters[drafter] = {
             "ways": {
                 way: {
                     "tokens_per_second": round(each["tokens_per_second"]["value"], 1),
@@ -74,7 +75,7 @@ def figures(found: dict[str, Any]) -> dict[str, Any]:
         for label, share in zip(drafters, shares, strict=True):
             drafters[label].setdefault("by_position", []).append(None if share is None else round(share, 3))
             assert len(drafters[label]["by_position"]) == position
-    others = {who: speed for (who, way), speed in shown.items() if who not in drafters}
+    others = {who: speed for (who, way), speed in shown.items() if who not in names}
     facts = {name: found["facts"][name] for name in KEPT_FACTS if name in found["facts"]}
     return {"facts": facts, "others": others, "drafters": drafters}
 
@@ -82,8 +83,8 @@ def figures(found: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, help="folder or Hub repository of the model")
-    parser.add_argument("--drafter", required=True, help="of an EAGLE 3.1 drafter")
-    parser.add_argument("--compare", nargs="*", default=[], help="others beside it")
+    parser.add_argument("--eagle31", required=True, help="folder or Hub repository of an EAGLE 3.1 drafter")
+    parser.add_argument("--eagle3", required=True, help="of an EAGLE 3 drafter beside it")
     parser.add_argument("--questions", type=Path, required=True, help="`eagle/data` of EAGLE's repository")
     parser.add_argument("--work", type=Path, required=True, help="folder of the reports")
     parser.add_argument("--output", type=Path, help="file of the figures (default: WORK/chat.json)")
@@ -93,17 +94,19 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="*", choices=DTYPES, default=[*DTYPES])
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
-    models = ("--target", args.target, "--drafter", args.drafter)
-    models += ("--compare", *args.compare) if args.compare else ()
+    output = args.output or args.work / "chat.json"
+    found = json.loads(output.read_text(encoding="utf-8")) if output.exists() else {}
+    models = ("--target", args.target, "--drafter", args.eagle31, "--compare", args.eagle3)
+    names = {Path(args.eagle31).name: "EAGLE 3.1", Path(args.eagle3).name: "EAGLE 3"}
     for name in args.sets:
         prompts = ("--prompts", args.questions / name / "question.jsonl", "--num-prompts", args.num_prompts)
         for dtype in args.dtypes:
             given = (*models, *prompts, *ANSWERS, "--dtype", dtype)
-            report(args.work / f"{name}-{dtype}", *given, *WAYS, *DTYPES[dtype])
+            of_engine = f"{name}-{dtype}-vllm"
+            found[f"{name}-{dtype}"] = report(args.work / f"{name}-{dtype}", names, *given, *WAYS, *DTYPES[dtype])
             if args.vllm_python:
-                report(args.work / f"{name}-{dtype}-vllm", *given, *VLLM, args.vllm_python)
-    found = {file.parent.name: figures(json.loads(file.read_text())) for file in args.work.glob("*/report.json")}
-    replace_json(args.output or args.work / "chat.json", found)
+                found[of_engine] = report(args.work / of_engine, names, *given, *VLLM, args.vllm_python)
+            replace_json(output, found)
 
 
 if __name__ == "__main__":

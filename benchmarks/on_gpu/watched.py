@@ -2,11 +2,13 @@
 one crashes or hangs, a new child goes on with the next."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,7 @@ class Watch:
             fate = self._child(left)
             sections = self.results["sections"]
             begun = [name for name in left if name in sections]
+            # Three cases: a section broke the child; nothing was begun, which is the first one's fault; all went well.
             unfinished = [name for name in begun if not _is_over(sections[name])]
             if fate is not None and (unfinished or not begun):
                 victim = (unfinished or left)[0]
@@ -63,13 +66,12 @@ class Watch:
         rest = max(1, round(self.budget - (time.perf_counter() - self.began)))
         command = ["--here", "--output", str(beside), "--only", ",".join(names), "--budget", str(rest)]
         beside.unlink(missing_ok=True)  # what an earlier run has left
-        child = subprocess.Popen([*self.program, *command, *self.options], stdout=subprocess.DEVNULL)
+        program = [*self.program, *command, *self.options]
+        child = subprocess.Popen(program, stdout=subprocess.DEVNULL, start_new_session=True)
         try:
             fate = self._watched(child, beside)
         finally:
-            if child.poll() is None:
-                child.kill()
-            child.wait()
+            _end(child)
             self._take(beside)
             beside.unlink(missing_ok=True)
         return fate
@@ -84,7 +86,7 @@ class Watch:
                 section = under_way[-1]
                 ends = time.perf_counter() + self.results["sections"][section]["limit"] + self.grace
             if time.perf_counter() > ends:
-                child.kill()
+                _end(child)
                 return f"{section} went on past its limit; its process was ended"
             time.sleep(PAUSE)
         if child.returncode == 0:
@@ -104,6 +106,13 @@ class Watch:
     def _write(self) -> None:
         self.results["seconds"] = time.perf_counter() - self.began
         replace_json(self.output, self.results)
+
+
+def _end(child: subprocess.Popen) -> None:
+    """Ends a child, where it has not ended, and the processes it has begun: they use the device, too."""
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
 
 
 def _is_over(section: dict[str, Any]) -> bool:
