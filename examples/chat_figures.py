@@ -6,9 +6,9 @@ second beside the target alone, transformers' own speculation and vLLM.
         --questions EAGLE/eagle/data --work work --vllm-python VLLM/bin/python --output docs/figures/chat.json
 
 Every set in fp32 and in bf16 is a report of `eagle31 bench acceptance`, in WORK/SET-DTYPE; in bf16 also of malformed
-prompts, temperature 1 and contexts up to 4,096 tokens. vLLM decodes the same prompts, where its Python is given. The
-same line again goes on where it was stopped, and other lines add their sets and dtypes. OUTPUT gets what the tables of
-docs/benchmarks.md show (`python docs/tables.py`).
+prompts, temperature 1 and, of articles, contexts up to 4,096 tokens. vLLM decodes the same prompts, where its Python is
+given. The same line again goes on where it was stopped, and other lines add their sets and dtypes. OUTPUT gets what the
+tables of docs/benchmarks.md show (`python docs/tables.py`).
 """
 
 import argparse
@@ -27,8 +27,10 @@ ANSWERS = ("--max-new-tokens", "96")
 WAYS = ("--depths", "2", "3", "5", "--trees", "24")
 DTYPES = {
     "float32": ("--no-perturbations", "--rivals", "prompt-lookup", "assisted-loop"),
-    "bfloat16": ("--rivals", "prompt-lookup", "--temperatures", "1", "--lengths", "512", "1024", "2048", "4096"),
+    "bfloat16": ("--rivals", "prompt-lookup", "--temperatures", "1"),
 }
+# Contexts are made of a set's own prompts: only articles are long enough.
+CONTEXTS = {("sum", "bfloat16"): ("--lengths", "512", "1024", "2048", "4096")}
 VLLM = ("--depths", "2", "3", "--trees", "--no-perturbations", "--engine", "vllm", "--engine-python")
 KEPT_FACTS = ("processor", "cores", "threads", "torch", "transformers", "new tokens a prompt", "prompts")
 
@@ -102,8 +104,9 @@ def main() -> None:
         prompts = ("--prompts", args.questions / name / "question.jsonl", "--num-prompts", args.num_prompts)
         for dtype in args.dtypes:
             given = (*models, *prompts, *ANSWERS, "--dtype", dtype)
+            options = *DTYPES[dtype], *CONTEXTS.get((name, dtype), ())
             of_engine = f"{name}-{dtype}-vllm"
-            found[f"{name}-{dtype}"] = report(args.work / f"{name}-{dtype}", names, *given, *WAYS, *DTYPES[dtype])
+            found[f"{name}-{dtype}"] = report(args.work / f"{name}-{dtype}", names, *given, *WAYS, *options)
             if args.vllm_python:
                 found[of_engine] = report(args.work / of_engine, names, *given, *VLLM, args.vllm_python)
             replace_json(output, found)
