@@ -66,13 +66,11 @@ def join(groups: Iterable[Sequence[nn.Module]], most_bytes: float) -> list[Joine
     was joined, which is to be kept as long as graphs read it. New copies take at most `most_bytes`."""
     found = list[Joined]()
     for layers in groups:
-        tensors = _tensors(layers)
-        known = _joined.pop(layers[0], None)
-        if not tensors or not all(map(_are_alike, tensors)):
-            continue
+        tensors, known = _tensors(layers), _joined.get(layers[0])
         if known is None or not _is_of(known, tensors):
             known = _made(tensors, most_bytes)
             if known is None:
+                _joined.pop(layers[0], None)
                 continue
             most_bytes -= known.num_bytes
         for whole, parts in zip(known.wholes, tensors, strict=True):
@@ -90,7 +88,9 @@ def separate(groups: Iterable[Sequence[nn.Module]]) -> None:
 
 
 def _made(tensors: list[tuple[Any, ...]], most_bytes: float) -> Joined | None:
-    """Makes room for the copy of a group; None where there is not enough."""
+    """Makes room for the copy of a group; None where it cannot be joined, or there is not enough."""
+    if not tensors or not all(map(_are_alike, tensors)):
+        return None
     if sum(part.nbytes for parts in tensors for part in parts if part is not None) > most_bytes:
         return None
     try:

@@ -303,9 +303,8 @@ def _is_plain(value: object) -> bool:
 def release(drafter: Eagle31DrafterModel | None = None) -> None:
     """Gives up what is kept for a drafter, None: for all: arenas and graphs. A call under way keeps its own."""
     with _kept_lock:
-        for one in [
-            each for each in _kept if drafter in (None, each, getattr(each, "_orig_mod", None))
-        ]:  # compiled, too
+        # A compiled drafter is meant by the module it was made of, too.
+        for one in [each for each in _kept if drafter in (None, each, getattr(each, "_orig_mod", None))]:
             for target in _kept.pop(one):
                 separate(_groups(target, one))
 

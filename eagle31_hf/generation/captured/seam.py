@@ -131,10 +131,9 @@ def without_collection() -> Iterator[None]:
 
 @contextmanager
 def own_workspaces() -> Iterator[None]:
-    """A context of a capture whose workspaces of cuBLAS lie in the memory of its graph. One from
-    before the capture may be freed later, by torch.compile where it captures graphs of its own, and the replay would
-    then write to memory of others.
-    Source: PyTorch, torch/_inductor/cudagraph_trees.py, `clear_cublas_manager`."""
+    """A context of a capture whose workspaces of cuBLAS lie in the memory of its graph. One from before the capture may
+    be freed later, by torch.compile where it captures graphs of its own, and the replay would then write to memory of
+    others. Source: PyTorch, torch/_inductor/cudagraph_trees.py, `clear_cublas_manager`."""
     clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)
     clear()
     try:
