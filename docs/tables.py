@@ -103,15 +103,19 @@ def gain(report: dict[str, Any], drafter: str, way: str) -> float:
 def chat() -> str:
     """What the real pair accepts and gains, by question set."""
     fp32, bf16 = chat_reports("float32"), chat_reports("bfloat16")
-    columns = {
-        "accepted length": [length(report, CHAT[0]) for report in fp32.values()],
-        "of EAGLE 3": [length(report, CHAT[1]) for report in fp32.values()],
-        "fp32: speed-up": [gain(report, CHAT[0], "auto") for report in fp32.values()],
-        "bf16: speed-up": [gain(report, CHAT[0], "auto") for report in bf16.values()],
-    }
-    rows = [(name, *(f"{values[i]:.2f}" for values in columns.values())) for i, name in enumerate(fp32)]
-    rows.append(("mean", *(f"{mean(values):.2f}" for values in columns.values())))
-    return table(("questions", *columns), rows)
+    head = ("questions", "accepted length", "of EAGLE 3", "fp32: speed-up", "bf16: speed-up")
+    values = [
+        [
+            *(length(fp32[name], drafter) for drafter in CHAT),
+            *(gain(found[name], CHAT[0], "auto") for found in (fp32, bf16)),
+        ]
+        for name in fp32
+    ]
+    means = [mean(column) for column in zip(*values, strict=True)]
+    rows = [
+        (name, *(f"{value:.2f}" for value in row)) for name, row in zip([*fp32, "mean"], [*values, means], strict=True)
+    ]
+    return table(head, rows)
 
 
 def length(report: dict[str, Any], drafter: str) -> float:

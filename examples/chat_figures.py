@@ -23,7 +23,6 @@ SETS = {
     "mt_bench": "MT-Bench", "humaneval": "HumanEval", "gsm8k": "GSM8K", "alpaca": "Alpaca", "qa": "Natural Questions",
     "sum": "CNN/DM",
 }  # fmt: skip
-ANSWERS = ("--max-new-tokens", "96")
 WAYS = ("--depths", "2", "3", "5", "--trees", "24")
 DTYPES = {
     "float32": ("--no-perturbations", "--rivals", "prompt-lookup", "assisted-loop"),
@@ -92,6 +91,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="file of the figures (default: WORK/chat.json)")
     parser.add_argument("--vllm-python", help="the Python that vLLM is installed for (default: it is left out)")
     parser.add_argument("--num-prompts", default="8", help="of a set (default: 8)")
+    parser.add_argument("--max-new-tokens", default="96", help="a prompt (default: 96)")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=[*SETS])
     parser.add_argument("--dtypes", nargs="*", choices=DTYPES, default=[*DTYPES])
     args = parser.parse_args()
@@ -103,7 +103,7 @@ def main() -> None:
     for name in args.sets:
         prompts = ("--prompts", args.questions / name / "question.jsonl", "--num-prompts", args.num_prompts)
         for dtype in args.dtypes:
-            given = (*models, *prompts, *ANSWERS, "--dtype", dtype)
+            given = (*models, *prompts, "--max-new-tokens", args.max_new_tokens, "--dtype", dtype)
             options = *DTYPES[dtype], *CONTEXTS.get((name, dtype), ())
             of_engine = f"{name}-{dtype}-vllm"
             found[f"{name}-{dtype}"] = report(args.work / f"{name}-{dtype}", names, *given, *WAYS, *options)
