@@ -4,6 +4,7 @@
 `training/test_search_recipe.py`, on fewer.
 """
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -63,10 +64,27 @@ def test_gpu():
     assert "rounds on cpu: eager" in found or "CUDA graphs" in found
 
 
+def test_chat_figures(tmp_path):
+    """Of the demo pair, whose questions are code; the second run goes on from the first."""
+    demo, questions = EXAMPLES.parent / "eagle31_hf" / "demo", tmp_path / "alpaca"
+    questions.mkdir()
+    lines = [json.dumps({"question_id": n, "turns": [text]}) for n, text in enumerate(("import os", "def f(x):"))]
+    (questions / "question.jsonl").write_text("\n".join(lines))
+    pair = f"--target {demo / 'target'} --eagle31 {demo / 'eagle31'} --eagle3 {demo / 'eagle3'} --questions {tmp_path}"
+    sizes = "--sets alpaca --dtypes float32 --num-prompts 2 --max-new-tokens 8"
+    for _ in range(2):
+        run_example("chat_figures.py", f"{pair} {sizes} --work {tmp_path / 'work'} --output {tmp_path / 'chat.json'}")
+    (found,) = json.loads((tmp_path / "chat.json").read_text()).values()
+    for figures in found["drafters"].values():
+        assert {"2", "3", "5", "7, tree 24", "auto"} == figures["ways"].keys()
+        assert all(way["same_text"] == way["prompts"] == 2 for way in figures["ways"].values())
+    assert found["others"]["the target alone"] > 0
+
+
 def test_no_example_is_left_out():
     commands = {
         path.name
         for path in EXAMPLES.glob("*.py")
         if "__main__" in path.read_text() or "\nparser = " in path.read_text()
     }
-    assert commands == {*RUNS, *RUN_ELSEWHERE, "gpu.py"}
+    assert commands == {*RUNS, *RUN_ELSEWHERE, "gpu.py", "chat_figures.py"}
