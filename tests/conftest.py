@@ -82,7 +82,7 @@ QUICK = {
 # Test modules that take a quarter of a minute and more on one core, most of them processes, trainings or random trials.
 SLOW = {
     "test_at_once",
-    "test_gpu",
+    "test_bench_gpu",
     "test_callers_cache",
     "test_captured_executor",
     "test_captured_nodes",
