@@ -11,8 +11,6 @@ import torch
 from command import add_models, progress, run_benchmark
 from engine import SHAPES, build
 
-from eagle31_hf.bench import peak_memory
-
 CHILD = "child"  # the first argument of a process that measures its own memory
 
 
@@ -35,6 +33,15 @@ def measure_memory(
             )
         figures[way] = json.loads(done.stdout.splitlines()[-1])
     return {"prompt_tokens": prompt_tokens, "chunk": chunk, **figures, "ratio": figures["drafted"] / figures["alone"]}
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes at most, of a GPU or of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource  # which Windows lacks
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def peak(way: str, shape: str, dtype: str, device: str, prompt_tokens: int, chunk: int) -> int:

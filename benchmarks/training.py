@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from command import add_models, add_rounds, progress, run_benchmark
 from engine import DRAFT_VOCABULARY, SHAPES, build
+from memory import peak_memory
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from eagle31_hf.bench import environment, peak_memory, synchronize
+from eagle31_hf.bench import environment, synchronize
 from eagle31_hf.cli.parsing import positive
 from eagle31_hf.modeling import Eagle31DrafterModel
 from eagle31_hf.targets.layers import decoder_layers

@@ -212,15 +212,6 @@ def environment_of(device: torch.device, dtype: str) -> dict[str, Any]:
     }
 
 
-def peak_memory(device: torch.device) -> int:
-    """Bytes at most, of a GPU or of the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    import resource  # which Windows lacks
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
 def synchronize() -> None:
     """Waits for the GPU, where there is one."""
     if torch.cuda.is_available():

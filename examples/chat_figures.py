@@ -90,7 +90,9 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder of the reports")
     parser.add_argument("--output", type=Path, help="file of the figures (default: WORK/chat.json)")
     parser.add_argument("--vllm-python", help="the Python that vLLM is installed for (default: it is left out)")
-    parser.add_argument("--num-prompts", default="8", help="of a set (default: 8)")
+    parser.add_argument(
+        "--num-prompts", default="8", help="of a set (default: 8; five are too few for contexts of 4,096)"
+    )
     parser.add_argument("--max-new-tokens", default="96", help="a prompt (default: 96)")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=[*SETS])
     parser.add_argument("--dtypes", nargs="*", choices=DTYPES, default=[*DTYPES])

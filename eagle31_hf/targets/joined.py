@@ -31,8 +31,8 @@ KINDS: dict[type, tuple[tuple[str, ...], Callable[..., Tensor]]] = {
 
 @dataclass
 class Joined:
-    """The tensors of several layers as those of one: None for a bias that none has. `sources`: what they are copies
-    of."""
+    """A copy of the tensors of several layers, joined into those of one. `wholes`: a weight and what else such a layer
+    has, None for a bias that none of them has; `sources`: the layers' own tensors, by which a stale copy is known."""
 
     wholes: list[Tensor | None]
     sources: list[tuple[Any, ...]]

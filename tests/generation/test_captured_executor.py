@@ -20,7 +20,7 @@ from eagle31_hf.cache import adopt
 from eagle31_hf.generation.captured import kept as kept_module
 from eagle31_hf.generation.captured.executor import CapturedExecutor
 from eagle31_hf.generation.captured.kept import release
-from eagle31_hf.generation.captured.seam import Uncaptured, seams
+from eagle31_hf.generation.captured.seam import Uncaptured, own_workspaces, seams
 from eagle31_hf.targets import fused
 
 CHAIN = {"num_assistant_tokens": 4}
@@ -567,3 +567,18 @@ def test_a_static_cache_that_a_text_may_outgrow_runs_eagerly(pair):
     text, stats = decode(pair, Recorded(), past_key_values=cache, eos_token_id=ends)
     assert text.tolist() == target.generate(**asked(eos_token_id=ends)).tolist()
     assert set(stats.executions) == {"eagerly: the static cache is shorter than the longest text"}
+
+
+def test_a_capture_begins_and_ends_without_workspaces(monkeypatch):
+    """Also one that fails: what it has made lies in the memory of its graph."""
+    cleared = []
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: cleared.append(len(cleared)), raising=False)
+
+    def fail() -> None:
+        with own_workspaces():
+            assert cleared == [0]
+            raise RuntimeError("not today")
+
+    with pytest.raises(RuntimeError, match="not today"):
+        fail()
+    assert cleared == [0, 1]

@@ -86,8 +86,9 @@ class Drafts:
 
 @dataclass
 class Layout:
-    """Where tokens stand, in the drafter's text: their `places` (B, T); the first slots they see, `begins` (B, T), and
-    their masks of spans (B, 1, T, 3), both by type of layers; and cos and sin, `rope`, (B, T, P) each."""
+    """The positions and masks of T tokens that the drafter reads in one or several forwards. `places` (B, T): the slots
+    of its cache they belong to; `begins` (B, T) the first slots they see, and `spans` (B, 1, T, 3) their masks, both by
+    type of layers; `rope`: cos and sin of their positions, (B, T, P) each."""
 
     places: Tensor
     begins: dict[str, Tensor]
