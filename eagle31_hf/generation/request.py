@@ -16,6 +16,7 @@ from transformers.utils import logging
 from ..cache import adopt as cache
 from ..modeling import Eagle31DrafterModel
 from ..targets.few_rows import LOW, few_rows
+from ..targets.fused import fused_rows
 from ..targets.layers import capture_states, decoder_layers
 from ..targets.masks import windows_of
 from ..targets.probe import why_no_drafts_with_attentions, why_no_trees
@@ -195,7 +196,7 @@ def rows_on_cpu(request: Request, executor: EagerExecutor, seam: Seam | None) ->
     if seam is not None or request.input_ids.device.type != "cpu":
         yield
         return
-    with few_rows(request.target) as rows, few_rows(request.drafter) as drafter_rows, ExitStack() as stack:
+    with fused_rows(request.target) as rows, few_rows(request.drafter) as drafter_rows, ExitStack() as stack:
         if rows.is_exact and can_attend_by_position(request, executor.runner):
             stack.enter_context(attention_of_rounds(request.target))
             executor.runner.is_exact = True

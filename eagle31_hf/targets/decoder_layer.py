@@ -139,7 +139,7 @@ def _why_not_by_norms(layer: nn.Module, attention: Any) -> str | None:
 
 def _why_not_by_modules(layer: nn.Module) -> str | None:
     for name, module in layer.named_modules():
-        if "forward" in vars(module):
+        if forward_of(module)[0]:
             return f"the forward of {name or 'it'} has been replaced"
         if name and has_hooks(module):
             return f"{name} has hooks"

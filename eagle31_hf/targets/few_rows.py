@@ -1,17 +1,17 @@
-"""Forwards of few rows on a CPU, those of rounds: linear layers run the kernel that is fastest there, and in 16 bits
-what a row gives does not depend on how many rows there are.
+"""Forwards of few rows on a CPU, those of rounds: linear layers run the kernel that is fastest there, those that read
+the same input as one, and in 16 bits what a row gives does not depend on how many rows there are.
 
 In 16 bits two tokens are often equally likely to the last bit, and which of them a text goes on with is a matter of
 rounding. Where one row is rounded as it is among others, the text does not depend on what was drafted.
 
-T rows, K width of a layer's input; H heads, Hkv heads of keys and values, D head_dim, S keys.
+T rows, K width of a layer's input, N of its output.
 """
 
 import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 import psutil
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.nn.functional import linear
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -44,6 +44,7 @@ CGROUP = Path("/sys/fs/cgroup")
 SHARE_OF_MEMORY = 0.5  # of what is free, that packed weights may take
 MEASURED = Measured("linear_layers")
 Run = Callable[[Tensor], Tensor]  # (..., K) -> (..., N)
+Group = tuple[nn.Linear, ...]  # layers that read the same input, or one layer
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ class Choice:
 
 @dataclass
 class FewRowsLayer:
-    """A linear layer as it runs few rows. `key`: the weight that it was made for."""
+    """A linear layer, or a group of them that run as one, as it runs few rows. `key`: the weights that it was made
+    for."""
 
     key: tuple
     choice: Choice
@@ -79,8 +81,10 @@ class _Forwards(threading.local):
 
 _forwards = _Forwards()
 _lock = threading.RLock()
+# By the first layer of a group:
 _layers: WeakKeyDictionary[nn.Linear, FewRowsLayer] = WeakKeyDictionary()
-_users: WeakKeyDictionary[nn.Linear, int] = WeakKeyDictionary()  # contexts that a layer is in, of all threads
+_users: WeakKeyDictionary[nn.Linear, int] = WeakKeyDictionary()  # contexts that it is in, of all threads
+_stand_ins: WeakKeyDictionary[nn.Linear, "_StandIn"] = WeakKeyDictionary()  # within contexts, where it has more layers
 
 
 def _begin_anew() -> None:
@@ -88,6 +92,7 @@ def _begin_anew() -> None:
     global _lock
     _lock = threading.RLock()
     _users.clear()
+    _stand_ins.clear()
 
 
 if hasattr(os, "register_at_fork"):  # Windows has none, and does not fork
@@ -104,30 +109,40 @@ class FewRows:
 
 
 @contextmanager
-def few_rows(model: PreTrainedModel) -> Iterator[FewRows]:
+def few_rows(model: PreTrainedModel, groups: Iterable[Sequence[Any]] = ()) -> Iterator[FewRows]:
     """A context in which forwards of a model that are `in_rounds` run few rows as is fastest here. All other forwards,
-    of other threads too, stay the model's own, and so does the model when the context ends."""
+    of other threads too, stay the model's own, and so does the model when the context ends.
+
+    `groups`: layers that read the same input. They run few rows as one in `together`, and their own forwards stay as
+    they are."""
     with _lock:
-        layers = {} if torch.is_autocast_enabled("cpu") else _prepared(model)
-        for layer, few in layers.items():
-            vars(layer)["forward"] = _StandIn(layer, few)  # where another context has one, its weight may be an old one
-            _users[layer] = _users.get(layer, 0) + 1
+        prepared = _prepared(model, groups) if can_pack() else {}
+        for group, few in prepared.items():
+            first, stand_in = group[0], _StandIn(group, few)
+            if len(group) > 1:
+                _stand_ins[first] = stand_in
+            else:
+                vars(first)["forward"] = stand_in  # where another context has one, its weight may be an old one
+            _users[first] = _users.get(first, 0) + 1
     try:
-        yield FewRows(sum(few.num_bytes for few in layers.values()), _is_exact(model, layers))
+        yield FewRows(sum(few.num_bytes for few in prepared.values()), _is_exact(model, prepared))
     finally:
         with _lock:
-            for layer in layers:
-                _users[layer] = _users.get(layer, 1) - 1
-                if not _users[layer] and isinstance(vars(layer).get("forward"), _StandIn):
-                    del vars(layer)["forward"]
+            for first, *_ in prepared:
+                _users[first] = _users.get(first, 1) - 1
+                if not _users[first]:
+                    _stand_ins.pop(first, None)
+                    if isinstance(vars(first).get("forward"), _StandIn):
+                        del vars(first)["forward"]
 
 
-def _is_exact(model: nn.Module, layers: dict[nn.Linear, FewRowsLayer]) -> bool:
+def _is_exact(model: nn.Module, prepared: dict[Group, FewRowsLayer]) -> bool:
     """Returns whether a model is of 16 bits, and all its matrices but tables of tokens are of layers whose rows do not
     depend on each other."""
-    if not layers or any(layer.weight.dtype not in LOW or not few.choice.least_rows for layer, few in layers.items()):
+    weights = {layer.weight: few.choice for group, few in prepared.items() for layer in group}
+    if not weights or any(weight.dtype not in LOW or not choice.least_rows for weight, choice in weights.items()):
         return False
-    known = {id(layer.weight) for layer in layers}
+    known = {id(weight) for weight in weights}
     known |= {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     return all(parameter.dim() < 2 or id(parameter) in known for parameter in model.parameters())
 
@@ -151,24 +166,46 @@ def in_rounds(num_before: int | None = None) -> Iterator[None]:
 
 
 class _StandIn:
-    """The forward of a linear layer in rounds, in place of its own."""
+    """The forward of a linear layer in rounds, in place of its own; of a group, of all its layers."""
 
     stands_in = True  # for `decoder_layer.forward_of`
 
-    def __init__(self, layer: nn.Linear, few: FewRowsLayer | None):
-        self.layer = layer  # of a copy that is made it may have nothing yet
+    def __init__(self, group: Group, few: FewRowsLayer | None):
+        self.layers = group  # of a copy that is made it may have nothing yet
         self.least_rows = (few and few.choice.least_rows) or 1
-        self.run = None if few is None else _run(layer, few.packed_weight)
+        self.run = None if few is None else _run(group, few.packed_weight)
 
     def __call__(self, x: Tensor) -> Tensor:
-        num_rows = x.numel() // self.layer.in_features
-        if self.run is None or not _forwards.are_rounds or not 0 < num_rows <= MOST_ROWS:
-            return type(self.layer).forward(self.layer, x)
+        num_rows = x.numel() // self.layers[0].in_features
+        if self.run is None or not takes_rows(num_rows):
+            return torch.cat([type(layer).forward(layer, x) for layer in self.layers], dim=-1)
         return _at_least(self.least_rows, self.run, x, num_rows)
 
     def __reduce__(self) -> tuple:
         """A copy of a layer, made meanwhile, runs its own forward."""
-        return _StandIn, (self.layer, None)
+        return _StandIn, (self.layers, None)
+
+
+def takes_rows(num_rows: int) -> bool:
+    """Returns whether a forward of this thread is one of few rows in a round."""
+    return _forwards.are_rounds and 0 < num_rows <= MOST_ROWS
+
+
+def can_pack() -> bool:
+    """Returns whether linear layers may run few rows in another way: oneDNN is there, and nobody has declined it."""
+    return is_available() and not why_switched_off(NAME) and not torch.is_autocast_enabled("cpu")
+
+
+def run_of(*group: nn.Linear) -> Run | None:
+    """Returns what runs a group of layers, or a single one, within `few_rows`, (..., K) -> (..., N of all); None where
+    nothing does."""
+    stand_in = _stand_ins.get(group[0]) if len(group) > 1 else vars(group[0]).get("forward")
+    return stand_in if isinstance(stand_in, _StandIn) and stand_in.layers == group else None
+
+
+def keys_before() -> int | None:
+    """The number of keys before the new ones, where attention of this thread is to run position by position."""
+    return _forwards.num_before
 
 
 def _at_least(least_rows: int, run: Run, x: Tensor, num_rows: int) -> Tensor:
@@ -178,35 +215,54 @@ def _at_least(least_rows: int, run: Run, x: Tensor, num_rows: int) -> Tensor:
     return run(x.reshape(1, -1).expand(least_rows, -1).contiguous())[:1].view(*x.shape[:-1], -1)
 
 
-def _run(layer: nn.Linear, packed_weight: Tensor | None) -> Run:
+def _run(group: Group, packed_weight: Tensor | None) -> Run:
     if packed_weight is None:
-        return functools.partial(linear, weight=layer.weight, bias=layer.bias)
-    return functools.partial(packed_linear, weight=packed_weight, bias=layer.bias)
+        runs = [functools.partial(linear, weight=layer.weight, bias=layer.bias) for layer in group]
+        return runs[0] if len(runs) == 1 else lambda x: torch.cat([run(x) for run in runs], dim=-1)
+    return functools.partial(packed_linear, weight=packed_weight, bias=_joined([layer.bias for layer in group]))
 
 
-def _prepared(model: nn.Module) -> dict[nn.Linear, FewRowsLayer]:
-    """The linear layers of a model that few rows run through in another way, prepared where they are not yet; none
-    where they were declined or memory is short."""
-    own = [module for module in model.modules() if type(module) is nn.Linear and _is_plain(module)]
-    if not own or why_switched_off(NAME) or not is_available():
-        return {}
-    layers = [layer for layer in own if (few := _layers.get(layer)) is None or few.key != _key(layer)]
-    for layer in layers:
-        _layers.pop(layer, None)
-    needed, free = sum(map(_num_bytes, layers)), _free_memory()
+def _joined(tensors: list[Tensor | None]) -> Tensor | None:
+    """The weights, or the biases, of a group in one; None where its layers have none."""
+    own = [tensor.detach() for tensor in tensors if tensor is not None]
+    return (own[0] if len(own) == 1 else torch.cat(own)) if own else None
+
+
+def _prepared(model: nn.Module, groups: Iterable[Sequence[Any]]) -> dict[Group, FewRowsLayer]:
+    """The linear layers of a model that few rows run through in another way, each a group of its own unless it is in
+    one of the groups, prepared where they are not yet; none where they were declined or memory is short."""
+    own = [group for group in _all_groups(model, groups) if all(map(_is_plain, group))]
+    new = [group for group in own if (few := _layers.get(group[0])) is None or few.key != _key(group)]
+    for group in new:
+        _layers.pop(group[0], None)
+    needed, free = sum(map(_num_bytes, new)), _free_memory()
     if needed > SHARE_OF_MEMORY * free:
         logger.warning_once(
             "EAGLE drafting: the linear layers of %s run as torch has them: packed for rounds on the CPU they would"
             " take another %d MiB, and %d are free; expected %d.",
             *(type(model).__name__, needed >> 20, free >> 20, int(needed / SHARE_OF_MEMORY) >> 20),
         )
-        return {layer: _layers[layer] for layer in own if layer in _layers}
-    for alike in _by_shape(layers).values():
+        return {group: _layers[group[0]] for group in own if group[0] in _layers}
+    for alike in _by_shape(new).values():
         _prepare(alike)
-    made = sum(_layers[layer].num_bytes for layer in layers)
+    made = sum(_layers[group[0]].num_bytes for group in new)
     if made:
         logger.info("Linear layers of %s are packed: %d MiB.", type(model).__name__, made >> 20)
-    return {layer: _layers[layer] for layer in own}
+    return {group: _layers[group[0]] for group in own}
+
+
+def _all_groups(model: nn.Module, groups: Iterable[Sequence[Any]]) -> list[Group]:
+    """The groups that can be joined, and every other linear layer of a model alone."""
+    joined = [group for group in map(tuple, groups) if _can_join(group)]
+    known = {layer for group in joined for layer in group}
+    alone = [module for module in model.modules() if type(module) is nn.Linear and module not in known]
+    return [*joined, *((layer,) for layer in alone)]
+
+
+def _can_join(group: Group) -> bool:
+    weights, biases = [layer.weight for layer in group], [layer.bias for layer in group]
+    is_alike = len({(weight.dtype, weight.shape[1:]) for weight in weights}) == 1 and all(map(_is_plain, group))
+    return is_alike and len({bias is None for bias in biases}) == 1
 
 
 def _is_plain(layer: nn.Linear) -> bool:
@@ -218,7 +274,11 @@ def _is_plain(layer: nn.Linear) -> bool:
     return is_own and is_bare and not has_hooks and weight.numel() > 0 and not weight.is_inference()
 
 
-def _key(layer: nn.Linear) -> tuple:
+def _key(group: Group) -> tuple:
+    return tuple(map(_key_of_layer, group))
+
+
+def _key_of_layer(layer: nn.Linear) -> tuple:
     """Returns a tuple that differs once a layer's weight has changed, by which a stale packed copy is noticed. It holds
     some of the values: changes through `.data`, as PEFT's when it merges an adapter, leave no other trace."""
     weight = layer.weight.detach()
@@ -237,14 +297,15 @@ def _free_memory() -> int:
     return free
 
 
-def _num_bytes(layer: nn.Linear) -> int:
-    return layer.weight.numel() * layer.weight.element_size()
+def _num_bytes(group: Group) -> int:
+    return sum(layer.weight.nbytes for layer in group)
 
 
-def _by_shape(layers: list[nn.Linear]) -> dict[tuple, list[nn.Linear]]:
-    alike = dict[tuple, list[nn.Linear]]()
-    for layer in layers:
-        alike.setdefault((*layer.weight.shape, layer.weight.dtype), []).append(layer)
+def _by_shape(groups: list[Group]) -> dict[tuple, list[Group]]:
+    alike = dict[tuple, list[Group]]()
+    for group in groups:
+        shapes = tuple(layer.weight.shape for layer in group)
+        alike.setdefault((*shapes, group[0].weight.dtype), []).append(group)
     return alike
 
 
@@ -252,20 +313,26 @@ def _by_shape(layers: list[nn.Linear]) -> dict[tuple, list[nn.Linear]]:
 
 
 @torch.no_grad()
-def _prepare(layers: list[nn.Linear]) -> None:
-    """Packs the weights of layers of one shape, where that is faster by what was measured on this machine."""
-    weight = layers[0].weight
-    name = f"{machine()}, {str(weight.dtype).removeprefix('torch.')} {weight.shape[0]} x {weight.shape[1]}"
+def _prepare(groups: list[Group]) -> None:
+    """Packs the weights of groups of the same shapes, where that is faster by what was measured on this machine."""
+    weight, heights = groups[0][0].weight, "+".join(str(layer.out_features) for layer in groups[0])
+    name = f"{machine()}, {str(weight.dtype).removeprefix('torch.')} {heights} x {weight.shape[1]}"
     try:
         choice = _choice_of(MEASURED.get(name))
         if choice is None:
-            choice = _measured(layers)
+            choice = _measured(groups)
             MEASURED.put(name, {"is_packed": choice.is_packed, "least_rows": choice.least_rows})
-        weights = [packed(layer.weight) if choice.is_packed else None for layer in layers]
+        weights = [_packed(group) if choice.is_packed else None for group in groups]
     except RuntimeError:  # no memory after all
-        choice, weights = Choice(False, None), [None] * len(layers)
-    for layer, packed_weight in zip(layers, weights, strict=True):
-        _layers[layer] = FewRowsLayer(_key(layer), choice, packed_weight)
+        choice, weights = Choice(False, None), [None] * len(groups)
+    for group, packed_weight in zip(groups, weights, strict=True):
+        _layers[group[0]] = FewRowsLayer(_key(group), choice, packed_weight)
+
+
+def _packed(group: Group) -> Tensor:
+    weight = _joined([layer.weight for layer in group])
+    assert weight is not None
+    return packed(weight)
 
 
 def _choice_of(kept: Any) -> Choice | None:
@@ -274,16 +341,17 @@ def _choice_of(kept: Any) -> Choice | None:
     return Choice(kept["is_packed"], kept["least_rows"]) if is_choice and kept.get("least_rows", 0) in LEAST else None
 
 
-def _measured(layers: list[nn.Linear]) -> Choice:
-    """The choice for layers of one shape, by the times that they take."""
-    timed = layers[: max(1, TIMED_BYTES // _num_bytes(layers[0]))]
-    runs = [_run(layer, None) for layer in timed]
-    seconds, is_packed = _seconds(runs, layers[0]), False
+def _measured(groups: list[Group]) -> Choice:
+    """The choice for groups of the same shapes, by the times that they take."""
+    first = groups[0][0]
+    timed = groups[: max(1, TIMED_BYTES // _num_bytes(groups[0]))]
+    runs = [_run(group, None) for group in timed]
+    seconds, is_packed = _seconds(runs, first), False
     with suppress(RuntimeError):  # a processor that oneDNN has no such kernel for
-        over_packed = [_run(layer, packed(layer.weight)) for layer in timed]
-        if _seconds(over_packed, layers[0]) < seconds:
+        over_packed = [_run(group, _packed(group)) for group in timed]
+        if _seconds(over_packed, first) < seconds:
             runs, is_packed = over_packed, True
-    return Choice(is_packed, _least_rows(runs, layers[0]) if layers[0].weight.dtype in LOW else 1)
+    return Choice(is_packed, _least_rows(runs, first) if first.weight.dtype in LOW else 1)
 
 
 def _rows(num: int, layer: nn.Linear) -> Tensor:
@@ -322,37 +390,3 @@ def _is_same(run: Run, x: Tensor, least_rows: int) -> bool:
     alone = torch.cat([_at_least(least_rows, run, row, 1) for row in x.split(1)])
     by_size = [torch.cat([run(part) for part in x[:24].split(size)]) for size in (3, 8)]
     return torch.equal(alone, together) and all(torch.equal(some, together[:24]) for some in by_size)
-
-
-# -- attention
-
-
-def takes_positions(query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> bool:
-    """Returns whether attention is to run position by position: in rounds that ask for it, where every key of one
-    sequence is seen by the position that it stands at and those after it."""
-    num_before = _forwards.num_before
-    if num_before is None or key.shape[2] != num_before + query.shape[2] or len(query) > 1:
-        return False
-    is_usual = kwargs.get("softcap") is None and kwargs.get("s_aux") is None and kwargs.get("position_bias") is None
-    return is_usual and key.shape[3] == value.shape[3] and query.shape[1] % key.shape[1] == 0
-
-
-def attend_by_position(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """Attention of new positions, query (1, H, T, D), over key and value (1, Hkv, S, D), each position in a call of its
-    own over the keys up to it -> (1, T, H, D).
-
-    The heads that share keys are the rows of a call, two where there would be one: torch's kernel for one row takes
-    three times as long in bf16.
-    """
-    num_heads, num_new, width = query.shape[1:]
-    num_kv_heads, num_before = key.shape[1], key.shape[2] - num_new
-    group = num_heads // num_kv_heads
-    attended = list[Tensor]()
-    for t in range(num_new):
-        rows = query[:, :, t].view(1, num_kv_heads, group, width)
-        if group == 1:
-            rows = rows.expand(-1, -1, 2, -1)
-        seen = num_before + t + 1
-        out = scaled_dot_product_attention(rows, key[:, :, :seen], value[:, :, :seen], scale=scale)
-        attended.append(out[:, :, :group].reshape(1, 1, num_heads, width))
-    return attended[0] if num_new == 1 else torch.cat(attended, dim=1)

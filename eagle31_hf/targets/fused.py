@@ -1,5 +1,6 @@
-"""Decoder layers of the Llama form run by the operations of `kernels` while a mask of spans is passed: ten nodes of a
-graph a layer, in place of forty and more. Each layer has to prove that it computes the same.
+"""Decoder layers of the Llama form run by fewer operations than their own forward has. Where a mask of spans is
+passed, on a GPU, these are the `kernels`: ten nodes of a graph a layer, in place of forty and more. In rounds on a CPU
+see `rows_layer`. Each layer has to prove that it computes the same.
 
 N nodes of a tree, h target width.
 """
@@ -21,10 +22,21 @@ from transformers.utils import logging
 from ..cache import adopt
 from ..cache.arena import Arena, move_into
 from ..kernels.tree_attention import is_spans
-from .decoder_layer import after_norm, arena_layer, forward_of, norm_sum, through_layer, why_no_norm, why_not_fusable
+from .decoder_layer import (
+    after_norm,
+    arena_layer,
+    forward_of,
+    norm_sum,
+    readers_of_the_same,
+    through_layer,
+    why_no_norm,
+    why_not_fusable,
+)
+from .few_rows import FewRows, can_pack, few_rows
 from .layers import decoder_layers, decoder_of
 from .probe import ARENA, FAILURES, PREFIX, random_tree, tree_from_arena
-from .tree_attention import attention_of_rounds
+from .rows_layer import RowsLayer
+from .tree_attention import attention_of_rounds, own_attention
 
 logger = logging.get_logger(__name__)
 
@@ -68,11 +80,15 @@ _lock = threading.RLock()
 @contextmanager
 def fused_layers(target: PreTrainedModel, not_fused: list[str | None]) -> Iterator[None]:
     """A context in which the target's layers are fused, but for those that `why_not_fused` has a reason for, wherever
-    they get a mask of spans and an arena. Other forwards meanwhile, of other threads too, are the target's own."""
+    they get a mask of spans and an arena, or few rows within `few_rows`. Other forwards meanwhile, of other threads
+    too, are the target's own."""
     with _lock:
         stages = _stages(target)
         if not _users.get(target):
             _fuse(stages, not_fused)
+        for forward in [vars(stage).get("forward") for stage in stages]:
+            if isinstance(forward, _LayerForward):  # another context's may be of weights that have changed
+                forward.rows = RowsLayer.of(forward.layer)
         _users[target] = _users.get(target, 0) + 1
     try:
         yield
@@ -81,6 +97,20 @@ def fused_layers(target: PreTrainedModel, not_fused: list[str | None]) -> Iterat
             _users[target] -= 1
             if not _users[target]:
                 _restore(stages)
+
+
+@contextmanager
+def fused_rows(target: PreTrainedModel) -> Iterator[FewRows]:
+    """A context in which rounds of a target on a CPU run few rows as is fastest there: by `few_rows`, and its layers,
+    where they can be fused, by `rows_layer`."""
+    not_fused = why_not_fused(target) if can_pack() and own_attention(target) == "sdpa" else []
+    fused = [layer for layer, reason in zip(decoder_layers(target), not_fused, strict=False) if reason is None]
+    with few_rows(target, readers_of_the_same(fused)) as rows:
+        if not rows.num_bytes or not fused:
+            yield rows
+            return
+        with fused_layers(target, not_fused):
+            yield rows
 
 
 def why_not_fused(target: PreTrainedModel) -> list[str | None]:
@@ -120,7 +150,7 @@ def _fuse(stages: list[nn.Module], reasons: list[str | None]) -> None:
     *layers, norm = stages
     for layer, follower, reason, next_reason in zip(layers, stages[1:], reasons[:-1], reasons[1:], strict=True):
         if reason is None:
-            vars(layer)["forward"] = _layer_forward(layer, follower if next_reason is None else None)
+            vars(layer)["forward"] = _LayerForward(layer, follower if next_reason is None else None)
     if reasons[-1] is None:
         vars(norm)["forward"] = _norm_forward(norm)
 
@@ -131,29 +161,41 @@ def _restore(stages: list[nn.Module]) -> None:
             del vars(stage)["forward"]
 
 
-def _stands_in(forward: Callable) -> Callable:
-    forward.stands_in = True  # type: ignore[attr-defined]
-    return forward
+class _LayerForward:
+    """The forward that stands in for a layer's own. `follower`: the stage after it, where that takes a pair; `rows`:
+    what runs few rows on a CPU."""
 
+    stands_in = True  # for `decoder_layer.forward_of`
 
-def _layer_forward(layer: Any, follower: nn.Module | None) -> Callable:
-    """Makes the forward that stands in for a layer's own. `follower`: the stage after it, where that takes a pair."""
-    original = functools.partial(type(layer).forward, layer)
+    def __init__(self, layer: Any, follower: nn.Module | None, is_copy: bool = False):
+        self.layer = layer
+        self.follower = follower
+        self.is_copy = is_copy
+        self.rows: RowsLayer | None = None
 
-    def forward(states: Any, *args: Any, **kwargs: Any) -> Any:
-        mask = kwargs.get("attention_mask")
+    def __call__(self, states: Any, *args: Any, **kwargs: Any) -> Any:
+        layer, mask = self.layer, kwargs.get("attention_mask")
         kv = arena_layer(kwargs.get("past_key_values"), layer.self_attn.layer_idx) if is_spans(mask) else None
-        if kv is None:
-            return original(states, *args, **kwargs)
-        normed, residual = _normed(layer.input_layernorm, states)
-        x, residual = after_norm(layer, normed, residual, kwargs["position_embeddings"], mask, kv)
+        if kv is not None and not self.is_copy:
+            normed, residual = _normed(layer.input_layernorm, states)
+            x, residual = after_norm(layer, normed, residual, kwargs["position_embeddings"], mask, kv)
+            return self._handed_on(x, residual)
+        rope, cache = kwargs.get("position_embeddings"), kwargs.get("past_key_values")
+        if self.rows is not None and rope is not None and not args and self.rows.takes(states, mask, cache):
+            return self.rows(states, rope, mask, cache)
+        return type(layer).forward(layer, states, *args, **kwargs)
+
+    def _handed_on(self, x: Tensor, residual: Tensor) -> Any:
+        follower = self.follower
         if follower is None:
             return residual + x
-        if layer._forward_hooks or follower._forward_pre_hooks:
+        if self.layer._forward_hooks or follower._forward_pre_hooks:
             return _seen(follower, x, residual)
         return Pair(x, residual)
 
-    return _stands_in(forward)
+    def __reduce__(self) -> tuple:
+        """A copy of a layer, made meanwhile, runs its own forward."""
+        return _LayerForward, (self.layer, None, True)
 
 
 def _seen(follower: Any, x: Tensor, residual: Tensor) -> Tensor:
@@ -170,6 +212,11 @@ def _normed(norm: Any, states: Any) -> tuple[Tensor, Tensor]:
         return norm_sum(norm, states.x, states.residual)
     normed = getattr(states, NORMED, None)
     return norm_sum(norm, states, None) if normed is None else (normed, states)
+
+
+def _stands_in(forward: Callable) -> Callable:
+    forward.stands_in = True  # type: ignore[attr-defined]
+    return forward
 
 
 def _norm_forward(norm: Any) -> Callable:
@@ -196,13 +243,27 @@ class Call:
     starts: Tensor
 
 
-@torch.no_grad()
 def _tried(target: PreTrainedModel, stages: list[nn.Module]) -> tuple[list[str | None], bool]:
-    """The reasons of `why_not_fused`, and whether they are the target's: not where there was no memory."""
+    """The reasons of `why_not_fused`, and whether they are the target's: not where there was no memory. An error that
+    does not come again was not the target's, and is raised."""
+    try:
+        return _trial(target, stages), True
+    except torch.OutOfMemoryError:
+        return ["there was no memory for a trial"] * len(stages), False
+    except FAILURES as failure:  # a model that does not hand on what a layer returns, as it is
+        try:
+            _trial(target, stages)
+        except FAILURES:
+            return [f"its forward refuses it ({type(failure).__name__}: {str(failure)[:100]})"] * len(stages), True
+        raise
+
+
+@torch.no_grad()
+def _trial(target: PreTrainedModel, stages: list[nn.Module]) -> list[str | None]:
     *layers, norm = stages
     reasons = [why_not_fusable(layer) for layer in layers]
     if all(reasons):
-        return [*reasons, "it follows none that is fused"], True
+        return [*reasons, "it follows none that is fused"]
     try:
         tree = random_tree(target)
         with _recorded_calls(layers) as calls:
@@ -211,15 +272,11 @@ def _tried(target: PreTrainedModel, stages: list[nn.Module]) -> tuple[list[str |
         reasons.append("it follows none that is fused" if reasons[-1] else _why_not_same_norm(norm))
         _fuse(stages, reasons)
         error = float((tree_from_arena(target, tree).float() - expected).square().mean().sqrt() / expected.std())
-    except torch.OutOfMemoryError:
-        return ["there was no memory for a trial"] * len(stages), False
-    except FAILURES as failure:  # a model that does not hand on what a layer returns, as it is
-        return [f"its forward refuses it ({type(failure).__name__}: {str(failure)[:100]})"] * len(stages), True
     finally:
         _restore(stages)
     if not error <= (TOLERANCE_OF_ALL if target.dtype == torch.float32 else TOLERANCE_OF_ALL_LOW):
-        return [f"its logits differ ({error:.1g} of their spread)"] * len(stages), True
-    return reasons, True
+        return [f"its logits differ ({error:.1g} of their spread)"] * len(stages)
+    return reasons
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..kernels.tree_attention import attend_to_spans, is_spans
-from .few_rows import attend_by_position, takes_positions
+from .rows_attention import attend_by_position, takes_positions
 
 PREFIX = "eagle31_"
 STANDS_IN_FOR = ("eager", "sdpa")  # implementations whose models hand a mask of four dimensions to attention as it is

@@ -1,0 +1,132 @@
+"""A decoder layer of the Llama form as it runs few rows on a CPU: some twenty operations of torch in place of sixty,
+four matrix products in place of seven, and no modules called. Between products that read all weights an operation finds
+nothing of what it needs in the processor's caches, and takes three times as long as it does alone.
+
+B sequences, T tokens, h width, H heads of queries, Hkv of keys, D head width, P the part of it that is rotated.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, addcmul, cat
+from torch.nn.functional import layer_norm, silu
+from transformers import Cache
+
+from .decoder_layer import GATED, NORMS, QKV, eps_of, head_norms
+from .few_rows import Run, run_of, takes_rows
+from .layers import has_hooks
+from .rows_attention import attend_by_group, attend_by_position, mask_of_group, takes_positions
+
+KEPT = "eagle31_rows"  # attribute of a tensor that all layers get: what they make of it
+
+
+@dataclass
+class Norm:
+    """An RMSNorm as a layer norm, which torch has one kernel for, where RMSNorm is ten operations: a row x followed by
+    -x has the mean 0, and the mean of its squares for a variance. `weight` (2 * width,): the norm's, twice."""
+
+    weight: Tensor
+    eps: float
+
+    @classmethod
+    def of(cls, norm: Any) -> "Norm":
+        weight = norm.weight.detach()
+        return cls(cat((weight, weight)), eps_of(norm))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        width = x.shape[-1]
+        return layer_norm(cat((x, -x), dim=-1), (2 * width,), self.weight, None, self.eps)[..., :width]
+
+
+@dataclass
+class RowsLayer:
+    """A layer's parts, looked up once a call of `generate`. `norms`: before attention and before the MLP;
+    `head_norms`: of queries and of keys, or none; `runs`: what multiplies by the weights of queries, keys and values,
+    of attention's output, of gate and up, and of the MLP's output; `num_heads`: H and Hkv."""
+
+    index: int
+    norms: list[Norm]
+    head_norms: list[Norm]
+    runs: tuple[Run, ...]
+    num_heads: tuple[int, int]
+    width: int  # D
+    scale: float
+
+    @classmethod
+    def of(cls, layer: Any) -> "RowsLayer | None":
+        """The parts of a layer that `fused` has tried; None where its products are not prepared for few rows."""
+        attention, mlp = layer.self_attn, layer.mlp
+        norms, of_heads = [getattr(layer, name) for name in NORMS], head_norms(attention)
+        qkv, gated = [getattr(attention, name) for name in QKV], [getattr(mlp, name) for name in GATED]
+        runs = run_of(*qkv), run_of(attention.o_proj), run_of(*gated), run_of(mlp.down_proj)
+        if layer.training or any(map(has_hooks, (attention, *mlp.modules(), *norms, *of_heads))):
+            return None
+        if None in runs or attention.k_proj.out_features != attention.v_proj.out_features:
+            return None
+        return cls(
+            index=attention.layer_idx,
+            norms=[Norm.of(norm) for norm in norms],
+            head_norms=[Norm.of(norm) for norm in of_heads],
+            runs=runs,
+            num_heads=(qkv[0].out_features // attention.head_dim, qkv[1].out_features // attention.head_dim),
+            width=attention.head_dim,
+            scale=attention.scaling,
+        )
+
+    def takes(self, states: Any, mask: Tensor | None, cache: Cache | None) -> bool:
+        """Returns whether it is to run states (B, T, h): in a round, of few rows, with a mask of torch's attention."""
+        if cache is None or not isinstance(states, Tensor) or not takes_rows(states.shape[:-1].numel()):
+            return False
+        return states.shape[1] == 1 if mask is None else mask.dim() == 4
+
+    def __call__(self, states: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache) -> Tensor:
+        """Runs states (B, T, h). `rope`: cos and sin (B or 1, T, P), each angle twice, in halves; `mask` (B, 1, T, S),
+        True or 0 where a position is seen, or None, all are."""
+        qkv, out, gated, down = self.runs
+        states = states + out(self._attend(qkv(self.norms[0](states)), rope, mask, cache))
+        gate, up = gated(self.norms[1](states)).chunk(2, dim=-1)
+        return states + down(silu(gate).mul_(up))
+
+    def _attend(self, qkv: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache) -> Tensor:
+        """Attention: qkv (B, T, (H + 2 Hkv) * D) -> (B, T, H * D)."""
+        size, num_queries, num_keys = qkv.shape[:2], *self.num_heads
+        heads = qkv.view(*size, -1, self.width)
+        turned, values = heads.split((num_queries + num_keys, num_keys), dim=2)
+        if self.head_norms:
+            parts = turned.split((num_queries, num_keys), dim=2)
+            turned = cat([norm(part) for norm, part in zip(self.head_norms, parts, strict=True)], dim=2)
+        queries, keys = _rotated(turned, *rope).transpose(1, 2).split((num_queries, num_keys), dim=1)
+        keys, values = cache.update(keys, values.transpose(1, 2), self.index)
+        if takes_positions(queries, keys, values, {}):
+            out = attend_by_position(queries, keys, values, self.scale)
+        else:
+            out = attend_by_group(queries, keys, values, self._mask(mask, queries.dtype), self.scale)
+        return out.reshape(*size, -1)
+
+    def _mask(self, mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        """The mask of a group's rows, made once for all layers that have as many heads."""
+        group = self.num_heads[0] // self.num_heads[1]
+        kept = getattr(mask, KEPT, None)
+        if mask is not None and (kept is None or kept[0] != group):
+            kept = group, mask_of_group(mask, group, dtype)
+            setattr(mask, KEPT, kept)
+        return kept and kept[1]
+
+
+def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates heads (B, T, n, D): x * cos + (-x[P/2:], x[:P/2]) * sin of their first P entries."""
+    width = cos.shape[-1]
+    rotated = heads[..., :width]
+    rotated = addcmul(rotated * cos[:, :, None], rotated.roll(width // 2, dims=-1), _signed(sin)[:, :, None])
+    return rotated if width == heads.shape[-1] else cat((rotated, heads[..., width:]), dim=-1)
+
+
+def _signed(sin: Tensor) -> Tensor:
+    """Sines for a head whose halves are swapped: minus for the first."""
+    signed = getattr(sin, KEPT, None)
+    if signed is None:
+        first, second = sin.chunk(2, dim=-1)
+        signed = cat((-first, second), dim=-1)
+        setattr(sin, KEPT, signed)
+    return signed
