@@ -6,9 +6,9 @@ N nodes of a tree, h target width.
 """
 
 import copy
-import functools
+import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.utils import logging
 
 from ..cache import adopt
-from ..cache.arena import Arena, move_into
+from ..cache.arena import Arena, ArenaLayer, move_into
 from ..kernels.tree_attention import is_spans
 from .decoder_layer import (
     after_norm,
@@ -77,6 +77,17 @@ _users: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()  # context
 _lock = threading.RLock()
 
 
+def _begin_anew() -> None:
+    """In a process that was forked no context of its parent goes on, nor does anyone hold the lock."""
+    global _lock
+    _lock = threading.RLock()
+    _users.clear()
+
+
+if hasattr(os, "register_at_fork"):  # Windows has none, and does not fork
+    os.register_at_fork(after_in_child=_begin_anew)
+
+
 @contextmanager
 def fused_layers(target: PreTrainedModel, not_fused: list[str | None]) -> Iterator[None]:
     """A context in which the target's layers are fused, but for those that `why_not_fused` has a reason for, wherever
@@ -88,7 +99,7 @@ def fused_layers(target: PreTrainedModel, not_fused: list[str | None]) -> Iterat
             _fuse(stages, not_fused)
         for forward in [vars(stage).get("forward") for stage in stages]:
             if isinstance(forward, _LayerForward):  # another context's may be of weights that have changed
-                forward.rows = RowsLayer.of(forward.layer)
+                forward.rows = RowsLayer.of(forward.module)
         _users[target] = _users.get(target, 0) + 1
     try:
         yield
@@ -152,7 +163,7 @@ def _fuse(stages: list[nn.Module], reasons: list[str | None]) -> None:
         if reason is None:
             vars(layer)["forward"] = _LayerForward(layer, follower if next_reason is None else None)
     if reasons[-1] is None:
-        vars(norm)["forward"] = _norm_forward(norm)
+        vars(norm)["forward"] = _NormForward(norm)
 
 
 def _restore(stages: list[nn.Module]) -> None:
@@ -161,41 +172,77 @@ def _restore(stages: list[nn.Module]) -> None:
             del vars(stage)["forward"]
 
 
-class _LayerForward:
-    """The forward that stands in for a layer's own. `follower`: the stage after it, where that takes a pair; `rows`:
-    what runs few rows on a CPU."""
+class _StandIn:
+    """The forward that stands in for a module's own."""
 
     stands_in = True  # for `decoder_layer.forward_of`
 
-    def __init__(self, layer: Any, follower: nn.Module | None, is_copy: bool = False):
-        self.layer = layer
+    def __init__(self, module: Any):
+        self.module = module
+
+    def own(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    def __reduce__(self) -> tuple:
+        """A copy of the module, made meanwhile, runs its own forward."""
+        return _StandIn, (self.module,)
+
+    __call__ = own
+
+
+class _LayerForward(_StandIn):
+    """`follower`: the stage after a layer, where that takes a pair; `rows`: what runs few rows on a CPU."""
+
+    def __init__(self, layer: Any, follower: nn.Module | None):
+        super().__init__(layer)
         self.follower = follower
-        self.is_copy = is_copy
         self.rows: RowsLayer | None = None
 
     def __call__(self, states: Any, *args: Any, **kwargs: Any) -> Any:
-        layer, mask = self.layer, kwargs.get("attention_mask")
-        kv = arena_layer(kwargs.get("past_key_values"), layer.self_attn.layer_idx) if is_spans(mask) else None
-        if kv is not None and not self.is_copy:
-            normed, residual = _normed(layer.input_layernorm, states)
-            x, residual = after_norm(layer, normed, residual, kwargs["position_embeddings"], mask, kv)
-            return self._handed_on(x, residual)
-        rope, cache = kwargs.get("position_embeddings"), kwargs.get("past_key_values")
+        mask, cache, rope = (kwargs.get(name) for name in ("attention_mask", "past_key_values", "position_embeddings"))
+        kv = arena_layer(cache, self.module.self_attn.layer_idx) if is_spans(mask) else None
+        if kv is not None:
+            return self._from_arena(states, rope, mask, kv)
         if self.rows is not None and rope is not None and not args and self.rows.takes(states, mask, cache):
             return self.rows(states, rope, mask, cache)
-        return type(layer).forward(layer, states, *args, **kwargs)
+        return self.own(states, *args, **kwargs)
+
+    def _from_arena(self, states: Any, rope: Any, mask: Tensor, kv: ArenaLayer) -> Any:
+        normed, residual = _normed(self.module.input_layernorm, states)
+        return self._handed_on(*after_norm(self.module, normed, residual, rope, mask, kv))
 
     def _handed_on(self, x: Tensor, residual: Tensor) -> Any:
         follower = self.follower
         if follower is None:
             return residual + x
-        if self.layer._forward_hooks or follower._forward_pre_hooks:
+        if self.module._forward_hooks or follower._forward_pre_hooks:
             return _seen(follower, x, residual)
         return Pair(x, residual)
 
-    def __reduce__(self) -> tuple:
-        """A copy of a layer, made meanwhile, runs its own forward."""
-        return _LayerForward, (self.layer, None, True)
+
+class _NormForward(_StandIn):
+    """The final norm's."""
+
+    def __call__(self, states: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(states, Pair) or hasattr(states, NORMED):
+            return _normed(self.module, states)[0]
+        return self.own(states, *args, **kwargs)
+
+
+class _Recorder(_StandIn):
+    """Notes how a thread calls a layer with masks of spans."""
+
+    def __init__(self, layer: Any, calls: "dict[nn.Module, Call]"):
+        super().__init__(layer)
+        self.calls = calls
+        self.thread = threading.get_ident()
+
+    def __call__(self, states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        cache = kwargs.get("past_key_values")
+        is_noted = threading.get_ident() == self.thread and is_spans(kwargs.get("attention_mask"))
+        if is_noted and cache is not None:
+            self.calls[self.module] = Call(args, kwargs, cache.layers[0].placement.on_device)
+        return self.own(states, *args, **kwargs)
 
 
 def _seen(follower: Any, x: Tensor, residual: Tensor) -> Tensor:
@@ -212,23 +259,6 @@ def _normed(norm: Any, states: Any) -> tuple[Tensor, Tensor]:
         return norm_sum(norm, states.x, states.residual)
     normed = getattr(states, NORMED, None)
     return norm_sum(norm, states, None) if normed is None else (normed, states)
-
-
-def _stands_in(forward: Callable) -> Callable:
-    forward.stands_in = True  # type: ignore[attr-defined]
-    return forward
-
-
-def _norm_forward(norm: Any) -> Callable:
-    """Makes the forward that stands in for the final norm's own."""
-    original = functools.partial(type(norm).forward, norm)
-
-    def forward(states: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(states, Pair) or hasattr(states, NORMED):
-            return _normed(norm, states)[0]
-        return original(states, *args, **kwargs)
-
-    return _stands_in(forward)
 
 
 # -- the trial
@@ -260,6 +290,7 @@ def _tried(target: PreTrainedModel, stages: list[nn.Module]) -> tuple[list[str |
 
 @torch.no_grad()
 def _trial(target: PreTrainedModel, stages: list[nn.Module]) -> list[str | None]:
+    _restore(stages)  # a copy made within a context has its stand-ins
     *layers, norm = stages
     reasons = [why_not_fusable(layer) for layer in layers]
     if all(reasons):
@@ -283,23 +314,10 @@ def _trial(target: PreTrainedModel, stages: list[nn.Module]) -> list[str | None]
 def _recorded_calls(layers: list[Any]) -> Iterator[dict[nn.Module, Call]]:
     """A context that notes how this thread calls layers with masks of spans."""
     calls: dict[nn.Module, Call] = {}
-    thread = threading.get_ident()
-
-    def recorder(layer: Any) -> Callable:
-        original = functools.partial(type(layer).forward, layer)
-
-        def forward(states: Tensor, *args: Any, **kwargs: Any) -> Any:
-            cache = kwargs.get("past_key_values")
-            if threading.get_ident() == thread and is_spans(kwargs.get("attention_mask")) and cache is not None:
-                calls[layer] = Call(args, kwargs, cache.layers[0].placement.on_device)
-            return original(states, *args, **kwargs)
-
-        return _stands_in(forward)
-
     try:
         for layer in layers:
             if "forward" not in vars(layer):
-                vars(layer)["forward"] = recorder(layer)
+                vars(layer)["forward"] = _Recorder(layer, calls)
         yield calls
     finally:
         _restore(layers)

@@ -78,7 +78,7 @@ class RowsLayer:
         """Returns whether it is to run states (B, T, h): in a round, of few rows, with a mask of torch's attention."""
         if cache is None or not isinstance(states, Tensor) or not takes_rows(states.shape[:-1].numel()):
             return False
-        return states.shape[1] == 1 if mask is None else mask.dim() == 4
+        return states.shape[1] == 1 if mask is None else mask.dim() == 4 and mask.shape[1] == 1
 
     def __call__(self, states: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache) -> Tensor:
         """Runs states (B, T, h). `rope`: cos and sin (B or 1, T, P), each angle twice, in halves; `mask` (B, 1, T, S),
