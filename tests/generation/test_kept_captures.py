@@ -14,6 +14,7 @@ from transformers import DynamicCache
 from eagle31_hf import track_acceptance
 from eagle31_hf.cache import arena
 from eagle31_hf.generation.captured import kept
+from eagle31_hf.generation.captured.carry import Carry
 from eagle31_hf.generation.captured.kept import release
 from eagle31_hf.generation.captured.seam import Uncaptured, seams
 from eagle31_hf.targets import joined, probe
@@ -290,6 +291,22 @@ def test_a_call_that_runs_out_of_memory_keeps_none_of_it(pair, monkeypatch):
         text = pair[0].generate(**options, assistant_model=pair[1], **CHAIN)
     assert text.tolist() == expected
     assert set(stats.executions) == {"eagerly: an earlier call ran out of memory"}
+
+
+def test_where_there_is_no_memory_for_noise_the_caller_s_cache_is_its_own(pair, monkeypatch):
+    """It has tokens of an earlier turn, and does not keep an arena's memory for them."""
+    ids, cache = torch.tensor([PROMPT[0]]), DynamicCache(config=pair[0].config)
+    text = pair[0].generate(ids, past_key_values=cache, max_new_tokens=6, **GREEDY)
+    before = [layer.keys.clone() for layer in cache.layers]
+
+    def fails(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory, say")
+
+    monkeypatch.setattr(Carry, "hold_noise", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        captured(pair, Recorded(), input_ids=text, past_key_values=cache, max_new_tokens=4, **DRAWN)
+    assert all(layer.keys.untyped_storage().nbytes() < 2 * before[0].nbytes for layer in cache.layers)
+    assert all(torch.equal(layer.keys, keys) for layer, keys in zip(cache.layers, before, strict=True))
 
 
 def test_eager_rounds_after_a_failure_stay_within_the_arena(pair):
