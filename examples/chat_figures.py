@@ -6,13 +6,14 @@ second beside the target alone, transformers' own speculation and vLLM.
         --questions EAGLE/eagle/data --work work --vllm-python VLLM/bin/python --output docs/figures/chat.json
 
 Every set in fp32 and in bf16 is a report of `eagle31 bench acceptance`, in WORK/SET-DTYPE; in bf16 also of malformed
-prompts, temperature 1 and, of articles, contexts up to 4,096 tokens. vLLM decodes the same prompts, where its Python is
-given. The same line again goes on where it was stopped, and other lines add their sets and dtypes. OUTPUT gets what the
+prompts, temperature 1 and, of articles, contexts up to 4,096 tokens. vLLM, where its Python is given, decodes the
+prompts of all sets in one report, since it takes a minute to start. The same line again goes on where it was stopped, and other lines add their sets and dtypes. OUTPUT gets what the
 tables of docs/benchmarks.md show (`python docs/tables.py`).
 """
 
 import argparse
 import json
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ DTYPES = {
 }
 # Contexts are made of a set's own prompts: only articles are long enough.
 CONTEXTS = {("sum", "bfloat16"): ("--lengths", "512", "1024", "2048", "4096")}
+ALL = "all"  # of the sets that are asked for, in the names of vLLM's reports
 VLLM = ("--depths", "2", "3", "--trees", "--no-perturbations", "--engine", "vllm", "--engine-python")
 KEPT_FACTS = ("processor", "cores", "threads", "torch", "transformers", "new tokens a prompt", "prompts")
 
@@ -81,6 +83,12 @@ def figures(found: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
     return {"facts": facts, "others": others, "drafters": drafters}
 
 
+def first_lines(file: Path, count: int) -> list[str]:
+    """The first questions of a set, a line each."""
+    with file.open(encoding="utf-8") as lines:
+        return [line.rstrip("\n") + "\n" for line in islice(lines, count)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, help="folder or Hub repository of the model")
@@ -93,24 +101,31 @@ def main() -> None:
     parser.add_argument(
         "--num-prompts", default="8", help="of a set (default: 8; five are too few for contexts of 4,096)"
     )
-    parser.add_argument("--max-new-tokens", default="96", help="a prompt (default: 96)")
+    parser.add_argument("--max-new-tokens", default="64", help="a prompt (default: 64)")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=[*SETS])
     parser.add_argument("--dtypes", nargs="*", choices=DTYPES, default=[*DTYPES])
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     output = args.output or args.work / "chat.json"
     found = json.loads(output.read_text(encoding="utf-8")) if output.exists() else {}
-    models = ("--target", args.target, "--drafter", args.eagle31, "--compare", args.eagle3)
+    models = ("--target", args.target, "--drafter", args.eagle31, "--max-new-tokens", args.max_new_tokens)
     names = {Path(args.eagle31).name: "EAGLE 3.1", Path(args.eagle3).name: "EAGLE 3"}
-    for name in args.sets:
-        prompts = ("--prompts", args.questions / name / "question.jsonl", "--num-prompts", args.num_prompts)
-        for dtype in args.dtypes:
-            given = (*models, *prompts, "--max-new-tokens", args.max_new_tokens, "--dtype", dtype)
-            options = *DTYPES[dtype], *CONTEXTS.get((name, dtype), ())
-            of_engine = f"{name}-{dtype}-vllm"
-            found[f"{name}-{dtype}"] = report(args.work / f"{name}-{dtype}", names, *given, *WAYS, *options)
-            if args.vllm_python:
-                found[of_engine] = report(args.work / of_engine, names, *given, *VLLM, args.vllm_python)
+    files = {name: args.questions / name / "question.jsonl" for name in args.sets}
+    for dtype in args.dtypes:
+        given = (*models, "--dtype", dtype, "--num-prompts")
+        for name, file in files.items():
+            key, options = f"{name}-{dtype}", (*WAYS, *DTYPES[dtype], *CONTEXTS.get((name, dtype), ()))
+            prompts = (args.num_prompts, "--prompts", file, "--compare", args.eagle3)
+            found[key] = report(args.work / key, names, *given, *prompts, *options)
+            replace_json(output, found)
+        if args.vllm_python:
+            key, questions = f"{ALL}-{dtype}-vllm", args.work / "questions.jsonl"
+            lines = [line for file in files.values() for line in first_lines(file, int(args.num_prompts))]
+            questions.write_text("".join(lines), encoding="utf-8")
+            prompts = (len(lines), "--prompts", questions)
+            found[key] = report(
+                args.work / key, {Path(args.eagle31).name: "EAGLE 3.1"}, *given, *prompts, *VLLM, args.vllm_python
+            )
             replace_json(output, found)
 
 

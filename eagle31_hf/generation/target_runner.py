@@ -86,7 +86,8 @@ class TargetRunner:
         if self.placement is not None:
             self.placement.is_final = True
         try:
-            outputs = self.target._prefill(input_ids, self.generation_config, self.model_kwargs)
+            with in_rounds():
+                outputs = self.target._prefill(input_ids, self.generation_config, self.model_kwargs)
         finally:
             if self.placement is not None:
                 self.placement.is_final = False

@@ -1,5 +1,6 @@
 """Forwards of few rows on a CPU, those of rounds: linear layers run the kernel that is fastest there, those that read
-the same input as one, and in 16 bits what a row gives does not depend on how many rows there are.
+the same input as one, and in 16 bits what a row gives does not depend on how many rows there are. The prompt's many
+rows run that kernel, too, where it is faster by far.
 
 In 16 bits two tokens are often equally likely to the last bit, and which of them a text goes on with is a matter of
 rounding. Where one row is rounded as it is among others, the text does not depend on what was drafted.
@@ -13,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -33,8 +34,10 @@ logger = logging.get_logger(__name__)
 
 NAME = "packed_linear"  # of the operation, for EAGLE31_KERNELS
 LOW = (torch.bfloat16, torch.float16)
-MOST_ROWS = 64  # more are a prompt's, and run as the model has them
+MOST_ROWS = 64  # more are a prompt's
 TIMED_ROWS = (1, 3, 8)
+TIMED_PROMPT = (128,)
+PROMPT_GAIN = 1.3  # how many times faster a prompt must be, to run other kernels than the target alone
 TIMED_BYTES = 2**26  # of weights of one shape that kernels are timed on: more than a cache holds
 TIMES = 3
 COMPARED_ROWS = 64
@@ -51,10 +54,12 @@ Group = tuple[nn.Linear, ...]  # layers that read the same input, or one layer
 class Choice:
     """A decision for all linear layers of one shape: the kernel that multiplies few rows. `is_packed`: oneDNN over
     packed weights, else torch's own; `least_rows`: the smallest number of rows from which on, in 16 bits, a row's
-    result does not depend on their number, 2 where a lone row is run twice; None: there is no such number."""
+    result does not depend on their number, 2 where a lone row is run twice; None: there is no such number.
+    `takes_prompts`: it multiplies the rows of prompts, too."""
 
     is_packed: bool
     least_rows: int | None
+    takes_prompts: bool = False
 
 
 @dataclass
@@ -73,7 +78,8 @@ class FewRowsLayer:
 
 class _Forwards(threading.local):
     """Two settings of this thread, which `in_rounds` makes and the stand-ins read. `are_rounds`: its forwards are those
-    of rounds; `num_before`: the number of keys before the new ones, where attention is to run position by position."""
+    of a drafted call; `num_before`: the number of keys before the new ones, where attention is to run position by
+    position."""
 
     are_rounds = False
     num_before: int | None = None
@@ -149,8 +155,8 @@ def _is_exact(model: nn.Module, prepared: dict[Group, FewRowsLayer]) -> bool:
 
 @contextmanager
 def in_rounds(num_before: int | None = None) -> Iterator[None]:
-    """A context whose forwards are those of rounds. `num_before`: the number of keys before the new ones of one
-    sequence, where its attention is to run position by position."""
+    """A context whose forwards are those of a drafted call: of its prompt and its rounds. `num_before`: the number of
+    keys before the new ones of one sequence, where its attention is to run position by position."""
     if torch.is_autocast_enabled("cpu"):
         yield
         return
@@ -172,12 +178,13 @@ class _StandIn:
 
     def __init__(self, group: Group, few: FewRowsLayer | None):
         self.layers = group  # of a copy that is made it may have nothing yet
+        self.takes_prompts = few is not None and few.choice.takes_prompts
         self.least_rows = (few and few.choice.least_rows) or 1
         self.run = None if few is None else _run(group, few.packed_weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         num_rows = x.numel() // self.layers[0].in_features
-        if self.run is None or not takes_rows(num_rows):
+        if self.run is None or not takes_rows(num_rows, self.takes_prompts):
             return torch.cat([type(layer).forward(layer, x) for layer in self.layers], dim=-1)
         return _at_least(self.least_rows, self.run, x, num_rows)
 
@@ -186,9 +193,9 @@ class _StandIn:
         return _StandIn, (self.layers, None)
 
 
-def takes_rows(num_rows: int) -> bool:
-    """Returns whether a forward of this thread is one of few rows in a round."""
-    return _forwards.are_rounds and 0 < num_rows <= MOST_ROWS
+def takes_rows(num_rows: int, takes_prompts: bool) -> bool:
+    """Returns whether a forward of this thread is one of a drafted call, of few rows unless it takes prompts."""
+    return _forwards.are_rounds and num_rows > 0 and (takes_prompts or num_rows <= MOST_ROWS)
 
 
 def can_pack() -> bool:
@@ -196,7 +203,7 @@ def can_pack() -> bool:
     return is_available() and not why_switched_off(NAME) and not torch.is_autocast_enabled("cpu")
 
 
-def run_of(*group: nn.Linear) -> Run | None:
+def run_of(*group: nn.Linear) -> "_StandIn | None":
     """Returns what runs a group of layers, or a single one, within `few_rows`, (..., K) -> (..., N of all); None where
     nothing does."""
     stand_in = _stand_ins.get(group[0]) if len(group) > 1 else vars(group[0]).get("forward")
@@ -321,7 +328,7 @@ def _prepare(groups: list[Group]) -> None:
         choice = _choice_of(MEASURED.get(name))
         if choice is None:
             choice = _measured(groups)
-            MEASURED.put(name, {"is_packed": choice.is_packed, "least_rows": choice.least_rows})
+            MEASURED.put(name, asdict(choice))
         weights = [_packed(group) if choice.is_packed else None for group in groups]
     except RuntimeError:  # no memory after all
         choice, weights = Choice(False, None), [None] * len(groups)
@@ -337,21 +344,23 @@ def _packed(group: Group) -> Tensor:
 
 def _choice_of(kept: Any) -> Choice | None:
     """Reads a choice that an earlier process kept; None where there is none."""
-    is_choice = isinstance(kept, dict) and isinstance(kept.get("is_packed"), bool)
-    return Choice(kept["is_packed"], kept["least_rows"]) if is_choice and kept.get("least_rows", 0) in LEAST else None
+    if not isinstance(kept, dict) or kept.keys() != {each.name for each in fields(Choice)}:
+        return None
+    flags = kept["is_packed"], kept["takes_prompts"]
+    return Choice(**kept) if all(isinstance(flag, bool) for flag in flags) and kept["least_rows"] in LEAST else None
 
 
 def _measured(groups: list[Group]) -> Choice:
     """The choice for groups of the same shapes, by the times that they take."""
-    first = groups[0][0]
+    first, is_low = groups[0][0], groups[0][0].weight.dtype in LOW
     timed = groups[: max(1, TIMED_BYTES // _num_bytes(groups[0]))]
-    runs = [_run(group, None) for group in timed]
-    seconds, is_packed = _seconds(runs, first), False
+    own = [_run(group, None) for group in timed]
     with suppress(RuntimeError):  # a processor that oneDNN has no such kernel for
         over_packed = [_run(group, _packed(group)) for group in timed]
-        if _seconds(over_packed, first) < seconds:
-            runs, is_packed = over_packed, True
-    return Choice(is_packed, _least_rows(runs, first) if first.weight.dtype in LOW else 1)
+        if _seconds(over_packed, first, TIMED_ROWS) < _seconds(own, first, TIMED_ROWS):
+            of_prompt, of_own = (_seconds(runs[:1], first, TIMED_PROMPT) for runs in (over_packed, own))
+            return Choice(True, _least_rows(over_packed, first) if is_low else 1, PROMPT_GAIN * of_prompt < of_own)
+    return Choice(False, _least_rows(own, first) if is_low else 1)
 
 
 def _rows(num: int, layer: nn.Linear) -> Tensor:
@@ -359,10 +368,10 @@ def _rows(num: int, layer: nn.Linear) -> Tensor:
     return values.to(layer.weight.dtype)
 
 
-def _seconds(runs: list[Run], layer: nn.Linear) -> float:
+def _seconds(runs: list[Run], layer: nn.Linear, numbers_of_rows: tuple[int, ...]) -> float:
     """The seconds that layers take one after the other, over all numbers of rows that are timed: the least of several
     times, as other load only ever makes them longer."""
-    inputs = [_rows(num, layer) for num in TIMED_ROWS]
+    inputs = [_rows(num, layer) for num in numbers_of_rows]
     taken = list[list[float]]()
     for _ in range(TIMES + 1):  # the first time is not the usual one
         taken.append([])

@@ -13,7 +13,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from eagle31_hf import demo, track_acceptance
-from eagle31_hf.kernels.packed_linear import is_available
+from eagle31_hf.kernels.packed_linear import is_available, packed_linear
 from eagle31_hf.storage.measured import Measured
 from eagle31_hf.targets import few_rows as module
 from eagle31_hf.targets.few_rows import Choice, few_rows, in_rounds
@@ -25,11 +25,19 @@ WIDTHS = (40, 96, 1536)  # the last is wider than oneDNN sums up at once for one
 
 @pytest.fixture(autouse=True)
 def measured(monkeypatch):
-    """Nothing is known of kernels when a test begins; whatever is fastest, packed weights are taken."""
+    """Nothing is known of kernels when a test begins; packed weights are taken, but for prompts, whatever is fastest."""
     monkeypatch.setattr(module, "MEASURED", Measured("linear_layers"))
-    monkeypatch.setattr(
-        module, "_seconds", lambda runs, layer: 0.5 if getattr(runs[0], "func", None) is module.packed_linear else 1.0
-    )
+    monkeypatch.setattr(module, "_seconds", seconds_where_packed_takes(0.5, 1.0))
+
+
+def seconds_where_packed_takes(of_few_rows: float, of_prompts: float):
+    """What is found where packed weights take so long, and torch's own kernels a second."""
+
+    def seconds(runs, layer, numbers_of_rows):
+        is_packed = getattr(runs[0], "func", None) is module.packed_linear
+        return (of_few_rows if numbers_of_rows == module.TIMED_ROWS else of_prompts) if is_packed else 1.0
+
+    return seconds
 
 
 def model_of(dtype: torch.dtype, width: int = 96, bias: bool = True) -> nn.Module:
@@ -79,7 +87,7 @@ def test_a_kernel_for_one_row_that_rounds_otherwise_is_given_two(monkeypatch):
         return out if x.shape[0] >= from_rows else out * (1 + 2**-7)
 
     monkeypatch.setattr(module, "linear", rounds_otherwise)
-    monkeypatch.setattr(module, "_seconds", lambda runs, layer: 1.0 if runs[0].func is module.packed_linear else 0.5)
+    monkeypatch.setattr(module, "_seconds", seconds_where_packed_takes(2.0, 2.0))
     with torch.no_grad(), few_rows(model := model_of(torch.bfloat16)) as rows, in_rounds():
         assert rows.is_exact
         assert not rows.num_bytes
@@ -240,11 +248,30 @@ def test_a_model_with_other_matrices_is_not_exact(matrix):
         assert not rows.is_exact
 
 
-@pytest.mark.parametrize("kept", [[], {}, {"is_packed": 1, "least_rows": 1}, {"is_packed": True, "least_rows": 7}])
+OF_NOW = {"is_packed": True, "least_rows": 1, "takes_prompts": True}
+OTHERS = {"is_packed": 1}, {"least_rows": 7}, {"takes_prompts": None}, {"more": 1}
+
+
+@pytest.mark.parametrize("kept", [[], {}, {"is_packed": True, "least_rows": 1}, *(OF_NOW | other for other in OTHERS)])
 def test_choices_of_another_form_are_made_anew(monkeypatch, kept):
     monkeypatch.setattr(Measured, "get", lambda self, key: kept)
     with few_rows(model_of(torch.float32)) as rows:
         assert rows.num_bytes
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("of_prompts", "takes"), [(0.5, True), (0.9, False)])
+def test_prompts_run_the_kernel_of_few_rows_where_it_is_faster_by_far(monkeypatch, of_prompts, takes):
+    monkeypatch.setattr(module, "_seconds", seconds_where_packed_takes(0.5, of_prompts))
+    ran, model, x = [], model_of(torch.float32), torch.randn(2, 70, 96)
+    monkeypatch.setattr(
+        module, "packed_linear", lambda *args, **kwargs: ran.append(args) or packed_linear(*args, **kwargs)
+    )
+    expected = model(x)
+    with few_rows(model), in_rounds():
+        got = model(x)
+    assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert bool(ran) == takes
 
 
 def test_where_packing_fails_layers_run_as_torch_has_them(monkeypatch):
@@ -325,7 +352,7 @@ def test_choices_are_kept_between_processes(monkeypatch):
         pass
     kept = json.loads(module.MEASURED.path.read_text())
     assert len(kept) == 2
-    assert all(figures == {"is_packed": True, "least_rows": kept[name]["least_rows"]} for name, figures in kept.items())
+    assert list(kept.values()) == [{"is_packed": True, "least_rows": 1, "takes_prompts": False}] * 2
     monkeypatch.setattr(module, "MEASURED", Measured("linear_layers"))  # another process
     monkeypatch.setattr(module, "_measured", lambda layers: pytest.fail("it was known"))
     with few_rows(model_of(torch.float32)) as rows:

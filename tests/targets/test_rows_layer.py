@@ -28,8 +28,10 @@ TREE = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], dt
 
 @pytest.fixture(autouse=True)
 def packed(monkeypatch):
-    """Whatever is fastest here, packed weights are taken."""
-    monkeypatch.setattr(few_rows.MEASURED, "get", lambda name: {"is_packed": True, "least_rows": 1})
+    """Whatever is fastest here, packed weights are taken, for prompts too."""
+    choice = {"is_packed": True, "least_rows": 1, "takes_prompts": True}
+    monkeypatch.setattr(few_rows.MEASURED, "get", lambda name: choice)
+    return choice
 
 
 @pytest.fixture
@@ -78,6 +80,34 @@ def test_a_round_gives_what_the_target_gives(name, runs):
     assert [shape[:2] for shape in runs[:: ROPED["num_hidden_layers"]]] == [(2, count) for count, _ in masks]
     assert_close("logits", got, expected, TARGET_FORWARD)
     assert_own_forwards(target)
+
+
+@pytest.mark.parametrize("takes_prompts", [True, False])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral with a window"])
+@pytest.mark.parametrize("length", [20, 100], ids=["few rows", "many rows"])
+def test_a_prompt_gives_what_the_target_gives(name, length, takes_prompts, runs, packed):
+    """With padding and without, whole or in pieces; of many rows only where that is faster."""
+    packed["takes_prompts"] = takes_prompts
+    target = build(SAME[name])
+    ids = torch.randint(0, target.config.vocab_size, (2, length), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+
+    def logits():
+        with torch.no_grad(), in_rounds():
+            whole = target(ids).logits
+            cache, pieces = DynamicCache(config=target.config), []
+            for end in (12, length):
+                part = ids[:, len(pieces) and 12 : end]
+                pieces.append(target(part, attention_mask=mask[:, :end], past_key_values=cache).logits)
+        return [whole, pieces[0][1], pieces[1][:, -3:]]
+
+    expected = logits()
+    with fused_rows(target):
+        got = logits()
+    assert_close("logits", got, expected, TARGET_FORWARD)
+    is_run = [takes_prompts or 2 * tokens <= few_rows.MOST_ROWS for tokens in (length, 12, length - 12)]
+    assert len(runs) == sum(is_run) * ROPED["num_hidden_layers"]
 
 
 @pytest.mark.parametrize("share", [0.5, 1.0])
