@@ -25,7 +25,7 @@ WIDTHS = (40, 96, 1536)  # the last is wider than oneDNN sums up at once for one
 
 @pytest.fixture(autouse=True)
 def measured(monkeypatch):
-    """Nothing is known of kernels when a test begins; packed weights are taken, but for prompts, whatever is fastest."""
+    """Nothing is known of kernels when a test begins; packed weights are taken, not for prompts, come what may."""
     monkeypatch.setattr(module, "MEASURED", Measured("linear_layers"))
     monkeypatch.setattr(module, "_seconds", seconds_where_packed_takes(0.5, 1.0))
 
