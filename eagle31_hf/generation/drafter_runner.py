@@ -12,7 +12,7 @@ from ..cache import adopt as cache
 from ..cache.masks import SlotMask, windows_by_kind
 from ..cache.transfer import Mirrored
 from ..modeling import Eagle31DrafterModel, Eagle31DrafterOutput
-from ..targets.few_rows import in_rounds
+from ..targets.few_rows import in_drafted_call
 from .aux_states import AuxStates, gathered
 from .tree import VisibleNodes
 
@@ -100,7 +100,7 @@ class DrafterRunner:
         mask: dict[str, Tensor | None] | None,
         logits_to_keep: int | Tensor = 0,
     ) -> Eagle31DrafterOutput:
-        with in_rounds():
+        with in_drafted_call():
             return self.drafter(
                 ids,
                 **source,

@@ -14,7 +14,7 @@ from ..cache.commit import Commit
 from ..cache.masks import SlotMask
 from ..cache.transfer import Mirrored
 from ..errors import DraftingRefusedError
-from ..targets.few_rows import in_rounds
+from ..targets.few_rows import in_drafted_call
 from ..targets.masks import slot_masks
 from .sequences import Sequences
 from .tree import DraftTokens
@@ -86,7 +86,7 @@ class TargetRunner:
         if self.placement is not None:
             self.placement.is_final = True
         try:
-            with in_rounds():
+            with in_drafted_call():
                 outputs = self.target._prefill(input_ids, self.generation_config, self.model_kwargs)
         finally:
             if self.placement is not None:
@@ -178,7 +178,7 @@ class TargetRunner:
         """Runs a round's nodes; `num_before`: keys before them, where attention runs position by position."""
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = num_nodes
-        with in_rounds(num_before):
+        with in_drafted_call(num_before):
             return self.target(**inputs, return_dict=True)
 
     def keep(self, sequences: Sequences, commit: Commit, num_nodes: int) -> None:

@@ -34,13 +34,14 @@ logger = logging.get_logger(__name__)
 
 NAME = "packed_linear"  # of the operation, for EAGLE31_KERNELS
 LOW = (torch.bfloat16, torch.float16)
-MOST_ROWS = 64  # more are a prompt's
+MOST_ROWS = 64  # of most rounds; more are taken for a prompt's
 TIMED_ROWS = (1, 3, 8)
 TIMED_PROMPT = (128,)
 PROMPT_GAIN = 1.3  # how many times faster a prompt must be, to run other kernels than the target alone
 TIMED_BYTES = 2**26  # of weights of one shape that kernels are timed on: more than a cache holds
 TIMES = 3
 COMPARED_ROWS = 64
+COMPARED_SIZES = (1, 2, 3, 5, 8, 17, 33)
 LEAST = (1, 2, None)  # what `Choice.least_rows` may be
 SAMPLED = 16  # rows of a weight that are looked at
 CGROUP = Path("/sys/fs/cgroup")
@@ -53,9 +54,9 @@ Group = tuple[nn.Linear, ...]  # layers that read the same input, or one layer
 @dataclass(frozen=True)
 class Choice:
     """A decision for all linear layers of one shape: the kernel that multiplies few rows. `is_packed`: oneDNN over
-    packed weights, else torch's own; `least_rows`: the smallest number of rows from which on, in 16 bits, a row's
-    result does not depend on their number, 2 where a lone row is run twice; None: there is no such number.
-    `takes_prompts`: it multiplies the rows of prompts, too."""
+    packed weights, else torch's own. `least_rows`: in 16 bits, 1 where a row's result does not depend on the number of
+    rows; 2 where that of a lone row differs, which is then run twice; None where results depend on it. `takes_prompts`:
+    it multiplies the rows of prompts, too."""
 
     is_packed: bool
     least_rows: int | None
@@ -77,11 +78,11 @@ class FewRowsLayer:
 
 
 class _Forwards(threading.local):
-    """Two settings of this thread, which `in_rounds` makes and the stand-ins read. `are_rounds`: its forwards are those
-    of a drafted call; `num_before`: the number of keys before the new ones, where attention is to run position by
-    position."""
+    """Two settings of this thread, set by `in_drafted_call` and read by what stands in for forwards. `is_drafted`: its
+    forwards are those of a drafted call; `num_before`: the number of keys before the new ones, where attention is to
+    run position by position."""
 
-    are_rounds = False
+    is_drafted = False
     num_before: int | None = None
 
 
@@ -90,7 +91,9 @@ _lock = threading.RLock()
 # By the first layer of a group:
 _layers: WeakKeyDictionary[nn.Linear, FewRowsLayer] = WeakKeyDictionary()
 _users: WeakKeyDictionary[nn.Linear, int] = WeakKeyDictionary()  # contexts that it is in, of all threads
-_stand_ins: WeakKeyDictionary[nn.Linear, "_StandIn"] = WeakKeyDictionary()  # within contexts, where it has more layers
+_stand_ins: WeakKeyDictionary[nn.Linear, "_LinearForward"] = (
+    WeakKeyDictionary()
+)  # within contexts, where it has more layers
 
 
 def _begin_anew() -> None:
@@ -116,19 +119,23 @@ class FewRows:
 
 @contextmanager
 def few_rows(model: PreTrainedModel, groups: Iterable[Sequence[Any]] = ()) -> Iterator[FewRows]:
-    """A context in which forwards of a model that are `in_rounds` run few rows as is fastest here. All other forwards,
-    of other threads too, stay the model's own, and so does the model when the context ends.
+    """A context in which forwards of a model that are `in_drafted_call` run few rows as is fastest here. All others, of
+    other threads too, stay the model's own, and so does the model when the context ends.
 
-    `groups`: layers that read the same input. They run few rows as one in `together`, and their own forwards stay as
-    they are."""
+    `groups`: layers that read the same input. What `run_of` returns runs few rows of a group as one; the layers' own
+    forwards stay as they are."""
     with _lock:
         prepared = _prepared(model, groups) if can_pack() else {}
+        firsts = {first for first, *_ in prepared}
+        for module in model.modules():  # what another context has put there may be of old weights
+            if isinstance(module, nn.Linear) and module not in firsts:
+                _restore(module)
         for group, few in prepared.items():
-            first, stand_in = group[0], _StandIn(group, few)
+            first, stand_in = group[0], _LinearForward(group, few)
             if len(group) > 1:
                 _stand_ins[first] = stand_in
             else:
-                vars(first)["forward"] = stand_in  # where another context has one, its weight may be an old one
+                vars(first)["forward"] = stand_in
             _users[first] = _users.get(first, 0) + 1
     try:
         yield FewRows(sum(few.num_bytes for few in prepared.values()), _is_exact(model, prepared))
@@ -137,9 +144,13 @@ def few_rows(model: PreTrainedModel, groups: Iterable[Sequence[Any]] = ()) -> It
             for first, *_ in prepared:
                 _users[first] = _users.get(first, 1) - 1
                 if not _users[first]:
-                    _stand_ins.pop(first, None)
-                    if isinstance(vars(first).get("forward"), _StandIn):
-                        del vars(first)["forward"]
+                    _restore(first)
+
+
+def _restore(layer: nn.Linear) -> None:
+    _stand_ins.pop(layer, None)
+    if isinstance(vars(layer).get("forward"), _LinearForward):
+        del vars(layer)["forward"]
 
 
 def _is_exact(model: nn.Module, prepared: dict[Group, FewRowsLayer]) -> bool:
@@ -154,30 +165,31 @@ def _is_exact(model: nn.Module, prepared: dict[Group, FewRowsLayer]) -> bool:
 
 
 @contextmanager
-def in_rounds(num_before: int | None = None) -> Iterator[None]:
+def in_drafted_call(num_before: int | None = None) -> Iterator[None]:
     """A context whose forwards are those of a drafted call: of its prompt and its rounds. `num_before`: the number of
-    keys before the new ones of one sequence, where its attention is to run position by position."""
+    keys before the new ones, where attention is to run position by position, whatever the mask: of one sequence without
+    padding, and without sliding windows."""
     if torch.is_autocast_enabled("cpu"):
         yield
         return
-    known = _forwards.are_rounds, _forwards.num_before
-    _forwards.are_rounds, _forwards.num_before = True, num_before
+    known = _forwards.is_drafted, _forwards.num_before
+    _forwards.is_drafted, _forwards.num_before = True, num_before
     try:
         yield
     finally:
-        _forwards.are_rounds, _forwards.num_before = known
+        _forwards.is_drafted, _forwards.num_before = known
 
 
 # -- linear layers
 
 
-class _StandIn:
+class _LinearForward:
     """The forward of a linear layer in rounds, in place of its own; of a group, of all its layers."""
 
     stands_in = True  # for `decoder_layer.forward_of`
 
     def __init__(self, group: Group, few: FewRowsLayer | None):
-        self.layers = group  # of a copy that is made it may have nothing yet
+        self.layers = group  # while a model is copied these may be half made: nothing of them is read here
         self.takes_prompts = few is not None and few.choice.takes_prompts
         self.least_rows = (few and few.choice.least_rows) or 1
         self.run = None if few is None else _run(group, few.packed_weight)
@@ -190,12 +202,12 @@ class _StandIn:
 
     def __reduce__(self) -> tuple:
         """A copy of a layer, made meanwhile, runs its own forward."""
-        return _StandIn, (self.layers, None)
+        return _LinearForward, (self.layers, None)
 
 
 def takes_rows(num_rows: int, takes_prompts: bool) -> bool:
     """Returns whether a forward of this thread is one of a drafted call, of few rows unless it takes prompts."""
-    return _forwards.are_rounds and num_rows > 0 and (takes_prompts or num_rows <= MOST_ROWS)
+    return _forwards.is_drafted and num_rows > 0 and (takes_prompts or num_rows <= MOST_ROWS)
 
 
 def can_pack() -> bool:
@@ -203,11 +215,11 @@ def can_pack() -> bool:
     return is_available() and not why_switched_off(NAME) and not torch.is_autocast_enabled("cpu")
 
 
-def run_of(*group: nn.Linear) -> "_StandIn | None":
+def run_of(*group: nn.Linear) -> "_LinearForward | None":
     """Returns what runs a group of layers, or a single one, within `few_rows`, (..., K) -> (..., N of all); None where
     nothing does."""
     stand_in = _stand_ins.get(group[0]) if len(group) > 1 else vars(group[0]).get("forward")
-    return stand_in if isinstance(stand_in, _StandIn) and stand_in.layers == group else None
+    return stand_in if isinstance(stand_in, _LinearForward) and stand_in.layers == group else None
 
 
 def keys_before() -> int | None:
@@ -277,7 +289,7 @@ def _is_plain(layer: nn.Linear) -> bool:
     is_own = type(weight) in (nn.Parameter, Tensor) and weight.device.type == "cpu" and weight.dtype in DTYPES
     has_hooks = layer._forward_hooks or layer._forward_pre_hooks or hasattr(layer, "_hf_hook")
     forward = vars(layer).get("forward")
-    is_bare = forward is None or isinstance(forward, _StandIn)
+    is_bare = forward is None or isinstance(forward, _LinearForward)
     return is_own and is_bare and not has_hooks and weight.numel() > 0 and not weight.is_inference()
 
 
@@ -298,9 +310,10 @@ def _key_of_layer(layer: nn.Linear) -> tuple:
 def _free_memory() -> int:
     """The bytes that are free, by the limit of a container, too."""
     free = psutil.virtual_memory().available
-    with suppress(OSError, ValueError):  # no such limit
+    with suppress(OSError, ValueError, KeyError):  # no such limit
         limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
-        free = min(free, limit - used)
+        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        free = min(free, limit - used + int(stat["inactive_file"]))  # files that were read, which make room
     return free
 
 
@@ -385,7 +398,7 @@ def _seconds(runs: list[Run], layer: nn.Linear, numbers_of_rows: tuple[int, ...]
 
 def _least_rows(runs: list[Run], layer: nn.Linear) -> int | None:
     """The least number of rows, 1 or 2, from which on a row's result is the same, to the last bit, whatever the other
-    rows and their number; None where there is none."""
+    rows and their number, by the numbers that are tried; None where there is none."""
     x = _rows(COMPARED_ROWS, layer)
     for least_rows in (1, 2):  # of LEAST
         if all(_is_same(run, x, least_rows) for run in runs):
@@ -394,8 +407,7 @@ def _least_rows(runs: list[Run], layer: nn.Linear) -> int | None:
 
 
 def _is_same(run: Run, x: Tensor, least_rows: int) -> bool:
-    """Returns whether rows x (T, K) give the same one by one, by threes, by eights and all together."""
+    """Returns whether rows x (T, K) give the same one by one, by few sizes and all together."""
     together = run(x)
-    alone = torch.cat([_at_least(least_rows, run, row, 1) for row in x.split(1)])
-    by_size = [torch.cat([run(part) for part in x[:24].split(size)]) for size in (3, 8)]
-    return torch.equal(alone, together) and all(torch.equal(some, together[:24]) for some in by_size)
+    parts = ([_at_least(least_rows, run, part, len(part)) for part in x.split(size)] for size in COMPARED_SIZES)
+    return all(torch.equal(torch.cat(results), together) for results in parts)

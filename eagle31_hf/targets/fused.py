@@ -1,6 +1,6 @@
 """Decoder layers of the Llama form run by fewer operations than their own forward has. Where a mask of spans is
 passed, on a GPU, these are the `kernels`: ten nodes of a graph a layer, in place of forty and more. In rounds on a CPU
-see `rows_layer`. Each layer has to prove that it computes the same.
+see `rows_layer`. Each layer has to prove that it has this form: that `through_layer` computes what it does.
 
 N nodes of a tree, h target width.
 """
@@ -9,8 +9,8 @@ import copy
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -48,6 +48,7 @@ TOLERANCE = 1e-4
 TOLERANCE_OF_ALL = 1e-3
 TOLERANCE_OF_ALL_LOW = 0.25
 SPREAD = 0.05  # of random states: small beside what a layer adds to them, and large beside the eps of its norms
+FAR = 2**20  # tokens, beyond the lengths at which some models scale queries
 NORMED = "eagle31_normed"  # attribute of a tensor of states: what the next norm makes of them
 USUAL_TENSORS = {"attention_mask", "position_ids"}  # besides the states and the rotary embedding
 
@@ -93,19 +94,16 @@ def fused_layers(target: PreTrainedModel, not_fused: list[str | None]) -> Iterat
     """A context in which the target's layers are fused, but for those that `why_not_fused` has a reason for, wherever
     they get a mask of spans and an arena, or few rows within `few_rows`. Other forwards meanwhile, of other threads
     too, are the target's own."""
+    stages = _stages(target)
     with _lock:
-        stages = _stages(target)
         if not _users.get(target):
             _fuse(stages, not_fused)
-        for forward in [vars(stage).get("forward") for stage in stages]:
-            if isinstance(forward, _LayerForward):  # another context's may be of weights that have changed
-                forward.rows = RowsLayer.of(forward.module)
         _users[target] = _users.get(target, 0) + 1
     try:
         yield
     finally:
         with _lock:
-            _users[target] -= 1
+            _users[target] = _users.get(target, 1) - 1  # none in a process that was forked meanwhile
             if not _users[target]:
                 _restore(stages)
 
@@ -116,12 +114,17 @@ def fused_rows(target: PreTrainedModel) -> Iterator[FewRows]:
     where they can be fused, by `rows_layer`."""
     not_fused = why_not_fused(target) if can_pack() and own_attention(target) == "sdpa" else []
     fused = [layer for layer, reason in zip(decoder_layers(target), not_fused, strict=False) if reason is None]
-    with few_rows(target, readers_of_the_same(fused)) as rows:
-        if not rows.num_bytes or not fused:
-            yield rows
-            return
-        with fused_layers(target, not_fused):
-            yield rows
+    with few_rows(target, readers_of_the_same(fused)) as rows, ExitStack() as stack:
+        is_exact = rows.is_exact
+        if fused:
+            stack.enter_context(fused_layers(target, not_fused))
+        for layer in fused:
+            with _lock:
+                forward = vars(layer).get("forward")
+                if isinstance(forward, _LayerForward):
+                    forward.rows = RowsLayer.of(layer)  # anew: another context's may be of weights that have changed
+                is_exact = is_exact and getattr(forward, "rows", None) is not None  # else its groups are not joined
+        yield replace(rows, is_exact=is_exact)
 
 
 def why_not_fused(target: PreTrainedModel) -> list[str | None]:
@@ -275,7 +278,7 @@ class Call:
 
 def _tried(target: PreTrainedModel, stages: list[nn.Module]) -> tuple[list[str | None], bool]:
     """The reasons of `why_not_fused`, and whether they are the target's: not where there was no memory. An error that
-    does not come again was not the target's, and is raised."""
+    does not come again is that of a caller's hook, and is raised: who waits for it is to see it."""
     try:
         return _trial(target, stages), True
     except torch.OutOfMemoryError:
@@ -354,6 +357,9 @@ def _difference(config: Any, layer: Any, call: Call) -> str | None:
     if kv is None or not isinstance(expected, Tensor):
         return "it does not return states"
     got, residual = through_layer(layer, x, None, rope, mask, kv)
+    far = {"past_key_values": _cache_in_arena(config, call.starts), "position_ids": call.kwargs["position_ids"] + FAR}
+    if not _are_same(type(layer).forward(layer, x, **kwargs | far), expected):
+        return "it depends on positions beside the rotary embedding"
     keys = [cache.layers[index].buffers for cache in caches]
     pairs = [("states", got + residual, expected), *zip(("keys", "values"), keys[1], keys[0], strict=True)]
     return next((f"its {name} differ" for name, ours, own in pairs if not _are_same(ours, own)), None)

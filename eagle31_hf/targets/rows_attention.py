@@ -50,14 +50,11 @@ def attend_by_group(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
     num_kv_heads = key.shape[1]
     rows = query.reshape(size, num_kv_heads, -1, width)
     out = scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scale)
-    return out.view(size, num_heads, num_new, -1).transpose(1, 2)
+    return out.reshape(size, num_heads, num_new, -1).transpose(1, 2)
 
 
-def mask_of_group(mask: Tensor | None, group: int, dtype: torch.dtype) -> Tensor | None:
-    """The additive mask (B, 1, group * T, S) of all rows of a group of heads, of the mask (B, 1, T, S) of one head's;
-    None, which hides nothing, stays None."""
-    if mask is None:
-        return None
+def mask_of_group(mask: Tensor, group: int, dtype: torch.dtype) -> Tensor:
+    """Makes of the mask (B, 1, T, S) of one head's rows the additive mask (B, 1, group * T, S) of a group's."""
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, float("-inf"))
     return mask.repeat(1, 1, group, 1)

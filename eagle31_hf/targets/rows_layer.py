@@ -6,7 +6,7 @@ long as it does alone.
 B sequences, T tokens, h width, H heads of queries, Hkv of keys, D head width, P the part of it that is rotated.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.nn.functional import layer_norm, silu
 from transformers import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from ..kernels.tree_attention import is_spans
 from .decoder_layer import GATED, NORMS, QKV, eps_of, head_norms
 from .few_rows import MOST_ROWS, Run, run_of, takes_rows
 from .layers import has_hooks
@@ -44,9 +45,10 @@ class Norm:
 
 @dataclass
 class RowsLayer:
-    """A layer's parts, looked up once a call of `generate`. `norms`: before attention and before the MLP;
-    `head_norms`: of queries and of keys, or none; `runs`: what multiplies by the weights of queries, keys and values,
-    of attention's output, of gate and up, and of the MLP's output; `num_heads`: H and Hkv."""
+    """The parts of a layer for which `why_not_fused` has no reason, looked up once a call of `generate`. `norms`: before
+    attention and before the MLP; `head_norms`: of queries and of keys, or none; `runs`: what multiplies by the weights
+    of queries, keys and values, of attention's output, of gate and up, and of the MLP's output; `num_heads`: H and
+    Hkv."""
 
     index: int
     norms: list[Norm]
@@ -59,7 +61,7 @@ class RowsLayer:
 
     @classmethod
     def of(cls, layer: Any) -> "RowsLayer | None":
-        """The parts of a layer that `fused` has tried; None where its products are not prepared for few rows."""
+        """The parts of a layer; None where its products are not prepared for few rows, or it does more."""
         attention, mlp = layer.self_attn, layer.mlp
         norms, of_heads = [getattr(layer, name) for name in NORMS], head_norms(attention)
         qkv, gated = [getattr(attention, name) for name in QKV], [getattr(mlp, name) for name in GATED]
@@ -84,7 +86,7 @@ class RowsLayer:
         """Returns whether it is to run states (B, T, h): of a drafted call, with a mask of torch's attention."""
         if cache is None or not isinstance(states, Tensor):
             return False
-        is_usual = mask is None or (mask.dim() == 4 and mask.shape[1] == 1)
+        is_usual = mask is None or (mask.dim() == 4 and mask.shape[1] == 1 and not is_spans(mask))
         return is_usual and takes_rows(states.shape[:-1].numel(), self.takes_prompts)
 
     def __call__(self, states: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache) -> Tensor:
@@ -116,27 +118,31 @@ class RowsLayer:
 
     def _mask(self, mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
         """The mask of a group's rows, made once for all layers that have as many heads."""
+        if mask is None:
+            return None
         group = self.num_heads[0] // self.num_heads[1]
-        kept = getattr(mask, KEPT, None)
-        if mask is not None and (kept is None or kept[0] != group):
-            kept = group, mask_of_group(mask, group, dtype)
-            setattr(mask, KEPT, kept)
-        return kept and kept[1]
+        return _kept(mask, (group, dtype), lambda mask: mask_of_group(mask, group, dtype))
 
 
 def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates heads (B, T, n, D): x * cos + (-x[P/2:], x[:P/2]) * sin of their first P entries."""
     width = cos.shape[-1]
     rotated = heads[..., :width]
-    rotated = addcmul(rotated * cos[:, :, None], rotated.roll(width // 2, dims=-1), _signed(sin)[:, :, None])
+    rotated = addcmul(rotated * cos[:, :, None], rotated.roll(width // 2, dims=-1), _kept(sin, (), _signed)[:, :, None])
     return rotated if width == heads.shape[-1] else cat((rotated, heads[..., width:]), dim=-1)
 
 
 def _signed(sin: Tensor) -> Tensor:
     """Sines for a head whose halves are swapped: minus for the first."""
-    signed = getattr(sin, KEPT, None)
-    if signed is None:
-        first, second = sin.chunk(2, dim=-1)
-        signed = cat((-first, second), dim=-1)
-        setattr(sin, KEPT, signed)
-    return signed
+    first, second = sin.chunk(2, dim=-1)
+    return cat((-first, second), dim=-1)
+
+
+def _kept(source: Tensor, key: tuple, make: Callable[[Tensor], Tensor]) -> Tensor:
+    """Returns what is made of a tensor that all layers get: once, unless it is written to."""
+    key = *key, None if source.is_inference() else source._version
+    known = getattr(source, KEPT, None)
+    if known is None or known[0] != key:
+        known = key, make(source)
+        setattr(source, KEPT, known)
+    return known[1]

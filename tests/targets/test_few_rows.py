@@ -16,7 +16,7 @@ from eagle31_hf import demo, track_acceptance
 from eagle31_hf.kernels.packed_linear import is_available, packed_linear
 from eagle31_hf.storage.measured import Measured
 from eagle31_hf.targets import few_rows as module
-from eagle31_hf.targets.few_rows import Choice, few_rows, in_rounds
+from eagle31_hf.targets.few_rows import Choice, few_rows, in_drafted_call
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="torch has no oneDNN here")
 PROMPT = torch.tensor([[3, 5, 2, 9, 4, 1]])
@@ -56,7 +56,7 @@ def test_results_are_the_model_s_own_in_fp32(width, bias):
     model = model_of(torch.float32, width, bias)
     x = torch.randn(2, 70, width)
     expected = model(x)
-    with few_rows(model) as rows, in_rounds():
+    with few_rows(model) as rows, in_drafted_call():
         assert rows.num_bytes == sum(p.numel() * 4 for p in model.parameters() if p.dim() == 2)
         for count in (1, 2, 3, 8, 32):
             got = model(x[:, :count])
@@ -72,7 +72,7 @@ def test_results_are_the_model_s_own_in_fp32(width, bias):
 def test_a_row_is_the_same_to_the_last_bit_beside_others(dtype, width):
     model = model_of(dtype, width)
     x = torch.randn(64, width).to(dtype)
-    with few_rows(model) as rows, in_rounds():
+    with few_rows(model) as rows, in_drafted_call():
         assert rows.is_exact
         alone = torch.cat([model(row) for row in x.split(1)])
         for size in (2, 3, 5, 8, 64):
@@ -88,7 +88,7 @@ def test_a_kernel_for_one_row_that_rounds_otherwise_is_given_two(monkeypatch):
 
     monkeypatch.setattr(module, "linear", rounds_otherwise)
     monkeypatch.setattr(module, "_seconds", seconds_where_packed_takes(2.0, 2.0))
-    with torch.no_grad(), few_rows(model := model_of(torch.bfloat16)) as rows, in_rounds():
+    with torch.no_grad(), few_rows(model := model_of(torch.bfloat16)) as rows, in_drafted_call():
         assert rows.is_exact
         assert not rows.num_bytes
         assert {module._layers[layer].choice for layer in (model[0], model[2])} == {Choice(False, 2)}
@@ -115,17 +115,17 @@ def test_the_model_is_left_as_it_was_and_other_forwards_meanwhile_are_its_own(mo
     monkeypatch.setattr(module, "packed_linear", noted)
     with few_rows(model):
         assert torch.equal(model(x), own)  # no round
-        with in_rounds():
+        with in_drafted_call():
             thread = threading.Thread(target=lambda: seen.append(torch.equal(model(x), own)))
             thread.start()
             thread.join()
             model[0](x)
-            with torch.autocast("cpu", torch.bfloat16), in_rounds():
+            with torch.autocast("cpu", torch.bfloat16), in_drafted_call():
                 pass
         with few_rows(model):
             pass
         assert None in forwards(model)
-        with in_rounds():
+        with in_drafted_call():
             model[0](x)  # the outer context goes on
     assert seen == [True, threading.get_ident(), threading.get_ident()]
     assert forwards(model) == [None] * 4
@@ -138,7 +138,7 @@ def test_autocast_is_the_caller_s():
     x = torch.randn(3, 96)
     with torch.autocast("cpu", torch.bfloat16), few_rows(model):
         expected = model(x)
-        with in_rounds():
+        with in_drafted_call():
             got = model(x)
     assert got.dtype == torch.bfloat16
     assert torch.equal(got, expected)
@@ -157,7 +157,7 @@ def test_a_weight_that_has_changed_is_packed_again():
     ):
         change()
         expected = model(x.to(model[0].weight.dtype)).float()
-        with few_rows(model), in_rounds():
+        with few_rows(model), in_drafted_call():
             got = model(x.to(model[0].weight.dtype)).float()
         assert (got - expected).abs().max() <= (
             1e-5 if x.dtype == model[0].weight.dtype else 0.02
@@ -171,21 +171,33 @@ def test_a_weight_that_has_changed_counts_in_a_context_that_was_there_before():
     with few_rows(model):
         model[0].weight.mul_(3)
         expected = model(x)
-        with few_rows(model), in_rounds():
+        with few_rows(model), in_drafted_call():
             got = model(x)
     assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@torch.no_grad()
+def test_where_there_is_no_memory_any_more_old_weights_are_not_run(monkeypatch):
+    """Those that a context which was there before has packed."""
+    model, x = model_of(torch.float32), torch.randn(3, 96)
+    with few_rows(model):
+        model[0].weight.mul_(3)
+        monkeypatch.setattr(module, "_free_memory", lambda: 0)
+        expected = model(x)
+        with few_rows(model), in_drafted_call():
+            assert (model(x) - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 @torch.no_grad()
 def test_copies_made_meanwhile_are_models_of_their_own():
     model = model_of(torch.float32)
     x = torch.randn(3, 96)
-    with few_rows(model), in_rounds():
+    with few_rows(model), in_drafted_call():
         copied = copy.deepcopy(model)
         copied[0].weight.zero_()
         copied[0].bias.zero_()
         assert torch.equal(copied[0](x), torch.zeros(3, 128))
-    with few_rows(copied), in_rounds():
+    with few_rows(copied), in_drafted_call():
         assert torch.equal(copied[0](x), torch.zeros(3, 128))
     assert forwards(copied) == [None] * 4
     assert pickle.loads(pickle.dumps(model))[0](x).equal(model[0](x))
@@ -207,7 +219,7 @@ def test_a_process_forked_meanwhile_begins_anew():
                 thread.join(20)
                 is_free = not thread.is_alive()
                 module._begin_anew()
-                with few_rows(model), in_rounds():
+                with few_rows(model), in_drafted_call():
                     model(x)
                 code = 0 if is_free and forwards(model) == [None] * 4 else 2
             finally:
@@ -268,7 +280,7 @@ def test_prompts_run_the_kernel_of_few_rows_where_it_is_faster_by_far(monkeypatc
         module, "packed_linear", lambda *args, **kwargs: ran.append(args) or packed_linear(*args, **kwargs)
     )
     expected = model(x)
-    with few_rows(model), in_rounds():
+    with few_rows(model), in_drafted_call():
         got = model(x)
     assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
     assert bool(ran) == takes
@@ -284,7 +296,7 @@ def test_where_packing_fails_layers_run_as_torch_has_them(monkeypatch):
 
     monkeypatch.setattr(module, "packed", refused)
     for _ in range(2):
-        with few_rows(model := model_of(torch.bfloat16)) as rows, in_rounds(), torch.no_grad():
+        with few_rows(model := model_of(torch.bfloat16)) as rows, in_drafted_call(), torch.no_grad():
             assert rows.num_bytes == 0
             x = torch.randn(3, 96).bfloat16()
             assert model(x).shape == x.shape

@@ -10,12 +10,12 @@ from close import TARGET_FORWARD, assert_close
 from conftest import ROPED
 from targets.test_fused_layers import OTHER, SAME, assert_own_forwards, build
 from torch import Tensor, nn
-from transformers import DynamicCache, LlamaConfig, PreTrainedModel
+from transformers import DynamicCache, LlamaConfig, Ministral3Config, PreTrainedModel
 
 from eagle31_hf.kernels import rope
 from eagle31_hf.kernels.packed_linear import is_available
 from eagle31_hf.targets import few_rows, rows_layer
-from eagle31_hf.targets.few_rows import in_rounds
+from eagle31_hf.targets.few_rows import in_drafted_call
 from eagle31_hf.targets.fused import fused_rows, why_not_fused
 from eagle31_hf.targets.layers import decoder_layers
 from eagle31_hf.targets.rows_layer import RowsLayer
@@ -55,7 +55,7 @@ def logits_of(target: PreTrainedModel, count: int, mask: Tensor | None = None, b
     )
     cache = DynamicCache(config=target.config)
     target(ids[:, :PREFIX], past_key_values=cache)
-    with in_rounds():
+    with in_drafted_call():
         return target(ids[:, PREFIX:], past_key_values=cache, attention_mask=mask).logits
 
 
@@ -94,7 +94,7 @@ def test_a_prompt_gives_what_the_target_gives(name, length, takes_prompts, runs,
     mask[0, :5] = 0
 
     def logits():
-        with torch.no_grad(), in_rounds():
+        with torch.no_grad(), in_drafted_call():
             whole = target(ids).logits
             cache, pieces = DynamicCache(config=target.config), []
             for end in (12, length):
@@ -187,7 +187,7 @@ def test_other_forwards_meanwhile_are_the_target_s_own(runs):
     ids = torch.arange(5)[None]
     with torch.no_grad():
         expected = target(ids).logits
-        with fused_rows(target), in_rounds():
+        with fused_rows(target), in_drafted_call():
             found = []
             thread = threading.Thread(target=lambda: found.append(logits_of_plain(target, ids)))
             thread.start()
@@ -239,6 +239,34 @@ def test_a_trial_of_a_target_ends_with_the_error_of_a_caller_s_hook():
     assert why_not_fused(target) == [None] * (ROPED["num_hidden_layers"] + 1)
 
 
+def test_a_layer_that_scales_far_queries_is_not_fused(runs):
+    """Ministral does, by positions that a trial's few tokens do not have."""
+    target = build(Ministral3Config(**ROPED))
+    assert set(why_not_fused(target)[:-1]) == {"it depends on positions beside the rotary embedding"}
+
+
+def test_a_target_with_a_layer_of_its_own_forward_is_not_exact():
+    """Its queries, keys and values run one by one, by other kernels."""
+    target = build(LlamaConfig(**ROPED), torch.bfloat16)
+    with fused_rows(target) as rows:
+        assert rows.is_exact
+    handle = hook_a_norm(target)
+    with fused_rows(target) as rows:
+        assert not rows.is_exact
+    handle.remove()
+
+
+@torch.no_grad()
+def test_a_mask_that_is_written_to_counts(runs):
+    target, mask = build(LlamaConfig(**ROPED)), tree_mask(1)
+    with fused_rows(target):
+        logits_of(target, 4, mask)
+        mask[..., 5] = False
+        got = logits_of(target, 4, mask)
+    assert runs
+    assert_close("logits", got, logits_of(target, 4, mask), TARGET_FORWARD)
+
+
 @pytest.mark.parametrize("count", [1, 3])
 def test_in_16_bits_a_row_is_the_same_beside_others(count, runs):
     """Attention then runs position by position."""
@@ -249,7 +277,7 @@ def test_in_16_bits_a_row_is_the_same_beside_others(count, runs):
         cache = DynamicCache(config=target.config)
         target(ids[:, :PREFIX], past_key_values=cache)
         for size in (4, count):
-            with in_rounds(PREFIX):
+            with in_drafted_call(PREFIX):
                 found.append(target(ids[:, PREFIX : PREFIX + size], past_key_values=cache).logits)
             cache.crop(-size)
     assert rows.is_exact
