@@ -45,10 +45,9 @@ class Norm:
 
 @dataclass
 class RowsLayer:
-    """The parts of a layer for which `why_not_fused` has no reason, looked up once a call of `generate`. `norms`: before
-    attention and before the MLP; `head_norms`: of queries and of keys, or none; `runs`: what multiplies by the weights
-    of queries, keys and values, of attention's output, of gate and up, and of the MLP's output; `num_heads`: H and
-    Hkv."""
+    """The parts of a layer for which `why_not_fused` has no reason, looked up once a call. `norms`: before attention
+    and before the MLP; `head_norms`: of queries and of keys, or none; `runs`: what multiplies by the weights of
+    queries, keys and values, of attention's output, of gate and up, and of the MLP's output; `num_heads`: H and Hkv."""
 
     index: int
     norms: list[Norm]
