@@ -91,3 +91,12 @@ def test_another_drafter_is_not_known_by_the_first_one_s(monkeypatch, target, dr
         other.lm_head.weight.mul_(2)
     assert kept_of(other, target).rate == 0
     assert kept_of(drafter, target).rate > 0
+
+
+def test_another_version_s_times_are_not_taken_up(monkeypatch, target, drafter):
+    """Its rounds may take twice as long."""
+    forget(monkeypatch)
+    decoded(target, drafter)
+    forget(monkeypatch)
+    monkeypatch.setattr(knowledge, "__version__", "0.0.0")
+    assert not kept_of(drafter, target).verify.seconds

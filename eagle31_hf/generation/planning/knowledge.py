@@ -12,6 +12,7 @@ from ...acceptance import CHAINS, TREES
 from ...modeling import Eagle31DrafterModel
 from ...storage.fingerprints import digest, weights_fingerprint
 from ...storage.measured import Measured, machine
+from ...version import __version__
 from .calibration import Calibration
 from .costs import CostModel
 from .exploration import Exploration
@@ -92,10 +93,11 @@ def knowledge_of(
 
 
 def kept_knowledge(drafter: Eagle31DrafterModel, target: PreTrainedModel, *kind: object) -> Knowledge:
-    """The knowledge of this pair for one kind of call: this process's, or an earlier one's on this machine."""
+    """The knowledge of this pair for one kind of call: this process's, or an earlier one's on this machine, with this
+    version of the library, whose rounds took as long."""
     config = target.config.to_json_string(use_diff=False) + target.name_or_path
     dtypes = f"{target.dtype} {drafter.dtype}"
-    name = digest(config, dtypes, weights_fingerprint(drafter), machine(), repr(kind))[:32]
+    name = digest(config, dtypes, weights_fingerprint(drafter), machine(), __version__, repr(kind))[:32]
     known = knowledge_of(Knowledge, drafter, target, name)
     with known.lock:
         if known.store is None:
