@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as modules
 from transformers import Cache, PreTrainedModel
 
 from ..acceptance import check_forward
@@ -42,6 +43,11 @@ def has_hooks(module: nn.Module) -> bool:
     """Returns whether a module has hooks that may do something in any forward."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return any(getattr(hook, "__module__", None) not in OF_HARMLESS_HOOKS for hook in hooks)
+
+
+def has_global_hooks() -> bool:
+    """Returns whether there are hooks of all modules."""
+    return bool(modules._global_forward_hooks or modules._global_forward_pre_hooks)
 
 
 class CapturedStates:

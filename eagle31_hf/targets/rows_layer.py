@@ -19,7 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from ..kernels.tree_attention import is_spans
 from .decoder_layer import GATED, NORMS, QKV, eps_of, head_norms
 from .few_rows import MOST_ROWS, Run, run_of, takes_rows
-from .layers import has_hooks
+from .layers import has_global_hooks, has_hooks
 from .rows_attention import attend_by_group, attend_by_position, mask_of_group, takes_positions
 
 KEPT = "eagle31_rows"  # attribute of a tensor that all layers get: what they make of it
@@ -65,7 +65,9 @@ class RowsLayer:
         norms, of_heads = [getattr(layer, name) for name in NORMS], head_norms(attention)
         qkv, gated = [getattr(attention, name) for name in QKV], [getattr(mlp, name) for name in GATED]
         runs = run_of(*qkv), run_of(attention.o_proj), run_of(*gated), run_of(mlp.down_proj)
-        if layer.training or any(map(has_hooks, (attention, *mlp.modules(), *norms, *of_heads))):
+        if layer.training or has_global_hooks() or any(map(has_hooks, (attention, *mlp.modules(), *norms, *of_heads))):
+            return None
+        if any(norm.weight.dtype != qkv[0].weight.dtype for norm in (*norms, *of_heads)):
             return None
         prepared = [run for run in runs if run is not None]
         if len(prepared) < len(runs) or attention.k_proj.out_features != attention.v_proj.out_features:

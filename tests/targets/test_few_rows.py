@@ -153,6 +153,9 @@ def test_a_weight_that_has_changed_is_packed_again():
         lambda: setattr(model[0], "weight", nn.Parameter(torch.randn(128, 96))),
         lambda: setattr(model[0].weight, "data", torch.randn(128, 96)),
         lambda: model[0].weight.data.add_(0.5),  # as PEFT merges an adapter: torch counts no version
+        lambda: model[0].weight.data[5].zero_(),
+        lambda: model[0].weight.data[:, 3:5].zero_(),
+        lambda: model[0].weight.data.copy_(model[0].weight.data[torch.arange(128) ^ 1]),  # rows that change places
         lambda: model.bfloat16(),
     ):
         change()
@@ -174,6 +177,28 @@ def test_a_weight_that_has_changed_counts_in_a_context_that_was_there_before():
         with few_rows(model), in_drafted_call():
             got = model(x)
     assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@torch.no_grad()
+def test_autocast_within_a_wrapped_forward_is_the_caller_s():
+    """As accelerate wraps it for mixed precision."""
+    model = model_of(torch.float32)
+    x = torch.randn(3, 96)
+    with few_rows(model), in_drafted_call(), torch.autocast("cpu", torch.bfloat16):
+        got = model(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(got, model(x))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_of_any_width_is_known_by_its_bits(dtype):
+    for width in (1, 7, 8):
+        layer = nn.Linear(width, 5).to(dtype)
+        before = module._key_of_layer(layer)
+        assert module._key_of_layer(layer) == before
+        layer.weight.data[4, width - 1] += 1
+        assert module._key_of_layer(layer) != before
 
 
 @torch.no_grad()

@@ -10,7 +10,9 @@ from close import TARGET_FORWARD, assert_close
 from conftest import ROPED
 from targets.test_fused_layers import OTHER, SAME, assert_own_forwards, build
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from transformers import DynamicCache, LlamaConfig, Ministral3Config, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from eagle31_hf.kernels import rope
 from eagle31_hf.kernels.packed_linear import is_available
@@ -165,6 +167,34 @@ def test_what_is_changed_in_a_layer_counts_in_rounds(change, runs):
     assert len(runs) == ROPED["num_hidden_layers"] - 1
     assert_close("logits", got, expected, TARGET_FORWARD)
     assert not torch.allclose(got, before, atol=1e-2)
+
+
+@pytest.mark.parametrize("kind", [LlamaMLP, LlamaRMSNorm])
+def test_hooks_of_all_modules_are_called(kind, runs):
+    target = build(LlamaConfig(**ROPED))
+    with fused_rows(target):
+        logits_of(target, 3)
+    runs.clear()
+    handle = register_module_forward_hook(lambda module, args, out: out * 0.5 if type(module) is kind else None)
+    try:
+        expected = logits_of(target, 3)
+        with fused_rows(target):
+            got = logits_of(target, 3)
+    finally:
+        handle.remove()
+    assert runs == []
+    assert_close("logits", got, expected, TARGET_FORWARD)
+
+
+def test_norms_of_another_dtype_run_the_target_s_own_forward(runs):
+    target = build(LlamaConfig(**ROPED))
+    for name, weight in target.named_parameters():
+        if "layernorm" in name:
+            weight.data = weight.data.bfloat16()
+    expected = logits_of(target, 3)
+    with fused_rows(target):
+        assert_close("logits", logits_of(target, 3), expected, TARGET_FORWARD)
+    assert runs == []
 
 
 @torch.no_grad()

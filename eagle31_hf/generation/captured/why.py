@@ -4,13 +4,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as modules
 from transformers import PreTrainedModel
 from transformers.generation.logits_process import EtaLogitsWarper
 
 from ...cache.arena import why_not_in_arena
 from ...kernels.tree_attention import MOST_NEW
-from ...targets.layers import has_hooks
+from ...targets.layers import has_global_hooks, has_hooks
 from ...targets.masks import windows_of
 from ...targets.probe import why_no_spans
 from ...targets.tree_attention import STANDS_IN_FOR, own_attention
@@ -92,7 +91,7 @@ def _why_not_by_models(request: Any, runner: Any, mode: Any) -> str | None:
 
 def _why_not_by_model(model: PreTrainedModel) -> str | None:
     implementation = own_attention(model)
-    if modules._global_forward_hooks or modules._global_forward_pre_hooks:
+    if has_global_hooks():
         return "has hooks of all modules, which a replay would not run"
     if model.training:
         return "is in training mode"
