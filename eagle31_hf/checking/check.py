@@ -1,7 +1,6 @@
 """`check_target`: what will work with a target and a drafter, and why not, from configs, headers and a few forwards of
 a tiny model."""
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,10 +8,11 @@ from typing import Any
 import torch
 import transformers
 
-from ..configuration import default_layer_ids
+from ..configuration import Eagle31Config, default_layer_ids
 from ..generation.refusals import why_no_target
 from ..targets.layers import decoder_layers
 from .drafters import DrafterReport, check_drafter
+from .shrink import SHARED_KEYS
 from .source import CONTRADICTIONS, TargetSource, count_parameters, read_target
 from .trial import (
     CAPABILITIES,
@@ -118,10 +118,11 @@ def _facts(source: TargetSource) -> dict[str, Any]:
     """Sizes of the whole target."""
     if source.model_class is None:
         return {}
-    config, count, num_bytes = source.decoder, count_parameters(source), source.num_bytes
+    config, count = source.decoder, count_parameters(source)
     dtype = str(source.config.dtype or config.dtype or "").removeprefix("torch.") or None
     kind = getattr(torch, dtype or "", None)
     is_quantized = getattr(source.config, "quantization_config", None)
+    num_bytes = source.num_bytes
     if num_bytes is None and count is not None and isinstance(kind, torch.dtype) and not is_quantized:
         num_bytes = count * kind.itemsize
     return {
@@ -162,26 +163,18 @@ def _try(source: TargetSource, drafter: DrafterReport | None, notes: list[str]) 
     return trial.capabilities(refusal), tried
 
 
-def tiny_layer_ids(source: TargetSource, tiny: Any, like: Any) -> list[int] | None:
-    """Layer ids of the tiny target for those that the drafter, or a default one, reads in the large target: at the same
-    share of the depth, [2, 18, 33] of 36 layers become [0, 2, 4] of 4. Layers that share others' keys, the last ones,
-    are scaled apart, so that no other stands for one of them. None where ids cannot be resolved."""
-    config, small = source.decoder, tiny.config.get_text_config(decoder=True)
-    whole, count = config.num_hidden_layers, small.num_hidden_layers
+def tiny_layer_ids(source: TargetSource, tiny: Any, like: Eagle31Config | None) -> list[int] | None:
+    """Layer ids of the tiny target for those that the drafter, or a default one, reads in the large target: the same,
+    as far as there are as many layers before those that share others' keys; for a layer that shares them, the last.
+    None where ids cannot be resolved."""
+    whole, small = source.decoder.num_hidden_layers, tiny.config.get_text_config(decoder=True)
     try:
-        ids = like.resolve_layer_ids(whole) if like is not None else default_layer_ids(whole)
+        ids = default_layer_ids(whole) if like is None else like.resolve_layer_ids(whole)
     except ValueError:
         return None
-    shared, tiny_shared = (getattr(each, "num_kv_shared_layers", 0) or 0 for each in (config, small))
-    front, tiny_front = whole - shared, count - tiny_shared
-    return sorted(
-        {
-            round(i * tiny_front / max(front, 1))
-            if i <= front
-            else tiny_front + math.ceil((i - front) * tiny_shared / shared)
-            for i in ids
-        }
-    )
+    shared, tiny_shared = (getattr(each, SHARED_KEYS, None) or 0 for each in (source.decoder, small))
+    last = small.num_hidden_layers
+    return sorted({min(i, last - tiny_shared) if i <= whole - shared else last for i in ids})
 
 
 def _verdict(capabilities: list[Capability], drafter: DrafterReport | None) -> tuple[bool, str]:

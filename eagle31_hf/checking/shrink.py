@@ -6,7 +6,7 @@ stay as they are.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -23,7 +23,7 @@ LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth
 # so many first layers differ
 FIRST_LAYERS = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
 SHARED_KEYS = "num_kv_shared_layers"  # so many last layers share others' keys
-PER_LAYER = "per_layer_config"  # layer number -> the fields in which it differs from the others
+COUNTS_OF_LAYERS = (*FIRST_LAYERS, "max_window_layers", SHARED_KEYS)
 ROPES = ("rope_parameters", "rope_scaling")
 # of a decoder with random weights, or its text would repeat one token
 SPREAD = {"initializer_range": 0.5, "tie_word_embeddings": False}
@@ -31,26 +31,23 @@ SPREAD = {"initializer_range": 0.5, "tie_word_embeddings": False}
 NOT_READ = (
     "attn_implementation",
     "_attn_implementation",
+    "_attn_implementation_internal",
     "experts_implementation",
+    "_experts_implementation",
+    "_experts_implementation_internal",
     "num_labels",
     "id2label",
     "label2id",
 )
 NEVER_TAKEN_OVER = (
     *NOT_READ,
-    "_attn_implementation_internal",
-    "_experts_implementation",
     "quantization_config",
-    "_name_or_path",
-    "name_or_path",
-    "transformers_version",
-    "torch_dtype",
-    "auto_map",
-    "architectures",
     # Layers that other code adds to a checkpoint or changes in it (multi-token prediction, adapters). The model's class
     # knows nothing of them, and their numbers would be taken for a kind of the decoder's layers.
     "mtp_layers",
     "layers_to_transform",
+    # Sizes by layer number (Gemma 4: full attention has wider heads), which a config makes anew of the kinds of layers.
+    "per_layer_config",
 )
 
 
@@ -74,11 +71,6 @@ def tiny_head(value: int, config: dict[str, Any]) -> int:
     return min(value, 8) if config.get("qk_rope_head_dim") == value else HEAD_DIM
 
 
-def wide_head(value: int, config: dict[str, Any]) -> int:
-    """The width of a head in some layers: twice the usual where the original's differs from its `head_dim`."""
-    return HEAD_DIM if value == config.get("head_dim") else 2 * HEAD_DIM
-
-
 def heads(value: int, config: dict[str, Any]) -> int:
     """HEADS; in a Mamba config as many as fill the inner width."""
     return config["expand"] * WIDTH // HEAD_DIM if "expand" in config and "state_size" in config else HEADS
@@ -95,9 +87,10 @@ def always(size: int) -> Callable[[int, dict[str, Any]], int]:
 # The first pattern that a name matches in full says how its size shrinks: to a number at most, or as a function of it
 # and of the config.
 RULES: tuple[tuple[str, int | Callable[[int, dict[str, Any]], int]], ...] = (
-    (r"(text_)?vocab_size(_per_layer_input)?|padded_vocab_size", always(VOCAB)),
+    (r"(text_)?vocab_size(_per_layer_input)?", always(VOCAB)),
+    (r"\w*token_(id|index)", lambda value, config: value % VOCAB),
     (
-        r"(text_|dense_|out_)?hidden_size|n_embd|d_model|dim|embed_dim|lru_width|word_embed_proj_dim|embedding_size"
+        r"(text_|dense_|out_)?hidden_size|n_embd|d_model|embed_dim|lru_width|word_embed_proj_dim|embedding_size"
         r"|projection_dim|embedding_dim|emb_dim|vision_output_dim",
         always(WIDTH),
     ),
@@ -113,12 +106,8 @@ RULES: tuple[tuple[str, int | Callable[[int, dict[str, Any]], int]], ...] = (
     (r"mamba_d_head|mamba_head_?dim", always(HEAD_DIM)),
     (r"qk_head_dim", always(HEAD_DIM + 8)),
     (r"qk_rope_head_dim", 8),
-    (r"(swa_)?v_head_dim", 12),
-    (r"global_head_dim", wide_head),
-    (r"rotary_dim|rotary_ndims", part_of_head),
+    (r"rotary_dim", part_of_head),
     (r"\w*head_dim", HEAD_DIM),
-    (r"kv_lora_rank", 20),
-    (r"q_lora_rank", 24),
     (r"state_size|ssm_state_size|mamba_d_state", HEAD_DIM),
     (r"\w+_rank|hidden_size_per_layer_input", 8),
     (
@@ -132,7 +121,7 @@ RULES: tuple[tuple[str, int | Callable[[int, dict[str, Any]], int]], ...] = (
     (r"num_experts|num_local_experts|n_routed_experts|moe_num_experts|num_routed_experts|zero_expert_num", 8),
     (r"n_group|num_expert_group", 2),
     (r"topk_group|num_limited_groups", 1),
-    (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|seq_length|max_sequence_length", 4096),
+    (r"max_position_embeddings|n_positions|n_ctx|max_seq_len", 4096),
     (
         r"(\w+_)?sliding_window(_size)?|(attention_)?window_size|attention_chunk_size|local_attention"
         r"|index_topk|block_topk|msa_topk_blocks",
@@ -157,7 +146,6 @@ def tiny_config(config: PreTrainedConfig) -> tuple[PreTrainedConfig, list[str]]:
     parts = getattr(config, "sub_configs", ())
     decoder_key = next((name for name in parts if getattr(config, name, None) is decoder), None)
     values = _tiny(values, is_decoder=decoder_key is None, decoder_key=decoder_key)
-    _renumber_special_tokens(values, {})
     return type(config).from_dict(values | {"dtype": "float32"}), notes
 
 
@@ -169,9 +157,9 @@ def _tiny(values: dict[str, Any], is_decoder: bool, decoder_key: str | None = No
     depth = _depth(values, num_layers) if counts else 0
     found: dict[str, Any] = {}
     for name, value in values.items():
-        if not isinstance(name, str) or name in NEVER_TAKEN_OVER:
+        if name in NEVER_TAKEN_OVER:
             continue
-        if _is_part(name, value):
+        if isinstance(value, dict) and name not in ROPES and all(isinstance(key, str) for key in value):
             found[name] = _tiny(value, name == decoder_key)
         elif name in counts:
             found[name] = depth
@@ -187,20 +175,8 @@ def _tiny(values: dict[str, Any], is_decoder: bool, decoder_key: str | None = No
     return found
 
 
-def _is_part(name: str, value: Any) -> bool:
-    """Returns True where a field holds a config of its own (`text_config`), and no rope or table by layer number
-    (`per_layer_config`)."""
-    return isinstance(value, dict) and name not in (*ROPES, PER_LAYER) and all(isinstance(key, str) for key in value)
-
-
 def _size(name: str, value: Any, values: dict[str, Any]) -> Any:
     """A field of the config `values`, made small where its name is that of a size."""
-    if isinstance(value, dict) and name == PER_LAYER:  # Gemma 4: full attention has wider heads
-        as_named = {"head_dim": "global_head_dim"}
-        return {
-            layer: {key: _size(as_named.get(key, key), size, values) for key, size in fields.items()}
-            for layer, fields in value.items()
-        }
     if isinstance(value, list) and all(type(item) is int for item in value):
         return [_size(name, item, values) for item in value]
     if type(value) is not int or value < 1:
@@ -214,7 +190,7 @@ def _depth(values: dict[str, Any], num_layers: int) -> int:
     others, so that the second half can."""
     depth = LEAST_LAYERS
     for name, value in values.items():
-        kinds = list(_kinds(name, value, num_layers))
+        kinds = [str(kind) for kind in _by_layer(name, value, num_layers)]
         if len(set(kinds)) <= MOST_KINDS:
             depth = max([depth, *(1 + kinds.index(kind) for kind in set(kinds))])
         if re.search(r"_(interval|period|step|freq|pattern)$", name) and type(value) is int and value <= num_layers:
@@ -222,43 +198,24 @@ def _depth(values: dict[str, Any], num_layers: int) -> int:
     return min(num_layers, 2 * depth if values.get(SHARED_KEYS) else depth)
 
 
-def _kinds(name: str, value: Any, num_layers: int) -> Iterator[str]:
-    """What a field says of each layer, where it is about layers."""
-    if _has_entries(name, value, num_layers):
-        yield from map(str, value)
-    elif _lists_layers(name, value, num_layers):
-        yield from (str(layer in value) for layer in range(num_layers))
-    elif name in FIRST_LAYERS and type(value) is int:
-        yield from (str(layer < value) for layer in range(num_layers))
-    elif name == PER_LAYER and value:
-        by_layer = {int(layer): fields for layer, fields in value.items()}
-        yield from (str(by_layer.get(layer)) for layer in range(num_layers))
-
-
-def _has_entries(name: str, value: Any, num_layers: int) -> bool:
-    """Returns True for a list with an entry per layer; a list of tokens may be as long."""
-    return isinstance(value, list) and len(value) == num_layers and not name.endswith("_id")
-
-
-def _lists_layers(name: str, value: Any, num_layers: int) -> bool:
-    """Returns True for a list of layer numbers."""
-    named = re.search(r"layers|indices|indexes|idxs|layer_ids", name)
-    return bool(named) and isinstance(value, list) and all(type(i) is int and 0 <= i < num_layers for i in value)
+def _by_layer(name: str, value: Any, num_layers: int) -> list[Any]:
+    """What a field says of each layer: its own entries (a list of tokens may be as long), or whether a list of layer
+    numbers or a number of first layers has the layer. Empty where it says nothing of layers."""
+    if isinstance(value, list) and len(value) == num_layers and not name.endswith("_id"):
+        return value
+    if isinstance(value, list) and re.search(r"layers|indices|indexes|idxs|layer_ids", name):
+        are_layers = all(type(layer) is int and 0 <= layer < num_layers for layer in value)
+        return [layer in value for layer in range(num_layers)] if are_layers else []
+    return [layer < value for layer in range(num_layers)] if name in FIRST_LAYERS and type(value) is int else []
 
 
 def _of_first_layers(name: str, value: Any, num_layers: int, depth: int) -> Any:
     """A field of a decoder's config as it is for its first `depth` layers; of other parts, with 0 of 0, as it is."""
-    if not num_layers:
-        return value
-    if _has_entries(name, value, num_layers):
-        return value[:depth]
-    if _lists_layers(name, value, num_layers):
-        return [layer for layer in value if layer < depth]
-    if name == PER_LAYER and value:
-        return {int(layer): fields for layer, fields in value.items() if int(layer) < depth}
-    if name in (*FIRST_LAYERS, "max_window_layers") and type(value) is int:
-        return min(value, depth)
-    return min(value, depth // 2) if name == SHARED_KEYS and value else value
+    said = _by_layer(name, value, num_layers)[:depth]
+    if said and isinstance(value, list):
+        return said if len(value) == num_layers else [layer for layer in value if layer < depth]
+    limit = depth // 2 if name == SHARED_KEYS else depth
+    return min(value, limit) if depth and name in COUNTS_OF_LAYERS and type(value) is int else value
 
 
 def _tiny_rope(rope: dict[str, Any], tiny: dict[str, Any]) -> dict[str, Any]:
@@ -268,25 +225,10 @@ def _tiny_rope(rope: dict[str, Any], tiny: dict[str, Any]) -> dict[str, Any]:
         return {name: _tiny_rope(value, tiny) if isinstance(value, dict) else value for name, value in rope.items()}
     head = tiny.get("qk_rope_head_dim") or tiny.get("head_dim") or HEAD_DIM
     share = rope.get("partial_rotary_factor") or tiny.get("partial_rotary_factor") or 1.0
-    count, found = int(head * share) // 2, dict(rope)
-    for name in ("long_factor", "short_factor"):
-        if isinstance(rope.get(name), list):
-            found[name] = rope[name][:count]
+    count = int(head * share) // 2
+    found = {name: value[:count] if isinstance(value, list) else value for name, value in rope.items()}
     sections = rope.get("mrope_section")
     if isinstance(sections, list):  # in their proportions, the last what is left
         found["mrope_section"] = [max(1, count * size // sum(sections)) for size in sections]
         found["mrope_section"][-1] += count - sum(found["mrope_section"])
     return found
-
-
-def _renumber_special_tokens(values: dict[str, Any], taken: dict[int, int]) -> None:
-    """Renumbers special tokens in place: they become the last ids of the tiny vocabulary, different ones where they
-    were. `taken`: the new ids by the old."""
-    for name, value in values.items():
-        if _is_part(name, value):
-            _renumber_special_tokens(value, taken)
-        elif re.search(r"token_(id|index)$", name):
-            ids = value if isinstance(value, list) else [value]
-            if all(type(token) is int and token >= 0 for token in ids):
-                new = [taken.setdefault(token, VOCAB - 1 - len(taken) % (VOCAB // 2)) for token in ids]
-                values[name] = new if isinstance(value, list) else new[0]

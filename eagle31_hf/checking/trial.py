@@ -5,7 +5,7 @@ large one would show.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -192,13 +192,12 @@ def named(error: Exception) -> str:
 
 
 class Trial:
-    """A tiny target and its drafter. `capabilities` tries everything, the methods after it one thing each. Raises
-    CannotTryError for a target that fails by itself."""
+    """A tiny target and its drafter. Raises CannotTryError for a target that fails by itself."""
 
     def __init__(self, target: PreTrainedModel, drafter: Eagle31DrafterModel):
         self.target, self.drafter = target, drafter
         try:
-            alone = self._alone(self._prompt(), GREEDY | {"max_new_tokens": KNOWN_TOKENS})
+            alone = target.generate(**self._prompt(), **GREEDY | LOGITS | {"max_new_tokens": KNOWN_TOKENS})
         except Exception as error:  # as in `build_tiny`
             raise CannotTryError(f"the target alone does not decode ({named(error)})") from None
         self.text, self.keeps_cache = alone.sequences, is_kept(alone.past_key_values)
@@ -220,88 +219,72 @@ class Trial:
         if refusal is None and not self.keeps_cache:
             name = type(self.target).__name__
             refusal = f"{name} keeps no cache, from which rejected drafts could be taken back"
-        first = Capability("chain", REFUSED, refusal) if refusal else self.greedy("chain")
+        first = Capability("chain", REFUSED, refusal) if refusal else self.capability("chain")
         if first.answer == REFUSED:
-            return [*(replace(first, name=name) for name in (*WAYS, "sampling")), self.training()]
-        found = {"chain": first} | {way: self.greedy(way) for way in WAYS if way != "chain"}
+            return [*(replace(first, name=name) for name in CAPABILITIES[:-1]), self.capability("training")]
+        found = {"chain": first} | {name: self.capability(name) for name in CAPABILITIES if name != "chain"}
         if found["tree"].answer == OTHERWISE and found["auto"].answer == WORKS:  # of what it chose, none was a tree
             found["auto"] = replace(found["tree"], name="auto")
-        return [*found.values(), self.sampling(), self.training()]
+        return [*found.values()]
 
-    def _alone(self, prompt: dict[str, Tensor], options: dict[str, Any]) -> Any:
-        return self.target.generate(**prompt, **options | LOGITS)
-
-    def _attempt(self, name: str, act: Callable[[], tuple[str, str]]) -> Capability:
-        """The answer and text that `act` returns. A ValueError is a refusal; other errors, of ours or of transformers'
-        code, are "different"."""
+    def capability(self, name: str) -> Capability:
+        """Tries one of CAPABILITIES. A ValueError is a refusal; other errors, of ours or of transformers' code, are
+        "different"."""
         try:
-            return Capability(name, *act())
+            return Capability(name, *(self._greedy(name) if name in WAYS else getattr(self, f"_{name}")()))
         except ValueError as refusal:
             return Capability(name, REFUSED, " ".join(str(refusal).removeprefix("EAGLE drafting: ").split()))
         except FAILURES as error:
             return Capability(name, DIFFERENT, named(error))
 
-    def greedy(self, way: str) -> Capability:
+    def _greedy(self, way: str) -> tuple[str, str]:
         """Decodes in one of WAYS, and compares with the target alone. A way in which the target alone fails is "not
         tried"."""
         drafting, options, has_two = WAYS[way]
         prompt, asked = self._prompt(has_two), GREEDY | options
         try:
-            alone = self._alone(prompt, asked)
+            alone = self.target.generate(**prompt, **asked | LOGITS)
         except FAILURES as error:
-            return Capability(way, UNTRIED, f"the target alone fails, too ({named(error)})")
+            return UNTRIED, f"the target alone fails, too ({named(error)})"
         if not has_two and not torch.equal(alone.sequences, self.text[:, : alone.sequences.shape[1]]):
-            return Capability(way, UNTRIED, "the target alone gives another text with it than without")
+            return UNTRIED, "the target alone gives another text with it than without"
+        with track_acceptance() as stats:
+            ours = self.target.generate(**prompt, assistant_model=self.drafter, **asked, **drafting)
+        wrong = difference(ours, alone)
+        if wrong:
+            return DIFFERENT, wrong
+        if stats.kinds[LOCK_STEP] or (drafting is TREE and not stats.kinds[TREES]):
+            how = "rows keep step, in chains" if stats.kinds[LOCK_STEP] else "chains instead of trees"
+            return OTHERWISE, f"{how}: {why_no_trees(self.target) or NO_TREES_IN_CACHE}"
+        own_pace = "rows of different lengths each at its own pace, " if has_two else ""
+        return WORKS, f"{own_pace}same text as the target alone"
 
-        def decode() -> tuple[str, str]:
-            with track_acceptance() as stats:
-                ours = self.target.generate(**prompt, assistant_model=self.drafter, **asked, **drafting)
-            wrong = difference(ours, alone)
-            if wrong:
-                return DIFFERENT, wrong
-            if stats.kinds[LOCK_STEP] or (drafting is TREE and not stats.kinds[TREES]):
-                how = "rows keep step, in chains" if stats.kinds[LOCK_STEP] else "chains instead of trees"
-                return OTHERWISE, f"{how}: {why_no_trees(self.target) or NO_TREES_IN_CACHE}"
-            own_pace = "rows of different lengths each at its own pace, " if has_two else ""
-            return WORKS, f"{own_pace}same text as the target alone"
-
-        return self._attempt(way, decode)
-
-    def sampling(self) -> Capability:
+    def _sampling(self) -> tuple[str, str]:
         """Samples twice with one seed: with the drafter, and in chains with one that drafts what this one holds least
         likely. The text has to be the same, whether drafts are accepted or rejected."""
-        contrary = copy.deepcopy(self.drafter)
+        contrary, texts = copy.deepcopy(self.drafter), []
         contrary.lm_head.weight.data.neg_()
+        for drafter, drafting in ((self.drafter, AUTO), (contrary, AUTO | {"draft_tree_top_k": 1})):
+            options = SHORT | {"do_sample": True} | drafting
+            with seeded(3):
+                texts.append(self.target.generate(**self._prompt(), assistant_model=drafter, **options))
+        if torch.equal(*texts):
+            return WORKS, "one text for one seed, whatever is drafted"
+        return DIFFERENT, "with one seed the text depends on what is drafted"
 
-        def sample() -> tuple[str, str]:
-            texts = []
-            for drafter, drafting in ((self.drafter, AUTO), (contrary, AUTO | {"draft_tree_top_k": 1})):
-                options = SHORT | {"do_sample": True} | drafting
-                with seeded(3):
-                    texts.append(self.target.generate(**self._prompt(), assistant_model=drafter, **options))
-            if torch.equal(*texts):
-                return WORKS, "one text for one seed, whatever is drafted"
-            return DIFFERENT, "with one seed the text depends on what is drafted"
-
-        return self._attempt("sampling", sample)
-
-    def training(self) -> Capability:
-        """One batch's loss and gradients for a copy of the drafter."""
+    def _training(self) -> tuple[str, str]:
+        """Takes the loss of one batch, and its gradients, with a copy of the drafter."""
         drafter = copy.deepcopy(self.drafter).train()
-
-        def first_step() -> tuple[str, str]:
-            drafter.load_target_embeddings(self.target)
-            ids = drafter.config.resolve_layer_ids(len(decoder_layers(self.target)))
-            reader = TargetReader(self.target.requires_grad_(False), ids)
-            ones = torch.ones_like(self.text)
-            batch = Batch(self.text, ones.bool(), ones, *reader.read(self.text, ones))
-            DraftingObjective(drafter, Settings(2, (1.0, 0.8)), reader.logits)(batch)["loss"].backward()
-            gradients = [parameter.grad for parameter in drafter.parameters() if parameter.grad is not None]
-            if gradients and all(gradient.isfinite().all() for gradient in gradients):
-                return WORKS, "a first step has a loss and finite gradients"
-            return DIFFERENT, "the gradients of a first step are not finite"
-
-        return self._attempt("training", first_step)
+        drafter.load_target_embeddings(self.target)
+        ids = drafter.config.resolve_layer_ids(len(decoder_layers(self.target)))
+        reader = TargetReader(self.target.requires_grad_(False), ids)
+        ones = torch.ones_like(self.text)
+        batch = Batch(self.text, ones.bool(), ones, *reader.read(self.text, ones))
+        DraftingObjective(drafter, Settings(2, (1.0, 0.8)), reader.logits)(batch)["loss"].backward()
+        gradients = [parameter.grad for parameter in drafter.parameters() if parameter.grad is not None]
+        if gradients and all(gradient.isfinite().all() for gradient in gradients):
+            return WORKS, "a first step has a loss and finite gradients"
+        return DIFFERENT, "the gradients of a first step are not finite"
 
 
 def is_kept(past_key_values: Any) -> bool:

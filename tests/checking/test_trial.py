@@ -28,7 +28,7 @@ def first_draft(sequences: Sequences, drafts: DraftTokens, logits: Tensor) -> tu
 
 def test_the_two_samples_are_drafted_differently():
     with noting(first_draft) as rounds:
-        assert make_trial().sampling().answer == trial.WORKS
+        assert make_trial().capability("sampling").answer == trial.WORKS
     calls: dict[Sequences, dict[int, int]] = {}  # of each call: length of the text -> the first token drafted after it
     for call, length, token in rounds:
         calls.setdefault(call, {}).update({} if token is None else {length: token})
@@ -49,7 +49,7 @@ class Leaking(LlamaForCausalLM):
 
 
 def test_a_target_whose_text_depends_on_drafts_is_found_when_sampling():
-    assert make_trial(Leaking).sampling() == trial.Capability(
+    assert make_trial(Leaking).capability("sampling") == trial.Capability(
         "sampling", trial.DIFFERENT, "with one seed the text depends on what is drafted"
     )
 
