@@ -31,10 +31,8 @@ SPREAD = {"initializer_range": 0.5, "tie_word_embeddings": False}
 NOT_READ = (
     "attn_implementation",
     "_attn_implementation",
-    "_attn_implementation_internal",
     "experts_implementation",
     "_experts_implementation",
-    "_experts_implementation_internal",
     "num_labels",
     "id2label",
     "label2id",

@@ -71,7 +71,7 @@ def read_target(target: Any, revision: str | None = None) -> TargetSource:
         return _of_model(target)
     name = os.path.expanduser(str(target))
     path = Path(name) if os.path.isfile(name) else Path(find_config(name, "target", revision=revision))
-    source = _of_values(name, _with_floats(read_json(path, constants=True)), path)
+    source = _of_values(name, _readable(read_json(path, constants=True)), path)
     return replace(source, num_bytes=_weight_bytes(path.parent)) if os.path.exists(name) else source
 
 
@@ -102,25 +102,27 @@ def _of_values(name: str, values: dict[str, Any], path: Path) -> TargetSource:
     if kind not in CONFIG_MAPPING:
         return TargetSource(name, None, why_unknown=_why_unknown(kind, values))
     _check_sizes(values, path)
-    own_code = (
-        f"transformers' own {kind} is meant; the repository's code (auto_map), taken with trust_remote_code, was not"
-        " looked at"
-    )
     try:
-        config = CONFIG_MAPPING[kind].from_dict({name: value for name, value in values.items() if name not in NOT_READ})
+        config = CONFIG_MAPPING[kind].from_dict(values)
     except CONTRADICTIONS as error:
         raise ValueError(f"{path}: {str(error)[:500]}") from error
     source = _of_config(name, config, values.get("architectures"))
-    return replace(source, notes=[own_code]) if values.get("auto_map") else source
+    if values.get("auto_map"):
+        source.notes.append(
+            f"transformers' own {kind} is meant; the repository's code (auto_map), taken with trust_remote_code, was"
+            " not looked at"
+        )
+    return source
 
 
-def _with_floats(value: Any) -> Any:
-    """The value, in which transformers has written {"__float__": "Infinity"} for what JSON has no number for."""
+def _readable(value: Any) -> Any:
+    """The value without fields of NOT_READ, in which transformers has written {"__float__": "Infinity"} for what JSON
+    has no number for."""
     if isinstance(value, dict):
         if value.keys() == {"__float__"} and value["__float__"] in ("NaN", "Infinity", "-Infinity"):
             return float(value["__float__"])
-        return {name: _with_floats(each) for name, each in value.items()}
-    return [_with_floats(each) for each in value] if isinstance(value, list) else value
+        return {name: _readable(each) for name, each in value.items() if name not in NOT_READ}
+    return [_readable(each) for each in value] if isinstance(value, list) else value
 
 
 def _why_unknown(kind: str, values: dict[str, Any]) -> str:
