@@ -130,7 +130,7 @@ def build_drafter(
         "max_position_embeddings": 128,
         "initializer_range": 0.3,
         "aux_hidden_state_layer_ids": layer_ids or sorted({1, num_layers // 2, num_layers}),
-        "dtype": None,
+        **dict.fromkeys(("dtype", "weights_from", "bos_token_id", "eos_token_id", "pad_token_id")),
     }
     fields |= LATENT if like.kv_lora_rank is not None else {}
     with seeded(1):
