@@ -57,12 +57,6 @@ def key_value_heads(value: int, config: dict[str, Any]) -> int:
     return HEADS if value >= heads else 1 if value == 1 else HEADS // 2
 
 
-def part_of_head(value: int, config: dict[str, Any]) -> int:
-    """As large a share of the tiny head as `value` is of the original's head, an even number."""
-    whole = config.get("head_dim") or value * 4
-    return max(2, HEAD_DIM * value // whole // 2 * 2)
-
-
 def tiny_head(value: int, config: dict[str, Any]) -> int:
     """The size of a head; where `head_dim` is that of its rotated part alone, as in some configs of latent attention,
     the part's."""
@@ -72,10 +66,6 @@ def tiny_head(value: int, config: dict[str, Any]) -> int:
 def heads(value: int, config: dict[str, Any]) -> int:
     """HEADS; in a Mamba config as many as fill the inner width."""
     return config["expand"] * WIDTH // HEAD_DIM if "expand" in config and "state_size" in config else HEADS
-
-
-def mamba_heads(value: int, config: dict[str, Any]) -> int:
-    return config.get("mamba_expand", 2) * WIDTH // HEAD_DIM
 
 
 def always(size: int) -> Callable[[int, dict[str, Any]], int]:
@@ -93,9 +83,9 @@ RULES: tuple[tuple[str, int | Callable[[int, dict[str, Any]], int]], ...] = (
         always(WIDTH),
     ),
     (r"(\w+_)?(num_key_value_heads|num_kv_heads|kv_n_heads|n_kv_heads|num_global_key_value_heads)", key_value_heads),
-    (r"linear_num_key_heads|mamba_n_groups|n_groups", 2),
+    (r"linear_num_key_heads|(mamba_)?n_groups?|num_expert_group", 2),
     (r"linear_num_value_heads", HEADS),
-    (r"mamba_n_heads|mamba_num_heads", mamba_heads),
+    (r"mamba_(n|num)_heads", lambda value, config: config.get("mamba_expand", 2) * WIDTH // HEAD_DIM),
     (r"mamba_d_ssm", always(2 * WIDTH)),
     # indexers rank by a sum of ReLUs: with many heads none is 0, and no tie is broken by chance
     (r"index_n_heads", 24),
@@ -103,8 +93,7 @@ RULES: tuple[tuple[str, int | Callable[[int, dict[str, Any]], int]], ...] = (
     (r"head_dim|attention_head_dim|d_head", tiny_head),
     (r"mamba_d_head|mamba_head_?dim", always(HEAD_DIM)),
     (r"qk_head_dim", always(HEAD_DIM + 8)),
-    (r"qk_rope_head_dim", 8),
-    (r"rotary_dim", part_of_head),
+    (r"(qk_rope_head|rotary)_dim", 8),
     (r"\w*head_dim", HEAD_DIM),
     (r"state_size|ssm_state_size|mamba_d_state", HEAD_DIM),
     (r"\w+_rank|hidden_size_per_layer_input", 8),
@@ -115,10 +104,8 @@ RULES: tuple[tuple[str, int | Callable[[int, dict[str, Any]], int]], ...] = (
     ),
     (r"\w*intermediate_size\w*|n_inner|dff|d_ff|\w*ffn_dim|\w*ffn_hidden_size|mlp_dim", 96),
     (r"(moe_)?num_experts_per_(tok|token|topk)|moe_top_?k|moe_k|top_k_experts|experts_per_token", 2),
-    (r"n_shared_experts|(moe_)?num_shared_experts", 1),
+    (r"n_shared_experts|(moe_)?num_shared_experts|topk_group", 1),
     (r"num_experts|num_local_experts|n_routed_experts|moe_num_experts|num_routed_experts|zero_expert_num", 8),
-    (r"n_group|num_expert_group", 2),
-    (r"topk_group|num_limited_groups", 1),
     (r"max_position_embeddings|n_positions|n_ctx|max_seq_len", 4096),
     (
         r"(\w+_)?sliding_window(_size)?|(attention_)?window_size|attention_chunk_size|local_attention"

@@ -17,7 +17,6 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..acceptance import LOCK_STEP, TREES, track_acceptance
-from ..checkpoints.sources import first_line
 from ..configuration import Eagle31Config
 from ..modeling import Eagle31DrafterModel
 from ..seeding import seeded
@@ -187,8 +186,8 @@ def difference(ours: GenerateDecoderOnlyOutput | Tensor, alone: GenerateDecoderO
 
 
 def named(error: Exception) -> str:
-    """The type of an error and the first line of its message."""
-    return f"{type(error).__name__}: {first_line(error)[:160]}"
+    """The type of an error and the beginning of its message, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 class Trial:
