@@ -2,7 +2,7 @@
 sizes.
 
 A field is known to be a size by its name, as configs of transformers use it, whatever the architecture; other fields
-stay as they are.
+stay as they are. Of the layers the first ones stay, as many as show every kind.
 """
 
 import re
@@ -120,15 +120,12 @@ def tiny_config(config: PreTrainedConfig) -> tuple[PreTrainedConfig, list[str]]:
 
     Raises whatever the config's own class raises where the small sizes contradict each other.
     """
-    values, decoder = config.to_dict(), config.get_text_config(decoder=True)
-    quantization = values.get("quantization_config")
-    notes = (
-        [f"tried without its quantization ({quantization.get('quant_method', 'an unnamed method')})"]
-        if quantization
-        else []
-    )
+    values, notes = config.to_dict(), []
+    if values.get("quantization_config"):
+        method = values["quantization_config"].get("quant_method", "an unnamed method")
+        notes.append(f"tried without its quantization ({method})")
     # the field in which a multimodal config holds its decoder's config
-    parts = getattr(config, "sub_configs", ())
+    decoder, parts = config.get_text_config(decoder=True), getattr(config, "sub_configs", ())
     decoder_key = next((name for name in parts if getattr(config, name, None) is decoder), None)
     values = _tiny(values, is_decoder=decoder_key is None, decoder_key=decoder_key)
     return type(config).from_dict(values | {"dtype": "float32"}), notes

@@ -214,6 +214,14 @@ def test_layers_that_come_late_are_there():
     assert tiny.layer_types == ["full_attention"] * 29 + ["sliding_attention"]
 
 
+def test_layers_that_share_keys_come_after_one_of_every_kind():
+    config = CONFIG_MAPPING["gemma3n_text"](num_hidden_layers=35, num_kv_shared_layers=15)
+    tiny, _ = tiny_config(config)
+    front = tiny.num_hidden_layers - tiny.num_kv_shared_layers
+    assert tiny.num_kv_shared_layers > 0
+    assert set(tiny.layer_types[:front]) == set(tiny.layer_types) == set(config.layer_types)
+
+
 def test_windows_sinks_experts_and_quantization(tmp_path):
     report = check_target(write(tmp_path, GPT_OSS_20B))
     assert answers(report) == dict.fromkeys(CAPABILITIES, "works")
