@@ -76,7 +76,8 @@ def always(size: int) -> Callable[[int, dict[str, Any]], int]:
 # and of the config.
 RULES: tuple[tuple[str, int | Callable[[int, dict[str, Any]], int]], ...] = (
     (r"(text_)?vocab_size(_per_layer_input)?", always(VOCAB)),
-    (r"\w*token_(id|index)", lambda value, config: value % VOCAB),
+    # special tokens become the last ids, which the trial's prompt has none of
+    (r"\w*token_(id|index)", lambda value, config: VOCAB - 1 - value % 8),
     (
         r"(text_|dense_|out_)?hidden_size|n_embd|d_model|embed_dim|lru_width|word_embed_proj_dim|embedding_size"
         r"|projection_dim|embedding_dim|emb_dim|vision_output_dim",
