@@ -8,53 +8,27 @@ from typing import Any
 import torch
 import transformers
 
-from ..configuration import default_layer_ids
+from ..configuration import Eagle31Config, default_layer_ids
 from ..generation.refusals import why_no_target
 from ..targets.layers import decoder_layers
 from .drafters import DrafterReport, check_drafter
+from .shrink import SHARED_KEYS
 from .source import CONTRADICTIONS, TargetSource, count_parameters, read_target
 from .trial import (
-    CHAINS,
+    CAPABILITIES,
     DIFFERENT,
-    IN_STEP,
+    OTHERWISE,
     REFUSED,
-    SAME_TEXT,
     UNTRIED,
-    WAYS,
+    WORKS,
     CannotTryError,
-    Outcome,
+    Capability,
     Trial,
     build_drafter,
     build_tiny,
 )
 
-WORKS, OTHERWISE = "works", "works otherwise"
-ANSWERS = {
-    SAME_TEXT: WORKS,
-    CHAINS: OTHERWISE,
-    IN_STEP: OTHERWISE,
-    REFUSED: REFUSED,
-    DIFFERENT: DIFFERENT,
-    UNTRIED: UNTRIED,
-}
-CAPABILITIES = (*WAYS, "sampling", "training")
-SAID_OF_SAME_TEXT = {
-    "batch": "rows of different lengths each at its own pace, same text as the target alone",
-    "sampling": "one text for one seed, whatever is drafted",
-    "training": "a first step has a loss and finite gradients",
-}
 Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Capability:
-    """One thing to do with a target, and whether it works. `name`: one of CAPABILITIES. `answer`: "works", "works
-    otherwise" (the same text in another way), "refused" (generate or the trainer says so before anything is done),
-    "different" (it went wrong: please report) or "not tried". `text`: how, or why not."""
-
-    name: str
-    answer: str
-    text: str
 
 
 @dataclass(frozen=True)
@@ -90,21 +64,12 @@ class TargetReport:
         """Returns what can be written as JSON: `capabilities` is {name: {"answer", "text"}}, `drafter` {"name", "fits",
         "num_parameters", "num_bytes", "config", "findings": [{"name", "fits", "text"}]} or null, the rest as the
         fields."""
-        found = {name: value for name, value in vars(self).items() if name not in ("capabilities", "drafter")}
+        found = dict(vars(self))
         found["capabilities"] = {each.name: {"answer": each.answer, "text": each.text} for each in self.capabilities}
-        drafter = self.drafter
-        found["drafter"] = (
-            None
-            if drafter is None
-            else {
-                "name": drafter.name,
-                "fits": drafter.fits,
-                "num_parameters": drafter.num_parameters,
-                "num_bytes": drafter.num_bytes,
-                "config": None if drafter.config is None else drafter.config.to_dict(),
-                "findings": [vars(each) for each in drafter.findings],
-            }
-        )
+        if self.drafter is not None:
+            config, findings = self.drafter.config, [vars(each) for each in self.drafter.findings]
+            found["drafter"] = vars(self.drafter) | {"fits": self.drafter.fits, "findings": findings}
+            found["drafter"]["config"] = None if config is None else config.to_dict()
         return found
 
 
@@ -138,36 +103,27 @@ def check_target(
     if drafter is not None:
         progress(f"reading config and headers of {drafter if isinstance(drafter, str) else type(drafter).__name__}")
         found = check_drafter(drafter, source, overrides, aux_layer_convention, drafter_revision)
+    notes, tried = list(source.notes), None
     if source.model_class is None:
-        refused = [Capability(name, REFUSED, source.why_unknown or "") for name in CAPABILITIES]
-        return TargetReport(
-            source.name, False, f"does not work: {source.why_unknown}", capabilities=refused, drafter=found
-        )
-    progress(f"trying a tiny {source.model_class.__name__}")
-    notes = list(source.notes)
-    capabilities, tried = _try(source, found, notes)
+        capabilities = [Capability(name, REFUSED, source.why_unknown or "") for name in CAPABILITIES]
+    else:
+        progress(f"trying a tiny {source.model_class.__name__}")
+        capabilities, tried = _try(source, found, notes)
     works, verdict = _verdict(capabilities, found)
-    return TargetReport(
-        source.name,
-        works,
-        verdict,
-        **_facts(source),
-        tried=tried,
-        capabilities=capabilities,
-        drafter=found,
-        notes=notes,
-    )
+    facts = _facts(source) | {"tried": tried, "capabilities": capabilities, "drafter": found, "notes": notes}
+    return TargetReport(source.name, works, verdict, **facts)
 
 
 def _facts(source: TargetSource) -> dict[str, Any]:
     """Sizes of the whole target."""
+    if source.model_class is None:
+        return {}
     config, count = source.decoder, count_parameters(source)
     dtype = str(source.config.dtype or config.dtype or "").removeprefix("torch.") or None
-    num_bytes, kind = source.num_bytes, getattr(torch, dtype or "", None)
-    is_known = (
-        count is not None and isinstance(kind, torch.dtype) and not getattr(source.config, "quantization_config", None)
-    )
-    if num_bytes is None and is_known:
+    kind = getattr(torch, dtype or "", None)
+    is_quantized = getattr(source.config, "quantization_config", None)
+    num_bytes = source.num_bytes
+    if num_bytes is None and count is not None and isinstance(kind, torch.dtype) and not is_quantized:
         num_bytes = count * kind.itemsize
     return {
         "architecture": source.model_class.__name__,
@@ -198,68 +154,27 @@ def _try(source: TargetSource, drafter: DrafterReport | None, notes: list[str]) 
         trial = Trial(tiny, build_drafter(tiny, like, tiny_layer_ids(source, tiny, like)))
     except (CannotTryError, *CONTRADICTIONS) as error:
         reason = f"cannot be tried in small: {error}"
-        answer, text = (UNTRIED, reason) if refusal is None else (REFUSED, refusal)
-        return [
-            Capability(name, answer if name != "training" else UNTRIED, text if name != "training" else reason)
-            for name in CAPABILITIES
-        ], None
-    outcomes = _outcomes(trial, refusal)
-    layers = len(decoder_layers(tiny))
-    attention = tiny.config._attn_implementation
+        *ways, last = [Capability(name, UNTRIED, reason) for name in CAPABILITIES]
+        return [*(each if refusal is None else Capability(each.name, REFUSED, refusal) for each in ways), last], None
     tried = (
-        f"{type(tiny).__name__} of {layers} layers with random weights, fp32, {attention}, transformers"
-        f" {transformers.__version__}"
+        f"{type(tiny).__name__} of {len(decoder_layers(tiny))} layers with random weights, fp32,"
+        f" {tiny.config._attn_implementation}, transformers {transformers.__version__}"
     )
-    return [_capability(name, outcome) for name, outcome in outcomes.items()], tried
+    return trial.capabilities(refusal), tried
 
 
-def _outcomes(trial: Trial, refusal: str | None) -> dict[str, Outcome]:
-    """The outcome of each capability. Where chains are refused, so is all other decoding."""
-    refusal = refusal or trial.why_no_drafts()
-    first = Outcome(REFUSED, refusal) if refusal else trial.greedy("chain")
-    if first.word == REFUSED:
-        return dict.fromkeys((*WAYS, "sampling"), first) | {"training": trial.training()}
-    outcomes = {"chain": first} | {way: trial.greedy(way) for way in WAYS if way != "chain"}
-    if outcomes["tree"].word == CHAINS and outcomes["auto"].word == SAME_TEXT:
-        outcomes["auto"] = outcomes["tree"]
-    return outcomes | {"sampling": trial.sampling(), "training": trial.training()}
-
-
-def _capability(name: str, outcome: Outcome) -> Capability:
-    text = {
-        SAME_TEXT: SAID_OF_SAME_TEXT.get(name, "same text as the target alone"),
-        CHAINS: f"chains instead of trees: {outcome.reason}",
-        IN_STEP: f"rows keep step, in chains: {outcome.reason}",
-    }.get(outcome.word, outcome.reason)
-    return Capability(name, ANSWERS[outcome.word], text)
-
-
-def tiny_layer_ids(source: TargetSource, tiny: Any, like: Any) -> list[int] | None:
-    """Layer ids of the tiny target for those that the drafter, or a default one, reads in the large target: at the same
-    share of the depth. [2, 18, 33] of 36 layers become [0, 2, 4] of 4. Layers that share others' keys are scaled apart:
-    where these are the last 12 and the last 2, ids 24 and 25 become 2 and 3.
-
-    None where ids cannot be resolved, or there are more than the tiny target has.
-    """
-    config, small = source.decoder, tiny.config.get_text_config(decoder=True)
-    whole, count = config.num_hidden_layers, small.num_hidden_layers
+def tiny_layer_ids(source: TargetSource, tiny: Any, like: Eagle31Config | None) -> list[int] | None:
+    """Layer ids of the tiny target for those that the drafter, or a default one, reads in the large target: the same,
+    as far as there are as many layers before those that share others' keys; for a layer that shares them, the last.
+    None where ids cannot be resolved."""
+    whole, small = source.decoder.num_hidden_layers, tiny.config.get_text_config(decoder=True)
     try:
-        ids = like.resolve_layer_ids(whole) if like is not None else default_layer_ids(whole)
+        ids = default_layer_ids(whole) if like is None else like.resolve_layer_ids(whole)
     except ValueError:
         return None
-    shared, tiny_shared = (getattr(each, "num_kv_shared_layers", 0) or 0 for each in (config, small))
-    front, tiny_front = whole - shared, count - tiny_shared
-    found: list[int] = []
-    for n, i in enumerate(ids):
-        scaled = (
-            round(i * tiny_front / (front or 1))
-            if i <= front
-            else tiny_front + max(1, round((i - front) * tiny_shared / shared))
-        )
-        # ascending, with room for those that come after
-        least, most = found[-1] + 1 if found else 0, count - (len(ids) - 1 - n)
-        found.append(min(max(scaled, least), most))
-    return found if found[0] >= 0 else None
+    shared, tiny_shared = (getattr(each, SHARED_KEYS, None) or 0 for each in (source.decoder, small))
+    last = small.num_hidden_layers
+    return sorted({min(i, last - tiny_shared) if i <= whole - shared else last for i in ids})
 
 
 def _verdict(capabilities: list[Capability], drafter: DrafterReport | None) -> tuple[bool, str]:

@@ -2,7 +2,6 @@
 repository's code is run."""
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,18 +17,9 @@ from ..checkpoints.files import WEIGHT_NAMES, read_index
 from ..checkpoints.producers import drafter_sign
 from ..checkpoints.sources import find_config
 from ..json_file import read_json
-from .shrink import LAYER_COUNTS
+from .shrink import LAYER_COUNTS, NOT_READ
 
 MOST_LAYERS, MOST_IDS = 2000, 2**24  # more than any target has: configs are untrusted
-# Fields that load third-party code or make tables of any length, and that no language model needs.
-NOT_READ = (
-    "attn_implementation",
-    "_attn_implementation",
-    "experts_implementation",
-    "num_labels",
-    "id2label",
-    "label2id",
-)
 MAPPINGS = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
 # What config classes raise for values that contradict each other or have the wrong type.
 CONTRADICTIONS = (
@@ -42,8 +32,8 @@ CONTRADICTIONS = (
     ZeroDivisionError,
     OverflowError,
 )
-# of files with other names than usual, as a trainer or the model's own code may give them
-WEIGHT_SUFFIXES = (".safetensors", ".bin")
+# of weights in files with other names than usual, as a trainer or the model's own code may give them
+OTHER_WEIGHTS = ("*.safetensors", "*.bin")
 
 
 @dataclass(frozen=True)
@@ -76,20 +66,13 @@ def read_target(target: Any, revision: str | None = None) -> TargetSource:
     drafter's.
     """
     if isinstance(target, PreTrainedConfig):
-        return _named(target.name_or_path or target.model_type, target, getattr(target, "architectures", None))
+        return _of_config(target.name_or_path or target.model_type, target, getattr(target, "architectures", None))
     if isinstance(target, torch.nn.Module):
         return _of_model(target)
     name = os.path.expanduser(str(target))
-    path = config_path(name, revision)
-    values = _with_floats(read_json(path, constants=True))
-    source = _understood(name, values, path)
-    return source if not os.path.exists(name) else _with_weights(source, path.parent)
-
-
-def config_path(name: str, revision: str | None = None) -> Path:
-    """The config file that is named, or config.json of the folder or Hub repository. Raises OSError where there is
-    none."""
-    return Path(name) if os.path.isfile(name) else Path(find_config(name, "target", revision=revision))
+    path = Path(name) if os.path.isfile(name) else Path(find_config(name, "target", revision=revision))
+    source = _of_values(name, _readable(read_json(path, constants=True)), path)
+    return replace(source, num_bytes=_weight_bytes(path.parent)) if os.path.exists(name) else source
 
 
 def _of_model(model: Any) -> TargetSource:
@@ -106,10 +89,8 @@ def _of_model(model: Any) -> TargetSource:
     )
 
 
-def _understood(name: str, values: dict[str, Any], path: Path) -> TargetSource:
-    kind = values.get("model_type")
-    architectures = values.get("architectures")
-    sign = drafter_sign(values)
+def _of_values(name: str, values: dict[str, Any], path: Path) -> TargetSource:
+    kind, sign = values.get("model_type"), drafter_sign(values)
     if sign is not None:
         raise ValueError(
             f"{name}: is a drafter ({sign}); expected the target first, then the drafter: eagle31 check TARGET {name}"
@@ -121,26 +102,27 @@ def _understood(name: str, values: dict[str, Any], path: Path) -> TargetSource:
     if kind not in CONFIG_MAPPING:
         return TargetSource(name, None, why_unknown=_why_unknown(kind, values))
     _check_sizes(values, path)
-    notes = []
+    try:
+        config = CONFIG_MAPPING[kind].from_dict(values)
+    except CONTRADICTIONS as error:
+        raise ValueError(f"{path}: {str(error)[:500]}") from error
+    source = _of_config(name, config, values.get("architectures"))
     if values.get("auto_map"):
-        notes.append(
+        source.notes.append(
             f"transformers' own {kind} is meant; the repository's code (auto_map), taken with trust_remote_code, was"
             " not looked at"
         )
-    try:
-        config = CONFIG_MAPPING[kind].from_dict({name: value for name, value in values.items() if name not in NOT_READ})
-    except CONTRADICTIONS as error:
-        raise ValueError(f"{path}: {str(error)[:500]}") from error
-    return _named(name, config, architectures, notes)
+    return source
 
 
-def _with_floats(value: Any) -> Any:
-    """The value, in which transformers has written {"__float__": "Infinity"} for what JSON has no number for."""
+def _readable(value: Any) -> Any:
+    """The value without fields of NOT_READ, in which transformers has written {"__float__": "Infinity"} for what JSON
+    has no number for."""
     if isinstance(value, dict):
         if value.keys() == {"__float__"} and value["__float__"] in ("NaN", "Infinity", "-Infinity"):
             return float(value["__float__"])
-        return {name: _with_floats(each) for name, each in value.items()}
-    return [_with_floats(each) for each in value] if isinstance(value, list) else value
+        return {name: _readable(each) for name, each in value.items() if name not in NOT_READ}
+    return [_readable(each) for each in value] if isinstance(value, list) else value
 
 
 def _why_unknown(kind: str, values: dict[str, Any]) -> str:
@@ -155,24 +137,18 @@ def _why_unknown(kind: str, values: dict[str, Any]) -> str:
 
 def _check_sizes(values: dict[str, Any], path: Path) -> None:
     """Raises ValueError for sizes that no target has, before a config class makes lists of that length."""
-    for name, value in _fields(values):
+    for name, value in values.items():
         most = MOST_LAYERS if name in LAYER_COUNTS else MOST_IDS if name == "vocab_size" else 2**40
-        if isinstance(value, int) and value > most:
+        if isinstance(value, dict):
+            _check_sizes(value, path)
+        elif isinstance(value, int) and value > most:
             raise ValueError(f"{path}: {name} is {value}; expected at most {most}.")
 
 
-def _fields(values: Any) -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from _fields(value)
-        else:
-            yield name, value
-
-
-def _named(name: str, config: PreTrainedConfig, architectures: Any, notes: list[str] | None = None) -> TargetSource:
+def _of_config(name: str, config: PreTrainedConfig, architectures: Any) -> TargetSource:
     model_class = model_class_of(config, architectures)
     reason = None if model_class else f"transformers has no model for {config.model_type} that generates text"
-    return TargetSource(name, config, model_class, reason, notes=notes or [])
+    return TargetSource(name, config, model_class, reason)
 
 
 def model_class_of(config: PreTrainedConfig, architectures: Any = None) -> Any:
@@ -189,23 +165,18 @@ def model_class_of(config: PreTrainedConfig, architectures: Any = None) -> Any:
     return None
 
 
-def _with_weights(source: TargetSource, folder: Path) -> TargetSource:
-    """Returns the source with the bytes of the weights in the folder of its config, None unless all of them are
-    there."""
-    files = _weight_files(folder)
-    num_bytes = sum(file.stat().st_size for file in files) if files and all(file.is_file() for file in files) else None
-    return replace(source, num_bytes=num_bytes)
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """The files transformers reads weights from, a copy in another layout (Mistral's consolidated.safetensors) not
-    among them; else all that look like weights. Raises ValueError for an index that is unsound."""
-    usual = next((name for name in WEIGHT_NAMES if (folder / name).is_file()), None)
-    if usual is not None:
-        names = set(read_index(folder / usual).values()) if usual.endswith("index.json") else {usual}
-        return [folder / name for name in names]
-    found = ([*folder.glob(f"*{suffix}")] for suffix in WEIGHT_SUFFIXES)
-    return next((files for files in found if files), [])
+def _weight_bytes(folder: Path) -> int | None:
+    """Bytes of the files transformers reads weights from, a copy in another layout (Mistral's consolidated.safetensors)
+    not among them; else of all that look like weights. None unless all are there. Raises ValueError for an index that
+    is unsound."""
+    usual = next((folder / name for name in WEIGHT_NAMES if (folder / name).is_file()), None)
+    if usual is None:
+        files = next((files for pattern in OTHER_WEIGHTS if (files := [*folder.glob(pattern)])), [])
+    elif usual.name.endswith("index.json"):
+        files = [folder / name for name in set(read_index(usual).values())]
+    else:
+        files = [usual]
+    return sum(file.stat().st_size for file in files) if files and all(file.is_file() for file in files) else None
 
 
 def build(

@@ -5,9 +5,9 @@ large one would show.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..acceptance import LOCK_STEP, TREES, track_acceptance
-from ..checkpoints.sources import first_line
 from ..configuration import Eagle31Config
 from ..modeling import Eagle31DrafterModel
 from ..seeding import seeded
@@ -27,11 +26,10 @@ from ..training.objective import Batch, DraftingObjective, Settings
 from ..training.target import TargetReader
 from ..training.unroll import unroll
 from .shrink import tiny_config
-from .source import TargetSource, build
+from .source import TargetSource, build, model_class_of
 
-SAME_TEXT = "same text"
-CHAINS = "chains"
-IN_STEP = "in step"
+WORKS = "works"
+OTHERWISE = "works otherwise"
 REFUSED = "refused"
 DIFFERENT = "different"
 UNTRIED = "not tried"
@@ -43,7 +41,6 @@ CHAIN = {"num_assistant_tokens": 4}
 TREE = CHAIN | {"draft_tree_top_k": 3, "draft_tree_total_tokens": 10}
 AUTO = {"num_assistant_tokens": "auto"}
 GREEDY, SHORT = {"max_new_tokens": 24, "do_sample": False}, {"max_new_tokens": 14}
-SAMPLED_TOKENS = 14
 LOGITS = {"return_dict_in_generate": True, "output_logits": True}
 # Ways to decode greedily: name -> how it drafts, what else `generate` is told, and whether there are two prompts.
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
@@ -54,33 +51,22 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "static_cache": (TREE, SHORT | {"cache_implementation": "static"}, False),
     "prompt_in_chunks": (CHAIN, SHORT | {"prefill_chunk_size": 2}, False),
 }
+CAPABILITIES = (*WAYS, "sampling", "training")
 LOGITS_TOLERANCE = 1e-3  # of their standard deviation; other shapes differ by 1e-5 in fp32, a wrong mask by tenths
 MOST_PARAMETERS = 30_000_000  # of a tiny target: a second's work on a CPU
-# Fields of a drafter's config that decide how it is built, and that a tiny one can have, too.
-BUILD = (
-    "fc_norm",
-    "norm_output",
-    "norm_before_fc",
-    "norm_before_residual",
-    "num_hidden_layers",
-    "attention_bias",
-    "qk_norm",
-    "fc_bias",
-    "mlp_bias",
-    "hidden_act",
-    "logit_scale",
-)
+NO_TREES_IN_CACHE = "its cache is not of layers that hold trees and rows of different lengths"
 LATENT = {"q_lora_rank": 18, "kv_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """The result of one try. `word`: "same text" (as the target alone gives), "chains" (the same, but chains where
-    trees were asked for), "in step" (the same, but rows of a batch keep one length), "refused" (a ValueError before
-    anything is decoded), "different" or "not tried"; `reason`: why, where it is not "same text"."""
+class Capability:
+    """One thing to do with a target, and whether it works. `name`: one of CAPABILITIES. `answer`: "works",
+    "works otherwise" (the same text in another way), "refused" (generate or the trainer says so before anything is
+    done), "different" (it went wrong: please report) or "not tried". `text`: how, or why not."""
 
-    word: str
-    reason: str = ""
+    name: str
+    answer: str
+    text: str
 
 
 class CannotTryError(Exception):
@@ -88,24 +74,18 @@ class CannotTryError(Exception):
 
 
 def build_tiny(source: TargetSource) -> tuple[PreTrainedModel, list[str]]:
-    """A tiny model of the target's class with random weights, and what it does not show. Raises CannotTryError."""
-    try:
-        config, notes = tiny_config(source.config)
-        return _sound(source.model_class, config, source.attention), notes
-    except CannotTryError:
-        raise
-    except Exception as error:  # a class of transformers, or of others, may fail on sizes in any way
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    if source.decoder is source.config:
-        raise CannotTryError(reason)
-    try:  # what reads images may need packages that are not there; drafting is about the decoder
-        from transformers import AutoModelForCausalLM
-
-        config, notes = tiny_config(source.decoder)
-        decoder = _sound(AutoModelForCausalLM._model_mapping[type(source.decoder)], config, source.attention)
-    except Exception:
-        raise CannotTryError(reason) from None
-    return decoder, [*notes, f"its decoder was tried by itself ({reason})"]
+    """A tiny model of the target's class with random weights, and what it does not show: of the decoder alone where a
+    multimodal one cannot be built, as packages that read images may not be there. Raises CannotTryError."""
+    reason = ""
+    for config in [source.config] if source.decoder is source.config else [source.config, source.decoder]:
+        try:
+            model_class = source.model_class if config is source.config else model_class_of(config)
+            tiny, notes = tiny_config(config)
+            target = _sound(model_class, tiny, source.attention)
+            return target, [*notes, *([f"its decoder was tried by itself ({reason})"] if reason else [])]
+        except Exception as error:  # a class of transformers, or of others, may fail on sizes in any way
+            reason = reason or (str(error) if isinstance(error, CannotTryError) else named(error))
+    raise CannotTryError(reason)
 
 
 def _sound(model_class: Any, config: PreTrainedConfig, attention: str | None) -> PreTrainedModel:
@@ -130,35 +110,32 @@ def build_drafter(
     target: PreTrainedModel, like: Eagle31Config | None = None, layer_ids: list[int] | None = None
 ) -> Eagle31DrafterModel:
     """A tiny drafter for a tiny target, built as `like` is. `layer_ids`: the states of the tiny target it reads."""
-    table: Any = target.get_input_embeddings().weight
-    num_layers = len(decoder_layers(target))
-    width = target.config.get_text_config(decoder=True).hidden_size
-    fields: dict[str, Any] = {
-        "vocab_size": table.shape[0],
+    like = like or Eagle31Config()
+    num_ids, table_width = target.get_input_embeddings().weight.shape
+    width, num_layers = target.config.get_text_config(decoder=True).hidden_size, len(decoder_layers(target))
+    fields = like.to_dict() | {
+        "vocab_size": num_ids,
+        "draft_vocab_size": 3 * num_ids // 4 if like.draft_vocab_size < like.vocab_size else None,
         "hidden_size": width,
         "target_hidden_size": width,
         "intermediate_size": 40,
         "num_attention_heads": 2,
-        # RemBERT's table is narrower than its layers
         "num_key_value_heads": 1,
-        "share_target_embeddings": table.shape[1] == width,
+        "head_dim": None,
+        "sliding_window": 8 if like.sliding_window else None,
+        "share_target_embeddings": table_width == width,  # RemBERT's table is narrower than its layers
+        "share_target_head": False,
+        "rope_parameters": None,
         "max_position_embeddings": 128,
         "initializer_range": 0.3,
         "aux_hidden_state_layer_ids": layer_ids or sorted({1, num_layers // 2, num_layers}),
+        **dict.fromkeys(("dtype", "weights_from", "bos_token_id", "eos_token_id", "pad_token_id")),
     }
-    if like is not None:
-        fields |= {name: getattr(like, name) for name in BUILD}
-        fields |= LATENT if like.kv_lora_rank is not None else {}
-        fields |= {"draft_vocab_size": 3 * table.shape[0] // 4} if like.draft_vocab_size < like.vocab_size else {}
-        fields |= (
-            {"layer_types": like.layer_types, "sliding_window": 8} if "sliding_attention" in like.layer_types else {}
-        )
+    fields |= LATENT if like.kv_lora_rank is not None else {}
     with seeded(1):
-        drafter = Eagle31DrafterModel._from_config(Eagle31Config(**fields), attn_implementation="sdpa").eval()
+        drafter = Eagle31DrafterModel._from_config(Eagle31Config.from_dict(fields), attn_implementation="sdpa").eval()
     if drafter.d2t is not None:
-        drafter.set_draft_vocabulary(
-            torch.tensor([i for i in range(fields["vocab_size"]) if i % 4 != 3][: len(drafter.d2t)])
-        )
+        drafter.set_draft_vocabulary(torch.tensor([i for i in range(num_ids) if i % 4 != 3][: len(drafter.d2t)]))
     return drafter
 
 
@@ -199,151 +176,114 @@ def difference(ours: GenerateDecoderOnlyOutput | Tensor, alone: GenerateDecoderO
     """
     expected = torch.stack(alone.logits)
     spread = float(expected.std())
-    departed = next(departures(ours if isinstance(ours, Tensor) else ours.sequences, alone), None)
-    if departed is not None:
-        row, step, margin = departed
+    for row, step, margin in departures(ours if isinstance(ours, Tensor) else ours.sequences, alone):
         return (
             f"row {row} departs at token {step}, which the target scores {margin / spread:.1e} of its logits' spread"
             " below its own"
         )
-    if isinstance(ours, Tensor):
-        return ""
-    error = float((torch.stack(ours.logits) - expected).abs().max()) / spread
+    error = 0.0 if isinstance(ours, Tensor) else float((torch.stack(ours.logits) - expected).abs().max()) / spread
     return "" if error <= LOGITS_TOLERANCE else f"logits differ by {error:.1e} of their spread"
 
 
-def attempt(act: Callable[[], Any], judge: Callable[[Any], Outcome]) -> Outcome:
-    """Returns what `judge` says of the result of `act`. A ValueError of `act` is a refusal; other errors, of ours or of
-    transformers' code, are "different"."""
-    try:
-        result = act()
-    except ValueError as refusal:
-        return Outcome(REFUSED, " ".join(str(refusal).removeprefix("EAGLE drafting: ").split()))
-    except FAILURES as error:
-        return Outcome(DIFFERENT, named(error))
-    return judge(result)
-
-
 def named(error: Exception) -> str:
-    """The type of an error and the first line of its message."""
-    return f"{type(error).__name__}: {first_line(error)[:160]}"
+    """The type of an error and the beginning of its message, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 class Trial:
-    """A tiny target and its drafter. Each method tries one thing and returns its `Outcome`. Raises CannotTryError for a
-    target that fails by itself."""
+    """A tiny target and its drafter. Raises CannotTryError for a target that fails by itself."""
 
     def __init__(self, target: PreTrainedModel, drafter: Eagle31DrafterModel):
         self.target, self.drafter = target, drafter
-        self.prompt = {
-            "input_ids": torch.tensor([PROMPT]),
-            "attention_mask": torch.ones(1, len(PROMPT), dtype=torch.long),
-        }
         try:
-            alone = self._alone(self.prompt, GREEDY | {"max_new_tokens": KNOWN_TOKENS})
+            alone = target.generate(**self._prompt(), **GREEDY | LOGITS | {"max_new_tokens": KNOWN_TOKENS})
         except Exception as error:  # as in `build_tiny`
             raise CannotTryError(f"the target alone does not decode ({named(error)})") from None
         self.text, self.keeps_cache = alone.sequences, is_kept(alone.past_key_values)
         with suppress(ValueError, RuntimeError):  # there are no states to learn from, which generate says in a moment
             fit_head(drafter, target, self.text)
 
-    def _alone(self, prompt: dict[str, Tensor], options: dict[str, Any]) -> Any:
-        return self.target.generate(**prompt, **options | LOGITS)
+    def _prompt(self, has_two: bool = False) -> dict[str, Tensor]:
+        """PROMPT, or after a longer one of the same text, padded on the left."""
+        ids = torch.tensor([PROMPT])
+        if has_two:
+            ids = torch.stack((self.text[0, : len(PROMPT) + 3], torch.tensor([0] * 3 + list(PROMPT))))
+        mask = torch.ones_like(ids)
+        mask[1:, :3] = 0
+        return {"input_ids": ids, "attention_mask": mask}
 
-    def why_no_drafts(self) -> str | None:
-        """The reason why nothing can be drafted for a target that decodes alone; None where nothing is known against
-        it."""
-        return (
-            None
-            if self.keeps_cache
-            else f"{type(self.target).__name__} keeps no cache, from which rejected drafts could be taken back"
-        )
+    def capabilities(self, refusal: str | None = None) -> list[Capability]:
+        """Tries everything. `refusal`: why nothing can be drafted, where that is known. Where chains are refused, so is
+        all other decoding."""
+        if refusal is None and not self.keeps_cache:
+            name = type(self.target).__name__
+            refusal = f"{name} keeps no cache, from which rejected drafts could be taken back"
+        first = Capability("chain", REFUSED, refusal) if refusal else self.capability("chain")
+        if first.answer == REFUSED:
+            return [*(replace(first, name=name) for name in CAPABILITIES[:-1]), self.capability("training")]
+        found = {"chain": first} | {name: self.capability(name) for name in CAPABILITIES if name != "chain"}
+        if found["tree"].answer == OTHERWISE and found["auto"].answer == WORKS:  # of what it chose, none was a tree
+            found["auto"] = replace(found["tree"], name="auto")
+        return [*found.values()]
 
-    def _batch(self) -> dict[str, Tensor]:
-        """Two prompts of different lengths, padded on the left."""
-        longer, shorter = self.text[0, : len(PROMPT) + 3], torch.tensor([0] * 3 + list(PROMPT))
-        mask = torch.ones(2, len(longer), dtype=torch.long)
-        mask[1, :3] = 0
-        return {"input_ids": torch.stack((longer, shorter)), "attention_mask": mask}
+    def capability(self, name: str) -> Capability:
+        """Tries one of CAPABILITIES. A ValueError is a refusal; other errors, of ours or of transformers' code, are
+        "different"."""
+        try:
+            return Capability(name, *(self._greedy(name) if name in WAYS else getattr(self, f"_{name}")()))
+        except ValueError as refusal:
+            return Capability(name, REFUSED, " ".join(str(refusal).removeprefix("EAGLE drafting: ").split()))
+        except FAILURES as error:
+            return Capability(name, DIFFERENT, named(error))
 
-    def greedy(self, way: str) -> Outcome:
+    def _greedy(self, way: str) -> tuple[str, str]:
         """Decodes in one of WAYS, and compares with the target alone. A way in which the target alone fails is "not
         tried"."""
         drafting, options, has_two = WAYS[way]
-        prompt = self._batch() if has_two else self.prompt
-        asked = GREEDY | options
+        prompt, asked = self._prompt(has_two), GREEDY | options
         try:
-            alone = self._alone(prompt, asked)
+            alone = self.target.generate(**prompt, **asked | LOGITS)
         except FAILURES as error:
-            return Outcome(UNTRIED, f"the target alone fails, too ({named(error)})")
-        length = alone.sequences.shape[1]
-        if not has_two and not torch.equal(alone.sequences, self.text[:, :length]):
-            return Outcome(UNTRIED, "the target alone gives another text with it than without")
-
-        def judge(ours: Any) -> Outcome:
-            wrong = difference(ours, alone)
-            word = (
-                DIFFERENT
-                if wrong
-                else IN_STEP
-                if stats.kinds[LOCK_STEP]
-                else CHAINS
-                if drafting is TREE and not stats.kinds[TREES]
-                else SAME_TEXT
-            )
-            return Outcome(word, wrong or ("" if word == SAME_TEXT else self.why_otherwise()))
-
+            return UNTRIED, f"the target alone fails, too ({named(error)})"
+        if not has_two and not torch.equal(alone.sequences, self.text[:, : alone.sequences.shape[1]]):
+            return UNTRIED, "the target alone gives another text with it than without"
         with track_acceptance() as stats:
-            return attempt(
-                lambda: self.target.generate(**prompt, assistant_model=self.drafter, **asked, **drafting), judge
-            )
+            ours = self.target.generate(**prompt, assistant_model=self.drafter, **asked, **drafting)
+        wrong = difference(ours, alone)
+        if wrong:
+            return DIFFERENT, wrong
+        if stats.kinds[LOCK_STEP] or (drafting is TREE and not stats.kinds[TREES]):
+            how = "rows keep step, in chains" if stats.kinds[LOCK_STEP] else "chains instead of trees"
+            return OTHERWISE, f"{how}: {why_no_trees(self.target) or NO_TREES_IN_CACHE}"
+        own_pace = "rows of different lengths each at its own pace, " if has_two else ""
+        return WORKS, f"{own_pace}same text as the target alone"
 
-    def why_otherwise(self) -> str:
-        """The reason why chains were drafted, or rows kept step."""
-        return why_no_trees(self.target) or "its cache is not of layers that hold trees and rows of different lengths"
-
-    def sampling(self) -> Outcome:
+    def _sampling(self) -> tuple[str, str]:
         """Samples twice with one seed: with the drafter, and in chains with one that drafts what this one holds least
         likely. The text has to be the same, whether drafts are accepted or rejected."""
-        contrary = copy.deepcopy(self.drafter)
+        contrary, texts = copy.deepcopy(self.drafter), []
         contrary.lm_head.weight.data.neg_()
-        drafters = ((self.drafter, AUTO), (contrary, AUTO | {"draft_tree_top_k": 1}))
+        for drafter, drafting in ((self.drafter, AUTO), (contrary, AUTO | {"draft_tree_top_k": 1})):
+            options = SHORT | {"do_sample": True} | drafting
+            with seeded(3):
+                texts.append(self.target.generate(**self._prompt(), assistant_model=drafter, **options))
+        if torch.equal(*texts):
+            return WORKS, "one text for one seed, whatever is drafted"
+        return DIFFERENT, "with one seed the text depends on what is drafted"
 
-        def judge(texts: list[Tensor]) -> Outcome:
-            return (
-                Outcome(SAME_TEXT)
-                if torch.equal(*texts)
-                else Outcome(DIFFERENT, "with one seed the text depends on what is drafted")
-            )
-
-        return attempt(lambda: [self._sampled(drafter, drafting) for drafter, drafting in drafters], judge)
-
-    def _sampled(self, drafter: Eagle31DrafterModel, drafting: dict[str, Any]) -> Tensor:
-        with seeded(3):
-            return self.target.generate(
-                **self.prompt, assistant_model=drafter, max_new_tokens=SAMPLED_TOKENS, do_sample=True, **drafting
-            )
-
-    def training(self) -> Outcome:
-        """One batch's loss and gradients for a copy of the drafter."""
+    def _training(self) -> tuple[str, str]:
+        """Takes the loss of one batch, and its gradients, with a copy of the drafter."""
         drafter = copy.deepcopy(self.drafter).train()
-
-        def judge(_: None) -> Outcome:
-            gradients = [parameter.grad for parameter in drafter.parameters() if parameter.grad is not None]
-            is_sound = bool(gradients) and all(gradient.isfinite().all() for gradient in gradients)
-            return (
-                Outcome(SAME_TEXT) if is_sound else Outcome(DIFFERENT, "the gradients of a first step are not finite")
-            )
-
-        return attempt(lambda: self._first_step(drafter), judge)
-
-    def _first_step(self, drafter: Eagle31DrafterModel) -> None:
         drafter.load_target_embeddings(self.target)
         ids = drafter.config.resolve_layer_ids(len(decoder_layers(self.target)))
         reader = TargetReader(self.target.requires_grad_(False), ids)
         ones = torch.ones_like(self.text)
         batch = Batch(self.text, ones.bool(), ones, *reader.read(self.text, ones))
         DraftingObjective(drafter, Settings(2, (1.0, 0.8)), reader.logits)(batch)["loss"].backward()
+        gradients = [parameter.grad for parameter in drafter.parameters() if parameter.grad is not None]
+        if gradients and all(gradient.isfinite().all() for gradient in gradients):
+            return WORKS, "a first step has a loss and finite gradients"
+        return DIFFERENT, "the gradients of a first step are not finite"
 
 
 def is_kept(past_key_values: Any) -> bool:

@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, LlamaConfig, LlamaForCausalLM, PreTrain
 
 from eagle31_hf import Eagle31Config, Eagle31DrafterModel, demo
 from eagle31_hf.checking import check_target, trial
-from eagle31_hf.checking.check import ANSWERS, CAPABILITIES, tiny_layer_ids
+from eagle31_hf.checking.check import CAPABILITIES, tiny_layer_ids
 from eagle31_hf.checking.drafters import check_drafter
 from eagle31_hf.checking.shrink import VOCAB, WIDTH, WINDOW, tiny_config
 from eagle31_hf.checking.source import TargetSource, read_target
@@ -128,6 +128,13 @@ BLOOM = {
     "n_layer": 30,
     "num_attention_heads": 32,
 }
+# by the words of the families table
+ANSWERS = {
+    families.LOSSLESS: "works",
+    families.CHAINS: "works otherwise",
+    families.IN_STEP: "works otherwise",
+    families.REFUSED: "refused",
+}
 FORMATS = Path(__file__).parents[1] / "fixtures" / "formats"
 # Of a kind each: trees, chains only by what logits say and by layer types, refused by shapes and by class.
 OF_A_KIND = ("Gemma3 multimodal, window", "MPT, faint alibi", "LFM2", "Gemma3n text", "RecurrentGemma")
@@ -204,7 +211,15 @@ def test_layers_that_come_late_are_there():
     tiny, _ = tiny_config(
         CONFIG_MAPPING["qwen2"].from_dict(config | {"use_sliding_window": True, "sliding_window": 4096})
     )
-    assert tiny.layer_types == ["full_attention"] * 4 + ["sliding_attention"]
+    assert tiny.layer_types == ["full_attention"] * 29 + ["sliding_attention"]
+
+
+def test_layers_that_share_keys_come_after_one_of_every_kind():
+    config = CONFIG_MAPPING["gemma3n_text"](num_hidden_layers=35, num_kv_shared_layers=15)
+    tiny, _ = tiny_config(config)
+    front = tiny.num_hidden_layers - tiny.num_kv_shared_layers
+    assert tiny.num_kv_shared_layers > 0
+    assert set(tiny.layer_types[:front]) == set(tiny.layer_types) == set(config.layer_types)
 
 
 def test_windows_sinks_experts_and_quantization(tmp_path):
@@ -349,15 +364,16 @@ def test_an_unknown_override_is_refused_with_the_nearest_field():
 @pytest.mark.parametrize(
     ("ids", "shared", "tiny_shared", "expected"),
     [
-        ([2, 18, 33], 0, 0, [0, 2, 4]),
-        ([2, 24, 25], 12, 2, [0, 2, 3]),
-        ([34, 35, 36], 0, 0, [2, 3, 4]),
-        ([0, 1, 2], 36, 4, [0, 1, 2]),
-        ([1, 2, 3, 4, 5, 6], 0, 0, None),
+        ([2, 18, 33], 0, 0, [2, 4]),
+        ([2, 24, 25], 12, 2, [2, 4]),
+        ([34, 35, 36], 0, 0, [4]),
+        ([0, 1, 2], 36, 4, [0, 4]),
+        ([0, 1, 2, 3, 4, 5, 6], 0, 0, [0, 1, 2, 3, 4]),
+        ([1, 37], 0, 0, None),
     ],
-    ids=["scaled", "shared keys", "the last ones", "all keys shared", "more than there are"],
+    ids=["deeper ones", "shared keys", "the last ones", "all keys shared", "more than there are", "beyond it"],
 )
-def test_the_tiny_target_is_read_at_the_same_share_of_its_depth(ids, shared, tiny_shared, expected):
+def test_the_tiny_target_is_read_at_layers_of_the_same_kind(ids, shared, tiny_shared, expected):
     source = TargetSource("large", LlamaConfig(num_hidden_layers=36, num_kv_shared_layers=shared))
     torch.manual_seed(0)
     tiny = build_target(num_hidden_layers=4, num_kv_shared_layers=tiny_shared)
@@ -393,7 +409,7 @@ def test_the_tiny_drafter_is_built_as_the_one_that_is_named(fields, word):
     assert (drafter.config.kv_lora_rank is None) == (word != "MLA")
     assert (drafter.d2t is None) == (like.draft_vocab_size == like.vocab_size)
     assert (drafter.config.fc_norm, drafter.config.num_hidden_layers) == (like.fc_norm, like.num_hidden_layers)
-    assert trial.Trial(target, drafter).greedy("chain").word == trial.SAME_TEXT
+    assert trial.Trial(target, drafter).capability("chain").answer == trial.WORKS
 
 
 def test_a_checkpoint_that_may_mean_two_things_names_what_decides(tmp_path):
@@ -454,10 +470,11 @@ def test_a_target_that_fails_alone_is_not_known():
 
 
 def test_fields_that_fill_memory_or_lead_to_code_are_left_out(tmp_path):
-    folder = write(tmp_path, QWEN3_8B | {"num_labels": 10**9, "attn_implementation": "someone/kernels"})
+    names = ("attn_implementation", "_experts_implementation")
+    folder = write(tmp_path, QWEN3_8B | {"num_labels": 10**9} | dict.fromkeys(names, "someone/kernels"))
     config = read_target(folder).config
     assert len(config.id2label) == 2
-    assert config._attn_implementation != "someone/kernels"
+    assert "someone/kernels" not in (config._attn_implementation, config._experts_implementation)
 
 
 def test_a_config_that_switches_the_cache_off_is_tried_with_it(tmp_path):

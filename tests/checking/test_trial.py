@@ -8,7 +8,6 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, OpenAIGPTConfig, XLMConfig
 
 from eagle31_hf.checking import check_target, trial
-from eagle31_hf.checking.check import CAPABILITIES
 from eagle31_hf.generation.sequences import Sequences
 from eagle31_hf.generation.tree import DraftTokens
 
@@ -29,7 +28,7 @@ def first_draft(sequences: Sequences, drafts: DraftTokens, logits: Tensor) -> tu
 
 def test_the_two_samples_are_drafted_differently():
     with noting(first_draft) as rounds:
-        assert make_trial().sampling() == trial.Outcome(trial.SAME_TEXT)
+        assert make_trial().capability("sampling").answer == trial.WORKS
     calls: dict[Sequences, dict[int, int]] = {}  # of each call: length of the text -> the first token drafted after it
     for call, length, token in rounds:
         calls.setdefault(call, {}).update({} if token is None else {length: token})
@@ -50,8 +49,8 @@ class Leaking(LlamaForCausalLM):
 
 
 def test_a_target_whose_text_depends_on_drafts_is_found_when_sampling():
-    assert make_trial(Leaking).sampling() == trial.Outcome(
-        trial.DIFFERENT, "with one seed the text depends on what is drafted"
+    assert make_trial(Leaking).capability("sampling") == trial.Capability(
+        "sampling", trial.DIFFERENT, "with one seed the text depends on what is drafted"
     )
 
 
@@ -62,7 +61,7 @@ def test_a_target_whose_text_depends_on_drafts_is_found_when_sampling():
 )
 def test_a_target_that_keeps_no_cache_is_refused_in_these_words(config):
     report = check_target(config)
-    assert {each.name: each.answer for each in report.capabilities} == dict.fromkeys(CAPABILITIES, "refused") | {
+    assert {each.name: each.answer for each in report.capabilities} == dict.fromkeys(trial.CAPABILITIES, "refused") | {
         "training": "works"
     }
     assert "keeps no cache" in report.verdict

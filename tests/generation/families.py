@@ -25,11 +25,12 @@ from transformers.utils import ModelOutput
 
 from eagle31_hf import AcceptanceStats, Eagle31Config, Eagle31DrafterModel, track_acceptance
 from eagle31_hf.acceptance import LOCK_STEP, TREES
-from eagle31_hf.checking.trial import CHAINS, DIFFERENT, IN_STEP, REFUSED, difference
-from eagle31_hf.checking.trial import SAME_TEXT as LOSSLESS
+from eagle31_hf.checking.trial import difference
 from eagle31_hf.targets import probe
 from eagle31_hf.targets.layers import decoder_layers
 
+LOSSLESS, CHAINS, IN_STEP = "same text", "chains", "in step"
+REFUSED, DIFFERENT = "refused", "different"
 ATTENTIONS = ("eager", "sdpa")
 BATCHES = (1, 4)  # prompts a call
 DRAFTINGS = {
