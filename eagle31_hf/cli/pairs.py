@@ -40,6 +40,12 @@ def knobs_of(args: argparse.Namespace) -> dict[str, Any]:
     return {knob: getattr(args, knob) for knob in KNOBS if getattr(args, knob) is not None}
 
 
+def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the arguments of generate() for --temperature, 0: greedy; without it sampling is the target's own."""
+    sampled = {"temperature": args.temperature} if args.temperature else {}
+    return {} if args.temperature is None else {"do_sample": args.temperature > 0, **sampled}
+
+
 def load_drafter(args: argparse.Namespace, target: Any) -> Any:
     """Loads the drafter, of the target's dtype and on its device."""
     from ..modeling import Eagle31DrafterModel
