@@ -12,8 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .loading import refuse_drafter
-from .pairs import add_pair, knobs_of, load_drafter, load_pair, sampling_options
+from .loading import load_causal_lm, load_tokenizer, refuse_drafter
+from .pairs import add_pair, knobs_of, load_drafter, sampling_options
 from .parsing import add_device_alone, integer, path, positive, progress, seed, temperature, words
 from .preparation import add_template_option
 
@@ -68,7 +68,10 @@ def conversations(args: argparse.Namespace) -> Callable[[], "Conversation"]:
     from ..chat.conversation import Conversation
     from ..targets.pieces import piece_of
 
-    tokenizer, target, drafter = load_pair(args)
+    progress(f"loading {args.target} and {args.drafter}")
+    tokenizer = load_tokenizer(args.target)
+    target = load_causal_lm(args.target, dtype=args.dtype).to(args.device)
+    drafter = load_drafter(args, target)
     if args.seed is not None:
         torch.manual_seed(args.seed)
     options = {"max_new_tokens": args.max_new_tokens, **sampling_options(args)}

@@ -205,19 +205,17 @@ class Prompts:
             try:
                 if isinstance(source, Skipped):
                     raise source
-                self._add(source, renderer.ids(source))
+                ids = renderer.ids(source)
+                if len(ids) + answer > room:
+                    found = f"a prompt has {len(ids)} tokens; expected at most {room - answer}, with room to answer"
+                    raise Skipped(OVER_LONG, found)
+                self.sources.append(source)
+                self.ids.append(ids)
             except Skipped as refusal:
                 self.skips.add(number, refusal)
         if not self.sources:
             why = "; ".join(self.skips.first) or "it is empty"
             raise ValueError(f"{name}: gives no prompt ({why}); expected chats, questions or texts.")
-
-    def _add(self, source: Source, ids: Tensor) -> None:
-        if len(ids) + self.answer > self.room:
-            found = f"a prompt has {len(ids)} tokens; expected at most {self.room - self.answer}, with room to answer"
-            raise Skipped(OVER_LONG, found)
-        self.sources.append(source)
-        self.ids.append(ids)
 
     def __len__(self) -> int:
         return len(self.ids)
