@@ -1,11 +1,13 @@
 """The command line, run in the process with the demo pair."""
 
 import json
+from argparse import Namespace
 
 import pytest
 
 from eagle31_hf import demo
 from eagle31_hf.cli import COMMANDS, main
+from eagle31_hf.cli.pairs import sampling_options
 from eagle31_hf.generation.planning.calibration import MAX_DEPTH
 
 TARGET, DRAFTER = str(demo.FOLDER / "target"), str(demo.FOLDER / "eagle31")
@@ -40,6 +42,14 @@ def test_demo_shows_the_table_and_the_profile(capsys):
     assert "with the EAGLE 3.1 drafter" in out
     assert "target forwards" in out
     assert out.count(" yes") == 10
+
+
+@pytest.mark.parametrize(
+    ("temperature", "options"),
+    [(None, {}), (0.0, {"do_sample": False}), (0.7, {"do_sample": True, "temperature": 0.7})],
+)
+def test_a_temperature_says_whether_and_how_to_sample(temperature, options):
+    assert sampling_options(Namespace(temperature=temperature)) == options
 
 
 def test_generate_streams_what_json_returns(capsys):

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from ..reports.rivals import RIVALS
 from .loading import load_causal_lm, load_tokenizer
 from .parsing import (
     DTYPES,
+    LARGEST,
     add_device_alone,
     add_json,
     add_reading,
@@ -37,9 +39,8 @@ above_zero = number(0, above=True)
 
 def drift(args: argparse.Namespace) -> int:
     """Measures drift and shows it; with --output also writes the report."""
-    from ..reports.drift import DriftStudy, Settings, default_lengths
     from ..reports.drift_report import drift_report
-    from ..reports.text import terminal
+    from ..reports.drift_study import DriftStudy, Settings, default_lengths
 
     if args.depth > DEEPEST:
         raise ValueError(f"--depth is {args.depth}; expected at most {DEEPEST}, the deepest that is drafted.")
@@ -59,18 +60,16 @@ def drift(args: argparse.Namespace) -> int:
         study = DriftStudy(target, prompts, journal, counted, settings)
         return drift_report([study.measure(label, load) for label, load in loads.items()], args.depth, facts)
 
-    report = reported(args, facts, ", ".join(loads), make)
-    show(args, report.as_dict(), terminal(report))
+    show_report(args, facts, ", ".join(loads), make)
     return 0
 
 
 def acceptance(args: argparse.Namespace) -> int:
     """Measures acceptance and speed and shows them; with --output also writes the report."""
     from ..bench import AUTO_SHAPE, Shape
-    from ..reports.acceptance import AcceptanceStudy, Settings
     from ..reports.acceptance_report import acceptance_report
+    from ..reports.acceptance_study import AcceptanceStudy, Settings
     from ..reports.against import against, read_earlier
-    from ..reports.text import terminal
     from ..reports.vllm_study import VllmStudy
 
     if max(args.depths) > DEEPEST or args.depth > DEEPEST:
@@ -110,26 +109,28 @@ def acceptance(args: argparse.Namespace) -> int:
             report.sections.append(against(earlier, report.figures, facts, args.against))
         return report
 
-    report = reported(args, facts, ", ".join(loads), make)
-    show(args, report.as_dict(), terminal(report))
+    show_report(args, facts, ", ".join(loads), make)
     return 0
 
 
-def reported(
+def show_report(
     args: argparse.Namespace, facts: dict[str, Any], names: str, make: Callable[["Journal"], "Report"]
-) -> "Report":
-    """Makes a report; with --output its figures are kept in the folder as they come, and its files written."""
+) -> None:
+    """Makes a report and shows it; with --output its figures are kept in the folder as they come, and its files
+    written."""
     from ..reports.journal import Journal, open_journal
+    from ..reports.text import terminal
     from ..reports.writing import write_report
 
     if args.output is None:
-        return make(Journal(None, {}))
-    args.left_behind = lambda args: f"What was measured is in {args.output}: --resume goes on."
-    with open_journal(Path(args.output), facts, args.resume) as journal:
-        report = make(journal)
-        files = write_report(Path(args.output), report, names)
-        progress(f"{files[2]} is the page; {len(files)} files in {args.output}")
-    return report
+        report = make(Journal(None, {}))
+    else:
+        args.left_behind = lambda args: f"What was measured is in {args.output}: --resume goes on."
+        with open_journal(Path(args.output), facts, args.resume) as journal:
+            report = make(journal)
+            files = write_report(Path(args.output), report, names)
+            progress(f"{files[2]} is the page; {len(files)} files in {args.output}")
+    show(args, report.as_dict(), terminal(report))
 
 
 def loaded(args: argparse.Namespace, labels: Iterable[str]) -> tuple[Any, "Prompts"]:
@@ -161,24 +162,22 @@ def drafters_of(args: argparse.Namespace) -> dict[str, Callable[..., "Eagle31Dra
     if len(set(labels)) < len(labels):
         raise ValueError(f"--compare: names a drafter twice ({', '.join(sources)}); expected others.")
 
-    def loader(source: str) -> Callable[..., "Eagle31DrafterModel"]:
-        def load(**fields: Any) -> "Eagle31DrafterModel":
-            options = reading_options(args) | {"dtype": args.dtype} | fields
-            return Eagle31DrafterModel.from_pretrained(source, **options).to(args.device).eval()
+    def load(source: str, **fields: Any) -> "Eagle31DrafterModel":
+        options = reading_options(args) | {"dtype": args.dtype} | fields
+        return Eagle31DrafterModel.from_pretrained(source, **options).to(args.device).eval()
 
-        return load
-
-    return {label: loader(source) for label, source in zip(labels, sources, strict=True)}
+    return {label: partial(load, source) for label, source in zip(labels, sources, strict=True)}
 
 
 def prompts_of(args: argparse.Namespace, target: Any, tokenizer: Any) -> "Prompts":
     """Reads the prompts. Raises ValueError where none is left that fits."""
     from ..reports.prompts import Prompts, Renderer
+    from ..targets.context import context_of
 
-    config = target.config.get_text_config(decoder=True)
-    context = getattr(config, "max_position_embeddings", None)
-    renderer = Renderer(tokenizer, args.prompt_tokens, config.vocab_size, dict(args.template_option))
-    room = context if isinstance(context, int) else 2**31 - 1
+    vocab_size = target.config.get_text_config(decoder=True).vocab_size
+    renderer = Renderer(tokenizer, args.prompt_tokens, vocab_size, dict(args.template_option))
+    context = context_of(target)
+    room = LARGEST if context is None else context
     return Prompts(
         args.prompts, renderer, args.num_prompts, room, args.max_new_tokens, split=args.split, report=progress
     )
@@ -197,11 +196,10 @@ def facts_of(
     # a folder may be another's, on another machine; what is in it counts
     models = {"target": (Path(args.target).name if Path(args.target).exists() else args.target, target)}
     models |= {f"drafter {label}": (label, drafter) for label, drafter in drafters.items()}
-    configs = {name: digest(model.config.to_json_string()) for name, (_, model) in models.items()}
-    named = {
-        name: f"{source} (weights {weights_fingerprint(model)[:12]}, config {configs[name][:12]})"
-        for name, (source, model) in models.items()
-    }
+    named = dict[str, str]()
+    for name, (source, model) in models.items():
+        config = digest(model.config.to_json_string())
+        named[name] = f"{source} (weights {weights_fingerprint(model)[:12]}, config {config[:12]})"
     return named | {
         "read with": ", ".join(f"{name}={value}" for name, value in reading_options(args).items()) or "no options",
         "prompts": f"{len(prompts)} of {Path(prompts.name).name} ({ids[:12]})",

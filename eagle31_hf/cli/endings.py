@@ -107,19 +107,17 @@ def raise_on_signals() -> None:
     """Makes the first signal of STOPPING raise Stopped; the second one ends the process at once."""
 
     def stop(number: int, frame: FrameType | None) -> None:
-        die_on_signals()
+        on_signals(signal.SIG_DFL)
         raise Stopped(number)
 
-    for number in STOPPING:
-        if signal.getsignal(number) not in (signal.SIG_IGN, None):
-            signal.signal(number, stop)
+    on_signals(stop)
 
 
-def die_on_signals() -> None:
-    """Makes a signal of STOPPING end the process at once."""
+def on_signals(handler: Any) -> None:
+    """Has signals of STOPPING that are not ignored call the handler; signal.SIG_DFL ends the process at once."""
     for number in STOPPING:
         if signal.getsignal(number) not in (signal.SIG_IGN, None):
-            signal.signal(number, signal.SIG_DFL)
+            signal.signal(number, handler)
 
 
 def as_program(run: Callable[[], int]) -> int:
@@ -143,7 +141,7 @@ def as_program(run: Callable[[], int]) -> int:
         flush_outputs()
         die(getattr(signal, "SIGPIPE", signal.SIGTERM))  # as C programs end
     finally:
-        die_on_signals()
+        on_signals(signal.SIG_DFL)
         flush_outputs()
 
 

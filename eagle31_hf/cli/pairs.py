@@ -3,8 +3,7 @@
 import argparse
 from typing import Any
 
-from .loading import load_causal_lm, load_tokenizer
-from .parsing import DTYPES, add_reading, path, positive_or_auto, progress, reading_options
+from .parsing import DTYPES, add_reading, path, positive_or_auto, reading_options
 
 KNOBS = ("num_assistant_tokens", "draft_tree_top_k", "draft_tree_total_tokens")
 
@@ -40,6 +39,12 @@ def knobs_of(args: argparse.Namespace) -> dict[str, Any]:
     return {knob: getattr(args, knob) for knob in KNOBS if getattr(args, knob) is not None}
 
 
+def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the arguments of generate() for --temperature, 0: greedy; without it sampling is the target's own."""
+    sampled = {"temperature": args.temperature} if args.temperature else {}
+    return {} if args.temperature is None else {"do_sample": args.temperature > 0, **sampled}
+
+
 def load_drafter(args: argparse.Namespace, target: Any) -> Any:
     """Loads the drafter, of the target's dtype and on its device."""
     from ..modeling import Eagle31DrafterModel
@@ -49,11 +54,3 @@ def load_drafter(args: argparse.Namespace, target: Any) -> Any:
     if args.drafter_weights is not None:
         drafter.quantize(args.drafter_weights)
     return drafter
-
-
-def load_pair(args: argparse.Namespace) -> tuple[Any, Any, Any]:
-    """Loads tokenizer, target and drafter."""
-    progress(f"loading {args.target} and {args.drafter}")
-    tokenizer = load_tokenizer(args.target)
-    target = load_causal_lm(args.target, dtype=args.dtype).to(args.device)
-    return tokenizer, target, load_drafter(args, target)

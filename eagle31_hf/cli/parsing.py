@@ -187,11 +187,10 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def add_device_alone(parser: argparse.ArgumentParser) -> None:
+def add_device_alone(parser: argparse.ArgumentParser, default: str = AUTO) -> None:
     """Adds --device."""
-    parser.add_argument(
-        "--device", type=device, default=AUTO, help="cpu, cuda, cuda:1, mps (default: auto, a GPU where there is one)"
-    )
+    said = "auto, a GPU where there is one" if default == AUTO else default
+    parser.add_argument("--device", type=device, default=default, help=f"cpu, cuda, cuda:1, mps (default: {said})")
 
 
 def add_json(parser: argparse.ArgumentParser, default: Any = False) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..printable import printable
 from .loading import load_causal_lm, load_tokenizer
-from .pairs import add_pair, knobs_of, load_drafter
+from .pairs import add_pair, knobs_of, load_drafter, sampling_options
 from .parsing import add_device, positive, progress, seed, show, temperature, words
 
 DEPTHS = (3, 5, 7)
@@ -41,9 +41,7 @@ def generate(args: argparse.Namespace) -> int:
     inputs = _inputs(tokenizer, args)
     target = load_causal_lm(args.target, dtype=args.dtype).to(args.device)
     drafter = load_drafter(args, target)
-    options = knobs_of(args) | {"do_sample": args.temperature > 0}
-    if args.temperature > 0:
-        options["temperature"] = args.temperature
+    options = knobs_of(args) | sampling_options(args)
     if args.seed is not None:
         torch.manual_seed(args.seed)
     streamer = None if args.json else PrintableStreamer(tokenizer, skip_prompt=True)

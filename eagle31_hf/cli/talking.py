@@ -6,15 +6,19 @@ import json
 import os
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import closing, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from .loading import refuse_drafter
-from .pairs import add_pair, knobs_of, load_drafter, load_pair
-from .parsing import device, integer, path, positive, progress, seed, temperature, words
+from .loading import load_causal_lm, load_tokenizer, refuse_drafter
+from .pairs import add_pair, knobs_of, load_drafter, sampling_options
+from .parsing import add_device_alone, integer, path, positive, progress, seed, temperature, words
 from .preparation import add_template_option
+
+if TYPE_CHECKING:
+    from ..chat.conversation import Conversation
 
 KEY_VARIABLE = "EAGLE31_API_KEY"
 PORT, PAGE_PORT = 8000, 7860  # as transformers' server and Gradio have them
@@ -25,15 +29,10 @@ def chat(args: argparse.Namespace) -> int:
     """Chats in the terminal; lines that are piped in are answered one after another."""
     from rich.console import Console
 
-    from ..chat.conversation import Conversation
     from ..chat.screen import Screen
     from ..chat.terminal import TerminalChat
 
-    tokenizer, target, drafter = load_pair(args)
-    set_seed(args.seed)
-    options = generation_of(args) | prefill_options(args, target, drafter)
-    template = dict(args.template_option)
-    conversation = Conversation(target, tokenizer, drafter, knobs_of(args), options, template, args.system)
+    conversation = conversations(args)()
     is_terminal = sys.stdin is not None and sys.stdin.isatty()
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # what is no UTF-8 is refused as words, and the chat goes on
@@ -48,20 +47,12 @@ def app(args: argparse.Namespace) -> int:
     """Serves the chat as a page until it is stopped."""
     if find_spec("gradio") is None:
         raise ImportError("the page needs gradio: pip install eagle31_hf[app]")
-    from ..chat.conversation import Conversation
     from ..chat.page import Page
     from ..web.address import check_address
 
     check_address(args.host, args.port)
-    tokenizer, target, drafter = load_pair(args)
-    set_seed(args.seed)
-    options = generation_of(args) | prefill_options(args, target, drafter)
-    template = dict(args.template_option)
-
-    def make() -> Conversation:
-        return Conversation(target, tokenizer, drafter, knobs_of(args), options, template, args.system)
-
-    title = f"{name_of(args.target)} with {name_of(args.drafter)}"
+    make = conversations(args)
+    title = " with ".join(Path(source).name or source for source in (args.target, args.drafter))
     warn_if_reachable(args.host, "serve it through a proxy that asks for a password")
     with closing(Page(make, title)) as page:
         os.environ.setdefault("GRADIO_TEMP_DIR", page.folder.name)  # its copies of saved conversations go with the page
@@ -70,9 +61,24 @@ def app(args: argparse.Namespace) -> int:
     return 0
 
 
-def name_of(source: str) -> str:
-    """Returns the last part of a folder's or a repository's name."""
-    return Path(source).name or source
+def conversations(args: argparse.Namespace) -> Callable[[], "Conversation"]:
+    """Loads the pair, and returns what makes conversations with it."""
+    import torch
+
+    from ..chat.conversation import Conversation
+    from ..targets.pieces import piece_of
+
+    progress(f"loading {args.target} and {args.drafter}")
+    tokenizer = load_tokenizer(args.target)
+    target = load_causal_lm(args.target, dtype=args.dtype).to(args.device)
+    drafter = load_drafter(args, target)
+    if args.seed is not None:
+        torch.manual_seed(args.seed)
+    options = {"max_new_tokens": args.max_new_tokens, **sampling_options(args)}
+    # long prompts are read in pieces: an answer can be stopped between them
+    options["prefill_chunk_size"] = piece_of(target, drafter, **knobs_of(args))
+    template = dict(args.template_option)
+    return lambda: Conversation(target, tokenizer, drafter, knobs_of(args), options, template, args.system)
 
 
 def next_line(is_terminal: bool) -> str:
@@ -83,32 +89,6 @@ def next_line(is_terminal: bool) -> str:
     if not line:
         raise EOFError
     return line.rstrip("\n")
-
-
-def set_seed(number: int | None) -> None:
-    """Seeds what is sampled, where a seed is given."""
-    import torch
-
-    if number is not None:
-        torch.manual_seed(number)
-
-
-def generation_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the arguments of generate() that say how to answer; sampling is the target's own unless it is named."""
-    options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens}
-    if args.temperature is not None:
-        options["do_sample"] = args.temperature > 0
-    if args.temperature:
-        options["temperature"] = args.temperature
-    return options
-
-
-def prefill_options(args: argparse.Namespace, target: Any, drafter: Any) -> dict[str, Any]:
-    """Returns the argument of generate() by which long prompts are read in pieces: an answer can be stopped between
-    them."""
-    from ..targets.pieces import piece_of
-
-    return {"prefill_chunk_size": piece_of(target, drafter, **knobs_of(args))}
 
 
 def serve(args: argparse.Namespace) -> int:
@@ -179,7 +159,7 @@ def add_answers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=temperature, help="0: greedy (default: as the target samples)")
     parser.add_argument("--seed", type=seed, help="of what is sampled (default: another one each time)")
     add_template_option(parser)
-    add_place(parser)
+    add_device_alone(parser, "cpu")
 
 
 def add_serve(parser: argparse.ArgumentParser) -> None:
@@ -193,7 +173,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         help=f"answer only requests with this key, as OpenAI's clients send it (default: the variable {KEY_VARIABLE})",
     )
     add_template_option(parser)
-    add_place(parser)
+    add_device_alone(parser, "cpu")
 
 
 def add_app(parser: argparse.ArgumentParser) -> None:
@@ -215,7 +195,3 @@ def add_address(parser: argparse.ArgumentParser, default_port: int) -> None:
         help="a name that requests may be sent to, as behind a proxy (always: an IP address, localhost, this machine's"
         " name)",
     )
-
-
-def add_place(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", type=device, default="cpu", help="cpu, cuda, cuda:1, mps (default: cpu)")

@@ -26,8 +26,8 @@ class Chain:
     `inputs`: norms (root mean squares) of each aux hidden state at that key, and of the fused state they become. The
     others have an entry for each depth: `states`, the norm of the state that is scored and fed to the next step;
     `cosines`, between that state and the fused state; `entropies` in nats and `weights` (S,), of layer 0's attention,
-    averaged over heads, a weight for every key since the text's first; `agrees`, whether the drafted token is the one
-    that the target chooses after the drafted tokens before it, were they accepted or not.
+    averaged over heads, a weight for every key since the text's first; `agreement`, whether the drafted token is the
+    one that the target chooses after the drafted tokens before it, were they accepted or not.
     """
 
     begin: int
@@ -36,7 +36,7 @@ class Chain:
     cosines: list[float] = field(default_factory=list)
     entropies: list[float] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
-    agrees: list[bool] = field(default_factory=list)
+    agreement: list[bool] = field(default_factory=list)
 
 
 class ChainRecorder:
@@ -86,7 +86,7 @@ class ChainRecorder:
             return
         chain, self._open = self._open, None
         choices = output.logits[0, -ids.shape[1] : -1].argmax(-1)
-        chain.agrees = (choices == ids[0, 1:].to(choices.device)).tolist()
+        chain.agreement = (choices == ids[0, 1:].to(choices.device)).tolist()
         self.chains.append(chain)
 
 

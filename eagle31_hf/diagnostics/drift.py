@@ -63,20 +63,15 @@ def measure_drift(
 def means_of(chains: Iterable[Chain], depth: int) -> dict[str, Any]:
     """Returns the number of chains of full depth, and means over them as plain lists: those of `Chain`, and of
     `attention_parts`."""
-    full = [chain for chain in chains if len(chain.agrees) == depth]
+    full = [chain for chain in chains if len(chain.agreement) == depth]
     means = {"chains": len(full)}
     if not full:
         return means
-    own = {
-        "inputs": [torch.tensor(chain.inputs) for chain in full],
-        "states": [torch.tensor(chain.states) for chain in full],
-        "cosines": [torch.tensor(chain.cosines) for chain in full],
-        "entropies": [torch.tensor(chain.entropies) for chain in full],
-        "agreement": [torch.tensor(chain.agrees).float() for chain in full],
-    }
-    parts = [attention_parts(chain) for chain in full]
-    own |= {name: [part[name] for part in parts] for name in parts[0]}
-    return means | {name: torch.stack(values).double().mean(0).tolist() for name, values in own.items()}
+    parts = [
+        {name: torch.tensor(getattr(chain, name)).float() for name in ("inputs", *OF_DEPTH)} | attention_parts(chain)
+        for chain in full
+    ]
+    return means | {name: torch.stack([part[name] for part in parts]).double().mean(0).tolist() for name in parts[0]}
 
 
 def attention_parts(chain: Chain) -> dict[str, Tensor]:

@@ -6,7 +6,6 @@ Drift (arXiv 2605.09992), whose noise and pinned magnitudes these are. B sequenc
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -91,25 +90,12 @@ def rope_fields(rope: dict[str, Any], factor: float) -> dict[str, Any]:
     return {"rope_parameters": {**rope, "rope_type": "linear", "factor": factor}}
 
 
-@dataclass(frozen=True)
-class Intervention:
-    """Something that is done to a drafter: `install` on its modules, and `fields` of its config that are changed as it
-    is loaded."""
-
-    name: str
-    install: Install = untouched
-    fields: dict[str, Any] = field(default_factory=dict)
-
-
-def interventions() -> list[Intervention]:
-    """Returns the interventions that fit every drafter: noise on state and embedding, and the pinned norm."""
-    parts = {"state": STATE, "embedding": EMBEDDING}
-    noise = [
-        Intervention(f"noise {scale:g} on the {name}", noisy(part, scale))
-        for name, part in parts.items()
-        for scale in NOISE
-    ]
-    return [*noise, Intervention("state pinned to the norm of the fused one", pinned)]
+# The interventions that fit every drafter, by their names.
+INTERVENTIONS: dict[str, Install] = {
+    **{f"noise {scale:g} on the state": noisy(STATE, scale) for scale in NOISE},
+    **{f"noise {scale:g} on the embedding": noisy(EMBEDDING, scale) for scale in NOISE},
+    "state pinned to the norm of the fused one": pinned,
+}
 
 
 @contextmanager

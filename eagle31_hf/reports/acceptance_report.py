@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..bench import Shape
-from .acceptance import (
+from .acceptance_study import (
     CONCURRENCY,
     CONTEXT,
     PERTURBED,
@@ -29,7 +29,7 @@ from .figures import (
     speedup,
     tokens_per_second,
 )
-from .study import LENGTHENED
+from .prompts import LENGTHENED
 
 ROBUST = 0.9  # share of accepted drafts that a perturbation must leave
 TOKENS = (
@@ -97,10 +97,7 @@ def same_texts(rows: Sequence[Row], alone: Sequence[Row]) -> int:
 
 def _speed(served: Decoded, settings: Settings, labels: Sequence[str]) -> Section:
     by_who, alone = served.rows, served.alone or []
-    columns = [
-        Column("drafter"), Column("drafts"), Column("tokens/s"), Column("speed-up"), Column("accepted length"),
-        Column("accepted drafts"), Column("same text"),
-    ]  # fmt: skip
+    names = ("drafter", "drafts", "tokens/s", "speed-up", "accepted length", "accepted drafts", "same text")
     lines = list[list[Any]]()
     for (who, way), found in by_who.items():
         is_alone, is_drafted = (who, way) == TARGET_ALONE, who in labels
@@ -117,19 +114,20 @@ def _speed(served: Decoded, settings: Settings, labels: Sequence[str]) -> Sectio
         Chart("Speed-up by depth of chains", "tokens drafted a round", "speed-up", depths, faster),
         Chart("Accepted length by depth of chains", "tokens drafted a round", "tokens", depths, longer),
     ]
-    return Section("Speed", EXPLAINED, [Table("by way of drafting", columns, lines)], charts if len(depths) > 1 else [])
+    return Section(
+        "Speed",
+        EXPLAINED,
+        [Table("by way of drafting", [*map(Column, names)], lines)],
+        charts if len(depths) > 1 else [],
+    )
 
 
 def _positions(served: Decoded, way: Shape, labels: Sequence[str]) -> Section:
     series = [series_of(label, acceptance_by_depth(served.rows[label, way.name], way.depth)) for label in labels]
-    lines = [[k + 1, *(one.y[k] for one in series)] for k in range(way.depth)]
-    columns = [Column("position"), *(Column(label, ".2f") for label in labels)]
-    return Section(
-        "Acceptance by position",
-        f"Of the tokens drafted at a position, the share that is accepted, of {named(way.name)}.",
-        [Table("by position", columns, lines)],
-        [Chart("Acceptance by position", "position", "share", [float(k) for k in range(1, way.depth + 1)], series)],
-    )
+    positions = [float(k) for k in range(1, way.depth + 1)]
+    chart = Chart("Acceptance by position", "position", "share", positions, series)
+    text = f"Of the tokens drafted at a position, the share that is accepted, of {named(way.name)}."
+    return Section(chart.title, text, [chart.table("by position")], [chart])
 
 
 PARTS = {
@@ -149,25 +147,23 @@ PARTS = {
 
 def _conditions(found: Mapping[str, Decoded], way: str, labels: Sequence[str]) -> Iterator[Section]:
     for kind, (title, text) in PARTS.items():
-        of_kind = {name: decoded for name, decoded in found.items() if decoded.kind == kind}
+        of_kind = {name: decoded for name, decoded in found.items() if decoded.condition.kind == kind}
         is_timed = any(decoded.alone for decoded in of_kind.values())
-        columns = [Column("condition"), Column("drafter"), Column("prompts"), Column("accepted length")]
-        columns += [Column("speed-up") if is_timed else Column("drafts kept")]
+        names = ("condition", "drafter", "prompts", "accepted length", "speed-up" if is_timed else "drafts kept")
         lines = list[list[Any]]()
         for name, decoded in of_kind.items():
             for label in labels:
                 rows = decoded.rows[label, way]
                 last = speedup(rows, decoded.alone) if decoded.alone else _kept(found, name, (label, way))
-                lines.append([name, label, decoded.num_prompts, accepted_length(rows).shown, last.shown])
-        yield Section(
-            title, f"{text} Drafted as {named(way)}.", [Table("by condition", columns, lines)] if lines else []
-        )
+                lines.append([name, label, decoded.condition.num_prompts, accepted_length(rows).shown, last.shown])
+        tables = [Table("by condition", [*map(Column, names)], lines)] if lines else []
+        yield Section(title, f"{text} Drafted as {named(way)}.", tables)
 
 
 def _kept(found: Mapping[str, Decoded], name: str, who: Who) -> Figure:
     """Returns accepted drafts as a multiple of those on the same prompts as they are served."""
     served = found[SERVED].rows[who]
-    return kept(found[name].rows[who], [served[number] for number in found[name].numbers])
+    return kept(found[name].rows[who], [served[number] for number in found[name].condition.batches])
 
 
 def findings_of(found: Mapping[str, Decoded], settings: Settings, label: str) -> list[Finding]:
@@ -182,7 +178,7 @@ def findings_of(found: Mapping[str, Decoded], settings: Settings, label: str) ->
         said = f"{label}: up to {others[worst]} of {len(alone)} texts are not the target's own, with {named(worst)}."
         why = "In half precision close ties may fall either way; in fp32 (`--dtype float32`) they must not."
         findings.append(Finding(NOTE, said, why))
-    for name in [name for name, decoded in found.items() if decoded.kind == PERTURBED]:
+    for name in [name for name, decoded in found.items() if decoded.condition.kind == PERTURBED]:
         left = _kept(found, name, (label, settings.reference.name))
         if left.high is not None and left.high < ROBUST:
             said = f"{label}: {name}: {left.shown} of the drafts are still accepted."

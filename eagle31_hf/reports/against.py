@@ -54,33 +54,25 @@ def against(earlier: Mapping[str, Any], figures: Mapping[str, Any], facts: Mappi
     if len(then) == len(figures) == 1:
         then = {next(iter(figures)): next(iter(then.values()))}
     columns = [Column(title) for title in ("drafter", "condition", "drafts", "then", "now", "times", "")]
-    lines = [
-        [*place, _shown(before), _shown(now), ratio.shown, verdict(ratio)]
-        for place, before, now in _pairs(then, figures)
-        for ratio in [_ratio(before, now, is_same)]
-    ]
+    lines = list[list[str]]()
+    for place, *pair in _pairs(then, figures):
+        shown = [Figure(**one["accepted_drafts"]).shown for one in pair]
+        # as rows, of a depth only
+        before, now = ([{"accepted": [count], "rounds": rounds} for count, rounds in one["by_prompt"]] for one in pair)
+        ratio = kept(now, before, is_same and len(now) == len(before))
+        lines.append([*place, *shown, ratio.shown, verdict(ratio)])
     text = f"Accepted drafts a round, then and now. {SAME_PROMPTS if is_same else OTHER_PROMPTS}"
     note = "" if lines else NOTHING_IN_COMMON
     return Section(f"Beside {name}", text, [Table("accepted drafts", columns, lines, note)])
 
 
 def _pairs(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[list[str], Any, Any]]:
+    """Yields drafter, condition and way of drafting of what is in both, and the figures of each."""
     for label in (label for label in now if label in then):
         for condition in (condition for condition in now[label] if condition in then[label]):
             # what auto drafts follows from measured time: it is never twice the same
             for way in (way for way in now[label][condition] if way in then[label][condition] and way != AUTO):
                 yield [label, condition, way], then[label][condition][way], now[label][condition][way]
-
-
-def _shown(figures: Mapping[str, Any]) -> str:
-    return Figure(**figures["accepted_drafts"]).shown
-
-
-def _ratio(then: Mapping[str, Any], now: Mapping[str, Any], is_same: bool) -> Figure:
-    """Returns the accepted drafts a round as a multiple of the earlier ones."""
-    parts = now["by_prompt"], then["by_prompt"]
-    after, before = ([{"accepted": [accepted], "rounds": rounds} for accepted, rounds in part] for part in parts)
-    return kept(after, before, is_same and len(after) == len(before))
 
 
 def verdict(ratio: Figure) -> str:

@@ -65,6 +65,11 @@ class Chart:
     is_stacked: bool = False
     note: str = ""
 
+    def table(self, title: str) -> Table:
+        """Returns the lines as a table, a row for each x, which are whole numbers."""
+        columns = [Column(self.x_label), *(Column(one.label, ".2f") for one in self.series)]
+        return Table(title, columns, [[int(x), *(one.y[i] for one in self.series)] for i, x in enumerate(self.x)])
+
 
 @dataclass(frozen=True)
 class HeatMap:

@@ -6,10 +6,10 @@ from typing import Any
 from ..diagnostics.attention_mass import KINDS
 from ..diagnostics.drift import NUM_RECENT, Drift, drift_of
 from .document import Chart, Column, HeatMap, Report, Section, Series, Table
-from .drift import PLAIN, Measured
+from .drift_findings import findings_of
+from .drift_study import PLAIN, Measured, context_name
 from .figures import Row, acceptance_by_depth, accepted_drafts, accepted_length, kept, mean_by_depth, series_of
-from .findings import findings_of
-from .study import LENGTHENED
+from .prompts import LENGTHENED
 
 TITLE = "Attention drift"
 MASSES = {
@@ -42,8 +42,7 @@ def drift_report(drafters: Sequence[Measured], depth: int, facts: Mapping[str, A
 
 def _figures(measured: Measured, drift: Drift, depth: int) -> dict[str, Any]:
     """Returns what the report says of a drafter as plain values."""
-    contexts = {f"{length} tokens": rows for length, rows in measured.contexts.items()}
-    remedies = {f"{max(measured.contexts)} tokens, {name}": rows for name, rows in measured.remedies.items()}
+    contexts = {context_name(one.length, one.remedy): one.rows for one in measured.contexts}
     return {
         "drift": vars(drift) | {"growth": drift.growth, "masses_of": list(KINDS)},
         "acceptance": {
@@ -53,7 +52,7 @@ def _figures(measured: Measured, drift: Drift, depth: int) -> dict[str, Any]:
                 "accepted_drafts": accepted_drafts(rows).as_dict(),
                 "by_depth": [figure.as_dict() for figure in acceptance_by_depth(rows, depth)],
             }
-            for condition, rows in {**measured.rows, **contexts, **remedies}.items()
+            for condition, rows in {**measured.rows, **contexts}.items()
         },
     }
 
@@ -62,20 +61,8 @@ def _depths(count: int) -> list[float]:
     return [float(k) for k in range(1, count + 1)]
 
 
-def _by_depth(title: str, series: Sequence[Series], number: str = ".2f", note: str = "") -> Table:
-    """Makes a table with a line for each depth and a column for each drafter."""
-    rows = [[k + 1, *(one.y[k] for one in series)] for k in range(len(series[0].y))]
-    return Table(title, [Column("depth"), *(Column(one.label, number) for one in series)], rows, note)
-
-
 def _acceptance(drafters: Sequence[Measured], depth: int) -> Section:
-    columns = [
-        Column("drafter"),
-        Column("accepted length"),
-        Column("accepted drafts"),
-        Column("rounds"),
-        Column("tokens"),
-    ]
+    names = ("drafter", "accepted length", "accepted drafts", "rounds", "tokens")
     rows = [
         [
             one.label,
@@ -87,6 +74,7 @@ def _acceptance(drafters: Sequence[Measured], depth: int) -> Section:
         for one in drafters
     ]
     series = [series_of(one.label, acceptance_by_depth(one.plain, depth)) for one in drafters]
+    chart = Chart("Acceptance by depth", "depth", "share of drafted tokens", _depths(depth), series)
     return Section(
         "Acceptance",
         (
@@ -94,15 +82,15 @@ def _acceptance(drafters: Sequence[Measured], depth: int) -> Section:
             " drafts are those without it. In brackets and as bands: 95% intervals by bootstrap over prompts. By depth:"
             " the share of drafted tokens that are accepted."
         ),
-        [Table("by drafter", columns, rows), _by_depth("by depth", series)],
-        [Chart("Acceptance by depth", "depth", "share of drafted tokens", _depths(depth), series)],
+        [Table("by drafter", [*map(Column, names)], rows), chart.table("by depth")],
+        [chart],
     )
 
 
 def _states(drafters: Sequence[Measured], drifts: Mapping[str, Drift]) -> Section:
     longest = max(len(drift.inputs) for drift in drifts.values()) - 1
-    columns = [Column("drafter"), *(Column(f"state {i + 1}", ".2f") for i in range(longest)), Column("fused", ".2f")]
-    columns += [Column("depth 1", ".2f"), Column("last depth", ".2f"), Column("growth", ".2f")]
+    names = [*(f"state {i + 1}" for i in range(longest)), "fused", "depth 1", "last depth", "growth"]
+    columns = [Column("drafter"), *(Column(name, ".2f") for name in names)]
     inputs = [
         [
             label,
@@ -120,8 +108,10 @@ def _states(drafters: Sequence[Measured], drifts: Mapping[str, Drift]) -> Sectio
         "agreement": ("Agreement with the target", "share of drafted tokens"),
         "entropies": ("Entropy of the attention", "nats"),
     }
-    series = {name: [series_of(one.label, mean_by_depth(one.plain, name)) for one in drafters] for name in named}
-    depths = _depths(len(series["states"][0].y))
+    charts = list[Chart]()
+    for name, (title, unit) in named.items():
+        series = [series_of(one.label, mean_by_depth(one.plain, name)) for one in drafters]
+        charts.append(Chart(title, "depth", unit, _depths(len(series[0].y)), series))
     return Section(
         "States",
         (
@@ -131,9 +121,9 @@ def _states(drafters: Sequence[Measured], drifts: Mapping[str, Drift]) -> Sectio
         ),
         [
             Table("sizes where a chain begins, and of its states", columns, inputs),
-            *(_by_depth(title, series[name]) for name, (title, _) in named.items()),
+            *(chart.table(chart.title) for chart in charts),
         ],
-        [Chart(title, "depth", unit, depths, series[name]) for name, (title, unit) in named.items()],
+        charts,
     )
 
 
@@ -201,19 +191,14 @@ def _beside(rows: Sequence[Row], before: Sequence[Row]) -> list[str]:
 
 
 def _contexts(drafters: Sequence[Measured]) -> Section:
-    columns = [
-        Column("drafter"), Column("tokens of context"), Column("remedy"), Column("prompts"),
-        Column("accepted length"), Column("drafts kept"),
-    ]  # fmt: skip
-    rows = list[list[Any]]()
-    for one in drafters:
-        for length, found in one.contexts.items():
-            rows.append([one.label, length, "", len(found), *_beside(found, one.short[length])])
-        for name, found in one.remedies.items():
-            length = max(one.contexts)
-            rows.append([one.label, length, name, len(found), *_beside(found, one.short[length])])
+    names = ("drafter", "tokens of context", "remedy", "prompts", "accepted length", "drafts kept")
+    rows = [
+        [one.label, at.length, at.remedy, len(at.rows), *_beside(at.rows, at.short)]
+        for one in drafters
+        for at in one.contexts
+    ]
     return Section(
         "Context",
         f"{LENGTHENED} Drafts kept: accepted drafts as a multiple of those on the same prompts as they are.",
-        [Table("accepted by length of the context", columns, rows)] if rows else [],
+        [Table("accepted by length of the context", [*map(Column, names)], rows)] if rows else [],
     )

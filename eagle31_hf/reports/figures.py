@@ -1,4 +1,5 @@
-"""Figures of several prompts, each with the interval that bootstrap over prompts gives it. P prompts, K depths.
+"""Figures of several prompts, each with the interval that bootstrap over prompts gives it (Efron, 1979): how far it may
+be from that of other prompts like these. P prompts, K depths, D draws.
 
 Takes rows, the counts of a prompt each, as `diagnostics.acceptance.counts_of` returns them.
 """
@@ -11,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..diagnostics.bootstrap import drawn_ratios, interval_of
 from .document import NOTHING, Series
 
 Row = Mapping[str, Any]
+Counts = tuple[Tensor, Tensor]  # numerators and denominators (P,) of a ratio
+DRAWS = 1000
+LEVEL = 0.95  # of the draws, which an interval holds
 
 
 @dataclass(frozen=True)
@@ -45,43 +48,41 @@ def series_of(label: str, figures: Sequence[Figure]) -> Series:
 
 def accepted_length(rows: Sequence[Row]) -> Figure:
     """Returns the tokens a target forward gives, the bonus token included, the prompt's forward excluded."""
-    return _ratio(_column(rows, "tokens"), _column(rows, "rounds"))
+    return _figure(_columns(rows, "tokens", "rounds"))
 
 
 def accepted_drafts(rows: Sequence[Row]) -> Figure:
     """Returns the drafted tokens that are accepted a round, the bonus token excluded."""
-    return _ratio(_column(rows, "accepted").sum(-1), _column(rows, "rounds"))
+    return _figure(_drafts(rows))
 
 
 def acceptance_by_depth(rows: Sequence[Row], depth: int) -> list[Figure]:
     """Returns by depth (K,) the share of drafted tokens that are accepted."""
     accepted, drafted = (_column(rows, name, depth) for name in ("accepted", "drafted"))
-    return [_ratio(accepted[:, k], drafted[:, k]) for k in range(depth)]
+    return [_figure((accepted[:, k], drafted[:, k])) for k in range(depth)]
 
 
 def kept(rows: Sequence[Row], before: Sequence[Row], is_same: bool = True) -> Figure:
     """Returns the accepted drafts a round as a multiple of those of `before`, which are of the same prompts, or of
     others, `is_same` False."""
-    now, then = ((_column(part, "accepted").sum(-1), _column(part, "rounds")) for part in (rows, before))
-    return _quotient(now, then, is_same)
+    return _figure(_drafts(rows), _drafts(before), is_same)
 
 
 def tokens_per_second(rows: Sequence[Row]) -> Figure:
     """Returns the tokens of a second of generate(), the prompt's forward included."""
-    return _ratio(_column(rows, "new_tokens"), _column(rows, "seconds"))
+    return _figure(_columns(rows, "new_tokens", "seconds"))
 
 
 def speedup(rows: Sequence[Row], alone: Sequence[Row]) -> Figure:
     """Returns the tokens a second as a multiple of those of the target alone on the same prompts."""
-    now, then = ((_column(part, "new_tokens"), _column(part, "seconds")) for part in (rows, alone))
-    return _quotient(now, then)
+    return _figure(_columns(rows, "new_tokens", "seconds"), _columns(alone, "new_tokens", "seconds"))
 
 
 def mean_by_depth(rows: Sequence[Row], name: str) -> list[Figure]:
     """Returns by depth the mean over chains of a figure that `measure_drift` returned."""
     rows = [row for row in rows if row["chains"]]
     counts, values = _column(rows, "chains"), _column(rows, name)
-    return [_ratio(values[:, k] * counts, counts) for k in range(values.shape[1])]
+    return [_figure((values[:, k] * counts, counts)) for k in range(values.shape[1])]
 
 
 def _column(rows: Sequence[Row], name: str, depth: int = 0) -> Tensor:
@@ -93,28 +94,45 @@ def _column(rows: Sequence[Row], name: str, depth: int = 0) -> Tensor:
     return torch.tensor([value + [0] * (width - len(value)) for value in values], dtype=torch.double)
 
 
-def _ratio(numerators: Tensor, denominators: Tensor) -> Figure:
-    return _figure(_over(numerators, denominators), drawn_ratios(numerators, denominators), len(numerators))
+def _columns(rows: Sequence[Row], numerators: str, denominators: str) -> Counts:
+    return _column(rows, numerators), _column(rows, denominators)
 
 
-def _quotient(now: tuple[Tensor, Tensor], then: tuple[Tensor, Tensor], is_same: bool = True) -> Figure:
-    """Returns a ratio of sums over another one: of the same prompts, drawn together, or of others, drawn apart."""
-    before = _over(*then)
-    value = _over(*now) / before if before else math.nan
-    draws = drawn_ratios(*now) / drawn_ratios(*then, seed=0 if is_same else 1)
-    return _figure(value, draws, min(len(now[0]), len(then[0])))
+def _drafts(rows: Sequence[Row]) -> Counts:
+    return _column(rows, "accepted").sum(-1), _column(rows, "rounds")
 
 
-def _over(numerators: Tensor, denominators: Tensor) -> float:
-    total = float(denominators.sum())
-    return float(numerators.sum()) / total if total else math.nan
+def drawn_ratios(numerators: Tensor, denominators: Tensor, seed: int = 0) -> Tensor:
+    """Returns the ratios sum / sum (D,) of counts (P,) of prompts, which are drawn with replacement, as many as there
+    are. Calls of one seed draw the same of as many prompts, so that figures of the same prompts can be compared draw by
+    draw; figures of other prompts take another seed."""
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.randint(len(numerators), (DRAWS, len(numerators)), generator=generator)
+    return numerators[chosen].sum(-1) / denominators[chosen].sum(-1)
 
 
-def _figure(value: float, draws: Tensor, num_prompts: int) -> Figure:
-    """Makes a figure. It has no interval where that would have no end, nor of a single prompt, which says nothing about
-    others."""
-    low, high = map(float, interval_of(draws))
-    if not math.isfinite(value):
+def interval_of(draws: Tensor) -> tuple[float, float]:
+    """Returns the ends of the interval that holds LEVEL of the draws (D,); NaN where none is a number."""
+    tail = (1 - LEVEL) / 2
+    return float(draws.nanquantile(tail)), float(draws.nanquantile(1 - tail))
+
+
+def _figure(now: Counts, then: Counts | None = None, is_same: bool = True) -> Figure:
+    """Makes the figure of a ratio of sums, or of it as a multiple of the ratio `then`: of the same prompts, drawn
+    together, or of others, drawn apart. It has no interval where that would have no end, nor of a single prompt, which
+    says nothing about others."""
+    value, draws, num_prompts = _ratio(*now), drawn_ratios(*now), len(now[0])
+    if then is not None:
+        value = value / _ratio(*then)
+        draws = draws / drawn_ratios(*then, seed=0 if is_same else 1)
+        num_prompts = min(num_prompts, len(then[0]))
+    if not value.isfinite():
         return Figure(None, None, None)
+    low, high = interval_of(draws)
     has_interval = num_prompts > 1 and math.isfinite(low) and math.isfinite(high)
-    return Figure(value, low, high) if has_interval else Figure(value, None, None)
+    return Figure(float(value), *(low, high) if has_interval else (None, None))
+
+
+def _ratio(numerators: Tensor, denominators: Tensor) -> Tensor:
+    """Returns sum / sum (); of nothing to divide by it is not finite."""
+    return numerators.sum() / denominators.sum()

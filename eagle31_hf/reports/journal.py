@@ -1,7 +1,6 @@
 """What has been measured, kept as it comes, so that a run that was stopped goes on where it was."""
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,7 @@ FILE = "measured.jsonl"
 
 
 class Journal:
-    """Figures by name, in memory and, unless `file` is None, in a file of one JSON object a line."""
+    """Figures by name, in memory and, unless `file` is None, in a binary file of one JSON object a line."""
 
     def __init__(self, file: Any, figures: dict[str, Any]):
         self._file, self._figures = file, figures
@@ -32,7 +31,7 @@ class Journal:
         if name not in self._figures:
             found = measure()
             if self._file is not None:
-                self._file.write(json.dumps({name: found}) + "\n")
+                self._file.write(json.dumps({name: found}).encode() + b"\n")
                 self._file.flush()
             self._figures[name] = found
         return self._figures[name]
@@ -68,11 +67,8 @@ def open_journal(folder: Path, facts: dict[str, Any], resume: bool) -> Iterator[
             _check_same(folder, lines[0], facts)
         else:
             file.write(json.dumps(facts).encode() + b"\n")
-        file.flush()
-        text = os.fdopen(os.dup(file.fileno()), "a", encoding="utf-8")
-        with text:
-            figures = {name: found for line in lines[1:] for name, found in line.items()}
-            yield Journal(text, figures)
+            file.flush()
+        yield Journal(file, {name: found for line in lines[1:] for name, found in line.items()})
 
 
 def _is_ours(file: Any) -> bool:

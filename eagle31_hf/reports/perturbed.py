@@ -13,7 +13,7 @@ from .prompts import Renderer, Source
 
 FOREIGN = "You are the captain of a trading vessel in the year 1720. Answer in rhyme, and never mention the weather."
 NOISY_SHARE = 0.1  # of the tokens, replaced by random ones
-Perturb = Callable[[Renderer, Source, Tensor, int], Tensor | None]
+Change = Callable[[Renderer, Source, Tensor, int], Tensor | None]  # makes other ids (T,) of a prompt and its number
 
 
 def no_bos(renderer: Renderer, source: Source, ids: Tensor, number: int) -> Tensor | None:
@@ -51,7 +51,7 @@ def noise(renderer: Renderer, source: Source, ids: Tensor, number: int) -> Tenso
     return torch.where(hit, torch.randint(renderer.vocab_size, (len(ids),), generator=generator), ids)
 
 
-PERTURBATIONS: dict[str, Perturb] = {
+PERTURBATIONS: dict[str, Change] = {
     "no BOS": no_bos,
     "no template": no_template,
     "no template, no BOS": neither,

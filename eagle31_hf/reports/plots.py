@@ -9,6 +9,8 @@ import math
 import re
 from typing import Any
 
+import numpy as np
+
 from ..printable import printable
 from .document import Chart, HeatMap
 
@@ -71,26 +73,19 @@ def file_of(chart: Chart | HeatMap, form: str) -> bytes:
 
 def _draw_lines(axes: Any, chart: Chart) -> None:
     if chart.is_stacked:
-        parts = [[_number(y) for y in series.y] for series in chart.series]
         labels = [_label(series.label) for series in chart.series]
+        parts = _numbers([series.y for series in chart.series])
         drawn = axes.stackplot(chart.x, *parts, labels=labels, colors=COLOURS, alpha=0.8)
         for area, hatch in zip(drawn, HATCHES, strict=False):
             area.set_hatch(hatch)
         axes.set_ylim(0, 1)
-    for i, series in enumerate([] if chart.is_stacked else chart.series):
-        colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
-        axes.plot(
-            chart.x,
-            [_number(y) for y in series.y],
-            label=_label(series.label),
-            color=colour,
-            marker=marker,
-            markersize=4,
-        )
-        if series.low is not None and series.high is not None:
-            low, high = ([_number(y) for y in ends] for ends in (series.low, series.high))
-            axes.fill_between(chart.x, low, high, color=colour, alpha=0.2, linewidth=0)
-    if not chart.is_stacked:
+    else:
+        for i, series in enumerate(chart.series):
+            look: Any = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "markersize": 4}
+            axes.plot(chart.x, _numbers(series.y), label=_label(series.label), **look)
+            if series.low is not None and series.high is not None:
+                low, high = _numbers([series.low, series.high])
+                axes.fill_between(chart.x, low, high, color=look["color"], alpha=0.2, linewidth=0)
         axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
         axes.grid(alpha=0.3)
     axes.xaxis.get_major_locator().set_params(integer=True)  # depths, positions
@@ -100,8 +95,7 @@ def _draw_lines(axes: Any, chart: Chart) -> None:
 
 
 def _draw_heat(figure: Any, axes: Any, chart: HeatMap) -> None:
-    values = [[_number(value) for value in row] for row in chart.values]
-    image = axes.imshow(values, aspect="auto", cmap="cividis", vmin=0, interpolation="nearest")
+    image = axes.imshow(_numbers(chart.values), aspect="auto", cmap="cividis", vmin=0, interpolation="nearest")
     for labels, place in ((chart.columns, axes.set_xticks), (chart.rows, axes.set_yticks)):
         step = math.ceil(len(labels) / NUM_TICKS)
         place(range(0, len(labels), step), labels[::step])
@@ -115,5 +109,6 @@ def _label(text: str) -> str:
     return printable(f"\u200b{text}" if text.startswith("_") else text)
 
 
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value
+def _numbers(values: Any) -> Any:
+    """Returns lists of figures as an array; None is no number."""
+    return np.array(values, dtype=float)

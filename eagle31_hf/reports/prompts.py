@@ -1,6 +1,7 @@
 """The prompts a report is about: read from files and datasets, rendered as they are served. T tokens."""
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +20,11 @@ PYTHON = "python"  # the built-in set: files of Python's own library
 QUESTIONS = ("prompt", "question", "turns", "instruction", "problem")
 TRAINING_DATA = ("messages", "conversations", "input_ids", "text")
 EMPTY, OVER_LONG = "empty prompt", "over-long prompt"
+# how a report says what `Prompts.lengthened` makes
+LENGTHENED = (
+    "Texts go on for as many tokens; chats have the words of other prompts in front of their question. Prompts that are"
+    " longer already, or for which there is not as much text, are left out."
+)
 
 
 @dataclass(frozen=True)
@@ -199,19 +205,17 @@ class Prompts:
             try:
                 if isinstance(source, Skipped):
                     raise source
-                self._add(source, renderer.ids(source))
+                ids = renderer.ids(source)
+                if len(ids) + answer > room:
+                    found = f"a prompt has {len(ids)} tokens; expected at most {room - answer}, with room to answer"
+                    raise Skipped(OVER_LONG, found)
+                self.sources.append(source)
+                self.ids.append(ids)
             except Skipped as refusal:
                 self.skips.add(number, refusal)
         if not self.sources:
             why = "; ".join(self.skips.first) or "it is empty"
             raise ValueError(f"{name}: gives no prompt ({why}); expected chats, questions or texts.")
-
-    def _add(self, source: Source, ids: Tensor) -> None:
-        if len(ids) + self.answer > self.room:
-            found = f"a prompt has {len(ids)} tokens; expected at most {self.room - self.answer}, with room to answer"
-            raise Skipped(OVER_LONG, found)
-        self.sources.append(source)
-        self.ids.append(ids)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -225,20 +229,22 @@ class Prompts:
                     f"--lengths: got {length}; expected at most {longest}, which is what the target reads less"
                     f" {self.answer} tokens of the answer."
                 )
-            if all(self.lengthened(number, length) is None for number in range(len(self))):
+            if not any(True for _ in self.lengthened(length)):
                 raise ValueError(
                     f"--lengths: no prompt can be made {length} tokens long; expected more than the prompts have"
                     f" ({min(map(len, self.ids))} to {max(map(len, self.ids))}), and texts, or other prompts, as long."
                 )
 
-    def lengthened(self, number: int, num_tokens: int) -> Tensor | None:
-        """Returns the ids (T,) of a prompt in a context of about `num_tokens`: a text goes on for as long; a chat has
-        the words of other prompts in front of its last message. None where it is longer already, or there is not
-        enough text."""
-        try:
-            return self._lengthened(self.sources[number], self.ids[number], number, num_tokens)
-        except Skipped:  # a template that refuses what is so long
-            return None
+    def lengthened(self, num_tokens: int) -> Iterator[tuple[int, Tensor]]:
+        """Yields the prompts that can be put in a context of about `num_tokens`, each by its number and ids (T,): a
+        text goes on for as long; a chat has the words of other prompts in front of its last message. Left out are those
+        that are longer already, and where there is not enough text."""
+        for number, (source, ids) in enumerate(zip(self.sources, self.ids, strict=True)):
+            longer = None
+            with suppress(Skipped):  # a template that refuses what is so long
+                longer = self._lengthened(source, ids, number, num_tokens)
+            if longer is not None:
+                yield number, longer
 
     def _lengthened(self, source: Source, ids: Tensor, number: int, num_tokens: int) -> Tensor | None:
         if len(ids) >= num_tokens:

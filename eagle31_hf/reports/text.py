@@ -2,7 +2,7 @@
 
 from ..markdown import inert, paragraph
 from ..markdown import table as piped
-from .document import GOOD, NOTE, WARNING, Finding, Generation, Report, Table
+from .document import GOOD, NOTE, WARNING, Finding, Report, Table
 
 MARKS = {GOOD: "ok", NOTE: "note", WARNING: "warning"}
 
@@ -25,14 +25,11 @@ def terminal(report: Report) -> str:
 def _aligned(table: Table) -> list[str]:
     rows = [[column.name for column in table.columns], *table.cells()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    starts = {0}  # names stand left, figures right
-    return [
-        "  ".join(
-            cell.ljust(width) if i in starts else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    lines = list[str]()
+    for first, *others in rows:  # names stand left, figures right
+        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 def markdown(report: Report, heading: str = "##") -> str:
@@ -42,19 +39,11 @@ def markdown(report: Report, heading: str = "##") -> str:
     for section in report.sections:
         lines += ["", f"{heading}# {inert(section.title)}", "", paragraph(section.text)]
         for table in section.tables:
-            lines += ["", f"**{inert(table.title)}**", "", _piped(table)]
+            head = [column.name for column in table.columns]
+            lines += ["", f"**{inert(table.title)}**", "", piped(head, table.cells())]
             lines += ["", paragraph(table.note)] if table.note else []
         for generation in section.generations:
-            lines += ["", f"**{inert(generation.title)}**: {_rounds(generation)}"]
+            counts = ", ".join(f"{len(found.accepted)}/{len(found.drafts)}" for found in generation.rounds)
+            lines += ["", f"**{inert(generation.title)}**: accepted of drafted, round by round: {counts}"]
     facts = (f"{name}: {value}" for name, value in report.facts.items())
     return "\n".join([*lines, "", inert(f"Measured by eagle31_hf. {'; '.join(facts)}.")]) + "\n"
-
-
-def _piped(table: Table) -> str:
-    return piped([column.name for column in table.columns], table.cells())
-
-
-def _rounds(generation: Generation) -> str:
-    """Returns how many drafts each round accepted, of how many."""
-    counts = ", ".join(f"{len(found.accepted)}/{len(found.drafts)}" for found in generation.rounds)
-    return f"accepted of drafted, round by round: {counts}"

@@ -15,12 +15,13 @@ def shown_round(found: Round, tokenizer: PreTrainedTokenizerBase) -> dict[str, A
     """Returns the round of the only sequence of a batch as plain values, ids as their texts."""
     [tokens], [drafts] = found.tokens, found.drafts
     count = found.num_accepted[0] or 0
+    texts, shown = ([str(tokenizer.decode([token])) for token in ids] for ids in (tokens, drafts))
     parents = [*range(len(drafts))] if found.parents is None else found.parents[0]
     return {
-        "accepted": [_text(token, tokenizer) for token in tokens[:count]],
-        "bonus": _text(tokens[count], tokenizer) if len(tokens) > count else None,
+        "accepted": texts[:count],
+        "bonus": texts[count] if len(tokens) > count else None,
         "drafts": [
-            [_text(drafts[node - 1], tokenizer), depth, is_accepted]
+            [shown[node - 1], depth, is_accepted]
             for node, depth, is_accepted in _in_order(drafts, parents, tokens[:count])
         ],
     }
@@ -39,10 +40,6 @@ def _in_order(drafts: Sequence[int], parents: Sequence[int], accepted: Sequence[
         found.append((node, depth, is_accepted))
         left += [(child, depth + 1, is_accepted) for child in reversed(children.get(node, []))]
     return found
-
-
-def _text(token: int, tokenizer: PreTrainedTokenizerBase) -> str:
-    return str(tokenizer.decode([token]))
 
 
 def generation_of(title: str, prompt: str, rounds: Sequence[Mapping[str, Any]]) -> Generation:

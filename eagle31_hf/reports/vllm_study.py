@@ -5,23 +5,22 @@ vLLM drafts chains of one depth, so there is an engine for every drafter and dep
 
 import json
 import subprocess
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ..bench import Shape
 from ..checkpoints import export_checkpoint
-from ..modeling import Eagle31DrafterModel
 from ..storage.fingerprints import digest
 from ..training.engines import sampling_of
 from . import vllm_worker
-from .acceptance import TARGET_ALONE, WARM_UP, AcceptanceStudy, Batch, Condition, Decoded, Who, name_of
+from .acceptance_study import TARGET_ALONE, WARM_UP, AcceptanceStudy, Condition, Who, label_of, row_of
 from .document import Generation
 from .figures import Row
+from .study import place
 
 VERSION = "0.32"  # the first that tells what each round accepted
 
@@ -74,93 +73,71 @@ class VllmStudy(AcceptanceStudy):
     source: str
     python: str
 
-    def measure(self) -> dict[str, Decoded]:
-        """Measures all conditions, by their names; an engine is started for whatever is not known yet."""
-        conditions = [condition for condition in self.conditions() if condition.batches]
-        with TemporaryDirectory() as folder:
-            for who, drafter, way in self._engines(conditions):
-                decoded = [each for each in conditions if self._decodes(who, each, way)]
-                pairs = [(each, number) for each in decoded for number in each.batches]
-                missing = [pair for pair in pairs if name_of(who, *pair) not in self.journal]
-                if missing:
-                    self._run(who, drafter, way, missing, Path(folder))
-        return {condition.name: self._collected(condition) for condition in conditions}
-
     def generations(self) -> list[Generation]:
         """None: vLLM does not tell what it drafted and refused."""
         return []
 
-    def _engines(self, conditions: list[Condition]) -> Iterator[tuple[Who, Eagle31DrafterModel | None, Shape]]:
-        """Yields who decodes: the target alone, and every drafter at every depth."""
-        yield TARGET_ALONE, None, Shape(0)
-        ways = {way.name: way for condition in conditions for way in condition.ways}
-        for label, drafter in self.drafters.items():
-            for way in ways.values():
-                yield (label, way.name), drafter, way
+    def _decode_all(self, conditions: Sequence[Condition]) -> None:
+        """Starts an engine for everybody of whom something is not in the journal, and keeps it there as it comes."""
+        missing: dict[Who, list[tuple[Condition, int]]] = {}
+        for condition in conditions:
+            for who in self._everybody(condition):
+                names = {number: place(label_of(who), condition.name, number) for number in condition.batches}
+                new = [(condition, number) for number, name in names.items() if name not in self.journal]
+                missing.setdefault(who, []).extend(new)
+        with TemporaryDirectory() as folder:
+            for who, batches in missing.items():
+                if batches:
+                    self._run(who, self._plan(who, conditions, Path(folder)), batches)
 
-    def _decodes(self, who: Who, condition: Condition, way: Shape) -> bool:
-        return condition.is_timed if who == TARGET_ALONE else way in condition.ways
+    def _run(self, who: Who, plan: Mapping[str, Any], batches: list[tuple[Condition, int]]) -> None:
+        """Starts an engine for the batches, each the number of one of a condition."""
+        with closing(Worker(self.python, plan)) as worker:
+            self._ask(worker, *batches[0], WARM_UP)
+            for index in self.counted(range(len(batches)), " ".join(filter(None, (*who, "in vLLM")))):
+                condition, number = batches[index]
+                decode = partial(self._row, worker, who, condition, number)
+                self.journal.once(place(label_of(who), condition.name, number), decode)
 
-    def _run(
-        self,
-        who: Who,
-        drafter: Eagle31DrafterModel | None,
-        way: Shape,
-        missing: list[tuple[Condition, int]],
-        folder: Path,
-    ) -> None:
-        """Starts an engine, and keeps the figures of the prompts as they come."""
-        exported = None if drafter is None else str(exported_to(folder, who[0], drafter))
-        with self._worker(exported, way.depth) as worker:
-            condition, number = missing[0]
-            worker.ask(self._request(condition.batches[number], {}, 0, WARM_UP))
-            for index in self.counted(range(len(missing)), " ".join(filter(None, (*who, "in vLLM")))):
-                condition, number = missing[index]
-                decode = partial(self._row, worker, condition, number, is_drafted=drafter is not None)
-                self.journal.once(name_of(who, condition, number), decode)
-
-    @contextmanager
-    def _worker(self, drafter: str | None, depth: int) -> Iterator[Worker]:
-        batches = [batch for condition in self.conditions() for batch in condition.batches.values()]
+    def _plan(self, who: Who, conditions: Sequence[Condition], folder: Path) -> dict[str, Any]:
+        """Returns how the engine of the target alone, or of a drafter at one depth, is started."""
+        batches = [batch for condition in conditions for batch in condition.batches.values()]
         longest = max(len(ids) for batch in batches for ids in batch)
+        depth = {way.name: way.depth for condition in conditions for way in condition.ways}.get(who[1], 0)
         # vLLM drafts nothing where the chain under verification and the next one would leave max_model_len
         wanted = longest + self.settings.max_new_tokens + 3 * depth + 1
-        plan = {
+        return {
             "target": self.source,
-            "drafter": drafter,
+            "drafter": None if who == TARGET_ALONE else str(self._exported(folder, who[0])),
             "depth": depth,
             "dtype": str(self.target.dtype).removeprefix("torch."),
             "max_model_len": min(wanted, self.prompts.room),
             "max_num_seqs": max(map(len, batches)),
         }
-        worker = Worker(self.python, plan)
-        try:
-            yield worker
-        finally:
-            worker.close()
 
-    def _request(self, batch: Batch, options: Mapping[str, Any], seed: int, max_new_tokens: int) -> dict[str, Any]:
-        return {
-            "prompts": [ids.tolist() for ids in batch],
-            "max_new_tokens": max_new_tokens,
-            "sampling": sampling_of(dict(options), self.target.generation_config),
-            "seed": seed,
-            "ends": sorted(self._ends()),
-        }
+    def _exported(self, folder: Path, label: str) -> Path:
+        """Returns the folder of a drafter as vLLM reads it; it is written where it is not there yet."""
+        native, exported = (folder / digest(label)[:16] / name for name in ("native", "vllm"))
+        if not exported.exists():
+            self.drafters[label].save_pretrained(native)
+            export_checkpoint(native, exported, format="vllm")
+        return exported
 
-    def _row(self, worker: Worker, condition: Condition, number: int, is_drafted: bool) -> Row:
-        request = self._request(condition.batches[number], condition.options, number, self.settings.max_new_tokens)
-        found = worker.ask(request)
-        ids = found["tokens"]
-        row = {"seconds": found["seconds"], "new_tokens": sum(map(len, ids)), "text": digest(repr(ids))[:16]}
-        return row | (rounds_of(found) if is_drafted else {})
+    def _row(self, worker: Worker, who: Who, condition: Condition, number: int) -> Row:
+        found = self._ask(worker, condition, number, self.settings.max_new_tokens)
+        return row_of(found["tokens"], found["seconds"]) | ({} if who == TARGET_ALONE else rounds_of(found))
 
-    def _collected(self, condition: Condition) -> Decoded:
-        """Returns what the journal has of a condition."""
-        whos = [TARGET_ALONE] if condition.is_timed else []
-        whos += [(label, way.name) for label in self.drafters for way in condition.ways]
-        rows = {who: [self.journal[name_of(who, condition, number)] for number in condition.batches] for who in whos}
-        return Decoded(condition.kind, [*condition.batches], rows, condition.num_prompts)
+    def _ask(self, worker: Worker, condition: Condition, number: int, max_new_tokens: int) -> dict[str, Any]:
+        """Has the engine decode a batch of a condition, whose number is the seed of sampling."""
+        return worker.ask(
+            {
+                "prompts": [ids.tolist() for ids in condition.batches[number]],
+                "max_new_tokens": max_new_tokens,
+                "sampling": sampling_of(dict(condition.options), self.target.generation_config),
+                "seed": number,
+                "ends": sorted(self._ends()),
+            }
+        )
 
 
 def rounds_of(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,12 +151,3 @@ def rounds_of(found: Mapping[str, Any]) -> dict[str, Any]:
         "drafted": [sum(count > k for count in drafted) for k in depths],
         "accepted": [sum(count > k for count in accepted) for k in depths],
     }
-
-
-def exported_to(folder: Path, label: str, drafter: Eagle31DrafterModel) -> Path:
-    """Returns the folder of a drafter as vLLM reads it; it is written where it is not there yet."""
-    place = folder / digest(label)[:16]
-    if not (place / "vllm").exists():
-        drafter.save_pretrained(place / "native")
-        export_checkpoint(place / "native", place / "vllm", format="vllm")
-    return place / "vllm"

@@ -76,7 +76,7 @@ def test_a_recorded_chain_is_the_chain_computed_by_itself(name):
             if drafter.d2t is not None
             else output.logits[:, -1:].argmax(-1)
         )
-        assert chain.agrees[k] == bool(target(text).logits[0, -1].argmax() == tokens[0, -1])
+        assert chain.agreement[k] == bool(target(text).logits[0, -1].argmax() == tokens[0, -1])
         text = torch.cat([text, tokens], dim=1)
         cache, source = output.past_key_values, {"hidden_states": state}
 
@@ -105,7 +105,7 @@ def test_drift_is_the_mean_over_chains_of_full_depth_whatever_the_sink():
     full = [chain for chains in recorded for chain in chains if len(chain.states) == DEPTH]
     assert drift.num_chains == len(full) < sum(map(len, recorded))
     assert drift.states[1] == pytest.approx(sum(chain.states[1] for chain in full) / len(full))
-    assert drift.agreement[2] == pytest.approx(sum(chain.agrees[2] for chain in full) / len(full))
+    assert drift.agreement[2] == pytest.approx(sum(chain.agreement[2] for chain in full) / len(full))
     masses = torch.stack([masses_of(chain, drift.sink) for chain in full]).mean(0)
     assert_close("masses", torch.tensor(drift.masses), masses, FORWARD)
     assert_close("sum", torch.tensor(drift.masses).sum(-1), torch.ones(DEPTH), FORWARD)

@@ -6,7 +6,7 @@ from functools import partial
 from conftest import build_drafter, build_target
 from fuzz_commands import VOCAB, letters
 
-from eagle31_hf.reports.drift import DriftStudy, Settings
+from eagle31_hf.reports.drift_study import DriftStudy, Settings
 from eagle31_hf.reports.prompts import Prompts, Renderer
 
 DEPTH = 3

@@ -11,17 +11,18 @@ from reports.studies import tiny_prompts
 
 from eagle31_hf import Eagle31CandidateGenerator, demo, track_acceptance
 from eagle31_hf.bench import AUTO_SHAPE, Shape
-from eagle31_hf.reports.acceptance import (
+from eagle31_hf.reports.acceptance_report import acceptance_report, findings_of
+from eagle31_hf.reports.acceptance_study import (
     ALONE,
     PERTURBED,
     SERVED,
     TARGET_ALONE,
     TURN,
     AcceptanceStudy,
+    Condition,
     Decoded,
     Settings,
 )
-from eagle31_hf.reports.acceptance_report import acceptance_report, findings_of
 from eagle31_hf.reports.against import against, read_earlier
 from eagle31_hf.reports.document import GOOD, NOTE, WARNING
 from eagle31_hf.reports.journal import Journal
@@ -179,7 +180,7 @@ def test_a_resumed_report_is_the_same(study, found):
     resumed = study_of(folder_of(study), Journal(None, kept)).measure()
     assert json.dumps(dict(list(kept.items())[:half])) == before
     for name, decoded in found.items():
-        assert resumed[name].numbers == decoded.numbers
+        assert [*resumed[name].condition.batches] == [*decoded.condition.batches]
         for who, rows in decoded.rows.items():
             for row, again in zip(rows, resumed[name].rows[who], strict=True):
                 same = {"text", "new_tokens"} if who[1] == "auto" else row.keys() - {"seconds"}
@@ -193,11 +194,17 @@ def timed(seconds, accepted, texts="abcd"):
     ]
 
 
+def condition(kind, numbers):
+    return Condition(kind, "", {number: [torch.tensor([0])] for number in numbers}, [Shape(2)])
+
+
 def findings(rows, kept=5):
     settings = Settings((Shape(2),), Shape(2), 12)
     found = {
-        SERVED: Decoded(SERVED, [0, 1, 2, 3], {TARGET_ALONE: timed(1.0, 0), ("one", "2"): rows}, 4),
-        "no BOS": Decoded(PERTURBED, [1, 3], {("one", "2"): [{**row, "accepted": [kept]} for row in rows[:2]]}, 2),
+        SERVED: Decoded(condition(SERVED, range(4)), {TARGET_ALONE: timed(1.0, 0), ("one", "2"): rows}),
+        "no BOS": Decoded(
+            condition(PERTURBED, [1, 3]), {("one", "2"): [{**row, "accepted": [kept]} for row in rows[:2]]}
+        ),
     }
     return findings_of(found, settings, "one")
 

@@ -13,9 +13,9 @@ from eagle31_hf.diagnostics.drift import drift_of
 from eagle31_hf.markdown import inert
 from eagle31_hf.reports import figures, plots
 from eagle31_hf.reports.document import GOOD, NOTE, SCHEMA, WARNING, Chart, Column, Section, Series
-from eagle31_hf.reports.drift import PLAIN, default_lengths, remedies_of
+from eagle31_hf.reports.drift_findings import findings_of
 from eagle31_hf.reports.drift_report import drift_report
-from eagle31_hf.reports.findings import findings_of
+from eagle31_hf.reports.drift_study import PLAIN, Context, default_lengths, remedies_of
 from eagle31_hf.reports.journal import Journal
 from eagle31_hf.reports.page import page
 from eagle31_hf.reports.text import terminal
@@ -226,7 +226,7 @@ def test_a_stopped_study_goes_on_and_says_the_same(measured, tmp_path):
             stops += 1
     assert stops == (len(kept) - 1) // 10 > 3
     assert [vars(one)["rows"] for one in found] == [vars(one)["rows"] for one in measured]
-    assert [one.remedies for one in found] == [one.remedies for one in measured]
+    assert [one.contexts for one in found] == [one.contexts for one in measured]
 
 
 def test_without_interventions_and_lengths_there_are_no_such_parts(tmp_path):
@@ -257,15 +257,17 @@ def test_findings_name_the_best_remedy_in_long_contexts(measured):
     def rows(accepted):
         return [row(10 + accepted + i, 10, [accepted + i], [10]) for i in range(4)]
 
-    one = replace(
-        measured[0], contexts={40: rows(2)}, short={40: rows(6)}, remedies={"window of 8": rows(4), "rope": rows(3)}
-    )
+    def contexts(plain, **remedies):
+        accepted = {"": plain} | {name.replace("_", " "): count for name, count in remedies.items()}
+        return [Context(40, remedy, rows(count), rows(6)) for remedy, count in accepted.items()]
+
+    one = replace(measured[0], contexts=contexts(2, window_of_8=4, rope=3))
     finding = next(finding for finding in findings_of(one, DEPTH) if "contexts of 40 tokens" in finding.text)
     assert finding.level == WARNING
     assert "set a window of 8: +57% here" in finding.remedy
-    fine = replace(one, contexts={40: rows(6)})
+    fine = replace(one, contexts=contexts(6))
     assert any(finding.level == GOOD and "contexts" in finding.text for finding in findings_of(fine, DEPTH))
-    unhelped = replace(one, remedies={"window of 8": rows(2)})
+    unhelped = replace(one, contexts=contexts(2, window_of_8=2))
     assert any("neither windows nor slower rope helped" in finding.remedy for finding in findings_of(unhelped, DEPTH))
 
 

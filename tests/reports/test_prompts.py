@@ -34,6 +34,11 @@ def prompts_of(records, tokenizer, tmp_path, room=500, answer=10, limit=100, num
     return Prompts(str(path), renderer, limit, room, answer)
 
 
+def lengthened(prompts, num_tokens):
+    """The first prompt in a longer context, None where it is left out."""
+    return dict(prompts.lengthened(num_tokens)).get(0)
+
+
 def texts(prompts):
     return [prompts.renderer.tokenizer.decode(ids) for ids in prompts.ids]
 
@@ -96,12 +101,12 @@ def test_named_sets_are_read_from_the_datasets_they_stand_for(chats, tmp_path, m
     assert ROWS.keys() == NAMED_SETS.keys()
     renderer = Renderer(chats, 20, len(chats), {})
     for name, row in ROWS.items():
-        dataset, _, config = NAMED_SETS[name].dataset.partition(":")
+        dataset, _, config = NAMED_SETS[name][0].partition(":")
         folder = Path(dataset)
         folder.mkdir(parents=True)
         datasets.Dataset.from_list([row]).to_parquet(folder / "rows.parquet")
         if config:
-            files = [{"split": NAMED_SETS[name].split, "path": "*.parquet"}]
+            files = [{"split": NAMED_SETS[name][1], "path": "*.parquet"}]
             card = json.dumps([{"config_name": config, "data_files": files}])
             (folder / "README.md").write_text(f"---\nconfigs: {card}\n---\n")
         [found] = texts(Prompts(name, renderer, 10, 500, 10))
@@ -128,28 +133,28 @@ def test_a_text_is_cut_and_goes_on_in_a_longer_context(tokenizer, tmp_path):
     prompts = prompts_of([{"text": text}], tokenizer, tmp_path, num_tokens=12)
     whole = tokenizer(text, return_tensors="pt")["input_ids"][0]
     assert torch.equal(prompts.ids[0], whole[:12])
-    assert torch.equal(prompts.lengthened(0, 200), whole[:200])
-    assert prompts.lengthened(0, len(whole) + 1) is None
-    assert prompts.lengthened(0, 12) is None  # it is as long already
+    assert torch.equal(lengthened(prompts, 200), whole[:200])
+    assert lengthened(prompts, len(whole) + 1) is None
+    assert lengthened(prompts, 12) is None  # it is as long already
 
 
 def test_a_chat_in_a_longer_context_has_other_prompts_in_front_of_its_question(chats, tmp_path):
     records = [{"prompt": " ".join([word] * 30)} for word in ("import", "return", "class")]
     prompts = prompts_of(records, chats, tmp_path)
-    short, longer = prompts.ids[0], prompts.lengthened(0, len(prompts.ids[0]) + 40)
+    short, longer = prompts.ids[0], lengthened(prompts, len(prompts.ids[0]) + 40)
     assert abs(len(longer) - len(short) - 40) < 8  # words are joined anew
     text = chats.decode(longer)
     assert text.startswith("<user>return return")
     assert text.endswith("import import<answer>")
-    assert prompts.lengthened(0, len(short)) is None
-    assert prompts.lengthened(0, 10_000) is None
+    assert lengthened(prompts, len(short)) is None
+    assert lengthened(prompts, 10_000) is None
 
 
 def test_a_template_that_refuses_long_chats_leaves_them_out(chats, tmp_path, monkeypatch):
     refusing = TEMPLATE + "{% if messages[0].content|length > 60 %}{{ raise_exception('too long') }}{% endif %}"
     monkeypatch.setattr(chats, "chat_template", refusing)
     prompts = prompts_of([{"prompt": word * 5} for word in ("import ", "return ")], chats, tmp_path)
-    assert prompts.lengthened(0, len(prompts.ids[0]) + 5) is None
+    assert lengthened(prompts, len(prompts.ids[0]) + 5) is None
 
 
 def test_tokens_of_training_data_end_where_the_answer_begins(tokenizer, tmp_path):
@@ -198,4 +203,4 @@ def test_no_more_prompts_are_read_than_asked_for(tokenizer, tmp_path):
 def test_the_built_in_set_is_pythons_library(tokenizer):
     prompts = Prompts("python", Renderer(tokenizer, 16, len(tokenizer), {}), 3, 500, 10)
     assert [len(ids) for ids in prompts.ids] == [16, 16, 16]
-    assert len(prompts.lengthened(0, 300)) == 300
+    assert len(lengthened(prompts, 300)) == 300

@@ -5,6 +5,7 @@ VLLM_PYTHON=/path/to/python pytest tests/reports/test_vllm_study.py
 
 import json
 import os
+import sys
 from importlib.util import find_spec
 
 import psutil
@@ -12,6 +13,7 @@ import pytest
 
 from eagle31_hf import demo
 from eagle31_hf.cli import main
+from eagle31_hf.reports.acceptance_study import WARM_UP
 from eagle31_hf.reports.vllm_study import rounds_of
 
 PAIR = ["--target", str(demo.FOLDER / "target"), "--drafter", str(demo.FOLDER / "eagle31"), "--dtype", "float32"]
@@ -40,6 +42,62 @@ def test_a_python_without_vllm_is_told(tmp_path, capsys):
     assert not left, "the process that could not start vLLM has ended"
     assert acceptance("--engine", "vllm", "--engine-python", str(tmp_path / "none")) == 2
     assert "there is no such file" in capsys.readouterr().err
+
+
+# Answers as the worker does, each prompt with tokens of its own, and notes how it was started and what it was asked. It
+# fails at the fourth request where there is a file `failing` beside its notes.
+STAND_IN = """#!{python}
+import json, os, sys
+notes = {notes!r}
+plan = json.loads(sys.stdin.readline())
+is_there = plan["drafter"] is None or os.path.isfile(os.path.join(plan["drafter"], "config.json"))
+print(json.dumps(plan | {{"is_there": is_there}}), file=open(notes, "a"))
+print(json.dumps({{"versions": {{}}}}), flush=True)
+for number, line in enumerate(sys.stdin, 1):
+    request = json.loads(line)
+    print(json.dumps(request), file=open(notes, "a"))
+    rounds = [[plan["depth"]] * 2] * len(request["prompts"])
+    answer = {{
+        "seconds": 1.0,
+        "tokens": [[sum(ids) % 100] * request["max_new_tokens"] for ids in request["prompts"]],
+        "drafted": rounds,
+        "accepted": [[depth, 0] for depth, _ in rounds],
+    }}
+    is_failing = number == 4 and os.path.exists(notes + ".failing")
+    print(json.dumps({{"error": "out of memory"}} if is_failing else answer), flush=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="runs a script by its first line")
+def test_an_engine_is_started_for_everybody_and_asked_what_is_not_known(tmp_path, capsys):
+    """By a program that stands in for a Python with vLLM: a run that failed goes on, and asks for nothing twice."""
+    notes, python = tmp_path / "notes", tmp_path / "python"
+    python.write_text(STAND_IN.format(python=sys.executable, notes=str(notes)))
+    python.chmod(0o755)
+    failing = tmp_path / "notes.failing"
+    failing.touch()
+    words = ["--engine", "vllm", "--engine-python", str(python), "--output", str(tmp_path / "report")]
+    words += ["--depth", "4", "--temperatures", "0.5", "--concurrency", "2"]
+    assert acceptance(*words) == 1
+    assert "vLLM: out of memory" in capsys.readouterr().err
+    failing.unlink()
+    assert acceptance(*words, "--resume", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    said = [json.loads(line) for line in notes.read_text().splitlines()]
+    started, asked = ([one for one in said if ("depth" in one) == is_start] for is_start in (True, False))
+    assert [one["depth"] for one in started] == [0, 0, 3, 4]  # the target alone, twice; chains of both depths
+    assert [one["drafter"] is None for one in started] == [True, True, False, False]
+    assert all(one["is_there"] and one["max_num_seqs"] == 2 for one in started)
+    longest = max(len(ids) for one in asked for ids in one["prompts"])
+    assert [one["max_model_len"] for one in started] == [longest + 24 + 3 * depth + 1 for depth in (0, 0, 3, 4)]
+    # Alone: two as served, and a batch, which failed at first. Depth 3: two. Depth 4: two, two sampled, a batch.
+    warm_ups = [one for one in asked if one["max_new_tokens"] == WARM_UP]
+    assert (len(warm_ups), len(asked) - len(warm_ups)) == (4, 2 + 1 + 1 + 2 + 5)
+    assert [one["sampling"]["temperature"] for one in asked].count(0.5) == 2
+    ways = found["figures"]["eagle31"]
+    assert ways["as served"]["3"]["by_prompt"] == [[3, 2], [3, 2]]
+    assert ways["2 at once"]["4"]["by_prompt"] == [[8, 4]]
+    assert (ways["as served"]["4"]["same_text"], ways["temperature 0.5"]["4"]["same_text"]) == (2, None)
 
 
 @pytest.mark.skipif(VLLM is None, reason="VLLM_PYTHON names no Python with vLLM")

@@ -1,7 +1,7 @@
 """The drift report: states, attention and acceptance of drafters by depth, what happens to them where something is
 changed, and in longer contexts."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -11,14 +11,15 @@ from torch import Tensor
 from ..configuration import Eagle31Config
 from ..diagnostics.acceptance import chain_knobs, counts_of, measure_acceptance
 from ..diagnostics.drift import measure_drift
-from ..diagnostics.interventions import Install, applied, interventions, rope_fields, untouched, window_fields
+from ..diagnostics.interventions import INTERVENTIONS, Install, applied, rope_fields, untouched, window_fields
 from ..modeling import Eagle31DrafterModel
 from .figures import Row, accepted_drafts
-from .study import Load, Study
+from .study import Study, place
 
 PLAIN = "as it is"
 FALLEN = 0.9  # share of the drafts accepted in short contexts, below which remedies are tried in long ones
 SLOWER_ROPE = 2.0
+Load = Callable[..., Eagle31DrafterModel]  # takes fields of the config to change
 
 
 @dataclass(frozen=True)
@@ -32,21 +33,35 @@ class Settings:
     has_interventions: bool = True
 
 
+@dataclass(frozen=True)
+class Context:
+    """Prompts in a context of `length` tokens, with a `remedy` or none (""): a row for each, and in `short` those of
+    PLAIN of the same prompts."""
+
+    length: int
+    remedy: str
+    rows: list[Row]
+    short: list[Row]
+
+
 @dataclass
 class Measured:
-    """What was measured of a drafter: `rows` by condition, a row for each prompt; by length of the context those of
-    PLAIN of the same prompts in `short`; `remedies`, by their names, at the longest context."""
+    """What was measured of a drafter: `rows` by condition, a row for each prompt, and the same in longer `contexts`,
+    with remedies at the longest one."""
 
     label: str
     config: Eagle31Config
     rows: dict[str, list[Row]] = field(default_factory=dict)
-    contexts: dict[int, list[Row]] = field(default_factory=dict)
-    short: dict[int, list[Row]] = field(default_factory=dict)
-    remedies: dict[str, list[Row]] = field(default_factory=dict)
+    contexts: list[Context] = field(default_factory=list)
 
     @property
     def plain(self) -> list[Row]:
         return self.rows[PLAIN]
+
+    @property
+    def longest(self) -> Context:
+        """The longest context, without a remedy."""
+        return max((one for one in self.contexts if not one.remedy), key=lambda one: one.length)
 
 
 @dataclass(frozen=True)
@@ -57,36 +72,47 @@ class DriftStudy(Study):
 
     def measure(self, label: str, load: Load) -> Measured:
         """Measures a drafter: as it is, with interventions, in longer contexts, and there with remedies."""
-        drafter, prompts = load(), self.as_served()
+        drafter, prompts = load(), dict(enumerate(self.prompts.ids))
         found = Measured(label, drafter.config)
-        found.rows[PLAIN] = self.each(label, PLAIN, prompts, partial(self._watch, drafter))
+        found.rows[PLAIN] = self._each(label, PLAIN, prompts, partial(self._watch, drafter))
         if not any(row["chains"] for row in found.plain):
             raise ValueError(
                 f"{label}: no chain of {self.settings.depth} in {len(prompts)} prompts, whose texts end before;"
                 " expected a smaller --depth, or prompts with longer answers."
             )
-        for one in interventions() if self.settings.has_interventions else []:
-            found.rows[one.name] = self.each(label, one.name, prompts, partial(self._count, drafter, one.install))
+        for name, install in INTERVENTIONS.items() if self.settings.has_interventions else []:
+            found.rows[name] = self._each(label, name, prompts, partial(self._count, drafter, install))
         for length in self.settings.lengths:
-            longer = self.lengthened(length)
-            if longer:
-                name, count = f"{length} tokens", partial(self._count, drafter, untouched)
-                found.contexts[length] = self.each(label, name, longer, count)
-                found.short[length] = [found.plain[number] for number in longer]
+            self._lengthen(found, length, "", drafter)
         if found.contexts:
             self._try_remedies(found, load)
         return found
 
     def _try_remedies(self, found: Measured, load: Load) -> None:
         """Measures remedies at the longest context, where less is accepted than in short ones."""
-        length = max(found.contexts)
-        now, before = (accepted_drafts(rows).value for rows in (found.contexts[length], found.short[length]))
+        longest = found.longest
+        now, before = (accepted_drafts(rows).value for rows in (longest.rows, longest.short))
         if now is None or before is None or now >= FALLEN * before:
             return
-        longer = self.lengthened(length)
-        for remedy, fields in remedies_of(found.config, length, self.settings.lengths).items():
-            count = partial(self._count, load(**fields), untouched)
-            found.remedies[remedy] = self.each(found.label, f"{length} tokens, {remedy}", longer, count)
+        for remedy, fields in remedies_of(found.config, longest.length, self.settings.lengths).items():
+            self._lengthen(found, longest.length, remedy, load(**fields))
+
+    def _lengthen(self, found: Measured, length: int, remedy: str, drafter: Eagle31DrafterModel) -> None:
+        """Measures the prompts that can be put in a context of that length, where there are any."""
+        longer = dict(self.prompts.lengthened(length))
+        if longer:
+            name, count = context_name(length, remedy), partial(self._count, drafter, untouched)
+            rows = self._each(found.label, name, longer, count)
+            found.contexts.append(Context(length, remedy, rows, [found.plain[number] for number in longer]))
+
+    def _each(
+        self, label: str, condition: str, prompts: Mapping[int, Tensor], measure: Callable[[Tensor], Row]
+    ) -> list[Row]:
+        """Measures prompts by their numbers, those that the journal does not know."""
+        return [
+            self.journal.once(place(label, condition, number), partial(measure, prompts[number]))
+            for number in self.counted([*prompts], f"{label}, {condition}")
+        ]
 
     def _watch(self, drafter: Eagle31DrafterModel, ids: Tensor) -> Row:
         settings = self.settings
@@ -99,6 +125,11 @@ class DriftStudy(Study):
 
     def _batch(self, ids: Tensor) -> Tensor:
         return ids[None].to(self.target.device)
+
+
+def context_name(length: int, remedy: str) -> str:
+    """Returns the name of the condition."""
+    return f"{length} tokens, {remedy}" if remedy else f"{length} tokens"
 
 
 def remedies_of(config: Eagle31Config, length: int, lengths: Iterable[int]) -> dict[str, dict[str, Any]]:

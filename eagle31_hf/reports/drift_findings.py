@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from ..diagnostics.attention_mass import KINDS
 from ..diagnostics.drift import Drift, drift_of
 from .document import GOOD, NOTE, WARNING, Finding
-from .drift import FALLEN, Measured
+from .drift_study import FALLEN, Measured
 from .figures import Figure, acceptance_by_depth, accepted_length, kept
 
 GROWTH = 1.25  # of the state over all depths, from which on it is said to grow
@@ -56,17 +56,18 @@ def _of_context(measured: Measured) -> Iterator[Finding]:
     """Says what longer contexts cost, and which remedy gained most there."""
     if not measured.contexts:
         return
-    length = max(measured.contexts)
-    left = kept(measured.contexts[length], measured.short[length])
+    longest = measured.longest
+    left = kept(longest.rows, longest.short)
     if left.value is None:
         return
-    said = f"{measured.label}: in contexts of {length} tokens {percent(left)} of the drafts of short ones are accepted."
+    where = f"{measured.label}: in contexts of {longest.length} tokens"
+    said = f"{where} {percent(left)} of the drafts of short ones are accepted."
     if left.value >= FALLEN:
         yield Finding(GOOD, said)
     elif left.high is None or left.high >= 1:
-        yield Finding(NOTE, said, f"More prompts would say whether that is chance. {_best_remedy(measured, length)}")
+        yield Finding(NOTE, said, f"More prompts would say whether that is chance. {_best_remedy(measured)}")
     else:
-        yield Finding(WARNING, said, _best_remedy(measured, length))
+        yield Finding(WARNING, said, _best_remedy(measured))
 
 
 def percent(figure: Figure) -> str:
@@ -75,13 +76,13 @@ def percent(figure: Figure) -> str:
     return f"{figure.value:.0%}{interval}"
 
 
-def _best_remedy(measured: Measured, length: int) -> str:
-    gains = {name: kept(rows, measured.contexts[length]) for name, rows in measured.remedies.items()}
-    gains = {name: gain for name, gain in gains.items() if gain.value is not None}
-    if not gains:
+def _best_remedy(measured: Measured) -> str:
+    remedies = [one for one in measured.contexts if one.remedy]
+    gains = {one.remedy: kept(one.rows, measured.longest.rows).value for one in remedies}
+    known = {remedy: gain for remedy, gain in gains.items() if gain is not None}
+    if not known:
         return "Train it on longer texts."
-    best = max(gains, key=lambda name: gains[name].value or 0.0)
-    value = gains[best].value or 0.0
+    best, value = max(known.items(), key=lambda pair: pair[1])
     if value < 1 + LEAST_GAIN:
         return "Train it on longer texts; neither windows nor slower rope helped here."
     return f"Train it on longer texts, or set a {best}: {value - 1:+.0%} here."

@@ -1,0 +1,265 @@
+"""The acceptance report: what drafters gain on the user's prompts, by way of drafting, turn, perturbation, context,
+temperature and concurrency, beside the target alone.
+
+Speed is measured prompt by prompt, the target alone and every way in turn: machines are shared and noisy.
+"""
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from ..acceptance import Round, track_acceptance, watch_rounds
+from ..bench import Shape, synchronize
+from ..diagnostics.acceptance import counts_of
+from ..modeling import Eagle31DrafterModel
+from ..storage.fingerprints import digest
+from ..training.kinds import Chat
+from ..training.skipped import Skipped
+from .document import Generation
+from .figures import Row
+from .perturbed import PERTURBATIONS, Change
+from .prompts import Renderer, Source
+from .rivals import Generate, rivals
+from .study import Study, place
+from .tokens import generation_of, shown_round
+
+ALONE = "the target alone"
+SERVED = "as served"
+# kinds of conditions
+TURN = "turn"
+PERTURBED = "perturbed"
+CONTEXT = "context"
+TEMPERATURE = "temperature"
+CONCURRENCY = "concurrency"
+WARM_UP = 8  # tokens
+NO_OPTIONS: Mapping[str, Any] = {}
+Batch = list[Tensor]  # ids (T,) of prompts that are decoded at once
+Who = tuple[str, str]  # decodes: a drafter by its label and the way it drafts; a rival by its name; TARGET_ALONE
+TARGET_ALONE: Who = (ALONE, "")
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Prompts in one state: `batches` by their numbers, `options` of `generate`, and whether the target alone is
+    measured, too. `ways` are those in which it is drafted."""
+
+    kind: str
+    name: str
+    batches: Mapping[int, Batch]
+    ways: Sequence[Shape]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    is_timed: bool = False
+
+    @property
+    def num_prompts(self) -> int:
+        return sum(map(len, self.batches.values()))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The plan of a report: it says which ways of drafting are measured, and in which conditions. `ways` and `rivals`,
+    some of RIVALS, decode the prompts as they are served; all other conditions are drafted by `reference` alone."""
+
+    ways: tuple[Shape, ...]
+    reference: Shape
+    max_new_tokens: int
+    lengths: tuple[int, ...] = ()
+    temperatures: tuple[float, ...] = ()
+    concurrency: tuple[int, ...] = ()
+    has_perturbations: bool = True
+    rivals: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What was measured in a condition: by who decoded a row for each of its batches."""
+
+    condition: Condition
+    rows: dict[Who, list[Row]]
+
+    @property
+    def alone(self) -> list[Row] | None:
+        """The rows of the target alone, where it was measured."""
+        return self.rows.get(TARGET_ALONE)
+
+
+@dataclass(frozen=True)
+class AcceptanceStudy(Study):
+    """Measures drafters, by their labels, on the same prompts."""
+
+    settings: Settings
+    drafters: Mapping[str, Eagle31DrafterModel]
+
+    def measure(self) -> dict[str, Decoded]:
+        """Measures all conditions, by their names; those that no prompt can be in are left out."""
+        conditions = [condition for condition in self.conditions() if condition.batches]
+        self._decode_all(conditions)
+        return {condition.name: self._decoded(condition) for condition in conditions}
+
+    def _decoded(self, condition: Condition) -> Decoded:
+        """Returns what the journal has of a condition."""
+        rows = {
+            who: [self.journal[place(label_of(who), condition.name, number)] for number in condition.batches]
+            for who in self._everybody(condition)
+        }
+        return Decoded(condition, rows)
+
+    def generations(self) -> list[Generation]:
+        """Returns the first prompt's text, token by token, by every drafter, as chains and as the first tree."""
+        ways = [self.settings.reference, *[way for way in self.settings.ways if way.top_k > 1][:1]]
+        tokenizer, ids = self.prompts.renderer.tokenizer, self.prompts.ids[0]
+        found = list[Generation]()
+        for label, drafter in self.drafters.items():
+            for way in ways:
+                rounds = self.journal.once(f"{label}: {way.name}: rounds", partial(self._rounds, ids, drafter, way))
+                found.append(generation_of(f"{label}, drafting {named(way.name)}", str(tokenizer.decode(ids)), rounds))
+        return found
+
+    def _rounds(self, ids: Tensor, drafter: Eagle31DrafterModel, way: Shape) -> list[dict[str, Any]]:
+        found = list[Round]()
+        with watch_rounds(found.append):
+            self._new_tokens(self._drafted(drafter, way), [ids], self.settings.max_new_tokens)
+        return [shown_round(one, self.prompts.renderer.tokenizer) for one in found]
+
+    def conditions(self) -> Iterator[Condition]:
+        """Yields the conditions in the order in which they are measured."""
+        settings, ids = self.settings, self.prompts.ids
+        served, one_way = {number: [each] for number, each in enumerate(ids)}, [settings.reference]
+        ways = [*settings.ways, *(way for way in one_way if way not in settings.ways)]
+        yield Condition(SERVED, SERVED, served, ways, is_timed=True)
+        yield Condition(TURN, "second turn", self._changed(self._second_turn), one_way, is_timed=True)
+        for name, perturb in PERTURBATIONS.items() if settings.has_perturbations else []:
+            yield Condition(PERTURBED, name, self._changed(perturb), one_way)
+        for length in settings.lengths:
+            longer = {number: [each] for number, each in self.prompts.lengthened(length)}
+            yield Condition(CONTEXT, f"{length} tokens", longer, one_way, is_timed=True)
+        for temperature in settings.temperatures:
+            options = {"do_sample": True, "temperature": temperature}
+            yield Condition(TEMPERATURE, f"temperature {temperature:g}", served, one_way, options)
+        for count in settings.concurrency:
+            groups = [ids[start : start + count] for start in range(0, len(ids) - count + 1, count)]
+            yield Condition(CONCURRENCY, f"{count} at once", dict(enumerate(groups)), one_way, is_timed=True)
+
+    def _changed(self, change: Change) -> dict[int, Batch]:
+        """Returns the prompts that can be changed so, are not empty then, and leave room for an answer."""
+        found, most = dict[int, Batch](), self.prompts.room - self.prompts.answer
+        for number, (source, ids) in enumerate(zip(self.prompts.sources, self.prompts.ids, strict=True)):
+            with suppress(Skipped):  # what a template refuses
+                changed = change(self.prompts.renderer, source, ids, number)
+                if changed is not None and 0 < len(changed) <= most:
+                    found[number] = [changed]
+        return found
+
+    def _second_turn(self, renderer: Renderer, source: Source, ids: Tensor, number: int) -> Tensor | None:
+        """Has the user of a chat ask a second time, with the target's answer in between."""
+        if source.chat is None or not source.later:
+            return None
+        answer = self.journal.once(place(ALONE, "first answer", number), partial(self._answer, ids))
+        said = [
+            *source.chat.messages,
+            {"role": "assistant", "content": answer},
+            {"role": "user", "content": source.later[0]},
+        ]
+        return renderer.ids(Source(chat=Chat(said, source.chat.tools)))
+
+    def _answer(self, ids: Tensor) -> str:
+        """Returns what the target says to a prompt."""
+        new = self._new_tokens(self._alone, [ids], self.settings.max_new_tokens)
+        return str(self.prompts.renderer.tokenizer.decode(new[0], skip_special_tokens=True)).strip()
+
+    def _everybody(self, condition: Condition) -> dict[Who, Generate]:
+        """Returns who decodes in a condition, and how."""
+        found = dict[Who, Generate]()
+        if condition.is_timed:
+            found[TARGET_ALONE] = self._alone
+        if condition.kind == SERVED:
+            names, depth = self.settings.rivals, self.settings.reference.depth
+            for name, generate in rivals(names, self.target, self.drafters, depth).items():
+                found[name, ""] = generate
+        for label, drafter in self.drafters.items():
+            for way in condition.ways:
+                found[label, way.name] = self._drafted(drafter, way)
+        return found
+
+    def _drafted(self, drafter: Eagle31DrafterModel, way: Shape) -> Generate:
+        return partial(self._alone, assistant_model=drafter, **way.knobs)
+
+    @property
+    def _alone(self) -> Generate:
+        generate: Any = self.target.generate  # to mypy a tensor, as whatever a module has
+        return generate
+
+    def _decode_all(self, conditions: Sequence[Condition]) -> None:
+        """Decodes the prompts of every condition, each by all in turn, and keeps in the journal what is not there."""
+        for condition in conditions:
+            everybody = self._everybody(condition)
+            is_warm = False
+            for number in self.counted([*condition.batches], condition.name):
+                for who, generate in everybody.items():
+                    name = place(label_of(who), condition.name, number)
+                    if name not in self.journal and not is_warm:
+                        self._warm_up(condition, everybody.values())
+                        is_warm = True
+                    self.journal.once(name, partial(self._decode, condition, number, who, generate))
+
+    def _warm_up(self, condition: Condition, everybody: Iterable[Generate]) -> None:
+        """Decodes a few tokens in every way: the first call takes longer than the others."""
+        first = next(iter(condition.batches.values()))
+        for generate in everybody:
+            self._new_tokens(generate, first, WARM_UP, condition.options)
+
+    def _decode(self, condition: Condition, number: int, who: Who, generate: Generate) -> Row:
+        torch.manual_seed(number)  # of sampling
+        with track_acceptance() as stats:
+            synchronize()
+            began = time.perf_counter()
+            new = self._new_tokens(generate, condition.batches[number], self.settings.max_new_tokens, condition.options)
+            synchronize()
+            seconds = time.perf_counter() - began
+        ids = [_through_end(row, self._ends()) for row in new.tolist()]
+        return row_of(ids, seconds) | (counts_of(stats) if who[0] in self.drafters else {})
+
+    def _new_tokens(
+        self, generate: Generate, batch: Batch, max_new_tokens: int, options: Mapping[str, Any] = NO_OPTIONS
+    ) -> Tensor:
+        """Returns the new tokens (B, N) that a function makes of the ids of a batch, padded in front."""
+        pad = self.target.generation_config.pad_token_id
+        pad = min(self._ends(), default=0) if pad is None else pad
+        ids = pad_sequence(batch, batch_first=True, padding_value=pad, padding_side="left")
+        mask = pad_sequence([torch.ones_like(one) for one in batch], batch_first=True, padding_side="left")
+        device = self.target.device
+        settings = {"do_sample": False, "pad_token_id": pad, "max_new_tokens": max_new_tokens, **options}
+        return generate(ids.to(device), attention_mask=mask.to(device), **settings)[:, ids.shape[1] :]
+
+    def _ends(self) -> set[int]:
+        ends = self.target.generation_config.eos_token_id
+        return set() if ends is None else {ends} if isinstance(ends, int) else {*ends}
+
+
+def row_of(ids: Sequence[Sequence[int]], seconds: float) -> dict[str, Any]:
+    """Returns the figures of a batch by the new ids of its prompts, and the seconds they took."""
+    return {"seconds": seconds, "new_tokens": sum(map(len, ids)), "text": digest(repr(ids))[:16]}
+
+
+def label_of(who: Who) -> str:
+    """Returns who decodes in words."""
+    return ": ".join(filter(None, who))
+
+
+def named(way: str) -> str:
+    """Returns the name of a way of drafting as people say it."""
+    depth, _, nodes = way.partition(", tree ")
+    return f"a tree of {nodes} nodes, {depth} deep" if nodes else f"a chain of {way}" if way.isdecimal() else way
+
+
+def _through_end(ids: list[int], ends: set[int]) -> list[int]:
+    """Returns ids up to the one that ends the text; after it there is padding."""
+    end = next((k + 1 for k, token in enumerate(ids) if token in ends), len(ids))
+    return ids[:end]
