@@ -147,7 +147,8 @@ class AcceptanceStats(SequenceStats):
         with self._lock:
             self.target_forwards += 1
             self.kinds[kind] += 1
-            self.executions.update([execution] if execution else [])
+            if execution:
+                self.executions[execution] += 1
             for b, (count, new) in enumerate(zip(accepted, tokens, strict=True)):
                 if count is not None:
                     self._add_round(drafted[b], count, new)

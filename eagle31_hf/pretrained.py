@@ -225,8 +225,9 @@ def check_finite(model: Eagle31PreTrainedModel, checkpoint: Checkpoint) -> None:
     for name, tensor in model.named_parameters():
         if tensor.is_floating_point() and tensor.device.type != "meta" and not tensor.isfinite().all():
             copied = {"embed_tokens.weight": "embedding", "lm_head.weight": "head"}.get(name)
-            writes_nan = f"speculators writes NaN where the verifier's {copied} was never copied into it"
-            hint = writes_nan if copied else "save or download it again"
+            hint = "save or download it again"
+            if copied is not None:
+                hint = f"speculators writes NaN where the verifier's {copied} was never copied into it"
             raise ValueError(
                 f"{checkpoint.source}: {name} holds NaN or infinite values; expected finite weights: {hint}."
             )

@@ -280,7 +280,7 @@ def _safetensors_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, 
             f"{path}: is not a sound safetensors file ({str(error)[:300]}); expected one. Download it again."
         ) from None
     header = parse_json(text, f"{path}: its header")
-    metadata = header.pop("__metadata__", {})
+    metadata = header.pop("__metadata__", None) or {}
     for name, entry in header.items():
         _check_name(path, name)
         _check_dtype(path, name, entry["dtype"])
