@@ -196,20 +196,13 @@ def publish(
             f"{folder}: config.json says model_type {values.get('model_type')!r}; expected 'eagle31'. Convert it first."
         )
     with TemporaryDirectory() as staging:
+        staged = Path(staging)
         with unchanged(before, folder):
-            _stage(api, folder, values, Path(staging), repo_id)
+            _stage(api, folder, values, staged, repo_id)
         if measured is not None:
-            _report_into(Path(staging, CARD), measured)
-            Path(staging, REPORT).write_text(measured, encoding="utf-8")
-        return upload(
-            api,
-            Path(staging),
-            repo_id,
-            private,
-            revision,
-            create_pr,
-            commit_message or "Upload drafter with eagle31_hf",
-        )
+            _report_into(staged / CARD, measured)
+            (staged / REPORT).write_text(measured, encoding="utf-8")
+        return upload(api, staged, repo_id, private, revision, create_pr, commit_message)
 
 
 def read_report(source: str | Path) -> str:
@@ -315,7 +308,7 @@ def upload(
     private: bool | None,
     revision: str | None,
     create_pr: bool,
-    commit_message: str,
+    commit_message: str | None,
     commit_description: str | None = None,
 ) -> str:
     """Uploads everything in `folder` in one commit, except a card where the repository has one; this gets the report
@@ -335,7 +328,7 @@ def upload(
         commit = api.upload_folder(
             repo_id=repo_id,
             folder_path=folder,
-            commit_message=commit_message,
+            commit_message=commit_message or "Upload drafter with eagle31_hf",
             revision=revision,
             create_pr=create_pr,
             commit_description=commit_description,
@@ -359,12 +352,9 @@ def convert_on_hub(
     """
     api = HfApi(token=token)
     hub: dict[str, Any] = {"token": token, "revision": revision}
-    found = read_checkpoint(
-        repo_id,
-        {name: value for name, value in options.items() if name != "aux_layer_convention"},
-        options.get("aux_layer_convention"),
-        **hub,
-    )
+    overrides = dict(options)
+    convention = overrides.pop("aux_layer_convention", None)
+    found = read_checkpoint(repo_id, overrides, convention, **hub)
     if found.is_native:
         return found, None
     with TemporaryDirectory() as staging:

@@ -176,10 +176,8 @@ class Eagle31PreTrainedModel(PreTrainedModel):
             Path(folder, CARD).write_text(render_card(config, facts, repo_id), encoding="utf-8")
             if facts.report is not None:
                 Path(folder, REPORT).write_text(facts.report, encoding="utf-8")
-            message = commit_message or "Upload drafter with eagle31_hf"
-            return upload(
-                HfApi(token=token), Path(folder), repo_id, private, revision, create_pr, message, commit_description
-            )
+            api = HfApi(token=token)
+            return upload(api, Path(folder), repo_id, private, revision, create_pr, commit_message, commit_description)
 
 
 def _read_as_asked(source: Any, config: Any, convention: str | None, kwargs: dict[str, Any]) -> Checkpoint:
