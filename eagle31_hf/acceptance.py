@@ -6,7 +6,7 @@ Sequences are those of a batch, in order.
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -139,12 +139,16 @@ class AcceptanceStats(SequenceStats):
                     counts.prefills += 1
                     counts.generated_tokens += count
 
-    def add_round(self, kind: str, drafted: list[int], accepted: list[int | None], tokens: list[int]) -> None:
+    def add_round(
+        self, kind: str, drafted: list[int], accepted: list[int | None], tokens: list[int], execution: str = ""
+    ) -> None:
         """A forward verified a chain or tree `drafted[b]` tokens deep for sequence b, which accepted `accepted[b]` of
-        them (None: it had ended) and committed `tokens[b]`."""
+        them (None: it had ended) and committed `tokens[b]`. `execution`: the way in which the round was run."""
         with self._lock:
             self.target_forwards += 1
             self.kinds[kind] += 1
+            if execution:
+                self.executions[execution] += 1
             for b, (count, new) in enumerate(zip(accepted, tokens, strict=True)):
                 if count is not None:
                     self._add_round(drafted[b], count, new)
@@ -153,11 +157,6 @@ class AcceptanceStats(SequenceStats):
     def add_seconds(self, phase: str, seconds: float) -> None:
         with self._lock:
             self.seconds[phase] += seconds
-
-    def add_execution(self, execution: str) -> None:
-        """A round was run in this way."""
-        with self._lock:
-            self.executions[execution] += 1
 
     def add_choices(self, choices: Counter[str], explanation: str) -> None:
         """Adds what auto chose in one call, and why."""
@@ -185,9 +184,7 @@ class Recorder:
 
     def round(self, kind: str, drafted: list[int], accepted: list[int | None], tokens: list[int]) -> None:
         for stats in self._stats:
-            stats.add_round(kind, drafted, accepted, tokens)
-            if self.execution:
-                stats.add_execution(self.execution)
+            stats.add_round(kind, drafted, accepted, tokens, self.execution)
 
     def show(self, accepted: Any) -> None:
         """Shows what a round accepted to those who watch, where there are any."""
@@ -225,42 +222,36 @@ class Recorder:
         return seconds
 
 
-@contextmanager
-def track_acceptance(stats: AcceptanceStats | None = None) -> Iterator[AcceptanceStats]:
+def track_acceptance(stats: AcceptanceStats | None = None) -> AbstractContextManager[AcceptanceStats]:
     """Collects the statistics of every generate() call made inside it by this thread (more precisely: in this context).
 
     `stats`: go on counting into these. Threads have statistics of their own; to count calls of another thread here,
     start it with `contextvars.copy_context().run`. Blocks may be nested.
     """
-    stats = AcceptanceStats() if stats is None else stats
-    token = _trackers.set((*_trackers.get(), stats))
-    try:
-        yield stats
-    finally:
-        _trackers.reset(token)
+    return _added(_trackers, AcceptanceStats() if stats is None else stats)
 
 
-@contextmanager
-def watch_rounds(watcher: Callable[[Round], None]) -> Iterator[None]:
+def watch_rounds(watcher: Callable[[Round], None]) -> AbstractContextManager[Any]:
     """Calls `watcher` with every `Round` of every generate() call inside it, by this thread, as soon as it is over.
     What it raises ends the call."""
-    token = _watchers.set((*_watchers.get(), watcher))
-    try:
-        yield
-    finally:
-        _watchers.reset(token)
+    return _added(_watchers, watcher)
 
 
-@contextmanager
-def watch_forwards(check: Callable[[], None]) -> Iterator[None]:
+def watch_forwards(check: Callable[[], None]) -> AbstractContextManager[Any]:
     """Calls `check` before every forward of the target in every generate() call inside it, by this thread, and so
     between the pieces of a long prompt (`prefill_chunk_size`), which no round ends yet. What it raises ends the call.
     Of captured rounds the forwards are replayed, and only `watch_rounds` tells."""
-    token = _checks.set((*_checks.get(), check))
+    return _added(_checks, check)
+
+
+@contextmanager
+def _added(observers: ContextVar[tuple[Any, ...]], observer: Any) -> Iterator[Any]:
+    """Adds an observer to those of this context, within the block."""
+    token = observers.set((*observers.get(), observer))
     try:
-        yield
+        yield observer
     finally:
-        _checks.reset(token)
+        observers.reset(token)
 
 
 def check_forward() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .acceptance import AcceptanceStats, track_acceptance
-from .checkpoints.knobs import AUTO
+from .checkpoints.knobs import AUTO_KNOBS
 from .generation.planning.calibration import MAX_DEPTH
 from .modeling import Eagle31DrafterModel
 from .version import __version__
@@ -58,7 +58,7 @@ class Shape:
     @property
     def knobs(self) -> dict[str, int | str]:
         if self.is_auto:
-            return dict.fromkeys(("num_assistant_tokens", "draft_tree_top_k", "draft_tree_total_tokens"), AUTO)
+            return dict(AUTO_KNOBS)
         return {
             "num_assistant_tokens": self.depth,
             "draft_tree_top_k": self.top_k,
@@ -67,13 +67,8 @@ class Shape:
 
     @property
     def name(self) -> str:
-        return (
-            "auto"
-            if self.is_auto
-            else str(self.depth)
-            if self.top_k == 1
-            else f"{self.depth}, tree {self.total_tokens}"
-        )
+        chain = str(self.depth)
+        return "auto" if self.is_auto else chain if self.top_k == 1 else f"{chain}, tree {self.total_tokens}"
 
 
 AUTO_SHAPE = Shape(MAX_DEPTH, is_auto=True)

@@ -1,6 +1,7 @@
 """The rules that a drafter's config has to keep: bounds on its sizes, and fields that do not contradict each other."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from math import isfinite
 from typing import Any
 
@@ -40,128 +41,65 @@ def check_bounds(config: Any, names: Iterable[str]) -> None:
 
 
 def check_rules(config: Any) -> None:
-    """Raises ValueError with the message of the first of RULES that the config breaks."""
-    for rule in RULES:
-        message = rule(config)
-        if message is not None:
-            raise ValueError(f"Eagle31Config: {message}.")
+    """Raises ValueError with the first thing that is wrong with a config."""
+    message = next(chain(_wrong_numbers(config), _contradictions(config)), None)
+    if message is not None:
+        raise ValueError(f"Eagle31Config: {message}.")
 
 
-def _sizes(config: Any) -> str | None:
-    names = [*SIZES, *(GQA_SIZES if config.kv_lora_rank is None else MLA_SIZES)]
-    if config.kv_lora_rank is not None and config.q_lora_rank is not None:
+def _wrong_numbers(config: Any) -> Iterator[str]:
+    """Yields what is wrong with single fields. A check may rely on those before it: nothing is asked once one fails."""
+    is_latent = config.kv_lora_rank is not None
+    names = [*SIZES, *(MLA_SIZES if is_latent else GQA_SIZES)]
+    if is_latent and config.q_lora_rank is not None:
         names.append("q_lora_rank")
     wrong = [f"{name} is {getattr(config, name)}" for name in names if (getattr(config, name) or 0) <= 0]
-    return f"{', '.join(wrong)}; expected sizes above 0" if wrong else None
-
-
-def _latent_attention(config: Any) -> str | None:
-    if config.kv_lora_rank is None or not (config.qk_norm or (config.qk_rope_head_dim or 1) % 2):
-        return None
-    return (
-        f"MLA layers (kv_lora_rank={config.kv_lora_rank}) with qk_norm={config.qk_norm},"
-        f" qk_rope_head_dim={config.qk_rope_head_dim}; expected no qk_norm and an even qk_rope_head_dim"
-    )
-
-
-def _finite_numbers(config: Any) -> str | None:
-    if all(isfinite(getattr(config, name)) for name in FLOATS):
-        return None
-    return f"{', '.join(f'{name} is {getattr(config, name)}' for name in FLOATS)}; expected finite numbers"
-
-
-def _rotary_share(config: Any) -> str | None:
+    if wrong:
+        yield f"{', '.join(wrong)}; expected sizes above 0"
+    if is_latent and (config.qk_norm or config.qk_rope_head_dim % 2):
+        yield (
+            f"MLA layers (kv_lora_rank={config.kv_lora_rank}) with qk_norm={config.qk_norm},"
+            f" qk_rope_head_dim={config.qk_rope_head_dim}; expected no qk_norm and an even qk_rope_head_dim"
+        )
+    if not all(isfinite(getattr(config, name)) for name in FLOATS):
+        yield f"{', '.join(f'{name} is {getattr(config, name)}' for name in FLOATS)}; expected finite numbers"
     factor = (config.rope_parameters or {}).get("partial_rotary_factor", 1.0)
-    if type(factor) in (int, float) and 0 < factor <= 1:
-        return None
-    return (
-        f"rope_parameters are {str(config.rope_parameters)[:200]}; expected a partial_rotary_factor above 0 and at"
-        " most 1"
-    )
+    if type(factor) not in (int, float) or not 0 < factor <= 1:
+        rope = str(config.rope_parameters)[:200]
+        yield f"rope_parameters are {rope}; expected a partial_rotary_factor above 0 and at most 1"
+    if config.num_hidden_layers < 1:
+        yield f"num_hidden_layers is {config.num_hidden_layers}; expected at least 1"
+    if not 0 < config.draft_vocab_size <= config.vocab_size:
+        yield f"draft_vocab_size is {config.draft_vocab_size}; expected 1 to vocab_size ({config.vocab_size})"
 
 
-def _layers(config: Any) -> str | None:
-    count = config.num_hidden_layers
-    return None if count >= 1 else f"num_hidden_layers is {count}; expected at least 1"
-
-
-def _draft_vocabulary(config: Any) -> str | None:
-    if 0 < config.draft_vocab_size <= config.vocab_size:
-        return None
-    return f"draft_vocab_size is {config.draft_vocab_size}; expected 1 to vocab_size ({config.vocab_size})"
-
-
-def _heads(config: Any) -> str | None:
+def _contradictions(config: Any) -> Iterator[str]:
+    """Yields what is wrong with fields beside others, whose numbers are sound."""
     heads, groups = config.num_attention_heads, config.num_key_value_heads
-    if heads % max(1, groups) == 0:
-        return None
-    return f"num_attention_heads ({heads}) is not a multiple of num_key_value_heads ({groups})"
-
-
-def _norms(config: Any) -> str | None:
-    if not (config.fc_norm and config.norm_before_fc):
-        return None
-    return (
-        "fc_norm and norm_before_fc are both true; expected at most one: fc_norm norms each captured state,"
-        " norm_before_fc their concatenation"
-    )
-
-
-def _layer_ids(config: Any) -> str | None:
-    ids = config.aux_hidden_state_layer_ids
-    if ids is None:
-        return None
-    is_ascending = len(ids) > 0 and min(ids) >= 0 and sorted(set(ids)) == list(ids)
-    if is_ascending and bool not in map(type, ids):
-        return None
-    return f"aux_hidden_state_layer_ids is {str(ids)[:200]}; expected distinct ids >= 0 in ascending order"
-
-
-def _layer_types(config: Any) -> str | None:
-    if len(config.layer_types) == config.num_hidden_layers and set(config.layer_types) <= set(LAYER_TYPES):
-        return None
-    return f"layer_types is {str(config.layer_types)[:200]}; expected {config.num_hidden_layers} of {LAYER_TYPES}"
-
-
-def _window(config: Any) -> str | None:
-    if "sliding_attention" not in config.layer_types or (config.sliding_window or 0) > 0:
-        return None
-    return f"layer_types asks for sliding attention but sliding_window is {config.sliding_window}; expected tokens > 0"
-
-
-def _shared_embeddings(config: Any) -> str | None:
-    if not config.share_target_embeddings or config.hidden_size == config.target_hidden_size:
-        return None
-    return (
-        f"share_target_embeddings needs hidden_size ({config.hidden_size}) == target_hidden_size"
-        f" ({config.target_hidden_size}); give the drafter its own table (share_target_embeddings=False)"
-    )
-
-
-def _shared_head(config: Any) -> str | None:
-    has_equal_widths = config.hidden_size == config.target_hidden_size
-    if not config.share_target_head or (has_equal_widths and config.draft_vocab_size == config.vocab_size):
-        return None
-    return (
-        f"share_target_head needs equal widths ({config.hidden_size}, {config.target_hidden_size}) and a full draft"
-        f" vocabulary ({config.draft_vocab_size} of {config.vocab_size}); give the drafter its own head"
-        " (share_target_head=False)"
-    )
-
-
-# A rule returns what is wrong with a config, or None. The first one that is broken is reported.
-RULES = (
-    _sizes,
-    _latent_attention,
-    _finite_numbers,
-    _rotary_share,
-    _layers,
-    _draft_vocabulary,
-    _heads,
-    _norms,
-    _layer_ids,
-    _layer_types,
-    _window,
-    _shared_embeddings,
-    _shared_head,
-)
+    if heads % groups:
+        yield f"num_attention_heads ({heads}) is not a multiple of num_key_value_heads ({groups})"
+    if config.fc_norm and config.norm_before_fc:
+        yield (
+            "fc_norm and norm_before_fc are both true; expected at most one: fc_norm norms each captured state,"
+            " norm_before_fc their concatenation"
+        )
+    ids, kinds = config.aux_hidden_state_layer_ids, config.layer_types
+    if ids is not None and not (ids and min(ids) >= 0 and sorted(set(ids)) == list(ids) and bool not in map(type, ids)):
+        yield f"aux_hidden_state_layer_ids is {str(ids)[:200]}; expected distinct ids >= 0 in ascending order"
+    if len(kinds) != config.num_hidden_layers or not set(kinds) <= set(LAYER_TYPES):
+        yield f"layer_types is {str(kinds)[:200]}; expected {config.num_hidden_layers} of {LAYER_TYPES}"
+    window = config.sliding_window
+    if "sliding_attention" in kinds and (window or 0) <= 0:
+        yield f"layer_types asks for sliding attention but sliding_window is {window}; expected tokens > 0"
+    width, target_width = config.hidden_size, config.target_hidden_size
+    if config.share_target_embeddings and width != target_width:
+        yield (
+            f"share_target_embeddings needs hidden_size ({width}) == target_hidden_size ({target_width}); give the"
+            " drafter its own table (share_target_embeddings=False)"
+        )
+    if config.share_target_head and (width != target_width or config.draft_vocab_size != config.vocab_size):
+        yield (
+            f"share_target_head needs equal widths ({width}, {target_width}) and a full draft vocabulary"
+            f" ({config.draft_vocab_size} of {config.vocab_size}); give the drafter its own head"
+            " (share_target_head=False)"
+        )

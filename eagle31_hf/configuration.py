@@ -42,11 +42,10 @@ FILE_NAMES = (
     "model_type", "architectures", "dtype", "torch_dtype", "transformers_version", "name_or_path", "_name_or_path",
     "rope_theta", "rope_scaling", "partial_rotary_factor",
 )  # fmt: skip
+# Arguments of a `from_pretrained` that say where on the Hub, and how, files are fetched.
+HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies", "subfolder")
 # Keywords that `from_dict` takes besides fields.
-FROM_DICT_NAMES = (
-    "return_unused_kwargs", "_from_auto", "_from_pipeline",
-    "revision", "token", "cache_dir", "local_files_only", "force_download", "proxies", "subfolder",
-)  # fmt: skip
+FROM_DICT_NAMES = ("return_unused_kwargs", "_from_auto", "_from_pipeline", *HUB_OPTIONS)
 
 # Options of the `from_pretrained` under way. transformers drops them before `from_dict`, where a config with
 # `weights_from` is completed.

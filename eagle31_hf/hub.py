@@ -16,6 +16,7 @@ from huggingface_hub.utils import validate_repo_id
 from .checkpoints import Checkpoint, convert_checkpoint, launch_line, read_checkpoint
 from .checkpoints.files import STAGED
 from .checkpoints.keys import FLAGS
+from .checkpoints.read import linked_weights
 from .checkpoints.sharing import stamps, unchanged
 from .checkpoints.sources import HUB_ERRORS, HubError, first_line
 from .configuration import Eagle31Config
@@ -195,19 +196,13 @@ def publish(
             f"{folder}: config.json says model_type {values.get('model_type')!r}; expected 'eagle31'. Convert it first."
         )
     with TemporaryDirectory() as staging:
+        staged = Path(staging)
         with unchanged(before, folder):
-            _stage(api, folder, values, Path(staging), repo_id)
+            _stage(api, folder, values, staged, repo_id)
         if measured is not None:
-            _stage_report(Path(staging), measured)
-        return upload(
-            api,
-            Path(staging),
-            repo_id,
-            private,
-            revision,
-            create_pr,
-            commit_message or "Upload drafter with eagle31_hf",
-        )
+            _report_into(staged / CARD, measured)
+            (staged / REPORT).write_text(measured, encoding="utf-8")
+        return upload(api, staged, repo_id, private, revision, create_pr, commit_message)
 
 
 def read_report(source: str | Path) -> str:
@@ -250,7 +245,10 @@ def _stage(api: HfApi, folder: Path, values: dict[str, Any], staged: Path, repo_
     for name in names:
         if (folder / name).is_file():
             (staged / name).symlink_to(_own_file(folder, name))
-    _stage_card(folder, staged, config, repo_id)
+    if (folder / CARD).is_file():
+        shutil.copyfile(_own_file(folder, CARD), staged / CARD)
+    else:
+        (staged / CARD).write_text(render_card(config, None, repo_id), encoding="utf-8")
 
 
 def _own_file(folder: Path, name: str) -> Path:
@@ -290,29 +288,17 @@ def _check_repo_id(repo_id: str) -> None:
 
 def _pinned(api: HfApi, link: Any, folder: Path) -> dict[str, str]:
     """Returns `weights_from` with the commit that its revision names now."""
-    if not isinstance(link, dict) or not isinstance(link.get("repo_id"), str):
-        raise ValueError(
-            f'{folder}: config.json: weights_from is {link!r}; expected {{"repo_id": "owner/name", "revision":'
-            ' "commit"}.'
-        )
+    repo_id, revision = linked_weights(link, f"{folder}: config.json: weights_from")
     try:
-        commit = api.model_info(link["repo_id"], revision=link.get("revision")).sha
+        commit = api.model_info(repo_id, revision=revision).sha
     except UPLOAD_ERRORS as error:
         raise OSError(f"{folder}: weights_from {link}: the Hub does not have it ({first_line(error)}).") from None
-    return {"repo_id": link["repo_id"], "revision": str(commit)}
+    return {"repo_id": repo_id, "revision": str(commit)}
 
 
-def _stage_card(folder: Path, staged: Path, config: Eagle31Config, repo_id: str) -> None:
-    if (folder / CARD).is_file():
-        shutil.copyfile(_own_file(folder, CARD), staged / CARD)
-    else:
-        (staged / CARD).write_text(render_card(config, None, repo_id), encoding="utf-8")
-
-
-def _stage_report(staged: Path, report: str) -> None:
-    card = (staged / CARD).read_text(encoding="utf-8")
-    (staged / CARD).write_text(with_report(card, report), encoding="utf-8")
-    (staged / REPORT).write_text(report, encoding="utf-8")
+def _report_into(card: Path, report: str) -> None:
+    """Puts a report into the file of a card."""
+    card.write_text(with_report(card.read_text(encoding="utf-8"), report), encoding="utf-8")
 
 
 def upload(
@@ -322,7 +308,7 @@ def upload(
     private: bool | None,
     revision: str | None,
     create_pr: bool,
-    commit_message: str,
+    commit_message: str | None,
     commit_description: str | None = None,
 ) -> str:
     """Uploads everything in `folder` in one commit, except a card where the repository has one; this gets the report
@@ -332,17 +318,17 @@ def upload(
     """
     try:
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        has_card = api.file_exists(repo_id, CARD, revision=revision) if _has_revision(api, repo_id, revision) else False
+        has_card = api.file_exists(repo_id, CARD, revision=revision)
         if revision is not None and not create_pr:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         if has_card and (folder / REPORT).exists():
-            card = Path(api.hf_hub_download(repo_id, CARD, revision=revision)).read_text(encoding="utf-8")
-            (folder / CARD).write_text(with_report(card, (folder / REPORT).read_text("utf-8")), encoding="utf-8")
+            shutil.copyfile(api.hf_hub_download(repo_id, CARD, revision=revision), folder / CARD)
+            _report_into(folder / CARD, (folder / REPORT).read_text("utf-8"))
             has_card = False  # it is to be replaced
         commit = api.upload_folder(
             repo_id=repo_id,
             folder_path=folder,
-            commit_message=commit_message,
+            commit_message=commit_message or "Upload drafter with eagle31_hf",
             revision=revision,
             create_pr=create_pr,
             commit_description=commit_description,
@@ -353,10 +339,6 @@ def upload(
             f"{repo_id}: the upload failed: {first_line(error)} Nothing was committed; run it again to resume."
         ) from None
     return commit.pr_url or commit.commit_url
-
-
-def _has_revision(api: HfApi, repo_id: str, revision: str | None) -> bool:
-    return revision is None or any(branch.name == revision for branch in api.list_repo_refs(repo_id).branches)
 
 
 def convert_on_hub(
@@ -370,12 +352,9 @@ def convert_on_hub(
     """
     api = HfApi(token=token)
     hub: dict[str, Any] = {"token": token, "revision": revision}
-    found = read_checkpoint(
-        repo_id,
-        {name: value for name, value in options.items() if name != "aux_layer_convention"},
-        options.get("aux_layer_convention"),
-        **hub,
-    )
+    overrides = dict(options)
+    convention = overrides.pop("aux_layer_convention", None)
+    found = read_checkpoint(repo_id, overrides, convention, **hub)
     if found.is_native:
         return found, None
     with TemporaryDirectory() as staging:

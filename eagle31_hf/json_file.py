@@ -4,6 +4,7 @@ import json
 import math
 import re
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -98,21 +99,27 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check(value: Any) -> None:
-    """Raises ValueError for values nested too deep, and for text with control characters. Goes level by level, because
-    recursion would exhaust the stack."""
-    level, depth = [value], 0
-    while level:
-        depth += 1
+    """Raises ValueError for values nested too deep, and for text with control characters."""
+    for depth, level in enumerate(levels(value), 1):
         if depth > MAX_DEPTH:
             raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
         for item in level:
             if isinstance(item, str) and NOT_TEXT.search(item):
                 raise ValueError(f"{show(item)} holds control characters")
-        level = [child for parent in level if isinstance(parent, list | dict) for child in _children(parent)]
 
 
-def _children(parent: list | dict) -> list[Any]:
-    return [*parent, *parent.values()] if isinstance(parent, dict) else parent
+def levels(value: Any) -> Iterator[list[Any]]:
+    """Yields a value, then all that is in it, names of objects included, level by level: recursion would exhaust the
+    stack."""
+    level = [value]
+    while level:
+        yield level
+        level = [
+            child
+            for parent in level
+            if isinstance(parent, list | dict)
+            for child in ([*parent, *parent.values()] if isinstance(parent, dict) else parent)
+        ]
 
 
 def show(text: str) -> str:

@@ -14,11 +14,10 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
-from .checkpoints.files import HUB_OPTIONS
 from .checkpoints.read import FIELDS, Checkpoint, read_checkpoint
 from .checkpoints.sharing import folder_lock, reads_one_state
 from .checkpoints.write import remove_stale_weights
-from .configuration import Eagle31Config
+from .configuration import HUB_OPTIONS, Eagle31Config
 from .hub import CARD, REPORT, CardFacts, render_card, upload
 from .quantized import check_state, quantize, refuse_quantized, refuse_quantized_state
 from .vocab import MAPS
@@ -38,7 +37,8 @@ class Eagle31PreTrainedModel(PreTrainedModel):
 
     def __init__(self, config: Eagle31Config):
         super().__init__(config)
-        self.generation_config = default_generation_config()
+        # for a checkpoint that sets no knobs: the library chooses how far to draft
+        self.generation_config = GenerationConfig(num_assistant_tokens="auto", assistant_confidence_threshold=0.0)
         self.checkpoint: Checkpoint | None = None  # what it was loaded from
         self.card_facts = CardFacts()
 
@@ -86,7 +86,11 @@ class Eagle31PreTrainedModel(PreTrainedModel):
         model, info = loaded
         del model.config.transformers_weights
         model.config.name_or_path = str(pretrained_model_name_or_path)
-        finish_loading(model, checkpoint)
+        fill_in(model, checkpoint)
+        check_finite(model, checkpoint)
+        if checkpoint.knobs:
+            model.generation_config = GenerationConfig.from_dict(dict(checkpoint.knobs))
+        model.checkpoint = checkpoint
         info["missing_keys"] = set(info["missing_keys"]) - checkpoint.made.keys()
         info["unexpected_keys"] = set(info["unexpected_keys"]) - checkpoint.dropped.keys()
         return (model, info) if output_loading_info else model
@@ -172,10 +176,8 @@ class Eagle31PreTrainedModel(PreTrainedModel):
             Path(folder, CARD).write_text(render_card(config, facts, repo_id), encoding="utf-8")
             if facts.report is not None:
                 Path(folder, REPORT).write_text(facts.report, encoding="utf-8")
-            message = commit_message or "Upload drafter with eagle31_hf"
-            return upload(
-                HfApi(token=token), Path(folder), repo_id, private, revision, create_pr, message, commit_description
-            )
+            api = HfApi(token=token)
+            return upload(api, Path(folder), repo_id, private, revision, create_pr, commit_message, commit_description)
 
 
 def _read_as_asked(source: Any, config: Any, convention: str | None, kwargs: dict[str, Any]) -> Checkpoint:
@@ -207,23 +209,6 @@ def given_config(config: Any, hub: dict[str, Any]) -> Eagle31Config:
     return config
 
 
-def default_generation_config() -> GenerationConfig:
-    """Returns the drafting knobs of a drafter whose checkpoint sets none: the library chooses how far to draft."""
-    return GenerationConfig(num_assistant_tokens="auto", assistant_confidence_threshold=0.0)
-
-
-def finish_loading(model: Eagle31PreTrainedModel, checkpoint: Checkpoint) -> None:
-    """Gives a loaded model the tensors and drafting knobs that transformers did not load.
-
-    Raises ValueError naming the first parameter that is not finite.
-    """
-    fill_in(model, checkpoint)
-    check_finite(model, checkpoint)
-    if checkpoint.knobs:
-        model.generation_config = GenerationConfig.from_dict(dict(checkpoint.knobs))
-    model.checkpoint = checkpoint
-
-
 @torch.no_grad()
 def fill_in(model: Eagle31PreTrainedModel, checkpoint: Checkpoint) -> None:
     """Writes the tensors that the files lack, or hold in a form that is not trusted, into the loaded model."""
@@ -237,10 +222,10 @@ def check_finite(model: Eagle31PreTrainedModel, checkpoint: Checkpoint) -> None:
     """Raises ValueError naming the first parameter with a NaN or an infinity in it."""
     for name, tensor in model.named_parameters():
         if tensor.is_floating_point() and tensor.device.type != "meta" and not tensor.isfinite().all():
-            hint = {
-                "embed_tokens.weight": "speculators writes NaN where the verifier's embedding was never copied into it",
-                "lm_head.weight": "speculators writes NaN where the verifier's head was never copied into it",
-            }.get(name, "save or download it again")
+            copied = {"embed_tokens.weight": "embedding", "lm_head.weight": "head"}.get(name)
+            hint = "save or download it again"
+            if copied is not None:
+                hint = f"speculators writes NaN where the verifier's {copied} was never copied into it"
             raise ValueError(
                 f"{checkpoint.source}: {name} holds NaN or infinite values; expected finite weights: {hint}."
             )

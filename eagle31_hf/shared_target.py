@@ -102,24 +102,22 @@ class SharesTarget(nn.Module):
     def embed(self, input_ids: Tensor) -> Tensor:
         """Token ids (B, T) -> embeddings (B, T, h) on the drafter's device, unscaled even where the target scales its
         own."""
-        table: Any = self.get_input_embeddings()
-        if table is None:
-            raise RuntimeError(
-                "the drafter has no embedding yet, or no longer: its checkpoint shares the target's, which has to be"
-                " kept. Call drafter.load_target_embeddings(target)."
-            )
-        return rows_of(table, input_ids).to(self.like)
+        return rows_of(_present(self.get_input_embeddings(), "embedding"), input_ids).to(self.like)
 
     def score(self, normed: Tensor) -> Tensor:
         """Post-norm states (B, T, h) -> draft logits (B, T, Vd)."""
-        head: Any = self.get_output_embeddings()
-        if head is None:
-            raise RuntimeError(
-                "the drafter has no head yet, or no longer: its checkpoint shares the target's, which has to be kept. "
-                "Call drafter.load_target_embeddings(target)."
-            )
-        logits = scores_of(head, normed).to(normed)
+        logits = scores_of(_present(self.get_output_embeddings(), "head"), normed).to(normed)
         return logits if self.config.logit_scale == 1.0 else logits * self.config.logit_scale
+
+
+def _present(module: Any, what: str) -> Any:
+    """Returns the module. Raises RuntimeError where there is none, as before a target has been seen."""
+    if module is None:
+        raise RuntimeError(
+            f"the drafter has no {what} yet, or no longer: its checkpoint shares the target's, which has to be kept. "
+            "Call drafter.load_target_embeddings(target)."
+        )
+    return module
 
 
 @torch.no_grad()

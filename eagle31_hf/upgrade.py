@@ -74,17 +74,11 @@ class UpgradeReport:
             if self.needs_fine_tuning
             else "usable as it is; fine-tuning is what teaches it to draft deeper"
         )
-        return "\n".join(
-            (
-                (
-                    f"fused state moved by {self.fused_movement:.1%} (one scale a state:"
-                    f" {self.fused_movement_scalar:.1%}), fed-back state by {self.feedback_movement:.1%}"
-                ),
-                line("before:", self.before),
-                line("after: ", self.after),
-                advice,
-            )
+        moved = (
+            f"fused state moved by {self.fused_movement:.1%} (one scale a state: {self.fused_movement_scalar:.1%}),"
+            f" fed-back state by {self.feedback_movement:.1%}"
         )
+        return "\n".join((moved, line("before:", self.before), line("after: ", self.after), advice))
 
 
 @torch.no_grad()

@@ -23,34 +23,22 @@ def drafter_in(model: Any) -> Any:
         elif isinstance(inner, DataParallel | DistributedDataParallel):
             inner = inner.module
         elif hasattr(inner, "get_base_model"):  # PEFT's
-            _check_adapter(inner)
-            inner = inner.get_base_model()
+            base, adapter = inner.get_base_model(), inner.active_peft_config
+            if getattr(adapter, "is_prompt_learning", False) and isinstance(base, Eagle31DrafterModel):
+                raise DraftingRefusedError(
+                    f"EAGLE drafting: the drafter's adapter is a {adapter.peft_type}, whose virtual tokens have no"
+                    " target states; expected one that changes weights, such as LoRA, or none."
+                )
+            inner = base
+        elif any(isinstance(part, Eagle31DrafterModel) for part in inner.modules()):
+            # plain assisted generation would fail on it much later
+            raise DraftingRefusedError(
+                f"EAGLE drafting: assistant_model is a {type(inner).__name__} around a drafter; expected the drafter"
+                " itself, or one in torch.compile, PEFT, DataParallel or DistributedDataParallel. Pass the drafter"
+                " without this wrapper."
+            )
         else:
-            _check_no_drafter(inner)
             return None
     if not isinstance(inner, Eagle31DrafterModel):
         return None
     return inner if compiled is None else compiled
-
-
-def _check_adapter(model: Any) -> None:
-    """Raises ValueError for a prompt-learning adapter: its virtual tokens have neither the id nor the target state that
-    a drafter reads."""
-    if getattr(model.active_peft_config, "is_prompt_learning", False) and isinstance(
-        model.get_base_model(), Eagle31DrafterModel
-    ):
-        raise DraftingRefusedError(
-            f"EAGLE drafting: the drafter's adapter is a {model.active_peft_config.peft_type}, whose virtual tokens"
-            " have no target states; expected one that changes weights, such as LoRA, or none."
-        )
-
-
-def _check_no_drafter(model: nn.Module) -> None:
-    """Raises ValueError where an unknown wrapper holds a drafter: plain assisted generation would fail on it much
-    later."""
-    if any(isinstance(part, Eagle31DrafterModel) for part in model.modules()):
-        raise DraftingRefusedError(
-            f"EAGLE drafting: assistant_model is a {type(model).__name__} around a drafter; expected the drafter"
-            " itself, or one in torch.compile, PEFT, DataParallel or DistributedDataParallel. Pass the drafter without"
-            " this wrapper."
-        )

@@ -10,11 +10,6 @@ TREE_NODES = 24
 TREE_TOP_K = 4
 
 
-def automatic() -> dict[str, Any]:
-    """Returns the arguments that have every round choose for itself how far to draft."""
-    return dict.fromkeys(("num_assistant_tokens", "draft_tree_top_k", "draft_tree_total_tokens"), "auto")
-
-
 def chains(depth: int) -> dict[str, Any]:
     """Returns the arguments for chains of so many tokens."""
     return {"num_assistant_tokens": depth, "draft_tree_top_k": 1}

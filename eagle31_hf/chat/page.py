@@ -14,12 +14,13 @@ from typing import Any
 import gradio as gr
 from fastapi import FastAPI
 
+from ..checkpoints.knobs import AUTO_KNOBS
 from ..printable import printable
 from ..web.address import url_of
 from ..web.gate import Gate
 from ..web.listener import Listener
 from .conversation import Answer, Conversation, Figures, Piece, Show
-from .drafting import MAX_DEPTH, MAX_NODES, MIN_NODES, TREE_DEPTH, TREE_NODES, automatic, chains, trees
+from .drafting import MAX_DEPTH, MAX_NODES, MIN_NODES, TREE_DEPTH, TREE_NODES, chains, trees
 from .events import PlainEvents
 
 # ways of drafting; BEGUN: by the arguments of the command line, or the drafter's own
@@ -220,7 +221,7 @@ class Page:
     def knobs_of(self, way: str, depth: int, nodes: int) -> dict[str, Any]:
         """Returns the arguments of generate() of a way of drafting."""
         depth, nodes = slider_value(depth, 1, MAX_DEPTH), slider_value(nodes, MIN_NODES, MAX_NODES)
-        ways = {BEGUN: self.begun, AUTO: automatic(), CHAIN: chains(depth), TREE: trees(depth, nodes, self.begun)}
+        ways = {BEGUN: self.begun, AUTO: dict(AUTO_KNOBS), CHAIN: chains(depth), TREE: trees(depth, nodes, self.begun)}
         if way not in ways:
             raise ValueError(f"got {ascii(way)[:40]}; expected one of {', '.join(ways)}.")
         return ways[way]
@@ -267,8 +268,7 @@ def slider_value(value: Any, least: int, most: int) -> int:
 
 def has_route(method: str, path: str) -> bool:
     """Returns whether the page asks for a path."""
-    paths = PATHS.get(method)
-    return paths is not None and paths.fullmatch(path) is not None
+    return method in PATHS and PATHS[method].fullmatch(path) is not None
 
 
 def messages_of(conversation: Conversation) -> list[dict[str, str]]:

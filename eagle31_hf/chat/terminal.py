@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..checkpoints.knobs import AUTO_KNOBS
 from .conversation import Answer, Conversation, Show, check_text
-from .drafting import MAX_DEPTH, MAX_NODES, MIN_NODES, TREE_DEPTH, automatic, chains, trees
+from .drafting import MAX_DEPTH, MAX_NODES, MIN_NODES, TREE_DEPTH, chains, trees
 from .screen import Screen
 
 
@@ -87,7 +88,7 @@ class TerminalChat:
 
     def auto(self) -> None:
         """Has every round choose for itself how far to draft."""
-        self.draft(automatic())
+        self.draft(dict(AUTO_KNOBS))
 
     def draft(self, knobs: dict[str, Any]) -> None:
         """Drafts by these arguments of generate() from now on, and says so."""

@@ -9,11 +9,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ..configuration import Eagle31Config
+from ..configuration import HUB_OPTIONS, Eagle31Config
 from ..json_file import read_json
 from ..storage.folders import new_folder, write_json
 from ..storage.tensor_file import Entry
-from .files import HUB_OPTIONS, STAGED, WEIGHT_NAMES, WEIGHTS, check_file_name
+from .files import STAGED, WEIGHT_NAMES, WEIGHTS, check_file_name
 from .knobs import KNOBS_FILE
 from .read import Checkpoint, read_checkpoint
 from .sharing import Stamps, folder_lock, stamps, unchanged
@@ -65,7 +65,8 @@ def convert_checkpoint(
     checkpoint = read_checkpoint(str(source), options, aux_layer_convention, **hub)
     with new_folder(Path(destination)) as folder, unchanged(before, source, hub.get("subfolder")):
         write_weights(folder / WEIGHTS, entries(checkpoint), checkpoint.source)
-        _copy_knobs(checkpoint, folder)
+        if checkpoint.knobs:
+            write_json(folder / KNOBS_FILE, checkpoint.knobs)
         write_json(folder / RECORD, record(checkpoint))
         write_native_config(checkpoint.config, folder / "config.json")
     return _with_history(read_checkpoint(str(destination)), checkpoint)
@@ -94,11 +95,6 @@ def write_native_config(config: Eagle31Config, path: Path) -> None:
     """Writes the config.json of a native checkpoint."""
     config.architectures = ["Eagle31DrafterModel"]
     config.to_json_file(str(path), use_diff=True)
-
-
-def _copy_knobs(checkpoint: Checkpoint, folder: Path) -> None:
-    if checkpoint.knobs:
-        write_json(folder / KNOBS_FILE, checkpoint.knobs)
 
 
 def _with_history(native: Checkpoint, checkpoint: Checkpoint) -> Checkpoint:
@@ -236,7 +232,10 @@ def _tidy(folder: Path) -> None:
         # once it is in original/, the file of that name here may be a new one
         if (folder / name).is_file() and not (original / name).exists():
             os.replace(folder / name, original / name)
-    _link_or_copy(staged, work / WEIGHTS)
+    try:
+        os.link(staged, work / WEIGHTS)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(staged, work / WEIGHTS)
     os.replace(work / WEIGHTS, folder / WEIGHTS)
     stated = read_json(folder / "config.json")
     del stated["transformers_weights"]
@@ -270,10 +269,3 @@ def _discard_original(folder: Path) -> None:
             (original / name).unlink(missing_ok=True)
     if original.is_dir() and not any(original.iterdir()):
         original.rmdir()
-
-
-def _link_or_copy(source: Path, destination: Path) -> None:
-    try:
-        os.link(source, destination)
-    except OSError:  # a file system without hard links
-        shutil.copyfile(source, destination)

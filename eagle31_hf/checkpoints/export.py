@@ -14,14 +14,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import vocab
-from ..configuration import Eagle31Config
+from ..configuration import HUB_OPTIONS, Eagle31Config
 from ..quantized import refuse_quantized
 from ..storage.folders import new_folder, write_json
 from ..storage.tensor_file import DTYPES, Entry
 from . import layer_ids
 from .convert import entries
-from .files import HUB_OPTIONS, WEIGHTS
-from .keys import FLAGS, write_geometry
+from .files import WEIGHTS
+from .keys import DRAFTER, FLAGS, write_geometry
 from .producers import EXPORTED_BY, NATIVE
 from .read import read_checkpoint
 from .sharing import stamps, unchanged
@@ -81,8 +81,8 @@ class ExportFormat:
     engine: str
     cannot: tuple[Rule, ...]
     config: Callable[[Eagle31Config, str | None], dict[str, Any]]  # a config and the target's model_type -> config.json
-    names: Callable[[Eagle31Config, str], list[str]]  # native name -> names in the file
     command: Callable[[str, str, int], list[str]]  # target, folder, depth -> the words of the command that serves them
+    names: Callable[[Eagle31Config, str], list[str]] = lambda config, name: [name]  # native name -> names in the file
     ascending_vocabulary: bool = False
 
 
@@ -100,31 +100,23 @@ def flat_config(config: Eagle31Config, target_type: str | None = None) -> dict[s
     """
     architecture, model_type = _architecture(config)
     ids = config.aux_hidden_state_layer_ids
-    return (
-        write_geometry(config)
-        | {name: getattr(config, name) for name in FLAGS}
-        | {
-            "architectures": [architecture],
-            "model_type": model_type,
-            "draft_vocab_size": config.draft_vocab_size,
-            "target_hidden_size": config.target_hidden_size,
-            "target_model": config.target_model,
-            "num_aux_hidden_states": config.num_aux_states,
-            **({} if ids is None else {"eagle_aux_hidden_state_layer_ids": ids}),
-        }
-    )
+    return write_geometry(config) | {
+        **{name: getattr(config, name) for name in DRAFTER},
+        "architectures": [architecture],
+        "model_type": model_type,
+        "num_aux_hidden_states": config.num_aux_states,
+        **({} if ids is None else {"eagle_aux_hidden_state_layer_ids": ids}),
+    }
 
 
 def sglang_config(config: Eagle31Config, target_type: str | None = None) -> dict[str, Any]:
     """Returns the flat config.json with the layer ids once more, as SGLang reads them: see `sglang_ids`."""
+    nested: dict[str, Any] = {"use_aux_hidden_state": True}
     ids = config.aux_hidden_state_layer_ids
-    nested = (
-        {}
-        if ids is None
-        else {"eagle_aux_hidden_state_layer_ids": sglang_ids(ids, target_type or _target_type(config))}
-    )
+    if ids is not None:
+        nested["eagle_aux_hidden_state_layer_ids"] = sglang_ids(ids, target_type or _target_type(config))
     latent = {} if config.kv_lora_rank is None else {"model_type": "deepseek_v3"}
-    return flat_config(config) | latent | {"eagle_config": {"use_aux_hidden_state": True, **nested}}
+    return flat_config(config) | latent | {"eagle_config": nested}
 
 
 def sglang_ids(ids: list[int], target_type: str | None) -> list[int]:
@@ -178,11 +170,6 @@ def speculators_config(config: Eagle31Config, target_type: str | None = None) ->
     }
 
 
-def same_name(config: Eagle31Config, name: str) -> list[str]:
-    """Returns the native name alone."""
-    return [name]
-
-
 def sglang_names(config: Eagle31Config, name: str) -> list[str]:
     """Returns the names of a tensor for SGLang.
 
@@ -197,41 +184,29 @@ def sglang_names(config: Eagle31Config, name: str) -> list[str]:
 
 def vllm_command(target: str, folder: str, depth: int) -> list[str]:
     """Returns the words of the command by which vLLM serves a target with a drafter that drafts `depth` tokens."""
-    return [
-        "vllm",
-        "serve",
-        target,
-        "--speculative-config",
-        json.dumps({"method": "eagle3", "model": folder, "num_speculative_tokens": depth}),
-    ]
+    speculation = {"method": "eagle3", "model": folder, "num_speculative_tokens": depth}
+    return ["vllm", "serve", target, "--speculative-config", json.dumps(speculation)]
 
 
 def sglang_command(target: str, folder: str, depth: int) -> list[str]:
     """Returns the words of the command by which SGLang serves a target with a drafter that drafts `depth` tokens."""
-    return [
-        "python",
-        "-m",
-        "sglang.launch_server",
-        "--model-path",
-        target,
-        "--speculative-algorithm",
-        "EAGLE3",
-        "--speculative-draft-model-path",
-        folder,
-        "--speculative-num-steps",
-        str(depth),
-        "--speculative-eagle-topk",
-        "1",
-        "--speculative-num-draft-tokens",
-        str(depth + 1),
-    ]
+    options = {
+        "model-path": target,
+        "speculative-algorithm": "EAGLE3",
+        "speculative-draft-model-path": folder,
+        "speculative-num-steps": str(depth),
+        "speculative-eagle-topk": "1",
+        "speculative-num-draft-tokens": str(depth + 1),
+    }
+    words = (word for name, value in options.items() for word in (f"--{name}", value))
+    return ["python", "-m", "sglang.launch_server", *words]
 
 
 EXPORT_FORMATS = {
-    "vllm": ExportFormat("vLLM", VLLM_CANNOT, flat_config, same_name, vllm_command),
-    "sglang": ExportFormat("SGLang", SGLANG_CANNOT, sglang_config, sglang_names, sglang_command),
+    "vllm": ExportFormat("vLLM", VLLM_CANNOT, flat_config, vllm_command),
+    "sglang": ExportFormat("SGLang", SGLANG_CANNOT, sglang_config, sglang_command, sglang_names),
     "speculators": ExportFormat(
-        "speculators", SPECULATORS_CANNOT, speculators_config, same_name, vllm_command, ascending_vocabulary=True
+        "speculators", SPECULATORS_CANNOT, speculators_config, vllm_command, ascending_vocabulary=True
     ),
 }
 

@@ -29,7 +29,6 @@ SIDE_FILES = ("eagle_meta.pt", "eagle3_meta.pt")  # NeMo's draft vocabulary, whe
 SUBFOLDERS = ("", "model/consolidated")  # NeMo writes into the latter
 # the new weights of a conversion in place, until the old ones are moved away
 STAGED = "eagle31-converting/model.safetensors"
-HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies", "subfolder")
 # marks an adapter, which transformers adds to any weights beside it where peft is installed
 ADAPTER = "adapter_config.json"
 # A drafter has some forty tensors, described in a few kilobytes; the objects built from a header may be a hundred times
@@ -173,12 +172,14 @@ def open_files(source: str, **hub: Any) -> CheckpointFiles:
     index = read_index(folder / name) if name.endswith("index.json") else None
     shards = sorted(set(index.values())) if index else [name]
     tensors: dict[str, StoredTensor] = {}
+    metadata: dict[str, str] = {}
     for shard in shards:
         if not (folder / shard).is_file():
             raise ValueError(
                 f"{folder / name}: names {shard}, which is not there; expected every shard beside the index."
             )
-        stored = read_header(folder / shard)
+        stored, noted = read_header(folder / shard)
+        metadata = noted if shard == shards[0] else metadata
         twice = sorted(tensors.keys() & stored.keys())
         if twice:
             raise ValueError(
@@ -188,7 +189,7 @@ def open_files(source: str, **hub: Any) -> CheckpointFiles:
     if index is not None:
         _check_index(folder / name, index, tensors)
     files = tuple(folder / shard for shard in shards) + (() if index is None else (folder / name,))
-    return CheckpointFiles(source, folder, config, tensors, files, _metadata(folder / shards[0]))
+    return CheckpointFiles(source, folder, config, tensors, files, metadata)
 
 
 def weights_name(folder: Path, config: dict[str, Any]) -> str | None:
@@ -257,15 +258,15 @@ def _check_index(path: Path, index: dict[str, str], tensors: dict[str, StoredTen
         )
 
 
-def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Returns names, dtypes and shapes of a file's tensors without reading the weights.
+def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Returns names, dtypes and shapes of a file's tensors without reading the weights, and its metadata.
 
     Raises ValueError for a file that is damaged, or has a dtype that no drafter has.
     """
-    return _safetensors_header(path) if path.suffix == ".safetensors" else _pickle_header(path)
+    return _safetensors_header(path) if path.suffix == ".safetensors" else (_pickle_header(path), {})
 
 
-def _safetensors_header(path: Path) -> dict[str, StoredTensor]:
+def _safetensors_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         text = file.read(min(length, MAX_HEADER_BYTES))
@@ -279,14 +280,15 @@ def _safetensors_header(path: Path) -> dict[str, StoredTensor]:
             f"{path}: is not a sound safetensors file ({str(error)[:300]}); expected one. Download it again."
         ) from None
     header = parse_json(text, f"{path}: its header")
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", None) or {}
     for name, entry in header.items():
         _check_name(path, name)
         _check_dtype(path, name, entry["dtype"])
-    return {
+    stored = {
         name: StoredTensor(name, entry["dtype"], tuple(entry["shape"]), path, 8 + length + entry["data_offsets"][0])
         for name, entry in header.items()
     }
+    return stored, metadata
 
 
 def _check_name(path: Path, name: str) -> None:
@@ -294,13 +296,6 @@ def _check_name(path: Path, name: str) -> None:
         raise ValueError(
             f"{path}: a tensor is named {show(name)}...; expected at most {MAX_NAME} printable characters."
         )
-
-
-def _metadata(path: Path) -> dict[str, str]:
-    if path.suffix != ".safetensors":
-        return {}
-    with safe_open(path, "pt") as tensors:
-        return tensors.metadata() or {}
 
 
 def _check_dtype(path: Path, name: str, dtype: str) -> None:

@@ -2,7 +2,6 @@
 
 import struct
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -37,39 +36,35 @@ def read_headers(
     check_name(name)
     if Path(name).exists() or isinstance(try_to_load_from_cache(name, WEIGHTS, revision=revision), str):
         return read_checkpoint(name, overrides, convention, revision=revision)
-    try:
-        with headers_of(name, revision) as folder:
-            try:
-                return replace(read_checkpoint(str(folder), overrides, convention), source=name)
-            except ValueError as error:
-                raise ValueError(str(error).replace(str(folder), name)) from None
-    except RangeError:
-        return read_checkpoint(name, overrides, convention, revision=revision)
+    with TemporaryDirectory() as folder:
+        try:
+            _copy_headers(name, revision, Path(folder))
+            return replace(read_checkpoint(folder, overrides, convention), source=name)
+        except RangeError:
+            return read_checkpoint(name, overrides, convention, revision=revision)
+        except ValueError as error:
+            raise ValueError(str(error).replace(folder, name)) from None
 
 
-@contextmanager
-def headers_of(name: str, revision: str | None) -> Iterator[Path]:
-    """A temporary copy of a repository's folder, whose weight files are sparse: full length, but only headers and
-    vocabulary maps.
+def _copy_headers(name: str, revision: str | None, folder: Path) -> None:
+    """Copies a repository's files into a folder, of the weights headers and vocabulary maps alone: the copies of weight
+    files are sparse, and as long as the files.
 
-    Raises RangeError where that cannot be made, OSError where the Hub fails.
+    Raises RangeError where that cannot be done, OSError where the Hub fails.
     """
     config = Path(find_config(name, revision=revision))
     commit = extract_commit_hash(str(config), None) or revision
     if read_json(config).get("weights_from") is not None:
         raise RangeError
-    with TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        (folder / "config.json").write_bytes(config.read_bytes())
-        if not _fetch_header(name, WEIGHTS, commit, folder):
-            if not _fetch_whole(name, WEIGHTS_INDEX, commit, folder):
+    (folder / "config.json").write_bytes(config.read_bytes())
+    if not _fetch_header(name, WEIGHTS, commit, folder):
+        if not _fetch_whole(name, WEIGHTS_INDEX, commit, folder):
+            raise RangeError
+        for shard in sorted(set(read_index(folder / WEIGHTS_INDEX).values())):
+            if not _fetch_header(name, shard, commit, folder):
                 raise RangeError
-            for shard in sorted(set(read_index(folder / WEIGHTS_INDEX).values())):
-                if not _fetch_header(name, shard, commit, folder):
-                    raise RangeError
-        for side_file in (*SIDE_FILES, KNOBS_FILE):
-            _fetch_whole(name, side_file, commit, folder)
-        yield folder
+    for side_file in (*SIDE_FILES, KNOBS_FILE):
+        _fetch_whole(name, side_file, commit, folder)
 
 
 def _fetch_whole(name: str, file: str, commit: str | None, folder: Path) -> bool:

@@ -41,11 +41,8 @@ def foreign_config(
     _add_from_tensors(fields, shapes, source, notes)
     if "aux_hidden_state_layer_ids" not in overrides:
         ids, reason = _find_ids(files, producer, convention)
-        if ids is None:
-            notes.append(reason)
-        else:
-            fields["aux_hidden_state_layer_ids"] = ids
-            reasons.append(reason)
+        fields["aux_hidden_state_layer_ids"] = ids
+        (notes if ids is None else reasons).append(reason)
     fields |= overrides
     _add_target_width(fields, files, shapes, notes)
     dtype = next(
@@ -106,7 +103,7 @@ def _add_from_tensors(fields: dict[str, Any], shapes: Shapes, source: str, notes
         notes.append(f"layer_types lists {len(fields['layer_types'])} layers, the target's: not used")
         del fields["layer_types"]
     if f"{first}.kv_a_proj_with_mqa.weight" not in shapes:
-        for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+        for name in keys.LATENT:
             fields.pop(name, None)  # of the target, whose whole config some producers write
     elif fields.get("kv_lora_rank") is None:
         raise ValueError(
@@ -158,32 +155,22 @@ def _add_sizes(fields: dict[str, Any], shapes: Shapes, source: str, notes: list[
 def _find_ids(files: CheckpointFiles, producer: Producer, convention: str | None) -> tuple[list[int] | None, str]:
     """Returns the boundary ids of the captured states and where they were found; None and what to do where they are
     nowhere."""
-    config, nested = files.config, keys.eagle_config(files.config)
-    at_top = next((config[key] for key in ("eagle_aux_hidden_state_layer_ids",) if config.get(key) is not None), None)
-    in_nest, as_output = nested.get("eagle_aux_hidden_state_layer_ids"), config.get("aux_hidden_states_layer_ids")
-    where = f"{files.source}: config.json: "
+    config, where = files.config, f"{files.source}: config.json: "
+    key = "eagle_aux_hidden_state_layer_ids"
+    at_top, in_nest = config.get(key), keys.eagle_config(config).get(key)
+    as_output = config.get("aux_hidden_states_layer_ids")
     if at_top is not None:
-        ids, reason = layer_ids.resolve(
-            at_top, f"{where}eagle_aux_hidden_state_layer_ids", convention or "boundary", None
-        )
+        ids, reason = layer_ids.resolve(at_top, f"{where}{key}", convention or "boundary", None)
         if in_nest is not None and convention is None and in_nest not in (ids, [i - 1 for i in ids]):
-            raise ValueError(
-                f"{where}eagle_aux_hidden_state_layer_ids is {ids}, in eagle_config {in_nest}; expected the same"
-                " layers."
-            )
+            raise ValueError(f"{where}{key} is {ids}, in eagle_config {in_nest}; expected the same layers.")
         return ids, reason
     if as_output is not None:
         return layer_ids.resolve(as_output, f"{where}aux_hidden_states_layer_ids", convention or "output", None)
     if in_nest is not None:
-        return layer_ids.resolve(
-            in_nest, f"{where}eagle_config.eagle_aux_hidden_state_layer_ids", convention, producer.convention
-        )
-    return (
-        None,
-        (
-            "config.json names no target layers: the engines' default [2, L // 2, L - 3] is used; pass"
-            " aux_hidden_state_layer_ids=[...] if the drafter was trained on others (low acceptance is the sign)"
-        ),
+        return layer_ids.resolve(in_nest, f"{where}eagle_config.{key}", convention, producer.convention)
+    return None, (
+        "config.json names no target layers: the engines' default [2, L // 2, L - 3] is used; pass"
+        " aux_hidden_state_layer_ids=[...] if the drafter was trained on others (low acceptance is the sign)"
     )
 
 
@@ -234,16 +221,7 @@ def build_config(fields: dict[str, Any], source: str) -> Eagle31Config:
     """Returns the config of these fields. Raises ValueError, naming the checkpoint, for fields that it refuses."""
     try:
         return Eagle31Config.from_dict(fields)
-    except (
-        StrictDataclassError,
-        ZeroDivisionError,
-        KeyError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        IndexError,
-        OverflowError,
-    ) as error:
+    except (StrictDataclassError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{source}: config.json: {str(error)[:500]}") from error
 
 
@@ -258,14 +236,10 @@ def check_computable(config: Eagle31Config, source: str) -> None:
     try:
         frequencies = Phi3RotaryEmbedding(config).inv_freq  # type: ignore[arg-type]
         reason = "" if frequencies.isfinite().all() else "frequencies are not finite"
-        latent_factors = [
-            config.rope_parameters.get(name, 1.0)
-            for name in ("factor", "mscale_all_dim")
-            if config.kv_lora_rank is not None
-        ]
-        if not all(isinstance(factor, int | float) for factor in latent_factors):
+        factors = [config.rope_parameters.get(name, 1.0) for name in ("factor", "mscale_all_dim")]
+        if config.kv_lora_rank is not None and not all(isinstance(factor, int | float) for factor in factors):
             reason = "factor or mscale_all_dim is no number"
-    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
         reason = f"{type(error).__name__}: {error}"
     if reason:
         rope = str(config.rope_parameters)[:200]

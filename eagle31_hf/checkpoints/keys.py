@@ -70,7 +70,11 @@ def read_fields(config: dict[str, Any], source: str) -> dict[str, Any]:
     fields = {name: config[name] for name in (*GEOMETRY, *DRAFTER) if config.get(name) is not None}
     for name, alias in (("norm_before_fc", nested.get("norm_before_fc")), ("fc_norm", config.get("use_aux_norm"))):
         if alias is not None:
-            _agree(source, name, fields.setdefault(name, alias), alias)
+            stated = fields.setdefault(name, alias)
+            if stated != alias:
+                raise ValueError(
+                    f"{source}: config.json states {name} twice, as {stated} and {alias}; expected one value."
+                )
     for name in FLOATS:
         if type(fields.get(name)) is int:
             fields[name] = float(fields[name])
@@ -99,13 +103,8 @@ def _flatten(config: dict[str, Any], source: str) -> dict[str, Any]:
 def _object(config: dict[str, Any], key: str, source: str) -> dict[str, Any]:
     value = config.get(key) or {}
     if not isinstance(value, dict):
-        raise ValueError(f"{source}: config.json: {key} is {str(value)[:80]!r}; expected an object or null.")
+        raise ValueError(f"{source}: config.json: {key} is {repr(value)[:80]}; expected an object or null.")
     return value
-
-
-def _agree(source: str, name: str, value: Any, other: Any) -> None:
-    if value != other:
-        raise ValueError(f"{source}: config.json states {name} twice, as {value} and {other}; expected one value.")
 
 
 def rope_parameters(config: dict[str, Any], source: str) -> dict[str, Any]:
@@ -114,10 +113,7 @@ def rope_parameters(config: dict[str, Any], source: str) -> dict[str, Any]:
 
     Raises ValueError where they contradict each other.
     """
-    given, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
-    for name, value in (("rope_parameters", given), ("rope_scaling", scaling)):
-        if not isinstance(value, dict):
-            raise ValueError(f"{source}: config.json: {name} is {value!r}; expected an object or null.")
+    given, scaling = (_object(config, name, source) for name in ("rope_parameters", "rope_scaling"))
     if any(isinstance(value, dict) for value in given.values()):
         raise ValueError(
             f"{source}: config.json: rope_parameters differ by layer type ({', '.join(given)}); expected one set. "
@@ -149,12 +145,9 @@ def rope_parameters(config: dict[str, Any], source: str) -> dict[str, Any]:
 
 def write_geometry(config: Eagle31Config) -> dict[str, Any]:
     """Returns the keys that both families of formats share, with rope in every spelling, for old and new readers."""
-    values = {name: getattr(config, name) for name in GEOMETRY}
-    values = {
-        name: value
-        for name, value in values.items()
-        if value is not None or (name not in LATENT and name != "sliding_window")
-    }
+    given = {name: getattr(config, name) for name in GEOMETRY}
+    left_out = {name for name in (*LATENT, "sliding_window") if given[name] is None}
+    values = {name: value for name, value in given.items() if name not in left_out}
     rope = dict(config.rope_parameters)
     scaling = {name: value for name, value in rope.items() if name not in ("rope_theta", "partial_rotary_factor")}
     partial = {"partial_rotary_factor": rope["partial_rotary_factor"]} if "partial_rotary_factor" in rope else {}

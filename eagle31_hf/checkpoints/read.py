@@ -5,7 +5,7 @@ Everything that can be refused is refused here, by headers alone, before a weigh
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,11 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from torch import Tensor
 
 from .. import vocab
-from ..configuration import Eagle31Config, base_names, completes_configs
+from ..configuration import HUB_OPTIONS, Eagle31Config, base_names, completes_configs
 from ..json_file import show
 from ..names import nearest, refuse_unknown
 from . import keys, layer_ids
-from .files import FLOATS, HUB_OPTIONS, SIDE_FILES, CheckpointFiles, StoredTensor, open_files, unpickle
+from .files import FLOATS, SIDE_FILES, CheckpointFiles, StoredTensor, open_files, unpickle
 from .infer import build_config, check_computable, foreign_config
 from .knobs import read_knobs
 from .producers import NATIVE, identify
@@ -144,21 +144,16 @@ def _understand(
         refuse_other_graphs(shapes, files.source, files.config.get("model_type"))
         config = foreign_config(files, producer, shapes, overrides, aux_layer_convention, reasons, notes)
     checkpoint = Checkpoint(source, files, producer.name, config, tensors, {}, dropped, reasons, notes, knobs)
-    return _checked(checkpoint)
+    _complete(checkpoint)
+    return checkpoint
 
 
 def _follow(
     files: CheckpointFiles, overrides: dict[str, Any], hub: Mapping[str, Any]
 ) -> tuple[CheckpointFiles, dict[str, Any]]:
     """Returns the files to which a Hub-hosted config points, and the fields it states, over which `overrides` win."""
-    where, link = f"{files.source}: config.json: weights_from", files.config["weights_from"]
-    if (
-        not isinstance(link, dict)
-        or not isinstance(link.get("repo_id"), str)
-        or not isinstance(link.get("revision", ""), str)
-    ):
-        raise ValueError(f'{where} is {link!r}; expected {{"repo_id": "owner/name", "revision": "commit"}}.')
-    repo_id = link["repo_id"]
+    where = f"{files.source}: config.json: weights_from"
+    repo_id, revision = linked_weights(files.config["weights_from"], where)
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
@@ -176,12 +171,21 @@ def _follow(
     refuse_unknown(
         stated, FIELDS, "fields of Eagle31Config, which win over those of the weights", f"{files.source}: config.json: "
     )
-    base = open_files(repo_id, revision=link.get("revision"), **options)
+    base = open_files(repo_id, revision=revision, **options)
     if base.config.get("weights_from") is not None:
         raise ValueError(
             f"{where} names {repo_id}, which holds no weights but points on; expected the repository that holds them."
         )
     return base, stated | overrides
+
+
+def linked_weights(link: Any, where: str) -> tuple[str, str | None]:
+    """Returns repository and revision of a `weights_from`, which stands at `where`. Raises ValueError for what is
+    none."""
+    repo_id, revision = (link.get("repo_id"), link.get("revision")) if isinstance(link, dict) else (None, None)
+    if not isinstance(repo_id, str) or not isinstance(revision, str | None):
+        raise ValueError(f'{where} is {link!r}; expected {{"repo_id": "owner/name", "revision": "commit"}}.')
+    return repo_id, revision
 
 
 def _misspelt(values: Mapping[str, Any]) -> list[str]:
@@ -195,22 +199,19 @@ def _misspelt(values: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _checked(checkpoint: Checkpoint) -> Checkpoint:
-    """Returns the checkpoint with its vocabulary maps.
+def _complete(checkpoint: Checkpoint) -> None:
+    """Adds the tensors that are made to a checkpoint, and takes those out that are not needed.
 
-    Raises ValueError unless the tensors are exactly those that the config asks for.
+    Raises ValueError unless the tensors are then exactly those that the config asks for.
     """
-    source = checkpoint.files.source
-    config = checkpoint.config
-    tensors = dict(checkpoint.tensors)
+    source, config = checkpoint.files.source, checkpoint.config
+    tensors, dropped = checkpoint.tensors, checkpoint.dropped
+    names = {stored.name: name for name, stored in tensors.items()}
     if config.aux_hidden_state_layer_ids is not None:
         layer_ids.check(config.aux_hidden_state_layer_ids, f"{source}: config.json: aux_hidden_state_layer_ids")
     expected = expected_tensors(config)
-    dropped = dict(checkpoint.dropped)
-    notes = list(checkpoint.notes)
-    made: dict[str, Tensor] = {}
     if "d2t" in expected:
-        made |= _vocabulary_map(checkpoint, notes)
+        checkpoint.made.update(_vocabulary_map(checkpoint))
     else:
         for name in vocab.MAPS:
             if name in tensors:
@@ -218,18 +219,19 @@ def _checked(checkpoint: Checkpoint) -> Checkpoint:
                 dropped[tensors.pop(name).name] = "the draft vocabulary is the target's"
     for name in expected.keys() - tensors.keys():
         if name.endswith("self_attn.o_proj.bias") and checkpoint.format != NATIVE:
-            made[name] = torch.zeros(expected[name], dtype=getattr(torch, str(config.dtype).removeprefix("torch.")))
+            dtype = getattr(torch, str(config.dtype).removeprefix("torch."))
+            checkpoint.made[name] = torch.zeros(expected[name], dtype=dtype)
     for flag, name in (("share_target_embeddings", "embed_tokens.weight"), ("share_target_head", "lm_head.weight")):
         if checkpoint.format != NATIVE and getattr(config, flag) and name in tensors:
             dropped[tensors.pop(name).name] = f"{flag} is on: the target's is used"
-    _compare(source, expected, tensors, made, {stored.name: name for name, stored in checkpoint.tensors.items()})
+    _compare(checkpoint, expected, names)
     check_computable(config, source)
-    return replace(checkpoint, tensors=tensors, made=made, dropped=dropped, notes=notes)
 
 
-def _compare(
-    source: str, expected: Shapes, tensors: dict[str, StoredTensor], made: Mapping[str, Tensor], names: dict[str, str]
-) -> None:
+def _compare(checkpoint: Checkpoint, expected: Shapes, names: dict[str, str]) -> None:
+    """Raises ValueError where tensors and config disagree. `names`: on disk -> native, for the message."""
+    tensors, made = checkpoint.tensors, checkpoint.made
+    source = checkpoint.files.source
     missing, extra = sorted(expected.keys() - tensors.keys() - made.keys()), sorted(tensors.keys() - expected.keys())
     if missing or extra:
         renamed = {old: new for old, new in names.items() if old != new}
@@ -258,18 +260,16 @@ def _some(names: Collection[str]) -> str:
     return listed if len(names) <= 40 else f"{listed} and {len(names) - 40} more"
 
 
-def _vocabulary_map(checkpoint: Checkpoint, notes: list[str]) -> dict[str, Tensor]:
+def _vocabulary_map(checkpoint: Checkpoint) -> dict[str, Tensor]:
     """Returns `d2t` (Vd,) int64 and `t2d` (V,) bool; the second is always rebuilt from the first.
 
     Raises ValueError for maps that are none, or of another size.
     """
-    source = checkpoint.files.source
-    config = checkpoint.config
-    tensors = checkpoint.tensors
+    config, tensors = checkpoint.config, checkpoint.tensors
     if "d2t" in tensors:
         d2t, where = _load_map(tensors["d2t"]), f"{tensors['d2t'].file}: "
     else:
-        d2t, where = _side_map(checkpoint, notes), f"{source}: "
+        d2t, where = _side_map(checkpoint), f"{checkpoint.files.source}: "
     if d2t.shape != (config.draft_vocab_size,):
         raise ValueError(
             f"{where}d2t has shape {tuple(d2t.shape)}; expected ({config.draft_vocab_size},), one entry a row of"
@@ -283,7 +283,7 @@ def _vocabulary_map(checkpoint: Checkpoint, notes: list[str]) -> dict[str, Tenso
     if "t2d" in tensors:
         stored = _load_map(tensors["t2d"]).bool().flatten()
         if not torch.equal(stored, t2d):
-            notes.append(
+            checkpoint.notes.append(
                 f"t2d marks {int(stored.sum())} ids and is not what d2t says ({int(t2d.sum())} ids): rebuilt from d2t"
             )
     return {"d2t": d2t, "t2d": t2d}
@@ -299,7 +299,7 @@ def _load_map(stored: StoredTensor) -> Tensor:
     return tensor if tensor.dtype == torch.bool else tensor.long()
 
 
-def _side_map(checkpoint: Checkpoint, notes: list[str]) -> Tensor:
+def _side_map(checkpoint: Checkpoint) -> Tensor:
     """Returns the draft vocabulary of older checkpoints of NeMo, which keep its absolute ids in a file of their own.
 
     Raises ValueError where there is no such file.
@@ -310,7 +310,7 @@ def _side_map(checkpoint: Checkpoint, notes: list[str]) -> Tensor:
             ids = unpickle(checkpoint.folder / name).get("selected_token_ids")
             ids = torch.tensor(ids) if isinstance(ids, list) and all(type(i) is int for i in ids) else ids
             if isinstance(ids, Tensor) and ids.dim() == 1 and not ids.is_floating_point():
-                notes.append(f"the draft vocabulary is from {name}: the weights have no d2t")
+                checkpoint.notes.append(f"the draft vocabulary is from {name}: the weights have no d2t")
                 return vocab.offsets(ids)
     raise ValueError(
         f"{checkpoint.files.source}: lm_head.weight has {config.draft_vocab_size} rows for a vocabulary of"

@@ -91,12 +91,11 @@ def _taken(path: Path) -> int:
     while True:
         descriptor = _locked(path)
         try:
-            is_in_place = _is_in_place(descriptor, path)
+            if _is_in_place(descriptor, path):
+                return descriptor
         except BaseException:
             _release(descriptor)
             raise
-        if is_in_place:
-            return descriptor
         _release(descriptor)
 
 
@@ -123,14 +122,13 @@ def _locked(path: Path) -> int:
         if not try_lock(descriptor):
             logger.warning("%s: another process is changing this folder; waiting for it to finish.", path.parent)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-    except OSError as error:
+    except BaseException as error:
         os.close(descriptor)
+        if not isinstance(error, OSError):
+            raise
         raise OSError(
             f"{path}: its file system does not lock files ({error.strerror}), so others could interfere. {remedy}"
         ) from None
-    except BaseException:
-        os.close(descriptor)
-        raise
     return descriptor
 
 
@@ -167,11 +165,15 @@ def stamps(source: str | os.PathLike | None, subfolder: str | None = None) -> St
     return found
 
 
+class FolderChangedError(OSError):
+    """Raised where a folder has changed while it was read."""
+
+
 @contextmanager
 def unchanged(before: Stamps, source: str | os.PathLike | None, subfolder: str | None = None) -> Iterator[None]:
     """A context for reading a folder, whose stamps were `before`.
 
-    Raises OSError at its end, whatever was raised in it, where the folder has changed meanwhile.
+    Raises FolderChangedError at its end, whatever was raised in it, where the folder has changed meanwhile.
     """
     failure = None
     try:
@@ -181,11 +183,10 @@ def unchanged(before: Stamps, source: str | os.PathLike | None, subfolder: str |
     now = stamps(source, subfolder)
     changed = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
     if changed:
-        message = (
+        raise FolderChangedError(
             f"{changed[0]}: was changed while it was read; expected it to stay as it is. Nothing was written; run it"
             " again."
-        )
-        raise OSError(message) from failure
+        ) from failure
     if failure is not None:
         raise failure
 
@@ -203,16 +204,13 @@ def reads_one_state(argument: str) -> Callable[[Function], Function]:
         @functools.wraps(function)
         def read(*args: Any, **kwargs: Any) -> Any:
             source, failure = signature.bind(*args, **kwargs).arguments.get(argument), None
+            place = source, kwargs.get("subfolder")
             for _ in range(ATTEMPTS):
-                before = stamps(source, kwargs.get("subfolder"))
                 try:
-                    result, failure = function(*args, **kwargs), None
-                except Exception as error:  # if the folder changed meanwhile, it says nothing about its content
-                    result, failure = None, error
-                if stamps(source, kwargs.get("subfolder")) == before:
-                    if failure is not None:
-                        raise failure
-                    return result
+                    with unchanged(stamps(*place), *place):
+                        return function(*args, **kwargs)
+                except FolderChangedError as error:
+                    failure = error.__cause__
             raise OSError(
                 f"{source}: was changed while it was read, {ATTEMPTS} times in a row; expected it to settle."
             ) from failure

@@ -5,6 +5,7 @@ vocabulary.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 
 from ..configuration import Eagle31Config
@@ -58,7 +59,7 @@ def native_names(names: Iterable[str], source: str) -> tuple[dict[str, str], dic
     dropped = {}
     short_names = {name.removeprefix("model.") for name in names}
     for name in sorted(names):
-        short = re.sub(r"^model\.", "", name)
+        short = name.removeprefix("model.")
         reason = next((why for pattern, why in DROPPED if re.search(pattern, short)), None)
         if reason is None or (
             "hidden_norm" in name and short.replace("hidden_norm", "input_layernorm") not in short_names
@@ -66,12 +67,10 @@ def native_names(names: Iterable[str], source: str) -> tuple[dict[str, str], dic
             renamed[name] = native_name(name)
         else:
             dropped[name] = reason
-    by_target: dict[str, list[str]] = {}
-    for name, target in renamed.items():
-        by_target.setdefault(target, []).append(name)
-    for target, sources in by_target.items():
-        if len(sources) > 1:
-            raise ValueError(f"{source}: {' and '.join(sources)} both mean {target}; expected one of them.")
+    for target, count in Counter(renamed.values()).items():
+        if count > 1:
+            found = " and ".join(name for name in renamed if renamed[name] == target)
+            raise ValueError(f"{source}: {found} both mean {target}; expected one of them.")
     return renamed, dropped
 
 
@@ -121,23 +120,27 @@ def expected_tensors(config: Eagle31Config) -> Shapes:
 
     This is the one description of the native format.
     """
-    h, fused = config.hidden_size, config.num_aux_states * config.target_hidden_size
-    shapes: Shapes = {"fc.weight": (h, fused), "norm.weight": (h,)}
-    if config.fc_bias:
-        shapes["fc.bias"] = (h,)
+    h, width = config.hidden_size, config.target_hidden_size
+    fused = config.num_aux_states * width
+    shapes = _linear("fc", h, fused, config.fc_bias) | {"norm.weight": (h,)}
     if config.fc_norm:
-        shapes |= {f"fc_norm.{k}.weight": (config.target_hidden_size,) for k in range(config.num_aux_states)}
+        shapes |= {f"fc_norm.{k}.weight": (width,) for k in range(config.num_aux_states)}
     if config.norm_before_fc:
         shapes["input_norm.weight"] = (fused,)
     for i in range(config.num_hidden_layers):
         shapes |= {f"layers.{i}.{name}": shape for name, shape in _layer(config, is_fused=i == 0).items()}
     if not config.share_target_head:
-        shapes["lm_head.weight"] = (config.draft_vocab_size, h)
+        shapes |= _linear("lm_head", config.draft_vocab_size, h)
     if not config.share_target_embeddings:
         shapes["embed_tokens.weight"] = (config.vocab_size, h)
     if config.draft_vocab_size < config.vocab_size:
         shapes |= {"d2t": (config.draft_vocab_size,), "t2d": (config.vocab_size,)}
     return shapes
+
+
+def _linear(name: str, out_features: int, in_features: int, has_bias: bool = False) -> Shapes:
+    shapes: Shapes = {f"{name}.weight": (out_features, in_features)}
+    return shapes | {f"{name}.bias": (out_features,)} if has_bias else shapes
 
 
 def _layer(config: Eagle31Config, is_fused: bool) -> Shapes:
@@ -147,48 +150,32 @@ def _layer(config: Eagle31Config, is_fused: bool) -> Shapes:
     if is_fused:
         shapes["hidden_norm.weight"] = (h,)
     shapes |= {f"self_attn.{name}": shape for name, shape in attention(config, (2 if is_fused else 1) * h).items()}
-    for name, shape in (("gate_proj", (width, h)), ("up_proj", (width, h)), ("down_proj", (h, width))):
-        shapes[f"mlp.{name}.weight"] = shape
-        if config.mlp_bias:
-            shapes[f"mlp.{name}.bias"] = shape[:1]
+    for name, size, in_features in (("gate_proj", width, h), ("up_proj", width, h), ("down_proj", h, width)):
+        shapes |= _linear(f"mlp.{name}", size, in_features, config.mlp_bias)
     return shapes
 
 
 def _grouped_attention(config: Eagle31Config, in_features: int) -> Shapes:
     q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    linear = {
-        "q_proj": (q, in_features),
-        "k_proj": (kv, in_features),
-        "v_proj": (kv, in_features),
-        "o_proj": (config.hidden_size, q),
-    }
-    shapes: Shapes = {f"{name}.weight": shape for name, shape in linear.items()}
-    if config.attention_bias:
-        shapes |= {f"{name}.bias": shape[:1] for name, shape in linear.items()}
+    shapes = _linear("o_proj", config.hidden_size, q, config.attention_bias)
+    for name, size in (("q_proj", q), ("k_proj", kv), ("v_proj", kv)):
+        shapes |= _linear(name, size, in_features, config.attention_bias)
     if config.qk_norm:
         shapes |= {"q_norm.weight": (config.head_dim,), "k_norm.weight": (config.head_dim,)}
     return shapes
 
 
 def _latent_attention(config: Eagle31Config, in_features: int) -> Shapes:
-    heads = config.num_attention_heads
-    rank = config.kv_lora_rank
-    rope = config.qk_rope_head_dim
-    q = heads * (config.qk_nope_head_dim + rope)
-    shapes: Shapes = {
-        "kv_a_proj_with_mqa.weight": (rank + rope, in_features),
-        "kv_a_layernorm.weight": (rank,),
-        "kv_b_proj.weight": (heads * (config.qk_nope_head_dim + config.v_head_dim), rank),
-        "o_proj.weight": (config.hidden_size, heads * config.v_head_dim),
-    }
-    if config.attention_bias:
-        shapes |= {"kv_a_proj_with_mqa.bias": (rank + rope,), "o_proj.bias": (config.hidden_size,)}
-    if config.q_lora_rank is None:
-        return shapes | {"q_proj.weight": (q, in_features)}
-    if config.attention_bias:
-        shapes["q_a_proj.bias"] = (config.q_lora_rank,)
-    return shapes | {
-        "q_a_proj.weight": (config.q_lora_rank, in_features),
-        "q_a_layernorm.weight": (config.q_lora_rank,),
-        "q_b_proj.weight": (q, config.q_lora_rank),
-    }
+    heads, bias = config.num_attention_heads, config.attention_bias
+    q_rank, rank = config.q_lora_rank, config.kv_lora_rank
+    nope, rope = config.qk_nope_head_dim, config.qk_rope_head_dim
+    shapes = (
+        _linear("kv_a_proj_with_mqa", rank + rope, in_features, bias)
+        | {"kv_a_layernorm.weight": (rank,)}
+        | _linear("kv_b_proj", heads * (nope + config.v_head_dim), rank)
+        | _linear("o_proj", config.hidden_size, heads * config.v_head_dim, bias)
+    )
+    if q_rank is None:
+        return shapes | _linear("q_proj", heads * (nope + rope), in_features)
+    queries = _linear("q_a_proj", q_rank, in_features, bias) | _linear("q_b_proj", heads * (nope + rope), q_rank)
+    return shapes | queries | {"q_a_layernorm.weight": (q_rank,)}

@@ -1,12 +1,10 @@
 """A report's files: report.json, report.md, report.html and its charts."""
 
-import os
 import re
-import secrets
 from itertools import count
 from pathlib import Path
 
-from ..storage.folders import replace_json
+from ..storage.folders import replace_json, replacing
 from . import plots
 from .document import Chart, HeatMap, Report
 from .page import page
@@ -43,10 +41,6 @@ def _free(stem: str, taken: set[str]) -> str:
 
 
 def _replace(path: Path, data: bytes) -> Path:
-    staged = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
+    with replacing(path) as staged:
         staged.write_bytes(data)
-        os.replace(staged, path)
-    finally:
-        staged.unlink(missing_ok=True)
     return path

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..json_file import parse_value
+from ..json_file import levels, parse_value
 from ..targets.context import why_too_long
 from .fields import FIELDS, GENERATION, IGNORED, LONGEST_OPTION, MOST_ITEMS, ONLY_DEFAULT, REQUIRED, is_number
 from .images import MOST_IMAGES
@@ -38,12 +38,16 @@ class Served:
 
 def parsed(data: bytes) -> dict[str, Any]:
     """Returns the JSON object of a request. Raises RequestError for anything else."""
+    return _object(data, "the request", "one JSON object")
+
+
+def _object(data: bytes | str, what: str, expected: str, param: str | None = None) -> dict[str, Any]:
     try:
-        value = parse_value(data.decode())
+        value = parse_value(data if isinstance(data, str) else data.decode())
     except ValueError as error:
-        raise RequestError(f"the request is not JSON ({error}); expected one JSON object.") from None
+        raise RequestError(f"{what} is not JSON ({error}); expected {expected}.", param) from None
     if not isinstance(value, dict):
-        raise RequestError(f"the request is {shown(value)}; expected one JSON object.")
+        raise RequestError(f"{what} is {shown(value)}; expected {expected}.", param)
     return value
 
 
@@ -57,8 +61,10 @@ def checked(route: str, body: dict[str, Any], served: Served) -> dict[str, Any]:
     for name in REQUIRED:
         if name in fields and name not in given:
             raise RequestError(f"{name} is missing; expected {fields[name].expected}.", name)
-    _check_model(given.get("model", served.model), served)
-    given.pop("model", None)  # it is the only one
+    name = given.pop("model", served.model)
+    if name not in (served.model, NO_MODEL):
+        message = f"model is {shown(name)}; expected {shown(served.model)}, the only one here."
+        raise RequestError(message, "model", "model_not_found")
     if given.get("tool_choice") == "none":
         given.pop("tools", None)
     read = {name: value for name, value in given.items() if name in fields}
@@ -86,56 +92,30 @@ def _check_field(name: str, value: Any, route: str) -> None:
         raise RequestError(f"{shown(name)} is no field of {route}; expected some of {', '.join(fields)}.", name)
 
 
-def _check_model(name: str, served: Served) -> None:
-    if name not in (served.model, NO_MODEL):
-        message = f"model is {shown(name)}; expected {shown(served.model)}, the only one here."
-        raise RequestError(message, "model", "model_not_found")
-
-
 def _texts(body: dict[str, Any]) -> Iterator[str]:
-    """Yields all text of a request, level by level: recursion would exhaust the stack. Raises RequestError where there
-    are too many values, or they are nested too deep, and for text that is no UTF-8."""
-    level, count = list[Any]([body]), 0
-    for _ in range(MOST_DEPTH):
+    """Yields all text of a request. Raises RequestError where there are too many values, or they are nested too deep,
+    and for text that is no UTF-8."""
+    count = 0
+    for depth, level in enumerate(levels(body), 1):
         count += len(level)
-        _check_size(count, level)
+        if depth > MOST_DEPTH:
+            raise RequestError(f"the request is nested more than {MOST_DEPTH} deep; expected less.")
+        if count > MOST_VALUES:
+            raise RequestError(f"the request has more than {MOST_VALUES} values; expected fewer.")
+        if any(len(value) > MOST_ITEMS for value in level if isinstance(value, list | dict)):
+            raise RequestError(f"the request has a list or an object of more than {MOST_ITEMS} values; expected fewer.")
         for text in level:
             if isinstance(text, str):
-                _check_surrogates(text)
+                found = SURROGATE.search(text)
+                if found:
+                    raise RequestError(f"the request has the lone surrogate {found[0]!a}; expected text in UTF-8.")
                 yield text
-        level = [child for value in level if isinstance(value, list | dict) for child in _children(value)]
-        if not level:
-            return
-    raise RequestError(f"the request is nested more than {MOST_DEPTH} deep; expected less.")
-
-
-def _check_size(count: int, level: list[Any]) -> None:
-    if count > MOST_VALUES:
-        raise RequestError(f"the request has more than {MOST_VALUES} values; expected fewer.")
-    if any(len(value) > MOST_ITEMS for value in level if isinstance(value, list | dict)):
-        raise RequestError(f"the request has a list or an object of more than {MOST_ITEMS} values; expected fewer.")
-
-
-def _check_surrogates(text: str) -> None:
-    found = SURROGATE.search(text)
-    if found:
-        raise RequestError(f"the request has the lone surrogate {found[0]!a}; expected text in UTF-8.")
-
-
-def _children(value: list | dict) -> list[Any]:
-    """Returns the values in a value, the names of an object among them."""
-    return [*value, *value.values()] if isinstance(value, dict) else value
 
 
 def _generation_config(text: str, served: Served) -> str:
     """Returns the arguments of generate() in a request, for `GenerationConfig`. Clients send whole configs, in which
     null stands for what is as it always is."""
-    try:
-        values = parse_value(text)
-    except ValueError as error:
-        raise RequestError(f"{CONFIG} is not JSON ({error}); expected an object.", CONFIG) from None
-    if not isinstance(values, dict):
-        raise RequestError(f"{CONFIG} is {shown(values)}; expected an object.", CONFIG)
+    values = _object(text, CONFIG, "an object", CONFIG)
     given = {
         name: value for name, value in values.items() if value not in (None, []) and name != "transformers_version"
     }

@@ -175,7 +175,9 @@ class _Pieces:
 
 
 class ClientWatch:
-    """An ASGI application around another: notes when a request's client goes away."""
+    """An ASGI application around another: notes when a request's client goes away. Once a request has come whole, a
+    task waits for the end of the connection, all that can still come: the application does not ask for it while it
+    generates."""
 
     def __init__(self, app: Any):
         self.app = app
@@ -185,41 +187,28 @@ class ClientWatch:
             await self.app(scope, receive, send)
             return
         call = Call()
-        request = _WatchedRequest(receive, call.is_gone)
+        waiting: asyncio.Task | None = None
+
+        async def end_of_connection() -> Any:
+            message = await receive()
+            call.is_gone.set()
+            return message
+
+        async def watched() -> Any:
+            nonlocal waiting
+            if waiting is not None:
+                return await asyncio.shield(waiting)
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                call.is_gone.set()
+            elif not message.get("more_body"):
+                waiting = asyncio.create_task(end_of_connection())
+            return message
+
         token = _call.set(call)
         try:
-            await self.app(scope, request.receive, send)
+            await self.app(scope, watched, send)
         finally:
-            request.end()
+            if waiting is not None:
+                waiting.cancel()
             _call.reset(token)
-
-
-class _WatchedRequest:
-    """What a client sends. Once that has come whole, a task waits for the end of the connection, all that can still
-    come: the application does not ask for it while it generates. `gone` is set then."""
-
-    def __init__(self, receive: Any, gone: threading.Event):
-        self._gone = gone
-        self._receive = receive
-        self._waiting: asyncio.Task | None = None
-
-    async def receive(self) -> Any:
-        """Returns the next message, in place of the server's own."""
-        if self._waiting is not None:
-            return await asyncio.shield(self._waiting)
-        message = await self._receive()
-        if message["type"] == "http.disconnect":
-            self._gone.set()
-        elif not message.get("more_body"):
-            self._waiting = asyncio.create_task(self._wait())
-        return message
-
-    async def _wait(self) -> Any:
-        message = await self._receive()
-        self._gone.set()
-        return message
-
-    def end(self) -> None:
-        """Stops waiting: the request has been answered."""
-        if self._waiting is not None:
-            self._waiting.cancel()

@@ -70,7 +70,10 @@ def _message(message: Any, reads_images: bool, where: str) -> dict[str, Any]:
     content = "" if has_no_words else _content(message.get("content"), reads_images, f"{where}.content")
     found: dict[str, Any] = {"role": role, "content": content}
     if calls not in (None, []):  # as clients send back an answer without calls
-        found["tool_calls"] = _calls(calls, f"{where}.tool_calls")
+        where_calls = f"{where}.tool_calls"
+        if not isinstance(calls, list):
+            raise RequestError(f"{where_calls} is {shown(calls)}; expected a list of calls.", where_calls)
+        found["tool_calls"] = [_call(call, f"{where_calls}[{i}]") for i, call in enumerate(calls)]
     if message.get("tool_call_id") is not None:
         found["tool_call_id"] = _text(message, "tool_call_id", where)
     return found
@@ -103,12 +106,6 @@ def _part(part: Any, reads_images: bool, where: str) -> dict[str, Any]:
 def _address(part: dict[str, Any]) -> Any:
     url = part.get("image_url")
     return url.get("url") if isinstance(url, dict) else url
-
-
-def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    if not isinstance(calls, list):
-        raise RequestError(f"{where} is {shown(calls)}; expected a list of calls.", where)
-    return [_call(call, f"{where}[{i}]") for i, call in enumerate(calls)]
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:

@@ -84,7 +84,8 @@ class DraftingServer(Serve):
         served = served_of(self.target, target, processor)
         drafter = self.load_drafter(target)
         try_pair(target, drafter, self.knobs)
-        limits = Limits(served.context, usual_answer(target), piece_of(target, drafter, **self.knobs))
+        answer = max(USUAL_ANSWER, target.generation_config.max_new_tokens or 0)
+        limits = Limits(served.context, answer, piece_of(target, drafter, **self.knobs))
         target.generate = self._watched(target, drafter)  # of this model alone; the class keeps its own
         # From now on it has one name: transformers adds a revision, by which no client asks.
         manager.loaded_models = {self.target: manager.loaded_models[manager.process_model_name(self.target)]}
@@ -195,11 +196,6 @@ def template_arguments(processor: Any) -> frozenset[str]:
     """Returns the names of arguments of what renders a chat template: by them a client could name another template."""
     renderers = (processor.apply_chat_template, getattr(processor, "tokenizer", processor).apply_chat_template)
     return frozenset(name for each in renderers for name in inspect.signature(each).parameters) | {"messages"}
-
-
-def usual_answer(target: Any) -> int:
-    """Returns how many tokens an answer may have whose request names no number."""
-    return max(USUAL_ANSWER, target.generation_config.max_new_tokens or 0)
 
 
 def try_pair(target: Any, drafter: Any, knobs: dict[str, Any]) -> None:

@@ -21,14 +21,21 @@ def write_json(path: Path, value: Any) -> None:
         os.fsync(file.fileno())
 
 
-def replace_json(path: Path, value: Any) -> None:
-    """Writes a JSON file as `write_json` does, in place of one that may be there; it is never seen half written."""
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file to write that takes the place of `path` when the block ends well; that is never seen half written."""
     staged = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        write_json(staged, value)
+        yield staged
         os.replace(staged, path)
     finally:
         staged.unlink(missing_ok=True)
+
+
+def replace_json(path: Path, value: Any) -> None:
+    """Writes a JSON file as `write_json` does, in place of one that may be there."""
+    with replacing(path) as staged:
+        write_json(staged, value)
 
 
 def check_new_folder(destination: Path, remedy: str = NAME_ANOTHER) -> None:

@@ -1,9 +1,7 @@
 """Figures that were measured on this machine, kept between processes in the user's cache folder."""
 
 import json
-import os
 import platform
-import secrets
 import threading
 from contextlib import suppress
 from functools import cache
@@ -12,6 +10,8 @@ from typing import Any
 
 import torch
 from huggingface_hub import constants
+
+from .folders import replacing
 
 FOLDER = "eagle31_hf"  # in HF_HOME
 CPUINFO = Path("/proc/cpuinfo")
@@ -48,12 +48,8 @@ class Measured:
             self._figures = {**(self._figures or {}), **self._read(), key: figures}
             with suppress(OSError):
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                staged = self.path.with_name(f".{self.path.name}.{secrets.token_hex(4)}")
-                try:
+                with replacing(self.path) as staged:  # without a sync to disk, which takes longer than a round
                     staged.write_text(json.dumps(self._figures, indent=1, sort_keys=True), encoding="utf-8")
-                    os.replace(staged, self.path)  # no sync to disk, which takes longer than a round
-                finally:
-                    staged.unlink(missing_ok=True)
 
     def _read(self) -> dict[str, Any]:
         try:

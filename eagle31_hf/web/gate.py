@@ -31,10 +31,6 @@ class Refusal:
     message: str
     type: str = "invalid_request_error"
 
-    def body(self) -> bytes:
-        """Returns the answer as JSON, in OpenAI's form of errors."""
-        return error_json(self.message, self.type, code=self.code).encode()
-
 
 TOO_LONG = Refusal(413, "too_long", f"the request is longer than {MAX_BODY} bytes; expected less.")
 
@@ -151,7 +147,7 @@ class _Answer:
 
 async def refuse(send: Any, refusal: Refusal) -> None:
     """Answers a request by ASGI's `send`."""
-    body = refusal.body()
+    body = error_json(refusal.message, refusal.type, code=refusal.code).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if refusal.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))

@@ -3,6 +3,7 @@
 B batch, T tokens, V target vocabulary, Vd draft vocabulary.
 """
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -101,6 +102,24 @@ def test_files_and_shards(name, shards, file, tmp_path):
     layout = replace(LAYOUTS[name], file=file, shards=shards)
     drafter = layout.write(tmp_path)
     assert_same(Eagle31DrafterModel.from_pretrained(tmp_path), drafter)
+
+
+@pytest.mark.parametrize("metadata", ["null", "{}", None], ids=["null", "none in it", "left out"])
+def test_a_header_without_metadata_is_read(metadata, tmp_path):
+    """Safetensors takes all three for a sound file."""
+    drafter = SPECFORGE.write(tmp_path)
+    data = (tmp_path / "model.safetensors").read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    del header["__metadata__"]
+    if metadata is not None:
+        header["__metadata__"] = json.loads(metadata)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data[start:])
+    checkpoint = read_checkpoint(tmp_path)
+    assert checkpoint.files.metadata == {}
+    assert set(checkpoint.tensors) == set(drafter.state_dict())
 
 
 @pytest.mark.parametrize("first", ["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"])
