@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,24 +92,8 @@ class EngineOptions:
         return VLLM not in self.names
 
 
-class Engine(Protocol):
-    """What answers prompts given as ids. `name` is for the user, `identity` is what the store keeps of it."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def identity(self) -> dict[str, Any]: ...
-
-    def meet(self, ask: Ask, max_length: int) -> None: ...
-
-    def answers_by_server(self, asks: list[Ask]) -> Iterator[tuple[str, list[Told]]]: ...
-
-    def answers(self, asks: list[Ask]) -> list[Told]: ...
-
-
 class VllmEngine:
-    """vLLM in this process, which loads the target for itself when it is met.
+    """vLLM in this process, which loads the target for itself when it is met. It is asked as `Servers` are.
 
     `settings`: arguments of `vllm.LLM` that win. Raises ImportError where vLLM is not installed, ValueError for a
     target that was made in memory.
@@ -218,7 +202,7 @@ class EngineAnswers(AnswerSource):
     """Answers by an engine. `generation`: arguments of generate(), as which it samples; `vocab_size`: ids an answer may
     have."""
 
-    engine: Engine
+    engine: Servers | VllmEngine
     generation: dict[str, Any]
     vocab_size: int
 
@@ -347,7 +331,7 @@ def engine_answers(
     Raises ValueError for settings that engines do not follow, ImportError where vLLM is not installed.
     """
     _ = sampling_of(generation, source.target.generation_config)  # refuses what engines do not follow
-    engine: Engine
+    engine: Servers | VllmEngine
     if options.is_served:
         urls = tuple(dict.fromkeys(map(base_of, options.names)))
         engine = Servers(urls, source.target.name_or_path, options.requests, options.patience, tell)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from .engine_server import Ask, Server, Told, UnavailableError
@@ -51,7 +51,7 @@ class Servers:
 
     def __post_init__(self):
         self.all = [Server(url, self.patience.timeout) for url in self.urls]
-        self._changed, self._telling = threading.Condition(), threading.Lock()
+        self._changed = threading.Condition()
 
     @property
     def name(self) -> str:
@@ -97,15 +97,17 @@ class Servers:
 
     def _patiently(self, call: Callable[[], Result]) -> Result:
         """Returns what a call of a server returns, tried a few times. Raises RuntimeError when it was in vain."""
-        for tried in range(1, AT_START):
+        tried = 0
+        while True:
             try:
                 return call()
-            except UnavailableError:
-                time.sleep(self.patience.pause_after(tried))
-        try:
-            return call()
-        except UnavailableError as error:
-            raise RuntimeError(f"{error}; expected a server that is ready. Start it first, or leave it out.") from None
+            except UnavailableError as error:
+                tried += 1
+                if tried == AT_START:
+                    raise RuntimeError(
+                        f"{error}; expected a server that is ready. Start it first, or leave it out."
+                    ) from None
+            time.sleep(self.patience.pause_after(tried))
 
     def answers(self, asks: list[Ask]) -> list[Told]:
         """Returns the answers to prompts, in their order.
@@ -113,28 +115,25 @@ class Servers:
         Raises RuntimeError naming the last failure where a request was tried too often, ValueError where a server
         refuses one.
         """
-        waiting, done = SimpleQueue[int](), SimpleQueue[tuple[int, Told | Exception]]()
+        num_threads = min(self.most, len(asks))
+        waiting, done = SimpleQueue[int | None](), SimpleQueue[tuple[int, Told | Exception]]()
         stop = threading.Event()
-        for index in range(len(asks)):
+        for index in (*range(len(asks)), *[None] * num_threads):
             waiting.put(index)
 
         def work() -> None:
-            while not stop.is_set() and not waiting.empty():
-                try:
-                    index = waiting.get(block=False)
-                except Empty:  # another thread took the last one
-                    return
+            for index in iter(waiting.get, None):
                 try:
                     done.put((index, self._answer(asks[index], stop)))
                 except Exception as error:
                     done.put((index, error))
 
         # Threads that wait for a server must not keep the program from ending.
-        for _ in range(min(self.most, len(asks))):
+        for _ in range(num_threads):
             threading.Thread(target=work, daemon=True).start()
         told = dict[int, Told]()
         try:
-            while len(told) < len(asks):
+            for _ in asks:
                 index, outcome = done.get()
                 if isinstance(outcome, Exception):
                     raise outcome
@@ -155,7 +154,7 @@ class Servers:
                     told = server.ask(ask)
                 except UnavailableError as error:
                     self._failed(server, known, error)
-                    if tried == self.patience.tries or self._are_lost():
+                    if tried == self.patience.tries or all(s.failures >= self.patience.tries for s in self.all):
                         raise RuntimeError(
                             f"{error}, after {max(tried, server.failures)} tries; shards that are complete are kept."
                             " Start the server again, and the same command goes on."
@@ -210,24 +209,14 @@ class Servers:
     def _failed(self, server: Server, known: int, error: UnavailableError) -> None:
         """Notes a failure, once for requests that fail together: `known` is what one knew when it began."""
         with self._changed:
-            if server.failures != known:
-                return
-            server.failures += 1
-            pause = self.patience.pause_after(server.failures)
-            server.not_before = time.monotonic() + pause
-        self._say(f"{error}; it is left out for {pause:g} seconds")
+            if server.failures == known:
+                server.failures += 1
+                pause = self.patience.pause_after(server.failures)
+                server.not_before = time.monotonic() + pause
+                self.tell(f"{error}; it is left out for {pause:g} seconds")
 
     def _succeeded(self, server: Server) -> None:
         with self._changed:
-            was_out, server.failures = server.failures > 0, 0
-            self._changed.notify_all()
-        if was_out:
-            self._say(f"{server.url} answers again")
-
-    def _say(self, line: str) -> None:
-        with self._telling:  # requests fail in threads of their own
-            self.tell(line)
-
-    def _are_lost(self) -> bool:
-        with self._changed:
-            return all(server.failures >= self.patience.tries for server in self.all)
+            if server.failures:
+                server.failures = 0
+                self.tell(f"{server.url} answers again")
