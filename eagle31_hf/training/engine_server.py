@@ -25,7 +25,7 @@ ENDS = ("stop", "length", "repetition")  # why an answer ends
 LOOP = {"min_pattern_size": 16, "max_pattern_size": LONGEST_PERIOD, "min_count": LEAST_REPETITIONS}
 
 
-class Ask(NamedTuple):
+class Request(NamedTuple):
     """A prompt for an engine: its ids, the most tokens of the answer, the seed of a sampled one, what vLLM and SGLang
     sample by (a temperature and more), the ids that end the answer, and whether it may end as soon as it repeats
     itself, since it will then be refused (vLLM heeds this)."""
@@ -38,7 +38,7 @@ class Ask(NamedTuple):
     ends_loops: bool = False
 
 
-class Told(NamedTuple):
+class Completion(NamedTuple):
     """An engine's answer: its ids, why it ended (one of ENDS), the id the engine says it stopped at, its text (None: it
     gives none), and how many tokens the engine read (None: it does not say)."""
 
@@ -67,30 +67,30 @@ class Endpoint:
     """
 
     path: str
-    body: Callable[[str, Ask], dict[str, Any]]
-    reading: Callable[[Any], Told]
+    body: Callable[[str, Request], dict[str, Any]]
+    reading: Callable[[Any], Completion]
     spare: int = 0
     penalises_prompts: bool = True
 
 
-def _completions_body(model: str, ask: Ask) -> dict[str, Any]:
-    seed = {"seed": ask.seed} if ask.sampling["temperature"] else {}
-    loops = {"repetition_detection": LOOP} if ask.ends_loops else {}
+def _completions_body(model: str, request: Request) -> dict[str, Any]:
+    seed = {"seed": request.seed} if request.sampling["temperature"] else {}
+    loops = {"repetition_detection": LOOP} if request.ends_loops else {}
     return {
         "model": model,
-        "prompt": ask.prompt,
-        "max_tokens": ask.max_tokens,
-        "stop_token_ids": ask.stops,
+        "prompt": request.prompt,
+        "max_tokens": request.max_tokens,
+        "stop_token_ids": request.stops,
         "return_token_ids": True,
         **seed,
         **loops,
-        **ask.sampling,
+        **request.sampling,
     }
 
 
-def _read_completions(response: Any) -> Told:
+def _read_completions(response: Any) -> Completion:
     (choice,) = response["choices"]
-    return Told(
+    return Completion(
         choice["token_ids"],
         choice["finish_reason"],
         choice.get("stop_reason"),
@@ -99,16 +99,16 @@ def _read_completions(response: Any) -> Told:
     )
 
 
-def _generate_body(model: str, ask: Ask) -> dict[str, Any]:
-    seed = {"sampling_seed": ask.seed} if ask.sampling["temperature"] else {}
-    params = {"max_new_tokens": ask.max_tokens, "stop_token_ids": ask.stops, **seed, **ask.sampling}
-    return {"input_ids": ask.prompt, "sampling_params": params}
+def _generate_body(model: str, request: Request) -> dict[str, Any]:
+    seed = {"sampling_seed": request.seed} if request.sampling["temperature"] else {}
+    params = {"max_new_tokens": request.max_tokens, "stop_token_ids": request.stops, **seed, **request.sampling}
+    return {"input_ids": request.prompt, "sampling_params": params}
 
 
-def _read_generate(response: Any) -> Told:
+def _read_generate(response: Any) -> Completion:
     facts = response["meta_info"]
     finish = facts["finish_reason"]
-    return Told(
+    return Completion(
         response["output_ids"], finish["type"], finish.get("matched"), response.get("text"), facts.get("prompt_tokens")
     )
 
@@ -199,35 +199,35 @@ class Server:
             ) from None
         raise ValueError(f"{self.url} serves {names or 'no model'}; expected one model, or one named {target}.")
 
-    def ask(self, ask: Ask) -> Told:
+    def complete(self, request: Request) -> Completion:
         """Asks for an answer. Raises UnavailableError and ValueError as `call` does."""
-        response = self.call(self.endpoint.path, self.endpoint.body(self.model, ask))
+        response = self.call(self.endpoint.path, self.endpoint.body(self.model, request))
         try:
-            told = self.endpoint.reading(response)
+            completion = self.endpoint.reading(response)
         except (KeyError, TypeError, IndexError, ValueError, AttributeError):
             raise OddAnswerError(f"{self.url} answers {_short(response)}; expected ids") from None
-        ids = told.ids
+        ids = completion.ids
         if not isinstance(ids, list) or not all(type(token) is int for token in ids):
             raise OddAnswerError(f"{self.url} answers with ids {_short(ids)}; expected a list of integers")
-        if told.text is not None and not isinstance(told.text, str):
-            raise OddAnswerError(f"{self.url} answers with the text {_short(told.text)}; expected words")
-        if told.finish not in ENDS:  # an engine that shuts down aborts what it works on
-            raise UnavailableError(f"{self.url} ended an answer for the reason {told.finish!r}")
-        if told.num_prompt_tokens not in (None, len(ask.prompt)):
+        if completion.text is not None and not isinstance(completion.text, str):
+            raise OddAnswerError(f"{self.url} answers with the text {_short(completion.text)}; expected words")
+        if completion.finish not in ENDS:  # an engine that shuts down aborts what it works on
+            raise UnavailableError(f"{self.url} ended an answer for the reason {completion.finish!r}")
+        if completion.num_prompt_tokens not in (None, len(request.prompt)):
             raise ValueError(
-                f"{self.url} read {told.num_prompt_tokens} tokens of a prompt of {len(ask.prompt)}; expected the ids as"
-                " they are."
+                f"{self.url} read {completion.num_prompt_tokens} tokens of a prompt of {len(request.prompt)}; expected"
+                " the ids as they are."
             )
-        return told
+        return completion
 
-    def choose_endpoint(self, ask: Ask) -> None:
+    def choose_endpoint(self, request: Request) -> None:
         """Finds the way to ask that gives ids. Raises ValueError where there is none, UnavailableError as `call`
         does."""
         failures: list[Exception] = []
         for endpoint in ENDPOINTS.values():
             self.endpoint = endpoint
             try:
-                self.ask(ask)
+                self.complete(request)
                 return
             except (UnavailableError, ValueError) as error:
                 failures.append(error)

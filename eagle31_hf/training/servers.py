@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from queue import SimpleQueue
+from multiprocessing.pool import ThreadPool
 from typing import Any, TypeVar
 
-from .engine_server import Ask, Server, Told, UnavailableError
+from .engine_server import Completion, Request, Server, UnavailableError
 
 AT_START = 4  # tries to reach a server before anything is written
 Tell = Callable[[str], None]  # is told one line at a time
-Result = TypeVar("Result")
+Given, Result = TypeVar("Given"), TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -63,19 +63,19 @@ class Servers:
         """What answers follow from besides the target's files: the model's name on the servers."""
         return {"served": self.all[0].model}
 
-    def meet(self, ask: Ask, max_length: int) -> None:
+    def meet(self, request: Request, max_length: int) -> None:
         """Finds out what each server serves and how it is asked.
 
         Raises RuntimeError for one that cannot be reached, ValueError for one that gives no ids, is shorter than
         `max_length` tokens, or serves under another name than the first.
         """
         for server in self.all:
-            self._patiently(lambda server=server: server.meet(self.target))
-            self._patiently(lambda server=server: server.choose_endpoint(ask))
-            if ask.sampling["repetition_penalty"] != 1 and not server.endpoint.penalises_prompts:
+            self._patiently(server.meet, self.target)
+            self._patiently(server.choose_endpoint, request)
+            if request.sampling["repetition_penalty"] != 1 and not server.endpoint.penalises_prompts:
                 raise ValueError(
                     f"{server.url}: SGLang leaves the prompt out of a repetition_penalty, which is"
-                    f" {ask.sampling['repetition_penalty']}; expected 1, or a server of vLLM."
+                    f" {request.sampling['repetition_penalty']}; expected 1, or a server of vLLM."
                 )
             needed = max_length + server.endpoint.spare
             if server.max_length is not None and server.max_length < needed:
@@ -90,17 +90,17 @@ class Servers:
                     " target everywhere, under one name (--served-model-name)."
                 )
 
-    def answers_by_server(self, asks: list[Ask]) -> Iterator[tuple[str, list[Told]]]:
+    def answers_by_server(self, requests: list[Request]) -> Iterator[tuple[str, list[Completion]]]:
         """Yields the address of each server and its own answers to prompts. Raises RuntimeError for one that fails."""
         for server in self.all:
-            yield server.url, [self._patiently(lambda server=server, ask=ask: server.ask(ask)) for ask in asks]
+            yield server.url, [self._patiently(server.complete, request) for request in requests]
 
-    def _patiently(self, call: Callable[[], Result]) -> Result:
+    def _patiently(self, call: Callable[[Given], Result], given: Given) -> Result:
         """Returns what a call of a server returns, tried a few times. Raises RuntimeError when it was in vain."""
         tried = 0
         while True:
             try:
-                return call()
+                return call(given)
             except UnavailableError as error:
                 tried += 1
                 if tried == AT_START:
@@ -109,49 +109,32 @@ class Servers:
                     ) from None
             time.sleep(self.patience.pause_after(tried))
 
-    def answers(self, asks: list[Ask]) -> list[Told]:
+    def answers(self, requests: list[Request]) -> list[Completion]:
         """Returns the answers to prompts, in their order.
 
         Raises RuntimeError naming the last failure where a request was tried too often, ValueError where a server
         refuses one.
         """
-        num_threads = min(self.most, len(asks))
-        waiting, done = SimpleQueue[int | None](), SimpleQueue[tuple[int, Told | Exception]]()
         stop = threading.Event()
-        for index in (*range(len(asks)), *[None] * num_threads):
-            waiting.put(index)
+        # Threads of this pool that wait for a server do not keep the program from ending.
+        with ThreadPool(max(1, min(self.most, len(requests)))) as pool:
+            try:
+                numbered = pool.imap_unordered(lambda i: (i, self._answer(requests[i], stop)), range(len(requests)))
+                completions = dict(numbered)
+            finally:
+                stop.set()
+                with self._changed:
+                    self._changed.notify_all()
+        return [completions[i] for i in range(len(requests))]
 
-        def work() -> None:
-            for index in iter(waiting.get, None):
-                try:
-                    done.put((index, self._answer(asks[index], stop)))
-                except Exception as error:
-                    done.put((index, error))
-
-        # Threads that wait for a server must not keep the program from ending.
-        for _ in range(num_threads):
-            threading.Thread(target=work, daemon=True).start()
-        told = dict[int, Told]()
-        try:
-            for _ in asks:
-                index, outcome = done.get()
-                if isinstance(outcome, Exception):
-                    raise outcome
-                told[index] = outcome
-        finally:
-            stop.set()
-            with self._changed:
-                self._changed.notify_all()
-        return [told[index] for index in range(len(asks))]
-
-    def _answer(self, ask: Ask, stop: threading.Event) -> Told:
+    def _answer(self, request: Request, stop: threading.Event) -> Completion:
         for tried in range(1, self.patience.tries + 1):
             with self._chosen(stop) as server:
                 known = server.failures
                 try:
                     if known:
                         self._meet_again(server)
-                    told = server.ask(ask)
+                    completion = server.complete(request)
                 except UnavailableError as error:
                     self._failed(server, known, error)
                     if tried == self.patience.tries or all(s.failures >= self.patience.tries for s in self.all):
@@ -161,7 +144,7 @@ class Servers:
                         ) from None
                 else:
                     self._succeeded(server)
-                    return told
+                    return completion
         raise AssertionError("the last try returns or raises")
 
     @contextmanager
