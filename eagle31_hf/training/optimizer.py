@@ -8,8 +8,7 @@ AdamW's update of a head moves a logit by as many steps as the drafter is wide, 
 Muon keeps one state for a weight, AdamW two.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -134,18 +133,6 @@ def slow_down_tables(optimizer: Optimizer, drafter: Eagle31DrafterModel) -> None
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
 
 
-@contextmanager
-def left_out(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """A context in which parameters ask for no gradients: an optimizer made in it leaves them out."""
-    for parameter in parameters:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in parameters:
-            parameter.requires_grad_(True)
-
-
 def check_same(checkpoint: str | Path, names: dict[str, str]) -> None:
     """Raises ValueError for a checkpoint that was trained by other optimizers than `names`: its states mean nothing to
     these. A checkpoint of before they were written down had no Muon; one without optimizer states suits every run."""
@@ -183,7 +170,12 @@ def with_muon(
             " gradients, or DeepSpeed or FSDP1 flattens them. Expected FSDP2 (fsdp_config={'version': 2}), or"
             " matrix_learning_rate=None."
         )
-    with left_out(matrices):
+    for matrix in matrices:
+        matrix.requires_grad_(False)  # an optimizer takes what asks for gradients
+    try:
         rest = make_rest()
+    finally:
+        for matrix in matrices:
+            matrix.requires_grad_(True)
     slow_down_tables(rest, drafter)
     return JoinedOptimizer([rest, new_muon(matrices, args.matrix_learning_rate, args.weight_decay)])

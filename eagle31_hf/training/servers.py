@@ -13,7 +13,8 @@ from .engine_server import Completion, Request, Server, UnavailableError
 
 AT_START = 4  # tries to reach a server before anything is written
 Tell = Callable[[str], None]  # is told one line at a time
-Given, Result = TypeVar("Given"), TypeVar("Result")
+Given = TypeVar("Given")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
