@@ -20,7 +20,7 @@ from eagle31_hf import Eagle31DrafterModel, Eagle31Trainer, Eagle31TrainingArgum
 from eagle31_hf.training.evaluation import Evaluation
 from eagle31_hf.training.fresh import new_drafter
 from eagle31_hf.training.losses import parse_mixture
-from eagle31_hf.training.objective import Batch, DraftingObjective, Settings, Sums
+from eagle31_hf.training.objective import Batch, DraftingObjective, Settings, means_of
 from eagle31_hf.training.optimizer import ADJUSTMENT, MOMENTUM, matrices_of
 from eagle31_hf.training.spreading import position_skips, reach_within
 
@@ -139,7 +139,7 @@ class SearchObjective(DraftingObjective):
 
     def end(self, sums: Tensor) -> None:
         """Takes the figures of a step."""
-        acceptance = torch.tensor(Sums.means(sums)["acceptance"])
+        acceptance = torch.tensor(means_of(sums)["acceptance"])
         self.reached = 0.9 * self.reached + 0.1 * acceptance.float()
 
     def _distances(self, batch, record, mixture):
@@ -314,6 +314,6 @@ def measured(material: Material, drafter: Eagle31DrafterModel) -> dict[str, Any]
             evaluation.add(batch, objective(batch))
         found[name] = evaluation.walk.tokens / evaluation.walk.rounds
         if name == SETS[0]:
-            means = Sums.means(evaluation.sums)
+            means = means_of(evaluation.sums)
             found |= {figure: [round(value, 4) for value in means[figure]] for figure in ("accuracy", "acceptance")}
     return found

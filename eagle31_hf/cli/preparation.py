@@ -53,26 +53,34 @@ def prepare_data(args: argparse.Namespace) -> int:
 
 def _options(args: argparse.Namespace) -> Any:
     """Returns the options of the data. Raises ValueError for those that do not go together."""
-    from ..training.preparation_options import PreparationOptions
-
-    engine = engine_options(args)
-    if engine is not None and not needs_weights(args):
-        _refuse_loading(args)
-    return PreparationOptions(
-        max_length=args.max_length,
+    options = data_options(
+        args,
         mask=args.mask,
-        split=args.split,
-        seed=args.seed,
         template_augmentation=args.template_augmentation,
         chat_template=None if args.chat_template is None else read_text(args.chat_template),
-        template_options=dict(args.template_option),
-        engine=engine,
         states=args.states,
         layer_ids=args.layers,
         dtype=args.states_dtype,
         batch_size=args.batch_size,
         records_per_shard=args.records_per_shard,
+    )
+    if not needs_weights(args):
+        _refuse_loading(args)
+    return options
+
+
+def data_options(args: argparse.Namespace, **others: Any) -> Any:
+    """Returns the options of the data that `prepare-data` and `train` both have, and `others`."""
+    from ..training.preparation_options import PreparationOptions
+
+    return PreparationOptions(
+        max_length=args.max_length,
+        split=args.split,
+        seed=args.seed,
+        template_options=dict(args.template_option),
+        engine=engine_options(args),
         **answer_options(args),
+        **others,
     )
 
 
@@ -194,7 +202,8 @@ def add_prepare_data(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--regenerate", action="store_true", help="replace answers by the target's own")
     parser.add_argument("--states", action="store_true", help="store the target's states too, to train without it")
     _add_rows(parser)
-    _add_generation(parser)
+    add_answers(parser)
+    add_engine(parser, "vllm (installed here, offline), or the addresses of servers of vLLM or SGLang")
     _add_states(parser)
     parser.add_argument(
         "--part",
@@ -229,11 +238,6 @@ def _add_rows(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="share of chats without template or BOS (default: 0)",
     )
-
-
-def _add_generation(parser: argparse.ArgumentParser) -> None:
-    add_answers(parser)
-    add_engine(parser, "vllm (installed here, offline), or the addresses of servers of vLLM or SGLang")
 
 
 def _add_states(parser: argparse.ArgumentParser) -> None:

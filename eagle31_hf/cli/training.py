@@ -14,6 +14,7 @@ from .preparation import (
     add_self_prompts,
     add_template_option,
     answer_options,
+    data_options,
     engine_options,
     is_regenerated,
     load_target,
@@ -78,11 +79,8 @@ def replace(output: str) -> None:
 
 def check_options(args: argparse.Namespace) -> None:
     """Raises ValueError for options that mean nothing beside each other."""
-    fresh = [
-        name
-        for name in ("--draft-vocab-size", "--head")
-        if getattr(args, name[2:].replace("-", "_")) not in (None, "target")
-    ]
+    given = {"--draft-vocab-size": args.draft_vocab_size is not None, "--head": args.head != "target"}
+    fresh = [name for name, is_given in given.items() if is_given]
     if args.upgrade and args.drafter is None:
         raise ValueError("--upgrade makes an EAGLE 3 drafter an EAGLE 3.1 one; expected --drafter with it.")
     if args.engine is not None and "vllm" in args.engine:
@@ -153,18 +151,9 @@ def read_data(args: argparse.Namespace, target: Any, tokenizer: Any, settings: A
     """Returns the rows to train and to evaluate on; where there are none to evaluate on, the settings say so too."""
     from transformers.trainer_utils import IntervalStrategy
 
-    from ..training.preparation_options import PreparationOptions
     from ..training.recipe import ExampleReader
 
-    options = PreparationOptions(
-        max_length=args.max_length,
-        split=args.split,
-        seed=args.seed,
-        template_options=dict(args.template_option),
-        engine=engine_options(args),
-        batch_size=args.answer_batch_size or ANSWER_BATCH_SIZE,
-        **answer_options(args),
-    )
+    options = data_options(args, batch_size=args.answer_batch_size or ANSWER_BATCH_SIZE)
     regenerate_in = Path(args.output) if options.regenerate else None
     reader = ExampleReader(target, tokenizer, options, progress, regenerate_in)
     data = reader.training_data(args.data, args.eval_data, args.eval_rows)

@@ -3,35 +3,27 @@
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerState
 from transformers.trainer_utils import SchedulerType
 
-from ..hub import CARD, CardFacts, render_card
+from ..hub import CARD, render_card
 from ..modeling import Eagle31DrafterModel
-from .arguments import Eagle31TrainingArguments
 
 
-def note_training(
-    facts: CardFacts,
-    args: Eagle31TrainingArguments,
-    state: TrainerState,
-    batch_size: int,
-    trained_by: str,
-    position_reach: int,
-) -> None:
-    """Adds to the facts of a card how far the drafter was trained, and how; `batch_size`: sequences of each process,
-    `trained_by`: optimizers and rates, `position_reach`: how far positions were spread."""
-    batch = batch_size * args.gradient_accumulation_steps * args.world_size
-    facts.training |= {
+def note_training(trainer: Any) -> None:
+    """Adds to the facts of the drafter's card how far a `CheckpointingTrainer` has trained it, and how."""
+    args, state = trainer.args, trainer.state
+    facts, reach = trainer.drafter.card_facts.training, trainer.position_reach
+    batch = trainer._train_batch_size * args.gradient_accumulation_steps * args.world_size
+    facts |= {
         "Steps": f"{state.global_step:,} of {batch} sequences of up to {args.max_length:,} tokens"
-        f"{f', positions spread up to {position_reach:,}' if position_reach else ''}",
+        f"{f', positions spread up to {reach:,}' if reach else ''}",
         "Loss": f"{args.loss}, {args.depth} deep, normalised by {args.normalisation},"
         f" {'of all tokens, prompts too' if args.train_prompts else f'loss mask: {args.loss_mask}'}",
-        "Optimizer": f"{trained_by}, {SchedulerType(args.lr_scheduler_type).value}",
+        "Optimizer": f"{trainer.trained_by()}, {SchedulerType(args.lr_scheduler_type).value}",
     }
     evaluated = next((entry for entry in reversed(state.log_history) if "eval_accepted_length" in entry), None)
     if evaluated is not None:
-        facts.training["Accepted length"] = (
+        facts["Accepted length"] = (
             f"{evaluated['eval_accepted_length']:.2f} a target forward, walking the answers held out,"
             f" {args.eval_settings().depth} deep"
         )

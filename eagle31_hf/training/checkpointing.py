@@ -1,69 +1,95 @@
-"""A Trainer whose runs can be resumed: whole checkpoints of a drafter, with finite weights, and none after a run has
-diverged."""
+"""A Trainer whose runs can be resumed: whole checkpoints of a drafter and its optimizers, with finite weights, and none
+after a run has diverged."""
 
 import math
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
+from ..modeling import Eagle31DrafterModel
+from .arguments import Eagle31TrainingArguments
 from .card import note_training, write_card
 from .divergence import DivergenceWatch
-from .optimizer import MuonTrainer, check_same
-from .saving import (
-    changed_since,
-    check_finite,
-    check_vocabulary,
-    checkpoints,
-    ended_state,
-    last_checkpoint,
-    remove_oldest,
-    write_record,
-)
+from .optimizer import MUON, check_same, optimizer_names, with_muon
+from .saving import check_finite, check_vocabulary, checkpoints, ended_state, remove_oldest, without_limit, write_record
 from .spreading import reach_within
 
 logger = logging.get_logger(__name__)
 
 
-class CheckpointingTrainer(MuonTrainer):
-    """A Trainer over a `DraftingObjective` that saves its drafter in the native format, resumes, and stops a run that
-    diverges.
+class CheckpointingTrainer(Trainer):
+    """A Trainer over a `DraftingObjective` whose matrices Muon may train, which saves its drafter in the native format,
+    resumes, and stops a run that diverges. It overrides, of transformers' Trainer:
 
-    `facts`: about the data, written into `training.json` with every checkpoint.
+    - `create_optimizer`, `_get_learning_rate`, `_load_optimizer_and_scheduler`: two optimizers with a rate each.
+    - `training_step`, `_get_grad_norm`: no callback is given the loss or the norm of a step, by which divergence shows.
+    - `_run_epoch`, `_init_training_state`: a run that is finished would take one more step, and a folder that was moved
+      would lose its best checkpoint.
+    - `_save_checkpoint`, `_save_rng_state`, `_finalize_training`: a checkpoint is finite, known to be whole by what is
+      written last, and never taken for another's folder when old ones are removed.
+    - `save_model`, `_save`, `_load_from_checkpoint`, `_load_best_model`, `create_model_card`: what is saved is the
+      drafter alone, with its record and card.
+
+    `facts`: about the data, written into `training.json` with every checkpoint. `optimizer_names`: what trains the
+    matrices and the rest, as it is written there.
     """
+
+    args: Eagle31TrainingArguments
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.facts: dict[str, Any] = {}
         self._watch = DivergenceWatch(self.accelerator, self.args)
+        self._matrix_rate = 0.0
+        given = None if self.optimizer is None else type(self.optimizer)
+        given = self.optimizer_cls_and_kwargs[0] if self.optimizer_cls_and_kwargs else given
+        self.has_muon = given is None and self.args.matrix_learning_rate is not None
+        self.optimizer_names = optimizer_names(self.args, given)
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any):
-        """Trains as `Trainer.train`; `resume_from_checkpoint=True` takes the newest checkpoint that was written to its
-        end. Raises ValueError where there is none."""
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = last_checkpoint(self.args.output_dir)
-            if resume_from_checkpoint is None:
-                raise ValueError(
-                    f"{self.args.output_dir}: holds no complete checkpoint to resume from; train without resuming."
-                )
-        self._watch = DivergenceWatch(self.accelerator, self.args)
-        changes = changed_since(resume_from_checkpoint, self.learnt_by()) if resume_from_checkpoint else ""
-        if changes:
-            logger.warning("the run was begun with another loss, and goes on with what is asked for now: %s.", changes)
-        if resume_from_checkpoint in (None, False) and self.args.should_save:
-            # an earlier run's, which says that it is finished
-            Path(self.args.output_dir, TRAINER_STATE_NAME).unlink(missing_ok=True)
-        output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
-        if self.args.save_strategy != SaveStrategy.NO:
-            self.save_state()
-        return output
+    @property
+    def drafter(self) -> Eagle31DrafterModel:
+        return self.accelerator.unwrap_model(self.model, keep_torch_compile=False).drafter
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Makes Muon for the drafter's matrices, and what transformers makes for everything else; for all of it where
+        there is no `matrix_learning_rate`, or the caller gave an optimizer."""
+        make = super().create_optimizer
+        if self.optimizer is None and self.has_muon:
+            self.optimizer = with_muon(lambda: make(model), self.drafter, self.args, self.is_deepspeed_enabled)
+        return make(model)
+
+    def _get_learning_rate(self) -> float:
+        """Returns the rate to log, and keeps that of matrices; called before the schedule changes them."""
+        self._matrix_rate = self.optimizer.param_groups[-1]["lr"]
+        return super()._get_learning_rate()
+
+    def rates(self) -> tuple[float, float | None]:
+        """Returns the peaks of the rates of the rest and of matrices: those a resumed run was begun with, or of
+        `args`."""
+        groups = self.optimizer.param_groups if self.optimizer is not None else [{}]
+        # a scheduler of the caller's may be of a kind that keeps no peaks
+        rate = groups[0].get("initial_lr", groups[0].get("lr", self.args.learning_rate))
+        return rate, groups[-1].get("initial_lr", self.args.matrix_learning_rate) if self.has_muon else None
+
+    def trained_by(self) -> str:
+        """Returns what a card says of the optimizers and their rates."""
+        rate, matrix_rate = self.rates()
+        rest = f"{self.optimizer_names['rest']}, learning rate {rate:g}"
+        return f"{MUON} for matrices, learning rate {matrix_rate:g}; {rest}" if self.has_muon else rest
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Loads the states of a checkpoint, and with them the rates its run was begun with."""
+        super()._load_optimizer_and_scheduler(checkpoint)
+        asked = self.args.learning_rate, self.args.matrix_learning_rate if self.has_muon else None
+        if checkpoint is not None and self.rates() != asked:
+            logger.warning("a resumed run keeps its rates: %s. Those asked for now do not count.", self.trained_by())
 
     @property
     def position_reach(self) -> int:
@@ -95,16 +121,6 @@ class CheckpointingTrainer(MuonTrainer):
             self.control.should_training_stop = True
         else:
             super()._run_epoch(*args, **kwargs)
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Logs, and looks for divergence. Raises TrainingDivergedError where it finds one."""
-        super().log(logs, start_time)
-        if "loss" in logs and self.is_in_train:
-            # the Trainer subtracts it from itself, which of one that is not finite leaves NaN for ever
-            self._tr_loss.zero_()
-            self._watch.check_steps()
-        if "train_loss" in logs:  # the end, before the best checkpoint takes the place of the last weights
-            self.check_weights()
 
     def check_weights(self) -> None:
         """Raises TrainingDivergedError where a trained weight is NaN or infinite."""
@@ -149,14 +165,14 @@ class CheckpointingTrainer(MuonTrainer):
         if self.args.should_save:
             folder = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
             (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
-        with self._no_rotation() as limit:
+        with without_limit(self.args) as limit:
             super()._save_checkpoint(model, trial)
         if self.args.should_save:
             remove_oldest(self._get_output_dir(trial), limit, self.state.best_model_checkpoint)
 
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
         """Ends the run; with a limit of one checkpoint, the best one is what is kept."""
-        with self._no_rotation() as limit:
+        with without_limit(self.args) as limit:
             output = super()._finalize_training(trial, num_train_samples, start_time)
         best = self.state.best_model_checkpoint
         if self.args.should_save and limit == 1 and best is not None:
@@ -165,28 +181,18 @@ class CheckpointingTrainer(MuonTrainer):
                     shutil.rmtree(path, ignore_errors=True)
         return output
 
-    @contextmanager
-    def _no_rotation(self) -> Iterator[int | None]:
-        """Hides the limit on checkpoints, which it yields, from the Trainer: that would take folders such as
-        checkpoint-best for old ones."""
-        limit, self.args.save_total_limit = self.args.save_total_limit, None
-        try:
-            yield limit
-        finally:
-            self.args.save_total_limit = limit
-
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         self.accelerator.wait_for_everyone()  # nor may it be written before every process has written its part
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves the drafter in the native format, whole also where its training state is sharded."""
-        if not self.is_fsdp_enabled:
+        if self.is_fsdp_enabled:
+            self._save(output_dir, self.accelerator.get_state_dict(self.model))
+            if self.args.push_to_hub and not _internal_call:
+                self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+        else:
             super().save_model(output_dir, _internal_call)
-            return
-        self._save(output_dir, self.accelerator.get_state_dict(self.model))
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         if not self.args.should_save:
@@ -195,16 +201,8 @@ class CheckpointingTrainer(MuonTrainer):
         check_finite(folder, self.drafter.state_dict() if state_dict is None else state_dict)
         if state_dict is not None:
             state_dict = {name.removeprefix("drafter."): value for name, value in state_dict.items()}
-        note_training(
-            self.drafter.card_facts,
-            self.args,
-            self.state,
-            self._train_batch_size,
-            self.trained_by(),
-            self.position_reach,
-        )
-        facts = self.facts | {"optimizer": self.optimizer_names}
-        write_record(folder, self.drafter, self.learnt_by(), facts)
+        note_training(self)
+        write_record(folder, self.drafter, self.learnt_by(), self.facts | {"optimizer": self.optimizer_names})
         self.drafter.save_pretrained(folder, state_dict=state_dict)
         write_card(folder, self.drafter, self.hub_model_id)
         if self.processing_class is not None:

@@ -1,15 +1,17 @@
 """A server of an inference engine (vLLM, SGLang, or another with their protocol) that answers prompts, token ids both
 ways."""
 
-import http.client
 import json
 import os
-import urllib.error
-import urllib.request
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
+
+try:  # huggingface-hub brings one of the two
+    import httpx
+except ImportError:
+    import httpx2 as httpx  # type: ignore[no-redef]
 
 from .self_prompts import LEAST_REPETITIONS, LONGEST_PERIOD
 
@@ -18,13 +20,12 @@ TRY_AGAIN = (408, 429)  # HTTP statuses besides 5xx
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 NO_BASES = ("/completions", "/models", "/generate")  # ends of paths below a server's address
 LONGEST_QUOTE = 200  # characters of what a server says
-READ_OF_ERROR = 10_000  # bytes
 ENDS = ("stop", "length", "repetition")  # why an answer ends
 # vLLM's settings for an answer whose end `repeats_itself`: a pattern shorter than 16 tokens is one of 16 to 31, too.
 LOOP = {"min_pattern_size": 16, "max_pattern_size": LONGEST_PERIOD, "min_count": LEAST_REPETITIONS}
 
 
-class Ask(NamedTuple):
+class Request(NamedTuple):
     """A prompt for an engine: its ids, the most tokens of the answer, the seed of a sampled one, what vLLM and SGLang
     sample by (a temperature and more), the ids that end the answer, and whether it may end as soon as it repeats
     itself, since it will then be refused (vLLM heeds this)."""
@@ -37,7 +38,7 @@ class Ask(NamedTuple):
     ends_loops: bool = False
 
 
-class Told(NamedTuple):
+class Completion(NamedTuple):
     """An engine's answer: its ids, why it ended (one of ENDS), the id the engine says it stopped at, its text (None: it
     gives none), and how many tokens the engine read (None: it does not say)."""
 
@@ -66,30 +67,30 @@ class Endpoint:
     """
 
     path: str
-    body: Callable[[str, Ask], dict[str, Any]]
-    reading: Callable[[Any], Told]
+    body: Callable[[str, Request], dict[str, Any]]
+    reading: Callable[[Any], Completion]
     spare: int = 0
     penalises_prompts: bool = True
 
 
-def _completions_body(model: str, ask: Ask) -> dict[str, Any]:
-    seed = {"seed": ask.seed} if ask.sampling["temperature"] else {}
-    loops = {"repetition_detection": LOOP} if ask.ends_loops else {}
+def _completions_body(model: str, request: Request) -> dict[str, Any]:
+    seed = {"seed": request.seed} if request.sampling["temperature"] else {}
+    loops = {"repetition_detection": LOOP} if request.ends_loops else {}
     return {
         "model": model,
-        "prompt": ask.prompt,
-        "max_tokens": ask.max_tokens,
-        "stop_token_ids": ask.stops,
+        "prompt": request.prompt,
+        "max_tokens": request.max_tokens,
+        "stop_token_ids": request.stops,
         "return_token_ids": True,
         **seed,
         **loops,
-        **ask.sampling,
+        **request.sampling,
     }
 
 
-def _read_completions(response: Any) -> Told:
+def _read_completions(response: Any) -> Completion:
     (choice,) = response["choices"]
-    return Told(
+    return Completion(
         choice["token_ids"],
         choice["finish_reason"],
         choice.get("stop_reason"),
@@ -98,16 +99,16 @@ def _read_completions(response: Any) -> Told:
     )
 
 
-def _generate_body(model: str, ask: Ask) -> dict[str, Any]:
-    seed = {"sampling_seed": ask.seed} if ask.sampling["temperature"] else {}
-    params = {"max_new_tokens": ask.max_tokens, "stop_token_ids": ask.stops, **seed, **ask.sampling}
-    return {"input_ids": ask.prompt, "sampling_params": params}
+def _generate_body(model: str, request: Request) -> dict[str, Any]:
+    seed = {"sampling_seed": request.seed} if request.sampling["temperature"] else {}
+    params = {"max_new_tokens": request.max_tokens, "stop_token_ids": request.stops, **seed, **request.sampling}
+    return {"input_ids": request.prompt, "sampling_params": params}
 
 
-def _read_generate(response: Any) -> Told:
+def _read_generate(response: Any) -> Completion:
     facts = response["meta_info"]
     finish = facts["finish_reason"]
-    return Told(
+    return Completion(
         response["output_ids"], finish["type"], finish.get("matched"), response.get("text"), facts.get("prompt_tokens")
     )
 
@@ -122,23 +123,16 @@ ENDPOINTS = {
 def base_of(url: str) -> str:
     """Returns the address of a server without /v1. Raises ValueError for what is no http address of a server."""
     try:
-        parts = urlsplit(url)
-        is_address = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # of the port, or of an IPv6 address
-        is_address = False
-    is_endpoint = is_address and parts.path.rstrip("/").endswith(NO_BASES)
+        parts = httpx.URL(url)
+    except httpx.InvalidURL:  # of the port, or of an IPv6 address
+        parts = httpx.URL()
+    is_address = parts.scheme in ("http", "https") and parts.host and parts.port in (None, *range(1, 2**16))
+    is_endpoint = parts.path.rstrip("/").endswith(NO_BASES)
     if not is_address or is_endpoint or parts.query or parts.fragment or len(url.split()) != 1:
         raise ValueError(f"got {url[:80]!r}, expected a server's address without a path, as http://localhost:8000")
-    if parts.username is not None or parts.password is not None:
-        raise ValueError(f"got an address of {parts.hostname} with a user name in it; expected the key in {KEY}")
+    if parts.userinfo:
+        raise ValueError(f"got an address of {parts.host} with a user name in it; expected the key in {KEY}")
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
-
-
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Follows no redirect: the key would go wherever it leads."""
-
-    def redirect_request(self, *args, **options):
-        return None
 
 
 class Server:
@@ -153,9 +147,15 @@ class Server:
         self.failures = self.in_flight = 0
         self.is_tried = False  # by a request that finds out whether it is back
         self.not_before = 0.0
-        # a proxy is for what is elsewhere
-        proxies = [urllib.request.ProxyHandler({})] if urlsplit(url).hostname in LOOPBACK else []
-        self._opener = urllib.request.build_opener(_NoRedirects, *proxies)
+        # A proxy is for what is elsewhere. No redirect is followed: the key would go wherever it leads.
+        self._client = httpx.Client(
+            base_url=url,
+            timeout=timeout,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+            follow_redirects=False,
+            trust_env=httpx.URL(url).host not in LOOPBACK,
+            verify=ssl.create_default_context(),
+        )
 
     def call(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """Sends a request, a POST where it has a body; returns the response's JSON.
@@ -163,31 +163,24 @@ class Server:
         Raises UnavailableError where the server may do better later, ValueError where it refuses the request.
         """
         key = _key()
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, headers)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
-            with self._opener.open(request, timeout=self.timeout) as response:
-                said = response.read()
-        except urllib.error.HTTPError as error:
-            said = f"{self.url}{path} answers {error.code} {_cut(str(error.reason))}{_quoted(error)}"
-            if error.code >= 500 or error.code in TRY_AGAIN:
-                raise UnavailableError(said) from None
-            remedy = f" The key is read from {KEY}." if error.code in (401, 403) else ""
-            raise ValueError(f"{said}; expected an answer, as vLLM and SGLang give.{remedy}") from None
-        except TimeoutError:
+            response = self._client.request("GET" if body is None else "POST", path, json=body, headers=headers)
+        except httpx.TimeoutException:
             raise UnavailableError(f"{self.url}{path} gave no answer in {self.timeout:g} seconds") from None
-        except (OSError, http.client.HTTPException) as error:
-            reason = getattr(error, "reason", error)
-            if isinstance(reason, TimeoutError):
-                reason = f"no answer in {self.timeout:g} seconds"
-            raise UnavailableError(f"{self.url}{path}: {reason or type(error).__name__}") from None
+        except httpx.RequestError as error:
+            raise UnavailableError(f"{self.url}{path}: {error or type(error).__name__}") from None
+        if not response.is_success:
+            status, text = response.status_code, _quoted(response)
+            said = f"{self.url}{path} answers {status} {_cut(response.reason_phrase)}{text and f' ({text})'}"
+            if status >= 500 or status in TRY_AGAIN:
+                raise UnavailableError(said)
+            remedy = f" The key is read from {KEY}." if status in (401, 403) else ""
+            raise ValueError(f"{said}; expected an answer, as vLLM and SGLang give.{remedy}")
         try:
-            return json.loads(said)
+            return response.json()
         except (ValueError, RecursionError):
-            raise OddAnswerError(
-                f"{self.url}{path} answers what is no JSON ({_cut(said.decode(errors='replace'))})"
-            ) from None
+            raise OddAnswerError(f"{self.url}{path} answers what is no JSON ({_quoted(response)})") from None
 
     def meet(self, target: str) -> None:
         """Looks up what is served. Raises ValueError where that is several models, none of them named as the target."""
@@ -206,35 +199,35 @@ class Server:
             ) from None
         raise ValueError(f"{self.url} serves {names or 'no model'}; expected one model, or one named {target}.")
 
-    def ask(self, ask: Ask) -> Told:
+    def complete(self, request: Request) -> Completion:
         """Asks for an answer. Raises UnavailableError and ValueError as `call` does."""
-        response = self.call(self.endpoint.path, self.endpoint.body(self.model, ask))
+        response = self.call(self.endpoint.path, self.endpoint.body(self.model, request))
         try:
-            told = self.endpoint.reading(response)
+            completion = self.endpoint.reading(response)
         except (KeyError, TypeError, IndexError, ValueError, AttributeError):
             raise OddAnswerError(f"{self.url} answers {_short(response)}; expected ids") from None
-        ids = told.ids
+        ids = completion.ids
         if not isinstance(ids, list) or not all(type(token) is int for token in ids):
             raise OddAnswerError(f"{self.url} answers with ids {_short(ids)}; expected a list of integers")
-        if told.text is not None and not isinstance(told.text, str):
-            raise OddAnswerError(f"{self.url} answers with the text {_short(told.text)}; expected words")
-        if told.finish not in ENDS:  # an engine that shuts down aborts what it works on
-            raise UnavailableError(f"{self.url} ended an answer for the reason {told.finish!r}")
-        if told.num_prompt_tokens not in (None, len(ask.prompt)):
+        if completion.text is not None and not isinstance(completion.text, str):
+            raise OddAnswerError(f"{self.url} answers with the text {_short(completion.text)}; expected words")
+        if completion.finish not in ENDS:  # an engine that shuts down aborts what it works on
+            raise UnavailableError(f"{self.url} ended an answer for the reason {completion.finish!r}")
+        if completion.num_prompt_tokens not in (None, len(request.prompt)):
             raise ValueError(
-                f"{self.url} read {told.num_prompt_tokens} tokens of a prompt of {len(ask.prompt)}; expected the ids as"
-                " they are."
+                f"{self.url} read {completion.num_prompt_tokens} tokens of a prompt of {len(request.prompt)}; expected"
+                " the ids as they are."
             )
-        return told
+        return completion
 
-    def choose_endpoint(self, ask: Ask) -> None:
+    def choose_endpoint(self, request: Request) -> None:
         """Finds the way to ask that gives ids. Raises ValueError where there is none, UnavailableError as `call`
         does."""
         failures: list[Exception] = []
         for endpoint in ENDPOINTS.values():
             self.endpoint = endpoint
             try:
-                self.ask(ask)
+                self.complete(request)
                 return
             except (UnavailableError, ValueError) as error:
                 failures.append(error)
@@ -266,10 +259,5 @@ def _cut(text: str) -> str:
     return text if len(text) <= LONGEST_QUOTE else f"{text[:LONGEST_QUOTE]}..."
 
 
-def _quoted(error: urllib.error.HTTPError) -> str:
-    try:
-        said = error.read(READ_OF_ERROR).decode(errors="replace")
-    except (OSError, http.client.HTTPException):
-        said = ""
-    said = _cut(" ".join(said.split()))
-    return f" ({said})" if said else ""
+def _quoted(response: httpx.Response) -> str:
+    return _cut(" ".join(response.text.split()))

@@ -7,14 +7,14 @@ import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..targets.ends import execution_device
 from .answers import AnswerSource, Temperatures, at_temperature
-from .engine_server import ENDS, LOOP, Ask, Told, base_of
+from .engine_server import ENDS, LOOP, Completion, Request, base_of
 from .servers import Patience, Servers, Tell
 
 VLLM = "vllm"
@@ -92,24 +92,8 @@ class EngineOptions:
         return VLLM not in self.names
 
 
-class Engine(Protocol):
-    """What answers prompts given as ids. `name` is for the user, `identity` is what the store keeps of it."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def identity(self) -> dict[str, Any]: ...
-
-    def meet(self, ask: Ask, max_length: int) -> None: ...
-
-    def answers_by_server(self, asks: list[Ask]) -> Iterator[tuple[str, list[Told]]]: ...
-
-    def answers(self, asks: list[Ask]) -> list[Told]: ...
-
-
 class VllmEngine:
-    """vLLM in this process, which loads the target for itself when it is met.
+    """vLLM in this process, which loads the target for itself when it is met. It is asked as `Servers` are.
 
     `settings`: arguments of `vllm.LLM` that win. Raises ImportError where vLLM is not installed, ValueError for a
     target that was made in memory.
@@ -153,34 +137,36 @@ class VllmEngine:
         }
         return LLM(**arguments | self.settings)
 
-    def meet(self, ask: Ask, max_length: int) -> None:
+    def meet(self, request: Request, max_length: int) -> None:
         """Loads the target."""
         _ = self.llm
 
-    def answers_by_server(self, asks: list[Ask]) -> Iterator[tuple[str, list[Told]]]:
+    def answers_by_server(self, requests: list[Request]) -> Iterator[tuple[str, list[Completion]]]:
         """Yields the engine's name and its answers to prompts."""
-        yield VLLM, self.answers(asks)
+        yield VLLM, self.answers(requests)
 
-    def answers(self, asks: list[Ask]) -> list[Told]:
+    def answers(self, requests: list[Request]) -> list[Completion]:
         """Returns the answers to prompts, in their order."""
         from vllm import SamplingParams, sampling_params
 
         loops = getattr(sampling_params, "RepetitionDetectionParams", None)  # earlier releases have none
         params = [
             SamplingParams(
-                max_tokens=ask.max_tokens,
-                seed=ask.seed if ask.sampling["temperature"] else None,
-                stop_token_ids=ask.stops,
+                max_tokens=request.max_tokens,
+                seed=request.seed if request.sampling["temperature"] else None,
+                stop_token_ids=request.stops,
                 ignore_eos=True,  # the stops are all there are
                 detokenize=False,
-                **({"repetition_detection": loops(**LOOP)} if loops and ask.ends_loops else {}),
-                **ask.sampling,
+                **({"repetition_detection": loops(**LOOP)} if loops and request.ends_loops else {}),
+                **request.sampling,
             )
-            for ask in asks
+            for request in requests
         ]
-        outputs = self.llm.generate([{"prompt_token_ids": ask.prompt} for ask in asks], params, use_tqdm=False)
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": request.prompt} for request in requests], params, use_tqdm=False
+        )
         answers = [output.outputs[0] for output in outputs]
-        return [Told(list(answer.token_ids), str(answer.finish_reason), answer.stop_reason) for answer in answers]
+        return [Completion(list(answer.token_ids), str(answer.finish_reason), answer.stop_reason) for answer in answers]
 
 
 def sampling_of(generation: dict[str, Any], config: Any) -> dict[str, Any]:
@@ -218,7 +204,7 @@ class EngineAnswers(AnswerSource):
     """Answers by an engine. `generation`: arguments of generate(), as which it samples; `vocab_size`: ids an answer may
     have."""
 
-    engine: Engine
+    engine: Servers | VllmEngine
     generation: dict[str, Any]
     vocab_size: int
 
@@ -235,55 +221,57 @@ class EngineAnswers(AnswerSource):
         asked = list(temperatures or [None] * len(prompts))
         samplings = {temperature: self.sampling(temperature) for temperature in {*asked}}
         # Only self-prompted chats have temperatures of their own; what repeats itself in them is refused.
-        asks = [
-            self._ask(prompt, seed, self.max_new_tokens, samplings[temperature])._replace(
+        requests = [
+            self._request(prompt, seed, self.max_new_tokens, samplings[temperature])._replace(
                 ends_loops=temperature is not None
             )
             for prompt, seed, temperature in zip(prompts, seeds, asked, strict=True)
         ]
-        told = self.engine.answers(asks)
-        return [self.checked(ask, answer) for ask, answer in zip(asks, told, strict=True)]
+        completions = self.engine.answers(requests)
+        return [self.checked(request, completion) for request, completion in zip(requests, completions, strict=True)]
 
     def sampling(self, temperature: float | None = None) -> dict[str, Any]:
         """Returns what the engine samples by, at another temperature where one is given."""
         return sampling_of(at_temperature(self.generation, temperature), self.target.generation_config)
 
-    def _ask(self, prompt: Tensor, seed: int, most: int, sampling: dict[str, Any]) -> Ask:
-        return Ask(prompt.tolist(), min(most, self.max_length - len(prompt)), seed, sampling, self.stops)
+    def _request(self, prompt: Tensor, seed: int, most: int, sampling: dict[str, Any]) -> Request:
+        return Request(prompt.tolist(), min(most, self.max_length - len(prompt)), seed, sampling, self.stops)
 
-    def checked(self, ask: Ask, told: Told) -> Tensor:
+    def checked(self, request: Request, completion: Completion) -> Tensor:
         """Returns an answer (T,) that ends as the target's do: with a token that ends its turn, or at the limit.
 
         Raises ValueError for one that does not, and for ids the target does not have.
         """
-        unknown = [token for token in told.ids if not 0 <= token < self.vocab_size]
+        unknown = [token for token in completion.ids if not 0 <= token < self.vocab_size]
         if unknown:
             raise ValueError(
                 f"the engine answers with id {unknown[0]}, and the target has {self.vocab_size}; expected an engine"
                 " that runs the target."
             )
-        if told.finish not in ENDS:
-            raise ValueError(f"the engine ended an answer for the reason {told.finish!r}; expected one of {ENDS}.")
-        answer = self.through_end(torch.tensor(told.ids, dtype=torch.long))
-        if told.finish == "repetition" and ask.ends_loops:
+        if completion.finish not in ENDS:
+            raise ValueError(
+                f"the engine ended an answer for the reason {completion.finish!r}; expected one of {ENDS}."
+            )
+        answer = self.through_end(torch.tensor(completion.ids, dtype=torch.long))
+        if completion.finish == "repetition" and request.ends_loops:
             return answer
         if len(answer) and int(answer[-1]) in self.stops:
             return answer
-        if told.finish == "stop":
-            if told.ended_by in self.stops and type(told.ended_by) is int:  # the engine left it out
-                return torch.cat([answer, torch.tensor([told.ended_by])])
-            found = f"the last id is {told.ids[-1]}" if told.ids else "there is none"
+        if completion.finish == "stop":
+            if completion.ended_by in self.stops and type(completion.ended_by) is int:  # the engine left it out
+                return torch.cat([answer, torch.tensor([completion.ended_by])])
+            found = f"the last id is {completion.ids[-1]}" if completion.ids else "there is none"
             raise ValueError(
                 f"the engine stopped an answer where the target does not end a turn: {found}, it says it stopped at"
-                f" {told.ended_by!r}; expected one of {self.stops}. Let it run with the target's own tokenizer and"
-                " generation config."
+                f" {completion.ended_by!r}; expected one of {self.stops}. Let it run with the target's own tokenizer"
+                " and generation config."
             )
-        if len(answer) < ask.max_tokens:
+        if len(answer) < request.max_tokens:
             raise ValueError(
-                f"the engine cut an answer after {len(answer)} of {ask.max_tokens} tokens; expected all. A limit of its"
-                " own is in the way: a shorter length, or max_new_tokens in the generation config it reads."
+                f"the engine cut an answer after {len(answer)} of {request.max_tokens} tokens; expected all. A limit of"
+                " its own is in the way: a shorter length, or max_new_tokens in the generation config it reads."
             )
-        return answer[: ask.max_tokens]
+        return answer[: request.max_tokens]
 
     def meet(self, prompts: list[Tensor], tell: Tell) -> None:
         """Checks, before anything is written, that the engine gives ids, those the target would give to prompts (T,).
@@ -291,13 +279,13 @@ class EngineAnswers(AnswerSource):
         Raises ValueError for one that does not, RuntimeError for a server that cannot be reached.
         """
         first = prompts or [torch.tensor([self.stops[0] if self.stops else 0])]
-        asks = [self._ask(prompt, 0, PROBE_TOKENS, GREEDY) for prompt in first]
-        self.engine.meet(asks[0]._replace(max_tokens=1, sampling=self.sampling()), self.max_length)
-        for name, found in self.engine.answers_by_server(asks):
-            answers = [self.checked(ask, told) for ask, told in zip(asks, found, strict=True)]
-            for told, answer in zip(found, answers, strict=True):
-                self._check_words(name, told, answer)
-            self._check_likelihood(name, asks, answers)
+        requests = [self._request(prompt, 0, PROBE_TOKENS, GREEDY) for prompt in first]
+        self.engine.meet(requests[0]._replace(max_tokens=1, sampling=self.sampling()), self.max_length)
+        for name, found in self.engine.answers_by_server(requests):
+            answers = [self.checked(request, completion) for request, completion in zip(requests, found, strict=True)]
+            for completion, answer in zip(found, answers, strict=True):
+                self._check_words(name, completion, answer)
+            self._check_likelihood(name, requests, answers)
         tell(f"answers by {self.engine.name}")
 
     def recall(self, identity: dict[str, Any]) -> None:
@@ -306,22 +294,22 @@ class EngineAnswers(AnswerSource):
             for server in self.engine.all:
                 server.model = identity["served"]
 
-    def _check_words(self, name: str, told: Told, answer: Tensor) -> None:
+    def _check_words(self, name: str, completion: Completion, answer: Tensor) -> None:
         """Compares the engine's text with what the target's tokenizer makes of the ids; spaces and parts of characters
         aside, and whether the end of the turn and what follows it count as text."""
-        words = self.text(answer), str(self.tokenizer.decode(told.ids, skip_special_tokens=True))
-        ours, whole, theirs = ("".join(text.replace("\ufffd", "").split()) for text in (*words, told.text or ""))
-        if told.text and theirs not in (ours, whole):
+        words = self.text(answer), str(self.tokenizer.decode(completion.ids, skip_special_tokens=True))
+        ours, whole, theirs = ("".join(text.replace("\ufffd", "").split()) for text in (*words, completion.text or ""))
+        if completion.text and theirs not in (ours, whole):
             raise ValueError(
-                f"{name} reads the ids {answer.tolist()} as {told.text!r}, the target's tokenizer as {words[0]!r};"
-                " expected an engine that runs the target."
+                f"{name} reads the ids {answer.tolist()} as {completion.text!r}, the target's tokenizer as"
+                f" {words[0]!r}; expected an engine that runs the target."
             )
 
-    def _check_likelihood(self, name: str, asks: list[Ask], answers: list[Tensor]) -> None:
+    def _check_likelihood(self, name: str, requests: list[Request], answers: list[Tensor]) -> None:
         """Compares greedy answers with the target's own probabilities, where its weights are here."""
         if execution_device(self.target).type == "meta":
             return
-        unlikely = sum(self._num_unlikely(ask, answer) for ask, answer in zip(asks, answers, strict=True))
+        unlikely = sum(self._num_unlikely(request, answer) for request, answer in zip(requests, answers, strict=True))
         total = sum(map(len, answers))
         if unlikely > max(1, MOST_UNLIKELY * total):
             raise ValueError(
@@ -330,12 +318,12 @@ class EngineAnswers(AnswerSource):
             )
 
     @torch.no_grad()
-    def _num_unlikely(self, ask: Ask, answer: Tensor) -> int:
+    def _num_unlikely(self, request: Request, answer: Tensor) -> int:
         """Returns how many tokens of a greedy answer (T,) the target finds unlikely."""
         device = execution_device(self.target)
-        ids = torch.cat([torch.tensor(ask.prompt), answer])[None].to(device)
-        logits = self.target(input_ids=ids, use_cache=False).logits[0, len(ask.prompt) - 1 : -1].float()
-        chosen = logits.gather(-1, ids[0, len(ask.prompt) :, None].to(logits.device))[:, 0]
+        ids = torch.cat([torch.tensor(request.prompt), answer])[None].to(device)
+        logits = self.target(input_ids=ids, use_cache=False).logits[0, len(request.prompt) - 1 : -1].float()
+        chosen = logits.gather(-1, ids[0, len(request.prompt) :, None].to(logits.device))[:, 0]
         return int(((chosen - logits.amax(-1)).exp() < UNLIKELY).sum())
 
 
@@ -347,7 +335,7 @@ def engine_answers(
     Raises ValueError for settings that engines do not follow, ImportError where vLLM is not installed.
     """
     _ = sampling_of(generation, source.target.generation_config)  # refuses what engines do not follow
-    engine: Engine
+    engine: Servers | VllmEngine
     if options.is_served:
         urls = tuple(dict.fromkeys(map(base_of, options.names)))
         engine = Servers(urls, source.target.name_or_path, options.requests, options.patience, tell)

@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 from ..diagnostics.acceptance import measure_acceptance
 from ..modeling import Eagle31DrafterModel
 from ..targets.ends import execution_device
+from .arguments import Eagle31TrainingArguments
 from .chunked import PredictionFigures
 from .kinds import tokens_of
-from .objective import Batch, Settings, Sums, UnrollRecord
+from .objective import Batch, Settings, UnrollRecord, means_of
 from .walk import Walk, answers_of, walk
 
 BLANK = {"input_ids": [0, 0, 0], "answers": [False] * 3}  # an example of which nothing is counted
@@ -95,16 +96,16 @@ class Evaluation:
         sums, counts = self.sums, self.walk
         assert sums is not None
         walked = torch.tensor(
-            [counts.rounds, counts.tokens, counts.accepted, counts.expected_rounds, *counts.accepted_per_position],
+            [counts.rounds, counts.tokens, counts.expected_rounds, *counts.accepted_per_position],
             dtype=torch.float64,
             device=sums.device,
         )
         sums, walked = accelerator.reduce(sums, "sum").cpu(), accelerator.reduce(walked, "sum").cpu().tolist()
-        figures = Sums.means(sums)
+        figures = means_of(sums)
         distances = zip(self.settings.depth_weights, figures.get("distance", []), strict=False)
         metrics = {"loss": sum(weight * distance for weight, distance in distances)}
         metrics |= {f"{name}_{k + 1}": value for name, values in figures.items() for k, value in enumerate(values)}
-        total = Walk(int(walked[0]), int(walked[1]), int(walked[2]), [int(n) for n in walked[4:]], walked[3])
+        total = Walk(int(walked[0]), int(walked[1]), [int(n) for n in walked[3:]], walked[2])
         return metrics | total.metrics()
 
 
@@ -119,17 +120,16 @@ def served(
     target: PreTrainedModel,
     drafter: Eagle31DrafterModel,
     examples: Any,
-    num_prompts: int,
-    depth: int,
-    max_new_tokens: int,
+    args: Eagle31TrainingArguments,
     accelerator: Accelerator,
 ) -> dict[str, float]:
-    """Measures what a greedy generate() accepts of chains of `depth` after the first prompts, over all processes:
-    `served_accepted_length`, the bonus token included, and the share of rounds that accept each position,
-    `served_acceptance_1` on."""
-    mine = range(accelerator.process_index, min(num_prompts, len(examples)), accelerator.num_processes)
+    """Measures what a greedy generate() accepts of chains after the first prompts, as deep, as many and as long as
+    `args` say, over all processes: `served_accepted_length`, the bonus token included, and the share of rounds that
+    accept each position, `served_acceptance_1` on."""
+    depth = args.eval_settings().depth
+    mine = range(accelerator.process_index, min(args.eval_prompts, len(examples)), accelerator.num_processes)
     prompts = (prompt_of(examples[index]).to(execution_device(target)) for index in mine)
-    stats = measure_acceptance(target, drafter, prompts, depth, max_new_tokens)
+    stats = measure_acceptance(target, drafter, prompts, depth, args.eval_max_new_tokens)
     per_position = [*stats.accepted_per_position, *[0] * depth][:depth]
     counts = torch.tensor(
         [stats.target_forwards, stats.generated_tokens - stats.prefills, *per_position],

@@ -6,7 +6,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from .objective import Sums
+from .objective import means_of
 
 
 class TrainingFigures:
@@ -19,7 +19,7 @@ class TrainingFigures:
         self._num_broken = torch.zeros((), device=device)
 
     def add(self, sums: Tensor) -> None:
-        """Adds the sums of a batch, see `Sums.stacked`."""
+        """Adds the sums of a batch, see `UnrollRecord.sums`."""
         self._sums = sums if self._sums is None else self._sums + sums
 
     def begin(self, documents: Tensor) -> None:
@@ -44,7 +44,7 @@ class TrainingFigures:
         out, if there were any."""
         if self._sums is None:
             return {}
-        means = Sums.means(accelerator.reduce(self._sums, "sum").cpu())
+        means = means_of(accelerator.reduce(self._sums, "sum").cpu())
         self._sums = None
         logs = {f"{name}_{k + 1}": round(value, 5) for name, values in means.items() for k, value in enumerate(values)}
         num_tokens = int(accelerator.reduce(torch.tensor(self._num_tokens, device=accelerator.device), "sum"))

@@ -88,17 +88,12 @@ def parse_mixture(text: str) -> dict[str, float]:
             )
         if name in mixture:
             raise ValueError(f"loss {text!r} names {name} twice; expected each once, as in 'kl=0.9,ce=0.1'.")
-        mixture[name] = weight_of(written or "1")
+        try:
+            mixture[name] = float(written or 1)
+        except ValueError:  # it is no number
+            mixture[name] = math.nan
         if not 0 <= mixture[name] < math.inf:
             raise ValueError(
                 f"loss {text!r} weights {name} with {written!r}; expected a number of 0 or more, as in 'kl=0.9,ce=0.1'."
             )
     return mixture
-
-
-def weight_of(written: str) -> float:
-    """Returns the number that is written, or NaN where none is."""
-    try:
-        return float(written)
-    except ValueError:
-        return math.nan

@@ -5,7 +5,7 @@ drafter width, V and Vd the vocabularies of target and draft.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -43,42 +43,21 @@ class Settings:
             raise ValueError(f"depth is {self.depth}; expected 1 to {MAX_DEPTH}.")
 
 
+# Figures of every prediction, see `PredictionFigures`, and of those that are watched, see also `diagnostics`.
+OF_ALL = ("distance", "accuracy", "acceptance", "coverage", "state_norm")
 OF_WATCHED = ("greedy_acceptance", "sink_mass", "prompt_mass", "own_mass", "self_mass")
 
 
-@dataclass
-class Sums:
-    """Sums over the predictions of each depth, each (K,). `predictions` is their number, `watched` the number of those
-    of which the fields in OF_WATCHED are known; for the others see `PredictionFigures` and `diagnostics`."""
-
-    predictions: Tensor
-    watched: Tensor
-    distance: Tensor
-    accuracy: Tensor
-    acceptance: Tensor
-    coverage: Tensor
-    state_norm: Tensor
-    greedy_acceptance: Tensor
-    sink_mass: Tensor
-    prompt_mass: Tensor
-    own_mass: Tensor
-    self_mass: Tensor
-
-    def stacked(self) -> Tensor:
-        """Returns them as one tensor (figures, K) in fp64, which processes and batches add up."""
-        return torch.stack([getattr(self, f.name).double() for f in fields(self)])
-
-    @classmethod
-    def means(cls, stacked: Tensor) -> dict[str, list[float]]:
-        """Returns the mean of every figure by depth; 0 at a depth without predictions, no figure where all are."""
-        columns = dict(zip((f.name for f in fields(cls)), stacked, strict=True))
-        predictions, watched = columns.pop("predictions"), columns.pop("watched")
-        counts = {name: watched if name in OF_WATCHED else predictions for name in columns}
-        return {
-            name: (column / counts[name].clamp(min=1)).tolist()
-            for name, column in columns.items()
-            if counts[name].any()
-        }
+def means_of(sums: Tensor) -> dict[str, list[float]]:
+    """Returns the mean of every figure by depth, from sums (2 + figures, K) as `UnrollRecord.sums` gives them; 0 at a
+    depth without predictions, no figure where all are."""
+    predictions, watched, *columns = sums
+    counts = [predictions] * len(OF_ALL) + [watched] * len(OF_WATCHED)
+    return {
+        name: (column / count.clamp(min=1)).tolist()
+        for name, column, count in zip((*OF_ALL, *OF_WATCHED), columns, counts, strict=True)
+        if count.any()
+    }
 
 
 class Batch:
@@ -153,8 +132,8 @@ class DraftingObjective(nn.Module):
     gradient_checkpointing_enable = activation_checkpointing_enable  # its name in transformers 5.17
 
     def forward(self, batch: Batch, totals: Tensor | None = None, settings: Settings | None = None) -> dict[str, Any]:
-        """Returns `loss`, a scalar; `sums` (figures, K), see `Sums`; and of every prediction its `record` in the unroll
-        and its `figures`.
+        """Returns `loss`, a scalar; `sums` (2 + figures, K), see `UnrollRecord.sums`; and of every prediction its
+        `record` in the unroll and its `figures`.
 
         `totals` (K,): the denominators of the sums of each depth, this batch's own by default. `settings` instead of
         those of the objective.
@@ -171,7 +150,7 @@ class DraftingObjective(nn.Module):
             loss = loss + settings.attention_alignment * record.alignment
         if settings.drift_regulariser:
             loss = loss + settings.drift_regulariser * record.growth
-        return {"loss": loss, "sums": record.sums(figures).stacked(), "record": record, "figures": figures}
+        return {"loss": loss, "sums": record.sums(figures), "record": record, "figures": figures}
 
     def _record(self, batch: Batch, totals: Tensor, settings: Settings) -> "UnrollRecord":
         """Unrolls the drafter, and keeps what is supervised of each depth."""
@@ -249,8 +228,9 @@ class UnrollRecord:
         """Splits a figure of all predictions (N,) by depth."""
         return list(figure.split([len(sequence) for sequence in self.sequence]))
 
-    def sums(self, figures: PredictionFigures) -> Sums:
-        """Sums the figures of the predictions of each depth."""
+    def sums(self, figures: PredictionFigures) -> Tensor:
+        """Returns by depth the number of predictions, the number of those that are watched, and the sums of OF_ALL and
+        OF_WATCHED: (2 + figures, K) in fp64, which processes and batches add up."""
 
         def total(figure: Tensor) -> Tensor:
             return torch.stack([part.double().sum() for part in self.by_depth(figure)])
@@ -261,4 +241,4 @@ class UnrollRecord:
         if self.masses:
             watched = counts
             of_watched = torch.cat([figures.greedy_acceptance[None], torch.cat(self.masses).T])
-        return Sums(counts, watched, *(total(column) for column in (*columns, *of_watched)))
+        return torch.stack([counts.double(), watched.double(), *(total(column) for column in (*columns, *of_watched))])

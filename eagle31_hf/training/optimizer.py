@@ -8,8 +8,7 @@ AdamW's update of a head moves a logit by as many steps as the drafter is wide, 
 Muon keeps one state for a weight, AdamW two.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,8 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from transformers import Trainer
-from transformers.utils import logging
 
 from ..json_file import read_json
 from ..modeling import Eagle31DrafterModel
@@ -26,7 +23,6 @@ from .arguments import Eagle31TrainingArguments
 from .saving import RECORD
 
 ALIKE = {"adamw_torch_fused": "adamw_torch"}  # optimizers with the same states
-logger = logging.get_logger(__name__)
 MUON, ADAMW = "muon", "AdamW"  # in training.json, and of what was trained before it kept that
 STATES = "optimizer"  # how the names of files begin that hold an optimizer's states
 MOMENTUM = 0.95
@@ -137,18 +133,6 @@ def slow_down_tables(optimizer: Optimizer, drafter: Eagle31DrafterModel) -> None
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
 
 
-@contextmanager
-def left_out(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """A context in which parameters ask for no gradients: an optimizer made in it leaves them out."""
-    for parameter in parameters:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in parameters:
-            parameter.requires_grad_(True)
-
-
 def check_same(checkpoint: str | Path, names: dict[str, str]) -> None:
     """Raises ValueError for a checkpoint that was trained by other optimizers than `names`: its states mean nothing to
     these. A checkpoint of before they were written down had no Muon; one without optimizer states suits every run."""
@@ -167,81 +151,31 @@ def check_same(checkpoint: str | Path, names: dict[str, str]) -> None:
         )
 
 
-class MuonTrainer(Trainer):
-    """`transformers.Trainer` over a `DraftingObjective`, with Muon for the matrices of its drafter where `args` give
-    them a rate. The rates are logged as `learning_rate` and `matrix_learning_rate`.
+def optimizer_names(args: Eagle31TrainingArguments, given: type | None) -> dict[str, str]:
+    """Returns what trains the matrices and the rest, as `training.json` keeps it. `given`: the kind of the caller's
+    optimizer, which trains everything."""
+    rest = given.__name__ if given else str(getattr(args.optim, "value", args.optim))
+    return {"matrices": rest if given or args.matrix_learning_rate is None else MUON, "rest": rest}
 
-    `optimizer_names`: what trains the matrices and the rest, as `training.json` keeps it.
-    """
 
-    args: Eagle31TrainingArguments
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self._matrix_rate = 0.0
-        given = self.optimizer_cls_and_kwargs[0] if self.optimizer_cls_and_kwargs else type(self.optimizer)
-        if self.optimizer is not None or self.optimizer_cls_and_kwargs:
-            rest, self.has_muon = given.__name__, False  # the caller's optimizer trains everything
-        else:
-            rest, self.has_muon = (
-                str(getattr(self.args.optim, "value", self.args.optim)),
-                self.args.matrix_learning_rate is not None,
-            )
-        self.optimizer_names = {"matrices": MUON if self.has_muon else rest, "rest": rest}
-
-    @property
-    def drafter(self) -> Eagle31DrafterModel:
-        return self.accelerator.unwrap_model(self.model, keep_torch_compile=False).drafter
-
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Makes Muon for the drafter's matrices, and what transformers makes for everything else; for all of it where
-        there is no `matrix_learning_rate`, or the caller gave an optimizer."""
-        if self.optimizer is not None or not self.has_muon:
-            return super().create_optimizer(model)
-        matrices = matrices_of(self.drafter)
-        if self.is_deepspeed_enabled or not matrices:
-            raise ValueError(
-                "matrix_learning_rate is set, and Muon has no whole matrix of fc and layers to train: none asks for"
-                " gradients, or DeepSpeed or FSDP1 flattens them. Expected FSDP2 (fsdp_config={'version': 2}), or"
-                " matrix_learning_rate=None."
-            )
-        with left_out(matrices):
-            rest = super().create_optimizer(model)
-        slow_down_tables(rest, self.drafter)
-        muon = new_muon(matrices, self.args.matrix_learning_rate, self.args.weight_decay)
-        self.optimizer = JoinedOptimizer([rest, muon])
-        return self.optimizer
-
-    def _get_learning_rate(self) -> float:
-        """Returns the rate to log, and keeps that of matrices; called before the schedule changes them."""
-        self._matrix_rate = self.optimizer.param_groups[-1]["lr"]
-        return super()._get_learning_rate()
-
-    def rates(self) -> tuple[float, float | None]:
-        """Returns the peaks of the rates of the rest and of matrices: those a resumed run was begun with, or of
-        `args`."""
-        groups = self.optimizer.param_groups if self.optimizer is not None else [{}]
-        return (
-            # a scheduler of the caller's may be of a kind that keeps no peaks
-            groups[0].get("initial_lr", groups[0].get("lr", self.args.learning_rate)),
-            groups[-1].get("initial_lr", self.args.matrix_learning_rate) if self.has_muon else None,
+def with_muon(
+    make_rest: Callable[[], Optimizer], drafter: Eagle31DrafterModel, args: Eagle31TrainingArguments, flattens: bool
+) -> JoinedOptimizer:
+    """Makes Muon for the drafter's matrices, and by `make_rest` what trains everything else. Raises ValueError where
+    there are no matrices, or the backend `flattens` them."""
+    matrices = matrices_of(drafter)
+    if flattens or not matrices:
+        raise ValueError(
+            "matrix_learning_rate is set, and Muon has no whole matrix of fc and layers to train: none asks for"
+            " gradients, or DeepSpeed or FSDP1 flattens them. Expected FSDP2 (fsdp_config={'version': 2}), or"
+            " matrix_learning_rate=None."
         )
-
-    def trained_by(self) -> str:
-        """Returns what a card says of the optimizers and their rates."""
-        rate, matrix_rate = self.rates()
-        rest = f"{self.optimizer_names['rest']}, learning rate {rate:g}"
-        return f"{MUON} for matrices, learning rate {matrix_rate:g}; {rest}" if self.has_muon else rest
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Loads the states of a checkpoint, and with them the rates its run was begun with."""
-        super()._load_optimizer_and_scheduler(checkpoint)
-        asked = self.args.learning_rate, self.args.matrix_learning_rate if self.has_muon else None
-        if checkpoint is not None and self.rates() != asked:
-            logger.warning("a resumed run keeps its rates: %s. Those asked for now do not count.", self.trained_by())
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Logs, with the rate of matrices."""
-        if "learning_rate" in logs and self.has_muon:
-            logs["matrix_learning_rate"] = self._matrix_rate
-        super().log(logs, start_time)
+    for matrix in matrices:
+        matrix.requires_grad_(False)  # an optimizer takes what asks for gradients
+    try:
+        rest = make_rest()
+    finally:
+        for matrix in matrices:
+            matrix.requires_grad_(True)
+    slow_down_tables(rest, drafter)
+    return JoinedOptimizer([rest, new_muon(matrices, args.matrix_learning_rate, args.weight_decay)])

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from .kinds import Tokens, tokens_of
 
@@ -170,19 +170,12 @@ def check_columns(batch: Mapping[str, Any]) -> None:
         )
 
 
-class Part(Dataset):
+class Part(Subset):
     """The examples of another dataset at these indices, with their lengths."""
 
     def __init__(self, examples: Any, indices: Sequence[int]):
-        self.examples = examples
-        self.indices = indices
-        self.lengths = [examples.lengths[index] for index in indices]
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, index: int) -> Example:
-        return self.examples[self.indices[index]]
+        super().__init__(examples, indices)
+        self.examples, self.lengths = examples, [examples.lengths[index] for index in indices]
 
     def tokens(self, index: int) -> Tokens:
         """Returns the tokens of an example, without its states."""

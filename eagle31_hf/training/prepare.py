@@ -66,7 +66,8 @@ def prepare_data(
     skips = Skips(records.where, progress)
     tell = progress or (lambda line: None)
     builder = ShardBuilder(target, tokenizer, records, options, skips, tell)
-    builder.meet_engine(tell, None if _is_to_do(output, part) else read_manifest(output))
+    is_complete = (Path(output) / MANIFEST).is_file() and not _missing(output, part)
+    builder.meet_engine(read_manifest(output) if is_complete else None)
     open_store(output, builder.manifest(source))
     if builder.reader is not None and part[0] == 0:
         save_target_parts(output, target, builder.reader.scoring.as_dict())
@@ -121,14 +122,13 @@ def _no_examples(source: str | None, records: Records, skips: Skips, counts: dic
     )
 
 
-def _is_to_do(output: str | Path, part: tuple[int, int]) -> bool:
-    """Returns True unless all shards of the part are there."""
-    made = (Path(output) / MANIFEST).is_file()
-    return not made or any(index % part[1] == part[0] for index in missing_shards(output))
+def _missing(output: str | Path, part: tuple[int, int]) -> list[int]:
+    """Returns the shards of the part that are not there."""
+    return [index for index in missing_shards(output) if index % part[1] == part[0]]
 
 
 def _make_shards(builder: ShardBuilder, output: str | Path, part: tuple[int, int], progress: Progress) -> None:
-    mine = [index for index in missing_shards(output) if index % part[1] == part[0]]
+    mine = _missing(output, part)
     begin, total = time.monotonic(), 0
     for done, index in enumerate(mine, 1):
         examples, skipped = builder.build(index)

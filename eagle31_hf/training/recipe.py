@@ -180,7 +180,8 @@ def draft_vocabulary(
     if size is None or size == vocab_size:
         return None, None
     ids, tokens = choose_vocabulary(count_answers(data.train, vocab_size), size, stop_ids(target, tokenizer))
-    reader = target if isinstance(target, StoredTarget) else _reader_of(target)
+    layer_ids = layer_ids_for(target.config.get_text_config(decoder=True))
+    reader = target if isinstance(target, StoredTarget) else TargetReader(target, layer_ids)
     examples = data.held_out or data.train
     mass = mass_covered((examples[i] for i in range(min(FOR_COVERAGE, len(examples)))), ids, reader)
     progress(
@@ -188,10 +189,6 @@ def draft_vocabulary(
         " probability"
     )
     return ids, {"tokens": tokens, "probability": mass}
-
-
-def _reader_of(target: PreTrainedModel) -> TargetReader:
-    return TargetReader(target, layer_ids_for(target.config.get_text_config(decoder=True)))
 
 
 def loaded_drafter(

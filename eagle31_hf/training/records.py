@@ -7,7 +7,7 @@ import re
 from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -57,54 +57,34 @@ class Lines(Records):
 
 
 class Items(Records):
-    """Records of a file that are held in memory."""
+    """Records that can be had by their number: of a file held in memory, or of a dataset of the `datasets` library.
+    `unit`: what one is called there."""
 
-    def __init__(self, path: Path, items: list[Any]):
-        self.path, self._items = path, items
+    def __init__(self, name: str | Path, items: Sequence[Any], unit: str = "record"):
+        self.name, self.unit = name, unit
+        self._items = items
 
     def __len__(self) -> int:
         return len(self._items)
 
     def where(self, number: int) -> str:
-        return f"{self.path}, record {range(len(self))[number] + 1}"
+        return f"{self.name}, {self.unit} {range(len(self))[number] + 1}"
 
     def __getitem__(self, index):
-        return _checked(self._items[index], self.where(index))
+        return _checked(self._items[range(len(self))[index]], self.where(index))
 
 
-class Shard(Records):
+class Shard(Items):
     """The tokens of the rows of a store's shard."""
 
     def __init__(self, path: Path):
-        self.path = path
         with open_sealed(path, verify=True) as file:
-            self._tokens = {name: file.get_tensor(name) for name in ("input_ids", "answers", "offsets")}
-
-    def __len__(self) -> int:
-        return len(self._tokens["offsets"]) - 1
-
-    def where(self, number: int) -> str:
-        return f"{self.path}, row {range(len(self))[number] + 1}"
+            super().__init__(path, [*pairwise(file.get_tensor("offsets").tolist())], "row")
+            self._tokens = {name: file.get_tensor(name) for name in ("input_ids", "answers")}
 
     def __getitem__(self, index):
-        start, end = self._tokens["offsets"][range(len(self))[index] :][:2]
-        return {name: self._tokens[name][start:end] for name in ("input_ids", "answers")}
-
-
-class Table(Records):
-    """Records of a dataset of the `datasets` library."""
-
-    def __init__(self, name: str, data: Any):
-        self.name, self.data = name, data
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def where(self, number: int) -> str:
-        return f"{self.name}, row {range(len(self))[number] + 1}"
-
-    def __getitem__(self, index):
-        return self.data[range(len(self))[index]]
+        start, end = self._items[index]
+        return {name: column[start:end] for name, column in self._tokens.items()}
 
 
 class Joined(Records):
@@ -174,7 +154,7 @@ def _text(path: Path) -> Records:
 
 
 def _parquet(path: Path) -> Records:
-    return Table(str(path), _datasets(str(path)).load_dataset("parquet", data_files=str(path), split="train"))
+    return Items(path, _datasets(str(path)).load_dataset("parquet", data_files=str(path), split="train"), "row")
 
 
 # others are text
@@ -199,7 +179,7 @@ def read_records(source: str, split: str = "train") -> Records:
         parts = [FILES.get(path.suffix.lower(), _text)(path) for path in _files(source)]
         records: Records = parts[0] if len(parts) == 1 else Joined(parts)
     else:
-        records = Table(source, _dataset(source, split))
+        records = Items(source, _dataset(source, split), "row")
     if not len(records):
         raise ValueError(f"{source}: holds no records; expected at least one.")
     return records

@@ -120,19 +120,25 @@ def _asked(questioner: Questioner, conversations: list[_Conversation], refuse: R
 
 def _take(source: AnswerSource, talk: _Conversation, prompt: Tensor, answer: Tensor, refuse: Refuse) -> None:
     """Adds an answer (T,) to its chat, and an example of it where there is something to learn from."""
-    is_ended = source.is_ended(answer)
-    if talk.temperature is not None and not is_ended and repeats_itself(answer):
-        refuse(talk.index, REPEATING)
-    elif len(answer) < LEAST_ANSWER:
-        refuse(talk.index, TOO_SHORT)
-    else:
+    refusal = _why_not(source, answer, talk.temperature)
+    if refusal is None:
         talk.add(source.example(prompt, answer))
-    if is_ended:
+    else:
+        refuse(talk.index, refusal)
+    if source.is_ended(answer):
         talk.said.append(source.message(answer))
         return
     if talk.ahead or talk.to_ask:
         refuse(talk.index, CUT)
     talk.end()  # a thought or a list that is broken off would stand in every later prompt
+
+
+def _why_not(source: AnswerSource, answer: Tensor, temperature: float | None) -> str | None:
+    """Returns why there is nothing to learn from an answer (T,); None where there is. `temperature`: a self-prompt's,
+    whose answers may not repeat themselves; None for others."""
+    if temperature is not None and not source.is_ended(answer) and repeats_itself(answer):
+        return REPEATING
+    return TOO_SHORT if len(answer) < LEAST_ANSWER else None
 
 
 def continue_texts(
@@ -147,12 +153,11 @@ def continue_texts(
     answers = source.answers([prompts[i] for i in fitting], [asked[i] for i in fitting])
     found = [list[Example]() for _ in prompts]
     for i, answer in zip(fitting, answers, strict=True):
-        if asked[i] is not None and not source.is_ended(answer) and repeats_itself(answer):
-            refuse(i, REPEATING)
-        elif len(answer) < LEAST_ANSWER:
-            refuse(i, TOO_SHORT)
-        else:
+        refusal = _why_not(source, answer, asked[i])
+        if refusal is None:
             found[i].append(source.example(prompts[i], answer))
+        else:
+            refuse(i, refusal)
     return found
 
 

@@ -5,13 +5,15 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from transformers import TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
@@ -123,6 +125,17 @@ def remove_oldest(folder: str | Path, limit: int | None, best: str | None) -> No
     excess = len(found) - max(limit, len(kept.intersection(found))) if limit else 0
     for path in [path for path in found if path not in kept][: max(0, excess)]:
         shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def without_limit(args: TrainingArguments) -> Iterator[int | None]:
+    """A context in which the Trainer removes no checkpoint, as it would take folders such as checkpoint-best for old
+    ones; yields the limit."""
+    limit, args.save_total_limit = args.save_total_limit, None
+    try:
+        yield limit
+    finally:
+        args.save_total_limit = limit
 
 
 def why_incomplete(checkpoint: Path) -> str | None:

@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
+from multiprocessing.pool import ThreadPool
 from typing import Any, TypeVar
 
-from .engine_server import Ask, Server, Told, UnavailableError
+from .engine_server import Completion, Request, Server, UnavailableError
 
 AT_START = 4  # tries to reach a server before anything is written
 Tell = Callable[[str], None]  # is told one line at a time
+Given = TypeVar("Given")
 Result = TypeVar("Result")
 
 
@@ -51,7 +52,7 @@ class Servers:
 
     def __post_init__(self):
         self.all = [Server(url, self.patience.timeout) for url in self.urls]
-        self._changed, self._telling = threading.Condition(), threading.Lock()
+        self._changed = threading.Condition()
 
     @property
     def name(self) -> str:
@@ -63,19 +64,19 @@ class Servers:
         """What answers follow from besides the target's files: the model's name on the servers."""
         return {"served": self.all[0].model}
 
-    def meet(self, ask: Ask, max_length: int) -> None:
+    def meet(self, request: Request, max_length: int) -> None:
         """Finds out what each server serves and how it is asked.
 
         Raises RuntimeError for one that cannot be reached, ValueError for one that gives no ids, is shorter than
         `max_length` tokens, or serves under another name than the first.
         """
         for server in self.all:
-            self._patiently(lambda server=server: server.meet(self.target))
-            self._patiently(lambda server=server: server.choose_endpoint(ask))
-            if ask.sampling["repetition_penalty"] != 1 and not server.endpoint.penalises_prompts:
+            self._patiently(server.meet, self.target)
+            self._patiently(server.choose_endpoint, request)
+            if request.sampling["repetition_penalty"] != 1 and not server.endpoint.penalises_prompts:
                 raise ValueError(
                     f"{server.url}: SGLang leaves the prompt out of a repetition_penalty, which is"
-                    f" {ask.sampling['repetition_penalty']}; expected 1, or a server of vLLM."
+                    f" {request.sampling['repetition_penalty']}; expected 1, or a server of vLLM."
                 )
             needed = max_length + server.endpoint.spare
             if server.max_length is not None and server.max_length < needed:
@@ -90,79 +91,61 @@ class Servers:
                     " target everywhere, under one name (--served-model-name)."
                 )
 
-    def answers_by_server(self, asks: list[Ask]) -> Iterator[tuple[str, list[Told]]]:
+    def answers_by_server(self, requests: list[Request]) -> Iterator[tuple[str, list[Completion]]]:
         """Yields the address of each server and its own answers to prompts. Raises RuntimeError for one that fails."""
         for server in self.all:
-            yield server.url, [self._patiently(lambda server=server, ask=ask: server.ask(ask)) for ask in asks]
+            yield server.url, [self._patiently(server.complete, request) for request in requests]
 
-    def _patiently(self, call: Callable[[], Result]) -> Result:
+    def _patiently(self, call: Callable[[Given], Result], given: Given) -> Result:
         """Returns what a call of a server returns, tried a few times. Raises RuntimeError when it was in vain."""
-        for tried in range(1, AT_START):
+        tried = 0
+        while True:
             try:
-                return call()
-            except UnavailableError:
-                time.sleep(self.patience.pause_after(tried))
-        try:
-            return call()
-        except UnavailableError as error:
-            raise RuntimeError(f"{error}; expected a server that is ready. Start it first, or leave it out.") from None
+                return call(given)
+            except UnavailableError as error:
+                tried += 1
+                if tried == AT_START:
+                    raise RuntimeError(
+                        f"{error}; expected a server that is ready. Start it first, or leave it out."
+                    ) from None
+            time.sleep(self.patience.pause_after(tried))
 
-    def answers(self, asks: list[Ask]) -> list[Told]:
+    def answers(self, requests: list[Request]) -> list[Completion]:
         """Returns the answers to prompts, in their order.
 
         Raises RuntimeError naming the last failure where a request was tried too often, ValueError where a server
         refuses one.
         """
-        waiting, done = SimpleQueue[int](), SimpleQueue[tuple[int, Told | Exception]]()
         stop = threading.Event()
-        for index in range(len(asks)):
-            waiting.put(index)
+        # Threads of this pool that wait for a server do not keep the program from ending.
+        with ThreadPool(max(1, min(self.most, len(requests)))) as pool:
+            try:
+                numbered = pool.imap_unordered(lambda i: (i, self._answer(requests[i], stop)), range(len(requests)))
+                completions = dict(numbered)
+            finally:
+                stop.set()
+                with self._changed:
+                    self._changed.notify_all()
+        return [completions[i] for i in range(len(requests))]
 
-        def work() -> None:
-            while not stop.is_set() and not waiting.empty():
-                try:
-                    index = waiting.get(block=False)
-                except Empty:  # another thread took the last one
-                    return
-                try:
-                    done.put((index, self._answer(asks[index], stop)))
-                except Exception as error:
-                    done.put((index, error))
-
-        # Threads that wait for a server must not keep the program from ending.
-        for _ in range(min(self.most, len(asks))):
-            threading.Thread(target=work, daemon=True).start()
-        told = dict[int, Told]()
-        try:
-            while len(told) < len(asks):
-                index, outcome = done.get()
-                if isinstance(outcome, Exception):
-                    raise outcome
-                told[index] = outcome
-        finally:
-            stop.set()
-            with self._changed:
-                self._changed.notify_all()
-        return [told[index] for index in range(len(asks))]
-
-    def _answer(self, ask: Ask, stop: threading.Event) -> Told:
+    def _answer(self, request: Request, stop: threading.Event) -> Completion:
         for tried in range(1, self.patience.tries + 1):
             with self._chosen(stop) as server:
                 known = server.failures
                 try:
                     if known:
                         self._meet_again(server)
-                    told = server.ask(ask)
+                    completion = server.complete(request)
                 except UnavailableError as error:
                     self._failed(server, known, error)
-                    if tried == self.patience.tries or self._are_lost():
+                    if tried == self.patience.tries or all(s.failures >= self.patience.tries for s in self.all):
                         raise RuntimeError(
                             f"{error}, after {max(tried, server.failures)} tries; shards that are complete are kept."
                             " Start the server again, and the same command goes on."
                         ) from None
                 else:
                     self._succeeded(server)
-                    return told
+                    return completion
         raise AssertionError("the last try returns or raises")
 
     @contextmanager
@@ -210,24 +193,14 @@ class Servers:
     def _failed(self, server: Server, known: int, error: UnavailableError) -> None:
         """Notes a failure, once for requests that fail together: `known` is what one knew when it began."""
         with self._changed:
-            if server.failures != known:
-                return
-            server.failures += 1
-            pause = self.patience.pause_after(server.failures)
-            server.not_before = time.monotonic() + pause
-        self._say(f"{error}; it is left out for {pause:g} seconds")
+            if server.failures == known:
+                server.failures += 1
+                pause = self.patience.pause_after(server.failures)
+                server.not_before = time.monotonic() + pause
+                self.tell(f"{error}; it is left out for {pause:g} seconds")
 
     def _succeeded(self, server: Server) -> None:
         with self._changed:
-            was_out, server.failures = server.failures > 0, 0
-            self._changed.notify_all()
-        if was_out:
-            self._say(f"{server.url} answers again")
-
-    def _say(self, line: str) -> None:
-        with self._telling:  # requests fail in threads of their own
-            self.tell(line)
-
-    def _are_lost(self) -> bool:
-        with self._changed:
-            return all(server.failures >= self.patience.tries for server in self.all)
+            if server.failures:
+                server.failures = 0
+                self.tell(f"{server.url} answers again")

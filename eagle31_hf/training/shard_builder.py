@@ -6,7 +6,7 @@ A shard follows from the records that are its own, and from nothing else.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -69,30 +69,26 @@ def each_record(
             yield number, made
 
 
+@dataclass
 class ShardBuilder:
     """Makes the examples of a store's shards; `options` are those of the target, see `for_target`. `tell` is told of
     servers that fail."""
 
-    def __init__(
-        self,
-        target: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        records: Records,
-        options: PreparationOptions,
-        skips: Skips,
-        tell: Progress,
-    ):
-        self.target = target
-        self.tokenizer = tokenizer
-        self.records = records
-        self.options = options
-        self.skips = skips
-        self.maker = example_maker(target, tokenizer, options)
-        self._template = {"chat_template": options.chat_template, **options.template_options}
-        self.generator = self._answer_source(tell) if options.regenerate else None
-        self.reader = TargetReader(target, options.layer_ids) if options.states else None
+    target: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    records: Records
+    options: PreparationOptions
+    skips: Skips
+    tell: Progress
 
-    def _answer_source(self, tell: Progress) -> AnswerSource:
+    def __post_init__(self):
+        options = self.options
+        self.maker = example_maker(self.target, self.tokenizer, options)
+        self._template = {"chat_template": options.chat_template, **options.template_options}
+        self.generator = self._answer_source() if options.regenerate else None
+        self.reader = TargetReader(self.target, options.layer_ids) if options.states else None
+
+    def _answer_source(self) -> AnswerSource:
         options = self.options
         generator = AnswerGenerator(
             self.target,
@@ -104,9 +100,9 @@ class ShardBuilder:
         )
         if options.engine is None:
             return generator
-        return engine_answers(generator, options.engine, options.generation, self.maker.vocab_size, tell)
+        return engine_answers(generator, options.engine, options.generation, self.maker.vocab_size, self.tell)
 
-    def meet_engine(self, tell: Progress, complete: Manifest | None) -> None:
+    def meet_engine(self, complete: Manifest | None) -> None:
         """Checks that the engine, if one answers, gives the target's answers, on the first prompts of the records.
         Where nothing is left to answer, `complete` is the store's manifest, and the engine is not asked.
 
@@ -117,7 +113,7 @@ class ShardBuilder:
         if complete is not None:
             self.generator.recall(complete.source.get("engine", {}))
         else:
-            self.generator.meet(self._first_prompts(self.generator), tell)
+            self.generator.meet(self._first_prompts(self.generator), self.tell)
 
     def _first_prompts(self, source: AnswerSource) -> list[Tensor]:
         prompts, silent = list[Tensor](), Skips(self.records.where)

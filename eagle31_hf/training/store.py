@@ -85,11 +85,8 @@ class Manifest:
 def _flat(manifest: Manifest) -> dict[str, Any]:
     """Returns what two stores of the same examples have in common. Where the target was found does not count:
     `revision` says which it was."""
-    values = asdict(manifest)
-    source = values.pop("source")
-    _ = values.pop("target")
-    _ = values.pop("commit")
-    return values | {f"source.{name}": value for name, value in source.items()}
+    values = {name: value for name, value in vars(manifest).items() if name not in ("source", "target", "commit")}
+    return values | {f"source.{name}": value for name, value in manifest.source.items()}
 
 
 def read_manifest(folder: str | Path) -> Manifest:

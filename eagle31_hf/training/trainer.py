@@ -2,13 +2,15 @@
 
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.trainer_utils import EvalLoopOutput
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import EvalLoopOutput, SaveStrategy
 from transformers.utils import logging
 
 from ..errors import DraftingRefusedError
@@ -20,12 +22,14 @@ from .alignment import AlignmentReader
 from .answers import stop_ids
 from .arguments import Eagle31TrainingArguments
 from .checkpointing import CheckpointingTrainer
+from .divergence import DivergenceWatch
 from .evaluation import EvalShare, Evaluation, served
 from .figures import TrainingFigures
 from .kinds import check_ids, tokens_of
 from .loss_mask import loss_denominators
 from .objective import Batch, DraftingObjective
 from .packing import Collator, Example, PackedExamples, check_columns
+from .saving import changed_since, last_checkpoint
 from .spreading import position_skips
 from .target import StoredTarget, TargetReader, shard, stored_target
 
@@ -35,7 +39,9 @@ CHECKED = 4  # items of a dataset that are looked at before anything begins
 
 class Eagle31Trainer(CheckpointingTrainer):
     """Trains an `Eagle31DrafterModel`. Everything of `transformers.Trainer` works as there, but for what a target and
-    its drafter change.
+    its drafter change: `get_batch_samples` counts what losses are divided by, `compute_loss` reads the target first,
+    `get_eval_dataloader` and `evaluation_loop` measure acceptance, `log` adds figures by depth; `train` and the methods
+    that `CheckpointingTrainer` overrides are about saving and resuming.
 
     `target`: the frozen model, any dtype, quantized or spread over devices; None where `train_dataset` is a
     `HiddenStateStore` with states. Datasets hold examples {"input_ids", "answers"}, see `packing`. Loss and figures are
@@ -84,8 +90,24 @@ class Eagle31Trainer(CheckpointingTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any):
         """Trains as `Trainer.train`; `resume_from_checkpoint=True` takes the newest checkpoint that was written to its
         end. Raises ValueError where there is none, TrainingDivergedError where the run diverges."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = last_checkpoint(self.args.output_dir)
+            if resume_from_checkpoint is None:
+                raise ValueError(
+                    f"{self.args.output_dir}: holds no complete checkpoint to resume from; train without resuming."
+                )
         self._figures.clear()
-        return super().train(resume_from_checkpoint, **kwargs)
+        self._watch = DivergenceWatch(self.accelerator, self.args)
+        changes = changed_since(resume_from_checkpoint, self.learnt_by()) if resume_from_checkpoint else ""
+        if changes:
+            logger.warning("the run was begun with another loss, and goes on with what is asked for now: %s.", changes)
+        if resume_from_checkpoint in (None, False) and self.args.should_save:
+            # an earlier run's, which says that it is finished
+            Path(self.args.output_dir, TRAINER_STATE_NAME).unlink(missing_ok=True)
+        output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        if self.args.save_strategy != SaveStrategy.NO:
+            self.save_state()
+        return output
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device):
         """Returns the batches of one optimizer step, as they are trained on (`_as_trained`), and the denominators of
@@ -109,8 +131,7 @@ class Eagle31Trainer(CheckpointingTrainer):
             check_columns(batch)
         if self.args.train_prompts:
             samples = [batch | {"answers": batch["documents"] > 0} for batch in samples]
-        reach = self.position_reach
-        if reach:
+        if reach := self.position_reach:
             draws = generator_of(self.args.seed, self.state.global_step, self.args.process_index)
             samples = [batch | {"skips": position_skips(batch["documents"], reach, draws)} for batch in samples]
         return samples
@@ -147,10 +168,19 @@ class Eagle31Trainer(CheckpointingTrainer):
         return batch
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds the figures of training since the last log, see `TrainingFigures.take`."""
+        """Logs, with the figures of training since the last log, see `TrainingFigures.take`, and the rate of matrices,
+        and looks for divergence. Raises TrainingDivergedError where it finds one."""
         if "loss" in logs:
             logs |= self._figures.take(self.accelerator)
+        if "learning_rate" in logs and self.has_muon:
+            logs["matrix_learning_rate"] = self._matrix_rate
         super().log(logs, start_time)
+        if "loss" in logs and self.is_in_train:
+            # the Trainer subtracts it from itself, which of one that is not finite leaves NaN for ever
+            self._tr_loss.zero_()
+            self._watch.check_steps()
+        if "train_loss" in logs:  # the end, before the best checkpoint takes the place of the last weights
+            self.check_weights()
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """Gives each process its share of the examples; none is counted twice, and all run equally many batches."""
@@ -198,20 +228,10 @@ class Eagle31Trainer(CheckpointingTrainer):
     def _served(self, examples: Any) -> dict[str, float]:
         """Measures what generate() accepts. Nothing is measured where the target is spread over processes, nor for a
         target that generate() cannot draft for: another server may."""
-        args = self.args
-        if self.target is None or self.reader.in_lockstep or self.is_fsdp_enabled or not args.eval_prompts:
+        if self.target is None or self.reader.in_lockstep or self.is_fsdp_enabled or not self.args.eval_prompts:
             return {}
-        depth = args.eval_settings().depth
         try:
-            return served(
-                self.target,
-                self.drafter,
-                examples,
-                args.eval_prompts,
-                depth,
-                args.eval_max_new_tokens,
-                self.accelerator,
-            )
+            return served(self.target, self.drafter, examples, self.args, self.accelerator)
         except DraftingRefusedError as error:
             logger.warning_once(
                 "there are no served_ figures, as generate() refuses to draft for this target: %s", error

@@ -21,15 +21,17 @@ class Walk:
 
     rounds: int = 0
     tokens: int = 0
-    accepted: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
     expected_rounds: float = 0.0
+
+    @property
+    def accepted(self) -> int:
+        return sum(self.accepted_per_position)
 
     def add(self, other: "Walk") -> None:
         """Adds the counts of another walk."""
         self.rounds += other.rounds
         self.tokens += other.tokens
-        self.accepted += other.accepted
         self.expected_rounds += other.expected_rounds
         size = max(len(self.accepted_per_position), len(other.accepted_per_position))
         both = ([*walk.accepted_per_position, *[0] * size][:size] for walk in (self, other))
@@ -69,7 +71,6 @@ def walk(hits: Tensor, acceptance: Tensor, stops: bool = True) -> Walk:
         tokens = min(accepted + 1, remaining)
         counts.rounds += 1
         counts.tokens += tokens
-        counts.accepted += accepted
         for position in range(accepted):
             counts.accepted_per_position[position] += 1
         at += tokens

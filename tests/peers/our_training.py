@@ -9,7 +9,7 @@ from training_side import Side, arguments, load_tensors, serve
 
 from eagle31_hf import Eagle31DrafterModel
 from eagle31_hf.training.loss_mask import loss_denominators
-from eagle31_hf.training.objective import Batch, DraftingObjective, Settings, Sums
+from eagle31_hf.training.objective import Batch, DraftingObjective, Settings, means_of
 
 
 class Ours(Side):
@@ -52,7 +52,7 @@ class Ours(Side):
     def exact_losses(self, sequences: list[int]) -> list[float]:
         result = self.objective(self.part(sequences))
         result["loss"].backward()
-        return Sums.means(result["sums"])["distance"]
+        return means_of(result["sums"])["distance"]
 
     def save(self, folder: Path) -> None:
         self.model.save_pretrained(folder)

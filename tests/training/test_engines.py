@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -46,6 +47,15 @@ needs_vllm = pytest.mark.skipif(
         " torchcodec"
     ),
 )
+
+
+INTERRUPTED = """
+from eagle31_hf.training.engine_server import Request
+from eagle31_hf.training.servers import Patience, Servers
+
+servers = Servers(("http://127.0.0.1:{port}",), "target", 2, Patience(timeout=3600.0))
+servers.answers([Request([1], 1, 0, dict(temperature=0.0), [])] * 3)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -627,6 +637,17 @@ def test_servers_that_shut_down_abort_what_they_work_on(tmp_path, outline, token
     prepare(outline, tokenizer, data, tmp_path, [server], lines.append, **GREEDILY)
     assert shards(tmp_path) == shards(greedy)
     assert any("for the reason 'abort'" in line for line in lines)
+
+
+def test_a_program_that_is_interrupted_does_not_wait_for_a_silent_server():
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        line = [sys.executable, "-c", INTERRUPTED.format(port=silent.getsockname()[1])]
+        with subprocess.Popen(line, stderr=subprocess.PIPE, text=True) as process:
+            silent.accept()  # a request is under way
+            process.send_signal(signal.SIGINT)
+            assert "KeyboardInterrupt" in process.communicate(timeout=300)[1]
 
 
 # The store

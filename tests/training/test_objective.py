@@ -10,7 +10,7 @@ from factories import NORMS, VARIANTS, VOCAB, build, chain, inputs, target
 from torch.nn.functional import kl_div
 
 from eagle31_hf.training.loss_mask import CONVENTIONS, loss_denominators
-from eagle31_hf.training.objective import Batch, DraftingObjective, Settings, Sums
+from eagle31_hf.training.objective import Batch, DraftingObjective, Settings, means_of
 from eagle31_hf.training.target import TargetReader
 
 DEPTH = 4
@@ -72,7 +72,7 @@ def test_the_loss_is_its_definition(kind, decay):
             accuracy[k].append((ids[q.argmax(-1)] == likeliest).float())
             accepted[k].append(q.minimum(wanted).sum(-1))
     outputs = objective_of(drafter, Settings(DEPTH, tuple(decay**k for k in range(DEPTH))))(batch)
-    figures = Sums.means(outputs["sums"])
+    figures = means_of(outputs["sums"])
     mean = [[torch.cat(values).mean().item() for values in depths] for depths in (distance, accuracy, accepted)]
     assert figures["distance"] == pytest.approx(mean[0], rel=FORWARD)
     assert figures["accuracy"] == pytest.approx(mean[1], rel=FORWARD)
@@ -219,7 +219,7 @@ def test_thirty_steps_of_training_help_at_every_depth(fields):
     history = []
     for _ in range(30):
         outputs = objective(batch)
-        history.append((outputs["loss"].item(), Sums.means(outputs["sums"])))
+        history.append((outputs["loss"].item(), means_of(outputs["sums"])))
         optimizer.zero_grad()
         outputs["loss"].backward()
         optimizer.step()

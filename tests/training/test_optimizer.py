@@ -12,8 +12,8 @@ from training_runs import InterruptAfter, LostMachineError, make_examples, make_
 
 from eagle31_hf.cli import parser
 from eagle31_hf.training.arguments import Eagle31TrainingArguments
+from eagle31_hf.training.checkpointing import logger as optimizer_logger
 from eagle31_hf.training.optimizer import JoinedOptimizer, matrices_of, new_muon, slow_down_tables
-from eagle31_hf.training.optimizer import logger as optimizer_logger
 from eagle31_hf.training.saving import RECORD
 
 SAVING = {"save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "cosine"}

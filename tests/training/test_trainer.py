@@ -17,11 +17,11 @@ from transformers import TrainerCallback
 from eagle31_hf import Eagle31DrafterModel
 from eagle31_hf.acceptance import track_acceptance
 from eagle31_hf.storage.fingerprints import weights_fingerprint
-from eagle31_hf.training.checkpointing import logger as checkpointing_logger
 from eagle31_hf.training.ends import find_scoring
 from eagle31_hf.training.saving import changed_since
 from eagle31_hf.training.store import HiddenStateStore, Manifest, open_store, save_target_parts, write_shard
 from eagle31_hf.training.target import TargetReader
+from eagle31_hf.training.trainer import logger as trainer_logger
 
 SUMMED = 1e-5  # fp32: sums over the examples of a step in another order, over a few plain gradient steps
 FIGURE = 2e-5  # figures are logged to five digits
@@ -177,7 +177,7 @@ def test_prompts_are_learnt_as_answers_are_and_evaluations_count_answers_alone(t
 
 
 def test_a_run_resumed_with_another_loss_says_so(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(checkpointing_logger, "propagate", True)
+    monkeypatch.setattr(trainer_logger, "propagate", True)
     options = PLAIN | {"save_strategy": "steps", "save_steps": 2}
     with pytest.raises(LostMachineError):
         make_trainer(tmp_path, callbacks=[InterruptAfter(2)], **options).train()
