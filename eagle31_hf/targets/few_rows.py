@@ -207,9 +207,7 @@ class _LinearForward:
 def takes_rows(num_rows: int, takes_prompts: bool) -> bool:
     """Returns whether a forward of this thread is one of a drafted call, of few rows unless it takes prompts."""
     is_few = num_rows > 0 and (takes_prompts or num_rows <= MOST_ROWS)
-    return (
-        is_few and _forwards.is_drafted and not torch.is_autocast_enabled("cpu")
-    )  # by a wrapped forward
+    return is_few and _forwards.is_drafted and not torch.is_autocast_enabled("cpu")  # by a wrapped forward
 
 
 def can_pack() -> bool:
