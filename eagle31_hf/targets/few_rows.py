@@ -46,6 +46,7 @@ LEAST = (1, 2, None)  # what `Choice.least_rows` may be
 CGROUP = Path("/sys/fs/cgroup")
 SHARE_OF_MEMORY = 0.5  # of what is free, that packed weights may take
 MEASURED = Measured("linear_layers")
+FORWARD = nn.Linear.forward  # where another is put in its place, that is what layers run
 Run = Callable[[Tensor], Tensor]  # (..., K) -> (..., N)
 Group = tuple[nn.Linear, ...]  # layers that read the same input, or one layer
 
@@ -289,7 +290,7 @@ def _is_plain(layer: nn.Linear) -> bool:
     is_own = type(weight) in (nn.Parameter, Tensor) and weight.device.type == "cpu" and weight.dtype in DTYPES
     has_hooks = layer._forward_hooks or layer._forward_pre_hooks or hasattr(layer, "_hf_hook")
     forward = vars(layer).get("forward")
-    is_bare = forward is None or isinstance(forward, _LinearForward)
+    is_bare = (forward is None or isinstance(forward, _LinearForward)) and nn.Linear.forward is FORWARD
     return is_own and is_bare and not has_hooks and weight.numel() > 0 and not weight.is_inference()
 
 

@@ -17,6 +17,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
 from ..cache import adopt
@@ -112,7 +114,8 @@ def fused_layers(target: PreTrainedModel, not_fused: list[str | None]) -> Iterat
 def fused_rows(target: PreTrainedModel) -> Iterator[FewRows]:
     """A context in which rounds of a target on a CPU run few rows as is fastest there: by `few_rows`, and its layers,
     where they can be fused, by `rows_layer`."""
-    not_fused = why_not_fused(target) if can_pack() and own_attention(target) == "sdpa" else []
+    attends_usually = own_attention(target) == "sdpa" and ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
+    not_fused = why_not_fused(target) if can_pack() and attends_usually else []
     fused = [layer for layer, reason in zip(decoder_layers(target), not_fused, strict=False) if reason is None]
     with few_rows(target, readers_of_the_same(fused)) as rows, ExitStack() as stack:
         is_exact = rows.is_exact

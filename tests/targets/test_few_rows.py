@@ -202,6 +202,15 @@ def test_a_weight_of_any_width_is_known_by_its_bits(dtype):
 
 
 @torch.no_grad()
+def test_another_forward_of_all_linear_layers_is_run(monkeypatch):
+    own, model, x = nn.Linear.forward, model_of(torch.float32), torch.randn(3, 96)
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: 2 * own(self, x))
+    expected = model(x)
+    with few_rows(model), in_drafted_call():
+        assert torch.equal(model(x), expected)
+
+
+@torch.no_grad()
 def test_where_there_is_no_memory_any_more_old_weights_are_not_run(monkeypatch):
     """Those that a context which was there before has packed."""
     model, x = model_of(torch.float32), torch.randn(3, 96)

@@ -12,6 +12,8 @@ from targets.test_fused_layers import OTHER, SAME, assert_own_forwards, build
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import DynamicCache, LlamaConfig, Ministral3Config, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward as sdpa
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from eagle31_hf.kernels import rope
@@ -184,6 +186,20 @@ def test_hooks_of_all_modules_are_called(kind, runs):
         handle.remove()
     assert runs == []
     assert_close("logits", got, expected, TARGET_FORWARD)
+
+
+def test_an_attention_function_in_the_place_of_sdpa_is_called(runs, monkeypatch):
+    target = build(LlamaConfig(**ROPED))
+    with fused_rows(target):
+        logits_of(target, 3)
+    runs.clear()
+    monkeypatch.setitem(
+        ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", lambda *args, **kwargs: (2 * sdpa(*args, **kwargs)[0], None)
+    )
+    expected = logits_of(target, 3)
+    with fused_rows(target):
+        assert_close("logits", logits_of(target, 3), expected, TARGET_FORWARD)
+    assert runs == []
 
 
 def test_norms_of_another_dtype_run_the_target_s_own_forward(runs):
