@@ -121,7 +121,8 @@ def _figure(now: Counts, then: Counts | None = None, is_same: bool = True) -> Fi
     """Makes the figure of a ratio of sums, or of it as a multiple of the ratio `then`: of the same prompts, drawn
     together, or of others, drawn apart. It has no interval where that would have no end, nor of a single prompt, which
     says nothing about others."""
-    value, draws, num_prompts = _ratio(*now), drawn_ratios(*now), len(now[0])
+    value, draws = _ratio(*now), drawn_ratios(*now)
+    num_prompts = len(now[0])
     if then is not None:
         value = value / _ratio(*then)
         draws = draws / drawn_ratios(*then, seed=0 if is_same else 1)
