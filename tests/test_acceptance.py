@@ -39,6 +39,7 @@ class Recount(Puts):
 )
 @pytest.mark.parametrize("depth", [1, 4])
 def test_recounted(target, drafter, prompt, depth, kwargs):
+    speculate(target, drafter, prompt, num_assistant_tokens=depth, **GREEDY)  # the first call tries the target, too
     recount = Recount(target)
     output, stats = speculate(target, drafter, prompt, num_assistant_tokens=depth, streamer=recount, **GREEDY, **kwargs)
     (_, *read), (prefill, *tokens) = recount.read, recount.tokens

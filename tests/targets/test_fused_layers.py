@@ -6,53 +6,16 @@ import threading
 import pytest
 import torch
 from close import TARGET_FORWARD, assert_close
-from conftest import NO_SPECIAL_TOKENS, ROPED, VOCAB
+from conftest import ROPED
+from targets.llama_forms import ALL_FUSED, LAYERS, OTHER, SAME, assert_own_forwards, build
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma3TextConfig,
-    GraniteConfig,
-    LlamaConfig,
-    MistralConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-    SmolLM3Config,
-)
+from transformers import LlamaConfig, PreTrainedModel, SmolLM3Config
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from eagle31_hf.targets import fused
 from eagle31_hf.targets.fused import fused_layers, why_not_fused
 from eagle31_hf.targets.layers import capture_states, decoder_layers
 from eagle31_hf.targets.probe import random_tree, tree_from_arena
-
-LAYERS = ROPED["num_hidden_layers"]
-ALL_FUSED = [None] * (LAYERS + 1)
-SAME = {
-    "llama": LlamaConfig(**ROPED),
-    "llama with biases": LlamaConfig(**ROPED, attention_bias=True, mlp_bias=True),
-    "qwen2": Qwen2Config(**ROPED),
-    "qwen3": Qwen3Config(**ROPED),
-    "mistral with a window": MistralConfig(**ROPED | {"sliding_window": 8}),
-}
-OTHER = {
-    "a scaled residual": (GraniteConfig(**ROPED, residual_multiplier=0.3), "its states differ"),
-    "gates of GELU": (LlamaConfig(**ROPED, hidden_act="gelu"), "its states differ"),
-    "more norms": (Gemma3TextConfig(**ROPED), "it has other weights: post_feedforward_layernorm.weight"),
-}
-
-
-def build(config, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A target of a config, with random weights, biases and norms too."""
-    for name, value in {"vocab_size": VOCAB, "tie_word_embeddings": False, **NO_SPECIAL_TOKENS}.items():
-        setattr(config, name, value)
-    torch.manual_seed(0)
-    target = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
-    with torch.no_grad():
-        for name, weight in target.named_parameters():
-            scale = 0.3 if weight.dim() == 1 else weight.shape[1] ** -0.5
-            weight.copy_(scale * torch.randn_like(weight) + (name.endswith("norm.weight")))
-    return target.to(dtype)
 
 
 @torch.no_grad()
@@ -61,11 +24,6 @@ def logits_and_states(target: PreTrainedModel, layer_ids: tuple[int, ...]) -> tu
     with capture_states(target, list(layer_ids)) as captured:
         logits = tree_from_arena(target, random_tree(target))
         return logits, captured.take()
-
-
-def assert_own_forwards(target: PreTrainedModel) -> None:
-    """Asserts that no module of a target has a forward in place of its class's."""
-    assert [name for name, module in target.named_modules() if "forward" in vars(module)] == []
 
 
 @pytest.mark.parametrize("name", SAME)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from close import TARGET_FORWARD, assert_close
 from conftest import ROPED
-from targets.test_fused_layers import OTHER, SAME, assert_own_forwards, build
+from targets.llama_forms import OTHER, SAME, assert_own_forwards, build
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import DynamicCache, LlamaConfig, Ministral3Config, PreTrainedModel
