@@ -47,7 +47,7 @@ from .target_runner import TargetRunner
 from .unread_states import UnreadStates
 
 logger = logging.get_logger(__name__)
-# Makes the sampler of a call, given the usual one: benchmarks and `eagle31 check` put another in its place.
+# Makes the sampler of a call, given the usual one: benchmarks put another in its place.
 WrapSampler = Callable[[RejectionSampler], RejectionSampler]
 
 
