@@ -41,7 +41,7 @@ class AutoPlanner:
         self.controller = None
         known = self.known
         with known.lock:
-            self.kind = known.exploration.choose(self.kinds) if max_depth > 0 else PLAIN
+            self.kind = known.exploration.choose(self.kinds, known.promise) if max_depth > 0 else PLAIN
             if self.kind == PLAIN:
                 return NO_DRAFTS
             top_k = 1 if self.kind == CHAINS else self.top_k
@@ -109,8 +109,7 @@ class AutoPlanner:
             for depth, node in enumerate(accepted.paths[b]):
                 next_node = children[node].get(accepted.tokens[b][depth])  # accepted, also where it ended the text
                 if children[node]:
-                    went_on = next_node is not None
-                    calibration.going_on[depth] += 0.05 * (went_on - calibration.going_on[depth])
+                    calibration.note_going_on(depth, next_node is not None)
                 for child in children[node].values():
                     calibration.learn(log_probs[child - 1], depth, child == next_node)
 

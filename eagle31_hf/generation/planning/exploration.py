@@ -14,6 +14,7 @@ from .costs import Rate
 
 ALLOWED_LOSS = 1.5  # rounds' worth of tokens that one exploration may lose beside the fastest kind
 FIRST_PAUSE = 32  # rounds before a kind is explored again
+SHORT_PAUSE = 2  # before chains are, where they promise more than plain rounds give
 LONGEST_PAUSE = 1024
 GROWTH = 2  # of the pause, whenever one begins
 HOPELESS = 0.8  # trees are not explored where chains give less than this share of the fastest kind's rate
@@ -81,9 +82,14 @@ class Exploration:
         """Tokens a second and sequence of the fastest kind: what a second has to bring."""
         return max(arm.rate.value for arm in self.arms.values())
 
-    def choose(self, kinds: Sequence[str]) -> str:
-        """The kind of the next round, one of `kinds`."""
+    def choose(self, kinds: Sequence[str], promise: float = 0.0) -> str:
+        """The kind of the next round, one of `kinds`. `promise`: the tokens a second that chains are expected to give:
+        the few rounds of an exploration may have been unlucky."""
         self.rounds += 1
+        chains, plain = self.arms[CHAINS], self.arms[PLAIN]
+        if self.explored is None and self.last == PLAIN and promise > plain.rate.value and not chains.trials:
+            chains.due = min(chains.due, self.rounds + SHORT_PAUSE)
+            chains.pause = FIRST_PAUSE
         fastest = max(kinds, key=lambda kind: self.arms[kind].rate.value)
         if self.explored is not None and self._is_over(fastest):
             self.arms[self.explored].postpone(self.rounds)

@@ -3,6 +3,8 @@
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -19,6 +21,7 @@ from .exploration import Exploration
 
 Known = TypeVar("Known")
 KEPT = "knowledge"
+USUAL_READ_OF_CHAINS = 2  # tokens that a round has given, which the drafter reads
 
 
 @dataclass
@@ -45,6 +48,17 @@ class Knowledge:
     def rate(self) -> float:
         """Tokens a second and sequence of the fastest kind of rounds: what a second has to bring."""
         return self.exploration.rate
+
+    @property
+    def promise(self) -> float:
+        """Tokens a second and sequence that chains are expected to give, of the depth that gives most: by the share of
+        drafts that were accepted at each depth, over more rounds than `rate` remembers. 0 where that is not known."""
+        known = sum(map(bool, self.calibration.seen))
+        tokens = list(accumulate(accumulate(self.calibration.going_on[:known], mul), initial=1.0))[1:]
+        seconds = self.read.estimate((USUAL_READ_OF_CHAINS,))[0] + self.rest[CHAINS].estimate((0,))[0]
+        step = self.step.estimate((1,))[0]
+        verify = self.verify.estimate(tuple(range(2, 2 + known)))
+        return max((each / (seconds + d * step + verify[d]) for d, each in enumerate(tokens)), default=0.0)
 
     def keep(self) -> None:
         """Notes that a call is over, and keeps what is known for other processes: after the first, second, fourth call
