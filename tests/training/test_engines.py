@@ -50,9 +50,12 @@ needs_vllm = pytest.mark.skipif(
 
 
 INTERRUPTED = """
+import signal
+
 from eagle31_hf.training.engine_server import Request
 from eagle31_hf.training.servers import Patience, Servers
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes ignore it
 servers = Servers(("http://127.0.0.1:{port}",), "target", 2, Patience(timeout=3600.0))
 servers.answers([Request([1], 1, 0, dict(temperature=0.0), [])] * 3)
 """
@@ -645,9 +648,12 @@ def test_a_program_that_is_interrupted_does_not_wait_for_a_silent_server():
         silent.listen()
         line = [sys.executable, "-c", INTERRUPTED.format(port=silent.getsockname()[1])]
         with subprocess.Popen(line, stderr=subprocess.PIPE, text=True) as process:
-            silent.accept()  # a request is under way
-            process.send_signal(signal.SIGINT)
-            assert "KeyboardInterrupt" in process.communicate(timeout=300)[1]
+            try:
+                silent.accept()  # a request is under way
+                process.send_signal(signal.SIGINT)
+                assert "KeyboardInterrupt" in process.communicate(timeout=300)[1]
+            finally:
+                process.kill()
 
 
 # The store
