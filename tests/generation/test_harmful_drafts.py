@@ -21,6 +21,7 @@ from eagle31_hf.generation.rejection_sampler import LockStepSampler, RejectionSa
 from eagle31_hf.generation.sequences import Sequences
 from eagle31_hf.generation.stopping import Ends, Stopping
 from eagle31_hf.generation.tree import DraftTokens
+from eagle31_hf.targets.fused import why_not_fused
 from eagle31_hf.targets.probe import why_no_trees
 
 HARMFUL, LENGTH = 4, 14
@@ -67,7 +68,8 @@ def pair() -> Callable[..., tuple[PreTrainedModel, Eagle31DrafterModel]]:
 
     def of(kind: str = "llama", attention: str = "eager", value: float = float("nan")):
         target = build_target(kind, attention)
-        assert why_no_trees(target) is None  # asked before, for it tries all tokens of so few
+        assert why_no_trees(target) is None  # both asked before, for they try all tokens of so few
+        assert why_not_fused(target)[0] is None
         with torch.no_grad():
             target.lm_head.weight[HARMFUL] = 0
             drafter = build_drafter(target)

@@ -274,5 +274,6 @@ def test_the_drafter_adds_its_cache_and_a_chunks_states_to_the_peak():
     config = drafter.config
     own_keys = 4 * (LONG + 256 + LONG // 4) * 2 * config.num_key_value_heads * config.head_dim
     target_keys = 4 * (LONG // 4 + 256) * 4 * 2 * target.config.head_dim  # the headroom of the target's buffers
-    assert added < own_keys + target_keys
+    masks = 4 * 25 * LONG * target.config.num_attention_heads  # of a chunk's rows
+    assert added < own_keys + target_keys + masks
     assert whole > states, "the measure does not see the states"
