@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, addcmul, cat
+from torch import Tensor, cat
 from torch.nn.functional import layer_norm, silu
 from transformers import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -28,19 +28,19 @@ KEPT = "eagle31_rows"  # attribute of a tensor that all layers get: what they ma
 @dataclass
 class Norm:
     """An RMSNorm as a layer norm, which torch has one kernel for, where RMSNorm is ten operations: a row x followed by
-    -x has the mean 0, and the mean of its squares for a variance. `weight` (2 * width,): the norm's, twice."""
+    -x has the mean 0, and the mean of its squares for a variance. In 16 bits rows are rounded before they are weighed,
+    as those of Llama are."""
 
     weight: Tensor
     eps: float
 
     @classmethod
     def of(cls, norm: Any) -> "Norm":
-        weight = norm.weight.detach()
-        return cls(cat((weight, weight)), eps_of(norm))
+        return cls(norm.weight.detach(), eps_of(norm))
 
     def __call__(self, x: Tensor) -> Tensor:
         width = x.shape[-1]
-        return layer_norm(cat((x, -x), dim=-1), (2 * width,), self.weight, None, self.eps)[..., :width]
+        return layer_norm(cat((x, -x), dim=-1), (2 * width,), None, None, self.eps)[..., :width] * self.weight
 
 
 @dataclass
@@ -126,10 +126,12 @@ class RowsLayer:
 
 
 def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates heads (B, T, n, D): x * cos + (-x[P/2:], x[:P/2]) * sin of their first P entries."""
+    """Rotates heads (B, T, n, D): x * cos + (-x[P/2:], x[:P/2]) * sin of their first P entries, both products rounded
+    before they are added up, as Llama's are."""
     width = cos.shape[-1]
     rotated = heads[..., :width]
-    rotated = addcmul(rotated * cos[:, :, None], rotated.roll(width // 2, dims=-1), _kept(sin, (), _signed)[:, :, None])
+    turned = rotated.roll(width // 2, dims=-1).mul_(_kept(sin, (), _signed)[:, :, None])
+    rotated = turned.add_(rotated * cos[:, :, None])
     return rotated if width == heads.shape[-1] else cat((rotated, heads[..., width:]), dim=-1)
 
 

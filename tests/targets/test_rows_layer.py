@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from transformers import DynamicCache, LlamaConfig, Ministral3Config, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward as sdpa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 
 from eagle31_hf.kernels import rope
 from eagle31_hf.kernels.packed_linear import is_available
@@ -130,6 +130,21 @@ def test_a_layer_norm_of_a_row_and_its_negative_is_an_rms_norm(scale):
     nn.init.normal_(norm.weight, generator=torch.Generator().manual_seed(1))
     x = scale * (3 + torch.randn(2, 5, 576, generator=torch.Generator().manual_seed(0)))
     assert_close("normed", rows_layer.Norm.of(norm)(x), norm(x).detach(), 1e-6)
+
+
+def test_in_16_bits_rounding_is_llama_s():
+    """Two tokens are often equally likely there: with other roundings a text soon differs from the target's alone."""
+    draw = torch.Generator().manual_seed(0)
+    norm = LlamaRMSNorm(576).bfloat16()
+    torch.nn.init.normal_(norm.weight, 1.0, 0.3, generator=draw)
+    x = torch.randn(1, 40, 576, generator=draw).bfloat16()
+    differ = (rows_layer.Norm.of(norm)(x) != norm(x)).float().mean()
+    assert differ < 1e-3  # where a value lies between two numbers of bf16 but for the last bit of fp32
+    heads = torch.randn(1, 9, 5, 64, generator=draw).bfloat16()
+    angles = torch.randn(1, 9, 32, generator=draw).repeat(1, 1, 2)
+    cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+    expected, _ = apply_rotary_pos_emb(heads, heads, cos, sin, unsqueeze_dim=2)
+    assert torch.equal(rows_layer._rotated(heads, cos, sin), expected)
 
 
 @pytest.mark.parametrize("name", OTHER)
