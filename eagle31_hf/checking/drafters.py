@@ -119,7 +119,7 @@ def _made_for(named: str | None, given: str) -> Finding:
 
 
 def _width(config: Eagle31Config, width: int) -> tuple[bool, str]:
-    """Whether the states that the drafter reads are as wide as the target's, and the line that says so."""
+    """Compares the width of the states that the drafter reads with the target's. Returns the line that says it."""
     reads = config.target_hidden_size
     if reads != width:
         return False, f"reads states of width {reads}, the target's are {width} wide: pass the target it was made for"
@@ -128,7 +128,7 @@ def _width(config: Eagle31Config, width: int) -> tuple[bool, str]:
 
 
 def _layers(config: Eagle31Config, num_layers: int) -> tuple[bool, str]:
-    """Whether the target has the layers whose states the drafter reads, and the line that says so."""
+    """Looks in the target for the layers whose states the drafter reads. Returns the line that says it."""
     try:
         ids = config.resolve_layer_ids(num_layers)
     except ValueError as error:
@@ -138,7 +138,7 @@ def _layers(config: Eagle31Config, num_layers: int) -> tuple[bool, str]:
 
 
 def _vocabulary(config: Eagle31Config, num_ids: int) -> tuple[bool, str]:
-    """Whether the two vocabularies are the same, padding aside, and the line that says so."""
+    """Compares the two vocabularies, padding aside. Returns the line that says it."""
     own, drafted = config.vocab_size, config.draft_vocab_size
     if not vocab.same_vocabulary(own, num_ids):
         return False, f"made for {own:,} ids, the target has {num_ids:,}, more than padding apart: another tokenizer"

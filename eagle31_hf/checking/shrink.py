@@ -169,7 +169,7 @@ def _size(name: str, value: Any, values: dict[str, Any]) -> Any:
 
 
 def _depth(values: dict[str, Any], num_layers: int) -> int:
-    """How many first layers show every kind that a config says there is; twice as many where layers share the keys of
+    """Returns how many first layers show every kind that a config names; twice as many where layers share the keys of
     others, so that the second half can."""
     depth = LEAST_LAYERS
     for name, value in values.items():
@@ -182,8 +182,8 @@ def _depth(values: dict[str, Any], num_layers: int) -> int:
 
 
 def _by_layer(name: str, value: Any, num_layers: int) -> list[Any]:
-    """What a field says of each layer: its own entries (a list of tokens may be as long), or whether a list of layer
-    numbers or a number of first layers has the layer. Empty where it says nothing of layers."""
+    """Returns what a field says of each layer: its own entries (a list of tokens may be as long), or whether a list of
+    layer numbers or a number of first layers has the layer. Empty where it says nothing of layers."""
     if isinstance(value, list) and len(value) == num_layers and not name.endswith("_id"):
         return value
     if isinstance(value, list) and re.search(r"layers|indices|indexes|idxs|layer_ids", name):

@@ -79,7 +79,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Decoded:
-    """What was measured in a condition: by who decoded a row for each of its batches."""
+    """The figures of a condition: by who decoded, a row for each of its batches."""
 
     condition: Condition
     rows: dict[Who, list[Row]]

@@ -24,7 +24,7 @@ Load = Callable[..., Eagle31DrafterModel]  # takes fields of the config to chang
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured: chains of `depth`, `max_new_tokens` of every prompt, contexts of these `lengths`, and
+    """The settings of a study: chains of `depth`, `max_new_tokens` of every prompt, contexts of these `lengths`, and
     interventions or not."""
 
     depth: int = 16
@@ -46,7 +46,7 @@ class Context:
 
 @dataclass
 class Measured:
-    """What was measured of a drafter: `rows` by condition, a row for each prompt, and the same in longer `contexts`,
+    """The figures of a drafter: `rows` by condition, a row for each prompt, and the same in longer `contexts`,
     with remedies at the longest one."""
 
     label: str

@@ -91,9 +91,7 @@ _lock = threading.RLock()
 # By the first layer of a group:
 _layers: WeakKeyDictionary[nn.Linear, FewRowsLayer] = WeakKeyDictionary()
 _users: WeakKeyDictionary[nn.Linear, int] = WeakKeyDictionary()  # contexts that it is in, of all threads
-_stand_ins: WeakKeyDictionary[nn.Linear, "_LinearForward"] = (
-    WeakKeyDictionary()
-)  # within contexts, where it has more layers
+_stand_ins: WeakKeyDictionary[nn.Linear, "_LinearForward"] = WeakKeyDictionary()  # of groups, within contexts
 
 
 def _begin_anew() -> None:

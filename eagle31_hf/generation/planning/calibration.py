@@ -42,8 +42,8 @@ class Calibration:
         self.slope = min(max(self.slope + 0.02 * error * log_odds, 0.05), 4.0)
 
     def note_going_on(self, depth: int, went_on: bool) -> None:
-        """An accepted node with children, at a depth, had an accepted one, or not. The first such nodes count more:
-        what is taken for usual before any of them says little of this drafter."""
+        """Learns whether an accepted node at a depth had an accepted child. The first nodes count more: what is taken
+        for usual before any of them says little of this drafter."""
         self.going_on[depth] += max(0.05, 1 / (6 + self.seen[depth])) * (went_on - self.going_on[depth])
 
     def copy(self) -> "Calibration":

@@ -5,7 +5,7 @@ ends when it has lost what one and a half rounds give, and each one that was in 
 one longer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,12 +82,13 @@ class Exploration:
         """Tokens a second and sequence of the fastest kind: what a second has to bring."""
         return max(arm.rate.value for arm in self.arms.values())
 
-    def choose(self, kinds: Sequence[str], promise: float = 0.0) -> str:
-        """The kind of the next round, one of `kinds`. `promise`: the tokens a second that chains are expected to give:
-        the few rounds of an exploration may have been unlucky."""
+    def choose(self, kinds: Sequence[str], promise: Callable[[], float] = lambda: 0.0) -> str:
+        """The kind of the next round, one of `kinds`. `promise`: gives the tokens a second that chains are expected to
+        give; it is asked after plain rounds, since the few chains of an exploration may have been unlucky."""
         self.rounds += 1
         chains, plain = self.arms[CHAINS], self.arms[PLAIN]
-        if self.explored is None and self.last == PLAIN and promise > plain.rate.value and not chains.trials:
+        is_plain = self.explored is None and self.last == PLAIN and not chains.trials
+        if is_plain and promise() > plain.rate.value:
             chains.due = min(chains.due, self.rounds + SHORT_PAUSE)
             chains.pause = FIRST_PAUSE
         fastest = max(kinds, key=lambda kind: self.arms[kind].rate.value)

@@ -49,9 +49,8 @@ class Knowledge:
         """Tokens a second and sequence of the fastest kind of rounds: what a second has to bring."""
         return self.exploration.rate
 
-    @property
     def promise(self) -> float:
-        """Tokens a second and sequence that chains are expected to give, of the depth that gives most: by the share of
+        """Returns the tokens a second and sequence that chains of the best depth are expected to give: by the share of
         drafts that were accepted at each depth, over more rounds than `rate` remembers. 0 where that is not known."""
         known = sum(map(bool, self.calibration.seen))
         tokens = list(accumulate(accumulate(self.calibration.going_on[:known], mul), initial=1.0))[1:]
