@@ -2,8 +2,9 @@
 second beside the target alone, transformers' own speculation and vLLM.
 
     git clone https://github.com/SafeAILab/EAGLE
-    python examples/chat_figures.py --target HuggingFaceTB/SmolLM2-135M-Instruct --eagle31 EAGLE31 --eagle3 EAGLE3 \\
-        --questions EAGLE/eagle/data --work work --vllm-python VLLM/bin/python --output docs/figures/chat.json
+    python examples/chat_figures.py --target HuggingFaceTB/SmolLM2-135M-Instruct \\
+        --eagle31 model_cards/SmolLM2-135M-Instruct-eagle31 --questions EAGLE/eagle/data --work work \\
+        --vllm-python VLLM/bin/python --output docs/figures/chat.json
 
 Every set in fp32 and in bf16 is a report of `eagle31 bench acceptance`, in WORK/SET-DTYPE; in bf16 also of malformed
 prompts, temperature 1 and, of articles, contexts up to 4,096 tokens. vLLM, where its Python is given, decodes the
@@ -94,7 +95,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, help="folder or Hub repository of the model")
     parser.add_argument("--eagle31", required=True, help="folder or Hub repository of an EAGLE 3.1 drafter")
-    parser.add_argument("--eagle3", required=True, help="of an EAGLE 3 drafter beside it")
+    parser.add_argument("--eagle3", help="of an EAGLE 3 drafter to measure beside it (default: none)")
     parser.add_argument("--questions", type=Path, required=True, help="`eagle/data` of EAGLE's repository")
     parser.add_argument("--work", type=Path, required=True, help="folder of the reports")
     parser.add_argument("--output", type=Path, help="file of the figures (default: WORK/chat.json)")
@@ -110,13 +111,17 @@ def main() -> None:
     output = args.output or args.work / "chat.json"
     found = json.loads(output.read_text(encoding="utf-8")) if output.exists() else {}
     models = ("--target", args.target, "--drafter", args.eagle31, "--max-new-tokens", args.max_new_tokens)
-    names = {Path(args.eagle31).name: "EAGLE 3.1", Path(args.eagle3).name: "EAGLE 3"}
+    names = {Path(args.eagle31).name: "EAGLE 3.1"}
+    compared: tuple[str, ...] = ()
+    if args.eagle3:
+        names[Path(args.eagle3).name] = "EAGLE 3"
+        compared = ("--compare", args.eagle3)
     files = {name: args.questions / name / "question.jsonl" for name in args.sets}
     for dtype in args.dtypes:
         given = (*models, "--dtype", dtype, "--num-prompts")
         for name, file in files.items():
             key, options = f"{name}-{dtype}", (*WAYS, *DTYPES[dtype], *CONTEXTS.get((name, dtype), ()))
-            prompts = (args.num_prompts, "--prompts", file, "--compare", args.eagle3)
+            prompts = (args.num_prompts, "--prompts", file, *compared)
             found[key] = report(args.work / key, names, *given, *prompts, *options)
             replace_json(output, found)
         if args.vllm_python:

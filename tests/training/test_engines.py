@@ -551,12 +551,13 @@ def test_a_server_that_dies_is_left_out_until_it_is_back(tmp_path, outline, toke
     def tell(line):
         lines.append(line)
         if line.startswith("shard 1"):
-            dying.dead = False
+            dying.dead, steady.waits = False, 4 * patience.longest_pause  # the next but one finds its pause over
 
+    patience = Patience(timeout=20.0, tries=20, pause=0.02, longest_pause=0.02)
     dying = serve("vllm", trouble=dies)
     dying.dead = False
     steady.waits = dying.waits = 0.02
-    prepare(outline, tokenizer, data, tmp_path, [steady, dying], tell, requests=2, **GREEDILY)
+    prepare(outline, tokenizer, data, tmp_path, [steady, dying], tell, patience=patience, requests=2, **GREEDILY)
     assert shards(tmp_path) == shards(greedy)
     assert any(line.startswith(dying.url) and "left out" in line for line in lines)
     assert f"{dying.url} answers again" in lines
