@@ -15,6 +15,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,10 @@ def demo() -> str:
     return table((*head, *more), (alone, *rows))
 
 
-CHAT = ("EAGLE 3.1", "EAGLE 3")  # the drafters of docs/figures/chat.json
+CHAT = "EAGLE 3.1"  # the drafter of docs/figures/chat.json
 CHAIN = "5"  # the way in which all conditions are drafted
+DRAFTED = (CHAT, "EAGLE 3")  # the drafters of docs/figures/chat-eagle3.json
+DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
 
 
 def mean(values: Sequence[float]) -> float:
@@ -82,32 +85,23 @@ def chat_reports(dtype: str, engine: str = "") -> dict[str, dict[str, Any]]:
     return {name: found[f"{key}-{dtype}{engine}"] for key, name in names.items() if f"{key}-{dtype}{engine}" in found}
 
 
-def gain(report: dict[str, Any], drafter: str, way: str) -> float:
+def gain(report: dict[str, Any], way: str) -> float:
     """Tokens a second as a multiple of those of the target alone."""
-    return report["drafters"][drafter]["ways"][way]["tokens_per_second"] / report["others"]["the target alone"]
+    return report["drafters"][CHAT]["ways"][way]["tokens_per_second"] / report["others"]["the target alone"]
+
+
+def with_means(head: Sequence[str], rows: dict[str, list[float]]) -> str:
+    """A table of rows of figures by name, the last of which has their means."""
+    means = [mean(column) for column in zip(*rows.values(), strict=True)]
+    return table(head, [(name, *(f"{value:.2f}" for value in row)) for name, row in (rows | {"mean": means}).items()])
 
 
 def chat() -> str:
     """What the real pair accepts and gains, by question set."""
     fp32, bf16 = chat_reports("float32"), chat_reports("bfloat16")
-    names = [name for name in fp32 if name in bf16]
-    head = ("questions", "accepted length", "of EAGLE 3", "fp32: speed-up", "bf16: speed-up")
-    values = [
-        [
-            *(length(fp32[name], drafter) for drafter in CHAT),
-            *(gain(found[name], CHAT[0], "auto") for found in (fp32, bf16)),
-        ]
-        for name in names
-    ]
-    means = [mean(column) for column in zip(*values, strict=True)]
-    rows = [
-        (name, *(f"{value:.2f}" for value in row)) for name, row in zip([*names, "mean"], [*values, means], strict=True)
-    ]
-    return table(head, rows)
-
-
-def length(report: dict[str, Any], drafter: str) -> float:
-    return report["drafters"][drafter]["ways"][CHAIN]["accepted_length"]
+    lengths = {name: fp32[name]["drafters"][CHAT]["ways"][CHAIN]["accepted_length"] for name in fp32}
+    rows = {name: [lengths[name], *(gain(each[name], "auto") for each in (fp32, bf16))] for name in fp32}
+    return with_means(("questions", "accepted length", "fp32: speed-up", "bf16: speed-up"), rows)
 
 
 def chat_speed() -> str:
@@ -122,9 +116,9 @@ def chat_speed() -> str:
                 speeds = [each["others"][who] for each in reports]
                 gains = [each["others"][who] / each["others"]["the target alone"] for each in reports]
                 rows.append((dtype, by, who, f"{mean(speeds):.1f}", f"{mean(gains):.2f}x", ""))
-            for way in reports[0]["drafters"][CHAT[0]]["ways"]:
-                found = [each["drafters"][CHAT[0]]["ways"][way] for each in reports]
-                gains = mean([gain(each, CHAT[0], way) for each in reports])
+            for way in reports[0]["drafters"][CHAT]["ways"]:
+                found = [each["drafters"][CHAT]["ways"][way] for each in reports]
+                gains = mean([gain(each, way) for each in reports])
                 same, count = (sum(each[name] for each in found) for name in ("same_text", "prompts"))
                 speed = mean([each["tokens_per_second"] for each in found])
                 rows.append((dtype, by, drafting(way), f"{speed:.1f}", f"{gains:.2f}x", f"{same} of {count}"))
@@ -132,14 +126,24 @@ def chat_speed() -> str:
 
 
 def chat_conditions() -> str:
-    """Accepted length of both drafters by condition, as means over the sets, and by position."""
-    reports = [*chat_reports("bfloat16").values()]
-    rows = [("as served", *(f"{mean([length(each, name) for each in reports]):.2f}" for name in CHAT))]
-    for condition in dict.fromkeys(name for each in reports for name in each["drafters"][CHAT[0]]["conditions"]):
-        found = [each for each in reports if condition in each["drafters"][CHAT[0]]["conditions"]]
-        values = (mean([each["drafters"][name]["conditions"][condition] for each in found]) for name in CHAT)
-        rows.append((condition, *(f"{value:.2f}" for value in values)))
-    return table(("condition", *CHAT), rows)
+    """Accepted length by condition, as means over the sets that were measured under it."""
+    reports = [each["drafters"][CHAT] for each in chat_reports("bfloat16").values()]
+    rows = [("as served", f"{mean([each['ways'][CHAIN]['accepted_length'] for each in reports]):.2f}", len(reports))]
+    for condition in dict.fromkeys(name for each in reports for name in each["conditions"]):
+        found = [each["conditions"][condition] for each in reports if condition in each["conditions"]]
+        rows.append((condition, f"{mean(found):.2f}", len(found)))
+    return table(("condition", "accepted length", "sets"), [tuple(map(str, row)) for row in rows])
+
+
+def chat_eagle3() -> str:
+    """Accepted length of the EAGLE 3.1 drafter and of an EAGLE 3 drafter that was trained alike, by question set."""
+    found = read(FIGURES / "chat-eagle3.json")
+    rows = {
+        name: [found[f"{key}-{dtype}"]["drafters"][who]["accepted_length"] for dtype, who in product(DTYPES, DRAFTED)]
+        for key, name in SETS.items()
+        if f"{key}-float32" in found
+    }
+    return with_means(("questions", *(f"{dtype}: {who}" for dtype, who in product(DTYPES.values(), DRAFTED))), rows)
 
 
 def engine() -> str:
@@ -204,8 +208,8 @@ def beside_speculators() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "chat": chat, "chat-speed": chat_speed, "chat-conditions": chat_conditions, "demo": demo,
-    "engine": engine, "families": families, "training": training, "search": search,
+    "chat": chat, "chat-speed": chat_speed, "chat-conditions": chat_conditions, "chat-eagle3": chat_eagle3,
+    "demo": demo, "engine": engine, "families": families, "training": training, "search": search,
     "beside-speculators": beside_speculators,
 }  # fmt: skip
 
