@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..demo.corpus import HELD_OUT, held_out_file
-from ..training.kinds import ANSWER_COLUMNS, Chat, Tokens, check_ids, parse_record
+from ..training.kinds import ANSWER_COLUMNS, Chat, Tokens, check_ids, parse_record, text_of
 from ..training.records import Record, read_records
 from ..training.skipped import Skipped, Skips, refused_by
 from .named_sets import PLACEHOLDER, resolved
@@ -42,7 +42,7 @@ class Source:
         """Returns its text without any template; of tokens, none."""
         if self.chat is None:
             return self.text or ""
-        return "\n".join(_text_of(message) for message in self.chat.messages)
+        return "\n".join(text_of(message) for message in self.chat.messages)
 
 
 def read_sources(name: str, split: str | None = None) -> Iterator[tuple[int, Source | Skipped]]:
@@ -115,7 +115,7 @@ def _asked(question: Any, tools: list[Any] | None = None) -> Source:
     end = roles.index("assistant") if "assistant" in roles else len(roles)
     if "user" not in roles[:end]:
         raise Skipped("no question", "a chat has no message of a user before the first answer; expected one.")
-    asked_later = (_text_of(message) for message in parsed.messages[end:] if message["role"] == "user")
+    asked_later = (text_of(message) for message in parsed.messages[end:] if message["role"] == "user")
     return Source(chat=Chat(parsed.messages[:end], parsed.tools), later=tuple(filter(None, asked_later)))
 
 
@@ -123,11 +123,6 @@ def _question_of(tokens: Tokens) -> Tensor:
     """Returns the ids (T,) before the first answer; all of them where there is none."""
     begins = tokens.answers.nonzero()
     return tokens.input_ids[: int(begins[0])] if len(begins) and int(begins[0]) else tokens.input_ids
-
-
-def _text_of(message: dict[str, Any]) -> str:
-    content = message.get("content", "")
-    return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)
 
 
 @dataclass(frozen=True)
@@ -259,7 +254,7 @@ class Prompts:
             return torch.cat((filler, ids))
         text = self.renderer.tokenizer.decode(filler, skip_special_tokens=True)
         *before, last = source.chat.messages
-        asked = {**last, "content": f"{text}\n\n{_text_of(last)}"}
+        asked = {**last, "content": f"{text}\n\n{text_of(last)}"}
         return self.renderer.templated(Chat([*before, asked], source.chat.tools))
 
     def _filler(self, number: int, num_tokens: int) -> Tensor | None:

@@ -9,7 +9,6 @@ T rows, K width of a layer's input, N of its output.
 """
 
 import functools
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,6 +28,7 @@ from transformers.utils import logging
 from ..kernels.operation import why_switched_off
 from ..kernels.packed_linear import DTYPES, is_available, packed, packed_linear
 from ..storage.measured import Measured, machine
+from .users import Users
 
 logger = logging.get_logger(__name__)
 
@@ -87,23 +87,10 @@ class _Forwards(threading.local):
 
 
 _forwards = _Forwards()
-_lock = threading.RLock()
 # By the first layer of a group:
 _layers: WeakKeyDictionary[nn.Linear, FewRowsLayer] = WeakKeyDictionary()
-_users: WeakKeyDictionary[nn.Linear, int] = WeakKeyDictionary()  # contexts that it is in, of all threads
 _stand_ins: WeakKeyDictionary[nn.Linear, "_LinearForward"] = WeakKeyDictionary()  # of groups, within contexts
-
-
-def _begin_anew() -> None:
-    """In a process that was forked no context of its parent goes on, nor does anyone hold the lock."""
-    global _lock
-    _lock = threading.RLock()
-    _users.clear()
-    _stand_ins.clear()
-
-
-if hasattr(os, "register_at_fork"):  # Windows has none, and does not fork
-    os.register_at_fork(after_in_child=_begin_anew)
+_users = Users(_stand_ins.clear)
 
 
 @dataclass(frozen=True)
@@ -122,7 +109,7 @@ def few_rows(model: PreTrainedModel, groups: Iterable[Sequence[Any]] = ()) -> It
 
     `groups`: layers that read the same input. What `run_of` returns runs few rows of a group as one; the layers' own
     forwards stay as they are."""
-    with _lock:
+    with _users.lock:
         prepared = _prepared(model, groups) if can_pack() else {}
         firsts = {first for first, *_ in prepared}
         for module in model.modules():  # what another context has put there may be of old weights
@@ -134,14 +121,13 @@ def few_rows(model: PreTrainedModel, groups: Iterable[Sequence[Any]] = ()) -> It
                 _stand_ins[first] = stand_in
             else:
                 vars(first)["forward"] = stand_in
-            _users[first] = _users.get(first, 0) + 1
+            _users.enter(first)
     try:
         yield FewRows(sum(few.num_bytes for few in prepared.values()), _is_exact(model, prepared))
     finally:
-        with _lock:
+        with _users.lock:
             for first, *_ in prepared:
-                _users[first] = _users.get(first, 1) - 1
-                if not _users[first]:
+                if _users.leave(first):
                     _restore(first)
 
 

@@ -6,7 +6,6 @@ N nodes of a tree, h target width.
 """
 
 import copy
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -39,6 +38,7 @@ from .layers import decoder_layers, decoder_of
 from .probe import ARENA, FAILURES, PREFIX, random_tree, tree_from_arena
 from .rows_layer import RowsLayer
 from .tree_attention import attention_of_rounds, own_attention
+from .users import Users
 
 logger = logging.get_logger(__name__)
 
@@ -76,19 +76,7 @@ class Verdict:
 
 
 _verdicts: WeakKeyDictionary[PreTrainedModel, Verdict] = WeakKeyDictionary()
-_users: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()  # contexts that a target is in, of all threads
-_lock = threading.RLock()
-
-
-def _begin_anew() -> None:
-    """In a process that was forked no context of its parent goes on, nor does anyone hold the lock."""
-    global _lock
-    _lock = threading.RLock()
-    _users.clear()
-
-
-if hasattr(os, "register_at_fork"):  # Windows has none, and does not fork
-    os.register_at_fork(after_in_child=_begin_anew)
+_users = Users()
 
 
 @contextmanager
@@ -97,16 +85,14 @@ def fused_layers(target: PreTrainedModel, not_fused: list[str | None]) -> Iterat
     they get a mask of spans and an arena, or few rows within `few_rows`. Other forwards meanwhile, of other threads
     too, are the target's own."""
     stages = _stages(target)
-    with _lock:
-        if not _users.get(target):
+    with _users.lock:
+        if _users.enter(target):
             _fuse(stages, not_fused)
-        _users[target] = _users.get(target, 0) + 1
     try:
         yield
     finally:
-        with _lock:
-            _users[target] = _users.get(target, 1) - 1  # none in a process that was forked meanwhile
-            if not _users[target]:
+        with _users.lock:
+            if _users.leave(target):
                 _restore(stages)
 
 
@@ -122,7 +108,7 @@ def fused_rows(target: PreTrainedModel) -> Iterator[FewRows]:
         if fused:
             stack.enter_context(fused_layers(target, not_fused))
         for layer in fused:
-            with _lock:
+            with _users.lock:
                 forward = vars(layer).get("forward")
                 if isinstance(forward, _LayerForward):
                     forward.rows = RowsLayer.of(layer)  # anew: another context's may be of weights that have changed
@@ -133,7 +119,7 @@ def fused_rows(target: PreTrainedModel) -> Iterator[FewRows]:
 def why_not_fused(target: PreTrainedModel) -> list[str | None]:
     """Returns why each layer, and last the final norm, is not fused; None where it is. Found by a trial, which is made
     once for a target, and again where its modules have changed."""
-    with _lock:
+    with _users.lock:
         stages = _stages(target)
         key = _key(target, stages)
         known = _verdicts.get(target)

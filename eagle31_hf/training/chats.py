@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from .kinds import Chat, Tokens, check_ids, parse_record
+from .kinds import Chat, Tokens, check_ids, parse_record, text_of
 from .loss_mask import loss_mask
 from .records import Record
 from .skipped import Skipped, refused_by
@@ -115,7 +115,7 @@ class ExampleMaker:
         answers = [False] * len(ids)
         for number, message in enumerate(chat.messages):
             parts = ["\n"] if number else []
-            for part in [*parts, _text_of(message)]:
+            for part in [*parts, text_of(message)]:
                 with refused_by("tokenizer"):
                     piece = self.tokenizer(part, add_special_tokens=False)["input_ids"]
                 ids += piece
@@ -198,11 +198,6 @@ class ExampleMaker:
         if any(token not in self.stop_ids for token in ids[begin:end]):
             answers[begin:end] = [True] * (end - begin)
         return end
-
-
-def _text_of(message: dict[str, Any]) -> str:
-    content = message.get("content", "")
-    return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)
 
 
 def _tokens(ids: list[int], answers: list[bool]) -> Tokens:

@@ -25,6 +25,12 @@ class Chat:
     tools: list[Any] | None = None
 
 
+def text_of(message: dict[str, Any]) -> str:
+    """Returns the words of a message: its content, or those parts of it that are text."""
+    content = message.get("content", "")
+    return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)
+
+
 @dataclass
 class Tokens:
     """A text as tokens: `input_ids` (T,) int64; `answers` (T,) bool, which of them belong to answers."""

@@ -243,7 +243,7 @@ def test_a_process_forked_meanwhile_begins_anew():
     """The child leaves no stand-in behind, and waits for no lock of a thread that it has not."""
     model = model_of(torch.float32)
     x = torch.randn(3, 96)
-    with few_rows(model), module._lock:
+    with few_rows(model), module._users.lock:
         child = os.fork()
         if not child:
             code = 1
@@ -252,7 +252,7 @@ def test_a_process_forked_meanwhile_begins_anew():
                 thread.start()  # another thread than the one that holds the lock
                 thread.join(20)
                 is_free = not thread.is_alive()
-                module._begin_anew()
+                module._users.begin_anew()
                 with few_rows(model), in_drafted_call():
                     model(x)
                 code = 0 if is_free and forwards(model) == [None] * 4 else 2
