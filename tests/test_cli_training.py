@@ -9,7 +9,7 @@ import torch
 from conftest import build_target
 
 from eagle31_hf import Eagle31DrafterModel, track_acceptance
-from eagle31_hf.cli import main, resuming
+from eagle31_hf.cli import main, resuming, training
 from eagle31_hf.training.output import claim, set_aside
 
 QUICK = [
@@ -107,6 +107,25 @@ def test_stored_states_give_the_same_drafter_without_the_target(capsys, folder):
     )
     for name, weight in online.items():
         assert torch.allclose(weight, offline[name], atol=1e-5), name
+
+
+@pytest.mark.parametrize(
+    ("given", "matrix_rate", "rate"),
+    [
+        ([], 0.02, 0.004),
+        (["--matrix-learning-rate", "none"], None, 0.0001),
+        (["--drafter", "another"], 0.002, 0.0004),
+        (["--drafter", "another", "--matrix-learning-rate", "none"], None, 0.00001),
+        (["--drafter", "another", "--matrix-learning-rate", "0.01", "--learning-rate", "0.003"], 0.01, 0.003),
+    ],
+)
+def test_a_trained_drafter_goes_on_at_a_tenth_of_the_rates(tmp_path, given, matrix_rate, rate):
+    parser = argparse.ArgumentParser()
+    training.add_train(parser)
+    line = ["--target", "target", "--data", "data", "--output", str(tmp_path), "--device", "cpu"]
+    found = training.arguments(parser.parse_args([*line, *given]))
+    assert found.matrix_learning_rate == pytest.approx(matrix_rate)
+    assert found.learning_rate == pytest.approx(rate)
 
 
 def test_resumed_is_as_if_never_stopped(capsys, folder):

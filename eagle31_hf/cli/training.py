@@ -100,8 +100,11 @@ def check_options(args: argparse.Namespace) -> None:
 
 def arguments(args: argparse.Namespace) -> Any:
     """Returns the command's own options, and then --set, as arguments of the trainer."""
-    from ..training.arguments import Eagle31TrainingArguments
+    from ..training.arguments import GOING_ON, MATRIX_RATE, RATE, RATE_ALONE, Eagle31TrainingArguments
 
+    share = 1.0 if args.drafter is None else GOING_ON
+    matrix_rate = getattr(args, "matrix_learning_rate", share * MATRIX_RATE)
+    rate = share * (RATE_ALONE if matrix_rate is None else RATE)
     every = {"eval_steps": args.eval_every, "save_steps": args.eval_every}
     evaluates = {"eval_strategy": "steps", "load_best_model_at_end": True} if args.eval_rows or args.eval_data else {}
     options = {
@@ -109,8 +112,8 @@ def arguments(args: argparse.Namespace) -> Any:
         "depth": args.depth,
         "loss": args.loss,
         "max_length": args.max_length,
-        "matrix_learning_rate": args.matrix_learning_rate,
-        "learning_rate": args.learning_rate,
+        "matrix_learning_rate": matrix_rate,
+        "learning_rate": rate if args.learning_rate is None else args.learning_rate,
         "per_device_train_batch_size": args.batch_size,
         "num_train_epochs": args.epochs,
         "gradient_accumulation_steps": args.accumulate,
@@ -296,14 +299,15 @@ def _add_optimisation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--matrix-learning-rate",
         type=rate_or_none,
-        default=0.02,
+        default=argparse.SUPPRESS,
         metavar="RATE",
-        help="of Muon, which trains the matrices of fc and layers; none: AdamW trains them too (default: 0.02)",
+        help="of Muon, which trains the matrices of fc and layers; none: AdamW trains them too (default: 0.02, and a"
+        " tenth of it with --drafter)",
     )
     parser.add_argument(
         "--learning-rate",
         type=number(0),
-        help="of everything that Muon does not train (default: 0.004, without Muon 0.0001)",
+        help="of everything that Muon does not train (default: 0.004, without Muon 0.0001, and a tenth with --drafter)",
     )
     parser.add_argument("--bf16", action="store_true", help="mixed precision")
     parser.add_argument("--seed", type=seed, default=0)

@@ -14,7 +14,9 @@ from .objective import MAX_DEPTH, Settings
 BEST = "accepted_length"  # loss goes on falling where acceptance no longer rises
 # fields that may be None, each with a number of the kind it is otherwise
 NUMBERS = {"learning_rate": 0.0, "matrix_learning_rate": 0.0, "position_reach": 0}
+MATRIX_RATE = 0.02  # of Muon
 RATE, RATE_ALONE = 4e-3, 1e-4  # learning_rate where Muon trains matrices, and where nothing else does
+GOING_ON = 0.1  # the share of these rates at which a drafter that has been trained goes on (docs/training.md)
 TIMES_LONGER = 4  # position_reach over max_length, by default
 UNBOUNDED = ("max_grad_norm",)  # may be infinite: that clips nothing, and the norm is logged all the same
 
@@ -42,7 +44,7 @@ class Eagle31TrainingArguments(TrainingArguments):
     ddp_find_unused_parameters: bool | None = False
 
     matrix_learning_rate: float | None = field(
-        default=0.02,
+        default=MATRIX_RATE,
         metadata={"help": "rate of Muon, which trains the matrices of fc and layers; None: `optim` trains all"},
     )
     depth: int = field(default=4, metadata={"help": f"steps the drafter is unrolled, 1 to {MAX_DEPTH}"})
