@@ -114,7 +114,10 @@ def test_stored_states_give_the_same_drafter_without_the_target(capsys, folder):
     [
         ([], 0.02, 0.004),
         (["--matrix-learning-rate", "none"], None, 0.0001),
+        (["--set", "matrix_learning_rate=null"], None, 0.0001),
         (["--drafter", "another"], 0.002, 0.0004),
+        (["--drafter", "another", "--set", "matrix_learning_rate=null"], None, 0.00001),
+        (["--drafter", "another", "--set", "learning_rate=0.003"], 0.002, 0.003),
         (["--drafter", "another", "--matrix-learning-rate", "none"], None, 0.00001),
         (["--drafter", "another", "--matrix-learning-rate", "0.01", "--learning-rate", "0.003"], 0.01, 0.003),
     ],

@@ -100,11 +100,8 @@ def check_options(args: argparse.Namespace) -> None:
 
 def arguments(args: argparse.Namespace) -> Any:
     """Returns the command's own options, and then --set, as arguments of the trainer."""
-    from ..training.arguments import GOING_ON, MATRIX_RATE, RATE, RATE_ALONE, Eagle31TrainingArguments
+    from ..training.arguments import Eagle31TrainingArguments
 
-    share = 1.0 if args.drafter is None else GOING_ON
-    matrix_rate = getattr(args, "matrix_learning_rate", share * MATRIX_RATE)
-    rate = share * (RATE_ALONE if matrix_rate is None else RATE)
     every = {"eval_steps": args.eval_every, "save_steps": args.eval_every}
     evaluates = {"eval_strategy": "steps", "load_best_model_at_end": True} if args.eval_rows or args.eval_data else {}
     options = {
@@ -112,8 +109,7 @@ def arguments(args: argparse.Namespace) -> Any:
         "depth": args.depth,
         "loss": args.loss,
         "max_length": args.max_length,
-        "matrix_learning_rate": matrix_rate,
-        "learning_rate": rate if args.learning_rate is None else args.learning_rate,
+        "learning_rate": args.learning_rate,
         "per_device_train_batch_size": args.batch_size,
         "num_train_epochs": args.epochs,
         "gradient_accumulation_steps": args.accumulate,
@@ -126,12 +122,26 @@ def arguments(args: argparse.Namespace) -> Any:
         "disable_tqdm": args.json,
         "dataloader_pin_memory": args.device != "cpu",
     }
+    if "matrix_learning_rate" in args:
+        options["matrix_learning_rate"] = args.matrix_learning_rate
+    options |= every | evaluates | dict(args.set)
+    if args.drafter is not None:
+        options |= rates_to_go_on(options)
     try:
-        return Eagle31TrainingArguments(**options | every | evaluates | dict(args.set))
+        return Eagle31TrainingArguments(**options)
     except (TypeError, AttributeError) as error:
         raise ValueError(
             f"--set: {error}; expected a field of Eagle31TrainingArguments, and a value of its type."
         ) from None
+
+
+def rates_to_go_on(options: dict[str, Any]) -> dict[str, Any]:
+    """Returns the rates for a drafter that has been trained: a share of the usual ones, where they are not given."""
+    from ..training.arguments import GOING_ON, MATRIX_RATE, RATE, RATE_ALONE
+
+    matrix_rate, rate = options.get("matrix_learning_rate", GOING_ON * MATRIX_RATE), options["learning_rate"]
+    usual = RATE_ALONE if matrix_rate is None else RATE
+    return {"matrix_learning_rate": matrix_rate, "learning_rate": GOING_ON * usual if rate is None else rate}
 
 
 def stored_target(args: argparse.Namespace) -> Any:

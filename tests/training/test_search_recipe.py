@@ -200,15 +200,18 @@ def test_runs_are_done_once_and_shown(few, tmp_path, capsys, monkeypatch):
 
 
 def test_the_recipe_beside_speculators():
-    """At each of its rates, by hand: (2 + 3) / 2 accepted drafts over 1 and over 1.25, both without and with errors."""
+    """At each of its rates, by hand: (2 + 3) / 2 accepted drafts over 1 and over 1.25, both without and with errors. A
+    target of other weights is not compared with."""
 
-    def row(idea: str, seed: int, length: float) -> dict:
+    def row(idea: str, seed: int, length: float, weights: str = "a") -> dict:
         of_sets = dict.fromkeys(search_table.SETS, length)
-        return {"target": "demo", "idea": idea, "seed": seed, "steps": 60, "seconds": 2.0} | of_sets
+        about = {"target": "demo", "weights": weights, "idea": idea, "seed": seed, "steps": 60, "seconds": 2.0}
+        return about | of_sets
 
     rows = [row("the recipe", 0, 3.0), row("the recipe", 1, 4.0), row("another", 0, 9.0)]
     others = ("speculators as it comes", "speculators, Muon 0.006", "speculators, Muon 0.006")
     rows += [row(others[0], 0, 2.0), row(others[1], 0, 2.0), row(others[2], 1, 2.5)]
+    rows += [row("the recipe", 2, 9.0, weights="b")]
     lines = search_table.beside_speculators(rows).splitlines()[2:]
     # error of the ratio 2: 2 * sqrt((0.5 / 2.5) ** 2 + (0.25 / 1.25) ** 2)
     assert lines == [
