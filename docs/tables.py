@@ -96,43 +96,53 @@ def with_means(head: Sequence[str], rows: dict[str, list[float]]) -> str:
     return table(head, [(name, *(f"{value:.2f}" for value in row)) for name, row in (rows | {"mean": means}).items()])
 
 
+def overall(speeds: Sequence[float]) -> float:
+    """Tokens a second over sets that give as many tokens each: slow ones take most of the time."""
+    return len(speeds) / sum(1 / speed for speed in speeds)
+
+
 def chat() -> str:
     """What the real pair accepts and gains, by question set."""
-    fp32, bf16 = chat_reports("float32"), chat_reports("bfloat16")
+    fp32, bf16 = (chat_reports(dtype) for dtype in DTYPES)
+    fp32 = {name: report for name, report in fp32.items() if name in bf16}
     lengths = {name: fp32[name]["drafters"][CHAT]["ways"][CHAIN]["accepted_length"] for name in fp32}
     rows = {name: [lengths[name], *(gain(each[name], "auto") for each in (fp32, bf16))] for name in fp32}
     return with_means(("questions", "accepted length", "fp32: speed-up", "bf16: speed-up"), rows)
 
 
 def chat_speed() -> str:
-    """Tokens a second of all who decoded the six sets, as means."""
+    """Tokens a second of all who decoded the six sets, over all of them."""
     rows = []
-    for dtype in ("float32", "bfloat16"):
+    for dtype in DTYPES:
         for engine, by in (("", "transformers"), ("-vllm", "vLLM")):
             reports = [*chat_reports(dtype, engine).values()]
             if not reports:
                 continue
+            alone = overall([each["others"]["the target alone"] for each in reports])
             for who in reports[0]["others"]:
-                speeds = [each["others"][who] for each in reports]
-                gains = [each["others"][who] / each["others"]["the target alone"] for each in reports]
-                rows.append((dtype, by, who, f"{mean(speeds):.1f}", f"{mean(gains):.2f}x", ""))
+                speed = overall([each["others"][who] for each in reports])
+                rows.append((dtype, by, who, f"{speed:.1f}", f"{speed / alone:.2f}x", ""))
             for way in reports[0]["drafters"][CHAT]["ways"]:
                 found = [each["drafters"][CHAT]["ways"][way] for each in reports]
-                gains = mean([gain(each, way) for each in reports])
                 same, count = (sum(each[name] for each in found) for name in ("same_text", "prompts"))
-                speed = mean([each["tokens_per_second"] for each in found])
-                rows.append((dtype, by, drafting(way), f"{speed:.1f}", f"{gains:.2f}x", f"{same} of {count}"))
+                speed = overall([each["tokens_per_second"] for each in found])
+                rows.append((dtype, by, drafting(way), f"{speed:.1f}", f"{speed / alone:.2f}x", f"{same} of {count}"))
     return table(("dtype", "decoded by", "drafting", "tokens/s", "speed-up", "same text"), rows)
 
 
 def chat_conditions() -> str:
-    """Accepted length by condition, as means over the sets that were measured under it."""
-    reports = [each["drafters"][CHAT] for each in chat_reports("bfloat16").values()]
-    rows = [("as served", f"{mean([each['ways'][CHAIN]['accepted_length'] for each in reports]):.2f}", len(reports))]
-    for condition in dict.fromkeys(name for each in reports for name in each["conditions"]):
-        found = [each["conditions"][condition] for each in reports if condition in each["conditions"]]
-        rows.append((condition, f"{mean(found):.2f}", len(found)))
-    return table(("condition", "accepted length", "sets"), [tuple(map(str, row)) for row in rows])
+    """Accepted length by condition, as means over the sets that were measured under it, beside that of the same sets as
+    they are served."""
+    reports = {name: each["drafters"][CHAT] for name, each in chat_reports("bfloat16").items()}
+    names = {condition for each in reports.values() for condition in each["conditions"]}
+    rows = []
+    for condition in sorted(names, key=lambda name: (int(name.split()[0]) if name.endswith(" tokens") else 0, name)):
+        found = {name: each for name, each in reports.items() if condition in each["conditions"]}
+        served = mean([each["ways"][CHAIN]["accepted_length"] for each in found.values()])
+        length = mean([each["conditions"][condition] for each in found.values()])
+        sets = "all" if len(found) == len(reports) else ", ".join(found)
+        rows.append((condition, sets, f"{length:.2f}", f"{served:.2f}"))
+    return table(("condition", "questions", "accepted length", "as served"), rows)
 
 
 def chat_eagle3() -> str:

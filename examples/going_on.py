@@ -3,8 +3,8 @@ answers of its own target.
 
     python examples/going_on.py --work work --shares 1 0.3 0.1 0.03
 
-Prints the accepted length of the drafter as it is, and after so many steps at each share: K = 7, greedy, on held-out
-prompts as long as those of training, perturbed, and four texts long.
+Prints the accepted length of the drafter as it is (share 0), and after so many steps at each share, on the sets of
+prompts of `search_recipe.py`.
 """
 
 import argparse
@@ -27,7 +27,7 @@ def begun(material: Material) -> Eagle31DrafterModel:
 
 
 def gone_on(material: Material, share: float, steps: int) -> Eagle31DrafterModel:
-    """Returns the drafter after so many steps of `BATCH` texts, as `eagle31 train --bf16` takes them."""
+    """Returns the drafter after so many steps of one row of `BATCH` texts, by the library's Trainer."""
     drafter = begun(material).train()
     texts = material.training_texts("greedy", drafter.config.aux_hidden_state_layer_ids)
     answers = torch.arange(texts.ids.shape[1]) >= texts.prompt
@@ -59,11 +59,11 @@ def main() -> None:
     torch.set_num_threads(1)
     args.work.mkdir(parents=True, exist_ok=True)
     material = Material("demo", demo.FOLDER / "target", args.work, args.texts)
-    print(f"share of the rates  {'  '.join(SETS)}")
+    print(f"share of the rates{''.join(format(name, '>12') for name in SETS)}")
     for share in (0.0, *args.shares):
         drafter = gone_on(material, share, args.steps) if share else begun(material).eval()
         found = measured(material, drafter)
-        print(f"{share:18g}  {'  '.join(format(found[name], '.3f') for name in SETS)}", flush=True)
+        print(f"{share:18g}{''.join(format(found[name], '12.3f') for name in SETS)}", flush=True)
 
 
 if __name__ == "__main__":

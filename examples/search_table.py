@@ -81,13 +81,13 @@ def best_of_speculators(rows: Sequence[Row]) -> list[Row]:
 
 def beside_speculators(rows: Sequence[Row]) -> str:
     """Returns, in Markdown, the accepted drafts of the library and of the recipe over those of speculators by its
-    defaults and as it accepts most, after every number of steps that ours were trained for. A target that was trained
-    again, whose weights are others, is another."""
+    defaults and as it accepts most, after every number of steps that ours were trained for. Rows of a
+    target are compared only where it had the same weights."""
     head = ["target", "ours", "theirs", "steps", "minutes", "seeds"]
     lines = [head + [f"{name}: times" for name in SETS]]
     lines.append(["---"] * len(lines[0]))
-    for target, weights in sorted({(row["target"], row["weights"]) for row in rows}):
-        of_target = [row for row in rows if row["weights"] == weights]
+    for target, weights in dict.fromkeys((row["target"], row["weights"]) for row in rows):
+        of_target = [row for row in rows if (row["target"], row["weights"]) == (target, weights)]
         usual = [row for row in of_target if row["idea"] == AS_IT_COMES]
         compared = [each for each in (usual, best_of_speculators(of_target)) if each]
         for idea, steps in sorted({kind_of(row) for row in of_target if row["idea"] in OURS}):

@@ -309,15 +309,16 @@ def _add_optimisation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--matrix-learning-rate",
         type=rate_or_none,
-        default=argparse.SUPPRESS,
+        default=argparse.SUPPRESS,  # None is a value
         metavar="RATE",
-        help="of Muon, which trains the matrices of fc and layers; none: AdamW trains them too (default: 0.02, and a"
-        " tenth of it with --drafter)",
+        help="of Muon, which trains the matrices of fc and layers; none: AdamW trains them too (default: 0.02; with"
+        " --drafter a tenth of it)",
     )
     parser.add_argument(
         "--learning-rate",
         type=number(0),
-        help="of everything that Muon does not train (default: 0.004, without Muon 0.0001, and a tenth with --drafter)",
+        help="of everything that Muon does not train (default: 0.004, without Muon 0.0001; with --drafter a tenth"
+        " of it)",
     )
     parser.add_argument("--bf16", action="store_true", help="mixed precision")
     parser.add_argument("--seed", type=seed, default=0)

@@ -90,7 +90,7 @@ _forwards = _Forwards()
 # By the first layer of a group:
 _layers: WeakKeyDictionary[nn.Linear, FewRowsLayer] = WeakKeyDictionary()
 _stand_ins: WeakKeyDictionary[nn.Linear, "_LinearForward"] = WeakKeyDictionary()  # of groups, within contexts
-_users = Users(_stand_ins.clear)
+_users = Users(_stand_ins.clear)  # of the first layers of groups
 
 
 @dataclass(frozen=True)

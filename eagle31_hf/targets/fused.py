@@ -86,8 +86,9 @@ def fused_layers(target: PreTrainedModel, not_fused: list[str | None]) -> Iterat
     too, are the target's own."""
     stages = _stages(target)
     with _users.lock:
-        if _users.enter(target):
+        if target not in _users:
             _fuse(stages, not_fused)
+        _users.enter(target)
     try:
         yield
     finally:

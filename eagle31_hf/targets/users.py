@@ -1,4 +1,4 @@
-"""The contexts that use each of the modules whose forwards are replaced meanwhile, of all threads."""
+"""Counts of the contexts, of all threads, that use a module whose forward is replaced while they last."""
 
 import os
 import threading
@@ -8,8 +8,9 @@ from weakref import WeakKeyDictionary
 
 
 class Users:
-    """Counts the contexts that use each object. Who reads or changes what is replaced does so under `lock`. `forget`:
-    called in a process that was forked, for what else is of the parent's contexts."""
+    """The number of contexts that use each object. Who counts, or replaces a forward, holds `lock`. A process that was
+    forked begins with no context, since those of its parent do not go on there, and calls `forget`. For the life of the
+    process."""
 
     def __init__(self, forget: Callable[[], object] = lambda: None):
         self._forget = forget
@@ -18,18 +19,20 @@ class Users:
             os.register_at_fork(after_in_child=self.begin_anew)
 
     def begin_anew(self) -> None:
-        """Begins with no context. In a process that was forked none of its parent goes on, nor does anyone hold the
-        lock."""
+        """Begins with no context, and a lock that nobody holds."""
         self.lock = threading.RLock()
         self._counts: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._forget()
 
-    def enter(self, used: Any) -> bool:
-        """Adds a context. Returns whether it is the only one."""
+    def __contains__(self, used: Any) -> bool:
+        """Returns whether any context uses an object."""
+        return self._counts.get(used, 0) > 0
+
+    def enter(self, used: Any) -> None:
+        """Adds a context."""
         self._counts[used] = self._counts.get(used, 0) + 1
-        return self._counts[used] == 1
 
     def leave(self, used: Any) -> bool:
-        """Takes a context away, which may have begun before a fork. Returns whether none is left."""
+        """Takes a context away; one that began before a fork is not counted. Returns whether none is left."""
         self._counts[used] = max(0, self._counts.get(used, 0) - 1)
-        return self._counts[used] == 0
+        return used not in self

@@ -14,9 +14,9 @@ from .objective import MAX_DEPTH, Settings
 BEST = "accepted_length"  # loss goes on falling where acceptance no longer rises
 # fields that may be None, each with a number of the kind it is otherwise
 NUMBERS = {"learning_rate": 0.0, "matrix_learning_rate": 0.0, "position_reach": 0}
-MATRIX_RATE = 0.02  # of Muon
+MATRIX_RATE = 0.02  # matrix_learning_rate
 RATE, RATE_ALONE = 4e-3, 1e-4  # learning_rate where Muon trains matrices, and where nothing else does
-GOING_ON = 0.1  # the share of these rates at which a drafter that has been trained goes on (docs/training.md)
+GOING_ON = 0.1  # the share of these rates at which `eagle31 train --drafter` goes on
 TIMES_LONGER = 4  # position_reach over max_length, by default
 UNBOUNDED = ("max_grad_norm",)  # may be infinite: that clips nothing, and the norm is logged all the same
 
