@@ -9,8 +9,8 @@ second beside the target alone, transformers' own speculation and vLLM.
 Every set in fp32 and in bf16 is a report of `eagle31 bench acceptance`, in WORK/SET-DTYPE; in bf16 also of malformed
 prompts, temperature 1 and, of articles, contexts up to 4,096 tokens. vLLM, where its Python is given, decodes the
 prompts of all sets of a line in one report, since it takes a minute to start. The same line again goes on where it was
-stopped, and other lines, one after the other, add their sets and dtypes. OUTPUT gets what the tables of docs/benchmarks.md show
-(`python docs/tables.py`).
+stopped, and other lines, one after the other, add their sets and dtypes. OUTPUT gets what the tables of
+docs/benchmarks.md show (`python docs/tables.py`).
 """
 
 import argparse
