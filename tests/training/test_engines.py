@@ -544,19 +544,19 @@ def test_a_server_that_dies_is_left_out_until_it_is_back(tmp_path, outline, toke
     steady = serve("vllm")
 
     def dies(number):
-        if number == 6:
+        if number == 6:  # those before it find out how it is asked
             dying.dead = True
         return "close" if dying.dead else None
 
     def tell(line):
         lines.append(line)
-        if line.startswith("shard 1"):
-            dying.dead, steady.waits = False, 4 * patience.longest_pause  # the next but one finds its pause over
+        if "left out" in line:  # it is back at once, and the next request but one finds its pause over
+            dying.dead = False
 
     patience = Patience(timeout=20.0, tries=20, pause=0.02, longest_pause=0.02)
     dying = serve("vllm", trouble=dies)
     dying.dead = False
-    steady.waits = dying.waits = 0.02
+    steady.waits = dying.waits = 4 * patience.longest_pause
     prepare(outline, tokenizer, data, tmp_path, [steady, dying], tell, patience=patience, requests=2, **GREEDILY)
     assert shards(tmp_path) == shards(greedy)
     assert any(line.startswith(dying.url) and "left out" in line for line in lines)

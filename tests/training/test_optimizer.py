@@ -265,8 +265,9 @@ def test_nothing_for_muon_to_train_is_said(tmp_path):
 def test_the_command_has_the_defaults_of_the_arguments():
     options = parser().parse_args(["train", "--target", "t", "--data", "d", "--output", "o"])
     defaults = arguments()
-    for name in ("matrix_learning_rate", "depth", "loss"):
+    for name in ("depth", "loss"):
         assert getattr(options, name) == getattr(defaults, name), name
+    assert "matrix_learning_rate" not in options
     assert options.learning_rate is None
     words = ["train", "--target", "t", "--data", "d", "--output", "o", "--matrix-learning-rate", "none"]
     assert parser().parse_args(words).matrix_learning_rate is None
