@@ -114,6 +114,8 @@ def main() -> None:
     names = {Path(args.eagle31).name: "EAGLE 3.1"}
     compared: tuple[str, ...] = ()
     if args.eagle3:
+        if Path(args.eagle3).name in names:
+            parser.error(f"both drafters are named {Path(args.eagle3).name}; expected folders of two names")
         names[Path(args.eagle3).name] = "EAGLE 3"
         compared = ("--compare", args.eagle3)
     files = {name: args.questions / name / "question.jsonl" for name in args.sets}
