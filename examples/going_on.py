@@ -8,16 +8,18 @@ prompts of `search_recipe.py`.
 """
 
 import argparse
-import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from search_material import BATCH, Material
+from search_material import Material
+from search_recipe import LIBRARY
 from search_table import SETS
-from search_training import measured
+from search_training import measured, trained_by_the_library
 
-from eagle31_hf import Eagle31DrafterModel, Eagle31Trainer, Eagle31TrainingArguments, demo
-from eagle31_hf.training.arguments import MATRIX_RATE, RATE
+from eagle31_hf import Eagle31DrafterModel, demo
+
+SEED = 42
 
 
 def begun(material: Material) -> Eagle31DrafterModel:
@@ -27,26 +29,12 @@ def begun(material: Material) -> Eagle31DrafterModel:
 
 
 def gone_on(material: Material, share: float, steps: int) -> Eagle31DrafterModel:
-    """Returns the drafter after so many steps of one row of `BATCH` texts, by the library's Trainer."""
-    drafter = begun(material).train()
-    texts = material.training_texts("greedy", drafter.config.aux_hidden_state_layer_ids)
-    answers = torch.arange(texts.ids.shape[1]) >= texts.prompt
-    with tempfile.TemporaryDirectory() as folder:
-        args = Eagle31TrainingArguments(
-            folder,
-            max_steps=steps,
-            max_length=BATCH * texts.ids.shape[1],
-            matrix_learning_rate=share * MATRIX_RATE,
-            learning_rate=share * RATE,
-            bf16=True,
-            use_cpu=True,
-            report_to=[],
-            disable_tqdm=True,
-            save_strategy="no",
-        )
-        examples = [{"input_ids": ids, "answers": answers} for ids in texts.ids]
-        Eagle31Trainer(drafter, args, examples, target=material.target).train()
-    return drafter.float().eval()
+    """Returns the drafter after so many steps at a share of the rates; as it is where there are none."""
+    drafter = begun(material)
+    if not share:
+        return drafter.eval()
+    recipe = replace(LIBRARY, matrix_rate=share * LIBRARY.matrix_rate, rate=share * LIBRARY.rate)
+    return trained_by_the_library(material, drafter.train(), recipe, SEED, steps)[0]
 
 
 def main() -> None:
@@ -61,8 +49,7 @@ def main() -> None:
     material = Material("demo", demo.FOLDER / "target", args.work, args.texts)
     print(f"share of the rates{''.join(format(name, '>12') for name in SETS)}")
     for share in (0.0, *args.shares):
-        drafter = gone_on(material, share, args.steps) if share else begun(material).eval()
-        found = measured(material, drafter)
+        found = measured(material, gone_on(material, share, args.steps))
         print(f"{share:18g}{''.join(format(found[name], '12.3f') for name in SETS)}", flush=True)
 
 

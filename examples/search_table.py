@@ -81,8 +81,8 @@ def best_of_speculators(rows: Sequence[Row]) -> list[Row]:
 
 def beside_speculators(rows: Sequence[Row]) -> str:
     """Returns, in Markdown, the accepted drafts of the library and of the recipe over those of speculators by its
-    defaults and as it accepts most, after every number of steps that ours were trained for. Rows of a
-    target are compared only where it had the same weights."""
+    defaults and as it accepts most, after every number of steps that ours were trained for. Rows of a target
+    are compared only where it had the same weights."""
     head = ["target", "ours", "theirs", "steps", "minutes", "seeds"]
     lines = [head + [f"{name}: times" for name in SETS]]
     lines.append(["---"] * len(lines[0]))

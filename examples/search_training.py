@@ -211,7 +211,7 @@ def begun(material: Material, recipe: Recipe, seed: int) -> Eagle31DrafterModel:
 def trained(material: Material, recipe: Recipe, seed: int, steps: int) -> tuple[Eagle31DrafterModel, dict[str, float]]:
     """Trains a drafter; returns it, the processor's seconds of a step, and a running mean of the losses."""
     if recipe.library:
-        return trained_by_the_library(material, recipe, seed, steps)
+        return trained_by_the_library(material, begun(material, recipe, seed), recipe, seed, steps)
     layer_ids = layer_ids_of(recipe, material)
     texts, drafter = material.training_texts(recipe.texts, layer_ids), begun(material, recipe, seed)
     objective = SearchObjective(drafter, recipe, material.reader(layer_ids).logits)
@@ -239,12 +239,11 @@ def trained(material: Material, recipe: Recipe, seed: int, steps: int) -> tuple[
 
 
 def trained_by_the_library(
-    material: Material, recipe: Recipe, seed: int, steps: int
+    material: Material, drafter: Eagle31DrafterModel, recipe: Recipe, seed: int, steps: int
 ) -> tuple[Eagle31DrafterModel, dict[str, float]]:
     """Trains a drafter as `eagle31 train --bf16` does, by `Eagle31Trainer` and its defaults, as many texts a step as in
     the search; returns what `trained` does, but the seconds include the target's forwards, and the loss is the last."""
-    texts = material.training_texts(recipe.texts, layer_ids_of(recipe, material))
-    drafter = begun(material, recipe, seed)
+    texts = material.training_texts(recipe.texts, drafter.config.aux_hidden_state_layer_ids)
     answers = torch.arange(texts.ids.shape[1]) >= texts.prompt
     with tempfile.TemporaryDirectory() as folder:
         args = Eagle31TrainingArguments(

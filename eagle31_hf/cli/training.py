@@ -137,11 +137,11 @@ def arguments(args: argparse.Namespace) -> Any:
 
 def rates_to_go_on(options: dict[str, Any]) -> dict[str, Any]:
     """Returns the rates for a drafter that has been trained: a share of the usual ones, where they are not given."""
-    from ..training.arguments import GOING_ON, MATRIX_RATE, RATE, RATE_ALONE
+    from ..training.arguments import GOING_ON, MATRIX_RATE, usual_rate
 
     matrix_rate, rate = options.get("matrix_learning_rate", GOING_ON * MATRIX_RATE), options["learning_rate"]
-    usual = RATE_ALONE if matrix_rate is None else RATE
-    return {"matrix_learning_rate": matrix_rate, "learning_rate": GOING_ON * usual if rate is None else rate}
+    rate = GOING_ON * usual_rate(matrix_rate) if rate is None else rate
+    return {"matrix_learning_rate": matrix_rate, "learning_rate": rate}
 
 
 def stored_target(args: argparse.Namespace) -> Any:

@@ -6,8 +6,6 @@ B sequences, T query tokens, H heads, D width.
 """
 
 import sys
-import threading
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..kernels.tree_attention import attend_to_spans, is_spans
 from .rows_attention import attend_by_position, takes_positions
+from .users import Users
 
 PREFIX = "eagle31_"
 STANDS_IN_FOR = ("eager", "sdpa")  # implementations whose models hand a mask of four dimensions to attention as it is
@@ -60,26 +59,23 @@ for name in STANDS_IN_FOR:
     AttentionMaskInterface.register(PREFIX + name, ALL_MASK_ATTENTION_FUNCTIONS[name])
 
 
-_users: Counter[int] = Counter()  # by the id of a config: contexts that it is in, of all threads
-_lock = threading.Lock()
+_users = Users()  # of configs
 
 
 @contextmanager
 def attention_of_rounds(target: PreTrainedModel) -> Iterator[None]:
     """A context in which the target's attention takes masks of spans, and runs position by position where a round asks
-    for it; else it is the target's own. Contexts of several threads may
-    overlap: the last one to end puts the target's own back."""
+    for it; else it is the target's own. Contexts of several threads may overlap: the last one to end puts the target's
+    own back."""
     config = target.config.get_text_config(decoder=True)
-    with _lock:
-        _users[id(config)] += 1
-        if _users[id(config)] == 1:
+    with _users.lock:
+        if config not in _users:
             own = config._attn_implementation_internal.removeprefix(PREFIX)  # a copy made meanwhile has it already
             config._attn_implementation_internal = PREFIX + own
+        _users.enter(config)
     try:
         yield
     finally:
-        with _lock:
-            _users[id(config)] -= 1
-            if not _users[id(config)]:
-                del _users[id(config)]
+        with _users.lock:
+            if _users.leave(config):
                 config._attn_implementation_internal = config._attn_implementation_internal.removeprefix(PREFIX)

@@ -21,6 +21,11 @@ TIMES_LONGER = 4  # position_reach over max_length, by default
 UNBOUNDED = ("max_grad_norm",)  # may be infinite: that clips nothing, and the norm is logged all the same
 
 
+def usual_rate(matrix_rate: float | None) -> float:
+    """Returns `learning_rate` as it is where it is not given, for a `matrix_learning_rate`."""
+    return RATE_ALONE if matrix_rate is None else RATE
+
+
 @dataclass
 class Eagle31TrainingArguments(TrainingArguments):
     """`transformers.TrainingArguments` with defaults that suit drafters, and arguments that only drafters have; each of
@@ -98,7 +103,7 @@ class Eagle31TrainingArguments(TrainingArguments):
         if chooses_best and self.metric_for_best_model is None:
             self.metric_for_best_model, self.greater_is_better = BEST, True
         if self.learning_rate is None:
-            self.learning_rate = RATE_ALONE if self.matrix_learning_rate is None else RATE
+            self.learning_rate = usual_rate(self.matrix_learning_rate)
         if self.position_reach is None:
             self.position_reach = TIMES_LONGER * self.max_length
         super().__post_init__()

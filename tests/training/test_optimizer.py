@@ -10,7 +10,7 @@ from conftest import build_drafter
 from factories import build
 from training_runs import InterruptAfter, LostMachineError, make_examples, make_trainer, run
 
-from eagle31_hf.cli import parser
+from eagle31_hf.cli import parser, training
 from eagle31_hf.training.arguments import Eagle31TrainingArguments
 from eagle31_hf.training.checkpointing import logger as optimizer_logger
 from eagle31_hf.training.optimizer import JoinedOptimizer, matrices_of, new_muon, slow_down_tables
@@ -263,11 +263,10 @@ def test_nothing_for_muon_to_train_is_said(tmp_path):
 
 
 def test_the_command_has_the_defaults_of_the_arguments():
-    options = parser().parse_args(["train", "--target", "t", "--data", "d", "--output", "o"])
-    defaults = arguments()
-    for name in ("depth", "loss"):
-        assert getattr(options, name) == getattr(defaults, name), name
-    assert "matrix_learning_rate" not in options
+    options = parser().parse_args(["train", "--target", "t", "--data", "d", "--output", "o", "--device", "cpu"])
+    defaults, of_the_command = arguments(), training.arguments(options)
+    for name in ("matrix_learning_rate", "learning_rate", "depth", "loss"):
+        assert getattr(of_the_command, name) == getattr(defaults, name), name
     assert options.learning_rate is None
     words = ["train", "--target", "t", "--data", "d", "--output", "o", "--matrix-learning-rate", "none"]
     assert parser().parse_args(words).matrix_learning_rate is None
