@@ -10,6 +10,7 @@ import torch
 from .run import Row, Run
 
 SHORT, LONG = 12, 36  # new tokens of two calls, whose difference leaves out what is done once a call
+MOST_KERNELS = 60  # of those that are told one by one
 LAUNCHING = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cudaMemcpy", "cudaMemset")
 NO_GPU = {"left_out": "no GPU"}
 Call = Callable[[int], int]  # decodes so many new tokens; returns the rounds it took
@@ -44,15 +45,15 @@ def _is_wait(warned: Any) -> bool:
 
 
 def launches_of_round(run: Run, call: Call) -> Row:
-    """Kernels and copies that the device runs in a round, and calls of the driver by which the host launches them and
-    waits for them."""
+    """Kernels and copies that the device runs in a round, with the microseconds they take there, and calls of the
+    driver by which the host launches them and waits for them."""
     if not run.is_gpu:
         return NO_GPU
     call(SHORT)
     (few, short), (many, long) = (_profiled(call, new_tokens) for new_tokens in (SHORT, LONG))
     rounds = max(1, many - few)
     counts = {name: (count - short[name]) / rounds for name, count in long.most_common()}
-    by_kind: dict[str, dict[str, float]] = {"kernel": {}, "launch": {}, "wait": {}}
+    by_kind: dict[str, dict[str, float]] = {"kernel": {}, "microseconds": {}, "launch": {}, "wait": {}}
     for (kind, name), value in counts.items():
         by_kind[kind][name[:100]] = round(by_kind[kind].get(name[:100], 0.0) + value, 2)
     return {
@@ -60,7 +61,9 @@ def launches_of_round(run: Run, call: Call) -> Row:
         "launches": sum(by_kind["launch"].values()),
         "by_launch": by_kind["launch"],
         "by_wait": by_kind["wait"],
-        "by_kernel": dict(list(by_kind["kernel"].items())[:40]),
+        "by_kernel": dict(list(by_kind["kernel"].items())[:MOST_KERNELS]),
+        "microseconds": sum(by_kind["microseconds"].values()),
+        "by_microseconds": dict(list(by_kind["microseconds"].items())[:MOST_KERNELS]),
     }
 
 
@@ -75,6 +78,7 @@ def _profiled(call: Call, new_tokens: int) -> tuple[int, Counter]:
     for event in profiler.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
             counts["kernel", event.name] += 1
+            counts["microseconds", event.name] += event.time_range.elapsed_us()
         elif event.name.startswith(LAUNCHING):
             counts["launch", event.name] += 1
         elif "Synchronize" in event.name:

@@ -7,6 +7,7 @@ B batch, T tokens, n states read of each token, ht target width, V target vocabu
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +43,8 @@ OF_HARMLESS_HOOKS = (__name__, "transformers.utils.output_capturing")
 def has_hooks(module: nn.Module) -> bool:
     """Returns whether a module has hooks that may do something in any forward."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return any(getattr(hook, "__module__", None) not in OF_HARMLESS_HOOKS for hook in hooks)
+    functions = (hook.func if isinstance(hook, partial) else hook for hook in hooks)
+    return any(getattr(function, "__module__", None) not in OF_HARMLESS_HOOKS for function in functions)
 
 
 def has_global_hooks() -> bool:
@@ -175,6 +177,30 @@ def _hook(layers: nn.ModuleList, layer_id: int, index: int, captured: CapturedSt
         captured.append(index, output[0] if isinstance(output, tuple | list) else output)
 
     return layers[layer_id - 1].register_forward_hook(after)
+
+
+@contextmanager
+def rounded_anew(target: PreTrainedModel) -> Iterator[None]:
+    """A context in which what each of a target's layers passes on, in forwards of this thread, is off by up to a unit
+    in the last place, at random: what the roundings within a layer, half a unit each, could have made of it. How far
+    the logits are off then is how far another order of the same sums may carry them."""
+    thread = threading.get_ident()
+
+    def after(seed, module, args, output):
+        if threading.get_ident() != thread:
+            return None
+        states = output[0] if isinstance(output, tuple | list) else output
+        generator = torch.Generator(states.device).manual_seed(seed)  # draws nothing from the caller's own
+        units = 2 * torch.rand(states.shape, generator=generator, device=states.device) - 1
+        rounded = (states.float() * (1 + torch.finfo(states.dtype).eps * units)).to(states.dtype)
+        return type(output)((rounded, *output[1:])) if isinstance(output, tuple | list) else rounded
+
+    handles = [layer.register_forward_hook(partial(after, i)) for i, layer in enumerate(decoder_layers(target))]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from ..cache.arena import Arena, move_into
 from ..cache.masks import SlotMask, ancestors_of
 from ..cache.transfer import Mirrored
 from .ends import execution_device
+from .layers import rounded_anew
 from .masks import slot_masks, span_masks
 from .tree_attention import attention_of_rounds, own_attention
 
@@ -25,10 +26,12 @@ ARENA = 128  # slots, more than there are tokens
 # Shares of the logits' spread, see `difference`. In fp32 right targets are off by 2e-5 at most, wrong ones by 0.01 and
 # more. In lower precision what rounding does depends on the model and the machine's kernels: a target may be off by
 # LOW_PRECISION_TOLERANCE, or by ROUNDINGS times as much as it is where a sequence is read in two forwards, as plain
-# decoding does.
+# decoding does. Rounds by other kernels than its own may be off by ANEW times what a unit in the last place in every
+# layer comes to.
 TOLERANCE = 1e-3
 LOW_PRECISION_TOLERANCE = 0.02
 ROUNDINGS = 2
+ANEW = 3
 
 HIDDEN = (
     "its forward's signature hides position_ids, or prepare_inputs_for_generation drops them (functools.wraps keeps the"
@@ -113,6 +116,7 @@ def _try_spans(target: PreTrainedModel) -> str | None:
         lambda target: _error(target, tree_from_arena),
         "its forward refuses to read a tree from an arena",
         "its logits over a tree in an arena differ from those over its paths",
+        _rounding_anew,
     )
 
 
@@ -127,10 +131,14 @@ def _try_attentions(target: PreTrainedModel) -> str | None:
 
 
 def _judged(
-    target: PreTrainedModel, error_of: Callable[[PreTrainedModel], float], refuses: str, differs: str
+    target: PreTrainedModel,
+    error_of: Callable[[PreTrainedModel], float],
+    refuses: str,
+    differs: str,
+    most: Callable[[PreTrainedModel], float] | None = None,
 ) -> str | None:
-    """Returns None where the error is one of rounding. An exception that comes again is a `Refusal`; one that does
-    not was not the target's, and is raised."""
+    """Returns None where the error is one of rounding, as `is_rounding` says, `most` being by default `_rounding`. An
+    exception that comes again is a `Refusal`; one that does not was not the target's, and is raised."""
     try:
         error = error_of(target)
     except FAILURES as failure:
@@ -141,15 +149,17 @@ def _judged(
         except FAILURES:
             return Refusal(f"{refuses} ({type(failure).__name__}: {(str(failure).splitlines() or [''])[0][:100]})")
         raise
-    return None if is_rounding(target, error) else f"{differs} ({error:.1g} of their spread)"
+    is_same = is_rounding(target, error, lambda: (most or _rounding)(target))
+    return None if is_same else f"{differs} ({error:.1g} of their spread)"
 
 
-def is_rounding(target: PreTrainedModel, error: float) -> bool:
-    """Returns whether an error of a target's logits, as a share of their spread, is one of rounding."""
+def is_rounding(target: PreTrainedModel, error: float, most: Callable[[], float]) -> bool:
+    """Returns whether an error of a target's logits, as a share of their spread, is one of rounding. `most`: gives what
+    rounding may come to in lower precision than fp32, asked only where the error is not small."""
     is_low = target.dtype != torch.float32
     if error <= (LOW_PRECISION_TOLERANCE if is_low else TOLERANCE):
         return True
-    return is_low and error <= ROUNDINGS * _rounding(target)
+    return is_low and error <= most()
 
 
 def difference(got: Tensor, expected: Tensor, is_told: Tensor | None = None) -> float:
@@ -166,7 +176,7 @@ def difference(got: Tensor, expected: Tensor, is_told: Tensor | None = None) -> 
 
 @torch.no_grad()
 def _rounding(target: PreTrainedModel) -> float:
-    """The `difference` of logits between a sequence read whole and read in two forwards."""
+    """What rounding may come to where a target's own kernels read a sequence in two forwards in place of one."""
     config, device = target.config.get_text_config(decoder=True), execution_device(target.get_input_embeddings())
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, config.vocab_size, (1, PREFIX + len(PARENTS)), generator=generator).to(device)
@@ -175,8 +185,18 @@ def _rounding(target: PreTrainedModel) -> float:
         out = target(
             input_ids=part, attention_mask=torch.ones_like(ids[:, :seen]), past_key_values=cache, use_cache=True
         )
-    whole = target(input_ids=ids, use_cache=False).logits[:, PREFIX:].float()
-    return difference(out.logits, whole)
+    whole = target(input_ids=ids, use_cache=False).logits[:, PREFIX:]
+    return ROUNDINGS * difference(out.logits, whole)
+
+
+@torch.no_grad()
+def _rounding_anew(target: PreTrainedModel) -> float:
+    """What rounding may come to where other kernels than the target's own read a sequence."""
+    tree = random_tree(target)
+    ids = torch.cat((tree.prefix, tree.nodes), dim=1)
+    expected = target(input_ids=ids, use_cache=False).logits[:, PREFIX:]
+    with rounded_anew(target):
+        return ANEW * difference(target(input_ids=ids, use_cache=False).logits[:, PREFIX:], expected)
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """Greedy decoding gives, token for token, what the target alone gives."""
 
+import copy
 import functools
 
 import pytest
@@ -144,8 +145,10 @@ OFFLOADED = pytest.param("offloaded", marks=pytest.mark.gpu)  # it needs CUDA st
 
 @pytest.mark.parametrize("implementation", ["dynamic", OFFLOADED])
 def test_cache_implementations(target, drafter, prompt, implementation):
-    output, _ = speculate(target, drafter, prompt, cache_implementation=implementation, **DRAFTED)
-    assert_close("text", output, greedy_text(target)[:, : output.shape[1]])
+    device = "cuda" if implementation == "offloaded" else "cpu"
+    models = [copy.deepcopy(model).to(device) for model in (target, drafter)]
+    output, _ = speculate(*models, prompt.to(device), cache_implementation=implementation, **DRAFTED)
+    assert_close("text", output.cpu(), greedy_text(target)[:, : output.shape[1]])
 
 
 @pytest.mark.parametrize("name", ["eagle31", "target_head"])
