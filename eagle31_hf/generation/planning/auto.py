@@ -30,6 +30,7 @@ class AutoPlanner:
         self.top_k = top_k
         self.max_nodes = max_nodes
         self.kinds = (PLAIN, CHAINS, TREES) if top_k > 1 else (PLAIN, CHAINS)
+        self.loads_kernels = clock.uses_events  # a GPU does, when it first meets a size: up to a second
         self.choices: Counter[str] = Counter()
         self.drafts_by_count: Counter[int] = Counter()
         self.kind = PLAIN  # of the round under way
@@ -60,6 +61,9 @@ class AutoPlanner:
         ]
         num_tokens = sum(counts) / max(1, len(counts))
         with known.lock:
+            if self.loads_kernels and (self.kind, num_nodes) not in known.met:
+                self._pass_over(num_nodes, accepted)
+                return
             known.verify.add(num_nodes, seconds["verify"] + seconds["accept"])
             # The usual seconds of such a round, not those of this one: machines are shared, and one hiccup outweighs
             # many rounds.
@@ -72,6 +76,19 @@ class AutoPlanner:
             known.exploration.add(self.kind, num_tokens, usual, is_trial=controller.trial is not None)
             self._note_choice(accepted)
             self._calibrate(accepted)
+
+    def _pass_over(self, num_nodes: int, accepted: Accepted) -> None:
+        """Learns from a round that met a size first all but its times: a trial is made again."""
+        known, controller = self.known, self.controller
+        known.met.add((self.kind, num_nodes))
+        if controller is None:
+            self.choices["plain"] += 1
+            return
+        if controller.trial is not None:
+            arm = known.exploration.arms[self.kind]
+            arm.trials = (controller.trial, *arm.trials)
+        self._note_choice(accepted)
+        self._calibrate(accepted)
 
     def _drafting_seconds(self, controller: LevelController, seconds: float) -> float:
         """Adds the times of a round's drafting, `seconds` in all; returns the seconds that such drafting usually

@@ -40,6 +40,7 @@ class Knowledge:
         default_factory=lambda: {CHAINS: CostModel(), TREES: CostModel()}
     )  # of all else in drafting
     exploration: Exploration = field(default_factory=Exploration)
+    met: set[tuple[str, int]] = field(default_factory=set)  # kinds and nodes of the rounds of this process
     lock: threading.Lock = field(default_factory=threading.Lock)
     store: Measured | None = None
     calls: int = 0
