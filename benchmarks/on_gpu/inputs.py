@@ -138,6 +138,20 @@ def _rope_append(make: Maker) -> Inputs:
     return Inputs((qkv, rope, norms, 1e-6, make.buffers(), make.starts()), 2 * num_bytes(qkv) + num_bytes(rope))
 
 
+def _joint_linear(make: Maker) -> Inputs:
+    size = make.size
+    widths = (size.heads * size.head_dim, *[size.kv_heads * size.head_dim] * 2)
+    x, weights = make.states(), [make.floats(width, size.hidden) for width in widths]
+    out = num_bytes(x) * sum(widths) // size.hidden
+    return Inputs((x, weights, []), num_bytes(x, weights) + out)
+
+
+def _gated_linear(make: Maker) -> Inputs:
+    size = make.size
+    x, weights = make.states(), [make.floats(size.intermediate, size.hidden) for _ in range(2)]
+    return Inputs((x, *weights), num_bytes(x, weights) + num_bytes(x) * size.intermediate // size.hidden)
+
+
 def _silu_mul(make: Maker) -> Inputs:
     gate, up = make.floats(make.size.sequences, make.size.tokens, 2 * make.size.intermediate).chunk(2, dim=-1)
     return Inputs((gate, up), num_bytes(gate, up, up))
@@ -228,6 +242,8 @@ MAKERS: dict[str, Callable[[Maker], Inputs]] = {
     "state_norms": _state_norms,
     "append": _append,
     "rope_append": _rope_append,
+    "joint_linear": _joint_linear,
+    "gated_linear": _gated_linear,
     "silu_mul": _silu_mul,
     "tree_attention": _tree_attention,
     "likeliest_tokens": _likeliest_tokens,

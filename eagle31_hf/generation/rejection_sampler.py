@@ -23,6 +23,8 @@ from .sequences import Sequences
 from .stopping import Ends
 from .tree import DraftTokens, HostDrafts
 
+SLICES = 32  # of a row of logits, on a GPU
+
 
 @dataclass
 class Accepted:
@@ -337,8 +339,18 @@ def residual(p_logits: Tensor, q_logits: Tensor) -> Tensor:
 
 def likeliest(logits: Tensor) -> Tensor:
     """Logits (B, N, V) -> every node's first largest id (B, N), as argmax finds it in fp32; max is four times as fast
-    in bf16."""
-    return logits.max(-1).indices
+    in bf16 on a CPU, and on a GPU so are slices of a row, which more of its processors read."""
+    slices = SLICES if logits.is_cuda and logits.shape[-1] % SLICES == 0 else 1
+    return likeliest_in(logits, slices)
+
+
+def likeliest_in(logits: Tensor, slices: int) -> Tensor:
+    """`likeliest`, found among the largest of so many slices of each row."""
+    found = logits.unflatten(-1, (slices, -1)).max(-1)
+    if slices == 1:
+        return found.indices[..., 0]
+    which = found.values.max(-1, keepdim=True).indices
+    return (which * (logits.shape[-1] // slices) + found.indices.gather(-1, which))[..., 0]
 
 
 def are_spoiled(logits: Tensor) -> Tensor:

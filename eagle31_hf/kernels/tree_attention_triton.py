@@ -12,10 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 132  # as many as the GPU has multiprocessors that are assumed, H100's and H200's
+# Programs that share the slots of a layer's arena, one for each multiprocessor of an H100 or H200, and from so many
+# slots on two.
+PROGRAMS, LONG = 128, 8192
 MAX_SPLITS = 128
 LEAST = 16  # of a side of tl.dot
-JOINED = 2048  # values that a program of the second kernel holds at once
+JOINED = 4096  # values that a program of the second kernel holds at once
 LOG2_E = math.log2(math.e)
 INTERPRETED = triton.knobs.runtime.interpret
 
@@ -220,9 +222,9 @@ def parts(width: int) -> tuple[int, int]:
     return (whole, 0) if whole // 2 + rest >= whole else (whole // 2, rest)
 
 
-def tile(rows: int, width: int, is_widened: bool) -> Tile:
+def tile(rows: int, width: int, is_widened: bool, is_amd: bool = False) -> Tile:
     """The tile for as many rows of a KV head and keys and values up to so wide; `is_widened`: multiplied in fp32, which
-    takes registers."""
+    takes registers. For widths up to 128 those that an H200 found the fastest; the others are estimates."""
     least = max(triton.next_power_of_2(rows), LEAST)
     if is_widened:
         return Tile(LEAST, 16, 4 if width <= 128 else 8, 1)
@@ -230,13 +232,16 @@ def tile(rows: int, width: int, is_widened: bool) -> Tile:
         return Tile(min(least, 32), 16, 8, 2)
     if width > 128:
         return Tile(min(least, 64), 32, 4 if least == LEAST else 8, 2)
-    return {16: Tile(16, 32, 4, 2), 32: Tile(32, 32, 8, 3), 64: Tile(64, 64, 8, 2)}.get(least, Tile(128, 32, 8, 2))
+    if is_amd:
+        return Tile(min(least, 64), 32, 4 if least == LEAST else 8, 2)
+    return {16: Tile(16, 32, 4, 2), 32: Tile(32, 64, 4, 3)}.get(least, Tile(64, 32, 4, 3))
 
 
 def num_splits(capacity: int, programs: int, slots: int) -> int:
     """Returns the number of programs that share the slots of a sequence; `programs`: how many there are without
     sharing. It follows from the capacity. The length is known to the device alone, and a result would depend on it."""
-    return max(min(triton.cdiv(PROGRAMS, programs), triton.cdiv(capacity, slots), MAX_SPLITS), 1)
+    wanted = PROGRAMS * (1 if capacity < LONG else 2) // programs
+    return max(min(wanted, triton.cdiv(capacity, slots), MAX_SPLITS), 1)
 
 
 def join_constants(value_width: int, splits: int) -> dict[str, int]:
@@ -266,7 +271,7 @@ def tree_attention(
     kv_heads, capacity, value_width = values.shape[1:]
     group = heads // kv_heads
     is_widened = q.dtype == torch.float32 or not q.dtype == keys.dtype == values.dtype
-    cut = tile(tokens * group, max(width, value_width), is_widened)
+    cut = tile(tokens * group, max(width, value_width), is_widened, torch.version.hip is not None)
     programs = kv_heads * triton.cdiv(tokens * group, cut.rows)
     splits = num_splits(capacity, programs * batch, cut.slots)
     found = q.new_empty((batch, heads, tokens, splits, value_width), dtype=torch.float32)

@@ -1,21 +1,21 @@
-"""A decoder layer of the Llama form, run over an arena by the operations of `kernels`: seven matrix products and five
-operations; four products where layers that read the same are joined.
+"""A decoder layer of the Llama form, run over an arena by eight of the operations of `kernels`, four of which are its
+matrix products.
 
 B sequences, T tokens, h width, H heads of queries, Hkv of keys, D head width, P the part of it that is rotated.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import Cache
 
 from ..cache.arena import ArenaLayer
+from ..kernels.joint_linear import gated_linear, joint_linear
 from ..kernels.norms import add_rms_norm
 from ..kernels.rope import rope_append
 from ..kernels.silu_mul import silu_mul
 from ..kernels.tree_attention import attend_to_spans
-from .joined import products
 from .layers import has_hooks
 
 QKV = ("q_proj", "k_proj", "v_proj")
@@ -48,21 +48,41 @@ def attend(attention: Any, x: Tensor, rope: Any, mask: Tensor, layer: Any) -> Te
     weights = [norm.weight for norm in norms]
     q = rope_append(qkv, list(rope), weights, eps, [keys, values], layer.placement.on_device)
     out = attend_to_spans(q.transpose(1, 2), keys, values, mask, attention.scaling)
-    return attention.o_proj(out.flatten(2))
+    return products([attention.o_proj], out.flatten(2))[0]
 
 
 def through_mlp(mlp: Any, x: Tensor) -> Tensor:
     """The gated MLP of a layer: x (B, T, h), normed, -> (B, T, h)."""
-    return mlp.down_proj(silu_mul(*products([getattr(mlp, name) for name in GATED], x)))
+    pair = [getattr(mlp, name) for name in GATED]
+    if all(is_plain(layer) and layer.bias is None for layer in pair):
+        gated = gated_linear(x, *(layer.weight for layer in pair))
+    else:
+        gated = silu_mul(*products(pair, x))
+    return products([mlp.down_proj], gated)[0]
 
 
-def readers_of_the_same(layers: Iterable[Any], of_mlps: bool = True) -> Iterator[list[nn.Module]]:
-    """Yields the groups of linear layers that `attend` and, `of_mlps`, `through_mlp` run as one where they are
-    joined."""
+def products(layers: Sequence[Any], x: Tensor) -> Sequence[Tensor]:
+    """Multiplies x (..., K) by the weight of each layer, adding its bias -> (..., N) of each: in one operation where
+    they are plain."""
+    biases = [layer.bias for layer in layers if layer.bias is not None]
+    if not all(map(is_plain, layers)) or len(biases) not in (0, len(layers)):
+        return [layer(x) for layer in layers]
+    out = joint_linear(x, [layer.weight for layer in layers], biases)
+    return out.split([layer.out_features for layer in layers], dim=-1)
+
+
+def is_plain(layer: nn.Module) -> bool:
+    """Returns whether a linear layer is torch's own, over a weight that is a tensor like any: torchao's, say, is none
+    to a kernel."""
+    is_linear = type(layer) is nn.Linear and "forward" not in vars(layer)
+    return is_linear and not any(hasattr(one, "__tensor_flatten__") for one in layer.parameters(recurse=False))
+
+
+def readers_of_the_same(layers: Iterable[Any]) -> Iterator[list[nn.Module]]:
+    """Yields the groups of a layer's linear layers that read the same input."""
     for layer in layers:
         yield [getattr(layer.self_attn, name) for name in QKV]
-        if of_mlps:
-            yield [getattr(layer.mlp, name) for name in GATED]
+        yield [getattr(layer.mlp, name) for name in GATED]
 
 
 def norm_sum(norm: Any, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:

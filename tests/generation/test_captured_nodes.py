@@ -10,8 +10,9 @@ import pytest
 import torch
 
 SCRIPT = Path(__file__).with_name("captured_nodes.py")
-MOST_IN_VERIFY = {"Llama": 356, "Qwen3": 396}  # of 32 and of 36 layers
-MOST_IN_STEP, MOST_IN_LEVEL = 12, 17
+MOST_IN_VERIFY = {"Llama": 296, "Qwen3": 328}  # of 32 and of 36 layers
+MOST_IN_STEP, MOST_IN_LEVEL = 11, 16
+MORE_IN_8_BITS = 4  # its weights are read one by one
 MOST_IN_LAYOUT, MOST_IN_READING = 6, 16
 WAYS = [
     f"{target} {dtype} {drafter}"
@@ -33,12 +34,13 @@ def figures() -> dict:
 def test_nodes_of_a_round(figures, way):
     found = figures[way]
     most = MOST_IN_VERIFY[way.split()[0]]
-    assert found["layer"] == 10
+    more = MORE_IN_8_BITS if way.split()[2] in ("int8", "fp8") else 0
+    assert found["layer"] == 8
     assert max(found["verify"], found["verify a tree"]) <= most, found["lines"]["verify"]
-    assert found["step"] <= MOST_IN_STEP, found["lines"]["a step"]
-    assert found["level"] <= MOST_IN_LEVEL, found["lines"]["a level"]
+    assert found["step"] <= MOST_IN_STEP + more, found["lines"]["a step"]
+    assert found["level"] <= MOST_IN_LEVEL + more, found["lines"]["a level"]
     assert found["layout"] <= MOST_IN_LAYOUT, found["lines"]["layout"]
-    assert found["reading"] <= MOST_IN_READING, found["lines"]["reading"]
+    assert found["reading"] <= MOST_IN_READING + more, found["lines"]["reading"]
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -205,12 +205,12 @@ def test_two_rounds_of_a_plan_are_compared(pair, monkeypatch, plan):
 def test_a_long_text_is_not_read_again(pair, monkeypatch):
     """Rounds after it wait for another call to be compared."""
     monkeypatch.setattr(proof, "LONGEST", 8)
-    seam, wrong = Recorded(), []
-    monkeypatch.setattr(proof, "_check_forward", lambda *args: wrong.append(args[-2]))
+    seam, checked = Recorded(), []
+    monkeypatch.setattr(proof, "_check", lambda *args: checked.append(args))
     decode(pair, CHAIN, seam, **asked(pair, 9))
-    assert wrong == []
+    assert checked == []
     decode(pair, CHAIN, seam, **asked(pair, 4))
-    assert wrong
+    assert checked
 
 
 def test_short_memory_is_no_fault(pair, monkeypatch):

@@ -27,6 +27,7 @@ from eagle31_hf.generation.rejection_sampler import (
     RejectionSampler,
     Walk,
     likeliest,
+    likeliest_in,
 )
 from eagle31_hf.generation.sequences import Sequences
 from eagle31_hf.generation.stopping import Ends, Stopping
@@ -183,6 +184,9 @@ def test_the_first_of_the_largest_in_every_type():
         assert likeliest(logits).tolist() == [[1, 0, 0]]
         random = torch.randn(2, 40, 999, generator=torch.Generator().manual_seed(0)).to(dtype)
         assert likeliest(random).tolist() == random.float().argmax(-1).tolist()
+        for slices in (1, 3, 27):  # as on a GPU
+            assert likeliest_in(random, slices).tolist() == random.float().argmax(-1).tolist()
+            random[:, :, 5::111] = random[:, :, 5:6]  # ties within slices, and across them
 
 
 # Over the text's last token: 3 and 1; over 1: 5 and 4.

@@ -1,5 +1,7 @@
 """`tree_attention` at real sizes, for compile_ahead.py."""
 
+from dataclasses import replace
+
 from compile_ahead import Case
 
 from eagle31_hf.kernels.tree_attention_triton import join_constants, join_kernel, parts, tile, tree_attention_kernel
@@ -11,15 +13,25 @@ NUMBERS = ("spans_b", "spans_t", "spans_column", "tokens", "capacity", "num_new"
 
 def case(rows: int, group: int, width: int, value_width: int, dtype: str = "bf16", softcap: bool = False) -> Case:
     """The first kernel for as many rows of a KV head."""
-    cut = tile(rows, max(width, value_width), dtype == "fp32")
+    cut, of_amd = (tile(rows, max(width, value_width), dtype == "fp32", is_amd) for is_amd in (False, True))
     types = dict.fromkeys(("q", "keys", "values"), f"*{dtype}")
     types |= {"spans": "*i64", "found": "*fp32", "masses": "*fp32"}
     types |= dict.fromkeys([*STRIDES, *NUMBERS], "i32") | FACTORS
     (d1, d2), (v1, v2) = parts(width), parts(value_width)
     constants = {"GROUP": group, "D": width, "D1": d1, "D2": d2, "V": value_width, "V1": v1, "V2": v2}
-    constants |= {"HAS_SOFTCAP": softcap, "M": cut.rows, "BLOCK": cut.slots, "WIDEN": dtype == "fp32"}
-    options = {"num_warps": cut.num_warps, "num_stages": cut.num_stages}
-    return Case(tree_attention_kernel, types, constants, options, is_wide=True, divisible=("capacity",))
+    constants |= {"HAS_SOFTCAP": softcap, "WIDEN": dtype == "fp32"}
+    amd, nvidia = (
+        Case(
+            tree_attention_kernel,
+            types,
+            constants | {"M": each.rows, "BLOCK": each.slots},
+            {"num_warps": each.num_warps, "num_stages": each.num_stages},
+            is_wide=True,
+            divisible=("capacity",),
+        )
+        for each in (of_amd, cut)
+    )
+    return replace(nvidia, of_amd=amd)
 
 
 def joining(value_width: int, splits: int, has_sinks: bool) -> Case:
@@ -42,6 +54,6 @@ CASES = {
     "tree_attention, 192 wide": case(8, 1, 192, 128),
     "tree_attention, 80 wide": case(8, 1, 80, 80),
     "tree_attention, fp32": case(8 * 4, 4, 128, 128, "fp32"),
-    "tree_attention, joined": joining(128, 17, False),
+    "tree_attention, joined": joining(128, 32, False),
     "tree_attention, latent, joined with sinks": joining(512, 128, True),
 }

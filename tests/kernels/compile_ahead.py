@@ -39,7 +39,8 @@ class Case:
     """A kernel at real sizes. `types` by argument: "*bf16", "*i64", "i32", "fp32"; every other argument is a
     constant of `constants`. Pointers, strides and what `divisible` names are multiples of 16, as they are at real
     sizes, and Triton compiles for such. `options`: num_warps, num_stages. `is_wide`: it must load 16 bytes at once.
-    `weights_a_pass`: weights that its loop widens in a pass, where they may take MOST_INSTRUCTIONS each."""
+    `weights_a_pass`: weights that its loop widens in a pass, where they may take MOST_INSTRUCTIONS each.
+    `least_shared`: bytes of shared memory of the GPUs that it is for. `of_amd`: the case in its place on an AMD GPU."""
 
     kernel: Any
     types: dict[str, str]
@@ -48,6 +49,8 @@ class Case:
     is_wide: bool = False
     divisible: tuple[str, ...] = ()
     weights_a_pass: int = 0
+    least_shared: int = 0
+    of_amd: "Case | None" = None
 
 
 def compiled(case: Case, target: GPUTarget) -> Any:
@@ -98,6 +101,7 @@ def loop_length(code: str) -> int:
 
 def of_amd(case: Case) -> dict[str, Any]:
     """Returns what the kernel needs on an AMD GPU."""
+    case = case.of_amd or case
     if "BY_PTX" in case.constants:
         case = replace(case, constants=case.constants | {"BY_PTX": False})
     done = compiled(case, GPUTarget("hip", AMD, 64))
@@ -128,7 +132,8 @@ def main() -> None:
     found = {}
     for name, case in cases.items():
         if name.startswith(args.only):
-            found[name] = {f"sm_{each}": of_nvidia(case, each) for each in SHARED} | {AMD: of_amd(case)}
+            found[name] = {f"sm_{k}": of_nvidia(case, k) for k in SHARED if SHARED[k] >= case.least_shared}
+            found[name] |= {AMD: of_amd(case)} if case.least_shared <= AMD_SHARED else {}
             if not args.json:
                 for target, figures in found[name].items():
                     print(f"{name:40} {target:8} {figures}")

@@ -15,7 +15,7 @@ from ...attention import GQAttention, Norm
 from ...kernels.norms import embed_norms, state_norms
 from ...modeling import Eagle31DecoderLayer, Eagle31DrafterModel
 from ...quantized import QuantizedLinear
-from ...targets.decoder_layer import arena_layer, attend, eps_of, norm_sum, through_layer, through_mlp
+from ...targets.decoder_layer import arena_layer, attend, eps_of, norm_sum, products, through_layer, through_mlp
 from ...targets.ends import ACTIVATION_DTYPES
 from ..aux_states import gathered
 
@@ -75,7 +75,7 @@ def fused_states(drafter: Eagle31DrafterModel, states: Tensor) -> Tensor:
         states = state_norms(states, [drafter.input_norm.weight], eps_of(drafter.input_norm))
     if drafter.fc_norm is not None:
         states = state_norms(states, [norm.weight for norm in drafter.fc_norm], eps_of(drafter.fc_norm[0]))
-    return drafter.fc(states)
+    return products([drafter.fc], states)[0]
 
 
 def _through_first(

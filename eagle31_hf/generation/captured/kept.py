@@ -20,10 +20,8 @@ from transformers import PreTrainedModel
 from ...cache.arena import Arena, leave_arena, move_into, slots_of
 from ...kernels.operation import OPERATIONS, SWITCH, why_torch
 from ...modeling import Eagle31DrafterModel
-from ...targets.decoder_layer import forward_of, readers_of_the_same, why_not_fusable
+from ...targets.decoder_layer import forward_of
 from ...targets.fused import why_not_fused
-from ...targets.joined import Joined, join, separate
-from ...targets.layers import decoder_layers
 from ...targets.tree_attention import own_attention
 from .. import processors
 from ..executor import EagerExecutor
@@ -31,13 +29,11 @@ from ..target_runner import TargetRunner
 from .carry import Carry, most_tokens, rows_for
 from .drafting import Parts, Side
 from .executor import Captured, CapturedExecutor
-from .fused_drafter import can_fuse
 from .round import Round
 from .seam import Seam, seam_of
 
 OF_MODULES = set(vars(nn.Module())) - {"training"}  # hooks among them, those that capture states too
 PLAIN = (int, float, str, bool, type(None))
-SHARE_OF_MEMORY = 0.125  # of what is free, that copies of weights may take
 MOST_KEPT = 6  # sizes of one pair, and ways to choose tokens of one size: those used last
 
 
@@ -63,7 +59,6 @@ class Kept:
     seam: Seam
     by_choice: dict[tuple, Captures] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
-    joined: list[Joined] = field(default_factory=list)  # which graphs read
     lock: Any = field(default_factory=threading.Lock)
     owner: int | None = None
 
@@ -113,19 +108,9 @@ class Kept:
         eager.proposer.sampler.shape_by(sampler.processors)
         return captures
 
-    def join(self, target: PreTrainedModel, drafter: Eagle31DrafterModel) -> None:
-        """Joins the layers that rounds run as one: the copies of their weights hold what these do now. Where copies lie
-        at other addresses than before, nothing that was captured holds any more."""
-        with _kept_lock:
-            joined = join(_groups(target, drafter), SHARE_OF_MEMORY * free_bytes(target.device))
-        if [one.place for one in joined] != [one.place for one in self.joined]:
-            self.by_choice.clear()
-        self.joined = joined
-
     def give_up(self) -> None:
         """Drops all that takes memory: nothing of it will be used again."""
         self.by_choice.clear()
-        self.joined.clear()
         self.carry.noise = self.carry.rope = None
         for arena in self.arenas:
             arena.buffers.clear()
@@ -155,25 +140,13 @@ def kept_for(request: Any, eager: EagerExecutor, seam: Seam) -> Iterator[Kept | 
     with kept.lock:
         kept.owner = threading.get_ident()
         try:
-            if not kept.failures:
-                kept.join(request.target, request.drafter)
             yield kept
         except torch.OutOfMemoryError:  # perhaps of the arenas': the next call does without
             kept.failures.append("an earlier call ran out of memory")
             kept.give_up()
-            separate(_groups(request.target, request.drafter))
             raise
         finally:
             kept.owner = None
-
-
-def _groups(target: PreTrainedModel, drafter: Eagle31DrafterModel) -> Iterator[list[nn.Module]]:
-    """Yields the groups of layers to be joined. The MLPs of a target are not: a copy of them would take two thirds of
-    its memory again."""
-    if can_fuse(drafter):
-        yield from readers_of_the_same(drafter.layers)
-    fusable = [layer for layer in decoder_layers(target) if why_not_fusable(layer) is None]
-    yield from readers_of_the_same(fusable, of_mlps=False)
 
 
 def _fingerprints(request: Any, seam: Seam) -> tuple:
@@ -305,8 +278,7 @@ def release(drafter: Eagle31DrafterModel | None = None) -> None:
     with _kept_lock:
         # A compiled drafter is meant by the module it was made of, too.
         for one in [each for each in _kept if drafter in (None, each, getattr(each, "_orig_mod", None))]:
-            for target in _kept.pop(one):
-                separate(_groups(target, one))
+            del _kept[one]
 
 
 def explained(drafter: Eagle31DrafterModel, target: PreTrainedModel) -> str:
@@ -322,10 +294,9 @@ def explained(drafter: Eagle31DrafterModel, target: PreTrainedModel) -> str:
     for one in kept:
         captures = [*one.by_choice.values()]
         plans = sorted({plan.name for each in captures for _, plan in [*each.captured]})
-        copies = sum(each.num_bytes for each in one.joined)
         lines.append(
             f"kept for calls of {one.carry.num_rows} rows: {', '.join(plans) or 'nothing captured'}; keys and values,"
-            f" {one.num_bytes() / 1e6:.0f} MB; copies of weights, {copies / 1e6:.0f} MB"
+            f" {one.num_bytes() / 1e6:.0f} MB"
         )
         lines += [f"eagerly: {reason}" for reason in one.failures]
     ways = {name: why_torch(name, device) or "by Triton" for name in sorted(OPERATIONS)}

@@ -6,6 +6,7 @@ width of a token's captured states.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +60,9 @@ class Case:
 def verify_and_prove(rounds: Any, plan: Plan, verify: Callable[[], None], eager: EagerExecutor) -> None:
     """Runs a verification of a plan, and compares the first ones. Raises WrongRoundError, and leaves the carry as it
     was, where one computes something else than the target does."""
-    if rounds.num_proved[plan] >= ROUNDS or eager.runner.num_cached:  # an adapter of then may have written the cache
+    is_long = max(eager.sequences.lengths.host) > LONGEST
+    # an adapter of then may have written what an earlier turn has left in the cache
+    if rounds.num_proved[plan] >= ROUNDS or is_long or eager.runner.num_cached:
         verify()
         return
     carry = rounds.carry
@@ -69,7 +72,8 @@ def verify_and_prove(rounds: Any, plan: Plan, verify: Callable[[], None], eager:
     verify()
     # Where this raises, the round has not been: what it wrote lies past the end of the text.
     try:
-        rounds.num_proved[plan] += _check(eager, Case(drafts, noise, before, rounds.verified[plan]), carry)
+        _check(eager, Case(drafts, noise, before, rounds.verified[plan]), carry)
+        rounds.num_proved[plan] += 1
     except BaseException:
         carry.put_back(before)
         raise
@@ -99,23 +103,18 @@ def write_keys_again(eager: EagerExecutor) -> None:
 
 
 @torch.no_grad()
-def _check(eager: EagerExecutor, case: Case, carry: Carry) -> bool:
-    """Compares a round that has run with the target's own forwards, in the first and in the last row that goes on.
-    Returns whether it could: not after a long text, nor where memory is short. Raises WrongRoundError where they differ
-    by more than rounding, of which 16 bits have more: there the target says itself what it does, rounded anew."""
+def _check(eager: EagerExecutor, case: Case, carry: Carry) -> None:
+    """Compares a round that has run with the target's own forwards, in the first and in the last row that goes on, if
+    there is memory for it. Raises WrongRoundError where they differ by more than rounding, of which 16 bits have more:
+    there the target says itself what it does, rounded anew."""
     going = case.before["going"][:, 0].nonzero()[:, 0].tolist()
     rows = sorted({going[0], going[-1]}) if going else []
-    if any(int(case.before["length"][b]) > LONGEST for b in rows):
-        return False
     target = eager.runner.target
     layer_ids = eager.proposer.runner.drafter.config.resolve_layer_ids(len(decoder_layers(target)))
-    try:
+    with suppress(torch.OutOfMemoryError):
         _check_choice(eager.sampler, case, carry)
         for b in rows:
             _check_forward(target, layer_ids, case, b, eager.stopping.max_length)
-    except torch.OutOfMemoryError:
-        return False
-    return True
 
 
 def _check_choice(sampler: Any, case: Case, carry: Carry) -> None:

@@ -1,0 +1,28 @@
+"""Linear layers of the few rows of a round, whose time is that of reading their weights: those that read the same input
+as one operation, and the gate of an MLP with the product it goes into.
+
+K inputs, N outputs.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from .operation import operation
+from .silu_mul import silu_mul
+
+
+@operation(shapes=lambda x, weights, biases: x.new_empty(*x.shape[:-1], sum(map(len, weights))))
+def joint_linear(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
+    """Multiplies x (..., K) by up to three weights (N, K) each, and adds a bias (N,) of each, unless there are none
+    -> (..., the sum of all N), in the order of the weights."""
+    each = biases or [None] * len(weights)
+    parts = [linear(x, weight, bias) for weight, bias in zip(weights, each, strict=True)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+@operation(shapes=lambda x, gate, up: x.new_empty(*x.shape[:-1], len(up)))
+def gated_linear(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    """Multiplies x (..., K) by two weights (N, K), and SiLU of the first product by the second -> (..., N). Both
+    products are rounded, as those of linear layers are."""
+    return silu_mul.reference(linear(x, gate), linear(x, up))

@@ -1,0 +1,199 @@
+"""The kernels of linear layers of few rows: a program takes all rows and a block of outputs, and walks the inputs, so
+that every byte of a weight is read once. More than 64 rows, and fp32, are left to torch.
+
+Tiles are those that an H200 found the fastest for Llama-3.1-8B, of some seventy tried.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import joint_linear as operations
+
+MOST_ROWS = 64
+INTERPRETED = triton.knobs.runtime.interpret
+SHARED_OF_TESTS = 232_448  # bytes, an H100's: what Triton's interpreter is told
+
+
+class Tile(NamedTuple):
+    """The sizes of a program: rows it multiplies, outputs, inputs at a time; its warps and stages."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    num_warps: int
+    num_stages: int
+
+
+def tile(num_rows: int, num_outputs: int, is_gated: bool = False) -> Tile:
+    """The tile for so many rows and outputs, where there is shared memory for it: so few outputs a program that every
+    multiprocessor has one."""
+    rows = max(16, triton.next_power_of_2(num_rows))
+    if is_gated:
+        return Tile(rows, 64, 128 if rows < 64 else 64, 4, 3)
+    if num_outputs <= 4608:
+        return Tile(rows, 32, 256, 4, 5 if rows < 64 else 4)
+    if rows < 64 or num_outputs < 16384:
+        return Tile(rows, 64, 128, 4, 5 if rows < 64 else 4)
+    return Tile(rows, 128, 64, 4, 3)
+
+
+def fitted(cut: Tile, num_inputs: int, num_weights: int, shared: int) -> Tile | None:
+    """The tile with inputs that divide the layer's, and stages that fit in so many bytes of shared memory; None where
+    there is none. `num_weights`: read at once."""
+    for inputs in (cut.inputs, 128, 64):
+        stage = 2 * (cut.rows + num_weights * cut.outputs) * inputs
+        least = 3 if inputs > 64 else 2  # where fewer fit, fewer inputs at a time are better
+        if inputs <= cut.inputs and num_inputs % inputs == 0 and least * stage <= shared:
+            return cut._replace(inputs=inputs, num_stages=min(cut.num_stages, shared // stage))
+    return None
+
+
+@functools.cache
+def shared_memory(device: int) -> int:
+    """Bytes of shared memory that a program may take on a GPU."""
+    if INTERPRETED:
+        return SHARED_OF_TESTS
+    return triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"]
+
+
+@triton.jit
+def _columns(x, at_x, weight, at, inside, num_inputs, INPUTS: tl.constexpr, WIDEN: tl.constexpr, sums):
+    """Adds to the sums (rows, outputs) the products with the rows `at` of a weight."""
+    i = tl.arange(0, INPUTS)
+    at_weight = weight + at.to(tl.int64)[:, None] * num_inputs + i[None, :]
+    for first in range(0, num_inputs, INPUTS):
+        a = tl.load(at_x + (first + i)[None, :], mask=inside, other=0.0)
+        b = tl.load(at_weight + first)
+        if WIDEN:
+            a, b = a.to(tl.float32), b.to(tl.float32)
+        sums = tl.dot(a, tl.trans(b), sums, input_precision="ieee")
+    return sums
+
+
+@triton.jit
+def joint_linear_kernel(
+    x,
+    weight_1,
+    weight_2,
+    weight_3,
+    bias_1,
+    bias_2,
+    bias_3,
+    out,
+    num_rows,
+    num_inputs,
+    outputs_1,
+    outputs_2,
+    outputs_3,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """One program computes OUTPUTS outputs of one of the weights."""
+    block = tl.program_id(0)
+    weight, bias, width, before = weight_1, bias_1, outputs_1, 0
+    second = tl.cdiv(outputs_1, OUTPUTS)
+    third = second + tl.cdiv(outputs_2, OUTPUTS)
+    first = 0
+    if block >= second:
+        weight, bias, width, before, first = weight_2, bias_2, outputs_2, outputs_1, second
+    if block >= third:
+        weight, bias, width, before, first = weight_3, bias_3, outputs_3, outputs_1 + outputs_2, third
+    output = (block - first) * OUTPUTS + tl.arange(0, OUTPUTS)
+    at = tl.minimum(output, width - 1)  # the last one over again, not stored
+    row = tl.arange(0, ROWS)
+    is_row = (row < num_rows)[:, None]
+    sums = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    sums = _columns(x, x + row[:, None] * num_inputs, weight, at, is_row, num_inputs, INPUTS, WIDEN, sums)
+    if HAS_BIAS:
+        sums += tl.load(bias + at).to(tl.float32)[None, :]
+    at_out = out + row[:, None] * (outputs_1 + outputs_2 + outputs_3) + (before + output)[None, :]
+    tl.store(at_out, sums.to(out.dtype.element_ty), mask=is_row & (output < width)[None, :])
+
+
+@triton.jit
+def gated_linear_kernel(
+    x,
+    gate,
+    up,
+    out,
+    num_rows,
+    num_inputs,
+    num_outputs,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """One program computes OUTPUTS outputs of both weights, and what comes of them."""
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    at = tl.minimum(output, num_outputs - 1).to(tl.int64)
+    row, i = tl.arange(0, ROWS), tl.arange(0, INPUTS)
+    is_row = (row < num_rows)[:, None]
+    at_x = x + row[:, None] * num_inputs + i[None, :]
+    places = at[:, None] * num_inputs + i[None, :]
+    g, u = tl.zeros((ROWS, OUTPUTS), tl.float32), tl.zeros((ROWS, OUTPUTS), tl.float32)
+    for first in range(0, num_inputs, INPUTS):
+        a = tl.load(at_x + first, mask=is_row, other=0.0)
+        b, c = tl.load(gate + places + first), tl.load(up + places + first)
+        if WIDEN:
+            a, b, c = a.to(tl.float32), b.to(tl.float32), c.to(tl.float32)
+        g = tl.dot(a, tl.trans(b), g, input_precision="ieee")
+        u = tl.dot(a, tl.trans(c), u, input_precision="ieee")
+    kind = out.dtype.element_ty
+    g, u = g.to(kind).to(tl.float32), u.to(kind).to(tl.float32)
+    y = (g / (1.0 + tl.exp(-g)) * u).to(kind)
+    at_out = out + row[:, None] * num_outputs + output[None, :]
+    tl.store(at_out, y, mask=is_row & (output < num_outputs)[None, :])
+
+
+def _tile(x: Tensor, weights: list[Tensor], is_gated: bool) -> Tile | None:
+    """The tile of a product; None where it is left to torch."""
+    num_rows, num_inputs = x.shape[:-1].numel(), x.shape[-1]
+    is_taken = x.dtype in (torch.bfloat16, torch.float16) and 0 < num_rows <= MOST_ROWS
+    if not is_taken or not all(weight.dtype == x.dtype and weight.is_contiguous() for weight in weights):
+        return None
+    cut = tile(num_rows, len(weights[0]) if is_gated else sum(map(len, weights)), is_gated)
+    shared = shared_memory(0 if x.device.index is None else x.device.index)
+    return fitted(cut, num_inputs, 2 if is_gated else 1, shared)
+
+
+def _constants(cut: Tile) -> dict[str, Any]:
+    sizes = {"ROWS": cut.rows, "OUTPUTS": cut.outputs, "INPUTS": cut.inputs}
+    return {**sizes, "WIDEN": INTERPRETED, "num_warps": cut.num_warps, "num_stages": cut.num_stages}
+
+
+def joint_linear(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
+    """Launches the kernel; see the operation."""
+    cut = _tile(x, weights, is_gated=False)
+    if cut is None:
+        return operations.joint_linear.reference(x, weights, biases)
+    widths = [*map(len, weights), 0, 0][:3]
+    out = x.new_empty(*x.shape[:-1], sum(widths))
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    of_weights = [*weights, *weights[:1] * 2][:3]  # what is not there is not read
+    of_biases = [*(bias.contiguous() for bias in biases), *of_weights][:3] if biases else of_weights
+    joint_linear_kernel[(sum(triton.cdiv(width, cut.outputs) for width in widths),)](
+        *(rows, *of_weights, *of_biases, out, len(rows), x.shape[-1], *widths), HAS_BIAS=bool(biases), **_constants(cut)
+    )
+    return out
+
+
+def gated_linear(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    """Launches the kernel; see the operation."""
+    cut = _tile(x, [gate, up], is_gated=True)
+    if cut is None:
+        return operations.gated_linear.reference(x, gate, up)
+    out = x.new_empty(*x.shape[:-1], len(up))
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    gated_linear_kernel[(triton.cdiv(len(up), cut.outputs),)](
+        *(rows, gate, up, out, len(rows), x.shape[-1], len(up)), **_constants(cut)
+    )
+    return out
