@@ -1,10 +1,12 @@
 """The kernels of linear layers of few rows: a program takes all rows and a block of outputs, and walks the inputs, so
-that every byte of a weight is read once. More than 64 rows, and fp32, are left to torch.
+that every byte of a weight is read once. More than 64 rows, fp32, and more than 16 rows of one weight, where cuBLAS is
+as fast, are left to torch.
 
 Tiles are those that an H200 found the fastest for Llama-3.1-8B, of some seventy tried.
 """
 
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from . import joint_linear as operations
 
-MOST_ROWS = 64
+MOST_ROWS, MOST_OF_ONE = 64, 16  # rows; of a product with one weight
 INTERPRETED = triton.knobs.runtime.interpret
 SHARED_OF_TESTS = 232_448  # bytes, an H100's: what Triton's interpreter is told
 
@@ -34,22 +36,23 @@ def tile(num_rows: int, num_outputs: int, is_gated: bool = False) -> Tile:
     multiprocessor has one."""
     rows = max(16, triton.next_power_of_2(num_rows))
     if is_gated:
-        return Tile(rows, 64, 128 if rows < 64 else 64, 4, 3)
+        return Tile(rows, 128 if rows < 64 and num_outputs >= 12288 else 64, 128 if rows < 64 else 64, 4, 3)
     if num_outputs <= 4608:
         return Tile(rows, 32, 256, 4, 5 if rows < 64 else 4)
     if rows < 64 or num_outputs < 16384:
         return Tile(rows, 64, 128, 4, 5 if rows < 64 else 4)
-    return Tile(rows, 128, 64, 4, 3)
+    return Tile(rows, 64, 64, 4, 3)
 
 
 def fitted(cut: Tile, num_inputs: int, num_weights: int, shared: int) -> Tile | None:
-    """The tile with inputs that divide the layer's, and stages that fit in so many bytes of shared memory; None where
-    there is none. `num_weights`: read at once."""
-    for inputs in (cut.inputs, 128, 64):
-        stage = 2 * (cut.rows + num_weights * cut.outputs) * inputs
+    """The tile with inputs that divide the layer's, and stages that fit in so many bytes of shared memory, of fewer
+    outputs where they have to; None where there is none. `num_weights`: read at once."""
+    for outputs, inputs in itertools.product((cut.outputs, cut.outputs // 2), (cut.inputs, 128, 64)):
+        stage = 2 * (cut.rows + num_weights * outputs) * inputs
         least = 3 if inputs > 64 else 2  # where fewer fit, fewer inputs at a time are better
         if inputs <= cut.inputs and num_inputs % inputs == 0 and least * stage <= shared:
-            return cut._replace(inputs=inputs, num_stages=min(cut.num_stages, shared // stage))
+            stages = min(cut.num_stages, shared // stage)
+            return cut._replace(outputs=outputs, inputs=inputs, num_stages=stages)
     return None
 
 
@@ -68,7 +71,7 @@ def _columns(x, at_x, weight, at, inside, num_inputs, INPUTS: tl.constexpr, WIDE
     at_weight = weight + at.to(tl.int64)[:, None] * num_inputs + i[None, :]
     for first in range(0, num_inputs, INPUTS):
         a = tl.load(at_x + (first + i)[None, :], mask=inside, other=0.0)
-        b = tl.load(at_weight + first)
+        b = tl.load(at_weight + first, eviction_policy="evict_first")  # it is read once
         if WIDEN:
             a, b = a.to(tl.float32), b.to(tl.float32)
         sums = tl.dot(a, tl.trans(b), sums, input_precision="ieee")
@@ -142,7 +145,8 @@ def gated_linear_kernel(
     g, u = tl.zeros((ROWS, OUTPUTS), tl.float32), tl.zeros((ROWS, OUTPUTS), tl.float32)
     for first in range(0, num_inputs, INPUTS):
         a = tl.load(at_x + first, mask=is_row, other=0.0)
-        b, c = tl.load(gate + places + first), tl.load(up + places + first)
+        b = tl.load(gate + places + first, eviction_policy="evict_first")
+        c = tl.load(up + places + first, eviction_policy="evict_first")
         if WIDEN:
             a, b, c = a.to(tl.float32), b.to(tl.float32), c.to(tl.float32)
         g = tl.dot(a, tl.trans(b), g, input_precision="ieee")
@@ -157,7 +161,8 @@ def gated_linear_kernel(
 def _tile(x: Tensor, weights: list[Tensor], is_gated: bool) -> Tile | None:
     """The tile of a product; None where it is left to torch."""
     num_rows, num_inputs = x.shape[:-1].numel(), x.shape[-1]
-    is_taken = x.dtype in (torch.bfloat16, torch.float16) and 0 < num_rows <= MOST_ROWS
+    most = MOST_ROWS if len(weights) > 1 else MOST_OF_ONE
+    is_taken = x.dtype in (torch.bfloat16, torch.float16) and 0 < num_rows <= most
     if not is_taken or not all(weight.dtype == x.dtype and weight.is_contiguous() for weight in weights):
         return None
     cut = tile(num_rows, len(weights[0]) if is_gated else sum(map(len, weights)), is_gated)

@@ -1,10 +1,9 @@
 """`joint_linear` and `gated_linear` at real sizes, for compile_ahead.py."""
 
-from compile_ahead import SHARED, Case
+from compile_ahead import AMD_SHARED, SHARED, Case
 
 from eagle31_hf.kernels.joint_linear_triton import fitted, gated_linear_kernel, joint_linear_kernel, tile
 
-SMALLEST = 65_536  # bytes of shared memory, an AMD GPU's
 JOINT = ("x", "weight_1", "weight_2", "weight_3", "bias_1", "bias_2", "bias_3", "out")
 WIDTHS = ("outputs_1", "outputs_2", "outputs_3")
 
@@ -25,13 +24,13 @@ def case(rows: int, outputs: int, inputs: int, shared: int, gated: bool = False,
         options,
         is_wide=True,
         divisible=("num_inputs", *widths),
-        least_shared=shared,
+        shared=shared,
     )
 
 
 CASES = {
     f"{name}, {words} for {shared} bytes": case(rows, outputs, inputs, shared, name == "gated_linear", dtype)
-    for shared in (SMALLEST, max(SHARED.values()))
+    for shared in sorted({AMD_SHARED, *SHARED.values()})
     for name, words, rows, outputs, inputs, dtype in (
         ("joint_linear", "6 rows", 6, 6144, 4096, "bf16"),
         ("joint_linear", "few outputs in fp16", 6, 4096, 14336, "fp16"),

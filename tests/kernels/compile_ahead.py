@@ -40,7 +40,7 @@ class Case:
     constant of `constants`. Pointers, strides and what `divisible` names are multiples of 16, as they are at real
     sizes, and Triton compiles for such. `options`: num_warps, num_stages. `is_wide`: it must load 16 bytes at once.
     `weights_a_pass`: weights that its loop widens in a pass, where they may take MOST_INSTRUCTIONS each.
-    `least_shared`: bytes of shared memory of the GPUs that it is for. `of_amd`: the case in its place on an AMD GPU."""
+    `shared`: bytes of shared memory of the GPUs that it is for, 0: all. `of_amd`: the case in its place on AMD's."""
 
     kernel: Any
     types: dict[str, str]
@@ -49,7 +49,7 @@ class Case:
     is_wide: bool = False
     divisible: tuple[str, ...] = ()
     weights_a_pass: int = 0
-    least_shared: int = 0
+    shared: int = 0
     of_amd: "Case | None" = None
 
 
@@ -132,8 +132,8 @@ def main() -> None:
     found = {}
     for name, case in cases.items():
         if name.startswith(args.only):
-            found[name] = {f"sm_{k}": of_nvidia(case, k) for k in SHARED if SHARED[k] >= case.least_shared}
-            found[name] |= {AMD: of_amd(case)} if case.least_shared <= AMD_SHARED else {}
+            found[name] = {f"sm_{k}": of_nvidia(case, k) for k in SHARED if case.shared in (0, SHARED[k])}
+            found[name] |= {AMD: of_amd(case)} if case.shared in (0, AMD_SHARED) else {}
             if not args.json:
                 for target, figures in found[name].items():
                     print(f"{name:40} {target:8} {figures}")

@@ -10,6 +10,7 @@ from eagle31_hf.kernels.acceptance import accepted_path, move_path
 from eagle31_hf.kernels.drafts import best_tree
 
 acceptance_triton = pytest.importorskip("eagle31_hf.kernels.acceptance_triton")
+pytestmark = pytest.mark.usefixtures("on_the_gpu")
 
 
 def tree(b, num_drafts, branches):

@@ -9,6 +9,7 @@ from poison import Guarded
 from eagle31_hf.kernels.drafts import best_tree, likeliest_tokens, next_level
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.usefixtures("on_the_gpu")
 
 INF = float("inf")
 LEVEL_OUTPUTS = ("totals", "scores", "best", "bits")
@@ -21,7 +22,7 @@ def guarded(values):
 
 def level(b, f, k, seed=0):
     """Children of nodes, many of them equal, some impossible, and what the nodes see."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     log_probs = -torch.randint(0, 5, (b, f, k), generator=generator).float() / 2
     log_probs[torch.rand(b, f, k, generator=generator) < 0.1] = -INF
     scores = -torch.randint(0, 3, (b, f), generator=generator).float()

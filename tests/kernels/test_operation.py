@@ -11,7 +11,7 @@ from eagle31_hf.kernels.silu_mul import silu_mul
 
 def test_a_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch):
     """Triton launches on the current device, whatever its arguments lie on."""
-    current = [torch.device("cuda:0")]
+    current = [torch.device("cuda:1")]
 
     @contextmanager
     def device(wanted):
@@ -23,6 +23,6 @@ def test_a_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch):
     monkeypatch.setattr(operation, "why_torch", lambda name, device: None)
     monkeypatch.setattr(silu_mul, "kernel", lambda: lambda *args: current[-1])
     with FakeTensorMode():
-        elsewhere = torch.empty(2, 8, device="cuda:1")
-    assert silu_mul.run(elsewhere, elsewhere) == torch.device("cuda:1")
-    assert current == [torch.device("cuda:0")]
+        elsewhere = torch.empty(2, 8, device="cuda:0")
+    assert silu_mul.run(elsewhere, elsewhere) == torch.device("cuda:0")
+    assert current == [torch.device("cuda:1")]

@@ -8,6 +8,7 @@ from poison import Guarded, apart, turned
 from eagle31_hf.kernels.silu_mul import silu_mul
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.usefixtures("on_the_gpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -278,7 +278,7 @@ def test_operation_is_well_formed():
     shape = Shape(1, 2, 2, 1, 16, 7, 5)
     args = *drawn(shape, tree_spans(shape)), MOST_NEW, 0.5, 0.0
     torch.library.opcheck(torch.ops.eagle31.tree_attention.default, (*args, None))
-    torch.library.opcheck(torch.ops.eagle31.tree_attention.default, (*args, torch.zeros(2)))
+    torch.library.opcheck(torch.ops.eagle31.tree_attention.default, (*args, torch.zeros(2, device=DEVICE)))
 
 
 def test_what_is_not_a_number_in_a_seen_slot_shows():
