@@ -13,8 +13,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import linear
 
-from . import joint_linear as operations
+from .silu_mul_triton import silu_mul
 
 MOST_ROWS, MOST_OF_ONE = 64, 16  # rows; of a product with one weight
 INTERPRETED = triton.knobs.runtime.interpret
@@ -162,7 +163,7 @@ def _tile(x: Tensor, weights: list[Tensor], is_gated: bool) -> Tile | None:
     """The tile of a product; None where it is left to torch."""
     num_rows, num_inputs = x.shape[:-1].numel(), x.shape[-1]
     most = MOST_ROWS if len(weights) > 1 else MOST_OF_ONE
-    is_taken = x.dtype in (torch.bfloat16, torch.float16) and 0 < num_rows <= most
+    is_taken = x.dtype in (torch.bfloat16, torch.float16) and num_rows <= most
     if not is_taken or not all(weight.dtype == x.dtype and weight.is_contiguous() for weight in weights):
         return None
     cut = tile(num_rows, len(weights[0]) if is_gated else sum(map(len, weights)), is_gated)
@@ -178,11 +179,14 @@ def _constants(cut: Tile) -> dict[str, Any]:
 def joint_linear(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
     """Launches the kernel; see the operation."""
     cut = _tile(x, weights, is_gated=False)
-    if cut is None:
-        return operations.joint_linear.reference(x, weights, biases)
+    if cut is None and len(weights) == 1:
+        return linear(x, weights[0], *biases)
     widths = [*map(len, weights), 0, 0][:3]
     out = x.new_empty(*x.shape[:-1], sum(widths))
     rows = x.reshape(-1, x.shape[-1]).contiguous()
+    if cut is None:
+        _in_place(out.view(len(rows), -1), rows, weights, biases)
+        return out
     of_weights = [*weights, *weights[:1] * 2][:3]  # what is not there is not read
     of_biases = [*(bias.contiguous() for bias in biases), *of_weights][:3] if biases else of_weights
     joint_linear_kernel[(sum(triton.cdiv(width, cut.outputs) for width in widths),)](
@@ -191,11 +195,20 @@ def joint_linear(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tens
     return out
 
 
+def _in_place(out: Tensor, rows: Tensor, weights: list[Tensor], biases: list[Tensor]) -> None:
+    """Writes torch's products side by side, without a copy of them."""
+    for i, part in enumerate(out.split([*map(len, weights)], dim=-1)):
+        if biases:
+            torch.addmm(biases[i], rows, weights[i].T, out=part)
+        else:
+            torch.mm(rows, weights[i].T, out=part)
+
+
 def gated_linear(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     """Launches the kernel; see the operation."""
     cut = _tile(x, [gate, up], is_gated=True)
     if cut is None:
-        return operations.gated_linear.reference(x, gate, up)
+        return silu_mul(linear(x, gate), linear(x, up))
     out = x.new_empty(*x.shape[:-1], len(up))
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     gated_linear_kernel[(triton.cdiv(len(up), cut.outputs),)](

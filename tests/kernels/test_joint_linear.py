@@ -78,7 +78,6 @@ def test_rows_that_lie_apart():
 LEFT = {
     "many rows": lambda x, w: (x.repeat(33, 1), w),
     "more rows of one weight than cuBLAS is slower for": lambda x, w: (x.repeat(10, 1), w),
-    "no row": lambda x, w: (x[:0], w),
     "fp32": lambda x, w: (x.float(), w.float()),
     "inputs that no tile divides": lambda x, w: (x[:, :63].contiguous(), w[:, :63].contiguous()),
     "a weight that is turned": lambda x, w: (x, turned(w)),
@@ -91,9 +90,15 @@ def test_what_is_left_to_torch(monkeypatch, case):
     monkeypatch.setattr(joint_linear_triton, "joint_linear_kernel", None)
     monkeypatch.setattr(joint_linear_triton, "gated_linear_kernel", None)
     x, weight = LEFT[case](drawn(2, 64), drawn(20, 64))
-    assert torch.equal(joint_linear.kernel()(x, [weight], []), torch.nn.functional.linear(x, weight))
-    if not 16 < len(x) <= 64:
-        assert gated_linear.kernel()(x, weight, weight).shape == (len(x), 20)
+    expected = torch.nn.functional.linear(x, weight)
+    assert torch.equal(joint_linear.kernel()(x, [weight], []), expected)
+    if 16 < len(x) <= 64:
+        return  # two weights are taken
+    assert_matches("gated", gated_linear.kernel()(x, weight, weight), gated_linear.reference(x, weight, weight))
+    both = joint_linear.kernel()(x, [weight, weight], []).split(20, dim=-1)
+    biased = joint_linear.kernel()(x, [weight, weight], [weight[:, 0].contiguous()] * 2)[..., 20:]
+    for got in (*both, biased - weight[:, 0]):
+        assert_close("product", got.float(), expected.float(), 2 * torch.finfo(x.dtype).eps)
 
 
 @pytest.mark.parametrize("shared", [65_536, 101_376, 166_912, 232_448])
