@@ -5,6 +5,7 @@
     eagle31 demo --prompts 12 --max-new-tokens 96 --profile --json | python docs/tables.py --record demo
     python benchmarks/engine.py --dtype bfloat16 --rounds 5 --json | python docs/tables.py --record engine
     python tests/generation/family_table.py > docs/figures/families.json
+    python benchmarks/gpu.py --output benchmarks/results/h200.json
     python examples/search_recipe.py table --work WORK --output examples/results/search_recipe.jsonl
 
 `--record` keeps the figures of a run that the tables show; docs/speedup.py draws the picture from those of the demo.
@@ -217,10 +218,50 @@ def beside_speculators() -> str:
     return search_table.beside_speculators(search_rows())
 
 
+GPU = ROOT / "benchmarks/results/h200.json"
+OTHER_WAYS = {
+    "generate() alone": "plain, ",
+    "generate() alone, a compiled static cache": "plain, static cache, compiled, ",
+    "generate(), prompt lookup of 5": "prompt lookup of 5, ",
+}
+
+
+def gpu() -> str:
+    """Tokens a second on a GPU by length of the prompt, of captured rounds and of the target alone."""
+    sections = read(GPU)["sections"]
+    rounds = [row for row in sections["rounds"]["rows"] if "steps" in row]
+    prompts = sorted({row["prompt_tokens"] for row in rounds})
+    speeds = {row["name"]: row.get("tokens_per_second") for row in (*sections["rivals"]["rows"], *rounds)}
+    first = [row for row in rounds if row["prompt_tokens"] == prompts[0]]
+    lines = [(name, "1", way, "") for name, way in OTHER_WAYS.items()]
+    for row in first:
+        way = row["name"].split(", ", 1)[1].rsplit("prompt ", 1)[0]
+        lines.append((in_words(way), f"{row['mean_accepted_length']:.2f}", way, f"{row['round_over_floor']:.2f}"))
+    shape = first[0]["shape"]
+    head = ("", "tokens a round", *(f"prompt of {prompt:,}" for prompt in prompts), "a round beside its floor")
+    return table(
+        head,
+        (
+            (name, kept, *(figure(speeds.get(f"{shape}, {way}prompt {prompt}")) for prompt in prompts), floor)
+            for name, kept, way, floor in lines
+        ),
+    )
+
+
+def in_words(way: str) -> str:
+    """How the benchmark names captured rounds ("tree 60, 6.1 kept, "), in words."""
+    kind, size = way.split(",")[0].split()
+    return f"captured chains of {size}" if kind == "chain" else f"captured trees of {size}"
+
+
+def figure(value: float | None) -> str:
+    return "" if value is None else f"{value:.0f}"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "chat": chat, "chat-speed": chat_speed, "chat-conditions": chat_conditions, "chat-eagle3": chat_eagle3,
     "demo": demo, "engine": engine, "families": families, "training": training, "search": search,
-    "beside-speculators": beside_speculators,
+    "beside-speculators": beside_speculators, "gpu": gpu,
 }  # fmt: skip
 
 

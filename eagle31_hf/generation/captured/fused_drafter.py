@@ -1,4 +1,4 @@
-"""The drafter's forward over an arena by the operations of `kernels`: eleven nodes of a graph a forward.
+"""The drafter's forward over an arena by the operations of `kernels`: ten nodes of a graph a forward.
 
 B sequences, T tokens, h drafter width, n*ht width of a token's captured states, Vd draft vocabulary.
 """
