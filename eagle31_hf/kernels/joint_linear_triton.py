@@ -66,7 +66,7 @@ def shared_memory(device: int) -> int:
 
 
 @triton.jit
-def _columns(x, at_x, weight, at, inside, num_inputs, INPUTS: tl.constexpr, WIDEN: tl.constexpr, sums):
+def _products(at_x, weight, at, inside, num_inputs, INPUTS: tl.constexpr, WIDEN: tl.constexpr, sums):
     """Adds to the sums (rows, outputs) the products with the rows `at` of a weight."""
     i = tl.arange(0, INPUTS)
     at_weight = weight + at.to(tl.int64)[:, None] * num_inputs + i[None, :]
@@ -102,20 +102,25 @@ def joint_linear_kernel(
 ):
     """One program computes OUTPUTS outputs of one of the weights."""
     block = tl.program_id(0)
-    weight, bias, width, before = weight_1, bias_1, outputs_1, 0
-    second = tl.cdiv(outputs_1, OUTPUTS)
+    second = tl.cdiv(outputs_1, OUTPUTS)  # the first block of the second weight
     third = second + tl.cdiv(outputs_2, OUTPUTS)
-    first = 0
+    weight, bias = weight_1, bias_1
+    width = outputs_1
+    first, before = 0, 0  # the first block of this weight, and the outputs before it
     if block >= second:
-        weight, bias, width, before, first = weight_2, bias_2, outputs_2, outputs_1, second
+        weight, bias = weight_2, bias_2
+        width = outputs_2
+        first, before = second, outputs_1
     if block >= third:
-        weight, bias, width, before, first = weight_3, bias_3, outputs_3, outputs_1 + outputs_2, third
+        weight, bias = weight_3, bias_3
+        width = outputs_3
+        first, before = third, outputs_1 + outputs_2
     output = (block - first) * OUTPUTS + tl.arange(0, OUTPUTS)
     at = tl.minimum(output, width - 1)  # the last one over again, not stored
     row = tl.arange(0, ROWS)
     is_row = (row < num_rows)[:, None]
     sums = tl.zeros((ROWS, OUTPUTS), tl.float32)
-    sums = _columns(x, x + row[:, None] * num_inputs, weight, at, is_row, num_inputs, INPUTS, WIDEN, sums)
+    sums = _products(x + row[:, None] * num_inputs, weight, at, is_row, num_inputs, INPUTS, WIDEN, sums)
     if HAS_BIAS:
         sums += tl.load(bias + at).to(tl.float32)[None, :]
     at_out = out + row[:, None] * (outputs_1 + outputs_2 + outputs_3) + (before + output)[None, :]
@@ -149,7 +154,8 @@ def gated_linear_kernel(
         b = tl.load(gate + places + first, eviction_policy="evict_first")
         c = tl.load(up + places + first, eviction_policy="evict_first")
         if WIDEN:
-            a, b, c = a.to(tl.float32), b.to(tl.float32), c.to(tl.float32)
+            a = a.to(tl.float32)
+            b, c = b.to(tl.float32), c.to(tl.float32)
         g = tl.dot(a, tl.trans(b), g, input_precision="ieee")
         u = tl.dot(a, tl.trans(c), u, input_precision="ieee")
     kind = out.dtype.element_ty

@@ -1,6 +1,6 @@
 """Decoder layers of the Llama form run by fewer operations than their own forward has. Where a mask of spans is
-passed, on a GPU, these are the `kernels`: eight nodes of a graph a layer, in place of forty and more. In rounds on a CPU
-see `rows_layer`. Each layer has to prove that it has this form: that `through_layer` computes what it does.
+passed, on a GPU, these are the `kernels`: eight nodes of a graph a layer, in place of forty and more. In rounds on a
+CPU see `rows_layer`. Each layer has to prove that it has this form: that `through_layer` computes what it does.
 
 N nodes of a tree, h target width.
 """
