@@ -130,6 +130,13 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.fixture
+def on_the_gpu():
+    """Tensors are made on the GPU, where there is one: there Triton compiles, and does not interpret."""
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        yield
+
+
 @pytest.hookimpl(optionalhook=True)  # of xdist, which need not be there
 def pytest_xdist_make_scheduler(config, log):
     """Returns the scheduler of `--dist loadgroup`: tests go one by one to whichever worker is free, but those of a
