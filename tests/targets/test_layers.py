@@ -3,11 +3,14 @@
 B batch, T tokens, L layers, n captured states, ht target width.
 """
 
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from threading import Thread
 
 import pytest
 import torch
 from close import FORWARD, assert_close
+from conftest import build_target
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -23,7 +26,8 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from eagle31_hf.targets.layers import capture_states, decoder_layers, target_states
+from eagle31_hf.targets.layers import capture_states, decoder_layers, has_hooks, rounded_anew, target_states
+from eagle31_hf.targets.probe import difference
 
 VOCAB, WIDTH, NUM_LAYERS = 61, 20, 5
 SIZES = {"vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": NUM_LAYERS, "num_attention_heads": 2}
@@ -196,3 +200,31 @@ def test_layers_that_return_lists():
     hidden_states = target(input_ids=ids, output_hidden_states=True).hidden_states
     states, _ = target_states(target, ids, [1, 3])
     assert torch.equal(states, torch.cat([hidden_states[1], hidden_states[3]], dim=-1))
+
+
+def test_rounding_anew_is_of_one_thread_and_leaves_no_trace():
+    """It moves logits by what rounding does, draws nothing from the caller's random numbers, and is the same again."""
+    target = build_target("llama").bfloat16()
+    ids = torch.tensor([[1, 5, 2, 7, 3]])
+
+    @torch.no_grad()
+    def logits() -> torch.Tensor:
+        return target(ids, use_cache=False).logits
+
+    expected, state = logits(), torch.get_rng_state()
+    with ThreadPoolExecutor(1) as others, rounded_anew(target):
+        first, second, elsewhere = logits(), logits(), others.submit(logits).result()
+    assert torch.equal(elsewhere, expected)
+    assert torch.equal(first, second)
+    assert 0 < difference(first, expected) < 0.5
+    assert torch.equal(logits(), expected)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_rounding_anew_ends_with_an_error():
+    target = build_target("llama")
+    with rounded_anew(target):
+        assert not any(map(has_hooks, target.modules())), "another call's rounds go on as captured"
+    with suppress(KeyboardInterrupt), rounded_anew(target):
+        raise KeyboardInterrupt
+    assert not any(module._forward_hooks for module in target.modules())
