@@ -5,6 +5,7 @@ a plan are compared, since the second one reads what the first has written. B ro
 width of a token's captured states.
 """
 
+import functools
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -150,15 +151,18 @@ def _check_forward(target: PreTrainedModel, layer_ids: list[int], case: Case, b:
     # drafts past the end of a text have no position of their own
     is_inside = (length + _visible(case.drafts, b)[0].sum(1) - 1 <= end).to(case.verified.logits.device)
     found = {"logits": case.verified.logits[b], "states": case.verified.states[b]}
+
+    @functools.cache
+    def anew() -> dict[str, Tensor]:
+        with rounded_anew(target):
+            return _of_target(target, layer_ids, case, b)
+
+    def off(values: Tensor, name: str) -> float:
+        return difference(values, expected[name], is_inside)
+
     for name, got in found.items():
-        error = difference(got, expected[name], is_inside)
-
-        def most(name: str = name) -> float:
-            with rounded_anew(target):
-                anew = _of_target(target, layer_ids, case, b)
-            return ANEW * difference(anew[name], expected[name], is_inside)
-
-        if not is_rounding(target, error, most):
+        error = off(got, name)
+        if not is_rounding(target, error, lambda name=name: ANEW * off(anew()[name], name)):
             raise WrongRoundError(f"its {name} differ from the target's own ({error:.1g} of their spread)")
 
 
