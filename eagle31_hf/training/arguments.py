@@ -125,6 +125,7 @@ class Eagle31TrainingArguments(TrainingArguments):
                 is_number = isinstance(value, kind) and not isinstance(value, bool) and value == value
                 if not is_number or (abs(value) == float("inf") and declared.name not in UNBOUNDED):
                     expected = "an integer" if kind is Integral else "a finite number"
+                    expected += ", or None (null in JSON)" * (declared.name in NUMBERS)
                     raise ValueError(f"Eagle31TrainingArguments: {declared.name} is {value!r}; expected {expected}.")
                 if type(value) not in (int, float):  # numpy's, which no JSON file takes
                     setattr(self, declared.name, int(value) if kind is Integral else float(value))

@@ -160,6 +160,7 @@ def test_adamw_alone_has_a_rate_of_its_own(matrix, rate):
         ({"matrix_learning_rate": -1.0}, "matrix_learning_rate is -1.0; expected a rate above 0, or None"),
         ({"matrix_learning_rate": float("nan")}, "matrix_learning_rate is nan; expected a finite number"),
         ({"matrix_learning_rate": "0.1"}, "matrix_learning_rate is '0.1'; expected a finite number"),
+        ({"matrix_learning_rate": "none"}, "expected a finite number, or None"),
         ({"learning_rate": -1.0}, "learning_rate is -1.0; expected a rate of at least 0"),
         ({"learning_rate": True}, "learning_rate is True; expected a finite number"),
     ],
