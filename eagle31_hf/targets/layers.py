@@ -181,21 +181,23 @@ def _hook(layers: nn.ModuleList, layer_id: int, index: int, captured: CapturedSt
 
 @contextmanager
 def rounded_anew(target: PreTrainedModel) -> Iterator[None]:
-    """A context in which what each of a target's layers passes on, in forwards of this thread, is off by up to a unit
-    in the last place, at random: what the roundings within a layer, half a unit each, could have made of it. How far
-    the logits are off then is how far another order of the same sums may carry them."""
+    """A context in which forwards of this thread round otherwise: what each layer and each of its innermost modules
+    returns is off by up to half a unit in the last place, at random. How far the logits are off then is how far another
+    order of the same sums may carry them."""
     thread = threading.get_ident()
 
     def after(seed, module, args, output):
-        if threading.get_ident() != thread:
+        values = output[0] if isinstance(output, tuple | list) else output
+        if threading.get_ident() != thread or not isinstance(values, Tensor) or not values.is_floating_point():
             return None
-        states = output[0] if isinstance(output, tuple | list) else output
-        generator = torch.Generator(states.device).manual_seed(seed)  # draws nothing from the caller's own
-        units = 2 * torch.rand(states.shape, generator=generator, device=states.device) - 1
-        rounded = (states.float() * (1 + torch.finfo(states.dtype).eps * units)).to(states.dtype)
+        generator = torch.Generator(values.device).manual_seed(seed)  # draws nothing from the caller's own
+        units = torch.rand(values.shape, generator=generator, device=values.device) - 0.5
+        rounded = (values.float() * (1 + torch.finfo(values.dtype).eps * units)).to(values.dtype)
         return type(output)((rounded, *output[1:])) if isinstance(output, tuple | list) else rounded
 
-    handles = [layer.register_forward_hook(partial(after, i)) for i, layer in enumerate(decoder_layers(target))]
+    layers = decoder_layers(target)
+    rounding = [module for module in layers.modules() if module in [*layers] or not [*module.children()]]
+    handles = [module.register_forward_hook(partial(after, seed)) for seed, module in enumerate(rounding)]
     try:
         yield
     finally:
