@@ -12,6 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import RopeParameters
 
+from .cache_names import CACHE
 from .config_rules import check_bounds, check_rules
 from .json_file import read_json
 from .names import refuse_unknown
@@ -145,7 +146,7 @@ class Eagle31Config(PreTrainedConfig):
     """
 
     model_type = "eagle31"
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = [CACHE]
 
     vocab_size: int = 32000
     draft_vocab_size: int | None = None

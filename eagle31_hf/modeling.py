@@ -21,6 +21,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from . import vocab
 from .attention import GQAttention, MLAttention, Norm
+from .cache_names import CACHE, IS_RENAMED
 from .configuration import Eagle31Config
 from .names import refuse_unknown
 from .pretrained import Eagle31PreTrainedModel
@@ -42,7 +43,10 @@ class Eagle31DrafterOutput(ModelOutput):
     loss: Tensor | None = None
     logits: Tensor | None = None
     last_hidden_state: Tensor | None = None
-    past_key_values: Cache | None = None
+    if IS_RENAMED:
+        cache: Cache | None = None
+    else:
+        past_key_values: Cache | None = None
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
 
@@ -209,7 +213,7 @@ class Eagle31DrafterModel(SharesTarget, Eagle31PreTrainedModel):
             loss=None if labels is None else next_token_loss(self, logits, labels, num_items_in_batch),
             logits=logits,
             last_hidden_state=normed if self.config.norm_output else x,
-            past_key_values=past_key_values,
+            **{CACHE: past_key_values},  # type: ignore[arg-type]
         )
 
     def _logits(self, normed: Tensor, logits_to_keep: int | Tensor | None) -> Tensor | None:
@@ -225,12 +229,8 @@ class Eagle31DrafterModel(SharesTarget, Eagle31PreTrainedModel):
         """The attention mask of each layer type in use, in the form of the attention implementation."""
         if isinstance(mask, dict):
             return mask
-        return {
-            kind: MASKS[kind](
-                self.config, inputs_embeds=x, attention_mask=mask, past_key_values=past, position_ids=position_ids
-            )
-            for kind in set(self.config.layer_types)
-        }
+        given: dict[str, Any] = {"attention_mask": mask, "position_ids": position_ids, CACHE: past}
+        return {kind: MASKS[kind](self.config, inputs_embeds=x, **given) for kind in set(self.config.layer_types)}
 
     def decode(
         self,

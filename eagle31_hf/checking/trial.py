@@ -17,6 +17,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..acceptance import LOCK_STEP, TREES, track_acceptance
+from ..cache_names import cache_in
 from ..configuration import Eagle31Config
 from ..modeling import Eagle31DrafterModel
 from ..seeding import seeded
@@ -199,7 +200,7 @@ class Trial:
             alone = target.generate(**self._prompt(), **GREEDY | LOGITS | {"max_new_tokens": KNOWN_TOKENS})
         except Exception as error:  # as in `build_tiny`
             raise CannotTryError(f"the target alone does not decode ({named(error)})") from None
-        self.text, self.keeps_cache = alone.sequences, is_kept(alone.past_key_values)
+        self.text, self.keeps_cache = alone.sequences, is_kept(cache_in(alone))
         with suppress(ValueError, RuntimeError):  # there are no states to learn from, which generate says in a moment
             fit_head(drafter, target, self.text)
 
@@ -286,10 +287,10 @@ class Trial:
         return DIFFERENT, "the gradients of a first step are not finite"
 
 
-def is_kept(past_key_values: Any) -> bool:
+def is_kept(kept: Any) -> bool:
     """Returns True where the cache that `generate` returned holds anything. One of a class of the model's own is taken
     to."""
-    if type(past_key_values) is not DynamicCache:
-        return past_key_values is not None
+    if type(kept) is not DynamicCache:
+        return kept is not None
     # recurrent layers do not say
-    return any(getattr(layer, "is_initialized", True) for layer in past_key_values.layers)
+    return any(getattr(layer, "is_initialized", True) for layer in kept.layers)

@@ -10,6 +10,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..cache.adopt import static_spans, windows
+from ..cache_names import CACHE
 from .rejection_sampler import Accepted
 
 
@@ -54,7 +55,8 @@ class OutputCollector:
         collected: dict[str, Any] = {
             name: getattr(self, name) for name in ("scores", "logits", "attentions", "hidden_states")
         }
-        return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=self.past_key_values, **collected)  # type: ignore[arg-type]
+        collected[CACHE] = self.past_key_values
+        return GenerateDecoderOnlyOutput(sequences=sequences, **collected)  # type: ignore[arg-type]
 
 
 def _prompt_attention(layers: tuple, num_tokens: int, cache: Cache) -> tuple[tuple]:

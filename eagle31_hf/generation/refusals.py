@@ -7,6 +7,7 @@ from transformers import Cache, GenerationConfig, PreTrainedConfig, PreTrainedMo
 from transformers.generation import GenerationMode
 
 from ..cache import adopt as cache
+from ..cache_names import CACHE, cache_in
 from ..errors import DraftingRefusedError
 from ..modeling import Eagle31DrafterModel
 from ..targets.layers import decoder_layers
@@ -59,7 +60,7 @@ def check_request(
 
 def check_inputs(input_ids: Tensor, model_kwargs: dict[str, Any], synced_gpus: bool) -> None:
     """Raises ValueError for an empty prompt, a prompt without token ids, or a cache that cannot drop tokens."""
-    past_key_values = model_kwargs.get("past_key_values")
+    past_key_values = cache_in(model_kwargs)
     if model_kwargs.get("inputs_embeds") is not None:
         raise DraftingRefusedError(
             "EAGLE drafting: got inputs_embeds; expected input_ids, since the drafter reads the tokens themselves."
@@ -75,16 +76,14 @@ def check_inputs(input_ids: Tensor, model_kwargs: dict[str, Any], synced_gpus: b
         )
     for kind, reason in cache.UNSUPPORTED.items():
         if isinstance(past_key_values, kind):
-            raise DraftingRefusedError(
-                f"EAGLE drafting: past_key_values is a {type(past_key_values).__name__}: {reason}."
-            )
+            raise DraftingRefusedError(f"EAGLE drafting: {CACHE} is a {type(past_key_values).__name__}: {reason}.")
     if not isinstance(past_key_values, Cache):
         raise DraftingRefusedError(
-            f"EAGLE drafting: past_key_values is {type(past_key_values).__name__}; expected a transformers Cache."
+            f"EAGLE drafting: {CACHE} is {type(past_key_values).__name__}; expected a transformers Cache."
         )
     if isinstance(past_key_values, StaticCache) and not cache.is_adoptable(past_key_values):
         raise DraftingRefusedError(
-            "EAGLE drafting: past_key_values is a StaticCache that is offloaded or has layers that are not attention's;"
+            f"EAGLE drafting: {CACHE} is a StaticCache that is offloaded or has layers that are not attention's;"
             " expected a plain StaticCache, a DynamicCache or none."
         )
 
@@ -100,7 +99,7 @@ def check_room(past_key_values: Cache, num_before: int, prompt_length: int, stop
     needed = num_before + max(prompt_length, longest)
     if capacity is not None and needed > capacity:
         raise DraftingRefusedError(
-            f"EAGLE drafting: past_key_values is a static cache of {capacity} tokens; expected {needed} or more, for"
+            f"EAGLE drafting: {CACHE} is a static cache of {capacity} tokens; expected {needed} or more, for"
             f" {num_before + prompt_length} of the prompt{' and all that follow' if longest else ''}: make it larger"
             " (max_cache_len), or ask for fewer tokens (max_new_tokens)."
         )

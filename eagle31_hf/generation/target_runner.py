@@ -13,6 +13,7 @@ from ..cache import adopt as cache
 from ..cache.commit import Commit
 from ..cache.masks import SlotMask
 from ..cache.transfer import Mirrored
+from ..cache_names import cache_in
 from ..errors import DraftingRefusedError
 from ..targets.few_rows import in_drafted_call
 from ..targets.masks import slot_masks
@@ -41,7 +42,7 @@ class TargetRunner:
         self.target = target
         self.generation_config = generation_config
         self.model_kwargs = model_kwargs
-        self.past_key_values: Cache = model_kwargs["past_key_values"]
+        self.past_key_values: Cache = cache_in(model_kwargs)
         mask = model_kwargs.get("attention_mask")
         # With a cache from an earlier turn the prompt is the whole text or only its new part; the mask covers the whole
         # text either way.
@@ -91,7 +92,7 @@ class TargetRunner:
         finally:
             if self.placement is not None:
                 self.placement.is_final = False
-        found, expected = getattr(outputs, "past_key_values", None), self.num_before + input_ids.shape[1]
+        found, expected = cache_in(outputs), self.num_before + input_ids.shape[1]
         if found is not self.past_key_values or int(found.get_seq_length()) != expected:
             if found is None or int(found.get_seq_length()) == 0:
                 raise DraftingRefusedError(

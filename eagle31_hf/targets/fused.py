@@ -22,6 +22,7 @@ from transformers.utils import logging
 
 from ..cache import adopt
 from ..cache.arena import Arena, ArenaLayer, move_into
+from ..cache_names import CACHE
 from ..kernels.tree_attention import is_spans
 from .decoder_layer import (
     after_norm,
@@ -192,7 +193,7 @@ class _LayerForward(_StandIn):
         self.rows: RowsLayer | None = None
 
     def __call__(self, states: Any, *args: Any, **kwargs: Any) -> Any:
-        mask, cache, rope = (kwargs.get(name) for name in ("attention_mask", "past_key_values", "position_embeddings"))
+        mask, cache, rope = (kwargs.get(name) for name in ("attention_mask", CACHE, "position_embeddings"))
         kv = arena_layer(cache, self.module.self_attn.layer_idx) if is_spans(mask) else None
         if kv is not None:
             return self._from_arena(states, rope, mask, kv)
@@ -231,7 +232,7 @@ class _Recorder(_StandIn):
         self.thread = threading.get_ident()
 
     def __call__(self, states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        cache = kwargs.get("past_key_values")
+        cache = kwargs.get(CACHE)
         is_noted = threading.get_ident() == self.thread and is_spans(kwargs.get("attention_mask"))
         if is_noted and cache is not None:
             self.calls[self.module] = Call(args, kwargs, cache.layers[0].placement.on_device)
@@ -341,7 +342,7 @@ def _difference(config: Any, layer: Any, call: Call) -> str | None:
     like = next(layer.parameters())
     x = _random((1, mask.shape[2], layer.input_layernorm.weight.shape[0]), like)
     caches = [_cache_in_arena(config, call.starts) for _ in range(2)]
-    kwargs = call.kwargs | {"past_key_values": caches[0], "position_embeddings": rope}
+    kwargs = call.kwargs | {CACHE: caches[0], "position_embeddings": rope}
     expected = type(layer).forward(layer, x, **kwargs)
     kv = arena_layer(caches[1], index)
     if kv is None or not isinstance(expected, Tensor):
@@ -349,7 +350,7 @@ def _difference(config: Any, layer: Any, call: Call) -> str | None:
     got, residual = through_layer(layer, x, None, rope, mask, kv)
     positions = call.kwargs.get("position_ids")
     if positions is not None:
-        far = {"past_key_values": _cache_in_arena(config, call.starts), "position_ids": positions + FAR}
+        far = {CACHE: _cache_in_arena(config, call.starts), "position_ids": positions + FAR}
         if not _are_same(type(layer).forward(layer, x, **kwargs | far), expected):
             return "it depends on positions beside the rotary embedding"
     keys = [cache.layers[index].buffers for cache in caches]

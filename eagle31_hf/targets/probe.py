@@ -13,6 +13,7 @@ from ..cache import adopt
 from ..cache.arena import Arena, move_into
 from ..cache.masks import SlotMask, ancestors_of
 from ..cache.transfer import Mirrored
+from ..cache_names import cache_argument
 from .ends import execution_device
 from .layers import rounded_anew
 from .masks import slot_masks, span_masks
@@ -183,7 +184,10 @@ def _rounding(target: PreTrainedModel) -> float:
     cache = DynamicCache(config=config)
     for part, seen in ((ids[:, :PREFIX], PREFIX), (ids[:, PREFIX:], ids.shape[1])):
         out = target(
-            input_ids=part, attention_mask=torch.ones_like(ids[:, :seen]), past_key_values=cache, use_cache=True
+            input_ids=part,
+            attention_mask=torch.ones_like(ids[:, :seen]),
+            use_cache=True,
+            **cache_argument(target.forward, cache),
         )
     whole = target(input_ids=ids, use_cache=False).logits[:, PREFIX:]
     return ROUNDINGS * difference(out.logits, whole)
@@ -223,37 +227,39 @@ def random_tree(target: PreTrainedModel) -> Tree:
 def tree_in_slots(target: PreTrainedModel, tree: Tree) -> Tensor:
     """The target's logits (1, N, V) over a tree, by a mask of four dimensions."""
     cache = DynamicCache(config=target.config.get_text_config(decoder=True))
-    target(input_ids=tree.prefix, past_key_values=cache, use_cache=True)
+    given = cache_argument(target.forward, cache)
+    target(input_ids=tree.prefix, use_cache=True, **given)
     cache.crop(0)
     mask = SlotMask(Mirrored([PREFIX]), tree.visible, tree.depths, tree.depths)
     return target(
         input_ids=tree.nodes,
         position_ids=PREFIX + tree.depths,
-        past_key_values=cache,
         use_cache=True,
         attention_mask=slot_masks(target, cache, mask),
+        **given,
     ).logits
 
 
 def tree_from_arena(target: PreTrainedModel, tree: Tree) -> Tensor:
     """The target's logits (1, N, V) over a tree, read from an arena by masks of spans."""
     cache = DynamicCache(config=target.config.get_text_config(decoder=True))
+    given = cache_argument(target.forward, cache)
     starts = torch.full_like(tree.depths[:, :1], PREFIX)
     bits = (tree.visible.long() << torch.arange(len(PARENTS), device=starts.device)).sum(2)
     with adopt.slots(cache, ARENA) as placement:
         if placement is None:
             raise ValueError(f"its {type(cache).__name__} has layers that are not attention's")
         placement = move_into(cache, Arena(ARENA))
-        target(input_ids=tree.prefix, past_key_values=cache, use_cache=True)
+        target(input_ids=tree.prefix, use_cache=True, **given)
         placement.on_device = starts
         places = starts + tree.depths
         with attention_of_rounds(target):
             return target(
                 input_ids=tree.nodes,
                 position_ids=places,
-                past_key_values=cache,
                 use_cache=True,
                 attention_mask=span_masks(target, starts, torch.zeros_like(starts), places, bits),
+                **given,
             ).logits
 
 
@@ -285,9 +291,9 @@ def _error_with_attentions(target: PreTrainedModel) -> float:
             out = target(
                 input_ids=ids[:, begin:end],
                 attention_mask=mask,
-                past_key_values=cache,
                 use_cache=True,
                 output_attentions=True,
+                **cache_argument(target.forward, cache),
             )
         found.append(out.logits[0, -num_tokens].float())
     alone, among = found

@@ -18,6 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ...cache import adopt as cache
 from ...cache.masks import SlotMask, ancestors_of
 from ...cache.transfer import Mirrored
+from ...cache_names import cache_argument
 from ...kernels.acceptance import accepted_path
 from ...targets.layers import capture_states, decoder_layers, decoder_of, rounded_anew
 from ...targets.masks import slot_masks
@@ -95,8 +96,8 @@ def write_keys_again(eager: EagerExecutor) -> None:
         input_ids=ids,
         attention_mask=mask,
         position_ids=(runner.last_position + places).clamp(min=0),
-        past_key_values=runner.past_key_values,
         use_cache=True,
+        **cache_argument(decoder_of(runner.target).forward, runner.past_key_values),
     )
     cache.settle(runner.past_key_values, ids.shape[1])
     assert eager.unread.captured is not None
@@ -182,15 +183,15 @@ def _of_target(target: PreTrainedModel, layer_ids: list[int], case: Case, b: int
     own = DynamicCache(config=target.config.get_text_config(decoder=True))
     prefix = text.shape[1] - 1
     if prefix:
-        decoder_of(target)(input_ids=text[:, :-1], past_key_values=own, use_cache=True)
-    given: dict[str, Any] = {}
+        decoder = decoder_of(target)
+        decoder(input_ids=text[:, :-1], use_cache=True, **cache_argument(decoder.forward, own))
+    given: dict[str, Any] = cache_argument(target.forward, own)
     if not drafts.is_chain:
         given["attention_mask"] = slot_masks(target, own, SlotMask(Mirrored([prefix]), visible, depths, depths))
     with capture_states(target, layer_ids, own) as captured:
         logits = target(
             input_ids=torch.cat((text[:, -1:], drafts.ids[b : b + 1]), dim=1),
             position_ids=prefix + depths,
-            past_key_values=own,
             use_cache=True,
             **given,
         ).logits

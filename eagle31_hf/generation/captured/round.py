@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...cache_names import cache_argument
 from ...kernels.acceptance import accepted_path, move_path
 from ...targets.fused import fused_layers
 from ...targets.masks import span_masks
@@ -67,9 +68,9 @@ class Round(Drafting):
                 input_ids=ids,
                 attention_mask=span_masks(side.model, starts, carry.padding, places, drafts.bits),
                 position_ids=torch.minimum(places + carry.position, carry.last_position),
-                past_key_values=side.cache,
                 use_cache=True,
                 return_dict=True,
+                **cache_argument(side.model.forward, side.cache),
             )
         assert side.states is not None
         return out.logits, side.states.take()

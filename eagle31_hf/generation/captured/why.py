@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from transformers.generation.logits_process import EtaLogitsWarper
 
 from ...cache.arena import why_not_in_arena
+from ...cache_names import NAMES
 from ...kernels.tree_attention import MOST_NEW
 from ...targets.layers import has_global_hooks, has_hooks
 from ...targets.masks import windows_of
@@ -21,7 +22,7 @@ from .carry import most_tokens
 from .drafting import can_fit
 from .kept import why_no_room
 
-USUAL_ARGUMENTS = {"attention_mask", "cache_position", "logits_to_keep", "past_key_values", "position_ids", "use_cache"}
+USUAL_ARGUMENTS = {"attention_mask", "cache_position", "logits_to_keep", "position_ids", "use_cache", *NAMES}
 ROPES_THAT_BRANCH = ("dynamic", "longrope")  # on how long the text is
 
 
