@@ -40,8 +40,10 @@ TIMED_PROMPT = (128,)
 PROMPT_GAIN = 1.3  # how many times faster a prompt must be, to run other kernels than the target alone
 TIMED_BYTES = 2**26  # of weights of one shape that kernels are timed on: more than a cache holds
 TIMES = 3
-COMPARED_ROWS = 64
-COMPARED_SIZES = (1, 2, 3, 5, 8, 17, 33)
+# Rows that are alike in 16 bits, whatever their number; of more, some kernels sum up in another order (oneDNN's for AMX).
+ALIKE_ROWS = 32
+COMPARED_SIZES = (1, 2, 3, 5, 8, 17, 31)
+COMPARED_VALUES = 2**16  # of results: another order of a sum changes one of ten thousand
 LEAST = (1, 2, None)  # what `Choice.least_rows` may be
 CGROUP = Path("/sys/fs/cgroup")
 SHARE_OF_MEMORY = 0.5  # of what is free, that packed weights may take
@@ -182,7 +184,14 @@ class _LinearForward:
         num_rows = x.numel() // self.layers[0].in_features
         if self.run is None or not takes_rows(num_rows, self.takes_prompts):
             return torch.cat([type(layer).forward(layer, x) for layer in self.layers], dim=-1)
-        return _at_least(self.least_rows, self.run, x, num_rows)
+        if num_rows > ALIKE_ROWS and keys_before() is not None:  # a row is to be rounded as it is among few
+            parts = x.reshape(-1, x.shape[-1]).split(ALIKE_ROWS)
+            return torch.cat([self._of_few(part) for part in parts]).view(*x.shape[:-1], -1)
+        return self._of_few(x)
+
+    def _of_few(self, x: Tensor) -> Tensor:
+        assert self.run is not None
+        return _at_least(self.least_rows, self.run, x, x.numel() // x.shape[-1])
 
     def __reduce__(self) -> tuple:
         """A copy of a layer, made meanwhile, runs its own forward."""
@@ -384,10 +393,12 @@ def _seconds(runs: list[Run], layer: nn.Linear, numbers_of_rows: tuple[int, ...]
 
 def _least_rows(runs: list[Run], layer: nn.Linear) -> int | None:
     """The least number of rows, 1 or 2, from which on a row's result is the same, to the last bit, whatever the other
-    rows and their number, by the numbers that are tried; None where there is none."""
-    x = _rows(COMPARED_ROWS, layer)
+    rows and their number, up to ALIKE_ROWS, by the numbers that are tried; None where there is none."""
+    width = runs[0](_rows(1, layer)).shape[-1]
+    num_tried = -(-COMPARED_VALUES // (len(runs) * ALIKE_ROWS * width))
+    tried = _rows(num_tried * ALIKE_ROWS, layer).split(ALIKE_ROWS)
     for least_rows in (1, 2):  # of LEAST
-        if all(_is_same(run, x, least_rows) for run in runs):
+        if all(_is_same(run, x, least_rows) for run in runs for x in tried):
             return least_rows
     return None
 

@@ -72,10 +72,10 @@ def test_results_are_the_model_s_own_in_fp32(width, bias):
 def test_a_row_is_the_same_to_the_last_bit_beside_others(dtype, width):
     model = model_of(dtype, width)
     x = torch.randn(64, width).to(dtype)
-    with few_rows(model) as rows, in_drafted_call():
+    with few_rows(model) as rows, in_drafted_call(num_before=0):  # a round that is to be exact
         assert rows.is_exact
         alone = torch.cat([model(row) for row in x.split(1)])
-        for size in (2, 3, 5, 8, 64):
+        for size in (2, 3, 5, 8, 32, 33, 64):
             assert torch.equal(torch.cat([model(part) for part in x.split(size)]), alone)
 
 
