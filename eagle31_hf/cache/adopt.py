@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedConfig, QuantizedCache
+from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicLayer,
@@ -26,21 +26,12 @@ from .commit import Commit
 from .layer import CacheFullError, Placement, SlotLayer
 from .transfer import Mirrored
 
-# Caches whose rows cannot be taken back: `crop` is missing, or trims only a part of them.
-UNSUPPORTED = {
-    QuantizedCache: (
-        "a quantized cache cannot drop rejected tokens (they are rounded together with accepted ones); pass a"
-        " DynamicCache or no cache"
-    )
-}
-
-
 # How a stock layer becomes a `SlotLayer` and gets its tokens back. Only these very classes: what derives from them
 # keeps more than keys.
 
 
 def _from_dynamic(layer: DynamicLayer, placement: Placement, limit: int) -> SlotLayer:
-    ours = SlotLayer(placement, limit)
+    ours = SlotLayer(placement, limit, window=getattr(layer, "sliding_window", None))
     return ours.hold(layer.keys, layer.values, layer.get_seq_length()) if layer.get_seq_length() else ours
 
 
@@ -49,11 +40,6 @@ def _to_dynamic(ours: SlotLayer, layer: DynamicLayer) -> None:
     layer.device = ours.device
     layer.is_initialized = True
     layer.keys, layer.values = ours.held(ours.end)
-
-
-def _from_sliding(layer: DynamicSlidingWindowLayer, placement: Placement, limit: int) -> SlotLayer:
-    ours = SlotLayer(placement, limit, window=layer.sliding_window)
-    return ours.hold(layer.keys, layer.values, layer.get_seq_length()) if layer.get_seq_length() else ours
 
 
 def _to_sliding(ours: SlotLayer, layer: DynamicSlidingWindowLayer) -> None:
@@ -119,7 +105,7 @@ def _to_static_sliding(ours: SlotLayer, layer: StaticSlidingWindowLayer) -> None
 
 ADOPTED: dict[type, tuple[Callable[..., SlotLayer], Callable[..., None]]] = {
     DynamicLayer: (_from_dynamic, _to_dynamic),
-    DynamicSlidingWindowLayer: (_from_sliding, _to_sliding),
+    DynamicSlidingWindowLayer: (_from_dynamic, _to_sliding),
     StaticLayer: (_from_static, _to_static),
     StaticSlidingWindowLayer: (_from_static_sliding, _to_static_sliding),
 }
