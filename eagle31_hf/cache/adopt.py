@@ -235,32 +235,21 @@ def capacity(cache: Cache) -> int | None:
     return min(limits) if limits else None
 
 
-def windows(cache: Cache) -> list[int | None]:
-    """Returns, for each attention layer, the length of its sliding window in tokens, None where it has none."""
-    return [layer.sliding_window if layer.is_sliding else None for layer in attention_layers(cache)]
-
-
 def attention_layers(cache: Cache) -> list[Any]:
     """Returns the layers of a cache that hold keys and values; those of convolutions and recurrences give no
     attentions."""
     return [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
 
 
-def static_spans(cache: Cache, num_after: int, num_new: int) -> list[slice | None]:
-    """Returns, for each attention layer, the slots that attentions of a stock static layer cover; None for one that is
-    not static.
-
-    `num_new`: the query tokens; `num_after`: tokens that the cache holds after them."""
-    return [
-        _static_span(layer, layer.end - num_after, num_new) if getattr(layer, "fixed", False) else None
-        for layer in attention_layers(cache)
-    ]
-
-
-def _static_span(layer: Any, end: int, num_new: int) -> slice:
-    if layer.window is None:
-        return slice(None)
-    return slice(layer.window) if end <= layer.window else slice(max(0, end - num_new - layer.window + 1), end)
+def attention_span(layer: Any, num_keys: int, num_after: int, num_new: int) -> slice:
+    """Returns the slots that attentions of `num_new` query tokens cover in a stock layer, of `num_keys` keys, the last
+    `num_after` of which came later: a window's at most, but all slots of a static layer, used or not."""
+    window = layer.sliding_window if layer.is_sliding else None
+    is_static = getattr(layer, "fixed", False)
+    end = (layer.end if is_static else num_keys) - num_after
+    if is_static and (window is None or end <= window):
+        return slice(window)
+    return slice(0 if window is None else max(0, end - num_new - window + 1), end)
 
 
 class Appended:

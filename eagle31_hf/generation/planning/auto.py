@@ -131,24 +131,23 @@ class AutoPlanner(Planner):
         self.known.keep()
 
     def explain(self) -> str:
-        """Figures behind the choices, for people."""
-        with self.known.lock:
-            return explanation(self.known, self.drafts_by_count)
-
-
-def explanation(known: Knowledge, drafts_by_count: Counter[int]) -> str:
-    """Returns what auto knows, and how many drafts it verified a round, in two lines for people."""
-    sizes = known.verify.known
-    ends = sizes[:1] + sizes[-1:] if len(sizes) > 1 else sizes
-    verify = ", ".join(f"{1000 * seconds:.1f} ms for {count}" for count, seconds in ends)
-    step = known.step.estimate((1,))[0]
-    typical = ", ".join(f"{count} ({times} times)" for count, times in drafts_by_count.most_common(3)) or "none"
-    seen = zip(known.calibration.going_on, known.calibration.seen, strict=True)
-    chances = " ".join(f"{chance:.2f}" for chance, count in seen if count)
-    rates = ", ".join(f"{kind} {arm.rate.value:.1f}" for kind, arm in known.exploration.arms.items() if arm.rounds)
-    return (
-        f"auto knows: target forwards take {verify} tokens; a draft step {1000 * step:.1f} ms, which pays where it"
-        f" brings {known.rate * step:.2f} tokens or more at {known.rate:.1f} tokens/s\n"
-        f"auto knows: tokens/s a sequence: {rates}; drafts a round: {typical};"
-        f" rounds that go on, by depth: {chances or 'not known'}"
-    )
+        """What auto knows, and how many drafts it verified a round, in two lines for people."""
+        known = self.known
+        with known.lock:
+            sizes = known.verify.known
+            step = known.step.estimate((1,))[0]
+            seen = zip(known.calibration.going_on, known.calibration.seen, strict=True)
+            chances = " ".join(f"{chance:.2f}" for chance, count in seen if count)
+            arms = known.exploration.arms.items()
+            rates = ", ".join(f"{kind} {arm.rate.value:.1f}" for kind, arm in arms if arm.rounds)
+            rate = known.rate
+        ends = sizes[:1] + sizes[-1:] if len(sizes) > 1 else sizes
+        verify = ", ".join(f"{1000 * seconds:.1f} ms for {count}" for count, seconds in ends)
+        counts = self.drafts_by_count.most_common(3)
+        typical = ", ".join(f"{count} ({times} times)" for count, times in counts) or "none"
+        return (
+            f"auto knows: target forwards take {verify} tokens; a draft step {1000 * step:.1f} ms, which pays where it"
+            f" brings {rate * step:.2f} tokens or more at {rate:.1f} tokens/s\n"
+            f"auto knows: tokens/s a sequence: {rates}; drafts a round: {typical};"
+            f" rounds that go on, by depth: {chances or 'not known'}"
+        )
