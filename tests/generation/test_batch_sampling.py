@@ -13,6 +13,7 @@ from batches import FOREIGN, Idle, alone, keeps_step, known_prompts, left_padded
 from chi_square import follows
 from close import assert_close
 from conftest import VOCAB
+from draftings import CHAIN, TREE, tree_of
 from sequences import V, likelihoods, numbers, small_drafter, small_target
 from transformers import (
     LogitsProcessor,
@@ -29,8 +30,6 @@ from eagle31_hf.generation.rejection_sampler import RejectionSampler
 
 LENGTH, SEED = 20, 5
 SAMPLED = {"max_new_tokens": LENGTH, "do_sample": True, "top_k": 0}
-CHAIN = {"num_assistant_tokens": 4}
-TREE = {"num_assistant_tokens": 4, "draft_tree_top_k": 3, "draft_tree_total_tokens": 12}
 DRAFTINGS = {
     "chain": CHAIN,
     "chain_1": {"num_assistant_tokens": 1},
@@ -142,7 +141,7 @@ class Follows(LogitsProcessor):
 UNKNOWN = {"unknown": ([Follows()], {"logits_processor": LogitsProcessorList([Follows()])})}
 OF_ONE = {  # for one sequence, chains of a given length are sampled by rejection
     "tree": TREE,
-    "wide_tree": {"num_assistant_tokens": 3, "draft_tree_top_k": 11, "draft_tree_total_tokens": 60},
+    "wide_tree": tree_of(11, 60, 3),
     "auto": {},
 }
 
@@ -245,8 +244,8 @@ def sampled(small, copies=COPIES, prompts=PROMPTS[:1], **kwargs):
 
 
 SMALL_CHAIN = {"num_assistant_tokens": 3}
-SMALL_TREE = {"num_assistant_tokens": 3, "draft_tree_top_k": 2, "draft_tree_total_tokens": 7}
-EVERYTHING = {"num_assistant_tokens": 2, "draft_tree_top_k": 4, "draft_tree_total_tokens": 21}
+SMALL_TREE = tree_of(2, 7, 3)
+EVERYTHING = tree_of(4, 21, 2)
 WARPERS = [
     RepetitionPenaltyLogitsProcessor(1.8),
     TemperatureLogitsWarper(0.7),

@@ -54,14 +54,6 @@ def test_a_token_alone_in_its_forward_sees_the_text_only(make_target, make_draft
     assert_close("logits", got.logits, target.generate(prompt, **steps).logits, TARGET_FORWARD)
 
 
-@pytest.mark.parametrize("drafting", DRAFTINGS)
-def test_a_dynamic_cache_asked_for_by_name(target, drafter, drafting):
-    for prompts in PROMPTS.values():
-        prompt = torch.tensor(prompts)
-        got = decode(target, drafter, prompt, drafting, LENGTH, cache_implementation="dynamic")
-        assert_close("text", got, target.generate(prompt, max_new_tokens=LENGTH, do_sample=False))
-
-
 # --- addresses and shapes ---
 
 
