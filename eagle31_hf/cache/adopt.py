@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedConfig, QuantizedCache
+from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicLayer,
@@ -26,21 +26,12 @@ from .commit import Commit
 from .layer import CacheFullError, Placement, SlotLayer
 from .transfer import Mirrored
 
-# Caches whose rows cannot be taken back: `crop` is missing, or trims only a part of them.
-UNSUPPORTED = {
-    QuantizedCache: (
-        "a quantized cache cannot drop rejected tokens (they are rounded together with accepted ones); pass a"
-        " DynamicCache or no cache"
-    )
-}
-
-
 # How a stock layer becomes a `SlotLayer` and gets its tokens back. Only these very classes: what derives from them
 # keeps more than keys.
 
 
 def _from_dynamic(layer: DynamicLayer, placement: Placement, limit: int) -> SlotLayer:
-    ours = SlotLayer(placement, limit)
+    ours = SlotLayer(placement, limit, window=getattr(layer, "sliding_window", None))
     return ours.hold(layer.keys, layer.values, layer.get_seq_length()) if layer.get_seq_length() else ours
 
 
@@ -49,11 +40,6 @@ def _to_dynamic(ours: SlotLayer, layer: DynamicLayer) -> None:
     layer.device = ours.device
     layer.is_initialized = True
     layer.keys, layer.values = ours.held(ours.end)
-
-
-def _from_sliding(layer: DynamicSlidingWindowLayer, placement: Placement, limit: int) -> SlotLayer:
-    ours = SlotLayer(placement, limit, window=layer.sliding_window)
-    return ours.hold(layer.keys, layer.values, layer.get_seq_length()) if layer.get_seq_length() else ours
 
 
 def _to_sliding(ours: SlotLayer, layer: DynamicSlidingWindowLayer) -> None:
@@ -119,7 +105,7 @@ def _to_static_sliding(ours: SlotLayer, layer: StaticSlidingWindowLayer) -> None
 
 ADOPTED: dict[type, tuple[Callable[..., SlotLayer], Callable[..., None]]] = {
     DynamicLayer: (_from_dynamic, _to_dynamic),
-    DynamicSlidingWindowLayer: (_from_sliding, _to_sliding),
+    DynamicSlidingWindowLayer: (_from_dynamic, _to_sliding),
     StaticLayer: (_from_static, _to_static),
     StaticSlidingWindowLayer: (_from_static_sliding, _to_static_sliding),
 }
@@ -249,32 +235,21 @@ def capacity(cache: Cache) -> int | None:
     return min(limits) if limits else None
 
 
-def windows(cache: Cache) -> list[int | None]:
-    """Returns, for each attention layer, the length of its sliding window in tokens, None where it has none."""
-    return [layer.sliding_window if layer.is_sliding else None for layer in attention_layers(cache)]
-
-
 def attention_layers(cache: Cache) -> list[Any]:
     """Returns the layers of a cache that hold keys and values; those of convolutions and recurrences give no
     attentions."""
     return [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
 
 
-def static_spans(cache: Cache, num_after: int, num_new: int) -> list[slice | None]:
-    """Returns, for each attention layer, the slots that attentions of a stock static layer cover; None for one that is
-    not static.
-
-    `num_new`: the query tokens; `num_after`: tokens that the cache holds after them."""
-    return [
-        _static_span(layer, layer.end - num_after, num_new) if getattr(layer, "fixed", False) else None
-        for layer in attention_layers(cache)
-    ]
-
-
-def _static_span(layer: Any, end: int, num_new: int) -> slice:
-    if layer.window is None:
-        return slice(None)
-    return slice(layer.window) if end <= layer.window else slice(max(0, end - num_new - layer.window + 1), end)
+def attention_span(layer: Any, num_keys: int, num_after: int, num_new: int) -> slice:
+    """Returns the slots that attentions of `num_new` query tokens cover in a stock layer, of `num_keys` keys, the last
+    `num_after` of which came later: a window's at most, but all slots of a static layer, used or not."""
+    window = layer.sliding_window if layer.is_sliding else None
+    is_static = getattr(layer, "fixed", False)
+    end = (layer.end if is_static else num_keys) - num_after
+    if is_static and (window is None or end <= window):
+        return slice(window)
+    return slice(0 if window is None else max(0, end - num_new - window + 1), end)
 
 
 class Appended:

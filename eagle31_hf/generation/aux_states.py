@@ -30,12 +30,14 @@ class AuxStates:
     @classmethod
     def joined(cls, parts: list["AuxStates"]) -> "AuxStates":
         """Parts one after the other, each sequence's own tokens first."""
-        states = torch.cat([part.states for part in parts], dim=1) if len(parts) > 1 else parts[0].states
-        tokens = torch.cat([part.tokens for part in parts], dim=1) if len(parts) > 1 else parts[0].tokens
+        if len(parts) == 1:
+            return parts[0]
+        states = torch.cat([part.states for part in parts], dim=1)
+        tokens = torch.cat([part.tokens for part in parts], dim=1)
         counts = parts[0].counts
         for part in parts[1:]:
             counts = counts + part.counts
-        if len(parts) == 1 or all(part.is_full for part in parts[:-1]):
+        if all(part.is_full for part in parts[:-1]):
             return cls(states, tokens, counts)
         device = tokens.device
         is_own = [torch.arange(len(part), device=device) < part.counts.on(device) for part in parts]

@@ -6,31 +6,23 @@ from .executor import Executor
 from .planning.plan import Planner
 
 
-class Engine:
-    """Decodes one call: the prompt, then rounds of drafting, verifying and accepting until every sequence has ended."""
-
-    def __init__(self, executor: Executor, planner: Planner):
-        self.executor = executor
-        self.planner = planner
-
-    def run(self) -> Any:
-        """Returns what `generate` returns."""
-        executor = self.executor
-        planner = self.planner
-        recorder = self.executor.recorder
-        first = executor.prefill()
-        recorder.prefill([len(tokens) for tokens in first.tokens])
-        recorder.show(first)
-        while not all(executor.sequences.finished):
-            room = executor.room()
-            plan = planner.plan(room.depth, room.nodes, executor.sequences.going, room.num_unread)
-            outcome = executor.round(plan)
-            seconds = recorder.settle()
-            accepted = outcome.accepted
-            num_tokens = [len(tokens) for tokens in accepted.tokens]
-            recorder.round(outcome.kind, accepted.drafts.depths(), accepted.num_drafts, num_tokens)
-            recorder.show(accepted)
-            planner.observe(outcome.num_nodes, accepted, seconds)
-        recorder.choices(planner.choices, planner.explain())
-        planner.end()
-        return executor.result()
+def decode(executor: Executor, planner: Planner) -> Any:
+    """Decodes one call: the prompt, then rounds of drafting, verifying and accepting until every sequence has ended.
+    Returns what `generate` returns."""
+    recorder = executor.recorder
+    first = executor.prefill()
+    recorder.prefill([len(tokens) for tokens in first.tokens])
+    recorder.show(first)
+    while not all(executor.sequences.finished):
+        room = executor.room()
+        plan = planner.plan(room.depth, room.nodes, executor.sequences.going, room.num_unread)
+        outcome = executor.round(plan)
+        seconds = recorder.settle()
+        accepted = outcome.accepted
+        num_tokens = [len(tokens) for tokens in accepted.tokens]
+        recorder.round(outcome.kind, accepted.drafts.depths(), accepted.num_drafts, num_tokens)
+        recorder.show(accepted)
+        planner.observe(outcome.num_nodes, accepted, seconds)
+    recorder.choices(planner.choices, planner.explain())
+    planner.end()
+    return executor.result()

@@ -121,20 +121,16 @@ class EagerExecutor:
         accepted = self._accept(outputs, logits, drafts)
         recorder.end("accept")
         kind = PLAIN if drafts.num_nodes == 1 else CHAINS if drafts.is_chain else TREES
-        return Outcome(LOCK_STEP if self._is_lock_step else kind, drafts.num_nodes, accepted)
+        return Outcome(LOCK_STEP if self.sampler.is_lock_step else kind, drafts.num_nodes, accepted)
 
     def result(self) -> Any:
         if self.stopping.streamer is not None:
             self.stopping.streamer.end()
         return self.collector.result(self.sequences.padded().clone())
 
-    @property
-    def _is_lock_step(self) -> bool:
-        return self.sampler.is_lock_step
-
     def _logits(self, outputs: CausalLMOutputWithPast, num_nodes: int) -> Tensor:
         """The last nodes' logits (B, num_nodes, V), in fp32 unless the largest of them is all that matters."""
-        are_read_only = self.sampler.only_compares and not self._is_lock_step and self.collector.logits is None
+        are_read_only = self.sampler.only_compares and not self.sampler.is_lock_step and self.collector.logits is None
         return last_logits(outputs, num_nodes, self.sequences.device, are_read_only)
 
     def _propose(self, plan: Plan) -> DraftTokens:
@@ -147,7 +143,7 @@ class EagerExecutor:
             return DraftTokens.none(sequences.last(), is_plain=True)
         self.holds_drafts = True
         drafts = self.proposer.propose(self.unread.take(), sequences.prefixes(), plan).to(sequences.device)
-        if self._is_lock_step and self.stopping.eos_token_ids:  # plain decoding feeds padding to ended sequences
+        if self.sampler.is_lock_step and self.stopping.eos_token_ids:  # plain decoding feeds padding to ended sequences
             ended = [b for b, finished in enumerate(sequences.finished) if finished]
             drafts.ids[ended] = sequences.pad_token_id
         return drafts

@@ -53,7 +53,7 @@ def _assisted_decoding(original: Callable, self, *args, inputs_tensor=None, assi
     # stop strings were prepared with it; the drafter speaks the target's ids
     for name in ("tokenizer", "assistant_tokenizer"):
         kwargs.pop(name, None)
-    return speculative_decoding(Request.of(self, drafter, *args, **kwargs))
+    return speculative_decoding(Request(self, drafter, *args, **kwargs))
 
 
 def from_pretrained(original: Callable, cls, *args, **kwargs):

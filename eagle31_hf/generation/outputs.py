@@ -9,7 +9,7 @@ from transformers import Cache, GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ..cache.adopt import static_spans, windows
+from ..cache.adopt import attention_layers, attention_span
 from ..cache_names import CACHE
 from .rejection_sampler import Accepted
 
@@ -45,8 +45,20 @@ class OutputCollector:
             rows = (tuple(layer[:, i : i + 1] for layer in layers) for i in range(num_tokens))
             self.hidden_states += (layers,) if is_prefill else tuple(rows)
         if self.attentions is not None:
-            cut = _prompt_attention if is_prefill else _attention_rows
-            self.attentions += cut(outputs.attentions, num_tokens, self.past_key_values)
+            layers = outputs.attentions
+            is_there = bool(layers) and layers[0] is not None  # some implementations return none
+            num_kept = layers[0].shape[2] if is_prefill and is_there else num_tokens
+            spans = [slice(0, num_kept)] if is_prefill else [slice(i, i + 1) for i in range(num_tokens)]
+            self.attentions += tuple(self._cut(layers, num_kept, span) if is_there else layers for span in spans)
+
+    def _cut(self, layers: tuple[Tensor, ...], num_kept: int, tokens: slice) -> tuple[Tensor, ...]:
+        """Layers (B, H, R, keys), of whose R tokens the first `num_kept` were committed -> those of some tokens, over
+        the keys that stock layers show them. Keys after a token's own belong to the tokens after it."""
+        num_after, count = num_kept - tokens.stop, tokens.stop - tokens.start
+        held = attention_layers(self.past_key_values)
+        num_keys = [layer.shape[3] - layer.shape[2] + num_kept for layer in layers]
+        spans = [attention_span(*of_layer, num_after, count) for of_layer in zip(held, num_keys, strict=True)]
+        return tuple(layer[:, :, tokens, span] for layer, span in zip(layers, spans, strict=True))
 
     def result(self, sequences: Tensor) -> Tensor | GenerateDecoderOnlyOutput:
         """Returns what generate() returns."""
@@ -57,31 +69,3 @@ class OutputCollector:
         }
         collected[CACHE] = self.past_key_values
         return GenerateDecoderOnlyOutput(sequences=sequences, **collected)  # type: ignore[arg-type]
-
-
-def _prompt_attention(layers: tuple, num_tokens: int, cache: Cache) -> tuple[tuple]:
-    """Layers (B, H, R, keys) -> the same, of static layers the slots that stock ones show."""
-    if not layers or layers[0] is None:  # an attention implementation that returns none
-        return (layers,)
-    spans = static_spans(cache, 0, layers[0].shape[2])
-    return (tuple(layer if span is None else layer[..., span] for layer, span in zip(layers, spans, strict=True)),)
-
-
-def _attention_rows(layers: tuple, num_tokens: int, cache: Cache) -> tuple[tuple, ...]:
-    """Layers (B, H, R, keys) -> per token (B, H, 1, keys it saw).
-
-    The keys after a token's own belong to the tokens after it; a windowed layer still holds keys that have left its
-    window. Static layers show all their slots.
-    """
-    if not layers or layers[0] is None:
-        return (layers,) * num_tokens
-    tokens, layer_windows = [], windows(cache)
-    for i in range(num_tokens):
-        ends = [layer.shape[3] - (layer.shape[2] - 1 - i) for layer in layers]
-        spans = [
-            slice(max(0, end - window) if window else 0, end) for end, window in zip(ends, layer_windows, strict=True)
-        ]
-        static = static_spans(cache, num_tokens - 1 - i, 1)
-        spans = [span if fixed is None else fixed for span, fixed in zip(spans, static, strict=True)]
-        tokens.append(tuple(layer[:, :, i : i + 1, span] for layer, span in zip(layers, spans, strict=True)))
-    return tuple(tokens)

@@ -1,9 +1,10 @@
 """Requests that cannot be served, refused before anything is generated, with the reason and what to do instead."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
-from transformers import Cache, GenerationConfig, PreTrainedConfig, PreTrainedModel, StaticCache
+from transformers import Cache, GenerationConfig, PreTrainedConfig, PreTrainedModel, QuantizedCache, StaticCache
 from transformers.generation import GenerationMode
 
 from ..cache import adopt as cache
@@ -51,9 +52,7 @@ def check_request(
         (config.use_cache, "use_cache is False; expected True"),
         (config.assistant_ensemble_weight is None, "assistant_ensemble_weight makes the output lossy; expected None"),
     )
-    for holds, message in rules:
-        if not holds:
-            raise DraftingRefusedError(f"EAGLE drafting: {message}.")
+    check_rules(rules)
     drafter.load_target_embeddings(target)
     drafter.config.resolve_layer_ids(len(decoder_layers(target)))
 
@@ -61,31 +60,38 @@ def check_request(
 def check_inputs(input_ids: Tensor, model_kwargs: dict[str, Any], synced_gpus: bool) -> None:
     """Raises ValueError for an empty prompt, a prompt without token ids, or a cache that cannot drop tokens."""
     past_key_values = cache_in(model_kwargs)
-    if model_kwargs.get("inputs_embeds") is not None:
-        raise DraftingRefusedError(
-            "EAGLE drafting: got inputs_embeds; expected input_ids, since the drafter reads the tokens themselves."
-        )
-    if input_ids.shape[1] == 0:
-        raise DraftingRefusedError(
-            "EAGLE drafting: the prompt is empty; expected at least one token, e.g. the BOS token."
-        )
-    if synced_gpus:
-        raise DraftingRefusedError(
-            "EAGLE drafting: synced_gpus is set (transformers does where ZeRO-3 or FSDP shards the target); expected"
-            " False: use a device_map to split the target."
-        )
-    for kind, reason in cache.UNSUPPORTED.items():
-        if isinstance(past_key_values, kind):
-            raise DraftingRefusedError(f"EAGLE drafting: {CACHE} is a {type(past_key_values).__name__}: {reason}.")
-    if not isinstance(past_key_values, Cache):
-        raise DraftingRefusedError(
-            f"EAGLE drafting: {CACHE} is {type(past_key_values).__name__}; expected a transformers Cache."
-        )
-    if isinstance(past_key_values, StaticCache) and not cache.is_adoptable(past_key_values):
-        raise DraftingRefusedError(
-            f"EAGLE drafting: {CACHE} is a StaticCache that is offloaded or has layers that are not attention's;"
-            " expected a plain StaticCache, a DynamicCache or none."
-        )
+    kind = type(past_key_values).__name__
+    rules = (
+        (
+            model_kwargs.get("inputs_embeds") is None,
+            "got inputs_embeds; expected input_ids, since the drafter reads the tokens themselves",
+        ),
+        (input_ids.shape[1] > 0, "the prompt is empty; expected at least one token, e.g. the BOS token"),
+        (
+            not synced_gpus,
+            "synced_gpus is set (transformers does where ZeRO-3 or FSDP shards the target); expected False: use a"
+            " device_map to split the target",
+        ),
+        (
+            not isinstance(past_key_values, QuantizedCache),
+            f"{CACHE} is a {kind}: a quantized cache cannot drop rejected tokens (they are rounded together"
+            " with accepted ones); pass a DynamicCache or no cache",
+        ),
+        (isinstance(past_key_values, Cache), f"{CACHE} is {kind}; expected a transformers Cache"),
+        (
+            not isinstance(past_key_values, StaticCache) or cache.is_adoptable(past_key_values),
+            f"{CACHE} is a StaticCache that is offloaded or has layers that are not attention's; expected a"
+            " plain StaticCache, a DynamicCache or none",
+        ),
+    )
+    check_rules(rules)
+
+
+def check_rules(rules: Iterable[tuple[bool, str | None]]) -> None:
+    """Raises ValueError with the message of the first rule that does not hold."""
+    for holds, message in rules:
+        if not holds:
+            raise DraftingRefusedError(f"EAGLE drafting: {message}.")
 
 
 def check_room(past_key_values: Cache, num_before: int, prompt_length: int, stopping: Stopping) -> None:

@@ -48,13 +48,17 @@ class Accepted:
     @classmethod
     def of(cls, walks: list["Walk | None"], finished: list[bool], drafts: HostDrafts) -> "Accepted":
         """The outcome of walks through the drafts, None for a sequence that had ended before."""
-        tokens = [[] if walk is None else walk.tokens for walk in walks]
-        paths = [[] if walk is None else walk.path[: len(walk.tokens)] for walk in walks]
         accepted = [None if walk is None else min(len(walk.path) - 1, len(walk.tokens)) for walk in walks]
-        scores = [[] if walk is None else walk.scores for walk in walks]
-        pairs = zip(walks, finished, strict=True)
-        is_short = any(walk is not None and len(walk.tokens) < len(walk.path) and not ended for walk, ended in pairs)
-        return cls(tokens, paths, accepted, scores, finished, is_short, drafts)
+        taken = [walk or Walk([], [], []) for walk in walks]
+        return cls(
+            tokens=[walk.tokens for walk in taken],
+            paths=[walk.path[: len(walk.tokens)] for walk in taken],
+            num_drafts=accepted,
+            scores=[walk.scores for walk in taken],
+            finished=finished,
+            is_short=any(len(w.tokens) < len(w.path) and not ended for w, ended in zip(taken, finished, strict=True)),
+            drafts=drafts,
+        )
 
 
 @dataclass
@@ -139,7 +143,8 @@ class RejectionSampler:
         from q (1, V), with probability min(1, p/q), else a token drawn from the residual max(p - q, 0)."""
         if self.noise is None:
             return scores.argmax(-1)
-        check_distributions(scores)
+        if not bool(are_distributions(scores).all()):
+            raise_no_distribution()
         if draft is None or q_logits is None:
             return self.noise.pick(b, slot, scores)
         if bool(are_kept(draft, scores, q_logits, self.noise.uniforms(b, 1))):
@@ -366,12 +371,6 @@ def are_spoiled(logits: Tensor) -> Tensor:
 def are_distributions(scores: Tensor) -> Tensor:
     """Scores (..., V) -> whether a token can be drawn from each (...)."""
     return scores.amax(-1).isfinite()
-
-
-def check_distributions(scores: Tensor) -> None:
-    """Raises torch's error where scores (B, V) are no distributions."""
-    if not bool(are_distributions(scores).all()):
-        raise_no_distribution()
 
 
 def raise_no_distribution() -> None:

@@ -27,7 +27,7 @@ from .captured.seam import Seam, seam_of
 from .captured.why import why_not_captured
 from .draft_sampler import DraftSampler
 from .drafter_runner import MASKED, DrafterRunner
-from .engine import Engine
+from .engine import decode
 from .executor import EagerExecutor, Executor
 from .noise import Noise
 from .outputs import OutputCollector
@@ -37,7 +37,7 @@ from .planning.controller import TOP_K
 from .planning.fixed import FixedPlanner
 from .planning.knowledge import kept_knowledge, knowledge_of
 from .planning.plan import Planner
-from .planning.settings import DraftingSettings, resolve_settings
+from .planning.settings import resolve_settings
 from .proposer import Proposer
 from .refusals import check_inputs, check_request, check_room
 from .rejection_sampler import LockStepSampler, RejectionSampler
@@ -51,25 +51,12 @@ logger = logging.get_logger(__name__)
 WrapSampler = Callable[[RejectionSampler], RejectionSampler]
 
 
-@dataclass
 class Request:
     """The arguments that `generate` hands to a decoding method, and the drafter. `input_ids` (B, L) are left-padded;
     `may_capture`: the caller has not set `disable_compile`."""
 
-    target: PreTrainedModel
-    drafter: Eagle31DrafterModel
-    input_ids: Tensor
-    logits_processor: LogitsProcessorList
-    stopping_criteria: StoppingCriteriaList
-    generation_config: GenerationConfig
-    settings: DraftingSettings
-    streamer: BaseStreamer | None
-    model_kwargs: dict[str, Any]
-    may_capture: bool = True
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         target: PreTrainedModel,
         drafter: Eagle31DrafterModel,
         input_ids: Tensor,
@@ -77,25 +64,21 @@ class Request:
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
         **kwargs: Any,
-    ) -> "Request":
-        """The request of a decoding method's arguments; `kwargs` are `knobs`, `streamer`, `synced_gpus`, and those of
-        the model. Raises ValueError for inputs and knobs that cannot be served."""
+    ):
+        """`kwargs` are `knobs`, `streamer`, `synced_gpus`, and those of the model. Raises ValueError for inputs and
+        knobs that cannot be served."""
         knobs = kwargs.pop("knobs")
-        streamer = kwargs.pop("streamer", None)
+        self.streamer: BaseStreamer | None = kwargs.pop("streamer", None)
         check_inputs(input_ids, kwargs, kwargs.pop("synced_gpus", False))
-        settings = resolve_settings(drafter, generation_config, knobs)
-        return cls(
-            target=target,
-            drafter=drafter,
-            input_ids=input_ids,
-            logits_processor=logits_processor,
-            stopping_criteria=stopping_criteria,
-            generation_config=generation_config,
-            settings=settings,
-            streamer=streamer,
-            model_kwargs=kwargs,
-            may_capture=not generation_config.disable_compile,
-        )
+        self.settings = resolve_settings(drafter, generation_config, knobs)
+        self.target = target
+        self.drafter = drafter
+        self.input_ids = input_ids
+        self.logits_processor = logits_processor
+        self.stopping_criteria = stopping_criteria
+        self.generation_config = generation_config
+        self.model_kwargs = kwargs
+        self.may_capture = not generation_config.disable_compile
 
 
 @dataclass(frozen=True)
@@ -135,7 +118,7 @@ def can_see_trees(request: Request, runner: TargetRunner) -> bool:
         return False
     if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
         return False
-    if not runner.takes_slots or request.drafter.config._attn_implementation not in MASKED:
+    if runner.placement is None or request.drafter.config._attn_implementation not in MASKED:
         return False
     return why_no_trees(request.target, runner.passes_positions(request.input_ids)) is None
 
@@ -167,27 +150,19 @@ def speculative_decoding(request: Request, wrap_sampler: WrapSampler | None = No
         eager = EagerExecutor(
             runner,
             proposer,
-            UnreadStates(proposer.runner.read, first_slots(runner), runner.num_cached),
+            UnreadStates(proposer.runner.read, runner.first_slots, runner.num_cached),
             wrapped,
             sequences,
             stopping,
             OutputCollector(config, runner.past_key_values),
         )
+        layer_ids = request.drafter.config.resolve_layer_ids(len(decoder_layers(request.target)))
         with (
-            capturing(request, eager),
+            capture_states(request.target, layer_ids, runner.past_key_values) as eager.unread.captured,
             rows_on_cpu(request, eager, seam),
             executor_of(request, eager, seam, why_eager) as executor,
         ):
-            return Engine(executor, planner_of(request, mode, eager, executor is not eager)).run()
-
-
-@contextmanager
-def capturing(request: Request, executor: EagerExecutor):
-    """A context in which the call's own forwards of the target leave their states with the executor."""
-    layer_ids = request.drafter.config.resolve_layer_ids(len(decoder_layers(request.target)))
-    with capture_states(request.target, layer_ids, executor.runner.past_key_values) as captured:
-        executor.unread.captured = captured
-        yield
+            return decode(executor, planner_of(request, mode, eager, executor is not eager))
 
 
 @contextmanager
@@ -232,18 +207,13 @@ def executor_of(request: Request, eager: EagerExecutor, seam: Seam | None, why_e
                 return
             why_eager = kept.failures[0] if kept else "it is within a call of these models in captured rounds"
     eager.recorder.execution = f"eagerly: {why_eager}"
-    log_eager(request.target, why_eager)
+    logger.warning_once(f"EAGLE drafting: rounds of {type(request.target).__name__} run eagerly: {why_eager}.")
     yield eager
-
-
-def first_slots(runner: TargetRunner) -> list[int]:
-    """The first slot of each sequence that the drafter reads: neither padding nor a cached token."""
-    return [max(padding, runner.num_cached) for padding in runner.num_padding]
 
 
 def proposer_of(request: Request, runner: TargetRunner, noise: Noise | None) -> Proposer:
     """The drafter's side of a request."""
-    pairs = zip(first_slots(runner), runner.num_padding, strict=True)
+    pairs = zip(runner.first_slots, runner.num_padding, strict=True)
     drafting = DrafterRunner(request.drafter, [first - padding for first, padding in pairs])
     vocab_size = request.target.config.get_text_config().vocab_size
     threshold = request.settings.threshold
@@ -251,11 +221,6 @@ def proposer_of(request: Request, runner: TargetRunner, noise: Noise | None) -> 
         request.drafter, vocab_size, request.logits_processor, noise, threshold, len(request.input_ids)
     )
     return Proposer(drafting, sampler)
-
-
-def log_eager(target: PreTrainedModel, reason: str) -> None:
-    """Logs why rounds run eagerly, once for each reason."""
-    logger.warning_once(f"EAGLE drafting: rounds of {type(target).__name__} run eagerly: {reason}.")
 
 
 def noise_of(request: Request, mode: Mode, is_captured: bool) -> Noise | None:
@@ -297,12 +262,12 @@ def decode_with(
     **kwargs: Any,
 ) -> Any:
     """Decodes for a caller whose request nobody has checked yet: `custom_generate`. `kwargs`: the other arguments of
-    `Request.of`."""
+    `Request`."""
     check_request(target, drafter, generation_config, generation_config.get_generation_mode())
     streamer = kwargs.get("streamer")
     if streamer is not None:  # generate does not know it, so the prompt is still to be put
         streamer.put(input_ids.cpu())
-    request = Request.of(target, drafter, input_ids, generation_config=generation_config, **kwargs)
+    request = Request(target, drafter, input_ids, generation_config=generation_config, **kwargs)
     return speculative_decoding(request, wrap_sampler)
 
 

@@ -54,7 +54,7 @@ class TargetRunner:
         self.num_cached = int(self.past_key_values.get_seq_length()) if is_whole else 0
         # tokens the cache holds before the prompt
         self.num_before = 0 if is_whole else int(self.past_key_values.get_seq_length())
-        self.placement: cache.Placement | None = None  # set within `cache.slots`
+        self.placement: cache.Placement | None = None  # set within `cache.slots`; None: no trees, equally long rows
         self.seen = None if mask is None or bool(mask.all()) else mask.bool()
         self._covered = input_ids.shape[1]  # tokens that masks and positions among the keyword arguments cover
         positions = model_kwargs.get("position_ids")
@@ -62,9 +62,9 @@ class TargetRunner:
         self.is_exact = False  # whether a row's logits are the same, to the last bit, whatever is run beside it
 
     @property
-    def takes_slots(self) -> bool:
-        """Returns whether its cache can hold trees and rows of different lengths."""
-        return self.placement is not None
+    def first_slots(self) -> list[int]:
+        """The first slot of each row that the drafter reads: neither padding nor a cached token."""
+        return [max(padding, self.num_cached) for padding in self.num_padding]
 
     def passes_positions(self, input_ids: Tensor) -> bool:
         """Returns whether `generate` passes position ids to the model. A model that gets none derives them by a rule

@@ -64,14 +64,10 @@ class DraftTokens:
 
     def on_host(self, *others: Tensor) -> tuple["HostDrafts", list[Any]]:
         """The drafts, and further tensors, as lists; read from the device by one copy."""
-        if self.is_plain:
-            return HostDrafts([[]] * len(self.ids)), to_host(*others)
         wanted = {"ids": self.ids, "parents": self.parents, "log_probs": self.log_probs}
         if self.guess is not None:
             wanted |= {"guess": self.guess[0], "guess_log_probs": self.guess[1]}
         wanted = {name: tensor for name, tensor in wanted.items() if tensor is not None and tensor.numel()}
-        if not wanted and not others:
-            return HostDrafts([[]] * len(self.ids)), []
         lists = to_host(*wanted.values(), *others)
         found = dict(zip(wanted, lists, strict=False))
         found.setdefault("ids", [[]] * len(self.ids))

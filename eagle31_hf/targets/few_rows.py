@@ -40,7 +40,8 @@ TIMED_PROMPT = (128,)
 PROMPT_GAIN = 1.3  # how many times faster a prompt must be, to run other kernels than the target alone
 TIMED_BYTES = 2**26  # of weights of one shape that kernels are timed on: more than a cache holds
 TIMES = 3
-# Rows that are alike in 16 bits, whatever their number; of more, some kernels sum up in another order (oneDNN's for AMX).
+# Rows that are alike in 16 bits, whatever their number. Of more, some kernels, as oneDNN's for AMX, add up in another
+# order.
 ALIKE_ROWS = 32
 COMPARED_SIZES = (1, 2, 3, 5, 8, 17, 31)
 COMPARED_VALUES = 2**16  # of results: another order of a sum changes one of ten thousand

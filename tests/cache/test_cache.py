@@ -4,9 +4,9 @@ import pytest
 import torch
 from close import TARGET_FORWARD, assert_close
 from conftest import TARGETS, greedy_text
+from draftings import CHAIN_OR_TREE
 from observers import speculate
 from torch.nn.functional import pad
-from transformers import DynamicCache
 
 from eagle31_hf.cache.adopt import crop, recording_past
 
@@ -17,34 +17,28 @@ def two_turns(target, prompt, first: dict, second: dict, **kwargs):
     """A turn, a few more user tokens, and a turn that goes on from the cache of the first."""
     one = target.generate(prompt, **TURN, **first, **kwargs)
     more = torch.cat((one.sequences, torch.tensor([[4, 9, 1]])), dim=1)
-    if "attention_mask" in kwargs:
-        kwargs["attention_mask"] = pad(kwargs["attention_mask"], (0, more.shape[1] - prompt.shape[1]), value=1)
+    kwargs["attention_mask"] = pad(kwargs["attention_mask"], (0, more.shape[1] - prompt.shape[1]), value=1)
     length = one.past_key_values.get_seq_length()
     two = target.generate(more, past_key_values=one.past_key_values, **TURN, **second, **kwargs)
     return one.sequences, length, two.sequences, two.past_key_values
 
 
+@pytest.mark.parametrize("padding", [0, 3])
 @pytest.mark.parametrize("turns", ["both", "first", "second"])
+@pytest.mark.parametrize("drafting", CHAIN_OR_TREE)
 @pytest.mark.parametrize("kind", TARGETS)
-def test_a_second_turn_goes_on_from_the_cache_of_the_first(make_target, make_drafter, prompt, kind, turns):
+def test_a_second_turn_goes_on_from_the_cache_of_the_first(
+    make_target, make_drafter, prompt, kind, drafting, turns, padding
+):
     target = make_target(kind)
-    with_drafter = {"assistant_model": make_drafter(target), "num_assistant_tokens": 4}
+    with_drafter = {"assistant_model": make_drafter(target), **CHAIN_OR_TREE[drafting]}
     given = [with_drafter if turns in ("both", turn) else {} for turn in ("first", "second")]
-    one, length, two, _ = two_turns(target, prompt, *given)
-    expected_one, _, expected_two, _ = two_turns(target, prompt, {}, {})
-    assert_close("first turn", one, expected_one)
-    assert length == one.shape[1] - 1
-    assert_close("second turn", two, expected_two)
-
-
-def test_a_second_turn_of_a_padded_prompt(make_target, make_drafter, prompt):
-    target = make_target("qwen3")
-    padded, mask = pad(prompt, (3, 0), value=6), pad(torch.ones_like(prompt), (3, 0))
-    with_drafter = {"assistant_model": make_drafter(target), "num_assistant_tokens": 5}
-    *got, _ = two_turns(target, padded, with_drafter, with_drafter, attention_mask=mask, pad_token_id=6)
+    padded, mask = pad(prompt, (padding, 0), value=6), pad(torch.ones_like(prompt), (padding, 0))
+    *got, _ = two_turns(target, padded, *given, attention_mask=mask, pad_token_id=6)
     *expected, _ = two_turns(target, padded, {}, {}, attention_mask=mask, pad_token_id=6)
     for name, ours, theirs in zip(("first turn", "cached tokens", "second turn"), got, expected, strict=True):
         assert_close(name, ours, theirs)
+    assert got[1] == got[0].shape[1] - 1
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral_window_8"])
@@ -57,34 +51,6 @@ def test_only_the_new_tokens_may_be_passed_with_the_cache(make_target, make_draf
         mask = torch.ones((1, 13), dtype=torch.long)
         texts.append(target.generate(new, past_key_values=past, attention_mask=mask, **assistant, **TURN).sequences)
     assert_close("second turn", *texts)
-
-
-@pytest.mark.parametrize("kind", TARGETS)
-def test_the_cache_equals_that_of_the_target_alone(make_target, make_drafter, prompt, kind):
-    target = make_target(kind)
-    output, stats = speculate(target, make_drafter(target), prompt, num_assistant_tokens=5, **TURN)
-    alone = target.generate(prompt, **TURN)
-    assert sum(stats.accepted_per_round) > 0
-    for i, (ours, theirs) in enumerate(zip(output.past_key_values.layers, alone.past_key_values.layers, strict=True)):
-        assert type(ours) is type(theirs)
-        assert ours.get_seq_length() == theirs.get_seq_length() == output.sequences.shape[1] - 1
-        # of a window, a layer may keep more than it will look at
-        shared = min(ours.keys.shape[-2], theirs.keys.shape[-2])
-        assert_close(f"keys of layer {i}", ours.keys[:, :, -shared:], theirs.keys[:, :, -shared:], TARGET_FORWARD)
-        assert_close(f"values of layer {i}", ours.values[:, :, -shared:], theirs.values[:, :, -shared:], TARGET_FORWARD)
-
-
-@pytest.mark.parametrize("eos", [2, 10, 6, 8])
-def test_the_cache_ends_before_the_token_at_which_generation_stopped(target, drafter, prompt, eos):
-    output, _ = speculate(target, drafter, prompt, num_assistant_tokens=5, eos_token_id=eos, **TURN)
-    assert output.sequences[0, -1] == eos
-    assert output.past_key_values.get_seq_length() == output.sequences.shape[1] - 1
-
-
-def test_a_cache_of_the_callers_own_is_filled(target, drafter, prompt):
-    past = DynamicCache(config=target.config)
-    speculate(target, drafter, prompt, past_key_values=past, max_new_tokens=9, do_sample=False, num_assistant_tokens=5)
-    assert past.get_seq_length() == prompt.shape[1] + 8
 
 
 def test_all_but_one_token_of_the_prompt_may_be_cached(target, drafter, prompt):

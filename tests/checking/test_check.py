@@ -12,6 +12,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, LlamaConfig, LlamaForCausalLM, PreTrainedConfig
 
 from eagle31_hf import Eagle31Config, Eagle31DrafterModel, demo
+from eagle31_hf.cache_names import cache_in
 from eagle31_hf.checking import check_target, trial
 from eagle31_hf.checking.check import CAPABILITIES, tiny_layer_ids
 from eagle31_hf.checking.drafters import check_drafter
@@ -260,9 +261,10 @@ def test_code_of_a_repository_is_named_and_not_run(tmp_path):
 class Homemade(LlamaForCausalLM):
     """As code of a repository may be: not of transformers, and wrong over several tokens at once past the prompt."""
 
-    def forward(self, input_ids=None, past_key_values=None, **kwargs):
-        out = super().forward(input_ids=input_ids, past_key_values=past_key_values, **kwargs)
-        is_wrong = past_key_values is not None and past_key_values.get_seq_length() > input_ids.shape[1] > 1
+    def forward(self, input_ids=None, **kwargs):
+        out = super().forward(input_ids=input_ids, **kwargs)
+        cache = cache_in(kwargs)
+        is_wrong = cache is not None and cache.get_seq_length() > input_ids.shape[1] > 1
         out.logits = out.logits.roll(1, -1) if is_wrong else out.logits
         return out
 

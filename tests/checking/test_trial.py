@@ -7,6 +7,7 @@ from observers import noting
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, OpenAIGPTConfig, XLMConfig
 
+from eagle31_hf.cache_names import cache_in
 from eagle31_hf.checking import check_target, trial
 from eagle31_hf.generation.sequences import Sequences
 from eagle31_hf.generation.tree import DraftTokens
@@ -41,9 +42,10 @@ def test_the_two_samples_are_drafted_differently():
 class Leaking(LlamaForCausalLM):
     """What it says of a token depends on the draft after it."""
 
-    def forward(self, input_ids=None, past_key_values=None, **kwargs):
-        out = super().forward(input_ids=input_ids, past_key_values=past_key_values, **kwargs)
-        is_verifying = past_key_values is not None and past_key_values.get_seq_length() > input_ids.shape[1] > 1
+    def forward(self, input_ids=None, **kwargs):
+        out = super().forward(input_ids=input_ids, **kwargs)
+        cache = cache_in(kwargs)
+        is_verifying = cache is not None and cache.get_seq_length() > input_ids.shape[1] > 1
         out.logits = out.logits.roll(int(input_ids[0, 1]), -1) if is_verifying else out.logits
         return out
 

@@ -103,7 +103,7 @@ class EndsWith(Idle):
 
     def __call__(self, input_ids: Tensor, scores, **kwargs) -> Tensor:
         super().__call__(input_ids, scores)
-        return input_ids[:, -1] == self.tokens
+        return input_ids[:, -1] == self.tokens[: len(input_ids)]
 
 
 class Notebook(LogitsProcessor):

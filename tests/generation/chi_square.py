@@ -26,3 +26,10 @@ def critical_value(df: int, cases: int = 1, alpha: float = ALPHA) -> float:
     """What a correct sampler exceeds with chance `alpha / cases` (Wilson and Hilferty, 1931: right within 1%)."""
     z = NormalDist().inv_cdf(1 - alpha / cases)
     return df * (1 - 2 / (9 * df) + z * (2 / (9 * df)) ** 0.5) ** 3
+
+
+def follows(counts: Tensor, probabilities: Tensor, cases: int) -> bool:
+    """Returns whether counts are what a correct sampler may well give, one of so many that are tested."""
+    value, df = statistic(counts, probabilities)
+    assert df > 2 or value == float("inf"), "too few cells are likely for a test"
+    return value < critical_value(df, cases)

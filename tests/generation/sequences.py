@@ -17,12 +17,13 @@ def small_target() -> PreTrainedModel:
     return build_target(vocab_size=V, num_hidden_layers=2, initializer_range=0.3)
 
 
-def small_drafter(target: PreTrainedModel) -> Eagle31DrafterModel:
-    """Of random weights and without one of the tokens: q is far from p, so that many drafts are rejected."""
+def small_drafter(target: PreTrainedModel, draft_vocab_size: int = V - 1) -> Eagle31DrafterModel:
+    """Of random weights and, by default, without one of the tokens: q is far from p, so that many drafts are
+    rejected."""
     torch.manual_seed(0)
     config = Eagle31Config(
         vocab_size=V,
-        draft_vocab_size=V - 1,
+        draft_vocab_size=draft_vocab_size,
         hidden_size=36,
         intermediate_size=40,
         num_attention_heads=2,
@@ -31,7 +32,8 @@ def small_drafter(target: PreTrainedModel) -> Eagle31DrafterModel:
         initializer_range=0.2,
     )
     drafter = Eagle31DrafterModel(config).eval()
-    drafter.set_draft_vocabulary(torch.tensor([3, 0, 1]))
+    if draft_vocab_size < V:
+        drafter.set_draft_vocabulary(torch.tensor([3, 0, 1]))
     drafter.load_target_embeddings(target)
     return drafter
 
@@ -46,12 +48,16 @@ def texts_after(prompt: list[int], length: int) -> Tensor:
 
 
 @torch.no_grad()
+def next_tokens(target: PreTrainedModel, prompt: list[int], processors: list, length: int) -> list[Tensor]:
+    """The target alone: at [n] the distributions (V ** n, V) of the token after every continuation of n tokens."""
+    texts = [texts_after(prompt, n) for n in range(length)]
+    return [LogitsProcessorList(processors)(ids, target(ids).logits[:, -1]).double().softmax(-1) for ids in texts]
+
+
 def likelihoods(target: PreTrainedModel, prompt: list[int], processors: list, length: int) -> Tensor:
     """The distribution (V ** length,) of whole continuations."""
     probabilities = torch.ones(1, dtype=torch.double)
-    for n in range(length):
-        texts = texts_after(prompt, n)
-        p = LogitsProcessorList(processors)(texts, target(texts).logits[:, -1]).double().softmax(-1)
+    for p in next_tokens(target, prompt, processors, length):
         probabilities = (probabilities[:, None] * p).flatten()
     return probabilities
 

@@ -1,15 +1,19 @@
-"""Sampling a batch: every sequence is distributed as the target alone would have it, independently of the others, and
-depends on the seed, the target and its own text only.
+"""Sampling with noise that belongs to the slots of a text, as all batches and trees do: the text is, token for token,
+the one that the target alone draws with that noise, which is independent from sequence to sequence and slot to slot. So
+it is distributed as the target's own, and depends on the seed, the target and its own text only.
 
 B sequences, V target vocabulary.
 """
 
+from itertools import combinations
+
 import pytest
 import torch
 from batches import FOREIGN, Idle, alone, keeps_step, known_prompts, left_padded, mixed_prompts, together
-from chi_square import critical_value, statistic
+from chi_square import follows
 from close import assert_close
 from conftest import VOCAB
+from draftings import CHAIN, TREE, tree_of
 from sequences import V, likelihoods, numbers, small_drafter, small_target
 from transformers import (
     LogitsProcessor,
@@ -22,12 +26,10 @@ from transformers import (
 )
 
 from eagle31_hf.generation.noise import Noise
-from eagle31_hf.generation.rejection_sampler import RejectionSampler, Walk
+from eagle31_hf.generation.rejection_sampler import RejectionSampler
 
 LENGTH, SEED = 20, 5
 SAMPLED = {"max_new_tokens": LENGTH, "do_sample": True, "top_k": 0}
-CHAIN = {"num_assistant_tokens": 4}
-TREE = {"num_assistant_tokens": 4, "draft_tree_top_k": 3, "draft_tree_total_tokens": 12}
 DRAFTINGS = {
     "chain": CHAIN,
     "chain_1": {"num_assistant_tokens": 1},
@@ -128,12 +130,31 @@ def test_keeping_step_does_not_matter(target, drafter, eos, drafting):
     assert not drafting or max(stats.accepted_per_round) >= 1
 
 
-@pytest.mark.parametrize("drafting", [TREE, {}], ids=["tree", "auto"])
-def test_one_sequence(target, drafter, drafting):
-    """Not so chains of a given length, which are sampled by rejection."""
+class Follows(LogitsProcessor):
+    """A processor no drafter follows: what it favours depends on the last token and the length."""
+
+    def __call__(self, input_ids, scores):
+        favoured = (input_ids[:, -1:] + input_ids.shape[1]) % VOCAB
+        return scores.scatter_add(1, favoured, torch.full(favoured.shape, 1.5))
+
+
+UNKNOWN = {"unknown": ([Follows()], {"logits_processor": LogitsProcessorList([Follows()])})}
+OF_ONE = {  # for one sequence, chains of a given length are sampled by rejection
+    "tree": TREE,
+    "wide_tree": tree_of(11, 60, 3),
+    "auto": {},
+}
+
+
+@pytest.mark.parametrize(("processors", "kwargs"), (PROCESSORS | UNKNOWN).values(), ids=PROCESSORS | UNKNOWN)
+@pytest.mark.parametrize("drafting", OF_ONE.values(), ids=OF_ONE)
+def test_one_sequence(target, drafter, processors, kwargs, drafting):
+    accepted = 0
     for prompts in (known_prompts(target, 9), [FOREIGN[1]]):
-        output, _ = drawn(target, drafter, prompts, **drafting)
-        assert_close("text", output, drawn_alone(target, prompts))
+        output, stats = drawn(target, drafter, prompts, **kwargs, **drafting)
+        assert_close("text", output, drawn_alone(target, prompts, processors))
+        accepted += sum(stats.accepted_per_round)
+    assert accepted > 0 or not drafting
 
 
 @pytest.mark.parametrize("place", [0, 2])
@@ -157,12 +178,6 @@ def test_neighbours_do_not_matter(target, drafter, place, drafting):
     assert ends[0] > 5
 
 
-def test_places_matter(target, drafter):
-    """The same prompt, the same round: other texts."""
-    output, _ = drawn(target, drafter, known_prompts(target, 9) * 4, **CHAIN)
-    assert len({tuple(text) for text in output.tolist()}) == 4
-
-
 @each_drafting
 def test_repeated_prompts(target, drafter, drafting):
     """`num_return_sequences` is a batch of the same prompt, each with a text of its own."""
@@ -174,18 +189,12 @@ def test_repeated_prompts(target, drafter, drafting):
     assert len(stats.sequences) == 6
 
 
-@each_drafting
-def test_seeds(target, drafter, drafting):
+def test_other_seeds_and_later_calls_give_other_texts(target, drafter):
     prompts = mixed_prompts(target)
-    texts = [drawn(target, drafter, prompts, seed, **drafting)[0].tolist() for seed in (1, 2, 1)]
-    assert texts[0] == texts[2]
-    assert all(one != two for one, two in zip(texts[0], texts[1], strict=True))
-
-
-def test_calls_after_a_seed_differ(target, drafter):
-    first, _ = drawn(target, drafter, mixed_prompts(target), **CHAIN)
-    second, _ = together(target, drafter, mixed_prompts(target), **SAMPLED, **CHAIN)
-    assert not first.equal(second)
+    texts = [drawn(target, drafter, prompts, seed, **CHAIN)[0].tolist() for seed in (1, 2)]
+    texts.append(together(target, drafter, prompts, **SAMPLED, **CHAIN)[0].tolist())
+    for one, other in combinations(texts, 2):
+        assert all(mine != theirs for mine, theirs in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize("num_sequences", [1, 4])
@@ -210,7 +219,7 @@ def test_greedy_takes_nothing_from_the_global_generator(target, drafter):
     assert torch.get_rng_state().equal(before)
 
 
-# --- how texts are distributed ---
+# --- how the noise is distributed ---
 
 # of different lengths, so that prompts are padded; the first has no token that can be drafted
 PROMPTS = ([2, 2, 2], [3, 3, 1, 0, 2], [1])
@@ -224,20 +233,19 @@ def small():
 
 
 def sampled(small, copies=COPIES, prompts=PROMPTS[:1], **kwargs):
-    """Numbers (prompts, copies) of the continuations drawn in one batch, and the statistics."""
+    """Counts (prompts, V ** COUNTED) of the continuations drawn in one batch, their numbers (prompts, copies), and the
+    statistics."""
     repeated = [prompt for prompt in prompts for _ in range(copies)]
     torch.manual_seed(0)
     output, stats = together(*small, repeated, 0, pad_token_id=0, **SAMPLED | {"max_new_tokens": COUNTED + 2} | kwargs)
     start = max(map(len, prompts))
-    return numbers(output[:, start : start + COUNTED]).unflatten(0, (len(prompts), copies)), stats
+    found = numbers(output[:, start : start + COUNTED]).unflatten(0, (len(prompts), copies))
+    return torch.stack([torch.bincount(one, minlength=V**COUNTED) for one in found]), found, stats
 
 
-def deviation(found, probabilities) -> tuple[float, int]:
-    return statistic(torch.bincount(found, minlength=len(probabilities)), probabilities)
-
-
-SMALL_TREE = {"num_assistant_tokens": 3, "draft_tree_top_k": 2, "draft_tree_total_tokens": 7}
-EVERYTHING = {"num_assistant_tokens": 2, "draft_tree_top_k": 4, "draft_tree_total_tokens": 21}
+SMALL_CHAIN = {"num_assistant_tokens": 3}
+SMALL_TREE = tree_of(2, 7, 3)
+EVERYTHING = tree_of(4, 21, 2)
 WARPERS = [
     RepetitionPenaltyLogitsProcessor(1.8),
     TemperatureLogitsWarper(0.7),
@@ -247,60 +255,39 @@ WARPERS = [
 WARPED = {"logits_processor": LogitsProcessorList(WARPERS[:1]), "temperature": 0.7, "top_k": 3, "top_p": 0.9}
 # along the path: what it does to a draft depends on the drafts before
 PENALTY = [RepetitionPenaltyLogitsProcessor(6.0)]
-PENALIZED = {"logits_processor": LogitsProcessorList(PENALTY)}
 CASES = {  # what the target alone would do, how generate is asked for it
-    "chain": ([], {"num_assistant_tokens": 3}),
-    "chain_1": ([], {"num_assistant_tokens": 1}),
+    "chain": ([], SMALL_CHAIN),
     "tree": ([], SMALL_TREE),
-    "tree_of_everything": ([], EVERYTHING),
-    "auto": ([], {}),
     "warpers-tree": (WARPERS, WARPED | SMALL_TREE),
-    "penalty-tree": (PENALTY, PENALIZED | EVERYTHING),
+    "penalty-tree": (PENALTY, {"logits_processor": LogitsProcessorList(PENALTY)} | EVERYTHING),
 }
-NUM_TESTS = len(CASES) + 6  # comparisons with chance
+NUM_TESTS = len(CASES) + 4  # comparisons with chance
 
 
 @pytest.mark.parametrize(("processors", "kwargs"), CASES.values(), ids=CASES)
 def test_sequences_are_distributed_as_the_target_alone_would(small, processors, kwargs):
-    found, stats = sampled(small, **kwargs)
-    value, df = deviation(found[0], likelihoods(small[0], PROMPTS[0], processors, COUNTED))
-    assert df >= 4, "too few continuations are likely for a test"
-    assert value < critical_value(df, NUM_TESTS)
-    assert "num_assistant_tokens" not in kwargs or sum(stats.accepted_per_round) > COPIES / 2
+    counts, _, stats = sampled(small, **kwargs)
+    assert follows(counts[0], likelihoods(small[0], PROMPTS[0], processors, COUNTED), NUM_TESTS)
+    assert sum(stats.accepted_per_round) > COPIES / 2
 
 
-@pytest.mark.parametrize("kwargs", [{"num_assistant_tokens": 3}, SMALL_TREE], ids=["chain", "tree"])
-def test_different_prompts(small, kwargs):
-    found, _ = sampled(small, 600, PROMPTS, **kwargs)
-    for numbers_found, prompt in zip(found, PROMPTS, strict=True):
-        value, df = deviation(numbers_found, likelihoods(small[0], prompt, [], COUNTED))
-        assert value < critical_value(df, NUM_TESTS)
+def test_different_prompts(small):
+    for counts, prompt in zip(sampled(small, 600, PROMPTS, **SMALL_TREE)[0], PROMPTS, strict=True):
+        assert follows(counts, likelihoods(small[0], prompt, [], COUNTED), NUM_TESTS)
 
 
-def test_repeated_prompts_are_distributed_so_too(small):
-    torch.manual_seed(0)
-    kwargs = {"num_return_sequences": COPIES, "num_assistant_tokens": 3} | SAMPLED | {"max_new_tokens": COUNTED + 2}
-    output, _ = together(*small, PROMPTS[:1], pad_token_id=0, **kwargs)
-    found = numbers(output[:, len(PROMPTS[0]) :][:, :COUNTED])
-    value, df = deviation(found, likelihoods(small[0], PROMPTS[0], [], COUNTED))
-    assert value < critical_value(df, NUM_TESTS)
-
-
-def neighbours_joint(found, target) -> tuple[float, int]:
-    """Sequences 2i and 2i + 1 (as many pairs as there are) against the product of their distributions; two tokens of
-    each."""
-    p = likelihoods(target, PROMPTS[0], [], 2)
+def neighbours_are_independent(small) -> bool:
+    """Whether sequences 2i and 2i + 1, as many pairs as there are copies, follow the product of their distributions; by
+    two tokens of each."""
+    found = sampled(small, 2 * COPIES, **SMALL_CHAIN)[1]
+    p = likelihoods(small[0], PROMPTS[0], [], 2)
     pairs = found[0].div(V ** (COUNTED - 2), rounding_mode="floor").unflatten(0, (-1, 2))
-    return deviation(pairs[:, 0] * V**2 + pairs[:, 1], (p[:, None] * p).flatten())
+    counts = torch.bincount(pairs[:, 0] * V**2 + pairs[:, 1], minlength=V**4)
+    return follows(counts, (p[:, None] * p).flatten(), NUM_TESTS)
 
 
-@pytest.mark.parametrize("kwargs", [{"num_assistant_tokens": 3}, SMALL_TREE], ids=["chain", "tree"])
-def test_sequences_are_independent(small, kwargs):
-    value, df = neighbours_joint(sampled(small, 2 * COPIES, **kwargs)[0], small[0])
-    assert value < critical_value(df, NUM_TESTS)
-
-
-# --- what these tests see ---
+def test_sequences_are_independent(small):
+    assert neighbours_are_independent(small)
 
 
 def shared_between_two(self, *args, original=Noise.__init__, **kwargs):
@@ -319,89 +306,12 @@ def reused(self, b, original=Noise.gumbel):
     return held[b]
 
 
-def walk(choose, context_of=lambda prefix, context: context):
-    """`RejectionSampler._walk` with another choice of the token, or other texts for the processors."""
-
-    def _walk(self, b, children, spoiled, choices, ends):
-        prefix, so_far = choices.prefixes[b], Walk([], [0], [])
-        while True:
-            node = so_far.path[-1]
-            context = torch.cat((prefix, prefix.new_tensor([so_far.tokens], dtype=prefix.dtype)), dim=1)
-            scores = choices.processors[b](context_of(prefix, context), choices.logits[b, node : node + 1])
-            token = choose(self.noise, b, context.shape[1], scores, children[node])
-            so_far.tokens.append(token)
-            so_far.path += [children[node][token]] if token in children[node] else []
-            if ends.after(b, so_far.tokens, []) or so_far.path[-1] == node:
-                return so_far
-
-    return _walk
-
-
-def honest(noise, b, slot, scores, children):
-    return int(noise.pick(b, slot, scores))
-
-
-def redrawn_when_rejected(noise, b, slot, scores, children):
-    token = honest(noise, b, slot, scores, children)
-    return token if token in children or not children else int((scores + noise.gumbel(b)).argmax())
-
-
-def draft_among_the_two_best(noise, b, slot, scores, children):
-    best = (scores + noise.of_slot(b, slot)).topk(2).indices[0].tolist()
-    return next((token for token in best if token in children), best[0])
-
-
-MUTATIONS = {
-    "reused-chain": (Noise, "gumbel", reused, [], {"num_assistant_tokens": 3}),
-    "reused-tree": (Noise, "gumbel", reused, [], SMALL_TREE),
-    "redrawn_when_rejected-chain": (
-        RejectionSampler,
-        "_walk",
-        walk(redrawn_when_rejected),
-        [],
-        {"num_assistant_tokens": 3},
-    ),
-    "redrawn_when_rejected-tree": (RejectionSampler, "_walk", walk(redrawn_when_rejected), [], SMALL_TREE),
-    "draft_among_the_two_best": (
-        RejectionSampler,
-        "_walk",
-        walk(draft_among_the_two_best),
-        [],
-        {"num_assistant_tokens": 3},
-    ),
-    "only_the_committed_prefix": (
-        RejectionSampler,
-        "_walk",
-        walk(honest, lambda prefix, context: prefix),
-        PENALTY,
-        PENALIZED | EVERYTHING,
-    ),
-    "a_token_behind": (
-        RejectionSampler,
-        "_walk",
-        walk(honest, lambda prefix, context: context[:, :-1]),
-        PENALTY,
-        PENALIZED | SMALL_TREE,
-    ),
-}
-
-
-@pytest.mark.parametrize(("owner", "name", "mutation", "processors", "kwargs"), MUTATIONS.values(), ids=MUTATIONS)
-def test_the_test_sees_other_distributions(small, monkeypatch, owner, name, mutation, processors, kwargs):
-    monkeypatch.setattr(owner, name, mutation)
-    value, df = deviation(sampled(small, **kwargs)[0][0], likelihoods(small[0], PROMPTS[0], processors, COUNTED))
-    assert value > critical_value(df, NUM_TESTS)
-
-
-def test_the_copy_of_the_walk_is_right(small, monkeypatch):
-    """What the mutations are made of samples correctly by itself."""
-    expected, _ = sampled(small, 100, **SMALL_TREE)
-    monkeypatch.setattr(RejectionSampler, "_walk", walk(honest))
-    assert_close("texts", sampled(small, 100, **SMALL_TREE)[0], expected)
+@pytest.mark.parametrize("kwargs", [SMALL_CHAIN, SMALL_TREE], ids=["chain", "tree"])
+def test_the_test_sees_noise_that_serves_twice(small, monkeypatch, kwargs):
+    monkeypatch.setattr(Noise, "gumbel", reused)
+    assert not follows(sampled(small, **kwargs)[0][0], likelihoods(small[0], PROMPTS[0], [], COUNTED), NUM_TESTS)
 
 
 def test_the_test_of_independence_sees_shared_noise(small, monkeypatch):
     monkeypatch.setattr(Noise, "__init__", shared_between_two)
-    found, _ = sampled(small, 2 * COPIES, num_assistant_tokens=3)
-    value, df = neighbours_joint(found, small[0])
-    assert value > critical_value(df, NUM_TESTS)
+    assert not neighbours_are_independent(small)

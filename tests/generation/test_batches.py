@@ -19,17 +19,13 @@ from batches import (
 )
 from close import TARGET_FORWARD, assert_close
 from conftest import TARGETS, VOCAB, build_drafter, build_target
-from observers import Puts, num_hooks
+from draftings import CHAIN, PER_SEQUENCE, TREE
+from draftings import CHAIN_OR_TREE as DRAFTINGS
+from observers import Puts
 from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
-
-import eagle31_hf
-from eagle31_hf import track_acceptance
 
 LENGTH = 20
 GREEDY = {"max_new_tokens": LENGTH, "do_sample": False}
-CHAIN = {"num_assistant_tokens": 4}
-TREE = {"num_assistant_tokens": 4, "draft_tree_top_k": 3, "draft_tree_total_tokens": 12}
-DRAFTINGS = {"chain": CHAIN, "tree": TREE}
 
 each_drafting = pytest.mark.parametrize("drafting", DRAFTINGS.values(), ids=DRAFTINGS)
 # it may draft nothing, or much
@@ -131,60 +127,13 @@ def test_padding_that_is_not_on_the_left(make_target, make_drafter, kind, mask, 
     assert_close("text", output, target.generate(ids, **kwargs))
 
 
-@pytest.mark.parametrize(
-    "kwargs",
-    [{"token_type_ids": [[0, 0, 0, 3, 1], [2, 2, 1, 1, 4]]}, {"position_ids": [[2, 3, 4, 5, 6], [0, 1, 2, 9, 10]]}],
-    ids=lambda kwargs: next(iter(kwargs)),
-)
-@each_drafting
-def test_inputs_that_grow_with_the_text(make_target, make_drafter, kwargs, drafting):
-    """Every new token of a sequence is of the type of its last one, at the next position."""
-    target = make_target("gpt2")
-    ids, kwargs = (
-        torch.tensor([*known_prompts(target, 5), [7, 7, 1, 2, 9]]),
-        {name: torch.tensor(value) for name, value in kwargs.items()},
-    )
-    output = target.generate(ids, assistant_model=make_drafter(target), **drafting, **kwargs, **GREEDY)
-    assert_close("text", output, target.generate(ids, **kwargs, **GREEDY))
-
-
 @each_drafting
 def test_positions_a_model_works_out_from_the_mask(drafting):
     target = build_other("opt")
     check(target, build_drafter(target), mixed_prompts(target), **drafting)
 
 
-def test_custom_generate_is_the_same(target, drafter):
-    ids, mask = left_padded(mixed_prompts(target))
-    kwargs = {"attention_mask": mask, "pad_token_id": PAD} | GREEDY | CHAIN
-    with track_acceptance() as stats:
-        output = target.generate(ids, custom_generate=drafter.decode, **kwargs)
-    expected, expected_stats = together(target, drafter, mixed_prompts(target), **GREEDY | CHAIN)
-    assert_close("text", output, expected)
-    assert stats.accepted_per_round == expected_stats.accepted_per_round
-
-
-PROCESSORS = {
-    "repetition_penalty": {"repetition_penalty": 1.4},
-    "no_repeat_ngram": {"no_repeat_ngram_size": 2},
-    "bad_words": {"bad_words_ids": [[10], [2, 7], [8, 8]]},
-    "min_new_tokens": {"eos_token_id": 10, "min_new_tokens": 9},
-    "min_length": {"eos_token_id": 10, "min_length": 16},
-    "sequence_bias": {"sequence_bias": [[[2], -1.5], [[7, 10], 4.0]]},
-    "suppress": {"suppress_tokens": [2], "begin_suppress_tokens": [7]},
-    "forced_eos": {"forced_eos_token_id": 4, "eos_token_id": 4},
-    "decay": {"exponential_decay_length_penalty": (4, 1.3), "eos_token_id": 3},
-    "all": {
-        "no_repeat_ngram_size": 3,
-        "bad_words_ids": [[7]],
-        "eos_token_id": 4,
-        "min_new_tokens": 12,
-        "renormalize_logits": True,
-    },
-}
-
-
-@pytest.mark.parametrize("kwargs", PROCESSORS.values(), ids=PROCESSORS)
+@pytest.mark.parametrize("kwargs", PER_SEQUENCE.values(), ids=PER_SEQUENCE)
 @each_drafting
 def test_processors_of_sequences(target, drafter, kwargs, drafting):
     """They see each sequence's own text, whatever the length of the others."""
@@ -302,7 +251,7 @@ def test_a_table_of_positions_that_ends_with_the_text(drafting):
     )
 
 
-@pytest.mark.parametrize("drafting", [CHAIN, TREE], ids=DRAFTINGS)
+@each_drafting
 def test_a_static_cache_that_ends_with_the_text(target, drafter, drafting):
     check(target, drafter, mixed_prompts(target), cache_implementation="static", **drafting)
 
@@ -439,61 +388,38 @@ def test_outputs_are_those_of_plain_generate(make_target, make_drafter, kind, eo
         assert_close(name, getattr(output, name), getattr(expected, name), TARGET_FORWARD)
 
 
-@pytest.mark.parametrize("eos", [None, 7, 3, 1, 10], ids=lambda eos: f"eos_{eos}")
-@pytest.mark.parametrize("same", [True, False], ids=["same_prompts", "different_prompts"])
-def test_a_processor_with_state_is_called_as_plain_generate_calls_it(target, drafter, eos, same):
-    """Every prefix of the batch once, those of sequences that have ended padded."""
-    prompts = known_prompts(target, 8, 8) if same else known_prompts(target, 5, 9, 11)
-    ours, theirs = Notebook(strength=0.1), Notebook(strength=0.1)
-    stats = check_calls(
-        target,
-        drafter,
-        prompts,
-        ours,
-        theirs,
-        {"eos_token_id": eos},
-        lambda one: {"logits_processor": LogitsProcessorList([one])},
-    )
-    assert eos is not None or sum(stats.accepted_per_round) > 0
+def processor(one) -> dict:
+    return {"logits_processor": LogitsProcessorList([one])}
 
 
-@pytest.mark.parametrize("eos", [None, 7, 3], ids=lambda eos: f"eos_{eos}")
-@pytest.mark.parametrize("same", [True, False], ids=["same_prompts", "different_prompts"])
-def test_a_criterion_is_called_as_plain_generate_calls_it(target, drafter, eos, same):
-    prompts = known_prompts(target, 8, 8) if same else known_prompts(target, 5, 9, 11)
-    ours, theirs = (EndsWith([10, 2, 5][: len(prompts)]) for _ in range(2))
-    check_calls(
-        target,
-        drafter,
-        prompts,
-        ours,
-        theirs,
-        {"eos_token_id": eos},
-        lambda one: {"stopping_criteria": StoppingCriteriaList([one])},
-    )
+def criterion(one) -> dict:
+    return {"stopping_criteria": StoppingCriteriaList([one])}
 
 
-@pytest.mark.parametrize("eos", [None, 7, 3], ids=lambda eos: f"eos_{eos}")
-def test_a_processor_beside_a_criterion_that_ends_sequences(target, drafter, eos):
+def beside_a_criterion(one) -> dict:
     """A sequence that a criterion ends goes on as padding where there is an EOS: no processor may have seen it go on
     otherwise."""
-    prompts = known_prompts(target, 8, 8)
-    ours, theirs = Notebook(strength=0.1), Notebook(strength=0.1)
-
-    def given(one):
-        return {
-            "logits_processor": LogitsProcessorList([one]),
-            "stopping_criteria": StoppingCriteriaList([EndsWith([10, 2])]),
-        }
-
-    check_calls(target, drafter, prompts, ours, theirs, {"eos_token_id": eos}, given)
+    return processor(one) | criterion(EndsWith([10, 2, 5]))
 
 
-def check_calls(target, drafter, prompts, ours, theirs, kwargs, given):
-    output, stats = together(target, drafter, prompts, **GREEDY, **CHAIN, **kwargs, **given(ours))
-    assert_close("text", output, alone(target, prompts, **GREEDY, **kwargs, **given(theirs)))
+CALLED = {  # what is called, and how generate is given it
+    "processor": (lambda: Notebook(strength=0.1), processor),
+    "criterion": (lambda: EndsWith([10, 2, 5]), criterion),
+    "processor_beside_a_criterion": (lambda: Notebook(strength=0.1), beside_a_criterion),
+}
+
+
+@pytest.mark.parametrize("eos", [None, 7, 3, 1, 10], ids=lambda eos: f"eos_{eos}")
+@pytest.mark.parametrize("same", [True, False], ids=["same_prompts", "different_prompts"])
+@pytest.mark.parametrize(("make", "given"), CALLED.values(), ids=CALLED)
+def test_what_keeps_state_is_called_as_plain_generate_calls_it(target, drafter, eos, same, make, given):
+    """With every prefix of the batch once, those of sequences that have ended padded."""
+    prompts = known_prompts(target, 8, 8) if same else known_prompts(target, 5, 9, 11)
+    ours, theirs = make(), make()
+    output, stats = together(target, drafter, prompts, eos_token_id=eos, **GREEDY, **CHAIN, **given(ours))
+    assert_close("text", output, alone(target, prompts, eos_token_id=eos, **GREEDY, **given(theirs)))
     assert ours.texts == theirs.texts
-    return stats
+    assert eos is not None or given is not processor or sum(stats.accepted_per_round) > 0
 
 
 def test_prefix_allowed_tokens_fn_is_told_which_sequence(target, drafter):
@@ -570,13 +496,3 @@ def test_statistics_of_sequences_add_up(target, drafter, drafting, step):
         )
         assert sum(one.accepted_per_position) == sum(one.accepted_per_round)
     assert "by sequence: " in stats.summary()
-
-
-def test_leaves_nothing_behind(target, drafter):
-    for kwargs in (CHAIN, TREE, {"stopping_criteria": StoppingCriteriaList([Idle()])}):
-        first, stats = together(target, drafter, mixed_prompts(target), **GREEDY, **CHAIN | kwargs)
-        again, stats_again = together(target, drafter, mixed_prompts(target), **GREEDY, **CHAIN | kwargs)
-        assert_close("text", again, first)
-        assert stats_again.accepted_per_round == stats.accepted_per_round
-    assert num_hooks(target) == 0
-    assert eagle31_hf.AcceptanceStats().sequences == []

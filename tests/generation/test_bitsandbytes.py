@@ -6,6 +6,7 @@ import logging
 import pytest
 import torch
 from conftest import PROMPT, build_drafter, build_target
+from draftings import CHAIN_OR_TREE as PLANS
 from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 from transformers.utils import ModelOutput
@@ -34,10 +35,6 @@ EIGHT_BITS = {
     "int8 with outliers": {"load_in_8bit": True},  # by the threshold that is the default
 }
 KINDS = FOUR_BITS | EIGHT_BITS
-PLANS = {
-    "chain": {"num_assistant_tokens": 4},
-    "tree": {"num_assistant_tokens": 4, "draft_tree_top_k": 3, "draft_tree_total_tokens": 10},
-}
 SEAMS = {"eager": None, "as tensors": Uncaptured()}
 LENGTH = 24
 ALLOWED = 2.0  # times what the target's logits move by themselves: each of two tokens may have moved the other way

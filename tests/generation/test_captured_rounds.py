@@ -41,6 +41,8 @@ EAGER = {
     "GLM-MoE-DSA (sparse)": "layers",
     "LFM2": "layers",
 }
+if Version(transformers.__version__) >= Version("5.24"):  # they attend by its common interface
+    del EAGER["GPT-J"], EAGER["CodeGen"]
 if Version(transformers.__version__) < Version("5.23"):  # sdpa leaves out the softcap there, and the probe sees it
     EAGER |= dict.fromkeys(("Gemma2, window, softcap", "VaultGemma, window, softcap"), "arena")
 FAMILIES_TRIED = [name for name, family in FAMILIES.items() if REFUSED not in (family.chain, family.tree)]

@@ -1,16 +1,19 @@
 """The generator of drafts, also in transformers' own assisted loop: a second opinion on this library's."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from close import FORWARD, assert_close
 from conftest import TARGETS, VOCAB
+from draftings import CHAIN_OR_TREE
 from observers import num_hooks, speculate
 from proposers import build_proposer, states_for, unread
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper
 
 from eagle31_hf import Eagle31CandidateGenerator
-from eagle31_hf.generation.planning.plan import Plan
 from eagle31_hf.generation.proposer import Proposer
+from eagle31_hf.generation.rejection_sampler import RejectionSampler
 from eagle31_hf.reports.rivals import drafting_by
 from eagle31_hf.targets.layers import target_states
 
@@ -73,36 +76,51 @@ STARTS = {"plain": (lambda target, prompt: {}, 0), "cached": (cached_by, 3), "pa
 
 
 @pytest.fixture
-def proposals(monkeypatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The first sequence's text and the drafts after it, of every round."""
+def proposals(monkeypatch) -> list[tuple]:
+    """The first sequence's text, the plan, and the drafts after it, of every round."""
     noted, original = [], Proposer.propose
 
     def propose(self, unread, prefixes, plan):
         drafts = original(self, unread, prefixes, plan)
-        noted.append((prefixes[0], drafts.ids))
+        noted.append((prefixes[0], plan, drafts))
         return drafts
 
     monkeypatch.setattr(Proposer, "propose", propose)
     return noted
 
 
+@pytest.mark.parametrize("drafting", CHAIN_OR_TREE)
 @pytest.mark.parametrize("name", ["eagle31", "two_layers", "window_4"])
 @pytest.mark.parametrize(("start", "first"), STARTS.values(), ids=STARTS)
 @torch.no_grad()
-def test_drafts_follow_from_the_committed_text_alone(target, make_drafter, prompt, proposals, start, first, name):
-    """Round by round the same drafts as from a fresh proposer that reads the states of the whole text at once."""
-    drafter, kwargs = make_drafter(target, name), start(target, prompt)
-    greedy = {"max_new_tokens": LENGTH, "do_sample": False, "pad_token_id": 0}
-    speculate(target, drafter, prompt, num_assistant_tokens=3, **greedy, **kwargs)
+def test_drafts_follow_from_the_committed_text_alone(
+    target, make_drafter, prompt, proposals, start, first, name, drafting
+):
+    """Round by round the same drafts as from a fresh proposer that reads the states of the whole text at once,
+    whichever nodes of the verifying forwards held them."""
+    drafter, kwargs, moved = make_drafter(target, name), start(target, prompt), []
+    accept = RejectionSampler.accept
+
+    def noted(*args):
+        accepted = accept(*args)
+        moved.append(accepted.paths[0] != list(range(len(accepted.paths[0]))))
+        return accepted
+
+    with patch.object(RejectionSampler, "accept", noted):
+        greedy = {"max_new_tokens": LENGTH, "do_sample": False, "pad_token_id": 0}
+        speculate(target, drafter, prompt, **CHAIN_OR_TREE[drafting], **greedy, **kwargs)
     assert len(proposals) > 3
+    assert any(moved) == (drafting == "tree"), "the path always led: nothing was to be moved"
     num_padding = first if "attention_mask" in kwargs else 0
-    for text, drafts in list(proposals):
+    for text, plan, drafts in list(proposals):
         unpadded = text[:, num_padding:]
         states = states_for(target, drafter, unpadded[:, :-1])
         fresh = build_proposer(drafter, first_position=first - num_padding)
         whole = unread(unpadded, states, first - num_padding, unpadded.shape[1] - 1)
-        expected = fresh.propose(whole, [text], Plan(drafts.shape[1])).ids
-        assert_close(f"drafts after {text.tolist()}", drafts, expected)
+        expected = fresh.propose(whole, [text], plan)
+        for part in ("ids", "parents"):
+            found = getattr(drafts, part)
+            assert_close(f"{part} of drafts after {text.tolist()}", found, getattr(expected, part))
 
 
 def test_the_first_call_drafts_nothing_and_no_draft_reaches_past_the_end(target, drafter, prompt):

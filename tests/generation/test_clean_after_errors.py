@@ -3,7 +3,6 @@
 import pytest
 import torch
 from close import assert_close
-from conftest import REREADS_IN_CHUNKS, greedy_text
 from draftings import CACHES, DRAFTINGS, steady_clock
 from observers import InterruptError, Puts, num_hooks
 from torch import Tensor
@@ -164,70 +163,3 @@ def test_the_callers_cache_has_its_layers_again(make_target, make_drafter, promp
     for layer, held in zip(past.layers, keys, strict=True):
         if not layer.is_sliding:
             assert_close("keys of the first tokens", layer.keys[:, :, :3], held)
-
-
-class Remembering(Fuse):
-    """And keeps the text it was shown last."""
-
-    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
-        self.text = ids.clone()
-        return super().__call__(ids, scores)
-
-
-@pytest.mark.parametrize("way", [*DRAFTINGS, None])
-@pytest.mark.parametrize("kind", ["qwen3", "mistral_window_8"])
-def test_a_conversation_goes_on_after_an_interruption(make_target, make_drafter, prompt, kind, way):
-    """With the text so far and the cache as it is: what was drafted when it was interrupted was never said."""
-    target, past = make_target(kind), DynamicCache(config=make_target(kind).config)
-    drafter, judge = make_drafter(target), Remembering(9, KeyboardInterrupt, lambda ids, scores: scores)
-    knobs = {} if way is None else {"assistant_model": drafter, **DRAFTINGS[way]}
-    with steady_clock(target, drafter), pytest.raises(KeyboardInterrupt):
-        target.generate(
-            prompt,
-            past_key_values=past,
-            logits_processor=LogitsProcessorList([judge]),
-            max_new_tokens=LENGTH,
-            do_sample=False,
-            **knobs,
-        )
-    assert_close("text so far", judge.text, greedy_text(target)[:, :13])
-    assert past.get_seq_length() <= 13, "the cache holds what was not said"
-    more = torch.cat((judge.text, torch.tensor([[4, 9, 1]])), dim=1)
-    expected = target.generate(more, max_new_tokens=9, do_sample=False)
-    assert_close("next turn", target.generate(more, past_key_values=past, max_new_tokens=9, do_sample=False), expected)
-
-
-@pytest.mark.parametrize("call", range(1, 8))
-@pytest.mark.parametrize("chunk", [None, 3, 4, 9])
-@pytest.mark.parametrize("num_cached", [0, 3, 10])
-@pytest.mark.parametrize("kind", ["mistral_window_8", "gemma3_window_8"])
-def test_layers_agree_after_the_target_failed(make_target, make_drafter, kind, num_cached, chunk, call):
-    """A prompt longer than the window: layers that have read it have given up what came before, the others have not
-    seen it."""
-    if num_cached and chunk and REREADS_IN_CHUNKS:
-        pytest.skip("transformers itself then runs the cached tokens once more")
-    target = make_target(kind)
-    drafter, text, past = make_drafter(target), greedy_text(target), DynamicCache(config=make_target(kind).config)
-    if num_cached:
-        target(text[:, :num_cached], past_key_values=past)
-    failing_generate(
-        target,
-        drafter,
-        text[:, :19],
-        "target",
-        call,
-        past_key_values=past,
-        prefill_chunk_size=chunk,
-        **DRAFTINGS["chain"],
-    )
-    length = past.get_seq_length()
-    assert {layer.get_seq_length() for layer in past.layers} == {length}
-    assert length == num_cached or length >= 19
-    fresh = DynamicCache(config=target.config)
-    if length:
-        target(text[:, :length], past_key_values=fresh)
-    ours, expected = (
-        target.generate(text[:, : length + 1], past_key_values=cache, max_new_tokens=9, do_sample=False)
-        for cache in (past, fresh)
-    )
-    assert_close("text from there, and from a cache that has just read as much", ours, expected)

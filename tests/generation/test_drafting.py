@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from close import FORWARD, assert_close
+from close import FORWARD, TARGET_FORWARD, assert_close
 from conftest import KNOWN_TOKENS, VOCAB, greedy_text
 from proposers import build_proposer, propose, states_for, unread
 from transformers import NoBadWordsLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper
@@ -50,23 +50,27 @@ def test_its_own_speculation_is_forgotten(target, make_drafter, text, states, na
         assert_close("keys and values", layer.held(seen), fresh_layer.held(seen), FORWARD)
 
 
+PLANS = {"chain_1": Plan(1), "chain_6": Plan(6), "tree": Plan(6, 3, 3, 20)}
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("depth", [1, 6])
-def test_sequences_are_drafted_for_as_if_alone(target, make_drafter, text, states, name, attention, depth):
-    """Sequences of which different numbers of tokens have been read, round after round; chains that are longer than the
+@pytest.mark.parametrize("name", [*NAMES, "norm_before_fc", "mla"])
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_sequences_are_drafted_for_as_if_alone(target, make_drafter, text, states, name, attention, plan):
+    """Sequences of which different numbers of tokens have been read, round after round; drafts that are longer than the
     window, too."""
     drafter = make_drafter(target, name, attention)
     together, alone, ends = start(drafter, num_sequences=3), [start(drafter) for _ in range(3)], [0, 0, 0]
     for counts in ([9, 5, 2], [1, 4, 1], [2, 2, 2], [3, 1, 2]):
         begins, ends = ends, [end + count for end, count in zip(ends, counts, strict=True)]
         parts = [unread(text, states, *span) for span in zip(begins, ends, strict=True)]
-        drafts = together.propose(padded(parts), [text[:, : end + 1] for end in ends], Plan(depth))
-        expected = [
-            propose(one, text, states, *span, Plan(depth)).ids for one, *span in zip(alone, begins, ends, strict=True)
-        ]
-        assert_close(f"drafts after {ends}", drafts.ids, torch.cat(expected))
+        drafts = together.propose(padded(parts), [text[:, : end + 1] for end in ends], plan)
+        expected = [propose(one, text, states, *span, plan) for one, *span in zip(alone, begins, ends, strict=True)]
+        for b, each in enumerate(expected):
+            for part in ("ids", "parents", "log_probs") if plan.is_scored else ("ids",):
+                found, tolerance = getattr(drafts, part)[b : b + 1], TARGET_FORWARD if part == "log_probs" else 0.0
+                assert_close(f"{part} of sequence {b} after {ends}", found, getattr(each, part), tolerance)
         assert together.runner.lengths.host == ends
 
 
@@ -117,22 +121,6 @@ def test_proposes_what_the_model_says_without_a_cache(target, make_drafter, text
             position_ids=torch.tensor([[9 + i]]),
             past_key_values=out.past_key_values,
         )
-
-
-def test_keeps_the_cache_clean_when_the_drafter_fails(target, drafter, text, states, monkeypatch):
-    proposer, calls = start(drafter), []
-    draw = proposer.sampler.draw
-
-    def fail_at_the_third(*args):
-        calls.append(args)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return draw(*args)
-
-    monkeypatch.setattr(proposer.sampler, "draw", fail_at_the_third)
-    with pytest.raises(KeyboardInterrupt):
-        propose(proposer, text, states, 0, 9, Plan(5))
-    assert proposer.runner.past_key_values.get_seq_length() == 9
 
 
 @pytest.mark.parametrize("name", ["eagle31", "pruned", "padded_vocabulary"])

@@ -5,6 +5,7 @@ import pytest
 import torch
 from close import FORWARD, assert_close
 from conftest import greedy_text
+from draftings import CHAIN_OR_TREE as DRAFTINGS
 from factories import VARIANTS, build, inputs
 from families import padded
 
@@ -16,10 +17,6 @@ from eagle31_hf.generation.captured.seam import Uncaptured, seams
 from eagle31_hf.targets.fused import why_not_fused
 from eagle31_hf.targets.masks import spans_of
 
-DRAFTINGS = {
-    "chain": {"num_assistant_tokens": 4},
-    "tree": {"num_assistant_tokens": 4, "draft_tree_top_k": 3, "draft_tree_total_tokens": 10},
-}
 TARGETS = {
     "llama": ("llama", {"num_hidden_layers": 4}),
     "llama with biases": ("llama", {"num_hidden_layers": 4, "attention_bias": True, "mlp_bias": True}),

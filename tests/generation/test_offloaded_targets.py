@@ -6,6 +6,7 @@ import pytest
 import torch
 from close import assert_close
 from conftest import WIDTH, build_drafter, build_target
+from draftings import DRAFTINGS
 from observers import speculate
 
 from eagle31_hf import Eagle31DrafterModel, upgrade_to_eagle31
@@ -14,11 +15,6 @@ from eagle31_hf.training.store import parts_of
 from eagle31_hf.training.target import TargetReader
 
 GREEDY = {"max_new_tokens": 16, "do_sample": False}
-DRAFTING = {
-    "chain": {"num_assistant_tokens": 4},
-    "tree": {"num_assistant_tokens": 4, "draft_tree_top_k": 2},
-    "auto": {},
-}
 BY_LAYER = {"model.layers": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
 OFFLOADS = {
     "cpu": lambda target, folder: accelerate.cpu_offload(target, execution_device="cpu"),
@@ -54,10 +50,10 @@ def test_the_text_is_the_targets(offloaded, how, name):
     target, drafter, prompt, expected = offloaded(how, name)
     assert any(weight.is_meta for weight in target.parameters())
     own = build_target()
-    for drafting in DRAFTING.values():
+    for drafting in DRAFTINGS.values():
         output, stats = speculate(target, drafter, prompt, **GREEDY, **drafting)
         assert_close("text", output, expected)
-        if "num_assistant_tokens" in drafting:  # what is drafted does not depend on where the target's tables lie
+        if drafting is not DRAFTINGS["auto"]:  # what is drafted does not depend on where the target's tables lie
             _, same = speculate(own, drafter, prompt, **GREEDY, **drafting)
             assert stats.accepted_per_round == same.accepted_per_round
     assert drafter.get_input_embeddings() is not None
@@ -67,7 +63,7 @@ def test_the_text_is_the_targets(offloaded, how, name):
 @pytest.mark.parametrize("how", ["cpu", "embedding_on_disk"])
 def test_a_tied_embedding(offloaded, how):
     target, drafter, prompt, expected = offloaded(how, "target_head", tie_word_embeddings=True)
-    for drafting in DRAFTING.values():
+    for drafting in DRAFTINGS.values():
         assert_close("text", speculate(target, drafter, prompt, **GREEDY, **drafting)[0], expected)
 
 
@@ -76,15 +72,15 @@ def test_rows_of_a_scaled_table_stay_unscaled(offloaded):
     target, drafter, prompt, expected = offloaded("cpu", kind="gemma3_window_8")
     drafter.load_target_embeddings(target)
     assert_close("rows", drafter.embed(prompt), whole.get_input_embeddings().weight[prompt])
-    assert_close("text", speculate(target, drafter, prompt, **GREEDY, **DRAFTING["chain"])[0], expected)
+    assert_close("text", speculate(target, drafter, prompt, **GREEDY, **DRAFTINGS["chain"])[0], expected)
 
 
 def test_an_offloaded_drafter(make_target, prompt, tmp_path):
     target = make_target()
     drafter, expected = build_drafter(target), target.generate(prompt, **GREEDY)
-    _, same = speculate(target, drafter, prompt, **GREEDY, **DRAFTING["tree"])
+    _, same = speculate(target, drafter, prompt, **GREEDY, **DRAFTINGS["tree"])
     accelerate.cpu_offload(drafter, execution_device="cpu")
-    output, stats = speculate(target, drafter, prompt, **GREEDY, **DRAFTING["tree"])
+    output, stats = speculate(target, drafter, prompt, **GREEDY, **DRAFTINGS["tree"])
     assert_close("text", output, expected)
     assert stats.accepted_per_round == same.accepted_per_round
 

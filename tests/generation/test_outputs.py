@@ -4,29 +4,40 @@ import pytest
 import torch
 from close import TARGET_FORWARD, assert_close
 from conftest import REREADS_IN_CHUNKS, TARGETS, greedy_text
+from draftings import TREE
 from families import build_drafter, build_target
 from observers import Countdown, speculate
 from transformers import LogitsProcessor, StaticCache, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from eagle31_hf.acceptance import TREES
+
 FIELDS = ("scores", "logits", "hidden_states", "attentions")
-ASKED = {"return_dict_in_generate": True} | {f"output_{name}": True for name in FIELDS}
 LENGTH = 17
 
 
+CHAIN = {"num_assistant_tokens": 5}
+DRAFTED = {  # how drafts are asked for, and which fields; those of a tree's nodes are not the sequence's
+    "chain": (CHAIN, FIELDS),
+    "tree": (TREE, ("scores", "logits")),
+    "chain_for_a_tree": (TREE, FIELDS),
+}
+
+
 @pytest.mark.parametrize("stop", [None, 7], ids=["length", "inside_a_burst"])
+@pytest.mark.parametrize(("drafting", "fields"), DRAFTED.values(), ids=DRAFTED)
 @pytest.mark.parametrize("kind", TARGETS)
-def test_greedy_outputs_equal_those_of_plain_generate(make_target, make_drafter, prompt, kind, stop):
+def test_greedy_outputs_equal_those_of_plain_generate(make_target, make_drafter, prompt, kind, drafting, fields, stop):
     target = make_target(kind, "eager")  # the implementation that returns attentions
-    kwargs = {"max_new_tokens": LENGTH, "do_sample": False, "repetition_penalty": 1.1} | ASKED
+    kwargs = {"max_new_tokens": LENGTH, "do_sample": False, "repetition_penalty": 1.1, "return_dict_in_generate": True}
+    kwargs |= {f"output_{name}": True for name in fields}
     ours, alone = (
         {} if stop is None else {"stopping_criteria": StoppingCriteriaList([Countdown(stop)])} for _ in range(2)
     )
-    output, stats = speculate(
-        target, make_drafter(target, "eagle31", "eager"), prompt, num_assistant_tokens=5, **kwargs, **ours
-    )
+    output, stats = speculate(target, make_drafter(target, "eagle31", "eager"), prompt, **drafting, **kwargs, **ours)
     expected = target.generate(prompt, **kwargs, **alone)
     assert max(stats.accepted_per_round) >= 1
+    assert bool(stats.kinds[TREES]) == (fields != FIELDS)
     assert type(output) is type(expected) is GenerateDecoderOnlyOutput
     assert_close("sequences", output.sequences, expected.sequences)
     for name in FIELDS:

@@ -7,6 +7,8 @@ import json
 import pytest
 import torch
 from conftest import PROMPT, build_drafter, build_target
+from draftings import CHAIN, TREE
+from draftings import CHAIN_OR_TREE as PLANS
 from recorded import Recorded
 
 from eagle31_hf import AcceptanceStats, Eagle31DrafterModel, demo, track_acceptance
@@ -16,9 +18,6 @@ from eagle31_hf.generation.captured.kept import fingerprint
 from eagle31_hf.generation.captured.seam import Uncaptured, seams
 from eagle31_hf.quantized import KINDS
 
-CHAIN = {"num_assistant_tokens": 4}
-TREE = {"num_assistant_tokens": 4, "draft_tree_top_k": 3, "draft_tree_total_tokens": 10}
-PLANS = {"chain": CHAIN, "tree": TREE}
 SEAMS = {"eager": None, "as tensors": Uncaptured()}
 SAMPLED = {"do_sample": True, "top_k": 7, "temperature": 0.8}
 DRAFTERS = ("eagle31", "pruned", "two_layers", "target_head", "mla")

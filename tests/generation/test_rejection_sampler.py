@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from chi_square import critical_value, statistic
+from chi_square import follows
 from close import assert_close
 from observers import Diary
 from torch import Tensor
@@ -369,15 +369,13 @@ def sampled():
 
 @pytest.mark.usefixtures("chooses_at_once")
 def test_sampled_drafts_leave_the_distribution_as_it_is():
-    value, df = statistic(emitted(sampled, Q.log(), DRAWS), P)
-    assert value < critical_value(df, cases=6)
+    assert follows(emitted(sampled, Q.log(), DRAWS), P, cases=6)
 
 
 @pytest.mark.usefixtures("chooses_at_once")
 @pytest.mark.parametrize("is_coupled", [False, True], ids=["fresh", "coupled"])
 def test_drafts_without_a_distribution_leave_it_as_it_is(is_coupled):
-    value, df = statistic(emitted(lambda: torch.tensor([[2]]), None, DRAWS // 4, is_coupled), P)
-    assert value < critical_value(df, cases=6)
+    assert follows(emitted(lambda: torch.tensor([[2]]), None, DRAWS // 4, is_coupled), P, cases=6)
 
 
 BIASED = {
@@ -390,8 +388,7 @@ BIASED = {
 @pytest.mark.usefixtures("chooses_at_once")
 @pytest.mark.parametrize(("draft_of", "q_logits"), BIASED.values(), ids=BIASED)
 def test_the_test_sees_a_wrong_q(draft_of, q_logits):
-    value, df = statistic(emitted(draft_of, q_logits, DRAWS // 2), P)
-    assert value > critical_value(df, cases=6)
+    assert not follows(emitted(draft_of, q_logits, DRAWS // 2), P, cases=6)
 
 
 @pytest.mark.usefixtures("chooses_at_once")

@@ -1,19 +1,15 @@
-"""Sampling with a drafter is sampling from the target alone: chi-square over whole sequences, since errors hide in
-marginals.
+"""Sampling a chain by rejection is sampling from the target alone: chi-square over whole sequences, since errors hide
+in marginals. Where noise belongs to the slots of a text, `test_batch_sampling.py` shows it token by token.
 
-V target vocabulary, K drafted tokens.
+V target vocabulary.
 """
-
-import functools
-import itertools
 
 import pytest
 import torch
-from chi_square import critical_value, statistic
-from close import assert_close
-from conftest import build_target
-from observers import Diary, speculate
+from chi_square import critical_value, follows
+from observers import speculate
 from proposers import build_proposer, propose
+from sequences import V, likelihoods, next_tokens, numbers, small_drafter, small_target, texts_after
 from torch import Tensor
 from transformers import (
     LogitsProcessorList,
@@ -26,7 +22,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from eagle31_hf import Eagle31Config, Eagle31DrafterModel, Eagle31DrafterOutput
+from eagle31_hf import Eagle31DrafterModel, Eagle31DrafterOutput
 from eagle31_hf.generation.draft_sampler import DraftSampler
 from eagle31_hf.generation.noise import Noise
 from eagle31_hf.generation.planning.plan import Plan
@@ -35,45 +31,20 @@ from eagle31_hf.generation.sequences import Sequences
 from eagle31_hf.generation.stopping import Ends, Stopping
 from eagle31_hf.targets.layers import target_states
 
-V, LENGTH, DRAWS = 4, 3, 3000
-PROMPT = torch.tensor([[0, 2, 1]])
+LENGTH, DRAWS = 3, 3000
+PROMPT = [0, 2, 1]
+IDS = torch.tensor([PROMPT])
 
 
 @pytest.fixture(scope="module")
 def target():
-    return build_target(vocab_size=V, num_hidden_layers=2, initializer_range=0.3)
+    return small_target()
 
 
 @pytest.fixture(scope="module")
 def drafters(target):
-    """Full and pruned draft vocabularies, with random weights: q is far from p, so that many drafts are rejected."""
-    fields = {
-        "vocab_size": V, "hidden_size": 36, "intermediate_size": 40, "num_attention_heads": 2, "num_key_value_heads": 1,
-        "aux_hidden_state_layer_ids": [0, 2], "initializer_range": 0.2,
-    }  # fmt: skip
-    torch.manual_seed(0)
-    full, pruned = (Eagle31DrafterModel(Eagle31Config(**fields, draft_vocab_size=size)).eval() for size in (V, V - 1))
-    pruned.set_draft_vocabulary(torch.tensor([3, 0, 1]))
-    for drafter in (full, pruned):
-        drafter.load_target_embeddings(target)
-    return {"full": full, "pruned": pruned}
-
-
-def texts_after(length: int) -> Tensor:
-    """PROMPT and every continuation of `length` tokens, in the order of their numbers in base V: (V ** length, ...)."""
-    continuations = torch.tensor(list(itertools.product(range(V), repeat=length)), dtype=torch.long)
-    return torch.cat((PROMPT.expand(V**length, -1), continuations), dim=1)
-
-
-def number(tokens: list[int]) -> int:
-    """The index of a continuation in `texts_after`."""
-    return functools.reduce(lambda index, token: index * V + token, tokens, 0)
-
-
-@torch.no_grad()
-def exact(target, processors) -> list[Tensor]:
-    """The target alone: at [n] the distributions (V ** n, V) of the token after every continuation of n tokens."""
-    return [processors(texts_after(n), target(texts_after(n)).logits[:, -1]).softmax(-1) for n in range(LENGTH)]
+    """Full and pruned draft vocabularies."""
+    return {"full": small_drafter(target, V), "pruned": small_drafter(target)}
 
 
 class Remembered:
@@ -94,7 +65,7 @@ class Remembered:
     def run(self, path) -> Eagle31DrafterOutput:
         out = self.forward(**self.first, use_cache=True)
         for i, token in enumerate(path):
-            position = torch.tensor([[PROMPT.shape[1] - 1 + i]])
+            position = torch.tensor([[len(PROMPT) - 1 + i]])
             state = out.last_hidden_state[:, -1:]
             out = self.forward(
                 torch.tensor([[token]]), hidden_states=state, position_ids=position, past_key_values=out.past_key_values
@@ -103,36 +74,28 @@ class Remembered:
 
 
 @torch.inference_mode()
-def drawn(target, drafter, processors, depth: int, monkeypatch, threshold: float = 0.0, draws: int = DRAWS) -> Tensor:
+def drawn(target, drafter, processors: list, depth: int, monkeypatch, threshold: float = 0.0) -> Tensor:
     """Counts by continuation of LENGTH tokens: one round of drafting and verifying, completed by the target alone."""
-    states, _ = target_states(target, PROMPT, drafter.config.aux_hidden_state_layer_ids)
-    target_logits = target(texts_after(depth)).logits[:, PROMPT.shape[1] - 1 :]
+    states, _ = target_states(target, IDS, drafter.config.aux_hidden_state_layer_ids)
+    target_logits = target(texts_after(PROMPT, depth)).logits[:, len(PROMPT) - 1 :]
     monkeypatch.setattr(drafter, "forward", Remembered(drafter), raising=False)
-    next_token, counts = exact(target, processors), torch.zeros(V**LENGTH)
+    next_token, counts = next_tokens(target, PROMPT, processors, LENGTH), torch.zeros(V**LENGTH)
     torch.manual_seed(0)
     noise = Noise(1, V, torch.device("cpu"), is_coupled=False)
-    sampler = RejectionSampler(processors, noise)
-    for _ in range(draws):
+    sampler = RejectionSampler(LogitsProcessorList(processors), noise)
+    for _ in range(DRAWS):
         proposer = build_proposer(drafter, processors, noise, threshold, vocab_size=V)
-        drafts = propose(proposer, PROMPT, states, 0, PROMPT.shape[1] - 1, Plan(depth))
+        drafts = propose(proposer, IDS, states, 0, len(PROMPT) - 1, Plan(depth))
         assert drafts.logits is not None, "drafts were not verified by rejection sampling"
-        drafted, sequences = drafts.ids[0].tolist(), Sequences(PROMPT, 0)
-        text = number(drafted + [0] * (depth - len(drafted)))
-        logits = target_logits[text : text + 1, : drafts.num_nodes].clone()
+        drafted, sequences = drafts.ids[0].tolist(), Sequences(IDS, 0)
+        text = numbers(torch.tensor([drafted + [0] * (depth - len(drafted))]))
         ends = Ends(Stopping(StoppingCriteriaList(), max_length=99), sequences)
-        tokens = sampler.accept(sequences, drafts, logits, ends).tokens[0]
+        tokens = sampler.accept(sequences, drafts, target_logits[text, : drafts.num_nodes].clone(), ends).tokens[0]
         while len(tokens) < LENGTH:
-            tokens.append(int(torch.multinomial(next_token[len(tokens)][number(tokens)], 1)))
-        counts[number(tokens[:LENGTH])] += 1
+            p = next_token[len(tokens)][numbers(torch.tensor([tokens]))]
+            tokens.append(int(torch.multinomial(p, 1)))
+        counts[numbers(torch.tensor([tokens[:LENGTH]]))] += 1
     return counts
-
-
-def joint(next_token: list[Tensor]) -> Tensor:
-    """The distribution (V ** LENGTH,) of whole continuations."""
-    probabilities = torch.ones(1)
-    for p in next_token:
-        probabilities = (probabilities[:, None] * p).flatten()
-    return probabilities
 
 
 class Follows:
@@ -154,17 +117,15 @@ CASES = {  # processors, depth, drafter, confidence threshold
     "unknown_processor-confidence-3": ([Follows()], 3, "full", 0.3),
     "pruned-3": ([], 3, "pruned", 0.0),
 }
+NUM_TESTS = len(CASES) + 1
 
 
 @pytest.mark.parametrize(("processors", "depth", "name", "threshold"), CASES.values(), ids=CASES)
 def test_sequences_are_distributed_as_the_target_alone_would(
     target, drafters, monkeypatch, processors, depth, name, threshold
 ):
-    processors = LogitsProcessorList(processors)
     counts = drawn(target, drafters[name], processors, depth, monkeypatch, threshold)
-    value, df = statistic(counts, joint(exact(target, processors)))
-    assert df >= 4, "too few continuations are likely for a test"
-    assert value < critical_value(df, len(CASES) + 1)
+    assert follows(counts, likelihoods(target, PROMPT, processors, LENGTH), NUM_TESTS)
 
 
 def argmax_with_softmax_logits(sampler, *args):
@@ -198,62 +159,22 @@ def test_the_test_sees_drafts_that_are_not_drawn_or_rejected_as_they_should(
     target, drafters, monkeypatch, owner, name, replacement, processors
 ):
     monkeypatch.setattr(owner, name, replacement)
-    processors = LogitsProcessorList(processors)
-    value, df = statistic(drawn(target, drafters["full"], processors, 2, monkeypatch), joint(exact(target, processors)))
-    assert value > critical_value(df, len(CASES) + 1)
+    counts = drawn(target, drafters["full"], processors, 2, monkeypatch)
+    assert not follows(counts, likelihoods(target, PROMPT, processors, LENGTH), NUM_TESTS)
 
 
 def test_generate_itself(target, drafters):
     """The same through the whole loop: the last two of three tokens come from one chain or two."""
-    processors = LogitsProcessorList(
-        [RepetitionPenaltyLogitsProcessor(1.2), TemperatureLogitsWarper(0.9), TopPLogitsWarper(0.95)]
-    )
+    processors = [RepetitionPenaltyLogitsProcessor(1.2), TemperatureLogitsWarper(0.9), TopPLogitsWarper(0.95)]
     kwargs = {"do_sample": True, "repetition_penalty": 1.2, "temperature": 0.9, "top_p": 0.95, "top_k": 0}
     counts = torch.zeros(V**LENGTH)
     torch.manual_seed(0)
     for _ in range(400):
         output, _ = speculate(
-            target, drafters["pruned"], PROMPT, max_new_tokens=LENGTH + 1, num_assistant_tokens=2, **kwargs
+            target, drafters["pruned"], IDS, max_new_tokens=LENGTH + 1, num_assistant_tokens=2, **kwargs
         )
-        counts[number(output[0, PROMPT.shape[1] :].tolist()[:LENGTH])] += 1
-    value, df = statistic(counts, joint(exact(target, processors)))
-    assert value < critical_value(df, len(CASES) + 1)
-
-
-@pytest.mark.parametrize("kwargs", [{}, {"temperature": 0.7, "top_p": 0.9}], ids=["plain", "warpers"])
-def test_judging_all_drafts_at_once_does_not_matter(target, drafters, monkeypatch, kwargs):
-    """As where it saves waits for a GPU."""
-    asked = {"max_new_tokens": 40, "do_sample": True, "top_k": 0, "eos_token_id": 3, "num_assistant_tokens": 4} | kwargs
-    texts, accepted = [], []
-    for at_once in (False, True):
-        monkeypatch.setattr(RejectionSampler, "saves_waits", lambda self, logits, at_once=at_once: at_once)
-        torch.manual_seed(0)
-        outputs = [speculate(target, drafters["full"], PROMPT, **asked) for _ in range(12)]
-        texts.append([output for output, _ in outputs])
-        accepted.append([stats.accepted_per_round for _, stats in outputs])
-    assert_close("texts", *texts)
-    assert accepted[0] == accepted[1]
-    assert {0, 1, 2} <= {count for counts in accepted[0] for count in counts}
-
-
-def test_a_processor_with_state_is_sampled_from_too(target, drafters):
-    """Not in distribution but call by call: every token has a chance under the scores its own prefix was given."""
-    torch.manual_seed(0)
-    output, stats = speculate(
-        target,
-        drafters["full"],
-        PROMPT,
-        max_new_tokens=40,
-        do_sample=True,
-        top_k=2,
-        logits_processor=LogitsProcessorList([Diary(V)]),
-        num_assistant_tokens=5,
-        return_dict_in_generate=True,
-        output_scores=True,
-    )
-    tokens = output.sequences[0, PROMPT.shape[1] :]
-    assert all(scores[0, token] > float("-inf") for scores, token in zip(output.scores, tokens, strict=True))
-    assert sum(stats.accepted_per_round) > 0
+        counts[numbers(output[:, len(PROMPT) :][:, :LENGTH])] += 1
+    assert follows(counts, likelihoods(target, PROMPT, processors, LENGTH), NUM_TESTS)
 
 
 @pytest.mark.parametrize(("df", "alpha", "expected"), [(1, 0.05, 3.841), (10, 1e-3, 29.588), (63, 1e-4, 111.0)])

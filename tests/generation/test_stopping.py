@@ -4,7 +4,7 @@ import pytest
 import torch
 from close import assert_close
 from conftest import greedy_text
-from draftings import DRAFTINGS
+from draftings import DRAFTINGS, tree_of
 from observers import Countdown, Diary, speculate
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
@@ -12,7 +12,13 @@ from transformers.generation.streamers import BaseStreamer
 LENGTH = 24
 GREEDY = {"max_new_tokens": LENGTH, "do_sample": False}
 DRAFTED = GREEDY | {"num_assistant_tokens": 5}
-DEPTHS = [3, 7]  # bursts begin and end elsewhere
+BURSTS = {  # that begin and end elsewhere
+    "chain_3": {"num_assistant_tokens": 3},
+    "chain_7": {"num_assistant_tokens": 7},
+    "tree_4": tree_of(3, 16, 4),
+    "tree_7": tree_of(10, 60, 7),
+}
+each_burst = pytest.mark.parametrize("drafting", BURSTS.values(), ids=BURSTS)
 
 
 @pytest.fixture
@@ -21,76 +27,69 @@ def target(make_target):
     return make_target("mistral_window_8")
 
 
-def check(target, drafter, prompt, depth, **kwargs):
-    """The same text as the target alone; returns how many tokens that is."""
-    output, stats = speculate(target, drafter, prompt, num_assistant_tokens=depth, **GREEDY, **kwargs)
-    assert_close("text", output, target.generate(prompt, **GREEDY, **kwargs))
-    assert stats.generated_tokens == output.shape[1] - prompt.shape[1]
+def check(target, drafter, prompt, drafting, **kwargs):
+    """The same text as the target alone, and a cache of all of it but its last token; returns how many tokens that
+    is."""
+    kwargs |= {"return_dict_in_generate": True}
+    output, stats = speculate(target, drafter, prompt, **drafting, **GREEDY, **kwargs)
+    assert_close("text", output.sequences, target.generate(prompt, **GREEDY, **kwargs).sequences)
+    assert output.past_key_values.get_seq_length() == output.sequences.shape[1] - 1
+    assert stats.generated_tokens == output.sequences.shape[1] - prompt.shape[1]
     return stats.generated_tokens
 
 
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_eos_at_every_offset(target, drafter, prompt, depth):
+@each_burst
+@pytest.mark.parametrize("processors", [{}, {"repetition_penalty": 1.0001}], ids=["plain", "processed"])
+def test_eos_at_every_offset(target, drafter, prompt, drafting, processors):
     text = greedy_text(target)[0, prompt.shape[1] :][:LENGTH].tolist()
-    offsets = [check(target, drafter, prompt, depth, eos_token_id=eos) - 1 for eos in range(11)]
+    offsets = [check(target, drafter, prompt, drafting, eos_token_id=eos, **processors) - 1 for eos in range(11)]
     assert offsets == [text.index(eos) if eos in text else LENGTH - 1 for eos in range(11)]
 
 
 @pytest.mark.parametrize(("eos", "count"), [([10, 4], 8), ([4, 6, 5], 5), ([6, 9], 12)])
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_eos_lists(target, drafter, prompt, depth, eos, count):
-    assert check(target, drafter, prompt, depth, eos_token_id=eos) == count
+@each_burst
+def test_eos_lists(target, drafter, prompt, drafting, eos, count):
+    assert check(target, drafter, prompt, drafting, eos_token_id=eos) == count
 
 
-def test_eos_in_a_sampled_text(target, drafter, prompt):
+@each_burst
+def test_eos_in_a_sampled_text(target, drafter, prompt, drafting):
     torch.manual_seed(0)
-    for _ in range(25):
-        output, _ = speculate(
-            target,
-            drafter,
-            prompt,
-            max_new_tokens=LENGTH,
-            do_sample=True,
-            top_k=0,
-            eos_token_id=[7, 4],
-            num_assistant_tokens=5,
-        )
+    kwargs = {"max_new_tokens": LENGTH, "do_sample": True, "top_k": 0, "eos_token_id": [7, 4]} | drafting
+    for _ in range(12):
+        output, _ = speculate(target, drafter, prompt, **kwargs)
         new = output[0, prompt.shape[1] :].tolist()
         assert not {7, 4} & set(new[:-1]), "went on after the end"
         assert new[-1] in (7, 4) or len(new) == LENGTH
 
 
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_stop_strings_at_every_offset(target, drafter, prompt, tokenizer, depth):
+@each_burst
+def test_stop_strings_at_every_offset(target, drafter, prompt, tokenizer, drafting):
     letters = tokenizer.decode(greedy_text(target)[0])
     for end in range(prompt.shape[1] + 1, prompt.shape[1] + 14):
         strings = ["zz", letters[end - 3 : end]]  # three tokens, of which the first may be the prompt's
-        count = check(target, drafter, prompt, depth, stop_strings=strings, tokenizer=tokenizer)
+        count = check(target, drafter, prompt, drafting, stop_strings=strings, tokenizer=tokenizer)
         assert count == max(letters.find(strings[1]) + 3 - prompt.shape[1], 1)
 
 
-@pytest.mark.parametrize("count", range(1, 14))
-def test_a_custom_criterion_is_shown_every_text_once(target, drafter, prompt, count):
-    ours, alone = Countdown(count), Countdown(count)
-    output, _ = speculate(
-        target, drafter, prompt, num_assistant_tokens=6, stopping_criteria=StoppingCriteriaList([ours]), **GREEDY
-    )
-    assert_close("text", output, target.generate(prompt, stopping_criteria=StoppingCriteriaList([alone]), **GREEDY))
-    assert ours.texts == alone.texts
-    assert len(ours.texts) == count
+@each_burst
+def test_a_custom_criterion_is_shown_every_text_once(target, drafter, prompt, drafting):
+    for count in range(1, 14):
+        shown = [Countdown(count), Countdown(count)]
+        texts = [
+            target.generate(prompt, stopping_criteria=StoppingCriteriaList([one]), **GREEDY, **assistant)
+            for one, assistant in zip(shown, ({"assistant_model": drafter, **drafting}, {}), strict=True)
+        ]
+        assert_close("text", *texts)
+        assert shown[0].texts == shown[1].texts
+        assert len(shown[0].texts) == count
 
 
 def test_criteria_together_with_eos_and_length(target, drafter, prompt):
     for eos, count, length, expected in ((4, 20, 20, 8), (4, 6, 20, 6), (4, 20, 3, 3)):
         kwargs = {"eos_token_id": eos, "max_new_tokens": length, "do_sample": False}
-        output, _ = speculate(
-            target,
-            drafter,
-            prompt,
-            stopping_criteria=StoppingCriteriaList([Countdown(count)]),
-            **kwargs,
-            num_assistant_tokens=5,
-        )
+        criteria = StoppingCriteriaList([Countdown(count)])
+        output, _ = speculate(target, drafter, prompt, stopping_criteria=criteria, num_assistant_tokens=5, **kwargs)
         assert output.shape[1] - prompt.shape[1] == expected
 
 
@@ -116,7 +115,7 @@ def test_a_criterion_gets_the_scores_plain_generate_gives_it(target, drafter, pr
 
 
 def test_max_time_ends_after_the_first_token(target, drafter, prompt):
-    assert check(target, drafter, prompt, 5, max_time=1e-9) == 1
+    assert check(target, drafter, prompt, BURSTS["chain_7"], max_time=1e-9) == 1
 
 
 def test_max_time_ends_inside_a_burst(target, drafter, prompt, monkeypatch):

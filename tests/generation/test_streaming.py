@@ -4,6 +4,7 @@ from threading import Thread
 
 import pytest
 import torch
+from draftings import tree_of
 from observers import Countdown, Puts, speculate
 from transformers import StoppingCriteriaList, TextIteratorStreamer, TextStreamer
 
@@ -17,10 +18,11 @@ ENDS = {
 }
 
 
+@pytest.mark.parametrize("drafting", [{"num_assistant_tokens": 7}, tree_of(4, 30, 6)], ids=["chain", "tree"])
 @pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
-def test_the_same_calls_as_plain_generate(target, drafter, prompt, end):
+def test_the_same_calls_as_plain_generate(target, drafter, prompt, end, drafting):
     ours, alone = Puts(), Puts()
-    _, stats = speculate(target, drafter, prompt, streamer=ours, num_assistant_tokens=7, **GREEDY | end())
+    _, stats = speculate(target, drafter, prompt, streamer=ours, **drafting, **GREEDY | end())
     target.generate(prompt, streamer=alone, **GREEDY | end())
     assert ours.calls == alone.calls
     assert ours.calls[0][0] == prompt.shape

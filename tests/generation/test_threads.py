@@ -3,6 +3,7 @@
 import pytest
 from at_once import PROMPTS, at_once
 from close import assert_close
+from draftings import tree_of
 from observers import num_hooks, speculate
 
 from eagle31_hf import track_acceptance
@@ -11,12 +12,13 @@ GREEDY = {"max_new_tokens": 20, "do_sample": False}
 DRAFTED = GREEDY | {"num_assistant_tokens": 5}
 
 
-@pytest.mark.parametrize("name", ["eagle31", "pruned", "target_head"])
-def test_every_thread_gets_its_own_text_and_statistics(target, make_drafter, name):
+@pytest.mark.parametrize("drafting", [DRAFTED, GREEDY | tree_of(3, 16, 4)], ids=["chain", "tree"])
+@pytest.mark.parametrize("name", ["eagle31", "pruned", "target_head", "window_4"])
+def test_every_thread_gets_its_own_text_and_statistics(target, make_drafter, name, drafting):
     drafter = make_drafter(target, name)
-    expected = [speculate(target, drafter, prompt, **DRAFTED) for prompt in PROMPTS]
+    expected = [speculate(target, drafter, prompt, **drafting) for prompt in PROMPTS]
     with track_acceptance() as outside:
-        results = at_once([lambda prompt=prompt: speculate(target, drafter, prompt, **DRAFTED) for prompt in PROMPTS])
+        results = at_once([lambda prompt=prompt: speculate(target, drafter, prompt, **drafting) for prompt in PROMPTS])
     for i, ((text, stats), (expected_text, expected_stats)) in enumerate(zip(results, expected, strict=True)):
         assert_close(f"text {i}", text, expected_text)
         assert stats.accepted_per_round == expected_stats.accepted_per_round, "threads drafted from each other's states"

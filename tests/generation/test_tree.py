@@ -422,43 +422,14 @@ def test_a_tree_of_width_one_is_the_chain(target, make_drafter, name, temperatur
 
 
 @torch.no_grad()
-def test_a_better_budget_keeps_every_node(target, drafter):
-    text = greedy_text(target)[:, :10]
-    states, before = states_for(target, drafter, text), set()
-    for total in (2, 5, 12, 40, 200):
-        tree = propose(build_proposer(drafter), text, states, 0, 9, plan_of(4, 4, total))
-        assert before <= paths_of(as_tree(tree))
-        before = paths_of(as_tree(tree))
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("call", [1, 2, 4])
-def test_the_cache_is_clean_when_expanding_fails(target, drafter, monkeypatch, call):
+@pytest.mark.parametrize(("plan", "chooses"), [(Plan(5), "draw"), (plan_of(5, 3, 20), "likeliest")])
+def test_the_cache_is_clean_when_drafting_fails(target, drafter, monkeypatch, plan, chooses, call):
     text, ours = greedy_text(target)[:, :10], build_proposer(drafter)
-    monkeypatch.setattr(ours.sampler, "likeliest", raise_at(call, ours.sampler.likeliest))
+    monkeypatch.setattr(ours.sampler, chooses, raise_at(call, getattr(ours.sampler, chooses)))
     with pytest.raises(InterruptError):
-        propose(ours, text, states_for(target, drafter, text), 0, 9, plan_of(5, 3, 20))
+        propose(ours, text, states_for(target, drafter, text), 0, 9, plan)
     assert ours.runner.past_key_values.get_seq_length() == 9
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", NAMES)
-def test_trees_are_drafted_for_sequences_as_if_alone(target, make_drafter, name, attention):
-    """Sequences of which different numbers of tokens have been read, round after round."""
-    drafter, text = make_drafter(target, name, attention), greedy_text(target)
-    states, plan, ends = states_for(target, drafter, text), plan_of(6, 3, 20), [0, 0]
-    together, alone = build_proposer(drafter, num_sequences=2), [build_proposer(drafter) for _ in range(2)]
-    for counts in ([9, 5], [1, 4], [2, 2]):
-        begins, ends = ends, [end + count for end, count in zip(ends, counts, strict=True)]
-        index = torch.tensor(
-            [[begin + i if i < n else 0 for i in range(max(counts))] for begin, n in zip(begins, counts, strict=True)]
-        )
-        new = AuxStates(states[0, index], text[0, index + 1], counts)
-        trees = together.propose(new, [text[:, : end + 1] for end in ends], plan)
-        expected = [propose(one, text, states, *span, plan) for one, *span in zip(alone, begins, ends, strict=True)]
-        assert_each_equals(trees, expected, f" after {ends}", TARGET_FORWARD)
-        assert together.runner.lengths.host == ends
 
 
 def test_a_tree_is_as_deep_as_asked(target, drafter, prompt):

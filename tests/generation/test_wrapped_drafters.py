@@ -5,6 +5,7 @@ import pytest
 import torch
 from close import assert_close
 from conftest import build_drafter
+from draftings import CHAIN, TREE
 from observers import speculate
 from torch import nn
 
@@ -12,7 +13,6 @@ from eagle31_hf import Eagle31DrafterModel
 from eagle31_hf.wrappers import drafter_in
 
 GREEDY = {"max_new_tokens": 16, "do_sample": False}
-CHAIN, TREE = {"num_assistant_tokens": 4}, {"num_assistant_tokens": 4, "draft_tree_top_k": 2}
 SHORT = {"max_new_tokens": 5, "do_sample": False, "num_assistant_tokens": 2}
 
 

@@ -15,23 +15,23 @@ from ..rejection_sampler import Accepted
 from .calibration import MAX_DEPTH
 from .controller import COUNTS, TOP_K, LevelController
 from .knowledge import Knowledge
-from .plan import NO_DRAFTS, Plan
+from .plan import NO_DRAFTS, Plan, Planner
 
 USUAL_READ = 8  # tokens: a longer reading catches up on a pause, which drafting is not to be blamed for
 MAX_NODES = COUNTS[-1] + 1
 
 
-class AutoPlanner:
+class AutoPlanner(Planner):
     """Chooses the plan of every round of one call; no tree is larger than `max_nodes`."""
 
     def __init__(self, known: Knowledge, clock: Clock, top_k: int = TOP_K, max_nodes: int = MAX_NODES):
+        super().__init__()
         self.known = known
         self.clock = clock
         self.top_k = top_k
         self.max_nodes = max_nodes
         self.kinds = (PLAIN, CHAINS, TREES) if top_k > 1 else (PLAIN, CHAINS)
         self.loads_kernels = clock.uses_events  # a GPU does, when it first meets a size: up to a second
-        self.choices: Counter[str] = Counter()
         self.drafts_by_count: Counter[int] = Counter()
         self.kind = PLAIN  # of the round under way
         self.controller: LevelController | None = None
@@ -53,42 +53,38 @@ class AutoPlanner:
 
     def observe(self, num_nodes: int, accepted: Accepted, seconds: Mapping[str, float]) -> None:
         """Learns from a round that is over: `num_nodes` of each sequence were verified; `seconds` its phases took."""
-        known, controller = self.known, self.controller
-        counts = [
-            len(new)
-            for new, was_going in zip(accepted.tokens, accepted.num_drafts, strict=True)
-            if was_going is not None
-        ]
-        num_tokens = sum(counts) / max(1, len(counts))
-        with known.lock:
-            if self.loads_kernels and (self.kind, num_nodes) not in known.met:
-                self._pass_over(num_nodes, accepted)
-                return
-            known.verify.add(num_nodes, seconds["verify"] + seconds["accept"])
-            # The usual seconds of such a round, not those of this one: machines are shared, and one hiccup outweighs
-            # many rounds.
+        controller = self.controller
+        with self.known.lock:
+            if self.loads_kernels and (self.kind, num_nodes) not in self.known.met:
+                self._pass_over(num_nodes)
+            else:
+                self._learn_rate(num_nodes, accepted, seconds)
             if controller is None:
-                usual = known.verify.usual(num_nodes)
-                known.exploration.add(self.kind, num_tokens, usual)
                 self.choices["plain"] += 1
                 return
-            usual = known.verify.estimate((num_nodes,))[0] + self._drafting_seconds(controller, seconds["draft"])
-            known.exploration.add(self.kind, num_tokens, usual, is_trial=controller.trial is not None)
             self._note_choice(accepted)
             self._calibrate(accepted)
 
-    def _pass_over(self, num_nodes: int, accepted: Accepted) -> None:
-        """Learns from a round that met a size first all but its times: a trial is made again."""
+    def _pass_over(self, num_nodes: int) -> None:
+        """Learns nothing from the times of a round that met a size first: a trial is made again."""
+        self.known.met.add((self.kind, num_nodes))
+        if self.controller is not None and self.controller.trial is not None:
+            arm = self.known.exploration.arms[self.kind]
+            arm.trials = (self.controller.trial, *arm.trials)
+
+    def _learn_rate(self, num_nodes: int, accepted: Accepted, seconds: Mapping[str, float]) -> None:
+        """Learns the tokens and the seconds of a round: the usual ones of such a round, not those of this one, since
+        machines are shared, and one hiccup outweighs many rounds."""
         known, controller = self.known, self.controller
-        known.met.add((self.kind, num_nodes))
+        pairs = zip(accepted.tokens, accepted.num_drafts, strict=True)
+        counts = [len(new) for new, was_going in pairs if was_going is not None]
+        num_tokens = sum(counts) / max(1, len(counts))
+        known.verify.add(num_nodes, seconds["verify"] + seconds["accept"])
         if controller is None:
-            self.choices["plain"] += 1
+            known.exploration.add(self.kind, num_tokens, known.verify.usual(num_nodes))
             return
-        if controller.trial is not None:
-            arm = known.exploration.arms[self.kind]
-            arm.trials = (controller.trial, *arm.trials)
-        self._note_choice(accepted)
-        self._calibrate(accepted)
+        usual = known.verify.estimate((num_nodes,))[0] + self._drafting_seconds(controller, seconds["draft"])
+        known.exploration.add(self.kind, num_tokens, usual, is_trial=controller.trial is not None)
 
     def _drafting_seconds(self, controller: LevelController, seconds: float) -> float:
         """Adds the times of a round's drafting, `seconds` in all; returns the seconds that such drafting usually
@@ -135,24 +131,23 @@ class AutoPlanner:
         self.known.keep()
 
     def explain(self) -> str:
-        """Figures behind the choices, for people."""
-        with self.known.lock:
-            return explanation(self.known, self.drafts_by_count)
-
-
-def explanation(known: Knowledge, drafts_by_count: Counter[int]) -> str:
-    """Returns what auto knows, and how many drafts it verified a round, in two lines for people."""
-    sizes = known.verify.known
-    ends = sizes[:1] + sizes[-1:] if len(sizes) > 1 else sizes
-    verify = ", ".join(f"{1000 * seconds:.1f} ms for {count}" for count, seconds in ends)
-    step = known.step.estimate((1,))[0]
-    typical = ", ".join(f"{count} ({times} times)" for count, times in drafts_by_count.most_common(3)) or "none"
-    seen = zip(known.calibration.going_on, known.calibration.seen, strict=True)
-    chances = " ".join(f"{chance:.2f}" for chance, count in seen if count)
-    rates = ", ".join(f"{kind} {arm.rate.value:.1f}" for kind, arm in known.exploration.arms.items() if arm.rounds)
-    return (
-        f"auto knows: target forwards take {verify} tokens; a draft step {1000 * step:.1f} ms, which pays where it"
-        f" brings {known.rate * step:.2f} tokens or more at {known.rate:.1f} tokens/s\n"
-        f"auto knows: tokens/s a sequence: {rates}; drafts a round: {typical};"
-        f" rounds that go on, by depth: {chances or 'not known'}"
-    )
+        """What auto knows, and how many drafts it verified a round, in two lines for people."""
+        known = self.known
+        with known.lock:
+            sizes = known.verify.known
+            step = known.step.estimate((1,))[0]
+            seen = zip(known.calibration.going_on, known.calibration.seen, strict=True)
+            chances = " ".join(f"{chance:.2f}" for chance, count in seen if count)
+            arms = known.exploration.arms.items()
+            rates = ", ".join(f"{kind} {arm.rate.value:.1f}" for kind, arm in arms if arm.rounds)
+            rate = known.rate
+        ends = sizes[:1] + sizes[-1:] if len(sizes) > 1 else sizes
+        verify = ", ".join(f"{1000 * seconds:.1f} ms for {count}" for count, seconds in ends)
+        counts = self.drafts_by_count.most_common(3)
+        typical = ", ".join(f"{count} ({times} times)" for count, times in counts) or "none"
+        return (
+            f"auto knows: target forwards take {verify} tokens; a draft step {1000 * step:.1f} ms, which pays where it"
+            f" brings {rate * step:.2f} tokens or more at {rate:.1f} tokens/s\n"
+            f"auto knows: tokens/s a sequence: {rates}; drafts a round: {typical};"
+            f" rounds that go on, by depth: {chances or 'not known'}"
+        )

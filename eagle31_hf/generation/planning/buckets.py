@@ -5,7 +5,6 @@ what every smaller plan would have given, too: what was accepted of its best nod
 """
 
 import threading
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -13,7 +12,7 @@ from ...acceptance import CHAINS, PLAIN, TREES
 from ..rejection_sampler import Accepted
 from ..tree import HostDrafts
 from .costs import CostModel
-from .plan import NO_DRAFTS, Plan
+from .plan import NO_DRAFTS, Plan, Planner
 from .settings import DraftingSettings
 
 TOP_K = 8
@@ -102,14 +101,14 @@ class BucketKnowledge:
         return self.tokens(plan) / seconds if seconds else 0.0
 
 
-class BucketPlanner:
+class BucketPlanner(Planner):
     """Chooses the plan of every round of one call among `plans`, the largest last."""
 
     def __init__(self, known: BucketKnowledge, plans: Sequence[Plan]):
+        super().__init__()
         self.known = known
         self.plans = plans
         self.plan_of_round = NO_DRAFTS
-        self.choices: Counter[str] = Counter()
 
     def plan(self, max_depth: int, max_nodes: int, going: list[int], num_unread: int) -> Plan:
         """The plan of the next round; none is cut to `max_depth` and `max_nodes`, but for 0: no drafts."""
@@ -162,9 +161,6 @@ class BucketPlanner:
             if smaller.top_k > 1 and holds(plan, smaller):
                 kept = [ranks[node] < smaller.max_nodes - 1 for node in path[1 : smaller.depth + 1]]
                 self.known.in_tree.setdefault(smaller, Mean()).add(1.0 + [*kept, False].index(False))
-
-    def end(self) -> None:
-        """Has nothing to keep."""
 
     def explain(self) -> str:
         """Figures behind the choices, for people."""

@@ -49,10 +49,7 @@ class Calibration:
     def copy(self) -> "Calibration":
         """A copy that what is learnt later does not change."""
         copied = Calibration()
-        copied.slope, copied.intercept = self.slope, self.intercept
-        copied.offsets = [*self.offsets]
-        copied.seen = [*self.seen]
-        copied.going_on = [*self.going_on]
+        vars(copied).update(self.as_dict())
         return copied
 
     def as_dict(self) -> dict[str, Any]:

@@ -35,10 +35,6 @@ class CostModel:
         """Returns the times that count, by size, as plain values, for JSON."""
         return {str(size): list(times) for size, times in self.seconds.items()}
 
-    def take(self, other: "CostModel") -> None:
-        """Goes on from the times of another model."""
-        self.seconds, self._known = other.seconds, None
-
     def usual(self, size: int) -> float:
         """Returns the seconds that forwards of a size take, of which there was one at least."""
         lately = sorted(self.seconds[size])

@@ -1,22 +1,19 @@
 """A planner that plans every round alike: a chain or a tree of the size that the caller asked for."""
 
-from collections import Counter
-from typing import Any
-
-from .plan import NO_DRAFTS, Plan
+from .plan import NO_DRAFTS, Plan, Planner
 from .settings import DraftingSettings
 
 TREE_NODES = 60  # of a tree whose size is not given, as in EAGLE-2
 
 
-class FixedPlanner:
+class FixedPlanner(Planner):
     """Plans `depth` levels every round; with `top_k` above 1 a tree of `max_nodes` nodes, the root included."""
 
     def __init__(self, depth: int, top_k: int = 1, max_nodes: int = TREE_NODES):
+        super().__init__()
         self.depth = depth
         self.top_k = top_k
         self.max_nodes = max_nodes
-        self.choices: Counter[str] = Counter()
 
     @classmethod
     def of(cls, settings: DraftingSettings, draws_trees: bool) -> "FixedPlanner":
@@ -33,12 +30,3 @@ class FixedPlanner:
         if self.top_k == 1:
             return Plan(depth)
         return Plan(depth, self.top_k, self.top_k, min(self.max_nodes, max_nodes))
-
-    def observe(self, *args: Any) -> None:
-        """Learns nothing: the plan is fixed."""
-
-    def end(self) -> None:
-        """Has nothing to keep."""
-
-    def explain(self) -> str:
-        return ""

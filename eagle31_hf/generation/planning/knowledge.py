@@ -83,8 +83,9 @@ class Knowledge:
             calibration, exploration = Calibration.of(kept["calibration"]), Exploration.of(kept["arms"])
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             return
-        for name, cost in self._costs().items():
-            cost.take(costs[name])
+        for name in ("verify", "read", "step"):
+            setattr(self, name, costs[name])
+        self.rest = {kind: costs[kind] for kind in self.rest}
         self.calibration, self.exploration = calibration, exploration
 
     def _costs(self) -> dict[str, CostModel]:

@@ -72,26 +72,26 @@ class Plan:
 NO_DRAFTS = Plan(0)
 
 
-class Planner(Protocol):
-    """Chooses the plan of every round of one call. `choices` counts what it chose, by name, for people."""
+class Planner:
+    """Chooses the plan of every round of one call; by itself it learns nothing and has nothing to say. `choices` counts
+    what it chose, by name, for people."""
 
-    choices: Counter[str]
+    def __init__(self):
+        self.choices: Counter[str] = Counter()
 
     def plan(self, max_depth: int, max_nodes: int, going: list[int], num_unread: int) -> Plan:
         """The plan of a round in which no draft may be deeper than `max_depth`, no tree larger than `max_nodes`.
 
         `going`: the sequences of the batch that have not ended; the drafter reads `num_unread` tokens of each first."""
-        ...
+        raise NotImplementedError
 
     def observe(self, num_nodes: int, accepted: Any, seconds: Mapping[str, float]) -> None:
         """A round is over: `num_nodes` of each sequence were verified, `accepted` is what the sampler returned, and
         `seconds` are those of its phases, `"draft"`, `"verify"`, `"accept"`."""
-        ...
 
     def end(self) -> None:
         """The call is over."""
-        ...
 
     def explain(self) -> str:
         """Figures behind the choices, for people; "" where there are none."""
-        ...
+        return ""

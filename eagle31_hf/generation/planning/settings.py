@@ -6,17 +6,12 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from ...checkpoints.knobs import AUTO, KNOBS, LEAST, check_knob
+from ...checkpoints.knobs import AUTO, AUTO_KNOBS, KNOBS, LEAST, check_knob
 from ...modeling import Eagle31DrafterModel
 
 # What transformers fills in where nobody set a knob; such a value says nothing about the caller's wish.
 STOCK_DEFAULTS = {"num_assistant_tokens": 20, "assistant_confidence_threshold": 0.4}
-OWN_DEFAULTS = {
-    "num_assistant_tokens": AUTO,
-    "assistant_confidence_threshold": 0.0,
-    "draft_tree_top_k": AUTO,
-    "draft_tree_total_tokens": AUTO,
-}
+OWN_DEFAULTS = AUTO_KNOBS | {"assistant_confidence_threshold": 0.0}
 
 
 @dataclass(frozen=True)
