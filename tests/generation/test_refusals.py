@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from eagle31_hf import Eagle31Config, Eagle31DrafterModel
+from eagle31_hf.cache_names import CACHE
 from eagle31_hf.generation.planning.settings import DraftingSettings, resolve_settings
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
@@ -55,15 +56,15 @@ REQUESTS = {  # what is asked, which may depend on the target
     ),
     "quantized_cache": (
         lambda target: {"past_key_values": quantized_cache(target)},
-        r"past_key_values is a QuantizedCache: .* pass a DynamicCache",
+        rf"{CACHE} is a QuantizedCache: .* pass a DynamicCache",
     ),
     "offloaded_static_cache": (
         lambda target: {"past_key_values": static_cache(target)},
-        r"past_key_values is a StaticCache that is offloaded",
+        rf"{CACHE} is a StaticCache that is offloaded",
     ),
     "offloaded_windows_too": (
         lambda target: {"past_key_values": static_cache(target, offload_only_non_sliding=False)},
-        r"past_key_values is a StaticCache that is offloaded",
+        rf"{CACHE} is a StaticCache that is offloaded",
     ),
     "no_cache": ({"use_cache": False}, r"use_cache is False; expected True"),
     "ensemble": (
