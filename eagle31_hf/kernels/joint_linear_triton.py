@@ -1,6 +1,6 @@
 """The kernels of linear layers of few rows: a program takes all rows and a block of outputs, and walks the inputs, so
 that every byte of a weight is read once. More than 64 rows, fp32, and more than 16 rows of one weight, where cuBLAS is
-as fast, are left to torch.
+as fast, are left to torch; so are dtypes that differ, weights with gaps, and inputs that 64 does not divide.
 
 Tiles are those that an H200 found the fastest for Llama-3.1-8B, of some seventy tried.
 """
@@ -18,6 +18,7 @@ from torch.nn.functional import linear
 from .silu_mul_triton import silu_mul
 
 MOST_ROWS, MOST_OF_ONE = 64, 16  # rows; of a product with one weight
+MOST_WEIGHTS = 3  # of one launch: queries, keys and values
 INTERPRETED = triton.knobs.runtime.interpret
 SHARED_OF_TESTS = 232_448  # bytes, an H100's: what Triton's interpreter is told
 
@@ -33,8 +34,9 @@ class Tile(NamedTuple):
 
 
 def tile(num_rows: int, num_outputs: int, is_gated: bool = False) -> Tile:
-    """The tile for so many rows and outputs, where there is shared memory for it: so few outputs a program that every
-    multiprocessor has one."""
+    """The tile for so many rows and outputs, where there is shared memory for it: the fastest of those timed. Few
+    outputs (up to 4,608; one weight of Llama-3.1-8B's attention has 4,096) are cut into narrow blocks, for more
+    programs."""
     rows = max(16, triton.next_power_of_2(num_rows))
     if is_gated:
         return Tile(rows, 128 if rows < 64 and num_outputs >= 12288 else 64, 128 if rows < 64 else 64, 4, 3)
@@ -184,17 +186,17 @@ def _constants(cut: Tile) -> dict[str, Any]:
 
 def joint_linear(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
     """Launches the kernel; see the operation."""
-    cut = _tile(x, weights, is_gated=False)
+    cut = _tile(x, weights, is_gated=False) if len(weights) <= MOST_WEIGHTS else None
     if cut is None and len(weights) == 1:
         return linear(x, weights[0], *biases)
-    widths = [*map(len, weights), 0, 0][:3]
-    out = x.new_empty(*x.shape[:-1], sum(widths))
+    out = x.new_empty(*x.shape[:-1], sum(map(len, weights)))
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     if cut is None:
         _in_place(out.view(len(rows), -1), rows, weights, biases)
         return out
-    of_weights = [*weights, *weights[:1] * 2][:3]  # what is not there is not read
-    of_biases = [*(bias.contiguous() for bias in biases), *of_weights][:3] if biases else of_weights
+    widths = [*map(len, weights), 0, 0][:MOST_WEIGHTS]
+    of_weights = [*weights, *weights[:1] * 2][:MOST_WEIGHTS]  # what is not there is not read
+    of_biases = [*(bias.contiguous() for bias in biases), *of_weights][:MOST_WEIGHTS] if biases else of_weights
     joint_linear_kernel[(sum(triton.cdiv(width, cut.outputs) for width in widths),)](
         *(rows, *of_weights, *of_biases, out, len(rows), x.shape[-1], *widths), HAS_BIAS=bool(biases), **_constants(cut)
     )

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Programs that share the slots of a layer's arena, one for each multiprocessor of an H100 or H200, and from so many
-# slots on two.
+# Programs that share the slots of a layer's arena, about one for each multiprocessor of an H100 or H200, which have
+# 132, and from so many slots on two.
 PROGRAMS, LONG = 128, 8192
 MAX_SPLITS = 128
 LEAST = 16  # of a side of tl.dot
@@ -230,9 +230,7 @@ def tile(rows: int, width: int, is_widened: bool, is_amd: bool = False) -> Tile:
         return Tile(LEAST, 16, 4 if width <= 128 else 8, 1)
     if width > 256:
         return Tile(min(least, 32), 16, 8, 2)
-    if width > 128:
-        return Tile(min(least, 64), 32, 4 if least == LEAST else 8, 2)
-    if is_amd:
+    if width > 128 or is_amd:
         return Tile(min(least, 64), 32, 4 if least == LEAST else 8, 2)
     return {16: Tile(16, 32, 4, 2), 32: Tile(32, 64, 4, 3)}.get(least, Tile(64, 32, 4, 3))
 

@@ -1,5 +1,5 @@
-"""A decoder layer of the Llama form, run over an arena by eight of the operations of `kernels`, four of which are its
-matrix products.
+"""A decoder layer of the Llama form, run over an arena by eight calls of the operations of `kernels`; four of these
+are matrix products.
 
 B sequences, T tokens, h width, H heads of queries, Hkv of keys, D head width, P the part of it that is rotated.
 """

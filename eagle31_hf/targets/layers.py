@@ -193,6 +193,8 @@ def rounded_anew(target: PreTrainedModel) -> Iterator[None]:
         generator = torch.Generator(values.device).manual_seed(seed)  # draws nothing from the caller's own
         units = torch.rand(values.shape, generator=generator, device=values.device) - 0.5
         rounded = (values.float() * (1 + torch.finfo(values.dtype).eps * units)).to(values.dtype)
+        if hasattr(output, "_fields"):  # a named tuple
+            return type(output)(rounded, *output[1:])
         return type(output)((rounded, *output[1:])) if isinstance(output, tuple | list) else rounded
 
     layers = decoder_layers(target)

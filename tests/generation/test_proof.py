@@ -15,7 +15,7 @@ from eagle31_hf.generation.captured.kept import release
 from eagle31_hf.generation.captured.round import Round
 from eagle31_hf.generation.captured.seam import Uncaptured, seams
 from eagle31_hf.targets import decoder_layer
-from eagle31_hf.targets.probe import LOW_PRECISION_TOLERANCE, is_rounding
+from eagle31_hf.targets.probe import LOW_PRECISION_TOLERANCE, difference, is_rounding
 
 pytestmark = pytest.mark.usefixtures("nothing_is_kept")
 CHAIN = {"num_assistant_tokens": 4}
@@ -213,12 +213,42 @@ def test_a_long_text_is_not_read_again(pair, monkeypatch):
     assert checked
 
 
-def test_short_memory_is_no_fault(pair, monkeypatch):
+def test_short_memory_is_no_fault_and_no_proof(pair, monkeypatch):
+    """The next call's rounds are compared."""
+
     def without_memory(*args):
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(proof, "_check_forward", without_memory)
+    seam, checked, compare = Recorded(), [], proof._check_forward
+    options = asked(pair, 5)
+    expected = decode(pair, **options)[0]
+    for check in (without_memory, lambda *args: (checked.append(args[-2]), compare(*args))):
+        monkeypatch.setattr(proof, "_check_forward", check)
+        text, executions = decode(pair, CHAIN, seam, **options)
+        assert text == expected
+        assert [*executions] == [f"as {Recorded.name}"]
+    assert len(checked) == proof.ROUNDS
+
+
+def test_a_round_that_cannot_be_compared_is_not_trusted(pair, monkeypatch):
+    def failing(*args):
+        raise ValueError("no such layout")
+
+    monkeypatch.setattr(proof, "_check_forward", failing)
     options = asked(pair, 5)
     text, executions = decode(pair, CHAIN, Recorded(), **options)
     assert text == decode(pair, **options)[0]
-    assert [*executions] == [f"as {Recorded.name}"]
+    assert "it cannot be compared (ValueError: no such layout)" in next(iter(executions))
+
+
+def test_values_out_of_any_scale_hide_no_difference():
+    """As those of ids that a model masks; and where rounding has no end, it says nothing."""
+    expected, other = torch.randn(2, 3, 50, generator=torch.Generator().manual_seed(0))
+    for masked in (float("-inf"), torch.finfo(torch.float32).min, float("nan")):
+        expected[:, 7], other[:, 7] = masked, masked
+        assert difference(expected.clone(), expected) == 0
+        assert difference(other, expected) > 0.5
+        assert difference(other.fill_(float("inf")), expected) == float("inf")
+        other = torch.randn(3, 50)
+    target = build_target("llama").bfloat16()
+    assert not is_rounding(target, float("inf"), lambda: float("inf"))

@@ -97,7 +97,8 @@ def test_what_is_left_to_torch(monkeypatch, case):
     assert_matches("gated", gated_linear.kernel()(x, weight, weight), gated_linear.reference(x, weight, weight))
     both = joint_linear.kernel()(x, [weight, weight], []).split(20, dim=-1)
     biased = joint_linear.kernel()(x, [weight, weight], [weight[:, 0].contiguous()] * 2)[..., 20:]
-    for got in (*both, biased - weight[:, 0]):
+    four = joint_linear.kernel()(x, [weight] * 4, []).split(20, dim=-1)  # more weights than a launch takes
+    for got in (*both, biased - weight[:, 0], *four):
         assert_close("product", got.float(), expected.float(), 2 * torch.finfo(x.dtype).eps)
 
 

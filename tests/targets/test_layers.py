@@ -6,6 +6,7 @@ B batch, T tokens, L layers, n captured states, ht target width.
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from threading import Thread
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -228,3 +229,19 @@ def test_rounding_anew_ends_with_an_error():
     with suppress(KeyboardInterrupt), rounded_anew(target):
         raise KeyboardInterrupt
     assert not any(module._forward_hooks for module in target.modules())
+
+
+def test_rounding_anew_keeps_the_form_of_what_a_layer_returns():
+    class Pair(NamedTuple):
+        states: torch.Tensor
+        weights: None
+
+    target = build_target("llama")
+    layer = target.model.layers[0]
+    own = layer.forward
+    layer.forward = lambda *args, **kwargs: Pair(own(*args, **kwargs), None)
+    states = torch.randn(1, 3, target.config.hidden_size)
+    rope = target.model.rotary_emb(states, torch.arange(3)[None])
+    with rounded_anew(target):
+        out = layer(states, position_embeddings=rope)
+    assert isinstance(out, Pair)

@@ -4,6 +4,7 @@ draft is under way.
 B sequences, M tokens a round commits at most.
 """
 
+import sys
 from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
@@ -69,10 +70,11 @@ class CapturedExecutor:
         plan = fitted(plan) if plan.depth > 0 else NO_DRAFTS  # eager rounds, too, write to the arena
         if self.has_failed:
             return self.eager.round(plan)
+        callers = sys.exc_info()[1]  # an error that the caller is handling
         try:
             self._capture(plan)
         except Exception as failure:
-            self._hand_back(f"capturing failed ({_in_a_line(_cause_of(failure))})")
+            self._hand_back(f"capturing failed ({_in_a_line(_cause_of(failure, callers))})")
             return self.eager.round(plan)
         try:
             return self._replay(plan)
@@ -242,9 +244,10 @@ def _walk(b: int, found: Outcomes, drafts: HostDrafts, ends: Ends) -> Walk:
     return walk
 
 
-def _cause_of(failure: BaseException) -> BaseException:
-    """Returns the first of the errors of a failure: ending a capture that has failed raises again."""
-    while failure.__context__ is not None:
+def _cause_of(failure: BaseException, callers: BaseException | None) -> BaseException:
+    """Returns the first of the errors of a failure, after the caller's own: ending a capture that has failed raises
+    again."""
+    while failure.__context__ is not None and failure.__context__ is not callers:
         failure = failure.__context__
     return failure
 

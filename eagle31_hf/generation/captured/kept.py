@@ -236,7 +236,7 @@ def fingerprint(model: PreTrainedModel) -> tuple:
     such as training mode, which adapter is active and its scale, the forwards they run, and the config. Equal ones: the
     same operations on the same memory."""
     weights = [
-        (id(weight), weight.data_ptr(), weight.dtype, _writes(weight))
+        (id(weight), weight.data_ptr(), weight.dtype, weight.shape, weight.stride(), _writes(weight))
         for group in (model.parameters(), model.buffers())
         for weight in group
     ]

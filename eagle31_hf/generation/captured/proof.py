@@ -7,13 +7,13 @@ width of a token's captured states.
 
 import functools
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
+from transformers.utils import logging
 
 from ...cache import adopt as cache
 from ...cache.masks import SlotMask, ancestors_of
@@ -22,15 +22,16 @@ from ...cache_names import cache_argument
 from ...kernels.acceptance import accepted_path
 from ...targets.layers import capture_states, decoder_layers, decoder_of, rounded_anew
 from ...targets.masks import slot_masks
-from ...targets.probe import ANEW, difference, is_rounding
+from ...targets.probe import ANEW, FAILURES, difference, is_rounding
 from ..executor import EagerExecutor
 from ..planning.plan import Plan
 from ..rejection_sampler import RejectionSampler
 from .carry import Carry
 from .drafting import Drafts
 
+logger = logging.get_logger(__name__)
 ROUNDS = 2  # of a plan that are compared
-LONGEST = 8192  # tokens of a text that is read anew; rounds after a longer one wait for another call
+LONGEST = 8192  # tokens of a text that is read anew, which takes a second at most; a longer one waits for another call
 
 
 class WrongRoundError(RuntimeError):
@@ -63,7 +64,7 @@ def verify_and_prove(rounds: Any, plan: Plan, verify: Callable[[], None], eager:
     """Runs a verification of a plan, and compares the first ones. Raises WrongRoundError, and leaves the carry as it
     was, where one computes something else than the target does."""
     is_long = max(eager.sequences.lengths.host) > LONGEST
-    # an adapter of then may have written what an earlier turn has left in the cache
+    # Keys of an earlier turn may come from another adapter: they cannot be compared.
     if rounds.num_proved[plan] >= ROUNDS or is_long or eager.runner.num_cached:
         verify()
         return
@@ -76,6 +77,13 @@ def verify_and_prove(rounds: Any, plan: Plan, verify: Callable[[], None], eager:
     try:
         _check(eager, Case(drafts, noise, before, rounds.verified[plan]), carry)
         rounds.num_proved[plan] += 1
+    except torch.OutOfMemoryError:  # nothing was compared: another round is
+        logger.info("There was no memory to compare a captured round with the target's own forward.")
+    except FAILURES as failure:
+        carry.put_back(before)
+        if isinstance(failure, WrongRoundError):
+            raise
+        raise WrongRoundError(f"it cannot be compared ({type(failure).__name__}: {str(failure)[:100]})") from failure
     except BaseException:
         carry.put_back(before)
         raise
@@ -106,17 +114,16 @@ def write_keys_again(eager: EagerExecutor) -> None:
 
 @torch.no_grad()
 def _check(eager: EagerExecutor, case: Case, carry: Carry) -> None:
-    """Compares a round that has run with the target's own forwards, in the first and in the last row that goes on, if
-    there is memory for it. Raises WrongRoundError where they differ by more than rounding, of which 16 bits have more:
-    there the target says itself what it does, rounded anew."""
+    """Compares a round that has run with the target's own forwards, in the first and in the last row that goes on.
+    Raises WrongRoundError where they differ by more than rounding. In 16 bits that is ANEW times the change that random
+    rounding makes."""
     going = case.before["going"][:, 0].nonzero()[:, 0].tolist()
     rows = sorted({going[0], going[-1]}) if going else []
     target = eager.runner.target
     layer_ids = eager.proposer.runner.drafter.config.resolve_layer_ids(len(decoder_layers(target)))
-    with suppress(torch.OutOfMemoryError):
-        _check_choice(eager.sampler, case, carry)
-        for b in rows:
-            _check_forward(target, layer_ids, case, b, eager.stopping.max_length)
+    _check_choice(eager.sampler, case, carry)
+    for b in rows:
+        _check_forward(target, layer_ids, case, b, eager.stopping.max_length)
 
 
 def _check_choice(sampler: Any, case: Case, carry: Carry) -> None:

@@ -66,7 +66,7 @@ class AutoPlanner(Planner):
             self._calibrate(accepted)
 
     def _pass_over(self, num_nodes: int) -> None:
-        """Learns nothing from the times of a round that met a size first: a trial is made again."""
+        """Learns nothing from the times of a size's first round, which has loaded kernels: a trial is made again."""
         self.known.met.add((self.kind, num_nodes))
         if self.controller is not None and self.controller.trial is not None:
             arm = self.known.exploration.arms[self.kind]
