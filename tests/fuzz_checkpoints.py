@@ -29,6 +29,7 @@ from typing import Any
 os.environ["HF_HUB_OFFLINE"] = "1"  # a config may name any repository
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "checkpoints")]
 
+import torch
 import transformers
 from folder_damage import KNOBS, PICKLE, PLAIN_KNOBS, mutate, unlink
 from writers import LAYOUTS, Layout
@@ -105,6 +106,17 @@ def info(folder: Path, is_read: bool) -> None:
     out.getvalue().encode()
 
 
+def read_as_the_model(*args: Any, **hub: Any) -> None:
+    """Reads a checkpoint, and asserts that its tensors are those of a model with its config."""
+    checkpoint = read_checkpoint(*args, **hub)
+    with torch.device("meta"):
+        expected = Eagle31DrafterModel(checkpoint.config).state_dict()
+    found = {**checkpoint.tensors, **checkpoint.made}
+    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == {
+        name: tuple(tensor.shape) for name, tensor in expected.items()
+    }
+
+
 def check(folder: Path, options: dict[str, Any], marker: Path) -> str:
     """Tries all ways in, and returns their common outcome. Raises AssertionError for a finding."""
     hub, target = {"local_files_only": True}, folder.parent / "converted"
@@ -112,7 +124,7 @@ def check(folder: Path, options: dict[str, Any], marker: Path) -> str:
     limit = ALLOWED_MEMORY + 2 * folder_size(folder)
     fields = {name: value for name, value in options.items() if name != "aux_layer_convention"}
     ways: dict[str, Callable[[], Any]] = {
-        "read": lambda: read_checkpoint(str(folder), fields, options.get("aux_layer_convention"), **hub),
+        "read": lambda: read_as_the_model(str(folder), fields, options.get("aux_layer_convention"), **hub),
         "load": lambda: Eagle31DrafterModel.from_pretrained(folder, **options, **hub),
         "convert": lambda: convert_checkpoint(folder, target, **options, **hub),
         "config": lambda: Eagle31Config.from_pretrained(folder, **hub),

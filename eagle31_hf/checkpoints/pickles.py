@@ -3,7 +3,6 @@
 A file is first checked to be a sound archive of plain tensors, then mapped by torch's tensor-only unpickler.
 """
 
-import pickle
 import pickletools
 import re
 import zipfile
@@ -15,62 +14,35 @@ import torch
 # A drafter has some forty tensors, which a pickle of a few kilobytes describes; the objects built from a pickle may be
 # a hundred times its size.
 MAX_PICKLE_BYTES, MAX_DIRECTORY_BYTES = 2**18, 2**20
-# Globals that a pickle of plain tensors names. torch's unpickler allows more: tensors of any size without data, sets,
-# attributes.
+# Globals that a pickle of plain tensors names. torch's unpickler allows more: tensors of any size without data, sparse
+# and quantized ones, sets, attributes.
 PLAIN = re.compile(
     r"torch\._utils\._rebuild_(tensor|tensor_v2|parameter)|torch\.[A-Z]\w+Storage|collections\.OrderedDict"
 )
-# Globals that torch's unpickler allows because they run no code, but that plain tensors do not need.
-VALUES = re.compile(
-    r"torch\.(Size|device|Tensor|(float|u?int|q?u?int|bfloat|complex|bool|per_)\w*)|torch\.serialization\._get_layout"
-    r"|torch\.storage\.\w+Storage"
-    r"|torch\.(nested|_dynamo)\..+|(__builtin__|builtins|collections)\.(set|bytearray|complex|Counter)"
-)
-# Globals by which tensors are rebuilt that are not plain, and what each is called.
-OTHER_TENSORS = {
-    "torch._utils._rebuild_meta_tensor_no_storage": "a tensor without memory, of the device meta",
-    "torch._utils._rebuild_sparse_tensor": "a sparse tensor",
-    "torch._utils._rebuild_qtensor": "a quantized tensor",
-    "torch._utils._rebuild_nested_tensor": "a nested tensor",
-    "torch._utils._rebuild_tensor_v3": (
-        "a tensor of a dtype drafters do not have (quantized ones are not read: use the original)"
-    ),
-    "torch._utils._rebuild_parameter_with_state": "a parameter with attributes",
-    "torch._utils._rebuild_wrapper_subclass": "a tensor of another class",
-    "torch._utils._rebuild_device_tensor_from_numpy": "a tensor of another device",
-    "torch._utils._rebuild_device_tensor_from_cpu_tensor": "a tensor of another device",
-    "torch._tensor._rebuild_from_type_v2": "a tensor of another class, or one with attributes",
-}
 
 
 def unpickle(path: Path) -> dict[Any, Any]:
     """Returns the dictionary in a file of PyTorch 1.6 (2020) or later, its tensors memory-mapped.
 
-    Raises ValueError for a file that is damaged, holds more than plain tensors, or asks to run code; the message begins
-    with the path.
+    Raises ValueError for a file that is damaged, or asks for more than plain tensors, to run code for instance; the
+    message begins with the path.
     """
     try:
         _check_archive(path)
-        _check_description(path)
-        values = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError as error:
-        raise ValueError(
-            f"{path}: asks to run code when loaded, and was not ({_reason(error)}). Expected tensors only; do not load"
-            " this file elsewhere."
-        ) from None
-    except NotPlainError as error:
-        raise ValueError(f"{path}: holds {error}; expected plain dense tensors. Save those.") from None
+        others = sorted({name for name in _globals(path) if not PLAIN.fullmatch(name)})
+        values = {} if others else torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # what reads a damaged archive or pickle may fail on it in any way
         raise ValueError(
             f"{path}: is not a sound PyTorch file ({type(error).__name__}: {_reason(error)}). Download it again."
         ) from None
+    if others:
+        raise ValueError(
+            f"{path}: asks for {', '.join(others[:3])[:200]} when loaded, and was not: plain dense tensors need nothing"
+            " of that. Expected those only: save them, or, where the file is not yours, do not load it elsewhere."
+        )
     if not isinstance(values, dict):
         raise ValueError(f"{path}: holds a {type(values).__name__}; expected a dictionary of names and tensors.")
     return values
-
-
-class NotPlainError(Exception):
-    """A pickle of tensors that are not dense, not in memory, or not of torch's own class."""
 
 
 def stored_sizes(path: Path) -> set[int]:
@@ -109,22 +81,12 @@ def _check_archive(path: Path) -> None:
                 raise ValueError(f"data.pkl has {entry.file_size} bytes, too many for names and shapes")
 
 
-def _check_description(path: Path) -> None:
-    """Raises an error where data.pkl, the pickle of names and shapes, names more globals than plain tensors need.
-
-    UnpicklingError: it asks for code; NotPlainError: for tensors that are not plain.
-    """
+def _globals(path: Path) -> list[str]:
+    """Returns the dotted names that data.pkl, the pickle of names and shapes, looks up."""
     reader = torch._C.PyTorchFileReader(str(path))  # finds the record that `torch.load` will find
     # GLOBAL is the one operation by which torch's unpickler looks up a name; it refuses the others itself.
-    asked = [
+    return [
         str(argument).replace(" ", ".")
         for operation, argument, _ in pickletools.genops(reader.get_record("data.pkl"))
         if operation.name == "GLOBAL"
     ]
-    others = [name for name in asked if not PLAIN.fullmatch(name)]
-    code = next((name for name in others if name not in OTHER_TENSORS and not VALUES.fullmatch(name)), None)
-    if code is not None:
-        raise pickle.UnpicklingError(code)
-    kind = next((OTHER_TENSORS[name] for name in others if name in OTHER_TENSORS), "more than tensors")
-    if others:
-        raise NotPlainError(f"{kind} ({', '.join(dict.fromkeys(others[:3]))})")

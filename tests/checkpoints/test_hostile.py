@@ -21,7 +21,7 @@ from folders import contents, edited
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModel
-from writers import LAYOUTS, LLAMA, SIZES, write_weights
+from writers import LAYOUTS, LLAMA, SIZES, nested, write_weights
 
 from eagle31_hf import Eagle31DrafterModel, convert_checkpoint, export_checkpoint
 from eagle31_hf.checkpoints import read_checkpoint
@@ -67,7 +67,7 @@ def refused(folder: Path, *patterns: str, error=(ValueError, OSError), **options
         assert text.startswith(str(folder)), text
         assert len(text) < MAX_MESSAGE, f"{len(text)} characters: {text[:400]}"
         for pattern in patterns:
-            assert re.search(pattern, text), f"{pattern!r} not in {text!r}"
+            assert re.search(pattern, text, re.DOTALL), f"{pattern!r} not in {text!r}"
         assert contents(folder.parent) == before
 
 
@@ -95,7 +95,7 @@ def test_a_pickle_with_code_is_not_run(how, place, folder, tmp_path):
     else:
         torch.save(weights[place], folder / PICKLE, _use_new_zipfile_serialization=how == "torch")
     if how == "torch":
-        refused(folder, PICKLE, "asks to run code when loaded, and was not", "Expected tensors only")
+        refused(folder, PICKLE, r"asks for \w+\.open when loaded, and was not", "do not load it elsewhere")
     else:
         refused(folder, PICKLE, "not a zip archive", "save it again")
     assert not (tmp_path / "attacked").exists()
@@ -104,7 +104,7 @@ def test_a_pickle_with_code_is_not_run(how, place, folder, tmp_path):
 def test_a_side_file_with_code_is_not_run(folder, tmp_path):
     LAYOUTS["nemo_older"].write(folder)
     torch.save({"selected_token_ids": Attack(tmp_path / "attacked")}, folder / "eagle_meta.pt")
-    refused(folder, r"eagle_meta\.pt", "asks to run code when loaded")
+    refused(folder, r"eagle_meta\.pt", r"asks for \w+\.open when loaded, and was not")
     assert not (tmp_path / "attacked").exists()
 
 
@@ -115,98 +115,57 @@ def test_a_side_file_without_ids(ids, folder):
     refused(folder, "there is no d2t", "expected d2t")
 
 
-def sparse() -> torch.Tensor:
-    return torch.ones(20).to_sparse()
-
-
 def with_attribute(tensor: torch.Tensor) -> torch.Tensor:
     tensor.note = "mine"
     return tensor
 
 
-PICKLED: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "nested_state_dict": (
-        {"state_dict": {"fc.weight": torch.ones(2)}},
-        ("'state_dict' is a dict", "expected names and tensors", "Save"),
-    ),
-    "a_list": ([torch.ones(2)], ("holds a list", "expected a dictionary of names and tensors")),
-    "a_tensor": (torch.ones(2), ("holds a Tensor", "expected a dictionary")),
-    "a_number": ({"fc.weight": 3}, ("'fc.weight' is a int", "expected names and tensors only")),
-    "a_number_as_name": ({3: torch.ones(2)}, ("3 is a Tensor", "expected names and tensors only")),
-    "sparse": ({"norm.weight": sparse()}, ("holds a sparse tensor", "expected plain dense tensors")),
-    "sparse_rows": (
-        {"norm.weight": torch.ones(4, 4).to_sparse_csr()},
-        ("holds a sparse tensor", "expected plain dense tensors"),
-    ),
-    "nested": (
-        {"norm.weight": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])},
-        ("holds a nested tensor", "expected plain"),
-    ),
-    "jagged": (
-        {"norm.weight": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)},
-        ("a tensor of another class", "expected plain"),
-    ),
-    "attributes": (
-        {"norm.weight": with_attribute(torch.ones(20))},
-        ("with attributes", "expected plain dense tensors"),
-    ),
+ONES = torch.ones(20, 60)
+PICKLED: dict[str, tuple[Any, str]] = {
+    "nested_state_dict": ({"state_dict": {"fc.weight": ONES}}, "'state_dict' is a dict.*expected names and.*Save"),
+    "a_list": ([ONES], "holds a list; expected a dictionary of names and tensors"),
+    "a_tensor": (ONES, "holds a Tensor; expected a dictionary"),
+    "a_number": ({"fc.weight": 3}, "'fc.weight' is a int; expected names and tensors only"),
+    "a_number_as_name": ({3: ONES}, "3 is a Tensor; expected names and tensors only"),
+    "sparse": ({"norm.weight": ONES.to_sparse()}, "_rebuild_sparse_tensor.*plain dense tensors.*save them"),
+    "sparse_rows": ({"norm.weight": ONES.to_sparse_csr()}, "_rebuild_sparse_tensor.*plain dense tensors"),
+    "nested": ({"norm.weight": torch.nested.nested_tensor([ONES, ONES])}, "_rebuild_nested_tensor.*plain"),
+    "attributes": ({"norm.weight": with_attribute(ONES.clone())}, "_rebuild_from_type_v2.*plain dense tensors"),
     "parameter_with_attributes": (
-        {"norm.weight": with_attribute(nn.Parameter(torch.ones(20)))},
-        ("a parameter with attributes", "expected plain dense tensors"),
+        {"norm.weight": with_attribute(nn.Parameter(ONES))},
+        "_rebuild_parameter_with_state.*plain dense tensors",
     ),
-    "negative_view": (
-        {"norm.weight": torch._neg_view(torch.ones(20))},
-        ("norm.weight is a view with its sign turned", "clone"),
-    ),
-    "imaginary_part": (
-        {"norm.weight": torch.ones(20, dtype=torch.complex64).conj().imag},
-        ("norm.weight is a view with its sign turned", "clone"),
-    ),
-    "conjugated": ({"fc.weight": torch.ones(20, 60, dtype=torch.complex64).conj()}, ("fc.weight", "expected")),
-    "a_set": (
-        {"fc.weight": torch.ones(20, 60), "more": {1, 2}},
-        ("holds more than tensors", "set", "expected plain dense tensors"),
-    ),
-    "a_size": ({"fc.weight": torch.ones(20, 60), "more": torch.Size([2])}, ("holds more than tensors", "torch.Size")),
-    "stride_0": ({"fc.weight": torch.ones(1).expand(20, 60)}, ("fc.weight of shape", "larger than what is stored")),
+    "negative_view": ({"norm.weight": torch._neg_view(ONES)}, "norm.weight is a view with its sign turned.*clone"),
+    "conjugated": ({"fc.weight": ONES.to(torch.complex64).conj()}, "fc.weight.*expected"),
+    "a_set": ({"fc.weight": ONES, "more": {1, 2}}, "asks for .*set when loaded"),
+    "a_size": ({"fc.weight": ONES, "more": torch.Size([2])}, r"asks for torch\.Size when loaded"),
+    "stride_0": ({"fc.weight": ONES[:1, :1].clone().expand(20, 60)}, "fc.weight of shape.*larger than what is stored"),
     "stride_0_of_a_terabyte": (
-        {"fc.weight": torch.ones(1).expand(2**30, 2**10)},
-        ("fc.weight of shape", "larger than what is stored"),
+        {"fc.weight": ONES[0, :1].clone().expand(2**30, 2**10)},
+        "fc.weight of shape.*larger than what is stored",
     ),
-    "no_memory_at_all": (
-        {"fc.weight": torch.ones(20, 60, device="meta")},
-        ("without memory, of the device meta", "expected plain"),
-    ),
-    "complex": (
-        {"fc.weight": torch.ones(20, 60, dtype=torch.complex64)},
-        ("fc.weight is stored as torch.complex64", "expected one of"),
-    ),
-    "int8": ({"fc.weight": torch.ones(20, 60, dtype=torch.int8)}, ("fc.weight is stored as torch.int8", "Quantized")),
+    "no_memory_at_all": ({"fc.weight": ONES.to("meta")}, "_rebuild_meta_tensor_no_storage.*plain"),
+    "complex": ({"fc.weight": ONES.to(torch.complex64)}, "fc.weight is stored as torch.complex64; expected one of"),
+    "int8": ({"fc.weight": ONES.to(torch.int8)}, "fc.weight is stored as torch.int8.*Quantized"),
     "fp8": (
-        {"fc.weight": torch.ones(20, 60).to(torch.float8_e4m3fn)},
-        ("torch.float8_e4m3fn", "quantized", "expected"),
+        {"fc.weight": ONES.to(torch.float8_e4m3fn)},
+        "torch.float8_e4m3fn.*plain|fc.weight is stored as.*Quantized",
     ),
-    "unsigned": (
-        {"fc.weight": torch.ones(20, 60).to(torch.uint16)},
-        ("a dtype drafters do not have", "torch.uint16", "expected plain"),
-    ),
-    "quantized": (
-        {"fc.weight": torch.quantize_per_tensor(torch.ones(20, 60), 0.1, 0, torch.qint8)},
-        ("holds a quantized tensor", "expected plain"),
-    ),
-    "empty": ({}, ("expected",)),
+    "unsigned": ({"fc.weight": ONES.to(torch.uint16)}, "torch.uint16.*plain"),
+    "quantized": ({"fc.weight": torch.quantize_per_tensor(ONES, 0.1, 0, torch.qint8)}, "_rebuild_qtensor.*plain"),
+    "empty": ({}, "expected"),
 }
 
 
 @pytest.mark.parametrize("name", PICKLED)
 def test_a_pickle_of_something_else(name, folder):
-    value, patterns = PICKLED[name]
+    value, pattern = PICKLED[name]
     BIN.write(folder)
     try:
         torch.save(value, folder / PICKLE)
     except Exception as error:
         pytest.skip(f"PyTorch does not write it so: {error}")
-    refused(folder, *patterns)
+    refused(folder, pattern)
 
 
 def test_parameters_load_and_the_format_before_1_6_does_not(folder):
@@ -450,10 +409,10 @@ def test_a_shard_outside_the_folder(shard, folder):
     refused(folder, INDEX, r"weight_map\['fc.weight'\] names the file", "expected a plain file name beside it")
 
 
-INDICES: dict[str, tuple[Callable[[dict], Any], tuple[str, ...]]] = {
+INDICES: dict[str, tuple[Callable[[dict], Any], str]] = {
     "missing_shard": (
         lambda i: i["weight_map"].__setitem__("fc.weight", "gone.safetensors"),
-        ("gone.safetensors", "not there"),
+        "gone.safetensors.*not there",
     ),
     "other_shard": (
         lambda i: i["weight_map"].__setitem__(
@@ -464,31 +423,28 @@ INDICES: dict[str, tuple[Callable[[dict], Any], tuple[str, ...]]] = {
                 else i["weight_map"]["d2t"]
             ),
         ),
-        ("fc.weight", "agree"),
+        "fc.weight.*agree",
     ),
     "unnamed_tensor": (
         lambda i: i["weight_map"].pop("fc.weight") and None,
-        ("fc.weight is in", "the index says None", "agree"),
+        "fc.weight is in.*the index says None.*agree",
     ),
     "tensor_too_many": (
         lambda i: i["weight_map"].__setitem__("more", i["weight_map"]["d2t"]),
-        ("names more in", "does not hold it"),
+        "names more in.*does not hold it",
     ),
-    "no_weight_map": (lambda i: {"metadata": {}}, ("has no weight_map", "expected an object")),
-    "empty_weight_map": (lambda i: {"metadata": {}, "weight_map": {}}, ("has no weight_map", "expected an object")),
-    "weight_map_of_a_list": (
-        lambda i: {"metadata": {}, "weight_map": ["a"]},
-        ("has no weight_map", "expected an object"),
-    ),
-    "metadata_of_a_flag": (lambda i: i | {"metadata": True}, ("metadata is True", "expected an object")),
-    "no_metadata": (lambda i: i.pop("metadata") and None, ("metadata is None", "expected an object")),
-    "an_array": (lambda i: [1], ("holds a list", "expected one JSON object")),
+    "no_weight_map": (lambda i: {"metadata": {}}, "has no weight_map.*expected an object"),
+    "empty_weight_map": (lambda i: {"metadata": {}, "weight_map": {}}, "has no weight_map.*expected an object"),
+    "weight_map_of_a_list": (lambda i: {"metadata": {}, "weight_map": ["a"]}, "has no weight_map.*expected an object"),
+    "metadata_of_a_flag": (lambda i: i | {"metadata": True}, "metadata is True.*expected an object"),
+    "no_metadata": (lambda i: i.pop("metadata") and None, "metadata is None.*expected an object"),
+    "an_array": (lambda i: [1], "holds a list.*expected one JSON object"),
 }
 
 
-@pytest.mark.parametrize(("edit", "patterns"), INDICES.values(), ids=INDICES)
-def test_an_index_that_does_not_fit(edit, patterns, folder):
-    refused(index_edited(folder, edit), INDEX, *patterns)
+@pytest.mark.parametrize(("edit", "pattern"), INDICES.values(), ids=INDICES)
+def test_an_index_that_does_not_fit(edit, pattern, folder):
+    refused(index_edited(folder, edit), INDEX, pattern)
 
 
 def test_a_tensor_in_two_shards(folder):
@@ -506,27 +462,27 @@ def test_a_shard_that_is_an_index(folder):
 
 # Configs.
 
-NOT_CONFIGS: dict[str, tuple[bytes, tuple[str, ...]]] = {
-    "empty": (b"", ("is not valid JSON", "Download it again")),
-    "deep": (b"[" * 100_000 + b"]" * 100_000, ("is not valid JSON",)),
-    "deep_objects": (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, ("is not valid JSON",)),
-    "nan": (b'{"rms_norm_eps": NaN}', ("is not valid JSON", "NaN is not JSON")),
-    "infinity": (b'{"rms_norm_eps": -Infinity}', ("is not valid JSON", "-Infinity is not JSON")),
-    "not_utf8": (b'{"a": "\xff\xfe"}', ("is not valid JSON",)),
-    "an_array": (b"[]", ("holds a list", "expected one JSON object")),
-    "a_number": (b"1", ("holds a int", "expected one JSON object")),
-    "null": (b"null", ("holds a NoneType", "expected one JSON object")),
-    "a_long_number": (b'{"vocab_size": ' + b"9" * 10_000 + b"}", ("is not valid JSON",)),
-    "cut_off": (b'{"vocab_size": 61', ("is not valid JSON",)),
-    "python": (b"{'vocab_size': 61}", ("is not valid JSON",)),
+NOT_CONFIGS: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "is not valid JSON.*Download it again"),
+    "deep": (b"[" * 100_000 + b"]" * 100_000, "is not valid JSON"),
+    "deep_objects": (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "is not valid JSON"),
+    "nan": (b'{"rms_norm_eps": NaN}', "is not valid JSON.*NaN is not JSON"),
+    "infinity": (b'{"rms_norm_eps": -Infinity}', "is not valid JSON.*-Infinity is not JSON"),
+    "not_utf8": (b'{"a": "\xff\xfe"}', "is not valid JSON"),
+    "an_array": (b"[]", "holds a list.*expected one JSON object"),
+    "a_number": (b"1", "holds a int.*expected one JSON object"),
+    "null": (b"null", "holds a NoneType.*expected one JSON object"),
+    "a_long_number": (b'{"vocab_size": ' + b"9" * 10_000 + b"}", "is not valid JSON"),
+    "cut_off": (b'{"vocab_size": 61', "is not valid JSON"),
+    "python": (b"{'vocab_size': 61}", "is not valid JSON"),
 }
 
 
-@pytest.mark.parametrize(("data", "patterns"), NOT_CONFIGS.values(), ids=NOT_CONFIGS)
-def test_a_config_that_is_none(data, patterns, folder):
+@pytest.mark.parametrize(("data", "pattern"), NOT_CONFIGS.values(), ids=NOT_CONFIGS)
+def test_a_config_that_is_none(data, pattern, folder):
     SPECFORGE.write(folder)
     (folder / "config.json").write_bytes(data)
-    refused(folder, r"config\.json", *patterns)
+    refused(folder, r"config\.json", pattern)
 
 
 @pytest.mark.parametrize("name", ["config.json", INDEX])
@@ -550,143 +506,110 @@ def test_a_number_that_is_infinite(key, folder):
     refused(folder, r"config\.json", "1e999|inf", "expected")
 
 
-KEYS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "a_billion_layers": ({"num_hidden_layers": 10**9}, ()),  # the weights say how many there are
+KEYS: dict[str, tuple[dict[str, Any], str]] = {
+    "a_billion_layers": ({"num_hidden_layers": 10**9}, ""),  # the weights say how many there are
     "a_draft_vocabulary_of_a_trillion": (
         {"draft_vocab_size": 10**12},
-        (r"draft_vocab_size=1000000000000", "37 rows", "expected"),
+        r"draft_vocab_size=1000000000000.*37 rows.*expected",
     ),
-    "a_vocabulary_of_a_trillion": ({"vocab_size": 10**12}, ("expected",)),
-    "a_negative_vocabulary": ({"vocab_size": -5}, ("expected",)),
-    "a_vocabulary_of_words": ({"vocab_size": "61"}, ("vocab_size is '61'", "expected")),
-    "heads_of_words": ({"num_attention_heads": "4"}, ("num_attention_heads is '4'", "expected a number")),
-    "no_heads": ({"num_attention_heads": None}, ("num_attention_heads is None", "expected a number")),
-    "zero_heads": ({"num_attention_heads": 0}, ("num_attention_heads is 0", "expected")),
-    "zero_states": ({"num_aux_hidden_states": 0}, ("0", "expected")),
-    "states_of_words": ({"num_aux_hidden_states": "three"}, ("three", "expected")),
-    "four_states": ({"num_aux_hidden_states": 4}, ("num_aux_hidden_states is 4", "3 layer ids", "expected")),
-    "a_flag_of_words": ({"norm_output": "false"}, ("norm_output", "expected|Expected|not")),
-    "another_width": ({"hidden_size": 21}, ("config.json says hidden_size=21, the weights have 20", "expected")),
-    "width_of_an_object": ({"hidden_size": {}}, ("hidden_size|fc.weight", "expected|Expected|not")),
+    "a_vocabulary_of_a_trillion": ({"vocab_size": 10**12}, "expected"),
+    "a_negative_vocabulary": ({"vocab_size": -5}, "expected"),
+    "a_vocabulary_of_words": ({"vocab_size": "61"}, "vocab_size is '61'.*expected"),
+    "heads_of_words": ({"num_attention_heads": "4"}, "num_attention_heads is '4'.*expected a number"),
+    "no_heads": ({"num_attention_heads": None}, "num_attention_heads is None.*expected a number"),
+    "zero_heads": ({"num_attention_heads": 0}, "num_attention_heads is 0.*expected"),
+    "zero_states": ({"num_aux_hidden_states": 0}, "0.*expected"),
+    "states_of_words": ({"num_aux_hidden_states": "three"}, "three.*expected"),
+    "four_states": ({"num_aux_hidden_states": 4}, "num_aux_hidden_states is 4.*3 layer ids.*expected"),
+    "a_flag_of_words": ({"norm_output": "false"}, "norm_output.*expected|Expected|not"),
+    "another_width": ({"hidden_size": 21}, "config.json says hidden_size=21, the weights have 20.*expected"),
+    "width_of_an_object": ({"hidden_size": {}}, "hidden_size|fc.weight.*expected|Expected|not"),
     "a_target_of_another_width": (
         {"target_hidden_size": 28},
-        ("fc.weight reads 60 values", "3 states", "28", "no number of states fits"),
+        "fc.weight reads 60 values.*3 states.*28.*no number of states fits",
     ),
     "a_missing_norm": (
         {"fc_norm": True},
-        ("config.json says fc_norm=True", "the weights have no fc_norm.0.weight", "expected both"),
+        "config.json says fc_norm=True.*the weights have no fc_norm.0.weight.*expected both",
     ),
-    "a_missing_input_norm": (
-        {"norm_before_fc": True},
-        ("norm_before_fc=True", "no input_norm.weight", "expected both"),
-    ),
+    "a_missing_input_norm": ({"norm_before_fc": True}, "norm_before_fc=True.*no input_norm.weight.*expected both"),
     "a_contradiction": (
         {"norm_before_fc": False, "eagle_config": {"norm_before_fc": True}},
-        ("norm_before_fc twice", "one value"),
+        "norm_before_fc twice.*one value",
     ),
     "two_thetas": (
         {"rope_theta": 1.0, "rope_parameters": {"rope_theta": 2.0}},
-        ("rope_theta as 1.0 and 2.0", "expected one value"),
+        "rope_theta as 1.0 and 2.0.*expected one value",
     ),
-    "a_negative_theta": ({"rope_theta": -1.0}, (r"rope_theta is \[-1.0\]", "expected a number above 0")),
-    "a_huge_theta": ({"rope_theta": 10**400}, ("config.json", "401 digits")),
-    "a_huge_eps": ({"rms_norm_eps": 10**400}, ("config.json", "401 digits")),
-    "an_unknown_rope": ({"rope_scaling": {"type": "spiral", "factor": 2.0}}, ("spiral", "config.json")),
-    "a_rope_of_words": ({"rope_scaling": "linear"}, ("rope_scaling is 'linear'", "expected an object")),
+    "a_negative_theta": ({"rope_theta": -1.0}, r"rope_theta is \[-1.0\].*expected a number above 0"),
+    "a_huge_theta": ({"rope_theta": 10**400}, "config.json.*401 digits"),
+    "a_huge_eps": ({"rms_norm_eps": 10**400}, "config.json.*401 digits"),
+    "an_unknown_rope": ({"rope_scaling": {"type": "spiral", "factor": 2.0}}, "config.json.*spiral"),
+    "a_rope_of_words": ({"rope_scaling": "linear"}, "rope_scaling is 'linear'.*expected an object"),
     "a_rope_per_layer_type": (
         {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}},
-        ("differ by layer type", "expected one set"),
+        "differ by layer type.*expected one set",
     ),
-    "an_unknown_activation": ({"hidden_act": "boom"}, ("config.json", "hidden_act", "boom")),
-    "ids_not_ascending": (
-        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [5, 3, 1]}},
-        (r"\[5, 3, 1\]", "ascending order"),
-    ),
-    "ids_twice": (
-        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 1, 2]}},
-        (r"\[1, 1, 2\]", "distinct layer ids"),
-    ),
-    "ids_negative": (
-        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [-3, 1, 2]}},
-        (r"\[-3, 1, 2\]", "layer ids >= 0"),
-    ),
-    "ids_of_words": (
-        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": "1,2,3"}},
-        ("1,2,3", "expected 1 to 16 distinct layer ids"),
-    ),
-    "ids_of_flags": (
-        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [False, True, 2]}},
-        ("expected 1 to 16 distinct layer ids",),
-    ),
-    "too_many_ids": (
-        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [*range(1, 5)]}},
-        ("fc.weight reads 60", "4 states"),
-    ),
-    "very_many_ids": (
-        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [*range(10**4)]}},
-        ("expected 1 to 16 distinct layer ids",),
-    ),
-    "an_eagle_config_of_words": ({"eagle_config": "none"}, ()),  # as good as none
+    "an_unknown_activation": ({"hidden_act": "boom"}, "config.json.*hidden_act.*boom"),
+    "ids_not_ascending": (nested([5, 3, 1]), r"\[5, 3, 1\].*ascending order"),
+    "ids_twice": (nested([1, 1, 2]), r"\[1, 1, 2\].*distinct layer ids"),
+    "ids_negative": (nested([-3, 1, 2]), r"\[-3, 1, 2\].*layer ids >= 0"),
+    "ids_of_words": (nested("1,2,3"), "1,2,3.*expected 1 to 16 distinct layer ids"),
+    "ids_of_flags": (nested([False, True, 2]), "expected 1 to 16 distinct layer ids"),
+    "too_many_ids": (nested([*range(1, 5)]), "fc.weight reads 60.*4 states"),
+    "very_many_ids": (nested([*range(10**4)]), "expected 1 to 16 distinct layer ids"),
+    "an_eagle_config_of_words": ({"eagle_config": "none"}, ""),  # as good as none
     "without_states": (
         {"eagle_config": {"use_aux_hidden_state": False}},
-        ("use_aux_hidden_state is False", "no fc", "expected True"),
+        "use_aux_hidden_state is False.*no fc.*expected True",
     ),
-    "parallel": ({"parallel_drafting": True}, ("parallel_drafting is True", "P-EAGLE", "expected False")),
-    "an_mtp_head": (
-        {"eagle_config": {"use_mtp_layernorm": True}},
-        ("use_mtp_layernorm is True", "MTP", "expected False"),
-    ),
+    "parallel": ({"parallel_drafting": True}, "parallel_drafting is True.*P-EAGLE.*expected False"),
+    "an_mtp_head": ({"eagle_config": {"use_mtp_layernorm": True}}, "use_mtp_layernorm is True.*MTP.*expected False"),
     "no_last_norm": (
         {"use_last_layernorm": False},
-        ("use_last_layernorm is False", "no norm before its head", "expected True"),
+        "use_last_layernorm is False.*no norm before its head.*expected True",
     ),
-    "hawk": ({"eagle_aux_injection_mode": "hawk"}, ("eagle_aux_injection_mode is hawk", "expected fused_fc")),
-    "quantized": (
-        {"quantization_config": {"quant_method": "fp8"}},
-        ("quantization_config", "quantized: use the original"),
-    ),
+    "hawk": ({"eagle_aux_injection_mode": "hawk"}, "eagle_aux_injection_mode is hawk.*expected fused_fc"),
+    "quantized": ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config.*quantized: use the original"),
     "speculators_of_another_kind": (
         {"speculators_model_type": "peagle"},
-        ("speculators_model_type is 'peagle'", "expected 'eagle3'"),
+        "speculators_model_type is 'peagle'.*expected 'eagle3'",
     ),
-    "speculators_of_dflash": ({"speculators_config": {"algorithm": "dflash"}}, ("'dflash'", "expected 'eagle3'")),
-    "speculators_of_a_list": ({"speculators_config": ["eagle3"]}, ("speculators_config", "expected")),
+    "speculators_of_dflash": ({"speculators_config": {"algorithm": "dflash"}}, "'dflash'.*expected 'eagle3'"),
+    "speculators_of_a_list": ({"speculators_config": ["eagle3"]}, "speculators_config.*expected"),
     "a_verifier_of_words": (
         {"speculators_config": {"verifier": "a/target"}, "transformer_layer_config": LLAMA},
-        ("verifier", "expected"),
+        "verifier.*expected",
     ),
     "a_layer_of_words": (
         {"transformer_layer_config": "llama"},
-        ("transformer_layer_config is a str", "expected an object"),
+        "transformer_layer_config is a str.*expected an object",
     ),
     "a_layer_of_another_kind": (
         {"transformer_layer_config": SIZES | {"model_type": "gpt2"}},
-        ("model_type is 'gpt2'", "expected one of"),
+        "model_type is 'gpt2'.*expected one of",
     ),
     "transformers_weights_outside": (
         {"transformers_weights": "../outside.safetensors"},
-        ("transformers_weights", "plain file name"),
+        "transformers_weights.*plain file name",
     ),
-    "transformers_weights_absolute": (
-        {"transformers_weights": "/etc/passwd"},
-        ("transformers_weights", "plain file name"),
-    ),
-    "transformers_weights_of_a_number": ({"transformers_weights": 3}, ("transformers_weights", "plain file name")),
-    "transformers_weights_gone": ({"transformers_weights": "gone.safetensors"}, ("gone.safetensors", "not there")),
+    "transformers_weights_absolute": ({"transformers_weights": "/etc/passwd"}, "transformers_weights.*plain file name"),
+    "transformers_weights_of_a_number": ({"transformers_weights": 3}, "transformers_weights.*plain file name"),
+    "transformers_weights_gone": ({"transformers_weights": "gone.safetensors"}, "gone.safetensors.*not there"),
     "transformers_weights_in_a_pickle": (
         {"transformers_weights": "pytorch_model.bin"},
-        ("transformers_weights", "safetensors"),
+        "transformers_weights.*safetensors",
     ),
 }
 
 
 @pytest.mark.parametrize("name", KEYS)
 def test_a_key_that_cannot_be(name, folder):
-    config, patterns = KEYS[name]
+    config, pattern = KEYS[name]
     SPECFORGE.write(folder)
     edited(folder, **config)
-    if config.get("num_attention_heads", 4) is None or patterns:
-        refused(folder, *patterns)
+    if pattern:
+        refused(folder, pattern)
     else:
         Eagle31DrafterModel.from_pretrained(folder)
 
@@ -830,39 +753,36 @@ def test_a_header_of_names_nobody_gives(names, folder):
     refused(folder, WEIGHTS, "its header is to have|a tensor is named|control characters")
 
 
-NATIVE_KEYS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+NATIVE_KEYS: dict[str, tuple[dict[str, Any], str]] = {
     "a_billion_layers": (
         {"num_hidden_layers": 10**9, "layer_types": None},
-        ("num_hidden_layers is 1000000000", "expected at most 256"),
+        "num_hidden_layers is 1000000000.*expected at most 256",
     ),
-    "very_many_states": ({"aux_hidden_state_layer_ids": [*range(10**4)]}, ("expected 1 to 16 distinct layer ids",)),
+    "very_many_states": ({"aux_hidden_state_layer_ids": [*range(10**4)]}, "expected 1 to 16 distinct layer ids"),
     "a_draft_vocabulary_of_a_trillion": (
         {"draft_vocab_size": 10**12},
-        ("draft_vocab_size is 1000000000000", "expected at most 16777216"),
+        "draft_vocab_size is 1000000000000.*expected at most 16777216",
     ),
-    "both_vocabularies_of_a_trillion": ({"draft_vocab_size": 10**12, "vocab_size": 10**12}, ("expected",)),
-    "a_vocabulary_of_a_trillion": ({"vocab_size": 10**12}, ("expected",)),
-    "a_size_of_words": ({"hidden_size": "20"}, ("hidden_size", "config.json")),
-    "a_flag_of_words": ({"fc_norm": "true"}, ("fc_norm", "config.json")),
-    "a_list_of_words": ({"aux_hidden_state_layer_ids": "abc"}, ("aux_hidden_state_layer_ids", "config.json")),
-    "a_size_of_nothing": ({"num_attention_heads": 0}, ("num_attention_heads is 0", "expected sizes above 0")),
-    "a_dtype_of_a_number": ({"dtype": 3}, ("dtype", "config.json")),
-    "a_dtype_of_integers": ({"dtype": "int8"}, ("dtype is torch.int8|dtype is int8", "expected float32")),
-    "a_dtype_nobody_knows": ({"dtype": "float31"}, ("config.json", "float31")),
-    "one_layer_less": ({"num_hidden_layers": 1}, ("unexpected", "layers.1.", "Expected exactly")),
-    "a_norm_less": ({"fc_norm": False}, ("unexpected", "fc_norm.0.weight", "fc_norm, norm_before_fc")),
-    "both_norms": ({"norm_before_fc": True}, ("fc_norm and norm_before_fc are both true", "expected at most one")),
-    "another_width": (
-        {"hidden_size": 40, "target_hidden_size": 40},
-        ("has shape", "expected", "Check the sizes there"),
-    ),
+    "both_vocabularies_of_a_trillion": ({"draft_vocab_size": 10**12, "vocab_size": 10**12}, "expected"),
+    "a_vocabulary_of_a_trillion": ({"vocab_size": 10**12}, "expected"),
+    "a_size_of_words": ({"hidden_size": "20"}, "config.json.*hidden_size"),
+    "a_flag_of_words": ({"fc_norm": "true"}, "config.json.*fc_norm"),
+    "a_list_of_words": ({"aux_hidden_state_layer_ids": "abc"}, "config.json.*aux_hidden_state_layer_ids"),
+    "a_size_of_nothing": ({"num_attention_heads": 0}, "num_attention_heads is 0.*expected sizes above 0"),
+    "a_dtype_of_a_number": ({"dtype": 3}, "config.json.*dtype"),
+    "a_dtype_of_integers": ({"dtype": "int8"}, "dtype is torch.int8|dtype is int8.*expected float32"),
+    "a_dtype_nobody_knows": ({"dtype": "float31"}, "config.json.*float31"),
+    "one_layer_less": ({"num_hidden_layers": 1}, "unexpected.*layers.1..*Expected exactly"),
+    "a_norm_less": ({"fc_norm": False}, "unexpected.*fc_norm.0.weight.*fc_norm, norm_before_fc"),
+    "both_norms": ({"norm_before_fc": True}, "fc_norm and norm_before_fc are both true.*expected at most one"),
+    "another_width": ({"hidden_size": 40, "target_hidden_size": 40}, "has shape.*expected.*Check the sizes there"),
 }
 
 
-@pytest.mark.parametrize(("config", "patterns"), NATIVE_KEYS.values(), ids=NATIVE_KEYS)
-def test_a_native_field_that_cannot_be(config, patterns, folder):
+@pytest.mark.parametrize(("config", "pattern"), NATIVE_KEYS.values(), ids=NATIVE_KEYS)
+def test_a_native_field_that_cannot_be(config, pattern, folder):
     replace(LAYOUTS["native"], shards=1).write(folder)
-    refused(edited(folder, **config), *patterns)
+    refused(edited(folder, **config), pattern)
 
 
 # Tensors.
@@ -875,86 +795,77 @@ def vocabulary(**values: int) -> torch.Tensor:
     )
 
 
-TENSORS: dict[str, tuple[dict[str, torch.Tensor | None], tuple[str, ...]]] = {
+TENSORS: dict[str, tuple[dict[str, torch.Tensor | None], str]] = {
     "fc_of_another_width": (
         {"fc.weight": torch.ones(WIDTH, 61)},
-        ("fc.weight reads 61 values", "3 states", "no number of states fits"),
+        "fc.weight reads 61 values.*3 states.*no number of states fits",
     ),
-    "fc_of_two_states": ({"fc.weight": torch.ones(WIDTH, 40)}, ("fc.weight reads 40 values", "2 states would fit")),
+    "fc_of_two_states": ({"fc.weight": torch.ones(WIDTH, 40)}, "fc.weight reads 40 values.*2 states would fit"),
     "fc_of_more_rows": (
         {"fc.weight": torch.ones(WIDTH + 1, 60)},
-        (WEIGHTS, r"fc.weight has shape \(21, 60\)", r"expected \(20, 60\)"),
+        r"model.safetensors.*fc.weight has shape \(21, 60\).*expected \(20, 60\)",
     ),
-    "fc_of_one_dimension": ({"fc.weight": torch.ones(60)}, (r"fc.weight has shape \(60,\)", "expected two dimensions")),
-    "fc_of_no_dimension": ({"fc.weight": torch.ones(())}, (r"fc.weight has shape \(\)", "expected two dimensions")),
-    "norm_of_no_dimension": ({"norm.weight": torch.ones(())}, ("norm.weight", "expected")),
+    "fc_of_one_dimension": ({"fc.weight": torch.ones(60)}, r"fc.weight has shape \(60,\).*expected two dimensions"),
+    "fc_of_no_dimension": ({"fc.weight": torch.ones(())}, r"fc.weight has shape \(\).*expected two dimensions"),
+    "norm_of_no_dimension": ({"norm.weight": torch.ones(())}, "norm.weight.*expected"),
     "gate_of_no_dimension": (
         {"midlayer.mlp.gate_proj.weight": torch.ones(())},
-        ("midlayer.mlp.gate_proj.weight", "expected"),
+        "midlayer.mlp.gate_proj.weight.*expected",
     ),
-    "head_of_no_dimension": ({"lm_head.weight": torch.ones(())}, ("lm_head.weight", "expected")),
-    "no_rows": ({"fc.weight": torch.ones(WIDTH, 0)}, ("fc.weight reads 0 values", "expected")),
+    "head_of_no_dimension": ({"lm_head.weight": torch.ones(())}, "lm_head.weight.*expected"),
+    "no_rows": ({"fc.weight": torch.ones(WIDTH, 0)}, "fc.weight reads 0 values.*expected"),
     "q_of_a_plain_layer": (
         {"midlayer.self_attn.q_proj.weight": torch.ones(24, 20)},
-        (r"midlayer.self_attn.q_proj.weight.*\(24, 20\)",),
+        r"midlayer.self_attn.q_proj.weight.*\(24, 20\)",
     ),
     "k_of_another_head": (
         {"midlayer.self_attn.k_proj.weight": torch.ones(10, 40)},
-        (r"midlayer.self_attn.k_proj.weight .*\(10, 40\)",),
+        r"midlayer.self_attn.k_proj.weight .*\(10, 40\)",
     ),
     "missing": (
         {"midlayer.mlp.up_proj.weight": None},
-        (r"missing \['layers.0.mlp.up_proj.weight'\]", "In the file", "midlayer.mlp.gate"),
+        r"missing \['layers.0.mlp.up_proj.weight'\].*In the file.*midlayer.mlp.gate",
     ),
     "unexpected": (
         {"midlayer.extra": torch.ones(2)},
-        (r"unexpected \['layers.0.extra'\]", "midlayer.extra", "Expected exactly"),
+        r"unexpected \['layers.0.extra'\].*Expected exactly.*midlayer.extra",
     ),
     "under_two_names": (
         {"layers.0.hidden_norm.weight": torch.ones(WIDTH)},
-        ("both mean layers.0.hidden_norm.weight", "expected one of"),
+        "both mean layers.0.hidden_norm.weight.*expected one of",
     ),
-    "head_of_other_rows": (
-        {"lm_head.weight": torch.ones(36, WIDTH)},
-        ("draft_vocab_size=37", "36 rows", "expected as many"),
-    ),
-    "no_d2t": (
-        {"d2t": None, "t2d": None},
-        ("lm_head.weight has 37 rows for a vocabulary of 61", "no d2t", "expected d2t"),
-    ),
+    "head_of_other_rows": ({"lm_head.weight": torch.ones(36, WIDTH)}, "draft_vocab_size=37.*36 rows.*expected as many"),
+    "no_d2t": ({"d2t": None, "t2d": None}, "lm_head.weight has 37 rows for a vocabulary of 61.*no d2t.*expected d2t"),
     "d2t_of_another_length": (
         {"d2t": torch.zeros(36, dtype=torch.int64)},
-        (WEIGHTS, r"d2t has shape \(36,\)", r"expected \(37,\)"),
+        r"model.safetensors.*d2t has shape \(36,\).*expected \(37,\)",
     ),
     "d2t_of_two_dimensions": (
         {"d2t": torch.zeros(37, 1, dtype=torch.int64)},
-        ("d2t is I64 of shape", "integers in one dimension"),
+        "d2t is I64 of shape.*integers in one dimension",
     ),
-    "d2t_of_floats": ({"d2t": torch.zeros(37)}, ("d2t is F32", "expected integers")),
-    "d2t_of_flags": ({"d2t": torch.zeros(37, dtype=torch.bool)}, ("d2t is BOOL", "expected integers")),
+    "d2t_of_floats": ({"d2t": torch.zeros(37)}, "d2t is F32.*expected integers"),
+    "d2t_of_flags": ({"d2t": torch.zeros(37, dtype=torch.bool)}, "d2t is BOOL.*expected integers"),
     "d2t_out_of_range": (
         {"d2t": vocabulary(i36=25)},
-        (WEIGHTS, r"d2t\[36\] = 25 maps draft id 36 to target id 61", "expected 0 to 60"),
+        r"model.safetensors.*d2t\[36\] = 25 maps draft id 36 to target id 61.*expected 0 to 60",
     ),
-    "d2t_below_0": ({"d2t": vocabulary(i0=-1)}, (r"d2t\[0\] = -1", "expected 0 to 60")),
-    "d2t_of_the_largest": ({"d2t": vocabulary(i36=2**63 - 1)}, (r"d2t\[36\]", "expected 0 to 60")),
-    "d2t_twice": (
-        {"d2t": vocabulary(i0=1)},
-        ("d2t maps several draft ids to target id 1", "expected one draft id each"),
-    ),
-    "d2t_absolute": ({"d2t": torch.arange(DRAFT_VOCAB) + 24}, ("look like absolute ids", "d2t holds offsets")),
-    "t2d_of_floats": ({"t2d": torch.ones(VOCAB)}, ("t2d is F32", "expected integers")),
+    "d2t_below_0": ({"d2t": vocabulary(i0=-1)}, r"d2t\[0\] = -1.*expected 0 to 60"),
+    "d2t_of_the_largest": ({"d2t": vocabulary(i36=2**63 - 1)}, r"d2t\[36\].*expected 0 to 60"),
+    "d2t_twice": ({"d2t": vocabulary(i0=1)}, "d2t maps several draft ids to target id 1.*expected one draft id each"),
+    "d2t_absolute": ({"d2t": torch.arange(DRAFT_VOCAB) + 24}, "look like absolute ids.*d2t holds offsets"),
+    "t2d_of_floats": ({"t2d": torch.ones(VOCAB)}, "t2d is F32.*expected integers"),
     "nan": (
         {"norm.weight": torch.full((WIDTH,), torch.nan)},
-        ("norm.weight holds NaN or infinite values", "expected finite weights"),
+        "norm.weight holds NaN or infinite values.*expected finite weights",
     ),
 }
 
 
-@pytest.mark.parametrize(("tensors", "patterns"), TENSORS.values(), ids=TENSORS)
-def test_a_tensor_that_cannot_be(tensors, patterns, folder):
+@pytest.mark.parametrize(("tensors", "pattern"), TENSORS.values(), ids=TENSORS)
+def test_a_tensor_that_cannot_be(tensors, pattern, folder):
     SPECFORGE.write(folder)
-    refused(edited(folder, tensors), *patterns)
+    refused(edited(folder, tensors), pattern)
 
 
 @pytest.mark.parametrize(
@@ -993,55 +904,49 @@ TARGET = {f"model.{name}": w for i in range(4) for name, w in plain_layer(i).ite
     "model.norm.weight": torch.ones(WIDTH),
     "lm_head.weight": torch.ones(VOCAB, 20),
 }
-OTHERS: dict[str, tuple[dict[str, torch.Tensor], tuple[str, ...]]] = {
+OTHERS: dict[str, tuple[dict[str, torch.Tensor], str]] = {
     "the_target": (
         TARGET,
-        ("4 layers and no fc.weight", "looks like the target itself", "expected the drafter's checkpoint"),
+        "4 layers and no fc.weight.*looks like the target itself.*expected the drafter's checkpoint",
     ),
     "eagle1": (
         plain_layer(0) | {"fc.weight": torch.ones(WIDTH, 2 * WIDTH), "embed_tokens.weight": torch.ones(VOCAB, WIDTH)},
-        ("EAGLE-1 or EAGLE-2 head", "expected an EAGLE 3"),
+        "EAGLE-1 or EAGLE-2 head.*expected an EAGLE 3",
     ),
     "peagle": (
         {"mask_hidden": torch.ones(1, 1, 60), "fc.weight": torch.ones(WIDTH, 60)},
-        ("mask_hidden marks a P-EAGLE head", "expected"),
+        "mask_hidden marks a P-EAGLE head.*expected",
     ),
     "dflash": (
         plain_layer(0) | plain_layer(1) | {"hidden_norm.weight": torch.ones(WIDTH)},
-        ("marks a DFlash head", "expected an EAGLE 3"),
+        "marks a DFlash head.*expected an EAGLE 3",
     ),
     "lora": (
         {"base_model.model.fc.lora_A.weight": torch.ones(2, 2)},
-        ("marks a LoRA adapter: merge it", "expected an EAGLE 3"),
+        "marks a LoRA adapter: merge it.*expected an EAGLE 3",
     ),
-    "mtp": ({"eh_proj.weight": torch.ones(2, 2)}, ("marks an MTP head", "expected an EAGLE 3")),
-    "hawk": ({"fuse_w1.weight": torch.ones(2, 2), "fc.weight": torch.ones(2, 2)}, ("hawk", "expected an EAGLE 3")),
-    "experts": (
-        {"layers.0.mlp.experts.0.up_proj.weight": torch.ones(2, 2)},
-        ("mixture-of-experts", "expected an EAGLE 3"),
-    ),
-    "an_output_gate": (
-        {"layers.0.self_attn.g_proj.weight": torch.ones(2, 2)},
-        ("gated attention", "expected an EAGLE 3"),
-    ),
+    "mtp": ({"eh_proj.weight": torch.ones(2, 2)}, "marks an MTP head.*expected an EAGLE 3"),
+    "hawk": ({"fuse_w1.weight": torch.ones(2, 2), "fc.weight": torch.ones(2, 2)}, "hawk.*expected an EAGLE 3"),
+    "experts": ({"layers.0.mlp.experts.0.up_proj.weight": torch.ones(2, 2)}, "mixture-of-experts.*expected an EAGLE 3"),
+    "an_output_gate": ({"layers.0.self_attn.g_proj.weight": torch.ones(2, 2)}, "gated attention.*expected an EAGLE 3"),
     "nothing_known": (
         {"weight": torch.ones(2)},
-        ("no fc.weight", "is no EAGLE 3 drafter", "expected the drafter's checkpoint"),
+        "no fc.weight.*is no EAGLE 3 drafter.*expected the drafter's checkpoint",
     ),
-    "one_plain_layer": (plain_layer(0), ("no fc.weight", "expected the drafter's checkpoint")),
+    "one_plain_layer": (plain_layer(0), "no fc.weight.*expected the drafter's checkpoint"),
 }
 
 
 @pytest.mark.parametrize("file", [WEIGHTS, PICKLE])
 @pytest.mark.parametrize("name", OTHERS)
 def test_another_kind_of_checkpoint_is_called_by_its_name(name, file, folder):
-    tensors, patterns = OTHERS[name]
+    tensors, pattern = OTHERS[name]
     folder.mkdir()
     write_weights(folder, tensors, file)
     (folder / "config.json").write_text(
         json.dumps(SIZES | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]})
     )
-    refused(folder, *patterns)
+    refused(folder, pattern)
 
 
 def test_mla_without_its_sizes(folder):

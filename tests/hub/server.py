@@ -31,17 +31,13 @@ PLACEHOLDERS = {"repo": "[^/]+/[^/]+?", "revision": "[^/]+", "name": "[^/]+", "o
 # needs: "nothing"; "login"; "read" and "write" a repo; "propose": write, or open or extend a pull request; "content" of
 # a gated repo
 ROUTES = (
-    ("GET", "/api/whoami-v2", "whoami", "login"),
     ("POST", "/api/validate-yaml", "validate_card", "nothing"),
     ("POST", "/api/repos/create", "create_repo", "login"),
     ("GET", "/api/models/{repo}", "info", "read"),
     ("GET", "/api/models/{repo}/revision/{revision}", "info", "read"),
     ("GET", "/api/models/{repo}/tree/{revision}", "tree", "read"),
     ("GET", "/api/models/{repo}/tree/{revision}/{path}", "tree", "read"),
-    ("GET", "/api/models/{repo}/refs", "refs", "read"),
-    ("POST", "/api/models/{repo}/paths-info/{revision}", "paths_info", "read"),
     ("POST", "/api/models/{repo}/branch/{name}", "create_branch", "write"),
-    ("POST", "/api/models/{repo}/tag/{revision}", "create_tag", "write"),
     ("POST", "/api/models/{repo}/preupload/{revision}", "preupload", "propose"),
     ("POST", "/api/models/{repo}/commit/{revision}", "commit", "propose"),
     ("POST", "/{repo}.git/info/lfs/objects/batch", "lfs_batch", "login"),
@@ -92,10 +88,9 @@ class Commit(NamedTuple):
 class User(NamedTuple):
     name: str
     namespaces: frozenset[str]
-    can_write: bool
 
 
-ANYONE = User("", frozenset(), can_write=False)
+ANYONE = User("", frozenset())
 
 
 class Reply(NamedTuple):
@@ -134,7 +129,6 @@ class Repo:
     id: str
     private: bool = False
     gated: bool = False
-    approved: set[str] = field(default_factory=set)  # users let into a gated repo
     commits: dict[str, Commit] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=dict)
     objects: dict[str, bytes] = field(default_factory=dict)
@@ -143,8 +137,8 @@ class Repo:
         return self.id.split("/")[0] in user.namespaces
 
     def find(self, revision: str) -> Commit:
-        """Returns the commit of a branch, a tag, a full ref name or a full commit id."""
-        for name in (f"refs/heads/{revision}", f"refs/tags/{revision}", revision):
+        """Returns the commit of a branch, a full ref name or a full commit id."""
+        for name in (f"refs/heads/{revision}", revision):
             if name in self.refs:
                 return self.commits[self.refs[name]]
         if revision in self.commits:
@@ -270,19 +264,13 @@ class Handler(BaseHTTPRequestHandler):
             return repo
         if repo is None or (repo.private and not repo.is_own(self.user)):
             self.refuse(404, "RepoNotFound", "Repository not found")
-        may_read = repo.is_own(self.user) or self.user.name in repo.approved
-        if needs == "content" and repo.gated and not may_read:
+        if needs == "content" and repo.gated and not repo.is_own(self.user):
             self.refuse(403, "GatedRepo", f"Access to model {repo_id} is restricted.")
         if needs in ("write", "propose"):
             proposes = needs == "propose" and ("create_pr" in self.query or revision.startswith("refs/pr/"))
-            self.check_write(proposes or repo.is_own(self.user), f"You don't have the rights to write to {repo_id}")
+            if self.user is ANYONE or not (proposes or repo.is_own(self.user)):
+                self.refuse(403, "", f"You don't have the rights to write to {repo_id}")
         return repo
-
-    def check_write(self, allowed: bool, refusal: str) -> None:
-        if not self.user.can_write:
-            self.refuse(403, "", "You must use a write token to upload to a repository.")
-        if not allowed:
-            self.refuse(403, "", refusal)
 
     def refuse(self, status: int, code: str, message: str) -> NoReturn:
         """Refuses a request; an anonymous user is asked to log in, whatever the reason."""
@@ -290,12 +278,6 @@ class Handler(BaseHTTPRequestHandler):
             raise HubError(status, code, message)
         # The client takes a 401 without a code for a missing repo on https URLs only: the code makes it do so on http.
         raise HubError(401, code or "RepoNotFound", "Invalid username or password.")
-
-    def whoami(self) -> dict:
-        role = "write" if self.user.can_write else "read"
-        organizations = [{"type": "org", "name": name} for name in sorted(self.user.namespaces - {self.user.name})]
-        auth = {"type": "access_token", "accessToken": {"displayName": "test", "role": role}}
-        return {"type": "user", "name": self.user.name, "orgs": organizations, "auth": auth}
 
     def validate_card(self) -> dict:
         return {"errors": [], "warnings": []}
@@ -305,9 +287,8 @@ class Handler(BaseHTTPRequestHandler):
         namespace = wanted.get("organization") or self.user.name
         repo_id = f"{namespace}/{wanted['name']}"
         url = {"url": f"{self.server.url}/{repo_id}", "name": repo_id}
-        self.check_write(
-            namespace in self.user.namespaces, f"You don't have the rights to create a model under {namespace}"
-        )
+        if namespace not in self.user.namespaces:
+            self.refuse(403, "", f"You don't have the rights to create a model under {namespace}")
         if repo_id in self.server.repos:
             return Reply(json.dumps(url | {"error": "You already created this model repo"}).encode(), 409)
         self.server.create(repo_id, private=wanted.get("visibility") == "private")
@@ -340,30 +321,11 @@ class Handler(BaseHTTPRequestHandler):
         entries += [blob.entry(p) for p, blob in files.items()]
         return [e for e in entries if self.query.get("recursive") == "true" or "/" not in e["path"][len(prefix) :]]
 
-    def paths_info(self, revision: str) -> list[dict]:
-        files = self.repo.find(revision).files
-        return [
-            files[path].entry(path) for key, path in parse_qsl(self.body.decode()) if key == "paths" and path in files
-        ]
-
-    def refs(self) -> dict:
-        listed: dict[str, list] = {"branches": [], "tags": [], "converts": [], "pullRequests": []}
-        kinds = {"refs/heads/": "branches", "refs/tags/": "tags", "refs/pr/": "pullRequests"}
-        for ref, commit in self.repo.refs.items():
-            prefix = next(p for p in kinds if ref.startswith(p))
-            listed[kinds[prefix]].append({"name": ref.removeprefix(prefix), "ref": ref, "targetCommit": commit})
-        return listed
-
     def create_branch(self, name: str) -> dict:
-        return self.create_ref(f"refs/heads/{name}", self.json().get("startingPoint") or "main")
-
-    def create_tag(self, revision: str) -> dict:
-        return self.create_ref(f"refs/tags/{self.json()['tag']}", revision)
-
-    def create_ref(self, ref: str, revision: str) -> dict:
+        ref = f"refs/heads/{name}"
         if ref in self.repo.refs:
             raise HubError(409, "", f"Reference already exists: {ref}")
-        self.repo.refs[ref] = self.repo.find(revision).id
+        self.repo.refs[ref] = self.repo.find(self.json().get("startingPoint") or "main").id
         return {}
 
     def preupload(self, revision: str) -> dict:
@@ -377,10 +339,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def commit(self, revision: str) -> dict:
         header, *operations = (json.loads(line) for line in self.body.splitlines())
-        parent, is_pull = header["value"].get("parentCommit"), "create_pr" in self.query
-        base = self.repo.find(parent if is_pull and parent else revision)
-        if parent and not base.id.startswith(parent):
-            raise HubError(412, "", "A commit has happened since. Please refresh and try again.")
+        base, is_pull = self.repo.find(revision), "create_pr" in self.query
         number = 1 + sum(name.startswith("refs/pr/") for name in self.repo.refs)
         ref = f"refs/pr/{number}" if is_pull else ref_of(revision)
         if not is_pull and ref not in self.repo.refs:
@@ -409,11 +368,6 @@ class Handler(BaseHTTPRequestHandler):
     def delete_file(self, files: dict[str, Blob], path: str) -> None:
         if files.pop(path, None) is None:
             raise HubError(404, "EntryNotFound", f"A file with this name doesn't exist: {path}")
-
-    def delete_folder(self, files: dict[str, Blob], path: str) -> None:
-        inside = [name for name in files if name.startswith(path.rstrip("/") + "/")]
-        for name in inside or [path]:
-            self.delete_file(files, name)
 
     def lfs_batch(self) -> dict:
         return {
@@ -471,7 +425,6 @@ OPERATIONS: dict[str, Callable[..., None]] = {
     "file": Handler.put_file,
     "lfsFile": Handler.put_object,
     "deletedFile": Handler.delete_file,
-    "deletedFolder": Handler.delete_folder,
 }
 
 
@@ -513,10 +466,10 @@ class HubServer(ThreadingHTTPServer):
         ones = dict.fromkeys([*disabled, "DISABLE_SAFETENSORS_CONVERSION"], "1")
         return kept | hub | ones | dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1,localhost")
 
-    def add_user(self, name: str, *organizations: str, can_write: bool = True) -> str:
+    def add_user(self, name: str, *organizations: str) -> str:
         """Adds a user who owns the namespaces of that name and of the organizations, and returns the token."""
         token = f"hf_{name}_{len(self.users)}"
-        self.users[token] = User(name, frozenset({name, *organizations}), can_write)
+        self.users[token] = User(name, frozenset({name, *organizations}))
         return token
 
     def create(self, repo_id: str, private: bool = False, gated: bool = False) -> Repo:
