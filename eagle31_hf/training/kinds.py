@@ -79,33 +79,33 @@ def tokens_of(record: Record) -> Tokens:
 def _whole_numbers(record: Record, column: str) -> Tensor:
     """Returns a column of integers as int64; it may be empty. Raises Skipped for floats, whole ones too."""
     values = record[column]
-    refusal = Skipped(f"{column} are no integers", f"{column} are {SHORT.repr(values)}; expected a list of integers.")
     others = {*map(type, values)} - {int} if isinstance(values, list | tuple) else ()
-    if any(kind is bool or not issubclass(kind, Integral) for kind in others):
-        raise refusal
-    numbers = _tensor(values, refusal)
-    if numbers.numel() and (numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool):
-        raise refusal
+    is_refused = any(kind is bool or not issubclass(kind, Integral) for kind in others)
+    numbers = None if is_refused else _tensor(values)
+    if numbers is None or (
+        numbers.numel() and (numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool)
+    ):
+        raise Skipped(f"{column} are no integers", f"{column} are {SHORT.repr(values)}; expected a list of integers.")
     return numbers.long()
 
 
 def _zeros_and_ones(record: Record, column: str) -> Tensor:
     """Returns a column of marks, bool or 0 and 1. Raises Skipped for others."""
-    refusal = Skipped(
-        f"{column} are not 0 or 1",
-        f"{column} are {SHORT.repr(record[column])}; expected true or false, or 1 or 0, each.",
-    )
-    marks = _tensor(record[column], refusal)
-    if not ((marks == 0) | (marks == 1)).all():
-        raise refusal
+    marks = _tensor(record[column])
+    if marks is None or not ((marks == 0) | (marks == 1)).all():
+        raise Skipped(
+            f"{column} are not 0 or 1",
+            f"{column} are {SHORT.repr(record[column])}; expected true or false, or 1 or 0, each.",
+        )
     return marks
 
 
-def _tensor(values: Any, refusal: Skipped) -> Tensor:
+def _tensor(values: Any) -> Tensor | None:
+    """None for what makes no tensor: text, lists of several lengths, integers of more than 64 bits."""
     try:
         return torch.as_tensor(values)
-    except (TypeError, ValueError, RuntimeError):  # text, lists of several lengths, integers of more than 64 bits
-        raise refusal from None
+    except (TypeError, ValueError, RuntimeError):
+        return None
 
 
 def check_ids(ids: Tensor, vocab_size: int) -> None:
