@@ -24,6 +24,7 @@ from transformers.cache_utils import (
 from ..errors import DraftingRefusedError
 from .commit import Commit
 from .layer import CacheFullError, Placement, SlotLayer
+from .states import crop_keys, holds_states
 from .transfer import Mirrored
 
 # How a stock layer becomes a `SlotLayer` and gets its tokens back. Only these very classes: what derives from them
@@ -222,11 +223,18 @@ def key_span(cache: Cache, starts: list[int], num_new: int, window: int | None) 
 
 
 def crop(cache: Cache, tokens_to_remove: int) -> None:
-    """Removes the last tokens; the others are accepted. To be called after every forward even with 0: windowed stock
-    layers shrink back to their size here."""
-    cache.crop(-tokens_to_remove)
+    """Removes the last tokens' keys; the others are accepted. To be called after every forward even with 0: windowed
+    stock layers shrink back to their size here."""
+    for layer in cache.layers:
+        crop_keys(layer, tokens_to_remove)
     if cache in _appended:
         _appended[cache].accept()
+
+
+def length(cache: Cache) -> int | None:
+    """Returns how many tokens a cache holds; None where all of its layers hold states, which do not tell."""
+    tells = any(not holds_states(layer) or isinstance(layer, CacheLayerMixin) for layer in cache.layers)
+    return int(cache.get_seq_length()) if tells or not cache.layers else None
 
 
 def capacity(cache: Cache) -> int | None:
@@ -262,10 +270,11 @@ class Appended:
         self.length = 0  # tokens that were accepted
 
     def accept(self) -> None:
-        """Everything in the layers is accepted. Those of convolutions cannot say later how much of it there was."""
+        """Everything in the layers is accepted. Recurrent states never hold anything else; convolutions of older
+        transformers cannot say later how much of it there was."""
         attention = [layer for layer in self.layers if isinstance(layer, CacheLayerMixin)]
         self.length = attention[0].get_seq_length() if attention else 0
-        self.states = [{} if layer in attention else _state(layer) for layer in self.layers]
+        self.states = [{} if layer in attention or holds_states(layer) else _state(layer) for layer in self.layers]
 
     def take_back(self) -> None:
         """Takes back what was not accepted."""
@@ -274,17 +283,23 @@ class Appended:
             if state:
                 vars(layer).clear()
                 vars(layer).update(state)
-            else:
-                layer.crop(self.length - layer.get_seq_length())
+            elif isinstance(layer, CacheLayerMixin):
+                crop_keys(layer, layer.get_seq_length() - self.length)
 
 
 _appended: WeakKeyDictionary[Cache, Appended] = WeakKeyDictionary()  # of caches in use
 
 
 def _state(layer: Any) -> dict[str, Any]:
-    """The attributes of a stock layer, to go back to. Its tensors are not copied: with `record_past` set, layers that
-    can be cropped make new ones."""
-    return {name: dict(value) if isinstance(value, dict) else value for name, value in vars(layer).items()}
+    """The attributes of a stock layer, to go back to. Of its tensors only states are copied: a forward writes to them,
+    while layers that can be cropped make new ones, with `record_past` set."""
+    copied = holds_states(layer)
+    return {
+        name: {key: one.clone() if copied and isinstance(one, Tensor) else one for key, one in value.items()}
+        if isinstance(value, dict)
+        else value
+        for name, value in vars(layer).items()
+    }
 
 
 @contextmanager
@@ -303,10 +318,11 @@ def appending(cache: Cache) -> Iterator[None]:
 @contextmanager
 def recording_past(cache: Cache):
     """A context in which windowed layers keep what `crop` may have to bring back; after it they are as they were
-    found."""
+    found. Those with states beside the window begin with the first `crop`."""
     layers = [layer for layer in cache.layers if hasattr(layer, "record_past")]
     found = [layer.record_past for layer in layers]
-    cache.activate_past_recording()
+    for layer in layers:
+        layer.record_past = layer.record_past or not holds_states(layer)
     try:
         yield
     finally:

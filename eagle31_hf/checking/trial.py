@@ -17,6 +17,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..acceptance import LOCK_STEP, TREES, track_acceptance
+from ..cache.adopt import is_adoptable
 from ..cache_names import cache_in
 from ..configuration import Eagle31Config
 from ..modeling import Eagle31DrafterModel
@@ -55,7 +56,6 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
 CAPABILITIES = (*WAYS, "sampling", "training")
 LOGITS_TOLERANCE = 1e-3  # of their standard deviation; other shapes differ by 1e-5 in fp32, a wrong mask by tenths
 MOST_PARAMETERS = 30_000_000  # of a tiny target: a second's work on a CPU
-NO_TREES_IN_CACHE = "its cache is not of layers that hold trees and rows of different lengths"
 LATENT = {"q_lora_rank": 18, "kv_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
 
 
@@ -255,7 +255,8 @@ class Trial:
             return DIFFERENT, wrong
         if stats.kinds[LOCK_STEP] or (drafting is TREE and not stats.kinds[TREES]):
             how = "rows keep step, in chains" if stats.kinds[LOCK_STEP] else "chains instead of trees"
-            return OTHERWISE, f"{how}: {why_no_trees(self.target) or NO_TREES_IN_CACHE}"
+            is_in_slots = is_adoptable(DynamicCache(config=self.target.config.get_text_config(decoder=True)))
+            return OTHERWISE, f"{how}: {why_no_trees(self.target, is_in_slots=is_in_slots)}"
         own_pace = "rows of different lengths each at its own pace, " if has_two else ""
         return WORKS, f"{own_pace}same text as the target alone"
 

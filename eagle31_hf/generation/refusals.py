@@ -4,10 +4,19 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
-from transformers import Cache, GenerationConfig, PreTrainedConfig, PreTrainedModel, QuantizedCache, StaticCache
+from transformers import (
+    Cache,
+    DynamicCache,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    QuantizedCache,
+    StaticCache,
+)
 from transformers.generation import GenerationMode
 
 from ..cache import adopt as cache
+from ..cache.states import is_recurrent
 from ..cache_names import CACHE, cache_in
 from ..errors import DraftingRefusedError
 from ..modeling import Eagle31DrafterModel
@@ -23,8 +32,13 @@ def why_no_target(model_class: type, config: PreTrainedConfig) -> str | None:
     name = model_class.__name__
     if config.is_encoder_decoder:
         return f"{name} is an encoder-decoder; expected a decoder-only causal LM"
-    if getattr(model_class, "_is_stateful", False):
-        return f"{name} keeps a recurrent state that cannot drop rejected tokens; expected an attention-only target"
+    has_cache = getattr(model_class, "_supports_default_dynamic_cache", lambda: True)()  # as generate makes it
+    is_stateful = getattr(model_class, "_is_stateful", False)
+    if not has_cache or (is_stateful and not is_recurrent(DynamicCache(config=config.get_text_config(decoder=True)))):
+        return (
+            f"{name} keeps a recurrent state that cannot drop rejected tokens; expected an attention-only target or,"
+            " from transformers 5.21 on, one whose states are in a DynamicCache"
+        )
     return None
 
 
@@ -82,6 +96,11 @@ def check_inputs(input_ids: Tensor, model_kwargs: dict[str, Any], synced_gpus: b
             not isinstance(past_key_values, StaticCache) or cache.is_adoptable(past_key_values),
             f"{CACHE} is a StaticCache that is offloaded or has layers that are not attention's; expected a"
             " plain StaticCache, a DynamicCache or none",
+        ),
+        (
+            not (isinstance(past_key_values, Cache) and past_key_values.offloading and is_recurrent(past_key_values)),
+            f"{CACHE} is an offloaded {kind} with recurrent states, which transformers moves only in part; expected"
+            " a cache that is not offloaded",
         ),
     )
     check_rules(rules)

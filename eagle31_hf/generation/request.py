@@ -118,9 +118,10 @@ def can_see_trees(request: Request, runner: TargetRunner) -> bool:
         return False
     if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
         return False
-    if runner.placement is None or request.drafter.config._attn_implementation not in MASKED:
+    if request.drafter.config._attn_implementation not in MASKED:
         return False
-    return why_no_trees(request.target, runner.passes_positions(request.input_ids)) is None
+    is_in_slots = runner.placement is not None
+    return why_no_trees(request.target, runner.passes_positions(request.input_ids), is_in_slots) is None
 
 
 def speculative_decoding(request: Request, wrap_sampler: WrapSampler | None = None) -> Any:
@@ -188,7 +189,7 @@ def can_attend_by_position(request: Request, runner: TargetRunner) -> bool:
     is_one = len(request.input_ids) == 1 and runner.seen is None
     config = request.target.config.get_text_config(decoder=True)
     is_usual = own_attention(request.target) == "sdpa" and getattr(config, "kv_lora_rank", None) is None
-    is_usual = is_usual and set(windows_of(request.target).values()) == {None}
+    is_usual = is_usual and set(windows_of(request.target).values()) == {None} and not runner.mixers.is_needed
     return request.target.dtype in LOW and is_one and is_usual and cache.capacity(runner.past_key_values) is None
 
 

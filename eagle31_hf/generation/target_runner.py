@@ -17,6 +17,7 @@ from ..cache_names import cache_in
 from ..errors import DraftingRefusedError
 from ..targets.few_rows import in_drafted_call
 from ..targets.masks import slot_masks
+from ..targets.recurrent import Mixers
 from .sequences import Sequences
 from .tree import DraftTokens
 
@@ -43,6 +44,7 @@ class TargetRunner:
         self.generation_config = generation_config
         self.model_kwargs = model_kwargs
         self.past_key_values: Cache = cache_in(model_kwargs)
+        self.mixers = Mixers(target, self.past_key_values)
         mask = model_kwargs.get("attention_mask")
         # With a cache from an earlier turn the prompt is the whole text or only its new part; the mask covers the whole
         # text either way.
@@ -51,9 +53,8 @@ class TargetRunner:
         )
         has_padding = is_whole and mask is not None
         self.num_padding = (mask.cumsum(-1) == 0).sum(-1).tolist() if has_padding else [0] * len(input_ids)
-        self.num_cached = int(self.past_key_values.get_seq_length()) if is_whole else 0
-        # tokens the cache holds before the prompt
-        self.num_before = 0 if is_whole else int(self.past_key_values.get_seq_length())
+        num_held = cache.length(self.past_key_values) or 0
+        self.num_cached, self.num_before = (num_held, 0) if is_whole else (0, num_held)  # before: not of the prompt
         self.placement: cache.Placement | None = None  # set within `cache.slots`; None: no trees, equally long rows
         self.seen = None if mask is None or bool(mask.all()) else mask.bool()
         self._covered = input_ids.shape[1]  # tokens that masks and positions among the keyword arguments cover
@@ -87,14 +88,15 @@ class TargetRunner:
         if self.placement is not None:
             self.placement.is_final = True
         try:
-            with in_drafted_call():
+            with in_drafted_call(), self.mixers.finding():
                 outputs = self.target._prefill(input_ids, self.generation_config, self.model_kwargs)
         finally:
             if self.placement is not None:
                 self.placement.is_final = False
         found, expected = cache_in(outputs), self.num_before + input_ids.shape[1]
-        if found is not self.past_key_values or int(found.get_seq_length()) != expected:
-            if found is None or int(found.get_seq_length()) == 0:
+        num_held = 0 if found is None else cache.length(found)
+        if found is not self.past_key_values or num_held not in (expected, None):
+            if num_held == 0:
                 raise DraftingRefusedError(
                     f"EAGLE drafting: {type(self.target).__name__} kept nothing in a cache; expected one, to take"
                     " rejected tokens back from. Gradient checkpointing switches it off in training mode"
@@ -102,12 +104,11 @@ class TargetRunner:
                     " assistant_model."
                 )
             raise DraftingRefusedError(
-                f"EAGLE drafting: after a prompt of {expected} tokens the target's cache holds"
-                f" {int(found.get_seq_length())}; expected the prompt and nothing else, in the cache that generate"
-                " handed in. Tokens that no text knows of, as of PEFT's prompt tuning, p-tuning and prefix tuning,"
-                " cannot be drafted from: drop assistant_model, or use an adapter that changes weights (LoRA, IA3). An"
-                " earlier turn's cache and prefill_chunk_size together need transformers 5.23, others read the prompt"
-                " twice."
+                f"EAGLE drafting: after a prompt of {expected} tokens the target's cache holds {num_held}; expected the"
+                " prompt and nothing else, in the cache that generate handed in. Tokens that no text knows of, as of"
+                " PEFT's prompt tuning, p-tuning and prefix tuning, cannot be drafted from: drop assistant_model, or"
+                " use an adapter that changes weights (LoRA, IA3). An earlier turn's cache and prefill_chunk_size"
+                " together need transformers 5.23, others read the prompt twice."
             )
         if self.placement is not None:
             cache.settle(self.past_key_values, expected)
@@ -179,14 +180,16 @@ class TargetRunner:
         """Runs a round's nodes; `num_before`: keys before them, where attention runs position by position."""
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = num_nodes
-        with in_drafted_call(num_before):
+        with in_drafted_call(num_before), self.mixers.verifying(num_nodes):
             return self.target(**inputs, return_dict=True)
 
     def keep(self, sequences: Sequences, commit: Commit, num_nodes: int) -> None:
         """Keeps the nodes of the commit's paths in the cache, of the last forward's `num_nodes`, and drops the
         others; the sequences lack the new tokens yet."""
         if self.placement is None:
-            cache.crop(self.past_key_values, num_nodes - len(commit.paths[0]))
+            num_kept = len(commit.paths[0])
+            self.mixers.commit(num_kept)
+            cache.crop(self.past_key_values, num_nodes - num_kept)
         else:
             cache.keep_paths(self.past_key_values, sequences.lengths + (self.num_before - 1), commit)
 

@@ -42,6 +42,7 @@ HIDDEN = (
     "its forward's signature hides position_ids, or prepare_inputs_for_generation drops them (functools.wraps keeps the"
     " signature of a forward)"
 )
+NO_SLOTS = "its cache has layers that hold more than keys and values, or is offloaded"
 
 # Errors with which a model's code may fail on what it is given; torch.OutOfMemoryError is a RuntimeError, but says
 # nothing of the target.
@@ -57,27 +58,31 @@ class Refusal(str):
 _verdicts: dict[tuple, str | None] = {}
 
 
-def why_no_trees(target: PreTrainedModel, is_told_positions: bool = True) -> str | None:
+def why_no_trees(target: PreTrainedModel, is_told_positions: bool = True, is_in_slots: bool = True) -> str | None:
     """Returns None where trees are verified as sequences would be, else the reason, logged the first time it is found.
 
     `is_told_positions`: whether `generate` hands positions to its forward; one that a user has wrapped may hide that it
-    takes them.
+    takes them. `is_in_slots`: whether its cache can keep tokens where they are written, as `cache.adopt` says.
     """
-    hidden = None if is_told_positions else HIDDEN
-    return _verdict("chains instead of trees", target, is_told_positions, lambda: _try_trees(target) or hidden)
+    given = is_told_positions, is_in_slots
+
+    def find() -> str | None:
+        return (None if is_in_slots else NO_SLOTS) or _try_trees(target) or (None if is_told_positions else HIDDEN)
+
+    return _verdict("chains instead of trees", target, given, find)
 
 
 def why_no_drafts_with_attentions(target: PreTrainedModel) -> str | None:
     """Returns None where a forward that returns attentions reads several tokens as it reads them one by one, else
     the reason, logged the first time it is found. Some have other code for such forwards: Falcon's adds the sdpa
     implementation's boolean mask, so that tokens see those after them."""
-    return _verdict("nothing is drafted while attentions are returned", target, True, lambda: _try_attentions(target))
+    return _verdict("nothing is drafted while attentions are returned", target, (), lambda: _try_attentions(target))
 
 
 def _verdict(
-    meaning: str, target: PreTrainedModel, is_told_positions: bool, find: Callable[[], str | None]
+    meaning: str, target: PreTrainedModel, given: tuple[bool, ...], find: Callable[[], str | None]
 ) -> str | None:
-    """Returns what is known, or is now found."""
+    """Returns what is known, or is now found; `given`: what else the answer depends on."""
     config, implementation = target.config.get_text_config(decoder=True), own_attention(target)
     key = (
         meaning,
@@ -86,7 +91,7 @@ def _verdict(
         target.dtype,
         (target.device.type, os.environ.get(SWITCH)),  # which kernels run
         config.to_json_string(use_diff=False),
-        is_told_positions,
+        given,
     )
     known = _verdicts.get(key)
     if key not in _verdicts or isinstance(known, Refusal):
@@ -113,7 +118,7 @@ def _try_trees(target: PreTrainedModel) -> str | None:
 def why_no_spans(target: PreTrainedModel) -> str | None:
     """Returns None where the target reads a tree from an arena, by masks of spans, as it reads sequences, else the
     reason, logged the first time it is found."""
-    return _verdict("rounds are not captured", target, True, lambda: _try_spans(target))
+    return _verdict("rounds are not captured", target, (), lambda: _try_spans(target))
 
 
 def _try_spans(target: PreTrainedModel) -> str | None:

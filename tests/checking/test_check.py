@@ -12,6 +12,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, LlamaConfig, LlamaForCausalLM, PreTrainedConfig
 
 from eagle31_hf import Eagle31Config, Eagle31DrafterModel, demo
+from eagle31_hf.cache.states import HAS_METHODS
 from eagle31_hf.cache_names import cache_in
 from eagle31_hf.checking import check_target, trial
 from eagle31_hf.checking.check import CAPABILITIES, tiny_layer_ids
@@ -122,6 +123,7 @@ T5 = {
     "vocab_size": 32128,
 }
 MAMBA = {"model_type": "mamba", "hidden_size": 2560, "num_hidden_layers": 64, "state_size": 16, "vocab_size": 50280}
+RECURRENT_GEMMA = {"model_type": "recurrent_gemma", "hidden_size": 2560, "num_hidden_layers": 26, "vocab_size": 256000}
 BLOOM = {
     "architectures": ["BloomForCausalLM"],
     "model_type": "bloom",
@@ -232,7 +234,7 @@ def test_windows_sinks_experts_and_quantization(tmp_path):
 
 @pytest.mark.parametrize(
     ("config", "word", "trains"),
-    [(T5, "encoder-decoder", "refused"), (MAMBA, "recurrent state", "works")],
+    [(T5, "encoder-decoder", "refused"), (RECURRENT_GEMMA, "recurrent state", "works")],
     ids=["encoder-decoder", "recurrent"],
 )
 def test_what_cannot_work_is_refused_as_generate_refuses_it(tmp_path, config, word, trains):
@@ -240,6 +242,17 @@ def test_what_cannot_work_is_refused_as_generate_refuses_it(tmp_path, config, wo
     assert answers(report) == dict.fromkeys((*WAYS, "sampling"), "refused") | {"training": trains}
     assert not report.works
     assert word in report.verdict
+
+
+@pytest.mark.skipif(not HAS_METHODS, reason="transformers before 5.21 reads recurrent states in another way")
+def test_recurrent_states_are_drafted_for_in_chains(tmp_path):
+    report = check_target(write(tmp_path, MAMBA))
+    answered = answers(report)
+    assert report.works
+    assert [answered[way] for way in ("chain", "tree", "batch", "sampling")] == [
+        "works", "works otherwise", "works otherwise", "works",
+    ]  # fmt: skip
+    assert "more than keys and values" in next(each.text for each in report.capabilities if each.name == "tree")
 
 
 def test_code_of_a_repository_is_named_and_not_run(tmp_path):

@@ -19,12 +19,14 @@ import torch
 import transformers
 from conftest import NO_SPECIAL_TOKENS, PROMPT, ROPED, WIDTH, fit_head, greedy_text
 from observers import noting
+from recurrent_families import RECURRENT_FAMILIES
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from eagle31_hf import AcceptanceStats, Eagle31Config, Eagle31DrafterModel, track_acceptance
 from eagle31_hf.acceptance import LOCK_STEP, TREES
+from eagle31_hf.cache.states import HAS_METHODS
 from eagle31_hf.checking.trial import difference
 from eagle31_hf.targets import probe
 from eagle31_hf.targets.layers import decoder_layers
@@ -93,17 +95,6 @@ SHARED_KEYS = PER_LAYER | {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "num_kv_shared_layers": 2,
 }
-LINEAR = (
-    SHAPE
-    | EXPERTS
-    | {
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2,
-        "linear_key_head_dim": 6,
-        "linear_value_head_dim": 6,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    }
-)
 VISION = {
     "hidden_size": 16,
     "intermediate_size": 20,
@@ -151,8 +142,13 @@ class Family:
         return {"chain": self.chain, "tree": self.tree}[drafting]
 
 
-RECURRENT = {"chain": REFUSED, "tree": REFUSED}
-UNTOLD = Bug("no reason is logged where the cache cannot hold trees", words=(CHAINS, IN_STEP))
+def of_recurrent(config_class: str, fields: dict, seed: int = 0) -> Family:
+    """Before transformers 5.21 only convolutions can be taken back."""
+    works = HAS_METHODS or config_class.startswith("Lfm")
+    return Family(config_class, fields, **{"tree": CHAINS} if works else ALWAYS_REFUSED, seed=seed)
+
+
+ALWAYS_REFUSED = {"chain": REFUSED, "tree": REFUSED}
 FAMILIES = {
     # dense
     "Llama": Family("LlamaConfig"),
@@ -217,7 +213,7 @@ FAMILIES = {
         "Gemma3nTextConfig",
         # AltUp layers pass (inputs, B, T, H) on.
         SHARED_KEYS | {"laurel_rank": 5, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 4},
-        **RECURRENT,
+        **ALWAYS_REFUSED,
     ),
     "Phi3, window": Family("Phi3Config", WINDOWED),
     "OLMo3, window": Family("Olmo3Config", ALTERNATING),
@@ -260,9 +256,9 @@ FAMILIES = {
     "DeepSeek-V2 (MLA)": Family("DeepseekV2Config", LATENT | {"topk_method": "greedy"}),
     "DeepSeek-V3 (MLA)": Family("DeepseekV3Config", LATENT),
     "DeepSeek-V3.2 (sparse)": Family(
-        "DeepseekV32Config", INDEXED | {"mlp_layer_types": ["dense", "sparse", "sparse"]}, tree=CHAINS, bug=UNTOLD
+        "DeepseekV32Config", INDEXED | {"mlp_layer_types": ["dense", "sparse", "sparse"]}, tree=CHAINS
     ),
-    "GLM-MoE-DSA (sparse)": Family("GlmMoeDsaConfig", INDEXED, tree=CHAINS, bug=UNTOLD),
+    "GLM-MoE-DSA (sparse)": Family("GlmMoeDsaConfig", INDEXED, tree=CHAINS),
     # multimodal, over text
     "Gemma3 multimodal, window": Family(
         "Gemma3Config", {"text_config": ALTERNATING, "vision_config": VISION, "mm_tokens_per_image": 4}
@@ -283,32 +279,17 @@ FAMILIES = {
         {"text_config": SHAPE | {"model_type": "llama"}, "vision_config": VISION | {"model_type": "clip_vision_model"}},
     ),
     # recurrent, convolutional, hybrid
-    "LFM2": Family("Lfm2Config", SHAPE | {"layer_types": ["conv", "full_attention", "conv"]}, tree=CHAINS, bug=UNTOLD),
-    "Qwen3-Next": Family("Qwen3NextConfig", LINEAR, **RECURRENT),
-    "MiniMax": Family("MiniMaxConfig", LINEAR, **RECURRENT),
-    "Mamba": Family("MambaConfig", {"hidden_size": WIDTH, "num_hidden_layers": 3, "state_size": 6}, **RECURRENT),
-    "Mamba2": Family(
-        "Mamba2Config",
-        {"hidden_size": WIDTH, "num_hidden_layers": 3, "state_size": 6, "num_heads": 6, "head_dim": 12, "n_groups": 1},
-        **RECURRENT,
-    ),
-    "Jamba": Family(
-        "JambaConfig",
-        SHAPE
-        | EXPERTS
-        | {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False, "mamba_d_state": 6},
-        **RECURRENT,
-    ),
-    "Bamba": Family(
-        "BambaConfig",
-        SHAPE | {"mamba_n_heads": 6, "mamba_d_head": 12, "mamba_d_state": 6, "attn_layer_indices": [1]},
-        **RECURRENT,
+    **{name: of_recurrent(*kind) for name, kind in RECURRENT_FAMILIES.items()},
+    "MiniMax": Family(
+        "MiniMaxConfig",
+        SHAPE | EXPERTS | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+        **ALWAYS_REFUSED,
     ),
     "RecurrentGemma": Family(
         "RecurrentGemmaConfig",
         SHAPE
         | {"lru_width": WIDTH, "attention_window_size": WINDOW, "block_types": ["recurrent", "recurrent", "attention"]},
-        **RECURRENT,
+        **ALWAYS_REFUSED,
     ),
 }
 

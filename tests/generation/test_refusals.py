@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
-from conftest import NO_SPECIAL_TOKENS, PROMPT, build_drafter
+from conftest import NO_SPECIAL_TOKENS, PROMPT, ROPED, build_drafter
 from observers import Puts, num_hooks
 from transformers import (
     GenerationConfig,
-    MambaConfig,
-    MambaForCausalLM,
+    MiniMaxConfig,
+    MiniMaxForCausalLM,
     QuantizedCache,
     StaticCache,
     T5Config,
@@ -171,12 +171,15 @@ def encoder_decoder():
 
 
 def stateful():
-    return MambaForCausalLM(MambaConfig(vocab_size=11, hidden_size=36, num_hidden_layers=7, **NO_SPECIAL_TOKENS)).eval()
+    config = MiniMaxConfig(
+        vocab_size=11, **ROPED | NO_SPECIAL_TOKENS | {"num_hidden_layers": 7, "num_local_experts": 2}
+    )
+    return MiniMaxForCausalLM(config).eval()
 
 
 NO_TARGETS = {
     "encoder_decoder": (encoder_decoder, r"T5ForConditionalGeneration is an encoder-decoder; expected a decoder-only"),
-    "stateful": (stateful, r"MambaForCausalLM keeps a recurrent state .* expected an attention-only target"),
+    "stateful": (stateful, r"MiniMaxForCausalLM keeps a recurrent state .* expected an attention-only target"),
 }
 
 

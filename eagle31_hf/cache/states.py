@@ -1,0 +1,100 @@
+"""Recurrent states and those of convolutions, which hold what all tokens so far have left in them.
+
+Nothing can be taken back from such a state. A forward over tokens that may be rejected reads and writes a `Scratch` in
+its place; the cache's own states change once it is known which tokens are accepted.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, cache_utils
+from transformers.cache_utils import CacheLayerMixin
+
+STATE_LAYER = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())
+# By which modules reach the states of a cache; before transformers 5.21 they read attributes of its layers.
+METHODS = ("get_conv_state", "get_recurrent_state", "update_conv_state", "update_recurrent_state")
+HAS_METHODS = all(hasattr(Cache, method) for method in METHODS)
+
+Key = tuple[int, int]  # the layer and the number of one of its states
+
+
+def holds_states(layer: Any) -> bool:
+    """Returns whether a layer of a cache holds states, be it beside keys."""
+    return HAS_METHODS and isinstance(layer, STATE_LAYER)
+
+
+def is_recurrent(cache: Cache) -> bool:
+    """Returns whether some layer of a cache holds states."""
+    return any(holds_states(layer) for layer in cache.layers)
+
+
+def crop_keys(layer: Any, tokens_to_remove: int) -> None:
+    """Removes the last tokens of a layer's keys and values, where it has any; its states are left alone."""
+    if not holds_states(layer):
+        layer.crop(-tokens_to_remove)
+        return
+    of_keys = next((kind for kind in type(layer).__mro__ if _is_of_keys(kind)), None)
+    if of_keys is not None:
+        # A window is recorded from the end of the prompt on: one flag serves it and the convolution beside it, which
+        # would keep the whole prompt.
+        layer.record_past = True
+        of_keys.crop(layer, -tokens_to_remove)  # type: ignore[attr-defined]
+
+
+def _is_of_keys(kind: type) -> bool:
+    return issubclass(kind, CacheLayerMixin) and not issubclass(kind, STATE_LAYER)
+
+
+class Scratch:
+    """What modules that read states are given in place of a cache: they find in it what the cache holds, and what they
+    write stays in it."""
+
+    def __init__(self, cache: Cache):
+        self.cache = cache
+        self.convolutions: dict[Key, Tensor] = {}
+        self.recurrences: dict[Key, Tensor] = {}
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return _held(self.convolutions, (layer_idx, state_idx), self.cache.get_conv_state)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return _held(self.recurrences, (layer_idx, state_idx), self.cache.get_recurrent_state)
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Returns the state and the new tokens' columns after it; holds as many of the last ones as a state has."""
+        held = self.get_conv_state(layer_idx, state_idx)
+        assert held is not None  # of the prompt
+        full = torch.cat((held, conv_states), dim=-1)
+        self.convolutions[layer_idx, state_idx] = full[..., -held.shape[-1] :]
+        return full
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        self.recurrences[layer_idx, state_idx] = recurrent_states
+        return recurrent_states
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return self.cache.has_previous_state(layer_idx, state_idx)
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    def write_back(self) -> None:
+        """Has the cache hold these states, in its own tensors."""
+        for (layer, index), state in self.convolutions.items():
+            self.cache.layers[layer].conv_states[index].copy_(state)
+        for (layer, index), state in self.recurrences.items():
+            self.cache.layers[layer].recurrent_states[index].copy_(state)
+
+
+def _held(written: dict[Key, Tensor], key: Key, read: Any) -> Tensor | None:
+    """The state that was written last. One that was not yet is copied: forwards of one token write to what they
+    read."""
+    if key not in written:
+        state = read(*key)
+        if state is None:
+            return None
+        written[key] = state.clone()
+    return written[key]

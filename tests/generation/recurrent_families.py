@@ -1,0 +1,78 @@
+"""Families of transformers whose layers keep recurrent states, or those of convolutions: their configs' classes and
+fields, and the seed of their weights where it is not 0."""
+
+from conftest import ROPED, WIDTH
+
+L, F, S = "linear_attention", "full_attention", "sliding_attention"
+SHAPE = ROPED | {"num_hidden_layers": 4}
+EXPERTS = {
+    "num_experts_per_tok": 2, "num_local_experts": 4, "num_experts": 4, "n_routed_experts": 4,
+    "moe_intermediate_size": 20, "shared_expert_intermediate_size": 20,
+}  # fmt: skip
+DELTA = SHAPE | {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 6,
+    "linear_conv_kernel_dim": 4, "layer_types": [L, F, L, F],
+}  # fmt: skip
+KIMI = SHAPE | EXPERTS | {
+    "num_key_value_heads": 3, "kv_lora_rank": 14, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 5,
+    "linear_head_dim": 8, "linear_num_heads": 3,
+}  # fmt: skip
+SSD = SHAPE | {"mamba_n_heads": 6, "mamba_d_head": 12, "mamba_n_groups": 1, "mamba_d_state": 6, "mamba_chunk_size": 8}
+MAMBA = {"mamba_d_state": 6, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False}
+ALONE = {"hidden_size": WIDTH, "num_hidden_layers": 3}
+SWA = SHAPE | EXPERTS | {
+    "swa_num_attention_heads": 3, "swa_num_key_value_heads": 1, "swa_head_dim": 12, "sliding_window_size": 8,
+    "d_rel": 4, "rel_extent": 64, "n_shared_experts": 1, "local_layer_ids": [0, 2],
+}  # fmt: skip
+NEMOTRON = {
+    "mamba_num_heads": 6, "mamba_head_dim": 12, "n_groups": 1, "ssm_state_size": 6, "chunk_size": 8,
+    "layers_block_type": ["mamba", "attention"] * 2,
+}  # fmt: skip
+ZAMBA2 = {
+    "mamba_d_state": 6, "mamba_ngroups": 1, "n_mamba_heads": 6, "mamba_headdim": 12, "chunk_size": 8,
+    "layers_block_type": ["mamba", "hybrid"] * 2, "hybrid_layer_ids": [1, 3], "num_mem_blocks": 1,
+}  # fmt: skip
+
+RECURRENT_FAMILIES = {
+    "Qwen3-Next": ("Qwen3NextConfig", DELTA | EXPERTS),
+    "Qwen3.5": ("Qwen3_5TextConfig", DELTA),
+    "Qwen3.5-MoE": ("Qwen3_5MoeTextConfig", DELTA | EXPERTS),
+    "OLMo-Hybrid": ("OlmoHybridConfig", DELTA),
+    "Kimi-Linear": ("KimiLinearConfig", KIMI | {"layer_types": [L, F, L, F]}, 2),
+    "Bailing-Hybrid": (
+        "BailingHybridConfig",
+        KIMI | {"head_dim": 12, "num_local_experts": 8, "n_group": 2, "topk_group": 1, "layer_group_size": 2},
+    ),
+    "Falcon-H1": ("FalconH1Config", SSD | {"mamba_d_ssm": 72}, 1),
+    "Bamba": ("BambaConfig", SSD | {"attn_layer_indices": [1, 3]}),
+    "Granite-MoE-Hybrid": (
+        "GraniteMoeHybridConfig",
+        SSD | EXPERTS | {"layer_types": [L, F, L, F], "shared_intermediate_size": 20},
+    ),
+    "Nemotron-H": ("NemotronHConfig", {k: v for k, v in SHAPE.items() if k != "num_hidden_layers"} | NEMOTRON),
+    "Zamba2": ("Zamba2Config", SHAPE | ZAMBA2 | {"num_key_value_heads": 3}),
+    "Mamba2": (
+        "Mamba2Config",
+        ALONE | {"num_heads": 6, "head_dim": 12, "state_size": 6, "n_groups": 1, "chunk_size": 8},
+        2,
+    ),
+    "Mamba": ("MambaConfig", ALONE | {"state_size": 6}),
+    "FalconMamba": ("FalconMambaConfig", ALONE | {"state_size": 6}),
+    "Jamba": ("JambaConfig", SHAPE | EXPERTS | MAMBA),
+    "Zamba": ("ZambaConfig", SHAPE | MAMBA | {"num_hidden_layers": 6, "num_key_value_heads": 3, "n_mamba_heads": 2}),
+    "LFM2": ("Lfm2Config", SHAPE | {"layer_types": ["conv", F, "conv", F]}),
+    "LFM2-MoE": ("Lfm2MoeConfig", SHAPE | EXPERTS | {"layer_types": ["conv", F, "conv", F], "num_dense_layers": 1}),
+    "LFM3": ("Lfm3Config", SHAPE | {"sliding_window": 8, "layer_types": ["conv", S, F, "conv"]}),
+    "ZAYA": (
+        "ZayaConfig",
+        SHAPE
+        | EXPERTS
+        | {
+            "num_experts_per_tok": 1,
+            "sliding_window": 8,
+            "router_hidden_size": 16,
+            "layer_types": ["hybrid", "hybrid_sliding"] * 2,
+        },
+    ),
+    "Inkling": ("InklingTextConfig", SWA),
+}
