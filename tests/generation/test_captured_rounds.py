@@ -7,6 +7,7 @@ import transformers
 from conftest import PROMPT
 from families import DRAFTINGS, FAMILIES, IN_STEP, REFUSED, NotThereError, build_batch, build_drafter, build_target
 from packaging.version import Version
+from recurrent_families import RECURRENT_FAMILIES
 from transformers import PreTrainedModel
 
 from eagle31_hf import AcceptanceStats, Eagle31DrafterModel, track_acceptance
@@ -39,6 +40,7 @@ EAGER = {
     "MPT, faint alibi": "positions",
     "DeepSeek-V3.2 (sparse)": "layers",
     "GLM-MoE-DSA (sparse)": "layers",
+    "Qwen3-Next": "layers",
     "LFM2": "layers",
 }
 if Version(transformers.__version__) >= Version("5.24"):  # they attend by its common interface
@@ -46,6 +48,8 @@ if Version(transformers.__version__) >= Version("5.24"):  # they attend by its c
 if Version(transformers.__version__) < Version("5.23"):  # sdpa leaves out the softcap there, and the probe sees it
     EAGER |= dict.fromkeys(("Gemma2, window, softcap", "VaultGemma, window, softcap"), "arena")
 FAMILIES_TRIED = [name for name, family in FAMILIES.items() if REFUSED not in (family.chain, family.tree)]
+# all states are in layers of one kind, for which rounds are not captured
+FAMILIES_TRIED = [name for name in FAMILIES_TRIED if name not in RECURRENT_FAMILIES or name in EAGER]
 # refused by the eager loop, too, from transformers 5.23 on
 FAMILIES_TRIED.remove("Gemma4 text, shared keys")
 
