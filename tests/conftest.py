@@ -15,6 +15,7 @@ import transformers
 import transformers_suite
 from packaging.version import Version
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tolerances import compares_numbers
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -114,16 +115,15 @@ ONE_WORKER = {
     "test_serving",
 }
 
-TOLERANCES = {"FORWARD", "TARGET_FORWARD"}
-
 
 def pytest_collection_modifyitems(items):
-    """Marks tests: `quick` and `slow` by the lists above, `numeric` where a module compares numbers within one of
+    """Marks tests: `quick` and `slow` by the lists above, `numeric` where a test compares numbers within one of
     close's tolerances. Skips those marked `gpu` where there is none."""
+    compares = cache(compares_numbers)
     for item in items:
         name = item.module.__name__.rpartition(".")[2]
-        compares = bool(TOLERANCES & vars(item.module).keys())
-        for mark, holds in {"quick": name in QUICK, "slow": name in SLOW, "numeric": compares}.items():
+        marks = {"quick": name in QUICK, "slow": name in SLOW, "numeric": compares(item.function)}
+        for mark, holds in marks.items():
             if holds:
                 item.add_marker(mark)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():

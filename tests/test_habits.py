@@ -5,10 +5,12 @@ import ast
 import re
 from pathlib import Path
 
+import close
 import conftest
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from tolerances import compares_numbers
 
 tomllib = pytest.importorskip("tomllib", reason="Python 3.11 and later")
 
@@ -63,6 +65,22 @@ def test_marked_modules_are_there():
     modules = {path.stem for path in Path(__file__).parent.rglob("test_*.py")}
     assert modules >= conftest.QUICK | conftest.SLOW
     assert conftest.QUICK.isdisjoint(conftest.SLOW)
+
+
+def within(x):
+    close.assert_close("x", x, x, close.FORWARD)
+
+
+def by_a_helper(each):
+    return [within(x) for x in each]
+
+
+def exactly(x):
+    close.assert_close("x", x, x)
+
+
+def test_tests_that_compare_within_a_tolerance_are_told_from_others():
+    assert [compares_numbers(each) for each in (within, by_a_helper, exactly)] == [True, True, False]
 
 
 def test_types_are_published_with_the_package():
