@@ -150,9 +150,11 @@ def capture_states(
 def _forward_hooks(decoder: nn.Module, captured: CapturedStates) -> list:
     """Hooks that tell `captured` when a forward of the decoder begins and when it ends, by an error, too."""
 
-    def before(module, args, kwargs):
-        captured.begin((*args, *kwargs.values()))
-        check_forward()
+    def before(module, args, kwargs=None):
+        # another thread's forward may meet a hook while it is set or removed: torch then gives it no keyword arguments
+        if kwargs is not None:
+            captured.begin((*args, *kwargs.values()))
+            check_forward()
 
     def after(module, args, output):
         captured.end(has_failed=output is None)  # torch passes None where the forward raised
@@ -168,8 +170,9 @@ def _hook(layers: nn.ModuleList, layer_id: int, index: int, captured: CapturedSt
     norm."""
     if layer_id == 0:
 
-        def before(module, args, kwargs):
-            captured.append(index, args[0] if args else kwargs["hidden_states"])
+        def before(module, args, kwargs=None):
+            if args or kwargs:
+                captured.append(index, args[0] if args else kwargs["hidden_states"])
 
         return layers[0].register_forward_pre_hook(before, with_kwargs=True)
 

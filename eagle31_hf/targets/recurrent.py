@@ -68,12 +68,15 @@ class Mixers:
                 " rejected tokens could not be taken back. Drop assistant_model."
             )
 
-    def _enter(self, name: str, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if _is_among(self.cache, args, kwargs):
+    # Another thread's forward may meet a hook while it is set or removed, and torch then calls it without the keyword
+    # arguments.
+
+    def _enter(self, name: str, module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> None:
+        if kwargs is not None and _is_among(self.cache, args, kwargs):
             self._running.append((name, module))
 
-    def _leave(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        if _is_among(self.cache, args, kwargs):
+    def _leave(self, module: nn.Module, args: tuple, *kwargs_and_output: Any) -> None:
+        if len(kwargs_and_output) == 2 and _is_among(self.cache, args, kwargs_and_output[0]):
             self._running.pop()
 
     def _note(self, method: Callable, *args: Any, **kwargs: Any) -> Tensor | None:
@@ -108,16 +111,16 @@ class Mixers:
         self._scratch = None
         self._calls, self._led = [], []
 
-    def _before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Arguments | None:
-        if not _is_among(self.cache, args, kwargs):
+    def _before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> Arguments | None:
+        if kwargs is None or not _is_among(self.cache, args, kwargs):
             return None
         self._calls.append((module, (args, kwargs)))
         return self._lead(module, (args, kwargs), self._num_tokens)
 
-    def _after(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-        if not self._led or not _is_among(self._scratch, args, kwargs):
-            return output
-        outputs, self._led = [*self._led, output], []
+    def _after(self, module: nn.Module, args: tuple, *kwargs_and_output: Any) -> Any:
+        if not self._led or len(kwargs_and_output) != 2 or not _is_among(self._scratch, args, kwargs_and_output[0]):
+            return None
+        outputs, self._led = [*self._led, kwargs_and_output[1]], []
         return _joined(outputs)
 
     def _lead(self, module: nn.Module, arguments: Arguments, num_tokens: int) -> Arguments:

@@ -1,6 +1,8 @@
 """Targets with recurrent states: what a drafted call leaves in their caches and modules. That their texts are plain
 decoding's is shown with all other families."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from close import TARGET_FORWARD, assert_close
@@ -92,6 +94,21 @@ def test_an_error_while_drafts_are_verified_leaves_accepted_tokens_alone(name):
             prompt, max_new_tokens=length - prompt.shape[1] + 1, do_sample=False, **{cache_name(name): plain}
         )
         assert_same_states(cache, plain)
+
+
+@pytest.mark.parametrize("name", ["Qwen3-Next", "Jamba"])
+def test_threads_that_share_a_target_do_not_see_each_other(name):
+    target, drafter, prompt = target_of(name), build_drafter(name), torch.tensor(PROMPT)
+    alone = target.generate(prompt, max_new_tokens=24, do_sample=False)
+
+    def texts(count: int) -> list[torch.Tensor]:
+        given = {"assistant_model": drafter, "max_new_tokens": 24, "do_sample": False, **CHAIN}
+        return [target.generate(prompt, **given) for _ in range(count)]
+
+    with ThreadPoolExecutor(3) as pool:
+        found = [text for of_thread in pool.map(texts, [4] * 3) for text in of_thread]
+    assert len(found) == 12
+    assert all(torch.equal(text, alone) for text in found)
 
 
 @pytest.mark.parametrize(
