@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Integral
 from reprlib import Repr
@@ -197,17 +198,16 @@ def _chat(record: Record, turns: Any, name: str) -> Chat:
 
 
 def _tools(tools: Any) -> list[Any] | None:
-    refusal = Skipped(
-        "tools are no list of objects", f"tools are {SHORT.repr(tools)}; expected a list of objects, or that as JSON."
-    )
+    found = tools
     if isinstance(tools, str) and tools.strip():
-        try:
-            tools = json.loads(tools)
-        except (ValueError, RecursionError):
-            raise refusal from None
-    if tools and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
-        raise refusal
-    return tools or None
+        with suppress(ValueError, RecursionError):  # else it is still a string, which is refused
+            found = json.loads(tools)
+    if found and not (isinstance(found, list) and all(isinstance(tool, Mapping) for tool in found)):
+        raise Skipped(
+            "tools are no list of objects",
+            f"tools are {SHORT.repr(tools)}; expected a list of objects, or that as JSON.",
+        )
+    return found or None
 
 
 def _answered(record: Record, asked: str, answer: str) -> Chat:

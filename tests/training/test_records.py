@@ -35,6 +35,23 @@ def written(folder, name: str, content: str) -> str:
     return str(path)
 
 
+def test_good_records_cost_no_message(monkeypatch):
+    """Each training step reads records of thousands of ids: to show one takes longer than to read it."""
+
+    class Unasked:
+        def repr(self, value):
+            raise AssertionError(f"a message about {value} was made")
+
+    monkeypatch.setattr("eagle31_hf.training.kinds.SHORT", Unasked())
+    for ids, mask in (([3, 1, 2], [0, 1, 1]), (torch.tensor([3, 1, 2]), torch.tensor([False, True, True]))):
+        tokens = parse_record({"input_ids": ids, "loss_mask": mask})
+        assert tokens.input_ids.tolist() == [3, 1, 2]
+    assert parse_record({"text": "one"}) == "one"
+    parse_record({"messages": [ASKED, SAID]})
+    with pytest.raises(AssertionError, match="a message about"):
+        parse_record({"input_ids": ["three"], "loss_mask": [1]})
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_files_of_records(tmp_path, name):
     records = read_records(written(tmp_path, name, FILES[name]))
