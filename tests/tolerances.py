@@ -1,4 +1,4 @@
-"""Which tests compare numbers within one of close's tolerances, read off the code that they run."""
+"""Tells which tests compare numbers within one of close's tolerances, by the names in the code that they run."""
 
 import inspect
 from collections.abc import Callable, Iterator

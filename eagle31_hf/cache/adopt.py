@@ -232,9 +232,8 @@ def crop(cache: Cache, tokens_to_remove: int) -> None:
 
 
 def length(cache: Cache) -> int | None:
-    """Returns how many tokens a cache holds; None where all of its layers hold states, which do not tell."""
-    tells = any(not holds_states(layer) or isinstance(layer, CacheLayerMixin) for layer in cache.layers)
-    return int(cache.get_seq_length()) if tells or not cache.layers else None
+    """Returns how many tokens a cache holds; None where no layer has keys: states do not tell."""
+    return int(cache.get_seq_length()) if attention_layers(cache) or not cache.layers else None
 
 
 def capacity(cache: Cache) -> int | None:
@@ -322,7 +321,8 @@ def recording_past(cache: Cache):
     layers = [layer for layer in cache.layers if hasattr(layer, "record_past")]
     found = [layer.record_past for layer in layers]
     for layer in layers:
-        layer.record_past = layer.record_past or not holds_states(layer)
+        if not holds_states(layer):
+            layer.activate_past_recording()
     try:
         yield
     finally:

@@ -47,8 +47,8 @@ def _is_of_keys(kind: type) -> bool:
 
 
 class Scratch:
-    """What modules that read states are given in place of a cache: they find in it what the cache holds, and what they
-    write stays in it."""
+    """A stand-in for a cache, handed to the modules that read its states. It gives them copies of the states and keeps
+    what they write to itself, until `write_back` puts it into the cache."""
 
     def __init__(self, cache: Cache):
         self.cache = cache
@@ -75,9 +75,6 @@ class Scratch:
         self.recurrences[layer_idx, state_idx] = recurrent_states
         return recurrent_states
 
-    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        return self.cache.has_previous_state(layer_idx, state_idx)
-
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
 
@@ -90,8 +87,8 @@ class Scratch:
 
 
 def _held(written: dict[Key, Tensor], key: Key, read: Any) -> Tensor | None:
-    """The state that was written last. One that was not yet is copied: forwards of one token write to what they
-    read."""
+    """Returns the state that was written last or, where none was, a copy of the cache's: forwards of one token write to
+    what they read."""
     if key not in written:
         state = read(*key)
         if state is None:

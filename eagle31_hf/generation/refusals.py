@@ -32,9 +32,10 @@ def why_no_target(model_class: type, config: PreTrainedConfig) -> str | None:
     name = model_class.__name__
     if config.is_encoder_decoder:
         return f"{name} is an encoder-decoder; expected a decoder-only causal LM"
-    has_cache = getattr(model_class, "_supports_default_dynamic_cache", lambda: True)()  # as generate makes it
+    if not getattr(model_class, "_supports_default_dynamic_cache", lambda: True)():
+        return f"{name} makes a cache of its own kind; expected a target for which generate() makes a DynamicCache"
     is_stateful = getattr(model_class, "_is_stateful", False)
-    if not has_cache or (is_stateful and not is_recurrent(DynamicCache(config=config.get_text_config(decoder=True)))):
+    if is_stateful and not is_recurrent(DynamicCache(config=config.get_text_config(decoder=True))):
         return (
             f"{name} keeps a recurrent state that cannot drop rejected tokens; expected an attention-only target or,"
             " from transformers 5.21 on, one whose states are in a DynamicCache"

@@ -2,7 +2,7 @@
 
 Rejected tokens cannot be taken back from a state. So the modules that read states, here *mixers*, work on a copy of the
 states while drafts are verified; once it is known how many tokens are accepted, the mixers alone run again, over these,
-and the result is kept. B sequences, N tokens of a verifying forward, K of them kept.
+and the result is kept. B sequences, N tokens of a verifying forward.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,12 +37,12 @@ class Mixers:
         self.target = target
         self.cache = cache
         self.is_needed = is_recurrent(cache)
-        self.found: dict[str, nn.Module] = {}  # by name
-        self._running: list[tuple[str, nn.Module]] = []  # modules that were given the cache, the innermost last
+        self.found: list[nn.Module] = []
+        self._running: list[nn.Module] = []  # modules that were given the cache, the innermost last
         self._num_tokens = 0  # N
         self._calls: list[tuple[nn.Module, Arguments]] = []  # of the last forward
         self._scratch: Scratch | None = None  # its states; None: there is nothing to commit
-        self._led: list[Any] = []  # a mixer's outputs for the tokens before the one that it is run over now
+        self._earlier: list[Any] = []  # a mixer's outputs for the tokens before the one that it is run over now
 
     @contextmanager
     def finding(self) -> Iterator[None]:
@@ -52,15 +52,15 @@ class Mixers:
             yield
             return
         with ExitStack() as undo:
-            for name, module in self.target.named_modules():
-                undo.callback(module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True).remove)
+            for module in self.target.modules():
+                undo.callback(module.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
                 undo.callback(module.register_forward_hook(self._leave, with_kwargs=True).remove)
             for method in METHODS:
                 setattr(self.cache, method, partial(self._note, getattr(self.cache, method)))
                 undo.callback(delattr, self.cache, method)
             yield
-        names = [*self.found]
-        self.found = {name: self.found[name] for name in names if not any(name.startswith(f"{n}.") for n in names)}
+        within = {inner for module in self.found for inner in module.modules() if inner is not module}
+        self.found = [module for module in self.found if module not in within]
         if not self.found:
             raise DraftingRefusedError(
                 f"EAGLE drafting: no module of {type(self.target).__name__} reads the recurrent states of"
@@ -71,16 +71,16 @@ class Mixers:
     # Another thread's forward may meet a hook while it is set or removed, and torch then calls it without the keyword
     # arguments.
 
-    def _enter(self, name: str, module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> None:
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> None:
         if kwargs is not None and _is_among(self.cache, args, kwargs):
-            self._running.append((name, module))
+            self._running.append(module)
 
     def _leave(self, module: nn.Module, args: tuple, *kwargs_and_output: Any) -> None:
         if len(kwargs_and_output) == 2 and _is_among(self.cache, args, kwargs_and_output[0]):
             self._running.pop()
 
     def _note(self, method: Callable, *args: Any, **kwargs: Any) -> Tensor | None:
-        self.found.update(self._running[-1:])
+        self.found += [module for module in self._running[-1:] if module not in self.found]
         return method(*args, **kwargs)
 
     @contextmanager
@@ -92,7 +92,7 @@ class Mixers:
         self._num_tokens, self._calls = num_tokens, []
         self._scratch = Scratch(self.cache)
         with ExitStack() as undo:
-            for module in self.found.values():
+            for module in self.found:
                 undo.callback(module.register_forward_pre_hook(self._before, with_kwargs=True).remove)
                 undo.callback(module.register_forward_hook(self._after, with_kwargs=True).remove)
             yield
@@ -105,34 +105,34 @@ class Mixers:
         if num_kept < self._num_tokens:
             self._scratch = Scratch(self.cache)
             for module, arguments in self._calls:
-                args, kwargs = self._lead(module, arguments, num_kept)
+                args, kwargs = self._advance(module, arguments, num_kept)
                 module(*args, **kwargs)
         self._scratch.write_back()
         self._scratch = None
-        self._calls, self._led = [], []
+        self._calls, self._earlier = [], []
 
     def _before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> Arguments | None:
         if kwargs is None or not _is_among(self.cache, args, kwargs):
             return None
         self._calls.append((module, (args, kwargs)))
-        return self._lead(module, (args, kwargs), self._num_tokens)
+        return self._advance(module, (args, kwargs), self._num_tokens)
 
     def _after(self, module: nn.Module, args: tuple, *kwargs_and_output: Any) -> Any:
-        if not self._led or len(kwargs_and_output) != 2 or not _is_among(self._scratch, args, kwargs_and_output[0]):
+        if not self._earlier or len(kwargs_and_output) != 2 or not _is_among(self._scratch, args, kwargs_and_output[0]):
             return None
-        outputs, self._led = [*self._led, kwargs_and_output[1]], []
+        outputs, self._earlier = [*self._earlier, kwargs_and_output[1]], []
         return _joined(outputs)
 
-    def _lead(self, module: nn.Module, arguments: Arguments, num_tokens: int) -> Arguments:
+    def _advance(self, module: nn.Module, arguments: Arguments, num_tokens: int) -> Arguments:
         """Returns the arguments with which a mixer runs over the first `num_tokens`. Where it computes something else
-        over several than one by one, as plain decoding does, it runs over all but the last here."""
+        over several than one by one, as plain decoding does, it is run over all but the last here."""
         if num_tokens == 1 or not self.differs_by_steps(module, arguments):
             return self._cut(arguments, slice(num_tokens), self._scratch)
-        led = []
+        earlier = []
         for i in range(num_tokens - 1):
             args, kwargs = self._cut(arguments, slice(i, i + 1), self._scratch)
-            led.append(module(*args, **kwargs))
-        self._led = led  # only now: `_after` is called for each of these, too
+            earlier.append(module(*args, **kwargs))
+        self._earlier = earlier  # only now: `_after` is called for each of these, too
         return self._cut(arguments, slice(num_tokens - 1, num_tokens), self._scratch)
 
     def differs_by_steps(self, module: nn.Module, arguments: Arguments) -> bool:

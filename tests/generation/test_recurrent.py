@@ -1,24 +1,30 @@
 """Targets with recurrent states: what a drafted call leaves in their caches and modules. That their texts are plain
 decoding's is shown with all other families."""
 
+import copy
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 
 import pytest
 import torch
 from close import TARGET_FORWARD, assert_close
 from conftest import PROMPT
 from families import ASKED, DRAFTINGS, build_drafter, build_target
+from observers import num_hooks
 from transformers import DynamicCache
 
+from eagle31_hf.cache import adopt
 from eagle31_hf.cache.states import HAS_METHODS, METHODS
-from eagle31_hf.cache_names import CACHE
+from eagle31_hf.cache_names import CACHE, cache_argument
 from eagle31_hf.errors import DraftingRefusedError
 from eagle31_hf.targets import recurrent
+from eagle31_hf.targets.layers import decoder_layers
 from eagle31_hf.targets.recurrent import Mixers
 
 pytestmark = pytest.mark.skipif(not HAS_METHODS, reason="transformers before 5.21 reads states in another way")
 
 CHAIN = DRAFTINGS["chain"]
+MIXERS = ("Qwen3NextGatedDeltaNet", "Mamba2Mixer", "Lfm2ShortConv")
 # states beside attention layers; keys and states in one layer; no keys; tokens one by one; convolutions alone
 KINDS = ("Qwen3-Next", "Falcon-H1", "Mamba2", "Jamba", "LFM2", "ZAYA")
 
@@ -29,10 +35,6 @@ def target_of(name: str):
 
 def cache_of(target) -> DynamicCache:
     return DynamicCache(config=target.config)
-
-
-def cache_name(name: str) -> str:
-    return "cache_params" if CACHE != "cache" and "Mamba" in name else CACHE
 
 
 def held(cache: DynamicCache) -> dict[str, torch.Tensor]:
@@ -47,6 +49,14 @@ def held(cache: DynamicCache) -> dict[str, torch.Tensor]:
     return found
 
 
+def is_same(found: DynamicCache, expected: DynamicCache) -> bool:
+    try:
+        assert_same_states(found, expected)
+    except AssertionError:
+        return False
+    return True
+
+
 def assert_same_states(found: DynamicCache, expected: DynamicCache) -> None:
     ours, theirs = held(found), held(expected)
     assert ours.keys() == theirs.keys()
@@ -54,46 +64,93 @@ def assert_same_states(found: DynamicCache, expected: DynamicCache) -> None:
         assert_close(name, ours[name], states, TARGET_FORWARD)
 
 
-def num_hooks(target) -> int:
-    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in target.modules())
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_the_callers_cache_is_left_as_plain_decoding_leaves_it(name):
     target, prompt = target_of(name), torch.tensor(PROMPT)
     ours, alone = cache_of(target), cache_of(target)
-    key = cache_name(name)
-    text = target.generate(prompt, assistant_model=build_drafter(name), **{key: ours}, **ASKED, **CHAIN).sequences
-    assert torch.equal(text, target.generate(prompt, **{key: alone}, **ASKED).sequences)
+    asked = ASKED | cache_argument(target.forward, ours)
+    text = target.generate(prompt, assistant_model=build_drafter(name), **asked, **CHAIN).sequences
+    expected = target.generate(prompt, **ASKED, **cache_argument(target.forward, alone)).sequences
+    assert torch.equal(text, expected)
     assert_same_states(ours, alone)
     assert not vars(ours).keys() & set(METHODS)
     assert not any(getattr(layer, "record_past", False) for layer in ours.layers)
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_an_error_while_drafts_are_verified_leaves_accepted_tokens_alone(name):
-    target, drafter, prompt = target_of(name), build_drafter(name), torch.tensor(PROMPT)
-    before, cache, texts = num_hooks(target), cache_of(target), []
+class Fuse:
+    """Raises KeyError at the `call`-th call of it as a criterion, or as a hook with `num_tokens` (B, T, D) inputs."""
 
-    def fail(input_ids, scores, **kwargs):
-        texts.append(input_ids.clone())
-        if input_ids.shape[1] > prompt.shape[1] + 6:
+    def __init__(self, call: int, num_tokens: tuple[int, ...] = ()):
+        self.left, self.num_tokens = call, num_tokens
+
+    def __call__(self, *args, **kwargs):
+        states = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        self.left -= not self.num_tokens or states[0].shape[1] in self.num_tokens
+        if self.left == 0:
             raise KeyError("of a user's own")
-        return torch.zeros(len(input_ids), dtype=torch.bool)
+        return torch.zeros(len(states[0]), dtype=torch.bool)
 
-    with pytest.raises(KeyError, match="own"):
-        target.generate(
-            prompt, assistant_model=drafter, stopping_criteria=[fail], **{cache_name(name): cache}, **ASKED, **CHAIN
-        )
-    assert num_hooks(target) == before
+    def hook(self, module, args, kwargs):
+        self(*args, **kwargs)
+
+
+def failing(name: str, place: str, cache: DynamicCache) -> None:
+    """Generates with the cache until an error: in a stopping criterion, in the last layer while drafts are verified, or
+    in a mixer that runs again over accepted tokens."""
+    target, prompt = target_of(name), torch.tensor(PROMPT)
+    num_verified = CHAIN["num_assistant_tokens"] + 1
+    asked, handle = ASKED | CHAIN | cache_argument(target.forward, cache), None
+    if place == "criterion":
+        asked["stopping_criteria"] = [Fuse(6)]
+    else:
+        module, fuse = decoder_layers(target)[-1], Fuse(3, (num_verified,))
+        if place == "rerun":
+            module = [module for module in target.modules() if type(module).__name__ in MIXERS][-1]
+            fuse = Fuse(2, tuple(range(1, num_verified)))
+        handle = module.register_forward_pre_hook(fuse.hook, with_kwargs=True)
+    try:
+        with pytest.raises(KeyError, match="own"):
+            target.generate(prompt, assistant_model=build_drafter(name), **asked)
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [*product(KINDS, ("criterion", "last layer")), ("Qwen3-Next", "rerun"), ("Mamba2", "rerun"), ("LFM2", "rerun")],
+)
+def test_after_an_error_the_cache_holds_the_accepted_tokens(name, place):
+    target, cache = target_of(name), cache_of(target_of(name))
+    failing(name, place, cache)
+    assert num_hooks(target) == 0
     assert not vars(cache).keys() & set(METHODS)
-    plain = cache_of(target)
-    length = cache.get_seq_length() if name != "Mamba2" else None
-    if length is not None:
-        target.generate(
-            prompt, max_new_tokens=length - prompt.shape[1] + 1, do_sample=False, **{cache_name(name): plain}
-        )
-        assert_same_states(cache, plain)
+    length = adopt.length(cache)
+    # where states do not tell, they are those after one of the texts that may have been accepted
+    for count in [length] if length else range(len(PROMPT[0]) + 1, len(PROMPT[0]) + 20):
+        plain = cache_of(target)
+        given = {"max_new_tokens": count - len(PROMPT[0]) + 1, "do_sample": False}
+        target.generate(torch.tensor(PROMPT), **given, **cache_argument(target.forward, plain))
+        if length or is_same(cache, plain):
+            break
+    assert_same_states(cache, plain)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_after_an_error_in_a_later_prompt_the_cache_is_as_it_was(name):
+    target, cache = target_of(name), cache_of(target_of(name))
+    given = cache_argument(target.forward, cache)
+    text = target.generate(torch.tensor(PROMPT), **ASKED, **given).sequences
+    before = {key: value.clone() for key, value in held(cache).items()}
+    handle = decoder_layers(target)[-1].register_forward_pre_hook(Fuse(1).hook, with_kwargs=True)
+    ids = torch.cat((text, torch.tensor([[4, 5, 6]])), dim=1)
+    with pytest.raises(KeyError, match="own"):
+        target.generate(ids, assistant_model=build_drafter(name), **ASKED, **CHAIN, **given)
+    handle.remove()
+    assert num_hooks(target) == 0
+    after = held(cache)
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[key], value) for key, value in before.items())
 
 
 @pytest.mark.parametrize("name", ["Qwen3-Next", "Jamba"])
@@ -116,10 +173,25 @@ def test_threads_that_share_a_target_do_not_see_each_other(name):
                           ("Qwen3-Next", False), ("Kimi-Linear", False), ("ZAYA", False)],
 )  # fmt: skip
 def test_mixers_are_asked_whether_several_tokens_are_as_one_by_one(name, differs):
-    target = target_of(name)
+    assert verdicts(target_of(name), name) == {differs}
+
+
+@pytest.mark.parametrize(("loud", "differs"), [(recurrent.LOUD, True), (1.0, False)], ids=["loud", "as_it_is"])
+def test_a_bound_that_the_tokens_of_a_text_do_not_meet_is_found(monkeypatch, loud, differs):
+    """Nemotron-H bounds small time steps over several tokens only. With this bias those of a text are large."""
+    monkeypatch.setattr(recurrent, "LOUD", loud)
+    target = copy.deepcopy(target_of("Nemotron-H"))
+    for module in target.modules():
+        if hasattr(module, "dt_bias"):
+            module.dt_bias.data.fill_(20.0)
+    assert verdicts(target, "Nemotron-H") == {differs}
+
+
+def verdicts(target, name: str) -> set[bool]:
+    """What was found of the target's mixers in a drafted call."""
     target.generate(torch.tensor(PROMPT), assistant_model=build_drafter(name), **ASKED, **CHAIN)
-    asked = {recurrent._differs_by_steps[each] for each in target.modules() if each in recurrent._differs_by_steps}
-    assert asked == {differs}
+    known = recurrent._differs_by_steps
+    return {known[module] for module in target.modules() if module in known}
 
 
 def test_states_that_nobody_reads_by_the_cache_are_refused():
