@@ -20,10 +20,12 @@ from ..errors import DraftingRefusedError
 
 Arguments = tuple[tuple, dict[str, Any]]
 
-# What a mixer gives for two tokens at once and one by one is the same up to these shares of its scale. A mixer that
-# bounds a gate in one of the ways only shows it where the gate is small: with inputs LOUD times as large it is.
+# What a mixer gives for two tokens at once and one by one is the same up to these shares of its scale. One that bounds
+# a gate in one of the ways only shows it where the gate is small for both tokens. It is for a token that comes twice
+# and is LOUD times as large: each head has one of the signs with which its gate is small.
 TOLERANCE, LOW_PRECISION_TOLERANCE = 1e-3, 0.05
 LOUD = 30.0
+TRIED = (([0, 1], 1.0), ([0, 0], LOUD), ([0, 0], -LOUD))  # which of a forward's tokens, and how many times as large
 
 # Whether a mixer computes something else over several tokens than one by one. Threads that race store the same.
 _differs_by_steps: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
@@ -139,21 +141,23 @@ class Mixers:
         """Returns whether a mixer gives something else for two tokens at once than for one after the other: Mamba's
         scan begins at zero, Nemotron-H and Zamba2 bound the time step. It is tried once."""
         if module not in _differs_by_steps:
-            _differs_by_steps[module] = any(self._try_steps(module, arguments, scale) for scale in (1.0, LOUD))
+            _differs_by_steps[module] = any(self._try_steps(module, arguments, *tried) for tried in TRIED)
         return _differs_by_steps[module]
 
-    def _try_steps(self, module: nn.Module, arguments: Arguments, scale: float) -> bool:
+    def _try_steps(self, module: nn.Module, arguments: Arguments, tokens: list[int], scale: float) -> bool:
         at_once, by_steps = Scratch(self.cache), Scratch(self.cache)
-        args, kwargs = self._cut(arguments, slice(2), at_once, scale)
+        args, kwargs = self._cut(arguments, tokens, at_once, scale)
         given, steps = module(*args, **kwargs), []
-        for i in range(2):
-            args, kwargs = self._cut(arguments, slice(i, i + 1), by_steps, scale)
+        for token in tokens:
+            args, kwargs = self._cut(arguments, [token], by_steps, scale)
             steps.append(module(*args, **kwargs))
         pairs = [(given, _joined(steps))]
         pairs += [(state, by_steps.recurrences[key]) for key, state in at_once.recurrences.items()]
         return any(_differ(*pair) for pair in pairs)
 
-    def _cut(self, arguments: Arguments, tokens: slice, states: Scratch | None, scale: float = 1.0) -> Arguments:
+    def _cut(
+        self, arguments: Arguments, tokens: slice | list[int], states: Scratch | None, scale: float = 1.0
+    ) -> Arguments:
         """The arguments with `states` in place of the cache, and of each tensor over the forward's tokens (B, N, ...)
         some of them, floating point values `scale` times as large."""
 
