@@ -105,6 +105,8 @@ def failing(name: str, place: str, cache: DynamicCache) -> None:
     else:
         module, fuse = decoder_layers(target)[-1], Fuse(3, (num_verified,))
         if place == "rerun":
+            # the first call of all tries the mixers, and a try is no rerun
+            target.generate(prompt, assistant_model=build_drafter(name), **ASKED, **CHAIN)
             module = [module for module in target.modules() if type(module).__name__ in MIXERS][-1]
             fuse = Fuse(2, tuple(range(1, num_verified)))
         handle = module.register_forward_pre_hook(fuse.hook, with_kwargs=True)
