@@ -248,6 +248,25 @@ def attention_layers(cache: Cache) -> list[Any]:
     return [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
 
 
+def accepted_keys(cache: Cache) -> tuple[Tensor, int] | None:
+    """Returns the keys (B, H, T, D) of the accepted tokens in a cache, and the slot after them: of the last layer that
+    keeps all tokens or, where each has a window, of the last one. None where no layer holds keys as they are."""
+    layers = [layer for layer in attention_layers(cache) if layer.is_initialized]
+    layers = [layer for layer in layers if not layer.is_sliding] or layers
+    if not layers:
+        return None
+    layer = layers[-1]
+    if isinstance(layer, SlotLayer):
+        return layer.buffers[0][..., : layer.settled - layer.first, :], layer.settled
+    length = layer.get_seq_length()
+    held = layer.keys.shape[-2] if isinstance(layer.keys, Tensor) and layer.keys.dim() == 4 else -1
+    if held != length:  # quantized, say
+        return None
+    appended = _appended.get(cache)
+    end = (appended and appended.length) or length
+    return layer.keys[..., :end, :], end
+
+
 def attention_span(layer: Any, num_keys: int, num_after: int, num_new: int) -> slice:
     """Returns the slots that attentions of `num_new` query tokens cover in a stock layer, of `num_keys` keys, the last
     `num_after` of which came later: a window's at most, but all slots of a static layer, used or not."""

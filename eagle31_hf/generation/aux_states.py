@@ -51,6 +51,19 @@ class AuxStates:
         head = AuxStates(self.states[:, :count], self.tokens[:, :count], first)
         return head, AuxStates(self.states[:, count:], self.tokens[:, count:], rest)
 
+    def at_most(self, counts: list[int]) -> "AuxStates":
+        """The first `counts[b]` tokens of every sequence b, or as many as there are."""
+        counts = [min(pair) for pair in zip(counts, self.counts.host, strict=True)]
+        return AuxStates(self.states[:, : max(counts)], self.tokens[:, : max(counts)], counts)
+
+    def of_rows(self, rows: list[int]) -> "AuxStates":
+        """The states of these sequences, in this order."""
+        return AuxStates(self.states[rows], self.tokens[rows], [self.counts.host[row] for row in rows])
+
+    def copied(self) -> "AuxStates":
+        """The same in memory of its own."""
+        return AuxStates(self.states.clone(), self.tokens.clone(), self.counts)
+
     def without_first(self, skipped: list[int]) -> "AuxStates":
         """Without the first `skipped[b]` tokens of each sequence b, which must have them."""
         counts = [max(n - s, 0) for n, s in zip(self.counts.host, skipped, strict=True)]

@@ -5,10 +5,13 @@ there and the id at p + 1, so what it has read of a text ends one before the tok
 read.
 """
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor
 
 from ..cache import adopt as cache
+from ..cache.layer import SlotLayer
 from ..cache.masks import SlotMask, windows_by_kind
 from ..cache.transfer import Mirrored
 from ..modeling import Eagle31DrafterModel, Eagle31DrafterOutput
@@ -81,6 +84,17 @@ class DrafterRunner:
         mask = self._mask_of_nodes(visible, nodes, width)
         out = self._forward(ids, {"hidden_states": state}, self._rope_at(level), mask)
         return out.last_hidden_state, out.logits
+
+    def held(self) -> list[list[Tensor]]:
+        """Copies of the keys and values (B, H, T, D) of every layer; with a window, of the last tokens."""
+        layers: list[Any] = self.past_key_values.layers
+        return [[states.clone() for states in layer.held(layer.end - layer.first)] for layer in layers if layer.buffers]
+
+    def go_on_with(self, layers: list[list[Tensor]], lengths: list[int]) -> None:
+        """Goes on after tokens that an earlier call has read, whose keys and values are `layers`."""
+        for ours, (keys, values) in zip(self.past_key_values.layers, layers, strict=True):
+            cast(SlotLayer, ours).hold(keys.to(self.like), values.to(self.like), max(lengths))
+        self.go_on_from(lengths)
 
     def go_on_from(self, lengths: list[int]) -> None:
         """Goes on after so many tokens of every sequence, which its cache holds."""

@@ -67,6 +67,10 @@ class Executor(Protocol):
         """Returns what `generate` returns."""
         ...
 
+    def settle(self) -> None:
+        """Has the caches of both models hold what is committed and nothing else, also after an error."""
+        ...
+
 
 class EagerExecutor:
     """Runs rounds operation by operation; serves every target and every request."""
@@ -127,6 +131,9 @@ class EagerExecutor:
         if self.stopping.streamer is not None:
             self.stopping.streamer.end()
         return self.collector.result(self.sequences.padded().clone())
+
+    def settle(self) -> None:
+        self.proposer.runner.settle()
 
     def _logits(self, outputs: CausalLMOutputWithPast, num_nodes: int) -> Tensor:
         """The last nodes' logits (B, num_nodes, V), in fp32 unless the largest of them is all that matters."""

@@ -39,6 +39,7 @@ from .planning.knowledge import kept_knowledge, knowledge_of
 from .planning.plan import Planner
 from .planning.settings import resolve_settings
 from .proposer import Proposer
+from .read_text import ReadText, keep_read_text, read_text_of
 from .refusals import check_inputs, check_request, check_room
 from .rejection_sampler import LockStepSampler, RejectionSampler
 from .sequences import Sequences
@@ -141,7 +142,8 @@ def speculative_decoding(request: Request, wrap_sampler: WrapSampler | None = No
         sampler_class = LockStepSampler if mode.is_lock_step else RejectionSampler
         sampler = sampler_class(request.logits_processor, noise, keeps_scores)
         sequences = Sequences(input_ids, pad_token(config))
-        proposer = proposer_of(request, runner, noise)
+        read_text = read_text_of(runner.past_key_values, request.drafter)
+        proposer, unread = drafting_of(request, runner, noise, read_text)
         wrapped = sampler if wrap_sampler is None else wrap_sampler(sampler)
         if wrapped.is_lock_step != sampler.is_lock_step:
             raise ValueError(
@@ -149,21 +151,29 @@ def speculative_decoding(request: Request, wrap_sampler: WrapSampler | None = No
                 f" {'keeps' if sampler.is_lock_step else 'does not keep'} the batch in lock-step, as this call needs."
             )
         eager = EagerExecutor(
-            runner,
-            proposer,
-            UnreadStates(proposer.runner.read, runner.first_slots, runner.num_cached),
-            wrapped,
-            sequences,
-            stopping,
-            OutputCollector(config, runner.past_key_values),
+            runner, proposer, unread, wrapped, sequences, stopping, OutputCollector(config, runner.past_key_values)
         )
         layer_ids = request.drafter.config.resolve_layer_ids(len(decoder_layers(request.target)))
         with (
             capture_states(request.target, layer_ids, runner.past_key_values) as eager.unread.captured,
             rows_on_cpu(request, eager, seam),
             executor_of(request, eager, seam, why_eager) as executor,
+            settling(executor, eager),
         ):
             return decode(executor, planner_of(request, mode, eager, executor is not eager))
+
+
+@contextmanager
+def settling(executor: Executor, eager: EagerExecutor) -> Iterator[None]:
+    """A context after which, also after an error, caches hold what is committed, and one that outlives the call what
+    the drafter has read."""
+    try:
+        yield
+    finally:
+        executor.settle()
+        runner = eager.runner
+        if runner.cache_outlives_call or eager.collector.wanted:
+            keep_read_text(runner.past_key_values, runner.num_before, eager.proposer.runner, eager.unread)
 
 
 @contextmanager
@@ -212,16 +222,26 @@ def executor_of(request: Request, eager: EagerExecutor, seam: Seam | None, why_e
     yield eager
 
 
-def proposer_of(request: Request, runner: TargetRunner, noise: Noise | None) -> Proposer:
-    """The drafter's side of a request."""
-    pairs = zip(runner.first_slots, runner.num_padding, strict=True)
-    drafting = DrafterRunner(request.drafter, [first - padding for first, padding in pairs])
+def drafting_of(
+    request: Request, runner: TargetRunner, noise: Noise | None, read_text: ReadText | None
+) -> tuple[Proposer, UnreadStates]:
+    """The drafter's side of a request, which goes on after what it has read of the text in the target's cache."""
+    first_slots, padding = runner.first_slots, runner.num_padding
+    if read_text is not None:  # the last of what it has read stands before the first slot that the target runs
+        first_slots = [runner.num_cached - count for count in read_text.counts]
+        padding = [padding - runner.num_before for padding in read_text.padding]
+    drafting = DrafterRunner(request.drafter, [a - b for a, b in zip(first_slots, padding, strict=True)])
+    unread = UnreadStates(drafting.read, first_slots, runner.num_cached)
+    if read_text is not None:
+        drafting.go_on_with(read_text.layers, read_text.lengths)
+        if read_text.unread is not None:
+            unread.put(read_text.unread)
     vocab_size = request.target.config.get_text_config().vocab_size
     threshold = request.settings.threshold
     sampler = DraftSampler(
         request.drafter, vocab_size, request.logits_processor, noise, threshold, len(request.input_ids)
     )
-    return Proposer(drafting, sampler)
+    return Proposer(drafting, sampler), unread
 
 
 def noise_of(request: Request, mode: Mode, is_captured: bool) -> Noise | None:

@@ -50,6 +50,7 @@ class UnreadStates:
         """A context in which every forward of the target is a piece of the prompt (B, L), read as soon as it has
         run."""
         assert self.captured is not None
+        self.read_all()  # of a text that this one goes on from
 
         def read() -> None:
             for part in self.of_text(input_ids):

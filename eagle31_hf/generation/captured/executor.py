@@ -13,7 +13,7 @@ from typing import Any
 from transformers.utils import logging
 
 from ...cache import adopt as cache
-from ...cache.transfer import Mirrored, to_device
+from ...cache.transfer import to_device
 from ...kernels.acceptance import table_of
 from ..aux_states import AuxStates
 from ..executor import EagerExecutor, Outcome, Room
@@ -46,7 +46,6 @@ class CapturedExecutor:
         self.seam = seam
         self.captured = captured
         self.failures = failures
-        self.first_slots = eager.unread.first_slots
         self.has_failed = False
         self.was_short = False
         self.num_unread = [0] * len(eager.sequences)  # tokens of each sequence that the carry holds for the drafter
@@ -84,14 +83,13 @@ class CapturedExecutor:
             return self.eager.round(plan)
 
     def result(self) -> Any:
-        self.settle()
         return self.eager.result()
 
     def settle(self) -> None:
-        """Sets the length of the target's cache to what captured rounds have committed: all but each text's last
-        token."""
-        if self.drafted is not None and not self.has_failed:
-            cache.settle(self.eager.runner.past_key_values, max(self.sequences.lengths.host) - 1)
+        """Has the eager executor's parts hold what captured rounds have committed, also after an error."""
+        if not self.has_failed and (self.drafted is not None or any(self.num_unread)):  # else the carry holds nothing
+            self._give_back()
+        self.eager.settle()
 
     def _capture(self, plan: Plan) -> None:
         """Captures a plan's draft and verify, where that has not been done."""
@@ -140,6 +138,7 @@ class CapturedExecutor:
             verifying.append(self.eager.clock.mark())
 
         verify_and_prove(self.rounds, plan, verify, self.eager)
+        self.num_unread = [0] * len(self.sequences)  # of this round's tokens the host knows nothing before `_commit`
         read = self.seam.start_reading(self.rounds.out[plan])
         self._add_noise()
         self._draft(plan)  # of the next round: all it needs is on the device
@@ -160,7 +159,7 @@ class CapturedExecutor:
         sequences.grow([len(tokens) for tokens in accepted.tokens], ends.finished)
         if has_ended:
             self._send("going", [not finished for finished in ends.finished])
-        self.num_unread = found.counts
+        self.num_unread = [len(tokens) for tokens in accepted.tokens]  # of a text that has ended, up to its end
         self.was_short = any(
             spoiled and not ended for spoiled, ended in zip(found.is_spoiled, ends.finished, strict=True)
         )
@@ -185,7 +184,7 @@ class CapturedExecutor:
         self._send("count", self.num_unread)
         self._send("padding", runner.num_padding)
         self._send("going", [not finished for finished in sequences.finished])
-        self._send("first_slot", self.first_slots)
+        self._send("first_slot", self.eager.unread.first_slots)
         self.next_noise = list(lengths)
         self._add_noise()
 
@@ -214,18 +213,22 @@ class CapturedExecutor:
         logger.warning("EAGLE drafting: rounds run eagerly: %s.", self.failures[-1])
         self.has_failed = True
         self.recorder.execution = f"eagerly: {self.failures[-1]}"
+        self._give_back()
+        self.eager.was_short = self.was_short
+        self.eager.holds_drafts = True
+
+    def _give_back(self) -> None:
+        """Sets the lengths of both caches to what is committed, all but each text's last token, and hands back what the
+        carry holds for the drafter."""
         carry, eager = self.carry, self.eager
         lengths = [length - 1 for length in self.sequences.lengths.host]
         cache.settle(eager.runner.past_key_values, max(lengths))
-        pairs = zip(lengths, self.first_slots, self.num_unread, strict=True)
+        pairs = zip(lengths, eager.unread.first_slots, self.num_unread, strict=True)
         eager.proposer.runner.go_on_from([length - first - unread for length, first, unread in pairs])
-        rows = slice(len(self.sequences))
-        states = AuxStates(carry.states[rows].clone(), carry.tokens[rows].clone(), Mirrored(self.num_unread))
-        longest = max(self.num_unread)
-        if longest:
-            eager.unread.put(states.split(longest)[0])
-        eager.was_short = self.was_short
-        eager.holds_drafts = True
+        if any(self.num_unread):
+            rows = slice(len(self.sequences))
+            unread = AuxStates(carry.states[rows], carry.tokens[rows], self.num_unread)
+            eager.unread.put(unread.at_most(self.num_unread).copied())
 
 
 def _walk(b: int, found: Outcomes, drafts: HostDrafts, ends: Ends) -> Walk:

@@ -83,7 +83,6 @@ class Kept:
         try:
             yield executor
         finally:
-            executor.settle()  # also where a streamer, say, has raised: the caller's cache holds the text so far
             captures.rounds.parts = None  # models and caches are not kept alive
             if len(captures.captured) > num_captured:
                 captures.samplers += [eager.proposer.sampler, eager.sampler]
