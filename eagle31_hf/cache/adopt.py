@@ -231,6 +231,14 @@ def crop(cache: Cache, tokens_to_remove: int) -> None:
         _appended[cache].accept()
 
 
+def can_crop(cache: Cache) -> bool:
+    """Returns whether any number of tokens can be removed from a stock cache: no layer has given up what came before a
+    window, and none holds states."""
+    return is_adoptable(cache) and not any(
+        layer.is_sliding and layer.get_seq_length() >= layer.sliding_window for layer in attention_layers(cache)
+    )
+
+
 def length(cache: Cache) -> int | None:
     """Returns how many tokens a cache holds; None where no layer has keys: states do not tell."""
     return int(cache.get_seq_length()) if attention_layers(cache) or not cache.layers else None

@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from ..acceptance import AcceptanceStats, Round, track_acceptance, watch_forwards, watch_rounds
+from ..cache.prefix_cache import PrefixCache
 from ..modeling import Eagle31DrafterModel
 from ..targets.context import context_of, why_too_long
 from ..targets.pieces import checking_forwards
@@ -34,18 +35,27 @@ class Piece:
 @dataclass
 class Figures:
     """What an answer took so far: `tokens`, how many of them are `accepted` drafts, how many were `drafted`, `forwards`
-    of the target after the prompt's, and `seconds`, the prompt's forward included."""
+    of the target after the prompt's, and `seconds`, of them `prompt_seconds` up to the first token. `reused`: tokens of
+    the prompt that an earlier turn had read."""
 
     tokens: int = 0
     accepted: int = 0
     drafted: int = 0
     forwards: int = 0
     seconds: float = 0.0
+    prompt_seconds: float = 0.0
+    reused: int = 0
 
     @property
     def tokens_per_second(self) -> float:
         """Tokens over seconds; 0.0 before the first."""
         return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def decoding_speed(self) -> float:
+        """Tokens a second after the first; 0.0 where there are none."""
+        seconds = self.seconds - self.prompt_seconds
+        return (self.tokens - 1) / seconds if self.tokens > 1 and seconds else 0.0
 
     @property
     def accepted_length(self) -> float:
@@ -96,7 +106,8 @@ class Conversation:
     """Messages of a user and the target's answers.
 
     `knobs` are the arguments of generate() that say how to draft, `options` all others, max_new_tokens among them;
-    both may change between turns. With the option `prefill_chunk_size` prompts are read in pieces of so many tokens.
+    both may change between turns. `prefix_cache` keeps what the target has read: a turn reads what is new since the
+    last one. With the option `prefill_chunk_size` prompts are read in pieces of so many tokens.
     `template_options`: variables of the chat template. Without a template the words of all messages are one text, which
     the target goes on with.
 
@@ -114,6 +125,7 @@ class Conversation:
         options: dict[str, Any],
         template_options: dict[str, Any],
         system: str | None = None,
+        prefix_cache: PrefixCache | None = None,
     ):
         self.target = target
         self.tokenizer = tokenizer
@@ -122,6 +134,7 @@ class Conversation:
         self.options = options
         self.template_options = template_options
         self.system = system
+        self.prefix_cache = PrefixCache(target) if prefix_cache is None else prefix_cache
         self.clear()
 
     def clear(self) -> None:
@@ -163,37 +176,53 @@ class Conversation:
     def generate_answer(
         self, messages: list[dict[str, str]], show: Show, stop: threading.Event, with_drafter: bool = True
     ) -> Answer:
-        """Answers messages, by the target with its drafter or alone."""
+        """Answers messages, by the target with its drafter or, reading the whole prompt, alone."""
         ids = self.prompt_ids(messages).to(self.target.device)
-        options = {**self.options, "max_new_tokens": self._max_new_tokens(ids)}
-        is_long = ids.shape[1] > (options.pop("prefill_chunk_size", None) or ids.shape[1])
-        if is_long:
-            options["prefill_chunk_size"] = self.options["prefill_chunk_size"]
-        knobs = dict(self.knobs) if with_drafter else {}
-        building = _AnswerBuilder(Answer(knobs), Detokenizer(self.tokenizer), show, stop)
-        target: Any = self.target
+        options = {**self.options, "max_new_tokens": self._max_new_tokens(ids), "attention_mask": torch.ones_like(ids)}
+        answer = Answer(dict(self.knobs) if with_drafter else {})
+        building = _AnswerBuilder(answer, Detokenizer(self.tokenizer), show, stop)
         try:
-            if with_drafter:
-                pieces = watch_forwards(building.check) if is_long else nullcontext()
-                with watch_rounds(building.add_round), pieces, track_acceptance(building.stats):
-                    options |= {"assistant_model": self.drafter, **knobs}
-                    target.generate(ids, attention_mask=torch.ones_like(ids), **options)
-            else:
-                streamer = _TokenStreamer(building)
-                with checking_forwards(target, building.check) if is_long else nullcontext():
-                    target.generate(ids, attention_mask=torch.ones_like(ids), streamer=streamer, **options)
+            (self._draft if with_drafter else self._decode_alone)(ids, options, building)
         except _StopError:
-            building.answer.was_stopped = True
+            answer.was_stopped = True
         return building.finish()
+
+    def _draft(self, ids: Tensor, options: dict[str, Any], building: "_AnswerBuilder") -> None:
+        piece = options.pop("prefill_chunk_size", None)
+        target: Any = self.target
+        with self.prefix_cache.text(ids, piece) as text:
+            building.answer.figures.reused = text.num_reused
+            pieces: AbstractContextManager = nullcontext()
+            if piece is not None and ids.shape[1] - text.num_reused > piece:
+                options["prefill_chunk_size"] = piece
+                pieces = watch_forwards(building.check)
+            options |= {"assistant_model": self.drafter, **self.knobs, **text.argument}
+            try:
+                with watch_rounds(building.add_round), pieces, track_acceptance(building.stats):
+                    target.generate(ids, **options)
+            finally:
+                text.ids += building.answer.ids
+
+    def _decode_alone(self, ids: Tensor, options: dict[str, Any], building: "_AnswerBuilder") -> None:
+        piece = options.pop("prefill_chunk_size", None)
+        target: Any = self.target
+        pieces: AbstractContextManager = nullcontext()
+        if piece is not None and ids.shape[1] > piece:
+            options["prefill_chunk_size"] = piece
+            pieces = checking_forwards(target, building.check)
+        with pieces:
+            target.generate(ids, **options, streamer=_TokenStreamer(building))
 
     def describe_speedup(self, alone: Answer) -> str:
         """Says what the drafter gained in the last answer, beside the one by the target alone."""
         before = self.answers[-1]
         if before.was_stopped or alone.was_stopped:
             return "an answer was stopped: there is nothing to compare"
-        ratio = before.figures.tokens_per_second / alone.figures.tokens_per_second
         same = "the same text" if before.ids == alone.ids else self._why_another_text()
-        return f"with the drafter {ratio:.2f} times as fast; {same}"
+        if not before.figures.decoding_speed or not alone.figures.decoding_speed:
+            return f"an answer has one token, which tells no speed; {same}"
+        ratio = before.figures.decoding_speed / alone.figures.decoding_speed
+        return f"after the prompt, with the drafter {ratio:.2f} times as fast; {same}"
 
     def _why_another_text(self) -> str:
         if self.is_sampling:
@@ -292,6 +321,8 @@ class _AnswerBuilder:
         figures.forwards += 0 if is_prompt else 1
         figures.drafted = sum(self.stats.drafted_per_position)
         figures.seconds = time.perf_counter() - self._began
+        if is_prompt:
+            figures.prompt_seconds = figures.seconds
         self._show(pieces, figures)
         self.check()
 

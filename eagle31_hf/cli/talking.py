@@ -65,6 +65,7 @@ def conversations(args: argparse.Namespace) -> Callable[[], "Conversation"]:
     """Loads the pair, and returns what makes conversations with it."""
     import torch
 
+    from ..cache.prefix_cache import PrefixCache
     from ..chat.conversation import Conversation
     from ..targets.pieces import piece_of
 
@@ -78,7 +79,8 @@ def conversations(args: argparse.Namespace) -> Callable[[], "Conversation"]:
     # long prompts are read in pieces: an answer can be stopped between them
     options["prefill_chunk_size"] = piece_of(target, drafter, **knobs_of(args))
     template = dict(args.template_option)
-    return lambda: Conversation(target, tokenizer, drafter, knobs_of(args), options, template, args.system)
+    cached = PrefixCache(target, args.prefix_cache_tokens)
+    return lambda: Conversation(target, tokenizer, drafter, knobs_of(args), options, template, args.system, cached)
 
 
 def next_line(is_terminal: bool) -> str:
@@ -119,6 +121,7 @@ def serve(args: argparse.Namespace) -> int:
         knobs_of(args),
         progress,
         access,
+        args.prefix_cache_tokens,
         host=args.host,
         port=args.port,
         device=args.device,
@@ -147,6 +150,7 @@ def warn_if_reachable(host: str, remedy: str) -> None:
 
 def add_chat(parser: argparse.ArgumentParser) -> None:
     add_pair(parser)
+    add_prefix_cache(parser)
     add_answers(parser)
 
 
@@ -164,6 +168,7 @@ def add_answers(parser: argparse.ArgumentParser) -> None:
 
 def add_serve(parser: argparse.ArgumentParser) -> None:
     add_pair(parser)
+    add_prefix_cache(parser)
     add_address(parser, PORT)
     parser.add_argument("--cors", action="store_true", help="let web pages of any origin ask")
     parser.add_argument(
@@ -178,8 +183,21 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
 
 def add_app(parser: argparse.ArgumentParser) -> None:
     add_pair(parser)
+    add_prefix_cache(parser)
     add_answers(parser)
     add_address(parser, PAGE_PORT)
+
+
+def add_prefix_cache(parser: argparse.ArgumentParser) -> None:
+    """Adds --prefix-cache-tokens."""
+    parser.add_argument(
+        "--prefix-cache-tokens",
+        type=integer(0),
+        default=16_384,
+        metavar="N",
+        help="keep keys and values of the last texts, N tokens and the very last text: what goes on from one reads only"
+        " what is new; 0: keep none (default: 16384)",
+    )
 
 
 def add_address(parser: argparse.ArgumentParser, default_port: int) -> None:

@@ -14,6 +14,8 @@ COUNTERS = (
     ("requests", "requests answered to their end"),
     ("requests_stopped", "requests that ended early: their client went away, or an error"),
     ("requests_not_drafted", "requests that the target answered alone, as for beams"),
+    ("prefix_cache_queries", "tokens of drafted requests' prompts"),
+    ("prefix_cache_hits", "those of them that an earlier request had read"),
     ("generation_tokens", "tokens generated, of drafted requests"),
     ("generation_seconds", "seconds spent in generate(), of drafted requests, one after another"),
     ("spec_decode_num_drafts", "rounds of drafting, each verified by one forward of the target"),
@@ -43,10 +45,10 @@ class Metrics:
         finally:
             self._add(stats, outcome, time.perf_counter() - began)
 
-    def count(self, name: str) -> None:
-        """Adds one to a counter."""
+    def count(self, name: str, number: int = 1) -> None:
+        """Adds to a counter."""
         with self._lock:
-            self._counts[name] += 1
+            self._counts[name] += number
 
     def _add(self, stats: AcceptanceStats, outcome: str, seconds: float) -> None:
         added = {

@@ -19,6 +19,7 @@ from transformers.cli.serve import Serve
 from transformers.utils.chat_template_utils import _get_template_variables
 
 from ..acceptance import watch_forwards, watch_rounds
+from ..cache.prefix_cache import MOST_TOKENS, PrefixCache
 from ..errors import DraftingRefusedError
 from ..modeling import Eagle31DrafterModel
 from ..targets.context import context_of
@@ -35,6 +36,7 @@ TRIED_PROMPT = [[1, 2, 3]]
 TRIED_TOKENS = 4
 TEMPLATE_FUNCTIONS = ("raise_exception", "strftime_now")  # which transformers gives every chat template
 USUAL_ANSWER = 1024  # tokens of an answer whose request names no number, as in transformers' server
+TEXT_ARGUMENTS = {"input_ids", "attention_mask", "streamer", "generation_config", "tokenizer"}
 ENDING = 5  # seconds that answers have to end once a signal asks the server to stop
 
 
@@ -52,9 +54,10 @@ class DraftingServer(Serve):
     """Loads `target`, a folder or Hub repository, and serves it until it is stopped.
 
     `load_drafter` gets the target and returns its drafter; `knobs` are arguments of every generate() call, as
-    num_assistant_tokens; `announce` is told the addresses. `options` are those of `transformers serve`: host, port,
-    device, dtype, reasoning and others. A request that cannot be drafted is answered by the target alone. Raises what
-    loading raises, and what generate() does where the two do not fit each other: before a request is taken.
+    num_assistant_tokens; `announce` is told the addresses; `prefix_cache_tokens` is `most_tokens` of a `PrefixCache`.
+    `options` are those of `transformers serve`: host, port, device, dtype, reasoning and others. A request that cannot
+    be drafted is answered by the target alone. Raises what loading raises, and what generate() does where the two do
+    not fit each other: before a request is taken.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class DraftingServer(Serve):
         knobs: dict[str, Any],
         announce: Callable[[str], None],
         access: Access = Access(),
+        prefix_cache_tokens: int = MOST_TOKENS,
         **options: Any,
     ):
         self.target = target
@@ -71,6 +75,7 @@ class DraftingServer(Serve):
         self.knobs = knobs
         self.announce = announce
         self.access = access
+        self.prefix_cache_tokens = prefix_cache_tokens
         self.metrics = Metrics()
         self.stop_conditions = StopConditions()
         # The base class calls `start_server` at the end, where everything is loaded. It would then wait for a thread
@@ -98,12 +103,23 @@ class DraftingServer(Serve):
     def _watched(self, target: Any, drafter: Eagle31DrafterModel) -> Callable[..., Any]:
         """Returns a generate() with the drafter, which counts what is drafted, and ends once its client has gone."""
         alone, stop = cast(Any, target.generate), self.stop_conditions
+        prefix_cache = PrefixCache(target, self.prefix_cache_tokens)
         drafted = partial(alone, assistant_model=drafter, **self.knobs)
+
+        def drafted_from_cache(**kwargs: Any) -> Any:
+            ids, config = kwargs["input_ids"], kwargs["generation_config"]
+            with prefix_cache.text(ids, config.prefill_chunk_size, config) as text:
+                self.metrics.count("prefix_cache_queries", ids.shape[1])
+                self.metrics.count("prefix_cache_hits", text.num_reused)
+                found = drafted(**kwargs, **text.argument)
+                text.ids = getattr(found, "sequences", found)[0].tolist()
+            return found
 
         def answer(*args: Any, **kwargs: Any) -> Any:
             try:
                 with watch_rounds(stop.note_round), watch_forwards(stop.check):
-                    return drafted(*args, **kwargs)
+                    is_text = kwargs.keys() <= TEXT_ARGUMENTS  # of images, say, the ids tell nothing
+                    return drafted_from_cache(**kwargs) if is_text else drafted(*args, **kwargs)
             except DraftingRefusedError:  # before a token is generated: of beams, say, there are no drafts
                 self.metrics.count("requests_not_drafted")
                 with checking_forwards(target, stop.check):

@@ -66,6 +66,30 @@ def test_the_next_turn_reads_the_answer_before_it():
     assert chat.messages == said[:1]
 
 
+def test_a_turn_reads_what_is_new():
+    """Over six turns, one of them stopped: what the target reads is the prompt less what it has read."""
+    chat, read = conversation(knobs={"num_assistant_tokens": 2}), list[int]()
+    handle = chat.target.register_forward_pre_hook(
+        lambda module, args, kwargs: read.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    stop, known = Event(), 0
+    try:
+        for turn in range(6):
+            messages = [*chat.messages, {"role": "user", "content": f"{WORDS} # {turn}"}]
+            read.clear()
+            show = (lambda pieces, figures: stop.set()) if turn == 3 else silent
+            answer = chat.ask(messages[-1]["content"], show, stop if turn == 3 else Event())
+            prompt = chat.prompt_ids(messages)
+            assert read[0] == prompt.shape[1] - answer.figures.reused
+            # an answer's text may make other tokens than its own
+            assert known <= answer.figures.reused < prompt.shape[1]
+            known = prompt.shape[1] - 1  # the last token of a prompt is read with the next turn, at least
+            assert chat.record()["messages"][-1]["figures"]["reused"] == answer.figures.reused
+            assert answer.ids == alone(chat, messages)[: len(answer.ids)]
+    finally:
+        handle.remove()
+
+
 def test_what_the_template_reads_besides_reaches_it():
     plain, thoughtful = conversation(), conversation(thinking="hmm")
     messages = [{"role": "user", "content": WORDS}]

@@ -97,7 +97,7 @@ class Server:
         return openai.OpenAI(base_url=f"http://localhost:{self.port}/v1", api_key=key, timeout=LONGEST, max_retries=0)
 
     def ask(self, client, words=WORDS, **options):
-        messages = [{"role": "user", "content": words}]
+        messages = [{"role": "user", "content": words}] if isinstance(words, str) else words
         options = {"max_tokens": COUNT, "temperature": 0} | options
         return client.chat.completions.create(model=self.target, messages=messages, **options)
 

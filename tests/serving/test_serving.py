@@ -32,6 +32,23 @@ def test_the_target_is_listed_and_answers_as_it_would_alone(server, expected):
     assert text_of(server.ask(client, stream=True)) == expected(WORDS)
 
 
+def test_a_conversation_reads_what_is_new(server):
+    """The target reads its own answers once, and a prompt's beginning that it has read not at all."""
+    client = server.client()
+    messages = [{"role": "user", "content": f"{WORDS} # a conversation"}]
+    num_read = 0  # of the prompt before
+    for turn in range(3):
+        before = server.counts()
+        answer = server.ask(client, messages)
+        added = {name: server.counts()[name] - before[name] for name in ("prefix_cache_queries", "prefix_cache_hits")}
+        assert added["prefix_cache_queries"] == answer.usage.prompt_tokens
+        if turn:
+            assert num_read - 1 <= added["prefix_cache_hits"] < answer.usage.prompt_tokens
+        num_read = answer.usage.prompt_tokens
+        messages += [{"role": "assistant", "content": answer.choices[0].message.content}]
+        messages += [{"role": "user", "content": f"and {turn}?"}]
+
+
 def test_streams_from_many_threads_part_of_which_go_away(server, expected):
     """50 streams from 8 threads; every other client goes away in the middle of its answer."""
     questions = [f"{WORDS}\n    number_{i} = {i}" for i in range(8)]
