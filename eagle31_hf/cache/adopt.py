@@ -23,7 +23,7 @@ from transformers.cache_utils import (
 
 from ..errors import DraftingRefusedError
 from .commit import Commit
-from .layer import CacheFullError, Placement, SlotLayer
+from .layer import DUMMY, CacheFullError, Placement, SlotLayer, slot_layers
 from .states import crop_keys, holds_states
 from .transfer import Mirrored
 
@@ -115,7 +115,7 @@ ADOPTED: dict[type, tuple[Callable[..., SlotLayer], Callable[..., None]]] = {
 def is_adoptable(cache: Cache) -> bool:
     """Returns whether `slots` can keep this cache's tokens."""
     kinds = {type(layer) for layer in cache.layers} | ({cache.layer_class_to_replicate} - {None})
-    return kinds <= set(ADOPTED) and not cache.offloading
+    return kinds - {DUMMY} <= set(ADOPTED) and not cache.offloading
 
 
 @contextmanager
@@ -134,28 +134,33 @@ def slots(cache: Cache, limit: int) -> Iterator[Placement | None]:
     placement = Placement()
     found = cache.layers
     replicated = cache.layer_class_to_replicate
-    cache.layers = [ADOPTED[type(layer)][0](layer, placement, limit) for layer in found]
+    cache.layers = [_adopted(layer, placement, limit) for layer in found]
     if replicated is not None:
         cache.layer_class_to_replicate = lambda: SlotLayer(placement, limit)  # type: ignore[assignment]
     try:
         yield placement
     except BaseException as error:
-        for layer in cache.layers:
+        for layer in slot_layers(cache):
             layer.take_back(accepted_too=isinstance(error, DraftingRefusedError | CacheFullError))
         raise
     finally:
         ours = cache.layers
+        has_changed = any(layer.end != layer.found for layer in slot_layers(cache))
         cache.layers = found
         cache.layer_class_to_replicate = replicated
-        if any(layer.end != layer.found for layer in ours):
+        if has_changed:
             _hand_back(ours, found)
+
+
+def _adopted(layer: Any, placement: Placement, limit: int) -> Any:
+    return layer if isinstance(layer, DUMMY) else ADOPTED[type(layer)][0](layer, placement, limit)
 
 
 def _hand_back(ours: list[Any], found: list[Any]) -> None:
     """Has the stock layers `found` hold what slot layers hold; where there were too few, more are added."""
     found += [DynamicLayer() for _ in range(len(ours) - len(found))]
     for layer, stock in zip(ours, found, strict=True):
-        if layer.buffers:
+        if layer is not stock and layer.buffers:
             ADOPTED[type(stock)][1](layer, stock)
 
 
@@ -174,7 +179,7 @@ def keep_paths(cache: Cache, starts: Mirrored, commit: Commit) -> None:
     """
     if commit.path is not None:
         by_place: dict[tuple, tuple] = {}  # layers have few first slots and devices
-        for layer in cache.layers:
+        for layer in slot_layers(cache):
             if layer.buffers:
                 place = layer.first, layer.device
                 if place not in by_place:
@@ -198,27 +203,25 @@ def _places(starts: Mirrored, commit: Commit, first: int, device: torch.device) 
 
 def settle(cache: Cache, end: int) -> None:
     """Keeps the tokens before slot `end`, which are accepted, and drops all others."""
-    for layer in cache.layers:
+    for layer in slot_layers(cache):
         layer.settle(end)
 
 
 def wipe(cache: Cache, ends: list[int]) -> None:
     """Writes zeros over rejected tokens, from slot `ends[b]` of every sequence b on: a masked slot still meets the
     weight 0, and 0 times NaN is NaN."""
-    for layer in cache.layers:
+    for layer in slot_layers(cache):
         layer.wipe(ends)
 
 
 def key_span(cache: Cache, starts: list[int], num_new: int, window: int | None) -> tuple[int, int]:
     """The first slot and the end of the keys that `num_new` tokens from slots `starts` on will meet in layers with this
     window."""
-    fixed = [
-        layer for layer in cache.layers if getattr(layer, "fixed", False) and layer.is_sliding == (window is not None)
-    ]
+    fixed = [layer for layer in slot_layers(cache) if layer.fixed and layer.is_sliding == (window is not None)]
     if fixed:
         return 0, fixed[0].get_mask_sizes(num_new)[0]
     # a cache made without a config has none, whatever the model's
-    has_windows = any(layer.is_sliding for layer in cache.layers)
+    has_windows = any(getattr(layer, "is_sliding", False) for layer in cache.layers)
     return max(0, min(starts) - window + 1) if window is not None and has_windows else 0, max(starts) + num_new
 
 
@@ -246,7 +249,7 @@ def length(cache: Cache) -> int | None:
 
 def capacity(cache: Cache) -> int | None:
     """Slots of a static cache; None where there is no end."""
-    limits = [layer.limit for layer in cache.layers if isinstance(layer, SlotLayer) and layer.fixed and layer.limit]
+    limits = [layer.limit for layer in slot_layers(cache) if layer.fixed and layer.limit]
     return min(limits) if limits else None
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import Cache
 
 from ..kernels.rope import append
-from .layer import Placement, SlotLayer
+from .layer import DUMMY, Placement, SlotLayer, slot_layers
 
 # Slots beyond the longest text: an ended sequence may be longer by what a round commits, at most 62 tokens, and as many
 # nodes are written after it.
@@ -115,7 +115,9 @@ def move_into(cache: Cache, arena: Arena, num_rows: int | None = None) -> ArenaP
     placement.num_rows = num_rows
     layers = list[Any]()
     for index, layer in enumerate(cache.layers):
-        assert isinstance(layer, SlotLayer)
+        if not isinstance(layer, SlotLayer):  # it holds nothing
+            layers.append(layer)
+            continue
         layers.append(ArenaLayer(placement, arena, index, layer.window))
         layers[-1].take_over(layer)
     cache.layers = layers
@@ -132,9 +134,10 @@ def leave_arena(cache: Cache) -> None:
 def why_not_in_arena(cache: Cache, max_length: int) -> str | None:
     """Returns why the layers of a cache within `adopt.slots`, for texts of `max_length` tokens, cannot lie in an arena;
     None where they can."""
-    if not cache.layers or any(not isinstance(layer, SlotLayer) for layer in cache.layers):
+    layers = slot_layers(cache)
+    if not layers or any(not isinstance(layer, (SlotLayer, DUMMY)) for layer in cache.layers):
         return f"its {type(cache).__name__} has layers that are not attention's"
-    limits = [layer.limit for layer in cache.layers if layer.fixed and layer.limit is not None]
+    limits = [layer.limit for layer in layers if layer.fixed and layer.limit is not None]
     if limits and min(limits) < max_length - 1:  # the last token of a text is never read
         return "the static cache is shorter than the longest text"  # which may end before
     return None

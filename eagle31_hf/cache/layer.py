@@ -4,14 +4,18 @@ A *slot* is a token's index in its sequence's text, left padding included. B seq
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import Cache, cache_utils
 from transformers.cache_utils import DynamicLayer
 
 from .commit import Commit
 from .transfer import Mirrored
 
+# Stands where a layer holds nothing, as one that takes its keys from another; older versions of transformers have none.
+DUMMY: Any = getattr(cache_utils, "DummyLayer", ())
 HEADROOM = 256  # slots a buffer is allocated for beyond what is needed, at least; a quarter of it, where that is more
 
 
@@ -236,3 +240,8 @@ class SlotLayer(DynamicLayer):
     def held(self, count: int) -> list[Tensor]:
         """Keys and values of the last `count` tokens."""
         return [buffer[..., self.end - count - self.first : self.end - self.first, :] for buffer in self.buffers]
+
+
+def slot_layers(cache: Cache) -> list[SlotLayer]:
+    """Returns the layers of a cache that are slot layers: all of a cache in use but those that hold nothing."""
+    return [layer for layer in cache.layers if isinstance(layer, SlotLayer)]

@@ -67,10 +67,12 @@ class CapturedStates:
         self._forwards: list[bool] = []  # whether each forward under way, the innermost last, is our own
         self.on_forward: Callable[[], None] | None = None
 
-    def begin(self, arguments: Iterable[object]) -> None:
-        """A forward of the decoder begins."""
-        if threading.get_ident() == self._thread:
-            self._forwards.append(any(argument is self._past_key_values for argument in arguments))
+    def begin(self, arguments: Iterable[object]) -> bool:
+        """A forward of the decoder begins. Returns whether it is the call's own."""
+        if threading.get_ident() != self._thread:
+            return False
+        self._forwards.append(any(argument is self._past_key_values for argument in arguments))
+        return self._forwards[-1]
 
     def end(self, has_failed: bool) -> None:
         """The innermost forward under way ends."""
@@ -82,9 +84,12 @@ class CapturedStates:
         ):
             self.on_forward()
 
-    def append(self, index: int, states: Tensor) -> None:
+    def append(self, index: int, states: Tensor, stream: int | None = None) -> None:
+        """Adds states (B, T, ht), or (streams, B, T, ht) of which one is read, at a layer."""
         is_ours = self._past_key_values is None or (self._forwards and self._forwards[-1])
         if is_ours and threading.get_ident() == self._thread:
+            if stream is not None and states.dim() == 4:
+                states = states[stream]
             if states.dim() != 3:
                 raise DraftingRefusedError(
                     f"EAGLE drafting: the target's layers pass states of shape {tuple(states.shape)} on; expected"
@@ -133,28 +138,37 @@ def capture_states(
 ) -> Iterator[CapturedStates]:
     """A context in which forwards of this thread (with `past_key_values`: those that write to that cache) add their
     states at `layer_ids` to the yielded `CapturedStates`."""
-    layers = decoder_layers(target)
+    layers, config = decoder_layers(target), target.config.get_text_config(decoder=True)
     captured = CapturedStates(len(layer_ids), past_key_values)
+    # Gemma 3n: its layers pass several states of a token on, (streams, B, T, ht), one of which they work on
+    stream = getattr(config, "altup_active_idx", None)
     handles = []
     try:
         if past_key_values is not None:
-            handles += _forward_hooks(decoder_of(target), captured)
+            num_own_keys = len(layers) - (getattr(config, "num_kv_shared_layers", None) or 0)
+            handles += _forward_hooks(decoder_of(target), captured, max(layer_ids) > num_own_keys)
         for index, layer_id in enumerate(layer_ids):
-            handles.append(_hook(layers, layer_id, index, captured))
+            handles.append(_hook(layers, layer_id, partial(captured.append, index, stream=stream)))
         yield captured
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _forward_hooks(decoder: nn.Module, captured: CapturedStates) -> list:
-    """Hooks that tell `captured` when a forward of the decoder begins and when it ends, by an error, too."""
+def _forward_hooks(decoder: nn.Module, captured: CapturedStates, reads_shared: bool) -> list:
+    """Hooks that tell `captured` when a forward of the decoder begins and when it ends, by an error, too.
+    `reads_shared`: states are read of layers that take their keys from others; Gemma 4 would run them over those tokens
+    alone whose logits are asked for."""
 
     def before(module, args, kwargs=None):
         # another thread's forward may meet a hook while it is set or removed: torch then gives it no keyword arguments
-        if kwargs is not None:
-            captured.begin((*args, *kwargs.values()))
-            check_forward()
+        if kwargs is None:
+            return None
+        is_ours = captured.begin((*args, *kwargs.values()))
+        check_forward()
+        return (
+            (args, kwargs | {"logits_to_keep": 0}) if is_ours and reads_shared and "logits_to_keep" in kwargs else None
+        )
 
     def after(module, args, output):
         captured.end(has_failed=output is None)  # torch passes None where the forward raised
@@ -165,19 +179,19 @@ def _forward_hooks(decoder: nn.Module, captured: CapturedStates) -> list:
     ]
 
 
-def _hook(layers: nn.ModuleList, layer_id: int, index: int, captured: CapturedStates):
-    """State 0 is the input of the first layer, state i the output of the i-th (counted from 1), before any final
-    norm."""
+def _hook(layers: nn.ModuleList, layer_id: int, append: Callable[[Tensor], None]):
+    """Has `append` called with the state at a layer: 0 is the input of the first layer, i the output of the i-th
+    (counted from 1), before any final norm."""
     if layer_id == 0:
 
         def before(module, args, kwargs=None):
             if args or kwargs:
-                captured.append(index, args[0] if args else kwargs["hidden_states"])
+                append(args[0] if args else kwargs["hidden_states"])
 
         return layers[0].register_forward_pre_hook(before, with_kwargs=True)
 
     def after(module, args, output):
-        captured.append(index, output[0] if isinstance(output, tuple | list) else output)
+        append(output[0] if isinstance(output, tuple | list) else output)
 
     return layers[layer_id - 1].register_forward_hook(after)
 

@@ -139,7 +139,7 @@ ANSWERS = {
     families.REFUSED: "refused",
 }
 FORMATS = Path(__file__).parents[1] / "fixtures" / "formats"
-# Of a kind each: trees, chains only by what logits say and by layer types, refused by shapes and by class.
+# Of a kind each: trees, chains only by what logits say and by layer types, several states a token, refused.
 OF_A_KIND = ("Gemma3 multimodal, window", "MPT, faint alibi", "LFM2", "Gemma3n text", "RecurrentGemma")
 
 

@@ -201,19 +201,10 @@ FAMILIES = {
         "Gemma4TextConfig",
         PER_LAYER | {"layer_types": ["sliding_attention"] * 2 + ["full_attention"], "global_head_dim": 8},
     ),
-    "Gemma4 text, shared keys": Family(
-        "Gemma4TextConfig",
-        SHARED_KEYS | {"global_head_dim": 8},
-        bug=Bug(
-            "the prefill runs layers with shared keys over the last token only: refused, states are missing",
-            since="5.23",
-        ),
-    ),
+    "Gemma4 text, shared keys": Family("Gemma4TextConfig", SHARED_KEYS | {"global_head_dim": 8}),
     "Gemma3n text": Family(
         "Gemma3nTextConfig",
-        # AltUp layers pass (inputs, B, T, H) on.
         SHARED_KEYS | {"laurel_rank": 5, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 4},
-        **ALWAYS_REFUSED,
     ),
     "Phi3, window": Family("Phi3Config", WINDOWED),
     "OLMo3, window": Family("Olmo3Config", ALTERNATING),

@@ -50,8 +50,6 @@ if Version(transformers.__version__) < Version("5.23"):  # sdpa leaves out the s
 FAMILIES_TRIED = [name for name, family in FAMILIES.items() if REFUSED not in (family.chain, family.tree)]
 # all states are in layers of one kind, for which rounds are not captured
 FAMILIES_TRIED = [name for name in FAMILIES_TRIED if name not in RECURRENT_FAMILIES or name in EAGER]
-# refused by the eager loop, too, from transformers 5.23 on
-FAMILIES_TRIED.remove("Gemma4 text, shared keys")
 
 
 def captured(target: PreTrainedModel, drafter: Eagle31DrafterModel, **asked) -> tuple[torch.Tensor, AcceptanceStats]:
