@@ -29,6 +29,20 @@ def is_recurrent(cache: Cache) -> bool:
     return any(holds_states(layer) for layer in cache.layers)
 
 
+def writes_states_as_usual(cache: Cache) -> bool:
+    """Returns whether what a `Scratch` does with states is what a cache does: its class and those of its layers have
+    transformers' own methods."""
+    layers = [layer for layer in cache.layers if holds_states(layer)]
+    pairs = [(type(cache), Cache)] if layers else []
+    pairs += [(type(layer), cache_utils.LinearAttentionLayer) for layer in layers]
+    return all(
+        getattr(kind, method) is getattr(own, method)
+        for kind, own in pairs
+        for method in METHODS
+        if hasattr(own, method)
+    )
+
+
 def crop_keys(layer: Any, tokens_to_remove: int) -> None:
     """Removes the last tokens of a layer's keys and values, where it has any; its states are left alone."""
     if not holds_states(layer):

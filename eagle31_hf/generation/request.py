@@ -157,6 +157,7 @@ def speculative_decoding(request: Request, wrap_sampler: WrapSampler | None = No
         with (
             capture_states(request.target, layer_ids, runner.past_key_values) as eager.unread.captured,
             rows_on_cpu(request, eager, seam),
+            runner.mixers,
             executor_of(request, eager, seam, why_eager) as executor,
             settling(executor, eager),
         ):
@@ -173,6 +174,7 @@ def settling(executor: Executor, eager: EagerExecutor) -> Iterator[None]:
         executor.settle()
         runner = eager.runner
         if runner.cache_outlives_call or eager.collector.wanted:
+            runner.mixers.settle()
             keep_read_text(runner.past_key_values, runner.num_before, eager.proposer.runner, eager.unread)
 
 

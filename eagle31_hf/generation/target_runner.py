@@ -93,6 +93,8 @@ class TargetRunner:
         finally:
             if self.placement is not None:
                 self.placement.is_final = False
+        if not self.target.training:  # else gradient checkpointing may have kept the cache empty
+            self.mixers.check()
         found, expected = cache_in(outputs), self.num_before + input_ids.shape[1]
         num_held = 0 if found is None else cache.length(found)
         if found is not self.past_key_values or num_held not in (expected, None):
@@ -110,6 +112,7 @@ class TargetRunner:
                 " use an adapter that changes weights (LoRA, IA3). An earlier turn's cache and prefill_chunk_size"
                 " together need transformers 5.23, others read the prompt twice."
             )
+        self.mixers.check()
         if self.placement is not None:
             cache.settle(self.past_key_values, expected)
         else:

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as modules
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from ..acceptance import check_forward
 from ..errors import DraftingRefusedError
@@ -58,10 +58,14 @@ class CapturedStates:
     The hooks also see forwards that are not the call's own: those of other threads with the same target, and those that
     the user's streamers, logits processors, stopping criteria and hooks make during the call. The call's own forwards
     are those of its thread that write to its cache, `past_key_values`, or, where that is None, all of its thread.
+    `config`: the target's, of its text.
     `on_forward` is called after each of them.
     """
 
-    def __init__(self, num_states: int, past_key_values: Cache | None = None):
+    def __init__(self, num_states: int, past_key_values: Cache | None = None, config: PreTrainedConfig | None = None):
+        self._width = getattr(config, "hidden_size", None)  # ht
+        # Gemma 3n: its layers pass several states of a token on, (streams, B, T, ht), one of which they work on.
+        self._stream = getattr(config, "altup_active_idx", None)
         self._chunks: list[list[Tensor]] = [[] for _ in range(num_states)]
         self._thread, self._past_key_values = threading.get_ident(), past_key_values
         self._forwards: list[bool] = []  # whether each forward under way, the innermost last, is our own
@@ -84,16 +88,15 @@ class CapturedStates:
         ):
             self.on_forward()
 
-    def append(self, index: int, states: Tensor, stream: int | None = None) -> None:
-        """Adds states (B, T, ht), or (streams, B, T, ht) of which one is read, at a layer."""
+    def append(self, index: int, states: Tensor) -> None:
         is_ours = self._past_key_values is None or (self._forwards and self._forwards[-1])
         if is_ours and threading.get_ident() == self._thread:
-            if stream is not None and states.dim() == 4:
-                states = states[stream]
-            if states.dim() != 3:
+            if self._stream is not None and states.dim() == 4:
+                states = states[self._stream]
+            if states.dim() != 3 or self._width not in (None, states.shape[2]):
                 raise DraftingRefusedError(
                     f"EAGLE drafting: the target's layers pass states of shape {tuple(states.shape)} on; expected"
-                    " (batch, tokens, width). It does not work with this architecture."
+                    f" (batch, tokens, {self._width or 'width'}). It does not work with this architecture."
                 )
             self._chunks[index].append(states)
 
@@ -139,16 +142,14 @@ def capture_states(
     """A context in which forwards of this thread (with `past_key_values`: those that write to that cache) add their
     states at `layer_ids` to the yielded `CapturedStates`."""
     layers, config = decoder_layers(target), target.config.get_text_config(decoder=True)
-    captured = CapturedStates(len(layer_ids), past_key_values)
-    # Gemma 3n: its layers pass several states of a token on, (streams, B, T, ht), one of which they work on
-    stream = getattr(config, "altup_active_idx", None)
+    captured = CapturedStates(len(layer_ids), past_key_values, config)
     handles = []
     try:
         if past_key_values is not None:
             num_own_keys = len(layers) - (getattr(config, "num_kv_shared_layers", None) or 0)
             handles += _forward_hooks(decoder_of(target), captured, max(layer_ids) > num_own_keys)
         for index, layer_id in enumerate(layer_ids):
-            handles.append(_hook(layers, layer_id, partial(captured.append, index, stream=stream)))
+            handles.append(_hook(layers, layer_id, partial(captured.append, index)))
         yield captured
     finally:
         for handle in handles:

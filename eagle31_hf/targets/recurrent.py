@@ -1,12 +1,14 @@
 """Targets whose layers keep recurrent states, or those of convolutions, beside keys or in place of them.
 
 Rejected tokens cannot be taken back from a state. So the modules that read states, here *mixers*, work on a copy of the
-states while drafts are verified; once it is known how many tokens are accepted, the mixers alone run again, over these,
-and the result is kept. B sequences, N tokens of a verifying forward.
+states while drafts are verified. Once it is known how many tokens are accepted, a mixer alone runs again, over these,
+and the result is kept. That is when the next forward comes to it: what the target sets up around its layers (autocast,
+weights that an offload brings) is there then. B sequences, N tokens of a verifying forward.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -27,29 +29,76 @@ TOLERANCE, LOW_PRECISION_TOLERANCE = 1e-3, 0.05
 LOUD = 30.0
 TRIED = (([0, 1], 1.0), ([0, 0], LOUD), ([0, 0], -LOUD))  # which of a forward's tokens, and how many times as large
 
-# Whether a mixer computes something else over several tokens than one by one. Threads that race store the same.
-_differs_by_steps: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+# Whether a mixer computes something else over several tokens than one by one, by the device and dtype of what it is
+# given. Threads that race store the same.
+_differs_by_steps: WeakKeyDictionary[nn.Module, dict[tuple, bool]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a mixer was called with, over `num_tokens` tokens (N)."""
+
+    cache: Cache
+    args: tuple
+    kwargs: dict[str, Any]
+    num_tokens: int
+
+    def over(self, tokens: slice | list[int], states: Any, scale: float = 1.0) -> Arguments:
+        """The arguments with `states` in place of the cache, and of each tensor over the tokens (B, N, ...) some of
+        them, floating point values `scale` times as large."""
+
+        def cut(value: Any) -> Any:
+            if value is self.cache:
+                return states
+            if isinstance(value, tuple | list):
+                return type(value)(map(cut, value))
+            if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == self.num_tokens:
+                value = value[:, tokens]
+                return value * scale if value.is_floating_point() and scale != 1 else value
+            return value
+
+        return tuple(map(cut, self.args)), {name: cut(value) for name, value in self.kwargs.items()}
+
+    def first(self, num_tokens: int) -> "Call":
+        """The call over the first tokens."""
+        args, kwargs = self.over(slice(num_tokens), self.cache)
+        return replace(self, args=args, kwargs=kwargs, num_tokens=num_tokens)
+
+    def copied(self) -> "Call":
+        """The call with the tensors over its tokens as they are now: a mixer, or a hook, may write to them."""
+        args, kwargs = self.over([*range(self.num_tokens)], self.cache)
+        return replace(self, args=args, kwargs=kwargs)
 
 
 class Mixers:
     """The mixers of a target, for one call and its cache: `finding` while the prompt runs, then `verifying` and
-    `commit` in every round. They do nothing where the cache holds no states."""
+    `commit` in every round, and `settle`. A context, after which no hook is left. They do nothing where the cache holds
+    no states."""
 
     def __init__(self, target: PreTrainedModel, cache: Cache):
         self.target = target
         self.cache = cache
         self.is_needed = is_recurrent(cache)
         self.found: list[nn.Module] = []
+        self._hooks = ExitStack()
         self._running: list[nn.Module] = []  # modules that were given the cache, the innermost last
         self._num_tokens = 0  # N
-        self._calls: list[tuple[nn.Module, Arguments]] = []  # of the last forward
-        self._scratch: Scratch | None = None  # its states; None: there is nothing to commit
+        self._calls: list[tuple[nn.Module, Call]] = []  # of the last forward
+        self._scratch: Scratch | None = None  # its states; None: none is under way
+        self._due: dict[nn.Module, list[Call]] = {}  # over accepted tokens, which are not in the cache's states yet
         self._earlier: list[Any] = []  # a mixer's outputs for the tokens before the one that it is run over now
+        self._stepped: Scratch | None = None  # what it is run with
+
+    def __enter__(self) -> "Mixers":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._hooks.close()
 
     @contextmanager
     def finding(self) -> Iterator[None]:
         """A context in which mixers are found by what they do: the innermost module that was given the cache when one
-        of its states is read or written. Raises DraftingRefusedError where there are none."""
+        of its states is read or written."""
         if not self.is_needed:
             yield
             return
@@ -63,7 +112,15 @@ class Mixers:
             yield
         within = {inner for module in self.found for inner in module.modules() if inner is not module}
         self.found = [module for module in self.found if module not in within]
-        if not self.found:
+        for module in self.found:
+            # before the user's own hooks, which a mixer that runs again meets again
+            hook = module.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
+            self._hooks.callback(hook.remove)
+            self._hooks.callback(module.register_forward_hook(self._after, with_kwargs=True).remove)
+
+    def check(self) -> None:
+        """Raises DraftingRefusedError where states are kept, but no mixer was found."""
+        if self.is_needed and not self.found:
             raise DraftingRefusedError(
                 f"EAGLE drafting: no module of {type(self.target).__name__} reads the recurrent states of"
                 f" its {type(self.cache).__name__} by the cache's methods; expected some ({', '.join(METHODS)}):"
@@ -87,92 +144,100 @@ class Mixers:
 
     @contextmanager
     def verifying(self, num_tokens: int) -> Iterator[None]:
-        """A context for one forward over `num_tokens`, which changes no state of the cache."""
+        """A context for one forward over `num_tokens`, which changes the cache's states by what is due only."""
         if not self.is_needed:
             yield
             return
         self._num_tokens, self._calls = num_tokens, []
         self._scratch = Scratch(self.cache)
-        with ExitStack() as undo:
-            for module in self.found:
-                undo.callback(module.register_forward_pre_hook(self._before, with_kwargs=True).remove)
-                undo.callback(module.register_forward_hook(self._after, with_kwargs=True).remove)
+        try:
             yield
+        except BaseException:
+            self._scratch = None
+            raise
 
     def commit(self, num_kept: int) -> None:
-        """Has the cache hold the states after the first `num_kept` tokens of the last forward. After an error it holds
-        what it held before that forward."""
+        """Accepts the first `num_kept` tokens of the last forward. Where that is not all of them, mixers run over them
+        in the next one."""
         if self._scratch is None:
             return
-        if num_kept < self._num_tokens:
-            self._scratch = Scratch(self.cache)
-            for module, arguments in self._calls:
-                args, kwargs = self._advance(module, arguments, num_kept)
+        scratch, self._scratch = self._scratch, None
+        if num_kept == self._num_tokens:
+            scratch.write_back()
+        else:
+            for module, call in self._calls:
+                self._due.setdefault(module, []).append(call.first(num_kept))
+        self._calls = []
+
+    def settle(self) -> None:
+        """Has the cache hold the states after all accepted tokens."""
+        for module in [*self._due]:
+            self._run_due(module)
+
+    def _run_due(self, module: nn.Module) -> None:
+        if module in self._due:
+            scratch = Scratch(self.cache)
+            for call in self._due[module]:
+                args, kwargs = self._advance(module, call, scratch)
                 module(*args, **kwargs)
-        self._scratch.write_back()
-        self._scratch = None
-        self._calls, self._earlier = [], []
+            scratch.write_back()
+            del self._due[module]
 
     def _before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> Arguments | None:
-        if kwargs is None or not _is_among(self.cache, args, kwargs):
+        if self._scratch is None or kwargs is None or not _is_among(self.cache, args, kwargs):
             return None
-        self._calls.append((module, (args, kwargs)))
-        return self._advance(module, (args, kwargs), self._num_tokens)
+        self._run_due(module)
+        call = Call(self.cache, args, kwargs, self._num_tokens)
+        self._calls.append((module, call.copied()))
+        return self._advance(module, call, self._scratch)
 
     def _after(self, module: nn.Module, args: tuple, *kwargs_and_output: Any) -> Any:
-        if not self._earlier or len(kwargs_and_output) != 2 or not _is_among(self._scratch, args, kwargs_and_output[0]):
+        if not self._earlier or len(kwargs_and_output) != 2 or not _is_among(self._stepped, args, kwargs_and_output[0]):
             return None
         outputs, self._earlier = [*self._earlier, kwargs_and_output[1]], []
         return _joined(outputs)
 
-    def _advance(self, module: nn.Module, arguments: Arguments, num_tokens: int) -> Arguments:
-        """Returns the arguments with which a mixer runs over the first `num_tokens`. Where it computes something else
-        over several than one by one, as plain decoding does, it is run over all but the last here."""
-        if num_tokens == 1 or not self.differs_by_steps(module, arguments):
-            return self._cut(arguments, slice(num_tokens), self._scratch)
+    def _advance(self, module: nn.Module, call: Call, scratch: Scratch) -> Arguments:
+        """Returns the arguments with which a mixer runs over a call's tokens. Where it computes something else over
+        several than one by one, as plain decoding does, it is run over all but the last here."""
+        last = call.num_tokens - 1
+        if last == 0 or not self.differs_by_steps(module, call):
+            return call.over(slice(None), scratch)
         earlier = []
-        for i in range(num_tokens - 1):
-            args, kwargs = self._cut(arguments, slice(i, i + 1), self._scratch)
+        for i in range(last):
+            args, kwargs = call.over(slice(i, i + 1), scratch)
             earlier.append(module(*args, **kwargs))
-        self._earlier = earlier  # only now: `_after` is called for each of these, too
-        return self._cut(arguments, slice(num_tokens - 1, num_tokens), self._scratch)
+        self._earlier, self._stepped = earlier, scratch  # only now: `_after` is called for each of these, too
+        return call.over(slice(last, None), scratch)
 
-    def differs_by_steps(self, module: nn.Module, arguments: Arguments) -> bool:
+    def differs_by_steps(self, module: nn.Module, call: Call) -> bool:
         """Returns whether a mixer gives something else for two tokens at once than for one after the other: Mamba's
-        scan begins at zero, Nemotron-H and Zamba2 bound the time step. It is tried once."""
-        if module not in _differs_by_steps:
-            _differs_by_steps[module] = any(self._try_steps(module, arguments, *tried) for tried in TRIED)
-        return _differs_by_steps[module]
+        scan begins at zero, Nemotron-H and Zamba2 bound the time step. It is tried once for a device and dtype, on
+        states and tokens that can tell."""
+        found = _differs_by_steps.setdefault(module, {})
+        like = next(each for each in (*call.args, *call.kwargs.values()) if isinstance(each, Tensor))
+        kind = like.device, like.dtype
+        if kind not in found:
+            trials = [self._try_steps(module, call, *tried) for tried in TRIED]
+            if None in trials:
+                return True
+            found[kind] = any(trials)
+        return found[kind]
 
-    def _try_steps(self, module: nn.Module, arguments: Arguments, tokens: list[int], scale: float) -> bool:
+    def _try_steps(self, module: nn.Module, call: Call, tokens: list[int], scale: float) -> bool | None:
+        """Returns whether a mixer differs over some tokens; None where what it gives is zero, which tells nothing."""
         at_once, by_steps = Scratch(self.cache), Scratch(self.cache)
-        args, kwargs = self._cut(arguments, tokens, at_once, scale)
-        given, steps = module(*args, **kwargs), []
+        args, kwargs = call.over(tokens, at_once, scale)
+        given, steps = _first(module(*args, **kwargs)), []
         for token in tokens:
-            args, kwargs = self._cut(arguments, [token], by_steps, scale)
-            steps.append(module(*args, **kwargs))
-        pairs = [(given, _joined(steps))]
+            args, kwargs = call.over([token], by_steps, scale)
+            steps.append(_first(module(*args, **kwargs)))
+        pairs = [(given, torch.cat(steps, dim=1))]
         pairs += [(state, by_steps.recurrences[key]) for key, state in at_once.recurrences.items()]
-        return any(_differ(*pair) for pair in pairs)
-
-    def _cut(
-        self, arguments: Arguments, tokens: slice | list[int], states: Scratch | None, scale: float = 1.0
-    ) -> Arguments:
-        """The arguments with `states` in place of the cache, and of each tensor over the forward's tokens (B, N, ...)
-        some of them, floating point values `scale` times as large."""
-
-        def cut(value: Any) -> Any:
-            if value is self.cache:
-                return states
-            if isinstance(value, tuple | list):
-                return type(value)(map(cut, value))
-            if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == self._num_tokens:
-                value = value[:, tokens]
-                return value * scale if value.is_floating_point() and scale != 1 else value
-            return value
-
-        args, kwargs = arguments
-        return tuple(map(cut, args)), {name: cut(value) for name, value in kwargs.items()}
+        if not all(bool(expected.any()) for _, expected in pairs):
+            return None
+        is_low = given.dtype in (torch.bfloat16, torch.float16)  # whatever its states are in
+        return any(_differ(*pair, LOW_PRECISION_TOLERANCE if is_low else TOLERANCE) for pair in pairs)
 
 
 def _is_among(cache: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -186,12 +251,14 @@ def _joined(outputs: list[Any]) -> Any:
     return torch.cat(outputs, dim=1) if isinstance(outputs[0], Tensor) else outputs[0]
 
 
-def _differ(found: Any, expected: Any) -> bool:
+def _first(output: Any) -> Tensor:
+    """The states (B, N, D) among a mixer's outputs."""
+    return _first(output[0]) if isinstance(output, tuple | list) else output
+
+
+def _differ(found: Tensor, expected: Tensor, tolerance: float) -> bool:
     """Returns whether outputs (B, N, D), or states (B, H, D, E), of which each head counts for itself, are not the same
-    up to rounding."""
-    if isinstance(found, tuple | list):
-        return _differ(found[0], expected[0])
-    is_low = found.dtype in (torch.bfloat16, torch.float16)
+    up to a share of their scale."""
     error = (found.float() - expected.float()).abs().amax((-2, -1))
     scale = expected.float().abs().amax((-2, -1)).clamp(min=torch.finfo(torch.float32).tiny)
-    return not bool((error <= scale * (LOW_PRECISION_TOLERANCE if is_low else TOLERANCE)).all())
+    return not bool((error <= scale * tolerance).all())

@@ -2,11 +2,14 @@
 decoding's is shown with all other families."""
 
 import copy
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from functools import wraps
 from itertools import product
 
 import pytest
 import torch
+from accelerate import dispatch_model
 from close import TARGET_FORWARD, assert_close
 from conftest import PROMPT
 from families import ASKED, DRAFTINGS, build_drafter, build_target
@@ -193,17 +196,16 @@ def verdicts(target, name: str) -> set[bool]:
     """What was found of the target's mixers in a drafted call."""
     target.generate(torch.tensor(PROMPT), assistant_model=build_drafter(name), **ASKED, **CHAIN)
     known = recurrent._differs_by_steps
-    return {known[module] for module in target.modules() if module in known}
+    return {found for module in target.modules() for found in known.get(module, {}).values()}
 
 
 def test_states_that_nobody_reads_by_the_cache_are_refused():
     cache = cache_of(target_of("Qwen3-Next"))
     mixers = Mixers(build_target("Llama", "eager"), cache)
-    with (
-        pytest.raises(DraftingRefusedError, match="no module of LlamaForCausalLM reads the recurrent states"),
-        mixers.finding(),
-    ):
+    with mixers.finding():
         pass
+    with pytest.raises(DraftingRefusedError, match="no module of LlamaForCausalLM reads the recurrent states"):
+        mixers.check()
 
 
 def test_an_offloaded_cache_is_refused():
@@ -213,3 +215,122 @@ def test_an_offloaded_cache_is_refused():
         target_of("Qwen3-Next").generate(
             torch.tensor(PROMPT), assistant_model=build_drafter("Qwen3-Next"), **{CACHE: cache}, **ASKED, **CHAIN
         )
+
+
+def test_a_cache_that_writes_states_in_its_own_way_is_refused():
+    class Rounded(DynamicCache):
+        def update_recurrent_state(self, states, *args, **kwargs):
+            return super().update_recurrent_state((states * 4).round() / 4, *args, **kwargs)
+
+    target = target_of("Qwen3-Next")
+    with pytest.raises(DraftingRefusedError, match="Rounded that writes recurrent states in a way of its own"):
+        target.generate(
+            torch.tensor(PROMPT),
+            assistant_model=build_drafter("Qwen3-Next"),
+            **{CACHE: Rounded(config=target.config)},
+            **ASKED,
+            **CHAIN,
+        )
+
+
+def test_while_training_the_reason_is_the_missing_cache():
+    target = copy.deepcopy(target_of("Qwen3-Next")).train()
+    target.gradient_checkpointing_enable()
+    with pytest.raises(DraftingRefusedError, match="Gradient checkpointing"):
+        target.generate(torch.tensor(PROMPT), assistant_model=build_drafter("Qwen3-Next"), **ASKED, **CHAIN)
+
+
+# --- what users do to a target's modules ---
+
+
+def mixers_of(target) -> list[torch.nn.Module]:
+    return [module for module in target.modules() if type(module).__name__ in MIXERS]
+
+
+def steer(target) -> None:
+    """A hook that adds to what mixers are given."""
+
+    def added(module, args, kwargs):
+        if args:
+            return (args[0] + 0.3, *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": kwargs["hidden_states"] + 0.3}
+
+    for module in mixers_of(target):
+        module.register_forward_pre_hook(added, with_kwargs=True)
+
+
+def write_to_inputs(target) -> None:
+    """Mixers whose inputs change while they run."""
+
+    def halved(module, args, kwargs, output):
+        (args[0] if args else kwargs["hidden_states"]).mul_(0.5)
+
+    for module in mixers_of(target):
+        module.register_forward_hook(halved, with_kwargs=True)
+
+
+def swap_weights(target) -> None:
+    """A forward of the user's own around the target's, with other weights."""
+    forward = target.forward
+
+    @wraps(forward)
+    def with_others(*args, **kwargs):
+        weights = [weight for module in mixers_of(target) for weight in module.parameters()]
+        before = [weight.data for weight in weights]
+        try:
+            for weight in weights:
+                weight.data = weight.data * 1.5
+            return forward(*args, **kwargs)
+        finally:
+            for weight, data in zip(weights, before, strict=True):
+                weight.data = data
+
+    target.forward = with_others
+
+
+def offload_by_layers(target) -> None:
+    """Weights that a layer brings as a whole before it runs, from files."""
+    layers = decoder_layers(target)
+    places = {f"model.{name}": "cpu" for name, _ in target.model.named_children() if name != "layers"}
+    places |= {f"model.layers.{i}": "disk" if i else "cpu" for i in range(len(layers))} | {"lm_head": "cpu"}
+    dispatch_model(
+        target,
+        places,
+        main_device="cpu",
+        offload_dir=tempfile.mkdtemp(dir=target.folder),
+        preload_module_classes=[type(layers[0]).__name__],
+    )
+
+
+@pytest.mark.parametrize("change", [steer, write_to_inputs, swap_weights, offload_by_layers], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("name", ["Qwen3-Next", "LFM2"])
+def test_changed_targets_say_their_own_text(name, change, tmp_path):
+    target = copy.deepcopy(target_of(name))
+    target.folder = tmp_path
+    change(target)
+    prompt = torch.tensor(PROMPT)
+    expected = target.generate(prompt, **ASKED).sequences
+    drafted = target.generate(prompt, assistant_model=build_drafter(name), **ASKED, **CHAIN).sequences
+    assert torch.equal(drafted, expected)
+    assert num_hooks(target) == num_hooks(target_of(name)) or change in (steer, write_to_inputs)
+
+
+def test_a_verdict_is_of_states_that_can_tell():
+    """Mamba's scan begins at zero: with weights of zero nobody sees it."""
+    target = copy.deepcopy(target_of("Mamba"))
+    weights = copy.deepcopy(target.state_dict())
+    for weight in target.parameters():
+        weight.data.zero_()
+    assert verdicts(target, "Mamba") == set()
+    target.load_state_dict(weights)
+    assert verdicts(target, "Mamba") == {True}
+
+
+def test_states_in_fp32_of_activations_in_16_bits():
+    """They are as exact as the activations; and what was found in one dtype is not taken for another."""
+    target, drafter = copy.deepcopy(target_of("Mamba2")), build_drafter("Mamba2")
+    for dtype in (torch.bfloat16, torch.float32):
+        target.to(dtype).generate(torch.tensor(PROMPT), assistant_model=drafter, **ASKED, **CHAIN)
+    found = [known for module in target.modules() for known in recurrent._differs_by_steps.get(module, {}).items()]
+    assert {dtype for (_, dtype), _ in found} == {torch.bfloat16, torch.float32}
+    assert not any(differs for _, differs in found)
