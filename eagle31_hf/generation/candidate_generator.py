@@ -8,6 +8,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..modeling import Eagle31DrafterModel
+from ..targets.ends import num_logits
 from ..targets.layers import capture_states, decoder_layers
 from ..wrappers import drafter_in
 from .draft_sampler import DraftSampler
@@ -47,7 +48,7 @@ class Eagle31CandidateGenerator(CandidateGenerator):
         self.layer_ids = drafter.config.resolve_layer_ids(len(decoder_layers(target)))
         self.num_assistant_tokens = num_assistant_tokens
         self.max_length = max_length
-        vocab_size = target.config.get_text_config().vocab_size
+        vocab_size = num_logits(target)
         noise = Noise(1, vocab_size, drafter.like.device, is_coupled=False) if do_sample else None
         processors = LogitsProcessorList() if logits_processor is None else logits_processor
         first_slot = max(num_padding[0], num_cached)

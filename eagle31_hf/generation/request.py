@@ -15,6 +15,7 @@ from transformers.utils import logging
 
 from ..cache import adopt as cache
 from ..modeling import Eagle31DrafterModel
+from ..targets.ends import num_logits
 from ..targets.few_rows import LOW, few_rows
 from ..targets.fused import fused_rows
 from ..targets.layers import capture_states, decoder_layers
@@ -238,7 +239,7 @@ def drafting_of(
         drafting.go_on_with(read_text.layers, read_text.lengths)
         if read_text.unread is not None:
             unread.put(read_text.unread)
-    vocab_size = request.target.config.get_text_config().vocab_size
+    vocab_size = num_logits(request.target)
     threshold = request.settings.threshold
     sampler = DraftSampler(
         request.drafter, vocab_size, request.logits_processor, noise, threshold, len(request.input_ids)
@@ -253,8 +254,7 @@ def noise_of(request: Request, mode: Mode, is_captured: bool) -> Noise | None:
         return None
     count, length = request.input_ids.shape
     is_coupled = request.settings.is_auto or mode.draws_trees or count > 1 or is_captured
-    vocab_size = request.target.config.get_text_config().vocab_size
-    noise = Noise(count, vocab_size, request.input_ids.device, is_coupled)
+    noise = Noise(count, num_logits(request.target), request.input_ids.device, is_coupled)
     noise.start(length)
     return noise
 

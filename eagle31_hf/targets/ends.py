@@ -133,3 +133,10 @@ def _stored(module: Any, name: str = "weight") -> Tensor:
 def _on_device_of(inputs: Tensor, weight: Tensor) -> Tensor:
     """The inputs on the weight's device; as they are for an offloaded module, whose hook moves them itself."""
     return inputs if weight.is_meta else inputs.to(weight.device)
+
+
+def num_logits(target: Any) -> int:
+    """Returns how many tokens a target's logits are of: of a vocabulary that is padded (Inkling), those before the
+    padding."""
+    config = target.config.get_text_config(decoder=True)
+    return min(config.vocab_size, getattr(config, "unpadded_vocab_size", None) or config.vocab_size)

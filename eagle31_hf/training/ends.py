@@ -54,6 +54,11 @@ def find_scoring(target: PreTrainedModel) -> Scoring:
             " weights."
         )
     scores = scores_of(head, last_state(target, tokens)).double().to(logits.device)
+    if logits.shape[-1] != scores.shape[-1]:
+        raise ValueError(
+            f"{name}: its logits are of {logits.shape[-1]} tokens, its head's output of {scores.shape[-1]}; expected"
+            " as many: training asks the head alone. It does not work with this architecture."
+        )
     cap = getattr(config, "final_logit_softcapping", None)
     uncapped = logits if cap is None else cap * torch.atanh((logits / cap).clamp(-0.999999, 0.999999))
     scale = ((uncapped * scores).sum() / scores.square().sum()).item()

@@ -45,7 +45,7 @@ def of_first_layer(config: Any, name: str) -> Any:
         value = getattr(config, name, None)
     except RuntimeError:  # how a config says that its layers differ in it
         value = getattr(config.per_layer_config[0], name)
-    return value[0] if isinstance(value, list | tuple) else value
+    return (value[0] if isinstance(value, list | tuple) else value) or None  # GLM5-Next says 0 for what it derives
 
 
 def rope_of(config: Any) -> dict[str, Any] | None:

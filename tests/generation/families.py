@@ -19,7 +19,7 @@ import torch
 import transformers
 from conftest import NO_SPECIAL_TOKENS, PROMPT, ROPED, WIDTH, fit_head, greedy_text
 from observers import noting
-from recurrent_families import RECURRENT_FAMILIES
+from recurrent_families import RECURRENT_FAMILIES, STREAMS
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import ModelOutput
@@ -271,6 +271,7 @@ FAMILIES = {
     ),
     # recurrent, convolutional, hybrid
     **{name: of_recurrent(*kind) for name, kind in RECURRENT_FAMILIES.items()},
+    **{name: Family(*kind, **ALWAYS_REFUSED) for name, kind in STREAMS.items()},
     "MiniMax": Family(
         "MiniMaxConfig",
         SHAPE | EXPERTS | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},

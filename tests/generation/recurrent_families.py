@@ -81,4 +81,55 @@ RECURRENT_FAMILIES = {
         },
     ),
     "Inkling": ("InklingTextConfig", SWA),
+    "Inkling2": (
+        "Inkling2TextConfig",
+        {k: v for k, v in SWA.items() if k != "intermediate_size"}
+        | {"unpadded_vocab_size": 23, "n_layers_per_attn_res_block": 2},
+        1,
+    ),
 }
+# Their layers pass several states of a token on, of hyper-connections, or keep states of compressed keys: refused.
+STREAMS = {
+    "Qwen4-Exp": (
+        "Qwen4ExpTextConfig",
+        DELTA
+        | EXPERTS
+        | {
+            "eos_token_id": 1,
+            "hc_count": 2,
+            "hc_lowrank": 8,
+            "ple_layer_ids": [1, 3],
+            "ngram_vocab_size_base": 50,
+            "heads_per_ngram": 2,
+            "split_ngram_parts": 1,
+            "make_ngram_vocab_size_divisible_by": 8,
+            "indexer_n_heads": 2,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 12,
+            "indexer_budget": 16,
+            "indexer_compress_ratio": 4,
+        },
+    ),
+    "GLM5-Next": (
+        "Glm5NextConfig",
+        {
+            "text_config": KIMI
+            | {
+                "index_topk": 128, "index_head_dim": 12, "index_n_heads": 2, "index_kpool": 4, "hc_mult": 2,
+                "q_lora_rank": 16, "qk_rope_head_dim": 0, "qk_nope_head_dim": 12,
+            },
+            "vision_config": {
+                "depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": WIDTH,
+            },
+        },
+    ),
+    "DeepSeek-V4": (
+        "DeepseekV4Config",
+        SHAPE
+        | EXPERTS
+        | {
+            "sliding_window": 16, "num_key_value_heads": 1, "head_dim": 12, "q_lora_rank": 16, "o_groups": 3,
+            "o_lora_rank": 16, "index_n_heads": 2, "index_head_dim": 12, "index_topk": 64, "hc_mult": 2,
+        },
+    ),
+}  # fmt: skip
