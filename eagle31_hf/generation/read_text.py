@@ -62,8 +62,9 @@ class Marks:
 
 
 def _are_close(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Marks (..., 2) -> which of them are the same (...)."""
-    return ((ours - theirs).abs() <= TOLERANCE * theirs[..., 1:]).all(dim=-1)
+    """Marks (..., 2) -> which of them are the same (...). Keys of padding may be NaN."""
+    are_close = (ours - theirs).abs() <= TOLERANCE * theirs[..., 1:]
+    return (are_close | (ours == theirs) | (ours.isnan() & theirs.isnan())).all(dim=-1)
 
 
 @dataclass(frozen=True)
