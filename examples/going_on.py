@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from search_material import Material
+from search_material import NUM_PROMPTS, Material
 from search_recipe import LIBRARY
 from search_table import SETS
 from search_training import measured, trained_by_the_library
@@ -43,10 +43,11 @@ def main() -> None:
     parser.add_argument("--shares", type=float, nargs="+", default=[1.0, 0.3, 0.1, 0.03])
     parser.add_argument("--steps", type=int, default=80, help="(default: 80)")
     parser.add_argument("--texts", type=int, default=640, help="that are answered, to train on (default: 640)")
+    parser.add_argument("--prompts", type=int, default=NUM_PROMPTS, help=f"of a set (default: {NUM_PROMPTS})")
     args = parser.parse_args()
     torch.set_num_threads(1)
     args.work.mkdir(parents=True, exist_ok=True)
-    material = Material("demo", demo.FOLDER / "target", args.work, args.texts)
+    material = Material("demo", demo.FOLDER / "target", args.work, args.texts, args.prompts)
     print(f"share of the rates{''.join(format(name, '>12') for name in SETS)}")
     for share in (0.0, *args.shares):
         found = measured(material, gone_on(material, share, args.steps))

@@ -24,7 +24,7 @@ LENGTH, PROMPT = 256, 64  # tokens of a text that is trained on, and of its prom
 LONG_PROMPT = 4 * LENGTH  # tokens; with its answer more than a target was trained on
 BATCH = 8  # texts of a step
 NUM_TEXTS = 420 * BATCH
-NUM_PROMPTS, NUM_LONG, ANSWER = 64, 24, 96  # prompts of a set, long ones, and tokens of an answer
+NUM_PROMPTS, ANSWER = 64, 96  # prompts of a set, and tokens of an answer
 NOISE = 0.1  # share of the tokens of a perturbed prompt that are drawn at random
 ANSWERED_AT_ONCE, READ_AT_ONCE = 96, 32  # texts
 # target -> fields of its drafter; a shallow one of a deep, narrow target
@@ -64,14 +64,19 @@ class Texts:
 
 class Material:
     """A target, the texts its drafters learn from, and the answered prompts they are measured on. What takes minutes to
-    make is kept in the folder `work`. `weights`: a digest of the target and of how much is made of it."""
+    make is kept in the folder `work`. `num_prompts` of a set, of long ones three for eight others. `weights`: a digest
+    of the target and of how much is made of it."""
 
-    def __init__(self, name: str, folder: Path, work: Path, num_texts: int | None = None):
-        self.name, self.work, self.num_texts = name, work, num_texts or NUM_TEXTS
+    def __init__(
+        self, name: str, folder: Path, work: Path, num_texts: int | None = None, num_prompts: int | None = None
+    ):
+        self.name, self.work = name, work
+        self.num_texts, self.num_prompts = num_texts or NUM_TEXTS, num_prompts or NUM_PROMPTS
+        self.num_long = -(-self.num_prompts * 3 // 8)
         self.target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.vocab_size = self.target.config.vocab_size
-        sizes = (LENGTH, PROMPT, LONG_PROMPT, self.num_texts, NUM_PROMPTS, NUM_LONG, ANSWER, NOISE)
+        sizes = (LENGTH, PROMPT, LONG_PROMPT, self.num_texts, self.num_prompts, self.num_long, ANSWER, NOISE)
         self.weights = digest(weights_fingerprint(self.target), repr(sizes))[:8]
 
     def default_layers(self) -> list[int]:
@@ -91,8 +96,8 @@ class Material:
     def prompt_sets(self, layer_ids: list[int]) -> dict[str, Texts]:
         """Returns the prompts of each of SETS, greedily answered by the target."""
         held_out = token_ids(self.tokenizer, texts_of(self.name, held_out=True))
-        plain = drawn(held_out, NUM_PROMPTS, PROMPT, seed=1)
-        prompts = (plain, perturbed(plain, self.vocab_size), drawn(held_out, NUM_LONG, LONG_PROMPT, seed=4))
+        plain = drawn(held_out, self.num_prompts, PROMPT, seed=1)
+        prompts = (plain, perturbed(plain, self.vocab_size), drawn(held_out, self.num_long, LONG_PROMPT, seed=4))
         found = {}
         for name, chosen in zip(SETS, prompts, strict=True):
             ids = self._kept(f"{name} answered", lambda chosen=chosen: self._continued(chosen, ANSWER))

@@ -35,7 +35,10 @@ RUNS = {
     "train_demo_target.py": ("--files 12 --steps 1 --output {}/it", ['"held_out_loss": ']),
     "train_second_target.py": ("--files 12 --steps 1 --output {}/it", ['"held_out_loss": ']),
     "transfer_rate.py": ("--widths 64 --target-steps 1 --steps 1 --work {}", ["| match_rms_adamw | 64 |"]),
-    "going_on.py": ("--work {} --shares 0.1 --steps 1 --texts 8", ["share of the rates", "\n               0.1  "]),
+    "going_on.py": (
+        "--work {} --shares 0.1 --steps 1 --texts 8 --prompts 4",
+        ["share of the rates", "\n               0.1  "],
+    ),
     "ablate_losses.py": (
         f"{ONE_STEP} --prompts 2 --seeds 1 --work {{}} --output {{}}/results",
         ["## EAGLE 3\n", "- EAGLE 3.1, both: accepted length"],

@@ -22,7 +22,7 @@ import search_table
 import search_training
 from search_training import Recipe
 
-FEW = {"NUM_TEXTS": 24, "NUM_PROMPTS": 4, "NUM_LONG": 2, "ANSWER": 24, "LENGTH": 48, "PROMPT": 16, "LONG_PROMPT": 64}
+FEW = {"NUM_TEXTS": 24, "NUM_PROMPTS": 4, "ANSWER": 24, "LENGTH": 48, "PROMPT": 16, "LONG_PROMPT": 64}
 
 
 @pytest.fixture(scope="module")
