@@ -42,7 +42,7 @@ class OutputCollector:
             self.logits += tuple(logits[:, row] for row in path)
         if self.hidden_states is not None:
             layers = outputs.hidden_states
-            rows = (tuple(layer[:, i : i + 1] for layer in layers) for i in range(num_tokens))
+            rows = (tuple(layer[..., i : i + 1, :] for layer in layers) for i in range(num_tokens))
             self.hidden_states += (layers,) if is_prefill else tuple(rows)
         if self.attentions is not None:
             layers = outputs.attentions
