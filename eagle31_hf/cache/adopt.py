@@ -5,14 +5,14 @@ are forgotten by moving the end back, and sequences of a batch may differ in len
 kinds keep them, and can only append and crop, all sequences alike.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedConfig
+from transformers import Cache, DynamicCache, PreTrainedConfig, cache_utils
 from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicLayer,
@@ -23,8 +23,9 @@ from transformers.cache_utils import (
 
 from ..errors import DraftingRefusedError
 from .commit import Commit
+from .hybrid_layer import HybridSlotLayer
 from .layer import DUMMY, CacheFullError, Placement, SlotLayer, slot_layers
-from .states import crop_keys, holds_states
+from .states import HAS_METHODS, crop_keys, holds_states, is_recurrent
 from .transfer import Mirrored
 
 # How a stock layer becomes a `SlotLayer` and gets its tokens back. Only these very classes: what derives from them
@@ -112,10 +113,22 @@ ADOPTED: dict[type, tuple[Callable[..., SlotLayer], Callable[..., None]]] = {
 }
 
 
+def _from_hybrid(layer: Any, placement: Placement, limit: int) -> SlotLayer:
+    ours = HybridSlotLayer(layer, placement, limit)
+    return ours.hold(layer.keys, layer.values, layer.get_seq_length()) if layer.get_seq_length() else ours
+
+
+if HAS_METHODS:
+    ADOPTED[cache_utils.LinearAttentionAndFullAttentionLayer] = _from_hybrid, _to_dynamic
+# They have no keys, and stay as they are: those that hold nothing, and states.
+KEYLESS = {DUMMY, getattr(cache_utils, "LinearAttentionLayer", None)} - {None} if HAS_METHODS else {DUMMY}
+
+
 def is_adoptable(cache: Cache) -> bool:
     """Returns whether `slots` can keep this cache's tokens."""
     kinds = {type(layer) for layer in cache.layers} | ({cache.layer_class_to_replicate} - {None})
-    return kinds - {DUMMY} <= set(ADOPTED) and not cache.offloading
+    has_keys = bool(kinds - KEYLESS) or not kinds
+    return has_keys and kinds - KEYLESS <= set(ADOPTED) and not cache.offloading
 
 
 @contextmanager
@@ -133,6 +146,7 @@ def slots(cache: Cache, limit: int) -> Iterator[Placement | None]:
         return
     placement = Placement()
     found = cache.layers
+    states = [(layer, _state(layer)) for layer in found if holds_states(layer)]
     replicated = cache.layer_class_to_replicate
     cache.layers = [_adopted(layer, placement, limit) for layer in found]
     if replicated is not None:
@@ -140,8 +154,11 @@ def slots(cache: Cache, limit: int) -> Iterator[Placement | None]:
     try:
         yield placement
     except BaseException as error:
+        is_refused = isinstance(error, DraftingRefusedError | CacheFullError)
+        if is_refused or all(layer.settled == layer.found for layer in slot_layers(cache)):
+            _put_back(states)
         for layer in slot_layers(cache):
-            layer.take_back(accepted_too=isinstance(error, DraftingRefusedError | CacheFullError))
+            layer.take_back(accepted_too=is_refused)
         raise
     finally:
         ours = cache.layers
@@ -153,7 +170,7 @@ def slots(cache: Cache, limit: int) -> Iterator[Placement | None]:
 
 
 def _adopted(layer: Any, placement: Placement, limit: int) -> Any:
-    return layer if isinstance(layer, DUMMY) else ADOPTED[type(layer)][0](layer, placement, limit)
+    return layer if type(layer) in KEYLESS else ADOPTED[type(layer)][0](layer, placement, limit)
 
 
 def _hand_back(ours: list[Any], found: list[Any]) -> None:
@@ -237,8 +254,12 @@ def crop(cache: Cache, tokens_to_remove: int) -> None:
 def can_crop(cache: Cache) -> bool:
     """Returns whether any number of tokens can be removed from a stock cache: no layer has given up what came before a
     window, and none holds states."""
-    return is_adoptable(cache) and not any(
-        layer.is_sliding and layer.get_seq_length() >= layer.sliding_window for layer in attention_layers(cache)
+    return (
+        is_adoptable(cache)
+        and not is_recurrent(cache)
+        and not any(
+            layer.is_sliding and layer.get_seq_length() >= layer.sliding_window for layer in attention_layers(cache)
+        )
     )
 
 
@@ -310,13 +331,19 @@ class Appended:
         del self.layers[len(self.states) :]
         for layer, state in zip(self.layers, self.states, strict=True):
             if state:
-                vars(layer).clear()
-                vars(layer).update(state)
+                _put_back([(layer, state)])
             elif isinstance(layer, CacheLayerMixin):
                 crop_keys(layer, layer.get_seq_length() - self.length)
 
 
 _appended: WeakKeyDictionary[Cache, Appended] = WeakKeyDictionary()  # of caches in use
+
+
+def _put_back(states: Iterable[tuple[Any, dict[str, Any]]]) -> None:
+    """Gives layers the attributes that they had."""
+    for layer, state in states:
+        vars(layer).clear()
+        vars(layer).update(state)
 
 
 def _state(layer: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from transformers import Cache
 
 from ..kernels.rope import append
 from .layer import DUMMY, Placement, SlotLayer, slot_layers
+from .states import is_recurrent
 
 # Slots beyond the longest text: an ended sequence may be longer by what a round commits, at most 62 tokens, and as many
 # nodes are written after it.
@@ -135,7 +136,7 @@ def why_not_in_arena(cache: Cache, max_length: int) -> str | None:
     """Returns why the layers of a cache within `adopt.slots`, for texts of `max_length` tokens, cannot lie in an arena;
     None where they can."""
     layers = slot_layers(cache)
-    if not layers or any(not isinstance(layer, (SlotLayer, DUMMY)) for layer in cache.layers):
+    if not layers or is_recurrent(cache) or any(not isinstance(layer, (SlotLayer, DUMMY)) for layer in cache.layers):
         return f"its {type(cache).__name__} has layers that are not attention's"
     limits = [layer.limit for layer in layers if layer.fixed and layer.limit is not None]
     if limits and min(limits) < max_length - 1:  # the last token of a text is never read

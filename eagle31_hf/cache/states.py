@@ -61,19 +61,20 @@ def _is_of_keys(kind: type) -> bool:
 
 
 class Scratch:
-    """A stand-in for a cache, handed to the modules that read its states. It gives them copies of the states and keeps
-    what they write to itself, until `write_back` puts it into the cache."""
+    """A stand-in for a cache, handed to the modules that read its states. It gives them copies of the states, of all
+    sequences or those of `rows`, and keeps what they write to itself, until `write_back` puts it into the cache."""
 
-    def __init__(self, cache: Cache):
+    def __init__(self, cache: Cache, rows: Tensor | None = None):
         self.cache = cache
+        self.rows = rows
         self.convolutions: dict[Key, Tensor] = {}
         self.recurrences: dict[Key, Tensor] = {}
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        return _held(self.convolutions, (layer_idx, state_idx), self.cache.get_conv_state)
+        return self._held(self.convolutions, (layer_idx, state_idx), self.cache.get_conv_state)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        return _held(self.recurrences, (layer_idx, state_idx), self.cache.get_recurrent_state)
+        return self._held(self.recurrences, (layer_idx, state_idx), self.cache.get_recurrent_state)
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
         """Returns the state and the new tokens' columns after it; holds as many of the last ones as a state has."""
@@ -95,17 +96,22 @@ class Scratch:
     def write_back(self) -> None:
         """Has the cache hold these states, in its own tensors."""
         for (layer, index), state in self.convolutions.items():
-            self.cache.layers[layer].conv_states[index].copy_(state)
+            self._write(self.cache.layers[layer].conv_states[index], state)
         for (layer, index), state in self.recurrences.items():
-            self.cache.layers[layer].recurrent_states[index].copy_(state)
+            self._write(self.cache.layers[layer].recurrent_states[index], state)
 
+    def _write(self, held: Tensor, state: Tensor) -> None:
+        if self.rows is None:
+            held.copy_(state)
+        else:
+            held.index_copy_(0, self.rows.to(held.device), state.to(held))
 
-def _held(written: dict[Key, Tensor], key: Key, read: Any) -> Tensor | None:
-    """Returns the state that was written last or, where none was, a copy of the cache's: forwards of one token write to
-    what they read."""
-    if key not in written:
-        state = read(*key)
-        if state is None:
-            return None
-        written[key] = state.clone()
-    return written[key]
+    def _held(self, written: dict[Key, Tensor], key: Key, read: Any) -> Tensor | None:
+        """Returns the state that was written last or, where none was, a copy of the cache's: forwards of one token
+        write to what they read."""
+        if key not in written:
+            state = read(*key)
+            if state is None:
+                return None
+            written[key] = state.clone() if self.rows is None else state[self.rows.to(state.device)]
+        return written[key]

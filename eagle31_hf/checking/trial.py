@@ -18,6 +18,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..acceptance import LOCK_STEP, TREES, track_acceptance
 from ..cache.adopt import is_adoptable
+from ..cache.states import is_recurrent
 from ..cache_names import cache_in
 from ..configuration import Eagle31Config
 from ..modeling import Eagle31DrafterModel
@@ -255,7 +256,8 @@ class Trial:
             return DIFFERENT, wrong
         if stats.kinds[LOCK_STEP] or (drafting is TREE and not stats.kinds[TREES]):
             how = "rows keep step, in chains" if stats.kinds[LOCK_STEP] else "chains instead of trees"
-            is_in_slots = is_adoptable(DynamicCache(config=self.target.config.get_text_config(decoder=True)))
+            own = DynamicCache(config=self.target.config.get_text_config(decoder=True))
+            is_in_slots = is_adoptable(own) and not is_recurrent(own)
             return OTHERWISE, f"{how}: {why_no_trees(self.target, is_in_slots=is_in_slots)}"
         own_pace = "rows of different lengths each at its own pace, " if has_two else ""
         return WORKS, f"{own_pace}same text as the target alone"

@@ -94,7 +94,8 @@ def check_inputs(input_ids: Tensor, model_kwargs: dict[str, Any], synced_gpus: b
         ),
         (isinstance(past_key_values, Cache), f"{CACHE} is {kind}; expected a transformers Cache"),
         (
-            not isinstance(past_key_values, StaticCache) or cache.is_adoptable(past_key_values),
+            not isinstance(past_key_values, StaticCache)
+            or (cache.is_adoptable(past_key_values) and not is_recurrent(past_key_values)),
             f"{CACHE} is a StaticCache that is offloaded or has layers that are not attention's; expected a"
             " plain StaticCache, a DynamicCache or none",
         ),

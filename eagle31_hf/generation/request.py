@@ -20,7 +20,7 @@ from ..targets.few_rows import LOW, few_rows
 from ..targets.fused import fused_rows
 from ..targets.layers import capture_states, decoder_layers
 from ..targets.masks import windows_of
-from ..targets.probe import why_no_drafts_with_attentions, why_no_trees
+from ..targets.probe import why_no_drafts_with_attentions, why_no_rows, why_no_trees
 from ..targets.tree_attention import attention_of_rounds, own_attention
 from . import processors
 from .captured.kept import kept_for
@@ -98,8 +98,9 @@ class Mode:
         returns_attentions = bool(runner.model_kwargs.get("output_attentions"))
         may_draft = not returns_attentions or why_no_drafts_with_attentions(request.target) is None
         sees_trees = may_draft and can_see_trees(request, runner)
+        sees_rows = sees_trees or (may_draft and can_see_rows(request, runner))
         is_free = (
-            sees_trees
+            sees_rows
             and stopping.is_per_sequence
             and processors.are(request.logits_processor, processors.PER_SEQUENCE)
             and request.streamer is None
@@ -122,8 +123,17 @@ def can_see_trees(request: Request, runner: TargetRunner) -> bool:
         return False
     if request.drafter.config._attn_implementation not in MASKED:
         return False
-    is_in_slots = runner.placement is not None
+    is_in_slots = runner.placement is not None and not runner.mixers.is_needed
     return why_no_trees(request.target, runner.passes_positions(request.input_ids), is_in_slots) is None
+
+
+def can_see_rows(request: Request, runner: TargetRunner) -> bool:
+    """Returns whether a batch's sequences can differ in length where trees cannot be verified: in chains, of targets
+    with recurrent states. Tried only where it is wanted."""
+    is_wanted = len(request.input_ids) > 1 and runner.mixers.is_needed and runner.placement is not None
+    if not is_wanted or request.drafter.config._attn_implementation not in MASKED:
+        return False
+    return why_no_rows(request.target, runner.passes_positions(request.input_ids)) is None
 
 
 def speculative_decoding(request: Request, wrap_sampler: WrapSampler | None = None) -> Any:
@@ -200,9 +210,11 @@ def can_attend_by_position(request: Request, runner: TargetRunner) -> bool:
     """Returns whether in 16 bits the attention of a chain can run position by position, as that of plain rounds does:
     in the usual form, for one sequence without padding."""
     is_one = len(request.input_ids) == 1 and runner.seen is None
+    if runner.mixers.is_needed:
+        return False
     config = request.target.config.get_text_config(decoder=True)
     is_usual = own_attention(request.target) == "sdpa" and getattr(config, "kv_lora_rank", None) is None
-    is_usual = is_usual and set(windows_of(request.target).values()) == {None} and not runner.mixers.is_needed
+    is_usual = is_usual and set(windows_of(request.target).values()) == {None}
     return request.target.dtype in LOW and is_one and is_usual and cache.capacity(runner.past_key_values) is None
 
 

@@ -183,16 +183,15 @@ class TargetRunner:
         """Runs a round's nodes; `num_before`: keys before them, where attention runs position by position."""
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = num_nodes
-        with in_drafted_call(num_before), self.mixers.verifying(num_nodes):
+        with in_drafted_call(num_before), self.mixers.verifying(len(inputs["input_ids"]), num_nodes):
             return self.target(**inputs, return_dict=True)
 
     def keep(self, sequences: Sequences, commit: Commit, num_nodes: int) -> None:
         """Keeps the nodes of the commit's paths in the cache, of the last forward's `num_nodes`, and drops the
         others; the sequences lack the new tokens yet."""
+        self.mixers.commit([len(path) for path in commit.paths])
         if self.placement is None:
-            num_kept = len(commit.paths[0])
-            self.mixers.commit(num_kept)
-            cache.crop(self.past_key_values, num_nodes - num_kept)
+            cache.crop(self.past_key_values, num_nodes - len(commit.paths[0]))
         else:
             cache.keep_paths(self.past_key_values, sequences.lengths + (self.num_before - 1), commit)
 

@@ -1,13 +1,17 @@
 """Masks in the form a target takes them. B sequences, N new tokens."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from ..cache import adopt as cache
 from ..cache.masks import SlotMask, windows_by_kind
+from ..cache.states import is_recurrent
 
 ALL_LAYERS = "all layers"
+MASKLESS = ("linear_attention", "conv")  # types of layers that take no mask once there is a state
 
 
 def slot_masks(
@@ -17,7 +21,8 @@ def slot_masks(
 
     `mask`: of N new tokens as queries; `going`: the sequences that have not ended, by default all.
     """
-    windows = windows_of(target)
+    has_states = is_recurrent(past_key_values)
+    windows = _windows_beside_states(target) if has_states else windows_of(target)
     starts = mask.starts.host
     starts = starts if not going else [starts[b] for b in going]
 
@@ -25,7 +30,9 @@ def slot_masks(
         seen_from, end = cache.key_span(past_key_values, starts, mask.visible.shape[1], window)
         return mask.additive(end, target.dtype, seen_from, window)
 
-    masks = {kind: additive(window) for kind, window in windows.items()}
+    masks: dict[str, Any] = {kind: additive(window) for kind, window in windows.items()}
+    if has_states:
+        masks |= dict.fromkeys(MASKLESS)
     return masks.get(ALL_LAYERS, masks)
 
 
@@ -46,6 +53,13 @@ def windows_of(target: PreTrainedModel) -> dict[str, int | None]:
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     return {ALL_LAYERS: window} if kinds is None else windows_by_kind(kinds, window)
+
+
+def _windows_beside_states(target: PreTrainedModel) -> dict[str, int | None]:
+    """The windows of a target with recurrent states, by all types that its code may ask for, whatever its config
+    says."""
+    window = getattr(target.config.get_text_config(decoder=True), "sliding_window", None)
+    return {"full_attention": None, "sliding_attention": window}
 
 
 def spans_of(starts: Tensor, begin: Tensor, places: Tensor, bits: Tensor, window: int | None) -> Tensor:

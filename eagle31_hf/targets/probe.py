@@ -25,6 +25,7 @@ from .tree_attention import attention_of_rounds, own_attention
 logger = logging.get_logger(__name__)
 
 PREFIX = 6
+GAP = 2
 PARENTS = (-1, 0, 0, 1, 2, 3)  # two branches that go on
 ARENA = 128  # slots, more than there are tokens
 # Shares of the logits' spread, see `difference`. In fp32 right targets are off by 2e-5 at most, wrong ones by 0.01 and
@@ -70,6 +71,17 @@ def why_no_trees(target: PreTrainedModel, is_told_positions: bool = True, is_in_
         return (None if is_in_slots else NO_SLOTS) or _try_trees(target) or (None if is_told_positions else HIDDEN)
 
     return _verdict("chains instead of trees", target, given, find)
+
+
+def why_no_rows(target: PreTrainedModel, is_told_positions: bool) -> str | None:
+    """Returns None where a sequence is read beside a longer one as it is alone, else the reason, logged the first time
+    it is found. It is for targets that see no trees."""
+
+    def find() -> str | None:
+        refuses, differs = "its forward refuses a mask of slots", "its logits differ beside a longer sequence"
+        return _judged(target, _error_of_the_shorter, refuses, differs) or (None if is_told_positions else HIDDEN)
+
+    return _verdict("the sequences of a batch keep in step", target, (is_told_positions,), find)
 
 
 def why_no_drafts_with_attentions(target: PreTrainedModel) -> str | None:
@@ -284,6 +296,31 @@ def _error(target: PreTrainedModel, logits_of: Callable[[PreTrainedModel, Tree],
         text = torch.cat((tree.prefix[0], tree.nodes[0, path]))
         reference[path] = target(input_ids=text[None], use_cache=False).logits[0, PREFIX:].float()
     return difference(logits, reference)
+
+
+@torch.no_grad()
+def _error_of_the_shorter(target: PreTrainedModel) -> float:
+    """The `difference` of a token's logits when it is read beside one of a sequence that is GAP tokens longer."""
+    config, device = target.config.get_text_config(decoder=True), execution_device(target.get_input_embeddings())
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, config.vocab_size, (1, PREFIX + 1), generator=generator).to(device)
+    expected, cache = target(input_ids=ids, use_cache=False).logits[:, PREFIX:], DynamicCache(config=config)
+    given = cache_argument(target.forward, cache) | {"use_cache": True}
+    ids, starts = ids.expand(2, -1), Mirrored([PREFIX + GAP, PREFIX])  # the longer one's tokens in between are missing
+    here = torch.zeros(2, 1, dtype=torch.long, device=device)
+    with adopt.slots(cache, ARENA) as placement:
+        assert placement is not None
+        target(input_ids=ids[:, :PREFIX], **given)
+        adopt.settle(cache, PREFIX + GAP)
+        placement.place(starts, 1, device)
+        mask = SlotMask(starts, torch.ones_like(here, dtype=torch.bool)[:, None], here, here)
+        logits = target(
+            input_ids=ids[:, PREFIX:],
+            position_ids=starts.on(device),
+            attention_mask=slot_masks(target, cache, mask),
+            **given,
+        ).logits
+    return difference(logits[1, -1:], expected[0])
 
 
 @torch.no_grad()

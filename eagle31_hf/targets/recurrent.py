@@ -42,27 +42,47 @@ class Call:
     args: tuple
     kwargs: dict[str, Any]
     num_tokens: int
+    num_rows: int  # B
+    rows: Tensor | None = None  # of the cache that it is of; None: all
 
     def over(self, tokens: slice | list[int], states: Any, scale: float = 1.0) -> Arguments:
         """The arguments with `states` in place of the cache, and of each tensor over the tokens (B, N, ...) some of
         them, floating point values `scale` times as large."""
 
-        def cut(value: Any) -> Any:
+        def cut(value: Tensor) -> Tensor:
+            if value.dim() < 2 or value.shape[1] != self.num_tokens:
+                return value
+            value = value[:, tokens]
+            return value * scale if value.is_floating_point() and scale != 1 else value
+
+        return self._mapped(cut, states)
+
+    def first(self, num_tokens: int, rows: list[int]) -> "Call":
+        """The call over the first tokens of some sequences."""
+        args, kwargs = self.over(slice(num_tokens), self.cache)
+        call = replace(self, args=args, kwargs=kwargs, num_tokens=num_tokens)
+        if len(rows) == self.num_rows:
+            return call
+        index = torch.tensor(rows)
+
+        def chosen(value: Tensor) -> Tensor:  # a single row is shared by all
+            is_by_row = value.dim() > 1 and value.shape[0] == self.num_rows
+            return value[index.to(value.device)] if is_by_row else value
+
+        args, kwargs = call._mapped(chosen, self.cache)
+        return replace(call, args=args, kwargs=kwargs, rows=index, num_rows=len(rows))
+
+    def _mapped(self, change: Callable[[Tensor], Tensor], states: Any) -> Arguments:
+        """The arguments with their tensors changed, and `states` in place of the cache."""
+
+        def mapped(value: Any) -> Any:
             if value is self.cache:
                 return states
             if isinstance(value, tuple | list):
-                return type(value)(map(cut, value))
-            if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == self.num_tokens:
-                value = value[:, tokens]
-                return value * scale if value.is_floating_point() and scale != 1 else value
-            return value
+                return type(value)(map(mapped, value))
+            return change(value) if isinstance(value, Tensor) else value
 
-        return tuple(map(cut, self.args)), {name: cut(value) for name, value in self.kwargs.items()}
-
-    def first(self, num_tokens: int) -> "Call":
-        """The call over the first tokens."""
-        args, kwargs = self.over(slice(num_tokens), self.cache)
-        return replace(self, args=args, kwargs=kwargs, num_tokens=num_tokens)
+        return tuple(map(mapped, self.args)), {name: mapped(value) for name, value in self.kwargs.items()}
 
     def copied(self) -> "Call":
         """The call with the tensors over its tokens as they are now: a mixer, or a hook, may write to them."""
@@ -82,7 +102,7 @@ class Mixers:
         self.found: list[nn.Module] = []
         self._hooks = ExitStack()
         self._running: list[nn.Module] = []  # modules that were given the cache, the innermost last
-        self._num_tokens = 0  # N
+        self._num_rows = self._num_tokens = 0  # B, N
         self._calls: list[tuple[nn.Module, Call]] = []  # of the last forward
         self._scratch: Scratch | None = None  # its states; None: none is under way
         self._due: dict[nn.Module, list[Call]] = {}  # over accepted tokens, which are not in the cache's states yet
@@ -143,12 +163,14 @@ class Mixers:
         return method(*args, **kwargs)
 
     @contextmanager
-    def verifying(self, num_tokens: int) -> Iterator[None]:
-        """A context for one forward over `num_tokens`, which changes the cache's states by what is due only."""
+    def verifying(self, num_rows: int, num_tokens: int) -> Iterator[None]:
+        """A context for one forward over `num_tokens` of every sequence: it changes the cache's states by what is due
+        only."""
         if not self.is_needed:
             yield
             return
-        self._num_tokens, self._calls = num_tokens, []
+        self._num_rows, self._num_tokens = num_rows, num_tokens
+        self._calls = []
         self._scratch = Scratch(self.cache)
         try:
             yield
@@ -156,17 +178,20 @@ class Mixers:
             self._scratch = None
             raise
 
-    def commit(self, num_kept: int) -> None:
-        """Accepts the first `num_kept` tokens of the last forward. Where that is not all of them, mixers run over them
-        in the next one."""
+    def commit(self, num_kept: list[int]) -> None:
+        """Accepts the first `num_kept[b]` tokens of every sequence b of the last forward, 0 of one that has ended: its
+        states are not read again. Where that is not all of them, mixers run over them in the next one, once for every
+        number."""
         if self._scratch is None:
             return
         scratch, self._scratch = self._scratch, None
-        if num_kept == self._num_tokens:
+        if set(num_kept) <= {0, self._num_tokens}:
             scratch.write_back()
-        else:
+            num_kept = []
+        for count in sorted({*num_kept} - {0}):
+            rows = [b for b, kept in enumerate(num_kept) if kept == count]
             for module, call in self._calls:
-                self._due.setdefault(module, []).append(call.first(num_kept))
+                self._due.setdefault(module, []).append(call.first(count, rows))
         self._calls = []
 
     def settle(self) -> None:
@@ -176,18 +201,20 @@ class Mixers:
 
     def _run_due(self, module: nn.Module) -> None:
         if module in self._due:
-            scratch = Scratch(self.cache)
-            for call in self._due[module]:
-                args, kwargs = self._advance(module, call, scratch)
+            calls = self._due[module]
+            while calls:  # each is over once its states are in the cache
+                scratch = Scratch(self.cache, calls[0].rows)
+                args, kwargs = self._advance(module, calls[0], scratch)
                 module(*args, **kwargs)
-            scratch.write_back()
+                scratch.write_back()
+                del calls[0]
             del self._due[module]
 
     def _before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> Arguments | None:
         if self._scratch is None or kwargs is None or not _is_among(self.cache, args, kwargs):
             return None
         self._run_due(module)
-        call = Call(self.cache, args, kwargs, self._num_tokens)
+        call = Call(self.cache, args, kwargs, self._num_tokens, self._num_rows)
         self._calls.append((module, call.copied()))
         return self._advance(module, call, self._scratch)
 
@@ -226,7 +253,7 @@ class Mixers:
 
     def _try_steps(self, module: nn.Module, call: Call, tokens: list[int], scale: float) -> bool | None:
         """Returns whether a mixer differs over some tokens; None where what it gives is zero, which tells nothing."""
-        at_once, by_steps = Scratch(self.cache), Scratch(self.cache)
+        at_once, by_steps = Scratch(self.cache, call.rows), Scratch(self.cache, call.rows)
         args, kwargs = call.over(tokens, at_once, scale)
         given, steps = _first(module(*args, **kwargs)), []
         for token in tokens:

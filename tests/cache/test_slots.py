@@ -5,6 +5,7 @@ B sequences, R tokens written at once, H heads, D head size.
 """
 
 import random
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from conftest import TARGETS, greedy_text
 from draftings import CACHES, DRAFTINGS, steady_clock
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DynamicCache
+from transformers import DynamicCache, cache_utils
 from transformers.cache_utils import (
     Cache,
     DynamicIndexedLayer,
@@ -27,8 +28,9 @@ from transformers.cache_utils import (
 )
 
 from eagle31_hf import track_acceptance
-from eagle31_hf.cache.adopt import is_adoptable, key_span, slot_cache, slots
+from eagle31_hf.cache.adopt import is_adoptable, key_span, settle, slot_cache, slots
 from eagle31_hf.cache.layer import HEADROOM, Placement, SlotLayer
+from eagle31_hf.cache.states import HAS_METHODS, holds_states
 from eagle31_hf.cache.transfer import Mirrored
 
 CPU = torch.device("cpu")
@@ -453,7 +455,7 @@ class Rounded(QuantizedLayer):
 
 NOT_ADOPTED = {
     "quantized": lambda: Cache(layers=[DynamicLayer(), Rounded()]),
-    "linear_attention": lambda: Cache(layers=[DynamicLayer(), LinearAttentionLayer()]),
+    "states_alone": lambda: Cache(layers=[LinearAttentionLayer()]),
     "indexed": lambda: Cache(layers=[DynamicIndexedLayer()]),
     "offloaded": lambda: Cache(layers=[DynamicLayer(), DynamicLayer()], offloading=True),
     "offloaded_later": lambda: Cache(layer_class_to_replicate=DynamicLayer, offloading=True),
@@ -474,6 +476,33 @@ def test_layers_of_other_kinds_are_left_alone(name):
         assert cache.layer_class_to_replicate is replicated
     assert cache.layers is layers
     assert cache.layers == found
+
+
+@pytest.mark.skipif(not HAS_METHODS, reason="transformers before 5.21 reads states in another way")
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_states_stay_with_their_layers(has_failed):
+    """Beside layers with keys, and in them; after an error before a token is accepted they are what they were."""
+    hybrid = cache_utils.LinearAttentionAndFullAttentionLayer()
+    cache = Cache(layers=[hybrid, LinearAttentionLayer(), DynamicLayer()])
+    stock, before, after = list(cache.layers), torch.ones(1, 2, 3), torch.full((1, 2, 3), 2.0)
+    for index in (0, 1):
+        cache.update_recurrent_state(before, index)
+        cache.update_conv_state(before, index)
+    with nullcontext() if not has_failed else pytest.raises(KeyError), slots(cache, LIMIT) as placement:
+        assert placement is not None
+        assert holds_states(cache.layers[0])
+        for index in (0, 1):
+            assert_close("state", cache.get_recurrent_state(index), before)
+            cache.update_recurrent_state(after, index)
+        for index in (0, 2):
+            cache.update(*states(1, 4), index)
+        if has_failed:
+            raise KeyError
+        settle(cache, 4)
+    assert cache.layers == stock
+    for index in (0, 1):
+        assert_close("state", cache.get_recurrent_state(index), before if has_failed else after)
+    assert cache.get_seq_length() == cache.layers[2].get_seq_length() == (0 if has_failed else 4)
 
 
 def test_windowed_layers_beside_them_keep_what_may_have_to_come_back():

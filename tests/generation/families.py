@@ -19,7 +19,8 @@ import torch
 import transformers
 from conftest import NO_SPECIAL_TOKENS, PROMPT, ROPED, WIDTH, fit_head, greedy_text
 from observers import noting
-from recurrent_families import RECURRENT_FAMILIES, STREAMS
+from packaging.version import Version
+from recurrent_families import IN_STEP_FOR_STATES, RECURRENT_FAMILIES, STREAMS
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import ModelOutput
@@ -129,12 +130,13 @@ class Family:
     tree: str = LOSSLESS
     seed: int = 0
     bug: Bug | None = None
+    has_pace: bool = False
 
     @property
     def keeps_step(self) -> bool:
         """Rows of different lengths are verified under the masks of trees: where no tree can be, no ragged batch can
-        be."""
-        return self.tree == CHAINS
+        be, but in chains of targets whose states keep trees out (`has_pace`)."""
+        return self.tree == CHAINS and not self.has_pace
 
     def expected(self, drafting: str, num_prompts: int = 1) -> str:
         if num_prompts > 1 and self.keeps_step:
@@ -142,10 +144,12 @@ class Family:
         return {"chain": self.chain, "tree": self.tree}[drafting]
 
 
-def of_recurrent(config_class: str, fields: dict, seed: int = 0) -> Family:
-    """Before transformers 5.21 only convolutions can be taken back."""
+def of_recurrent(name: str, config_class: str, fields: dict, seed: int = 0) -> Family:
+    """Before transformers 5.21 only convolutions can be taken back, before 5.23 masks are made in another way."""
     works = HAS_METHODS or config_class.startswith("Lfm")
-    return Family(config_class, fields, **{"tree": CHAINS} if works else ALWAYS_REFUSED, seed=seed)
+    has_pace = name not in IN_STEP_FOR_STATES and Version(transformers.__version__) >= Version("5.23")
+    words = {"tree": CHAINS, "has_pace": has_pace} if works else ALWAYS_REFUSED
+    return Family(config_class, fields, **words, seed=seed)
 
 
 ALWAYS_REFUSED = {"chain": REFUSED, "tree": REFUSED}
@@ -270,7 +274,7 @@ FAMILIES = {
         {"text_config": SHAPE | {"model_type": "llama"}, "vision_config": VISION | {"model_type": "clip_vision_model"}},
     ),
     # recurrent, convolutional, hybrid
-    **{name: of_recurrent(*kind) for name, kind in RECURRENT_FAMILIES.items()},
+    **{name: of_recurrent(name, *kind) for name, kind in RECURRENT_FAMILIES.items()},
     **{name: Family(*kind, **ALWAYS_REFUSED) for name, kind in STREAMS.items()},
     "MiniMax": Family(
         "MiniMaxConfig",

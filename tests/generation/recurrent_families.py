@@ -88,6 +88,8 @@ RECURRENT_FAMILIES = {
         1,
     ),
 }
+# Batches in step: no layer has keys, or states lie beside keys of a window.
+IN_STEP_FOR_STATES = ("Mamba2", "Mamba", "FalconMamba", "ZAYA", "Inkling", "Inkling2")
 # Their layers pass several states of a token on, of hyper-connections, or keep states of compressed keys: refused.
 STREAMS = {
     "Qwen4-Exp": (
