@@ -9,6 +9,7 @@ import pytest
 import small
 import torch
 import training
+import turns
 
 
 def figures_of(capsys, benchmark, *arguments: str) -> dict:
@@ -25,6 +26,15 @@ def test_bench_small_reports_every_call(capsys):
     for run in result["runs"]:
         assert len(run["speedups"]) == 6
         assert min(run["speedups"]) <= run["speedup"] <= max(run["speedups"])
+
+
+def test_bench_turns_goes_on_as_after_one_long_prompt(capsys):
+    result = figures_of(capsys, turns, "--turns", "3", "--texts", "1", "--max-new-tokens", "12")
+    lengths = {(run["way"], run["turn"]): run["accepted_length"] for run in result["runs"]}
+    assert len(lengths) == 9
+    for turn in (1, 2, 3):
+        assert lengths["goes on", turn] == lengths["one long prompt", turn]
+    assert lengths["not seen", 1] == lengths["goes on", 1]
 
 
 def test_bench_engine_accepts_what_was_decreed(capsys):
