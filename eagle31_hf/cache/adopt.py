@@ -1,11 +1,11 @@
 """Stock caches of transformers made into caches of slot layers, and back. The only file that knows cache layouts.
 
 Within `slots(cache)` the layers of a cache are `SlotLayer`s: a token's keys are written where they stay, rejected ones
-are forgotten by moving the end back, and sequences of a batch may differ in length. Caches whose layers are of other
-kinds keep them, and can only append and crop, all sequences alike.
+are forgotten by moving the end back, and sequences of a batch may differ in length. Recurrent states stay where they
+are. Caches whose layers are of other kinds keep them, and can only append and crop, all sequences alike.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -118,10 +118,10 @@ def _from_hybrid(layer: Any, placement: Placement, limit: int) -> SlotLayer:
     return ours.hold(layer.keys, layer.values, layer.get_seq_length()) if layer.get_seq_length() else ours
 
 
+KEYLESS = {DUMMY}  # layers without keys, which stay as they are: those that hold nothing, and states alone
 if HAS_METHODS:
     ADOPTED[cache_utils.LinearAttentionAndFullAttentionLayer] = _from_hybrid, _to_dynamic
-# They have no keys, and stay as they are: those that hold nothing, and states.
-KEYLESS = {DUMMY, getattr(cache_utils, "LinearAttentionLayer", None)} - {None} if HAS_METHODS else {DUMMY}
+    KEYLESS |= {cache_utils.LinearAttentionLayer}
 
 
 def is_adoptable(cache: Cache) -> bool:
@@ -156,7 +156,8 @@ def slots(cache: Cache, limit: int) -> Iterator[Placement | None]:
     except BaseException as error:
         is_refused = isinstance(error, DraftingRefusedError | CacheFullError)
         if is_refused or all(layer.settled == layer.found for layer in slot_layers(cache)):
-            _put_back(states)
+            for layer, state in states:
+                _put_back(layer, state)
         for layer in slot_layers(cache):
             layer.take_back(accepted_too=is_refused)
         raise
@@ -331,7 +332,7 @@ class Appended:
         del self.layers[len(self.states) :]
         for layer, state in zip(self.layers, self.states, strict=True):
             if state:
-                _put_back([(layer, state)])
+                _put_back(layer, state)
             elif isinstance(layer, CacheLayerMixin):
                 crop_keys(layer, layer.get_seq_length() - self.length)
 
@@ -339,11 +340,10 @@ class Appended:
 _appended: WeakKeyDictionary[Cache, Appended] = WeakKeyDictionary()  # of caches in use
 
 
-def _put_back(states: Iterable[tuple[Any, dict[str, Any]]]) -> None:
-    """Gives layers the attributes that they had."""
-    for layer, state in states:
-        vars(layer).clear()
-        vars(layer).update(state)
+def _put_back(layer: Any, state: dict[str, Any]) -> None:
+    """Gives a stock layer the attributes that it had."""
+    vars(layer).clear()
+    vars(layer).update(state)
 
 
 def _state(layer: Any) -> dict[str, Any]:
