@@ -100,7 +100,9 @@ class Fuse:
 def failing(name: str, place: str, cache: DynamicCache) -> None:
     """Generates with the cache until an error: in a stopping criterion, in the last layer while drafts are verified, or
     in a mixer that runs again over accepted tokens."""
-    target, prompt = target_of(name), torch.tensor(PROMPT)
+    target, drafter, prompt = target_of(name), build_drafter(name), torch.tensor(PROMPT)
+    # making a drafter, and the first call of all, which tries the mixers, run the target, too
+    target.generate(prompt, assistant_model=drafter, **ASKED, **CHAIN)
     num_verified = CHAIN["num_assistant_tokens"] + 1
     asked, handle = ASKED | CHAIN | cache_argument(target.forward, cache), None
     if place == "criterion":
@@ -108,14 +110,12 @@ def failing(name: str, place: str, cache: DynamicCache) -> None:
     else:
         module, fuse = decoder_layers(target)[-1], Fuse(3, (num_verified,))
         if place == "rerun":
-            # the first call of all tries the mixers, and a try is no rerun
-            target.generate(prompt, assistant_model=build_drafter(name), **ASKED, **CHAIN)
             module = [module for module in target.modules() if type(module).__name__ in MIXERS][-1]
             fuse = Fuse(2, tuple(range(1, num_verified)))
         handle = module.register_forward_pre_hook(fuse.hook, with_kwargs=True)
     try:
         with pytest.raises(KeyError, match="own"):
-            target.generate(prompt, assistant_model=build_drafter(name), **asked)
+            target.generate(prompt, assistant_model=drafter, **asked)
     finally:
         if handle is not None:
             handle.remove()
@@ -143,14 +143,14 @@ def test_after_an_error_the_cache_holds_the_accepted_tokens(name, place):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_after_an_error_in_a_later_prompt_the_cache_is_as_it_was(name):
-    target, cache = target_of(name), cache_of(target_of(name))
+    target, drafter, cache = target_of(name), build_drafter(name), cache_of(target_of(name))
     given = cache_argument(target.forward, cache)
     text = target.generate(torch.tensor(PROMPT), **ASKED, **given).sequences
     before = {key: value.clone() for key, value in held(cache).items()}
     handle = decoder_layers(target)[-1].register_forward_pre_hook(Fuse(1).hook, with_kwargs=True)
     ids = torch.cat((text, torch.tensor([[4, 5, 6]])), dim=1)
     with pytest.raises(KeyError, match="own"):
-        target.generate(ids, assistant_model=build_drafter(name), **ASKED, **CHAIN, **given)
+        target.generate(ids, assistant_model=drafter, **ASKED, **CHAIN, **given)
     handle.remove()
     assert num_hooks(target) == 0
     after = held(cache)
