@@ -92,8 +92,9 @@ class DrafterRunner:
 
     def go_on_with(self, layers: list[list[Tensor]], lengths: list[int]) -> None:
         """Goes on after tokens that an earlier call has read, whose keys and values are `layers`."""
-        for ours, (keys, values) in zip(self.past_key_values.layers, layers, strict=True):
-            cast(SlotLayer, ours).hold(keys.to(self.like), values.to(self.like), max(lengths))
+        if max(lengths) > 0:
+            for ours, (keys, values) in zip(self.past_key_values.layers, layers, strict=True):
+                cast(SlotLayer, ours).hold(keys.to(self.like), values.to(self.like), max(lengths))
         self.go_on_from(lengths)
 
     def go_on_from(self, lengths: list[int]) -> None:

@@ -125,6 +125,19 @@ def test_batches_whose_prompts_are_padded(is_whole):
         text = next_turn(text, found[0], turn)
 
 
+def test_a_first_turn_of_which_nothing_was_read_yet():
+    """A prompt of one token: its state waits for the token after it, and then for a draft."""
+    pair = pair_of("qwen3")
+    past, fresh = DynamicCache(config=pair[0].config), DynamicCache(config=pair[0].config)
+    said, *_ = drafted(pair, TEXT[:1, :1], past, max_new_tokens=1, num_assistant_tokens=4)
+    assert (kept_with(past).lengths, kept_with(past).counts) == ([0], [1])
+    text = torch.cat((TEXT[:1, :1], said, TEXT[:1, 5:12]), dim=1)
+    found, expected = drafted(pair, text, past, **CHAIN), drafted(pair, text, fresh, **CHAIN)
+    assert_close("said", found[0], expected[0])
+    assert found[1:] == expected[1:]
+    assert_same_reading(kept_with(past), kept_with(fresh))
+
+
 def test_each_token_is_read_once():
     """By target and drafter, over all turns: drafts aside."""
     pair = target, _ = pair_of("qwen3")
