@@ -15,6 +15,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from ..cache_names import CACHE
 from . import adopt
+from .states import is_recurrent
 
 MOST_TOKENS = 16_384  # 2 GB of keys and values for a model of 8B in 16 bits
 # transformers before it reads the cached tokens of a prompt once more where it reads the prompt in pieces
@@ -80,8 +81,9 @@ class PrefixCache:
                     adopt.crop(text.cache, len(text.ids) - count)
                 return CachedText(ids, text.cache, len(ids), count)
         cache = DynamicCache(config=self.target.config.get_text_config(decoder=True))
-        has_length = adopt.attention_layers(cache)  # states tell none
-        return CachedText(ids, cache if has_length else None, len(ids))
+        # States can be cut nowhere, and some of transformers' layers that keep them (Mamba's, Jamba's) begin anew where
+        # they read several tokens after a cached text.
+        return CachedText(ids, None if is_recurrent(cache) else cache, len(ids))
 
     def _serves(self, config: Any) -> bool:
         """Returns whether generate() would make a cache of the kind that is kept here, of one text."""
