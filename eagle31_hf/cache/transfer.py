@@ -50,7 +50,7 @@ class Mirrored:
 
 def to_device(device: torch.device, *values: Sequence) -> list[Tensor]:
     """Rectangular nested lists of integers -> int64 tensors of their shapes on the device, by one copy."""
-    host = [torch.tensor(value, dtype=torch.long) for value in values]
+    host = [torch.tensor(value, dtype=torch.long, device="cpu") for value in values]
     if device.type == "cpu":
         return host
     packed = torch.cat([part.flatten() for part in host])

@@ -41,7 +41,9 @@ class DraftSampler:
         self.shape_by(logits_processor)
         self.device = drafter.like.device
         self.draft_ids = drafter.draft_to_target_ids()  # None: the drafter's columns are target ids
-        ids = torch.arange(drafter.config.draft_vocab_size) if self.draft_ids is None else self.draft_ids
+        ids = self.draft_ids
+        if ids is None:
+            ids = torch.arange(drafter.config.draft_vocab_size, device=self.device)
         self.columns: Tensor | None = None  # of the drafter's logits, where some are padding of its vocabulary
         if bool((ids >= vocab_size).any()):
             self.columns = (ids < vocab_size).nonzero()[:, 0].to(self.device)

@@ -16,7 +16,7 @@ class Noise:
     the same whenever it is asked for."""
 
     def __init__(self, num_sequences: int, vocab_size: int, device: torch.device, is_coupled: bool):
-        seed = int(torch.randint(2**48, ()))
+        seed = int(torch.randint(2**48, (), device="cpu"))
         self.generators = [torch.Generator(device).manual_seed(seed + b) for b in range(num_sequences)]
         self.vocab_size = vocab_size
         self.device = device

@@ -51,7 +51,7 @@ class Ends:
         `new_scores`: (1, V) a token, where they are kept."""
         self.finished[b] = self._is_met(b, tokens, new_scores)
         if self.stopping.streamer is not None:
-            self.stopping.streamer.put(torch.tensor(tokens[-1:]))
+            self.stopping.streamer.put(torch.tensor(tokens[-1:], device="cpu"))
         return self.finished[b]
 
     def after_step(self, ids: Tensor, new_scores: list[Tensor]) -> None:

@@ -83,8 +83,14 @@ class TargetRunner:
         return getattr(self.past_key_values, "_is_user_defined", False)
 
     def prefill(self, input_ids: Tensor) -> CausalLMOutputWithPast:
-        """Runs the prompt (B, L), less what the cache already holds. Raises ValueError where the cache then holds
-        anything else than it."""
+        """Runs the prompt (B, L), less what the cache already holds. Raises ValueError where nothing of it is left to
+        run, and where the cache then holds anything else than it."""
+        if self.num_cached >= input_ids.shape[1]:  # generate alone would read the whole prompt again, after itself
+            raise DraftingRefusedError(
+                f"EAGLE drafting: the cache handed in already holds {self.num_cached} tokens, and the prompt has"
+                f" {input_ids.shape[1]}; expected a prompt of which at least one token is not in the cache. Add what is"
+                f" new to the prompt, or crop the cache: past_key_values.crop({input_ids.shape[1] - 1 - self.num_cached})."
+            )
         if self.placement is not None:
             self.placement.is_final = True
         try:

@@ -373,7 +373,7 @@ def _measured(groups: list[Group]) -> Choice:
 
 
 def _rows(num: int, layer: nn.Linear) -> Tensor:
-    values = torch.randn(num, layer.in_features, generator=torch.Generator().manual_seed(num))
+    values = torch.randn(num, layer.in_features, generator=torch.Generator().manual_seed(num), device="cpu")
     return values.to(layer.weight.dtype)
 
 

@@ -376,7 +376,7 @@ def _in_fp32(module: Any, config: Any) -> Any:
 
 
 def _random(shape: tuple[int, ...], like: Tensor, seed: int = 0) -> Tensor:
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu")
     return (values * SPREAD).to(like.device)
 
 

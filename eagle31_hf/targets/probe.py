@@ -200,9 +200,7 @@ def difference(got: Tensor, expected: Tensor, is_told: Tensor | None = None) -> 
 @torch.no_grad()
 def _rounding(target: PreTrainedModel) -> float:
     """What rounding may come to where a target's own kernels read a sequence in two forwards in place of one."""
-    config, device = target.config.get_text_config(decoder=True), execution_device(target.get_input_embeddings())
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, config.vocab_size, (1, PREFIX + len(PARENTS)), generator=generator).to(device)
+    config, ids = target.config.get_text_config(decoder=True), drawn_ids(target, PREFIX + len(PARENTS))
     cache = DynamicCache(config=config)
     for part, seen in ((ids[:, :PREFIX], PREFIX), (ids[:, PREFIX:], ids.shape[1])):
         out = target(
@@ -236,13 +234,17 @@ class Tree:
     depths: Tensor
 
 
+def drawn_ids(target: PreTrainedModel, num_tokens: int) -> Tensor:
+    """The ids (1, num_tokens) that targets are tried on, the same on every device."""
+    num_ids = target.config.get_text_config(decoder=True).vocab_size
+    drawn = torch.randint(0, num_ids, (1, num_tokens), generator=torch.Generator().manual_seed(0), device="cpu")
+    return drawn.to(execution_device(target.get_input_embeddings()))
+
+
 def random_tree(target: PreTrainedModel) -> Tree:
     """The tree that targets are tried on."""
-    config = target.config.get_text_config(decoder=True)
-    device = execution_device(target.get_input_embeddings())
-    generator = torch.Generator().manual_seed(0)
-    draw = torch.randint(0, config.vocab_size, (1, PREFIX + len(PARENTS)), generator=generator).to(device)
-    ancestors = ancestors_of(torch.tensor([PARENTS[1:]], device=device), depth=len(PARENTS))
+    draw = drawn_ids(target, PREFIX + len(PARENTS))
+    ancestors = ancestors_of(torch.tensor([PARENTS[1:]], device=draw.device), depth=len(PARENTS))
     return Tree(draw[:, :PREFIX], draw[:, PREFIX:], ancestors, ancestors.sum(2) - 1)
 
 
@@ -301,22 +303,20 @@ def _error(target: PreTrainedModel, logits_of: Callable[[PreTrainedModel, Tree],
 @torch.no_grad()
 def _error_of_the_shorter(target: PreTrainedModel) -> float:
     """The `difference` of a token's logits when it is read beside one of a sequence that is GAP tokens longer."""
-    config, device = target.config.get_text_config(decoder=True), execution_device(target.get_input_embeddings())
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, config.vocab_size, (1, PREFIX + 1), generator=generator).to(device)
+    config, ids = target.config.get_text_config(decoder=True), drawn_ids(target, PREFIX + 1)
     expected, cache = target(input_ids=ids, use_cache=False).logits[:, PREFIX:], DynamicCache(config=config)
     given = cache_argument(target.forward, cache) | {"use_cache": True}
     ids, starts = ids.expand(2, -1), Mirrored([PREFIX + GAP, PREFIX])  # the longer one's tokens in between are missing
-    here = torch.zeros(2, 1, dtype=torch.long, device=device)
+    here = torch.zeros(2, 1, dtype=torch.long, device=ids.device)
     with adopt.slots(cache, ARENA) as placement:
         assert placement is not None
         target(input_ids=ids[:, :PREFIX], **given)
         adopt.settle(cache, PREFIX + GAP)
-        placement.place(starts, 1, device)
+        placement.place(starts, 1, ids.device)
         mask = SlotMask(starts, torch.ones_like(here, dtype=torch.bool)[:, None], here, here)
         logits = target(
             input_ids=ids[:, PREFIX:],
-            position_ids=starts.on(device),
+            position_ids=starts.on(ids.device),
             attention_mask=slot_masks(target, cache, mask),
             **given,
         ).logits
@@ -327,9 +327,7 @@ def _error_of_the_shorter(target: PreTrainedModel) -> float:
 def _error_with_attentions(target: PreTrainedModel) -> float:
     """The `difference` of a token's logits when the target reads tokens after it in the same forward, attentions being
     returned."""
-    config, device = target.config.get_text_config(decoder=True), execution_device(target.get_input_embeddings())
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, config.vocab_size, (1, PREFIX + 3), generator=generator).to(device)
+    config, ids = target.config.get_text_config(decoder=True), drawn_ids(target, PREFIX + 3)
     found = []
     for num_tokens in (1, 3):
         cache = DynamicCache(config=config)

@@ -63,7 +63,7 @@ class Call:
         call = replace(self, args=args, kwargs=kwargs, num_tokens=num_tokens)
         if len(rows) == self.num_rows:
             return call
-        index = torch.tensor(rows)
+        index = torch.tensor(rows, device="cpu")
 
         def chosen(value: Tensor) -> Tensor:  # a single row is shared by all
             is_by_row = value.dim() > 1 and value.shape[0] == self.num_rows

@@ -19,6 +19,7 @@ from .shapes import drafter_fields
 from .target import StoredTarget, TargetReader
 
 HEADS = ("target", "scratch")
+COUNTED_AT_ONCE = 2**16  # tokens
 STATES_AT_ONCE = 256  # of which the target's logits are computed
 
 
@@ -76,9 +77,14 @@ def copy_head(drafter: Eagle31DrafterModel, target: PreTrainedModel | StoredTarg
 def count_answers(examples: Any, vocab_size: int) -> Tensor:
     """Returns how often each token is one of an answer's: (V,) int64."""
     counts = torch.zeros(vocab_size, dtype=torch.long)
+    waiting, num_waiting = list[Tensor](), 0  # an addition of all counts takes longer than counting an answer's tokens
     for index in range(len(examples)):
         tokens = tokens_at(examples, index)
-        counts += torch.bincount(tokens.input_ids[tokens.answers], minlength=vocab_size)
+        waiting.append(tokens.input_ids[tokens.answers])
+        num_waiting += len(waiting[-1])
+        if num_waiting >= COUNTED_AT_ONCE or index + 1 == len(examples):
+            counts += torch.bincount(torch.cat(waiting), minlength=vocab_size)
+            waiting, num_waiting = [], 0
     return counts
 
 

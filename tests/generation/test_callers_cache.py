@@ -195,6 +195,18 @@ def test_an_empty_cache_then_takes_another_batch(refusing, make_target, cache):
     assert_close("text", text, alone.generate(**asked(DynamicCache(config=target.config), 0, num_sequences=3)))
 
 
+@pytest.mark.parametrize("num_new", [0, -3])
+def test_a_cache_that_holds_the_whole_prompt_is_refused_first(make_target, make_drafter, num_new):
+    target, past = make_target("qwen3"), DynamicCache()
+    before = copy.deepcopy(filled(target, past, 17))
+    message = rf"holds 17 tokens, and the prompt has {17 + num_new}; .*past_key_values.crop\({num_new - 1}\)"
+    with pytest.raises(DraftingRefusedError, match=message):
+        target.generate(**asked(past, 17, num_new=num_new), assistant_model=make_drafter(target))
+    assert_same("layers", attributes(past), attributes(before))
+    past.crop(num_new - 1)
+    target.generate(**asked(past, 17, num_new=num_new), assistant_model=make_drafter(target))
+
+
 # --- static caches that are too short ---
 
 SLOTS = 30

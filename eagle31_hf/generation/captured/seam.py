@@ -97,7 +97,7 @@ class CudaGraphs:
         return graph.replay
 
     def start_reading(self, tensor: Tensor) -> Callable[[], Tensor]:
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         host.copy_(tensor, non_blocking=True)
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
