@@ -16,6 +16,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -218,7 +219,7 @@ def beside_speculators() -> str:
     return search_table.beside_speculators(search_rows())
 
 
-GPU = ROOT / "benchmarks/results/h200.json"
+RESULTS = ROOT / "benchmarks/results"
 OTHER_WAYS = {
     "generate() alone": "plain, ",
     "generate() alone, a compiled static cache": "plain, static cache, compiled, ",
@@ -226,14 +227,16 @@ OTHER_WAYS = {
 }
 
 
-def gpu() -> str:
-    """Tokens a second on a GPU by length of the prompt, of captured rounds and of the target alone."""
-    sections = read(GPU)["sections"]
+def gpu(card: str) -> str:
+    """Tokens a second on a GPU by length of the prompt, of captured rounds and, where it was measured, of the target
+    alone."""
+    sections = read(RESULTS / f"{card}.json")["sections"]
+    rivals = sections.get("rivals", {"rows": []})["rows"]
     rounds = [row for row in sections["rounds"]["rows"] if "steps" in row]
     prompts = sorted({row["prompt_tokens"] for row in rounds})
-    speeds = {row["name"]: row.get("tokens_per_second") for row in (*sections["rivals"]["rows"], *rounds)}
+    speeds = {row["name"]: row.get("tokens_per_second") for row in (*rivals, *rounds)}
     first = [row for row in rounds if row["prompt_tokens"] == prompts[0]]
-    lines = [(name, "1", way, "") for name, way in OTHER_WAYS.items()]
+    lines = [(name, "1", way, "") for name, way in OTHER_WAYS.items() if rivals]
     for row in first:
         way = row["name"].split(", ", 1)[1].rsplit("prompt ", 1)[0]
         lines.append((in_words(way), f"{row['mean_accepted_length']:.2f}", way, f"{row['round_over_floor']:.2f}"))
@@ -261,7 +264,7 @@ def figure(value: float | None) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "chat": chat, "chat-speed": chat_speed, "chat-conditions": chat_conditions, "chat-eagle3": chat_eagle3,
     "demo": demo, "engine": engine, "families": families, "training": training, "search": search,
-    "beside-speculators": beside_speculators, "gpu": gpu,
+    "beside-speculators": beside_speculators, "gpu": partial(gpu, "h200"), "gpu-h100": partial(gpu, "h100"),
 }  # fmt: skip
 
 
