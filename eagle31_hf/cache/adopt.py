@@ -114,21 +114,21 @@ ADOPTED: dict[type, tuple[Callable[..., SlotLayer], Callable[..., None]]] = {
 
 
 def _from_hybrid(layer: Any, placement: Placement, limit: int) -> SlotLayer:
-    ours = HybridSlotLayer(layer, placement, limit)
+    ours = HybridSlotLayer(layer, placement, limit, window=getattr(layer, "sliding_window", None))
     return ours.hold(layer.keys, layer.values, layer.get_seq_length()) if layer.get_seq_length() else ours
 
 
 KEYLESS = {DUMMY}  # layers without keys, which stay as they are: those that hold nothing, and states alone
 if HAS_METHODS:
     ADOPTED[cache_utils.LinearAttentionAndFullAttentionLayer] = _from_hybrid, _to_dynamic
+    ADOPTED[cache_utils.LinearAttentionAndSlidingWindowAttentionLayer] = _from_hybrid, _to_sliding
     KEYLESS |= {cache_utils.LinearAttentionLayer}
 
 
 def is_adoptable(cache: Cache) -> bool:
     """Returns whether `slots` can keep this cache's tokens."""
     kinds = {type(layer) for layer in cache.layers} | ({cache.layer_class_to_replicate} - {None})
-    has_keys = bool(kinds - KEYLESS) or not kinds
-    return has_keys and kinds - KEYLESS <= set(ADOPTED) and not cache.offloading
+    return kinds - KEYLESS <= set(ADOPTED) and not cache.offloading
 
 
 @contextmanager
@@ -155,7 +155,7 @@ def slots(cache: Cache, limit: int) -> Iterator[Placement | None]:
         yield placement
     except BaseException as error:
         is_refused = isinstance(error, DraftingRefusedError | CacheFullError)
-        if is_refused or all(layer.settled == layer.found for layer in slot_layers(cache)):
+        if is_refused or not placement.has_accepted:
             for layer, state in states:
                 _put_back(layer, state)
         for layer in slot_layers(cache):

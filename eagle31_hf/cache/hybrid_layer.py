@@ -3,19 +3,20 @@
 from typing import Any
 
 from torch import Tensor
+from transformers import cache_utils
 
 from .layer import Placement, SlotLayer
-from .states import STATE_LAYER
 
-STATES: Any = STATE_LAYER or object
+# transformers takes a layer with states for one without keys, unless it is of this class; older versions have none.
+BOTH: Any = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", object)
 
 
-class HybridSlotLayer(SlotLayer, STATES):
+class HybridSlotLayer(SlotLayer, BOTH):
     """The keys are in slots; the states stay with the stock layer that it stands in for, whose attributes it shows."""
 
-    def __init__(self, stock: Any, placement: Placement, limit: int):
+    def __init__(self, stock: Any, placement: Placement, limit: int, window: int | None = None):
         self.stock = stock
-        SlotLayer.__init__(self, placement, limit)
+        SlotLayer.__init__(self, placement, limit, window)
 
     def __getattr__(self, name: str) -> Any:  # asked for what it has not itself: the states and what is said of them
         if name == "stock":

@@ -31,7 +31,7 @@ class Placement:
     `slots` (W, R): for rows that differ, the slot of every token of the W rows in `written`, the others are not
     written. `high`: the greatest first slot of a row. `low`: the least slot a token stands at (a tree's nodes are
     written further on than they stand). `is_final`: nothing of it will be taken back, so windowed layers need not
-    keep more than their window.
+    keep more than their window. `has_accepted`: some of the tokens that the call has written are accepted.
     """
 
     slots: Tensor | None = None
@@ -39,6 +39,7 @@ class Placement:
     low: int | None = None
     high: int | None = None
     is_final: bool = False
+    has_accepted: bool = False
 
     def place(self, starts: Mirrored, num_tokens: int, device: torch.device, commit: Commit | None = None) -> None:
         """Places as many tokens a sequence, from slot `starts[b]` on; with a commit, only the sequences that go on
@@ -72,7 +73,7 @@ class SlotLayer(DynamicLayer):
     """
 
     def __init__(self, placement: Placement, limit: int | None = None, window: int | None = None, fixed: bool = False):
-        super().__init__()
+        DynamicLayer.__init__(self)  # alone, whatever else a subclass is
         self.placement = placement
         self.limit = limit
         self.fixed = fixed

@@ -133,6 +133,8 @@ def can_see_rows(request: Request, runner: TargetRunner) -> bool:
     is_wanted = len(request.input_ids) > 1 and runner.mixers.is_needed and runner.placement is not None
     if not is_wanted or request.drafter.config._attn_implementation not in MASKED:
         return False
+    if not runner.has_keys:
+        return True
     return why_no_rows(request.target, runner.passes_positions(request.input_ids)) is None
 
 

@@ -77,6 +77,11 @@ class TargetRunner:
         )
 
     @property
+    def has_keys(self) -> bool:
+        """Returns whether some layer of the cache keeps keys: without any, masks and positions mean nothing."""
+        return bool(cache.attention_layers(self.past_key_values)) or not self.past_key_values.layers
+
+    @property
     def cache_outlives_call(self) -> bool:
         """Returns whether the caller keeps the cache: rows that end before others must then leave in it what plain
         decoding writes."""
@@ -86,10 +91,11 @@ class TargetRunner:
         """Runs the prompt (B, L), less what the cache already holds. Raises ValueError where nothing of it is left to
         run, and where the cache then holds anything else than it."""
         if self.num_cached >= input_ids.shape[1]:  # generate alone would read the whole prompt again, after itself
+            num_tokens = input_ids.shape[1]
             raise DraftingRefusedError(
                 f"EAGLE drafting: the cache handed in already holds {self.num_cached} tokens, and the prompt has"
-                f" {input_ids.shape[1]}; expected a prompt of which at least one token is not in the cache. Add what is"
-                f" new to the prompt, or crop the cache: past_key_values.crop({input_ids.shape[1] - 1 - self.num_cached})."
+                f" {num_tokens}; expected a prompt of which at least one token is not in the cache. Add what is new to"
+                f" the prompt, or crop the cache: past_key_values.crop({num_tokens - 1 - self.num_cached})."
             )
         if self.placement is not None:
             self.placement.is_final = True
@@ -121,6 +127,7 @@ class TargetRunner:
         self.mixers.check()
         if self.placement is not None:
             cache.settle(self.past_key_values, expected)
+            self.placement.has_accepted = True
         else:
             cache.crop(self.past_key_values, 0)
         return outputs
@@ -145,7 +152,8 @@ class TargetRunner:
         for name in TOKEN_TYPES:
             if kwargs.get(name) is not None:
                 kwargs[name] = kwargs[name][:, -1:].expand(-1, num_nodes)
-        kwargs["position_ids"] = self._positions(sequences, depths)
+        if self.last_position is not None:
+            kwargs["position_ids"] = self._positions(sequences, depths)
         assert self.placement is not None
         self.placement.place(starts, num_nodes, ids.device, commit)
         try:

@@ -16,11 +16,14 @@ MASKLESS = ("linear_attention", "conv")  # types of layers that take no mask onc
 
 def slot_masks(
     target: PreTrainedModel, past_key_values: Cache, mask: SlotMask, going: list[int] | None = None
-) -> Tensor | dict[str, Tensor]:
-    """Additive masks (B, 1, N, keys) in the form the target takes: by layer type where its config has them, else one.
+) -> Tensor | dict[str, Tensor] | None:
+    """Additive masks (B, 1, N, keys) in the form the target takes: by layer type where its config has them, else one;
+    None where no layer has keys.
 
     `mask`: of N new tokens as queries; `going`: the sequences that have not ended, by default all.
     """
+    if past_key_values.layers and not cache.attention_layers(past_key_values):
+        return None
     has_states = is_recurrent(past_key_values)
     windows = _windows_beside_states(target) if has_states else windows_of(target)
     starts = mask.starts.host
@@ -30,7 +33,8 @@ def slot_masks(
         seen_from, end = cache.key_span(past_key_values, starts, mask.visible.shape[1], window)
         return mask.additive(end, target.dtype, seen_from, window)
 
-    masks: dict[str, Any] = {kind: additive(window) for kind, window in windows.items()}
+    by_window = {window: additive(window) for window in {*windows.values()}}
+    masks: dict[str, Any] = {kind: by_window[window] for kind, window in windows.items()}
     if has_states:
         masks |= dict.fromkeys(MASKLESS)
     return masks.get(ALL_LAYERS, masks)
@@ -59,7 +63,8 @@ def _windows_beside_states(target: PreTrainedModel) -> dict[str, int | None]:
     """The windows of a target with recurrent states, by all types that its code may ask for, whatever its config
     says."""
     window = getattr(target.config.get_text_config(decoder=True), "sliding_window", None)
-    return {"full_attention": None, "sliding_attention": window}
+    kinds = {"full_attention": None, "sliding_attention": window}
+    return kinds | {"hybrid": None, "hybrid_sliding": window}  # ZAYA's names, whose layers have states beside keys
 
 
 def spans_of(starts: Tensor, begin: Tensor, places: Tensor, bits: Tensor, window: int | None) -> Tensor:

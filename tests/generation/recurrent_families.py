@@ -88,8 +88,9 @@ RECURRENT_FAMILIES = {
         1,
     ),
 }
-# Batches in step: no layer has keys, or states lie beside keys of a window.
-IN_STEP_FOR_STATES = ("Mamba2", "Mamba", "FalconMamba", "ZAYA", "Inkling", "Inkling2")
+# Batches in step: they attend by where tokens stand in the longest sequence.
+IN_STEP_FOR_STATES = ("Inkling", "Inkling2")
+WITHOUT_KEYS = ("Mamba2", "Mamba", "FalconMamba")
 # Their layers pass several states of a token on, of hyper-connections, or keep states of compressed keys: refused.
 STREAMS = {
     "Qwen4-Exp": (
