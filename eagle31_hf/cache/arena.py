@@ -27,7 +27,7 @@ class Arena:
     def __init__(self, capacity: int, num_rows: int | None = None):
         self.capacity, self.num_rows = capacity, num_rows
         self.buffers: dict[int, list[Tensor]] = {}  # by layer: keys, values
-        self.table: Any = None  # of them, for kernels; graphs read it, so it is kept as long as the arena
+        self.tables = list[Any]()  # of them, for kernels; graphs read these, so they are kept as long as the arena
 
     def of_layer(self, index: int, like: tuple[Tensor, Tensor]) -> list[Tensor]:
         """The buffers of a layer whose new keys and values (B, H, T, D) are `like` these."""
@@ -137,7 +137,7 @@ def why_not_in_arena(cache: Cache, max_length: int) -> str | None:
     None where they can."""
     layers = slot_layers(cache)
     if not layers or is_recurrent(cache) or any(not isinstance(layer, (SlotLayer, DUMMY)) for layer in cache.layers):
-        return f"its {type(cache).__name__} has layers that are not attention's"
+        return f"the target's {type(cache).__name__} has layers that are not attention's"
     limits = [layer.limit for layer in layers if layer.fixed and layer.limit is not None]
     if limits and min(limits) < max_length - 1:  # the last token of a text is never read
         return "the static cache is shorter than the longest text"  # which may end before

@@ -233,7 +233,7 @@ def executor_of(request: Request, eager: EagerExecutor, seam: Seam | None, why_e
                 with kept.serving(eager) as executor:
                     yield executor
                 return
-            why_eager = kept.failures[0] if kept else "it is within a call of these models in captured rounds"
+            why_eager = kept.failures[0] if kept else "it is within a call in captured rounds"
     eager.recorder.execution = f"eagerly: {why_eager}"
     logger.warning_once(f"EAGLE drafting: rounds of {type(request.target).__name__} run eagerly: {why_eager}.")
     yield eager

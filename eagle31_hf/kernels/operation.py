@@ -17,10 +17,10 @@ OPERATIONS: dict[str, "Operation"] = {}
 
 
 class Operation:
-    """`eagle31::name`, one node for torch.compile, torch.export and every counter of operations.
+    """`eagle31::name`, one operation for torch.compile, torch.export and profilers.
 
-    `reference` is its specification: what it returns, in fp32, rounded to the dtype asked for once. The kernel is the
-    function `name` of the module beside it, `x_triton.py`, which takes the same arguments.
+    `reference` is its specification: unless it says otherwise, what it computes in fp32, rounded once. The kernel is
+    the function `name` of the module beside it, `x_triton.py`, which takes the same arguments.
     """
 
     def __init__(self, reference: Callable[..., Any], mutates: tuple[str, ...], shapes: Callable[..., Any]):

@@ -1,5 +1,5 @@
 """Decoder layers of the Llama form run by fewer operations than their own forward has. Where a mask of spans is
-passed, on a GPU, these are the `kernels`: eight nodes of a graph a layer, in place of forty and more. In rounds on a
+passed, on a GPU, these are the `kernels`: eight operations a layer, in place of forty and more. In rounds on a
 CPU see `rows_layer`. Each layer has to prove that it has this form: that `through_layer` computes what it does.
 
 N nodes of a tree, h target width.
@@ -131,8 +131,8 @@ def why_not_fused(target: PreTrainedModel) -> list[str | None]:
             reasons, is_kept = _tried(target, stages)
         if is_kept:
             _verdicts[target] = Verdict(key, reasons)
-            first = next((reason for reason in reasons if reason), None)
-            logger.info("%d of %d stages of the target are fused (%s).", reasons.count(None), len(reasons), first)
+            first = next((f" ({reason})" for reason in reasons if reason), "")
+            logger.info("%d of %d stages of the target are fused%s.", reasons.count(None), len(reasons), first)
         return reasons
 
 

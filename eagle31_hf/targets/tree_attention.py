@@ -25,7 +25,8 @@ STANDS_IN_FOR = ("eager", "sdpa")  # implementations whose models hand a mask of
 
 def own_attention(model: PreTrainedModel) -> str:
     """The attention implementation of a model, as its user has set it."""
-    return str(model.config._attn_implementation).removeprefix(PREFIX)
+    config = model.config.get_text_config(decoder=True)
+    return str(config._attn_implementation).removeprefix(PREFIX)
 
 
 def _attention(implementation: str):

@@ -1,6 +1,7 @@
 """What is captured serves calls that differ in temperature, length or batch, and is made anew where it must be."""
 
 import random
+from threading import Barrier, Thread
 
 import pytest
 import torch
@@ -9,11 +10,11 @@ from close import TARGET_FORWARD, assert_close
 from conftest import PROMPT, PRUNED_IDS, VOCAB, build_drafter, build_target
 from observers import Puts
 from recorded import Recorded
-from transformers import DynamicCache
+from transformers import DynamicCache, StoppingCriteria
 
 from eagle31_hf import track_acceptance
 from eagle31_hf.cache import arena
-from eagle31_hf.generation.captured import kept
+from eagle31_hf.generation.captured import executor, kept
 from eagle31_hf.generation.captured.carry import Carry
 from eagle31_hf.generation.captured.kept import release
 from eagle31_hf.generation.captured.seam import Uncaptured, seams
@@ -191,7 +192,61 @@ def test_a_call_within_a_call_runs_eagerly(pair):
     with seams(lambda device: Recorded()):
         text = pair[0].generate(**options, assistant_model=pair[1], **CHAIN, streamer=Nested())
     assert text.tolist() == expected
-    assert found == [(expected, "eagerly: it is within a call of these models in captured rounds")]
+    assert found == [(expected, "eagerly: it is within a call in captured rounds")]
+
+
+def test_threads_whose_calls_hold_calls_of_each_others_size(pair):
+    """Neither waits for the other: a call within a call is never captured."""
+    texts, both, options = {}, Barrier(2), batch_of(*PROMPT, **GREEDY)
+
+    class Nested(StoppingCriteria):
+        def __init__(self, inner):
+            self.inner = inner
+
+        def __call__(self, input_ids, scores, **kwargs):
+            if self.inner not in texts:
+                both.wait(timeout=60)  # each holds what is kept for its size
+                text = pair[0].generate(**options, assistant_model=pair[1], num_assistant_tokens=self.inner)
+                texts[self.inner] = text.tolist()
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    def call(outer, inner):
+        given = {"num_assistant_tokens": outer, "stopping_criteria": [Nested(inner)]}
+        pair[0].generate(**options, assistant_model=pair[1], **given)
+
+    with seams(lambda device: Recorded()):
+        threads = [Thread(target=call, args=depths, daemon=True) for depths in ((2, 4), (4, 2))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=60)
+    assert texts == dict.fromkeys((2, 4), pair[0].generate(**options).tolist())
+
+
+def test_states_of_an_earlier_call_are_not_read(pair):
+    """They may not be finite; idle rows have some, and those that pad what a prompt has left."""
+    seam, options = Recorded(), batch_of(*known_prompts(pair[0], 5, 3, 4), **GREEDY)
+    counts = []
+    for spoil in (False, True):
+        for one in kept._kept.get(pair[1], {}).get(pair[0], {}).values() if spoil else ():
+            one.carry.states.fill_(float("nan"))
+        with seams(lambda device: seam), track_acceptance() as stats:
+            pair[0].generate(**options, assistant_model=pair[1], **CHAIN)
+        counts.append(stats.accepted_per_position)
+    assert counts[0] == counts[1]
+    assert sum(counts[0]) > 0
+
+
+def test_tables_that_graphs_read_are_kept(pair, monkeypatch):
+    """The cache of tables may have dropped one meanwhile, and make another for the next plan."""
+    made = list[object]()
+    monkeypatch.setattr(executor, "table_of", lambda buffers: made.append(object()) or made[-1])
+    with seams(lambda device: Recorded()):
+        for depth in (2, 3):
+            pair[0].generate(**batch_of(*PROMPT, **GREEDY), assistant_model=pair[1], num_assistant_tokens=depth)
+    sizes = kept._kept[pair[1]][pair[0]].values()
+    assert len(made) >= 2
+    assert [table for size in sizes for table in size.arenas[0].tables] == made
 
 
 def test_the_cause_of_a_failure_is_told(pair):

@@ -230,6 +230,28 @@ def test_short_memory_is_no_fault_and_no_proof(pair, monkeypatch):
     assert len(checked) == proof.ROUNDS
 
 
+def test_without_memory_a_call_tries_once(pair, monkeypatch):
+    tries = []
+
+    def without_memory(*args):
+        tries.append(args)
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(proof, "_check_forward", without_memory)
+    decode(pair, CHAIN, Recorded(), **asked(pair, 5))
+    assert len(tries) == 1
+
+
+def test_positions_that_do_not_begin_at_zero_are_compared_as_they_are():
+    """Of a target that has learnt what each position means."""
+    target = build_target("gpt2")
+    pair, options = (target, build_drafter(target)), asked((target,), 5)
+    options["position_ids"] = torch.arange(options["inputs"].shape[1])[None] + 7
+    text, executions = decode(pair, CHAIN, Recorded(), **options)
+    assert text == target.generate(**options).tolist()
+    assert [*executions] == [f"as {Recorded.name}"]
+
+
 def test_a_round_that_cannot_be_compared_is_not_trusted(pair, monkeypatch):
     def failing(*args):
         raise ValueError("no such layout")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..planning.buckets import DEEPEST
 
-UNCHANGED = ("noise", "rope")  # tensors of a carry that no round writes to
+OPTIONAL = ("noise", "rope")  # tensors of a carry that are made where a call needs them; no round writes to them
 FEW_ROWS = 8  # up to which numbers of rows are powers of two; beyond, multiples of it
 
 
@@ -27,7 +27,7 @@ class Carry:
     yet: the target's states (B, M, n*ht), and the tokens after them (B, M), `count` (B, 1) of each sequence.
 
     `padding` (B, 1): tokens of left padding; `position` (B, 1), or (axes, B, 1): what is added to a slot to give the
-    target's position; `last_position`, of the same shape: the greatest one it may be asked for; `first_slot` (B, 1): of
+    target's position; `most_position`, of the same shape: the greatest one it may be asked for; `first_slot` (B, 1): of
     the text, the first one that the drafter reads.
 
     `noise` (B, S, V): of the slots the next rounds draw at, slot s at s mod S; None until a call samples. `rope` (C,
@@ -42,7 +42,7 @@ class Carry:
     states: Tensor
     padding: Tensor
     position: Tensor
-    last_position: Tensor
+    most_position: Tensor
     first_slot: Tensor
     noise: Tensor | None = None
     rope: Tensor | None = None
@@ -54,8 +54,8 @@ class Carry:
         device = like.device
         num_rows = positions[-2]
         shapes: dict[str, tuple[int, ...]] = {"text": (num_rows, capacity), "tokens": (num_rows, width)}
-        shapes |= dict.fromkeys(("position", "last_position"), positions)
-        names = [f.name for f in fields(cls) if f.name not in ("states", *UNCHANGED)]
+        shapes |= dict.fromkeys(("position", "most_position"), positions)
+        names = [f.name for f in fields(cls) if f.name not in ("states", *OPTIONAL)]
         integers = {
             name: torch.zeros(shapes.get(name, (num_rows, 1)), dtype=torch.long, device=device) for name in names
         }
@@ -71,8 +71,9 @@ class Carry:
         return self.text.shape[0]
 
     def rest(self) -> None:
-        """Makes all rows idle: each holds a text of one token that has ended."""
-        for name in ("going", "count", "padding", "first_slot", "position", "last_position"):
+        """Makes all rows idle: each holds a text of one token that has ended. States of an earlier call may not be
+        finite."""
+        for name in ("going", "count", "padding", "first_slot", "position", "most_position", "states"):
             getattr(self, name).zero_()
         self.length.fill_(1)
 
@@ -84,8 +85,8 @@ class Carry:
                 self.noise = torch.zeros(shape, dtype=torch.float32, device=self.text.device)
 
     def copied(self) -> dict[str, Tensor]:
-        """Copies of all tensors that rounds write to."""
-        return {f.name: getattr(self, f.name).clone() for f in fields(self) if f.name not in UNCHANGED}
+        """Copies of all tensors but the optional ones."""
+        return {f.name: getattr(self, f.name).clone() for f in fields(self) if f.name not in OPTIONAL}
 
     def put_back(self, copies: dict[str, Tensor]) -> None:
         """Makes the carry what it was when it was copied."""

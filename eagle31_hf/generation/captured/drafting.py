@@ -29,8 +29,8 @@ MOST_CANDIDATES = 1024  # of a tree, before the best are taken
 
 
 def fitted(plan: Plan) -> Plan:
-    """Returns a plan as kernels take it. Where a tree is larger, it has fewer nodes, and levels start from fewer of
-    them: the likeliest."""
+    """Returns a plan as kernels take it. A larger tree keeps fewer of its nodes, and runs fewer of each level, the
+    likeliest."""
     if plan.top_k == 1:
         return plan
     most_run = min(MOST_NEW - 1, MOST_CANDIDATES // plan.top_k - 1)
@@ -45,7 +45,7 @@ def can_fit(plan: Plan) -> bool:
 
 @dataclass
 class Side:
-    """A model and its cache in an arena. `states`: where the target's states are captured."""
+    """A model and its cache in an arena. `states`: of the target, what catches the states that the drafter reads."""
 
     model: Any
     cache: Cache
@@ -64,6 +64,7 @@ class Parts:
     draft_sampler: DraftSampler
     sampler: RejectionSampler
     not_fused: list[str | None]  # why each layer of the target is not, see `why_not_fused`
+    has_no_memory: bool = False  # for comparing a round with the target's own forward: it ran out once
 
 
 @dataclass
@@ -122,9 +123,9 @@ class Drafting:
         self.drafts: dict[Plan, Drafts] = {}
         self.parts: Parts | None = None  # of the call under way
         # What never changes is made once: every operation of a round is a node of its graph.
-        self.count = torch.arange(MOST_NEW, device=carry.text.device)[None]
-        self.from_end = self.count - 1  # slots, counted from a text's length: of its last token, and of those after it
-        self.below = (2 << self.count[:, :-1]) - 1  # of a chain's tokens: bits 0 to i
+        self.numbers = torch.arange(MOST_NEW, device=carry.text.device)[None]
+        self.from_end = self.numbers - 1  # slots, counted from a text's length: of its last token and those after it
+        self.below = (2 << self.numbers[:, :-1]) - 1  # of a chain's tokens: bits 0 to i
         self.zero = torch.zeros_like(carry.length)
         self.offsets: dict[int, tuple[Tensor, ...]] = {}  # by the tokens of a layout, see `_offsets`
         self.parent_offsets: dict[tuple[int, ...], Tensor] = {}  # of the nodes of trees, see `_parents`
@@ -198,7 +199,7 @@ class Drafting:
         """The drafts that tokens (B, 1) and their log-probabilities (B, 1) make."""
         num_sequences, count = len(self.carry.text), len(ids)
         none = self.carry.tokens[:, :0]
-        order = self.count[:, : count + 1].expand(num_sequences, -1)
+        order = self.numbers[:, : count + 1].expand(num_sequences, -1)
         return Drafts(
             torch.cat(ids, dim=1) if ids else none,
             order[:, :count],
@@ -242,7 +243,8 @@ class Drafting:
         key = k, *widths
         if key not in self.parent_offsets:
             numbers = [-1, 0, *(k * sum((1, *widths[:level])) for level in range(len(widths)))]
-            parts = [self.count.new_full((1, width), n) for width, n in zip((1, *widths), numbers, strict=False)]
+            pairs = zip((1, *widths), numbers, strict=False)  # the last level's numbers are nobody's parents
+            parts = [self.numbers.new_full((1, width), number) for width, number in pairs]
             self.parent_offsets[key] = torch.cat(parts, dim=1)
         parents = torch.cat([self.zero, *run], dim=1) + self.parent_offsets[key]
         return parents[..., None].expand(-1, -1, k).flatten(1)
@@ -258,7 +260,8 @@ class Drafting:
         return ids, log_probs
 
     def _drawn(self, logits: Tensor, level: int) -> tuple[Tensor, Tensor]:
-        """Draft logits (B, 1, Vd) -> one child, as the target would choose it, and its log-probability, (B, 1, 1)."""
+        """Draft logits (B, 1, Vd) -> one child, as the target would choose it, and its log-probability, (B, 1, 1): 0
+        where it was drawn, since nobody asks for it."""
         if self.parts.draft_sampler.is_plain:
             return self._likeliest(logits, 1, level)
         ids = self.parts.draft_sampler.drawn(logits[:, 0], self.noise_of(level))[:, None]

@@ -47,7 +47,7 @@ class CapturedExecutor:
         self.captured = captured
         self.failures = failures
         self.has_failed = False
-        self.was_short = False
+        self.was_short = False  # as the eager executor's
         self.num_unread = [0] * len(eager.sequences)  # tokens of each sequence that the carry holds for the drafter
         self.drafted: Plan | None = None  # whose drafts are made, or under way
         self.drafting: tuple[Any, Any] = None, None  # marks around it
@@ -66,7 +66,7 @@ class CapturedExecutor:
         return Room(0 if self.was_short else self.carry.width - 1, UNLIMITED, max(self.num_unread))
 
     def round(self, plan: Plan) -> Outcome:
-        plan = fitted(plan) if plan.depth > 0 else NO_DRAFTS  # eager rounds, too, write to the arena
+        plan = fitted(plan) if plan.depth > 0 else NO_DRAFTS  # eager rounds, too: an arena has room for so many nodes
         if self.has_failed:
             return self.eager.round(plan)
         callers = sys.exc_info()[1]  # an error that the caller is handling
@@ -94,7 +94,9 @@ class CapturedExecutor:
     def _capture(self, plan: Plan) -> None:
         """Captures a plan's draft and verify, where that has not been done."""
         arena = self.rounds.parts.target.arena
-        arena.table = arena.table or table_of(arena.all())
+        table = table_of(arena.all())  # the one that a capture finds; another one, where this was dropped meanwhile
+        if not any(table is kept for kept in arena.tables):
+            arena.tables.append(table)
         for part, function in (("draft", self.rounds.draft), ("verify", self.rounds.verify)):
             if (part, plan) in self.captured:
                 continue
@@ -179,7 +181,7 @@ class CapturedExecutor:
         lengths = sequences.lengths.host
         offset = runner.last_position - (sequences.prompt_length - 1)
         carry.position[..., rows, :] = offset
-        carry.last_position[..., rows, :] = offset + (self.eager.stopping.max_length - 1)
+        carry.most_position[..., rows, :] = offset + (self.eager.stopping.max_length - 1)
         self._send("length", lengths)
         self._send("count", self.num_unread)
         self._send("padding", runner.num_padding)
@@ -215,7 +217,7 @@ class CapturedExecutor:
         self.recorder.execution = f"eagerly: {self.failures[-1]}"
         self._give_back()
         self.eager.was_short = self.was_short
-        self.eager.holds_drafts = True
+        self.eager.holds_drafts = True  # rejected ones, past the end of the drafter's cache
 
     def _give_back(self) -> None:
         """Sets the lengths of both caches to what is committed, all but each text's last token, and hands back what the

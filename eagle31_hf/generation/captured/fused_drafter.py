@@ -1,4 +1,5 @@
-"""The drafter's forward over an arena by the operations of `kernels`: ten nodes of a graph a forward.
+"""The drafter's forward over an arena by the operations of `kernels`: eleven nodes of a graph a
+forward, its head included.
 
 B sequences, T tokens, h drafter width, n*ht width of a token's captured states, Vd draft vocabulary.
 """
@@ -62,7 +63,7 @@ def run_alone(drafter: Eagle31DrafterModel, given: DrafterInput) -> tuple[Tensor
         position_embeddings=tuple(given.rope),
         attention_mask=given.spans,
         past_key_values=given.cache,
-        logits_to_keep=0 if last is None else last[:, 0],
+        logits_to_keep=0 if last is None else last[:, 0],  # of each sequence its own
         return_dict=True,
     )
     return out.last_hidden_state if last is None else gathered(out.last_hidden_state, last), out.logits
@@ -92,8 +93,8 @@ def _through_first(
 
 
 def can_fuse(drafter: Eagle31DrafterModel) -> bool:
-    """Returns whether `run_fused` computes what the drafter's forward does: it is the library's own, with attention
-    over keys of several heads, and nothing of it is offloaded, wrapped or replaced, or quantized by others."""
+    """Returns whether `run_fused` computes what the drafter's forward does: it is the library's own, with multi-head or
+    grouped-query attention, and nothing of it is offloaded, wrapped or replaced, or quantized by others."""
     if type(drafter) is not Eagle31DrafterModel or "forward" in vars(drafter):
         return False
     norms = [drafter.norm, *filter(None, [drafter.input_norm]), *(drafter.fc_norm or ())]

@@ -1,5 +1,5 @@
-"""The store of captured rounds: graphs and arenas are kept from call to call, since capturing takes as long as a few
-dozen rounds, and are made anew when a model has changed.
+"""The store of captured rounds: graphs and arenas are kept from call to call, since capturing takes as long as a
+hundred rounds, and are made anew when a model has changed.
 
 What is captured serves every call of as many rows (`carry.rows_for`), of texts that its arena has room for, that
 chooses tokens in the same way: temperature, top-p and min-p are read from tensors.
@@ -32,7 +32,7 @@ from .executor import Captured, CapturedExecutor
 from .round import Round
 from .seam import Seam, seam_of
 
-OF_MODULES = set(vars(nn.Module())) - {"training"}  # hooks among them, those that capture states too
+OF_MODULES = set(vars(nn.Module())) - {"training"}  # what every module has, hooks among it: see `why_not_captured`
 PLAIN = (int, float, str, bool, type(None))
 MOST_KEPT = 6  # sizes of one pair, and ways to choose tokens of one size: those used last
 
@@ -51,7 +51,7 @@ class Captures:
 @dataclass
 class Kept:
     """The rounds of one pair of models for calls of some size, by how they choose tokens, and the `models` they were
-    captured with, as `_fingerprints` has them. `lock` is held by the call that uses them, `owner` is its thread."""
+    captured with, as `_fingerprints` has them. `lock` is held by the call that uses them."""
 
     models: tuple
     carry: Carry
@@ -60,35 +60,41 @@ class Kept:
     by_choice: dict[tuple, Captures] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     lock: Any = field(default_factory=threading.Lock)
-    owner: int | None = None
 
     @contextmanager
     def serving(self, eager: EagerExecutor) -> Iterator[CapturedExecutor]:
         """A context with the executor of a call. To be entered before the prompt is read, by who holds the lock."""
+        with self._holding(eager) as (target, drafter):
+            captures = self._captures(eager)
+            # Tried before anything is captured: what a trial does, or fails in, is forbidden to a capture.
+            not_fused = why_not_fused(target.model)
+            captures.rounds.parts = Parts(target, drafter, eager.proposer.sampler, eager.sampler, not_fused)
+            num_captured = len(captures.captured)
+            try:
+                yield CapturedExecutor(eager, captures.rounds, self.seam, captures.captured, self.failures)
+            finally:
+                captures.rounds.parts = None  # models and caches are not kept alive
+                if len(captures.captured) > num_captured:
+                    captures.samplers += [eager.proposer.sampler, eager.sampler]
+                    eager.proposer.sampler.noise = eager.sampler.noise = None  # large, and read by no graph
+                if self.failures:
+                    self.give_up()
+
+    @contextmanager
+    def _holding(self, eager: EagerExecutor) -> Iterator[tuple[Side, Side]]:
+        """A context in which both caches of a call lie in the arenas: the target's side and the drafter's, whose cache
+        ends with the call."""
         runner, drafting = eager.runner, eager.proposer.runner
         num_rows = len(eager.sequences)
         self.seam.wait_for_last()
-        of_target = runner.placement = move_into(runner.past_key_values, self.arenas[0], num_rows)
-        of_target.outlives_call = runner.cache_outlives_call or eager.collector.wanted
-        of_drafter = drafting.placement = move_into(drafting.past_key_values, self.arenas[1], num_rows)
-        states = eager.unread.captured
-        target = Side(runner.target, runner.past_key_values, of_target, self.arenas[0], states)
-        drafter = Side(drafting.drafter, drafting.past_key_values, of_drafter, self.arenas[1])
-        captures = self._captures(eager)
-        # Tried before anything is captured: what a trial does, or fails in, is forbidden to a capture.
-        not_fused = why_not_fused(runner.target)
-        captures.rounds.parts = Parts(target, drafter, eager.proposer.sampler, eager.sampler, not_fused)
-        num_captured = len(captures.captured)
-        executor = CapturedExecutor(eager, captures.rounds, self.seam, captures.captured, self.failures)
         try:
-            yield executor
+            of_target = runner.placement = move_into(runner.past_key_values, self.arenas[0], num_rows)
+            of_target.outlives_call = runner.cache_outlives_call or eager.collector.wanted
+            of_drafter = drafting.placement = move_into(drafting.past_key_values, self.arenas[1], num_rows)
+            states = eager.unread.captured
+            target = Side(runner.target, runner.past_key_values, of_target, self.arenas[0], states)
+            yield target, Side(drafting.drafter, drafting.past_key_values, of_drafter, self.arenas[1])
         finally:
-            captures.rounds.parts = None  # models and caches are not kept alive
-            if len(captures.captured) > num_captured:
-                captures.samplers += [eager.proposer.sampler, eager.sampler]
-                eager.proposer.sampler.noise = eager.sampler.noise = None  # large, and read by no graph
-            if self.failures:
-                self.give_up()
             leave_arena(runner.past_key_values)  # before the next call may have it
             self.seam.note_last()
 
@@ -113,7 +119,7 @@ class Kept:
         self.carry.noise = self.carry.rope = None
         for arena in self.arenas:
             arena.buffers.clear()
-            arena.table = None
+            arena.tables.clear()
 
     def num_bytes(self) -> int:
         """Bytes of keys and values."""
@@ -125,19 +131,20 @@ _kept: WeakKeyDictionary[Eagle31DrafterModel, WeakKeyDictionary[PreTrainedModel,
     WeakKeyDictionary()
 )
 _kept_lock = threading.Lock()
+_thread = threading.local()  # `is_served`: whether a call of this thread holds a lock
 
 
 @contextmanager
 def kept_for(request: Any, eager: EagerExecutor, seam: Seam) -> Iterator[Kept | None]:
     """A context with what is kept for a request's models, made anew where it no longer holds. Another thread's call
-    is waited for, since eager rounds take several times as long as captured ones; None within a call of this thread,
-    which would wait for itself."""
-    kept = _kept_of(request, eager.runner, seam, _fingerprints(request, seam))
-    if kept.owner == threading.get_ident():
+    is waited for, since eager rounds take several times as long as captured ones; None within a call of this thread:
+    it would wait for itself, or for a thread that waits for it."""
+    if getattr(_thread, "is_served", False):
         yield None
         return
+    kept = _kept_of(request, eager.runner, seam, _fingerprints(request, seam))
     with kept.lock:
-        kept.owner = threading.get_ident()
+        _thread.is_served = True
         try:
             yield kept
         except torch.OutOfMemoryError:  # perhaps of the arenas': the next call does without
@@ -145,7 +152,7 @@ def kept_for(request: Any, eager: EagerExecutor, seam: Seam) -> Iterator[Kept | 
             kept.give_up()
             raise
         finally:
-            kept.owner = None
+            _thread.is_served = False
 
 
 def _fingerprints(request: Any, seam: Seam) -> tuple:
@@ -206,7 +213,7 @@ def free_bytes(device: torch.device) -> float:
 
 def why_no_room(request: Any, runner: TargetRunner) -> str | None:
     """Returns why there is no memory on the GPU for the target's keys and values of as long a text as was asked for;
-    None where there is. What is kept for such calls is used again, or given up where it is too short."""
+    None where there is. What is kept for such calls counts as free: it is used again, or given up for a longer one."""
     with _kept_lock:
         kept = _kept.get(request.drafter, {}).get(request.target, {}).get(_size(request, runner))
     slots = _slots(request, is_tight=True)

@@ -31,7 +31,7 @@ from .drafting import Drafts
 
 logger = logging.get_logger(__name__)
 ROUNDS = 2  # of a plan that are compared
-LONGEST = 8192  # tokens of a text that is read anew, which takes a second at most; a longer one waits for another call
+LONGEST = 8192  # tokens of a text that is read anew, in about a second on an H200; a longer one waits for another call
 
 
 class WrongRoundError(RuntimeError):
@@ -51,11 +51,12 @@ class Verified:
 
 @dataclass
 class Case:
-    """A round to be proved: its drafts, the noise (B, N, V) they are chosen with, the carry as it was before, and after
-    it what was `verified`."""
+    """A round to be proved: its drafts, the noise (B, N, V) they are chosen with, the `position` (B, 1), or (axes, B,
+    1), of each sequence's slot 0, the carry as it was before, and after it what was `verified`."""
 
     drafts: Drafts
     noise: Tensor | None
+    position: Tensor
     before: dict[str, Tensor]
     verified: Verified
 
@@ -65,7 +66,8 @@ def verify_and_prove(rounds: Any, plan: Plan, verify: Callable[[], None], eager:
     was, where one computes something else than the target does."""
     is_long = max(eager.sequences.lengths.host) > LONGEST
     # Keys of an earlier turn may come from another adapter: they cannot be compared.
-    if rounds.num_proved[plan] >= ROUNDS or is_long or eager.runner.num_cached:
+    has_no_memory = rounds.parts.has_no_memory
+    if rounds.num_proved[plan] >= ROUNDS or is_long or eager.runner.num_cached or has_no_memory:
         verify()
         return
     carry = rounds.carry
@@ -75,10 +77,13 @@ def verify_and_prove(rounds: Any, plan: Plan, verify: Callable[[], None], eager:
     verify()
     # Where this raises, the round has not been: what it wrote lies past the end of the text.
     try:
-        _check(eager, Case(drafts, noise, before, rounds.verified[plan]), carry)
+        assert eager.runner.last_position is not None
+        position = eager.runner.last_position - (eager.sequences.prompt_length - 1)  # the carry's own may be wrong
+        _check(eager, Case(drafts, noise, position, before, rounds.verified[plan]), carry)
         rounds.num_proved[plan] += 1
-    except torch.OutOfMemoryError:  # nothing was compared: another round is
-        logger.info("There was no memory to compare a captured round with the target's own forward.")
+    except torch.OutOfMemoryError:  # nothing was compared: a round of another call is
+        rounds.parts.has_no_memory = True
+        logger.warning_once("There was no memory to compare a captured round with the target's own forward.")
     except FAILURES as failure:
         carry.put_back(before)
         if isinstance(failure, WrongRoundError):
@@ -184,6 +189,7 @@ def _of_target(target: PreTrainedModel, layer_ids: list[int], case: Case, b: int
     was verified."""
     length, padding = int(case.before["length"][b]), int(case.before["padding"][b])
     text = case.before["text"][b : b + 1, padding:length]
+    position = case.position[..., b : b + 1, :]
     drafts = case.drafts
     visible = _visible(drafts, b)
     depths = visible.sum(2) - 1
@@ -191,14 +197,15 @@ def _of_target(target: PreTrainedModel, layer_ids: list[int], case: Case, b: int
     prefix = text.shape[1] - 1
     if prefix:
         decoder = decoder_of(target)
-        decoder(input_ids=text[:, :-1], use_cache=True, **cache_argument(decoder.forward, own))
+        positions = position + torch.arange(padding, length - 1, device=text.device)
+        decoder(input_ids=text[:, :-1], position_ids=positions, use_cache=True, **cache_argument(decoder.forward, own))
     given: dict[str, Any] = cache_argument(target.forward, own)
     if not drafts.is_chain:
         given["attention_mask"] = slot_masks(target, own, SlotMask(Mirrored([prefix]), visible, depths, depths))
     with capture_states(target, layer_ids, own) as captured:
         logits = target(
             input_ids=torch.cat((text[:, -1:], drafts.ids[b : b + 1]), dim=1),
-            position_ids=prefix + depths,
+            position_ids=position + (length - 1) + depths,
             use_cache=True,
             **given,
         ).logits

@@ -48,7 +48,7 @@ class Round(Drafting):
         if not drafts.is_chain:
             move_path(self.parts.target.arena.all(), starts, path, count)
         # What pads a path is the root's: a rejected draft's state may not be finite, and the drafter reads all of it.
-        on_path = path * (self.count[:, : carry.width] < count)
+        on_path = path * (self.numbers[:, : carry.width] < count)
         carry.text.scatter_(1, slots[:, 1 : carry.width + 1], tokens)
         torch.gather(states, 1, on_path[..., None].expand(-1, -1, states.shape[2]), out=carry.states)
         carry.tokens.copy_(tokens)
@@ -67,7 +67,7 @@ class Round(Drafting):
             out = side.model(
                 input_ids=ids,
                 attention_mask=span_masks(side.model, starts, carry.padding, places, drafts.bits),
-                position_ids=torch.minimum(places + carry.position, carry.last_position),
+                position_ids=torch.minimum(places + carry.position, carry.most_position),
                 use_cache=True,
                 return_dict=True,
                 **cache_argument(side.model.forward, side.cache),

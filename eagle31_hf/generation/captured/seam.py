@@ -12,13 +12,13 @@ from torch import Tensor
 
 
 class Seam(Protocol):
-    """A way to run rounds. `name` is for people."""
+    """A way to run rounds. `name` tells it from others, and says to people which it is."""
 
     name: str
 
     def capture(self, function: Callable[[], None], part: str) -> Callable[[], None]:
         """Captures a function of static tensors and returns what replays it. The function may be run for warming up;
-        the caller puts back what it then changes. `part`: "draft" or "verify"."""
+        the caller puts back what it then changes. `part`: which one it is, "draft" or "verify"."""
         ...
 
     def start_reading(self, tensor: Tensor) -> Callable[[], Tensor]:

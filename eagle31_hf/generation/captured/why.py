@@ -19,7 +19,7 @@ from ..planning.buckets import plans_of
 from ..planning.fixed import FixedPlanner
 from ..planning.plan import UNLIMITED, Plan
 from .carry import most_tokens
-from .drafting import can_fit
+from .drafting import MOST_CANDIDATES, can_fit
 from .kept import why_no_room
 
 USUAL_ARGUMENTS = {"attention_mask", "cache_position", "logits_to_keep", "position_ids", "use_cache", *NAMES}
@@ -128,7 +128,8 @@ def _why_not_by_sizes(request: Any, runner: Any, mode: Any) -> str | None:
     if not settings.is_auto and mode.draws_trees:
         plans = [FixedPlanner.of(settings, True).plan(width - 1, UNLIMITED, [], 0)]
     if not all(map(can_fit, plans)):
-        return f"drafts are deeper than a captured round takes ({MOST_NEW - 2} levels of a chain, fewer of a tree)"
+        deepest = f"{MOST_NEW - 2} levels of a chain, fewer of a tree, {MOST_CANDIDATES // 2} drafts after a token"
+        return f"drafts are deeper or wider than a captured round takes ({deepest})"
     windows = [*windows_of(request.target).values()]
     windows += [config.sliding_window] if "sliding_attention" in config.layer_types else []
     if any(window is not None and window <= width for window in windows):
