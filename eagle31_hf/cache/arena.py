@@ -135,6 +135,8 @@ def leave_arena(cache: Cache) -> None:
 def why_not_in_arena(cache: Cache, max_length: int) -> str | None:
     """Returns why the layers of a cache within `adopt.slots`, for texts of `max_length` tokens, cannot lie in an arena;
     None where they can."""
+    if type(cache).update is not Cache.update:  # which our operations pass by
+        return f"the target's {type(cache).__name__} updates its keys in a way of its own"
     layers = slot_layers(cache)
     if not layers or is_recurrent(cache) or any(not isinstance(layer, (SlotLayer, DUMMY)) for layer in cache.layers):
         return f"the target's {type(cache).__name__} has layers that are not attention's"

@@ -36,6 +36,7 @@ from .decoder_layer import (
 )
 from .few_rows import FewRows, can_pack, few_rows
 from .layers import decoder_layers, decoder_of
+from .plain_values import values_of_module
 from .probe import ARENA, FAILURES, PREFIX, random_tree, tree_from_arena
 from .rows_layer import RowsLayer
 from .tree_attention import attention_of_rounds, own_attention
@@ -142,9 +143,9 @@ def _stages(target: PreTrainedModel) -> list[nn.Module]:
 
 
 def _key(target: PreTrainedModel, stages: list[nn.Module]) -> tuple:
-    """Returns the modules and forwards of a target, by which a verdict is known: with an adapter, say, they are
-    others, and the trial is made again."""
-    modules = tuple((id(module), type(module), forward_of(module)) for stage in stages for module in stage.modules())
+    """Returns the modules of a target, their forwards and plain values, by which a verdict is known: with an adapter,
+    say, they are others, and the trial is made again."""
+    modules = tuple((values_of_module(module), forward_of(module)) for stage in stages for module in stage.modules())
     return modules, type(stages[-1]), target.dtype, target.device
 
 

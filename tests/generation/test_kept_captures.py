@@ -285,6 +285,31 @@ def test_nothing_is_kept_of_a_drafter_that_is_released(pair):
     assert pair[1] not in kept._kept
 
 
+class HalvesValues(DynamicCache):
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        return super().update(key_states, value_states * 0.5, layer_idx, *args, **kwargs)
+
+
+def test_a_cache_that_updates_its_keys_in_its_own_way_runs_eagerly(pair):
+    options = batch_of(*known_prompts(pair[0], 5), **GREEDY)
+    expected = pair[0].generate(**options, past_key_values=HalvesValues(config=pair[0].config)).tolist()
+    cache = HalvesValues(config=pair[0].config)
+    with seams(lambda device: Recorded()), track_acceptance() as stats:
+        text = pair[0].generate(**options, assistant_model=pair[1], **CHAIN, past_key_values=cache)
+    assert text.tolist() == expected
+    assert set(stats.executions) == {"eagerly: the target's HalvesValues updates its keys in a way of its own"}
+
+
+def test_a_prompt_of_padding_alone_runs_eagerly(pair):
+    """The drafter would read from before the text's beginning."""
+    ids = torch.tensor([[PAD, PAD, PAD], [1, 2, 3]])
+    options = {"inputs": ids, "attention_mask": (ids != PAD).long(), "max_new_tokens": 12, "pad_token_id": PAD}
+    with seams(lambda device: Recorded()), track_acceptance() as stats:
+        text = pair[0].generate(**options, **GREEDY, assistant_model=pair[1], **CHAIN)
+    assert text.tolist() == pair[0].generate(**options, **GREEDY).tolist()
+    assert set(stats.executions) == {"eagerly: a prompt is padding alone"}
+
+
 @pytest.mark.parametrize("of", ["target", "drafter"])
 def test_a_rotary_embedding_that_depends_on_the_texts_length_runs_eagerly(of):
     """A table of it, or a graph, would keep that of one length."""

@@ -9,7 +9,7 @@ from close import TARGET_FORWARD, assert_close
 from conftest import ROPED
 from targets.llama_forms import ALL_FUSED, LAYERS, OTHER, SAME, assert_own_forwards, build
 from torch import Tensor, nn
-from transformers import LlamaConfig, PreTrainedModel, SmolLM3Config
+from transformers import GraniteConfig, LlamaConfig, PreTrainedModel, SmolLM3Config
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from eagle31_hf.targets import fused
@@ -118,6 +118,13 @@ def test_another_module_in_a_layer_is_tried_anew():
     target = build(LlamaConfig(**ROPED))
     assert why_not_fused(target) == ALL_FUSED
     scale_the_mlp(target, decoder_layers(target)[3])
+    assert why_not_fused(target) == [None, None, None, "its states differ", "it follows none that is fused"]
+
+
+def test_a_number_that_is_changed_in_a_layer_is_tried_anew():
+    target = build(GraniteConfig(**ROPED))
+    assert why_not_fused(target) == ALL_FUSED
+    decoder_layers(target)[3].residual_multiplier = 0.3
     assert why_not_fused(target) == [None, None, None, "its states differ", "it follows none that is fused"]
 
 

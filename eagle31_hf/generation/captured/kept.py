@@ -14,7 +14,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...cache.arena import Arena, leave_arena, move_into, slots_of
@@ -22,6 +22,7 @@ from ...kernels.operation import OPERATIONS, SWITCH, why_torch
 from ...modeling import Eagle31DrafterModel
 from ...targets.decoder_layer import forward_of
 from ...targets.fused import why_not_fused
+from ...targets.plain_values import plain_values, values_of_module
 from ...targets.tree_attention import own_attention
 from .. import processors
 from ..executor import EagerExecutor
@@ -32,8 +33,6 @@ from .executor import Captured, CapturedExecutor
 from .round import Round
 from .seam import Seam, seam_of
 
-OF_MODULES = set(vars(nn.Module())) - {"training"}  # what every module has, hooks among it: see `why_not_captured`
-PLAIN = (int, float, str, bool, type(None))
 MOST_KEPT = 6  # sizes of one pair, and ways to choose tokens of one size: those used last
 
 
@@ -247,7 +246,7 @@ def fingerprint(model: PreTrainedModel) -> tuple:
         for weight in group
     ]
     config = model.config.get_text_config(decoder=True).to_json_string(use_diff=False)
-    modules = tuple((forward_of(module), _plain_values(module)) for module in model.modules())
+    modules = tuple((forward_of(module), values_of_module(module)) for module in model.modules())
     return own_attention(model), config, tuple(weights), modules
 
 
@@ -257,26 +256,9 @@ def _writes(weight: Tensor) -> int:
     return 0 if weight.is_floating_point() or weight.is_inference() else weight._version
 
 
-def _plain_values(module: nn.Module) -> tuple:
-    """The class of a module, and those of its attributes that are plain values or hold only such."""
-    return type(module), id(module), *_values(module, OF_MODULES)
-
-
 def _structure(processor: object) -> tuple:
     """The class of a logits processor, and those of its values that no tensor holds."""
-    return type(processor), *_values(processor, {processors.TUNABLE.get(type(processor))})
-
-
-def _values(one: object, but: set) -> list[tuple[str, str]]:
-    return [(name, str(value)) for name, value in vars(one).items() if name not in but and _is_plain(value)]
-
-
-def _is_plain(value: object) -> bool:
-    if isinstance(value, dict):
-        return bool(value) and all(map(_is_plain, value.values()))
-    if isinstance(value, list | tuple | set):
-        return all(map(_is_plain, value))
-    return isinstance(value, PLAIN) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    return type(processor), *plain_values(processor, {processors.TUNABLE.get(type(processor))})
 
 
 def release(drafter: Eagle31DrafterModel | None = None) -> None:

@@ -68,6 +68,8 @@ def _why_not_by_inputs(request: Any, runner: Any, mode: Any) -> str | None:
         return "the target is not told positions"
     if runner.seen is not None and not _is_left_padding(runner):
         return "the attention mask leaves out more than left padding"
+    if max(runner.num_padding) >= request.input_ids.shape[1]:
+        return "a prompt is padding alone"
     if runner.num_before:
         return "the cache holds tokens that the inputs lack"
     return why_not_in_arena(runner.past_key_values, request.generation_config.max_length)
