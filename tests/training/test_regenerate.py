@@ -11,7 +11,7 @@ from letters import END, build_tokenizer
 from eagle31_hf.seeding import seeded
 from eagle31_hf.training.answers import AnswerGenerator, seed_of, stop_ids
 from eagle31_hf.training.kinds import Chat
-from eagle31_hf.training.regenerate import continue_texts, regenerate
+from eagle31_hf.training.regenerate import Beginning, regenerate
 
 NEW_TOKENS, LENGTH = 12, 60
 GREEDY = {"do_sample": False}
@@ -263,7 +263,7 @@ def test_texts_are_gone_on_with(target, tokenizer, batch_size):
     prompts = [[1, 2, 3], [8, 1], [5, 2] * 4, [4] * 59, [2, 0]]
     skipped = Counter()
     generator = AnswerGenerator(target, tokenizer, LENGTH, NEW_TOKENS, batch_size, GREEDY)
-    found = continue_texts(generator, [torch.tensor(prompt) for prompt in prompts], counting(skipped))
+    found = regenerate(generator, [Beginning(torch.tensor(prompt)) for prompt in prompts], counting(skipped))
     assert skipped["over-long prompt"] == 1
     assert found[3] == []
     for examples, prompt in zip(found, prompts, strict=True):
