@@ -40,19 +40,9 @@ Progress = Callable[[str], None]  # is told one line at a time
 def example_maker(
     target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: PreparationOptions
 ) -> ExampleMaker:
-    """Returns what makes examples of records for a target. In answers that are regenerated all else is a prompt."""
-    embedding: Any = target.get_input_embeddings()
-    return ExampleMaker(
-        tokenizer,
-        options.max_length,
-        vocab_size=shape_of(embedding)[0],
-        mask="answers" if options.regenerate else options.mask,
-        template_augmentation=options.template_augmentation,
-        seed=options.seed,
-        chat_template=options.chat_template,
-        stop_ids=set(stop_ids(target, tokenizer)),
-        template_options=options.template_options,
-    )
+    """Returns what makes examples of records for a target."""
+    vocab_size, _ = shape_of(target.get_input_embeddings())
+    return ExampleMaker(tokenizer, options, vocab_size, {*stop_ids(target, tokenizer)})
 
 
 def each_record(
@@ -226,7 +216,7 @@ class ShardBuilder:
             "regenerate": options.regenerate,
             "template_augmentation": options.template_augmentation,
             "chat_template": None if options.chat_template is None else digest(options.chat_template),
-            "stop_ids": sorted(self.maker.stop_ids or ()),
+            "stop_ids": sorted(self.maker.stop_ids),
         }
         if options.template_options:
             made_of["template_options"] = options.template_options
