@@ -77,7 +77,7 @@ def answers_of(answers: Tensor, documents: Tensor) -> Iterator[Text]:
     A text without a prompt begins with a token that no drafter has a state before: there the second token counts as the
     answer's first.
     """
-    for sequence, number, start, end in runs(torch.where(answers.bool(), documents, 0)):
+    for number, (sequence, start, end) in runs(torch.where(answers.bool(), documents, 0)):
         has_prompt = start > 0 and int(documents[sequence, start - 1]) == number
         if number > 0 and end - start > 1 + (not has_prompt):
             yield Text(sequence, start + (not has_prompt), end)
