@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from ..configuration import Eagle31Config
 from ..targets.layers import decoder_layers
-from .engines import EngineOptions
+from .servers import EngineOptions
 from .shapes import layer_ids_for
 
 MASKS = ("answers", "all")

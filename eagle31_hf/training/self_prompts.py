@@ -139,13 +139,13 @@ class Questioner:
         with refused_by("tokenizer"):
             ids = self.source.tokenizer(before + opening, add_special_tokens=False)["input_ids"]
         prompt = torch.tensor(ids, dtype=torch.long)
-        if not len(prompt) or len(prompt) + 2 * self._longest > self.source.max_length:
+        if not len(prompt) or len(prompt) + 2 * self._longest > self.source.options.max_length:
             raise Skipped("no room for another question" if len(prompt) else "empty prompt")
         return prompt, after
 
     @property
     def _longest(self) -> int:
-        return min(LONGEST_QUESTION, self.source.max_length // 4)
+        return min(LONGEST_QUESTION, self.source.options.max_length // 4)
 
     def _ends(self, texts: set[str]) -> list[int]:
         """Returns the ids besides the target's own that end a question, by the texts that follow one."""

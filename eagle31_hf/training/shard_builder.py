@@ -79,18 +79,9 @@ class ShardBuilder:
         self.reader = TargetReader(self.target, options.layer_ids) if options.states else None
 
     def _answer_source(self) -> AnswerSource:
-        options = self.options
-        generator = AnswerGenerator(
-            self.target,
-            self.tokenizer,
-            options.max_length,
-            options.max_new_tokens,
-            options.batch_size,
-            options.generation,
-        )
-        if options.engine is None:
-            return generator
-        return engine_answers(generator, options.engine, options.generation, self.maker.vocab_size, self.tell)
+        if self.options.engine is None:
+            return AnswerGenerator(self.target, self.tokenizer, self.options)
+        return engine_answers(self.target, self.tokenizer, self.options, self.maker.vocab_size, self.tell)
 
     def meet_engine(self, complete: Manifest | None) -> None:
         """Checks that the engine, if one answers, gives the target's answers, on the first prompts of the records.

@@ -6,6 +6,7 @@ import random
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from eagle31_hf.training.answers import AnswerGenerator
 from eagle31_hf.training.chats import ExampleMaker
 from eagle31_hf.training.preparation_options import PreparationOptions
 
@@ -48,3 +49,15 @@ def maker_of(tokenizer, max_length: int, vocab_size: int = 2**31, stop_ids: set[
     """Returns a maker of examples whose turns end with the tokenizer's EOS, unless other ids are given."""
     stop_ids = {tokenizer.eos_token_id} if stop_ids is None else stop_ids
     return ExampleMaker(tokenizer, PreparationOptions(max_length=max_length, **options), vocab_size, stop_ids)
+
+
+def generator_of(target, tokenizer, max_length: int, max_new_tokens: int, batch_size: int = 8, generation=None):
+    """Returns what generates answers of at most so many tokens, so many at once."""
+    options = PreparationOptions(
+        max_length=max_length,
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+        generation=generation or {},
+        regenerate=True,
+    )
+    return AnswerGenerator(target, tokenizer, options)
