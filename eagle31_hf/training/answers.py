@@ -16,6 +16,7 @@ from ..storage.fingerprints import digest
 from ..targets.ends import execution_device
 from .packing import Example
 from .preparation_options import PreparationOptions
+from .skipped import refused_by
 
 LEAST_ANSWER = 2  # tokens: the first is never drafted
 BEGIN_OF_THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
@@ -96,6 +97,11 @@ class AnswerSource:
             return {"role": "assistant", "content": words}
         thoughts = thoughts.removeprefix(BEGIN_OF_THOUGHT).strip("\n")
         return {"role": "assistant", "content": words.lstrip("\n"), "reasoning_content": thoughts}
+
+    def rendered(self, messages: list[dict[str, Any]], **options: Any) -> Any:
+        """Returns a chat as the template renders it, as text or ids. Raises Skipped where the template refuses it."""
+        with refused_by("template"):
+            return self.tokenizer.apply_chat_template(messages, **self.options.template | options)
 
     def fits(self, prompt: Tensor) -> bool:
         """Returns True where an example has room for the prompt (T,) and the shortest answer to learn from."""

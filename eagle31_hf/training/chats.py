@@ -127,10 +127,9 @@ class ExampleMaker:
             return self.tokenizer.apply_chat_template(
                 chat.messages[:num_messages],
                 tools=chat.tools,
-                chat_template=self.options.chat_template,
                 tokenize=True,
                 return_dict=True,
-                **self.options.template_options | options,
+                **self.options.template | options,
             )
 
     def _by_marks(self, chat: Chat) -> Tokens:

@@ -78,6 +78,11 @@ class PreparationOptions:
                 " expected the address of a server, or no states."
             )
 
+    @property
+    def template(self) -> dict[str, Any]:
+        """Arguments of `apply_chat_template`."""
+        return {"chat_template": self.chat_template, **self.template_options}
+
     def for_target(self, target: PreTrainedModel) -> "PreparationOptions":
         """Returns the options with the records of a shard and the layers and dtype of the states filled in. Raises
         ValueError for layers that the target does not have."""

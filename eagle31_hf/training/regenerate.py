@@ -16,7 +16,7 @@ from .chats import SAID
 from .kinds import Chat
 from .packing import Example
 from .self_prompts import REPEATING, Questioner, SelfPrompt, repeats_itself
-from .skipped import Skipped, refused_by
+from .skipped import Skipped
 
 OVER_LONG = "over-long prompt"
 TOO_SHORT = "too short"
@@ -91,21 +91,20 @@ class _Conversation:
 
 
 def regenerate(
-    source: AnswerSource, chats: Sequence[Chat | SelfPrompt | Beginning], refuse: Refuse, **template: Any
+    source: AnswerSource, chats: Sequence[Chat | SelfPrompt | Beginning], refuse: Refuse
 ) -> list[list[Example]]:
     """Returns, chat by chat, examples of every turn of the assistant, and of one after a last message of the user's, in
     the target's words; of a text that begins, an example of it and of what the target goes on with.
 
     A turn is a prompt as it is served and the target's answer to it, whose words replace the original in later prompts.
     Turns whose prompts begin with the turns before, token for token, are one example. A chat ends with an answer that
-    was cut. `refuse` is told of chats that could not go on and of answers not to learn from. `template`: options of
-    `apply_chat_template`.
+    was cut. `refuse` is told of chats that could not go on and of answers not to learn from.
     """
     conversations = [_Conversation.of(index, chat) for index, chat in enumerate(chats)]
-    questioner = Questioner(source, template)
+    questioner = Questioner(source)
     while True:
         going = [*_asked(questioner, conversations, refuse), *(talk for talk in conversations if talk.goes_on())]
-        turns = [(talk, prompt) for talk in going for prompt in _prompts(source, talk, refuse, template)]
+        turns = [(talk, prompt) for talk in going for prompt in _prompts(source, talk, refuse)]
         if not turns:
             return [talk.examples for talk in conversations]
         answers = source.answers([prompt for _, prompt in turns], [talk.temperature for talk, _ in turns])
@@ -148,18 +147,20 @@ def _take(source: AnswerSource, talk: _Conversation, prompt: Tensor, answer: Ten
     talk.end()  # a thought or a list that is broken off would stand in every later prompt
 
 
-def first_prompt(source: AnswerSource, chat: Chat | Beginning, **template: Any) -> list[Tensor]:
+def first_prompt(source: AnswerSource, chat: Chat | Beginning) -> list[Tensor]:
     """Returns the prompt (T,) of the first turn that the target would answer, in a list; an empty list where there is
     none. The chat stays as it is."""
     talk = _Conversation.of(0, chat)
-    return _prompts(source, talk, lambda i, refusal: None, template) if talk.goes_on() else []
+    return _prompts(source, talk, lambda i, refusal: None) if talk.goes_on() else []
 
 
-def _prompts(source: AnswerSource, talk: _Conversation, refuse: Refuse, template: dict[str, Any]) -> list[Tensor]:
+def _prompts(source: AnswerSource, talk: _Conversation, refuse: Refuse) -> list[Tensor]:
     """Returns the prompt of the next turn (T,), or none where the chat has to end."""
     try:
-        prompt = _rendered(source, talk, template) if talk.begun is None else talk.begun
-        talk.begun = None
+        prompt, talk.begun = talk.begun, None
+        if prompt is None:
+            rendered = source.rendered(talk.said, tools=talk.tools, add_generation_prompt=True, return_dict=True)
+            prompt = torch.tensor(rendered["input_ids"], dtype=torch.long)
         if not len(prompt) or not source.fits(prompt):
             raise Skipped(OVER_LONG if len(prompt) else "empty prompt")
         return [prompt]
@@ -167,11 +168,3 @@ def _prompts(source: AnswerSource, talk: _Conversation, refuse: Refuse, template
         refuse(talk.index, refusal)
     talk.end()
     return []
-
-
-def _rendered(source: AnswerSource, talk: _Conversation, template: dict[str, Any]) -> Tensor:
-    with refused_by("template"):
-        rendered: Any = source.tokenizer.apply_chat_template(
-            talk.said, tools=talk.tools, add_generation_prompt=True, tokenize=True, return_dict=True, **template
-        )
-    return torch.tensor(rendered["input_ids"], dtype=torch.long)

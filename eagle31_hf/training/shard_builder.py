@@ -26,7 +26,7 @@ from .preparation_options import RECORDS_PER_SHARD, PreparationOptions
 from .records import Record, Records, identity
 from .regenerate import Beginning, first_prompt, regenerate
 from .self_prompts import SelfPrompt, first_token
-from .skipped import Skipped, Skips, refused_by
+from .skipped import Skipped, Skips
 from .store import Columns, Manifest
 from .target import TargetReader
 
@@ -74,7 +74,6 @@ class ShardBuilder:
     def __post_init__(self):
         options = self.options
         self.maker = example_maker(self.target, self.tokenizer, options)
-        self._template = {"chat_template": options.chat_template, **options.template_options}
         self.generator = self._answer_source() if options.regenerate else None
         self.reader = TargetReader(self.target, options.layer_ids) if options.states else None
 
@@ -101,7 +100,7 @@ class ShardBuilder:
         for _, made in each_record(self.records, range(len(self.records)), self._unanswered, silent):
             for each in made:
                 asks = Chat([{"role": "user", "content": A_QUESTION}]) if isinstance(each, SelfPrompt) else each
-                prompts += first_prompt(source, asks, **self._template)
+                prompts += first_prompt(source, asks)
             if len(prompts) >= PROBES:
                 break
         return prompts[:PROBES]
@@ -127,10 +126,7 @@ class ShardBuilder:
         chats = [(number, each) for number, of_record in made for each in of_record]
         chats.sort(key=lambda pair: isinstance(pair[1], Beginning))  # examples of chats come first in a shard
         answered = regenerate(
-            source,
-            [chat for _, chat in chats],
-            lambda i, refusal: self.skips.add(chats[i][0], refusal),
-            **self._template,
+            source, [chat for _, chat in chats], lambda i, refusal: self.skips.add(chats[i][0], refusal)
         )
         examples = [{**example} for of_chat in answered for example in of_chat]
         if self.options.mask == "all":
@@ -164,8 +160,7 @@ class ShardBuilder:
         """True where the template takes a system message."""
         messages = [{"role": "system", "content": "x"}, {"role": "user", "content": "x"}]
         try:
-            with refused_by("template"):
-                self.tokenizer.apply_chat_template(messages, tokenize=False, **self._template)
+            self.generator.rendered(messages, tokenize=False)
         except Skipped:
             return False
         return True

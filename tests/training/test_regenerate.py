@@ -2,6 +2,7 @@
 
 import copy
 from collections import Counter
+from dataclasses import replace
 from itertools import groupby
 
 import pytest
@@ -132,7 +133,8 @@ def test_a_turn_whose_prompt_says_the_last_one_otherwise_is_an_example_of_its_ow
     """As with templates that leave thoughts out of later prompts."""
     generator = generator_of(make_target("llama", eos_token_id=END), tokenizer, 200, 60, 2, GREEDY)
     template = tokenizer.chat_template.replace("m.content or 'f'", "m.content[:2] or 'f'")
-    (examples,) = regenerate(generator, copy.deepcopy(CHATS[:1]), lambda *_: None, chat_template=template)
+    generator.options = replace(generator.options, chat_template=template)
+    (examples,) = regenerate(generator, copy.deepcopy(CHATS[:1]), lambda *_: None)
     assert len(examples) > 1
     assert [len(answers_of(example)) for example in examples] == [1] * len(examples)
 

@@ -102,7 +102,7 @@ def test_chats_are_as_the_template_has_them(target, tokenizer):
 
 def test_questions_are_drawn_from_the_target_s_own_distribution(target, tokenizer):
     """The first token of a question is distributed as the target has it after the text up to where the user speaks."""
-    questioner = Questioner(source_of(target, tokenizer), {})
+    questioner = Questioner(source_of(target, tokenizer))
     prompt, after = questioner._prompt([], "")
     assert (prompt.tolist(), after) == ([USER], "kj")
     with torch.no_grad():
@@ -135,7 +135,7 @@ def questions_of(
         def answers(self, prompts, temperatures=None):
             return [torch.tensor(["abcdefghijk".index(letter) for letter in words]) for words in answers]
 
-    questioner = Questioner(Saying(target, tokenizer, source_of(target, tokenizer).options), {})
+    questioner = Questioner(Saying(target, tokenizer, source_of(target, tokenizer).options))
     return questioner.questions(chats or [[] for _ in answers], openings or [""] * len(answers))
 
 
