@@ -23,6 +23,7 @@ from eagle31_hf.training.losses import parse_mixture
 from eagle31_hf.training.objective import Batch, DraftingObjective, Settings, means_of
 from eagle31_hf.training.optimizer import ADJUSTMENT, MOMENTUM, matrices_of
 from eagle31_hf.training.spreading import position_skips, reach_within
+from eagle31_hf.training.walk import walk_metrics
 
 SERVED_DEPTH = 7
 EVALUATED_AT_ONCE = {"as trained": 16, "perturbed": 16, "long": 4}
@@ -311,7 +312,7 @@ def measured(material: Material, drafter: Eagle31DrafterModel) -> dict[str, Any]
         for which in torch.arange(len(texts.ids)).split(EVALUATED_AT_ONCE[name]):
             batch = texts.batch(which)
             evaluation.add(batch, objective(batch))
-        found[name] = evaluation.walk.tokens / evaluation.walk.rounds
+        found[name] = walk_metrics(evaluation.walked)["accepted_length"]
         if name == SETS[0]:
             means = means_of(evaluation.sums)
             found |= {figure: [round(value, 4) for value in means[figure]] for figure in ("accuracy", "acceptance")}

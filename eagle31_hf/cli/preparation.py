@@ -100,8 +100,7 @@ def answer_options(args: argparse.Namespace) -> dict[str, Any]:
 def engine_options(args: argparse.Namespace) -> Any:
     """Returns the options of the engine that answers, None without one. Raises ValueError for options without what they
     belong to."""
-    from ..training.engines import EngineOptions
-    from ..training.servers import Patience
+    from ..training.servers import EngineOptions, Patience
 
     if args.engine is None:
         given = [name for name in ENGINE_OPTIONS if getattr(args, name) is not None]

@@ -1,25 +1,25 @@
-"""The target's attention on chosen tokens, read while it runs: what `drift.Alignment` pulls the drafter's attention
-toward.
+"""Attention alignment: the target's attention on chosen tokens, read while it runs, and the loss that pulls the
+drafter's attention toward it. Source: Attention Drift (arXiv 2605.09992).
 
 B sequences of packed texts, T tokens, S = T - 1 positions, R chosen ones of each sequence, K depths. M chosen positions
 of a group of texts, L the longest of these, H heads, D width of a head.
 """
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from ..targets.layers import decoder_layers
+from .attention import Attended
 from .documents import Text
-from .drift import Alignment
 from .loss_mask import loss_mask
 
 SDPA = "sdpa"
@@ -76,80 +76,107 @@ def observed_attention(target: PreTrainedModel, layers: set[int], see: Callable[
             handle.remove()
 
 
-@dataclass
-class _Chosen:
-    """Chosen positions in a group of texts, each (M,): their text in the group, its start and length; their sequence,
-    their number among the sequence's chosen ones, and their offset in the text."""
+class Alignment:
+    """Pulls the drafter's attention over the prompt toward the target's, at every depth, on R supervised positions of a
+    sequence, drawn with torch's generator.
 
-    text: Tensor
-    start: Tensor
-    length: Tensor
-    sequence: Tensor
-    number: Tensor
-    offset: Tensor
+    `positions` (B, R); `target_attention` (B, R, K, S), read by `watch`: averaged over heads and layers, from the token
+    that the position's chain embeds at depth k, on positions up to its own; all zero where there is none. What it lacks
+    to 1 the target gives to the tokens after the position; the drafter is to give it to the keys it made, whichever of
+    them.
 
-
-class AlignmentReader:
-    """Chooses positions of a batch, and gathers the target's attention from the tokens their chains embed.
-
-    `layer_ids`: the aux hidden states; the attention read is that of the layers they come out of. `num_chosen`: R.
+    `answers`, `documents` (B, T); `convention`: which positions are supervised, see `loss_mask`; `num_chosen`: R.
     """
 
-    def __init__(self, target: PreTrainedModel, layer_ids: list[int], depth: int, num_chosen: int):
-        self.target = target
-        self.depth = depth
-        self.num_chosen = num_chosen
-        self.layers = {layer_id - 1 for layer_id in layer_ids if layer_id > 0}
-
-    def choose(self, answers: Tensor, documents: Tensor, convention: str) -> Alignment:
-        """Chooses supervised positions at random, with torch's generator; their attention is still to be read.
-
-        `answers`, `documents` (B, T).
-        """
+    def __init__(self, answers: Tensor, documents: Tensor, convention: str, depth: int, num_chosen: int):
         batch, length = answers.shape
         may = torch.zeros(batch, length - 1, device=answers.device)
         mask = loss_mask(answers, 0, convention, documents)
         may[:, : mask.shape[1]] = mask.float()
         # a sequence without any is left without attention to align with, whatever is chosen
         chances = torch.where(may.any(1, keepdim=True), may, 1.0)
-        self.positions = torch.multinomial(chances, self.num_chosen, replacement=True)
+        self.positions = torch.multinomial(chances, num_chosen, replacement=True)
         self.is_supervised = may.gather(1, self.positions).bool()
-        self.attention = torch.zeros(batch, self.num_chosen, self.depth, length - 1, device=answers.device)
-        return Alignment(self.positions, self.attention)
+        self.target_attention = torch.zeros(batch, num_chosen, depth, length - 1, device=answers.device)
+        self._losses: dict[int, Tensor] = {}
 
     @contextmanager
-    def watch(self, group: list[Text]) -> Iterator[None]:
-        """Reads the attention in the target's forward over a group of texts, one of them a sequence of the forward."""
+    def watch(self, target: PreTrainedModel, layer_ids: list[int], group: list[Text]) -> Iterator[None]:
+        """Reads the attention in the target's forward over a group of texts, one of them a sequence of the forward, of
+        the layers that the aux hidden states `layer_ids` come out of."""
         chosen = self._chosen(group)
-        if chosen is None:
+        if not chosen:
             yield
             return
-        embedded = chosen.offset[:, None] + 1 + torch.arange(self.depth, device=chosen.offset.device)
-        num_seen = 0
+        device, depth = self.positions.device, self.target_attention.shape[2]
+        which = torch.tensor([index for index, *_ in chosen], device=device)
+        offsets = torch.tensor([offset for *_, offset in chosen], device=device)
+        embedded = offsets[:, None] + 1 + torch.arange(depth, device=device)
+        attentions = list[Tensor]()
 
         def see(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-            nonlocal num_seen
-            num_seen += 1
-            found = attention_from(query, key, attn_mask, is_causal, scale, chosen.text, embedded).to(self.attention)
-            for m in range(len(found)):
-                begin, count = int(chosen.start[m]), int(chosen.offset[m]) + 1
-                self.attention[chosen.sequence[m], chosen.number[m], :, begin : begin + count] += found[m, :, :count]
+            found = attention_from(query, key, attn_mask, is_causal, scale, which, embedded)
+            attentions.append(found.to(self.target_attention))
 
-        with observed_attention(self.target, self.layers, see):
+        with observed_attention(target, {layer_id - 1 for layer_id in layer_ids if layer_id > 0}, see):
             yield
-        has_token = embedded < chosen.length[:, None] - 1  # to be predicted
-        self.attention[chosen.sequence, chosen.number] *= has_token[:, :, None] / max(1, num_seen)
+        if attentions:
+            mean = torch.stack(attentions).mean(0)
+            for m, (_, text, number, offset) in enumerate(chosen):
+                seen = slice(text.start, text.start + offset + 1)
+                has_token = embedded[m] < text.length - 1  # to be predicted
+                self.target_attention[text.sequence, number, :, seen] = mean[m, :, : offset + 1] * has_token[:, None]
 
-    def _chosen(self, group: list[Text]) -> _Chosen | None:
-        """Returns the chosen positions that lie in the group, None where none does."""
+    def _chosen(self, group: list[Text]) -> list[tuple[int, Text, int, int]]:
+        """Returns the chosen positions that lie in the group: which of its texts they lie in, this text, their number
+        among the sequence's chosen ones, and their offset in the text."""
         positions, is_supervised = self.positions.tolist(), self.is_supervised.tolist()
-        found = [
-            (index, text.start, text.length, text.sequence, number, position - text.start)
+        return [
+            (index, text, number, position - text.start)
             for index, text in enumerate(group)
             for number, position in enumerate(positions[text.sequence])
             if is_supervised[text.sequence][number] and text.start <= position < text.end
         ]
-        return _Chosen(*torch.tensor(found, device=self.positions.device).T) if found else None
+
+    def observe(self, seen: Attended) -> None:
+        """Keeps the divergences (B, R) of the drafter's attention from the target's over the keys of depth 0, and over
+        all the keys that the drafter made as if they were one."""
+        scores, made = self._scores(seen)
+        wanted = self.target_attention[:, :, seen.depth]
+        rest = (1 - wanted.sum(-1, keepdim=True)).clamp(min=0)
+        wanted = pad(wanted, (0, scores.shape[-1] - wanted.shape[-1]))
+        is_seen = self._is_seen(seen) & (wanted > 0)  # what the target cannot see, another text, is left out
+        scores, wanted = scores.masked_fill(~is_seen[:, None], -1e30), wanted * is_seen
+        if made is not None:
+            scores, wanted = torch.cat([scores, made], dim=-1), torch.cat([wanted, rest], dim=-1)
+        wanted = wanted / wanted.sum(-1, keepdim=True).clamp(min=1e-30)
+        log_mean = scores.log_softmax(-1).logsumexp(1) - math.log(scores.shape[1])  # of the heads
+        terms = torch.where(wanted > 0, wanted * (wanted.clamp(min=1e-30).log() - log_mean), 0.0)
+        self._losses[seen.depth] = terms.sum(-1)
+
+    def _scores(self, seen: Attended) -> tuple[Tensor, Tensor | None]:
+        """Returns the drafter's scores of the keys of depth 0 (B, H, R, S) and, if any, of the keys it made together
+        (B, H, R, 1)."""
+        index = self.positions[:, None, :, None].expand(-1, seen.queries.shape[1], -1, seen.queries.shape[3])
+        queries = seen.queries.gather(2, index).float()
+        with torch.autocast(queries.device.type, enabled=False):
+            scores = (queries @ seen.first_keys.float().mT) * seen.scale
+            made = [(queries * keys.gather(2, index).float()).sum(-1) * seen.scale for keys in seen.later_keys]
+        return scores, torch.stack(made, dim=-1).logsumexp(-1, keepdim=True) if made else None
+
+    def _is_seen(self, seen: Attended) -> Tensor:
+        """Returns which keys of depth 0 the drafter sees from the positions: (B, R, S) bool."""
+        num_keys = seen.first_keys.shape[2]
+        is_seen = torch.arange(num_keys, device=self.positions.device) <= self.positions[:, :, None]
+        if seen.mask is None:
+            return is_seen
+        mask = seen.mask.expand(len(self.positions), 1, -1, -1)[:, 0]
+        return is_seen & mask.gather(1, self.positions[:, :, None].expand(-1, -1, num_keys))
+
+    def loss(self, depth: int) -> Tensor:
+        """Returns the mean divergence (nats) at this depth, over the positions whose chain has a token to predict."""
+        counts = self.target_attention[:, :, depth].any(-1)
+        return (self._losses[depth] * counts).sum() / counts.sum().clamp(min=1)
 
 
 def attention_from(

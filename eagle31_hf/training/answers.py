@@ -15,6 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..storage.fingerprints import digest
 from ..targets.ends import execution_device
 from .packing import Example
+from .preparation_options import PreparationOptions
+from .skipped import refused_by
 
 LEAST_ANSWER = 2  # tokens: the first is never drafted
 BEGIN_OF_THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
@@ -49,14 +51,13 @@ def at_temperature(generation: dict[str, Any], temperature: float | None) -> dic
 class AnswerSource:
     """Gives answers in the target's words, and makes examples of them.
 
-    Examples have at most `max_length` tokens, answers `max_new_tokens`. `target`: its generation config says how an
-    answer ends; `ends`: further ids that end one.
+    `target`: its generation config says how an answer ends; `ends`: further ids that end one. `options`: how long
+    examples and answers may be, and what the target samples by.
     """
 
     target: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    max_length: int
-    max_new_tokens: int
+    options: PreparationOptions
     ends: Sequence[int] = field(default=(), kw_only=True)
 
     def __post_init__(self):
@@ -68,7 +69,7 @@ class AnswerSource:
 
     def ending_at(self: Source, ends: Sequence[int], max_new_tokens: int) -> Source:
         """Returns a source of the same answers, which end at these ids, too, and after so many tokens."""
-        return replace(self, ends=ends, max_new_tokens=max_new_tokens)
+        return replace(self, ends=ends, options=replace(self.options, max_new_tokens=max_new_tokens))
 
     def is_ended(self, answer: Tensor) -> bool:
         """Returns True for an answer (T,) that ends with a token that ends its turn, False for one that was cut."""
@@ -97,22 +98,24 @@ class AnswerSource:
         thoughts = thoughts.removeprefix(BEGIN_OF_THOUGHT).strip("\n")
         return {"role": "assistant", "content": words.lstrip("\n"), "reasoning_content": thoughts}
 
+    def rendered(self, messages: list[dict[str, Any]], **options: Any) -> Any:
+        """Returns a chat as the template renders it, as text or ids. Raises Skipped where the template refuses it."""
+        with refused_by("template"):
+            return self.tokenizer.apply_chat_template(messages, **self.options.template | options)
+
     def fits(self, prompt: Tensor) -> bool:
         """Returns True where an example has room for the prompt (T,) and the shortest answer to learn from."""
-        return len(prompt) + LEAST_ANSWER <= self.max_length
+        return len(prompt) + LEAST_ANSWER <= self.options.max_length
 
     def example(self, prompt: Tensor, answer: Tensor) -> Example:
         """Makes an example of a prompt (T,) and its answer, cut to `max_length` tokens."""
-        ids = torch.cat([prompt, answer])[: self.max_length]
+        ids = torch.cat([prompt, answer])[: self.options.max_length]
         return {"input_ids": ids, "answers": torch.arange(len(ids)) >= len(prompt)}
 
 
 @dataclass
 class AnswerGenerator(AnswerSource):
-    """Generates answers with the target, `batch_size` prompts at a time. `generation`: arguments of generate()."""
-
-    batch_size: int = 8
-    generation: dict[str, Any] = field(default_factory=dict)
+    """Generates answers with the target, `batch_size` prompts at a time."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -128,8 +131,8 @@ class AnswerGenerator(AnswerSource):
         found = dict[int, Tensor]()
         for temperature in dict.fromkeys(asked):
             order = sorted((i for i in range(len(prompts)) if asked[i] == temperature), key=lambda i: -len(prompts[i]))
-            for start in range(0, len(order), self.batch_size):
-                chosen = order[start : start + self.batch_size]
+            for start in range(0, len(order), self.options.batch_size):
+                chosen = order[start : start + self.options.batch_size]
                 found |= zip(chosen, self._batch([prompts[i] for i in chosen], temperature), strict=True)
         return [found[i] for i in range(len(prompts))]
 
@@ -140,18 +143,18 @@ class AnswerGenerator(AnswerSource):
         mask = torch.zeros_like(ids)
         for b, prompt in enumerate(prompts):
             ids[b, -len(prompt) :], mask[b, -len(prompt) :] = prompt, 1
-        device, room = execution_device(self.target), self.max_length - min(lengths)
+        device, room = execution_device(self.target), self.options.max_length - min(lengths)
         generated = self.target.generate(
             input_ids=ids.to(device),
             attention_mask=mask.to(device),
-            max_new_tokens=min(self.max_new_tokens, room),
+            max_new_tokens=min(self.options.max_new_tokens, room),
             pad_token_id=self.pad,
             eos_token_id=self.stops or None,
             return_dict_in_generate=False,
-            **at_temperature(self.generation, temperature),
+            **at_temperature(self.options.generation, temperature),
         )
         answers = generated[:, ids.shape[1] :].cpu()
         return [
-            self.through_end(answer[: self.max_length - length])
+            self.through_end(answer[: self.options.max_length - length])
             for answer, length in zip(answers, lengths, strict=True)
         ]

@@ -40,7 +40,7 @@ class UnrollAttention:
         self.observers = observers
         self.spans: list[Span] = [(slice(None), slice(None))]
         if documents is not None:
-            self.spans = [(slice(run.sequence, run.sequence + 1), slice(run.start, run.end)) for run in runs(documents)]
+            self.spans = [(slice(b, b + 1), slice(start, end)) for _, (b, start, end) in runs(documents)]
         self.depth = 0
         self._layers: dict[int, list[tuple[Tensor, Tensor]]] = {}
 

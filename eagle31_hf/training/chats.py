@@ -2,7 +2,7 @@
 
 import random
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby, takewhile
 from typing import Any
 
@@ -12,17 +12,16 @@ from transformers import PreTrainedTokenizerBase
 
 from .kinds import Chat, Tokens, check_ids, parse_record, text_of
 from .loss_mask import loss_mask
+from .preparation_options import LEAST_TEXT, PreparationOptions
 from .records import Record
 from .skipped import Skipped, refused_by
 
-MASKS = ("answers", "all")
 RENDERINGS = {  # of a chat: with the template or not, with BOS or not
     "regular": (True, True),
     "no_bos": (True, False),
     "no_template": (False, True),
     "no_bos_no_template": (False, False),
 }
-LEAST_TEXT = 4  # tokens of a piece of plain text
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # fields of an assistant's message that it may consist of
 SAID = ("content", "tool_calls", "reasoning_content", "reasoning", "thinking")
@@ -30,33 +29,17 @@ SAID = ("content", "tool_calls", "reasoning_content", "reasoning", "thinking")
 
 @dataclass
 class ExampleMaker:
-    """Makes examples, {"input_ids": (T,) int64, "answers": (T,) bool}, of at most `max_length` tokens.
-
-    `mask`: "answers", or "all": every token counts as an answer's. `template_augmentation`: the share of chats rendered
-    in another of RENDERINGS, the same ones for the same `seed`. `stop_ids`: the ids a turn of the target may end with,
-    by default its EOS. `template_options`: further variables of the chat template, as `enable_thinking`. Raises
-    ValueError for values that cannot be.
-    """
+    """Makes examples, {"input_ids": (T,) int64, "answers": (T,) bool}, as `options` say. `stop_ids`: the ids a turn of
+    the target may end with."""
 
     tokenizer: PreTrainedTokenizerBase
-    max_length: int
-    vocab_size: int | None = None
-    mask: str = "answers"
-    template_augmentation: float = 0.0
-    seed: int = 0
-    chat_template: str | None = None
-    stop_ids: set[int] | None = None
-    template_options: dict[str, Any] = field(default_factory=dict)
+    options: PreparationOptions
+    vocab_size: int
+    stop_ids: set[int]
 
     def __post_init__(self):
-        if self.mask not in MASKS:
-            raise ValueError(f"mask is {self.mask!r}; expected one of {', '.join(MASKS)}.")
-        if not 0 <= self.template_augmentation <= 1:
-            raise ValueError(f"template_augmentation is {self.template_augmentation}; expected a share, 0 to 1.")
-        if self.max_length < LEAST_TEXT:
-            raise ValueError(f"max_length is {self.max_length}; expected at least {LEAST_TEXT}.")
-        if self.stop_ids is None:
-            self.stop_ids = {self.tokenizer.eos_token_id}
+        # In answers that are regenerated all else is a prompt.
+        self.learns_all = self.options.mask == "all" and not self.options.regenerate
 
     def examples(self, record: Record, index: int = 0) -> list[dict[str, Tensor]]:
         """Makes the examples of one record: one of a chat, or one for each answer; of a text one for each piece of it.
@@ -66,16 +49,16 @@ class ExampleMaker:
         """
         texts = self._texts(parse_record(record), index)
         for text in texts:
-            if self.vocab_size is not None:
-                check_ids(text.input_ids, self.vocab_size)
-            if self.mask == "all":
+            check_ids(text.input_ids, self.vocab_size)
+            if self.learns_all:
                 text.answers = torch.ones_like(text.answers)
         # Once unrolled, an example is supervised where two tokens of an answer follow each other: the first of them is
         # never drafted.
-        examples = [{name: part[: self.max_length].clone() for name, part in vars(text).items()} for text in texts]
+        most = self.options.max_length
+        examples = [{name: part[:most].clone() for name, part in vars(text).items()} for text in texts]
         kept = [example for example in examples if loss_mask(example["answers"][None], 0).any()]
         if not kept:
-            is_long = any(len(text.input_ids) > self.max_length for text in texts)
+            is_long = any(len(text.input_ids) > most for text in texts)
             is_silent = not any(text.answers.any() for text in texts)
             raise Skipped("no answer" if is_silent else "over-long prompt" if is_long else "too short")
         return kept
@@ -88,7 +71,7 @@ class ExampleMaker:
     def _pieces(self, text: str) -> list[Tokens]:
         with refused_by("tokenizer"):
             ids = torch.tensor(self.tokenizer(text)["input_ids"], dtype=torch.long)
-        pieces = [piece for piece in ids.split(self.max_length) if len(piece) >= LEAST_TEXT]
+        pieces = [piece for piece in ids.split(self.options.max_length) if len(piece) >= LEAST_TEXT]
         if not pieces:
             raise Skipped("too short")
         return [Tokens(piece, torch.ones_like(piece, dtype=torch.bool)) for piece in pieces]
@@ -104,9 +87,9 @@ class ExampleMaker:
         return [Tokens(t.input_ids[1:], t.answers[1:]) if t.input_ids[:1].tolist() == [bos] else t for t in texts]
 
     def _rendering(self, index: int) -> str:
-        draw = random.Random(f"{self.seed}/{index}")
+        draw = random.Random(f"{self.options.seed}/{index}")
         regular, *others = RENDERINGS
-        return draw.choice(others) if draw.random() < self.template_augmentation else regular
+        return draw.choice(others) if draw.random() < self.options.template_augmentation else regular
 
     def _bare(self, chat: Chat) -> Tokens:
         """Renders contents alone, a line each; the line break after an answer is not part of it."""
@@ -123,16 +106,16 @@ class ExampleMaker:
         return _tokens(ids, answers)
 
     def _templated(self, chat: Chat) -> list[Tokens]:
-        if self.chat_template is None and self.tokenizer.chat_template is None:
+        if self.options.chat_template is None and self.tokenizer.chat_template is None:
             raise ValueError(
                 "the record is a chat and the tokenizer has no chat template; expected one. Pass chat_template, or use"
                 " the tokenizer of the instruction-tuned target."
             )
-        if self.mask == "all":
+        if self.learns_all:
             ids = self._render(chat)["input_ids"]
             return [_tokens(ids, [False] * len(ids))]
         # Slow tokenizers do not know where in the text their tokens lie, which the template's own marks are in.
-        template = self.tokenizer.get_chat_template(self.chat_template, chat.tools)
+        template = self.tokenizer.get_chat_template(self.options.chat_template, chat.tools)
         return (
             [self._by_marks(chat)]
             if self.tokenizer.is_fast and GENERATION.search(template)
@@ -144,10 +127,9 @@ class ExampleMaker:
             return self.tokenizer.apply_chat_template(
                 chat.messages[:num_messages],
                 tools=chat.tools,
-                chat_template=self.chat_template,
                 tokenize=True,
                 return_dict=True,
-                **self.template_options | options,
+                **self.options.template | options,
             )
 
     def _by_marks(self, chat: Chat) -> Tokens:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Text(NamedTuple):
-    """A text in a batch: its sequence, and the positions of its first token and after its last."""
+    """A text in a batch, or a part of one: its sequence, and the positions of its first token and after its last."""
 
     sequence: int
     start: int
@@ -21,29 +21,21 @@ class Text(NamedTuple):
         return self.end - self.start
 
 
-class Run(NamedTuple):
-    """Equal numbers side by side in a sequence, from `start` up to `end`."""
-
-    sequence: int
-    number: int
-    start: int
-    end: int
-
-
-def runs(numbers: Tensor) -> list[Run]:
-    """Returns every run of equal numbers in (B, T), in order."""
-    found = []
+def runs(numbers: Tensor) -> list[tuple[int, Text]]:
+    """Returns every run of equal numbers side by side in (B, T), in order: the number, and where it stands."""
+    found = list[tuple[int, Text]]()
     for sequence, line in enumerate(numbers.cpu()):
         values, counts = line.unique_consecutive(return_counts=True)
         ends = counts.cumsum(0)
         starts = (ends - counts).tolist()
-        found += [Run(sequence, *run) for run in zip(values.tolist(), starts, ends.tolist(), strict=True)]
+        places = [Text(sequence, start, end) for start, end in zip(starts, ends.tolist(), strict=True)]
+        found += zip(values.tolist(), places, strict=True)
     return found
 
 
 def texts_of(documents: Tensor) -> list[Text]:
     """Returns the texts of a batch, in order; padding is none."""
-    return [Text(run.sequence, run.start, run.end) for run in runs(documents) if run.number > 0]
+    return [text for number, text in runs(documents) if number > 0]
 
 
 def positions_of(documents: Tensor | None, num_positions: int, device: torch.device) -> Tensor:

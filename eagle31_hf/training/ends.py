@@ -3,7 +3,7 @@
 B sequences, T tokens, ht target width, V target vocabulary.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,10 +30,6 @@ class Scoring:
     def __call__(self, scores: Tensor) -> Tensor:
         scores = scores.float() * self.scale
         return scores if self.cap is None else torch.tanh(scores / self.cap) * self.cap
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns plain values, for JSON."""
-        return asdict(self)
 
 
 @torch.no_grad()

@@ -13,29 +13,25 @@ try:  # huggingface-hub brings one of the two
 except ImportError:
     import httpx2 as httpx  # type: ignore[no-redef]
 
-from .self_prompts import LEAST_REPETITIONS, LONGEST_PERIOD
-
 KEY = "OPENAI_API_KEY"  # the environment variable
 TRY_AGAIN = (408, 429)  # HTTP statuses besides 5xx
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 NO_BASES = ("/completions", "/models", "/generate")  # ends of paths below a server's address
 LONGEST_QUOTE = 200  # characters of what a server says
 ENDS = ("stop", "length", "repetition")  # why an answer ends
-# vLLM's settings for an answer whose end `repeats_itself`: a pattern shorter than 16 tokens is one of 16 to 31, too.
-LOOP = {"min_pattern_size": 16, "max_pattern_size": LONGEST_PERIOD, "min_count": LEAST_REPETITIONS}
 
 
 class Request(NamedTuple):
     """A prompt for an engine: its ids, the most tokens of the answer, the seed of a sampled one, what vLLM and SGLang
-    sample by (a temperature and more), the ids that end the answer, and whether it may end as soon as it repeats
-    itself, since it will then be refused (vLLM heeds this)."""
+    sample by (a temperature and more), the ids that end the answer, and vLLM's settings by which it ends as soon as it
+    repeats itself, where it will then be refused."""
 
     prompt: list[int]
     max_tokens: int
     seed: int
     sampling: dict[str, Any]
     stops: list[int]
-    ends_loops: bool = False
+    loop: dict[str, int] | None = None
 
 
 class Completion(NamedTuple):
@@ -75,7 +71,7 @@ class Endpoint:
 
 def _completions_body(model: str, request: Request) -> dict[str, Any]:
     seed = {"seed": request.seed} if request.sampling["temperature"] else {}
-    loops = {"repetition_detection": LOOP} if request.ends_loops else {}
+    loop = {"repetition_detection": request.loop} if request.loop else {}
     return {
         "model": model,
         "prompt": request.prompt,
@@ -83,7 +79,7 @@ def _completions_body(model: str, request: Request) -> dict[str, Any]:
         "stop_token_ids": request.stops,
         "return_token_ids": True,
         **seed,
-        **loops,
+        **loop,
         **request.sampling,
     }
 

@@ -5,23 +5,27 @@ T tokens of a prompt or an answer. Prompts are sent as ids and answers come back
 
 import importlib.util
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..targets.ends import execution_device
 from .answers import AnswerSource, Temperatures, at_temperature
-from .engine_server import ENDS, LOOP, Completion, Request, base_of
-from .servers import Patience, Servers, Tell
+from .engine_server import ENDS, Completion, Request, base_of
+from .preparation_options import PreparationOptions
+from .self_prompts import LEAST_REPETITIONS, LONGEST_PERIOD
+from .servers import VLLM, Servers, Tell
 
-VLLM = "vllm"
 PROBE_TOKENS = 32  # of each answer by which an engine is checked
 UNLIKELY = 0.25  # of the likeliest token's probability: rounding does not make a greedy token so unlikely
 MOST_UNLIKELY = 0.05  # of the tokens: a quantized target, here or there, errs now and then
 MAX_SEED = 2**31 - 1
+# vLLM's settings for an answer whose end `repeats_itself`: a pattern shorter than 16 tokens is one of 16 to 31, too.
+LOOP = {"min_pattern_size": 16, "max_pattern_size": LONGEST_PERIOD, "min_count": LEAST_REPETITIONS}
 GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 # What generate() samples by where neither the call nor the target's generation config says it.
 DEFAULTS = {"do_sample": False, "temperature": 1.0, "top_p": 1.0, "top_k": 50, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -55,41 +59,6 @@ NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {
     "watermarking_config": (),
     "token_healing": (False,),
 }
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """The engine that answers instead of generate().
-
-    `names`: "vllm", or addresses of servers. `requests`: how many prompts servers are asked at once, all together;
-    `patience`: how long they are waited for. `settings`: arguments of `vllm.LLM` that win. Raises ValueError for names
-    that are neither, or both, and for settings of servers.
-    """
-
-    names: tuple[str, ...]
-    requests: int = 64
-    patience: Patience = field(default_factory=Patience)
-    settings: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if VLLM in self.names and len(self.names) > 1:
-            raise ValueError(f"the engine is {' '.join(self.names)}; expected vllm alone, or addresses of servers.")
-        if not self.names or self.requests < 1:
-            raise ValueError(f"the engine is {self.names}, requests {self.requests}; expected at least one of each.")
-        if VLLM in self.names:
-            return
-        for url in self.names:
-            base_of(url)
-        if self.settings:
-            raise ValueError(
-                f"settings of the engine are {', '.join(self.settings)}, and it is a server, which has its own;"
-                " expected none, or the engine vllm."
-            )
-
-    @property
-    def is_served(self) -> bool:
-        """True for servers, False for vLLM in this process."""
-        return VLLM not in self.names
 
 
 class VllmEngine:
@@ -149,7 +118,7 @@ class VllmEngine:
         """Returns the answers to prompts, in their order."""
         from vllm import SamplingParams, sampling_params
 
-        loops = getattr(sampling_params, "RepetitionDetectionParams", None)  # earlier releases have none
+        loop = getattr(sampling_params, "RepetitionDetectionParams", None)  # earlier releases have none
         params = [
             SamplingParams(
                 max_tokens=request.max_tokens,
@@ -157,7 +126,7 @@ class VllmEngine:
                 stop_token_ids=request.stops,
                 ignore_eos=True,  # the stops are all there are
                 detokenize=False,
-                **({"repetition_detection": loops(**LOOP)} if loops and request.ends_loops else {}),
+                **({"repetition_detection": loop(**request.loop)} if loop and request.loop else {}),
                 **request.sampling,
             )
             for request in requests
@@ -201,11 +170,9 @@ def sampling_of(generation: dict[str, Any], config: Any) -> dict[str, Any]:
 
 @dataclass
 class EngineAnswers(AnswerSource):
-    """Answers by an engine. `generation`: arguments of generate(), as which it samples; `vocab_size`: ids an answer may
-    have."""
+    """Answers by an engine, which samples as generate() would. `vocab_size`: ids an answer may have."""
 
     engine: Servers | VllmEngine
-    generation: dict[str, Any]
     vocab_size: int
 
     def answers(self, prompts: list[Tensor], temperatures: Temperatures | None = None) -> list[Tensor]:
@@ -222,8 +189,8 @@ class EngineAnswers(AnswerSource):
         samplings = {temperature: self.sampling(temperature) for temperature in {*asked}}
         # Only self-prompted chats have temperatures of their own; what repeats itself in them is refused.
         requests = [
-            self._request(prompt, seed, self.max_new_tokens, samplings[temperature])._replace(
-                ends_loops=temperature is not None
+            self._request(prompt, seed, self.options.max_new_tokens, samplings[temperature])._replace(
+                loop=None if temperature is None else LOOP
             )
             for prompt, seed, temperature in zip(prompts, seeds, asked, strict=True)
         ]
@@ -232,10 +199,10 @@ class EngineAnswers(AnswerSource):
 
     def sampling(self, temperature: float | None = None) -> dict[str, Any]:
         """Returns what the engine samples by, at another temperature where one is given."""
-        return sampling_of(at_temperature(self.generation, temperature), self.target.generation_config)
+        return sampling_of(at_temperature(self.options.generation, temperature), self.target.generation_config)
 
     def _request(self, prompt: Tensor, seed: int, most: int, sampling: dict[str, Any]) -> Request:
-        return Request(prompt.tolist(), min(most, self.max_length - len(prompt)), seed, sampling, self.stops)
+        return Request(prompt.tolist(), min(most, self.options.max_length - len(prompt)), seed, sampling, self.stops)
 
     def checked(self, request: Request, completion: Completion) -> Tensor:
         """Returns an answer (T,) that ends as the target's do: with a token that ends its turn, or at the limit.
@@ -253,7 +220,7 @@ class EngineAnswers(AnswerSource):
                 f"the engine ended an answer for the reason {completion.finish!r}; expected one of {ENDS}."
             )
         answer = self.through_end(torch.tensor(completion.ids, dtype=torch.long))
-        if completion.finish == "repetition" and request.ends_loops:
+        if completion.finish == "repetition" and request.loop:
             return answer
         if len(answer) and int(answer[-1]) in self.stops:
             return answer
@@ -280,7 +247,7 @@ class EngineAnswers(AnswerSource):
         """
         first = prompts or [torch.tensor([self.stops[0] if self.stops else 0])]
         requests = [self._request(prompt, 0, PROBE_TOKENS, GREEDY) for prompt in first]
-        self.engine.meet(requests[0]._replace(max_tokens=1, sampling=self.sampling()), self.max_length)
+        self.engine.meet(requests[0]._replace(max_tokens=1, sampling=self.sampling()), self.options.max_length)
         for name, found in self.engine.answers_by_server(requests):
             answers = [self.checked(request, completion) for request, completion in zip(requests, found, strict=True)]
             for completion, answer in zip(found, answers, strict=True):
@@ -328,18 +295,22 @@ class EngineAnswers(AnswerSource):
 
 
 def engine_answers(
-    source: AnswerSource, options: EngineOptions, generation: dict[str, Any], vocab_size: int, tell: Tell
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    options: PreparationOptions,
+    vocab_size: int,
+    tell: Tell,
 ) -> EngineAnswers:
-    """Returns answers by an engine, for the target, tokenizer and lengths of `source`.
+    """Returns answers by the engine of the options. `tell` is told of servers that fail.
 
     Raises ValueError for settings that engines do not follow, ImportError where vLLM is not installed.
     """
-    _ = sampling_of(generation, source.target.generation_config)  # refuses what engines do not follow
+    _ = sampling_of(options.generation, target.generation_config)  # refuses what engines do not follow
+    asked = options.engine
     engine: Servers | VllmEngine
-    if options.is_served:
-        urls = tuple(dict.fromkeys(map(base_of, options.names)))
-        engine = Servers(urls, source.target.name_or_path, options.requests, options.patience, tell)
+    if asked.is_served:
+        urls = tuple(dict.fromkeys(map(base_of, asked.names)))
+        engine = Servers(urls, target.name_or_path, asked.requests, asked.patience, tell)
     else:
-        engine = VllmEngine(source.target, source.max_length, options.settings)
-    lengths = source.max_length, source.max_new_tokens
-    return EngineAnswers(source.target, source.tokenizer, *lengths, engine, generation, vocab_size)
+        engine = VllmEngine(target, options.max_length, asked.settings)
+    return EngineAnswers(target, tokenizer, options, engine, vocab_size)

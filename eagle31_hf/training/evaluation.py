@@ -18,7 +18,7 @@ from .arguments import Eagle31TrainingArguments
 from .chunked import PredictionFigures
 from .kinds import tokens_of
 from .objective import Batch, Settings, UnrollRecord, means_of
-from .walk import Walk, answers_of, walk
+from .walk import answers_of, walk, walk_metrics
 
 BLANK = {"input_ids": [0, 0, 0], "answers": [False] * 3}  # an example of which nothing is counted
 PROMPT_SHARE = 4  # of plain text, which has no prompt, the first quarter serves as one
@@ -63,7 +63,7 @@ class Evaluation:
         self.draft_to_target = draft_to_target
         self.stop_ids = stop_ids
         self.sums: Tensor | None = None
-        self.walk = Walk(accepted_per_position=[0] * settings.depth)
+        self.walked = torch.zeros(3 + settings.depth, dtype=torch.float64)
 
     def add(self, batch: Batch, outputs: dict[str, Any]) -> None:
         """Adds a batch and what the objective returned for it."""
@@ -72,7 +72,7 @@ class Evaluation:
         for sequence, start, end in answers_of(batch.answers, batch.documents):
             stops = int(batch.input_ids[sequence, end - 1]) in self.stop_ids
             chains = slice(start - 1, end - 2)  # the chain that begins with a token is that of the position before it
-            self.walk.add(walk(hits[:, sequence, chains], acceptance[:, sequence, chains], stops))
+            self.walked += walk(hits[:, sequence, chains], acceptance[:, sequence, chains], stops)
 
     def drafts_of(self, batch: Batch, record: UnrollRecord, figures: PredictionFigures) -> tuple[Tensor, Tensor]:
         """Returns, by depth and chain, whether the draft is the text's token, and the probability that rejection
@@ -92,21 +92,15 @@ class Evaluation:
 
     def metrics(self, accelerator: Accelerator) -> dict[str, float]:
         """Returns `loss`, every figure by depth (`accuracy_1` is of the first drafted token), and the accepted lengths
-        of `Walk`, over all processes."""
-        sums, counts = self.sums, self.walk
-        assert sums is not None
-        walked = torch.tensor(
-            [counts.rounds, counts.tokens, counts.expected_rounds, *counts.accepted_per_position],
-            dtype=torch.float64,
-            device=sums.device,
-        )
-        sums, walked = accelerator.reduce(sums, "sum").cpu(), accelerator.reduce(walked, "sum").cpu().tolist()
+        of `walk_metrics`, over all processes."""
+        assert self.sums is not None
+        sums = accelerator.reduce(self.sums, "sum").cpu()
+        walked = accelerator.reduce(self.walked.to(self.sums.device), "sum")
         figures = means_of(sums)
         distances = zip(self.settings.depth_weights, figures.get("distance", []), strict=False)
         metrics = {"loss": sum(weight * distance for weight, distance in distances)}
         metrics |= {f"{name}_{k + 1}": value for name, values in figures.items() for k, value in enumerate(values)}
-        total = Walk(int(walked[0]), int(walked[1]), [int(n) for n in walked[3:]], walked[2])
-        return metrics | total.metrics()
+        return metrics | walk_metrics(walked)
 
 
 def prompt_of(example: Any) -> Tensor:

@@ -14,8 +14,9 @@ from torch.nn.functional import pad
 
 from ..diagnostics.growth import state_norm
 from ..modeling import Eagle31DrafterModel
+from .alignment import Alignment
 from .chunked import Head, PredictionFigures, Predictions, chunked_loss
-from .drift import Alignment, MassObserver, growth_penalty
+from .drift import MassObserver, growth_penalty
 from .loss_mask import NORMALISATIONS, loss_denominators, supervised_positions
 from .losses import DEFAULT_LOSS, TargetDistribution, parse_mixture
 from .unroll import unroll

@@ -7,9 +7,11 @@ from transformers import PreTrainedModel
 
 from ..configuration import Eagle31Config
 from ..targets.layers import decoder_layers
-from .engines import EngineOptions
+from .servers import EngineOptions
 from .shapes import layer_ids_for
 
+MASKS = ("answers", "all")
+LEAST_TEXT = 4  # tokens of a piece of plain text
 RECORDS_PER_SHARD = 64
 RECORDS_PER_SHARD_OF_AN_ENGINE = 1024  # it answers what it is asked at once many times faster than one by one
 
@@ -18,8 +20,10 @@ RECORDS_PER_SHARD_OF_AN_ENGINE = 1024  # it answers what it is asked at once man
 class PreparationOptions:
     """Options of training data.
 
-    `split` is that of a dataset; `max_length`, `mask`, `template_augmentation`, `chat_template`, `template_options` and
-    `seed` are `ExampleMaker`'s. `regenerate`: answers are the target's own, of at most `max_new_tokens` tokens, by
+    `split` is that of a dataset. Examples have at most `max_length` tokens. `mask`: "answers", or "all": every token
+    counts as an answer's. `template_augmentation`: the share of chats rendered in another of `chats.RENDERINGS`, the
+    same ones for the same `seed`. `chat_template`: instead of the tokenizer's; `template_options`: further variables of
+    it, as `enable_thinking`. `regenerate`: answers are the target's own, of at most `max_new_tokens` tokens, by
     generate() with the arguments `generation`; where there is an `engine`, by this one, as generate() would sample.
     `self_prompts`: so many chats are added whose user is the target, too, see `SelfPrompts`; with `regenerate` only.
     `states`: the target's states are stored too, those at `layer_ids` (by default where drafters read) in `dtype`, one
@@ -47,6 +51,12 @@ class PreparationOptions:
     records_per_shard: int | None = None
 
     def __post_init__(self) -> None:
+        if self.mask not in MASKS:
+            raise ValueError(f"mask is {self.mask!r}; expected one of {', '.join(MASKS)}.")
+        if not 0 <= self.template_augmentation <= 1:
+            raise ValueError(f"template_augmentation is {self.template_augmentation}; expected a share, 0 to 1.")
+        if self.max_length < LEAST_TEXT:
+            raise ValueError(f"max_length is {self.max_length}; expected at least {LEAST_TEXT}.")
         if not self.states and (self.layer_ids, self.dtype) != (None, None):
             raise ValueError(
                 f"layer_ids is {self.layer_ids} and dtype {self.dtype!r} without states; expected neither, or states."
@@ -67,6 +77,11 @@ class PreparationOptions:
                 "the engine is vllm and states are to be stored, for which the target would be loaded twice here;"
                 " expected the address of a server, or no states."
             )
+
+    @property
+    def template(self) -> dict[str, Any]:
+        """Arguments of `apply_chat_template`."""
+        return {"chat_template": self.chat_template, **self.template_options}
 
     def for_target(self, target: PreTrainedModel) -> "PreparationOptions":
         """Returns the options with the records of a shard and the layers and dtype of the states filled in. Raises

@@ -5,7 +5,7 @@ several processes can make some each.
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -70,7 +70,7 @@ def prepare_data(
     builder.meet_engine(read_manifest(output) if is_complete else None)
     open_store(output, builder.manifest(source))
     if builder.reader is not None and part[0] == 0:
-        save_target_parts(output, target, builder.reader.scoring.as_dict())
+        save_target_parts(output, target, asdict(builder.reader.scoring))
     _make_shards(builder, output, part, tell)
     prepared = _summary(output)
     if prepared.shards == prepared.num_shards and not prepared.rows:

@@ -1,21 +1,22 @@
-"""Chats answered by the target: every answer is replaced by its own, and quoted in the prompts that follow.
+"""Chats answered by the target: every answer is replaced by its own, and quoted in the prompts that follow. Texts are
+gone on with.
 
 B prompts, T tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .answers import LEAST_ANSWER, AnswerSource, Temperatures
+from .answers import LEAST_ANSWER, AnswerSource
 from .chats import SAID
 from .kinds import Chat
 from .packing import Example
 from .self_prompts import REPEATING, Questioner, SelfPrompt, repeats_itself
-from .skipped import Skipped, refused_by
+from .skipped import Skipped
 
 OVER_LONG = "over-long prompt"
 TOO_SHORT = "too short"
@@ -23,13 +24,23 @@ CUT = "turns after an answer that was cut"
 Refuse = Callable[[int, Skipped | str], None]  # is told the index of what could not go on, and why
 
 
+@dataclass(frozen=True)
+class Beginning:
+    """A text to be: the ids that it begins with (T,), and the temperature of what follows them (None: as the source
+    samples)."""
+
+    ids: Tensor
+    temperature: float | None = None
+
+
 @dataclass
 class _Conversation:
     """A chat under way: `said` is what the next prompt is made of, `ahead` the messages of the original yet to come,
     `to_ask` how many more the user is to write, `opening` how the first of them begins. `temperature` of its answers:
-    None, as the source samples."""
+    None, as the source samples. A text is a chat of one turn, whose prompt is `begun` (T,)."""
 
     index: int
+    begun: Tensor | None = None
     ahead: list[dict[str, Any]] = field(default_factory=list)
     tools: list[Any] | None = None
     to_ask: int = 0
@@ -39,9 +50,11 @@ class _Conversation:
     examples: list[Example] = field(default_factory=list)
 
     @classmethod
-    def of(cls, index: int, chat: Chat | SelfPrompt) -> "_Conversation":
+    def of(cls, index: int, chat: Chat | SelfPrompt | Beginning) -> "_Conversation":
+        if isinstance(chat, Beginning):
+            return cls(index, begun=chat.ids, temperature=chat.temperature)
         if isinstance(chat, Chat):
-            return cls(index, [*chat.messages], chat.tools)
+            return cls(index, ahead=[*chat.messages], tools=chat.tools)
         system = [] if chat.system is None else [{"role": "system", "content": chat.system}]
         return cls(index, to_ask=chat.num_turns, opening=chat.opening, temperature=chat.temperature, said=system)
 
@@ -58,7 +71,7 @@ class _Conversation:
             self.said.append(message)
             if message["role"] == "user" and not self.ahead:
                 return True
-        return False
+        return self.begun is not None
 
     def end(self) -> None:
         """Leaves out all that was yet to come."""
@@ -78,21 +91,20 @@ class _Conversation:
 
 
 def regenerate(
-    source: AnswerSource, chats: list[Chat | SelfPrompt], refuse: Refuse, **template: Any
+    source: AnswerSource, chats: Sequence[Chat | SelfPrompt | Beginning], refuse: Refuse
 ) -> list[list[Example]]:
     """Returns, chat by chat, examples of every turn of the assistant, and of one after a last message of the user's, in
-    the target's words.
+    the target's words; of a text that begins, an example of it and of what the target goes on with.
 
     A turn is a prompt as it is served and the target's answer to it, whose words replace the original in later prompts.
     Turns whose prompts begin with the turns before, token for token, are one example. A chat ends with an answer that
-    was cut. `refuse` is told of chats that could not go on and of answers not to learn from. `template`: options of
-    `apply_chat_template`.
+    was cut. `refuse` is told of chats that could not go on and of answers not to learn from.
     """
     conversations = [_Conversation.of(index, chat) for index, chat in enumerate(chats)]
-    questioner = Questioner(source, template)
+    questioner = Questioner(source)
     while True:
         going = [*_asked(questioner, conversations, refuse), *(talk for talk in conversations if talk.goes_on())]
-        turns = [(talk, prompt) for talk in going for prompt in _prompts(source, talk, refuse, template)]
+        turns = [(talk, prompt) for talk in going for prompt in _prompts(source, talk, refuse)]
         if not turns:
             return [talk.examples for talk in conversations]
         answers = source.answers([prompt for _, prompt in turns], [talk.temperature for talk, _ in turns])
@@ -119,12 +131,14 @@ def _asked(questioner: Questioner, conversations: list[_Conversation], refuse: R
 
 
 def _take(source: AnswerSource, talk: _Conversation, prompt: Tensor, answer: Tensor, refuse: Refuse) -> None:
-    """Adds an answer (T,) to its chat, and an example of it where there is something to learn from."""
-    refusal = _why_not(source, answer, talk.temperature)
-    if refusal is None:
-        talk.add(source.example(prompt, answer))
+    """Adds an answer (T,) to its chat, and an example of it where there is something to learn from. Only answers of
+    self-prompts have a temperature; they may not repeat themselves."""
+    if talk.temperature is not None and not source.is_ended(answer) and repeats_itself(answer):
+        refuse(talk.index, REPEATING)
+    elif len(answer) < LEAST_ANSWER:
+        refuse(talk.index, TOO_SHORT)
     else:
-        refuse(talk.index, refusal)
+        talk.add(source.example(prompt, answer))
     if source.is_ended(answer):
         talk.said.append(source.message(answer))
         return
@@ -133,49 +147,20 @@ def _take(source: AnswerSource, talk: _Conversation, prompt: Tensor, answer: Ten
     talk.end()  # a thought or a list that is broken off would stand in every later prompt
 
 
-def _why_not(source: AnswerSource, answer: Tensor, temperature: float | None) -> str | None:
-    """Returns why there is nothing to learn from an answer (T,); None where there is. `temperature`: a self-prompt's,
-    whose answers may not repeat themselves; None for others."""
-    if temperature is not None and not source.is_ended(answer) and repeats_itself(answer):
-        return REPEATING
-    return TOO_SHORT if len(answer) < LEAST_ANSWER else None
-
-
-def continue_texts(
-    source: AnswerSource, prompts: list[Tensor], refuse: Refuse, temperatures: Temperatures | None = None
-) -> list[list[Example]]:
-    """Returns, for each prompt (T,), an example of it and the target's continuation, or none; `refuse` is told of
-    those."""
-    fitting = [i for i, prompt in enumerate(prompts) if source.fits(prompt)]
-    for i in sorted({*range(len(prompts))} - {*fitting}):
-        refuse(i, OVER_LONG)
-    asked = list(temperatures or [None] * len(prompts))
-    answers = source.answers([prompts[i] for i in fitting], [asked[i] for i in fitting])
-    found = [list[Example]() for _ in prompts]
-    for i, answer in zip(fitting, answers, strict=True):
-        refusal = _why_not(source, answer, asked[i])
-        if refusal is None:
-            found[i].append(source.example(prompts[i], answer))
-        else:
-            refuse(i, refusal)
-    return found
-
-
-def first_prompt(source: AnswerSource, chat: Chat, **template: Any) -> list[Tensor]:
-    """Returns the prompt (T,) of a chat's first turn that the target would answer, in a list; an empty list where there
-    is none. The chat stays as it is."""
+def first_prompt(source: AnswerSource, chat: Chat | Beginning) -> list[Tensor]:
+    """Returns the prompt (T,) of the first turn that the target would answer, in a list; an empty list where there is
+    none. The chat stays as it is."""
     talk = _Conversation.of(0, chat)
-    return _prompts(source, talk, lambda i, refusal: None, template) if talk.goes_on() else []
+    return _prompts(source, talk, lambda i, refusal: None) if talk.goes_on() else []
 
 
-def _prompts(source: AnswerSource, talk: _Conversation, refuse: Refuse, template: dict[str, Any]) -> list[Tensor]:
-    """Renders the prompt of the next turn; returns none where the chat has to end."""
+def _prompts(source: AnswerSource, talk: _Conversation, refuse: Refuse) -> list[Tensor]:
+    """Returns the prompt of the next turn (T,), or none where the chat has to end."""
     try:
-        with refused_by("template"):
-            rendered: Any = source.tokenizer.apply_chat_template(
-                talk.said, tools=talk.tools, add_generation_prompt=True, tokenize=True, return_dict=True, **template
-            )
-        prompt = torch.tensor(rendered["input_ids"], dtype=torch.long)
+        prompt, talk.begun = talk.begun, None
+        if prompt is None:
+            rendered = source.rendered(talk.said, tools=talk.tools, add_generation_prompt=True, return_dict=True)
+            prompt = torch.tensor(rendered["input_ids"], dtype=torch.long)
         if not len(prompt) or not source.fits(prompt):
             raise Skipped(OVER_LONG if len(prompt) else "empty prompt")
         return [prompt]

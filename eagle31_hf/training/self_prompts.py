@@ -96,13 +96,12 @@ class SelfPrompts(Records):
 
 @dataclass
 class Questioner:
-    """Writes the user's messages by the target. `template`: options of `apply_chat_template`.
+    """Writes the user's messages by the target.
 
     Questions that were asked before, without an end, empty ones and such with special tokens in them are refused.
     """
 
     source: AnswerSource
-    template: dict[str, Any]
     asked: set[str] = field(default_factory=set)  # first questions, without regard to case and spaces
 
     def questions(self, chats: list[list[dict[str, Any]]], openings: list[str]) -> list[str | Skipped]:
@@ -129,23 +128,21 @@ class Questioner:
     def _prompt(self, said: list[dict[str, Any]], opening: str) -> tuple[Tensor, str]:
         """Renders a chat through the opening of the user's words: ids (T,), and the text that follows them. Raises
         Skipped where the template refuses it, and where there is no room for a question and an answer."""
-        with refused_by("template"):
-            text = self.source.tokenizer.apply_chat_template(
-                [*said, {"role": "user", "content": MARK}], add_generation_prompt=True, tokenize=False, **self.template
-            )
+        messages = [*said, {"role": "user", "content": MARK}]
+        text = self.source.rendered(messages, add_generation_prompt=True, tokenize=False)
         before, mark, after = str(text).rpartition(MARK)
         if not mark:
             raise Skipped("template leaves out the user's words")
         with refused_by("tokenizer"):
             ids = self.source.tokenizer(before + opening, add_special_tokens=False)["input_ids"]
         prompt = torch.tensor(ids, dtype=torch.long)
-        if not len(prompt) or len(prompt) + 2 * self._longest > self.source.max_length:
+        if not len(prompt) or len(prompt) + 2 * self._longest > self.source.options.max_length:
             raise Skipped("no room for another question" if len(prompt) else "empty prompt")
         return prompt, after
 
     @property
     def _longest(self) -> int:
-        return min(LONGEST_QUESTION, self.source.max_length // 4)
+        return min(LONGEST_QUESTION, self.source.options.max_length // 4)
 
     def _ends(self, texts: set[str]) -> list[int]:
         """Returns the ids besides the target's own that end a question, by the texts that follow one."""

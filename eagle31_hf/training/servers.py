@@ -1,5 +1,5 @@
-"""Servers of an inference engine that share requests. One that fails is left out for a while, longer each time, and
-tried again."""
+"""Options of an engine, and servers of one that share requests. A server that fails is left out for a while, longer
+each time, and tried again."""
 
 import threading
 import time
@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from multiprocessing.pool import ThreadPool
 from typing import Any, TypeVar
 
-from .engine_server import Completion, Request, Server, UnavailableError
+from .engine_server import Completion, Request, Server, UnavailableError, base_of
 
+VLLM = "vllm"
 AT_START = 4  # tries to reach a server before anything is written
 Tell = Callable[[str], None]  # is told one line at a time
 Given = TypeVar("Given")
@@ -37,6 +38,41 @@ class Patience:
     def pause_after(self, failures: int) -> float:
         """Returns the pause in seconds after so many failures in a row."""
         return min(self.longest_pause, self.pause * 2.0 ** (failures - 1))
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """The engine that answers instead of generate().
+
+    `names`: "vllm", or addresses of servers. `requests`: how many prompts servers are asked at once, all together;
+    `patience`: how long they are waited for. `settings`: arguments of `vllm.LLM` that win. Raises ValueError for names
+    that are neither, or both, and for settings of servers.
+    """
+
+    names: tuple[str, ...]
+    requests: int = 64
+    patience: Patience = field(default_factory=Patience)
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if VLLM in self.names and len(self.names) > 1:
+            raise ValueError(f"the engine is {' '.join(self.names)}; expected vllm alone, or addresses of servers.")
+        if not self.names or self.requests < 1:
+            raise ValueError(f"the engine is {self.names}, requests {self.requests}; expected at least one of each.")
+        if VLLM in self.names:
+            return
+        for url in self.names:
+            base_of(url)
+        if self.settings:
+            raise ValueError(
+                f"settings of the engine are {', '.join(self.settings)}, and it is a server, which has its own;"
+                " expected none, or the engine vllm."
+            )
+
+    @property
+    def is_served(self) -> bool:
+        """True for servers, False for vLLM in this process."""
+        return VLLM not in self.names
 
 
 @dataclass

@@ -5,7 +5,7 @@ A shard follows from the records that are its own, and from nothing else.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -24,35 +24,25 @@ from .engines import EngineAnswers, engine_answers
 from .kinds import Chat, parse_record
 from .preparation_options import RECORDS_PER_SHARD, PreparationOptions
 from .records import Record, Records, identity
-from .regenerate import continue_texts, first_prompt, regenerate
+from .regenerate import Beginning, first_prompt, regenerate
 from .self_prompts import SelfPrompt, first_token
-from .skipped import Skipped, Skips, refused_by
+from .skipped import Skipped, Skips
 from .store import Columns, Manifest
 from .target import TargetReader
 
 PROBES = 3  # prompts by which an engine is checked
 A_QUESTION = "Why is the sky blue?"  # answered by an engine that is checked, where the data has no prompts
 Made = TypeVar("Made")
-Prompt = tuple[Tensor, float | None]  # ids (T,), and the temperature of what follows them (None: as the source samples)
+Unanswered = Chat | SelfPrompt | Beginning
 Progress = Callable[[str], None]  # is told one line at a time
 
 
 def example_maker(
     target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: PreparationOptions
 ) -> ExampleMaker:
-    """Returns what makes examples of records for a target. In answers that are regenerated all else is a prompt."""
-    embedding: Any = target.get_input_embeddings()
-    return ExampleMaker(
-        tokenizer,
-        options.max_length,
-        vocab_size=shape_of(embedding)[0],
-        mask="answers" if options.regenerate else options.mask,
-        template_augmentation=options.template_augmentation,
-        seed=options.seed,
-        chat_template=options.chat_template,
-        stop_ids=set(stop_ids(target, tokenizer)),
-        template_options=options.template_options,
-    )
+    """Returns what makes examples of records for a target."""
+    vocab_size, _ = shape_of(target.get_input_embeddings())
+    return ExampleMaker(tokenizer, options, vocab_size, {*stop_ids(target, tokenizer)})
 
 
 def each_record(
@@ -84,23 +74,13 @@ class ShardBuilder:
     def __post_init__(self):
         options = self.options
         self.maker = example_maker(self.target, self.tokenizer, options)
-        self._template = {"chat_template": options.chat_template, **options.template_options}
         self.generator = self._answer_source() if options.regenerate else None
         self.reader = TargetReader(self.target, options.layer_ids) if options.states else None
 
     def _answer_source(self) -> AnswerSource:
-        options = self.options
-        generator = AnswerGenerator(
-            self.target,
-            self.tokenizer,
-            options.max_length,
-            options.max_new_tokens,
-            options.batch_size,
-            options.generation,
-        )
-        if options.engine is None:
-            return generator
-        return engine_answers(generator, options.engine, options.generation, self.maker.vocab_size, self.tell)
+        if self.options.engine is None:
+            return AnswerGenerator(self.target, self.tokenizer, self.options)
+        return engine_answers(self.target, self.tokenizer, self.options, self.maker.vocab_size, self.tell)
 
     def meet_engine(self, complete: Manifest | None) -> None:
         """Checks that the engine, if one answers, gives the target's answers, on the first prompts of the records.
@@ -117,13 +97,10 @@ class ShardBuilder:
 
     def _first_prompts(self, source: AnswerSource) -> list[Tensor]:
         prompts, silent = list[Tensor](), Skips(self.records.where)
-        for _, made in each_record(self.records, range(len(self.records)), self._chat_or_prompts, silent):
-            if isinstance(made, SelfPrompt):
-                made = Chat([{"role": "user", "content": A_QUESTION}])
-            if isinstance(made, Chat):
-                prompts += first_prompt(source, made, **self._template)
-            else:
-                prompts += [prompt for prompt, _ in made if source.fits(prompt)]
+        for _, made in each_record(self.records, range(len(self.records)), self._unanswered, silent):
+            for each in made:
+                asks = Chat([{"role": "user", "content": A_QUESTION}]) if isinstance(each, SelfPrompt) else each
+                prompts += first_prompt(source, asks)
             if len(prompts) >= PROBES:
                 break
         return prompts[:PROBES]
@@ -145,40 +122,29 @@ class ShardBuilder:
     def _regenerated(self, source: AnswerSource, numbers: range) -> list[Columns]:
         """Returns examples in the target's words: chats are answered; of what is no chat, all before the first answer
         is the prompt, or the first half of a plain text."""
-        chats, prompts = list[tuple[int, Chat | SelfPrompt]](), list[tuple[int, Prompt]]()
-        for number, made in each_record(self.records, numbers, self._chat_or_prompts, self.skips):
-            if isinstance(made, Chat | SelfPrompt):
-                chats.append((number, made))
-            else:
-                prompts += [(number, prompt) for prompt in made]
+        made = each_record(self.records, numbers, self._unanswered, self.skips)
+        chats = [(number, each) for number, of_record in made for each in of_record]
+        chats.sort(key=lambda pair: isinstance(pair[1], Beginning))  # examples of chats come first in a shard
         answered = regenerate(
-            source,
-            [chat for _, chat in chats],
-            lambda i, refusal: self.skips.add(chats[i][0], refusal),
-            **self._template,
+            source, [chat for _, chat in chats], lambda i, refusal: self.skips.add(chats[i][0], refusal)
         )
-        continued = continue_texts(
-            source,
-            [ids for _, (ids, _) in prompts],
-            lambda i, refusal: self.skips.add(prompts[i][0], refusal),
-            [temperature for _, (_, temperature) in prompts],
-        )
-        examples = [{**example} for made in (*answered, *continued) for example in made]
+        examples = [{**example} for of_chat in answered for example in of_chat]
         if self.options.mask == "all":
             for example in examples:
                 example["answers"] = torch.ones_like(example["answers"])
         return examples
 
-    def _chat_or_prompts(self, record: Record | SelfPrompt, number: int) -> Chat | SelfPrompt | list[Prompt]:
+    def _unanswered(self, record: Record | SelfPrompt, number: int) -> Sequence[Unanswered]:
+        """Returns what of a record the target is to answer, or to go on with."""
         if isinstance(record, SelfPrompt):
-            return self._self_prompt(record)
+            return [self._self_prompt(record)]
         parsed = parse_record(record)
         if isinstance(parsed, Chat):
-            return parsed
+            return [parsed]
         examples = self.maker.examples(record, number)
-        return [(example["input_ids"][: _end_of_prompt(example)], None) for example in examples]
+        return [Beginning(example["input_ids"][: _end_of_prompt(example)]) for example in examples]
 
-    def _self_prompt(self, record: SelfPrompt) -> SelfPrompt | list[Prompt]:
+    def _self_prompt(self, record: SelfPrompt) -> SelfPrompt | Beginning:
         """Returns a chat that the target is to write, or, where there is no chat template, the beginning of a text. A
         temperature that the caller gave wins."""
         given = {"temperature", "do_sample"} & self.options.generation.keys()
@@ -186,15 +152,15 @@ class ShardBuilder:
         if self.options.chat_template or self.tokenizer.chat_template:
             system = record.system if self._has_system else None
             return replace(record, system=system, temperature=temperature)
-        return [(torch.tensor([first_token(self.tokenizer)]), 1.0 if temperature is None else temperature or 1.0)]
+        first = torch.tensor([first_token(self.tokenizer)])
+        return Beginning(first, 1.0 if temperature is None else temperature or 1.0)
 
     @cached_property
     def _has_system(self) -> bool:
         """True where the template takes a system message."""
         messages = [{"role": "system", "content": "x"}, {"role": "user", "content": "x"}]
         try:
-            with refused_by("template"):
-                self.tokenizer.apply_chat_template(messages, tokenize=False, **self._template)
+            self.generator.rendered(messages, tokenize=False)
         except Skipped:
             return False
         return True
@@ -236,7 +202,7 @@ class ShardBuilder:
             "regenerate": options.regenerate,
             "template_augmentation": options.template_augmentation,
             "chat_template": None if options.chat_template is None else digest(options.chat_template),
-            "stop_ids": sorted(self.maker.stop_ids or ()),
+            "stop_ids": sorted(self.maker.stop_ids),
         }
         if options.template_options:
             made_of["template_options"] = options.template_options

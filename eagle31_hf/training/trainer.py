@@ -1,6 +1,7 @@
 """`Eagle31Trainer`: transformers' Trainer for a drafter beside its frozen target. K depths."""
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from ..modeling import Eagle31DrafterModel
 from ..quantized import refuse_quantized
 from ..seeding import generator_of
 from ..targets.layers import decoder_layers
-from .alignment import AlignmentReader
+from .alignment import Alignment
 from .answers import stop_ids
 from .arguments import Eagle31TrainingArguments
 from .checkpointing import CheckpointingTrainer
@@ -157,10 +158,8 @@ class Eagle31Trainer(CheckpointingTrainer):
         else:
             alignment = watch = None
             if aligns:
-                reader = AlignmentReader(
-                    self.reader.target, self.reader.layer_ids, self.args.depth, self.args.alignment_slots
-                )
-                alignment, watch = reader.choose(*tokens[1:], self.args.loss_mask), reader.watch
+                alignment = Alignment(*tokens[1:], self.args.loss_mask, self.args.depth, self.args.alignment_slots)
+                watch = partial(alignment.watch, self.reader.target, self.reader.layer_ids)
             states = self.reader.read(inputs["input_ids"], inputs["documents"], watch)
             batch = Batch(*tokens, *states, alignment, inputs.get("skips"))
         batch, num_broken = batch.without_broken()

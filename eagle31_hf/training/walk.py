@@ -5,7 +5,6 @@ Exact for greedy decoding where the text is the target's own greedy text. L toke
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -13,49 +12,11 @@ from torch import Tensor
 from .documents import Text, runs
 
 
-@dataclass
-class Walk:
-    """Counts of drafting rounds. `tokens` they brought, bonus tokens included, without the answer's first, which the
-    prompt's forward gives; `accepted` of them were drafted. `expected_rounds`: the mean number of rounds if drafts are
-    drawn at random and kept as rejection sampling keeps them."""
-
-    rounds: int = 0
-    tokens: int = 0
-    accepted_per_position: list[int] = field(default_factory=list)
-    expected_rounds: float = 0.0
-
-    @property
-    def accepted(self) -> int:
-        return sum(self.accepted_per_position)
-
-    def add(self, other: "Walk") -> None:
-        """Adds the counts of another walk."""
-        self.rounds += other.rounds
-        self.tokens += other.tokens
-        self.expected_rounds += other.expected_rounds
-        size = max(len(self.accepted_per_position), len(other.accepted_per_position))
-        both = ([*walk.accepted_per_position, *[0] * size][:size] for walk in (self, other))
-        self.accepted_per_position = [a + b for a, b in zip(*both, strict=True)]
-
-    def metrics(self) -> dict[str, float]:
-        """Returns the figures of an evaluation, none before the first round.
-
-        `accepted_length`: tokens a target forward, the bonus token included, as `stats.mean_accepted_length` has it;
-        `_no_bonus`: without it; `_sampled`: with it, expected of sampled drafts. `walked_acceptance_1` on: the share of
-        rounds that accept each position.
-        """
-        if not self.rounds:
-            return {}
-        return {
-            "accepted_length": self.tokens / self.rounds,
-            "accepted_length_no_bonus": self.accepted / self.rounds,
-            "accepted_length_sampled": self.tokens / self.expected_rounds,
-            **{f"walked_acceptance_{k}": count / self.rounds for k, count in enumerate(self.accepted_per_position, 1)},
-        }
-
-
-def walk(hits: Tensor, acceptance: Tensor, stops: bool = True) -> Walk:
-    """Walks one answer.
+def walk(hits: Tensor, acceptance: Tensor, stops: bool = True) -> Tensor:
+    """Walks one answer. Returns counts (3 + K,) in fp64, which add up over answers, see `walk_metrics`: the rounds; the
+    tokens they brought, bonus tokens included, without the answer's first, which the prompt's forward gives; the mean
+    number of rounds if drafts are drawn at random and kept as rejection sampling keeps them; and how many rounds
+    accepted the draft of each depth.
 
     `hits` (K, L - 1) bool: the draft of depth k in a chain that begins at token i is token i + 1 + k. `acceptance` (K,
     L - 1): the probability that rejection sampling keeps it. `stops`: the last token ends the text, rather than a limit
@@ -63,19 +24,35 @@ def walk(hits: Tensor, acceptance: Tensor, stops: bool = True) -> Walk:
     """
     depth, left = hits.shape[0], hits.shape[1]
     leading = hits.int().cumprod(dim=0).sum(dim=0).tolist()  # hits before the first miss
-    counts, at = Walk(accepted_per_position=[0] * depth), 0
+    rounds = at = 0
+    accepted_per_position = [0] * depth
     while at < left:
         remaining = left - at
         # A limit of length leaves room for the bonus token; an end of the text may itself be a draft.
         accepted = min(leading[at], remaining if stops else remaining - 1)
-        tokens = min(accepted + 1, remaining)
-        counts.rounds += 1
-        counts.tokens += tokens
+        rounds += 1
         for position in range(accepted):
-            counts.accepted_per_position[position] += 1
-        at += tokens
-    counts.expected_rounds = expected_rounds(acceptance)
-    return counts
+            accepted_per_position[position] += 1
+        at += min(accepted + 1, remaining)
+    return torch.tensor([rounds, at, expected_rounds(acceptance), *accepted_per_position], dtype=torch.float64)
+
+
+def walk_metrics(counts: Tensor) -> dict[str, float]:
+    """Returns the figures of an evaluation from the counts of `walk` (3 + K,), none before the first round.
+
+    `accepted_length`: tokens a target forward, the bonus token included, as `stats.mean_accepted_length` has it;
+    `_no_bonus`: without it; `_sampled`: with it, expected of sampled drafts. `walked_acceptance_1` on: the share of
+    rounds that accept each position.
+    """
+    rounds, tokens, expected, *accepted = counts.tolist()
+    if not rounds:
+        return {}
+    return {
+        "accepted_length": tokens / rounds,
+        "accepted_length_no_bonus": sum(accepted) / rounds,
+        "accepted_length_sampled": tokens / expected,
+        **{f"walked_acceptance_{k}": count / rounds for k, count in enumerate(accepted, 1)},
+    }
 
 
 def expected_rounds(acceptance: Tensor) -> float:
@@ -100,7 +77,7 @@ def answers_of(answers: Tensor, documents: Tensor) -> Iterator[Text]:
     A text without a prompt begins with a token that no drafter has a state before: there the second token counts as the
     answer's first.
     """
-    for sequence, number, start, end in runs(torch.where(answers.bool(), documents, 0)):
+    for number, (sequence, start, end) in runs(torch.where(answers.bool(), documents, 0)):
         has_prompt = start > 0 and int(documents[sequence, start - 1]) == number
         if number > 0 and end - start > 1 + (not has_prompt):
             yield Text(sequence, start + (not has_prompt), end)

@@ -8,9 +8,8 @@ from collections import Counter
 import pytest
 import torch
 from factories import target as build_target
-from letters import build_tokenizer
+from letters import build_tokenizer, maker_of
 
-from eagle31_hf.training.chats import ExampleMaker
 from eagle31_hf.training.kinds import KINDS
 from eagle31_hf.training.preparation_options import PreparationOptions
 from eagle31_hf.training.prepare import examples_in_memory, prepare_data
@@ -132,7 +131,7 @@ def written(path, lines: list[bytes]) -> str:
 
 def prepared(records, tokenizer, report=None) -> tuple[list[int], Counter]:
     """Returns how many examples each record gave, and the counts of reasons."""
-    maker, skips = ExampleMaker(tokenizer, 40, vocab_size=61), Skips(records.where, report)
+    maker, skips = maker_of(tokenizer, 40, vocab_size=61), Skips(records.where, report)
     numbers = range(len(records))
     made = dict(each_record(records, numbers, maker.examples, skips))
     return [len(made.get(number, ())) for number in numbers], skips.taken()
@@ -330,7 +329,7 @@ def test_records_at_random(tmp_path, tokenizer, seed):
     draw, said = random.Random(seed), []
     lines = [line_of(draw) for _ in range(1500)]
     records = read_records(written(tmp_path / "data.jsonl", lines))
-    maker, skips = ExampleMaker(tokenizer, 40, vocab_size=61), Skips(records.where, said.append)
+    maker, skips = maker_of(tokenizer, 40, vocab_size=61), Skips(records.where, said.append)
     num_good = 0
     for _, examples in each_record(records, range(len(records)), maker.examples, skips):
         num_good += 1

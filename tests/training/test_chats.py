@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from letters import maker_of
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from eagle31_hf.training.chats import RENDERINGS, ExampleMaker
+from eagle31_hf.training.chats import RENDERINGS
 from eagle31_hf.training.loss_mask import loss_mask
 from eagle31_hf.training.skipped import Skipped
 
@@ -83,7 +84,7 @@ def messages(*turns) -> dict:
 
 def examples_of(tokenizer, record, index: int = 0, **options) -> list[tuple[str, list[str]]]:
     """Returns the text and the answers of each example."""
-    made = ExampleMaker(tokenizer, **{"max_length": 200} | options).examples(record, index)
+    made = maker_of(tokenizer, **{"max_length": 200} | options).examples(record, index)
     return [(decoded(tokenizer, example["input_ids"]), answers_of(tokenizer, example)) for example in made]
 
 
@@ -112,7 +113,7 @@ def test_an_answer_is_what_the_assistant_says_and_the_end_of_its_turn(make_token
 @pytest.mark.parametrize("template", ["chatml", "llama", "marked", "marked_inside"])
 def test_chains_predict_the_second_token_of_an_answer_to_the_end_of_its_turn(make_tokenizer, template):
     tokenizer = make_tokenizer(template)
-    (example,) = ExampleMaker(tokenizer, 200).examples(messages(*CHAT))
+    (example,) = maker_of(tokenizer, 200).examples(messages(*CHAT))
     positions = loss_mask(example["answers"][None], 0)[0].nonzero().flatten()
     assert decoded(tokenizer, example["input_ids"][positions + 2]) == "bc<end>e<end>"
 
@@ -260,7 +261,7 @@ def test_long_chats_are_cut_at_the_end(make_tokenizer):
 def test_text_is_cut_into_pieces(make_tokenizer, length, pieces):
     tokenizer = make_tokenizer()
     text = "".join(chr(97 + i) for i in range(length))
-    made = ExampleMaker(tokenizer, 8).examples({"text": text})
+    made = maker_of(tokenizer, 8).examples({"text": text})
     assert [len(example["input_ids"]) for example in made] == pieces
     assert ("<bos>" + text).startswith(decoded(tokenizer, torch.cat([example["input_ids"] for example in made])))
     assert all(example["answers"].all() for example in made)
@@ -268,9 +269,7 @@ def test_text_is_cut_into_pieces(make_tokenizer, length, pieces):
 
 
 def test_tokens_are_kept_and_cut(make_tokenizer):
-    (example,) = ExampleMaker(make_tokenizer(), 4).examples(
-        {"input_ids": [5, 6, 7, 8, 9], "labels": [-100, 6, 7, 8, 9]}
-    )
+    (example,) = maker_of(make_tokenizer(), 4).examples({"input_ids": [5, 6, 7, 8, 9], "labels": [-100, 6, 7, 8, 9]})
     torch.testing.assert_close(
         example, {"input_ids": torch.tensor([5, 6, 7, 8]), "answers": torch.tensor([False, True, True, True])}
     )
@@ -280,7 +279,7 @@ def test_tokens_are_kept_and_cut(make_tokenizer):
     "record", [messages(*CHAT), messages(("user", "hi")), {"input_ids": [5, 6, 7], "answers": [0, 0, 0]}]
 )
 def test_all_tokens_may_count(make_tokenizer, record):
-    (example,) = ExampleMaker(make_tokenizer("stripping"), 200, mask="all").examples(record)
+    (example,) = maker_of(make_tokenizer("stripping"), 200, mask="all").examples(record)
     assert example["answers"].all()
 
 

@@ -4,6 +4,7 @@ B sequences, H heads, S positions, K depths.
 """
 
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from close import FORWARD, assert_close
 from factories import VARIANTS, build, inputs, target
 from torch.nn.functional import kl_div
 
-from eagle31_hf.training.alignment import AlignmentReader, observed_attention
+from eagle31_hf.training.alignment import Alignment, observed_attention
 from eagle31_hf.training.drift import MassObserver, growth_penalty
 from eagle31_hf.training.objective import Batch, DraftingObjective, Settings
 from eagle31_hf.training.target import TargetReader
@@ -93,10 +94,11 @@ def test_the_regulariser_pulls_states_back():
 
 
 def alignment_of(theirs, tokens, documents, num_chosen=4, answers=None):
-    reader = AlignmentReader(theirs, [1, 2, 4], DEPTH, num_chosen)
+    answers = torch.ones_like(tokens).bool() if answers is None else answers
     torch.manual_seed(0)
-    alignment = reader.choose(torch.ones_like(tokens).bool() if answers is None else answers, documents, "serving")
-    states, last = TargetReader(theirs, [1, 2, 4]).read(tokens, documents, reader.watch)
+    alignment = Alignment(answers, documents, "serving", DEPTH, num_chosen)
+    watch = partial(alignment.watch, theirs, [1, 2, 4])
+    states, last = TargetReader(theirs, [1, 2, 4]).read(tokens, documents, watch)
     return alignment, states, last
 
 

@@ -27,11 +27,11 @@ from eagle31_hf.cli.preparation import prepare_data as command
 from eagle31_hf.cli.training import add_train, check_options, read_data
 from eagle31_hf.targets.ends import execution_device
 from eagle31_hf.training.engine_server import KEY, base_of
-from eagle31_hf.training.engines import DEFAULTS, GREEDY, EngineOptions, sampling_of
+from eagle31_hf.training.engines import DEFAULTS, GREEDY, sampling_of
 from eagle31_hf.training.preparation_options import PreparationOptions
 from eagle31_hf.training.prepare import Prepared, prepare_data
 from eagle31_hf.training.recipe import ExampleReader
-from eagle31_hf.training.servers import Patience
+from eagle31_hf.training.servers import EngineOptions, Patience
 from eagle31_hf.training.store import HiddenStateStore, missing_shards, read_manifest
 
 LENGTH = 48

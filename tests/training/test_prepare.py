@@ -14,13 +14,12 @@ import time
 import pytest
 import torch
 from close import FORWARD, assert_close
-from letters import END, build_tokenizer, conversations, write_data
+from letters import END, build_tokenizer, conversations, maker_of, write_data
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eagle31_hf.cli.preparation import add_prepare_data
 from eagle31_hf.cli.preparation import prepare_data as command
 from eagle31_hf.targets.layers import target_states
-from eagle31_hf.training.chats import ExampleMaker
 from eagle31_hf.training.fresh import new_drafter
 from eagle31_hf.training.preparation_options import PreparationOptions
 from eagle31_hf.training.prepare import Prepared, prepare_data
@@ -75,7 +74,7 @@ def contents(folder) -> dict[str, bytes]:
 
 def test_examples_are_those_of_the_records(tmp_path, target, tokenizer, data):
     prepared = prepare(target, tokenizer, data, tmp_path, max_length=20, records_per_shard=4)
-    maker = ExampleMaker(tokenizer, 20)
+    maker = maker_of(tokenizer, 20)
     expected = []
     for index, record in enumerate(conversations()):
         expected += maker.examples(record, index)

@@ -2,16 +2,17 @@
 
 import copy
 from collections import Counter
+from dataclasses import replace
 from itertools import groupby
 
 import pytest
 import torch
-from letters import END, build_tokenizer
+from letters import END, build_tokenizer, generator_of
 
 from eagle31_hf.seeding import seeded
 from eagle31_hf.training.answers import AnswerGenerator, seed_of, stop_ids
 from eagle31_hf.training.kinds import Chat
-from eagle31_hf.training.regenerate import continue_texts, regenerate
+from eagle31_hf.training.regenerate import Beginning, regenerate
 
 NEW_TOKENS, LENGTH = 12, 60
 GREEDY = {"do_sample": False}
@@ -62,13 +63,13 @@ def counting(skipped: Counter):
 
 def test_an_answer_may_fill_what_its_own_prompt_leaves(make_target, tokenizer):
     """A batch is generated as long as its shortest prompt leaves room for."""
-    generator = AnswerGenerator(ending(make_target("llama"), []), tokenizer, 20, 50, 2, GREEDY)
+    generator = generator_of(ending(make_target("llama"), []), tokenizer, 20, 50, 2, GREEDY)
     answers = generator.answers([torch.tensor([1, 2, 3, 3]), torch.arange(15) % 4])
     assert len(answers[1]) == 5
 
 
 def test_an_empty_answer_has_no_words(make_target, tokenizer):
-    assert AnswerGenerator(make_target("llama"), tokenizer, 20, 5).text(torch.empty(0, dtype=torch.long)) == ""
+    assert generator_of(make_target("llama"), tokenizer, 20, 5).text(torch.empty(0, dtype=torch.long)) == ""
 
 
 def ids_of(found: list[list[dict]]) -> list[list[list[int]]]:
@@ -111,7 +112,7 @@ def expected_examples(target, tokenizer, conversation: Chat) -> list[list[tuple[
 
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
 def test_every_turn_is_what_the_target_says_alone(target, tokenizer, batch_size):
-    generator = AnswerGenerator(target, tokenizer, 2 * LENGTH, NEW_TOKENS, batch_size, GREEDY)
+    generator = generator_of(target, tokenizer, 2 * LENGTH, NEW_TOKENS, batch_size, GREEDY)
     found, skipped = make(generator, CHATS)
     for examples, conversation in zip(found, CHATS, strict=True):
         pairs = [
@@ -123,23 +124,24 @@ def test_every_turn_is_what_the_target_says_alone(target, tokenizer, batch_size)
 
 def test_turns_that_go_on_from_one_another_are_one_example(make_target, tokenizer):
     """No token of a chat is read twice, and every answer is learned from once."""
-    generator = AnswerGenerator(make_target("llama", eos_token_id=END), tokenizer, 200, 60, 2, GREEDY)
+    generator = generator_of(make_target("llama", eos_token_id=END), tokenizer, 200, 60, 2, GREEDY)
     ((example,),), _ = make(generator, CHATS[:1])
     assert [answer.count(END) for answer in answers_of(example)] == [1, 1, 1]
 
 
 def test_a_turn_whose_prompt_says_the_last_one_otherwise_is_an_example_of_its_own(make_target, tokenizer):
     """As with templates that leave thoughts out of later prompts."""
-    generator = AnswerGenerator(make_target("llama", eos_token_id=END), tokenizer, 200, 60, 2, GREEDY)
+    generator = generator_of(make_target("llama", eos_token_id=END), tokenizer, 200, 60, 2, GREEDY)
     template = tokenizer.chat_template.replace("m.content or 'f'", "m.content[:2] or 'f'")
-    (examples,) = regenerate(generator, copy.deepcopy(CHATS[:1]), lambda *_: None, chat_template=template)
+    generator.options = replace(generator.options, chat_template=template)
+    (examples,) = regenerate(generator, copy.deepcopy(CHATS[:1]), lambda *_: None)
     assert len(examples) > 1
     assert [len(answers_of(example)) for example in examples] == [1] * len(examples)
 
 
 def test_a_chat_ends_with_an_answer_that_was_cut(make_target, tokenizer):
     target = make_target("llama", eos_token_id=END)
-    generator = AnswerGenerator(target, tokenizer, LENGTH, 2, 2, GREEDY)
+    generator = generator_of(target, tokenizer, LENGTH, 2, 2, GREEDY)
     ((example,),), skipped = make(generator, CHATS[:1])
     assert example["answers"].sum() == 2
     assert skipped == {"turns after an answer that was cut": 1}
@@ -160,14 +162,14 @@ def test_a_chat_ends_with_an_answer_that_was_cut(make_target, tokenizer):
 def test_thoughts_stand_in_a_field_of_their_own(make_target, tokenizer, words, message):
     characters = copy.deepcopy(tokenizer)
     characters.decode = lambda ids, **options: words
-    answers = AnswerGenerator(make_target("llama", eos_token_id=END), characters, LENGTH, NEW_TOKENS)
+    answers = generator_of(make_target("llama", eos_token_id=END), characters, LENGTH, NEW_TOKENS)
     assert answers.message(torch.tensor([1, 2, END])) == {"role": "assistant", **message}
 
 
 def test_the_end_of_the_turn_is_the_target_s_to_say(make_target, tokenizer):
     target = make_target("llama", eos_token_id=END)
     examples = [
-        example for made in make(AnswerGenerator(target, tokenizer, 90, 40, 3, GREEDY), CHATS)[0] for example in made
+        example for made in make(generator_of(target, tokenizer, 90, 40, 3, GREEDY), CHATS)[0] for example in made
     ]
     answers = [answer for example in examples for answer in answers_of(example)]
     assert len([answer for answer in answers if answer[-1] == END]) > len(answers) // 2
@@ -180,7 +182,7 @@ def test_an_end_only_the_tokenizer_knows(make_target, tokenizer):
     knowing, ignorant = make_target("llama", eos_token_id=END), make_target("llama")
     assert stop_ids(ignorant, tokenizer) == stop_ids(knowing, tokenizer) == [END]
     found, expected = (
-        ids_of(make(AnswerGenerator(target, tokenizer, LENGTH, NEW_TOKENS, 2, GREEDY), CHATS)[0])
+        ids_of(make(generator_of(target, tokenizer, LENGTH, NEW_TOKENS, 2, GREEDY), CHATS)[0])
         for target in (ignorant, knowing)
     )
     assert found == expected
@@ -190,9 +192,7 @@ def test_several_ends(make_target, tokenizer):
     target = ending(make_target("llama"), [END, 6])
     assert stop_ids(target, tokenizer) == [6, END]
     examples = [
-        example
-        for made in make(AnswerGenerator(target, tokenizer, LENGTH, 30, 3, GREEDY), CHATS)[0]
-        for example in made
+        example for made in make(generator_of(target, tokenizer, LENGTH, 30, 3, GREEDY), CHATS)[0] for example in made
     ]
     assert {int(example["input_ids"][-1]) for example in examples} >= {6, END}
     assert not any({6, END} & {*answer[:-1]} for example in examples for answer in answers_of(example))
@@ -200,7 +200,7 @@ def test_several_ends(make_target, tokenizer):
 
 def test_later_prompts_hold_what_the_target_said(make_target, tokenizer):
     target = make_target("llama", eos_token_id=END)
-    ((example,),), _ = make(AnswerGenerator(target, tokenizer, 200, 60, 2, GREEDY), CHATS[:1])
+    ((example,),), _ = make(generator_of(target, tokenizer, 200, 60, 2, GREEDY), CHATS[:1])
     words, questions = tokenizer.decode(example["input_ids"]), ["iabcj", "kiefj", "kicaj"]
     places = [words.index(question) for question in questions]
     assert places == sorted(places)
@@ -208,7 +208,7 @@ def test_later_prompts_hold_what_the_target_said(make_target, tokenizer):
 
 
 def test_a_last_question_is_answered_and_a_chat_that_begins_with_an_answer_goes_on(make_target, tokenizer):
-    generator = AnswerGenerator(make_target("llama", eos_token_id=END), tokenizer, LENGTH, NEW_TOKENS, 2, GREEDY)
+    generator = generator_of(make_target("llama", eos_token_id=END), tokenizer, LENGTH, NEW_TOKENS, 2, GREEDY)
     begun = Chat([{"role": "assistant", "content": "c"}, *chat("abc").messages])
     (asked, went_on), _ = make(generator, [chat("abc"), begun])
     assert [tokenizer.decode(example["input_ids"][~example["answers"]]) for example in asked + went_on] == [
@@ -218,7 +218,7 @@ def test_a_last_question_is_answered_and_a_chat_that_begins_with_an_answer_goes_
 
 
 def test_calls_of_tools_stay_since_what_follows_answers_them(make_target, tokenizer):
-    generator = AnswerGenerator(make_target("llama", eos_token_id=END), tokenizer, LENGTH, NEW_TOKENS, 2, GREEDY)
+    generator = generator_of(make_target("llama", eos_token_id=END), tokenizer, LENGTH, NEW_TOKENS, 2, GREEDY)
     call = {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}
     messages = [
         {"role": "user", "content": "a"},
@@ -233,7 +233,7 @@ def test_calls_of_tools_stay_since_what_follows_answers_them(make_target, tokeni
 def test_examples_are_cut_at_the_limit_and_prompts_without_room_are_skipped(make_target, tokenizer):
     target = make_target("llama", eos_token_id=END)
     chats = [chat("abc", "d"), chat("a" * 16, "d"), chat("a" * 17, "d", "a", "d"), chat("a" * 40, "d", "a", "d")]
-    found, skipped = make(AnswerGenerator(target, tokenizer, 20, NEW_TOKENS, 3, GREEDY), chats)
+    found, skipped = make(generator_of(target, tokenizer, 20, NEW_TOKENS, 3, GREEDY), chats)
     assert [len(examples) for examples in found] == [1, 1, 0, 0]
     assert skipped == {"over-long prompt": 2}
     whole = alone(target, found[1][0]["input_ids"][:18].tolist())
@@ -242,7 +242,7 @@ def test_examples_are_cut_at_the_limit_and_prompts_without_room_are_skipped(make
 
 
 def test_what_a_template_refuses_is_counted(make_target, tokenizer):
-    generator = AnswerGenerator(make_target("llama", eos_token_id=END), tokenizer, LENGTH, NEW_TOKENS, 2, GREEDY)
+    generator = generator_of(make_target("llama", eos_token_id=END), tokenizer, LENGTH, NEW_TOKENS, 2, GREEDY)
     found, skipped = make(generator, [chat("abc", "d", "bad", "d"), chat("bad", "d"), chat("b", "d")])
     assert [len(examples) for examples in found] == [1, 0, 1]
     assert skipped == {"template refused it: bad words": 2}
@@ -251,9 +251,7 @@ def test_what_a_template_refuses_is_counted(make_target, tokenizer):
 def test_an_answer_of_one_token_teaches_nothing(make_target, tokenizer):
     """Its only token is not drafted. The chat goes on, with an answer of no words."""
     target = ending(make_target("llama"), [*range(END + 1)])
-    found, skipped = make(
-        AnswerGenerator(target, tokenizer, LENGTH, NEW_TOKENS, 2, GREEDY), [chat("abc", "d", "e", "d")]
-    )
+    found, skipped = make(generator_of(target, tokenizer, LENGTH, NEW_TOKENS, 2, GREEDY), [chat("abc", "d", "e", "d")])
     assert found == [[]]
     assert skipped == {"too short": 2}
 
@@ -262,8 +260,8 @@ def test_an_answer_of_one_token_teaches_nothing(make_target, tokenizer):
 def test_texts_are_gone_on_with(target, tokenizer, batch_size):
     prompts = [[1, 2, 3], [8, 1], [5, 2] * 4, [4] * 59, [2, 0]]
     skipped = Counter()
-    generator = AnswerGenerator(target, tokenizer, LENGTH, NEW_TOKENS, batch_size, GREEDY)
-    found = continue_texts(generator, [torch.tensor(prompt) for prompt in prompts], counting(skipped))
+    generator = generator_of(target, tokenizer, LENGTH, NEW_TOKENS, batch_size, GREEDY)
+    found = regenerate(generator, [Beginning(torch.tensor(prompt)) for prompt in prompts], counting(skipped))
     assert skipped["over-long prompt"] == 1
     assert found[3] == []
     for examples, prompt in zip(found, prompts, strict=True):
@@ -274,7 +272,7 @@ def test_texts_are_gone_on_with(target, tokenizer, batch_size):
 
 
 def test_samples_follow_from_the_seed_alone(make_target, tokenizer):
-    generator = AnswerGenerator(
+    generator = generator_of(
         make_target("llama", eos_token_id=END),
         tokenizer,
         LENGTH,

@@ -9,12 +9,11 @@ from itertools import groupby
 import pytest
 import torch
 from engine_server import EngineServer
-from letters import END, build_tokenizer, write_data
+from letters import END, build_tokenizer, generator_of, write_data
 
 from eagle31_hf.seeding import seeded
 from eagle31_hf.training import self_prompts
 from eagle31_hf.training.answers import AnswerGenerator
-from eagle31_hf.training.engines import EngineOptions
 from eagle31_hf.training.preparation_options import PreparationOptions
 from eagle31_hf.training.prepare import prepare_data
 from eagle31_hf.training.regenerate import regenerate
@@ -29,7 +28,7 @@ from eagle31_hf.training.self_prompts import (
     SelfPrompts,
     repeats_itself,
 )
-from eagle31_hf.training.servers import Patience
+from eagle31_hf.training.servers import EngineOptions, Patience
 from eagle31_hf.training.skipped import Skipped
 from eagle31_hf.training.store import HiddenStateStore
 
@@ -60,7 +59,7 @@ def target(make_target):
 
 
 def source_of(target, tokenizer, length: int = 160, tokens: int = 30) -> AnswerGenerator:
-    return AnswerGenerator(target, tokenizer, length, tokens, 4)
+    return generator_of(target, tokenizer, length, tokens, 4)
 
 
 LETTERS = (None, None, None, "a")  # openings of words that the tokenizer has
@@ -103,14 +102,14 @@ def test_chats_are_as_the_template_has_them(target, tokenizer):
 
 def test_questions_are_drawn_from_the_target_s_own_distribution(target, tokenizer):
     """The first token of a question is distributed as the target has it after the text up to where the user speaks."""
-    questioner = Questioner(source_of(target, tokenizer), {})
+    questioner = Questioner(source_of(target, tokenizer))
     prompt, after = questioner._prompt([], "")
     assert (prompt.tolist(), after) == ([USER], "kj")
     with torch.no_grad():
         expected = target(prompt[None]).logits[0, -1].softmax(-1)
     drawn = Counter()
     with seeded(3):
-        source = AnswerGenerator(target, tokenizer, 160, 1, 500)
+        source = generator_of(target, tokenizer, 160, 1, 500)
         drawn.update(int(answer[0]) for answer in source.answers([prompt] * 4000, [1.0] * 4000))
     for token, share in enumerate(expected.tolist()):
         assert abs(drawn[token] / 4000 - share) < 5 * (share * (1 - share) / 4000) ** 0.5 + 1e-3
@@ -136,7 +135,7 @@ def questions_of(
         def answers(self, prompts, temperatures=None):
             return [torch.tensor(["abcdefghijk".index(letter) for letter in words]) for words in answers]
 
-    questioner = Questioner(Saying(target, tokenizer, 160, 30), {})
+    questioner = Questioner(Saying(target, tokenizer, source_of(target, tokenizer).options))
     return questioner.questions(chats or [[] for _ in answers], openings or [""] * len(answers))
 
 

@@ -3,6 +3,8 @@
 B sequences, T tokens.
 """
 
+from dataclasses import asdict
+
 import pytest
 import torch
 from close import FORWARD, assert_close
@@ -94,7 +96,7 @@ def test_a_stored_target_says_what_the_target_says(tmp_path):
     reader = TargetReader(target, [1])
     tokens = torch.arange(8)[None] % VOCAB
     _, last = reader.read(tokens, torch.ones_like(tokens))
-    save_target_parts(tmp_path, target, reader.scoring.as_dict())
+    save_target_parts(tmp_path, target, asdict(reader.scoring))
     kept = StoredTarget(tmp_path, "me/target")
     assert_close("logits", kept.logits(last[0]), reader.logits(last[0]), FORWARD)
     assert not any(weight.requires_grad for weight in kept.parameters())

@@ -3,6 +3,7 @@ would measure."""
 
 import itertools
 import json
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -383,7 +384,7 @@ def write_store(folder, teller, drafter, examples: list[dict]) -> HiddenStateSto
     open_store(folder, manifest)
     for index in range(manifest.num_shards):
         write_shard(folder, index, made[5 * index : 5 * index + 5], {})
-    save_target_parts(folder, teller, find_scoring(teller).as_dict())
+    save_target_parts(folder, teller, asdict(find_scoring(teller)))
     return HiddenStateStore(folder)
 
 
