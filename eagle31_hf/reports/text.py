@@ -43,7 +43,7 @@ def markdown(report: Report, heading: str = "##") -> str:
             lines += ["", f"**{inert(table.title)}**", "", piped(head, table.cells())]
             lines += ["", paragraph(table.note)] if table.note else []
         for generation in section.generations:
-            counts = ", ".join(f"{len(found.accepted)}/{len(found.drafts)}" for found in generation.rounds)
+            counts = ", ".join(f"{len(found['accepted'])}/{len(found['drafts'])}" for found in generation.rounds)
             lines += ["", f"**{inert(generation.title)}**: accepted of drafted, round by round: {counts}"]
     facts = (f"{name}: {value}" for name, value in report.facts.items())
     return "\n".join([*lines, "", inert(f"Measured by eagle31_hf. {'; '.join(facts)}.")]) + "\n"

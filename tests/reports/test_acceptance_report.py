@@ -136,11 +136,11 @@ def test_generations_are_shown_token_by_token(study, report):
     )
     expected = study.prompts.renderer.tokenizer.decode(alone[0, len(ids) :])
     for one in generations:
-        assert "".join(text for found in one.rounds for text in [*found.accepted, found.bonus or ""]) == expected
+        assert "".join(text for found in one.rounds for text in [*found["accepted"], found["bonus"] or ""]) == expected
         for found in one.rounds:
-            path = [draft.text for draft in found.drafts if draft.is_accepted]
-            assert path == found.accepted
-    assert {len(found.drafts) for found in generations[1].rounds} <= {0, *range(1, 6)}
+            path = [draft["text"] for draft in found["drafts"] if draft["is_accepted"]]
+            assert path == found["accepted"]
+    assert {len(found["drafts"]) for found in generations[1].rounds} <= {0, *range(1, 6)}
 
 
 def test_figures_for_programs_say_the_same(report, found):
