@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from .parsing import add_json, add_reading, path, progress, show
+from .parsing import add_json, add_path, add_reading, progress, show
 
 UNITS = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 # Capabilities, and the names of their lines.
@@ -98,15 +98,9 @@ def _size(num_bytes: int) -> str:
 
 
 def add_check(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "target", type=path, help="Hub repository (only its config.json is fetched), folder, or config.json"
-    )
-    parser.add_argument(
-        "drafter",
-        type=path,
-        nargs="?",
-        help="folder or Hub repository of a drafter, of any format (config and headers are read)",
-    )
-    parser.add_argument("--target-revision", type=path, help="branch, tag or commit of the target's Hub repository")
+    add_path(parser, "target", "Hub repository (only its config.json is fetched), folder, or config.json")
+    what = "folder or Hub repository of a drafter, of any format (config and headers are read)"
+    add_path(parser, "drafter", what, nargs="?")
+    add_path(parser, "--target-revision", "branch, tag or commit of the target's Hub repository")
     add_reading(parser)
     add_json(parser)

@@ -8,7 +8,18 @@ from typing import Any
 from ..storage.jsonl import JsonLines
 from . import resuming
 from .loading import load_causal_lm, load_tokenizer
-from .parsing import add_device_alone, add_json, add_reading, path, positive, progress, read_text, reading_options, show
+from .parsing import (
+    add_device,
+    add_json,
+    add_option,
+    add_path,
+    add_reading,
+    positive,
+    progress,
+    read_text,
+    reading_options,
+    show,
+)
 
 
 def info(args: argparse.Namespace) -> int:
@@ -206,20 +217,16 @@ def read_texts(path: Path) -> list[str]:
 
 
 def add_info(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("drafter", type=path, help="folder or Hub repository")
+    add_path(parser, "drafter", "folder or Hub repository")
     add_reading(parser)
     add_json(parser)
 
 
 def add_convert(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(left_behind=resuming.conversion)
-    parser.add_argument("source", type=path, help="folder or Hub repository")
-    parser.add_argument(
-        "destination",
-        type=path,
-        nargs="?",
-        help="a new folder (default: in place, the originals kept in SOURCE/original)",
-    )
+    add_path(parser, "source", "folder or Hub repository")
+    what = "a new folder (default: in place, the originals kept in SOURCE/original)"
+    add_path(parser, "destination", what, nargs="?")
     parser.add_argument("--discard-original", action="store_true", help="remove what an in-place conversion keeps")
     parser.add_argument("--create-pr", action="store_true", help="open a pull request on the Hub repository SOURCE")
     add_reading(parser)
@@ -228,47 +235,37 @@ def add_convert(parser: argparse.ArgumentParser) -> None:
 
 def add_export(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(left_behind=lambda args: resuming.new_folder(args.destination))
-    parser.add_argument("drafter", type=path, help="folder or Hub repository, of any format")
-    parser.add_argument("destination", type=path, help="a new folder")
+    add_path(parser, "drafter", "folder or Hub repository, of any format")
+    add_path(parser, "destination", "a new folder")
     parser.add_argument("--format", choices=("vllm", "sglang", "speculators"), default="vllm")
-    parser.add_argument(
-        "--target-type",
-        type=path,
-        help="the target's model_type, where SGLang's layer ids depend on it (gpt_oss, deepseek_v3, ...)",
-    )
-    parser.add_argument("--num-speculative-tokens", type=positive, default=5, help="in the printed line (default: 5)")
+    what = "the target's model_type, where SGLang's layer ids depend on it (gpt_oss, deepseek_v3, ...)"
+    add_path(parser, "--target-type", what)
+    add_option(parser, "--num-speculative-tokens", positive, 5, "in the printed line")
     add_reading(parser)
     add_json(parser)
 
 
 def add_publish(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(left_behind=resuming.upload)
-    parser.add_argument("folder", type=path, help="a native checkpoint, or a config with weights_from")
-    parser.add_argument("--repo-id", type=path, required=True, help="OWNER/NAME")
+    add_path(parser, "folder", "a native checkpoint, or a config with weights_from")
+    add_path(parser, "--repo-id", "OWNER/NAME", required=True)
     parser.add_argument("--private", action="store_true")
-    parser.add_argument("--revision", type=path, help="branch to upload to")
+    add_path(parser, "--revision", "branch to upload to")
     parser.add_argument("--create-pr", action="store_true")
-    parser.add_argument(
-        "--report", type=path, help="folder of a report by eagle31 drift or bench acceptance, for the end of the card"
-    )
+    add_path(parser, "--report", "folder of a report by eagle31 drift or bench acceptance, for the end of the card")
     add_json(parser)
 
 
 def add_upgrade(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(left_behind=lambda args: resuming.new_folder(args.output))
-    parser.add_argument("--target", type=path, required=True, help="folder or Hub repository of the target")
-    parser.add_argument(
-        "--drafter", type=path, required=True, help="folder or Hub repository of its EAGLE 3 drafter, of any format"
-    )
-    parser.add_argument(
-        "--texts",
-        type=path,
-        required=True,
-        help='.jsonl with {"text": ...} on every line, or a plain text file; some thousand tokens',
-    )
-    parser.add_argument("--output", type=path, help="where to save the upgraded drafter")
-    parser.add_argument("--prompts", type=positive, default=8, help="texts to measure acceptance on (default: 8)")
-    parser.add_argument("--max-new-tokens", type=positive, default=64, help="tokens generated per text (default: 64)")
-    add_device_alone(parser)
+    add_path(parser, "--target", "folder or Hub repository of the target", required=True)
+    what = "folder or Hub repository of its EAGLE 3 drafter, of any format"
+    add_path(parser, "--drafter", what, required=True)
+    what = '.jsonl with {"text": ...} on every line, or a plain text file; some thousand tokens'
+    add_path(parser, "--texts", what, required=True)
+    add_path(parser, "--output", "where to save the upgraded drafter")
+    add_option(parser, "--prompts", positive, 8, "texts to measure acceptance on")
+    add_option(parser, "--max-new-tokens", positive, 64, "tokens generated per text")
+    add_device(parser)
     add_reading(parser)
     add_json(parser)

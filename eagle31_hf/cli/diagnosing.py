@@ -14,11 +14,12 @@ from .loading import load_causal_lm, load_tokenizer
 from .parsing import (
     DTYPES,
     LARGEST,
-    add_device_alone,
+    add_device,
     add_json,
+    add_option,
+    add_path,
     add_reading,
     number,
-    path,
     positive,
     progress,
     reading_options,
@@ -218,7 +219,7 @@ def counted(numbers: Iterable[int], what: str) -> Iterable[int]:
 def add_drift(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
     add_models_and_prompts(parser)
-    parser.add_argument("--depth", type=positive, default=DEEPEST, help=f"of the chains (default: {DEEPEST})")
+    add_option(parser, "--depth", positive, DEEPEST, "of the chains")
     parser.add_argument(
         "--lengths",
         type=positive,
@@ -235,9 +236,7 @@ def add_acceptance(parser: argparse.ArgumentParser) -> None:
         "--depths", type=positive, nargs="+", default=[1, 2, 3, 5, 7, 10], help="of chains (default: 1 2 3 5 7 10)"
     )
     parser.add_argument("--trees", type=positive, nargs="*", default=[24], metavar="NODES", help="(default: 24)")
-    parser.add_argument(
-        "--depth", type=positive, default=5, help="of chains in all but the first part of the report (default: 5)"
-    )
+    add_option(parser, "--depth", positive, 5, "of chains in all but the first part of the report")
     parser.add_argument("--no-perturbations", action="store_true", help="leave out prompts as they should not be")
     for name, kind, what in (
         ("lengths", positive, "contexts to measure besides the prompts, in tokens"),
@@ -254,32 +253,25 @@ def add_acceptance(parser: argparse.ArgumentParser) -> None:
         " own loop (default: none)",
     )
     parser.add_argument("--engine", choices=("vllm",), help="decode by an installed vLLM, in place of generate()")
-    parser.add_argument("--engine-python", type=path, metavar="PYTHON", help="the Python that vLLM is installed for")
-    parser.add_argument("--against", type=path, metavar="FILE", help="an earlier report.json, to say what changed")
+    add_path(parser, "--engine-python", "the Python that vLLM is installed for", metavar="PYTHON")
+    add_path(parser, "--against", "an earlier report.json, to say what changed", metavar="FILE")
 
 
 def add_models_and_prompts(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that say what a report is about, and where it goes."""
-    parser.add_argument("--target", type=path, required=True, help="folder or Hub repository of the target")
-    parser.add_argument("--drafter", type=path, required=True, help="folder or Hub repository of its drafter")
-    parser.add_argument("--compare", type=path, nargs="+", default=[], metavar="DRAFTER", help="others beside it")
-    parser.add_argument(
-        "--prompts",
-        type=path,
-        required=True,
-        help=f"file, folder or dataset with chats, questions or texts; python: files of Python's own library; or one"
-        f" of {', '.join(NAMED_SETS)}",
-    )
-    parser.add_argument("--split", type=path, help="of a dataset (default: train; of a named one its own)")
-    parser.add_argument("--num-prompts", type=positive, default=24, help="at most (default: 24)")
-    parser.add_argument(
-        "--prompt-tokens", type=positive, default=96, help="of a text, which goes on after them (default: 96)"
-    )
-    parser.add_argument("--max-new-tokens", type=positive, default=96, help="a prompt (default: 96)")
+    add_path(parser, "--target", "folder or Hub repository of the target", required=True)
+    add_path(parser, "--drafter", "folder or Hub repository of its drafter", required=True)
+    add_path(parser, "--compare", "others beside it", nargs="+", default=[], metavar="DRAFTER")
+    what = "file, folder or dataset with chats, questions or texts; python: files of Python's own library; or one of"
+    add_path(parser, "--prompts", f"{what} {', '.join(NAMED_SETS)}", required=True)
+    add_path(parser, "--split", "of a dataset (default: train; of a named one its own)")
+    add_option(parser, "--num-prompts", positive, 24, "at most")
+    add_option(parser, "--prompt-tokens", positive, 96, "of a text, which goes on after them")
+    add_option(parser, "--max-new-tokens", positive, 96, "a prompt")
     add_template_option(parser)
-    add_device_alone(parser)
+    add_device(parser)
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the models (default: auto, their own)")
-    parser.add_argument("--output", type=path, metavar="FOLDER", help="where the report is written")
+    add_path(parser, "--output", "where the report is written", metavar="FOLDER")
     parser.add_argument("--resume", action="store_true", help="go on with a report that was stopped")
     add_reading(parser)
 

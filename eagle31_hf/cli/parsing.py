@@ -181,13 +181,19 @@ def _devices() -> str:
     return " or ".join(["cpu", *_accelerators()])
 
 
-def add_device(parser: argparse.ArgumentParser) -> None:
-    """Adds --device and --json."""
-    add_device_alone(parser)
-    add_json(parser)
+def add_option(
+    parser: argparse.ArgumentParser, name: str, read: Callable[[str], Any], default: Any, what: str = "", **others: Any
+) -> None:
+    """Adds an option whose help ends with its default."""
+    parser.add_argument(name, type=read, default=default, help=f"{what} (default: {default})".strip(), **others)
 
 
-def add_device_alone(parser: argparse.ArgumentParser, default: str = AUTO) -> None:
+def add_path(parser: argparse.ArgumentParser, name: str, what: str, **others: Any) -> None:
+    """Adds the name of a file, a folder or a repository."""
+    parser.add_argument(name, type=path, help=what, **others)
+
+
+def add_device(parser: argparse.ArgumentParser, default: str = AUTO) -> None:
     """Adds --device."""
     said = "auto, a GPU where there is one" if default == AUTO else default
     parser.add_argument("--device", type=device, default=default, help=f"cpu, cuda, cuda:1, mps (default: {said})")
@@ -203,15 +209,19 @@ def add_reading(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--aux-layer-convention", choices=("boundary", "output"), help="how the checkpoint counts the target's layers"
     )
-    parser.add_argument(
-        "--set",
-        type=config_field,
-        action="append",
-        default=[],
-        metavar="FIELD=VALUE",
-        help="overrides a field of Eagle31Config",
-    )
-    parser.add_argument("--revision", type=path, help="branch, tag or commit of the drafter's Hub repository")
+    add_assignments(parser, "--set", config_field, "overrides a field of Eagle31Config", "FIELD=VALUE")
+    add_path(parser, "--revision", "branch, tag or commit of the drafter's Hub repository")
+
+
+def add_assignments(
+    parser: argparse.ArgumentParser,
+    name: str,
+    read: Callable[[str], tuple[str, Any]],
+    what: str,
+    metavar: str = "NAME=VALUE",
+) -> None:
+    """Adds an option that sets a value by its name, and may be given several times."""
+    parser.add_argument(name, type=read, action="append", default=[], metavar=metavar, help=what)
 
 
 def reading_options(args: argparse.Namespace) -> dict[str, Any]:

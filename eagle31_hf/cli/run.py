@@ -7,7 +7,7 @@ from typing import Any
 from ..printable import printable
 from .loading import load_causal_lm, load_tokenizer
 from .pairs import add_pair, knobs_of, load_drafter, sampling_options
-from .parsing import add_device, positive, progress, seed, show, temperature, words
+from .parsing import add_device, add_json, add_option, positive, progress, seed, show, temperature, words
 
 DEPTHS = (3, 5, 7)
 
@@ -150,13 +150,15 @@ def _table(result: dict[str, Any], with_profile: bool) -> str:
 
 def add_demo(parser: argparse.ArgumentParser) -> None:
     add_device(parser)
+    add_json(parser)
     parser.add_argument("--profile", action="store_true", help="also show where each millisecond goes")
-    parser.add_argument("--prompts", type=positive, default=4, help="prompts to decode (default: 4)")
-    parser.add_argument("--max-new-tokens", type=positive, default=64, help="tokens per prompt (default: 64)")
+    add_option(parser, "--prompts", positive, 4, "prompts to decode")
+    add_option(parser, "--max-new-tokens", positive, 64, "tokens per prompt")
 
 
 def add_generate(parser: argparse.ArgumentParser) -> None:
     add_device(parser)
+    add_json(parser)
     add_pair(parser)
     parser.add_argument("prompt", type=words)
     parser.add_argument("--max-new-tokens", type=positive, default=256)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from .loading import load_causal_lm, load_tokenizer, refuse_drafter
 from .pairs import add_pair, knobs_of, load_drafter, sampling_options
-from .parsing import add_device_alone, integer, path, positive, progress, seed, temperature, words
+from .parsing import add_device, add_option, count, integer, path, positive, progress, seed, temperature, words
 from .preparation import add_template_option
 
 if TYPE_CHECKING:
@@ -157,13 +157,11 @@ def add_chat(parser: argparse.ArgumentParser) -> None:
 def add_answers(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that say how to answer."""
     parser.add_argument("--system", type=words, help="a system prompt")
-    parser.add_argument(
-        "--max-new-tokens", type=positive, default=512, help="tokens of an answer at most (default: 512)"
-    )
+    add_option(parser, "--max-new-tokens", positive, 512, "tokens of an answer at most")
     parser.add_argument("--temperature", type=temperature, help="0: greedy (default: as the target samples)")
     parser.add_argument("--seed", type=seed, help="of what is sampled (default: another one each time)")
     add_template_option(parser)
-    add_device_alone(parser, "cpu")
+    add_device(parser, "cpu")
 
 
 def add_serve(parser: argparse.ArgumentParser) -> None:
@@ -178,7 +176,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         help=f"answer only requests with this key, as OpenAI's clients send it (default: the variable {KEY_VARIABLE})",
     )
     add_template_option(parser)
-    add_device_alone(parser, "cpu")
+    add_device(parser, "cpu")
 
 
 def add_app(parser: argparse.ArgumentParser) -> None:
@@ -190,20 +188,17 @@ def add_app(parser: argparse.ArgumentParser) -> None:
 
 def add_prefix_cache(parser: argparse.ArgumentParser) -> None:
     """Adds --prefix-cache-tokens."""
-    parser.add_argument(
-        "--prefix-cache-tokens",
-        type=integer(0),
-        default=16_384,
-        metavar="N",
-        help="keep keys and values of the last texts, N tokens and the very last text: what goes on from one reads only"
-        " what is new; 0: keep none (default: 16384)",
+    what = (
+        "keep keys and values of the last texts, N tokens and the very last text: what goes on from one reads only what"
+        " is new; 0: keep none"
     )
+    add_option(parser, "--prefix-cache-tokens", count, 16_384, what, metavar="N")
 
 
 def add_address(parser: argparse.ArgumentParser, default_port: int) -> None:
     """Adds --host and --port."""
-    parser.add_argument("--host", type=path, default="localhost", help="to listen at (default: localhost)")
-    parser.add_argument("--port", type=port, default=default_port, help=f"(default: {default_port})")
+    add_option(parser, "--host", path, "localhost", "to listen at")
+    add_option(parser, "--port", port, default_port)
     parser.add_argument(
         "--allowed-host",
         type=path,
