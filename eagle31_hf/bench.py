@@ -72,6 +72,7 @@ class Shape:
 
 
 AUTO_SHAPE = Shape(MAX_DEPTH, is_auto=True)
+TREE_SHAPE = Shape(7, top_k=4, total_tokens=24)  # the tree where nothing else is chosen
 
 
 class Contestant:

@@ -2,12 +2,9 @@
 
 from typing import Any
 
-MAX_DEPTH = 16
+from ..bench import TREE_SHAPE
+
 MIN_NODES, MAX_NODES = 2, 64
-# of trees, where nothing else is chosen
-TREE_DEPTH = 7
-TREE_NODES = 24
-TREE_TOP_K = 4
 
 
 def chains(depth: int) -> dict[str, Any]:
@@ -22,6 +19,6 @@ def trees(depth: int, nodes: int, begun: dict[str, Any]) -> dict[str, Any]:
     is_tree = isinstance(top_k, int) and top_k > 1
     return {
         "num_assistant_tokens": depth,
-        "draft_tree_top_k": top_k if is_tree else TREE_TOP_K,
+        "draft_tree_top_k": top_k if is_tree else TREE_SHAPE.top_k,
         "draft_tree_total_tokens": nodes,
     }

@@ -14,13 +14,15 @@ from typing import Any
 import gradio as gr
 from fastapi import FastAPI
 
+from ..bench import TREE_SHAPE
 from ..checkpoints.knobs import AUTO_KNOBS
+from ..generation.planning.calibration import MAX_DEPTH
 from ..printable import printable
 from ..web.address import url_of
 from ..web.gate import Gate
 from ..web.listener import Listener
 from .conversation import Answer, Conversation, Figures, Piece, Show
-from .drafting import MAX_DEPTH, MAX_NODES, MIN_NODES, TREE_DEPTH, TREE_NODES, chains, trees
+from .drafting import MAX_NODES, MIN_NODES, chains, trees
 from .events import PlainEvents
 
 # ways of drafting; BEGUN: by the arguments of the command line, or the drafter's own
@@ -110,9 +112,9 @@ class Page:
                     gr.Markdown("Tokens of the answer; those that were drafted and accepted are underlined:")
                     tokens = gr.Markdown(tokens_html([]), label="Tokens", latex_delimiters=[])
                     way = gr.Radio([BEGUN, AUTO, CHAIN, TREE], value=BEGUN, label="Draft")
-                    depth = gr.Slider(1, MAX_DEPTH, TREE_DEPTH, step=1, label="Depth of chains and trees")
+                    depth = gr.Slider(1, MAX_DEPTH, TREE_SHAPE.depth, step=1, label="Depth of chains and trees")
                     label = "Nodes of a tree, the root included"
-                    nodes = gr.Slider(MIN_NODES, MAX_NODES, TREE_NODES, step=1, label=label)
+                    nodes = gr.Slider(MIN_NODES, MAX_NODES, TREE_SHAPE.total_tokens, step=1, label=label)
                     save = gr.Button("Save the conversation")
                     saved = gr.File(label="The conversation as JSON", visible=False)
             shown = [chat, tokens, figures]

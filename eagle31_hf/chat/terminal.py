@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..bench import TREE_SHAPE
 from ..checkpoints.knobs import AUTO_KNOBS
+from ..generation.planning.calibration import MAX_DEPTH
 from .conversation import Answer, Conversation, Show, check_text
-from .drafting import MAX_DEPTH, MAX_NODES, MIN_NODES, TREE_DEPTH, chains, trees
+from .drafting import MAX_NODES, MIN_NODES, chains, trees
 from .screen import Screen
 
 
@@ -82,7 +84,7 @@ class TerminalChat:
     def tree(self, word: str, depth: str | None = None) -> None:
         """Has trees of so many nodes drafted."""
         before = self.conversation.knobs.get("num_assistant_tokens")
-        kept = before if isinstance(before, int) else TREE_DEPTH
+        kept = before if isinstance(before, int) else TREE_SHAPE.depth
         chosen = number(depth, "/tree", 1, MAX_DEPTH) if depth else kept
         self.draft(trees(chosen, number(word, "/tree", MIN_NODES, MAX_NODES), self.begun))
 

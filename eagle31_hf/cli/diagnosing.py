@@ -3,10 +3,12 @@
 import argparse
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..generation.planning.calibration import MAX_DEPTH
 from ..printable import printable
 from ..reports.named_sets import NAMED_SETS
 from ..reports.rivals import RIVALS
@@ -33,8 +35,6 @@ if TYPE_CHECKING:
     from ..reports.journal import Journal
     from ..reports.prompts import Prompts
 
-DEEPEST = 16
-TREE_DEPTH, TREE_TOP_K = 7, 4
 above_zero = number(0, above=True)
 
 
@@ -43,8 +43,8 @@ def drift(args: argparse.Namespace) -> int:
     from ..reports.drift_report import drift_report
     from ..reports.drift_study import DriftStudy, Settings, default_lengths
 
-    if args.depth > DEEPEST:
-        raise ValueError(f"--depth is {args.depth}; expected at most {DEEPEST}, the deepest that is drafted.")
+    if args.depth > MAX_DEPTH:
+        raise ValueError(f"--depth is {args.depth}; expected at most {MAX_DEPTH}, the deepest that is drafted.")
     if args.max_new_tokens < args.depth + 2:
         raise ValueError(
             f"--max-new-tokens is {args.max_new_tokens}; expected at least {args.depth + 2}, for a chain of"
@@ -67,15 +67,15 @@ def drift(args: argparse.Namespace) -> int:
 
 def acceptance(args: argparse.Namespace) -> int:
     """Measures acceptance and speed and shows them; with --output also writes the report."""
-    from ..bench import AUTO_SHAPE, Shape
+    from ..bench import AUTO_SHAPE, TREE_SHAPE, Shape
     from ..reports.acceptance_report import acceptance_report
     from ..reports.acceptance_study import AcceptanceStudy, Settings
     from ..reports.against import against, read_earlier
     from ..reports.vllm_study import VllmStudy
 
-    if max(args.depths) > DEEPEST or args.depth > DEEPEST:
+    if max(args.depths) > MAX_DEPTH or args.depth > MAX_DEPTH:
         deepest = max(args.depth, *args.depths)
-        raise ValueError(f"--depths: got {deepest}; expected at most {DEEPEST}, the deepest that is drafted.")
+        raise ValueError(f"--depths: got {deepest}; expected at most {MAX_DEPTH}, the deepest that is drafted.")
     if args.rivals and args.engine:
         raise ValueError(f"--rivals are ways of transformers, and --engine is {args.engine}; expected one of the two.")
     earlier = None if args.against is None else read_earlier(Path(args.against))
@@ -85,9 +85,9 @@ def acceptance(args: argparse.Namespace) -> int:
         raise ValueError(f"--concurrency: got {max(args.concurrency)}; expected at most {len(prompts)}, all prompts.")
     drafters = {label: load() for label, load in loads.items()}
     chains = [Shape(depth) for depth in dict.fromkeys(args.depths)]
-    others = [*(Shape(TREE_DEPTH, TREE_TOP_K, nodes) for nodes in dict.fromkeys(args.trees)), AUTO_SHAPE]
+    trees = [replace(TREE_SHAPE, total_tokens=nodes) for nodes in dict.fromkeys(args.trees)]
     settings = Settings(
-        ways=(*chains, *([] if args.engine else others)),  # vLLM drafts chains alone
+        ways=(*chains, *([] if args.engine else [*trees, AUTO_SHAPE])),  # vLLM drafts chains alone
         reference=Shape(args.depth),
         max_new_tokens=args.max_new_tokens,
         lengths=tuple(dict.fromkeys(args.lengths)),
@@ -219,7 +219,7 @@ def counted(numbers: Iterable[int], what: str) -> Iterable[int]:
 def add_drift(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
     add_models_and_prompts(parser)
-    add_option(parser, "--depth", positive, DEEPEST, "of the chains")
+    add_option(parser, "--depth", positive, MAX_DEPTH, "of the chains")
     parser.add_argument(
         "--lengths",
         type=positive,

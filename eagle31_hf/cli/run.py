@@ -15,7 +15,7 @@ DEPTHS = (3, 5, 7)
 def demo(args: argparse.Namespace) -> int:
     """Decodes the demo's prompts in several ways, and shows their speed. Returns 1 where a text is not the target's."""
     from .. import demo as pair
-    from ..bench import AUTO_SHAPE, Shape, measure
+    from ..bench import AUTO_SHAPE, TREE_SHAPE, Shape, measure
 
     progress("loading the demo pair")
     target, tokenizer = pair.load_target(args.device)
@@ -23,7 +23,7 @@ def demo(args: argparse.Namespace) -> int:
     prompts = [prompt.to(args.device) for prompt in pair.prompts(tokenizer, args.prompts)]
     if not args.json:
         _show_completion(target, tokenizer, drafters["eagle31"], prompts[0], args.max_new_tokens)
-    shapes = [*(Shape(depth) for depth in DEPTHS), Shape(7, top_k=4, total_tokens=24), AUTO_SHAPE]
+    shapes = [*(Shape(depth) for depth in DEPTHS), TREE_SHAPE, AUTO_SHAPE]
     result = measure(target, drafters, prompts, shapes, args.max_new_tokens, progress)
     show(args, result, "" if args.json else _table(result, args.profile))
     return 0 if all(run["identical"] for run in result["runs"]) else 1
@@ -85,19 +85,17 @@ def _room(target: Any, prompt_tokens: int, max_new_tokens: int) -> int:
 
     Raises ValueError for a prompt that fills it.
     """
-    from ..targets.context import context_of
+    from ..targets.context import context_of, room_for
 
     context = context_of(target)
-    if context is None or prompt_tokens + max_new_tokens <= context:
-        return max_new_tokens
-    if prompt_tokens >= context:
+    room = room_for(max_new_tokens, prompt_tokens, context)
+    if not room:
         raise ValueError(
             f"prompt: has {prompt_tokens} tokens; expected fewer than {context}, which is all the target reads."
         )
-    progress(
-        f"at most {context - prompt_tokens} new tokens: the target reads {context}, and the prompt has {prompt_tokens}"
-    )
-    return context - prompt_tokens
+    if room < max_new_tokens:
+        progress(f"at most {room} new tokens: the target reads {context}, and the prompt has {prompt_tokens}")
+    return room
 
 
 def _show_completion(target, tokenizer, drafter, prompt, max_new_tokens: int) -> None:
