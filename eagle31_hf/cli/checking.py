@@ -4,8 +4,11 @@ import argparse
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
+import torch
+from transformers.utils import logging
+
+from ..checking import TargetReport, check_target
 from .parsing import add_json, add_path, add_reading, progress, show
 
 UNITS = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
@@ -18,8 +21,6 @@ LINES = {
 
 def check(args: argparse.Namespace) -> int:
     """Shows the report on a target and maybe a drafter. Returns 1 where they do not work."""
-    from ..checking import check_target
-
     with _quietly():
         report = check_target(
             args.target,
@@ -41,9 +42,6 @@ def _quietly() -> Iterator[None]:
 
     The report says what `generate` would log for the tiny model, and at its size threads only wait for each other.
     """
-    import torch
-    from transformers.utils import logging
-
     ours = logging.get_logger("eagle31_hf")
     verbosity = logging.get_verbosity()
     level = ours.level
@@ -59,7 +57,7 @@ def _quietly() -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
-def _lines(report: Any) -> list[str]:
+def _lines(report: TargetReport) -> list[str]:
     rows = [("target", f"{report.target}{_about(report)}")]
     rows += [("tried", report.tried)] if report.tried else []
     said: dict[str, str] = {}  # every reason is said in full once
@@ -80,7 +78,7 @@ def _lines(report: Any) -> list[str]:
     return [f"{name:<17} {text}" for name, text in rows]
 
 
-def _about(report: Any) -> str:
+def _about(report: TargetReport) -> str:
     if report.architecture is None:
         return ""
     layers = f"{report.num_layers} layers" if report.num_layers else ""

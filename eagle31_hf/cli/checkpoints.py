@@ -5,7 +5,22 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ..checkpoints import (
+    EXPORT_FORMATS,
+    convert_checkpoint,
+    engine_config,
+    export_checkpoint,
+    launch_line,
+    read_checkpoint,
+)
+from ..checkpoints.headers import read_headers
+from ..checkpoints.keys import FLAGS
+from ..hub import convert_on_hub, kind
+from ..hub import publish as upload_folder
+from ..modeling import Eagle31DrafterModel
+from ..storage.folders import check_new_folder, new_folder
 from ..storage.jsonl import JsonLines
+from ..upgrade import upgrade_to_eagle31
 from . import resuming
 from .loading import load_causal_lm, load_tokenizer
 from .parsing import (
@@ -24,8 +39,6 @@ from .parsing import (
 
 def info(args: argparse.Namespace) -> int:
     """Shows a checkpoint's format and config, and why it was read so."""
-    from ..checkpoints.headers import read_headers
-
     checkpoint = read_headers(args.drafter, dict(args.set), args.aux_layer_convention, args.revision)
     report = _report(checkpoint)
     show(args, report, "\n".join(_info_lines(args.drafter, checkpoint, report)))
@@ -33,8 +46,6 @@ def info(args: argparse.Namespace) -> int:
 
 
 def _report(checkpoint: Any) -> dict[str, Any]:
-    from ..hub import kind
-
     return {
         "kind": kind(checkpoint.config),
         "format": checkpoint.format,
@@ -49,8 +60,6 @@ def _report(checkpoint: Any) -> dict[str, Any]:
 
 def _exports(config: Any) -> dict[str, str]:
     """Returns export format -> "yes", or the reason why not."""
-    from ..checkpoints import EXPORT_FORMATS, engine_config
-
     found = {}
     for name in EXPORT_FORMATS:
         try:
@@ -62,8 +71,6 @@ def _exports(config: Any) -> dict[str, str]:
 
 
 def _info_lines(source: str, checkpoint: Any, report: dict[str, Any]) -> list[str]:
-    from ..checkpoints.keys import FLAGS
-
     config = checkpoint.config
     depth = checkpoint.knobs.get("num_assistant_tokens")
     dtype = str(config.dtype).removeprefix("torch.")
@@ -115,9 +122,6 @@ def _network_lines(config: Any) -> list[tuple[str, str]]:
 
 def convert(args: argparse.Namespace) -> int:
     """Converts a folder or a repository to the native format."""
-    from ..checkpoints import convert_checkpoint
-    from ..hub import convert_on_hub
-
     progress(f"converting {args.source}")
     url = None
     if args.create_pr:
@@ -140,8 +144,6 @@ def convert(args: argparse.Namespace) -> int:
 
 def export(args: argparse.Namespace) -> int:
     """Writes a drafter for another engine, and shows the command that serves it."""
-    from ..checkpoints import export_checkpoint, launch_line, read_checkpoint
-
     progress(f"writing {args.destination}")
     options = reading_options(args)
     export_checkpoint(args.drafter, args.destination, args.format, target_type=args.target_type, **options)
@@ -153,8 +155,6 @@ def export(args: argparse.Namespace) -> int:
 
 def publish(args: argparse.Namespace) -> int:
     """Uploads a folder, and shows the commit's URL."""
-    from ..hub import publish as upload_folder
-
     progress(f"uploading {args.folder} to {args.repo_id}")
     url = upload_folder(
         args.folder,
@@ -170,10 +170,6 @@ def publish(args: argparse.Namespace) -> int:
 
 def upgrade(args: argparse.Namespace) -> int:
     """Makes an EAGLE 3 drafter an EAGLE 3.1 one, and shows its acceptance before and after."""
-    from ..modeling import Eagle31DrafterModel
-    from ..storage.folders import check_new_folder, new_folder
-    from ..upgrade import upgrade_to_eagle31
-
     texts = read_texts(Path(args.texts))
     if args.output is not None:
         check_new_folder(Path(args.output))

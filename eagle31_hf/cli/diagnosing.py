@@ -6,12 +6,28 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from tqdm import tqdm
+
+from ..bench import AUTO_SHAPE, TREE_SHAPE, Shape, environment
 from ..generation.planning.calibration import MAX_DEPTH
+from ..modeling import Eagle31DrafterModel
 from ..printable import printable
+from ..reports import acceptance_study, drift_study
+from ..reports.acceptance_report import acceptance_report
+from ..reports.against import against, read_earlier
+from ..reports.document import Report
+from ..reports.drift_report import drift_report
+from ..reports.journal import Journal, check_folder, open_journal
 from ..reports.named_sets import NAMED_SETS
+from ..reports.plots import check_installed
+from ..reports.prompts import Prompts, Renderer
 from ..reports.rivals import RIVALS
+from ..reports.text import terminal
+from ..reports.writing import write_report
+from ..storage.fingerprints import digest, weights_fingerprint
+from ..targets.context import context_of
 from .loading import load_causal_lm, load_tokenizer
 from .parsing import (
     DTYPES,
@@ -29,20 +45,11 @@ from .parsing import (
 )
 from .preparation import add_template_option
 
-if TYPE_CHECKING:
-    from ..modeling import Eagle31DrafterModel
-    from ..reports.document import Report
-    from ..reports.journal import Journal
-    from ..reports.prompts import Prompts
-
 above_zero = number(0, above=True)
 
 
 def drift(args: argparse.Namespace) -> int:
     """Measures drift and shows it; with --output also writes the report."""
-    from ..reports.drift_report import drift_report
-    from ..reports.drift_study import DriftStudy, Settings, default_lengths
-
     if args.depth > MAX_DEPTH:
         raise ValueError(f"--depth is {args.depth}; expected at most {MAX_DEPTH}, the deepest that is drafted.")
     if args.max_new_tokens < args.depth + 2:
@@ -52,13 +59,15 @@ def drift(args: argparse.Namespace) -> int:
         )
     loads = drafters_of(args)
     target, prompts = loaded(args, loads)
-    lengths = args.lengths or default_lengths(max(map(len, prompts.ids)), prompts.room, args.max_new_tokens)
-    settings = Settings(args.depth, args.max_new_tokens, tuple(sorted(set(lengths))), not args.no_interventions)
+    lengths = args.lengths or drift_study.default_lengths(max(map(len, prompts.ids)), prompts.room, args.max_new_tokens)
+    settings = drift_study.Settings(
+        args.depth, args.max_new_tokens, tuple(sorted(set(lengths))), not args.no_interventions
+    )
     facts = facts_of(args, target, prompts, {label: load() for label, load in loads.items()})
     facts |= {"depth": args.depth, "lengths": [*settings.lengths], "interventions": settings.has_interventions}
 
-    def make(journal: "Journal") -> "Report":
-        study = DriftStudy(target, prompts, journal, counted, settings)
+    def make(journal: Journal) -> Report:
+        study = drift_study.DriftStudy(target, prompts, journal, counted, settings)
         return drift_report([study.measure(label, load) for label, load in loads.items()], args.depth, facts)
 
     show_report(args, facts, ", ".join(loads), make)
@@ -67,11 +76,7 @@ def drift(args: argparse.Namespace) -> int:
 
 def acceptance(args: argparse.Namespace) -> int:
     """Measures acceptance and speed and shows them; with --output also writes the report."""
-    from ..bench import AUTO_SHAPE, TREE_SHAPE, Shape
-    from ..reports.acceptance_report import acceptance_report
-    from ..reports.acceptance_study import AcceptanceStudy, Settings
-    from ..reports.against import against, read_earlier
-    from ..reports.vllm_study import VllmStudy
+    from ..reports.vllm_study import VllmStudy  # whose engines take a while to import
 
     if max(args.depths) > MAX_DEPTH or args.depth > MAX_DEPTH:
         deepest = max(args.depth, *args.depths)
@@ -86,7 +91,7 @@ def acceptance(args: argparse.Namespace) -> int:
     drafters = {label: load() for label, load in loads.items()}
     chains = [Shape(depth) for depth in dict.fromkeys(args.depths)]
     trees = [replace(TREE_SHAPE, total_tokens=nodes) for nodes in dict.fromkeys(args.trees)]
-    settings = Settings(
+    settings = acceptance_study.Settings(
         ways=(*chains, *([] if args.engine else [*trees, AUTO_SHAPE])),  # vLLM drafts chains alone
         reference=Shape(args.depth),
         max_new_tokens=args.max_new_tokens,
@@ -101,10 +106,10 @@ def acceptance(args: argparse.Namespace) -> int:
     facts |= {name: [*getattr(settings, name)] for name in ("lengths", "temperatures", "concurrency", "rivals")}
     facts |= {"perturbations": settings.has_perturbations, "decoded by": args.engine or "generate()"}
 
-    def make(journal: "Journal") -> "Report":
+    def make(journal: Journal) -> Report:
         about = target, prompts, journal, counted, settings, drafters
         python = args.engine_python or sys.executable
-        study = VllmStudy(*about, args.target, python) if args.engine else AcceptanceStudy(*about)
+        study = VllmStudy(*about, args.target, python) if args.engine else acceptance_study.AcceptanceStudy(*about)
         report = acceptance_report(study.measure(), study.generations(), settings, [*loads], facts)
         if earlier is not None:
             report.sections.append(against(earlier, report.figures, facts, args.against))
@@ -114,15 +119,9 @@ def acceptance(args: argparse.Namespace) -> int:
     return 0
 
 
-def show_report(
-    args: argparse.Namespace, facts: dict[str, Any], names: str, make: Callable[["Journal"], "Report"]
-) -> None:
+def show_report(args: argparse.Namespace, facts: dict[str, Any], names: str, make: Callable[[Journal], Report]) -> None:
     """Makes a report and shows it; with --output its figures are kept in the folder as they come, and its files
     written."""
-    from ..reports.journal import Journal, open_journal
-    from ..reports.text import terminal
-    from ..reports.writing import write_report
-
     if args.output is None:
         report = make(Journal(None, {}))
     else:
@@ -134,11 +133,8 @@ def show_report(
     show(args, report.as_dict(), terminal(report))
 
 
-def loaded(args: argparse.Namespace, labels: Iterable[str]) -> tuple[Any, "Prompts"]:
+def loaded(args: argparse.Namespace, labels: Iterable[str]) -> tuple[Any, Prompts]:
     """Returns target and prompts, once it is known that a report of them can be written."""
-    from ..reports.journal import check_folder
-    from ..reports.plots import check_installed
-
     if args.resume and args.output is None:
         raise ValueError("--resume goes on with a report; expected --output with its folder.")
     if args.output is not None:
@@ -151,11 +147,9 @@ def loaded(args: argparse.Namespace, labels: Iterable[str]) -> tuple[Any, "Promp
     return target, prompts
 
 
-def drafters_of(args: argparse.Namespace) -> dict[str, Callable[..., "Eagle31DrafterModel"]]:
+def drafters_of(args: argparse.Namespace) -> dict[str, Callable[..., Eagle31DrafterModel]]:
     """Returns the drafters by the labels they are shown under: a function that loads each, and takes fields of its
     config to change. Raises ValueError for two of one name."""
-    from ..modeling import Eagle31DrafterModel
-
     sources = [args.drafter, *args.compare]
     labels = [Path(source).name or source for source in sources]
     if len(set(labels)) < len(labels):
@@ -163,18 +157,15 @@ def drafters_of(args: argparse.Namespace) -> dict[str, Callable[..., "Eagle31Dra
     if len(set(labels)) < len(labels):
         raise ValueError(f"--compare: names a drafter twice ({', '.join(sources)}); expected others.")
 
-    def load(source: str, **fields: Any) -> "Eagle31DrafterModel":
+    def load(source: str, **fields: Any) -> Eagle31DrafterModel:
         options = reading_options(args) | {"dtype": args.dtype} | fields
         return Eagle31DrafterModel.from_pretrained(source, **options).to(args.device).eval()
 
     return {label: partial(load, source) for label, source in zip(labels, sources, strict=True)}
 
 
-def prompts_of(args: argparse.Namespace, target: Any, tokenizer: Any) -> "Prompts":
+def prompts_of(args: argparse.Namespace, target: Any, tokenizer: Any) -> Prompts:
     """Reads the prompts. Raises ValueError where none is left that fits."""
-    from ..reports.prompts import Prompts, Renderer
-    from ..targets.context import context_of
-
     vocab_size = target.config.get_text_config(decoder=True).vocab_size
     renderer = Renderer(tokenizer, args.prompt_tokens, vocab_size, dict(args.template_option))
     context = context_of(target)
@@ -185,12 +176,9 @@ def prompts_of(args: argparse.Namespace, target: Any, tokenizer: Any) -> "Prompt
 
 
 def facts_of(
-    args: argparse.Namespace, target: Any, prompts: "Prompts", drafters: dict[str, "Eagle31DrafterModel"]
+    args: argparse.Namespace, target: Any, prompts: Prompts, drafters: dict[str, Eagle31DrafterModel]
 ) -> dict[str, Any]:
     """Returns what figures are of: models and prompts by their fingerprints, sizes, hardware and versions."""
-    from ..bench import environment
-    from ..storage.fingerprints import digest, weights_fingerprint
-
     # what prompts are made of counts, too: longer contexts and other renderings are made of it
     words = [part for source in prompts.sources for part in (source.words, *source.later)]
     ids = digest(*(ids.numpy().tobytes() for ids in prompts.ids), *words)
@@ -211,8 +199,6 @@ def facts_of(
 
 def counted(numbers: Iterable[int], what: str) -> Iterable[int]:
     """Shows a progress bar on stderr."""
-    from tqdm import tqdm
-
     return tqdm(numbers, desc=printable(what), file=sys.stderr, unit="prompt", mininterval=1.0)
 
 

@@ -3,6 +3,7 @@
 import argparse
 from typing import Any
 
+from ..modeling import Eagle31DrafterModel
 from .parsing import DTYPES, add_path, add_reading, positive_or_auto, reading_options
 
 KNOBS = ("num_assistant_tokens", "draft_tree_top_k", "draft_tree_total_tokens")
@@ -45,8 +46,6 @@ def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def load_drafter(args: argparse.Namespace, target: Any) -> Any:
     """Loads the drafter, of the target's dtype and on its device."""
-    from ..modeling import Eagle31DrafterModel
-
     drafter: Any = Eagle31DrafterModel.from_pretrained(args.drafter, dtype=target.dtype, **reading_options(args))
     drafter = drafter.to(target.device).eval()
     if args.drafter_weights is not None:

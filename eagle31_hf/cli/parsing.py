@@ -9,6 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from ..configuration import Eagle31Config
 from ..json_file import parse_value
 from ..names import refuse_unknown
 from ..printable import printable
@@ -150,8 +153,6 @@ def read_text(file: str | Path) -> str:
 def device(text: str) -> str:
     """Reads the name of a device that this machine has and this build of PyTorch can use; "auto" is its accelerator,
     or else its CPU."""
-    import torch
-
     if text == AUTO:
         return next((name.partition(":")[0] for name in _accelerators()), "cpu")
     try:
@@ -171,8 +172,6 @@ def device_map(text: str) -> str:
 
 
 def _accelerators() -> list[str]:
-    import torch
-
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return [] if found is None else [f"{found.type}:{index}" for index in range(torch.accelerator.device_count())]
 
@@ -243,8 +242,6 @@ def field(text: str) -> tuple[str, Any]:
 
 def config_field(text: str) -> tuple[str, Any]:
     """Reads `FIELD=VALUE` for a field of Eagle31Config."""
-    from ..configuration import Eagle31Config
-
     name, value = field(text)
     try:
         refuse_unknown([name], Eagle31Config.__annotations__, "a field of Eagle31Config")

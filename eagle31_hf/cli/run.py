@@ -4,7 +4,14 @@ import argparse
 import sys
 from typing import Any
 
+import torch
+from transformers import TextStreamer
+
+from .. import demo as pair
+from ..acceptance import track_acceptance
+from ..bench import AUTO_SHAPE, TREE_SHAPE, Shape, measure
 from ..printable import printable
+from ..targets.context import context_of, room_for
 from .loading import load_causal_lm, load_tokenizer
 from .pairs import add_pair, knobs_of, load_drafter, sampling_options
 from .parsing import add_device, add_json, add_option, positive, progress, seed, show, temperature, words
@@ -12,11 +19,16 @@ from .parsing import add_device, add_json, add_option, positive, progress, seed,
 DEPTHS = (3, 5, 7)
 
 
+class PrintableStreamer(TextStreamer):
+    """Prints a text as it is made, its control characters spelled out."""
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Prints what is new of the text."""
+        super().on_finalized_text(printable(text), stream_end)
+
+
 def demo(args: argparse.Namespace) -> int:
     """Decodes the demo's prompts in several ways, and shows their speed. Returns 1 where a text is not the target's."""
-    from .. import demo as pair
-    from ..bench import AUTO_SHAPE, TREE_SHAPE, Shape, measure
-
     progress("loading the demo pair")
     target, tokenizer = pair.load_target(args.device)
     drafters = {name: pair.load_drafter(name, args.device) for name in pair.DRAFTERS}
@@ -31,11 +43,6 @@ def demo(args: argparse.Namespace) -> int:
 
 def generate(args: argparse.Namespace) -> int:
     """Streams a completion, and says what was accepted."""
-    import torch
-
-    from ..acceptance import track_acceptance
-    from .streaming import PrintableStreamer
-
     progress(f"loading {args.target} and {args.drafter}")
     tokenizer = load_tokenizer(args.target)
     inputs = _inputs(tokenizer, args)
@@ -85,8 +92,6 @@ def _room(target: Any, prompt_tokens: int, max_new_tokens: int) -> int:
 
     Raises ValueError for a prompt that fills it.
     """
-    from ..targets.context import context_of, room_for
-
     context = context_of(target)
     room = room_for(max_new_tokens, prompt_tokens, context)
     if not room:
@@ -100,10 +105,6 @@ def _room(target: Any, prompt_tokens: int, max_new_tokens: int) -> int:
 
 def _show_completion(target, tokenizer, drafter, prompt, max_new_tokens: int) -> None:
     """Streams one completion by the target alone and one with the drafter, so that the difference can be seen."""
-    import torch
-
-    from .streaming import PrintableStreamer
-
     words = tokenizer.decode(prompt[0], skip_special_tokens=True)
     print(f"--- the prompt, from a file neither model was trained on\n{printable(words)}")
     for title, options in (("the target alone", {}), ("with the EAGLE 3.1 drafter", {"assistant_model": drafter})):

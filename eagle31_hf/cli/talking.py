@@ -10,15 +10,18 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import torch
+from transformers.utils.import_utils import is_serve_available
+
+from ..cache.prefix_cache import PrefixCache
+from ..chat.conversation import Conversation
+from ..targets.pieces import piece_of
+from ..web.address import check_address, is_of_this_machine
 from .loading import load_causal_lm, load_tokenizer, refuse_drafter
 from .pairs import add_pair, knobs_of, load_drafter, sampling_options
 from .parsing import add_device, add_option, count, integer, path, positive, progress, seed, temperature, words
 from .preparation import add_template_option
-
-if TYPE_CHECKING:
-    from ..chat.conversation import Conversation
 
 KEY_VARIABLE = "EAGLE31_API_KEY"
 PORT, PAGE_PORT = 8000, 7860  # as transformers' server and Gradio have them
@@ -48,7 +51,6 @@ def app(args: argparse.Namespace) -> int:
     if find_spec("gradio") is None:
         raise ImportError("the page needs gradio: pip install eagle31_hf[app]")
     from ..chat.page import Page
-    from ..web.address import check_address
 
     check_address(args.host, args.port)
     make = conversations(args)
@@ -61,14 +63,8 @@ def app(args: argparse.Namespace) -> int:
     return 0
 
 
-def conversations(args: argparse.Namespace) -> Callable[[], "Conversation"]:
+def conversations(args: argparse.Namespace) -> Callable[[], Conversation]:
     """Loads the pair, and returns what makes conversations with it."""
-    import torch
-
-    from ..cache.prefix_cache import PrefixCache
-    from ..chat.conversation import Conversation
-    from ..targets.pieces import piece_of
-
     progress(f"loading {args.target} and {args.drafter}")
     tokenizer = load_tokenizer(args.target)
     target = load_causal_lm(args.target, dtype=args.dtype).to(args.device)
@@ -95,10 +91,6 @@ def next_line(is_terminal: bool) -> str:
 
 def serve(args: argparse.Namespace) -> int:
     """Serves until it is stopped."""
-    from transformers.utils.import_utils import is_serve_available
-
-    from ..web.address import check_address
-
     if not is_serve_available():
         raise ImportError("serving needs fastapi, uvicorn, openai and pydantic: pip install eagle31_hf[serve]")
     from ..serving.server import Access, DraftingServer
@@ -142,8 +134,6 @@ def key_of(text: str) -> str:
 
 def warn_if_reachable(host: str, remedy: str) -> None:
     """Says so where programs of other machines may ask, and no key is asked for."""
-    from ..web.address import is_of_this_machine
-
     if not is_of_this_machine(host):
         progress(f"warning: whoever reaches this machine at {host} may use the target, without a key; {remedy}")
 
