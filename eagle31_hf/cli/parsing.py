@@ -15,6 +15,7 @@ from ..configuration import Eagle31Config
 from ..json_file import parse_value
 from ..names import refuse_unknown
 from ..printable import printable
+from ..training.engine_server import base_of
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 AUTO = "auto"  # the name of the default device
@@ -125,8 +126,6 @@ def path(text: str) -> str:
 
 def engine(text: str) -> str:
     """Reads the name of an engine: vllm, or the address of a server."""
-    from ..training.engine_server import base_of
-
     try:
         return text if text == "vllm" else base_of(text)
     except ValueError as error:

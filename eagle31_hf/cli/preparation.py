@@ -1,8 +1,14 @@
 """`eagle31 prepare-data`: makes a store of training data, with the target's own answers and states where asked."""
 
 import argparse
+from dataclasses import asdict
 from typing import Any
 
+from ..training.engines import EngineOptions
+from ..training.preparation_options import PreparationOptions
+from ..training.prepare import prepare_data as prepare
+from ..training.servers import Patience
+from ..training.store import check_store_folder
 from . import resuming
 from .loading import load_causal_lm, load_outline, load_tokenizer
 from .pairs import sampling_options
@@ -35,11 +41,6 @@ ENGINE_OPTIONS = ("engine_requests", "engine_timeout", "engine_option")
 
 def prepare_data(args: argparse.Namespace) -> int:
     """Makes the shards that are missing, and shows what the store holds."""
-    from dataclasses import asdict
-
-    from ..training.prepare import prepare_data as prepare
-    from ..training.store import check_store_folder
-
     if args.data is None and not args.self_prompts:
         raise ValueError(
             "neither --data nor --self-prompts is given; expected prompts, or the number of chats to make up."
@@ -75,8 +76,6 @@ def _options(args: argparse.Namespace) -> Any:
 
 def data_options(args: argparse.Namespace, **others: Any) -> Any:
     """Returns the options of the data that `prepare-data` and `train` both have, and `others`."""
-    from ..training.preparation_options import PreparationOptions
-
     return PreparationOptions(
         max_length=args.max_length,
         split=args.split,
@@ -104,9 +103,6 @@ def answer_options(args: argparse.Namespace) -> dict[str, Any]:
 def engine_options(args: argparse.Namespace) -> Any:
     """Returns the options of the engine that answers, None without one. Raises ValueError for options without what they
     belong to."""
-    from ..training.engines import EngineOptions
-    from ..training.servers import Patience
-
     if args.engine is None:
         given = [name for name in ENGINE_OPTIONS if getattr(args, name)]
         if given:

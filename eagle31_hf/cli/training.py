@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from ..upgrade import upgrade_to_eagle31
 from . import resuming
 from .loading import load_tokenizer
 from .parsing import (
@@ -195,7 +196,6 @@ def starting_drafter(
 ) -> tuple[Any, dict[str, float] | None]:
     """Returns the drafter to train, and the shares that a new one's draft vocabulary covers."""
     from ..training.recipe import draft_vocabulary, loaded_drafter, untrained_drafter
-    from ..upgrade import upgrade_to_eagle31
 
     fields = dict(args.field)
     if args.drafter is not None:
