@@ -20,9 +20,8 @@ from ..reports.against import against, read_earlier
 from ..reports.document import Report
 from ..reports.drift_report import drift_report
 from ..reports.journal import Journal, check_folder, open_journal
-from ..reports.named_sets import NAMED_SETS
 from ..reports.plots import check_installed
-from ..reports.prompts import Prompts, Renderer
+from ..reports.prompts import NAMED_SETS, Prompts, Renderer
 from ..reports.rivals import RIVALS
 from ..reports.text import terminal
 from ..reports.writing import write_report

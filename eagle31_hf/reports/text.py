@@ -32,12 +32,11 @@ def _aligned(table: Table) -> list[str]:
     return lines
 
 
-def markdown(report: Report, heading: str = "##") -> str:
-    """Returns the report as a part of a model card, its words as they are, whatever names they hold; `heading`: the
-    marks of its highest heading."""
-    lines = [f"{heading} {inert(report.title)}", "", *(f"- {inert(said(finding))}" for finding in report.findings)]
+def markdown(report: Report) -> str:
+    """Returns the report as a part of a model card, its words as they are, whatever names they hold."""
+    lines = [f"## {inert(report.title)}", "", *(f"- {inert(said(finding))}" for finding in report.findings)]
     for section in report.sections:
-        lines += ["", f"{heading}# {inert(section.title)}", "", paragraph(section.text)]
+        lines += ["", f"### {inert(section.title)}", "", paragraph(section.text)]
         for table in section.tables:
             head = [column.name for column in table.columns]
             lines += ["", f"**{inert(table.title)}**", "", piped(head, table.cells())]
