@@ -3,7 +3,7 @@
 import argparse
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from transformers.utils import logging
@@ -43,18 +43,14 @@ def _quietly() -> Iterator[None]:
     The report says what `generate` would log for the tiny model, and at its size threads only wait for each other.
     """
     ours = logging.get_logger("eagle31_hf")
-    verbosity = logging.get_verbosity()
-    level = ours.level
-    num_threads = torch.get_num_threads()
-    logging.set_verbosity_error()
-    ours.setLevel(logging.ERROR)
-    torch.set_num_threads(1)
-    try:
+    with ExitStack() as before:
+        before.callback(logging.set_verbosity, logging.get_verbosity())
+        before.callback(ours.setLevel, ours.level)
+        before.callback(torch.set_num_threads, torch.get_num_threads())
+        logging.set_verbosity_error()
+        ours.setLevel(logging.ERROR)
+        torch.set_num_threads(1)
         yield
-    finally:
-        logging.set_verbosity(verbosity)
-        ours.setLevel(level)
-        torch.set_num_threads(num_threads)
 
 
 def _lines(report: TargetReport) -> list[str]:
