@@ -14,16 +14,18 @@ from ..bench import AUTO_SHAPE, TREE_SHAPE, Shape, environment
 from ..generation.planning.calibration import MAX_DEPTH
 from ..modeling import Eagle31DrafterModel
 from ..printable import printable
-from ..reports import acceptance_study, drift_study
 from ..reports.acceptance_report import acceptance_report
+from ..reports.acceptance_study import AcceptanceStudy, Settings
 from ..reports.against import against, read_earlier
 from ..reports.document import Report
 from ..reports.drift_report import drift_report
+from ..reports.drift_study import DriftStudy, default_lengths
 from ..reports.journal import Journal, check_folder, open_journal
 from ..reports.plots import check_installed
 from ..reports.prompts import NAMED_SETS, Prompts, Renderer
 from ..reports.rivals import RIVALS
 from ..reports.text import terminal
+from ..reports.vllm_study import VllmStudy
 from ..reports.writing import write_report
 from ..storage.fingerprints import digest, weights_fingerprint
 from ..targets.context import context_of
@@ -58,15 +60,14 @@ def drift(args: argparse.Namespace) -> int:
         )
     loads = drafters_of(args)
     target, prompts = loaded(args, loads)
-    lengths = args.lengths or drift_study.default_lengths(max(map(len, prompts.ids)), prompts.room, args.max_new_tokens)
-    settings = drift_study.Settings(
-        args.depth, args.max_new_tokens, tuple(sorted(set(lengths))), not args.no_interventions
-    )
+    lengths = args.lengths or default_lengths(max(map(len, prompts.ids)), prompts.room, args.max_new_tokens)
+    lengths = tuple(sorted(set(lengths)))
     facts = facts_of(args, target, prompts, {label: load() for label, load in loads.items()})
-    facts |= {"depth": args.depth, "lengths": [*settings.lengths], "interventions": settings.has_interventions}
+    facts |= {"depth": args.depth, "lengths": [*lengths], "interventions": not args.no_interventions}
 
     def make(journal: Journal) -> Report:
-        study = drift_study.DriftStudy(target, prompts, journal, counted, settings)
+        how = args.depth, args.max_new_tokens, lengths, not args.no_interventions
+        study = DriftStudy(target, prompts, journal, counted, *how)
         return drift_report([study.measure(label, load) for label, load in loads.items()], args.depth, facts)
 
     show_report(args, facts, ", ".join(loads), make)
@@ -75,8 +76,6 @@ def drift(args: argparse.Namespace) -> int:
 
 def acceptance(args: argparse.Namespace) -> int:
     """Measures acceptance and speed and shows them; with --output also writes the report."""
-    from ..reports.vllm_study import VllmStudy  # whose engines take a while to import
-
     if max(args.depths) > MAX_DEPTH or args.depth > MAX_DEPTH:
         deepest = max(args.depth, *args.depths)
         raise ValueError(f"--depths: got {deepest}; expected at most {MAX_DEPTH}, the deepest that is drafted.")
@@ -90,7 +89,7 @@ def acceptance(args: argparse.Namespace) -> int:
     drafters = {label: load() for label, load in loads.items()}
     chains = [Shape(depth) for depth in dict.fromkeys(args.depths)]
     trees = [replace(TREE_SHAPE, total_tokens=nodes) for nodes in dict.fromkeys(args.trees)]
-    settings = acceptance_study.Settings(
+    settings = Settings(
         ways=(*chains, *([] if args.engine else [*trees, AUTO_SHAPE])),  # vLLM drafts chains alone
         reference=Shape(args.depth),
         max_new_tokens=args.max_new_tokens,
@@ -108,7 +107,7 @@ def acceptance(args: argparse.Namespace) -> int:
     def make(journal: Journal) -> Report:
         about = target, prompts, journal, counted, settings, drafters
         python = args.engine_python or sys.executable
-        study = VllmStudy(*about, args.target, python) if args.engine else acceptance_study.AcceptanceStudy(*about)
+        study = VllmStudy(*about, args.target, python) if args.engine else AcceptanceStudy(*about)
         report = acceptance_report(study.measure(), study.generations(), settings, [*loads], facts)
         if earlier is not None:
             report.sections.append(against(earlier, report.figures, facts, args.against))

@@ -230,7 +230,7 @@ def test_a_stopped_study_goes_on_and_says_the_same(measured, tmp_path):
 
 
 def test_without_interventions_and_lengths_there_are_no_such_parts(tmp_path):
-    plain = study_of(tmp_path, Journal(None, {}), replace(SETTINGS, lengths=(), has_interventions=False))
+    plain = study_of(tmp_path, Journal(None, {}), SETTINGS | {"lengths": (), "has_interventions": False})
     titles = [section.title for section in drift_report(plain, DEPTH, {}).sections]
     assert titles == ["Acceptance", "States", "Attention"]
 
