@@ -14,8 +14,7 @@ from ..checkpoints import (
     read_checkpoint,
 )
 from ..checkpoints.headers import read_headers
-from ..checkpoints.keys import FLAGS
-from ..hub import convert_on_hub, kind
+from ..hub import convert_on_hub, described, kind
 from ..hub import publish as upload_folder
 from ..modeling import Eagle31DrafterModel
 from ..storage.folders import check_new_folder, new_folder
@@ -73,51 +72,21 @@ def _exports(config: Any) -> dict[str, str]:
 def _info_lines(source: str, checkpoint: Any, report: dict[str, Any]) -> list[str]:
     config = checkpoint.config
     depth = checkpoint.knobs.get("num_assistant_tokens")
-    dtype = str(config.dtype).removeprefix("torch.")
     form = "native" if checkpoint.is_native else "converted while loading"
     refusals = [answer for answer in report["exports"].values() if answer != "yes"]
     rows = [
-        ("drafter", f"{source}: {report['kind']}, {report['parameters']:,} parameters, {dtype}"),
+        ("drafter", f"{source}: {report['kind']}, {report['parameters']:,} parameters"),
         ("target", config.target_model or "not named"),
         ("format", f"{form}; {checkpoint.reasons[0]}"),
         *(("", reason) for reason in checkpoint.reasons[1:]),
         *(("note", note) for note in checkpoint.notes),
-        ("flags", ", ".join(f"{name}={getattr(config, name)}".lower() for name in FLAGS)),
-        *_network_lines(config),
+        *described(config),
+        ("rope", json.dumps(config.rope_parameters)),
         ("exports", ", ".join(name for name, answer in report["exports"].items() if answer == "yes") or "none"),
         *(("", refusal) for refusal in refusals),
         *([("drafting", f"num_assistant_tokens={depth}")] if depth else []),
     ]
-    return [f"{name:<11} {text}" for name, text in rows]
-
-
-def _network_lines(config: Any) -> list[tuple[str, str]]:
-    """Returns the lines on a drafter's layers, captured states, vocabulary and rope."""
-    attention = f"MLA latent {config.kv_lora_rank}"
-    if config.kv_lora_rank is None:
-        norm = ", q/k norm" if config.qk_norm else ""
-        attention = f"{config.num_key_value_heads} key-value heads of {config.head_dim}{norm}"
-    embedding, head = (
-        "the target's" if is_shared else "its own"
-        for is_shared in (config.share_target_embeddings, config.share_target_head)
-    )
-    return [
-        (
-            "layers",
-            f"{config.num_hidden_layers}, width {config.hidden_size}, MLP {config.intermediate_size},"
-            f" {config.num_attention_heads} heads, {attention}",
-        ),
-        (
-            "reads",
-            f"{config.num_aux_states} target states of width {config.target_hidden_size}, hidden_states indices"
-            f" {config.aux_hidden_state_layer_ids or '[2, L // 2, L - 3]'}",
-        ),
-        (
-            "vocabulary",
-            f"proposes {config.draft_vocab_size} of {config.vocab_size} ids; embedding: {embedding}, head: {head}",
-        ),
-        ("rope", json.dumps(config.rope_parameters)),
-    ]
+    return [f"{name:<22} {text}" for name, text in rows]
 
 
 def convert(args: argparse.Namespace) -> int:
