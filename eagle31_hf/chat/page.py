@@ -14,15 +14,14 @@ from typing import Any
 import gradio as gr
 from fastapi import FastAPI
 
-from ..bench import TREE_SHAPE
-from ..checkpoints.knobs import AUTO_KNOBS
+from ..bench import AUTO_SHAPE, TREE_SHAPE, Shape
 from ..generation.planning.calibration import MAX_DEPTH
 from ..printable import printable
 from ..web.address import url_of
 from ..web.gate import Gate
 from ..web.listener import Listener
 from .conversation import Answer, Conversation, Figures, Piece, Show
-from .drafting import MAX_NODES, MIN_NODES, chains, trees
+from .drafting import MAX_NODES, MIN_NODES, trees
 from .events import PlainEvents
 
 # ways of drafting; BEGUN: by the arguments of the command line, or the drafter's own
@@ -223,7 +222,8 @@ class Page:
     def knobs_of(self, way: str, depth: int, nodes: int) -> dict[str, Any]:
         """Returns the arguments of generate() of a way of drafting."""
         depth, nodes = slider_value(depth, 1, MAX_DEPTH), slider_value(nodes, MIN_NODES, MAX_NODES)
-        ways = {BEGUN: self.begun, AUTO: dict(AUTO_KNOBS), CHAIN: chains(depth), TREE: trees(depth, nodes, self.begun)}
+        tree = trees(depth, nodes, self.begun)
+        ways = {BEGUN: self.begun, AUTO: AUTO_SHAPE.knobs, CHAIN: Shape(depth).knobs, TREE: tree}
         if way not in ways:
             raise ValueError(f"got {ascii(way)[:40]}; expected one of {', '.join(ways)}.")
         return ways[way]

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..bench import TREE_SHAPE
-from ..checkpoints.knobs import AUTO_KNOBS
+from ..bench import AUTO_SHAPE, TREE_SHAPE, Shape
 from ..generation.planning.calibration import MAX_DEPTH
 from .conversation import Answer, Conversation, Show, check_text
-from .drafting import MAX_NODES, MIN_NODES, chains, trees
+from .drafting import MAX_NODES, MIN_NODES, trees
 from .screen import Screen
 
 
@@ -79,7 +78,7 @@ class TerminalChat:
 
     def depth(self, word: str) -> None:
         """Has chains of a fixed depth drafted."""
-        self.draft(chains(number(word, "/depth", 1, MAX_DEPTH)))
+        self.draft(Shape(number(word, "/depth", 1, MAX_DEPTH)).knobs)
 
     def tree(self, word: str, depth: str | None = None) -> None:
         """Has trees of so many nodes drafted."""
@@ -90,7 +89,7 @@ class TerminalChat:
 
     def auto(self) -> None:
         """Has every round choose for itself how far to draft."""
-        self.draft(dict(AUTO_KNOBS))
+        self.draft(AUTO_SHAPE.knobs)
 
     def draft(self, knobs: dict[str, Any]) -> None:
         """Drafts by these arguments of generate() from now on, and says so."""
