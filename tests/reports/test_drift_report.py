@@ -217,10 +217,11 @@ def test_a_stopped_study_goes_on_and_says_the_same(measured, tmp_path):
                 self.left -= 1
             return super().once(name, measure)
 
-    kept, stops = {}, 0
+    kept, stops = Journal(None, {}), 0
     while True:
+        kept = Stopping(None, kept)
         try:
-            found = study_of(tmp_path, Stopping(None, kept))
+            found = study_of(tmp_path, kept)
             break
         except StopError:
             stops += 1
