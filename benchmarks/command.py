@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from eagle31_hf.cli.parsing import add_device_alone, positive, to_json
+from eagle31_hf.cli.parsing import add_device, positive, to_json
 
 Figures = dict[str, Any]
 USUAL_SHAPE = "qwen3-0.6b"
@@ -40,5 +40,5 @@ def add_models(parser: argparse.ArgumentParser, shapes: Sequence[str], prompt_to
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of the weights (default: bfloat16)"
     )
-    add_device_alone(parser)
+    add_device(parser)
     parser.add_argument("--prompt-tokens", type=positive, default=prompt_tokens, help=f"(default: {prompt_tokens:,})")

@@ -13,7 +13,7 @@ from on_gpu.sections import BUDGET, NAMES
 from on_gpu.watched import Watch
 
 from eagle31_hf import demo
-from eagle31_hf.cli.parsing import add_device_alone, path, positive
+from eagle31_hf.cli.parsing import add_device, path, positive
 from eagle31_hf.names import refuse_unknown
 
 USUAL_SHAPES = ("llama-3.1-8b", "qwen3-8b")
@@ -52,7 +52,7 @@ def demo_pair(place: str) -> tuple[Any, dict[str, Any], list[Any]]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", choices=[*SHAPES], help="of the target (default: the two of 8B, without a GPU tiny)")
-    add_device_alone(parser)
+    add_device(parser)
     parser.add_argument(
         "--output", type=path, default="bench-gpu.json", help="of the figures (default: bench-gpu.json)"
     )

@@ -56,14 +56,12 @@ class Shape:
     is_auto: bool = False
 
     @property
-    def knobs(self) -> dict[str, int | str]:
+    def knobs(self) -> dict[str, Any]:
+        """The arguments of generate() that say so."""
         if self.is_auto:
             return dict(AUTO_KNOBS)
-        return {
-            "num_assistant_tokens": self.depth,
-            "draft_tree_top_k": self.top_k,
-            "draft_tree_total_tokens": self.total_tokens,
-        }
+        chain = {"num_assistant_tokens": self.depth, "draft_tree_top_k": self.top_k}
+        return chain if self.top_k == 1 else chain | {"draft_tree_total_tokens": self.total_tokens}
 
     @property
     def name(self) -> str:
@@ -72,6 +70,7 @@ class Shape:
 
 
 AUTO_SHAPE = Shape(MAX_DEPTH, is_auto=True)
+TREE_SHAPE = Shape(7, top_k=4, total_tokens=24)  # the tree where nothing else is chosen
 
 
 class Contestant:

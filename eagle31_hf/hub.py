@@ -65,7 +65,8 @@ def kind(config: Eagle31Config) -> str:
 def render_card(config: Eagle31Config, facts: CardFacts | None = None, repo_id: str = "OWNER/NAME") -> str:
     """Returns the model card of a native drafter: metadata for the Hub, use, config, training and acceptance."""
     facts = facts or CardFacts()
-    parts = [_front_matter(config, facts), _usage(config, repo_id), _flags(config)]
+    parts = [_front_matter(config, facts), _usage(config, repo_id)]
+    parts.append("## What it is\n\n" + table(("", ""), described(config)))
     if facts.training:
         parts.append("## Training\n\n" + table(("", ""), facts.training.items()))
     if facts.acceptance:
@@ -130,15 +131,15 @@ def _literal(name: str) -> str:
     return one_line(json.dumps(name, ensure_ascii=False))
 
 
-def _flags(config: Eagle31Config) -> str:
+def described(config: Eagle31Config) -> list[tuple[str, str]]:
+    """Returns what a drafter is, row by row, as its card and `eagle31 info` say it."""
     c = config
-    sizes = (
-        f"{c.num_attention_heads} heads over {c.num_key_value_heads} of {c.head_dim}"
-        if c.kv_lora_rank is None
-        else (f"{c.num_attention_heads} heads, MLA latent {c.kv_lora_rank}")
-    )
+    sizes = f"{c.num_attention_heads} heads, MLA latent {c.kv_lora_rank}"
+    if c.kv_lora_rank is None:
+        norm = ", q/k norm" if c.qk_norm else ""
+        sizes = f"{c.num_attention_heads} heads over {c.num_key_value_heads} of {c.head_dim}{norm}"
     states = c.aux_hidden_state_layer_ids or "[2, L // 2, L - 3]"
-    rows = [
+    return [
         ("captured target states", f"`hidden_states` {states}, {c.target_hidden_size} wide"),
         *((name, str(getattr(c, name)).lower()) for name in FLAGS),
         ("layers", f"{c.num_hidden_layers}, {c.hidden_size} wide, MLP {c.intermediate_size}, {sizes}"),
@@ -149,7 +150,6 @@ def _flags(config: Eagle31Config) -> str:
         ),
         ("stored as", str(c.dtype or "float32").removeprefix("torch.")),
     ]
-    return "## What it is\n\n" + table(("", ""), rows)
 
 
 def _acceptance(measurements: list[dict[str, Any]]) -> str:

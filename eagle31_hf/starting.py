@@ -8,7 +8,7 @@ import signal
 import sys
 from itertools import pairwise
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 # Ctrl-C; a job scheduler, or a system that shuts down; a closed terminal (Windows has no SIGHUP).
 STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
@@ -32,20 +32,23 @@ def die(number: int) -> NoReturn:
     os._exit(128 + number)  # reached where the signal is blocked, or does not end a process by default
 
 
+def on_signals(handler: Any) -> None:
+    """Has signals of STOPPING call the handler; signal.SIG_DFL ends the process at once. One that the process was
+    started to ignore, as by `nohup`, stays ignored."""
+    for number in STOPPING:
+        if signal.getsignal(number) not in (signal.SIG_IGN, None):
+            signal.signal(number, handler)
+
+
 def _end(number: int, frame: FrameType | None) -> None:
     os.write(2, b"eagle31: stopped while starting; nothing was done\n")
     die(number)
 
 
 def watch() -> None:
-    """Makes the signals STOPPING end the program with one line, until the command itself handles them.
-
-    A signal that the process was started to ignore, as by `nohup`, stays ignored.
-    """
+    """Makes the signals STOPPING end the program with one line, until the command itself handles them."""
     if is_program():
-        for number in STOPPING:
-            if signal.getsignal(number) not in (signal.SIG_IGN, None):
-                signal.signal(number, _end)
+        on_signals(_end)
 
 
 watch()

@@ -77,7 +77,12 @@ def test_generate_streams_what_json_returns(capsys):
 @pytest.mark.parametrize(("name", "kind"), [("eagle31", "EAGLE 3.1"), ("eagle3", "EAGLE 3")])
 def test_info_says_what_a_drafter_is(capsys, name, kind):
     assert main(["info", str(demo.FOLDER / name)]) == 0
-    assert f"{kind}, " in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert f"{kind}, 590," in lines[0]
+    rows = {line[:22].strip(): line[23:] for line in lines}
+    assert rows["fc_norm"] == ("true" if name == "eagle31" else "false")
+    assert rows["vocabulary"] == "proposes 2,048 of 2,048 ids"
+    assert {"captured target states", "layers", "embedding, head", "stored as", "rope", "exports"} <= rows.keys()
     assert main(["info", str(demo.FOLDER / name), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["kind"] == kind
 

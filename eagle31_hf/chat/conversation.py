@@ -19,7 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from ..acceptance import AcceptanceStats, Round, track_acceptance, watch_forwards, watch_rounds
 from ..cache.prefix_cache import PrefixCache
 from ..modeling import Eagle31DrafterModel
-from ..targets.context import context_of, why_too_long
+from ..targets.context import context_of, room_for, why_too_long
 from ..targets.pieces import checking_forwards
 from .detokenizer import Detokenizer
 
@@ -254,15 +254,13 @@ class Conversation:
     def _max_new_tokens(self, ids: Tensor) -> int:
         """Returns how many tokens an answer may have: `max_new_tokens`, or what the target's context leaves. Raises
         ValueError for no prompt at all, and one that fills the context."""
-        wanted, length = self.options["max_new_tokens"], ids.shape[1]
-        context = context_of(self.target)
+        length, context = ids.shape[1], context_of(self.target)
         if not length:
             raise ValueError("the words make no tokens; expected text.")
-        if context is None:
-            return wanted
-        if length >= context:
+        room = room_for(self.options["max_new_tokens"], length, context)
+        if not room:
             raise ValueError(f"the conversation has {length} tokens; the target reads {context}, the answer included.")
-        return min(wanted, context - length)
+        return room
 
     def record(self) -> dict[str, Any]:
         """Returns the conversation for JSON: its messages, each answer with its pieces, its figures and how it was

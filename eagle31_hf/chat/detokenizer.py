@@ -11,9 +11,8 @@ class Detokenizer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer = tokenizer
-        self._ids = list[
-            int
-        ]()  # those of the text returned last, which the next one's may depend on, and those after them
+        # those of the text returned last, which the next one's may depend on, and those after them
+        self._ids = list[int]()
         self._known = 0  # how many of them are of the text returned last
 
     def add(self, token: int) -> str:

@@ -1,18 +1,10 @@
-"""Ways of drafting that a user of a chat chooses from, as arguments of generate()."""
+"""Trees that a user of a chat chooses, as arguments of generate()."""
 
 from typing import Any
 
-MAX_DEPTH = 16
+from ..bench import TREE_SHAPE, Shape
+
 MIN_NODES, MAX_NODES = 2, 64
-# of trees, where nothing else is chosen
-TREE_DEPTH = 7
-TREE_NODES = 24
-TREE_TOP_K = 4
-
-
-def chains(depth: int) -> dict[str, Any]:
-    """Returns the arguments for chains of so many tokens."""
-    return {"num_assistant_tokens": depth, "draft_tree_top_k": 1}
 
 
 def trees(depth: int, nodes: int, begun: dict[str, Any]) -> dict[str, Any]:
@@ -20,8 +12,4 @@ def trees(depth: int, nodes: int, begun: dict[str, Any]) -> dict[str, Any]:
     has is kept from `begun`, the arguments of the command line, where these draft trees."""
     top_k = begun.get("draft_tree_top_k")
     is_tree = isinstance(top_k, int) and top_k > 1
-    return {
-        "num_assistant_tokens": depth,
-        "draft_tree_top_k": top_k if is_tree else TREE_TOP_K,
-        "draft_tree_total_tokens": nodes,
-    }
+    return Shape(depth, top_k if is_tree else TREE_SHAPE.top_k, nodes).knobs

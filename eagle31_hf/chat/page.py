@@ -14,13 +14,14 @@ from typing import Any
 import gradio as gr
 from fastapi import FastAPI
 
-from ..checkpoints.knobs import AUTO_KNOBS
+from ..bench import AUTO_SHAPE, TREE_SHAPE, Shape
+from ..generation.planning.calibration import MAX_DEPTH
 from ..printable import printable
 from ..web.address import url_of
 from ..web.gate import Gate
 from ..web.listener import Listener
 from .conversation import Answer, Conversation, Figures, Piece, Show
-from .drafting import MAX_DEPTH, MAX_NODES, MIN_NODES, TREE_DEPTH, TREE_NODES, chains, trees
+from .drafting import MAX_NODES, MIN_NODES, trees
 from .events import PlainEvents
 
 # ways of drafting; BEGUN: by the arguments of the command line, or the drafter's own
@@ -110,9 +111,9 @@ class Page:
                     gr.Markdown("Tokens of the answer; those that were drafted and accepted are underlined:")
                     tokens = gr.Markdown(tokens_html([]), label="Tokens", latex_delimiters=[])
                     way = gr.Radio([BEGUN, AUTO, CHAIN, TREE], value=BEGUN, label="Draft")
-                    depth = gr.Slider(1, MAX_DEPTH, TREE_DEPTH, step=1, label="Depth of chains and trees")
+                    depth = gr.Slider(1, MAX_DEPTH, TREE_SHAPE.depth, step=1, label="Depth of chains and trees")
                     label = "Nodes of a tree, the root included"
-                    nodes = gr.Slider(MIN_NODES, MAX_NODES, TREE_NODES, step=1, label=label)
+                    nodes = gr.Slider(MIN_NODES, MAX_NODES, TREE_SHAPE.total_tokens, step=1, label=label)
                     save = gr.Button("Save the conversation")
                     saved = gr.File(label="The conversation as JSON", visible=False)
             shown = [chat, tokens, figures]
@@ -221,7 +222,8 @@ class Page:
     def knobs_of(self, way: str, depth: int, nodes: int) -> dict[str, Any]:
         """Returns the arguments of generate() of a way of drafting."""
         depth, nodes = slider_value(depth, 1, MAX_DEPTH), slider_value(nodes, MIN_NODES, MAX_NODES)
-        ways = {BEGUN: self.begun, AUTO: dict(AUTO_KNOBS), CHAIN: chains(depth), TREE: trees(depth, nodes, self.begun)}
+        tree = trees(depth, nodes, self.begun)
+        ways = {BEGUN: self.begun, AUTO: AUTO_SHAPE.knobs, CHAIN: Shape(depth).knobs, TREE: tree}
         if way not in ways:
             raise ValueError(f"got {ascii(way)[:40]}; expected one of {', '.join(ways)}.")
         return ways[way]

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.knobs import AUTO_KNOBS
+from ..bench import AUTO_SHAPE, TREE_SHAPE, Shape
+from ..generation.planning.calibration import MAX_DEPTH
 from .conversation import Answer, Conversation, Show, check_text
-from .drafting import MAX_DEPTH, MAX_NODES, MIN_NODES, TREE_DEPTH, chains, trees
+from .drafting import MAX_NODES, MIN_NODES, trees
 from .screen import Screen
 
 
@@ -77,18 +78,18 @@ class TerminalChat:
 
     def depth(self, word: str) -> None:
         """Has chains of a fixed depth drafted."""
-        self.draft(chains(number(word, "/depth", 1, MAX_DEPTH)))
+        self.draft(Shape(number(word, "/depth", 1, MAX_DEPTH)).knobs)
 
     def tree(self, word: str, depth: str | None = None) -> None:
         """Has trees of so many nodes drafted."""
         before = self.conversation.knobs.get("num_assistant_tokens")
-        kept = before if isinstance(before, int) else TREE_DEPTH
+        kept = before if isinstance(before, int) else TREE_SHAPE.depth
         chosen = number(depth, "/tree", 1, MAX_DEPTH) if depth else kept
         self.draft(trees(chosen, number(word, "/tree", MIN_NODES, MAX_NODES), self.begun))
 
     def auto(self) -> None:
         """Has every round choose for itself how far to draft."""
-        self.draft(dict(AUTO_KNOBS))
+        self.draft(AUTO_SHAPE.knobs)
 
     def draft(self, knobs: dict[str, Any]) -> None:
         """Drafts by these arguments of generate() from now on, and says so."""

@@ -22,6 +22,7 @@ except ImportError:  # Windows
 logger = logging.get_logger(__name__)
 Function = TypeVar("Function", bound=Callable[..., Any])
 LOCK = ".eagle31.lock"  # it exists while a process changes the folder; if that is killed, until the next one is done
+_held = threading.local()  # of this thread: the `folders` whose lock it holds, by device and inode
 ATTEMPTS = 5  # at reading: one conversion in place changes the files twice, at its commit and with the final layout
 
 
@@ -36,9 +37,9 @@ def folder_lock(folder: Path, required: bool = True) -> Iterator[None]:
     The owner removes the lock file before it releases the lock. A process that waited then gets the lock of the removed
     file, which nobody else looks for; it notices that the path names another file, or none, and tries again.
     """
-    status = os.stat(folder)
+    status, held = os.stat(folder), vars(_held).setdefault("folders", set())
     identity = (status.st_dev, status.st_ino)
-    if identity in _held.folders:
+    if identity in held:
         yield
         return
     path = folder / LOCK
@@ -50,25 +51,15 @@ def folder_lock(folder: Path, required: bool = True) -> Iterator[None]:
         logger.warning("%s Going on without a lock.", error)
         yield
         return
-    _held.folders.add(identity)
+    held.add(identity)
     try:
         yield
     finally:
-        _held.folders.discard(identity)
+        held.discard(identity)
         try:
             path.unlink(missing_ok=True)
         finally:
             _release(descriptor)
-
-
-class _Held(threading.local):
-    """The folders whose lock this thread holds, by device and inode."""
-
-    def __init__(self):
-        self.folders = set[tuple[int, int]]()
-
-
-_held = _Held()
 
 
 def try_lock(descriptor: int) -> bool:

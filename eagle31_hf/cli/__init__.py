@@ -159,7 +159,3 @@ def answer(arguments: list[str]) -> int:
             raise
         print(explained[0], file=sys.stderr)
         return explained[1]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -3,10 +3,13 @@
 import argparse
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
 
-from .parsing import add_json, add_reading, path, progress, show
+import torch
+from transformers.utils import logging
+
+from ..checking import TargetReport, check_target
+from .parsing import add_json, add_path, add_reading, progress, show
 
 UNITS = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 # Capabilities, and the names of their lines.
@@ -18,8 +21,6 @@ LINES = {
 
 def check(args: argparse.Namespace) -> int:
     """Shows the report on a target and maybe a drafter. Returns 1 where they do not work."""
-    from ..checking import check_target
-
     with _quietly():
         report = check_target(
             args.target,
@@ -41,25 +42,18 @@ def _quietly() -> Iterator[None]:
 
     The report says what `generate` would log for the tiny model, and at its size threads only wait for each other.
     """
-    import torch
-    from transformers.utils import logging
-
     ours = logging.get_logger("eagle31_hf")
-    verbosity = logging.get_verbosity()
-    level = ours.level
-    num_threads = torch.get_num_threads()
-    logging.set_verbosity_error()
-    ours.setLevel(logging.ERROR)
-    torch.set_num_threads(1)
-    try:
+    with ExitStack() as before:
+        before.callback(logging.set_verbosity, logging.get_verbosity())
+        before.callback(ours.setLevel, ours.level)
+        before.callback(torch.set_num_threads, torch.get_num_threads())
+        logging.set_verbosity_error()
+        ours.setLevel(logging.ERROR)
+        torch.set_num_threads(1)
         yield
-    finally:
-        logging.set_verbosity(verbosity)
-        ours.setLevel(level)
-        torch.set_num_threads(num_threads)
 
 
-def _lines(report: Any) -> list[str]:
+def _lines(report: TargetReport) -> list[str]:
     rows = [("target", f"{report.target}{_about(report)}")]
     rows += [("tried", report.tried)] if report.tried else []
     said: dict[str, str] = {}  # every reason is said in full once
@@ -80,7 +74,7 @@ def _lines(report: Any) -> list[str]:
     return [f"{name:<17} {text}" for name, text in rows]
 
 
-def _about(report: Any) -> str:
+def _about(report: TargetReport) -> str:
     if report.architecture is None:
         return ""
     layers = f"{report.num_layers} layers" if report.num_layers else ""
@@ -98,15 +92,9 @@ def _size(num_bytes: int) -> str:
 
 
 def add_check(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "target", type=path, help="Hub repository (only its config.json is fetched), folder, or config.json"
-    )
-    parser.add_argument(
-        "drafter",
-        type=path,
-        nargs="?",
-        help="folder or Hub repository of a drafter, of any format (config and headers are read)",
-    )
-    parser.add_argument("--target-revision", type=path, help="branch, tag or commit of the target's Hub repository")
+    add_path(parser, "target", "Hub repository (only its config.json is fetched), folder, or config.json")
+    what = "folder or Hub repository of a drafter, of any format (config and headers are read)"
+    add_path(parser, "drafter", what, nargs="?")
+    add_path(parser, "--target-revision", "branch, tag or commit of the target's Hub repository")
     add_reading(parser)
     add_json(parser)

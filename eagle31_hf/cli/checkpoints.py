@@ -5,16 +5,39 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ..checkpoints import (
+    EXPORT_FORMATS,
+    convert_checkpoint,
+    engine_config,
+    export_checkpoint,
+    launch_line,
+    read_checkpoint,
+)
+from ..checkpoints.headers import read_headers
+from ..hub import convert_on_hub, described, kind
+from ..hub import publish as upload_folder
+from ..modeling import Eagle31DrafterModel
+from ..storage.folders import check_new_folder, new_folder
 from ..storage.jsonl import JsonLines
+from ..upgrade import upgrade_to_eagle31
 from . import resuming
 from .loading import load_causal_lm, load_tokenizer
-from .parsing import add_device_alone, add_json, add_reading, path, positive, progress, read_text, reading_options, show
+from .parsing import (
+    add_device,
+    add_json,
+    add_option,
+    add_path,
+    add_reading,
+    positive,
+    progress,
+    read_text,
+    reading_options,
+    show,
+)
 
 
 def info(args: argparse.Namespace) -> int:
     """Shows a checkpoint's format and config, and why it was read so."""
-    from ..checkpoints.headers import read_headers
-
     checkpoint = read_headers(args.drafter, dict(args.set), args.aux_layer_convention, args.revision)
     report = _report(checkpoint)
     show(args, report, "\n".join(_info_lines(args.drafter, checkpoint, report)))
@@ -22,8 +45,6 @@ def info(args: argparse.Namespace) -> int:
 
 
 def _report(checkpoint: Any) -> dict[str, Any]:
-    from ..hub import kind
-
     return {
         "kind": kind(checkpoint.config),
         "format": checkpoint.format,
@@ -38,8 +59,6 @@ def _report(checkpoint: Any) -> dict[str, Any]:
 
 def _exports(config: Any) -> dict[str, str]:
     """Returns export format -> "yes", or the reason why not."""
-    from ..checkpoints import EXPORT_FORMATS, engine_config
-
     found = {}
     for name in EXPORT_FORMATS:
         try:
@@ -51,62 +70,27 @@ def _exports(config: Any) -> dict[str, str]:
 
 
 def _info_lines(source: str, checkpoint: Any, report: dict[str, Any]) -> list[str]:
-    from ..checkpoints.keys import FLAGS
-
     config = checkpoint.config
     depth = checkpoint.knobs.get("num_assistant_tokens")
-    dtype = str(config.dtype).removeprefix("torch.")
     form = "native" if checkpoint.is_native else "converted while loading"
     refusals = [answer for answer in report["exports"].values() if answer != "yes"]
     rows = [
-        ("drafter", f"{source}: {report['kind']}, {report['parameters']:,} parameters, {dtype}"),
+        ("drafter", f"{source}: {report['kind']}, {report['parameters']:,} parameters"),
         ("target", config.target_model or "not named"),
         ("format", f"{form}; {checkpoint.reasons[0]}"),
         *(("", reason) for reason in checkpoint.reasons[1:]),
         *(("note", note) for note in checkpoint.notes),
-        ("flags", ", ".join(f"{name}={getattr(config, name)}".lower() for name in FLAGS)),
-        *_network_lines(config),
+        *described(config),
+        ("rope", json.dumps(config.rope_parameters)),
         ("exports", ", ".join(name for name, answer in report["exports"].items() if answer == "yes") or "none"),
         *(("", refusal) for refusal in refusals),
         *([("drafting", f"num_assistant_tokens={depth}")] if depth else []),
     ]
-    return [f"{name:<11} {text}" for name, text in rows]
-
-
-def _network_lines(config: Any) -> list[tuple[str, str]]:
-    """Returns the lines on a drafter's layers, captured states, vocabulary and rope."""
-    attention = f"MLA latent {config.kv_lora_rank}"
-    if config.kv_lora_rank is None:
-        norm = ", q/k norm" if config.qk_norm else ""
-        attention = f"{config.num_key_value_heads} key-value heads of {config.head_dim}{norm}"
-    embedding, head = (
-        "the target's" if is_shared else "its own"
-        for is_shared in (config.share_target_embeddings, config.share_target_head)
-    )
-    return [
-        (
-            "layers",
-            f"{config.num_hidden_layers}, width {config.hidden_size}, MLP {config.intermediate_size},"
-            f" {config.num_attention_heads} heads, {attention}",
-        ),
-        (
-            "reads",
-            f"{config.num_aux_states} target states of width {config.target_hidden_size}, hidden_states indices"
-            f" {config.aux_hidden_state_layer_ids or '[2, L // 2, L - 3]'}",
-        ),
-        (
-            "vocabulary",
-            f"proposes {config.draft_vocab_size} of {config.vocab_size} ids; embedding: {embedding}, head: {head}",
-        ),
-        ("rope", json.dumps(config.rope_parameters)),
-    ]
+    return [f"{name:<22} {text}" for name, text in rows]
 
 
 def convert(args: argparse.Namespace) -> int:
     """Converts a folder or a repository to the native format."""
-    from ..checkpoints import convert_checkpoint
-    from ..hub import convert_on_hub
-
     progress(f"converting {args.source}")
     url = None
     if args.create_pr:
@@ -129,8 +113,6 @@ def convert(args: argparse.Namespace) -> int:
 
 def export(args: argparse.Namespace) -> int:
     """Writes a drafter for another engine, and shows the command that serves it."""
-    from ..checkpoints import export_checkpoint, launch_line, read_checkpoint
-
     progress(f"writing {args.destination}")
     options = reading_options(args)
     export_checkpoint(args.drafter, args.destination, args.format, target_type=args.target_type, **options)
@@ -142,8 +124,6 @@ def export(args: argparse.Namespace) -> int:
 
 def publish(args: argparse.Namespace) -> int:
     """Uploads a folder, and shows the commit's URL."""
-    from ..hub import publish as upload_folder
-
     progress(f"uploading {args.folder} to {args.repo_id}")
     url = upload_folder(
         args.folder,
@@ -159,10 +139,6 @@ def publish(args: argparse.Namespace) -> int:
 
 def upgrade(args: argparse.Namespace) -> int:
     """Makes an EAGLE 3 drafter an EAGLE 3.1 one, and shows its acceptance before and after."""
-    from ..modeling import Eagle31DrafterModel
-    from ..storage.folders import check_new_folder, new_folder
-    from ..upgrade import upgrade_to_eagle31
-
     texts = read_texts(Path(args.texts))
     if args.output is not None:
         check_new_folder(Path(args.output))
@@ -206,20 +182,16 @@ def read_texts(path: Path) -> list[str]:
 
 
 def add_info(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("drafter", type=path, help="folder or Hub repository")
+    add_path(parser, "drafter", "folder or Hub repository")
     add_reading(parser)
     add_json(parser)
 
 
 def add_convert(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(left_behind=resuming.conversion)
-    parser.add_argument("source", type=path, help="folder or Hub repository")
-    parser.add_argument(
-        "destination",
-        type=path,
-        nargs="?",
-        help="a new folder (default: in place, the originals kept in SOURCE/original)",
-    )
+    add_path(parser, "source", "folder or Hub repository")
+    what = "a new folder (default: in place, the originals kept in SOURCE/original)"
+    add_path(parser, "destination", what, nargs="?")
     parser.add_argument("--discard-original", action="store_true", help="remove what an in-place conversion keeps")
     parser.add_argument("--create-pr", action="store_true", help="open a pull request on the Hub repository SOURCE")
     add_reading(parser)
@@ -228,47 +200,37 @@ def add_convert(parser: argparse.ArgumentParser) -> None:
 
 def add_export(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(left_behind=lambda args: resuming.new_folder(args.destination))
-    parser.add_argument("drafter", type=path, help="folder or Hub repository, of any format")
-    parser.add_argument("destination", type=path, help="a new folder")
+    add_path(parser, "drafter", "folder or Hub repository, of any format")
+    add_path(parser, "destination", "a new folder")
     parser.add_argument("--format", choices=("vllm", "sglang", "speculators"), default="vllm")
-    parser.add_argument(
-        "--target-type",
-        type=path,
-        help="the target's model_type, where SGLang's layer ids depend on it (gpt_oss, deepseek_v3, ...)",
-    )
-    parser.add_argument("--num-speculative-tokens", type=positive, default=5, help="in the printed line (default: 5)")
+    what = "the target's model_type, where SGLang's layer ids depend on it (gpt_oss, deepseek_v3, ...)"
+    add_path(parser, "--target-type", what)
+    add_option(parser, "--num-speculative-tokens", positive, 5, "in the printed line")
     add_reading(parser)
     add_json(parser)
 
 
 def add_publish(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(left_behind=resuming.upload)
-    parser.add_argument("folder", type=path, help="a native checkpoint, or a config with weights_from")
-    parser.add_argument("--repo-id", type=path, required=True, help="OWNER/NAME")
+    add_path(parser, "folder", "a native checkpoint, or a config with weights_from")
+    add_path(parser, "--repo-id", "OWNER/NAME", required=True)
     parser.add_argument("--private", action="store_true")
-    parser.add_argument("--revision", type=path, help="branch to upload to")
+    add_path(parser, "--revision", "branch to upload to")
     parser.add_argument("--create-pr", action="store_true")
-    parser.add_argument(
-        "--report", type=path, help="folder of a report by eagle31 drift or bench acceptance, for the end of the card"
-    )
+    add_path(parser, "--report", "folder of a report by eagle31 drift or bench acceptance, for the end of the card")
     add_json(parser)
 
 
 def add_upgrade(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(left_behind=lambda args: resuming.new_folder(args.output))
-    parser.add_argument("--target", type=path, required=True, help="folder or Hub repository of the target")
-    parser.add_argument(
-        "--drafter", type=path, required=True, help="folder or Hub repository of its EAGLE 3 drafter, of any format"
-    )
-    parser.add_argument(
-        "--texts",
-        type=path,
-        required=True,
-        help='.jsonl with {"text": ...} on every line, or a plain text file; some thousand tokens',
-    )
-    parser.add_argument("--output", type=path, help="where to save the upgraded drafter")
-    parser.add_argument("--prompts", type=positive, default=8, help="texts to measure acceptance on (default: 8)")
-    parser.add_argument("--max-new-tokens", type=positive, default=64, help="tokens generated per text (default: 64)")
-    add_device_alone(parser)
+    add_path(parser, "--target", "folder or Hub repository of the target", required=True)
+    what = "folder or Hub repository of its EAGLE 3 drafter, of any format"
+    add_path(parser, "--drafter", what, required=True)
+    what = '.jsonl with {"text": ...} on every line, or a plain text file; some thousand tokens'
+    add_path(parser, "--texts", what, required=True)
+    add_path(parser, "--output", "where to save the upgraded drafter")
+    add_option(parser, "--prompts", positive, 8, "texts to measure acceptance on")
+    add_option(parser, "--max-new-tokens", positive, 64, "tokens generated per text")
+    add_device(parser)
     add_reading(parser)
     add_json(parser)

@@ -3,22 +3,42 @@
 import argparse
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from tqdm import tqdm
+
+from ..bench import AUTO_SHAPE, TREE_SHAPE, Shape, environment
+from ..generation.planning.calibration import MAX_DEPTH
+from ..modeling import Eagle31DrafterModel
 from ..printable import printable
-from ..reports.named_sets import NAMED_SETS
+from ..reports.acceptance_report import acceptance_report
+from ..reports.acceptance_study import AcceptanceStudy, Settings
+from ..reports.against import against, read_earlier
+from ..reports.document import Report
+from ..reports.drift_report import drift_report
+from ..reports.drift_study import DriftStudy, default_lengths
+from ..reports.journal import Journal, check_folder, open_journal
+from ..reports.plots import check_installed
+from ..reports.prompts import NAMED_SETS, Prompts, Renderer
 from ..reports.rivals import RIVALS
+from ..reports.text import terminal
+from ..reports.vllm_study import VllmStudy
+from ..reports.writing import write_report
+from ..storage.fingerprints import digest, weights_fingerprint
+from ..targets.context import context_of
 from .loading import load_causal_lm, load_tokenizer
 from .parsing import (
     DTYPES,
     LARGEST,
-    add_device_alone,
+    add_device,
     add_json,
+    add_option,
+    add_path,
     add_reading,
     number,
-    path,
     positive,
     progress,
     reading_options,
@@ -26,24 +46,13 @@ from .parsing import (
 )
 from .preparation import add_template_option
 
-if TYPE_CHECKING:
-    from ..modeling import Eagle31DrafterModel
-    from ..reports.document import Report
-    from ..reports.journal import Journal
-    from ..reports.prompts import Prompts
-
-DEEPEST = 16
-TREE_DEPTH, TREE_TOP_K = 7, 4
 above_zero = number(0, above=True)
 
 
 def drift(args: argparse.Namespace) -> int:
     """Measures drift and shows it; with --output also writes the report."""
-    from ..reports.drift_report import drift_report
-    from ..reports.drift_study import DriftStudy, Settings, default_lengths
-
-    if args.depth > DEEPEST:
-        raise ValueError(f"--depth is {args.depth}; expected at most {DEEPEST}, the deepest that is drafted.")
+    if args.depth > MAX_DEPTH:
+        raise ValueError(f"--depth is {args.depth}; expected at most {MAX_DEPTH}, the deepest that is drafted.")
     if args.max_new_tokens < args.depth + 2:
         raise ValueError(
             f"--max-new-tokens is {args.max_new_tokens}; expected at least {args.depth + 2}, for a chain of"
@@ -52,12 +61,13 @@ def drift(args: argparse.Namespace) -> int:
     loads = drafters_of(args)
     target, prompts = loaded(args, loads)
     lengths = args.lengths or default_lengths(max(map(len, prompts.ids)), prompts.room, args.max_new_tokens)
-    settings = Settings(args.depth, args.max_new_tokens, tuple(sorted(set(lengths))), not args.no_interventions)
+    lengths = tuple(sorted(set(lengths)))
     facts = facts_of(args, target, prompts, {label: load() for label, load in loads.items()})
-    facts |= {"depth": args.depth, "lengths": [*settings.lengths], "interventions": settings.has_interventions}
+    facts |= {"depth": args.depth, "lengths": [*lengths], "interventions": not args.no_interventions}
 
-    def make(journal: "Journal") -> "Report":
-        study = DriftStudy(target, prompts, journal, counted, settings)
+    def make(journal: Journal) -> Report:
+        how = args.depth, args.max_new_tokens, lengths, not args.no_interventions
+        study = DriftStudy(target, prompts, journal, counted, *how)
         return drift_report([study.measure(label, load) for label, load in loads.items()], args.depth, facts)
 
     show_report(args, facts, ", ".join(loads), make)
@@ -66,15 +76,9 @@ def drift(args: argparse.Namespace) -> int:
 
 def acceptance(args: argparse.Namespace) -> int:
     """Measures acceptance and speed and shows them; with --output also writes the report."""
-    from ..bench import AUTO_SHAPE, Shape
-    from ..reports.acceptance_report import acceptance_report
-    from ..reports.acceptance_study import AcceptanceStudy, Settings
-    from ..reports.against import against, read_earlier
-    from ..reports.vllm_study import VllmStudy
-
-    if max(args.depths) > DEEPEST or args.depth > DEEPEST:
+    if max(args.depths) > MAX_DEPTH or args.depth > MAX_DEPTH:
         deepest = max(args.depth, *args.depths)
-        raise ValueError(f"--depths: got {deepest}; expected at most {DEEPEST}, the deepest that is drafted.")
+        raise ValueError(f"--depths: got {deepest}; expected at most {MAX_DEPTH}, the deepest that is drafted.")
     if args.rivals and args.engine:
         raise ValueError(f"--rivals are ways of transformers, and --engine is {args.engine}; expected one of the two.")
     earlier = None if args.against is None else read_earlier(Path(args.against))
@@ -84,9 +88,9 @@ def acceptance(args: argparse.Namespace) -> int:
         raise ValueError(f"--concurrency: got {max(args.concurrency)}; expected at most {len(prompts)}, all prompts.")
     drafters = {label: load() for label, load in loads.items()}
     chains = [Shape(depth) for depth in dict.fromkeys(args.depths)]
-    others = [*(Shape(TREE_DEPTH, TREE_TOP_K, nodes) for nodes in dict.fromkeys(args.trees)), AUTO_SHAPE]
+    trees = [replace(TREE_SHAPE, total_tokens=nodes) for nodes in dict.fromkeys(args.trees)]
     settings = Settings(
-        ways=(*chains, *([] if args.engine else others)),  # vLLM drafts chains alone
+        ways=(*chains, *([] if args.engine else [*trees, AUTO_SHAPE])),  # vLLM drafts chains alone
         reference=Shape(args.depth),
         max_new_tokens=args.max_new_tokens,
         lengths=tuple(dict.fromkeys(args.lengths)),
@@ -100,7 +104,7 @@ def acceptance(args: argparse.Namespace) -> int:
     facts |= {name: [*getattr(settings, name)] for name in ("lengths", "temperatures", "concurrency", "rivals")}
     facts |= {"perturbations": settings.has_perturbations, "decoded by": args.engine or "generate()"}
 
-    def make(journal: "Journal") -> "Report":
+    def make(journal: Journal) -> Report:
         about = target, prompts, journal, counted, settings, drafters
         python = args.engine_python or sys.executable
         study = VllmStudy(*about, args.target, python) if args.engine else AcceptanceStudy(*about)
@@ -113,15 +117,9 @@ def acceptance(args: argparse.Namespace) -> int:
     return 0
 
 
-def show_report(
-    args: argparse.Namespace, facts: dict[str, Any], names: str, make: Callable[["Journal"], "Report"]
-) -> None:
+def show_report(args: argparse.Namespace, facts: dict[str, Any], names: str, make: Callable[[Journal], Report]) -> None:
     """Makes a report and shows it; with --output its figures are kept in the folder as they come, and its files
     written."""
-    from ..reports.journal import Journal, open_journal
-    from ..reports.text import terminal
-    from ..reports.writing import write_report
-
     if args.output is None:
         report = make(Journal(None, {}))
     else:
@@ -133,11 +131,8 @@ def show_report(
     show(args, report.as_dict(), terminal(report))
 
 
-def loaded(args: argparse.Namespace, labels: Iterable[str]) -> tuple[Any, "Prompts"]:
+def loaded(args: argparse.Namespace, labels: Iterable[str]) -> tuple[Any, Prompts]:
     """Returns target and prompts, once it is known that a report of them can be written."""
-    from ..reports.journal import check_folder
-    from ..reports.plots import check_installed
-
     if args.resume and args.output is None:
         raise ValueError("--resume goes on with a report; expected --output with its folder.")
     if args.output is not None:
@@ -150,11 +145,9 @@ def loaded(args: argparse.Namespace, labels: Iterable[str]) -> tuple[Any, "Promp
     return target, prompts
 
 
-def drafters_of(args: argparse.Namespace) -> dict[str, Callable[..., "Eagle31DrafterModel"]]:
+def drafters_of(args: argparse.Namespace) -> dict[str, Callable[..., Eagle31DrafterModel]]:
     """Returns the drafters by the labels they are shown under: a function that loads each, and takes fields of its
     config to change. Raises ValueError for two of one name."""
-    from ..modeling import Eagle31DrafterModel
-
     sources = [args.drafter, *args.compare]
     labels = [Path(source).name or source for source in sources]
     if len(set(labels)) < len(labels):
@@ -162,18 +155,15 @@ def drafters_of(args: argparse.Namespace) -> dict[str, Callable[..., "Eagle31Dra
     if len(set(labels)) < len(labels):
         raise ValueError(f"--compare: names a drafter twice ({', '.join(sources)}); expected others.")
 
-    def load(source: str, **fields: Any) -> "Eagle31DrafterModel":
+    def load(source: str, **fields: Any) -> Eagle31DrafterModel:
         options = reading_options(args) | {"dtype": args.dtype} | fields
         return Eagle31DrafterModel.from_pretrained(source, **options).to(args.device).eval()
 
     return {label: partial(load, source) for label, source in zip(labels, sources, strict=True)}
 
 
-def prompts_of(args: argparse.Namespace, target: Any, tokenizer: Any) -> "Prompts":
+def prompts_of(args: argparse.Namespace, target: Any, tokenizer: Any) -> Prompts:
     """Reads the prompts. Raises ValueError where none is left that fits."""
-    from ..reports.prompts import Prompts, Renderer
-    from ..targets.context import context_of
-
     vocab_size = target.config.get_text_config(decoder=True).vocab_size
     renderer = Renderer(tokenizer, args.prompt_tokens, vocab_size, dict(args.template_option))
     context = context_of(target)
@@ -184,12 +174,9 @@ def prompts_of(args: argparse.Namespace, target: Any, tokenizer: Any) -> "Prompt
 
 
 def facts_of(
-    args: argparse.Namespace, target: Any, prompts: "Prompts", drafters: dict[str, "Eagle31DrafterModel"]
+    args: argparse.Namespace, target: Any, prompts: Prompts, drafters: dict[str, Eagle31DrafterModel]
 ) -> dict[str, Any]:
     """Returns what figures are of: models and prompts by their fingerprints, sizes, hardware and versions."""
-    from ..bench import environment
-    from ..storage.fingerprints import digest, weights_fingerprint
-
     # what prompts are made of counts, too: longer contexts and other renderings are made of it
     words = [part for source in prompts.sources for part in (source.words, *source.later)]
     ids = digest(*(ids.numpy().tobytes() for ids in prompts.ids), *words)
@@ -210,15 +197,13 @@ def facts_of(
 
 def counted(numbers: Iterable[int], what: str) -> Iterable[int]:
     """Shows a progress bar on stderr."""
-    from tqdm import tqdm
-
     return tqdm(numbers, desc=printable(what), file=sys.stderr, unit="prompt", mininterval=1.0)
 
 
 def add_drift(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
     add_models_and_prompts(parser)
-    parser.add_argument("--depth", type=positive, default=DEEPEST, help=f"of the chains (default: {DEEPEST})")
+    add_option(parser, "--depth", positive, MAX_DEPTH, "of the chains")
     parser.add_argument(
         "--lengths",
         type=positive,
@@ -235,9 +220,7 @@ def add_acceptance(parser: argparse.ArgumentParser) -> None:
         "--depths", type=positive, nargs="+", default=[1, 2, 3, 5, 7, 10], help="of chains (default: 1 2 3 5 7 10)"
     )
     parser.add_argument("--trees", type=positive, nargs="*", default=[24], metavar="NODES", help="(default: 24)")
-    parser.add_argument(
-        "--depth", type=positive, default=5, help="of chains in all but the first part of the report (default: 5)"
-    )
+    add_option(parser, "--depth", positive, 5, "of chains in all but the first part of the report")
     parser.add_argument("--no-perturbations", action="store_true", help="leave out prompts as they should not be")
     for name, kind, what in (
         ("lengths", positive, "contexts to measure besides the prompts, in tokens"),
@@ -254,32 +237,25 @@ def add_acceptance(parser: argparse.ArgumentParser) -> None:
         " own loop (default: none)",
     )
     parser.add_argument("--engine", choices=("vllm",), help="decode by an installed vLLM, in place of generate()")
-    parser.add_argument("--engine-python", type=path, metavar="PYTHON", help="the Python that vLLM is installed for")
-    parser.add_argument("--against", type=path, metavar="FILE", help="an earlier report.json, to say what changed")
+    add_path(parser, "--engine-python", "the Python that vLLM is installed for", metavar="PYTHON")
+    add_path(parser, "--against", "an earlier report.json, to say what changed", metavar="FILE")
 
 
 def add_models_and_prompts(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that say what a report is about, and where it goes."""
-    parser.add_argument("--target", type=path, required=True, help="folder or Hub repository of the target")
-    parser.add_argument("--drafter", type=path, required=True, help="folder or Hub repository of its drafter")
-    parser.add_argument("--compare", type=path, nargs="+", default=[], metavar="DRAFTER", help="others beside it")
-    parser.add_argument(
-        "--prompts",
-        type=path,
-        required=True,
-        help=f"file, folder or dataset with chats, questions or texts; python: files of Python's own library; or one"
-        f" of {', '.join(NAMED_SETS)}",
-    )
-    parser.add_argument("--split", type=path, help="of a dataset (default: train; of a named one its own)")
-    parser.add_argument("--num-prompts", type=positive, default=24, help="at most (default: 24)")
-    parser.add_argument(
-        "--prompt-tokens", type=positive, default=96, help="of a text, which goes on after them (default: 96)"
-    )
-    parser.add_argument("--max-new-tokens", type=positive, default=96, help="a prompt (default: 96)")
+    add_path(parser, "--target", "folder or Hub repository of the target", required=True)
+    add_path(parser, "--drafter", "folder or Hub repository of its drafter", required=True)
+    add_path(parser, "--compare", "others beside it", nargs="+", default=[], metavar="DRAFTER")
+    what = "file, folder or dataset with chats, questions or texts; python: files of Python's own library; or one of"
+    add_path(parser, "--prompts", f"{what} {', '.join(NAMED_SETS)}", required=True)
+    add_path(parser, "--split", "of a dataset (default: train; of a named one its own)")
+    add_option(parser, "--num-prompts", positive, 24, "at most")
+    add_option(parser, "--prompt-tokens", positive, 96, "of a text, which goes on after them")
+    add_option(parser, "--max-new-tokens", positive, 96, "a prompt")
     add_template_option(parser)
-    add_device_alone(parser)
+    add_device(parser)
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the models (default: auto, their own)")
-    parser.add_argument("--output", type=path, metavar="FOLDER", help="where the report is written")
+    add_path(parser, "--output", "where the report is written", metavar="FOLDER")
     parser.add_argument("--resume", action="store_true", help="go on with a report that was stopped")
     add_reading(parser)
 

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 
 from ..checkpoints.sources import HUB_ERRORS, HubError
 from ..printable import one_line, printable
-from ..starting import STOPPING, die
+from ..starting import die, on_signals
 
 FAILED, BAD_INPUT = 1, 2
 LONGEST = 1000  # characters of a line: it may quote a long text
@@ -111,13 +111,6 @@ def raise_on_signals() -> None:
         raise Stopped(number)
 
     on_signals(stop)
-
-
-def on_signals(handler: Any) -> None:
-    """Has signals of STOPPING that are not ignored call the handler; signal.SIG_DFL ends the process at once."""
-    for number in STOPPING:
-        if signal.getsignal(number) not in (signal.SIG_IGN, None):
-            signal.signal(number, handler)
 
 
 def as_program(run: Callable[[], int]) -> int:

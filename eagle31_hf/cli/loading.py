@@ -6,6 +6,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from ..checking.source import count_parameters, read_target
 from ..checkpoints.producers import drafter_sign
 from ..checkpoints.sources import find_config
 from ..json_file import read_json
@@ -23,8 +26,6 @@ def refuse_missing_weights(source: str) -> None:
 
     transformers would make up the rest, tens of gigabytes maybe, before it finds that some are missing.
     """
-    from ..checking.source import count_parameters, read_target
-
     if not os.path.isdir(source):
         return
     target = read_target(source)
@@ -61,7 +62,6 @@ def load_causal_lm(source: str, **options: Any) -> Any:
 def load_outline(source: str, revision: str | None = None, dtype: str = "auto") -> Any:
     """Loads a target's configs, without its weights: a model on the meta device. Raises OSError and ValueError in plain
     words."""
-    import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     refuse_drafter(source, revision)

@@ -3,17 +3,16 @@
 import argparse
 from typing import Any
 
-from .parsing import DTYPES, add_reading, path, positive_or_auto, reading_options
+from ..modeling import Eagle31DrafterModel
+from .parsing import DTYPES, add_path, add_reading, positive_or_auto, reading_options
 
 KNOBS = ("num_assistant_tokens", "draft_tree_top_k", "draft_tree_total_tokens")
 
 
 def add_pair(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that name the pair and say how it is held and drafts."""
-    parser.add_argument("--target", type=path, required=True, help="folder or Hub repository of the model to speed up")
-    parser.add_argument(
-        "--drafter", type=path, required=True, help="folder or Hub repository of an EAGLE 3 or 3.1 drafter for it"
-    )
+    add_path(parser, "--target", "folder or Hub repository of the model to speed up", required=True)
+    add_path(parser, "--drafter", "folder or Hub repository of an EAGLE 3 or 3.1 drafter for it", required=True)
     parser.add_argument(
         "--num-assistant-tokens",
         type=positive_or_auto,
@@ -47,8 +46,6 @@ def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def load_drafter(args: argparse.Namespace, target: Any) -> Any:
     """Loads the drafter, of the target's dtype and on its device."""
-    from ..modeling import Eagle31DrafterModel
-
     drafter: Any = Eagle31DrafterModel.from_pretrained(args.drafter, dtype=target.dtype, **reading_options(args))
     drafter = drafter.to(target.device).eval()
     if args.drafter_weights is not None:

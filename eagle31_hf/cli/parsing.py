@@ -9,9 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from ..configuration import Eagle31Config
 from ..json_file import parse_value
 from ..names import refuse_unknown
 from ..printable import printable
+from ..training.engine_server import base_of
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 AUTO = "auto"  # the name of the default device
@@ -122,8 +126,6 @@ def path(text: str) -> str:
 
 def engine(text: str) -> str:
     """Reads the name of an engine: vllm, or the address of a server."""
-    from ..training.engine_server import base_of
-
     try:
         return text if text == "vllm" else base_of(text)
     except ValueError as error:
@@ -150,8 +152,6 @@ def read_text(file: str | Path) -> str:
 def device(text: str) -> str:
     """Reads the name of a device that this machine has and this build of PyTorch can use; "auto" is its accelerator,
     or else its CPU."""
-    import torch
-
     if text == AUTO:
         return next((name.partition(":")[0] for name in _accelerators()), "cpu")
     try:
@@ -171,8 +171,6 @@ def device_map(text: str) -> str:
 
 
 def _accelerators() -> list[str]:
-    import torch
-
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return [] if found is None else [f"{found.type}:{index}" for index in range(torch.accelerator.device_count())]
 
@@ -181,13 +179,19 @@ def _devices() -> str:
     return " or ".join(["cpu", *_accelerators()])
 
 
-def add_device(parser: argparse.ArgumentParser) -> None:
-    """Adds --device and --json."""
-    add_device_alone(parser)
-    add_json(parser)
+def add_option(
+    parser: argparse.ArgumentParser, name: str, read: Callable[[str], Any], default: Any, what: str = "", **others: Any
+) -> None:
+    """Adds an option whose help ends with its default."""
+    parser.add_argument(name, type=read, default=default, help=f"{what} (default: {default})".strip(), **others)
 
 
-def add_device_alone(parser: argparse.ArgumentParser, default: str = AUTO) -> None:
+def add_path(parser: argparse.ArgumentParser, name: str, what: str, **others: Any) -> None:
+    """Adds the name of a file, a folder or a repository."""
+    parser.add_argument(name, type=path, help=what, **others)
+
+
+def add_device(parser: argparse.ArgumentParser, default: str = AUTO) -> None:
     """Adds --device."""
     said = "auto, a GPU where there is one" if default == AUTO else default
     parser.add_argument("--device", type=device, default=default, help=f"cpu, cuda, cuda:1, mps (default: {said})")
@@ -203,15 +207,19 @@ def add_reading(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--aux-layer-convention", choices=("boundary", "output"), help="how the checkpoint counts the target's layers"
     )
-    parser.add_argument(
-        "--set",
-        type=config_field,
-        action="append",
-        default=[],
-        metavar="FIELD=VALUE",
-        help="overrides a field of Eagle31Config",
-    )
-    parser.add_argument("--revision", type=path, help="branch, tag or commit of the drafter's Hub repository")
+    add_assignments(parser, "--set", config_field, "overrides a field of Eagle31Config", "FIELD=VALUE")
+    add_path(parser, "--revision", "branch, tag or commit of the drafter's Hub repository")
+
+
+def add_assignments(
+    parser: argparse.ArgumentParser,
+    name: str,
+    read: Callable[[str], tuple[str, Any]],
+    what: str,
+    metavar: str = "NAME=VALUE",
+) -> None:
+    """Adds an option that sets a value by its name, and may be given several times."""
+    parser.add_argument(name, type=read, action="append", default=[], metavar=metavar, help=what)
 
 
 def reading_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -233,8 +241,6 @@ def field(text: str) -> tuple[str, Any]:
 
 def config_field(text: str) -> tuple[str, Any]:
     """Reads `FIELD=VALUE` for a field of Eagle31Config."""
-    from ..configuration import Eagle31Config
-
     name, value = field(text)
     try:
         refuse_unknown([name], Eagle31Config.__annotations__, "a field of Eagle31Config")

@@ -1,19 +1,28 @@
 """`eagle31 prepare-data`: makes a store of training data, with the target's own answers and states where asked."""
 
 import argparse
+from dataclasses import asdict
 from typing import Any
 
+from ..training.preparation_options import PreparationOptions
+from ..training.prepare import prepare_data as prepare
+from ..training.servers import EngineOptions, Patience
+from ..training.store import check_store_folder
 from . import resuming
 from .loading import load_causal_lm, load_outline, load_tokenizer
+from .pairs import sampling_options
 from .parsing import (
     DTYPES,
+    add_assignments,
     add_device,
+    add_json,
+    add_option,
+    add_path,
     count,
     device_map,
     engine,
     field,
     number,
-    path,
     positive,
     progress,
     read_text,
@@ -31,11 +40,6 @@ ENGINE_OPTIONS = ("engine_requests", "engine_timeout", "engine_option")
 
 def prepare_data(args: argparse.Namespace) -> int:
     """Makes the shards that are missing, and shows what the store holds."""
-    from dataclasses import asdict
-
-    from ..training.prepare import prepare_data as prepare
-    from ..training.store import check_store_folder
-
     if args.data is None and not args.self_prompts:
         raise ValueError(
             "neither --data nor --self-prompts is given; expected prompts, or the number of chats to make up."
@@ -71,8 +75,6 @@ def _options(args: argparse.Namespace) -> Any:
 
 def data_options(args: argparse.Namespace, **others: Any) -> Any:
     """Returns the options of the data that `prepare-data` and `train` both have, and `others`."""
-    from ..training.preparation_options import PreparationOptions
-
     return PreparationOptions(
         max_length=args.max_length,
         split=args.split,
@@ -100,10 +102,8 @@ def answer_options(args: argparse.Namespace) -> dict[str, Any]:
 def engine_options(args: argparse.Namespace) -> Any:
     """Returns the options of the engine that answers, None without one. Raises ValueError for options without what they
     belong to."""
-    from ..training.servers import EngineOptions, Patience
-
     if args.engine is None:
-        given = [name for name in ENGINE_OPTIONS if getattr(args, name) is not None]
+        given = [name for name in ENGINE_OPTIONS if getattr(args, name)]
         if given:
             raise ValueError(f"--{given[0].replace('_', '-')} is of an engine; expected --engine too.")
         return None
@@ -111,7 +111,7 @@ def engine_options(args: argparse.Namespace) -> Any:
         raise ValueError("--engine gives the target's own answers; expected --regenerate too.")
     patience = Patience() if args.engine_timeout is None else Patience(timeout=args.engine_timeout)
     requests = {} if args.engine_requests is None else {"requests": args.engine_requests}
-    return EngineOptions(tuple(args.engine), patience=patience, settings=dict(args.engine_option or ()), **requests)
+    return EngineOptions(tuple(args.engine), patience=patience, settings=dict(args.engine_option), **requests)
 
 
 def is_regenerated(args: argparse.Namespace) -> bool:
@@ -158,11 +158,7 @@ def load_target(args: argparse.Namespace) -> Any:
 def generation_options(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the options of `generate` that are given; others are as in the target's own generation config."""
     given = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
-    if args.temperature is not None:
-        given["do_sample"] = args.temperature > 0
-    if args.temperature:
-        given["temperature"] = args.temperature
-    return given
+    return given | sampling_options(args)
 
 
 def _lines(report: dict[str, Any]) -> list[str]:
@@ -184,20 +180,12 @@ def part_of(text: str) -> tuple[int, int]:
 
 def add_prepare_data(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(left_behind=resuming.shards)
-    parser.add_argument(
-        "--target", type=path, required=True, help="folder or Hub repository of the model to train a drafter for"
-    )
-    parser.add_argument(
-        "--data", type=path, help=".jsonl, .json, .parquet or text file, a folder of them, or a dataset of the Hub"
-    )
+    add_path(parser, "--target", "folder or Hub repository of the model to train a drafter for", required=True)
+    add_path(parser, "--data", ".jsonl, .json, .parquet or text file, a folder of them, or a dataset of the Hub")
     add_self_prompts(parser)
-    parser.add_argument(
-        "--output",
-        type=path,
-        required=True,
-        help="the store's folder; run again with the same arguments, what is missing is added",
-    )
-    parser.add_argument("--split", default="train", help="of a dataset (default: train)")
+    what = "the store's folder; run again with the same arguments, what is missing is added"
+    add_path(parser, "--output", what, required=True)
+    add_option(parser, "--split", str, "train", "of a dataset")
     parser.add_argument("--regenerate", action="store_true", help="replace answers by the target's own")
     parser.add_argument("--states", action="store_true", help="store the target's states too, to train without it")
     _add_rows(parser)
@@ -216,19 +204,17 @@ def add_prepare_data(parser: argparse.ArgumentParser) -> None:
         type=positive,
         help="records of the data in a shard (default: 64, of an engine's answers without states 1,024)",
     )
-    parser.add_argument("--batch-size", type=positive, default=8, help="rows the target reads at once (default: 8)")
+    add_option(parser, "--batch-size", positive, 8, "rows the target reads at once")
     parser.add_argument("--seed", type=seed, default=0)
     add_loading(parser)
 
 
 def _add_rows(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--max-length", type=positive, default=2048, help="tokens of a row (default: 2048)")
+    add_option(parser, "--max-length", positive, 2048, "tokens of a row")
     parser.add_argument(
         "--mask", choices=("answers", "all"), default="answers", help="which tokens are trained on (default: answers)"
     )
-    parser.add_argument(
-        "--chat-template", type=path, metavar="FILE", help="a Jinja template instead of the tokenizer's"
-    )
+    add_path(parser, "--chat-template", "a Jinja template instead of the tokenizer's", metavar="FILE")
     add_template_option(parser)
     parser.add_argument(
         "--template-augmentation",
@@ -295,30 +281,19 @@ def add_engine(parser: argparse.ArgumentParser, engines: str) -> None:
         metavar="SECONDS",
         help="how long a server may be silent before it is asked again (default: 600)",
     )
-    parser.add_argument(
-        "--engine-option",
-        type=field,
-        action="append",
-        metavar="NAME=VALUE",
-        help="an argument of vllm.LLM for --engine vllm, as tensor_parallel_size=4",
-    )
+    what = "an argument of vllm.LLM for --engine vllm, as tensor_parallel_size=4"
+    add_assignments(parser, "--engine-option", field, what)
 
 
 def add_template_option(parser: argparse.ArgumentParser) -> None:
     """Adds --template-option."""
-    parser.add_argument(
-        "--template-option",
-        type=field,
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="what the chat template reads besides, as enable_thinking=false",
-    )
+    what = "what the chat template reads besides, as enable_thinking=false"
+    add_assignments(parser, "--template-option", field, what)
 
 
 def add_loading(parser: argparse.ArgumentParser) -> None:
     """Adds the options by which `load_target` loads the target."""
-    parser.add_argument("--revision", type=path, help="branch, tag or commit of the target's Hub repository")
+    add_path(parser, "--revision", "branch, tag or commit of the target's Hub repository")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the target (default: auto, its own)")
     parser.add_argument(
         "--device-map",
@@ -332,3 +307,4 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--load-in", choices=QUANTIZATIONS, help="quantize the target with bitsandbytes while loading")
     add_device(parser)
+    add_json(parser)

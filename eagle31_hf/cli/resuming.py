@@ -7,6 +7,7 @@ import argparse
 from pathlib import Path
 
 from ..json_file import read_json
+from ..training.store import missing_shards, read_manifest
 
 
 def new_folder(folder: str | None) -> str:
@@ -37,8 +38,6 @@ def upload(args: argparse.Namespace) -> str:
 
 def shards(args: argparse.Namespace) -> str:
     """Says how many shards `eagle31 prepare-data` has made."""
-    from ..training.store import missing_shards, read_manifest
-
     try:
         total = read_manifest(args.output).num_shards
         found = total - len(missing_shards(args.output))

@@ -4,26 +4,38 @@ import argparse
 import sys
 from typing import Any
 
+import torch
+from transformers import TextStreamer
+
+from .. import demo as pair
+from ..acceptance import track_acceptance
+from ..bench import AUTO_SHAPE, TREE_SHAPE, Shape, measure
 from ..printable import printable
+from ..targets.context import context_of, room_for
 from .loading import load_causal_lm, load_tokenizer
 from .pairs import add_pair, knobs_of, load_drafter, sampling_options
-from .parsing import add_device, positive, progress, seed, show, temperature, words
+from .parsing import add_device, add_json, add_option, positive, progress, seed, show, temperature, words
 
 DEPTHS = (3, 5, 7)
 
 
+class PrintableStreamer(TextStreamer):
+    """Prints a text as it is made, its control characters spelled out."""
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Prints what is new of the text."""
+        super().on_finalized_text(printable(text), stream_end)
+
+
 def demo(args: argparse.Namespace) -> int:
     """Decodes the demo's prompts in several ways, and shows their speed. Returns 1 where a text is not the target's."""
-    from .. import demo as pair
-    from ..bench import AUTO_SHAPE, Shape, measure
-
     progress("loading the demo pair")
     target, tokenizer = pair.load_target(args.device)
     drafters = {name: pair.load_drafter(name, args.device) for name in pair.DRAFTERS}
     prompts = [prompt.to(args.device) for prompt in pair.prompts(tokenizer, args.prompts)]
     if not args.json:
         _show_completion(target, tokenizer, drafters["eagle31"], prompts[0], args.max_new_tokens)
-    shapes = [*(Shape(depth) for depth in DEPTHS), Shape(7, top_k=4, total_tokens=24), AUTO_SHAPE]
+    shapes = [*(Shape(depth) for depth in DEPTHS), TREE_SHAPE, AUTO_SHAPE]
     result = measure(target, drafters, prompts, shapes, args.max_new_tokens, progress)
     show(args, result, "" if args.json else _table(result, args.profile))
     return 0 if all(run["identical"] for run in result["runs"]) else 1
@@ -31,11 +43,6 @@ def demo(args: argparse.Namespace) -> int:
 
 def generate(args: argparse.Namespace) -> int:
     """Streams a completion, and says what was accepted."""
-    import torch
-
-    from ..acceptance import track_acceptance
-    from .streaming import PrintableStreamer
-
     progress(f"loading {args.target} and {args.drafter}")
     tokenizer = load_tokenizer(args.target)
     inputs = _inputs(tokenizer, args)
@@ -85,27 +92,19 @@ def _room(target: Any, prompt_tokens: int, max_new_tokens: int) -> int:
 
     Raises ValueError for a prompt that fills it.
     """
-    from ..targets.context import context_of
-
     context = context_of(target)
-    if context is None or prompt_tokens + max_new_tokens <= context:
-        return max_new_tokens
-    if prompt_tokens >= context:
+    room = room_for(max_new_tokens, prompt_tokens, context)
+    if not room:
         raise ValueError(
             f"prompt: has {prompt_tokens} tokens; expected fewer than {context}, which is all the target reads."
         )
-    progress(
-        f"at most {context - prompt_tokens} new tokens: the target reads {context}, and the prompt has {prompt_tokens}"
-    )
-    return context - prompt_tokens
+    if room < max_new_tokens:
+        progress(f"at most {room} new tokens: the target reads {context}, and the prompt has {prompt_tokens}")
+    return room
 
 
 def _show_completion(target, tokenizer, drafter, prompt, max_new_tokens: int) -> None:
     """Streams one completion by the target alone and one with the drafter, so that the difference can be seen."""
-    import torch
-
-    from .streaming import PrintableStreamer
-
     words = tokenizer.decode(prompt[0], skip_special_tokens=True)
     print(f"--- the prompt, from a file neither model was trained on\n{printable(words)}")
     for title, options in (("the target alone", {}), ("with the EAGLE 3.1 drafter", {"assistant_model": drafter})):
@@ -150,13 +149,15 @@ def _table(result: dict[str, Any], with_profile: bool) -> str:
 
 def add_demo(parser: argparse.ArgumentParser) -> None:
     add_device(parser)
+    add_json(parser)
     parser.add_argument("--profile", action="store_true", help="also show where each millisecond goes")
-    parser.add_argument("--prompts", type=positive, default=4, help="prompts to decode (default: 4)")
-    parser.add_argument("--max-new-tokens", type=positive, default=64, help="tokens per prompt (default: 64)")
+    add_option(parser, "--prompts", positive, 4, "prompts to decode")
+    add_option(parser, "--max-new-tokens", positive, 64, "tokens per prompt")
 
 
 def add_generate(parser: argparse.ArgumentParser) -> None:
     add_device(parser)
+    add_json(parser)
     add_pair(parser)
     parser.add_argument("prompt", type=words)
     parser.add_argument("--max-new-tokens", type=positive, default=256)

@@ -10,15 +10,18 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import torch
+from transformers.utils.import_utils import is_serve_available
+
+from ..cache.prefix_cache import PrefixCache
+from ..chat.conversation import Conversation
+from ..targets.pieces import piece_of
+from ..web.address import check_address, is_of_this_machine
 from .loading import load_causal_lm, load_tokenizer, refuse_drafter
 from .pairs import add_pair, knobs_of, load_drafter, sampling_options
-from .parsing import add_device_alone, integer, path, positive, progress, seed, temperature, words
+from .parsing import add_device, add_option, count, integer, path, positive, progress, seed, temperature, words
 from .preparation import add_template_option
-
-if TYPE_CHECKING:
-    from ..chat.conversation import Conversation
 
 KEY_VARIABLE = "EAGLE31_API_KEY"
 PORT, PAGE_PORT = 8000, 7860  # as transformers' server and Gradio have them
@@ -48,7 +51,6 @@ def app(args: argparse.Namespace) -> int:
     if find_spec("gradio") is None:
         raise ImportError("the page needs gradio: pip install eagle31_hf[app]")
     from ..chat.page import Page
-    from ..web.address import check_address
 
     check_address(args.host, args.port)
     make = conversations(args)
@@ -61,14 +63,8 @@ def app(args: argparse.Namespace) -> int:
     return 0
 
 
-def conversations(args: argparse.Namespace) -> Callable[[], "Conversation"]:
+def conversations(args: argparse.Namespace) -> Callable[[], Conversation]:
     """Loads the pair, and returns what makes conversations with it."""
-    import torch
-
-    from ..cache.prefix_cache import PrefixCache
-    from ..chat.conversation import Conversation
-    from ..targets.pieces import piece_of
-
     progress(f"loading {args.target} and {args.drafter}")
     tokenizer = load_tokenizer(args.target)
     target = load_causal_lm(args.target, dtype=args.dtype).to(args.device)
@@ -95,10 +91,6 @@ def next_line(is_terminal: bool) -> str:
 
 def serve(args: argparse.Namespace) -> int:
     """Serves until it is stopped."""
-    from transformers.utils.import_utils import is_serve_available
-
-    from ..web.address import check_address
-
     if not is_serve_available():
         raise ImportError("serving needs fastapi, uvicorn, openai and pydantic: pip install eagle31_hf[serve]")
     from ..serving.server import Access, DraftingServer
@@ -142,8 +134,6 @@ def key_of(text: str) -> str:
 
 def warn_if_reachable(host: str, remedy: str) -> None:
     """Says so where programs of other machines may ask, and no key is asked for."""
-    from ..web.address import is_of_this_machine
-
     if not is_of_this_machine(host):
         progress(f"warning: whoever reaches this machine at {host} may use the target, without a key; {remedy}")
 
@@ -157,13 +147,11 @@ def add_chat(parser: argparse.ArgumentParser) -> None:
 def add_answers(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that say how to answer."""
     parser.add_argument("--system", type=words, help="a system prompt")
-    parser.add_argument(
-        "--max-new-tokens", type=positive, default=512, help="tokens of an answer at most (default: 512)"
-    )
+    add_option(parser, "--max-new-tokens", positive, 512, "tokens of an answer at most")
     parser.add_argument("--temperature", type=temperature, help="0: greedy (default: as the target samples)")
     parser.add_argument("--seed", type=seed, help="of what is sampled (default: another one each time)")
     add_template_option(parser)
-    add_device_alone(parser, "cpu")
+    add_device(parser, "cpu")
 
 
 def add_serve(parser: argparse.ArgumentParser) -> None:
@@ -178,7 +166,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         help=f"answer only requests with this key, as OpenAI's clients send it (default: the variable {KEY_VARIABLE})",
     )
     add_template_option(parser)
-    add_device_alone(parser, "cpu")
+    add_device(parser, "cpu")
 
 
 def add_app(parser: argparse.ArgumentParser) -> None:
@@ -190,20 +178,17 @@ def add_app(parser: argparse.ArgumentParser) -> None:
 
 def add_prefix_cache(parser: argparse.ArgumentParser) -> None:
     """Adds --prefix-cache-tokens."""
-    parser.add_argument(
-        "--prefix-cache-tokens",
-        type=integer(0),
-        default=16_384,
-        metavar="N",
-        help="keep keys and values of the last texts, N tokens and the very last text: what goes on from one reads only"
-        " what is new; 0: keep none (default: 16384)",
+    what = (
+        "keep keys and values of the last texts, N tokens and the very last text: what goes on from one reads only what"
+        " is new; 0: keep none"
     )
+    add_option(parser, "--prefix-cache-tokens", count, 16_384, what, metavar="N")
 
 
 def add_address(parser: argparse.ArgumentParser, default_port: int) -> None:
     """Adds --host and --port."""
-    parser.add_argument("--host", type=path, default="localhost", help="to listen at (default: localhost)")
-    parser.add_argument("--port", type=port, default=default_port, help=f"(default: {default_port})")
+    add_option(parser, "--host", path, "localhost", "to listen at")
+    add_option(parser, "--port", port, default_port)
     parser.add_argument(
         "--allowed-host",
         type=path,

@@ -4,9 +4,23 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from ..upgrade import upgrade_to_eagle31
 from . import resuming
 from .loading import load_tokenizer
-from .parsing import config_field, count, field, number, path, positive, progress, rate_or_none, seed, show
+from .parsing import (
+    add_assignments,
+    add_option,
+    add_path,
+    config_field,
+    count,
+    field,
+    number,
+    positive,
+    progress,
+    rate_or_none,
+    seed,
+    show,
+)
 from .preparation import (
     add_answers,
     add_engine,
@@ -182,7 +196,6 @@ def starting_drafter(
 ) -> tuple[Any, dict[str, float] | None]:
     """Returns the drafter to train, and the shares that a new one's draft vocabulary covers."""
     from ..training.recipe import draft_vocabulary, loaded_drafter, untrained_drafter
-    from ..upgrade import upgrade_to_eagle31
 
     fields = dict(args.field)
     if args.drafter is not None:
@@ -214,18 +227,12 @@ def report(args: argparse.Namespace, trainer: Any, metrics: dict[str, Any]) -> N
 
 def add_train(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(left_behind=resuming.checkpoint)
-    parser.add_argument(
-        "--target", type=path, required=True, help="folder or Hub repository of the model to train a drafter for"
-    )
-    parser.add_argument("--output", type=path, required=True, help="folder of the drafter and its checkpoints")
+    add_path(parser, "--target", "folder or Hub repository of the model to train a drafter for", required=True)
+    add_path(parser, "--output", "folder of the drafter and its checkpoints", required=True)
     _add_data(parser)
-    parser.add_argument("--eval-data", type=path, help="rows to evaluate on (default: some of the data)")
-    parser.add_argument(
-        "--eval-rows", type=count, default=32, help="rows of the data held out for it, at most a tenth (default: 32)"
-    )
-    parser.add_argument(
-        "--eval-every", type=positive, default=200, metavar="STEPS", help="evaluate and save so often (default: 200)"
-    )
+    add_path(parser, "--eval-data", "rows to evaluate on (default: some of the data)")
+    add_option(parser, "--eval-rows", count, 32, "rows of the data held out for it, at most a tenth")
+    add_option(parser, "--eval-every", positive, 200, "evaluate and save so often", metavar="STEPS")
     parser.add_argument(
         "--resume",
         action="store_true",
@@ -248,14 +255,10 @@ def add_train(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_data(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--data",
-        type=path,
-        help="chats or texts: a file, a folder, a dataset of the Hub, or what prepare-data wrote (default: none; the"
-        f" target makes up {SELF_PROMPTS:,} chats)",
-    )
+    what = "chats or texts: a file, a folder, a dataset of the Hub, or what prepare-data wrote"
+    add_path(parser, "--data", f"{what} (default: none; the target makes up {SELF_PROMPTS:,} chats)")
     add_self_prompts(parser)
-    parser.add_argument("--split", default="train", help="of a dataset (default: train)")
+    add_option(parser, "--split", str, "train", "of a dataset")
     parser.add_argument(
         "--regenerate", action="store_true", help="replace answers by the target's own first; more is accepted so"
     )
@@ -271,9 +274,7 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_drafter(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--drafter", type=path, help="begin with this one, of any EAGLE 3 or 3.1 format (default: a new one)"
-    )
+    add_path(parser, "--drafter", "begin with this one, of any EAGLE 3 or 3.1 format (default: a new one)")
     parser.add_argument("--upgrade", action="store_true", help="make an EAGLE 3 drafter an EAGLE 3.1 one first")
     parser.add_argument(
         "--head",
@@ -284,28 +285,18 @@ def _add_drafter(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draft-vocab-size", type=positive, help="tokens a new drafter can propose, the most frequent (default: all)"
     )
-    parser.add_argument(
-        "--field",
-        type=config_field,
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="a field of Eagle31Config that wins",
-    )
+    add_assignments(parser, "--field", config_field, "a field of Eagle31Config that wins")
 
 
 def _add_optimisation(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--depth", type=positive, default=4, help="steps unrolled (default: 4)")
-    parser.add_argument(
-        "--loss",
-        default="kl=0.9,ce=0.1",
-        help="kl, reverse_kl, jsd, tv, lk_alpha, lk_lambda, ce, or a mixture of them (default: kl=0.9,ce=0.1)",
-    )
-    parser.add_argument("--max-length", type=positive, default=2048, help="tokens of a packed row (default: 2048)")
+    add_option(parser, "--depth", positive, 4, "steps unrolled")
+    what = "kl, reverse_kl, jsd, tv, lk_alpha, lk_lambda, ce, or a mixture of them"
+    add_option(parser, "--loss", str, "kl=0.9,ce=0.1", what)
+    add_option(parser, "--max-length", positive, 2048, "tokens of a packed row")
     parser.add_argument("--epochs", type=number(0, above=True), default=2.0)
     parser.add_argument("--steps", type=positive, help="instead of epochs")
-    parser.add_argument("--batch-size", type=positive, default=1, help="packed rows of each process (default: 1)")
-    parser.add_argument("--accumulate", type=positive, default=8, help="batches a step (default: 8)")
+    add_option(parser, "--batch-size", positive, 1, "packed rows of each process")
+    add_option(parser, "--accumulate", positive, 8, "batches a step")
     parser.add_argument(
         "--matrix-learning-rate",
         type=rate_or_none,
@@ -323,11 +314,4 @@ def _add_optimisation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bf16", action="store_true", help="mixed precision")
     parser.add_argument("--seed", type=seed, default=0)
     parser.add_argument("--report-to", default="none", help="trackio, wandb, tensorboard")
-    parser.add_argument(
-        "--set",
-        type=field,
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="an argument of Eagle31TrainingArguments that wins",
-    )
+    add_assignments(parser, "--set", field, "an argument of Eagle31TrainingArguments that wins")

@@ -28,7 +28,7 @@ from .perturbed import PERTURBATIONS, Change
 from .prompts import Renderer, Source
 from .rivals import Generate, rivals
 from .study import Study, place
-from .tokens import generation_of, shown_round
+from .tokens import shown_round
 
 ALONE = "the target alone"
 SERVED = "as served"
@@ -39,6 +39,7 @@ CONTEXT = "context"
 TEMPERATURE = "temperature"
 CONCURRENCY = "concurrency"
 WARM_UP = 8  # tokens
+PROMPT_END = 240  # characters of a prompt that are shown
 NO_OPTIONS: Mapping[str, Any] = {}
 Batch = list[Tensor]  # ids (T,) of prompts that are decoded at once
 Who = tuple[str, str]  # decodes: a drafter by its label and the way it drafts; a rival by its name; TARGET_ALONE
@@ -114,12 +115,13 @@ class AcceptanceStudy(Study):
     def generations(self) -> list[Generation]:
         """Returns the first prompt's text, token by token, by every drafter, as chains and as the first tree."""
         ways = [self.settings.reference, *[way for way in self.settings.ways if way.top_k > 1][:1]]
-        tokenizer, ids = self.prompts.renderer.tokenizer, self.prompts.ids[0]
+        ids = self.prompts.ids[0]
+        prompt = end_of(str(self.prompts.renderer.tokenizer.decode(ids)))
         found = list[Generation]()
         for label, drafter in self.drafters.items():
             for way in ways:
                 rounds = self.journal.once(f"{label}: {way.name}: rounds", partial(self._rounds, ids, drafter, way))
-                found.append(generation_of(f"{label}, drafting {named(way.name)}", str(tokenizer.decode(ids)), rounds))
+                found.append(Generation(f"{label}, drafting {named(way.name)}", prompt, rounds))
         return found
 
     def _rounds(self, ids: Tensor, drafter: Eagle31DrafterModel, way: Shape) -> list[dict[str, Any]]:
@@ -257,6 +259,11 @@ def named(way: str) -> str:
     """Returns the name of a way of drafting as people say it."""
     depth, _, nodes = way.partition(", tree ")
     return f"a tree of {nodes} nodes, {depth} deep" if nodes else f"a chain of {way}" if way.isdecimal() else way
+
+
+def end_of(prompt: str) -> str:
+    """Returns the end of a prompt, as much as is shown of it."""
+    return prompt if len(prompt) <= PROMPT_END else f"...{prompt[-PROMPT_END:]}"
 
 
 def _through_end(ids: list[int], ends: set[int]) -> list[int]:

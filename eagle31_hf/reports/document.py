@@ -85,31 +85,12 @@ class HeatMap:
 
 
 @dataclass(frozen=True)
-class ShownDraft:
-    """A drafted token: its text, how deep it was drafted, and whether it was accepted."""
-
-    text: str
-    depth: int
-    is_accepted: bool
-
-
-@dataclass(frozen=True)
-class ShownRound:
-    """What a forward of the target gave: the accepted drafts, the bonus token (none where a draft ended the text), and
-    all drafts, children below the token they follow."""
-
-    accepted: list[str]
-    bonus: str | None
-    drafts: list[ShownDraft]
-
-
-@dataclass(frozen=True)
 class Generation:
-    """A text, token by token: the end of its prompt, and the rounds that gave it."""
+    """A text, token by token: the end of its prompt, and the `rounds` that gave it, as `shown_round` returns them."""
 
     title: str
     prompt: str
-    rounds: list[ShownRound]
+    rounds: list[dict[str, Any]]
 
 
 @dataclass(frozen=True)

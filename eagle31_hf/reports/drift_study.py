@@ -23,17 +23,6 @@ Load = Callable[..., Eagle31DrafterModel]  # takes fields of the config to chang
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The settings of a study: chains of `depth`, `max_new_tokens` of every prompt, contexts of these `lengths`, and
-    interventions or not."""
-
-    depth: int = 16
-    max_new_tokens: int = 96
-    lengths: tuple[int, ...] = ()
-    has_interventions: bool = True
-
-
-@dataclass(frozen=True)
 class Context:
     """Prompts in a context of `length` tokens, with a `remedy` or none (""): a row for each, and in `short` those of
     PLAIN of the same prompts."""
@@ -66,9 +55,13 @@ class Measured:
 
 @dataclass(frozen=True)
 class DriftStudy(Study):
-    """Measures the drift of drafters of one target on the same prompts."""
+    """Measures the drift of drafters of one target on the same prompts, by chains of `depth`: `max_new_tokens` of every
+    prompt, contexts of these `lengths`, and interventions or not."""
 
-    settings: Settings
+    depth: int
+    max_new_tokens: int
+    lengths: tuple[int, ...]
+    has_interventions: bool
 
     def measure(self, label: str, load: Load) -> Measured:
         """Measures a drafter: as it is, with interventions, in longer contexts, and there with remedies."""
@@ -77,12 +70,12 @@ class DriftStudy(Study):
         found.rows[PLAIN] = self._each(label, PLAIN, prompts, partial(self._watch, drafter))
         if not any(row["chains"] for row in found.plain):
             raise ValueError(
-                f"{label}: no chain of {self.settings.depth} in {len(prompts)} prompts, whose texts end before;"
+                f"{label}: no chain of {self.depth} in {len(prompts)} prompts, whose texts end before;"
                 " expected a smaller --depth, or prompts with longer answers."
             )
-        for name, install in INTERVENTIONS.items() if self.settings.has_interventions else []:
+        for name, install in INTERVENTIONS.items() if self.has_interventions else []:
             found.rows[name] = self._each(label, name, prompts, partial(self._count, drafter, install))
-        for length in self.settings.lengths:
+        for length in self.lengths:
             self._lengthen(found, length, "", drafter)
         if found.contexts:
             self._try_remedies(found, load)
@@ -94,7 +87,7 @@ class DriftStudy(Study):
         now, before = (accepted_drafts(rows).value for rows in (longest.rows, longest.short))
         if now is None or before is None or now >= FALLEN * before:
             return
-        for remedy, fields in remedies_of(found.config, longest.length, self.settings.lengths).items():
+        for remedy, fields in remedies_of(found.config, longest.length, self.lengths).items():
             self._lengthen(found, longest.length, remedy, load(**fields))
 
     def _lengthen(self, found: Measured, length: int, remedy: str, drafter: Eagle31DrafterModel) -> None:
@@ -115,13 +108,12 @@ class DriftStudy(Study):
         ]
 
     def _watch(self, drafter: Eagle31DrafterModel, ids: Tensor) -> Row:
-        settings = self.settings
-        return measure_drift(self.target, drafter, self._batch(ids), settings.depth, settings.max_new_tokens)
+        return measure_drift(self.target, drafter, self._batch(ids), self.depth, self.max_new_tokens)
 
     def _count(self, drafter: Eagle31DrafterModel, install: Install, ids: Tensor) -> Row:
-        knobs, new_tokens = chain_knobs(self.settings.depth), self.settings.max_new_tokens
+        prompts, knobs = [self._batch(ids)], chain_knobs(self.depth)
         with applied(drafter, install):
-            return counts_of(measure_acceptance(self.target, drafter, [self._batch(ids)], knobs, new_tokens))
+            return counts_of(measure_acceptance(self.target, drafter, prompts, knobs, self.max_new_tokens))
 
     def _batch(self, ids: Tensor) -> Tensor:
         return ids[None].to(self.target.device)

@@ -11,30 +11,22 @@ from ..checkpoints.sharing import try_lock
 FILE = "measured.jsonl"
 
 
-class Journal:
+class Journal(dict[str, Any]):
     """Figures by name, in memory and, unless `file` is None, in a binary file of one JSON object a line."""
 
     def __init__(self, file: Any, figures: dict[str, Any]):
-        self._file, self._figures = file, figures
-
-    def __len__(self) -> int:
-        return len(self._figures)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._figures
-
-    def __getitem__(self, name: str) -> Any:
-        return self._figures[name]
+        super().__init__(figures)
+        self._file = file
 
     def once(self, name: str, measure: Callable[[], Any]) -> Any:
         """Returns the figures of that name: measured now, and kept, unless they are there already."""
-        if name not in self._figures:
+        if name not in self:
             found = measure()
             if self._file is not None:
                 self._file.write(json.dumps({name: found}).encode() + b"\n")
                 self._file.flush()
-            self._figures[name] = found
-        return self._figures[name]
+            self[name] = found
+        return self[name]
 
 
 def check_folder(folder: Path, resume: bool) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,9 +14,20 @@ from ..demo.corpus import HELD_OUT, held_out_file
 from ..training.kinds import ANSWER_COLUMNS, Chat, Tokens, check_ids, parse_record, text_of
 from ..training.records import Record, read_records
 from ..training.skipped import Skipped, Skips, refused_by
-from .named_sets import PLACEHOLDER, resolved
 
 PYTHON = "python"  # the built-in set: files of Python's own library
+# sets of the Hub that go by a short name: (dataset as `read_records` takes it, split)
+NAMED_SETS = {
+    # 880 questions of 11 kinds, of which 386 are in the dataset itself
+    "speed-bench": ("nvidia/SPEED-Bench:qualitative", "test"),
+    "mt-bench": ("HuggingFaceH4/mt_bench_prompts", "train"),  # 80 questions of 8 kinds, the first turns
+    "humaneval": ("openai/openai_humaneval", "test"),  # 164 functions of Python to complete
+    "gsm8k": ("openai/gsm8k:main", "test"),  # 1,319 word problems
+    "longbench": ("zai-org/LongBench-v2", "train"),  # 503 questions about texts of 8k to 2M words
+}
+# Stands in SPEED-Bench in place of prompts that have another licence; NVIDIA's prepare_data.py (Model-Optimizer,
+# examples/specdec_bench) fetches these, and its files can be read here.
+PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 # columns of datasets that ask a question, beside the kinds of training data
 QUESTIONS = ("prompt", "question", "turns", "instruction", "problem")
 TRAINING_DATA = ("messages", "conversations", "input_ids", "text")
@@ -61,6 +73,13 @@ def read_sources(name: str, split: str | None = None) -> Iterator[tuple[int, Sou
         except Skipped as refusal:
             refusal.place = refusal.place or records.where(number)
             yield number, refusal
+
+
+def resolved(name: str, split: str | None) -> tuple[str, str]:
+    """Returns what `read_records` takes for a named set, file, folder or dataset: its source and split. A file or
+    folder of the name of a set goes first."""
+    dataset, its_split = (name, "train") if Path(name).exists() else NAMED_SETS.get(name, (name, "train"))
+    return dataset, split or its_split
 
 
 def source_of(record: Record) -> Source:

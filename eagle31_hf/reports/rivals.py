@@ -4,21 +4,21 @@ greedily and one prompt at a time."""
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:  # the command line reads the names alone
-    from torch import Tensor
+from torch import Tensor
 
-    from ..modeling import Eagle31DrafterModel
+from ..generation.candidate_generator import Eagle31CandidateGenerator
+from ..modeling import Eagle31DrafterModel
 
 LOOKUP, LOOP = "prompt-lookup", "assisted-loop"
 RIVALS = (LOOKUP, LOOP)
 LOOKUP_LENGTHS = (3, 10)  # tokens: those of transformers' own example, and those of the method's authors
-Generate = Callable[..., "Tensor"]  # ids (B, T) and arguments of generate() -> sequences (B, T + N)
+Generate = Callable[..., Tensor]  # ids (B, T) and arguments of generate() -> sequences (B, T + N)
 
 
 def rivals(
-    names: tuple[str, ...], target: Any, drafters: Mapping[str, "Eagle31DrafterModel"], depth: int
+    names: tuple[str, ...], target: Any, drafters: Mapping[str, Eagle31DrafterModel], depth: int
 ) -> dict[str, Generate]:
     """Returns how rivals decode, by what a report calls them: by prompt lookup, which drafts the tokens that followed
     the text's last ones where these occurred before, and by `in_their_loop`, which drafts chains of `depth`."""
@@ -33,11 +33,9 @@ def rivals(
     return found
 
 
-def in_their_loop(target: Any, drafter: "Eagle31DrafterModel", depth: int, ids: "Tensor", **options: Any) -> "Tensor":
+def in_their_loop(target: Any, drafter: Eagle31DrafterModel, depth: int, ids: Tensor, **options: Any) -> Tensor:
     """Generates in the loop which transformers has for assistants, with chains that a drafter drafts through an
     `Eagle31CandidateGenerator`."""
-    from ..generation.candidate_generator import Eagle31CandidateGenerator
-
     made = Eagle31CandidateGenerator(drafter, target, depth, ids.shape[1] + options["max_new_tokens"])
     with drafting_by(target, made):  # asked for prompt lookup, generate() enters the loop
         return target.generate(ids, prompt_lookup_num_tokens=depth, **options)

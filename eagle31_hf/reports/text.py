@@ -32,18 +32,17 @@ def _aligned(table: Table) -> list[str]:
     return lines
 
 
-def markdown(report: Report, heading: str = "##") -> str:
-    """Returns the report as a part of a model card, its words as they are, whatever names they hold; `heading`: the
-    marks of its highest heading."""
-    lines = [f"{heading} {inert(report.title)}", "", *(f"- {inert(said(finding))}" for finding in report.findings)]
+def markdown(report: Report) -> str:
+    """Returns the report as a part of a model card, its words as they are, whatever names they hold."""
+    lines = [f"## {inert(report.title)}", "", *(f"- {inert(said(finding))}" for finding in report.findings)]
     for section in report.sections:
-        lines += ["", f"{heading}# {inert(section.title)}", "", paragraph(section.text)]
+        lines += ["", f"### {inert(section.title)}", "", paragraph(section.text)]
         for table in section.tables:
             head = [column.name for column in table.columns]
             lines += ["", f"**{inert(table.title)}**", "", piped(head, table.cells())]
             lines += ["", paragraph(table.note)] if table.note else []
         for generation in section.generations:
-            counts = ", ".join(f"{len(found.accepted)}/{len(found.drafts)}" for found in generation.rounds)
+            counts = ", ".join(f"{len(found['accepted'])}/{len(found['drafts'])}" for found in generation.rounds)
             lines += ["", f"**{inert(generation.title)}**: accepted of drafted, round by round: {counts}"]
     facts = (f"{name}: {value}" for name, value in report.facts.items())
     return "\n".join([*lines, "", inert(f"Measured by eagle31_hf. {'; '.join(facts)}.")]) + "\n"

@@ -1,18 +1,17 @@
 """A generation, token by token: which tokens were drafted and accepted, which the target added, and what it refused."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from ..acceptance import Round
-from .document import Generation, ShownDraft, ShownRound
-
-PROMPT_END = 240  # characters of the prompt that are shown
 
 
 def shown_round(found: Round, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Returns the round of the only sequence of a batch as plain values, ids as their texts."""
+    """Returns the round of the only sequence of a batch as plain values, ids as their texts: the `accepted` drafts, the
+    `bonus` token (None where a draft ended the text), and all `drafts`, children below the token they follow, each with
+    its `text`, its `depth` and whether it `is_accepted`."""
     [tokens], [drafts] = found.tokens, found.drafts
     count = found.num_accepted[0] or 0
     texts, shown = ([str(tokenizer.decode([token])) for token in ids] for ids in (tokens, drafts))
@@ -21,7 +20,7 @@ def shown_round(found: Round, tokenizer: PreTrainedTokenizerBase) -> dict[str, A
         "accepted": texts[:count],
         "bonus": texts[count] if len(tokens) > count else None,
         "drafts": [
-            [shown[node - 1], depth, is_accepted]
+            {"text": shown[node - 1], "depth": depth, "is_accepted": is_accepted}
             for node, depth, is_accepted in _in_order(drafts, parents, tokens[:count])
         ],
     }
@@ -40,12 +39,3 @@ def _in_order(drafts: Sequence[int], parents: Sequence[int], accepted: Sequence[
         found.append((node, depth, is_accepted))
         left += [(child, depth + 1, is_accepted) for child in reversed(children.get(node, []))]
     return found
-
-
-def generation_of(title: str, prompt: str, rounds: Sequence[Mapping[str, Any]]) -> Generation:
-    """Makes a generation of the end of its prompt and of rounds as `shown_round` returns them."""
-    shown = [
-        ShownRound(found["accepted"], found["bonus"], [ShownDraft(*draft) for draft in found["drafts"]])
-        for found in rounds
-    ]
-    return Generation(title, ("..." if len(prompt) > PROMPT_END else "") + prompt[-PROMPT_END:], shown)

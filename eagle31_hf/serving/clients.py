@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import StoppingCriteria
 from transformers.cli.serving.utils import GenerateManager, _StreamError
 
+from ..targets.context import room_for
 from .request_error import RequestError
 
 
@@ -94,14 +95,14 @@ class Limits:
         length = inputs["input_ids"].shape[-1]
         if not length:
             raise RequestError("the prompt makes no tokens; expected text.")
-        wanted = config.max_new_tokens or self.answer
-        if self.context is not None and length >= self.context:
+        room = room_for(config.max_new_tokens or self.answer, length, self.context)
+        if not room:
             raise RequestError(
                 f"the prompt has {length} tokens; expected fewer than {self.context}, which is all that the target"
                 " reads, its answer included.",
                 code="context_length_exceeded",
             )
-        config.max_new_tokens = wanted if self.context is None else min(wanted, self.context - length)
+        config.max_new_tokens = room
         is_text = set(inputs) <= {"input_ids", "attention_mask"}  # images are not read in pieces
         if is_text and self.piece is not None and length > self.piece:
             config.prefill_chunk_size = self.piece

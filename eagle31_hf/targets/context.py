@@ -14,6 +14,12 @@ def context_of(target: PreTrainedModel) -> int | None:
     return context if isinstance(context, int) else None
 
 
+def room_for(answer: int, prompt: int, context: int | None) -> int:
+    """Returns how many tokens of an `answer` a context has room for after a `prompt` of so many: 0 where that fills
+    it."""
+    return answer if context is None else max(0, min(answer, context - prompt))
+
+
 def why_too_long(characters: int, context: int | None) -> str | None:
     """Returns why a text of so many characters cannot fit into a context, None where it may."""
     most = None if context is None else CHARACTERS_A_TOKEN * (context + MORE_TOKENS)

@@ -136,11 +136,11 @@ def test_generations_are_shown_token_by_token(study, report):
     )
     expected = study.prompts.renderer.tokenizer.decode(alone[0, len(ids) :])
     for one in generations:
-        assert "".join(text for found in one.rounds for text in [*found.accepted, found.bonus or ""]) == expected
+        assert "".join(text for found in one.rounds for text in [*found["accepted"], found["bonus"] or ""]) == expected
         for found in one.rounds:
-            path = [draft.text for draft in found.drafts if draft.is_accepted]
-            assert path == found.accepted
-    assert {len(found.drafts) for found in generations[1].rounds} <= {0, *range(1, 6)}
+            path = [draft["text"] for draft in found["drafts"] if draft["is_accepted"]]
+            assert path == found["accepted"]
+    assert {len(found["drafts"]) for found in generations[1].rounds} <= {0, *range(1, 6)}
 
 
 def test_figures_for_programs_say_the_same(report, found):
@@ -164,7 +164,7 @@ def test_a_page_is_made_of_it(report, tmp_path):
 
 def test_a_resumed_report_is_the_same(study, found):
     """Half of a run is in the journal; the other half is measured now."""
-    half, kept = len(study.journal) // 2, {}
+    half = len(study.journal) // 2
     names = iter(range(half))
 
     class Stopping(Journal):
@@ -173,12 +173,13 @@ def test_a_resumed_report_is_the_same(study, found):
                 raise KeyboardInterrupt
             return super().once(name, measure)
 
+    stopped = Stopping(None, {})
     with pytest.raises(KeyboardInterrupt):
-        study_of(folder_of(study), Stopping(None, kept)).measure()
-    assert len(kept) == half
-    before = json.dumps(kept)
-    resumed = study_of(folder_of(study), Journal(None, kept)).measure()
-    assert json.dumps(dict(list(kept.items())[:half])) == before
+        study_of(folder_of(study), stopped).measure()
+    assert len(stopped) == half
+    before, journal = json.dumps(stopped), Journal(None, stopped)
+    resumed = study_of(folder_of(study), journal).measure()
+    assert json.dumps(dict(list(journal.items())[:half])) == before
     for name, decoded in found.items():
         assert [*resumed[name].condition.batches] == [*decoded.condition.batches]
         for who, rows in decoded.rows.items():

@@ -217,10 +217,11 @@ def test_a_stopped_study_goes_on_and_says_the_same(measured, tmp_path):
                 self.left -= 1
             return super().once(name, measure)
 
-    kept, stops = {}, 0
+    kept, stops = Journal(None, {}), 0
     while True:
+        kept = Stopping(None, kept)
         try:
-            found = study_of(tmp_path, Stopping(None, kept))
+            found = study_of(tmp_path, kept)
             break
         except StopError:
             stops += 1
@@ -230,7 +231,7 @@ def test_a_stopped_study_goes_on_and_says_the_same(measured, tmp_path):
 
 
 def test_without_interventions_and_lengths_there_are_no_such_parts(tmp_path):
-    plain = study_of(tmp_path, Journal(None, {}), replace(SETTINGS, lengths=(), has_interventions=False))
+    plain = study_of(tmp_path, Journal(None, {}), SETTINGS | {"lengths": (), "has_interventions": False})
     titles = [section.title for section in drift_report(plain, DEPTH, {}).sections]
     assert titles == ["Acceptance", "States", "Attention"]
 

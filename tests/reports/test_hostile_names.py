@@ -20,8 +20,6 @@ from eagle31_hf.reports.document import (
     Report,
     Section,
     Series,
-    ShownDraft,
-    ShownRound,
     Table,
 )
 from eagle31_hf.reports.page import page
@@ -29,7 +27,7 @@ from eagle31_hf.reports.text import markdown
 from eagle31_hf.reports.writing import write_report
 
 OURS = {"kind", "level", "format", "x_label", "y_label"}  # fields whose text is never another's
-ROUND = ShownRound(["w"], "w", [ShownDraft("w", 1, True)])
+ROUND = {"accepted": ["w"], "bonus": "w", "drafts": [{"text": "w", "depth": 1, "is_accepted": True}]}
 CHART = Chart("w", "x", "y", [1.0, 2.0], [Series("w", [0.0, 1.0]), Series("w", [1.0, 0.5])], note="w")
 STACK = replace(CHART, is_stacked=True)
 MAP = HeatMap("w", "x", "y", ["1", "2"], ["1"], [[0.5, None]], "w")

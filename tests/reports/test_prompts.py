@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from eagle31_hf import demo
-from eagle31_hf.reports.named_sets import NAMED_SETS, PLACEHOLDER, resolved
-from eagle31_hf.reports.prompts import Prompts, Renderer
+from eagle31_hf.reports.prompts import NAMED_SETS, PLACEHOLDER, Prompts, Renderer, resolved
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<answer>{% endif %}"

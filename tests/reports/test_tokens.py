@@ -7,24 +7,26 @@ from fuzz_commands import letters
 
 from eagle31_hf import track_acceptance
 from eagle31_hf.acceptance import Round, watch_rounds
-from eagle31_hf.reports.tokens import generation_of, shown_round
+from eagle31_hf.reports.acceptance_study import end_of
+from eagle31_hf.reports.tokens import shown_round
 
 PROMPT = torch.tensor([[1, 2, 3, 5, 8]])
 
 
+def drafts_of(shown: dict) -> list[tuple[str, int, bool]]:
+    return [(draft["text"], draft["depth"], draft["is_accepted"]) for draft in shown["drafts"]]
+
+
 def test_a_chain_is_accepted_up_to_the_first_that_differs():
     shown = shown_round(Round([[0, 1, 9]], [2], [[0, 1, 2, 9]], None), letters())
-    assert shown == {
-        "accepted": ["a", "b"],
-        "bonus": "j",
-        "drafts": [["a", 1, True], ["b", 2, True], ["c", 3, False], ["j", 4, False]],
-    }
+    assert (shown["accepted"], shown["bonus"]) == (["a", "b"], "j")
+    assert drafts_of(shown) == [("a", 1, True), ("b", 2, True), ("c", 3, False), ("j", 4, False)]
 
 
 def test_a_tree_is_shown_branch_by_branch():
     """The root's children are a and b; b was accepted, and of its children d; a token is not accepted off the path."""
     shown = shown_round(Round([[1, 3, 5]], [2], [[0, 1, 3, 3, 4]], [[0, 0, 1, 2, 2]]), letters())
-    assert shown["drafts"] == [["a", 1, False], ["d", 2, False], ["b", 1, True], ["d", 2, True], ["e", 2, False]]
+    assert drafts_of(shown) == [("a", 1, False), ("d", 2, False), ("b", 1, True), ("d", 2, True), ("e", 2, False)]
     assert (shown["accepted"], shown["bonus"]) == (["b", "d"], "f")
 
 
@@ -34,8 +36,8 @@ def test_a_draft_that_ends_the_text_leaves_no_bonus_token():
 
 
 def test_the_prompt_is_cut_to_its_end():
-    assert generation_of("", "x" * 500, []).prompt == "..." + "x" * 240
-    assert generation_of("", "short", []).prompt == "short"
+    assert end_of("x" * 500) == "..." + "x" * 240
+    assert end_of("short") == "short"
 
 
 @pytest.mark.parametrize("tree", [False, True])
