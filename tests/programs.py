@@ -1,14 +1,17 @@
-"""`eagle31` as a process of its own, without the seconds of its imports each time: forked from a server that has done
-them."""
+"""Processes of their own without the seconds of their imports: `eagle31`, forked from a server that has done them, and
+functions, forked from the tests' own process."""
 
 import multiprocessing
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 ABANDONED = "a pipe that nobody reads"
 LONGEST = 120  # seconds a command may take on a machine that does much else
@@ -83,16 +86,21 @@ def opened(path: str) -> int:
     return writer
 
 
+def forkserver() -> Any:
+    """The context of processes that are forked from a server which has imported what commands and trainings do. There
+    is one for all tests of a process, and the first use decides what it imports."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["eagle31_hf.cli", "transformers.trainer", "eagle31_hf.training.trainer"])
+    return context
+
+
 @contextmanager
-def programs(*modules: str) -> Iterator:
+def programs() -> Iterator:
     """`start(folder, arguments)` in the block; what still runs at its end is killed.
 
-    `modules` are loaded by the server besides the command line's own. `ignored`: signals that the command is started to
-    ignore.
+    `ignored`: signals that the command is started to ignore.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["eagle31_hf.cli", *modules])
-    started: list[Program] = []
+    context, started = forkserver(), []
 
     def start(
         folder: Path,
@@ -107,3 +115,14 @@ def programs(*modules: str) -> Iterator:
     yield start
     for program in started:
         program.process.kill()
+
+
+def forked(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function returns, or raises, in a process forked from this one."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def called(module: str, function: str) -> Any:
+    """What the function of a module returns that only this process imports."""
+    return getattr(import_module(module), function)()

@@ -21,7 +21,7 @@ QUICK = ["--depth", "1", "--max-length", "40", "--accumulate", "1", "--eval-ever
 
 @pytest.fixture(scope="module")
 def start():
-    with programs("transformers.trainer", "eagle31_hf.training.trainer", "eagle31_hf.training.prepare") as begin:
+    with programs() as begin:
         yield begin
 
 

@@ -5,7 +5,6 @@
 """
 
 import json
-import multiprocessing
 import os
 import runpy
 import subprocess
@@ -13,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from programs import forkserver
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 ONE_PROMPT = "--prompts 1 --max-new-tokens 8"
@@ -54,14 +54,6 @@ RUN_ELSEWHERE = {"search_recipe.py"}
 LONGEST = 600  # seconds
 
 
-@pytest.fixture(scope="module")
-def processes():
-    """Makes processes that have imported what examples import, which takes most of a small run's time."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["eagle31_hf.training.trainer", "eagle31_hf.cli", "transformers.trainer"])
-    return context
-
-
 def run_as_program(path: Path, options: list[str], output: Path) -> None:
     """Runs a file as `python` does, with its output in a file."""
     with open(output, "w") as file:
@@ -71,9 +63,9 @@ def run_as_program(path: Path, options: list[str], output: Path) -> None:
     runpy.run_path(str(path), run_name="__main__")
 
 
-def run_example(processes, folder: Path, name: str, options: str) -> str:
+def run_example(folder: Path, name: str, options: str) -> str:
     output = folder / f"{name}.txt"
-    process = processes.Process(target=run_as_program, args=(EXAMPLES / name, options.split(), output))
+    process = forkserver().Process(target=run_as_program, args=(EXAMPLES / name, options.split(), output))
     process.start()
     process.join(LONGEST)
     process.kill()
@@ -90,19 +82,19 @@ def test_an_example_is_a_program():
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if name != "generate.py"])
-def test_example(name, processes, tmp_path):
+def test_example(name, tmp_path):
     options, said = RUNS[name]
-    found = run_example(processes, tmp_path, name, options.replace("{}", str(tmp_path)))
+    found = run_example(tmp_path, name, options.replace("{}", str(tmp_path)))
     assert [words for words in said if words not in found] == []
 
 
-def test_gpu(processes, tmp_path):
-    found = run_example(processes, tmp_path, "gpu.py", "--max-new-tokens 24 --calls 2")
+def test_gpu(tmp_path):
+    found = run_example(tmp_path, "gpu.py", "--max-new-tokens 24 --calls 2")
     assert found.count("same text: True") == 4  # captured and eagerly, twice
     assert "rounds on cpu: eager" in found or "CUDA graphs" in found
 
 
-def test_chat_figures(processes, tmp_path):
+def test_chat_figures(tmp_path):
     """Of the demo pair, whose questions are code; the second run goes on from the first."""
     demo, questions = EXAMPLES.parent / "eagle31_hf" / "demo", tmp_path / "alpaca"
     questions.mkdir()
@@ -112,7 +104,7 @@ def test_chat_figures(processes, tmp_path):
     sizes = "--sets alpaca --dtypes float32 --num-prompts 1 --max-new-tokens 8"
     for _ in range(2):
         work = f"--work {tmp_path / 'work'} --output {tmp_path / 'chat.json'}"
-        run_example(processes, tmp_path, "chat_figures.py", f"{pair} {sizes} {work}")
+        run_example(tmp_path, "chat_figures.py", f"{pair} {sizes} {work}")
     (found,) = json.loads((tmp_path / "chat.json").read_text()).values()
     for figures in found["drafters"].values():
         assert {"2", "3", "5", "7, tree 24", "auto"} == figures["ways"].keys()

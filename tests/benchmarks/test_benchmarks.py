@@ -74,11 +74,15 @@ def test_a_benched_step_trains(recomputes):
     assert not any(torch.equal(old, new) for old, new in zip(before, step.trained, strict=True))
 
 
-def test_memory_is_that_of_processes_of_their_own(capsys):
+def test_memory_is_that_of_processes_of_their_own(capsys, monkeypatch):
+    row, asked = memory.measure_memory("tiny", "float32", prompt_tokens=64, chunk=32), []
+    assert row["alone"] > 2**25, "less than Python and torch take"
+    assert memory.peak("drafted", "tiny", "float32", "cpu", 64, chunk=0) > 0
+    assert row["ratio"] == pytest.approx(row["drafted"] / row["alone"])
+    monkeypatch.setattr(memory, "measure_memory", lambda *given: asked.append(given) or row | {"chunk": given[-1]})
     rows = figures_of(capsys, memory, "--shape", "tiny", "--dtype", "float32", "--prompt-tokens", "64")["memory"]
     assert [row["chunk"] for row in rows] == [None, 2048]
-    assert min(row["alone"] for row in rows) > 2**25, "less than Python and torch take"
-    assert all(row["ratio"] == pytest.approx(row["drafted"] / row["alone"]) for row in rows)
+    assert asked == [("tiny", "float32", "cpu", 64, chunk) for chunk in (None, 2048)]
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 WRITES = ("write", "flush", "fsync")  # of files; every other step that changes something has an audit event of its own
+IN_A_ROW = 2  # writes that count as steps, of those one after the other: what a file has in its middle is all the same
 READS = ("os.listdir", "os.scandir", "os.walk", "os.fwalk")
 LOOKS = ("stat", "get_slice")  # at files and at tensors of a file, besides opening them
 
@@ -76,19 +77,21 @@ def _run(n: int, work: Callable[[], Any], folder: str) -> None:
 
 def _watch(n: int, act: Callable[[], Any], is_step: Callable[[str, tuple], bool], calls: tuple[str, ...]) -> None:
     """Calls `act` right before the n-th step of this process: an event for which `is_step` holds, or one of `calls`."""
-    left = n
+    left, writes = n, 0
 
-    def step() -> None:
-        nonlocal left
-        left -= 1
-        if left == 0:
-            act()
+    def step(name: str) -> None:
+        nonlocal left, writes
+        writes = writes + 1 if name == "write" else 0
+        if writes <= IN_A_ROW:
+            left -= 1
+            if left == 0:
+                act()
 
     def profile(frame: Any, event: str, arg: Any) -> None:
         if event == "c_call" and arg.__name__ in calls:
-            step()
+            step(arg.__name__)
 
-    sys.addaudithook(lambda event, args: step() if is_step(event, args) else None)
+    sys.addaudithook(lambda event, args: step(event) if is_step(event, args) else None)
     sys.setprofile(profile)
 
 

@@ -3,6 +3,7 @@ refused."""
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -300,6 +301,11 @@ def is_new(folder: Path, layout) -> bool:
     )
 
 
+def state_of(folder: Path) -> frozenset:
+    """The folder's files, whose temporary names do not matter."""
+    return frozenset((re.sub(r"/tmp\w+/", "/", name), data) for name, data in contents(folder).items())
+
+
 def assert_old_or_new(folder: Path, layout, before: dict[str, bytes], discard: bool) -> None:
     """Asserts that every file is as it was, or that the new checkpoint is read and every old file lies somewhere.
 
@@ -334,18 +340,17 @@ def test_a_killed_conversion_leaves_the_old_or_the_new_and_can_be_finished(name,
         shutil.copytree(source, folder)
         if not killed_at(n, convert, folder):
             break
-        state = contents(folder)
         kinds.append(is_new(folder, layout))
-        if hash(frozenset(state.items())) in seen:
+        if state_of(folder) in seen:
             continue
-        seen.add(hash(frozenset(state.items())))
+        seen.add(state_of(folder))
         assert_old_or_new(folder, layout, before, discard)
         assert_loads(folder, drafter, **({} if kinds[-1] else layout.options))
         convert()
         assert contents(folder) == finished
     assert contents(folder) == finished
     assert kinds == sorted(kinds)  # once it is the new checkpoint, it stays it
-    assert kinds.count(False) > 20
+    assert kinds.count(False) > 10
     assert kinds.count(True) > 5
 
 
@@ -360,10 +365,9 @@ def test_other_options_after_a_kill_are_refused_or_taken_but_never_lose_the_chec
         shutil.copytree(source, folder)
         if not killed_at(n, lambda: convert_checkpoint(folder, norm_output=True), folder):
             break
-        state = hash(frozenset(contents(folder).items()))
-        if state in states or not is_new(folder, layout):
+        if state_of(folder) in states or not is_new(folder, layout):
             continue
-        states.add(state)
+        states.add(state_of(folder))
         with suppress(ValueError):
             convert_checkpoint(folder, norm_output=False)
         assert_old_or_new(folder, layout, before, discard=False)
@@ -377,20 +381,20 @@ def test_other_options_after_a_kill_are_refused_or_taken_but_never_lose_the_chec
 MEASURED = """
 import sys
 from eagle31_hf.checkpoints import convert_checkpoint
+def peak():
+    return [int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM:")][0]
+at_rest = peak()
 for folder in sys.argv[1:]:
     convert_checkpoint(folder, folder + "-converted")
-print([line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM:")][0])
+print(peak() - at_rest)
 """
 MEBIBYTE = 2**20
 
 
-def peak(*arguments: Path) -> int:
-    """Returns the most bytes of memory that a process of its own held. getrusage does not say: its figure starts at the
-    parent's."""
-    run = subprocess.run(
-        [sys.executable, "-c", MEASURED, *map(str, arguments)], check=True, capture_output=True, text=True
-    )
-    return int(run.stdout) * 1024
+def held_by(folders: list[Path]) -> int:
+    """Returns the most bytes of memory that a process of its own held beyond those at rest, to convert folders.
+    getrusage does not say: its figure starts at the parent's."""
+    return int(subprocess.check_output([sys.executable, "-c", MEASURED, *map(str, folders)], text=True)) * 1024
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from Linux' process file system")
@@ -414,6 +418,6 @@ def test_no_more_than_a_tensor_is_in_memory(tmp_path):
         folder.mkdir()
         write_weights(folder, tensors, folder.name)
         (folder / "config.json").write_text(json.dumps(config))
-    held = peak(*folders) - peak()
+    held = held_by(folders)
     assert held < 2 * largest, f"{held / MEBIBYTE:.0f} MiB more than at rest"
     assert read_checkpoint(f"{folders[0]}-converted").is_native

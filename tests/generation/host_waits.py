@@ -3,11 +3,9 @@ launches: on a pretend accelerator, with a Llama and synthetic acceptance. Launc
 extrapolated from two of fewer layers, since every layer launches the same.
 
     python tests/generation/host_waits.py [--lines]     a table; with --lines where the host waits
-    python tests/generation/host_waits.py --json        {name: {"waits", "launches", "decisions"}}, a round
 """
 
 import argparse
-import json
 import sys
 from collections import Counter
 from pathlib import Path
@@ -46,7 +44,9 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "sampled chain, batch of 4": (CHAIN, SAMPLED, 4),
 }
 LAUNCHES_TOLD = ("chain", "tree")
-PROMPT_TOKENS, WARM, SHORT, LONG = 12, 3, 10, 36  # the difference of two texts leaves out what is done once a call
+PROMPT_TOKENS, WARM = 12, 3
+SHORT, LONG = 10, 20  # the difference of two texts leaves out what is done once a call
+LONGER = 36  # where launches are told, which are not those of every round
 
 
 def models(num_layers: int) -> tuple[Any, Eagle31DrafterModel]:
@@ -92,7 +92,7 @@ def by_round(target: Any, drafter: Eagle31DrafterModel, way: str) -> dict[str, A
     """Waits, launches and decisions about levels, of a round in the midst of a text; and where it waits."""
     counts(target, drafter, way, WARM)  # what is tried and built once
     few, short = counts(target, drafter, way, SHORT)
-    many, long = counts(target, drafter, way, LONG)
+    many, long = counts(target, drafter, way, LONGER if way in LAUNCHES_TOLD else LONG)
     rounds = long["rounds"] - short["rounds"]
     lines = {" ".join(place): (many[place] - few[place]) / rounds for place in many}
     return {
@@ -103,25 +103,26 @@ def by_round(target: Any, drafter: Eagle31DrafterModel, way: str) -> dict[str, A
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--lines", action="store_true")
-    args = parser.parse_args()
+def figures() -> dict[str, dict[str, Any]]:
+    """Returns what a round of every way takes: {way: {"waits", "launches", "decisions", "lines"}}."""
     with accelerator():
         pair, larger = models(FEW), models(MORE)
         found = {way: by_round(*pair, way) for way in WAYS}
         for way in LAUNCHES_TOLD:
             of_a_layer = (by_round(*larger, way)["launches"] - found[way]["launches"]) / (MORE - FEW)
             found[way]["launches"] += (LAYERS - FEW) * of_a_layer
-    if args.json:
-        json.dump(found, sys.stdout)
-        return
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--lines", action="store_true")
+    args = parser.parse_args()
     print(f"{'a round of':28} {'waits':>6} {'launches':>9} {'decisions':>10}")
-    for way, figures in found.items():
-        launches = f"{figures['launches']:9.0f}" if way in LAUNCHES_TOLD else " " * 9
-        print(f"{way:28} {figures['waits']:6.2f} {launches} {figures['decisions']:10.2f}")
-        for place, count in figures["lines"].items() if args.lines else ():
+    for way, found in figures().items():
+        launches = f"{found['launches']:9.0f}" if way in LAUNCHES_TOLD else " " * 9
+        print(f"{way:28} {found['waits']:6.2f} {launches} {found['decisions']:10.2f}")
+        for place, count in found["lines"].items() if args.lines else ():
             print(f"    {count:5.2f}  {place}")
 
 

@@ -1,33 +1,28 @@
 """A captured round has few nodes and nothing that makes the host wait: counted on a pretend accelerator, in a process
 of its own, whose torch knows that device."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from programs import called, forked
 
-SCRIPT = Path(__file__).with_name("captured_nodes.py")
 MOST_IN_VERIFY = {"Llama": 296, "Qwen3": 328}  # of 32 and of 36 layers
 MOST_IN_STEP, MOST_IN_LEVEL = 11, 16
 MORE_IN_8_BITS = 4  # its weights are read one by one
 MOST_IN_LAYOUT, MOST_IN_READING = 6, 16
-WAYS = [
-    f"{target} {dtype} {drafter}"
-    for target in MOST_IN_VERIFY
-    for dtype in ("bf16", "fp32")
-    for drafter in ("eagle31", "eagle3")
-] + ["Llama bf16 int8", "Llama fp32 fp8"]
+WAYS = [  # every two of target, dtype and drafter meet
+    "Llama bf16 eagle31",
+    "Llama fp32 eagle3",
+    "Qwen3 bf16 eagle3",
+    "Qwen3 fp32 eagle31",
+    "Llama bf16 int8",
+    "Llama fp32 fp8",
+]
 pytestmark = pytest.mark.skipif(torch.__version__ < "2.9", reason="the pretend device needs torch 2.9")
 
 
 @pytest.fixture(scope="module")
 def figures() -> dict:
-    done = subprocess.run([sys.executable, SCRIPT, "--json"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return forked(called, "captured_nodes", "all_figures")
 
 
 @pytest.mark.parametrize("way", WAYS)

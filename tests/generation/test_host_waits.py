@@ -1,15 +1,10 @@
 """A round makes the host wait for the device as seldom as can be, and launches no more than it did: counted on a
 pretend accelerator, in a process of its own, whose torch knows that device."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from programs import called, forked
 
-SCRIPT = Path(__file__).with_name("host_waits.py")
 MOST_WAITS = {
     "chain": 2,
     "tree": 3,
@@ -25,9 +20,7 @@ pytestmark = pytest.mark.skipif(torch.__version__ < "2.9", reason="the pretend d
 
 @pytest.fixture(scope="module")
 def figures() -> dict:
-    done = subprocess.run([sys.executable, SCRIPT, "--json"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return forked(called, "host_waits", "figures")
 
 
 @pytest.mark.parametrize("way", MOST_WAITS)

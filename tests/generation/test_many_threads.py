@@ -1,4 +1,4 @@
-"""A server's load: eight threads take two hundred requests from one list, for one target and one drafter."""
+"""A server's load: eight threads take a hundred requests from one list, for one target and one drafter."""
 
 import random
 from collections import Counter
@@ -11,7 +11,7 @@ from observers import num_hooks, speculate
 
 from eagle31_hf import AcceptanceStats, track_acceptance
 
-NUM_THREADS, NUM_CALLS, LENGTH = 8, 200, 9
+NUM_THREADS, NUM_CALLS, LENGTH = 8, 100, 9
 GREEDY = {"max_new_tokens": LENGTH, "do_sample": False}
 PROMPTS = ([[1, 2, 3, 5, 8]], [[4, 4]], [[9, 0, 7, 7, 1, 6, 2, 2, 5]], [[3]], [[1, 2, 3], [4, 4, 4], [9, 0, 7]])
 REQUESTS = [(torch.tensor(prompt), way) for prompt in PROMPTS for way in DRAFTINGS]

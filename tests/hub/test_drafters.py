@@ -2,8 +2,6 @@
 
 import io
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from transformers import AutoConfig, AutoModel
 
 from eagle31_hf import Eagle31Config, Eagle31DrafterModel
 from eagle31_hf.checkpoints import export_checkpoint, read_checkpoint
+from eagle31_hf.cli import main
 from eagle31_hf.hub import convert_on_hub, publish, render_card
 
 from .repositories import BASE, REPO, original_release, pointing
@@ -327,17 +326,14 @@ def test_a_native_repository_needs_no_pull_request(hub, drafter):
     assert not hub.requests("POST", "/commit/refs")
 
 
-def test_the_commands_against_the_hub(hub: HubServer, drafter, tmp_path):
+def test_the_commands_against_the_hub(hub: HubServer, drafter, tmp_path, capsys):
     hub.add_user("yuhuili")
     hub.add(BASE, original_release(drafter))
 
     def eagle31(*arguments: str) -> dict:
-        command = [sys.executable, "-m", "eagle31_hf", *arguments, "--json"]
-        done = subprocess.run(
-            command, env=hub.environment(), capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False
-        )
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
+        status, said = main([*arguments, "--json"]), capsys.readouterr()
+        assert status == 0, said.err
+        return json.loads(said.out)
 
     assert eagle31("info", BASE)["format"] == "original EAGLE 3 release"
     assert eagle31("convert", BASE, "--create-pr")["result"].endswith("/discussions/1")

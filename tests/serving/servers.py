@@ -5,13 +5,11 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import NamedTuple
 
-from programs import heeded
+from programs import be, forkserver
 
 from eagle31_hf import demo
 
@@ -52,20 +50,13 @@ class Server:
     def __init__(self, folder, *words, drafter=None, **env):
         self.port, self.target = free_port(), str(folder)
         self.log = folder.parent / f"{self.port}.log"
-        command = [sys.executable, "-m", "eagle31_hf", "serve", "--target", self.target, "--port", str(self.port)]
+        command = ["serve", "--target", self.target, "--port", str(self.port)]
         command += ["--drafter", str(drafter or demo.FOLDER / "eagle31"), "--dtype", "float32", *words]
-        with open(self.log, "w") as log:
-            self.process = subprocess.Popen(
-                command,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=heeded,
-                env={**os.environ, **env},
-            )
+        self.process = forkserver().Process(target=serve, args=(command, str(self.log), env), daemon=True)
+        self.process.start()
         until = time.monotonic() + LONGEST
         while not self.is_up():
-            assert self.process.poll() is None, self.log.read_text()
+            assert self.process.is_alive(), self.log.read_text()
             assert time.monotonic() < until, self.log.read_text()
             time.sleep(0.1)
 
@@ -102,5 +93,14 @@ class Server:
         return client.chat.completions.create(model=self.target, messages=messages, **options)
 
     def end(self, number=signal.SIGTERM):
-        self.process.send_signal(number)
-        return self.process.wait(LONGEST)
+        with suppress(ProcessLookupError):
+            os.kill(self.process.pid, number)
+        self.process.join(LONGEST)
+        return self.process.exitcode
+
+
+def serve(command, log, env):
+    """In the new process."""
+    os.setsid()
+    os.environ.update(env)
+    be(command, (log, log), "utf-8", ())

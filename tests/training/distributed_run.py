@@ -1,14 +1,8 @@
-"""The runs of test_distributed.py. `distributed_run.py FOLDER`, started in two processes, does them one after the
-other.
-
-`distributed_run.py FOLDER NAME` begins the one of that name.
-"""
+"""The runs of test_distributed.py, which two processes do one after the other."""
 
 import json
 import os
 import socket
-import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +11,7 @@ import torch
 import transformers
 from accelerate.state import PartialState
 from packaging.version import Version
+from programs import forkserver
 from torch.distributed.tensor import DTensor
 from training_runs import (
     CHECKPOINTING,
@@ -114,27 +109,29 @@ def tensor_parallel_target(folder: Path):
     ).eval()
 
 
-def launched(folder: Path, *arguments: str) -> list[subprocess.Popen]:
-    """Starts this script in two processes, as `accelerate launch` does; their errors go to `folder`."""
+def launched(folder: Path, name: str | None = None) -> list[Any]:
+    """Starts two processes that do all runs, or begin the one of that name; their errors go to `folder`."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    shared = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-    }
-    shared |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    return [
-        subprocess.Popen(
-            [sys.executable, __file__, str(folder), *arguments],
-            env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.DEVNULL,
-            stderr=(folder / f"errors-{rank}.txt").open("w"),
-        )
-        for rank in range(2)
-    ]
+    context = forkserver()
+    processes = [context.Process(target=begin, args=(folder, name, rank, port)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def begin(folder: Path, name: str | None, rank: int, port: int) -> None:
+    """In one of the two processes, as `accelerate launch` starts them."""
+    os.dup2(os.open(folder / f"errors-{rank}.txt", os.O_WRONLY | os.O_CREAT), 2)
+    torch.set_num_threads(1)
+    sizes = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ.update(sizes, MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    if name is None:
+        main(folder)
+    else:
+        trainer_of(folder, name).train()
+    torch.distributed.destroy_process_group()
 
 
 def main(folder: Path) -> None:
@@ -196,11 +193,3 @@ def finish(trainer, folder: Path) -> None:
     trainer.save_model(str(folder / "final"))
     torch.save(outcome(trainer).logs, folder / f"logs-{PartialState().process_index}.pt")
     PartialState().wait_for_everyone()
-
-
-if __name__ == "__main__":
-    if len(sys.argv) > 2:
-        trainer_of(Path(sys.argv[1]), sys.argv[2]).train()
-    else:
-        main(Path(sys.argv[1]))
-    torch.distributed.destroy_process_group()

@@ -30,7 +30,8 @@ def folder(tmp_path_factory) -> Path:
     processes = launched(made)
     try:
         for rank, process in enumerate(processes):
-            assert process.wait(LONGEST) == 0, (made / f"errors-{rank}.txt").read_text()[-4000:]
+            process.join(LONGEST)
+            assert process.exitcode == 0, (made / f"errors-{rank}.txt").read_text()[-4000:]
     finally:
         for process in processes:  # the one waits for the other
             process.kill()

@@ -1,7 +1,6 @@
 """Training that is killed, wherever it is, goes on from the newest whole checkpoint as if nothing had happened."""
 
 import fcntl
-import multiprocessing
 import os
 import random
 import select
@@ -16,6 +15,7 @@ import pytest
 import torch
 from close import assert_close
 from distributed_run import launched
+from programs import forkserver
 from training_runs import Run, make_examples, make_trainer, run
 
 from eagle31_hf.training.saving import last_checkpoint
@@ -53,10 +53,7 @@ def train(folder: Path, resumes: bool = True) -> None:
 @pytest.fixture(scope="module")
 def start():
     """Starts a process that trains: `start(folder, resumes)`."""
-    context = multiprocessing.get_context("forkserver")
-    # seconds, once instead of at every start
-    context.set_forkserver_preload(["transformers.trainer", "eagle31_hf.training.trainer"])
-    started = []
+    context, started = forkserver(), []
 
     def begin(*arguments: Any):
         started.append(context.Process(target=train, args=arguments))
@@ -118,11 +115,12 @@ def test_runs_killed_while_they_write_a_checkpoint_come_to_the_same(tmp_path, st
 def test_a_checkpoint_is_whole_once_all_processes_have_written_their_part(tmp_path):
     with half_written(tmp_path / "checkpoint-1" / "rng_state_1.pth") as is_begun:
         processes = launched(tmp_path, "adam")
-        assert is_begun(), "the second process never wrote its part"
-        time.sleep(0.5)  # the first has time to go on
-        for process in processes:
-            process.kill()
-            process.wait()
+        try:
+            assert is_begun(), "the second process never wrote its part"
+            time.sleep(0.5)  # the first has time to go on
+        finally:
+            for process in processes:
+                kill(process)
     assert (tmp_path / "checkpoint-1" / "optimizer.pt").exists()
     assert last_checkpoint(tmp_path) is None
 

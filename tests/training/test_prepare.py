@@ -7,9 +7,9 @@ import multiprocessing
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
@@ -327,12 +327,6 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(tmp_path, target, to
     } == contents(whole)
 
 
-RUN = (
-    f"import sys; sys.path[:0] = ['{os.path.dirname(__file__)}']; from test_prepare import run;"
-    " sys.exit(run(sys.argv[1:]))"
-)
-
-
 def run(arguments: list[str]) -> int:
     torch.set_num_threads(1)
     parser = argparse.ArgumentParser()
@@ -369,14 +363,9 @@ def arguments(saved: str, data: str, folder) -> list[str]:
 
 
 def test_two_processes_at_once_make_the_same_store(tmp_path, saved, data, whole):
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", RUN, *arguments(saved, data, tmp_path), "--part", f"{index}/2"], env=environment
-        )
-        for index in range(2)
-    ]
-    assert [process.wait() for process in processes] == [0, 0]
+    parts = [[*arguments(saved, data, tmp_path), "--part", f"{index}/2"] for index in range(2)]
+    with ProcessPoolExecutor(2, multiprocessing.get_context("fork")) as pool:
+        assert [*pool.map(run, parts)] == [0, 0]
     assert contents(tmp_path) == contents(whole)
 
 

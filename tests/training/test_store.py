@@ -4,15 +4,17 @@ import copy
 import json
 import multiprocessing
 import pickle
-import subprocess
-import sys
+import resource
+import signal
 import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from programs import forked
 from torch.utils.data import DataLoader
 
 from eagle31_hf.training.store import (
@@ -368,27 +370,19 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_shard_or_none(tmp_path):
     assert halves >= 1
 
 
-FULL = f"""
-import resource, signal, sys
-sys.path[:0] = {sys.path!r}
-from test_store import examples, write_shard
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-made = examples([50, 60])
-resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))
-try:
-    write_shard(sys.argv[1], 2, made, {{}})
-except OSError as error:
-    print(error.errno, error)
-"""
+def _fill(folder: Path) -> None:
+    """A limit on the size of files, which a write runs into half way."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))
+    write_shard(folder, 2, examples([50, 60]), {})
 
 
 def test_a_full_disk(tmp_path):
-    """A limit on the size of files, which a write runs into half way."""
     open_store(tmp_path, MANIFEST)
     write_shard(tmp_path, 0, examples([3]), {})
-    done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=True)
-    assert "shard-00002.safetensors: could not be written (File too large)" in done.stdout
-    assert "run the same command again: finished files are kept" in done.stdout
+    with pytest.raises(OSError, match=r"shard-00002.safetensors: could not be written \(File too large\)") as caught:
+        forked(_fill, tmp_path)
+    assert "run the same command again: finished files are kept" in str(caught.value)
     assert {path.name for path in tmp_path.iterdir()} == {"manifest.json", "shard-00000.safetensors"}
     assert missing_shards(tmp_path) == [1, 2, 3]
 
