@@ -137,6 +137,8 @@ def why_not_in_arena(cache: Cache, max_length: int) -> str | None:
     None where they can."""
     if type(cache).update is not Cache.update:  # which our operations pass by
         return f"the target's {type(cache).__name__} updates its keys in a way of its own"
+    if not cache.layers:
+        return f"the target's {type(cache).__name__} was made without a config, and has no layers yet"
     layers = slot_layers(cache)
     if not layers or is_recurrent(cache) or any(not isinstance(layer, (SlotLayer, DUMMY)) for layer in cache.layers):
         return f"the target's {type(cache).__name__} has layers that are not attention's"

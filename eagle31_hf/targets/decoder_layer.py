@@ -5,7 +5,9 @@ B sequences, T tokens, h width, H heads of queries, Hkv of keys, D head width, P
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from types import MethodType
 from typing import Any
+from weakref import WeakMethod, ref
 
 from torch import Tensor, nn
 from transformers import Cache
@@ -122,11 +124,21 @@ def arena_layer(cache: Cache | None, index: int) -> ArenaLayer | None:
     return layer if isinstance(layer, ArenaLayer) and layer.placement.on_device is not None else None
 
 
-def forward_of(module: nn.Module) -> tuple[int, int]:
-    """The forward that a module runs, by the ids of its own, where it has one, and of its class's: another one computes
-    something else. What stands in for it within `fused.fused_layers` does not count."""
+def forward_of(module: nn.Module) -> tuple[Any, Any]:
+    """The forward that a module runs, by references to its own, where it has one, and to its class's: another one
+    computes something else. What stands in for it within `fused.fused_layers` does not count."""
     own = vars(module).get("forward")
-    return 0 if own is None or hasattr(own, "stands_in") else id(own), id(type(module).forward)
+    return None if own is None or hasattr(own, "stands_in") else _reference(own), _reference(type(module).forward)
+
+
+def _reference(function: Any) -> Any:
+    """A reference that keeps nothing alive, and equals one to the same function only, also when that is gone."""
+    if isinstance(function, MethodType):
+        return WeakMethod(function)
+    try:
+        return ref(function)
+    except TypeError:
+        return id(function)
 
 
 def why_not_fusable(layer: nn.Module) -> str | None:
@@ -159,7 +171,7 @@ def _why_not_by_norms(layer: nn.Module, attention: Any) -> str | None:
 
 def _why_not_by_modules(layer: nn.Module) -> str | None:
     for name, module in layer.named_modules():
-        if forward_of(module)[0]:
+        if forward_of(module)[0] is not None:
             return f"the forward of {name or 'it'} has been replaced"
         if name and has_hooks(module):
             return f"{name} has hooks"

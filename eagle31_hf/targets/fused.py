@@ -86,16 +86,18 @@ def fused_layers(target: PreTrainedModel, not_fused: list[str | None]) -> Iterat
     """A context in which the target's layers are fused, but for those that `why_not_fused` has a reason for, wherever
     they get a mask of spans and an arena, or few rows within `few_rows`. Other forwards meanwhile, of other threads
     too, are the target's own."""
-    stages = _stages(target)
-    with _users.lock:
-        if target not in _users:
-            _fuse(stages, not_fused)
-        _users.enter(target)
+    stages, has_entered = _stages(target), False
     try:
+        with _users.lock:
+            is_first = target not in _users
+            _users.enter(target)
+            has_entered = True
+            if is_first:
+                _fuse(stages, not_fused)
         yield
     finally:
         with _users.lock:
-            if _users.leave(target):
+            if has_entered and _users.leave(target):
                 _restore(stages)
 
 

@@ -73,6 +73,12 @@ def test_all_sections_run_on_a_cpu(capsys, monkeypatch, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
 
 
+def test_the_process_that_is_watched_measures(tmp_path):
+    output = tmp_path / "results.json"
+    gpu.main(["--device", "cpu", "--shape", "tiny", "--only", "machine", "--output", str(output)])
+    assert json.loads(output.read_text())["sections"]["machine"]["rows"]
+
+
 def test_sections_are_chosen_by_name(capsys, tmp_path):
     output = str(tmp_path / "results.json")
     gpu.main(["--device", "cpu", "--only", "machine,matmuls", "--output", output, "--json"])

@@ -2,6 +2,7 @@
 
 import random
 from threading import Barrier, Thread
+from types import MethodType
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from conftest import PROMPT, PRUNED_IDS, VOCAB, build_drafter, build_target
 from observers import Puts
 from recorded import Recorded
 from transformers import DynamicCache, StoppingCriteria
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from eagle31_hf import track_acceptance
 from eagle31_hf.cache import arena
@@ -19,6 +22,7 @@ from eagle31_hf.generation.captured.carry import Carry
 from eagle31_hf.generation.captured.kept import release
 from eagle31_hf.generation.captured.seam import Uncaptured, seams
 from eagle31_hf.targets import probe
+from eagle31_hf.targets.decoder_layer import forward_of
 
 pytestmark = pytest.mark.usefixtures("nothing_is_kept")
 CHAIN = {"num_assistant_tokens": 4}
@@ -399,9 +403,75 @@ def test_the_callers_cache_holds_the_text_up_to_an_error(pair):
         assert_close("keys", ours.keys, own.keys, TARGET_FORWARD)
 
 
+def another_activation(target, monkeypatch):
+    """Twice: from a module to a function, and to another function."""
+    for layer in target.model.layers:
+        other = torch.tanh if layer.mlp.act_fn is torch.relu else torch.relu
+        del layer.mlp.act_fn
+        layer.mlp.act_fn = other
+
+
+def another_attention(target, monkeypatch):
+    def scaled(module, query, *args, **kwargs):
+        return sdpa_attention_forward(module, query * 3, *args, **kwargs)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", scaled)
+
+
+@pytest.mark.parametrize("change", [another_activation, another_attention], ids=lambda change: change.__name__)
+def test_what_changes_a_target_is_noticed(pair, monkeypatch, change):
+    """By the texts after it, each of which is the target's own."""
+    options, seam, texts = batch_of(*known_prompts(pair[0], 5), **GREEDY), Recorded(), []
+    for _ in range(3):
+        with seams(lambda device: seam):
+            text = pair[0].generate(**options, assistant_model=pair[1], **CHAIN).tolist()
+        assert text == pair[0].generate(**options).tolist()
+        texts.append(text)
+        change(pair[0], monkeypatch)
+    assert texts[0] != texts[1]
+
+
+def test_a_forward_at_the_address_of_an_earlier_one_is_another(pair):
+    mlp, seen = pair[0].model.layers[0].mlp, []
+    for factor in (1.0, -1.0):
+        mlp.forward = MethodType(lambda self, x, by=factor: by * type(self).forward(self, x), mlp)
+        seen.append(forward_of(mlp))
+        assert forward_of(mlp) == seen[-1]
+        del mlp.forward
+    assert seen[0] != seen[1]
+
+
+def test_plans_that_were_captured_first_are_dropped(pair, monkeypatch):
+    monkeypatch.setattr(kept, "MOST_PLANS", 3)
+    seam, options = Recorded(), batch_of(*PROMPT, **GREEDY)
+    for nodes in (*range(4, 12), 11, 4):
+        tree = {"num_assistant_tokens": 4, "draft_tree_top_k": 3, "draft_tree_total_tokens": nodes}
+        with seams(lambda device: seam):
+            text = pair[0].generate(**options, assistant_model=pair[1], **tree)
+        assert text.tolist() == pair[0].generate(**options).tolist()
+    (captures,) = [captures for one in kept._kept[pair[1]][pair[0]].values() for captures in one.by_choice.values()]
+    assert len({plan for _, plan in captures.captured}) == len(captures.samplers) == len(captures.rounds.out) == 4
+    assert seam.captures == 2 * 9  # the one used last is still there, the first one is captured again
+
+
+def test_a_callers_error_within_a_capture_is_raised(pair):
+    """As of a timer, which may go off at any time; the next call is captured."""
+
+    class Late(Recorded):
+        name = "late"  # another seam than the next call's
+
+        def capture(self, function, part):
+            raise TimeoutError("the caller's deadline")
+
+    options = batch_of(*PROMPT, **GREEDY)
+    with seams(lambda device: Late()), pytest.raises(TimeoutError, match="deadline"):
+        pair[0].generate(**options, assistant_model=pair[1], **CHAIN)
+    assert captured(pair, Recorded(), **options) == pair[0].generate(**options).tolist()
+
+
 def test_no_noise_is_kept_from_call_to_call(pair):
     captured(pair, Recorded(), **batch_of(*PROMPT, **DRAWN))
     (one,) = kept._kept[pair[1]][pair[0]].values()
     (captures,) = one.by_choice.values()
     assert captures.samplers
-    assert all(sampler.noise is None for sampler in captures.samplers)
+    assert all(sampler.noise is None for pair_of in captures.samplers.values() for sampler in pair_of)

@@ -73,6 +73,8 @@ class CapturedExecutor:
         try:
             self._capture(plan)
         except Exception as failure:
+            if not _is_of_capturing(failure):
+                raise
             self._hand_back(f"capturing failed ({_in_a_line(_cause_of(failure, callers))})")
             return self.eager.round(plan)
         try:
@@ -247,6 +249,12 @@ def _walk(b: int, found: Outcomes, drafts: HostDrafts, ends: Ends) -> Walk:
         if ends.after(b, walk.tokens, []) or child is None:
             break
     return walk
+
+
+def _is_of_capturing(failure: Exception) -> bool:
+    """Returns whether an error may come of a capture; a caller's own, as of a timer, may come at any time."""
+    kind = type(failure).__module__.partition(".")[0]
+    return kind in ("builtins", "torch", "triton", "subprocess") and not isinstance(failure, TimeoutError)
 
 
 def _cause_of(failure: BaseException, callers: BaseException | None) -> BaseException:

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...cache.arena import Arena, leave_arena, move_into, slots_of
 from ...kernels.operation import OPERATIONS, SWITCH, why_torch
@@ -34,6 +35,7 @@ from .round import Round
 from .seam import Seam, seam_of
 
 MOST_KEPT = 6  # sizes of one pair, and ways to choose tokens of one size: those used last
+MOST_PLANS = 64  # of one way to choose tokens when a call begins: those captured last
 
 
 @dataclass
@@ -44,7 +46,23 @@ class Captures:
     rounds: Round
     captured: Captured = field(default_factory=dict)
     numbers: dict[int, Tensor] = field(default_factory=dict)
-    samplers: list[Any] = field(default_factory=list)  # graphs read tensors of those they were captured with
+    samplers: dict[Any, Any] = field(default_factory=dict)  # by plan, those captured with: graphs read their tensors
+
+    def add_samplers(self, samplers: tuple[Any, Any]) -> None:
+        """Keeps a call's samplers with the plans that it has captured."""
+        for plan in {plan for _, plan in self.captured} - {*self.samplers}:
+            self.samplers[plan] = samplers
+            for sampler in samplers:
+                sampler.noise = None  # large, and read by no graph
+
+    def forget_plans(self) -> None:
+        """Drops the plans that were captured first, of more than MOST_PLANS: clients may ask for ever others."""
+        plans = [*dict.fromkeys(plan for _, plan in self.captured)]
+        for plan in plans[: max(0, len(plans) - MOST_PLANS)]:
+            for key in (("draft", plan), ("verify", plan)):
+                self.captured.pop(key, None)
+            self.samplers.pop(plan, None)
+            self.rounds.forget(plan)
 
 
 @dataclass
@@ -68,14 +86,11 @@ class Kept:
             # Tried before anything is captured: what a trial does, or fails in, is forbidden to a capture.
             not_fused = why_not_fused(target.model)
             captures.rounds.parts = Parts(target, drafter, eager.proposer.sampler, eager.sampler, not_fused)
-            num_captured = len(captures.captured)
             try:
                 yield CapturedExecutor(eager, captures.rounds, self.seam, captures.captured, self.failures)
             finally:
                 captures.rounds.parts = None  # models and caches are not kept alive
-                if len(captures.captured) > num_captured:
-                    captures.samplers += [eager.proposer.sampler, eager.sampler]
-                    eager.proposer.sampler.noise = eager.sampler.noise = None  # large, and read by no graph
+                captures.add_samplers((eager.proposer.sampler, eager.sampler))
                 if self.failures:
                     self.give_up()
 
@@ -106,6 +121,7 @@ class Kept:
         while len(self.by_choice) >= MOST_KEPT:  # a server whose clients choose top_k, say
             del self.by_choice[next(iter(self.by_choice))]
         self.by_choice[choice] = captures  # the last one: it is used now
+        captures.forget_plans()
         if sampler.noise is not None:
             self.carry.hold_noise(sampler.noise.vocab_size)
         sampler.processors = processors.tuned(sampler.processors, captures.numbers, self.carry.text.device)
@@ -247,7 +263,8 @@ def fingerprint(model: PreTrainedModel) -> tuple:
     ]
     config = model.config.get_text_config(decoder=True).to_json_string(use_diff=False)
     modules = tuple((forward_of(module), values_of_module(module)) for module in model.modules())
-    return own_attention(model), config, tuple(weights), modules
+    implementation = own_attention(model)
+    return implementation, ALL_ATTENTION_FUNCTIONS.get(implementation), config, tuple(weights), modules
 
 
 def _writes(weight: Tensor) -> int:

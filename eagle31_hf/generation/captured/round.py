@@ -31,6 +31,11 @@ class Round(Drafting):
         self.verified: dict[Plan, Verified] = {}
         self.num_proved = Counter[Plan]()  # rounds that were compared with the target's own forwards
 
+    def forget(self, plan: Plan) -> None:
+        """Drops what was made for a plan."""
+        for made in (self.drafts, self.out, self.verified, self.num_proved):
+            made.pop(plan, None)
+
     def verify(self, plan: Plan) -> None:
         """The target reads the last token and the drafts; what it accepts is committed."""
         carry, drafts = self.carry, self.drafts[plan]
