@@ -109,6 +109,7 @@ def test_acceptance_is_reported_and_compared_with_an_earlier_report(tmp_path, ca
     ("words", "said"),
     [
         (["--depths", "3", "17"], "--depths: got 17; expected at most 16"),
+        (["--depth", "17"], "--depth: got 17; expected at most 16"),
         (["--concurrency", "3"], "--concurrency: got 3; expected at most 2"),
         (["--temperatures", "0"], "--temperatures: got '0', expected a number above 0"),
         (["--against", "nowhere.json"], "nowhere.json: there is no such file"),

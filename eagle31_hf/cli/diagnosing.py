@@ -76,9 +76,9 @@ def drift(args: argparse.Namespace) -> int:
 
 def acceptance(args: argparse.Namespace) -> int:
     """Measures acceptance and speed and shows them; with --output also writes the report."""
-    if max(args.depths) > MAX_DEPTH or args.depth > MAX_DEPTH:
-        deepest = max(args.depth, *args.depths)
-        raise ValueError(f"--depths: got {deepest}; expected at most {MAX_DEPTH}, the deepest that is drafted.")
+    for option, deepest in (("--depth", args.depth), ("--depths", max(args.depths))):
+        if deepest > MAX_DEPTH:
+            raise ValueError(f"{option}: got {deepest}; expected at most {MAX_DEPTH}, the deepest that is drafted.")
     if args.rivals and args.engine:
         raise ValueError(f"--rivals are ways of transformers, and --engine is {args.engine}; expected one of the two.")
     earlier = None if args.against is None else read_earlier(Path(args.against))
