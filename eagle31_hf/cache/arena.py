@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from ..kernels.acceptance import table_of
 from ..kernels.rope import append
 from .layer import DUMMY, Placement, SlotLayer, slot_layers
 from .states import is_recurrent
@@ -46,6 +47,13 @@ class Arena:
     def all(self) -> list[Tensor]:
         """The buffers of all layers that have written, keys and values in turn."""
         return [buffer for index in sorted(self.buffers) for buffer in self.buffers[index]]
+
+    def keep_table(self) -> None:
+        """Keeps the table of the buffers that a capture will find; it is another one where an earlier one was dropped
+        from those that `move_path` keeps."""
+        table = table_of(self.all())
+        if not any(table is kept for kept in self.tables):
+            self.tables.append(table)
 
     def num_bytes(self) -> int:
         return sum(buffer.numel() * buffer.element_size() for buffer in self.all())

@@ -455,7 +455,6 @@ class Rounded(QuantizedLayer):
 
 NOT_ADOPTED = {
     "quantized": lambda: Cache(layers=[DynamicLayer(), Rounded()]),
-    "states_alone": lambda: Cache(layers=[LinearAttentionLayer()]),
     "indexed": lambda: Cache(layers=[DynamicIndexedLayer()]),
     "offloaded": lambda: Cache(layers=[DynamicLayer(), DynamicLayer()], offloading=True),
     "offloaded_later": lambda: Cache(layer_class_to_replicate=DynamicLayer, offloading=True),

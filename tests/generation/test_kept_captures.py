@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from eagle31_hf import track_acceptance
 from eagle31_hf.cache import arena
-from eagle31_hf.generation.captured import executor, kept
+from eagle31_hf.generation.captured import kept
 from eagle31_hf.generation.captured.carry import Carry
 from eagle31_hf.generation.captured.kept import release
 from eagle31_hf.generation.captured.seam import Uncaptured, seams
@@ -244,7 +244,7 @@ def test_states_of_an_earlier_call_are_not_read(pair):
 def test_tables_that_graphs_read_are_kept(pair, monkeypatch):
     """The cache of tables may have dropped one meanwhile, and make another for the next plan."""
     made = list[object]()
-    monkeypatch.setattr(executor, "table_of", lambda buffers: made.append(object()) or made[-1])
+    monkeypatch.setattr(arena, "table_of", lambda buffers: made.append(object()) or made[-1])
     with seams(lambda device: Recorded()):
         for depth in (2, 3):
             pair[0].generate(**batch_of(*PROMPT, **GREEDY), assistant_model=pair[1], num_assistant_tokens=depth)

@@ -14,7 +14,6 @@ from transformers.utils import logging
 
 from ...cache import adopt as cache
 from ...cache.transfer import to_device
-from ...kernels.acceptance import table_of
 from ..aux_states import AuxStates
 from ..executor import EagerExecutor, Outcome, Room
 from ..planning.plan import NO_DRAFTS, UNLIMITED, Plan
@@ -95,10 +94,7 @@ class CapturedExecutor:
 
     def _capture(self, plan: Plan) -> None:
         """Captures a plan's draft and verify, where that has not been done."""
-        arena = self.rounds.parts.target.arena
-        table = table_of(arena.all())  # the one that a capture finds; another one, where this was dropped meanwhile
-        if not any(table is kept for kept in arena.tables):
-            arena.tables.append(table)
+        self.rounds.parts.target.arena.keep_table()
         for part, function in (("draft", self.rounds.draft), ("verify", self.rounds.verify)):
             if (part, plan) in self.captured:
                 continue
