@@ -114,7 +114,7 @@ def test_acceptance_is_reported_and_compared_with_an_earlier_report(tmp_path, ca
         (["--temperatures", "0"], "--temperatures: got '0', expected a number above 0"),
         (["--against", "nowhere.json"], "nowhere.json: there is no such file"),
     ],
-    ids=["depths", "concurrency", "temperatures", "against"],
+    ids=["depths", "depth", "concurrency", "temperatures", "against"],
 )
 def test_what_cannot_be_compared_is_said_in_a_line(words, said, capsys):
     assert acceptance(*ONE_WAY, *words) == 2
