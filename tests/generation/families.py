@@ -20,7 +20,7 @@ import transformers
 from conftest import NO_SPECIAL_TOKENS, PROMPT, ROPED, WIDTH, fit_head, greedy_text
 from observers import noting
 from packaging.version import Version
-from recurrent_families import IN_STEP_FOR_STATES, RECURRENT_FAMILIES, STREAMS, WITHOUT_KEYS
+from recurrent_families import IN_STEP_FOR_STATES, RECURRENT_FAMILIES, STREAMS
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import ModelOutput
@@ -145,10 +145,9 @@ class Family:
 
 
 def of_recurrent(name: str, config_class: str, fields: dict, seed: int = 0) -> Family:
-    """Before transformers 5.21 only convolutions can be taken back, before 5.23 masks are made in another way."""
+    """Before transformers 5.21 only convolutions can be taken back, and batches keep step."""
     works = HAS_METHODS or config_class.startswith("Lfm")
-    masks_fit = Version(transformers.__version__) >= Version("5.23") or name in WITHOUT_KEYS
-    has_pace = name not in IN_STEP_FOR_STATES and masks_fit
+    has_pace = name not in IN_STEP_FOR_STATES and HAS_METHODS
     words = {"tree": CHAINS, "has_pace": has_pace} if works else ALWAYS_REFUSED
     return Family(config_class, fields, **words, seed=seed)
 

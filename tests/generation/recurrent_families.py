@@ -90,7 +90,6 @@ RECURRENT_FAMILIES = {
 }
 # Batches in step: they attend by where tokens stand in the longest sequence.
 IN_STEP_FOR_STATES = ("Inkling", "Inkling2")
-WITHOUT_KEYS = ("Mamba2", "Mamba", "FalconMamba")
 # Their layers pass several states of a token on, of hyper-connections, or keep states of compressed keys: refused.
 STREAMS = {
     "Qwen4-Exp": (
