@@ -19,7 +19,6 @@ import torch
 import transformers
 from conftest import NO_SPECIAL_TOKENS, PROMPT, ROPED, WIDTH, fit_head, greedy_text
 from observers import noting
-from packaging.version import Version
 from recurrent_families import IN_STEP_FOR_STATES, RECURRENT_FAMILIES, STREAMS
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
