@@ -2,6 +2,7 @@
 
 python tests/soak.py --runs 2000 --seed 0
 python tests/soak.py --seconds 60 --seed 0
+python tests/soak.py --runs 5000 --recurrent    of these runs those of targets with recurrent states
 python tests/soak.py --seed 0 --only 317        one run again, with its description
 """
 
@@ -23,6 +24,7 @@ sys.path.insert(1, str(Path(__file__).parent / "generation"))  # of families.py
 import psutil
 import torch
 import transformers
+from recurrent_families import RECURRENT_FAMILIES
 from soaking import models
 from soaking.trial import Result, Trial, draw, run
 
@@ -130,6 +132,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the number of the first run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, help="begin no run after so many")
+    parser.add_argument("--recurrent", action="store_true", help="only runs of targets with recurrent states")
     parser.add_argument("--only", type=int, help="this run alone")
     arguments = parser.parse_args()
     quiet()
@@ -139,9 +142,11 @@ def main() -> int:
         print(draw(arguments.seed, arguments.only))
         return bool(soak(arguments.seed, [arguments.only]).failures)
     began, report = time.monotonic(), Report()
-    numbers = range(arguments.first, arguments.first + arguments.runs)
-    compiled = [number for number in numbers if draw(arguments.seed, number).choices["wrapper"].startswith("compiled")]
-    usual = sorted({*numbers} - {*compiled})
+    choices = {n: draw(arguments.seed, n).choices for n in range(arguments.first, arguments.first + arguments.runs)}
+    if arguments.recurrent:
+        choices = {number: chosen for number, chosen in choices.items() if chosen["family"] in RECURRENT_FAMILIES}
+    compiled = [number for number, chosen in choices.items() if chosen["wrapper"].startswith("compiled")]
+    usual = sorted({*choices} - {*compiled})
     soak(arguments.seed, usual, arguments.seconds, report)
     held = flat(arguments.seed, usual[: min(REPEATED, report.runs)])
     left = None if arguments.seconds is None else arguments.seconds - (time.monotonic() - began)
