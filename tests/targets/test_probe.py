@@ -251,3 +251,22 @@ def test_a_target_that_refuses_trees_says_so_once(logged_by_probe):
     for _ in range(3):
         assert "its forward refuses a tree" in probe.why_no_trees(target)
     assert len(logged_by_probe) == 1
+
+
+@pytest.mark.parametrize(
+    ("errors", "is_raised"),
+    [(["its own"] * 2, False), (["caller's", "its own", "its own"], True), (["its own", "caller's", "its own"], True)],
+)
+def test_only_an_error_that_comes_again_is_a_refusal(errors, is_raised):
+    """A hook of the caller's may fail in the trial of a target that refuses, too."""
+    left = [*errors]
+
+    def fails(target):
+        raise ValueError(left.pop(0))
+
+    if is_raised:
+        with pytest.raises(ValueError, match="caller's"):
+            probe._judged(build_target(), fails, "it refuses", "it differs")
+    else:
+        assert probe._judged(build_target(), fails, "it refuses", "it differs") == "it refuses (ValueError: its own)"
+    assert not left
