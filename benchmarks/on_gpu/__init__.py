@@ -15,6 +15,7 @@ from eagle31_hf.storage.folders import replace_json
 
 from .run import SMALL, LoadDemo, Row, Run, Section, Sizes
 from .sections import SECTIONS
+from .subprocesses import without_folders
 
 LEAST = 2.0  # seconds that a section needs to be begun
 Progress = Callable[[str], None]
@@ -107,7 +108,7 @@ class Runner:
         """The traceback of the error under way."""
         self.has_failed = True
         self.progress(traceback.format_exc(limit=-1).splitlines()[-1][:200])
-        return traceback.format_exc()
+        return without_folders(traceback.format_exc())
 
 
 def is_usable(device: torch.device) -> bool:

@@ -266,7 +266,7 @@ def can_crop(cache: Cache) -> bool:
 
 def length(cache: Cache) -> int | None:
     """Returns how many tokens a cache holds; None where no layer has keys: states do not tell."""
-    return int(cache.get_seq_length()) if attention_layers(cache) or not cache.layers else None
+    return int(cache.get_seq_length()) if has_keys(cache) else None
 
 
 def capacity(cache: Cache) -> int | None:
@@ -279,6 +279,12 @@ def attention_layers(cache: Cache) -> list[Any]:
     """Returns the layers of a cache that hold keys and values; those of convolutions and recurrences give no
     attentions."""
     return [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
+
+
+def has_keys(cache: Cache) -> bool:
+    """Returns whether some layer of a cache keeps keys, or will where it has none yet: without any, masks and positions
+    mean nothing."""
+    return bool(attention_layers(cache)) or not cache.layers
 
 
 def accepted_keys(cache: Cache) -> tuple[Tensor, int] | None:

@@ -133,7 +133,7 @@ def can_see_rows(request: Request, runner: TargetRunner) -> bool:
     is_wanted = len(request.input_ids) > 1 and runner.mixers.is_needed and runner.placement is not None
     if not is_wanted or request.drafter.config._attn_implementation not in MASKED:
         return False
-    if not runner.has_keys:
+    if not cache.has_keys(runner.past_key_values):
         return True
     return why_no_rows(request.target, runner.passes_positions(request.input_ids)) is None
 

@@ -77,11 +77,6 @@ class TargetRunner:
         )
 
     @property
-    def has_keys(self) -> bool:
-        """Returns whether some layer of the cache keeps keys: without any, masks and positions mean nothing."""
-        return bool(cache.attention_layers(self.past_key_values)) or not self.past_key_values.layers
-
-    @property
     def cache_outlives_call(self) -> bool:
         """Returns whether the caller keeps the cache: rows that end before others must then leave in it what plain
         decoding writes."""

@@ -22,7 +22,7 @@ def slot_masks(
 
     `mask`: of N new tokens as queries; `going`: the sequences that have not ended, by default all.
     """
-    if past_key_values.layers and not cache.attention_layers(past_key_values):
+    if not cache.has_keys(past_key_values):
         return None
     has_states = is_recurrent(past_key_values)
     windows = _windows_beside_states(target) if has_states else windows_of(target)

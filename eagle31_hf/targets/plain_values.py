@@ -19,16 +19,22 @@ def plain_values(one: object, but: set) -> list[tuple[str, str]]:
     """The attributes that are plain values or lists of such, and of dicts the entries that are, less those named
     `but`."""
     attributes = vars(one).copy()  # at once: another thread may set some meanwhile
-    flat = [(name, value) for name, value in attributes.items() if name not in but and not isinstance(value, dict)]
-    for name, value in attributes.items():
-        if name not in but and isinstance(value, dict):
-            flat += [(f"{name}.{key}", entry) for key, entry in value.copy().items()]
-    return [(name, str(value)) for name, value in flat if _is_plain(value)]
+    found = list[tuple[str, str]]()
+    for name in [name for name in attributes if name not in but]:
+        value = attributes[name]
+        if issubclass(type(value), dict):
+            found += [(f"{name}.{key}", str(entry)) for key, entry in value.copy().items() if _is_plain(entry)]
+        elif _is_plain(value):
+            found.append((name, str(value)))
+    return found
 
 
 def _is_plain(value: object) -> bool:
-    if isinstance(value, dict):
-        return all(map(_is_plain, value.values()))
-    if isinstance(value, list | tuple | set):
-        return all(map(_is_plain, value))
-    return isinstance(value, PLAIN) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    kind = type(value)  # not isinstance, which looks into configs
+    if issubclass(kind, PLAIN):
+        return True
+    if issubclass(kind, dict):
+        return all(map(_is_plain, value.values()))  # type: ignore[attr-defined]
+    if issubclass(kind, list | tuple | set):
+        return all(map(_is_plain, value))  # type: ignore[call-overload]
+    return isinstance(value, torch.Tensor) and value.numel() == 1

@@ -20,7 +20,7 @@ from on_gpu.rivals import STATIC_LIMIT
 from on_gpu.rounds import survival_of, timed
 from on_gpu.run import SMALL, SURVIVAL, Run, Section
 from on_gpu.sections import BUDGET, NAMES, SECTIONS
-from on_gpu.subprocesses import in_subprocess
+from on_gpu.subprocesses import FOLDER, in_subprocess
 from on_gpu.watched import Watch
 
 from eagle31_hf.generation.captured.seam import Uncaptured
@@ -234,7 +234,10 @@ def test_captures_are_no_part_of_what_is_timed(monkeypatch):
 def test_processes_that_take_too_long_or_fail_are_told():
     facts = {"shape": "tiny", "prompt": 4, "new_tokens": 4, "dtype": "float32"}
     assert "longer than" in in_subprocess("static", 0.0, "cpu", facts)["left_out"]
-    assert "KeyError" in in_subprocess("statics", LONG, "cpu", facts)["error"]
+    told = in_subprocess("statics", LONG, "cpu", facts)["error"]
+    assert "KeyError" in told
+    assert "on_gpu/compiled.py" in told
+    assert str(FOLDER) not in told, "results are kept, and no machine's paths"
 
 
 def test_a_static_cache_is_timed():

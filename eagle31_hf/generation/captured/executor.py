@@ -94,10 +94,10 @@ class CapturedExecutor:
 
     def _capture(self, plan: Plan) -> None:
         """Captures a plan's draft and verify, where that has not been done."""
-        self.rounds.parts.target.arena.keep_table()
         for part, function in (("draft", self.rounds.draft), ("verify", self.rounds.verify)):
             if (part, plan) in self.captured:
                 continue
+            self.rounds.parts.target.arena.keep_table()
             if part == "verify":  # capturing has run nothing, and verifying needs drafts to warm up with
                 self._run("draft", plan)
             with self.carry.restored(), self._placing():

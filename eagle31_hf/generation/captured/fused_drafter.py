@@ -1,5 +1,5 @@
-"""The drafter's forward over an arena by the operations of `kernels`: eleven nodes of a graph a
-forward, its head included.
+"""The drafter's forward over an arena by the operations of `kernels`: eleven nodes of a graph a forward, with
+its head.
 
 B sequences, T tokens, h drafter width, n*ht width of a token's captured states, Vd draft vocabulary.
 """

@@ -66,8 +66,8 @@ def verify_and_prove(rounds: Any, plan: Plan, verify: Callable[[], None], eager:
     was, where one computes something else than the target does."""
     is_long = max(eager.sequences.lengths.host) > LONGEST
     # Keys of an earlier turn may come from another adapter: they cannot be compared.
-    has_no_memory = rounds.parts.has_no_memory
-    if rounds.num_proved[plan] >= ROUNDS or is_long or eager.runner.num_cached or has_no_memory:
+    is_left = is_long or eager.runner.num_cached or rounds.parts.has_no_memory  # to another call
+    if rounds.num_proved[plan] >= ROUNDS or is_left:
         verify()
         return
     carry = rounds.carry
