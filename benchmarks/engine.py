@@ -2,7 +2,8 @@
 by decree.
 
 Every forward of a generate() call is recorded and run again, the same inputs over caches of the same length, with
-nothing around it. *Efficiency* is the seconds of those bare forwards over the seconds of the call.
+nothing around it. *Efficiency* is the seconds of those bare forwards over the seconds of the call. Of a target with
+recurrent states the bare forwards read each draft once, one after the other, and none of them again.
 """
 
 import argparse
@@ -17,7 +18,15 @@ import torch
 from command import add_models, add_rounds, progress, run_benchmark
 from synthetic import MARK, synthetic_decoding
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    LlamaConfig,
+    NemotronHConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3NextConfig,
+)
 
 from eagle31_hf.acceptance import track_acceptance
 from eagle31_hf.bench import environment, synchronize
@@ -74,8 +83,32 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 128,
         "vocab_size": 128256,
     },
+    # layers of their real sizes, but eight of them in place of 48 and 52, and 32 experts in place of 512
+    "qwen3-next-8-layers": {
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "num_experts": 32,
+        "vocab_size": 151936,
+    },
+    "nemotron-h-8-layers": {
+        "hidden_size": 4096,
+        "intermediate_size": 21504,
+        "layers_block_type": ["linear_attention", "mlp"] * 2 + ["full_attention", "mlp", "linear_attention", "mlp"],
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 131072,
+    },
 }
-CLASSES: dict[str, Any] = {"llama-3.1-8b": LlamaConfig}
+CLASSES: dict[str, Any] = {
+    "llama-3.1-8b": LlamaConfig,
+    "qwen3-next-8-layers": Qwen3NextConfig,
+    "nemotron-h-8-layers": NemotronHConfig,
+}
 SHARED_FIELDS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 DRAFT_VOCABULARY = 32000
 
@@ -147,13 +180,13 @@ class Recording:
 
     def _add(self, i: int, args: tuple, kwargs: dict[str, Any]) -> None:
         past = kwargs["past_key_values"]
-        place = past.layers[0].placement
+        place = cache.slot_layers(past)[0].placement
         self.calls.append(
             (
                 i,
                 args,
                 {**kwargs, "past_key_values": None},
-                past.get_seq_length(),
+                cache.length(past),
                 (place.slots, place.written, place.low, place.high),
             )
         )
@@ -161,8 +194,15 @@ class Recording:
     @torch.no_grad()
     def replay(self, num_rows: int, num_tokens: int) -> float:
         """Runs every forward but the prompt's again, over caches filled with as many tokens; returns seconds."""
+        with ExitStack() as stack:
+            filled = [cache.slot_cache(model.config) for model in self.models]
+            held = DynamicCache(config=self.models[0].config)
+            if cache.is_recurrent(held):
+                filled[0] = held, stack.enter_context(cache.slots(held, num_tokens))
+            return self._replay(filled, num_rows, num_tokens)
+
+    def _replay(self, filled: list[tuple], num_rows: int, num_tokens: int) -> float:
         target, drafter = self.models
-        filled = [cache.slot_cache(model.config) for model in self.models]
         ids = torch.zeros(num_rows, num_tokens, dtype=torch.long, device=target.device)
         target(ids, past_key_values=filled[0][0], logits_to_keep=1)
         states = torch.randn(*ids.shape, drafter.config.hidden_size, dtype=drafter.dtype, device=target.device)
@@ -174,7 +214,7 @@ class Recording:
                 continue
             past, place = filled[i]
             place.slots, place.written, place.low, place.high = placed
-            for layer in past.layers:
+            for layer in cache.slot_layers(past):
                 layer.settle(end)
             began = time.perf_counter()
             self.models[i](*args, **{**kwargs, "past_key_values": past})

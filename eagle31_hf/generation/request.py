@@ -20,7 +20,7 @@ from ..targets.few_rows import LOW, few_rows
 from ..targets.fused import fused_rows
 from ..targets.layers import capture_states, decoder_layers
 from ..targets.masks import windows_of
-from ..targets.probe import why_no_drafts_with_attentions, why_no_rows, why_no_trees
+from ..targets.probe import why_no_drafts_with_attentions, why_no_trees
 from ..targets.tree_attention import attention_of_rounds, own_attention
 from . import processors
 from .captured.kept import kept_for
@@ -98,9 +98,8 @@ class Mode:
         returns_attentions = bool(runner.model_kwargs.get("output_attentions"))
         may_draft = not returns_attentions or why_no_drafts_with_attentions(request.target) is None
         sees_trees = may_draft and can_see_trees(request, runner)
-        sees_rows = sees_trees or (may_draft and can_see_rows(request, runner))
         is_free = (
-            sees_rows
+            sees_trees
             and stopping.is_per_sequence
             and processors.are(request.logits_processor, processors.PER_SEQUENCE)
             and request.streamer is None
@@ -123,19 +122,9 @@ def can_see_trees(request: Request, runner: TargetRunner) -> bool:
         return False
     if request.drafter.config._attn_implementation not in MASKED:
         return False
-    is_in_slots = runner.placement is not None and not runner.mixers.is_needed
-    return why_no_trees(request.target, runner.passes_positions(request.input_ids), is_in_slots) is None
-
-
-def can_see_rows(request: Request, runner: TargetRunner) -> bool:
-    """Returns whether a batch's sequences can differ in length where trees cannot be verified: in chains, of targets
-    with recurrent states. Tried only where it is wanted."""
-    is_wanted = len(request.input_ids) > 1 and runner.mixers.is_needed and runner.placement is not None
-    if not is_wanted or request.drafter.config._attn_implementation not in MASKED:
-        return False
-    if not cache.has_keys(runner.past_key_values):
-        return True
-    return why_no_rows(request.target, runner.passes_positions(request.input_ids)) is None
+    # without keys there is no attention to tell positions
+    is_told = runner.passes_positions(request.input_ids) or not cache.has_keys(runner.past_key_values)
+    return why_no_trees(request.target, is_told, runner.placement is not None) is None
 
 
 def speculative_decoding(request: Request, wrap_sampler: WrapSampler | None = None) -> Any:

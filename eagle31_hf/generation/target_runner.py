@@ -155,7 +155,7 @@ class TargetRunner:
             inputs = self.target.prepare_inputs_for_generation(ids, next_sequence_length=num_nodes, **kwargs)
             shared = SlotMask(starts, visible, depths, depths, self.seen)
             inputs["attention_mask"] = slot_masks(self.target, self.past_key_values, shared, commit.going)
-            return self._run(inputs, num_nodes)
+            return self._run(inputs, drafts)
         finally:
             self.placement.clear()
 
@@ -186,19 +186,23 @@ class TargetRunner:
         ids = torch.cat((ids, drafts.ids), dim=1)
         inputs = self.target.prepare_inputs_for_generation(ids, next_sequence_length=drafts.num_nodes, **kwargs)
         num_before = self.num_before + ids.shape[1] - drafts.num_nodes
-        return self._run(inputs, drafts.num_nodes, num_before if self.is_exact else None)
+        return self._run(inputs, drafts, num_before if self.is_exact else None)
 
-    def _run(self, inputs: dict[str, Any], num_nodes: int, num_before: int | None = None) -> CausalLMOutputWithPast:
-        """Runs a round's nodes; `num_before`: keys before them, where attention runs position by position."""
+    def _run(
+        self, inputs: dict[str, Any], drafts: DraftTokens, num_before: int | None = None
+    ) -> CausalLMOutputWithPast:
+        """Verifies drafts; `num_before`: keys before them, where attention runs position by position."""
         if "logits_to_keep" in inputs:
-            inputs["logits_to_keep"] = num_nodes
-        with in_drafted_call(num_before), self.mixers.verifying(len(inputs["input_ids"]), num_nodes):
+            inputs["logits_to_keep"] = drafts.num_nodes
+        parents = drafts.on_host()[0].parents if self.mixers.is_needed else None
+        verifying = self.mixers.verifying(len(inputs["input_ids"]), drafts.num_nodes, parents)
+        with in_drafted_call(num_before), verifying:
             return self.target(**inputs, return_dict=True)
 
     def keep(self, sequences: Sequences, commit: Commit, num_nodes: int) -> None:
         """Keeps the nodes of the commit's paths in the cache, of the last forward's `num_nodes`, and drops the
         others; the sequences lack the new tokens yet."""
-        self.mixers.commit([len(path) for path in commit.paths])
+        self.mixers.commit(commit.paths)
         if self.placement is None:
             cache.crop(self.past_key_values, num_nodes - len(commit.paths[0]))
         else:

@@ -14,18 +14,20 @@ from transformers.utils import logging
 from ..cache import adopt
 from ..cache.arena import Arena, move_into
 from ..cache.masks import SlotMask, ancestors_of
+from ..cache.states import is_recurrent
 from ..cache.transfer import Mirrored
 from ..cache_names import cache_argument
 from ..kernels.operation import SWITCH
 from .ends import execution_device
 from .layers import rounded_anew
-from .masks import slot_masks, span_masks
+from .masks import MASKLESS, slot_masks, span_masks
+from .paths import paths_of
+from .recurrent import Mixers
 from .tree_attention import attention_of_rounds, own_attention
 
 logger = logging.get_logger(__name__)
 
 PREFIX = 6
-GAP = 2
 PARENTS = (-1, 0, 0, 1, 2, 3)  # two branches that go on
 ARENA = 128  # slots, more than there are tokens
 # Shares of the logits' spread, see `difference`. In fp32 right targets are off by 2e-5 at most, wrong ones by 0.01 and
@@ -38,6 +40,8 @@ LOW_PRECISION_TOLERANCE = 0.02
 ROUNDINGS = 2
 OUT_OF_SCALE = 1e30
 ANEW = 4
+# types of layers that may see trees: others see differences only in texts that are longer than those tried here
+TREE_LAYERS = {"full_attention", "sliding_attention", "hybrid", "hybrid_sliding", *MASKLESS}
 
 HIDDEN = (
     "its forward's signature hides position_ids, or prepare_inputs_for_generation drops them (functools.wraps keeps the"
@@ -71,17 +75,6 @@ def why_no_trees(target: PreTrainedModel, is_told_positions: bool = True, is_in_
         return (None if is_in_slots else NO_SLOTS) or _try_trees(target) or (None if is_told_positions else HIDDEN)
 
     return _verdict("chains instead of trees", target, given, find)
-
-
-def why_no_rows(target: PreTrainedModel, is_told_positions: bool) -> str | None:
-    """Returns None where a sequence is read beside a longer one as it is alone, else the reason, logged the first time
-    it is found. It is for targets that see no trees."""
-
-    def find() -> str | None:
-        refuses, differs = "its forward refuses a mask of slots", "its logits differ beside a longer sequence"
-        return _judged(target, _error_of_the_shorter, refuses, differs) or (None if is_told_positions else HIDDEN)
-
-    return _verdict("the sequences of a batch keep in step", target, (is_told_positions,), find)
 
 
 def why_no_drafts_with_attentions(target: PreTrainedModel) -> str | None:
@@ -118,8 +111,8 @@ def _try_trees(target: PreTrainedModel) -> str | None:
     kinds = set(getattr(config, "layer_types", None) or ())
     if implementation not in ("eager", "sdpa"):
         return f"attention implementation {implementation} takes no mask of a tree"
-    if kinds - {"full_attention", "sliding_attention"}:
-        return f"layers of type {', '.join(sorted(kinds - {'full_attention', 'sliding_attention'}))}"
+    if kinds - TREE_LAYERS:
+        return f"layers of type {', '.join(sorted(kinds - TREE_LAYERS))}"
     if "local" in (getattr(config, "attention_layers", None) or ()):
         return "its windows go by row of the cache, not by position"  # GPT-Neo; seen only past the window
     return _judged(
@@ -261,17 +254,19 @@ def random_tree(target: PreTrainedModel) -> Tree:
 def tree_in_slots(target: PreTrainedModel, tree: Tree) -> Tensor:
     """The target's logits (1, N, V) over a tree, by a mask of four dimensions."""
     cache = DynamicCache(config=target.config.get_text_config(decoder=True))
-    given = cache_argument(target.forward, cache)
-    target(input_ids=tree.prefix, use_cache=True, **given)
-    cache.crop(0)
-    mask = SlotMask(Mirrored([PREFIX]), tree.visible, tree.depths, tree.depths)
-    return target(
-        input_ids=tree.nodes,
-        position_ids=PREFIX + tree.depths,
-        use_cache=True,
-        attention_mask=slot_masks(target, cache, mask),
-        **given,
-    ).logits
+    given = cache_argument(target.forward, cache) | {"use_cache": True}
+    with Mixers(target, cache) as mixers:
+        with mixers.finding():
+            target(input_ids=tree.prefix, **given)
+        adopt.crop(cache, 0)
+        mask = SlotMask(Mirrored([PREFIX]), tree.visible, tree.depths, tree.depths)
+        with mixers.verifying(1, len(PARENTS), [[*PARENTS[1:]]]):
+            return target(
+                input_ids=tree.nodes,
+                position_ids=PREFIX + tree.depths,
+                attention_mask=slot_masks(target, cache, mask),
+                **given,
+            ).logits
 
 
 def tree_from_arena(target: PreTrainedModel, tree: Tree) -> Tensor:
@@ -303,34 +298,23 @@ def _error(target: PreTrainedModel, logits_of: Callable[[PreTrainedModel, Tree],
     tree = random_tree(target)
     logits = logits_of(target, tree)[0].float()
     reference = torch.zeros_like(logits)
-    for leaf in set(range(len(PARENTS))) - set(PARENTS):
-        path = tree.visible[0, leaf]
-        text = torch.cat((tree.prefix[0], tree.nodes[0, path]))
-        reference[path] = target(input_ids=text[None], use_cache=False).logits[0, PREFIX:].float()
+    for path in paths_of([*PARENTS]):
+        reference[path] = _read(target, tree.prefix, tree.nodes[:, path])[0].float()
     return difference(logits, reference)
 
 
-@torch.no_grad()
-def _error_of_the_shorter(target: PreTrainedModel) -> float:
-    """The `difference` of a token's logits when it is read beside one of a sequence that is GAP tokens longer."""
-    config, ids = target.config.get_text_config(decoder=True), drawn_ids(target, PREFIX + 1)
-    expected, cache = target(input_ids=ids, use_cache=False).logits[:, PREFIX:], DynamicCache(config=config)
+def _read(target: PreTrainedModel, prefix: Tensor, new: Tensor) -> Tensor:
+    """The target's logits (1, n, V) for the tokens `new` (1, n) after a prefix: one by one, as plain decoding reads
+    them, where states tell it from reading all at once."""
+    cache = DynamicCache(config=target.config.get_text_config(decoder=True))
+    if not is_recurrent(cache):
+        ids = torch.cat((prefix, new), dim=1)
+        return target(input_ids=ids, use_cache=False).logits[:, prefix.shape[1] :]
     given = cache_argument(target.forward, cache) | {"use_cache": True}
-    ids, starts = ids.expand(2, -1), Mirrored([PREFIX + GAP, PREFIX])  # the longer one's tokens in between are missing
-    here = torch.zeros(2, 1, dtype=torch.long, device=ids.device)
-    with adopt.slots(cache, ARENA) as placement:
-        assert placement is not None
-        target(input_ids=ids[:, :PREFIX], **given)
-        adopt.settle(cache, PREFIX + GAP)
-        placement.place(starts, 1, ids.device)
-        mask = SlotMask(starts, torch.ones_like(here, dtype=torch.bool)[:, None], here, here)
-        logits = target(
-            input_ids=ids[:, PREFIX:],
-            position_ids=starts.on(ids.device),
-            attention_mask=slot_masks(target, cache, mask),
-            **given,
-        ).logits
-    return difference(logits[1, -1:], expected[0])
+    target(input_ids=prefix, **given)
+    here = torch.tensor([[prefix.shape[1]]], device=new.device)
+    each = [target(input_ids=new[:, i : i + 1], position_ids=here + i, **given).logits for i in range(new.shape[1])]
+    return torch.cat(each, dim=1)
 
 
 @torch.no_grad()

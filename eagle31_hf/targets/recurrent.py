@@ -1,9 +1,10 @@
 """Targets whose layers keep recurrent states, or those of convolutions, beside keys or in place of them.
 
 Rejected tokens cannot be taken back from a state. So the modules that read states, here *mixers*, work on a copy of the
-states while drafts are verified. Once it is known how many tokens are accepted, a mixer alone runs again, over these,
+states while drafts are verified. Once it is known which tokens are accepted, a mixer alone runs again, over these,
 and the result is kept. That is when the next forward comes to it: what the target sets up around its layers (autocast,
-weights that an offload brings) is there then. B sequences, N tokens of a verifying forward.
+weights that an offload brings) is there then. In a mixer each path of a tree, from the root to a leaf, is a sequence of
+its own. B sequences, N tokens of a verifying forward: the nodes of a chain or tree.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from transformers import Cache, PreTrainedModel
 
 from ..cache.states import METHODS, Scratch, is_recurrent
 from ..errors import DraftingRefusedError
+from .paths import Paths
 
 Arguments = tuple[tuple, dict[str, Any]]
 
@@ -57,20 +59,23 @@ class Call:
 
         return self._mapped(cut, states)
 
-    def first(self, num_tokens: int, rows: list[int]) -> "Call":
-        """The call over the first tokens of some sequences."""
-        args, kwargs = self.over(slice(num_tokens), self.cache)
-        call = replace(self, args=args, kwargs=kwargs, num_tokens=num_tokens)
-        if len(rows) == self.num_rows:
-            return call
-        index = torch.tensor(rows, device="cpu")
+    def along(self, rows: list[int], paths: list[list[int]]) -> "Call":
+        """The call over paths, equally long lists of tokens, each in one of the sequences `rows`."""
+        index, path = torch.tensor(rows, device="cpu"), torch.tensor(paths, device="cpu")
+        are_all = rows == [*range(self.num_rows)]
 
-        def chosen(value: Tensor) -> Tensor:  # a single row is shared by all
-            is_by_row = value.dim() > 1 and value.shape[0] == self.num_rows
-            return value[index.to(value.device)] if is_by_row else value
+        def chosen(value: Tensor) -> Tensor:
+            if value.dim() < 2:
+                return value
+            is_by_row = value.shape[0] == self.num_rows  # else its single row is shared by all
+            row = index.to(value.device)
+            if value.shape[1] == self.num_tokens:
+                return value[(row if is_by_row else torch.zeros_like(row))[:, None], path.to(value.device)]
+            return value[row] if is_by_row and not are_all else value
 
-        args, kwargs = call._mapped(chosen, self.cache)
-        return replace(call, args=args, kwargs=kwargs, rows=index, num_rows=len(rows))
+        args, kwargs = self._mapped(chosen, self.cache)
+        of = None if are_all else index
+        return replace(self, args=args, kwargs=kwargs, rows=of, num_rows=len(rows), num_tokens=path.shape[1])
 
     def _mapped(self, change: Callable[[Tensor], Tensor], states: Any) -> Arguments:
         """The arguments with their tensors changed, and `states` in place of the cache."""
@@ -105,9 +110,10 @@ class Mixers:
         self._num_rows = self._num_tokens = 0  # B, N
         self._calls: list[tuple[nn.Module, Call]] = []  # of the last forward
         self._scratch: Scratch | None = None  # its states; None: none is under way
+        self._paths: Paths | None = None  # of the trees it verifies; None: chains
         self._due: dict[nn.Module, list[Call]] = {}  # over accepted tokens, which are not in the cache's states yet
-        self._earlier: list[Any] = []  # a mixer's outputs for the tokens before the one that it is run over now
-        self._stepped: Scratch | None = None  # what it is run with
+        self._awaited: Scratch | None = None  # with which a mixer is run now, over all tokens or the last one
+        self._earlier: list[Any] = []  # its outputs for the tokens before that
 
     def __enter__(self) -> "Mixers":
         return self
@@ -163,35 +169,38 @@ class Mixers:
         return method(*args, **kwargs)
 
     @contextmanager
-    def verifying(self, num_rows: int, num_tokens: int) -> Iterator[None]:
+    def verifying(self, num_rows: int, num_tokens: int, parents: list[list[int]] | None = None) -> Iterator[None]:
         """A context for one forward over `num_tokens` of every sequence: it changes the cache's states by what is due
-        only."""
+        only. `parents`: those of a tree's nodes but the root, by sequence; None: chains."""
         if not self.is_needed:
             yield
             return
         self._num_rows, self._num_tokens = num_rows, num_tokens
         self._calls = []
-        self._scratch = Scratch(self.cache)
+        self._paths = None if parents is None else Paths(parents)
+        rows = None if self._paths is None else torch.tensor(self._paths.rows, device="cpu")
+        self._scratch = Scratch(self.cache, rows)
         try:
             yield
         except BaseException:
             self._scratch = None
             raise
 
-    def commit(self, num_kept: list[int]) -> None:
-        """Accepts the first `num_kept[b]` tokens of every sequence b of the last forward, 0 of one that has ended: its
-        states are not read again. Where that is not all of them, mixers run over them in the next one, once for every
-        number."""
+    def commit(self, paths: list[list[int]]) -> None:
+        """Accepts the tokens `paths[b]` of every sequence b of the last forward, none of one that has ended: its states
+        are not read again. Where that is not all of a chain, mixers run over them in the next one, once for every
+        length."""
         if self._scratch is None:
             return
         scratch, self._scratch = self._scratch, None
-        if set(num_kept) <= {0, self._num_tokens}:
+        counts = sorted({len(path) for path in paths} - {0})
+        if self._paths is None and counts in ([], [self._num_tokens]):
             scratch.write_back()
-            num_kept = []
-        for count in sorted({*num_kept} - {0}):
-            rows = [b for b, kept in enumerate(num_kept) if kept == count]
+            counts = []
+        for count in counts:
+            rows = [b for b, path in enumerate(paths) if len(path) == count]
             for module, call in self._calls:
-                self._due.setdefault(module, []).append(call.first(count, rows))
+                self._due.setdefault(module, []).append(call.along(rows, [paths[b] for b in rows]))
         self._calls = []
 
     def settle(self) -> None:
@@ -216,26 +225,35 @@ class Mixers:
         self._run_due(module)
         call = Call(self.cache, args, kwargs, self._num_tokens, self._num_rows)
         self._calls.append((module, call.copied()))
+        if self._paths is not None:
+            call = call.along(self._paths.rows, self._paths.nodes)
         return self._advance(module, call, self._scratch)
 
     def _after(self, module: nn.Module, args: tuple, *kwargs_and_output: Any) -> Any:
-        if not self._earlier or len(kwargs_and_output) != 2 or not _is_among(self._stepped, args, kwargs_and_output[0]):
+        scratch = self._awaited
+        if scratch is None or len(kwargs_and_output) != 2 or not _is_among(scratch, args, kwargs_and_output[0]):
             return None
-        outputs, self._earlier = [*self._earlier, kwargs_and_output[1]], []
-        return _joined(outputs)
+        output = kwargs_and_output[1]
+        if self._earlier:
+            output = _joined([*self._earlier, output])
+        self._earlier = []
+        self._awaited = None
+        return self._paths.to_nodes(output) if self._paths is not None and scratch is self._scratch else output
 
     def _advance(self, module: nn.Module, call: Call, scratch: Scratch) -> Arguments:
         """Returns the arguments with which a mixer runs over a call's tokens. Where it computes something else over
         several than one by one, as plain decoding does, it is run over all but the last here."""
-        last = call.num_tokens - 1
-        if last == 0 or not self.differs_by_steps(module, call):
-            return call.over(slice(None), scratch)
-        earlier = []
-        for i in range(last):
-            args, kwargs = call.over(slice(i, i + 1), scratch)
-            earlier.append(module(*args, **kwargs))
-        self._earlier, self._stepped = earlier, scratch  # only now: `_after` is called for each of these, too
-        return call.over(slice(last, None), scratch)
+        self._awaited = None
+        earlier = list[Any]()
+        rest = slice(None)
+        if call.num_tokens > 1 and self.differs_by_steps(module, call):
+            for i in range(call.num_tokens - 1):
+                args, kwargs = call.over(slice(i, i + 1), scratch)
+                earlier.append(module(*args, **kwargs))
+            rest = slice(call.num_tokens - 1, None)
+        self._earlier = earlier
+        self._awaited = scratch  # only now: `_after` is called for each of these, too
+        return call.over(rest, scratch)
 
     def differs_by_steps(self, module: nn.Module, call: Call) -> bool:
         """Returns whether a mixer gives something else for two tokens at once than for one after the other: Mamba's

@@ -19,7 +19,7 @@ import torch
 import transformers
 from conftest import NO_SPECIAL_TOKENS, PROMPT, ROPED, WIDTH, fit_head, greedy_text
 from observers import noting
-from recurrent_families import IN_STEP_FOR_STATES, RECURRENT_FAMILIES, STREAMS
+from recurrent_families import CHAINS_OF_STATES, RECURRENT_FAMILIES, STREAMS
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import ModelOutput
@@ -129,26 +129,19 @@ class Family:
     tree: str = LOSSLESS
     seed: int = 0
     bug: Bug | None = None
-    has_pace: bool = False
-
-    @property
-    def keeps_step(self) -> bool:
-        """Rows of different lengths are verified under the masks of trees: where no tree can be, no ragged batch can
-        be, but in chains of targets whose states keep trees out (`has_pace`)."""
-        return self.tree == CHAINS and not self.has_pace
 
     def expected(self, drafting: str, num_prompts: int = 1) -> str:
-        if num_prompts > 1 and self.keeps_step:
+        if num_prompts > 1 and self.tree == CHAINS:  # rows of different lengths are verified under masks of trees
             return IN_STEP
         return {"chain": self.chain, "tree": self.tree}[drafting]
 
 
 def of_recurrent(name: str, config_class: str, fields: dict, seed: int = 0) -> Family:
     """Before transformers 5.21 only convolutions can be taken back, and batches keep step."""
+    if HAS_METHODS and name not in CHAINS_OF_STATES:
+        return Family(config_class, fields, seed=seed)
     works = HAS_METHODS or config_class.startswith("Lfm")
-    has_pace = name not in IN_STEP_FOR_STATES and HAS_METHODS
-    words = {"tree": CHAINS, "has_pace": has_pace} if works else ALWAYS_REFUSED
-    return Family(config_class, fields, **words, seed=seed)
+    return Family(config_class, fields, seed=seed, **({"tree": CHAINS} if works else ALWAYS_REFUSED))
 
 
 ALWAYS_REFUSED = {"chain": REFUSED, "tree": REFUSED}
@@ -342,7 +335,7 @@ def build_drafter(name: str, **overrides) -> Eagle31DrafterModel:
 
 def build_batch(name: str) -> dict[str, Tensor]:
     """Prompts of different lengths, padded on the left, the first of them PROMPT. Raises NotThereError."""
-    known, in_step = greedy_text(build_target(name, "eager"))[0].tolist(), FAMILIES[name].keeps_step
+    known, in_step = greedy_text(build_target(name, "eager"))[0].tolist(), FAMILIES[name].tree == CHAINS
     texts = [known[: len(PROMPT[0]) + ahead] for ahead in (0, *(AHEAD_IN_STEP if in_step else AHEAD))]
     return padded(texts if in_step else [*texts, list(STRANGER)])
 

@@ -88,8 +88,8 @@ RECURRENT_FAMILIES = {
         1,
     ),
 }
-# Batches in step: they attend by where tokens stand in the longest sequence.
-IN_STEP_FOR_STATES = ("Inkling", "Inkling2")
+# Chains, and batches in step: they attend by where tokens stand in the longest sequence.
+CHAINS_OF_STATES = ("Inkling", "Inkling2")
 # Their layers pass several states of a token on, of hyper-connections, or keep states of compressed keys: refused.
 STREAMS = {
     "Qwen4-Exp": (

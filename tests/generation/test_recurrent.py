@@ -17,11 +17,14 @@ from observers import num_hooks
 from transformers import DynamicCache
 
 from eagle31_hf.cache import adopt
+from eagle31_hf.cache.masks import SlotMask, ancestors_of
 from eagle31_hf.cache.states import HAS_METHODS, METHODS
+from eagle31_hf.cache.transfer import Mirrored
 from eagle31_hf.cache_names import CACHE, cache_argument
 from eagle31_hf.errors import DraftingRefusedError
 from eagle31_hf.targets import recurrent
 from eagle31_hf.targets.layers import decoder_layers
+from eagle31_hf.targets.masks import slot_masks
 from eagle31_hf.targets.recurrent import Mixers
 
 pytestmark = pytest.mark.skipif(not HAS_METHODS, reason="transformers before 5.21 reads states in another way")
@@ -67,12 +70,13 @@ def assert_same_states(found: DynamicCache, expected: DynamicCache) -> None:
         assert_close(name, ours[name], states, TARGET_FORWARD)
 
 
+@pytest.mark.parametrize("drafting", DRAFTINGS)
 @pytest.mark.parametrize("name", KINDS)
-def test_the_callers_cache_is_left_as_plain_decoding_leaves_it(name):
+def test_the_callers_cache_is_left_as_plain_decoding_leaves_it(name, drafting):
     target, prompt = target_of(name), torch.tensor(PROMPT)
     ours, alone = cache_of(target), cache_of(target)
     asked = ASKED | cache_argument(target.forward, ours)
-    text = target.generate(prompt, assistant_model=build_drafter(name), **asked, **CHAIN).sequences
+    text = target.generate(prompt, assistant_model=build_drafter(name), **asked, **DRAFTINGS[drafting]).sequences
     expected = target.generate(prompt, **ASKED, **cache_argument(target.forward, alone)).sequences
     assert torch.equal(text, expected)
     assert_same_states(ours, alone)
@@ -197,6 +201,40 @@ def verdicts(target, name: str) -> set[bool]:
     target.generate(torch.tensor(PROMPT), assistant_model=build_drafter(name), **ASKED, **CHAIN)
     known = recurrent._differs_by_steps
     return {found for module in target.modules() for found in known.get(module, {}).values()}
+
+
+@torch.no_grad()
+def states_after(target, prefix: torch.Tensor, path: list[int]) -> dict[str, torch.Tensor]:
+    """The states after a text (1, L) and then the tokens of a path, read one by one."""
+    cache = cache_of(target)
+    given = cache_argument(target.forward, cache) | {"use_cache": True}
+    target(prefix, **given)
+    for i, token in enumerate(path):
+        target(torch.tensor([[token]]), position_ids=torch.tensor([[prefix.shape[1] + i]]), **given)
+    return {name: value for name, value in held(cache).items() if "states" in name}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_after_trees_states_are_those_after_the_paths_that_were_accepted(name):
+    """Two sequences, each with a tree of its own; not their first paths are accepted."""
+    target = target_of(name)
+    prefix, nodes = torch.tensor([[3, 1, 4, 1], [5, 9, 2, 6]]), torch.tensor([[5, 3, 8, 7, 9], [7, 9, 3, 2, 4]])
+    parents, paths = [[0, 0, 1, 2], [0, 1, 1, 3]], [[0, 2, 4], [0, 1, 3, 4]]
+    cache, ancestors = cache_of(target), ancestors_of(torch.tensor(parents), depth=4)
+    given, depths = cache_argument(target.forward, cache) | {"use_cache": True}, ancestors.sum(2) - 1
+    with Mixers(target, cache) as mixers, torch.no_grad():
+        with mixers.finding():
+            target(prefix, **given)
+        adopt.crop(cache, 0)
+        mask = slot_masks(target, cache, SlotMask(Mirrored([4, 4]), ancestors, depths, depths))
+        with mixers.verifying(2, 5, parents):
+            target(nodes, position_ids=4 + depths, attention_mask=mask, **given)
+        mixers.commit(paths)
+        mixers.settle()
+    found = held(cache)
+    for b, path in enumerate(paths):
+        for state, expected in states_after(target, prefix[b : b + 1], nodes[b, path].tolist()).items():
+            assert_close(state, found[state][b : b + 1], expected, TARGET_FORWARD)
 
 
 def test_states_that_nobody_reads_by_the_cache_are_refused():
