@@ -245,14 +245,9 @@ def test_what_cannot_work_is_refused_as_generate_refuses_it(tmp_path, config, wo
 
 
 @pytest.mark.skipif(not HAS_METHODS, reason="transformers before 5.21 reads recurrent states in another way")
-def test_recurrent_states_are_drafted_for_in_chains(tmp_path):
-    report = check_target(write(tmp_path, MAMBA))
-    answered = answers(report)
-    assert report.works
-    assert [answered[way] for way in ("chain", "tree", "batch", "sampling")] == [
-        "works", "works otherwise", "works otherwise", "works",
-    ]  # fmt: skip
-    assert "more than keys and values" in next(each.text for each in report.capabilities if each.name == "tree")
+def test_recurrent_states_are_drafted_for(tmp_path):
+    answered = answers(check_target(write(tmp_path, MAMBA)))
+    assert {answered[way] for way in ("chain", "tree", "batch", "sampling")} == {"works"}
 
 
 def test_code_of_a_repository_is_named_and_not_run(tmp_path):
