@@ -74,9 +74,10 @@ class Walk:
 class RejectionSampler:
     """Chooses the target's tokens: by argmax where `noise` is None, else by sampling.
 
-    Rejection sampling (arXiv 2211.17192) where drafts come with the logits they were drawn from; else the target's own
-    token is drawn at every node, and while it is a child of the node, the walk descends. Either way tokens are
-    distributed as the target's own. `keeps_scores`: processed logits are asked for.
+    Rejection sampling where drafts come with the logits they were drawn from: of all drafts at once by block
+    verification (arXiv 2403.10444), or, where processors are to be shown each prefix, one by one (arXiv 2211.17192). Else
+    the target's own token is drawn at every node, and while it is a child of the node, the walk descends. Each way
+    tokens are distributed as the target's own. `keeps_scores`: processed logits are asked for.
     """
 
     is_lock_step = False
@@ -109,16 +110,20 @@ class RejectionSampler:
         """The way tokens are chosen: at all nodes at once where that needs no prefix and no wait, else one by one."""
         if self.noise is None and not self.processors:
             return AtAllNodes(likeliest(logits), logits)
-        is_cheap = self.saves_waits(logits) and processors.are(self.processors, processors.POINTWISE)
+        are_pointwise = processors.are(self.processors, processors.POINTWISE)
         is_coupled = self.noise is None or self.noise.is_coupled
-        if not is_cheap or (not is_coupled and drafts.num_nodes > 1 and drafts.logits is None):
+        if not is_coupled and are_pointwise and drafts.logits is not None:
+            return DrawnBlock(self, sequences, drafts, self._processed(logits))
+        if not are_pointwise or not is_coupled or not self.saves_waits(logits):
             return NodeByNode(self, sequences, drafts, logits)
-        scores = self.processors(None, logits.flatten(0, 1)).unflatten(0, logits.shape[:2])
+        scores = self._processed(logits)
         if self.noise is None:
             return AtAllNodes(likeliest(scores), scores)
-        if self.noise.is_coupled:
-            return AtAllNodes(likeliest(scores + self._noise_at(sequences, drafts)), scores, check=True)
-        return OfDrawnDrafts(self, sequences, drafts, scores)
+        return AtAllNodes(likeliest(scores + self._noise_at(sequences, drafts)), scores, check=True)
+
+    def _processed(self, logits: Tensor) -> Tensor:
+        """Target logits (B, N, V) as processors leave them that are functions of the scores alone."""
+        return self.processors(None, logits.float().flatten(0, 1)).unflatten(0, logits.shape[:2])  # type: ignore[arg-type]
 
     def choose_at_nodes(self, logits: Tensor, drafts: Any, noise: Tensor | None) -> tuple[Tensor, Tensor]:
         """Target logits (B, N, V) and the noise (B, N, V) of their slots -> the token chosen after each node, and
@@ -126,7 +131,7 @@ class RejectionSampler:
         captured round. For processors that are functions of the scores alone."""
         scores = logits
         if self.processors or noise is not None:
-            scores = self.processors(None, logits.float().flatten(0, 1)).unflatten(0, logits.shape[:2])
+            scores = self._processed(logits)
         if noise is None:
             return likeliest(scores), drafts.ones
         return likeliest(scores + noise), are_distributions(scores).long()
@@ -284,45 +289,58 @@ class NodeByNode(Choices):
         return int(self.sampler.choose(b, context.shape[1], scores, draft, q_logits)), scores
 
 
-class OfDrawnDrafts(Choices):
-    """Rejection sampling of a chain (B is 1) whose drafts are judged at once, by `scores` (1, N, V)."""
+class DrawnBlock(Choices):
+    """Block verification of a chain (B is 1) that was drawn from the drafter, by `scores` (1, N, V)."""
 
     def __init__(self, sampler: RejectionSampler, sequences: Sequences, drafts: DraftTokens, scores: Tensor):
         assert sampler.noise is not None
+        assert drafts.logits is not None
         self.noise = sampler.noise
         self.length = sequences.lengths.host[0]
-        self.scores = scores
-        self.q_logits = drafts.logits
-        self.num_drafts = drafts.ids.shape[1]
-        self.drafts = drafts.ids
-        self.state = self.noise.state(0)
+        self.scores = scores[0]
+        self.q_logits = drafts.logits[0, : drafts.ids.shape[1]]
+        self.drafts = drafts.ids[0]
 
     def to_read(self) -> list[Tensor]:
-        uniforms = self.noise.uniforms(0, self.num_drafts)
-        kept = uniforms
-        if self.q_logits is not None:
-            kept = are_kept(self.drafts[0], self.scores[0, :-1], self.q_logits[0], uniforms)
-        return [kept, are_distributions(self.scores)]
+        chances, self.shares = block_chances(self.drafts, self.scores, self.q_logits)
+        return [self.noise.uniforms(0, len(self.drafts)) < chances, are_distributions(self.scores)]
 
     def read(self, lists: list, drafts: HostDrafts) -> None:
-        self.kept = lists[0]
-        self.are_distributions = lists[1]
+        accepts, self.are_distributions = lists
+        self.count = max((i + 1 for i, accepts_up_to in enumerate(accepts) if accepts_up_to), default=0)
         self.ids = drafts.ids[0]
 
     def token(self, b: int, node: int, tokens: list[int]) -> tuple[int, Tensor]:
-        scores = self.scores[b, node : node + 1]
-        if not self.are_distributions[b][node]:
+        scores = self.scores[node : node + 1]
+        if not self.are_distributions[node]:
             raise_no_distribution()
-        if node < self.num_drafts and self.kept[node]:
+        if node < self.count:
             return self.ids[node], scores
-        # As many numbers have been drawn as drafts were looked at, wherever they are judged.
-        self.noise.rewind(b, self.state, min(node + 1, self.num_drafts))
-        weights = scores if node == self.num_drafts else residual(scores, self.q_logits[b, node : node + 1])
+        weights = scores
+        if node < len(self.ids):
+            weights = residual(scores, self.q_logits[node : node + 1], self.shares[node])
         return int(self.noise.pick(b, self.length + len(tokens), weights)), scores
 
-    def finish(self, b: int, walk: Walk) -> None:
-        if len(walk.tokens) < len(walk.path):  # the target's own token was not drawn
-            self.noise.rewind(b, self.state, len(walk.tokens))
+
+def block_chances(drafts: Tensor, p_logits: Tensor, q_logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Drafts (K,) drawn from q (K, V), verified by p (K + 1, V) -> the chances (K,) that all drafts up to each one are
+    accepted, of which the last that comes true counts; and the shares (K + 1,) of p that nodes' residuals are of. Where
+    p is no distribution the chain ends.
+
+    The share of a node is w_i = min(w_(i-1) p/q, 1), p and q being those of its draft, and w_0 is 1. With the mass r_i
+    of max(w_i p - q, 0) after it the chance is r_i / (r_i + 1 - w_i), at the end w_i. Source: arXiv 2403.10444,
+    algorithm 2.
+    """
+    p, q = p_logits.softmax(-1), q_logits.softmax(-1)
+    place = drafts[:, None]
+    ratios = (p[:-1].gather(1, place) / q.gather(1, place))[:, 0].nan_to_num(0.0)
+    shares = torch.ones_like(p[:, 0])
+    for i in range(len(drafts)):
+        shares[i + 1] = (shares[i] * ratios[i]).clamp(max=1.0)
+    after = (shares[1:-1, None] * p[1:-1] - q[1:]).clamp(min=0).sum(-1)
+    chances = after / (after + 1 - shares[1:-1])
+    chances = torch.cat((chances, chances.new_full((1,), float("nan"))))
+    return torch.where(chances.isnan(), shares[1:], chances), shares  # NaN: nothing follows, or p and q agree
 
 
 def are_kept(drafts: Tensor, p_logits: Tensor, q_logits: Tensor, uniforms: Tensor) -> Tensor:
@@ -334,10 +352,10 @@ def are_kept(drafts: Tensor, p_logits: Tensor, q_logits: Tensor, uniforms: Tenso
     return uniforms * q < p
 
 
-def residual(p_logits: Tensor, q_logits: Tensor) -> Tensor:
-    """Logits (1, V) of max(p - q, 0), which the token in place of a rejected draft is drawn from."""
+def residual(p_logits: Tensor, q_logits: Tensor, share: Tensor | float = 1.0) -> Tensor:
+    """Logits (1, V) of max(share p - q, 0), which the token in place of a rejected draft is drawn from."""
     p = p_logits.softmax(-1)
-    rest = (p - q_logits.softmax(-1)).clamp(min=0)
+    rest = (share * p - q_logits.softmax(-1)).clamp(min=0)
     # Where p and q agree to the last bit nothing is left to draw from; p itself is then the right distribution.
     return torch.where(rest.sum() > 0, rest, p).log()
 

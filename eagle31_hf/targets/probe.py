@@ -202,18 +202,23 @@ def difference(got: Tensor, expected: Tensor, is_told: Tensor | None = None) -> 
 
 @torch.no_grad()
 def _rounding(target: PreTrainedModel) -> float:
-    """What rounding may come to where a target's own kernels read a sequence in two forwards in place of one."""
+    """What rounding may come to where a target's own kernels read a sequence in two forwards, or one with recurrent
+    states token by token, in place of one."""
     config, ids = target.config.get_text_config(decoder=True), drawn_ids(target, PREFIX + len(PARENTS))
     cache = DynamicCache(config=config)
-    for part, seen in ((ids[:, :PREFIX], PREFIX), (ids[:, PREFIX:], ids.shape[1])):
+    step = 1 if is_recurrent(cache) else len(PARENTS)
+    found = []
+    for begin in (0, *range(PREFIX, ids.shape[1], step)):
+        end = begin + step if begin else PREFIX
         out = target(
-            input_ids=part,
-            attention_mask=torch.ones_like(ids[:, :seen]),
+            input_ids=ids[:, begin:end],
+            attention_mask=torch.ones_like(ids[:, :end]),
             use_cache=True,
             **cache_argument(target.forward, cache),
         )
+        found.append(out.logits)
     whole = target(input_ids=ids, use_cache=False).logits[:, PREFIX:]
-    return ROUNDINGS * difference(out.logits, whole)
+    return ROUNDINGS * difference(torch.cat(found[1:], dim=1), whole)
 
 
 @torch.no_grad()

@@ -31,10 +31,10 @@ from eagle31_hf.targets import probe
 IMAGE_TOKEN = VOCAB - 1  # as `families.build_target` configures it
 TEXT_AROUND = ([1, 0], [4, 5, 3, 8, 2])
 BATCH = 4
-# Batches run in trees with sdpa, or with eager where there is no sdpa: chains of unequal lengths are verified under the
-# masks of trees, and in step there are only chains. All combinations run for one family a mask: without a window, with
-# one everywhere, with one in some layers, of latent keys, with positions on three axes, in step. `family_table.py` has
-# the others.
+# One prompt runs in chains with eager and in trees with sdpa, or with eager where there is no sdpa; a batch in trees:
+# chains of unequal lengths are verified under the masks of trees, and in step there are only chains. All combinations
+# run for one family a mask: without a window, with one everywhere, with one in some layers, of latent keys, with
+# positions on three axes, in step. `family_table.py` has the others.
 IN_FULL = ("Llama", "Mistral, window", "Gemma3 text, window", "DeepSeek-V3 (MLA)", "Qwen2.5-VL", "Falcon, alibi")
 
 
@@ -47,29 +47,20 @@ def known_bug(name: str, drafting: str, num_prompts: int = 1) -> list[pytest.Mar
     return [pytest.mark.xfail(reason=bug.reason, strict=True, raises=AssertionError)]
 
 
-def combinations() -> list:
+def combinations(num_prompts: int, *of_others: tuple[str, str]) -> list:
+    """Families with attention and drafting: all of both for some, `of_others` for the others."""
+    chosen = [(name, *ways) for name in FAMILIES if name not in IN_FULL for ways in of_others]
     return [
-        pytest.param(name, attention, drafting, marks=known_bug(name, drafting), id=f"{name}-{attention}-{drafting}")
-        for name, attention, drafting in product(FAMILIES, ATTENTIONS, DRAFTINGS)
+        pytest.param(*each, marks=known_bug(each[0], each[2], num_prompts), id="-".join(each))
+        for each in (*product(IN_FULL, ATTENTIONS, DRAFTINGS), *chosen)
     ]
 
 
-def combinations_of_a_batch() -> list:
-    combinations = [
-        *((name, "sdpa or eager", "tree") for name in FAMILIES if name not in IN_FULL),
-        *product(IN_FULL, ATTENTIONS, DRAFTINGS),
-    ]
-    return [
-        pytest.param(
-            name, attention, drafting, marks=known_bug(name, drafting, BATCH), id=f"{name}-{attention}-{drafting}"
-        )
-        for name, attention, drafting in combinations
-    ]
-
-
-def decode_or_skip(*args, **kwargs) -> Outcome:
+def decode_or_skip(name: str, attention: str, *args, **kwargs) -> Outcome:
+    if attention == "sdpa or eager":
+        attention = best_attention(name)
     try:
-        return decode(*args, **kwargs)
+        return decode(name, attention, *args, **kwargs)
     except NotThereError as absence:
         pytest.skip(str(absence))
 
@@ -83,15 +74,17 @@ def check_word(outcome: Outcome, expected: str) -> None:
     assert ("chains instead of trees" in outcome.reason) == (outcome.word in (CHAINS, IN_STEP)), outcome
 
 
-@pytest.mark.parametrize(("name", "attention", "drafting"), combinations())
+TREES = ("sdpa or eager", "tree")
+
+
+@pytest.mark.parametrize(("name", "attention", "drafting"), combinations(1, ("eager", "chain"), TREES))
 def test_family(name, attention, drafting):
-    check_word(decode_or_skip(name, attention, drafting), FAMILIES[name].expected(drafting))
+    outcome = decode_or_skip(name, attention, drafting)
+    check_word(outcome, FAMILIES[name].expected(drafting))
 
 
-@pytest.mark.parametrize(("name", "attention", "drafting"), combinations_of_a_batch())
+@pytest.mark.parametrize(("name", "attention", "drafting"), combinations(BATCH, TREES))
 def test_family_in_a_batch(name, attention, drafting):
-    if attention == "sdpa or eager":
-        attention = best_attention(name)
     outcome = decode_or_skip(name, attention, drafting, BATCH)
     check_word(outcome, FAMILIES[name].expected(drafting, BATCH))
     # At their own pace sequences do differ in length, or nothing was tried; in step they never do.
