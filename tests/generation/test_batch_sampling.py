@@ -26,7 +26,6 @@ from transformers import (
 )
 
 from eagle31_hf.generation.noise import Noise
-from eagle31_hf.generation.rejection_sampler import RejectionSampler
 
 LENGTH, SEED = 20, 5
 SAMPLED = {"max_new_tokens": LENGTH, "do_sample": True, "top_k": 0}
@@ -120,16 +119,6 @@ def test_other_targets_and_drafters(make_target, make_drafter, kind, name, draft
     prompts = mixed_prompts(target)
     output, _ = drawn(target, make_drafter(target, name), prompts, **DRAFTINGS[drafting])
     assert_close("text", output, drawn_alone(target, prompts))
-
-
-@chain_or_tree
-def test_choosing_at_all_nodes_at_once_does_not_matter(target, drafter, monkeypatch, drafting):
-    """As where it saves waits for a GPU."""
-    prompts, texts = mixed_prompts(target), []
-    for at_once in (False, True):
-        monkeypatch.setattr(RejectionSampler, "saves_waits", lambda self, logits, at_once=at_once: at_once)
-        texts.append(drawn(target, drafter, prompts, eos_token_id=[3], top_k=5, top_p=0.9, **drafting)[0])
-    assert_close("text", *texts)
 
 
 @pytest.mark.parametrize("eos", [{}, {"eos_token_id": [3, 1]}], ids=["length", "eos"])

@@ -161,15 +161,15 @@ def test_after_an_error_in_a_later_prompt_the_cache_is_as_it_was(name):
 @pytest.mark.parametrize("name", ["Qwen3-Next", "Jamba"])
 def test_threads_that_share_a_target_do_not_see_each_other(name):
     target, drafter, prompt = target_of(name), build_drafter(name), torch.tensor(PROMPT)
-    alone = target.generate(prompt, max_new_tokens=24, do_sample=False)
+    alone = target.generate(prompt, max_new_tokens=14, do_sample=False)
 
     def texts(count: int) -> list[torch.Tensor]:
-        given = {"assistant_model": drafter, "max_new_tokens": 24, "do_sample": False, **CHAIN}
+        given = {"assistant_model": drafter, "max_new_tokens": 14, "do_sample": False, **CHAIN}
         return [target.generate(prompt, **given) for _ in range(count)]
 
     with ThreadPoolExecutor(3) as pool:
-        found = [text for of_thread in pool.map(texts, [4] * 3) for text in of_thread]
-    assert len(found) == 12
+        found = [text for of_thread in pool.map(texts, [2] * 3) for text in of_thread]
+    assert len(found) == 6
     assert all(torch.equal(text, alone) for text in found)
 
 
