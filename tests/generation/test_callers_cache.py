@@ -133,7 +133,6 @@ REFUSED = [  # of the window of 8, which some layers of Gemma 3 have, less is he
     ("qwen3", "static", 5),
     ("gemma3_window_8", "static", 0),
     ("gemma3_window_8", "dynamic", 17),
-    ("gemma3_window_8", "without_config", 5),
 ]
 
 
@@ -143,7 +142,7 @@ def test_a_refused_call_leaves_the_cache_as_it_was(make_target, refusing, refusa
     """And the target alone goes on from it."""
     target, drafter = refusing(kind, refusal)
     _, knobs, message = REFUSALS[refusal]
-    for num_sequences, is_whole in ((1, True), (2, True), (2, False)):
+    for num_sequences, is_whole in ((1, True), (2, False)):
         past = filled(make_target(kind), CACHES[cache](target.config), num_held, num_sequences)
         before = copy.deepcopy(past)
         request = asked(past, num_held, num_sequences, is_whole)
@@ -340,9 +339,9 @@ def fail_and_go_on(target, drafter: Eagle31DrafterModel, make_cache: Callable, n
 # it.
 LONG = 12
 FAULTS = [
-    *(Fault("processor", 1), Fault("processor", 5), Fault("processor", 7, "tree"), Fault("streamer", 4)),
-    *(Fault("target", 1), Fault("target", 2), Fault("target", 3), Fault("target", 2, "tree")),
-    *(Fault("target", call, chunk=3) for call in range(1, 7)),
+    *(Fault("processor", 1), Fault("processor", 7, "tree"), Fault("streamer", 4)),
+    *(Fault("target", 1), Fault("target", 3), Fault("target", 2, "tree")),
+    *(Fault("target", call, chunk=3) for call in (1, 3, 4, 5, 6)),
 ]
 each_fault = pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: "-".join(map(str, fault)))
 

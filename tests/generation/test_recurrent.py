@@ -5,7 +5,6 @@ import copy
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from functools import wraps
-from itertools import product
 
 import pytest
 import torch
@@ -121,10 +120,14 @@ def failing(name: str, place: str, cache: DynamicCache) -> None:
             handle.remove()
 
 
-@pytest.mark.parametrize(
-    ("name", "place"),
-    [*product(KINDS, ("criterion", "last layer")), ("Qwen3-Next", "rerun"), ("Mamba2", "rerun"), ("LFM2", "rerun")],
-)
+FAILED = [
+    *((name, "criterion") for name in KINDS),
+    *((name, "last layer") for name in ("Qwen3-Next", "Falcon-H1", "Mamba2")),
+    *((name, "rerun") for name in ("Qwen3-Next", "LFM2")),
+]
+
+
+@pytest.mark.parametrize(("name", "place"), FAILED)
 def test_after_an_error_the_cache_holds_the_accepted_tokens(name, place):
     target, cache = target_of(name), cache_of(target_of(name))
     failing(name, place, cache)
@@ -141,7 +144,7 @@ def test_after_an_error_the_cache_holds_the_accepted_tokens(name, place):
     assert_same_states(cache, plain)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ["Qwen3-Next", "Falcon-H1", "Mamba2", "LFM2"])
 def test_after_an_error_in_a_later_prompt_the_cache_is_as_it_was(name):
     target, drafter, cache = target_of(name), build_drafter(name), cache_of(target_of(name))
     given = cache_argument(target.forward, cache)
@@ -302,8 +305,13 @@ def offload_by_layers(target) -> None:
     )
 
 
-@pytest.mark.parametrize("change", [steer, write_to_inputs, swap_weights, offload_by_layers], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("name", ["Qwen3-Next", "LFM2"])
+CHANGED = [
+    *(("Qwen3-Next", change) for change in (steer, swap_weights, offload_by_layers)),
+    *(("LFM2", change) for change in (steer, write_to_inputs)),
+]
+
+
+@pytest.mark.parametrize(("name", "change"), CHANGED, ids=lambda part: getattr(part, "__name__", part))
 def test_changed_targets_say_their_own_text(name, change, tmp_path):
     target = copy.deepcopy(target_of(name))
     target.folder = tmp_path
