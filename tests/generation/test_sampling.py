@@ -105,7 +105,7 @@ class Follows:
 
 
 CASES = {  # processors, depth, drafter, confidence threshold
-    "warpers-pruned-2": ([TemperatureLogitsWarper(0.6), TopPLogitsWarper(0.9)], 2, "pruned", 0.0),
+    "warpers-pruned-2": ([TemperatureLogitsWarper(1.3), TopPLogitsWarper(0.9)], 2, "pruned", 0.0),
     "of_the_text-2": (
         [RepetitionPenaltyLogitsProcessor(1.8), NoBadWordsLogitsProcessor([[1], [2, 3]], eos_token_id=None)],
         2,
