@@ -75,7 +75,7 @@ def random_path(draw: random.Random, count: int) -> list[int]:
 # --- against stock layers ---
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("kind", ["dynamic", "sliding"])
 def test_rounds_of_equally_long_sequences_equal_those_of_a_stock_layer(kind, seed):
     """Appending and taking back: the same keys are seen, and the model is told the same sizes to build its mask by."""
@@ -95,7 +95,7 @@ def test_rounds_of_equally_long_sequences_equal_those_of_a_stock_layer(kind, see
     assert_close("values at the end", cache.layers[0].values, stock.values)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("kind", LAYERS)
 def test_sequences_at_their_own_pace(kind, seed):
     """Every sequence sees its own text and the new tokens, however far the others are, and whatever is kept of what was
@@ -189,7 +189,7 @@ def test_a_sequence_that_ended_at_the_last_slot_is_in_nobodys_way(kind):
 
 
 @pytest.mark.parametrize("window", [None, WINDOW])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_what_a_drafter_writes_on_is_forgotten(seed, window):
     """Levels of a tree stand side by side in the text but one after the other in the cache; after it only what was read
     is left."""
@@ -347,28 +347,35 @@ def decode(target, drafter, prompt: Tensor, past: Cache, drafting: str | None, c
         return target.generate(prompt, past_key_values=past, max_new_tokens=count, do_sample=False, **STEPS, **knobs)
 
 
-@pytest.mark.parametrize("drafting", DRAFTINGS)
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("kind", TARGETS)
-def test_a_callers_cache_is_left_as_the_target_alone_leaves_it(make_target, make_drafter, kind, cache, drafting):
+# every target in every cache, each of them with every way to draft; half of the caches filled by an earlier turn
+LEFT = [
+    (kind, cache, [*DRAFTINGS][(i + j) % len(DRAFTINGS)], 11 * ((i + j) % 2))
+    for i, kind in enumerate(TARGETS)
+    for j, cache in enumerate(CACHES)
+]
+
+
+@pytest.mark.parametrize(("kind", "cache", "drafting", "filled"), LEFT)
+def test_a_callers_cache_is_left_as_the_target_alone_leaves_it(
+    make_target, make_drafter, kind, cache, drafting, filled
+):
     """Layers of the same classes, of the same length, with the same keys; and a conversation goes on from them with the
     same words."""
     target = make_target(kind)
     drafter, text = make_drafter(target), greedy_text(target)[:, :13]
-    for filled in (0, 11):  # by an earlier turn
-        ours, alone = CACHES[cache](target.config), CACHES[cache](target.config)
-        for past in (ours, alone):
-            if filled:
-                target(text[:, :filled], past_key_values=past)
-        layers = ours.layers
-        got, expected = decode(target, drafter, text, ours, drafting), decode(target, drafter, text, alone, None)
-        assert_close(f"text, {filled} filled", got.sequences, expected.sequences)
-        assert_close(f"logits, {filled} filled", got.logits, expected.logits, TARGET_FORWARD)
-        assert ours.layers is layers
-        assert_same_cache(ours, alone, got.sequences.shape[1] - 1)
-        more = torch.cat((got.sequences, torch.tensor([[4, 9, 1]])), dim=1)
-        turns = [decode(target, drafter, more, past, None, count=9).sequences for past in (ours, alone)]
-        assert_close(f"next turn, {filled} filled", *turns)
+    ours, alone = CACHES[cache](target.config), CACHES[cache](target.config)
+    for past in (ours, alone):
+        if filled:
+            target(text[:, :filled], past_key_values=past)
+    layers = ours.layers
+    got, expected = decode(target, drafter, text, ours, drafting), decode(target, drafter, text, alone, None)
+    assert_close("text", got.sequences, expected.sequences)
+    assert_close("logits", got.logits, expected.logits, TARGET_FORWARD)
+    assert ours.layers is layers
+    assert_same_cache(ours, alone, got.sequences.shape[1] - 1)
+    more = torch.cat((got.sequences, torch.tensor([[4, 9, 1]])), dim=1)
+    turns = [decode(target, drafter, more, past, None, count=9).sequences for past in (ours, alone)]
+    assert_close("next turn", *turns)
 
 
 def assert_same_cache(ours: Cache, alone: Cache, length: int) -> None:

@@ -7,11 +7,11 @@ from bf16 import LIMIT, check_family, ulp
 from eagle31_hf.generation.rejection_sampler import LockStepSampler, RejectionSampler
 
 INITIALIZER_RANGE = 0.02  # transformers' own; the target's margins then move by a few ulp at most, seldom by 2
-SMALL = {"num_prompts": 8, "max_new_tokens": 12, "initializer_range": INITIALIZER_RANGE}
-TEXTS = 2 * 8 * 2  # each prompt alone and in a batch, by chains and by trees
+SMALL = {"num_prompts": 4, "max_new_tokens": 12, "initializer_range": INITIALIZER_RANGE}
+TEXTS = 2 * 4 * 2  # each prompt alone and in a batch, by chains and by trees
 
 
-@pytest.mark.parametrize("name", ["Qwen3", "Gemma3 text, window", "Mixtral"])
+@pytest.mark.parametrize("name", ["Gemma3 text, window", "Mixtral"])
 def test_departures_are_ties(name):
     tally = check_family(name, **SMALL)
     assert tally.failures == []
@@ -33,7 +33,7 @@ def test_a_wrong_verification_is_reported(monkeypatch, kind, name):
         return original(self, sequences, drafts, logits, ends)
 
     monkeypatch.setattr(kind, "accept", second_best)
-    tally = check_family(name, num_prompts=4, max_new_tokens=6, initializer_range=INITIALIZER_RANGE)
+    tally = check_family(name, num_prompts=4, max_new_tokens=4, initializer_range=INITIALIZER_RANGE)
     touched = tally.texts if kind is RejectionSampler else tally.texts // 2  # only batches are decoded in lock-step
     assert tally.same == tally.texts - touched
     assert len(tally.failures) > touched / 2

@@ -32,8 +32,10 @@ class Watched(Eagle31CandidateGenerator):
         self.rounds[-1].append(int(num_matches))
 
 
-@pytest.mark.parametrize("name", ["eagle31", "eagle3", "pruned", "window_4"])
-@pytest.mark.parametrize("kind", TARGETS)
+OWN_LOOP = [*((kind, "eagle31") for kind in TARGETS), *(("llama", name) for name in ("eagle3", "pruned", "window_4"))]
+
+
+@pytest.mark.parametrize(("kind", "name"), OWN_LOOP)
 def test_transformers_own_loop_agrees(make_target, make_drafter, prompt, kind, name):
     target = make_target(kind)
     drafter, ordinary = make_drafter(target, name), make_target("qwen3")
@@ -89,15 +91,21 @@ def proposals(monkeypatch) -> list[tuple]:
     return noted
 
 
-@pytest.mark.parametrize("drafting", CHAIN_OR_TREE)
-@pytest.mark.parametrize("name", ["eagle31", "two_layers", "window_4"])
-@pytest.mark.parametrize(("start", "first"), STARTS.values(), ids=STARTS)
+FOLLOWED = [
+    ("plain", "two_layers", "tree"),
+    ("cached", "window_4", "tree"),
+    ("cached", "eagle31", "chain"),
+    ("padded", "window_4", "chain"),
+    ("padded", "eagle31", "tree"),
+]
+
+
+@pytest.mark.parametrize(("begins", "name", "drafting"), FOLLOWED)
 @torch.no_grad()
-def test_drafts_follow_from_the_committed_text_alone(
-    target, make_drafter, prompt, proposals, start, first, name, drafting
-):
+def test_drafts_follow_from_the_committed_text_alone(target, make_drafter, prompt, proposals, begins, name, drafting):
     """Round by round the same drafts as from a fresh proposer that reads the states of the whole text at once,
     whichever nodes of the verifying forwards held them."""
+    start, first = STARTS[begins]
     drafter, kwargs, moved = make_drafter(target, name), start(target, prompt), []
     accept = RejectionSampler.accept
 

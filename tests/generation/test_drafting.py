@@ -34,29 +34,32 @@ def states(target, drafter, text):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("depth", [1, 4])
-def test_its_own_speculation_is_forgotten(target, make_drafter, text, states, name, depth):
+def test_its_own_speculation_is_forgotten(target, make_drafter, text, states, name):
     drafter = make_drafter(target, name)
     proposer, position = start(drafter), 0
     for count in (5, 1, 3, 1, 2):
-        drafts = propose(proposer, text, states, position, position + count, Plan(depth))
+        drafts = propose(proposer, text, states, position, position + count, Plan(4))
         position += count
         past = proposer.runner.past_key_values
         assert past.get_seq_length() == position, "tokens that are not the target's stayed in the cache"
         fresh = start(drafter)
-        assert_close(f"drafts at {position}", drafts.ids, propose(fresh, text, states, 0, position, Plan(depth)).ids)
+        assert_close(f"drafts at {position}", drafts.ids, propose(fresh, text, states, 0, position, Plan(4)).ids)
     for layer, fresh_layer in zip(past.layers, fresh.runner.past_key_values.layers, strict=True):
         seen = min(position, (layer.window or position) - 1) or 1
         assert_close("keys and values", layer.held(seen), fresh_layer.held(seen), FORWARD)
 
 
-PLANS = {"chain_1": Plan(1), "chain_6": Plan(6), "tree": Plan(6, 3, 3, 20)}
+CHAIN, TREE = Plan(6), Plan(6, 3, 3, 20)
+TOGETHER = [
+    *((name, "sdpa", TREE) for name in (*NAMES, "norm_before_fc", "mla")),
+    *((name, "eager", CHAIN) for name in ("window_4", "pruned", "mla")),
+    ("window_4", "eager", TREE),
+    ("eagle31", "sdpa", Plan(1)),
+]
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", [*NAMES, "norm_before_fc", "mla"])
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize(("name", "attention", "plan"), TOGETHER)
 def test_sequences_are_drafted_for_as_if_alone(target, make_drafter, text, states, name, attention, plan):
     """Sequences of which different numbers of tokens have been read, round after round; drafts that are longer than the
     window, too."""
@@ -123,9 +126,11 @@ def test_proposes_what_the_model_says_without_a_cache(target, make_drafter, text
         )
 
 
-@pytest.mark.parametrize("name", ["eagle31", "pruned", "padded_vocabulary"])
+PROCESSED = [TemperatureLogitsWarper(0.6), TopKLogitsWarper(3)]
+
+
 @pytest.mark.parametrize(
-    "processors", [[], [TemperatureLogitsWarper(0.6), TopKLogitsWarper(3)]], ids=["plain", "processed"]
+    ("name", "processors"), [("eagle31", PROCESSED), ("pruned", PROCESSED), ("padded_vocabulary", [])]
 )
 def test_the_logits_are_those_the_ids_were_drawn_from(target, make_drafter, text, states, name, processors):
     drafter = make_drafter(target, name)

@@ -26,7 +26,6 @@ from eagle31_hf.targets.probe import why_no_trees
 
 HARMFUL, LENGTH = 4, 14
 TAKEN_FOR = {"llama": 8, "mistral_window_8": 5}  # the token instead of which drafters propose it
-WAYS = pytest.mark.parametrize("way", DRAFTINGS)
 
 
 class Whole(DynamicLayer):
@@ -104,8 +103,9 @@ def was_harmed(stats: AcceptanceStats) -> bool:
 
 
 @pytest.mark.parametrize("company", COMPANY)
-@pytest.mark.parametrize(("kind", "attention"), [("llama", "eager"), ("mistral_window_8", "sdpa")])
-@WAYS
+@pytest.mark.parametrize(
+    ("kind", "attention", "way"), [("llama", "eager", "tree"), ("mistral_window_8", "sdpa", "chain")]
+)
 def test_greedy_text(pair, way, kind, attention, company):
     target, drafter = pair(kind, attention)
     text, stats, forwards = generate(target, drafter, way, company)
@@ -121,8 +121,9 @@ def test_infinite_values(pair):
     assert was_harmed(stats)
 
 
-@pytest.mark.parametrize("company", ["alone", "batch", "in_step"])
-@WAYS
+@pytest.mark.parametrize(
+    ("way", "company"), [("chain", "alone"), ("tree", "alone"), ("auto", "batch"), ("chain", "in_step")]
+)
 def test_sampled_text(pair, way, company):
     """Whatever is drafted, noise of its own makes it the text of seed and target: that of a target which HARMFUL does
     no harm."""

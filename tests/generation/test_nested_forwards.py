@@ -115,8 +115,14 @@ def pair() -> Pair:
     return Pair()
 
 
-@pytest.mark.parametrize("what", RUNS)
-@pytest.mark.parametrize("place", PLACES)
+CASES = [  # a forward everywhere, everything in two places, and what drafts itself wherever a state is captured
+    *((place, "forward") for place in PLACES),
+    *((place, what) for place in ("streamer", "after_target") for what in RUNS if what != "forward"),
+    *((place, "same_drafter") for place in ("processor", "after_decoder", "after_a_layer", "after_the_drafter")),
+]
+
+
+@pytest.mark.parametrize(("place", "what"), CASES)
 def test_nothing_of_it_is_drafted_from(pair, prompt, place, what):
     """The same text, and the same drafts accepted, as without it."""
     way = "tree" if what in ("decoder", "same_drafter") else "chain"

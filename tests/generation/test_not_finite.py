@@ -23,7 +23,6 @@ COMPANY = {  # who is decoded together: one prompt, a batch at each sequence's o
     "batch": lambda: {"inputs": IDS, "attention_mask": MASK},
     "in_step": lambda: {"inputs": IDS, "attention_mask": MASK, "stopping_criteria": StoppingCriteriaList([Idle()])},
 }
-WAYS = pytest.mark.parametrize("way", DRAFTINGS)
 
 
 class From(LogitsProcessor):
@@ -72,9 +71,16 @@ def poisoned(target: PreTrainedModel, token: int) -> PreTrainedModel:
 # --- the target's scores ---
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("company", ["alone", "in_step"])
-@WAYS
+RAISED = [
+    ("chain", "alone", "nan"),
+    ("tree", "alone", "one_nan"),
+    ("tree", "alone", "nothing_left"),
+    ("auto", "in_step", "one_infinity"),
+    ("chain", "in_step", "nothing_left"),
+]
+
+
+@pytest.mark.parametrize(("way", "company", "fault"), RAISED)
 def test_sampling_raises_what_plain_decoding_raises(target, drafter, way, company, fault):
     def inputs():
         return COMPANY[company]() | {
@@ -87,19 +93,17 @@ def test_sampling_raises_what_plain_decoding_raises(target, drafter, way, compan
     assert raised(generate, target, drafter, way, **inputs()) == expected
 
 
-@pytest.mark.parametrize(
-    "kwargs", [{"suppress_tokens": list(range(VOCAB))}, {}], ids=["suppressed", "nan_from_a_token_on"]
-)
-@WAYS
+@pytest.mark.parametrize(("way", "kwargs"), [("chain", {"suppress_tokens": list(range(VOCAB))}), ("tree", {})])
 def test_rows_at_their_own_pace_raise_it_too(target, drafter, way, kwargs):
     target = target if kwargs else poisoned(target, 3)
     inputs = COMPANY["batch"]() | {"do_sample": True, "max_new_tokens": 40} | kwargs
     assert raised(generate, target, drafter, way, **inputs) == raised(generate, target, **inputs)
 
 
-@pytest.mark.parametrize("fault", ["one_nan", "nothing_left"])
-@pytest.mark.parametrize("company", ["alone", "in_step"])
-@WAYS
+TAKEN = [("chain", "alone", "one_nan"), ("tree", "alone", "nothing_left"), ("auto", "in_step", "one_nan")]
+
+
+@pytest.mark.parametrize(("way", "company", "fault"), TAKEN)
 def test_greedy_takes_what_plain_decoding_takes(target, drafter, way, company, fault):
     def inputs():
         return COMPANY[company]() | {"logits_processor": LogitsProcessorList([From(9, *FAULTS[fault])])}
@@ -107,8 +111,7 @@ def test_greedy_takes_what_plain_decoding_takes(target, drafter, way, company, f
     assert_close("text", generate(target, drafter, way, **inputs()), generate(target, **inputs()))
 
 
-@pytest.mark.parametrize("company", COMPANY)
-@WAYS
+@pytest.mark.parametrize(("way", "company"), [("auto", "alone"), ("tree", "batch"), ("chain", "in_step")])
 def test_greedy_takes_what_plain_decoding_takes_of_the_targets_own(target, drafter, way, company):
     target = copy.deepcopy(target)
     with torch.no_grad():
@@ -151,11 +154,11 @@ def broken(target: PreTrainedModel, part: str, value: float):
 
 
 BROKEN = [("head", NAN), ("norm", INF), ("fc", NAN)]
+CALLED = [("chain", "alone"), ("tree", "alone"), ("auto", "batch")]
 
 
 @pytest.mark.parametrize(("part", "value"), BROKEN)
-@pytest.mark.parametrize("company", ["alone", "batch"])
-@WAYS
+@pytest.mark.parametrize(("way", "company"), CALLED)
 def test_a_broken_drafter_changes_no_text(target, way, company, part, value):
     drafter = broken(target, part, value)
     assert_close("greedy", generate(target, drafter, way, **COMPANY[company]()), generate(target, **COMPANY[company]()))

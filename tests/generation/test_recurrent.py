@@ -5,7 +5,6 @@ import copy
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from functools import wraps
-from itertools import product
 
 import pytest
 import torch
@@ -125,10 +124,14 @@ def failing(name: str, place: str, cache: DynamicCache) -> None:
             handle.remove()
 
 
-@pytest.mark.parametrize(
-    ("name", "place"),
-    [*product(KINDS, ("criterion", "last layer")), ("Qwen3-Next", "rerun"), ("Mamba2", "rerun"), ("LFM2", "rerun")],
-)
+FAILED = [
+    *((name, "criterion") for name in KINDS),
+    *((name, "last layer") for name in ("Qwen3-Next", "Falcon-H1", "Mamba2")),
+    *((name, "rerun") for name in ("Qwen3-Next", "LFM2")),
+]
+
+
+@pytest.mark.parametrize(("name", "place"), FAILED)
 def test_after_an_error_the_cache_holds_the_accepted_tokens(name, place):
     target, cache = target_of(name), cache_of(target_of(name))
     failing(name, place, cache)
@@ -145,7 +148,7 @@ def test_after_an_error_the_cache_holds_the_accepted_tokens(name, place):
     assert_same_states(cache, plain)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ["Qwen3-Next", "Falcon-H1", "Mamba2", "LFM2"])
 def test_after_an_error_in_a_later_prompt_the_cache_is_as_it_was(name):
     target, drafter, cache = target_of(name), build_drafter(name), cache_of(target_of(name))
     given = cache_argument(target.forward, cache)
@@ -165,15 +168,15 @@ def test_after_an_error_in_a_later_prompt_the_cache_is_as_it_was(name):
 @pytest.mark.parametrize("name", ["Qwen3-Next", "Jamba"])
 def test_threads_that_share_a_target_do_not_see_each_other(name):
     target, drafter, prompt = target_of(name), build_drafter(name), torch.tensor(PROMPT)
-    alone = target.generate(prompt, max_new_tokens=24, do_sample=False)
+    alone = target.generate(prompt, max_new_tokens=14, do_sample=False)
 
     def texts(count: int) -> list[torch.Tensor]:
-        given = {"assistant_model": drafter, "max_new_tokens": 24, "do_sample": False, **CHAIN}
+        given = {"assistant_model": drafter, "max_new_tokens": 14, "do_sample": False, **CHAIN}
         return [target.generate(prompt, **given) for _ in range(count)]
 
     with ThreadPoolExecutor(3) as pool:
-        found = [text for of_thread in pool.map(texts, [4] * 3) for text in of_thread]
-    assert len(found) == 12
+        found = [text for of_thread in pool.map(texts, [2] * 3) for text in of_thread]
+    assert len(found) == 6
     assert all(torch.equal(text, alone) for text in found)
 
 
@@ -340,8 +343,13 @@ def offload_by_layers(target) -> None:
     )
 
 
-@pytest.mark.parametrize("change", [steer, write_to_inputs, swap_weights, offload_by_layers], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("name", ["Qwen3-Next", "LFM2"])
+CHANGED = [
+    *(("Qwen3-Next", change) for change in (steer, swap_weights, offload_by_layers)),
+    *(("LFM2", change) for change in (steer, write_to_inputs)),
+]
+
+
+@pytest.mark.parametrize(("name", "change"), CHANGED, ids=lambda part: getattr(part, "__name__", part))
 def test_changed_targets_say_their_own_text(name, change, tmp_path):
     target = copy.deepcopy(target_of(name))
     target.folder = tmp_path

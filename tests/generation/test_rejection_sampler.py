@@ -345,7 +345,7 @@ def test_paths_are_cut_to_the_tokens():
 
 P = torch.tensor([0.35, 0.30, 0.20, 0.15, 0.0])
 Q = torch.tensor([0.10, 0.30, 0.55, 0.0, 0.05])  # too little, just right, too much, never drafted, never right
-DRAWS = 12_000
+DRAWS = 6_000
 
 
 def emitted(draft_of, q_logits, draws: int, is_coupled: bool = False) -> torch.Tensor:
@@ -367,7 +367,6 @@ def sampled():
     return torch.multinomial(Q, 1)[None]
 
 
-@pytest.mark.usefixtures("chooses_at_once")
 def test_sampled_drafts_leave_the_distribution_as_it_is():
     assert follows(emitted(sampled, Q.log(), DRAWS), P, cases=6)
 
@@ -375,20 +374,12 @@ def test_sampled_drafts_leave_the_distribution_as_it_is():
 @pytest.mark.usefixtures("chooses_at_once")
 @pytest.mark.parametrize("is_coupled", [False, True], ids=["fresh", "coupled"])
 def test_drafts_without_a_distribution_leave_it_as_it_is(is_coupled):
-    assert follows(emitted(lambda: torch.tensor([[2]]), None, DRAWS // 4, is_coupled), P, cases=6)
+    assert follows(emitted(lambda: torch.tensor([[2]]), None, DRAWS // 2, is_coupled), P, cases=6)
 
 
-BIASED = {
-    "argmax_draft": (lambda: torch.tensor([[2]]), Q.log()),
-    "sharper_than_drawn": (sampled, Q.log() / 0.7),
-    "flatter_than_drawn": (sampled, Q.log() * 0.7),
-}
-
-
-@pytest.mark.usefixtures("chooses_at_once")
-@pytest.mark.parametrize(("draft_of", "q_logits"), BIASED.values(), ids=BIASED)
-def test_the_test_sees_a_wrong_q(draft_of, q_logits):
-    assert not follows(emitted(draft_of, q_logits, DRAWS // 2), P, cases=6)
+@pytest.mark.parametrize("times", [1 / 0.7, 0.7], ids=["sharper_than_drawn", "flatter_than_drawn"])
+def test_the_test_sees_a_wrong_q(times):
+    assert not follows(emitted(sampled, Q.log() * times, DRAWS), P, cases=6)
 
 
 @pytest.mark.usefixtures("chooses_at_once")

@@ -13,12 +13,10 @@ from sequences import V, likelihoods, next_tokens, numbers, small_drafter, small
 from torch import Tensor
 from transformers import (
     LogitsProcessorList,
-    MinPLogitsWarper,
     NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteriaList,
     TemperatureLogitsWarper,
-    TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
@@ -31,7 +29,7 @@ from eagle31_hf.generation.sequences import Sequences
 from eagle31_hf.generation.stopping import Ends, Stopping
 from eagle31_hf.targets.layers import target_states
 
-LENGTH, DRAWS = 3, 3000
+LENGTH, DRAWS = 3, 2500
 PROMPT = [0, 2, 1]
 IDS = torch.tensor([PROMPT])
 
@@ -107,15 +105,14 @@ class Follows:
 
 
 CASES = {  # processors, depth, drafter, confidence threshold
-    "plain-1": ([], 1, "full", 0.0),
-    "temperature-4": ([TemperatureLogitsWarper(0.6)], 4, "full", 0.0),
-    "top_k-2": ([TopKLogitsWarper(2)], 2, "full", 0.0),
-    "top_p-2": ([TopPLogitsWarper(0.8)], 2, "full", 0.0),
-    "min_p-2": ([MinPLogitsWarper(0.3)], 2, "full", 0.0),
-    "repetition_penalty-3": ([RepetitionPenaltyLogitsProcessor(1.8)], 3, "full", 0.0),
-    "bad_words-2": ([NoBadWordsLogitsProcessor([[1], [2, 3]], eos_token_id=None)], 2, "full", 0.0),
+    "warpers-pruned-2": ([TemperatureLogitsWarper(1.3), TopPLogitsWarper(0.9)], 2, "pruned", 0.0),
+    "of_the_text-2": (
+        [RepetitionPenaltyLogitsProcessor(1.8), NoBadWordsLogitsProcessor([[1], [2, 3]], eos_token_id=None)],
+        2,
+        "full",
+        0.0,
+    ),
     "unknown_processor-confidence-3": ([Follows()], 3, "full", 0.3),
-    "pruned-3": ([], 3, "pruned", 0.0),
 }
 NUM_TESTS = len(CASES) + 1
 
@@ -126,12 +123,6 @@ def test_sequences_are_distributed_as_the_target_alone_would(
 ):
     counts = drawn(target, drafters[name], processors, depth, monkeypatch, threshold)
     assert follows(counts, likelihoods(target, PROMPT, processors, LENGTH), NUM_TESTS)
-
-
-def argmax_with_softmax_logits(sampler, *args):
-    """Drafts by argmax, but says it sampled."""
-    _, logits, is_trusted = DRAW(sampler, *args)
-    return logits.argmax(-1, keepdim=True), logits, is_trusted
 
 
 def other_temperature(sampler, *args):
@@ -147,7 +138,6 @@ def without_processors(sampler, draft_logits, *args):
 
 DRAW = DraftSampler.draw
 MUTATIONS = {
-    "argmax": (DraftSampler, "draw", argmax_with_softmax_logits, []),
     "other_temperature": (DraftSampler, "draw", other_temperature, []),
     "unprocessed": (DraftSampler, "draw", without_processors, [TemperatureLogitsWarper(0.6)]),
     "always_accepts": (Noise, "uniforms", lambda noise, b, count: torch.zeros(count), []),
@@ -169,7 +159,7 @@ def test_generate_itself(target, drafters):
     kwargs = {"do_sample": True, "repetition_penalty": 1.2, "temperature": 0.9, "top_p": 0.95, "top_k": 0}
     counts = torch.zeros(V**LENGTH)
     torch.manual_seed(0)
-    for _ in range(400):
+    for _ in range(200):
         output, _ = speculate(
             target, drafters["pruned"], IDS, max_new_tokens=LENGTH + 1, num_assistant_tokens=2, **kwargs
         )

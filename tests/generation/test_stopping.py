@@ -5,7 +5,7 @@ import torch
 from close import assert_close
 from conftest import greedy_text
 from draftings import DRAFTINGS, tree_of
-from observers import Countdown, Diary, speculate
+from observers import Countdown, speculate
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
@@ -13,10 +13,8 @@ LENGTH = 24
 GREEDY = {"max_new_tokens": LENGTH, "do_sample": False}
 DRAFTED = GREEDY | {"num_assistant_tokens": 5}
 BURSTS = {  # that begin and end elsewhere
-    "chain_3": {"num_assistant_tokens": 3},
-    "chain_7": {"num_assistant_tokens": 7},
-    "tree_4": tree_of(3, 16, 4),
-    "tree_7": tree_of(10, 60, 7),
+    "chain": {"num_assistant_tokens": 7},
+    "tree": tree_of(3, 16, 4),
 }
 each_burst = pytest.mark.parametrize("drafting", BURSTS.values(), ids=BURSTS)
 
@@ -38,11 +36,11 @@ def check(target, drafter, prompt, drafting, **kwargs):
     return stats.generated_tokens
 
 
-@each_burst
-@pytest.mark.parametrize("processors", [{}, {"repetition_penalty": 1.0001}], ids=["plain", "processed"])
+@pytest.mark.parametrize(("drafting", "processors"), [("chain", {"repetition_penalty": 1.0001}), ("tree", {})])
 def test_eos_at_every_offset(target, drafter, prompt, drafting, processors):
     text = greedy_text(target)[0, prompt.shape[1] :][:LENGTH].tolist()
-    offsets = [check(target, drafter, prompt, drafting, eos_token_id=eos, **processors) - 1 for eos in range(11)]
+    burst = BURSTS[drafting]
+    offsets = [check(target, drafter, prompt, burst, eos_token_id=eos, **processors) - 1 for eos in range(11)]
     assert offsets == [text.index(eos) if eos in text else LENGTH - 1 for eos in range(11)]
 
 
@@ -56,7 +54,7 @@ def test_eos_lists(target, drafter, prompt, drafting, eos, count):
 def test_eos_in_a_sampled_text(target, drafter, prompt, drafting):
     torch.manual_seed(0)
     kwargs = {"max_new_tokens": LENGTH, "do_sample": True, "top_k": 0, "eos_token_id": [7, 4]} | drafting
-    for _ in range(12):
+    for _ in range(6):
         output, _ = speculate(target, drafter, prompt, **kwargs)
         new = output[0, prompt.shape[1] :].tolist()
         assert not {7, 4} & set(new[:-1]), "went on after the end"
@@ -114,10 +112,6 @@ def test_a_criterion_gets_the_scores_plain_generate_gives_it(target, drafter, pr
     assert ours.counts == alone.counts
 
 
-def test_max_time_ends_after_the_first_token(target, drafter, prompt):
-    assert check(target, drafter, prompt, BURSTS["chain_7"], max_time=1e-9) == 1
-
-
 def test_max_time_ends_inside_a_burst(target, drafter, prompt, monkeypatch):
     """A clock that ticks once for every criterion asked: the time is up at a certain token, whatever the bursts."""
     ticks = iter(range(1000))
@@ -125,25 +119,6 @@ def test_max_time_ends_inside_a_burst(target, drafter, prompt, monkeypatch):
     output, stats = speculate(target, drafter, prompt, num_assistant_tokens=5, max_time=6.5, **GREEDY)
     assert output.shape[1] - prompt.shape[1] == 7
     assert max(stats.accepted_per_round) >= 2
-
-
-@pytest.mark.parametrize("count", [2, 3, 4, 8])
-@pytest.mark.parametrize(
-    "knobs", [{"num_assistant_tokens": 5}, {"num_assistant_tokens": 5, "draft_tree_top_k": 3}], ids=["chain", "tree"]
-)
-def test_processors_are_shown_nothing_past_the_end(target, drafter, prompt, knobs, count):
-    """One that keeps state would go into the next turn otherwise than with the target alone."""
-    seen = []
-    for assistance in ({"assistant_model": drafter} | knobs, {}):
-        order, diary, countdown = [], Diary(target.config.vocab_size), Countdown(count)
-        diary.favours *= 0.0
-        processors = [lambda ids, scores, order=order, diary=diary: order.append("processor") or diary(ids, scores)]
-        criteria = StoppingCriteriaList(
-            [lambda ids, scores, order=order, countdown=countdown: order.append("criterion") or countdown(ids, scores)]
-        )
-        target.generate(prompt, logits_processor=processors, stopping_criteria=criteria, **GREEDY, **assistance)
-        seen.append((diary.prefixes, countdown.texts, order))
-    assert seen[0] == seen[1]
 
 
 class Confidant(BaseStreamer, LogitsProcessor, StoppingCriteria):
@@ -175,12 +150,12 @@ class Confidant(BaseStreamer, LogitsProcessor, StoppingCriteria):
 
 @pytest.mark.parametrize("stops", [True, False])
 @pytest.mark.parametrize("heard", ["streamer", "processor", "criterion"])
-@pytest.mark.parametrize(("drafting", "num_sequences"), [("chain", 1), ("tree", 1), ("chain", 3)])
+@pytest.mark.parametrize(("drafting", "num_sequences"), [("tree", 1), ("chain", 3)])
 def test_what_the_user_plugs_in_is_called_in_plain_decodings_order(
     target, drafter, prompt, drafting, num_sequences, heard, stops
 ):
     prompts = prompt.repeat(num_sequences, 1)
-    for count in (1, 2, 3, 5, 8, 13):
+    for count in (1, 6):
         texts, users = [], []
         for assistant in ({}, {"assistant_model": drafter, **DRAFTINGS[drafting]}):
             users.append(Confidant(heard, count, stops))

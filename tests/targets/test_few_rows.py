@@ -428,8 +428,8 @@ def test_figures_of_two_processes_are_kept_beside_each_other_and_no_folder_is_no
 
 # -- texts
 
-CHAINS = [{"num_assistant_tokens": depth} for depth in (1, 2, 3, 5, 8)]
-AUTO: list[dict] = [{}] * 4  # what it drafts depends on the time that things take
+CHAINS = [{"num_assistant_tokens": depth} for depth in (1, 8)]
+AUTO: list[dict] = [{}] * 2  # what it drafts depends on the time that things take
 
 
 def in_bf16(model):
@@ -441,8 +441,11 @@ def in_bf16(model):
     return made.bfloat16()
 
 
-@pytest.mark.parametrize(("do_sample", "settings"), [(False, CHAINS + AUTO), (True, AUTO)], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize(
+    ("kind", "do_sample", "settings"),
+    [("llama", False, CHAINS + AUTO), ("qwen3", True, AUTO)],
+    ids=["llama-greedy", "qwen3-sampled"],
+)
 def test_in_bf16_the_text_does_not_depend_on_what_was_drafted(make_target, make_drafter, kind, do_sample, settings):
     plain = make_target(kind)
     target, drafter = in_bf16(plain), in_bf16(make_drafter(plain))
@@ -451,7 +454,7 @@ def test_in_bf16_the_text_does_not_depend_on_what_was_drafted(make_target, make_
     for options in settings:
         torch.manual_seed(5)
         with track_acceptance() as stats:
-            options = {"do_sample": do_sample, "max_new_tokens": 60} | options
+            options = {"do_sample": do_sample, "max_new_tokens": 30} | options
             texts.add(tuple(target.generate(PROMPT, assistant_model=drafter, **options)[0].tolist()))
         assert stats.kinds["trees"] == 0
         assert "rounds in bfloat16" in stats.summary()
@@ -461,8 +464,8 @@ def test_in_bf16_the_text_does_not_depend_on_what_was_drafted(make_target, make_
 def test_in_bf16_the_demo_s_text_does_not_depend_on_what_was_drafted():
     target, tokenizer = demo.load_target()
     target, drafter = target.bfloat16(), demo.load_drafter("eagle31").bfloat16()
-    for prompt in demo.prompts(tokenizer, 3, num_tokens=48):
+    for prompt in demo.prompts(tokenizer, 1, num_tokens=48):
         texts = set()
-        for options in (CHAINS[0], CHAINS[3], {}):
-            texts.add(tuple(target.generate(prompt, assistant_model=drafter, max_new_tokens=48, **options)[0].tolist()))
+        for options in (*CHAINS, {}):
+            texts.add(tuple(target.generate(prompt, assistant_model=drafter, max_new_tokens=32, **options)[0].tolist()))
         assert len(texts) == 1

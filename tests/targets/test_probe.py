@@ -26,9 +26,9 @@ def build_falcon(attention: str):
     return AutoModelForCausalLM.from_config(config_class(**OTHERS | fields), attn_implementation=attention).eval()
 
 
-@pytest.mark.parametrize("returns_dict", [True, False], ids=["dict", "ids"])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("num_prompts", [1, 2])
+@pytest.mark.parametrize(
+    ("num_prompts", "way", "returns_dict"), [(1, "chain", True), (2, "tree", True), (1, "auto", False)]
+)
 def test_a_target_whose_attentions_see_the_drafts_is_given_none(logged_by_probe, num_prompts, way, returns_dict):
     """Falcon's own code for attentions adds sdpa's boolean mask: a token then sees the drafts after it."""
     target = build_falcon("sdpa")
@@ -72,8 +72,9 @@ def test_others_are(logged_by_probe, kind, attention, asks):
 
 # --- trees ---
 
-TAKEN = [(kind, dtype) for kind in (*TARGETS, "falcon") for dtype in (torch.float32, torch.bfloat16)] + [
-    ("deepseek", torch.float32)
+TAKEN = [
+    *((kind, torch.float32) for kind in (*TARGETS, "falcon", "deepseek")),
+    *((kind, torch.bfloat16) for kind in ("llama", "gemma3_window_8")),
 ]
 
 
@@ -134,8 +135,9 @@ def wrong_mask(original):
     return forward
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("kind", TARGETS)
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("gpt2", torch.float32), ("gemma3_window_8", torch.float32), ("llama", torch.bfloat16)]
+)
 def test_a_tree_read_as_a_sequence_is_noticed(logged_by_probe, monkeypatch, kind, dtype):
     target = build_target(kind).to(dtype)
     monkeypatch.setattr(target, "forward", wrong_mask(target.forward))
@@ -214,8 +216,9 @@ def raising(calls: range, error: type[Exception]):
     return hook
 
 
-@pytest.mark.parametrize("error", [ValueError, RuntimeError, InterruptError])
-@pytest.mark.parametrize("first", range(5))
+@pytest.mark.parametrize(
+    ("error", "first"), [*((ValueError, first) for first in range(5)), (RuntimeError, 1), (InterruptError, 2)]
+)
 def test_an_error_of_a_callers_hook_is_raised_and_is_no_verdict(logged_by_probe, error, first):
     """Once, in any of the forwards of the self-test or just after it."""
     target = build_target("llama")

@@ -95,9 +95,10 @@ def test_a_round_gives_what_the_target_gives(name, runs):
     assert_own_forwards(target)
 
 
-@pytest.mark.parametrize("takes_prompts", [True, False])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral with a window"])
-@pytest.mark.parametrize("length", [20, 100], ids=["few rows", "many rows"])
+@pytest.mark.parametrize(
+    ("name", "length", "takes_prompts"),
+    [("llama", 20, False), ("qwen3", 100, False), ("mistral with a window", 20, True), ("qwen3", 100, True)],
+)
 def test_a_prompt_gives_what_the_target_gives(name, length, takes_prompts, runs, packed):
     """With padding and without, whole or in pieces; of many rows only where that is faster."""
     packed["takes_prompts"] = takes_prompts
