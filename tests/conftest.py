@@ -1,5 +1,6 @@
 """Tiny real targets and drafters for them, built from configs and seeds; and which tests belong to which marker."""
 
+import gc
 import os
 import sys
 from functools import cache
@@ -128,6 +129,16 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(mark)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish():
+    """What has been imported by now stays: collecting garbage, as every training does when it begins, need not look
+    through it, which takes half a second."""
+    gc.freeze()
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()
 
 
 @pytest.fixture
