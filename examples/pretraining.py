@@ -196,7 +196,7 @@ def parse_args(description: str, steps: int) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=steps, help=f"of {TOKENS:,} tokens, default %(default)s")
     parser.add_argument("--files", type=int, help="train on the first so many files only")
-    parser.add_argument("--held-out", type=int, default=64, help=f"pieces of {SHORT} tokens measured, default %(default)s")
+    parser.add_argument("--held-out", type=int, default=64, help=f"pieces of {SHORT} tokens, default %(default)s")
     return parser.parse_args()
 
 

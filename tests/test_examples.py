@@ -30,7 +30,7 @@ RUNS = {
         ["/eagle31, after ", "/eagle3, after "],
     ),
     "train_demo_drafters.py": (
-        "--texts 2 --held-out 1 --epochs 1 --work {} --output {}/pair",
+        "--texts 2 --length 48 --held-out 1 --epochs 1 --work {} --output {}/pair",
         ["eagle31 {", "eagle3 {", '"accepted_length": '],
     ),
     "train_demo_target.py": (NEW_TARGET, ['"held_out_loss": ']),

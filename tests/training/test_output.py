@@ -240,8 +240,7 @@ def test_only_numbered_checkpoints_count(tmp_path):
     assert last_checkpoint(tmp_path) == str(tmp_path / A_CHECKPOINT)
 
 
-@pytest.mark.parametrize("limit", [1, 2])
-@pytest.mark.parametrize("best", [False, True])
+@pytest.mark.parametrize(("limit", "best"), [(1, True), (2, False)])
 def test_a_limit_removes_only_numbered_checkpoints(tmp_path, limit, best):
     """transformers takes the others for old ones."""
     others = ("checkpoint-best/model.safetensors", "checkpoint-1.bak/model.safetensors")
@@ -318,12 +317,11 @@ def test_prepared_examples_do_not_go_among_other_files(tmp_path, name):
 
 # A run that is resumed once it is finished.
 
-LENGTHS = [
-    {"max_steps": 4, "num_train_epochs": 1},
-    {"max_steps": 6},
-    {"num_train_epochs": 2},
-    {"num_train_epochs": 1.4},
-    {"max_steps": 5, "save_strategy": "epoch"},
+LENGTHS = [  # and whether the best checkpoint is loaded at the end
+    ({"max_steps": 4, "num_train_epochs": 1}, True),
+    ({"num_train_epochs": 1}, False),
+    ({"num_train_epochs": 1.4}, False),
+    ({"max_steps": 5, "save_strategy": "epoch"}, True),
 ]
 
 
@@ -336,8 +334,7 @@ def finished(folder, resume=False, **options):
     return trainer.state.global_step, {name: content for name, content in files.items() if "trainer_state" not in name}
 
 
-@pytest.mark.parametrize("options", LENGTHS, ids=str)
-@pytest.mark.parametrize("best", [False, True])
+@pytest.mark.parametrize(("options", "best"), LENGTHS, ids=str)
 def test_it_stays_finished_however_often_it_is_resumed(tmp_path, options, best):
     if best:
         strategy = options.get("save_strategy", "steps")
