@@ -137,7 +137,7 @@ def test_recomputed_depths_give_the_same_weights(tmp_path):
 
 
 def test_a_compiled_objective_gives_the_same_weights(tmp_path):
-    options = PLAIN | {"max_steps": 1, "depth": 1}
+    options = PLAIN | {"max_steps": 1, "depth": 2}
     compiled = run(make_trainer(tmp_path, torch_compile=True, torch_compile_backend="aot_eager", **options))
     assert_same(compiled, run(make_trainer(tmp_path, **options)), SUMMED)
 
