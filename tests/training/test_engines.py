@@ -499,6 +499,7 @@ def test_what_fails_is_asked_again(tmp_path, outline, tokenizer, data, greedy, s
     prepare(outline, tokenizer, data, tmp_path, [server], lines.append, patience=patience, requests=1, **GREEDILY)
     assert shards(tmp_path) == shards(greedy)
     assert len(server.asked) > max(wrong)
+    assert any("gave no answer in 0.5 seconds" in line for line in lines)
     assert any("is left out for 0.01 seconds" in line for line in lines)
     assert f"{server.url} answers again" in lines
 
