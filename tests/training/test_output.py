@@ -16,6 +16,7 @@ from training_runs import make_examples, make_trainer
 from eagle31_hf.training.output import REPLACED, check_output, claim, discard_replaced, in_all_processes, set_aside
 from eagle31_hf.training.saving import RECORD, STAGED_RECORD, checkpoints, last_checkpoint, write_record
 from eagle31_hf.training.store import MANIFEST, check_store_folder
+from eagle31_hf.training.trainer import Eagle31Trainer
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "logging_strategy": "no"}
 
@@ -373,7 +374,9 @@ def test_the_best_checkpoint_stays_the_best(tmp_path, limit, monkeypatch):
     best = json.loads(Path("moved", "trainer_state.json").read_text())["best_global_step"]
     assert best < 8, "training lowers the loss, and the highest is the best here"
     assert last_checkpoint("moved") == f"moved/checkpoint-{8 if limit == 2 else best}"
-    again, others = finished(tmp_path / "moved", resume=True, **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(Eagle31Trainer, "training_step", None)  # nothing is left to train
+        again, others = finished(tmp_path / "moved", resume=True, **options)
     assert (again, others["model.safetensors"]) == (steps, files["model.safetensors"])
     assert finished(tmp_path / "moved", resume=True, **options | {"max_steps": 10})[0] == 10
     assert (tmp_path / "moved" / f"checkpoint-{best}").exists(), "the best one was rotated away"
