@@ -37,9 +37,9 @@ T95 = {2: 12.7, 3: 4.3, 4: 3.2, 5: 2.8, 6: 2.6, 7: 2.4, 8: 2.4}  # Student's t, 
 class Ablation:
     """Trains and evaluates drafters, those that a file does not know yet; `found` by drafter, losses and seed."""
 
-    def __init__(self, work: Path, num_texts: int, num_prompts: int, steps: int):
+    def __init__(self, work: Path, num_texts: int, num_prompts: int, steps: int, num_left: int):
         self.target, self.tokenizer = demo.load_target()
-        self.work, self.num_prompts, self.steps = work, num_prompts, steps
+        self.work, self.num_prompts, self.steps, self.num_left = work, num_prompts, steps, num_left
         self.file = work / f"ablation-{num_texts}-texts-{num_prompts}-prompts.json"
         self.found: dict[str, dict[str, float]] = json.loads(self.file.read_text()) if self.file.exists() else {}
         self.examples = own_words(self.target, self.tokenizer, work / "data", num_texts)
@@ -73,6 +73,7 @@ class Ablation:
             self.examples,
             self.work / "ablation" / name.replace(", ", "-").replace(" ", ""),
             DRAFTERS[drafter] | {"seed": seed},
+            self.num_left,
             seed=seed,
             max_steps=self.steps,
             depth=DEPTH,
@@ -178,9 +179,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=128)
     parser.add_argument("--texts", type=int, default=1536, help="pieces of text that the drafters learn from")
     parser.add_argument("--prompts", type=int, default=96, help="held-out prompts on which they are evaluated")
+    parser.add_argument("--left-out", type=int, default=32, help="of the examples made of the texts, not learnt from")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
-    ablation = Ablation(args.work, args.texts, args.prompts, args.steps)
+    ablation = Ablation(args.work, args.texts, args.prompts, args.steps, args.left_out)
     for seed in range(args.seeds):  # so that a run that is stopped has all variants of fewer seeds
         for drafter in DRAFTERS:
             for losses in LOSSES:

@@ -44,10 +44,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=80, help="(default: 80)")
     parser.add_argument("--texts", type=int, default=640, help="that are answered, to train on (default: 640)")
     parser.add_argument("--prompts", type=int, default=NUM_PROMPTS, help=f"of a set (default: {NUM_PROMPTS})")
+    parser.add_argument("--files", type=int, help="take the texts from the first so many files (default: from all)")
     args = parser.parse_args()
     torch.set_num_threads(1)
     args.work.mkdir(parents=True, exist_ok=True)
-    material = Material("demo", demo.FOLDER / "target", args.work, args.texts, args.prompts)
+    material = Material("demo", demo.FOLDER / "target", args.work, args.texts, args.prompts, args.files)
     print(f"share of the rates{''.join(format(name, '>12') for name in SETS)}")
     for share in (0.0, *args.shares):
         found = measured(material, gone_on(material, share, args.steps))

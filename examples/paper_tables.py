@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from eagle31_hf.diagnostics.interventions import (
     untouched,
     window_fields,
 )
+from eagle31_hf.training.store import HiddenStateStore
 
 NAMES = {"eagle3": "EAGLE 3", "eagle31": "EAGLE 3.1"}  # the paper's pre-norm and post-norm
 FLAGS = {"eagle3": {"fc_norm": False, "norm_output": False}, "eagle31": {}}
@@ -91,7 +93,7 @@ class Bench:
         self.target, self.tokenizer = demo.load_target()
         self.work = args.work
         self.num_prompts, self.new_tokens = args.prompts, args.max_new_tokens
-        self.texts, self.steps = args.texts, args.steps
+        self.texts, self.steps, self.left_out = args.texts, args.steps, args.left_out
         self.file = self.work / f"figures-{self.new_tokens}-tokens.json"
         self.found: dict[str, Any] = json.loads(self.file.read_text()) if self.file.exists() else {}
         self.used = dict[str, Any]()
@@ -154,17 +156,21 @@ class Bench:
 
         return self.once(f"{folder.name}, {WATCHED} deep" + ", BOS in front" * has_bos, measure)
 
+    @cached_property
+    def examples(self) -> HiddenStateStore:
+        return own_words(self.target, self.tokenizer, self.work / "data", self.texts)
+
     def train(self, name: str, depth: int) -> Path:
         """Trains a drafter for table E, unless it is there already; returns its folder."""
         folder = self.work / f"{name}-depth{depth}-steps{self.steps}"
         if not (folder / "model.safetensors").exists():
-            examples = own_words(self.target, self.tokenizer, self.work / "data", self.texts)
             train(
                 self.target,
                 self.tokenizer,
-                examples,
+                self.examples,
                 folder,
                 FLAGS[name],
+                self.left_out,
                 max_steps=self.steps,
                 depth=depth,
                 **NO_CHECKPOINTS,
@@ -411,6 +417,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--texts", type=int, default=1536, help="pieces of text that table E's drafters learn from")
     parser.add_argument("--steps", type=int, default=256, help="of each of table E's four trainings")
+    parser.add_argument("--left-out", type=int, default=32, help="of the examples made of the texts, not learnt from")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     bench = Bench(args)

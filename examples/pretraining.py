@@ -196,6 +196,7 @@ def parse_args(description: str, steps: int) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=steps, help=f"of {TOKENS:,} tokens, default %(default)s")
     parser.add_argument("--files", type=int, help="train on the first so many files only")
+    parser.add_argument("--held-out", type=int, default=64, help=f"pieces of {SHORT} tokens, default %(default)s")
     return parser.parse_args()
 
 
@@ -215,7 +216,7 @@ def write_target(
     state_file = args.output.with_name(f"{args.output.name}.state")
     record = {"python": sys.version.split()[0], "files": len(texts), "tokens_in_corpus": len(ids)}
     record |= train(model, ids, args.steps, state_file)
-    record |= {"held_out_loss": round(mean_loss(model, token_ids(tokenizer, held_out)[: 64 * SHORT]), 4)}
+    record |= {"held_out_loss": round(mean_loss(model, token_ids(tokenizer, held_out)[: args.held_out * SHORT]), 4)}
     model.to(torch.bfloat16).save_pretrained(args.output)
     (args.output / "training.json").write_text(json.dumps(record, indent=2) + "\n")
     state_file.unlink(missing_ok=True)

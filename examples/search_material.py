@@ -64,19 +64,26 @@ class Texts:
 
 class Material:
     """A target, the texts its drafters learn from, and the answered prompts they are measured on. What takes minutes to
-    make is kept in the folder `work`. `num_prompts` of a set, of long ones three for eight others. `weights`: a digest
-    of the target and of how much is made of it."""
+    make is kept in the folder `work`. `num_prompts` of a set, of long ones three for eight others. Texts are of the
+    first `num_files` files, or of all. `weights`: a digest of the target and of how much is made of it."""
 
     def __init__(
-        self, name: str, folder: Path, work: Path, num_texts: int | None = None, num_prompts: int | None = None
+        self,
+        name: str,
+        folder: Path,
+        work: Path,
+        num_texts: int | None = None,
+        num_prompts: int | None = None,
+        num_files: int | None = None,
     ):
-        self.name, self.work = name, work
+        self.name, self.work, self.num_files = name, work, num_files
         self.num_texts, self.num_prompts = num_texts or NUM_TEXTS, num_prompts or NUM_PROMPTS
         self.num_long = -(-self.num_prompts * 3 // 8)
         self.target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.vocab_size = self.target.config.vocab_size
         sizes = (LENGTH, PROMPT, LONG_PROMPT, self.num_texts, self.num_prompts, self.num_long, ANSWER, NOISE)
+        sizes += (num_files,) if num_files else ()
         self.weights = digest(weights_fingerprint(self.target), repr(sizes))[:8]
 
     def default_layers(self) -> list[int]:
@@ -106,7 +113,7 @@ class Material:
 
     def _texts(self, kind: str) -> Tensor:
         def make() -> Tensor:
-            files = token_ids(self.tokenizer, texts_of(self.name, held_out=False))
+            files = token_ids(self.tokenizer, texts_of(self.name, held_out=False)[: self.num_files])
             texts = drawn(files, self.num_texts, LENGTH, seed=0)
             if kind == "files":
                 return texts

@@ -22,7 +22,6 @@ from eagle31_hf.hub import CARD
 from eagle31_hf.training.saving import last_checkpoint
 
 FLAGS = {"eagle31": {"fc_norm": True, "norm_output": True}, "eagle3": {"fc_norm": False, "norm_output": False}}
-LENGTH = 256  # tokens of an example at most, half of them the prompt
 BATCH, EVAL_DEPTH = 8, 7
 BY_DEPTH = {"loss_by_depth": "distance", "accuracy_by_depth": "accuracy", "acceptance_by_depth": "acceptance"}
 
@@ -35,7 +34,7 @@ def facts_of(trainer: Eagle31Trainer, lengths: list[int], num_held_out: int) -> 
     facts = {
         "python": sys.version.split()[0],
         "rows": len(lengths) - num_held_out,
-        "row_length": LENGTH,
+        "row_length": trainer.args.max_length,
         "steps": trainer.state.global_step,
         "tokens_trained": round(trainer.state.epoch * sum(lengths[:-num_held_out])),
         "depth": trainer.args.depth,
@@ -54,20 +53,21 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=3072, help="pieces of text, each one or more examples")
     parser.add_argument("--held-out", type=int, default=64, help="examples that are not trained on, but evaluated")
     parser.add_argument("--epochs", type=float, default=3.5)
+    parser.add_argument("--length", type=int, default=256, help="tokens of an example at most, half of them the prompt")
     args = parser.parse_args()
     target, tokenizer = demo.load_target()
-    examples = own_words(target, tokenizer, args.work / "data", args.texts, length=LENGTH)
+    examples = own_words(target, tokenizer, args.work / "data", args.texts, length=args.length)
     for name in [args.only] if args.only else FLAGS:
         folder = args.work / name
         options = {
             "num_held_out": args.held_out,
             "checkpoint": last_checkpoint(folder),
-            "max_length": LENGTH,
+            "max_length": args.length,
             "num_train_epochs": args.epochs,
             "per_device_train_batch_size": BATCH,
             "eval_depth": EVAL_DEPTH,
             "eval_prompts": 8,
-            "eval_max_new_tokens": LENGTH // 2,
+            "eval_max_new_tokens": args.length // 2,
             "bf16": True,
             "use_cpu": True,
         }

@@ -45,13 +45,14 @@ def new_target(width: int, vocab_size: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def target_of(width: int, work: Path, steps: int) -> Path:
+def target_of(width: int, work: Path, steps: int, num_files: int | None) -> Path:
     """Returns the folder of the target so wide, which is trained for so many steps where it is not there yet."""
     folder = work / f"width-{width}-steps{steps}"
     if not (folder / "config.json").exists():
         tokenizer = AutoTokenizer.from_pretrained(demo.FOLDER / "target")
         model = new_target(width, len(tokenizer))
-        train(model, token_ids(tokenizer, texts_of("demo", held_out=False)), steps, work / f"{folder.name}.state")
+        texts = texts_of("demo", held_out=False)[:num_files]
+        train(model, token_ids(tokenizer, texts), steps, work / f"{folder.name}.state")
         tokenizer.save_pretrained(folder)
         model.save_pretrained(folder)
     return folder
@@ -73,11 +74,15 @@ def main() -> None:
     parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS, help="of the targets")
     parser.add_argument("--target-steps", type=int, default=300, help="of a target's training")
     parser.add_argument("--steps", type=int, default=100, help="of a drafter's training")
+    parser.add_argument("--files", type=int, help="take the texts from the first so many files (default: from all)")
     args = parser.parse_args()
     torch.set_num_threads(1)
     args.work.mkdir(parents=True, exist_ok=True)
-    targets = {width: target_of(width, args.work, args.target_steps) for width in args.widths}
-    materials = {width: Material("demo", folder, args.work, args.steps * BATCH) for width, folder in targets.items()}
+    targets = {width: target_of(width, args.work, args.target_steps, args.files) for width in args.widths}
+    materials = {
+        width: Material("demo", folder, args.work, args.steps * BATCH, num_files=args.files)
+        for width, folder in targets.items()
+    }
     print(f"| adjustment | width | {' | '.join(f'{rate:g}' for rate in RATES)} |\n|---|---|" + "---|" * len(RATES))
     for adjust, factor in ADJUSTMENTS.items():
         for width, material in materials.items():

@@ -138,6 +138,16 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+def pytest_collection_finish():
+    """What has been imported by now stays: collecting garbage, as every training does when it begins, need not look
+    through it, which takes half a second."""
+    gc.freeze()
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()
+
+
 @pytest.fixture
 def on_the_gpu():
     """Tensors are made on the GPU, where there is one: there Triton compiles, and does not interpret."""

@@ -12,20 +12,7 @@ from eagle31_hf import Eagle31DrafterModel, track_acceptance
 from eagle31_hf.cli import main, resuming, training
 from eagle31_hf.training.output import claim, set_aside
 
-QUICK = [
-    "--depth",
-    "2",
-    "--max-length",
-    "40",
-    "--accumulate",
-    "1",
-    "--batch-size",
-    "2",
-    "--learning-rate",
-    "0.01",
-    "--eval-every",
-    "4",
-]
+QUICK = "--depth 2 --max-length 40 --accumulate 1 --batch-size 2 --learning-rate 0.01 --eval-every 4"
 
 
 @pytest.fixture
@@ -47,28 +34,24 @@ def run(capsys, *arguments):
 
 
 def trained(capsys, folder, *arguments, data="texts.jsonl", output="drafter"):
-    return run(
-        capsys,
-        "train",
-        "--target",
-        folder / "target",
-        "--data",
-        folder / data,
-        "--output",
-        folder / output,
-        *QUICK,
-        "--json",
-        *arguments,
-    )
+    places = ("--target", folder / "target", "--data", folder / data, "--output", folder / output)
+    return run(capsys, "train", *places, *QUICK.split(), "--json", *arguments)
+
+
+def prepared(capsys, folder, *arguments, output):
+    """Makes a store of the texts."""
+    places = ("--target", folder / "target", "--data", folder / "texts.jsonl", "--output", folder / output)
+    status, _, err = run(capsys, "prepare-data", *places, "--max-length", "40", *arguments)
+    assert status == 0, err
 
 
 def test_from_texts_to_a_drafter_that_generates(capsys, folder):
-    status, out, err = trained(capsys, folder, "--steps", "8", "--regenerate", "--draft-vocab-size", "9")
+    status, out, err = trained(capsys, folder, "--steps", "5", "--regenerate", "--draft-vocab-size", "9")
     assert status == 0, err
     result = json.loads(out.splitlines()[-1])
-    assert result["steps"] == 8
+    assert result["steps"] == 5
     assert result["best"]["eval_accepted_length"] >= 1
-    assert "step 4 of 8: held out, loss" in err
+    assert "step 4 of 5: held out, loss" in err
     assert "a draft vocabulary of 9 covers" in err
     drafter = Eagle31DrafterModel.from_pretrained(folder / "drafter")
     assert drafter.config.draft_vocab_size == 9
@@ -84,23 +67,10 @@ def test_from_texts_to_a_drafter_that_generates(capsys, folder):
 
 
 def test_stored_states_give_the_same_drafter_without_the_target(capsys, folder):
-    target = ["--target", folder / "target"]
-    for name, states in (("tokens", []), ("states", ["--states", "--states-dtype", "float32"])):
-        status, _, err = run(
-            capsys,
-            "prepare-data",
-            *target,
-            "--data",
-            folder / "texts.jsonl",
-            "--output",
-            folder / name,
-            "--max-length",
-            "40",
-            *states,
-        )
-        assert status == 0, err
+    prepared(capsys, folder, output="tokens")
+    prepared(capsys, folder, "--states", "--states-dtype", "float32", output="states")
     for name in ("tokens", "states"):
-        status, _, err = trained(capsys, folder, "--steps", "4", data=name, output=f"from-{name}")
+        status, _, err = trained(capsys, folder, "--steps", "2", data=name, output=f"from-{name}")
         assert status == 0, err
     online, offline = (
         Eagle31DrafterModel.from_pretrained(folder / f"from-{name}").state_dict() for name in ("tokens", "states")
@@ -133,7 +103,7 @@ def test_a_trained_drafter_goes_on_at_a_tenth_of_the_rates(tmp_path, given, matr
 
 def test_resumed_is_as_if_never_stopped(capsys, folder):
     constant = ["--set", 'lr_scheduler_type="constant"', "--steps"]  # any other would be that of fewer steps
-    for output, arguments in (("straight", ["8"]), ("part", ["4"]), ("part", ["8", "--resume"])):
+    for output, arguments in (("straight", ["4"]), ("part", ["2"]), ("part", ["4", "--resume"])):
         status, _, err = trained(capsys, folder, *constant, *arguments, output=output)
         assert status == 0, err
     part, straight = (Eagle31DrafterModel.from_pretrained(folder / name).state_dict() for name in ("part", "straight"))
@@ -145,24 +115,9 @@ def contents(folder) -> dict[str, bytes]:
 
 
 def test_training_that_diverges_is_no_success(capsys, folder):
-    status, out, err = trained(
-        capsys,
-        folder,
-        "--steps",
-        "30",
-        "--learning-rate",
-        "1e9",
-        "--set",
-        "max_grad_norm=0",
-        "--set",
-        "logging_steps=1",
-        "--set",
-        'lr_scheduler_type="constant"',
-        "--set",
-        "save_steps=1",
-        "--set",
-        "eval_steps=1",
-    )
+    options = "--steps 30 --learning-rate 1e9 --set max_grad_norm=0 --set logging_steps=1 --set save_steps=1"
+    options += ' --set eval_steps=1 --set lr_scheduler_type="constant"'
+    status, out, err = trained(capsys, folder, *options.split())
     assert (status, out) == (1, "")
     found = re.search(
         r"eagle31: failed: step \d+: .* Training has diverged and was stopped; the last .* is (.*/checkpoint-\d+)\.",
@@ -172,7 +127,7 @@ def test_training_that_diverges_is_no_success(capsys, folder):
     rates = "a lower learning_rate (now 1e+09) or matrix_learning_rate (now 0.02)"
     assert f"{rates} or max_grad_norm=1 (now 0: gradients are not clipped)" in err
     assert not (folder / "drafter" / "model.safetensors").exists()
-    status, _, err = trained(capsys, folder, "--steps", "2", "--drafter", found[1], output="anew")
+    status, _, err = trained(capsys, folder, "--steps", "1", "--drafter", found[1], output="anew")
     assert status == 0 or "diverged" in err, "what is called the last finite checkpoint is none"
     assert all(
         weight.isfinite().all() for weight in Eagle31DrafterModel.from_pretrained(found[1]).state_dict().values()
@@ -202,20 +157,20 @@ def test_a_second_run_into_one_folder_is_refused(capsys, folder):
 
 
 def test_an_earlier_drafter_goes_when_the_new_one_is_there(capsys, folder):
-    assert trained(capsys, folder, "--steps", "4")[0] == 0
+    assert trained(capsys, folder, "--steps", "2")[0] == 0
     earlier = contents(folder / "drafter")
     (folder / "drafter" / "notes.txt").write_text("mine")
-    status, _, err = trained(capsys, folder, "--steps", "2")
+    status, _, err = trained(capsys, folder, "--steps", "1")
     assert (status, "go on with the run in it by --resume, or replace what is there by --overwrite" in err) == (2, True)
     status, _, err = trained(
         capsys, folder, "--steps", "2", "--overwrite", "--learning-rate", "1e38", "--set", "max_grad_norm=0"
     )
     assert (status, "what an earlier run wrote is in" in err) == (1, True)
     assert contents(folder / "drafter" / "eagle31-replaced" / "1") == earlier
-    assert trained(capsys, folder, "--steps", "2", "--overwrite")[0] == 0
+    assert trained(capsys, folder, "--steps", "1", "--overwrite")[0] == 0
     assert contents(folder / "drafter")["model.safetensors"] != earlier["model.safetensors"]
     left = {name.partition("/")[0] for name in contents(folder / "drafter")}
-    assert left == {name.partition("/")[0] for name in earlier} - {"checkpoint-4"} | {"checkpoint-2", "notes.txt"}
+    assert left == {name.partition("/")[0] for name in earlier} - {"checkpoint-2"} | {"checkpoint-1", "notes.txt"}
 
 
 @pytest.mark.parametrize("theirs", ["the target", "an adapter", "a checkpoint of another model", "a project"])
@@ -240,12 +195,12 @@ def test_what_no_run_wrote_is_not_replaced(capsys, folder, theirs):
 
 
 def test_a_stopped_run_names_the_drafter_it_was_to_replace(capsys, folder):
-    assert trained(capsys, folder, "--steps", "2")[0] == 0
+    assert trained(capsys, folder, "--steps", "1")[0] == 0
     asked = argparse.Namespace(output=str(folder / "drafter"), overwrite=True)
     assert "earlier" not in resuming.checkpoint(asked)
     aside = set_aside(folder / "drafter")
     assert resuming.checkpoint(asked).endswith(f"yet; begin anew, with --overwrite. The earlier drafter is in {aside}.")
-    assert trained(capsys, folder, "--steps", "2", "--overwrite")[0] == 0
+    assert trained(capsys, folder, "--steps", "1", "--overwrite")[0] == 0
     assert "earlier" not in resuming.checkpoint(asked)
 
 
@@ -253,28 +208,13 @@ def test_a_run_stopped_while_it_regenerates_goes_on_by_resume(capsys, folder):
     """It goes on with its examples, which are as prepare-data makes them, by 32; without --resume it is refused."""
     asked = argparse.Namespace(output=str(folder / "drafter"), overwrite=False)
     assert resuming.checkpoint(asked).endswith("yet; begin anew.")
-    status, _, err = run(
-        capsys,
-        "prepare-data",
-        "--target",
-        folder / "target",
-        "--data",
-        folder / "texts.jsonl",
-        "--output",
-        folder / "drafter" / "data",
-        "--max-length",
-        "40",
-        "--batch-size",
-        "32",
-        "--regenerate",
-    )
-    assert status == 0, err
+    prepared(capsys, folder, "--batch-size", "32", "--regenerate", output="drafter/data")
     assert resuming.checkpoint(asked).endswith(
         "yet, but rows, which are kept; the same command with --resume goes on with them."
     )
     status, _, err = trained(capsys, folder, "--steps", "2", "--regenerate")
     assert (status, "go on with the run in it by --resume" in err) == (2, True)
-    status, _, err = trained(capsys, folder, "--steps", "2", "--regenerate", "--resume")
+    status, _, err = trained(capsys, folder, "--steps", "1", "--regenerate", "--resume")
     assert (status, "shard 1 of" in err) == (0, False), err
     asked.overwrite = True
     assert "the same command with --resume instead of --overwrite goes on from the last" in resuming.checkpoint(asked)
@@ -293,31 +233,26 @@ def test_a_stopped_conversion_says_of_any_config_what_it_is(tmp_path):
 
 def test_a_finished_run_is_finished(capsys, folder):
     """When resumed, it trains nothing and writes the same files again; asked for more steps, it goes on."""
-    asked = ["--steps", "8", "--set", "eval_steps=3", "--set", "save_steps=3"]
+    asked = ["--steps", "4", "--set", "eval_steps=3", "--set", "save_steps=3"]
     status, out, _ = trained(capsys, folder, *asked)
-    assert (status, json.loads(out)["steps"]) == (0, 8)
+    assert (status, json.loads(out)["steps"]) == (0, 4)
     before = contents(folder / "drafter")
     status, out, err = trained(capsys, folder, *asked, "--resume")
-    assert (status, json.loads(out)["steps"]) == (0, 8)
-    assert "the run was finished after step 8: there is nothing left to train" in err
+    assert (status, json.loads(out)["steps"]) == (0, 4)
+    assert "the run was finished after step 4: there is nothing left to train" in err
     after = contents(folder / "drafter")
     clocked = {name for name in before if name.endswith(("training_args.bin", "trainer_state.json"))}
     assert after.keys() == before.keys()
     assert {name for name in before if before[name] != after[name]} <= clocked
-    status, out, _ = trained(capsys, folder, "--steps", "10", *asked[2:], "--resume")
-    assert (status, json.loads(out)["steps"]) == (0, 10)
+    status, out, _ = trained(capsys, folder, "--steps", "5", *asked[2:], "--resume")
+    assert (status, json.loads(out)["steps"]) == (0, 5)
 
 
 def test_going_on_from_a_published_drafter(capsys, folder):
-    assert (
-        trained(
-            capsys, folder, "--steps", "4", "--field", "fc_norm=false", "--field", "norm_output=false", output="three"
-        )[0]
-        == 0
-    )
-    status, _, err = trained(
-        capsys, folder, "--steps", "4", "--drafter", folder / "three", "--upgrade", output="upgraded"
-    )
+    eagle3 = ("--field", "fc_norm=false", "--field", "norm_output=false")
+    assert trained(capsys, folder, "--steps", "1", *eagle3, output="three")[0] == 0
+    upgrade = ("--drafter", folder / "three", "--upgrade")
+    status, _, err = trained(capsys, folder, "--steps", "1", *upgrade, output="upgraded")
     assert status == 0, err
     assert "making the EAGLE 3 drafter an EAGLE 3.1 one" in err
     assert Eagle31DrafterModel.from_pretrained(folder / "upgraded").config.is_eagle31

@@ -1,29 +1,25 @@
-"""The Python blocks of README and docs, run as they stand, a page's one after another.
+"""The Python blocks of README and docs, run as they stand, but for fewer tokens, a page's one after another.
 
 The models that they name are folders here, the demo pair, which `from_pretrained` finds below the working directory
 before it asks the Hub; what a reader has to bring (rows to train on, a running server) is there before.
 """
 
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from pages import PAGES, README, blocks
+from pages import DOCS, PAGES, README, blocks
+from serving.servers import Server
 
 from eagle31_hf import demo
 from eagle31_hf.training.packing import Examples
 
 WITH_BLOCKS = [page for page in PAGES if blocks(page, "python")]
+SERVED = DOCS / "chat-and-serve.md"
+RUN_HERE = [README, DOCS / "generating.md"]  # other pages have blocks of these
+FEWER = {"max_new_tokens=256": "max_new_tokens=24", "(tokenizer, 12)": "(tokenizer, 2)", '_tokens": 96': '_tokens": 24'}
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
 MODELS = {"Qwen/Qwen3-8B": "target", "path/or/repo-of-a-drafter": "eagle31"}
-LONGEST = 120  # seconds that the server may take to start on a machine that does much else
-ADDRESS = "http://localhost:8000"
 
 
 @pytest.fixture
@@ -49,34 +45,7 @@ def brought() -> dict:
     return {"target": target, "tokenizer": tokenizer, "train_rows": train, "held_out_rows": held_out}
 
 
-@contextmanager
-def server(port):
-    """`eagle31 serve` for the pair, as the page has it."""
-    command = [sys.executable, "-m", "eagle31_hf", "serve", "--target", "Qwen/Qwen3-8B", "--port", str(port)]
-    with open("server.log", "w") as log:
-        process = subprocess.Popen(
-            [*command, "--drafter", "path/or/repo-of-a-drafter"], stdout=log, stderr=subprocess.STDOUT
-        )
-    try:
-        until = time.monotonic() + LONGEST
-        while not is_up(port):
-            assert process.poll() is None, Path("server.log").read_text()
-            assert time.monotonic() < until, Path("server.log").read_text()
-            time.sleep(0.1)
-        yield
-    finally:
-        process.terminate()
-        process.wait(LONGEST)
-
-
-def is_up(port):
-    try:
-        return urllib.request.urlopen(f"http://localhost:{port}/health").status == 200
-    except OSError:
-        return False
-
-
-def run(page: Path, names: dict, **replaced: str) -> dict:
+def run(page: Path, names: dict, replaced: dict[str, str]) -> dict:
     """Runs a page's blocks one after another; what stands in a block may be `replaced`."""
     for block in blocks(page, "python"):
         for old, new in replaced.items():
@@ -85,27 +54,28 @@ def run(page: Path, names: dict, **replaced: str) -> dict:
     return names
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in WITH_BLOCKS if page.name != "chat-and-serve.md"], ids=lambda page: page.name
-)
+@pytest.mark.parametrize("page", RUN_HERE, ids=lambda page: page.name)
 def test_they_run(page, models, capsys):
-    names = run(page, brought() | {"drafter": demo.load_drafter("eagle31")})
+    names = run(page, brought() | {"drafter": demo.load_drafter("eagle31")}, FEWER)
     printed = capsys.readouterr().out
     if page == README:
         assert "mean accepted length" in printed
         assert names["output"].shape[1] > names["inputs"]["input_ids"].shape[1]
-    if "my-drafter" in page.read_text() and page.name in ("README.md", "training.md"):
         assert Path("my-drafter").is_dir()
+
+
+def test_no_block_is_left_out():
+    here = [block for page in RUN_HERE for block in blocks(page, "python")]
+    assert [page.name for page in WITH_BLOCKS if not {*blocks(page, "python")} <= {*here}] == [SERVED.name]
+    assert all(any(words in block for block in here) for words in FEWER)
 
 
 def test_a_client_talks_to_the_server(models, capsys):
     pytest.importorskip("openai")
     pytest.importorskip("fastapi")
-    [page] = [page for page in WITH_BLOCKS if page.name == "chat-and-serve.md"]
-    with socket.socket() as tried:
-        tried.bind(("localhost", 0))
-        port = tried.getsockname()[1]
-    assert all(ADDRESS in block for block in blocks(page, "python"))
-    with server(port):
-        run(page, {}, **{ADDRESS: f"http://localhost:{port}"})
+    served = Server(Path("Qwen/Qwen3-8B").absolute())
+    try:
+        run(SERVED, {}, {"http://localhost:8000": f"http://localhost:{served.port}", "Qwen/Qwen3-8B": served.target})
+    finally:
+        served.end()
     assert len(capsys.readouterr().out) > 20

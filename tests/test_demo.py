@@ -32,8 +32,7 @@ def test_held_out_files_are_never_trained_on():
     assert held_out.isdisjoint(training_files())
 
 
-@pytest.mark.parametrize("name", demo.DRAFTERS)
-@pytest.mark.parametrize("depth", [1, 5])
+@pytest.mark.parametrize(("name", "depth"), [("eagle3", 1), ("eagle31", 5)])
 def test_greedy_text_is_the_targets_own(pair, name, depth):
     target, tokenizer, drafters = pair
     with track_acceptance() as stats:

@@ -4,10 +4,10 @@
 `training/test_search_recipe.py`, on fewer.
 """
 
+import gc
 import json
 import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,35 +16,36 @@ from programs import forkserver
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 ONE_PROMPT = "--prompts 1 --max-new-tokens 8"
-ONE_STEP = "--texts 40 --steps 1"  # 32 of the texts are held out
+ONE_STEP = "--texts 2 --left-out 1 --steps 1"
+NEW_TARGET = "--files 12 --held-out 1 --steps 1 --output {}/it"
 # example -> its options, where {} is an empty folder, and what it prints
 RUNS = {
     "generate.py": ("--max-new-tokens 16", ["same as the target alone: True", "mean accepted length"]),
     "compare_drafters.py": (f"{ONE_PROMPT} --depth 3", ["768, window of 192           eagle3   accepted length"]),
     "upgrade_demo_drafter.py": (f"{ONE_PROMPT} --depth 3", ["fused state moved by", "upgraded             accepted"]),
-    "train.py": ("--texts 8 --held-out 1 --epochs 1 --output {}/it", ["tokens a target forward on examples held out"]),
+    "train.py": ("--texts 2 --held-out 1 --epochs 1 --output {}/it", ["tokens a target forward on examples held out"]),
     "chat_drafter.py": (
         f"--target {EXAMPLES.parent / 'eagle31_hf' / 'demo' / 'target'} --work {{}} --chats 6 --max-new-tokens 40"
         " --draft-vocab-size 500 --epochs 1",
         ["/eagle31, after ", "/eagle3, after "],
     ),
     "train_demo_drafters.py": (
-        "--texts 8 --held-out 1 --epochs 1 --work {} --output {}/pair",
+        "--texts 2 --length 48 --held-out 1 --epochs 1 --work {} --output {}/pair",
         ["eagle31 {", "eagle3 {", '"accepted_length": '],
     ),
-    "train_demo_target.py": ("--files 12 --steps 1 --output {}/it", ['"held_out_loss": ']),
-    "train_second_target.py": ("--files 12 --steps 1 --output {}/it", ['"held_out_loss": ']),
-    "transfer_rate.py": ("--widths 64 --target-steps 1 --steps 1 --work {}", ["| match_rms_adamw | 64 |"]),
+    "train_demo_target.py": (NEW_TARGET, ['"held_out_loss": ']),
+    "train_second_target.py": (NEW_TARGET, ['"held_out_loss": ']),
+    "transfer_rate.py": ("--widths 64 --target-steps 1 --steps 1 --files 12 --work {}", ["| match_rms_adamw | 64 |"]),
     "going_on.py": (
-        "--work {} --shares 0.1 --steps 1 --texts 8 --prompts 4",
+        "--work {} --shares 0.1 --steps 1 --texts 1 --prompts 1 --files 12",
         ["share of the rates", "\n               0.1  "],
     ),
     "ablate_losses.py": (
-        f"{ONE_STEP} --prompts 2 --seeds 1 --work {{}} --output {{}}/results",
+        f"{ONE_STEP} --prompts 1 --seeds 1 --work {{}} --output {{}}/results",
         ["## EAGLE 3\n", "- EAGLE 3.1, both: accepted length"],
     ),
     "paper_tables.py": (
-        f"{ONE_STEP} --prompts 1 --max-new-tokens 32 --work {{}} --output {{}}/results",
+        f"{ONE_STEP} --prompts 1 --max-new-tokens 20 --work {{}} --output {{}}/results",
         [f"## {letter}: " for letter in "ABCDEFG"],
     ),
 }
@@ -56,6 +57,7 @@ LONGEST = 600  # seconds
 
 def run_as_program(path: Path, options: list[str], output: Path) -> None:
     """Runs a file as `python` does, with its output in a file."""
+    gc.freeze()  # what the process was forked with, which every training would look through
     with open(output, "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -73,15 +75,7 @@ def run_example(folder: Path, name: str, options: str) -> str:
     return output.read_text()
 
 
-def test_an_example_is_a_program():
-    options, said = RUNS["generate.py"]
-    line = [sys.executable, str(EXAMPLES / "generate.py"), *options.split()]
-    run = subprocess.run(line, capture_output=True, text=True, timeout=LONGEST)
-    assert run.returncode == 0, run.stderr
-    assert [words for words in said if words not in run.stdout] == []
-
-
-@pytest.mark.parametrize("name", [name for name in RUNS if name != "generate.py"])
+@pytest.mark.parametrize("name", RUNS)
 def test_example(name, tmp_path):
     options, said = RUNS[name]
     found = run_example(tmp_path, name, options.replace("{}", str(tmp_path)))

@@ -1,4 +1,4 @@
-"""A minute's share of `python tests/soak.py --runs 2000`: bound by runs, not by time, so that it is the same wherever
+"""A share of `python tests/soak.py --runs 2000`: bound by runs, not by time, so that it is the same wherever
 it runs."""
 
 import pytest
@@ -15,7 +15,7 @@ def forgotten():
     soak.models.forget_models()
 
 
-@pytest.mark.parametrize("first", [0, 28, 56])
+@pytest.mark.parametrize("first", [28, 56])
 def test_nothing_differs_from_plain_generate(first):
     report = soak.soak(SEED, RUNS[first : first + 28])
     assert report.failures == []
@@ -26,7 +26,7 @@ def test_nothing_differs_from_plain_generate(first):
 
 
 def test_memory_is_flat():
-    for name, (was, now) in soak.flat(SEED, RUNS[:8]).items():
+    for name, (was, now) in soak.flat(SEED, RUNS[:4]).items():
         if name in soak.COUNTED:
             assert now <= was * (1 + soak.GROWTH), f"{name}: {was} before, {now} after"
 

@@ -1,5 +1,6 @@
 """The runs of test_distributed.py, which two processes do one after the other."""
 
+import gc
 import json
 import os
 import socket
@@ -41,13 +42,7 @@ EVALUATED = {
     "eval_prompts": 3,
     "eval_max_new_tokens": 6,
 }
-ADAM = {
-    "save_strategy": "steps",
-    "save_steps": 1,
-    "num_train_epochs": 2,
-    "lr_scheduler_type": "cosine",
-    "load_best_model_at_end": True,
-}
+ADAM = {"save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "cosine", "load_best_model_at_end": True}
 ADAM |= EVALUATED | {"eval_strategy": "steps", "eval_steps": 1}
 MUON = ADAM | {"matrix_learning_rate": 0.02}
 ADAM |= {"matrix_learning_rate": None}
@@ -82,7 +77,7 @@ RESUMED = [
     if name.rpartition("fsdp_")[2].startswith(("adam", "muon")) and not (OLD and "fsdp" not in name)
 ]
 EVEN = {"vocab_size": VOCAB + 1}  # 5.17 splits nothing else
-STOPPED_AT = 2  # of three steps an epoch
+STOPPED_AT = 2  # of three steps
 
 
 def trainer_of(folder: Path, name: str, processes: int = 2, **others: Any):
@@ -125,6 +120,7 @@ def begin(folder: Path, name: str | None, rank: int, port: int) -> None:
     """In one of the two processes, as `accelerate launch` starts them."""
     os.dup2(os.open(folder / f"errors-{rank}.txt", os.O_WRONLY | os.O_CREAT), 2)
     torch.set_num_threads(1)
+    gc.freeze()  # what the process was forked with, which every training would look through
     sizes = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.environ.update(sizes, MASTER_ADDR="localhost", MASTER_PORT=str(port))
     if name is None:

@@ -1,6 +1,7 @@
 """Servers on loopback that answer as vLLM and SGLang do, by a real target's generate(), and fail when told to."""
 
 import json
+import sys
 import threading
 import time
 from collections import Counter
@@ -9,7 +10,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import torch
+from programs import heeded
 
+from eagle31_hf.training.engine_server import Request
+from eagle31_hf.training.servers import Patience, Servers
+
+INTERRUPTED = 3  # exit status of `ask_until_interrupted`
 HANG = 1.0  # seconds: longer than tests wait for an answer
 Trouble = Callable[[int], str | int | None]  # the number of a request for an answer -> what goes wrong with it
 
@@ -148,6 +154,16 @@ class EngineServer:
         text = self.tokenizer.decode(words, skip_special_tokens=True)
         self.answered[str(prompt)] += 1
         return words if self.omits_end else answer, ended, text
+
+
+def ask_until_interrupted(port: int) -> None:
+    """In a process of its own: asks a server, patiently, until there is a Ctrl-C."""
+    heeded()
+    servers = Servers((f"http://127.0.0.1:{port}",), "target", 2, Patience(timeout=3600.0))
+    try:
+        servers.answers([Request([1], 1, 0, {"temperature": 0.0}, [])] * 3)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
 
 
 def loop_end(ids: list[int], asked: dict | None) -> int | None:

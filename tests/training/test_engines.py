@@ -16,8 +16,9 @@ from contextlib import suppress
 
 import pytest
 import torch
-from engine_server import EngineServer, send
+from engine_server import INTERRUPTED, EngineServer, ask_until_interrupted, send
 from letters import END, build_tokenizer, conversations, write_data
+from programs import forkserver
 from transformers import GenerationConfig
 
 from eagle31_hf import demo
@@ -47,18 +48,6 @@ needs_vllm = pytest.mark.skipif(
         " torchcodec"
     ),
 )
-
-
-INTERRUPTED = """
-import signal
-
-from eagle31_hf.training.engine_server import Request
-from eagle31_hf.training.servers import Patience, Servers
-
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes ignore it
-servers = Servers(("http://127.0.0.1:{port}",), "target", 2, Patience(timeout=3600.0))
-servers.answers([Request([1], 1, 0, dict(temperature=0.0), [])] * 3)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -244,14 +233,13 @@ def test_a_missing_shard_is_sampled_again_as_it_was(tmp_path, outline, tokenizer
     assert len(set(seeds)) > len(conversations(7))
 
 
-@pytest.mark.parametrize("protocol", ["vllm", "sglang"])
-def test_an_answer_to_data_goes_on_where_it_repeats_itself(tmp_path, make_target, tokenizer, data, serve, protocol):
+def test_an_answer_to_data_goes_on_where_it_repeats_itself(tmp_path, make_target, tokenizer, data, serve):
     indifferent = copy.deepcopy(make_target("llama", eos_token_id=END))  # its greedy answers are one letter
     with torch.no_grad():
         indifferent.lm_head.weight.zero_()
-    server = serve(protocol, target=indifferent, max_model_len=168)
+    server = serve(target=indifferent, max_model_len=168)
     options = GREEDILY | {"max_length": 160, "max_new_tokens": 70}
-    prepare(indifferent, tokenizer, data, tmp_path, [server], **options)
+    prepare(indifferent, tokenizer, data, tmp_path, [server], **options, part=(0, 3))
     assert server.longest_greedy == 70
 
 
@@ -359,18 +347,40 @@ def test_unfit_servers_are_refused_before_anything_is_written(
     assert not (tmp_path / "store").exists()
 
 
-@pytest.mark.parametrize("text", [7, ["a"]], ids=str)
-def test_words_that_are_none(tmp_path, outline, tokenizer, data, serve, text):
-    server = serve("sglang")
+def changed(server: EngineServer, change) -> EngineServer:
+    """The server, whose responses `change(path, body, response)` makes others."""
     respond = server._response
 
-    def odd(path, body):
-        status, response = respond(path, body)
-        return status, response | {"text": text}
+    def response(path, body):
+        status, said = respond(path, body)
+        return status, change(path, body, said)
 
-    server._response = odd
-    with pytest.raises(ValueError, match=r"/generate|answers with the text .*; expected words"):
-        prepare(outline, tokenizer, data, tmp_path / "store", [server], **GREEDILY)
+    server._response = response
+    return server
+
+
+def other_ids(path, body, said):
+    said["choices"][0]["token_ids"] = [3, 11]
+    return said
+
+
+def with_bos(path, body, said):
+    return said | {"usage": {"prompt_tokens": len(body.get("prompt", [])) + 1}}
+
+
+@pytest.mark.parametrize(
+    ("protocol", "change", "words"),
+    [
+        ("sglang", lambda path, body, said: said | {"text": 7}, "answers with the text .*; expected words"),
+        ("sglang", lambda path, body, said: said | {"text": ["a"]}, "answers with the text .*; expected words"),
+        ("vllm", other_ids, "answers with id 11, and the target has 11; expected an engine that runs"),
+        ("vllm", with_bos, r"read \d+ tokens of a prompt of \d+; expected the ids as they are"),
+    ],
+    ids=["a number", "a list", "ids it has not", "with BOS"],
+)
+def test_answers_that_are_none(tmp_path, outline, tokenizer, data, serve, protocol, change, words):
+    with pytest.raises(ValueError, match=words):
+        prepare(outline, tokenizer, data, tmp_path / "store", [changed(serve(protocol), change)], **GREEDILY)
     assert not (tmp_path / "store").exists()
 
 
@@ -430,20 +440,17 @@ def test_a_path_that_does_not_work_is_not_the_only_one(tmp_path, outline, tokeni
 
 def test_an_engine_may_err_now_and_then(tmp_path, target, tokenizer, data, serve):
     """One token of the answers to all prompts that it is checked by: a quantized one does."""
-    server = serve("vllm")
-    respond, erred = server._response, []
+    erred = []
 
-    def erring(path, body):
-        status, response = respond(path, body)
+    def erring(path, body, response):
         choice = response["choices"][0]
         if not erred and choice["finish_reason"] == "length" and body["max_tokens"] > 1:
             erred.append(choice | {"token_ids": [*choice["token_ids"][:-1], 0], "text": None})
             assert erred[0]["token_ids"] != choice["token_ids"]
             response["choices"] = erred[:]
-        return status, response
+        return response
 
-    server._response = erring
-    prepare(target, tokenizer, data, tmp_path, [server], **GREEDILY)
+    prepare(target, tokenizer, data, tmp_path, [changed(serve("vllm"), erring)], **GREEDILY)
 
 
 def test_servers_of_different_models(tmp_path, outline, tokenizer, data, serve):
@@ -461,33 +468,6 @@ def test_a_server_that_is_not_there(tmp_path, outline, tokenizer, data, serve):
     server.start()
 
 
-def test_ids_the_target_does_not_have(tmp_path, outline, tokenizer, data, serve):
-    server = serve("vllm")
-    respond = server._response
-
-    def beyond(path, body):
-        status, response = respond(path, body)
-        response["choices"][0]["token_ids"] = [3, 11]
-        return status, response
-
-    server._response = beyond
-    with pytest.raises(ValueError, match="answers with id 11, and the target has 11; expected an engine that runs"):
-        prepare(outline, tokenizer, data, tmp_path / "store", [server], **GREEDILY)
-
-
-def test_a_server_that_reads_other_tokens_than_it_is_given(tmp_path, outline, tokenizer, data, serve):
-    server = serve("vllm")
-    respond = server._response
-
-    def with_bos(path, body):
-        status, response = respond(path, body)
-        return status, response | {"usage": {"prompt_tokens": len(body.get("prompt", [])) + 1}}
-
-    server._response = with_bos
-    with pytest.raises(ValueError, match=r"read \d+ tokens of a prompt of \d+; expected the ids as they are"):
-        prepare(outline, tokenizer, data, tmp_path / "store", [server], **GREEDILY)
-
-
 @pytest.mark.parametrize("model", [{"id": "target"}, {"id": "x", "root": "target"}])
 def test_of_several_models_the_one_named_as_the_target_is_asked(tmp_path, outline, tokenizer, data, serve, model):
     server = serve()
@@ -495,7 +475,7 @@ def test_of_several_models_the_one_named_as_the_target_is_asked(tmp_path, outlin
     model = {key: name if value == "target" else value for key, value in model.items()}
     listed = [{"id": "first"}, model, {"id": "adapter", "parent": "first"}]
     server._get = lambda handler: send(handler, 200, {"data": listed})
-    prepare(outline, tokenizer, data, tmp_path / "store", [server], **GREEDILY)
+    prepare(outline, tokenizer, data, tmp_path / "store", [server], **GREEDILY, part=(9, 10))
     assert {body["model"] for body in server.asked} == {model["id"]}
     server._get = lambda handler: send(handler, 200, {"data": [{"id": "one"}, {"id": "adapter", "parent": "one"}]})
     prepare(outline, tokenizer, data, tmp_path / "one", [server], **GREEDILY, part=(9, 10))
@@ -512,13 +492,14 @@ def test_of_several_models_the_one_named_as_the_target_is_asked(tmp_path, outlin
 # Failures
 
 
-@pytest.mark.parametrize("wrong", [500, 503, 429, "close", "hang"])
-def test_what_fails_is_asked_again(tmp_path, outline, tokenizer, data, greedy, serve, wrong):
-    lines = []
-    server = serve("vllm", trouble=lambda number: wrong if number in (7, 11) else None)
-    patience = Patience(timeout=0.5, tries=4, pause=0.01, longest_pause=0.05) if wrong == "hang" else QUICKLY
-    prepare(outline, tokenizer, data, tmp_path, [server], lines.append, patience=patience, **GREEDILY)
+def test_what_fails_is_asked_again(tmp_path, outline, tokenizer, data, greedy, serve):
+    lines, wrong = [], {7: 500, 9: 503, 11: 429, 13: "close", 15: "hang"}
+    server = serve("vllm", trouble=wrong.get)
+    patience = Patience(timeout=0.5, tries=9, pause=0.01, longest_pause=0.05)
+    prepare(outline, tokenizer, data, tmp_path, [server], lines.append, patience=patience, requests=1, **GREEDILY)
     assert shards(tmp_path) == shards(greedy)
+    assert len(server.asked) > max(wrong)
+    assert any("gave no answer in 0.5 seconds" in line for line in lines)
     assert any("is left out for 0.01 seconds" in line for line in lines)
     assert f"{server.url} answers again" in lines
 
@@ -627,18 +608,14 @@ def test_a_server_that_is_still_loading_is_waited_for(tmp_path, outline, tokeniz
 
 
 def test_servers_that_shut_down_abort_what_they_work_on(tmp_path, outline, tokenizer, data, greedy, serve):
-    server, numbers = serve("sglang"), itertools.count()
-    respond = server._response
+    numbers, lines = itertools.count(), []
 
-    def aborting(path, body):
-        status, response = respond(path, body)
+    def aborting(path, body, response):
         if path == "/generate" and next(numbers) == 6:
             response["meta_info"]["finish_reason"] = {"type": "abort", "message": "Aborted"}
-        return status, response
+        return response
 
-    server._response = aborting
-    lines = []
-    prepare(outline, tokenizer, data, tmp_path, [server], lines.append, **GREEDILY)
+    prepare(outline, tokenizer, data, tmp_path, [changed(serve("sglang"), aborting)], lines.append, **GREEDILY)
     assert shards(tmp_path) == shards(greedy)
     assert any("for the reason 'abort'" in line for line in lines)
 
@@ -647,14 +624,15 @@ def test_a_program_that_is_interrupted_does_not_wait_for_a_silent_server():
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
-        line = [sys.executable, "-c", INTERRUPTED.format(port=silent.getsockname()[1])]
-        with subprocess.Popen(line, stderr=subprocess.PIPE, text=True) as process:
-            try:
-                silent.accept()  # a request is under way
-                process.send_signal(signal.SIGINT)
-                assert "KeyboardInterrupt" in process.communicate(timeout=300)[1]
-            finally:
-                process.kill()
+        process = forkserver().Process(target=ask_until_interrupted, args=(silent.getsockname()[1],))
+        process.start()
+        try:
+            silent.accept()  # a request is under way
+            os.kill(process.pid, signal.SIGINT)
+            process.join(300)
+            assert process.exitcode == INTERRUPTED
+        finally:
+            process.kill()
 
 
 # The store
@@ -717,18 +695,8 @@ def run(arguments: list[str]) -> int:
 
 @pytest.fixture
 def line(saved, data, tmp_path) -> list[str]:
-    options = ["--regenerate", "--max-length", str(LENGTH), "--max-new-tokens", "10", "--temperature", "0"]
-    return [
-        "--target",
-        saved,
-        "--data",
-        data,
-        "--output",
-        str(tmp_path / "store"),
-        *options,
-        "--records-per-shard",
-        "3",
-    ]
+    options = f"--regenerate --max-length {LENGTH} --max-new-tokens 10 --temperature 0 --records-per-shard 3"
+    return ["--target", saved, "--data", data, "--output", str(tmp_path / "store"), *options.split()]
 
 
 def test_the_command_asks_servers(tmp_path, line, greedy, serve, capsys, monkeypatch):

@@ -72,7 +72,7 @@ def test_matrices_are_those_of_fc_and_layers(fields):
 def test_whatever_trains_the_rest_a_resumed_run_is_the_run(tmp_path, optim):
     if "bnb" in optim:
         pytest.importorskip("bitsandbytes")
-    options = SAVING | RATES | {"optim": optim}
+    options = SAVING | RATES | {"optim": optim, "max_steps": 4}
     whole = run(make_trainer(tmp_path / "whole", **options))
     with pytest.raises(LostMachineError):
         make_trainer(tmp_path / "parts", callbacks=[InterruptAfter(3)], **options).train()

@@ -16,6 +16,7 @@ from training_runs import make_examples, make_trainer
 from eagle31_hf.training.output import REPLACED, check_output, claim, discard_replaced, in_all_processes, set_aside
 from eagle31_hf.training.saving import RECORD, STAGED_RECORD, checkpoints, last_checkpoint, write_record
 from eagle31_hf.training.store import MANIFEST, check_store_folder
+from eagle31_hf.training.trainer import Eagle31Trainer
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "logging_strategy": "no"}
 
@@ -240,8 +241,7 @@ def test_only_numbered_checkpoints_count(tmp_path):
     assert last_checkpoint(tmp_path) == str(tmp_path / A_CHECKPOINT)
 
 
-@pytest.mark.parametrize("limit", [1, 2])
-@pytest.mark.parametrize("best", [False, True])
+@pytest.mark.parametrize(("limit", "best"), [(1, True), (2, False)])
 def test_a_limit_removes_only_numbered_checkpoints(tmp_path, limit, best):
     """transformers takes the others for old ones."""
     others = ("checkpoint-best/model.safetensors", "checkpoint-1.bak/model.safetensors")
@@ -318,12 +318,11 @@ def test_prepared_examples_do_not_go_among_other_files(tmp_path, name):
 
 # A run that is resumed once it is finished.
 
-LENGTHS = [
-    {"max_steps": 4, "num_train_epochs": 1},
-    {"max_steps": 6},
-    {"num_train_epochs": 2},
-    {"num_train_epochs": 1.4},
-    {"max_steps": 5, "save_strategy": "epoch"},
+LENGTHS = [  # and whether the best checkpoint is loaded at the end
+    ({"max_steps": 4, "num_train_epochs": 1}, True),
+    ({"num_train_epochs": 1}, False),
+    ({"num_train_epochs": 1.4}, False),
+    ({"max_steps": 5, "save_strategy": "epoch"}, True),
 ]
 
 
@@ -336,8 +335,7 @@ def finished(folder, resume=False, **options):
     return trainer.state.global_step, {name: content for name, content in files.items() if "trainer_state" not in name}
 
 
-@pytest.mark.parametrize("options", LENGTHS, ids=str)
-@pytest.mark.parametrize("best", [False, True])
+@pytest.mark.parametrize(("options", "best"), LENGTHS, ids=str)
 def test_it_stays_finished_however_often_it_is_resumed(tmp_path, options, best):
     if best:
         strategy = options.get("save_strategy", "steps")
@@ -376,7 +374,9 @@ def test_the_best_checkpoint_stays_the_best(tmp_path, limit, monkeypatch):
     best = json.loads(Path("moved", "trainer_state.json").read_text())["best_global_step"]
     assert best < 8, "training lowers the loss, and the highest is the best here"
     assert last_checkpoint("moved") == f"moved/checkpoint-{8 if limit == 2 else best}"
-    again, others = finished(tmp_path / "moved", resume=True, **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(Eagle31Trainer, "training_step", None)  # nothing is left to train
+        again, others = finished(tmp_path / "moved", resume=True, **options)
     assert (again, others["model.safetensors"]) == (steps, files["model.safetensors"])
     assert finished(tmp_path / "moved", resume=True, **options | {"max_steps": 10})[0] == 10
     assert (tmp_path / "moved" / f"checkpoint-{best}").exists(), "the best one was rotated away"

@@ -20,9 +20,15 @@ def tiny_model() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=1024, **sizes))
 
 
-@pytest.fixture
-def saved_often(monkeypatch):
-    monkeypatch.setattr(pretraining, "SAVE_STEPS", 2)
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    """The weights of a run that is never stopped; runs save often, and come to what is repeated early."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pretraining, "SAVE_STEPS", 2)
+        patch.setattr(pretraining, "UNREPEATED_FROM", 0.8)
+        whole = tiny_model()
+        pretraining.train(whole, IDS, 10, tmp_path_factory.mktemp("whole") / "whole.state")
+        yield whole.state_dict()
 
 
 class StoppedError(Exception):
@@ -30,11 +36,7 @@ class StoppedError(Exception):
 
 
 @pytest.mark.parametrize("stop", [3, 7, 9])  # before long sequences, among them, among what is repeated
-def test_a_stopped_run_goes_on_to_the_same_weights(tmp_path, monkeypatch, saved_often, stop):
-    monkeypatch.setattr(pretraining, "UNREPEATED_FROM", 0.8)
-    whole = tiny_model()
-    pretraining.train(whole, IDS, 10, tmp_path / "whole.state")
-
+def test_a_stopped_run_goes_on_to_the_same_weights(tmp_path, monkeypatch, weights, stop):
     plain = pretraining.loss_of
 
     def stopping(model, ids, step, steps):
@@ -48,7 +50,7 @@ def test_a_stopped_run_goes_on_to_the_same_weights(tmp_path, monkeypatch, saved_
     monkeypatch.setattr(pretraining, "loss_of", plain)
     resumed = tiny_model()
     pretraining.train(resumed, IDS, 10, tmp_path / "stopped.state")
-    for name, weight in whole.state_dict().items():
+    for name, weight in weights.items():
         assert torch.equal(weight, resumed.state_dict()[name]), name
 
 

@@ -178,19 +178,20 @@ def test_the_average_is_between_the_weights(material):
     assert moved.max() <= 1.0 + 1e-6
 
 
-def test_runs_are_done_once_and_shown(few, tmp_path, capsys, monkeypatch):
-    line = ["search_recipe.py", "run", "--work", str(tmp_path), "--target", "demo", "--steps", "2"]
+def test_runs_are_done_once_and_shown(material, tmp_path, capsys, monkeypatch):
+    work = material.work  # of which the answers are kept
+    line = ["search_recipe.py", "run", "--work", str(work), "--target", "demo", "--steps", "2"]
     monkeypatch.setattr(sys, "argv", [*line, "--ideas", "Muon 0.04", "fc by least squares", "--seeds", "2"])
     for _ in range(2):
         search_recipe.main()
-        with (tmp_path / "runs.jsonl").open("a") as file:
+        with (work / "runs.jsonl").open("a") as file:
             file.write('{"target": "demo", "idea": "Mu')  # a kill
-    rows = search_recipe.rows_of(tmp_path)
+    rows = search_recipe.rows_of(work)
     assert [(row["idea"], row["seed"]) for row in rows] == [
         (idea, seed) for seed in (0, 1) for idea in ("Muon 0.04", "fc by least squares")
     ]
     kept = tmp_path / "kept.jsonl"
-    monkeypatch.setattr(sys, "argv", ["search_recipe.py", "table", "--work", str(tmp_path), "--output", str(kept)])
+    monkeypatch.setattr(sys, "argv", ["search_recipe.py", "table", "--work", str(work), "--output", str(kept)])
     capsys.readouterr()
     search_recipe.main()
     lines = capsys.readouterr().out.splitlines()

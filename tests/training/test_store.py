@@ -235,7 +235,7 @@ def _open(folder, number, barrier, results) -> None:
 
 def test_one_of_many_that_open_at_once_decides(tmp_path):
     context = multiprocessing.get_context("fork")
-    for attempt in range(5):
+    for attempt in range(3):
         barrier = context.Barrier(6)
         results = context.Queue()
         folder = tmp_path / str(attempt)

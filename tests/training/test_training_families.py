@@ -38,10 +38,11 @@ def test_every_family_trains_or_says_why_not(tmp_path, name):
     drafter = new_drafter(target)
     options = {
         "target": target,
-        "eval_dataset": ROWS[:2],
+        "eval_dataset": ROWS[:1],
         "eval_prompts": 1,
-        "eval_max_new_tokens": 6,
+        "eval_max_new_tokens": 3,
         "learning_rate": 1e-3,
+        "depth": 2,
     }
     if name in NOT_TRAINED:
         with pytest.raises(ValueError, match="does not work with this architecture"):
