@@ -117,13 +117,6 @@ ONE_WORKER = {
 }
 
 
-def pytest_collection_finish():
-    """Takes what is imported by now out of the garbage collector's sight: every training of accelerate's has it collect,
-    which takes a third of a second for each of them else."""
-    gc.collect()
-    gc.freeze()
-
-
 def pytest_collection_modifyitems(items):
     """Marks tests: `quick` and `slow` by the lists above, `numeric` where a test compares numbers within one of
     close's tolerances. Skips those marked `gpu` where there is none."""

@@ -50,15 +50,6 @@ class Noise:
         """Numbers (count,) in [0, 1)."""
         return torch.rand(count, generator=self.generators[b], device=self.device)
 
-    def state(self, b: int) -> Tensor:
-        """The state of a sequence's generator, for `rewind`."""
-        return self.generators[b].get_state()
-
-    def rewind(self, b: int, state: Tensor, num_uniforms: int) -> None:
-        """Goes back to a state from which no more than so many uniform numbers have been drawn."""
-        self.generators[b].set_state(state)
-        self.uniforms(b, num_uniforms)
-
     def pick(self, b: int, slot: int, log_weights: Tensor) -> Tensor:
         """A token (1,) with the chances softmax(log_weights (1, V))."""
         noise = self.of_slot(b, slot) if self.is_coupled else self.gumbel(b)

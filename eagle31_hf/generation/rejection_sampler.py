@@ -75,9 +75,9 @@ class RejectionSampler:
     """Chooses the target's tokens: by argmax where `noise` is None, else by sampling.
 
     Rejection sampling where drafts come with the logits they were drawn from: of all drafts at once by block
-    verification (arXiv 2403.10444), or, where processors are to be shown each prefix, one by one (arXiv 2211.17192). Else
-    the target's own token is drawn at every node, and while it is a child of the node, the walk descends. Each way
-    tokens are distributed as the target's own. `keeps_scores`: processed logits are asked for.
+    verification (arXiv 2403.10444), or, where processors are to be shown each prefix, one by one (arXiv 2211.17192).
+    Else the target's own token is drawn at every node, and while it is a child of the node, the walk descends. Each
+    way tokens are distributed as the target's own. `keeps_scores`: processed logits are asked for.
     """
 
     is_lock_step = False
@@ -123,7 +123,7 @@ class RejectionSampler:
 
     def _processed(self, logits: Tensor) -> Tensor:
         """Target logits (B, N, V) as processors leave them that are functions of the scores alone."""
-        return self.processors(None, logits.float().flatten(0, 1)).unflatten(0, logits.shape[:2])  # type: ignore[arg-type]
+        return self.processors(None, logits.float().flatten(0, 1)).unflatten(0, logits.shape[:2])
 
     def choose_at_nodes(self, logits: Tensor, drafts: Any, noise: Tensor | None) -> tuple[Tensor, Tensor]:
         """Target logits (B, N, V) and the noise (B, N, V) of their slots -> the token chosen after each node, and

@@ -21,6 +21,7 @@ from ..targets.fused import fused_rows
 from ..targets.layers import capture_states, decoder_layers
 from ..targets.masks import windows_of
 from ..targets.probe import why_no_drafts_with_attentions, why_no_trees
+from ..targets.recurrent import has_hooks_of_others
 from ..targets.tree_attention import attention_of_rounds, own_attention
 from . import processors
 from .captured.kept import kept_for
@@ -124,7 +125,8 @@ def can_see_trees(request: Request, runner: TargetRunner) -> bool:
         return False
     # without keys there is no attention to tell positions
     is_told = runner.passes_positions(request.input_ids) or not cache.has_keys(runner.past_key_values)
-    return why_no_trees(request.target, is_told, runner.placement is not None) is None
+    is_hooked = runner.mixers.is_needed and has_hooks_of_others(request.target)
+    return why_no_trees(request.target, is_told, runner.placement is not None, is_hooked) is None
 
 
 def speculative_decoding(request: Request, wrap_sampler: WrapSampler | None = None) -> Any:

@@ -47,6 +47,7 @@ HIDDEN = (
     "its forward's signature hides position_ids, or prepare_inputs_for_generation drops them (functools.wraps keeps the"
     " signature of a forward)"
 )
+HOOKED = "it keeps recurrent states, and its modules have hooks, which may look at the rows of what they are given"
 NO_SLOTS = "its cache has layers that hold more than keys and values, or is offloaded"
 
 # Errors with which a model's code may fail on what it is given; torch.OutOfMemoryError is a RuntimeError, but says
@@ -63,16 +64,20 @@ class Refusal(str):
 _verdicts: dict[tuple, str | None] = {}
 
 
-def why_no_trees(target: PreTrainedModel, is_told_positions: bool = True, is_in_slots: bool = True) -> str | None:
+def why_no_trees(
+    target: PreTrainedModel, is_told_positions: bool = True, is_in_slots: bool = True, is_hooked: bool = False
+) -> str | None:
     """Returns None where trees are verified as sequences would be, else the reason, logged the first time it is found.
 
     `is_told_positions`: whether `generate` hands positions to its forward; one that a user has wrapped may hide that it
     takes them. `is_in_slots`: whether its cache can keep tokens where they are written, as `cache.adopt` says.
+    `is_hooked`: whether it keeps recurrent states and has hooks of others.
     """
-    given = is_told_positions, is_in_slots
+    given = is_told_positions, is_in_slots, is_hooked
 
     def find() -> str | None:
-        return (None if is_in_slots else NO_SLOTS) or _try_trees(target) or (None if is_told_positions else HIDDEN)
+        why_not = NO_SLOTS if not is_in_slots else HOOKED if is_hooked else None
+        return why_not or _try_trees(target) or (None if is_told_positions else HIDDEN)
 
     return _verdict("chains instead of trees", target, given, find)
 

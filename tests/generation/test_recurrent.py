@@ -361,6 +361,28 @@ def test_changed_targets_say_their_own_text(name, change, tmp_path):
     assert num_hooks(target) == num_hooks(target_of(name)) or change in (steer, write_to_inputs)
 
 
+@pytest.mark.parametrize("name", ["Jamba", "Mamba2"])
+def test_hooks_that_look_at_rows_are_shown_those_of_the_batch(name):
+    """Also where trees were drafted before there was a hook."""
+    target, drafter, asked = copy.deepcopy(target_of(name)), build_drafter(name), {"max_new_tokens": 24}
+    prompts = torch.tensor([[1, 2, 3, 5, 8], [7, 6, 3, 9, 1]])
+    for ids in (prompts[:1], prompts):
+        target.generate(ids, assistant_model=drafter, **asked, **DRAFTINGS["tree"])
+
+    def steer(module, args, output):
+        assert len(output) in (1, 2)
+        output = output.clone()
+        output[0] += 0.4
+        return output
+
+    handles = [m.register_forward_hook(steer) for m in target.modules() if type(m).__name__.endswith("Mixer")]
+    assert handles
+    for ids in (prompts[:1], prompts):
+        expected = target.generate(ids, **asked)
+        for drafting in DRAFTINGS.values():
+            assert torch.equal(target.generate(ids, assistant_model=drafter, **asked, **drafting), expected)
+
+
 def test_a_verdict_is_of_states_that_can_tell():
     """Mamba's scan begins at zero: with weights of zero nobody sees it."""
     target = copy.deepcopy(target_of("Mamba"))

@@ -1,11 +1,15 @@
 """Acceptance of drafted tokens, given p and q, with tokens chosen node by node and at all nodes at once."""
 
+import math
+from collections import Counter
 from contextlib import nullcontext
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
 from chi_square import follows
-from close import assert_close
+from close import FORWARD, assert_close
 from observers import Diary
 from torch import Tensor
 from transformers import (
@@ -22,12 +26,14 @@ from eagle31_hf.generation.noise import Noise
 from eagle31_hf.generation.rejection_sampler import (
     Accepted,
     AtAllNodes,
+    DrawnBlock,
     LockStepSampler,
-    OfDrawnDrafts,
     RejectionSampler,
     Walk,
+    block_chances,
     likeliest,
     likeliest_in,
+    residual,
 )
 from eagle31_hf.generation.sequences import Sequences
 from eagle31_hf.generation.stopping import Ends, Stopping
@@ -232,29 +238,64 @@ def test_coupled_noise_chooses_the_same_at_once_as_node_by_node(kind, processors
     assert max(count for _, _, counts in outcomes[0] for count in counts[:2]) >= 2
 
 
-@PROCESSORS
-def test_drawn_drafts_are_judged_at_once_as_node_by_node(processors, monkeypatch):
-    """With the same numbers, of which neither way leaves more drawn: the texts that follow are the same, too."""
-    outcomes, lengths = [], set()
-    for at_once in (False, True):
-        monkeypatch.setattr(RejectionSampler, "saves_waits", lambda self, logits, at_once=at_once: at_once)
-        torch.manual_seed(0)
-        one, found = sampler(processors, do_sample=True), []
-        for _ in range(60):
-            sequences, q_logits = Sequences(PREFIX, 0), torch.randn(1, 4, 6)
-            logits = torch.cat((q_logits, torch.randn(1, 1, 6)), dim=1) + 0.5 * torch.randn(1, 5, 6)
-            if processors:
-                logits /= 2  # which the temperature undoes
-            drafts = DraftTokens(torch.multinomial(q_logits[0].softmax(-1), 1).T, 4, logits=q_logits)
-            accepted = one.accept(
-                sequences, drafts, logits.clone(), ends_of(sequences, EosTokenCriteria(torch.tensor([0])))
-            )
-            found.append((accepted.tokens, accepted.paths, accepted.num_drafts, accepted.finished))
-            lengths.add((len(accepted.tokens[0]), accepted.finished[0]))
-            assert isinstance(one._choices(sequences, drafts, logits), OfDrawnDrafts) == at_once
-        outcomes.append(found)
-    assert outcomes[0] == outcomes[1]
+def texts_of(length: int) -> list[tuple[int, ...]]:
+    return [text for n in range(length + 1) for text in product(range(3), repeat=n)]
+
+
+def chance(law: dict[tuple[int, ...], Tensor], text: tuple[int, ...]) -> float:
+    """That of a text, by the logits of the token after each beginning."""
+    return math.prod(float(law[text[:i]].softmax(-1)[token]) for i, token in enumerate(text))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_blocks_say_what_the_target_says_and_accept_more_than_tokens_do(seed):
+    """The chances of all texts of three tokens of three ids and one after them, worked out draft by draft."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = partial(torch.randn, 3, generator=generator, dtype=torch.double)
+    p = {text: 1.5 * drawn() for text in texts_of(3)}
+    q = {text: logits + drawn() for text, logits in p.items()}
+    found, of_blocks, of_tokens = Counter[tuple[int, ...]](), 0.0, 0.0
+    for drafts in product(range(3), repeat=3):
+        p_logits = torch.stack([p[drafts[:i]] for i in range(4)])
+        q_logits = torch.stack([q[drafts[:i]] for i in range(3)])
+        accepted, shares = block_chances(torch.tensor(drafts), p_logits, q_logits)
+        left = chance(q, drafts)
+        ratios = [chance(p, drafts[: i + 1]) * chance(q, drafts[:i]) for i in range(3)]
+        ratios = [each / (chance(q, drafts[: i + 1]) * chance(p, drafts[:i])) for i, each in enumerate(ratios)]
+        of_tokens += left * sum(math.prod(min(1.0, ratio) for ratio in ratios[: i + 1]) for i in range(3))
+        for count in (3, 2, 1, 0):
+            here = left * (float(accepted[count - 1]) if count else 1.0)
+            left -= here
+            of_blocks += here * count
+            weights = p_logits[3:] if count == 3 else residual(p_logits[[count]], q_logits[[count]], shares[count])
+            for token, weight in enumerate(weights.softmax(-1)[0].tolist()):
+                begun = (*drafts[:count], token)
+                for rest in product(range(3), repeat=4 - len(begun)):
+                    found[begun + rest] += here * weight * chance(p, begun + rest) / chance(p, begun)
+    expected = torch.tensor([chance(p, text) for text in found], dtype=torch.double)
+    assert_close("chances", torch.tensor([*found.values()], dtype=torch.double), expected, FORWARD)
+    assert of_blocks > 1.01 * of_tokens
+
+
+def test_a_chain_that_was_drawn_is_verified_as_a_block():
+    """Where processors read no text; a draft that ends the text ends the walk, what is no distribution the block."""
+    torch.manual_seed(0)
+    lengths, one = set(), sampler(do_sample=True)
+    for _ in range(60):
+        sequences, q_logits = Sequences(PREFIX, 0), torch.randn(1, 4, 6)
+        logits = torch.cat((q_logits, torch.randn(1, 1, 6)), dim=1) + 0.5 * torch.randn(1, 5, 6)
+        drafts = DraftTokens(torch.multinomial(q_logits[0].softmax(-1), 1).T, 4, logits=q_logits)
+        assert isinstance(one._choices(sequences, drafts, logits.clone()), DrawnBlock)
+        accepted = one.accept(sequences, drafts, logits, ends_of(sequences, EosTokenCriteria(torch.tensor([0]))))
+        (tokens,), (count,) = accepted.tokens, accepted.num_drafts
+        assert tokens[:count] == drafts.ids[0, :count].tolist()
+        lengths.add((len(tokens), accepted.finished[0]))
     assert lengths >= {(1, False), (3, False), (5, False), (1, True), (3, True)}
+    chances, _ = block_chances(
+        torch.zeros(2, dtype=torch.long), torch.tensor([[0.0, 1], [torch.nan] * 2, [0, 1]]), torch.zeros(2, 2)
+    )
+    assert chances[1] == 0
+    assert 0 < chances[0] < 1
 
 
 @pytest.mark.parametrize("at_once", [False, True], ids=["node_by_node", "at_once"])
