@@ -21,7 +21,6 @@ from ..kernels.operation import SWITCH
 from .ends import execution_device
 from .layers import rounded_anew
 from .masks import MASKLESS, slot_masks, span_masks
-from .paths import paths_of
 from .recurrent import Mixers
 from .tree_attention import attention_of_rounds, own_attention
 
@@ -308,7 +307,8 @@ def _error(target: PreTrainedModel, logits_of: Callable[[PreTrainedModel, Tree],
     tree = random_tree(target)
     logits = logits_of(target, tree)[0].float()
     reference = torch.zeros_like(logits)
-    for path in paths_of([*PARENTS]):
+    for leaf in set(range(len(PARENTS))) - set(PARENTS):
+        path = tree.visible[0, leaf]
         reference[path] = _read(target, tree.prefix, tree.nodes[:, path])[0].float()
     return difference(logits, reference)
 
