@@ -195,10 +195,9 @@ class Recording:
     def replay(self, num_rows: int, num_tokens: int) -> float:
         """Runs every forward but the prompt's again, over caches filled with as many tokens; returns seconds."""
         with ExitStack() as stack:
-            filled = [cache.slot_cache(model.config) for model in self.models]
-            held = DynamicCache(config=self.models[0].config)
-            if cache.is_recurrent(held):
-                filled[0] = held, stack.enter_context(cache.slots(held, num_tokens))
+            of_target = DynamicCache(config=self.models[0].config)
+            place = stack.enter_context(cache.slots(of_target, num_tokens))
+            filled = [(of_target, place), cache.slot_cache(self.models[1].config)]
             return self._replay(filled, num_rows, num_tokens)
 
     def _replay(self, filled: list[tuple], num_rows: int, num_tokens: int) -> float:

@@ -93,6 +93,11 @@ class Scratch:
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
 
+    def forget(self) -> None:
+        """Drops what was read and written: where nothing of it will be kept, nor read again."""
+        self.convolutions.clear()
+        self.recurrences.clear()
+
     def write_back(self) -> None:
         """Has the cache hold these states, in its own tensors."""
         for (layer, index), state in self.convolutions.items():

@@ -334,9 +334,8 @@ def block_chances(drafts: Tensor, p_logits: Tensor, q_logits: Tensor) -> tuple[T
     p, q = p_logits.softmax(-1), q_logits.softmax(-1)
     place = drafts[:, None]
     ratios = (p[:-1].gather(1, place) / q.gather(1, place))[:, 0].nan_to_num(0.0)
-    shares = torch.ones_like(p[:, 0])
-    for i in range(len(drafts)):
-        shares[i + 1] = (shares[i] * ratios[i]).clamp(max=1.0)
+    total = ratios.log().cumsum(0)  # of the logs of shares, before any of them is cut to 1
+    shares = torch.cat((torch.ones_like(ratios[:1]), (total - total.cummax(0).values.clamp(min=0)).exp()))
     after = (shares[1:-1, None] * p[1:-1] - q[1:]).clamp(min=0).sum(-1)
     chances = after / (after + 1 - shares[1:-1])
     chances = torch.cat((chances, chances.new_full((1,), float("nan"))))

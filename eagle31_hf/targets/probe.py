@@ -206,8 +206,9 @@ def difference(got: Tensor, expected: Tensor, is_told: Tensor | None = None) -> 
 
 @torch.no_grad()
 def _rounding(target: PreTrainedModel) -> float:
-    """What rounding may come to where a target's own kernels read a sequence in two forwards, or one with recurrent
-    states token by token, in place of one."""
+    """Measures what rounding does to a target's logits, as a share of their spread: the difference between a sequence
+    that is read at once and one that is read in two forwards, or token by token where there are recurrent states.
+    Returns the most that is taken for rounding, ROUNDINGS times as much."""
     config, ids = target.config.get_text_config(decoder=True), drawn_ids(target, PREFIX + len(PARENTS))
     cache = DynamicCache(config=config)
     step = 1 if is_recurrent(cache) else len(PARENTS)
@@ -227,7 +228,8 @@ def _rounding(target: PreTrainedModel) -> float:
 
 @torch.no_grad()
 def _rounding_anew(target: PreTrainedModel) -> float:
-    """What rounding may come to where other kernels than the target's own read a sequence."""
+    """Measures what other rounding of the same sums does to a target's logits, as a share of their spread. Returns the
+    most that is taken for rounding where other kernels than its own read a sequence, ANEW times as much."""
     tree = random_tree(target)
     ids = torch.cat((tree.prefix, tree.nodes), dim=1)
     expected = target(input_ids=ids, use_cache=False).logits[:, PREFIX:]

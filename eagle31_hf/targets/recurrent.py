@@ -25,8 +25,8 @@ from .paths import Paths
 Arguments = tuple[tuple, dict[str, Any]]
 
 # What a mixer gives for two tokens at once and one by one is the same up to these shares of its scale. One that bounds
-# a gate in one of the ways only shows it where the gate is small for both tokens. It is for a token that comes twice
-# and is LOUD times as large: each head has one of the signs with which its gate is small.
+# a gate in one of the ways only shows it where the gate is small for both tokens. For each head it is, for a token that
+# comes twice and is LOUD times as large, with one of both signs.
 TOLERANCE, LOW_PRECISION_TOLERANCE = 1e-3, 0.05
 LOUD = 30.0
 TRIED = (([0, 1], 1.0), ([0, 0], LOUD), ([0, 0], -LOUD))  # which of a forward's tokens, and how many times as large
@@ -45,7 +45,7 @@ class Call:
     kwargs: dict[str, Any]
     num_tokens: int
     num_rows: int  # B
-    rows: Tensor | None = None  # of the cache that it is of; None: all
+    rows: Tensor | None = None  # the sequences of the cache that it is over; None: all
 
     def over(self, tokens: slice | list[int], states: Any, scale: float = 1.0) -> Arguments:
         """The arguments with `states` in place of the cache, and of each tensor over the tokens (B, N, ...) some of
@@ -188,7 +188,7 @@ class Mixers:
 
     def commit(self, paths: list[list[int]]) -> None:
         """Accepts the tokens `paths[b]` of every sequence b of the last forward, none of one that has ended: its states
-        are not read again. Where that is not all of a chain, mixers run over them in the next one, once for every
+        are not read again. Where that is not all of a chain, mixers run over them in the next forward, once for every
         length."""
         if self._scratch is None:
             return
@@ -238,7 +238,10 @@ class Mixers:
             output = _joined([*self._earlier, output])
         self._earlier = []
         self._awaited = None
-        return self._paths.to_nodes(output) if self._paths is not None and scratch is self._scratch else output
+        if self._paths is None or scratch is not self._scratch:
+            return output
+        scratch.forget()  # a state for every path takes much memory
+        return self._paths.to_nodes(output)
 
     def _advance(self, module: nn.Module, call: Call, scratch: Scratch) -> Arguments:
         """Returns the arguments with which a mixer runs over a call's tokens. Where it computes something else over

@@ -18,21 +18,10 @@ import torch
 from close import assert_close
 from distributed_run import launched
 from programs import forkserver
-from training_runs import Run, make_examples, make_trainer, run
+from training_runs import MUCH_TO_RESUME, Run, make_examples, make_trainer, run
 
 from eagle31_hf.training.saving import last_checkpoint
 
-OPTIONS = {
-    "save_strategy": "steps",
-    "save_steps": 1,
-    "gradient_accumulation_steps": 2,
-    "num_train_epochs": 2,
-    "attention_alignment": 0.5,
-    "alignment_slots": 3,
-    "lr_scheduler_type": "cosine",
-    "eval_strategy": "steps",
-    "eval_steps": 2,
-}
 STEPS = 6
 PIPE_BYTES = 4096  # the least a pipe can be made to hold: a longer file stops its writer in the middle
 LONGEST = 60  # seconds a run may take
@@ -43,7 +32,7 @@ TORN = {1: "optimizer.pt", 2: "training_args.bin", 3: "rng_state.pth", 6: "optim
 
 
 def trainer_in(folder: Path):
-    return make_trainer(folder, eval_dataset=make_examples(3, seed=1), **OPTIONS)
+    return make_trainer(folder, eval_dataset=make_examples(3, seed=1), **MUCH_TO_RESUME)
 
 
 def train(folder: Path, resumes: bool = True) -> None:
@@ -142,7 +131,7 @@ def test_what_an_earlier_run_left_does_not_count(tmp_path, start):
 
 def test_a_checkpoint_that_was_not_written_to_its_end_is_passed_over(tmp_path):
     """The machine may have gone, and with it what had been written last."""
-    make_trainer(tmp_path, **OPTIONS | {"eval_strategy": "no", "max_steps": 2}).train()
+    make_trainer(tmp_path, **MUCH_TO_RESUME | {"eval_strategy": "no", "max_steps": 2}).train()
     for name, size in product(("trainer_state.json", "model.safetensors"), (None, 0, 100)):
         assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
         path = tmp_path / "checkpoint-2" / name

@@ -12,7 +12,16 @@ from conftest import PROMPT, build_drafter, build_target
 from factories import VOCAB, build, target
 from hub.conftest import hub  # noqa: F401 -- a fixture
 from safetensors.torch import load_file
-from training_runs import CHECKPOINTING, PLAIN, InterruptAfter, LostMachineError, make_examples, make_trainer, run
+from training_runs import (
+    CHECKPOINTING,
+    MUCH_TO_RESUME,
+    PLAIN,
+    InterruptAfter,
+    LostMachineError,
+    make_examples,
+    make_trainer,
+    run,
+)
 from transformers import TrainerCallback
 
 from eagle31_hf import Eagle31DrafterModel
@@ -64,16 +73,7 @@ def test_packed_examples_are_examples(tmp_path, normalisation):
     assert_same(run(packed), run(make_trainer(tmp_path, **options)), SUMMED)
 
 
-RESUMED = SAVING | {
-    "gradient_accumulation_steps": 2,
-    "num_train_epochs": 2,
-    "attention_alignment": 0.5,
-    "alignment_slots": 3,
-    "lr_scheduler_type": "cosine",
-    "eval_strategy": "steps",
-    "eval_steps": 2,
-    "eval_dataset": make_examples(3, seed=7),
-}
+RESUMED = MUCH_TO_RESUME | {"eval_dataset": make_examples(3, seed=7)}
 
 
 @pytest.fixture(scope="module")

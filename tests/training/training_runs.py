@@ -42,6 +42,18 @@ ARGUMENTS = {
 }
 # A gradient that is off by a factor is no other step for Adam, nor for one that is clipped.
 PLAIN = {"optim": "sgd", "max_grad_norm": 0.0, "matrix_learning_rate": None}
+# A run with a checkpoint after each step, of which a resumed run has as much to find as it can.
+MUCH_TO_RESUME = {
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "gradient_accumulation_steps": 2,
+    "num_train_epochs": 2,
+    "attention_alignment": 0.5,
+    "alignment_slots": 3,
+    "lr_scheduler_type": "cosine",
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+}
 CHECKPOINTING = next(
     f.name for f in fields(TrainingArguments) if f.name in ("activation_checkpointing", "gradient_checkpointing")
 )
