@@ -9,7 +9,7 @@ import on_gpu
 import pytest
 import torch
 from engine import SHAPES, Setting, build, seconds_of_call
-from on_gpu import Runner, rounds
+from on_gpu import Runner, rounds, texts
 from on_gpu.compiled import static
 from on_gpu.floors import Floor
 from on_gpu.inputs import MAKERS
@@ -50,6 +50,7 @@ def runner_of(tmp_path, budget: float = 100.0) -> Runner:
 @pytest.mark.slow
 def test_all_sections_run_on_a_cpu(capsys, monkeypatch, tmp_path):
     output = tmp_path / "results.json"
+    monkeypatch.setattr(texts, "TARGETS", {"Qwen3": texts.TARGETS["Qwen3"]})
     monkeypatch.setattr(on_gpu, "SECTIONS", [replace(section, limit=LONG) for section in SECTIONS])
     gpu.main(["--here", "--device", "cpu", "--shape", "tiny", "--budget", str(LONG), "--output", str(output)])
     printed = capsys.readouterr().out
@@ -73,18 +74,16 @@ def test_all_sections_run_on_a_cpu(capsys, monkeypatch, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
 
 
-def test_the_process_that_is_watched_measures(tmp_path):
+def test_sections_are_chosen_by_name_and_measured_in_a_process_that_is_watched(capsys, tmp_path):
     output = tmp_path / "results.json"
-    gpu.main(["--device", "cpu", "--shape", "tiny", "--only", "machine", "--output", str(output)])
-    assert json.loads(output.read_text())["sections"]["machine"]["rows"]
-
-
-def test_sections_are_chosen_by_name(capsys, tmp_path):
-    output = str(tmp_path / "results.json")
-    gpu.main(["--device", "cpu", "--only", "machine,matmuls", "--output", output, "--json"])
-    assert [*json.loads(capsys.readouterr().out)["sections"]] == ["machine", "matmuls"]
+    given = ["--device", "cpu", "--shape", "tiny", "--output", str(output)]
+    gpu.main([*given, "--only", "machine,matmuls", "--json"])
+    sections = json.loads(capsys.readouterr().out)["sections"]
+    assert [*sections] == ["machine", "matmuls"]
+    assert sections["machine"]["rows"]
+    assert json.loads(output.read_text())["sections"] == sections
     with pytest.raises(SystemExit):
-        gpu.main(["--device", "cpu", "--only", "machin", "--output", output])
+        gpu.main([*given, "--only", "machin"])
     assert "did you mean machine?" in capsys.readouterr().err
 
 

@@ -18,13 +18,14 @@ def figures_of(capsys, benchmark, *arguments: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-def test_bench_small_reports_every_call(capsys):
-    result = figures_of(capsys, small, "--prompt-tokens", "4", "--max-new-tokens", "12")
+def test_bench_small_reports_every_call(capsys, monkeypatch):
+    monkeypatch.setattr(small, "CALLS", 2)
+    result = figures_of(capsys, small, "--prompt-tokens", "4", "--max-new-tokens", "6")
     assert [(run["rate"], run["setting"]) for run in result["runs"]] == [
         (rate, setting) for rate in (0.45, 0.65) for setting in ("auto", "chain of 3")
     ]
     for run in result["runs"]:
-        assert len(run["speedups"]) == 6
+        assert len(run["speedups"]) == 2
         assert min(run["speedups"]) <= run["speedup"] <= max(run["speedups"])
 
 
@@ -77,7 +78,6 @@ def test_a_benched_step_trains(recomputes):
 def test_memory_is_that_of_processes_of_their_own(capsys, monkeypatch):
     row, asked = memory.measure_memory("tiny", "float32", prompt_tokens=64, chunk=32), []
     assert row["alone"] > 2**25, "less than Python and torch take"
-    assert memory.peak("drafted", "tiny", "float32", "cpu", 64, chunk=0) > 0
     assert row["ratio"] == pytest.approx(row["drafted"] / row["alone"])
     monkeypatch.setattr(memory, "measure_memory", lambda *given: asked.append(given) or row | {"chunk": given[-1]})
     rows = figures_of(capsys, memory, "--shape", "tiny", "--dtype", "float32", "--prompt-tokens", "64")["memory"]

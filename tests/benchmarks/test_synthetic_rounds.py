@@ -21,7 +21,7 @@ def pair():
     return build("tiny", torch.float32, "cpu")
 
 
-def mean_length(pair, knobs, survival, num_sequences=1, seam=None, new_tokens=240) -> tuple[float, dict]:
+def mean_length(pair, knobs, survival, num_sequences=1, seam=None, new_tokens=120) -> tuple[float, dict]:
     target, drafter = pair
     ids = torch.arange(num_sequences * 8).view(num_sequences, 8)
     decode = synthetic_decoding(drafter, knobs, survival)

@@ -45,8 +45,8 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
 }
 LAUNCHES_TOLD = ("chain", "tree")
 PROMPT_TOKENS, WARM = 12, 3
-SHORT, LONG = 10, 20  # the difference of two texts leaves out what is done once a call
-LONGER = 36  # where launches are told, which are not those of every round
+SHORT, LONG = 6, 12  # the difference of two texts leaves out what is done once a call
+LONGER = 24  # where launches are told, which are not those of every round
 
 
 def models(num_layers: int) -> tuple[Any, Eagle31DrafterModel]:

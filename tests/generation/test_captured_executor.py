@@ -26,7 +26,7 @@ from eagle31_hf.targets import fused
 CHAIN = {"num_assistant_tokens": 4}
 TREE = {"num_assistant_tokens": 4, "draft_tree_top_k": 3, "draft_tree_total_tokens": 10}
 PLANS = {"chain": CHAIN, "tree": TREE, "auto": {"num_assistant_tokens": "auto"}}
-LENGTH = 30
+LENGTH = 16
 Pair = tuple[PreTrainedModel, Eagle31DrafterModel]
 
 
@@ -62,8 +62,7 @@ def state_of(target: PreTrainedModel) -> tuple:
 # --- recorded and replayed ---
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize(("kind", "plan"), [("llama", "chain"), ("qwen3", "tree"), ("llama", "auto")])
 def test_replays_give_the_text_of_the_target(kind, plan):
     """Every operation runs on the memory it was recorded with: nothing of a round may be baked in."""
     target = build_target(kind)
@@ -90,33 +89,23 @@ def test_replays_of_a_batch_whose_sequences_end_early(pair):
         assert text.tolist() == target.generate(**asked(**options, eos_token_id=ends)).tolist()
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_sampled_text_is_that_of_the_eager_loop(pair, plan):
-    target, drafter = pair
-    options = {"do_sample": True, "top_k": 7, "temperature": 0.8}
-    torch.manual_seed(3)
-    expected = target.generate(**asked(**options), assistant_model=drafter, **TREE)
-    torch.manual_seed(3)
-    assert decode(pair, Recorded(), plan, **options)[0].tolist() == expected.tolist()
-
-
 def test_sampled_batch_whose_sequences_go_at_their_own_pace(pair):
     """The noise of a slot is the sequence's own, however far others are ahead, or long since ended."""
     target, drafter = pair
     ids, mask = left_padded([*known_prompts(target, 5, 7), [4], [9, 0, 7, 7, 1, 2, 2]])
-    options = {"inputs": ids, "attention_mask": mask, "do_sample": True, "temperature": 0.3, "max_new_tokens": 60}
-    for extra in ({}, {"eos_token_id": 9}):
+    options = {"inputs": ids, "attention_mask": mask, "do_sample": True, "temperature": 0.3, "max_new_tokens": 24}
+    options |= {"eos_token_id": 9}
+    torch.manual_seed(3)
+    expected = target.generate(**asked(**options), assistant_model=drafter, **TREE)
+    for plan in PLANS:
         torch.manual_seed(3)
-        expected = target.generate(**asked(**options, **extra), assistant_model=drafter, **TREE)
-        for plan in PLANS:
-            torch.manual_seed(3)
-            assert decode(pair, Recorded(), plan, **options, **extra)[0].tolist() == expected.tolist()
+        assert decode(pair, Recorded(), plan, **options)[0].tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("options", [{}, {"do_sample": True, "temperature": 0.7}], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("plan", PLANS)
-def test_calls_in_and_out_of_inference_mode(pair, plan, options):
+@pytest.mark.parametrize("plan", ["chain", "tree"])
+def test_calls_in_and_out_of_inference_mode(pair, plan):
     """The others write to tensors that the first call makes. (Recording sees fewer operations in that mode.)"""
+    options = {"do_sample": True, "temperature": 0.7} if plan == "tree" else {}
     torch.manual_seed(3)
     expected = pair[0].generate(**asked(**options), **({"assistant_model": pair[1], **TREE} if options else {}))
     for is_on in (True, False, True):
@@ -131,11 +120,12 @@ def test_calls_in_and_out_of_inference_mode(pair, plan, options):
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("length", range(1, 9))
-def test_text_of_every_length(pair, plan, length):
-    text, stats = decode(pair, Uncaptured(), plan, max_new_tokens=length)
-    assert text.tolist() == pair[0].generate(**asked(max_new_tokens=length)).tolist()
-    assert stats.generated_tokens == length
+def test_text_of_every_length(pair, plan):
+    whole = pair[0].generate(**asked(max_new_tokens=8)).tolist()[0]
+    for length in range(1, 9):
+        text, stats = decode(pair, Uncaptured(), plan, max_new_tokens=length)
+        assert text.tolist() == [whole[: len(PROMPT[0]) + length]]
+        assert stats.generated_tokens == length
 
 
 def test_streamer_and_criteria_see_every_token(pair):
@@ -177,9 +167,10 @@ def cache_of(kind: str, target: PreTrainedModel) -> Cache:
     return DynamicCache(config=target.config)
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
-@pytest.mark.parametrize("window", [None, 12])
+@pytest.mark.parametrize(
+    ("window", "kind", "plan"),
+    [(None, "dynamic", "auto"), (None, "static", "chain"), (12, "dynamic", "chain"), (12, "static", "tree")],
+)
 def test_a_conversation_goes_on_in_a_cache_of_the_callers(window, kind, plan):
     """Three turns: texts and caches are those of plain decoding, and every round is captured."""
     target = build_target() if window is None else build_target("mistral_window_8", sliding_window=window)
@@ -238,8 +229,7 @@ def test_a_static_cache_that_generate_makes(pair):
         assert set(stats.executions) == {f"as {Recorded.name}"}
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(("plan", "value"), [("chain", float("nan")), ("tree", float("inf"))])
 def test_harmful_drafts(pair, plan, value):
     """A token that the drafter proposes and the target never says, whose embedding is not finite."""
     target, drafter = pair
@@ -254,14 +244,13 @@ def test_harmful_drafts(pair, plan, value):
     harmed, stats = decode(pair, Recorded(), plan)
     assert probed.tolist() == text.tolist()
     assert harmed.tolist() == text.tolist()
-    assert stats.kinds["plain"] > 0 or plan == "auto"
+    assert stats.kinds["plain"] > 0
 
 
 # --- failures ---
 
 
-@pytest.mark.parametrize("fails_at", [1, 2])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(("plan", "fails_at"), [("chain", 1), ("tree", 2)])
 def test_a_capture_that_fails_leaves_no_trace(pair, plan, fails_at):
     target, _ = pair
     before = state_of(target)
@@ -282,12 +271,11 @@ def test_a_capture_that_fails_leaves_no_trace(pair, plan, fails_at):
     assert "capturing failed" in stats.summary()
 
 
-@pytest.mark.parametrize("options", [{}, {"do_sample": True, "top_k": 7}], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("fails_at", range(3, 7))
-def test_a_capture_that_fails_late(pair, fails_at, options):
+@pytest.mark.parametrize("fails_at", [3, 4])
+def test_a_capture_that_fails_late(pair, fails_at):
     """The plans before it were captured; the rest of the text is decoded eagerly, from where the device has come to."""
     target, drafter = pair
-    options = options | {"max_new_tokens": 40}
+    options = {"max_new_tokens": 30, "do_sample": True, "top_k": 7}
     torch.manual_seed(3)
     expected = target.generate(**asked(**options), assistant_model=drafter, **TREE)
     torch.manual_seed(3)
@@ -326,14 +314,7 @@ def test_layers_are_tried_before_anything_is_captured(pair, monkeypatch):
 # --- sizes ---
 
 # Levels, children of a node and nodes: the defaults of SGLang and of EAGLE's own code, and the largest that people use.
-SIZES = {
-    "SGLang": (5, 4, 8),
-    "SGLang, large": (5, 8, 64),
-    "EAGLE-2": (6, 10, 60),
-    "EAGLE-3": (8, 10, 60),
-    "wide": (3, 40, 128),
-    "deep": (20, 4, 64),
-}
+SIZES = {"SGLang, large": (5, 8, 64), "EAGLE-3": (8, 10, 60), "wide": (3, 40, 128), "deep": (20, 4, 64)}
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -350,39 +331,27 @@ def test_sizes_of_other_engines_are_captured(pair, name):
 # --- when a capture no longer holds ---
 
 
-def changes(target: PreTrainedModel, drafter: Eagle31DrafterModel) -> dict:
-    """Returns changes that a user may make between two calls, by name."""
-
-    def replace_weight():
-        target.lm_head.weight = torch.nn.Parameter(target.lm_head.weight.flip(0).clone())
-
-    def train_drafter():
-        drafter.layers[0].mlp.down_proj.weight = torch.nn.Parameter(drafter.layers[0].mlp.down_proj.weight * 0.5)
-
-    def replace_forward():
-        mlp = target.model.layers[3].mlp
-        mlp.forward = MethodType(lambda self, x: -type(self).forward(self, x), mlp)
-
-    return {
-        "another forward": replace_forward,
-        "a weight in place": lambda: target.lm_head.weight.data.copy_(target.lm_head.weight.data.flip(0)),
-        "another weight": replace_weight,
-        "another dtype": lambda: target.double() and None,
-        "a weight of the drafter": train_drafter,
-        "an epsilon": lambda: setattr(target.model.norm, "variance_epsilon", 0.5),
-        "another attention": lambda: target.set_attn_implementation("eager"),
-    }
+def another_forward(target: PreTrainedModel, drafter: Eagle31DrafterModel) -> None:
+    mlp = target.model.layers[3].mlp
+    mlp.forward = MethodType(lambda self, x: -type(self).forward(self, x), mlp)
 
 
-CHANGES = (
-    "another forward",
-    "a weight in place",
-    "another weight",
-    "another dtype",
-    "a weight of the drafter",
-    "an epsilon",
-    "another attention",
-)
+def another_weight(target: PreTrainedModel, drafter: Eagle31DrafterModel) -> None:
+    target.lm_head.weight = torch.nn.Parameter(target.lm_head.weight.flip(0).clone())
+
+
+def a_weight_of_the_drafter(target: PreTrainedModel, drafter: Eagle31DrafterModel) -> None:
+    drafter.layers[0].mlp.down_proj.weight = torch.nn.Parameter(drafter.layers[0].mlp.down_proj.weight * 0.5)
+
+
+CHANGES = {  # that a user may make between two calls
+    "another forward": another_forward,
+    "another weight": another_weight,
+    "another dtype": lambda target, drafter: target.double(),
+    "a weight of the drafter": a_weight_of_the_drafter,
+    "an epsilon": lambda target, drafter: setattr(target.model.norm, "variance_epsilon", 0.5),
+    "another attention": lambda target, drafter: target.set_attn_implementation("eager"),
+}
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -391,11 +360,11 @@ def test_changed_models(pair, name):
     seam = Recorded()
     decode(pair, seam)
     captures = seam.captures
-    changes(target, drafter)[name]()
+    CHANGES[name](target, drafter)
     text, stats = decode(pair, seam)
     assert text.tolist() == target.generate(**asked()).tolist()
     assert set(stats.executions) == {f"as {Recorded.name}"}
-    assert (seam.captures == captures) == (name == "a weight in place")
+    assert seam.captures > captures
 
 
 def test_changed_config():
@@ -486,7 +455,7 @@ def test_adapters_that_are_switched(pair):
         config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "down_proj"], init_lora_weights=False)
         target.add_adapter(config, name)
     texts, seam = [], Recorded()
-    for name in ("one", "other", None, "one"):
+    for name in ("one", "other", None):
         if name is None:
             target.disable_adapters()
         else:
@@ -497,7 +466,6 @@ def test_adapters_that_are_switched(pair):
         assert set(stats.executions) == {f"as {Recorded.name}"}
         texts.append(text.tolist())
     assert texts[0] != texts[1] != texts[2]
-    assert texts[0] == texts[3]
 
 
 def test_two_targets_of_one_drafter(pair):
@@ -566,7 +534,7 @@ def test_a_static_cache_that_a_text_may_outgrow_runs_eagerly(pair):
     """It is refused where the text does so, and not where it ends before."""
     target, _ = pair
     ends = 6  # its sixth token
-    cache = StaticCache(config=target.config, max_cache_len=20)
+    cache = StaticCache(config=target.config, max_cache_len=15)
     text, stats = decode(pair, Recorded(), past_key_values=cache, eos_token_id=ends)
     assert text.tolist() == target.generate(**asked(eos_token_id=ends)).tolist()
     assert set(stats.executions) == {"eagerly: the static cache is shorter than the longest text"}

@@ -24,9 +24,13 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("name", ["Llama", "LFM2", *(["Qwen3.5"] if HAS_METHODS else [])])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("is_captured", [False, True], ids=["eager", "captured"])
+# Rounds of targets with states run eagerly.
+CASES = [("Llama", way, is_captured) for way in WAYS for is_captured in (False, True)]
+CASES += [("LFM2", "tree", False)]
+CASES += [("Qwen3.5", "chain", False), ("Qwen3.5", "sampled chain", False)] if HAS_METHODS else []
+
+
+@pytest.mark.parametrize(("name", "way", "is_captured"), CASES)
 def test_text_is_the_same_beside_a_default_device(name, way, is_captured):
     texts = []
     for default in (nullcontext(), torch.device("meta")):  # each with models that nothing was found out about yet

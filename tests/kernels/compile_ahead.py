@@ -126,15 +126,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="cases whose name begins so")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--list", action="store_true", help="the names of the cases, in JSON, and nothing else")
     args = parser.parse_args()
     sys.path.insert(0, str(HERE))
     cases = {}
     for path in sorted(HERE.glob("cases_*.py")):
         cases |= import_module(path.stem).CASES
-    if args.list:
-        json.dump(list(cases), sys.stdout)
-        return
     found = {}
     for name, case in cases.items():
         if name.startswith(args.only):

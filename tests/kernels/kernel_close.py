@@ -1,5 +1,7 @@
 """The distance between a kernel's results and its reference's."""
 
+from collections.abc import Sequence
+
 import torch
 from close import EXACT, assert_close
 from torch import Tensor
@@ -21,3 +23,9 @@ def assert_matches(name: str, got: Tensor, expected: Tensor) -> None:
         allowed = expected.float().abs() * torch.finfo(got.dtype).eps + FP32 * expected.float().abs().max()
         worst = ((got.float() - expected.float()).abs() - allowed).max()
         assert worst <= 0, f"{name}: one value is {float(worst)} further off than one unit in the last place"
+
+
+def assert_all_match(names: Sequence[str], got: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """Asserts that each output of a kernel is its reference's."""
+    for name, one, other in zip(names, got, expected, strict=True):
+        assert_matches(name, one, other)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from close import assert_close
-from kernel_close import assert_matches
+from kernel_close import assert_all_match, assert_matches
 from poison import Guarded
 
 from eagle31_hf.kernels.acceptance import accepted_path, move_path
@@ -11,6 +11,7 @@ from eagle31_hf.kernels.drafts import best_tree
 
 acceptance_triton = pytest.importorskip("eagle31_hf.kernels.acceptance_triton")
 pytestmark = pytest.mark.usefixtures("on_the_gpu")
+OUTPUTS = ("path", "tokens", "counts")
 
 
 def tree(b, num_drafts, branches):
@@ -44,8 +45,7 @@ def test_accepted_path(b, num_drafts, branches, width):
     args = ids, parents, depths, bits, chosen, spoiled, going, width
     got, expected = accepted_path.kernel()(*args), accepted_path.reference(*args)
     assert b < 9 or expected[2].max() > 2
-    for name, mine, theirs in zip(("path", "tokens", "counts"), got, expected, strict=True):
-        assert_matches(name, mine, theirs)
+    assert_all_match(OUTPUTS, got, expected)
 
 
 @pytest.mark.parametrize("count", [0, 1, 6])
@@ -56,12 +56,14 @@ def test_accepted_path_of_a_chain_without_memory_of_its_own(count):
     chosen = torch.ones(count + 1, 3, dtype=torch.long).T
     chosen[1, 1:3] = 5
     args = ids, order[:, :count], order, bits, chosen, torch.zeros_like(chosen).bool(), torch.tensor([[1], [1], [0]]), 8
-    for mine, theirs in zip(accepted_path.kernel()(*args), accepted_path.reference(*args), strict=True):
-        assert_matches("found", mine, theirs)
+    assert_all_match(OUTPUTS, accepted_path.kernel()(*args), accepted_path.reference(*args))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("b", "num_places", "slots"), [(1, 2, 5), (4, 8, 30), (2, 20, 64), (2, 9, 9)], ids=str)
+@pytest.mark.parametrize(
+    ("b", "num_places", "slots", "dtype"),
+    [(1, 2, 5, torch.float32), (4, 8, 30, torch.bfloat16), (2, 20, 64, torch.float32), (2, 9, 9, torch.bfloat16)],
+    ids=str,
+)
 def test_move_path(dtype, b, num_places, slots):
     torch.manual_seed(0)
     shapes = [(b, 3, 100, 60), (b, 1, 90, 64), (b, 2, 100, 8), (b, 1, 70, 7), (b, 1, 70, 300)]

@@ -19,10 +19,11 @@ MODULES = sorted(path.stem for path in Path(kernels.__file__).parent.glob("*.py"
 pytest.importorskip("triton", minversion="3.6", reason="an earlier Triton compiles ahead of time otherwise")
 
 
-def compiled_ahead(*options: str):
-    """Returns the JSON that the script prints, from a process in which Triton compiles and does not interpret."""
+@pytest.fixture(scope="module")
+def found() -> dict:
+    """What the script finds where Triton compiles and does not interpret: {case: {target: figures}}."""
     done = subprocess.run(
-        [sys.executable, HERE / "compile_ahead.py", *options],
+        [sys.executable, HERE / "compile_ahead.py", "--json"],
         env={**os.environ, "TRITON_INTERPRET": "0"},
         capture_output=True,
         text=True,
@@ -32,20 +33,20 @@ def compiled_ahead(*options: str):
     return json.loads(done.stdout)
 
 
-def test_kernels_fit_every_gpu():
+def test_kernels_fit_every_gpu(found):
     problems = {
         f"{name} on {target}": figures["problems"]
-        for name, targets in compiled_ahead("--json").items()
+        for name, targets in found.items()
         for target, figures in targets.items()
         if figures["problems"]
     }
     assert not problems
 
 
-def test_every_kernel_has_a_case():
+def test_every_kernel_has_a_case(found):
     for name in MODULES:
         import_module(f"eagle31_hf.kernels.{name}")
-    assert {name.split(",")[0] for name in compiled_ahead("--list")} == set(OPERATIONS)
+    assert {name.split(",")[0] for name in found} == set(OPERATIONS)
 
 
 def test_why_an_operation_runs_as_torch_does(monkeypatch):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from close import assert_close
-from kernel_close import assert_matches
+from kernel_close import assert_all_match, assert_matches
 from poison import Guarded
 
 from eagle31_hf.kernels.drafts import best_tree, likeliest_tokens, next_level
@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("on_the_gpu")
 
 INF = float("inf")
+LIKELIEST = ("values", "ids")
 LEVEL_OUTPUTS = ("totals", "scores", "best", "bits")
 TREE_OUTPUTS = ("kept", "hangs_on", "depths", "bits")
 
@@ -42,7 +43,7 @@ def candidates(b, k, width, depth):
     return tuple(torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("shape", "k", "temperature", "has_ids"),
     [((1, 1, 7), 7, 1.0, False), ((2, 3, 2061), 10, 0.25, True), ((1, 2, 70001), 3, 0.7, True), ((2, 1, 500), 1, 1, 0)],
@@ -68,10 +69,7 @@ def test_likeliest_tokens_of_equal_logits_has_the_smaller_columns():
     found = likeliest_tokens.kernel()(guarded(logits), 6, 0.5, None)
     assert found[1][0, 0].tolist() == [0, 1, 2, 3, 4, 5]
     assert found[1][1, 1].tolist() == [1031, 3, 1030, 0, 1, 2]
-    for name, got, expected in zip(
-        ("values", "ids"), found, likeliest_tokens.reference(logits, 6, 0.5, None), strict=True
-    ):
-        assert_matches(name, got, expected)
+    assert_all_match(LIKELIEST, found, likeliest_tokens.reference(logits, 6, 0.5, None))
 
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")  # on purpose
@@ -85,10 +83,7 @@ def test_likeliest_tokens_without_a_distribution(column):
     values, ids = likeliest_tokens.kernel()(guarded(logits), 4, 0.25, None)
     assert values[0, :4].eq(-INF).all()
     assert ids[0, :4].eq(torch.arange(4)).all()
-    for name, got, expected in zip(
-        ("values", "ids"), (values, ids), likeliest_tokens.reference(logits, 4, 0.25, None), strict=True
-    ):
-        assert_matches(name, got, expected)
+    assert_all_match(LIKELIEST, (values, ids), likeliest_tokens.reference(logits, 4, 0.25, None))
 
 
 @pytest.mark.parametrize("order", ["nodes, columns", "columns, nodes", "nodes of all sequences side by side"])
@@ -99,10 +94,8 @@ def test_likeliest_tokens_reads_strides_and_nothing_behind_them(order):
     logits = {"nodes, columns": logits, "columns, nodes": logits.transpose(1, 2)}.get(order, logits.transpose(0, 1))
     logits = logits[..., :61]
     logits.copy_(torch.randn(3, 4, 61))
-    for got, expected in zip(
-        likeliest_tokens.kernel()(logits, 3, 1.0, None), likeliest_tokens.reference(logits, 3, 1.0, None), strict=True
-    ):
-        assert_matches("found", got, expected)
+    args = logits, 3, 1.0, None
+    assert_all_match(LIKELIEST, likeliest_tokens.kernel()(*args), likeliest_tokens.reference(*args))
 
 
 @pytest.mark.parametrize(
@@ -111,10 +104,8 @@ def test_likeliest_tokens_reads_strides_and_nothing_behind_them(order):
     ids=str,
 )
 def test_next_level(b, f, k, width, num_run):
-    inputs = [guarded(each) for each in level(b, f, k)]
-    got = next_level.kernel()(*inputs, width, num_run)
-    for name, mine, expected in zip(LEVEL_OUTPUTS, got, next_level.reference(*inputs, width, num_run), strict=True):
-        assert_matches(name, mine, expected)
+    args = *(guarded(each) for each in level(b, f, k)), width, num_run
+    assert_all_match(LEVEL_OUTPUTS, next_level.kernel()(*args), next_level.reference(*args))
 
 
 @pytest.mark.parametrize(
@@ -123,10 +114,8 @@ def test_next_level(b, f, k, width, num_run):
     ids=str,
 )
 def test_best_tree(b, k, width, depth, count):
-    scores, parents = (guarded(each) for each in candidates(b, k, width, depth))
-    got = best_tree.kernel()(scores, parents, count)
-    for name, mine, expected in zip(TREE_OUTPUTS, got, best_tree.reference(scores, parents, count), strict=True):
-        assert_matches(name, mine, expected)
+    args = *(guarded(each) for each in candidates(b, k, width, depth)), count
+    assert_all_match(TREE_OUTPUTS, best_tree.kernel()(*args), best_tree.reference(*args))
 
 
 @pytest.mark.parametrize("score", [0.0, -1.5, -INF])
@@ -149,9 +138,8 @@ def test_best_tree_keeps_scores_of_all_magnitudes():
     scores[1, ::7] = 1 - scores[1, ::7].clamp(min=-50)
     parents = torch.full_like(scores, -1, dtype=torch.long)
     for count in (1, 8, 40, 63):
-        got, expected = best_tree.kernel()(scores, parents, count), best_tree.reference(scores, parents, count)
-        for name, mine, theirs in zip(TREE_OUTPUTS, got, expected, strict=True):
-            assert_matches(f"{name} of {count}", mine, theirs)
+        args = scores, parents, count
+        assert_all_match(TREE_OUTPUTS, best_tree.kernel()(*args), best_tree.reference(*args))
 
 
 @pytest.mark.parametrize(

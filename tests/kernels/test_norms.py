@@ -107,7 +107,7 @@ def test_embeddings_are_rounded_to_the_dtype_of_the_state():
 
 
 @DTYPES
-@pytest.mark.parametrize("n", [1, 2, 3, 8, 11])
+@pytest.mark.parametrize("n", [1, 3, 8, 11])
 @pytest.mark.parametrize("shape", [(1, 1, 7), (2, 3, 61)], ids=str)
 def test_state_norms_match_reference(shape, n, dtype):
     torch.manual_seed(0)

@@ -146,8 +146,7 @@ def assert_rotates(qkv: list[Tensor], rope: list[Tensor], norms: list[Tensor], s
     assert_same(got, expected)
 
 
-@DTYPES
-@pytest.mark.parametrize("is_normed", [False, True], ids=["plain", "normed"])
+@pytest.mark.parametrize(("dtype", "is_normed"), [(torch.float32, True), (torch.bfloat16, False)], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rope_append_matches_reference(shape, is_normed, dtype):
     torch.manual_seed(0)

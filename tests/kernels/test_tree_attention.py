@@ -16,7 +16,6 @@ from eagle31_hf.kernels import tree_attention_triton
 from eagle31_hf.kernels.tree_attention_triton import INTERPRETED, LONG, PROGRAMS, num_splits, parts, tile
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 WIDE_AND_NARROW = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)  # other tiles
 NAN = float("nan")
 FEW = 8  # programs, so that each takes several steps
@@ -50,7 +49,7 @@ SHAPES = [
     Shape(1, 1, 4, 1, 64, 64, 70),
     Shape(2, 7, 6, 2, 60, 60, 90),
     Shape(2, 5, 3, 3, 80, 96, 61),
-    Shape(1, 60, 2, 1, 16, 7, 100),
+    Shape(1, 40, 2, 1, 16, 7, 80),
     Shape(1, 9, 4, 1, 192, 112, 100),
     Shape(1, 35, 1, 1, 576, 512, 70),
 ]
@@ -116,28 +115,28 @@ def assert_attends(
     return got
 
 
-@DTYPES
+@pytest.mark.parametrize(
+    ("programs", "dtype"), [(1, torch.float32), (PROGRAMS, torch.bfloat16)], indirect=["programs"], ids=str
+)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("programs", [1, PROGRAMS], indirect=True)
 def test_kernel_matches_reference(shape, dtype):
     torch.manual_seed(0)
     assert_attends(drawn(shape, tree_spans(shape), dtype))
 
 
-@pytest.mark.parametrize("begin", [1, 20, 32, 50])
+@pytest.mark.parametrize("begin", [1, 32, 50])
 def test_slots_before_the_beginning_are_not_seen(begin):
     torch.manual_seed(0)
     assert_attends(drawn(SMALL, tree_spans(SMALL, begin)))
 
 
-@WIDE_AND_NARROW
-@pytest.mark.parametrize("window", [4, 50])
+@pytest.mark.parametrize(("window", "dtype"), [(4, torch.float32), (50, torch.float16)], ids=str)
 def test_every_query_has_its_own_window(window, dtype):
     torch.manual_seed(0)
     assert_attends(drawn(SMALL, tree_spans(SMALL, window=window), dtype))
 
 
-@pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 32, 63])
+@pytest.mark.parametrize("length", [0, 1, 16, 17, 63])
 def test_any_length(length):
     torch.manual_seed(0)
     spans = tree_spans(SMALL)
@@ -146,24 +145,21 @@ def test_any_length(length):
 
 
 @WIDE_AND_NARROW
-@pytest.mark.parametrize("softcap", [0.5, 2000.0])
-def test_softcap(softcap, dtype):
+@pytest.mark.parametrize(("softcap", "scale"), [(0.5, 1.0), (2000.0, 0.01)])
+def test_softcap(softcap, scale, dtype):
     torch.manual_seed(0)
-    assert_attends(drawn(SMALL, tree_spans(SMALL), dtype), scale=1.0, softcap=softcap)
-    assert_attends(drawn(SMALL, tree_spans(SMALL), dtype), scale=0.01, softcap=softcap)
+    assert_attends(drawn(SMALL, tree_spans(SMALL), dtype), scale=scale, softcap=softcap)
 
 
-@WIDE_AND_NARROW
-def test_sinks(dtype):
+def test_sinks():
     torch.manual_seed(0)
     sinks = torch.randn(SMALL.heads, device=DEVICE) * 4
-    for each in (sinks, sinks.to(dtype), torch.stack((sinks, sinks + 1), dim=1)[:, 0]):
-        assert_attends(drawn(SMALL, tree_spans(SMALL, window=20), dtype), sinks=each)
-    assert_attends(drawn(SMALL, tree_spans(SMALL), dtype), softcap=5.0, sinks=sinks)
+    low, strided = sinks.bfloat16(), torch.stack((sinks, sinks + 1), dim=1)[:, 0]
+    assert_attends(drawn(SMALL, tree_spans(SMALL, window=20), torch.bfloat16), sinks=low)
+    assert_attends(drawn(SMALL, tree_spans(SMALL)), softcap=5.0, sinks=strided)
 
 
-@pytest.mark.parametrize("with_sinks", [False, True])
-@pytest.mark.parametrize("nobody_sees", [False, True])
+@pytest.mark.parametrize(("nobody_sees", "with_sinks"), [(False, False), (True, True)])
 def test_a_query_that_sees_nothing_gives_0(nobody_sees, with_sinks):
     torch.manual_seed(0)
     spans = tree_spans(SMALL)
@@ -187,7 +183,7 @@ def test_bits_beyond_the_new_tokens_and_slots_beyond_the_buffer_are_not_seen():
     torch.manual_seed(0)
     spans = tree_spans(SMALL)
     spans[..., BITS] |= 1 << 62 | 1 << 40 | 1 << 7
-    for num_new in (1, 5, 41):
+    for num_new in (1, 41):
         assert_attends(drawn(SMALL, spans, num_new=num_new), num_new)
     spans[..., BITS] |= -(2**63)
     spans[:, :, START] = torch.tensor([SMALL.capacity, SMALL.capacity + 9])[:, None]
@@ -197,14 +193,12 @@ def test_bits_beyond_the_new_tokens_and_slots_beyond_the_buffer_are_not_seen():
 def test_as_many_new_tokens_as_bits():
     torch.manual_seed(0)
     shape = Shape(1, MOST_NEW, 1, 1, 16, 16, 80)
-    assert_attends(drawn(shape, tree_spans(shape)))
     assert_attends(drawn(shape, tree_spans(shape), torch.bfloat16))
 
 
-@WIDE_AND_NARROW
-def test_what_nobody_sees_does_not_change_a_bit(dtype):
+def test_what_nobody_sees_does_not_change_a_bit():
     torch.manual_seed(0)
-    inputs = drawn(SMALL, tree_spans(SMALL, begin=3), dtype)
+    inputs = drawn(SMALL, tree_spans(SMALL, begin=3), torch.bfloat16)
     zeros = inputs._replace(keys=inputs.keys.nan_to_num(0.0), values=inputs.values.nan_to_num(9.0))
     assert torch.equal(assert_attends(inputs), assert_attends(zeros))
 
@@ -219,10 +213,9 @@ def test_nothing_is_written_but_the_output():
         torch.testing.assert_close(each.tensor, before, rtol=0, atol=0, equal_nan=True)
 
 
-@WIDE_AND_NARROW
-def test_strided_inputs(dtype):
+def test_strided_inputs():
     torch.manual_seed(0)
-    q, keys, values, spans = drawn(SMALL, tree_spans(SMALL), dtype)
+    q, keys, values, spans = drawn(SMALL, tree_spans(SMALL))
     expected = assert_attends(Inputs(q, keys, values, spans))
     turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, keys, values)]  # tokens before heads
     mask = torch.nn.functional.pad(spans, (2, 1), value=-9)[:, None][..., 2:5][:, 0]
