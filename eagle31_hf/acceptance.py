@@ -85,7 +85,7 @@ class AcceptanceStats(SequenceStats):
     `prefills`. `seconds` is the time of the decoding loop by phase, on a GPU the device's. `kinds` counts rounds of
     PLAIN, CHAINS, TREES and LOCK_STEP; `executions` counts how they were run: on a GPU as CUDA graphs, or eagerly and
     why, on a CPU in which dtype, and over how much of packed weights; `choices` counts the rounds of each choice of
-    `num_assistant_tokens="auto"`, `explanation` says why.
+    `num_assistant_tokens="auto"`, and those whose drafts are from the text; `explanation` says why.
     """
 
     target_forwards: int = 0
@@ -123,8 +123,8 @@ class AcceptanceStats(SequenceStats):
             lines.append("by sequence: " + " ".join(f"{one.mean_accepted_length:.2f}" for one in self.sequences))
         lines += [f"{count} rounds {how}" for how, count in self.executions.most_common()]
         if self.choices:
-            lines.append("auto: " + ", ".join(f"{count} rounds {name}" for name, count in self.choices.most_common()))
-            lines.append(self.explanation)
+            lines.append("chosen: " + ", ".join(f"{count} rounds {name}" for name, count in self.choices.most_common()))
+        lines += filter(None, [self.explanation])
         return "\n".join(lines)
 
     def _sequence(self, b: int) -> SequenceStats:
@@ -159,7 +159,7 @@ class AcceptanceStats(SequenceStats):
             self.seconds[phase] += seconds
 
     def add_choices(self, choices: Counter[str], explanation: str) -> None:
-        """Adds what auto chose in one call, and why."""
+        """Adds what was chosen in one call, and why."""
         with self._lock:
             self.choices += choices
             self.explanation = explanation or self.explanation

@@ -86,8 +86,9 @@ class Eagle31DrafterModel(SharesTarget, Eagle31PreTrainedModel):
     """EAGLE 3.1 (or EAGLE 3) drafter of a frozen target; see `Eagle31Config` for what its flags mean.
 
     Its drafting knobs are fields of `generation_config`: `num_assistant_tokens` ("auto", the default: chosen as it
-    goes), `draft_tree_top_k` (1: chains), `draft_tree_total_tokens`, and `assistant_confidence_threshold`, which ends
-    chains of a fixed depth after a token the drafter gives less probability.
+    goes), `draft_tree_top_k` (1: chains), `draft_tree_total_tokens`, `assistant_confidence_threshold`, which ends
+    chains of a fixed depth after a token the drafter gives less probability, and `prompt_lookup_num_tokens`, of a chain
+    that is taken from the text where its last tokens stood before (0: none).
     """
 
     main_input_name = "input_ids"
@@ -245,6 +246,7 @@ class Eagle31DrafterModel(SharesTarget, Eagle31PreTrainedModel):
         assistant_confidence_threshold: float | None = None,
         draft_tree_top_k: int | str | None = None,
         draft_tree_total_tokens: int | str | None = None,
+        prompt_lookup_num_tokens: int | str | None = None,
         **model_kwargs: Any,
     ):
         """Decodes for `target.generate(**inputs, custom_generate=drafter.decode)`: the same as
@@ -259,6 +261,7 @@ class Eagle31DrafterModel(SharesTarget, Eagle31PreTrainedModel):
             "assistant_confidence_threshold": assistant_confidence_threshold,
             "draft_tree_top_k": draft_tree_top_k,
             "draft_tree_total_tokens": draft_tree_total_tokens,
+            "prompt_lookup_num_tokens": prompt_lookup_num_tokens,
         }
         return Eagle31DrafterModel.decoding_method(
             model,

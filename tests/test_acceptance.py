@@ -190,7 +190,7 @@ def test_what_auto_chose_is_counted_round_by_round(target, drafter, prompt):
     _, stats = speculate(target, drafter, prompt, num_assistant_tokens="auto", **GREEDY)
     assert sum(stats.choices.values()) == stats.target_forwards
     assert stats.summary().endswith(stats.explanation)
-    assert "auto: " in stats.summary()
+    assert "chosen: " in stats.summary()
     _, stats = speculate(target, drafter, prompt, **DRAFTED)
     assert (sum(stats.choices.values()), stats.explanation) == (0, "")
     assert "auto" not in stats.summary()

@@ -13,9 +13,10 @@ AUTO = "auto"
 MAX_TOKENS = 4096  # the most that may be drafted in one round: caches are sized by it
 # The knobs that count tokens, and the least each may be.
 LEAST = {"num_assistant_tokens": 1, "draft_tree_top_k": 1, "draft_tree_total_tokens": 2}
-KNOBS = ("num_assistant_tokens", "assistant_confidence_threshold", "draft_tree_top_k", "draft_tree_total_tokens")
 # Every round chooses for itself how far to draft.
 AUTO_KNOBS: dict[str, Any] = dict.fromkeys(LEAST, AUTO)
+LEAST |= {"prompt_lookup_num_tokens": 0}
+KNOBS = (*LEAST, "assistant_confidence_threshold")
 
 
 def check_knob(name: str, value: Any, begin: str = "", origin: str = "") -> None:

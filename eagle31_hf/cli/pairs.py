@@ -4,9 +4,9 @@ import argparse
 from typing import Any
 
 from ..modeling import Eagle31DrafterModel
-from .parsing import DTYPES, add_path, add_reading, positive_or_auto, reading_options
+from .parsing import DTYPES, add_path, add_reading, count_or_auto, positive_or_auto, reading_options
 
-KNOBS = ("num_assistant_tokens", "draft_tree_top_k", "draft_tree_total_tokens")
+KNOBS = ("num_assistant_tokens", "draft_tree_top_k", "draft_tree_total_tokens", "prompt_lookup_num_tokens")
 
 
 def add_pair(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +24,11 @@ def add_pair(parser: argparse.ArgumentParser) -> None:
         help="children of a node; above 1 trees are drafted instead of chains",
     )
     parser.add_argument("--draft-tree-total-tokens", type=positive_or_auto, help="nodes of a tree, the root included")
+    parser.add_argument(
+        "--prompt-lookup-num-tokens",
+        type=count_or_auto,
+        help="tokens of a chain taken from the text, where its last tokens stood before (0: none)",
+    )
     parser.add_argument(
         "--dtype", choices=DTYPES, default="auto", help="of both models (default: auto, the target's own)"
     )

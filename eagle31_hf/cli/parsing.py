@@ -106,6 +106,11 @@ def positive_or_auto(text: str) -> int | str:
     return text if text == "auto" else positive(text)
 
 
+def count_or_auto(text: str) -> int | str:
+    """Reads an integer of at least 0, or the word auto."""
+    return text if text == "auto" else count(text)
+
+
 def rate_or_none(text: str) -> float | None:
     """Reads a rate above 0, or the word none."""
     try:

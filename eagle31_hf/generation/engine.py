@@ -13,6 +13,7 @@ def decode(executor: Executor, planner: Planner) -> Any:
     first = executor.prefill()
     recorder.prefill([len(tokens) for tokens in first.tokens])
     recorder.show(first)
+    planner.begin(first.tokens)
     while not all(executor.sequences.finished):
         room = executor.room()
         plan = planner.plan(room.depth, room.nodes, executor.sequences.going, room.num_unread)

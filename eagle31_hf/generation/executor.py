@@ -7,6 +7,7 @@ B sequences, L tokens, N nodes, V target vocabulary.
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -149,6 +150,8 @@ class EagerExecutor:
                 self.holds_drafts = False
             return DraftTokens.none(sequences.last(), is_plain=True)
         self.holds_drafts = True
+        if plan.drafts is not None:
+            return DraftTokens(torch.tensor(plan.drafts, device=sequences.device), plan.depth)
         drafts = self.proposer.propose(self.unread.take(), sequences.prefixes(), plan).to(sequences.device)
         if self.sampler.is_lock_step and self.stopping.eos_token_ids:  # plain decoding feeds padding to ended sequences
             ended = [b for b, finished in enumerate(sequences.finished) if finished]

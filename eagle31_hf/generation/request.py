@@ -38,6 +38,7 @@ from .planning.buckets import BucketKnowledge, BucketPlanner, plans_of
 from .planning.controller import TOP_K
 from .planning.fixed import FixedPlanner
 from .planning.knowledge import kept_knowledge, knowledge_of
+from .planning.lookup_planner import LookupPlanner
 from .planning.plan import Planner
 from .planning.settings import resolve_settings
 from .proposer import Proposer
@@ -265,8 +266,18 @@ def noise_of(request: Request, mode: Mode, is_captured: bool) -> Noise | None:
 
 
 def planner_of(request: Request, mode: Mode, eager: EagerExecutor, is_captured: bool) -> Planner:
-    """The planner for a request's settings; captured rounds take few plans, each as it is. Where the text would depend
-    on the drafts of a tree, but not on those of a chain, auto draws chains."""
+    """The planner for a request's settings, which takes drafts from the text, too, where the host sees every token and
+    sequences advance at their own pace."""
+    planner, most = drafting_planner_of(request, mode, eager, is_captured), request.settings.longest_lookup
+    if is_captured or mode.is_lock_step or not mode.may_draft or not most:
+        return planner
+    padded = zip(request.input_ids.tolist(), eager.runner.num_padding, strict=True)
+    return LookupPlanner(planner, [ids[padding:] for ids, padding in padded], most, num_logits(request.target))
+
+
+def drafting_planner_of(request: Request, mode: Mode, eager: EagerExecutor, is_captured: bool) -> Planner:
+    """The planner of what the drafter drafts; captured rounds take few plans, each as it is. Where the text would
+    depend on the drafts of a tree, but not on those of a chain, auto draws chains."""
     settings, do_sample = request.settings, bool(request.generation_config.do_sample)
     if not mode.may_draft:
         return FixedPlanner(0)

@@ -5,6 +5,7 @@ import json
 import conversion
 import engine
 import memory
+import prompt_lookup
 import pytest
 import small
 import torch
@@ -36,6 +37,16 @@ def test_bench_turns_goes_on_as_after_one_long_prompt(capsys):
     for turn in (1, 2, 3):
         assert lengths["goes on", turn] == lengths["one long prompt", turn]
     assert lengths["not seen", 1] == lengths["goes on", 1]
+
+
+def test_bench_prompt_lookup_decodes_each_prompt_in_both_ways(capsys):
+    result = figures_of(capsys, prompt_lookup, "--prompts", "1", "--max-new-tokens", "16", "--rounds", "1")
+    (found,) = result["kinds"].values()
+    assert found["same_text"] == found["prompts"] == 1
+    assert found["gain"] == pytest.approx(
+        found["tokens_per_second"]["drafter and text"] / found["tokens_per_second"]["drafter"]
+    )
+    assert len(list(prompt_lookup.edits())) >= 6
 
 
 def test_bench_engine_accepts_what_was_decreed(capsys):

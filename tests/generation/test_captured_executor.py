@@ -506,6 +506,7 @@ def test_threads_share_a_pair(pair):
     ("options", "reason"),
     [
         ({"disable_compile": True}, "disable_compile is set"),
+        ({"prompt_lookup_num_tokens": 5}, "prompt_lookup_num_tokens has the host look at the text"),
         ({"repetition_penalty": 1.3}, "RepetitionPenaltyLogitsProcessor reads the text"),
         ({"return_dict_in_generate": True, "output_logits": True}, "output_logits is asked for"),
         ({"assistant_confidence_threshold": 0.5}, "assistant_confidence_threshold"),

@@ -27,6 +27,7 @@ from eagle31_hf.generation.planning.plan import Plan
 from eagle31_hf.generation.rejection_sampler import RejectionSampler
 from eagle31_hf.generation.sequences import Sequences
 from eagle31_hf.generation.stopping import Ends, Stopping
+from eagle31_hf.generation.tree import DraftTokens
 from eagle31_hf.targets.layers import target_states
 
 LENGTH, DRAWS = 3, 2500
@@ -72,8 +73,11 @@ class Remembered:
 
 
 @torch.inference_mode()
-def drawn(target, drafter, processors: list, depth: int, monkeypatch, threshold: float = 0.0) -> Tensor:
-    """Counts by continuation of LENGTH tokens: one round of drafting and verifying, completed by the target alone."""
+def drawn(
+    target, drafter, processors: list, depth: int, monkeypatch, threshold: float = 0.0, given: tuple[int, ...] = ()
+) -> Tensor:
+    """Counts by continuation of LENGTH tokens: one round of drafting and verifying, completed by the target alone.
+    `given`: drafts that are not drawn, but known."""
     states, _ = target_states(target, IDS, drafter.config.aux_hidden_state_layer_ids)
     target_logits = target(texts_after(PROMPT, depth)).logits[:, len(PROMPT) - 1 :]
     monkeypatch.setattr(drafter, "forward", Remembered(drafter), raising=False)
@@ -82,9 +86,11 @@ def drawn(target, drafter, processors: list, depth: int, monkeypatch, threshold:
     noise = Noise(1, V, torch.device("cpu"), is_coupled=False)
     sampler = RejectionSampler(LogitsProcessorList(processors), noise)
     for _ in range(DRAWS):
-        proposer = build_proposer(drafter, processors, noise, threshold, vocab_size=V)
-        drafts = propose(proposer, IDS, states, 0, len(PROMPT) - 1, Plan(depth))
-        assert drafts.logits is not None, "drafts were not verified by rejection sampling"
+        drafts = DraftTokens(torch.tensor([given]), depth)
+        if not given:
+            proposer = build_proposer(drafter, processors, noise, threshold, vocab_size=V)
+            drafts = propose(proposer, IDS, states, 0, len(PROMPT) - 1, Plan(depth))
+            assert drafts.logits is not None, "drafts were not verified by rejection sampling"
         drafted, sequences = drafts.ids[0].tolist(), Sequences(IDS, 0)
         text = numbers(torch.tensor([drafted + [0] * (depth - len(drafted))]))
         ends = Ends(Stopping(StoppingCriteriaList(), max_length=99), sequences)
@@ -104,7 +110,7 @@ class Follows:
         return scores.scatter_add(1, favoured, torch.full(favoured.shape, 1.5))
 
 
-CASES = {  # processors, depth, drafter, confidence threshold
+CASES = {  # processors, depth, drafter, confidence threshold, drafts that are not drawn
     "warpers-pruned-2": ([TemperatureLogitsWarper(1.3), TopPLogitsWarper(0.9)], 2, "pruned", 0.0),
     "of_the_text-2": (
         [RepetitionPenaltyLogitsProcessor(1.8), NoBadWordsLogitsProcessor([[1], [2, 3]], eos_token_id=None)],
@@ -113,15 +119,15 @@ CASES = {  # processors, depth, drafter, confidence threshold
         0.0,
     ),
     "unknown_processor-confidence-3": ([Follows()], 3, "full", 0.3),
+    "known_drafts-2": ([TemperatureLogitsWarper(1.3)], 2, "full", 0.0, (3, 1)),
 }
 NUM_TESTS = len(CASES) + 1
 
 
-@pytest.mark.parametrize(("processors", "depth", "name", "threshold"), CASES.values(), ids=CASES)
-def test_sequences_are_distributed_as_the_target_alone_would(
-    target, drafters, monkeypatch, processors, depth, name, threshold
-):
-    counts = drawn(target, drafters[name], processors, depth, monkeypatch, threshold)
+@pytest.mark.parametrize("case", CASES)
+def test_sequences_are_distributed_as_the_target_alone_would(target, drafters, monkeypatch, case):
+    processors, depth, name, *options = CASES[case]
+    counts = drawn(target, drafters[name], processors, depth, monkeypatch, *options)
     assert follows(counts, likelihoods(target, PROMPT, processors, LENGTH), NUM_TESTS)
 
 

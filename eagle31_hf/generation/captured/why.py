@@ -43,6 +43,8 @@ def _why_not_by_request(request: Any, runner: Any, mode: Any) -> str | None:
         return "the batch is decoded in lock-step"
     if settings.threshold and not settings.is_auto:
         return "assistant_confidence_threshold has the host look at every draft"
+    if settings.lookup:
+        return "prompt_lookup_num_tokens has the host look at the text"
     if torch.is_autocast_enabled(request.input_ids.device.type):
         return "autocast is on"  # the casts of weights that it keeps are gone with it
     others = [type(each) for each in request.logits_processor if type(each) not in processors.POINTWISE]

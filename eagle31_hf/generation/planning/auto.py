@@ -51,6 +51,24 @@ class AutoPlanner(Planner):
         nodes = min(self.max_nodes, max_nodes)
         return Plan(min(MAX_DEPTH, max_depth), top_k, self.controller.max_width, nodes, self.controller)
 
+    def depth_worth(self, gains: list[float]) -> int:
+        """The depth that brings most beside the seconds it takes; 0 where the fastest kind of rounds gives more in
+        them, or nothing is known yet."""
+        known, counts = self.known, [count for count in COUNTS if 0 < count <= len(gains)]
+        with known.lock:
+            rate, seconds = known.rate, known.verify.estimate(tuple(count + 1 for count in counts))
+        if not rate:
+            return 0
+        values = [1 + gains[count - 1] - rate * cost for count, cost in zip(counts, seconds, strict=True)]
+        return counts[values.index(max(values))] if max(values) > 0 else 0
+
+    def observe_forward(self, num_nodes: int, seconds: Mapping[str, float]) -> None:
+        with self.known.lock:
+            if self.loads_kernels and (CHAINS, num_nodes) not in self.known.met:
+                self.known.met.add((CHAINS, num_nodes))
+            else:
+                self.known.verify.add(num_nodes, seconds["verify"] + seconds["accept"])
+
     def observe(self, num_nodes: int, accepted: Accepted, seconds: Mapping[str, float]) -> None:
         """Learns from a round that is over: `num_nodes` of each sequence were verified; `seconds` its phases took."""
         controller = self.controller

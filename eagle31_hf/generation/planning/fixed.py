@@ -1,8 +1,12 @@
 """A planner that plans every round alike: a chain or a tree of the size that the caller asked for."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from .plan import NO_DRAFTS, Plan, Planner
 from .settings import DraftingSettings
 
+MEMORY = 16  # rounds
 TREE_NODES = 60  # of a tree whose size is not given, as in EAGLE-2
 
 
@@ -14,6 +18,7 @@ class FixedPlanner(Planner):
         self.depth = depth
         self.top_k = top_k
         self.max_nodes = max_nodes
+        self.usual = depth / 2  # drafts of a sequence that a round accepts
 
     @classmethod
     def of(cls, settings: DraftingSettings, draws_trees: bool) -> "FixedPlanner":
@@ -30,3 +35,13 @@ class FixedPlanner(Planner):
         if self.top_k == 1:
             return Plan(depth)
         return Plan(depth, self.top_k, self.top_k, min(self.max_nodes, max_nodes))
+
+    def observe(self, num_nodes: int, accepted: Any, seconds: Mapping[str, float]) -> None:
+        """Notes how many drafts a sequence accepted."""
+        for count in accepted.num_drafts:
+            if count is not None:
+                self.usual += (count - self.usual) / MEMORY
+
+    def depth_worth(self, gains: list[float]) -> int:
+        """As deep as they are, where they promise more than was accepted of rounds lately."""
+        return len(gains) if gains[-1] > self.usual else 0

@@ -44,13 +44,15 @@ class Controller(Protocol):
 class Plan:
     """One round of drafting. `depth`: levels at most, 0 for plain decoding; `top_k`: children of a node, 1 for a chain;
     `max_width`: nodes a level may start from; `max_nodes`: of the tree, the root included; `controller`: decides level
-    by level, where the depth is not fixed."""
+    by level, where the depth is not fixed; `drafts`: the chain of each sequence, where it is known without the
+    drafter."""
 
     depth: int
     top_k: int = 1
     max_width: int = 1
     max_nodes: int = UNLIMITED
     controller: Controller | None = None
+    drafts: list[list[int]] | None = None
 
     @property
     def is_scored(self) -> bool:
@@ -79,6 +81,9 @@ class Planner:
     def __init__(self):
         self.choices: Counter[str] = Counter()
 
+    def begin(self, tokens: list[list[int]]) -> None:
+        """The prompts' forward gave each sequence these tokens."""
+
     def plan(self, max_depth: int, max_nodes: int, going: list[int], num_unread: int) -> Plan:
         """The plan of a round in which no draft may be deeper than `max_depth`, no tree larger than `max_nodes`.
 
@@ -88,6 +93,14 @@ class Planner:
     def observe(self, num_nodes: int, accepted: Any, seconds: Mapping[str, float]) -> None:
         """A round is over: `num_nodes` of each sequence were verified, `accepted` is what the sampler returned, and
         `seconds` are those of its phases, `"draft"`, `"verify"`, `"accept"`."""
+
+    def depth_worth(self, gains: list[float]) -> int:
+        """How deep to verify chains that need no drafter; 0: a round as planned here promises more. `gains`: of a
+        sequence's first drafts, one, two and so on, how many are expected to be accepted."""
+        return 0
+
+    def observe_forward(self, num_nodes: int, seconds: Mapping[str, float]) -> None:
+        """A round of such chains is over: `num_nodes` of each sequence were verified."""
 
     def end(self) -> None:
         """The call is over."""

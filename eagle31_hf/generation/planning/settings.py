@@ -11,21 +11,29 @@ from ...modeling import Eagle31DrafterModel
 
 # What transformers fills in where nobody set a knob; such a value says nothing about the caller's wish.
 STOCK_DEFAULTS = {"num_assistant_tokens": 20, "assistant_confidence_threshold": 0.4}
-OWN_DEFAULTS = AUTO_KNOBS | {"assistant_confidence_threshold": 0.0}
+OWN_DEFAULTS = AUTO_KNOBS | {"prompt_lookup_num_tokens": AUTO, "assistant_confidence_threshold": 0.0}
+LONGEST_LOOKUP = 32  # tokens of a chain from the text, where nobody said how many
 
 
 @dataclass(frozen=True)
 class DraftingSettings:
-    """The way to draft. `depth` None: auto. `top_k`, `total_tokens` None: the usual value for the depth."""
+    """The way to draft. `depth` None: auto. `lookup`: tokens of a chain that is taken from the text. `top_k`,
+    `total_tokens`, `lookup` None: the usual value for the depth."""
 
     depth: int | None
     threshold: float
     top_k: int | None
     total_tokens: int | None
+    lookup: int | None = None
 
     @property
     def is_auto(self) -> bool:
         return self.depth is None
+
+    @property
+    def longest_lookup(self) -> int:
+        """Returns how many tokens a chain from the text may have: none, where depths are fixed and nobody asked."""
+        return (LONGEST_LOOKUP if self.is_auto else 0) if self.lookup is None else self.lookup
 
     @property
     def may_draw_trees(self) -> bool:
@@ -57,6 +65,7 @@ def resolve_settings(
         threshold=float(values["assistant_confidence_threshold"]),
         top_k=numbers["draft_tree_top_k"],
         total_tokens=numbers["draft_tree_total_tokens"],
+        lookup=numbers["prompt_lookup_num_tokens"],
     )
 
 
