@@ -157,9 +157,7 @@ def test_greedy_text_stays_the_targets(make_target, make_drafter, prompt, kind, 
     if way == "batch":
         options.pop("num_return_sequences")
         prompt = torch.cat((prompt, prompt.flip(1), (prompt + 1) % VOCAB))
-    alone = {
-        name: value for name, value in options.items() if not name.startswith(("num_assistant", "draft", "prompt"))
-    }
+    alone = {name: value for name, value in options.items() if name not in KNOBS}
     expected = target.generate(prompt, **alone)
     with steady_clock(target, drafter):
         found, stats = speculate(target, drafter, prompt, **options)
