@@ -10,10 +10,9 @@ from contextlib import suppress
 
 import httpx
 import pytest
-import torch
 from fuzz_requests import fuzz
 from serving.fixtures import expected, folder, server
-from serving.servers import COUNT, WORDS, Server, free_port, text_of
+from serving.servers import COUNT, WORDS, Server, demo_target, free_port, text_of
 
 from eagle31_hf import demo
 from eagle31_hf.cli import main
@@ -41,9 +40,8 @@ def still_drafts(server, expected, **headers):
 # -- routes
 
 
-@pytest.mark.parametrize(
-    ("method", "path"),
-    [
+def test_what_only_transformers_needs_is_not_there(server, expected):
+    for method, path in (
         ("POST", "/reset"),
         ("POST", "/v1/audio/transcriptions"),
         ("POST", "/v1/systemone"),
@@ -53,12 +51,9 @@ def still_drafts(server, expected, **headers):
         ("GET", "/v1/models/../../reset"),
         ("POST", "//reset"),
         ("DELETE", "/v1/models/x"),
-    ],
-)
-def test_what_only_transformers_needs_is_not_there(server, expected, method, path):
-    answer = server.request(method, path, {} if method == "POST" else None)
-    assert answer.status == 404
-    assert answer.json["error"]["type"] == "invalid_request_error"
+    ):
+        answer = server.request(method, path, {} if method == "POST" else None)
+        assert (answer.status, answer.json["error"]["type"]) == (404, "invalid_request_error"), path
     assert still_drafts(server, expected)
 
 
@@ -83,26 +78,19 @@ def test_a_wrong_method_is_told(server):
         assert (answer.status, answer.json["error"]["type"]) == (405, "invalid_request_error")
 
 
-@pytest.mark.parametrize("name", ["another/model", "/etc/passwd", "../target", "", "demo@main", "x:y.gguf"])
-def test_no_client_loads_another_model(server, expected, name):
-    """Nor does an answer say whether there is one of that name on the server's disk."""
-    for path, body in (
-        ("/load_model", {}),
-        (CHAT, {"messages": SAID}),
-        (TEXT, {"prompt": "x"}),
-        (RESPONSES, {"input": "x"}),
-    ):
-        answer = server.request("POST", path, body | {"model": name})
-        assert (answer.status, answer.json["error"]["code"]) == (400, "model_not_found")
-        assert answer.json["error"]["message"] == f"model is {name!r}; expected {server.target!r}, the only one here."
+def test_no_client_loads_another_model(server, expected):
+    """Nor does an answer say whether there is one of that name on the server's disk, or one that is spelled so."""
+    asked = (("/load_model", {}), (CHAT, {"messages": SAID}), (TEXT, {"prompt": "x"}), (RESPONSES, {"input": "x"}))
+    spelled = (f"{server.target}/", f"{server.target}/.", f"{server.target}@main")
+    for name in ("another/model", "/etc/passwd", "../target", "", "demo@main", "x:y.gguf", *spelled):
+        for path, body in asked:
+            answer = server.request("POST", path, body | {"model": name})
+            assert (answer.status, answer.json["error"]["code"]) == (400, "model_not_found")
+            assert (
+                answer.json["error"]["message"] == f"model is {name!r}; expected {server.target!r}, the only one here."
+            )
     assert "Loading" not in server.log.read_text().split("serving", 1)[1]
     assert still_drafts(server, expected)
-
-
-def test_spellings_of_the_target_s_folder_are_other_names(server):
-    for name in (f"{server.target}/", f"{server.target}/.", f"{server.target}@main"):
-        assert server.request("POST", "/load_model", {"model": name}).status == 400
-        assert server.request("POST", CHAT, {"messages": SAID, "model": name}).status == 400
 
 
 def test_the_model_is_ready_for_those_who_ask_before_they_begin(server):
@@ -157,27 +145,13 @@ def test_pages_of_other_origins_may_not_ask(server, expected):
     assert still_drafts(server, expected)
 
 
-def test_other_origins_and_names_where_they_are_asked_for(folder):
-    served = Server(folder, "--cors", "--allowed-host", "my.box", "--num-assistant-tokens", "2")
-    try:
-        asked = {"Origin": "http://page.example", "Host": "my.box"}
-        preflight = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
-        answer = served.request("OPTIONS", CHAT, headers=asked | preflight)
-        assert (answer.status, answer.headers["access-control-allow-origin"]) == (200, "*")
-        answer = served.request("POST", CHAT, {"messages": SAID, "max_tokens": 2}, asked)
-        assert (answer.status, answer.headers["access-control-allow-origin"]) == (200, "*")
-        refused = served.request("POST", CHAT, {"messages": SAID, "n": 2}, asked)
-        assert (refused.status, refused.headers["access-control-allow-origin"]) == (400, "*")
-        assert served.request("GET", "/v1/models", headers={"Host": "other.box"}).status == 403
-    finally:
-        served.end()
-
-
 # -- the key
 
 
-def test_a_key_is_asked_for(folder, expected):
-    served = Server(folder, "--num-assistant-tokens", "4", EAGLE31_API_KEY="se-cret")
+def test_a_key_other_origins_and_names_where_they_are_asked_for(folder, expected):
+    served = Server(
+        folder, "--cors", "--allowed-host", "my.box", "--num-assistant-tokens", "4", EAGLE31_API_KEY="se-cret"
+    )
     try:
         for key in (None, "", "se-cre", "se-crett", "Se-cret"):
             headers = {} if key is None else {"Authorization": f"Bearer {key}"}
@@ -188,7 +162,18 @@ def test_a_key_is_asked_for(folder, expected):
         with pytest.raises(openai.AuthenticationError):
             served.ask(served.client("another"))
         assert served.request("GET", "/health").status == 200
-        assert still_drafts(served, expected, Authorization="Bearer se-cret")
+        key = {"Authorization": "Bearer se-cret"}
+        assert still_drafts(served, expected, **key)
+        asked = {"Origin": "http://page.example", "Host": "my.box"}
+        preflight = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
+        for method, body, headers, status in (
+            ("OPTIONS", None, preflight, 200),
+            ("POST", {"messages": SAID, "max_tokens": 2}, key, 200),
+            ("POST", {"messages": SAID, "n": 2}, key, 400),
+        ):
+            answer = served.request(method, CHAT, body, asked | headers)
+            assert (answer.status, answer.headers["access-control-allow-origin"]) == (status, "*")
+        assert served.request("GET", "/v1/models", headers=key | {"Host": "other.box"}).status == 403
         assert "se-cret" not in served.log.read_text()
     finally:
         served.end()
@@ -433,10 +418,10 @@ def test_a_whole_generation_config_is_taken(server, expected):
     """As `transformers chat` sends it: with all that is as it always is."""
     from transformers import GenerationConfig
 
-    for config in (GenerationConfig(do_sample=False, max_new_tokens=COUNT), GenerationConfig(do_sample=False)):
+    for config in (GenerationConfig(do_sample=False, max_new_tokens=8), GenerationConfig(do_sample=False)):
         for whole in (config.to_json_string(use_diff=False), config.to_json_string()):
-            answer = server.ask(server.client(), extra_body={"generation_config": whole})
-            assert answer.choices[0].message.content == expected(WORDS)
+            answer = server.ask(server.client(), max_tokens=8, extra_body={"generation_config": whole})
+            assert answer.choices[0].message.content == expected(WORDS, 8)
 
 
 def test_the_template_s_own_variables_are_taken(server, expected):
@@ -492,32 +477,6 @@ def test_an_answer_ends_with_the_context(server):
         assert answer.choices[0].finish_reason == "length"
 
 
-@pytest.fixture(scope="module")
-def slow_server(folder, tmp_path_factory):
-    """A target whose context takes minutes to read."""
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
-    from eagle31_hf.training.fresh import new_drafter
-
-    torch.manual_seed(0)
-    place = tmp_path_factory.mktemp("slow")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    config = LlamaConfig(
-        vocab_size=max(len(tokenizer), 64),
-        hidden_size=768,
-        intermediate_size=2048,
-        num_hidden_layers=8,
-        num_attention_heads=12,
-        max_position_embeddings=40_000,
-        eos_token_id=None,
-    )
-    target = LlamaForCausalLM(config)
-    target.save_pretrained(place / "target")
-    tokenizer.save_pretrained(place / "target")
-    new_drafter(target).save_pretrained(place / "drafter")
-    return lambda: Server(place / "target", "--num-assistant-tokens", "2", drafter=place / "drafter")
-
-
 def ask_until_the_end(served, words):
     with pytest.raises(openai.InternalServerError, match="the server is stopping"):
         served.ask(served.client(), words)
@@ -527,46 +486,31 @@ def wait_until(is_so):
     until = time.monotonic() + 120
     while not is_so():
         assert time.monotonic() < until
-        time.sleep(0.1)
+        time.sleep(0.02)
 
 
-def test_a_client_that_leaves_while_its_prompt_is_read_is_noticed(slow_server):
+def test_a_client_that_leaves_while_its_prompt_is_read_is_noticed(tmp_path):
     """And so is a signal: no answer here is to be had within the time that the test waits."""
-    served, words = slow_server(), "x = 1\n" * 7_000
+    served = Server(demo_target(tmp_path, context=40_000), "--num-assistant-tokens", "2")
+    words = "x = 1\n" * 7_000
     try:
         for options in ({}, {"stream": True}, {"extra_body": {"generation_config": '{"num_beams": 2}'}}):
             before = served.counts()
             with pytest.raises((openai.APITimeoutError, httpx.TimeoutException)):
-                list(served.ask(served.client(), words, timeout=2.0, **options))
+                list(served.ask(served.client(), words, timeout=0.5, **options))
             wait_until(lambda before=before: served.counts()["requests_stopped"] > before["requests_stopped"])
             assert served.ask(served.client(), max_tokens=2).usage.completion_tokens == 2
         reading = threading.Thread(target=ask_until_the_end, args=(served, words))
         reading.start()
-        time.sleep(2)  # until the prompt is being read
+        time.sleep(0.5)  # until the prompt is being read
     finally:
         status = served.end()
     assert status == -signal.SIGTERM
     reading.join()
 
 
-def test_a_signal_ends_streams_that_run(slow_server):
-    served, heard = slow_server(), threading.Event()
-
-    def listen():
-        with suppress(openai.APIError, httpx.HTTPError):  # the stream breaks off
-            for chunk in served.ask(served.client(), stream=True, max_tokens=30_000):
-                if chunk.choices and chunk.choices[0].delta.content:
-                    heard.set()
-
-    listening = threading.Thread(target=listen)
-    listening.start()
-    assert heard.wait(120)
-    assert served.end() == -signal.SIGTERM
-    listening.join()
-
-
 def test_random_requests(tmp_path):
     """A share of `python tests/fuzz_requests.py`."""
-    problems, statuses = fuzz(200, 0, tmp_path)
+    problems, statuses = fuzz(60, 0, tmp_path)
     assert not problems, "\n".join(problems)
-    assert min(statuses["200"], statuses["400"]) > 20
+    assert min(statuses["200"], statuses["400"]) > 8
