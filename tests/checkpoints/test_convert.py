@@ -330,9 +330,7 @@ def assert_old_or_new(folder: Path, layout, before: dict[str, bytes], discard: b
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="watches a forked process")
-@pytest.mark.parametrize(
-    ("name", "discard"), [*((name, False) for name in KILLED), ("sharded", True)]
-)
+@pytest.mark.parametrize(("name", "discard"), [*((name, False) for name in KILLED), ("sharded", True)])
 def test_a_killed_conversion_leaves_the_old_or_the_new_and_can_be_finished(name, discard, tmp_path):
     layout, source, folder = KILLED[name], tmp_path / "source", tmp_path / "drafter"
     drafter = layout.write(source)

@@ -16,7 +16,7 @@ from eagle31_hf import Eagle31DrafterModel
 from eagle31_hf.checkpoints.sharing import LOCK, folder_lock
 
 fcntl = pytest.importorskip("fcntl", reason="locks and forks as POSIX has them")
-ROUNDS, SAVES = 20, 3
+ROUNDS, SAVES = 8, 2
 DRAFTERS = {
     "one file": (build(), {}),
     "shards": (build(num_hidden_layers=2, intermediate_size=40, seed=1), {"max_shard_size": 12_000}),
