@@ -37,9 +37,7 @@ def test_generate_shows_what_would_steer_the_terminal(target, capsys):
     assert shown.strip() == text.replace(STEERING, SPELLED).strip()
 
 
-def test_demo_shows_its_table_and_profile_and_steers_nothing_by_a_prompt_and_two_completions(
-    target, capsys, monkeypatch
-):
+def test_demo_shows_its_table_and_profile_and_what_would_steer_in_all_three_texts(target, capsys, monkeypatch):
     for name in demo.DRAFTERS:
         (target.parent / name).symlink_to(demo.FOLDER / name)
     monkeypatch.setattr(demo, "FOLDER", target.parent)

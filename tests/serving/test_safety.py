@@ -212,110 +212,58 @@ def call(arguments="{}", **changed):
     return [{"role": "assistant", "content": None, "tool_calls": [one]}, *SAID]
 
 
-WRONG = {
-    "no messages": (CHAT, {}, "messages"),
-    "no list of messages": (CHAT, {"messages": "x"}, "messages"),
-    "no message": (CHAT, {"messages": []}, "messages"),
-    "words for a message": (CHAT, {"messages": ["x"]}, "messages[0]"),
-    "no role": (CHAT, {"messages": [{"content": "x"}]}, "messages[0].role"),
-    "an empty role": (CHAT, {"messages": [{"role": "", "content": "x"}]}, "messages[0].role"),
-    "an integer for content": (CHAT, {"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
-    "no content": (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content"),
-    "words for a part": (CHAT, {"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0]"),
-    "a part without text": (
-        CHAT,
-        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
-        "messages[0].content[0].text",
-    ),
-    "an image for a target of text": (
-        CHAT,
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "/etc/passwd"}}]}]},
-        "messages[0].content[0]",
-    ),
-    "calls that are none": (CHAT, {"messages": [{"role": "assistant", "tool_calls": 3}]}, "messages[0].tool_calls"),
-    "arguments that are no JSON": (CHAT, {"messages": call("{")}, "messages[0].tool_calls[0].function.arguments"),
-    "arguments that are no object": (CHAT, {"messages": call("[1]")}, "messages[0].tool_calls[0].function.arguments"),
-    "a call of nothing": (CHAT, {"messages": call(function=3)}, "messages[0].tool_calls[0]"),
-    "integers to stop at": (CHAT, {"messages": SAID, "stop": [1, 2]}, "stop"),
-    "an empty stop": (CHAT, {"messages": SAID, "stop": ""}, "stop"),
-    "too many stops": (CHAT, {"messages": SAID, "stop": ["a"] * 17}, "stop"),
-    "an endless stop": (CHAT, {"messages": SAID, "stop": "a" * 101}, "stop"),
-    "a temperature below nothing": (CHAT, {"messages": SAID, "temperature": -1}, "temperature"),
-    "words for a temperature": (CHAT, {"messages": SAID, "temperature": "hot"}, "temperature"),
-    "a truth for a temperature": (CHAT, {"messages": SAID, "temperature": True}, "temperature"),
-    "a top_p above one": (CHAT, {"messages": SAID, "top_p": 1.5}, "top_p"),
-    "a seed that is none": (CHAT, {"messages": SAID, "seed": "x"}, "seed"),
-    "a seed too large": (CHAT, {"messages": SAID, "seed": 2**63}, "seed"),
-    "no tokens": (CHAT, {"messages": SAID, "max_tokens": 0}, "max_tokens"),
-    "half a token": (CHAT, {"messages": SAID, "max_tokens": 1.5}, "max_tokens"),
-    "words for a stream": (CHAT, {"messages": SAID, "stream": "yes"}, "stream"),
-    "a bias that is none": (CHAT, {"messages": SAID, "logit_bias": {"1": "x"}}, "logit_bias"),
-    "a bias of no token": (CHAT, {"messages": SAID, "logit_bias": {"x": 1}}, "logit_bias"),
-    "a bias of a token that is not there": (CHAT, {"messages": SAID, "logit_bias": {"99999999": 1}}, "logit_bias"),
-    "a tool that is none": (CHAT, {"messages": SAID, "tools": [3]}, "tools[0]"),
-    "a tool without name": (
-        CHAT,
-        {"messages": SAID, "tools": [{"type": "function", "function": {}}]},
-        "tools[0].function.name",
-    ),
-    "several answers": (CHAT, {"messages": SAID, "n": 2}, "n"),
-    "probabilities": (CHAT, {"messages": SAID, "logprobs": True}, "logprobs"),
-    "JSON to be answered": (CHAT, {"messages": SAID, "response_format": {"type": "json_object"}}, "response_format"),
-    "a tool that must be called": (
-        CHAT,
-        {"messages": SAID, "tools": [FUNCTION], "tool_choice": "required"},
-        "tool_choice",
-    ),
-    "a field that there is not": (CHAT, {"messages": SAID, "trust_remote_code": True}, "trust_remote_code"),
-    "another chat template": (
-        CHAT,
-        {"messages": SAID, "chat_template_kwargs": {"chat_template": "{{ 7 }}"}},
-        "chat_template_kwargs",
-    ),
-    "a tensor's type": (
-        CHAT,
-        {"messages": SAID, "chat_template_kwargs": {"return_tensors": "np"}},
-        "chat_template_kwargs",
-    ),
-    "a list for the template": (
-        CHAT,
-        {"messages": SAID, "chat_template_kwargs": {"thinking": [1]}},
-        "chat_template_kwargs",
-    ),
-    "a config that is none": (CHAT, {"messages": SAID, "generation_config": "{"}, "generation_config"),
-    "a config that is a list": (CHAT, {"messages": SAID, "generation_config": "[]"}, "generation_config"),
-    "a cache of another kind": (
-        CHAT,
-        {"messages": SAID, "generation_config": '{"cache_implementation": "static"}'},
-        "generation_config",
-    ),
-    "beams without number": (CHAT, {"messages": SAID, "generation_config": '{"num_beams": 1000}'}, "generation_config"),
-    "an end that is no token": (
-        CHAT,
-        {"messages": SAID, "generation_config": '{"eos_token_id": 99999999}'},
-        "generation_config",
-    ),
-    "a stream of beams": (
-        CHAT,
-        {"messages": SAID, "stream": True, "generation_config": '{"num_beams": 2}'},
-        "generation_config",
-    ),
-    "an empty prompt": (TEXT, {"prompt": ""}, "prompt"),
-    "no prompt": (TEXT, {}, "prompt"),
-    "a list of prompts": (TEXT, {"prompt": ["x", "y"]}, "prompt"),
-    "an echo": (TEXT, {"prompt": "x", "echo": True}, "echo"),
-    "no input": (RESPONSES, {}, "input"),
-    "an empty input": (RESPONSES, {"input": []}, "input"),
-    "an integer for input": (RESPONSES, {"input": 3}, "input"),
-    "an input of an unknown type": (RESPONSES, {"input": [*SAID, {"type": "x"}]}, "input[1]"),
-    "a result without call": (RESPONSES, {"input": [*SAID, {"type": "function_call_output"}]}, "input[1].call_id"),
-    "an earlier response": (RESPONSES, {"input": "x", "previous_response_id": "y"}, "previous_response_id"),
-}
+# Of chats: fields, by the one that the answer names, and values which each are wrong.
+WRONG_FIELDS = {
+    "messages": ["x", []],
+    "messages[0]": [["x"]],
+    "messages[0].role": [[{"content": "x"}], [{"role": "", "content": "x"}]],
+    "messages[0].content": [[{"role": "user", "content": 3}], [{"role": "user"}]],
+    "messages[0].content[0]": [
+        [{"role": "user", "content": ["x"]}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "/etc/passwd"}}]}],
+    ],
+    "messages[0].content[0].text": [[{"role": "user", "content": [{"type": "text"}]}]],
+    "messages[0].tool_calls": [[{"role": "assistant", "tool_calls": 3}]],
+    "messages[0].tool_calls[0]": [call(function=3)],
+    "messages[0].tool_calls[0].function.arguments": [call("{"), call("[1]")],
+    "stop": [[1, 2], "", ["a"] * 17, "a" * 101],
+    "temperature": [-1, "hot", True],
+    "top_p": [1.5],
+    "seed": ["x", 2**63],
+    "max_tokens": [0, 1.5],
+    "stream": ["yes"],
+    "logit_bias": [{"1": "x"}, {"x": 1}, {"99999999": 1}],
+    "tools[0]": [[3]],
+    "tools[0].function.name": [[{"type": "function", "function": {}}]],
+    "n": [2],
+    "logprobs": [True],
+    "response_format": [{"type": "json_object"}],
+    "trust_remote_code": [True],
+    "chat_template_kwargs": [{"chat_template": "{{ 7 }}"}, {"return_tensors": "np"}, {"thinking": [1]}],
+    "generation_config": [
+        "{", "[]", '{"cache_implementation": "static"}', '{"num_beams": 1000}', '{"eos_token_id": 99999999}',
+    ],
+}  # fmt: skip
+WRONG = [
+    *((CHAT, {"messages": SAID, name.partition("[")[0]: x}, name) for name, each in WRONG_FIELDS.items() for x in each),
+    (CHAT, {}, "messages"),
+    (CHAT, {"messages": SAID, "tools": [FUNCTION], "tool_choice": "required"}, "tool_choice"),
+    (CHAT, {"messages": SAID, "stream": True, "generation_config": '{"num_beams": 2}'}, "generation_config"),
+    (TEXT, {"prompt": ""}, "prompt"),
+    (TEXT, {}, "prompt"),
+    (TEXT, {"prompt": ["x", "y"]}, "prompt"),
+    (TEXT, {"prompt": "x", "echo": True}, "echo"),
+    (RESPONSES, {}, "input"),
+    (RESPONSES, {"input": []}, "input"),
+    (RESPONSES, {"input": 3}, "input"),
+    (RESPONSES, {"input": [*SAID, {"type": "x"}]}, "input[1]"),
+    (RESPONSES, {"input": [*SAID, {"type": "function_call_output"}]}, "input[1].call_id"),
+    (RESPONSES, {"input": "x", "previous_response_id": "y"}, "previous_response_id"),
+]
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_what_a_client_gets_wrong_is_told(server, name):
-    path, body, param = WRONG[name]
+@pytest.mark.parametrize(("path", "body", "param"), WRONG)
+def test_what_a_client_gets_wrong_is_told(server, path, body, param):
     for stream in (False, True):
         answer = server.request("POST", path, {"stream": stream} | body)
         assert answer.status == 400, answer.body
@@ -477,9 +425,10 @@ def test_an_answer_ends_with_the_context(server):
         assert answer.choices[0].finish_reason == "length"
 
 
-def ask_until_the_end(served, words):
-    with pytest.raises(openai.InternalServerError, match="the server is stopping"):
+def ask_until_the_end(served, words, told):
+    with pytest.raises(openai.InternalServerError, match="the server is stopping") as error:
         served.ask(served.client(), words)
+    told.append(error)
 
 
 def wait_until(is_so):
@@ -492,7 +441,7 @@ def wait_until(is_so):
 def test_a_client_that_leaves_while_its_prompt_is_read_is_noticed(tmp_path):
     """And so is a signal: no answer here is to be had within the time that the test waits."""
     served = Server(demo_target(tmp_path, context=40_000), "--num-assistant-tokens", "2")
-    words = "x = 1\n" * 7_000
+    words, told = "x = 1\n" * 7_000, []
     try:
         for options in ({}, {"stream": True}, {"extra_body": {"generation_config": '{"num_beams": 2}'}}):
             before = served.counts()
@@ -500,13 +449,14 @@ def test_a_client_that_leaves_while_its_prompt_is_read_is_noticed(tmp_path):
                 list(served.ask(served.client(), words, timeout=0.5, **options))
             wait_until(lambda before=before: served.counts()["requests_stopped"] > before["requests_stopped"])
             assert served.ask(served.client(), max_tokens=2).usage.completion_tokens == 2
-        reading = threading.Thread(target=ask_until_the_end, args=(served, words))
+        reading = threading.Thread(target=ask_until_the_end, args=(served, words, told))
         reading.start()
         time.sleep(0.5)  # until the prompt is being read
     finally:
         status = served.end()
     assert status == -signal.SIGTERM
     reading.join()
+    assert told
 
 
 def test_random_requests(tmp_path):
