@@ -36,7 +36,7 @@ KINDS = {
     "native_with_another_field": replace(LAYOUTS["native"], options={"logit_scale": 0.5}),
 }
 ROUNDS, SPREAD = 12, 0.2  # seconds
-STRIDE = 13  # of the looks at files, between which a folder changes: each of them would take a minute
+STRIDE = 9  # of the looks at files, between which a folder changes: each of them would take a minute
 STEPS = 45  # towards the disk, of one conversion: a killed one dies somewhere among them
 
 
