@@ -18,9 +18,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from serving.servers import LONGEST, TEMPLATE, WORDS, Server
-
-from eagle31_hf import demo
+from serving.servers import LONGEST, WORDS, Server, demo_target
 
 CONTEXT = 320  # of the target that is served: the longest answer takes a second or two
 COUNT = 16
@@ -179,19 +177,9 @@ def is_stream(body: bytes) -> bool:
         return False
 
 
-def small_target(folder: Path) -> Path:
-    """Writes the demo's target with a chat template and a short context."""
-    target, tokenizer = demo.load_target()
-    tokenizer.chat_template = TEMPLATE
-    target.config.max_position_embeddings = CONTEXT
-    target.save_pretrained(folder / "target")
-    tokenizer.save_pretrained(folder / "target")
-    return folder / "target"
-
-
 def fuzz(runs: int, seed: int, folder: Path) -> tuple[list[str], Counter]:
     """Sends many requests. Returns descriptions of the faults, and statuses with their counts."""
-    served = Server(small_target(folder), "--num-assistant-tokens", "3")
+    served = Server(demo_target(folder, CONTEXT), "--num-assistant-tokens", "3")
     problems, statuses, lock = list[str](), Counter[str](), threading.Lock()
     numbers = iter(range(runs))
     first = served.ask(served.client(), max_tokens=COUNT).choices[0].message.content

@@ -36,14 +36,6 @@ def test_demo_json_has_the_names_of_the_contract(capsys):
         assert run["speedup"] == pytest.approx(run["tokens_per_second"] / result["target"]["tokens_per_second"])
 
 
-def test_demo_shows_the_table_and_the_profile(capsys):
-    assert main(["demo", "--profile", "--prompts", "1", "--max-new-tokens", "8"]) == 0
-    out = capsys.readouterr().out
-    assert "with the EAGLE 3.1 drafter" in out
-    assert "target forwards" in out
-    assert out.count(" yes") == 10
-
-
 @pytest.mark.parametrize(
     ("temperature", "options"),
     [(None, {}), (0.0, {"do_sample": False}), (0.7, {"do_sample": True, "temperature": 0.7})],

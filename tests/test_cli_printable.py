@@ -37,13 +37,16 @@ def test_generate_shows_what_would_steer_the_terminal(target, capsys):
     assert shown.strip() == text.replace(STEERING, SPELLED).strip()
 
 
-def test_demo_shows_it_in_the_prompt_and_in_both_completions(target, capsys, monkeypatch):
+def test_demo_shows_its_table_and_profile_and_what_would_steer_in_all_three_texts(target, capsys, monkeypatch):
     for name in demo.DRAFTERS:
         (target.parent / name).symlink_to(demo.FOLDER / name)
     monkeypatch.setattr(demo, "FOLDER", target.parent)
-    assert main(["demo", "--prompts", "1", "--max-new-tokens", "8"]) == 0
+    assert main(["demo", "--profile", "--prompts", "1", "--max-new-tokens", "8"]) == 0
     shown = capsys.readouterr().out
     assert not steering_in(shown)
+    assert "with the EAGLE 3.1 drafter" in shown
+    assert "target forwards" in shown
+    assert shown.count(" yes") == 10
     parts = shown.split("\n--- ")
     assert len(parts) == 3
     assert all(SPELLED in part for part in parts)

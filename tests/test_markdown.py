@@ -106,4 +106,4 @@ def test_a_paragraph_begins_nothing_else(words, written):
 def test_long_names_take_no_longer_than_their_length():
     """Were the pattern tried anew from each of a word's letters, a million of them would take hours."""
     for part in ("a", "`", "[1", "`a", "w", "_", "<"):
-        assert len(inert(part * 500_000)) >= 500_000
+        assert len(inert(part * 200_000)) >= 200_000

@@ -435,8 +435,7 @@ def edited(saved: Path, folder: Path, tensors: dict) -> Path:
 
 
 @pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize("shards", ["one_file", "shards"])
-@pytest.mark.parametrize("reader", [Eagle31DrafterModel, AutoModel])
+@pytest.mark.parametrize(("reader", "shards"), [(Eagle31DrafterModel, "shards"), (AutoModel, "one_file")])
 @pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS)
 def test_round_trip_is_exact(fields, reader, shards, tmp_path):
     drafter = build(**fields)
@@ -492,26 +491,12 @@ def test_t2d_follows_d2t(t2d, saved, tmp_path):
     assert loaded.t2d.nonzero().flatten().tolist() == sorted(loaded.draft_to_target_ids().tolist())
 
 
-FAULTS = {
+FAULTS = {  # of others, tests/checkpoints/test_hostile.py
     "missing_weight": ({"fc.weight": None}, r"missing \['fc.weight'\], unexpected none"),
-    "missing_norm": ({"fc_norm.1.weight": None}, r"missing \['fc_norm.1.weight'\]"),
-    "missing_d2t": ({"d2t": None}, "lm_head.weight has 37 rows for a vocabulary of 61, and there is no d2t"),
     "missing_embedding": ({"embed_tokens.weight": None}, r"missing \['embed_tokens.weight'\]"),
     "extra_tensor": ({"fc.bias": torch.zeros(WIDTH)}, r"missing none, unexpected \['fc.bias'\]"),
-    "extra_layer_norm": ({"input_norm.weight": torch.ones(3 * WIDTH)}, r"unexpected \['input_norm.weight'\]"),
     "weight_of_another_shape": ({"fc.weight": torch.zeros(WIDTH, 2 * WIDTH)}, r"fc\.weight.*\(20, 40\).*\(20, 60\)"),
-    "d2t_of_another_shape": ({"d2t": torch.zeros(DRAFT_VOCAB - 1, dtype=torch.long)}, r"d2t.*\(36,\).*\(37,\)"),
-    "nan": ({"norm.weight": torch.full((WIDTH,), torch.nan)}, r"norm\.weight holds NaN or infinite values"),
-    "infinity": (
-        {"lm_head.weight": torch.full((DRAFT_VOCAB, WIDTH), torch.inf)},
-        r"lm_head\.weight holds NaN or infinite",
-    ),
-    "d2t_out_of_range": (
-        {"d2t": torch.full((DRAFT_VOCAB,), VOCAB - 1)},
-        r"d2t\[1\] = 60 maps draft id 1 to target id 61",
-    ),
-    "d2t_of_absolute_ids": ({"d2t": 24 + torch.arange(DRAFT_VOCAB)}, r"d2t\[19\] = 43 .*absolute ids"),
-    "d2t_repeats": ({"d2t": -torch.arange(DRAFT_VOCAB)}, r"d2t maps several draft ids to target id 0"),
+    "infinity": ({"norm.weight": torch.full((WIDTH,), torch.inf)}, r"norm\.weight holds NaN or infinite"),
 }
 
 

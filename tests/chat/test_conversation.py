@@ -67,18 +67,18 @@ def test_the_next_turn_reads_the_answer_before_it():
 
 
 def test_a_turn_reads_what_is_new():
-    """Over six turns, one of them stopped: what the target reads is the prompt less what it has read."""
+    """Over four turns, one of them stopped: what the target reads is the prompt less what it has read."""
     chat, read = conversation(knobs={"num_assistant_tokens": 2}), list[int]()
     handle = chat.target.register_forward_pre_hook(
         lambda module, args, kwargs: read.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
     stop, known = Event(), 0
     try:
-        for turn in range(6):
+        for turn in range(4):
             messages = [*chat.messages, {"role": "user", "content": f"{WORDS} # {turn}"}]
             read.clear()
-            show = (lambda pieces, figures: stop.set()) if turn == 3 else silent
-            answer = chat.ask(messages[-1]["content"], show, stop if turn == 3 else Event())
+            show = (lambda pieces, figures: stop.set()) if turn == 2 else silent
+            answer = chat.ask(messages[-1]["content"], show, stop if turn == 2 else Event())
             prompt = chat.prompt_ids(messages)
             assert read[0] == prompt.shape[1] - answer.figures.reused
             # an answer's text may make other tokens than its own
@@ -157,7 +157,7 @@ def test_a_conversation_that_fills_the_context():
     with pytest.raises(ValueError, match=r"has \d+ tokens; the target reads 2048"):
         chat.ask("x = 1\n" * 3000, silent, Event())
     assert chat.messages == before, "words that could not be answered stay in the conversation"
-    words = max(("x = 1\n" * n for n in range(300, 600)), key=lambda words: fits(chat, words))
+    words = max(("x = 1\n" * n for n in range(390, 420)), key=lambda words: fits(chat, words))
     assert 2048 - 24 < fits(chat, words) < 2048
     nearly = chat.ask(words, silent, Event())
     assert len(nearly.ids) == 2048 - fits(chat, words, since=1)

@@ -8,8 +8,7 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
+import tempfile
 import threading
 import time
 from contextlib import closing
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from chat.conversations import conversation
+from programs import be, forkserver
 
 from eagle31_hf import demo
 
@@ -348,23 +348,31 @@ def saved_by(address):
     return re.search(r'"path": ?"([^"]+conversation.json)"', events)[1]
 
 
+def serve(arguments, folder, log):
+    """The command, in a new process whose temporary files are in a folder."""
+    os.environ["TMPDIR"], tempfile.tempdir = str(folder), None
+    be(arguments, (log, log), "utf-8", ())
+
+
 def test_the_command_ends_by_its_signal_and_leaves_nothing(tmp_path):
     folders = {name: str(demo.FOLDER / name) for name in ("target", "eagle31")}
-    port = free_port()
-    command = [sys.executable, "-m", "eagle31_hf", "app", "--port", str(port)]
-    command += ["--target", folders["target"], "--drafter", folders["eagle31"]]
-    (tmp_path / "tmp").mkdir()
-    env = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True, env=env) as process:
-        lines = iter(process.stderr.readline, "")
-        assert any(f"serving target with eagle31 at http://localhost:{port}" in line for line in lines)
-        assert saved_by(f"http://localhost:{port}").startswith(str(tmp_path / "tmp" / "eagle31-"))
+    port, log, temporary = free_port(), tmp_path / "log", tmp_path / "tmp"
+    command = ["app", "--port", str(port), "--target", folders["target"], "--drafter", folders["eagle31"]]
+    temporary.mkdir()
+    process = forkserver().Process(target=serve, args=(command, str(temporary), str(log)), daemon=True)
+    process.start()
+    try:
+        said = f"serving target with eagle31 at http://localhost:{port}"
+        while process.is_alive() and not (log.exists() and said in log.read_text()):
+            time.sleep(0.02)
+        assert saved_by(f"http://localhost:{port}").startswith(str(temporary / "eagle31-"))
+    finally:
         process.terminate()
-        rest = process.stderr.read()
-    assert process.returncode == -signal.SIGTERM
-    assert "stopped by SIGTERM" in rest
-    assert list((tmp_path / "tmp").glob("eagle31-*")) == []
-    assert list((tmp_path / "tmp").rglob("*.json")) == []
+        process.join()
+    assert process.exitcode == -signal.SIGTERM
+    assert "stopped by SIGTERM" in log.read_text()
+    assert list(temporary.glob("eagle31-*")) == []
+    assert list(temporary.rglob("*.json")) == []
 
 
 def asked(address, method, path, body=None, **headers):
@@ -430,7 +438,7 @@ def test_no_event_has_a_file_read(address, tmp_path, route):
         for sent in (
             event({"path": path, **FILE}),
             event([{"path": path, **FILE}]),
-            event("x", event_data={"path": path}),
+            event(" ", event_data={"path": path}),
         ):
             status, _, body = asked(address, "POST", route, json.dumps(sent), **kind)
             if "event_data" not in sent:

@@ -1,6 +1,8 @@
-"""Forked processes that are killed right before their n-th step towards the disk, or disturbed at a look at files."""
+"""Forked processes that are killed right before their n-th step towards the disk, or disturbed at a look at files; and
+what such a kill would leave behind."""
 
 import os
+import shutil
 import signal
 import sys
 import time
@@ -15,9 +17,19 @@ READS = ("os.listdir", "os.scandir", "os.walk", "os.fwalk")
 LOOKS = ("stat", "get_slice")  # at files and at tensors of a file, besides opening them
 
 
-def killed_at(n: int, work: Callable[[], Any], folder: Path) -> bool:
-    """Runs `work` in a process that is killed at its n-th step under `folder`. Returns True where it came that far."""
-    return was_killed(start(work, folder, n))
+def left_behind(work: Callable[[], Any], folder: Path, copies: Path) -> list[Path]:
+    """Runs `work` in a process, and copies `folder` as it is right before each of its steps there, which is what a kill
+    at that moment would leave. Returns the copies, in order."""
+
+    def copy(number: int) -> None:
+        shutil.copytree(folder, copies / f"{number:04}" / folder.name, symlinks=True)
+
+    pid = os.fork()
+    if pid == 0:
+        _watch(copy, _changes(str(folder)), WRITES)
+        _end(work, lambda: 0)
+    assert not was_killed(pid)
+    return [copy / folder.name for copy in sorted(copies.iterdir())]
 
 
 def start(work: Callable[[], Any], folder: Path, n: int = 0, delay: float = 0.0) -> int:
@@ -51,12 +63,13 @@ def disturbed_at(n: int, work: Callable[[], Any], folder: Path, disturbance: Cal
     if pid == 0:
         came_that_far = False
 
-        def disturb() -> None:
+        def disturb(number: int) -> None:
             nonlocal came_that_far
-            came_that_far = True
-            disturbance()
+            if number == n:
+                came_that_far = True
+                disturbance()
 
-        _watch(n, disturb, lambda event, args: event == "open" and _is_under(str(folder), args), LOOKS)
+        _watch(disturb, lambda event, args: event == "open" and _is_under(str(folder), args), LOOKS)
         _end(work, lambda: 1 + came_that_far)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     assert code in (1, 2), "the process failed: see stderr"
@@ -64,34 +77,41 @@ def disturbed_at(n: int, work: Callable[[], Any], folder: Path, disturbance: Cal
 
 
 def _run(n: int, work: Callable[[], Any], folder: str) -> None:
+    if n:
+        _watch(lambda number: os.kill(os.getpid(), signal.SIGKILL) if number == n else None, _changes(folder), WRITES)
+    _end(work, lambda: 0)
+
+
+def _changes(folder: str) -> Callable[[str, tuple], bool]:
+    """Returns whether an audit event is a step towards the disk below the folder."""
+
     def changes(event: str, args: tuple) -> bool:
         is_open = event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
         return bool(is_open or (event.startswith(("os.", "shutil.")) and event not in READS)) and _is_under(
             folder, args
         )
 
-    if n:
-        _watch(n, lambda: os.kill(os.getpid(), signal.SIGKILL), changes, WRITES)
-    _end(work, lambda: 0)
+    return changes
 
 
-def _watch(n: int, act: Callable[[], Any], is_step: Callable[[str, tuple], bool], calls: tuple[str, ...]) -> None:
-    """Calls `act` right before the n-th step of this process: an event for which `is_step` holds, or one of `calls`."""
-    left, writes = n, 0
+def _watch(act: Callable[[int], Any], is_step: Callable[[str, tuple], bool], calls: tuple[str, ...]) -> None:
+    """Calls `act` with the number of each step of this process, from 1 on, right before it: an event for which
+    `is_step` holds, or one of `calls`. What `act` itself does is no step."""
+    number, writes, is_acting = 0, 0, False
 
     def step(name: str) -> None:
-        nonlocal left, writes
+        nonlocal number, writes, is_acting
         writes = writes + 1 if name == "write" else 0
         if writes <= IN_A_ROW:
-            left -= 1
-            if left == 0:
-                act()
+            number, is_acting = number + 1, True
+            act(number)
+            is_acting = False
 
     def profile(frame: Any, event: str, arg: Any) -> None:
-        if event == "c_call" and arg.__name__ in calls:
+        if not is_acting and event == "c_call" and arg.__name__ in calls:
             step(arg.__name__)
 
-    sys.addaudithook(lambda event, args: step(event) if is_step(event, args) else None)
+    sys.addaudithook(lambda event, args: step(event) if not is_acting and is_step(event, args) else None)
     sys.setprofile(profile)
 
 

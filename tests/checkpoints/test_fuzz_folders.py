@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).parents[1] / "fuzz_checkpoints.py"
 @pytest.mark.skipif(sys.platform == "win32", reason="makes pipes, and measures with timers of processor time")
 def test_folders_that_are_damaged_or_hostile_are_loaded_or_refused():
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--runs", "200", "--seed", "0"], capture_output=True, text=True, check=False
+        [sys.executable, str(SCRIPT), "--runs", "70", "--seed", "0"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-2000:]}"
-    assert "200 folders from seed 0: 0 findings" in done.stdout
+    assert "70 folders from seed 0: 0 findings" in done.stdout

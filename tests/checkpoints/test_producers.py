@@ -74,14 +74,14 @@ def test_the_config_is_understood(case):
 
 
 @by_case
-def test_logits_and_states_at_every_depth(case):
+def test_logits_and_states_at_every_depth_and_the_same_drafter_after_conversion(case, tmp_path):
     fixture, peer = golden(case)
-    assert_parity(load(FORMATS / case, fixture, peer), peer)
-
-
-@by_case
-def test_the_same_after_conversion(case, tmp_path):
-    fixture, peer = golden(case)
+    drafter = load(FORMATS / case, fixture, peer)
+    assert_parity(drafter, peer)
     convert_checkpoint(str(FORMATS / case), tmp_path / "native", **fixture["arguments"])
     assert read_checkpoint(str(tmp_path / "native")).is_native
-    assert_parity(load(tmp_path / "native", {"arguments": {}}, peer), peer)
+    converted = load(tmp_path / "native", {"arguments": {}}, peer)
+    assert converted.config.to_diff_dict() == drafter.config.to_diff_dict()
+    assert converted.state_dict().keys() == drafter.state_dict().keys()
+    for name, tensor in drafter.state_dict().items():
+        assert_close(name, converted.state_dict()[name], tensor)

@@ -13,10 +13,11 @@ from kill_points import start, was_killed
 from torch import distributed
 
 from eagle31_hf import Eagle31DrafterModel
+from eagle31_hf.checkpoints import sharing
 from eagle31_hf.checkpoints.sharing import LOCK, folder_lock
 
 fcntl = pytest.importorskip("fcntl", reason="locks and forks as POSIX has them")
-ROUNDS, SAVES = 20, 3
+ROUNDS, SAVES = 8, 3
 DRAFTERS = {
     "one file": (build(), {}),
     "shards": (build(num_hidden_layers=2, intermediate_size=40, seed=1), {"max_shard_size": 12_000}),
@@ -51,6 +52,18 @@ def test_a_folder_holds_one_of_them_whole(tmp_path):
             ("shards", False) if has_index else ("one file", True)
         )
         assert not (tmp_path / LOCK).exists()
+
+
+def test_a_save_waits_for_its_turn(tmp_path, monkeypatch):
+    waits = threading.Event()
+    monkeypatch.setattr(sharing.logger, "warning", lambda *words: waits.set())
+    saving = threading.Thread(target=lambda: save("one file", tmp_path))
+    with folder_lock(tmp_path):
+        saving.start()
+        assert waits.wait(60)
+        assert [path.name for path in tmp_path.iterdir()] == [LOCK]
+    saving.join()
+    assert which(tmp_path) == "one file"
 
 
 @pytest.mark.parametrize("order", [("one file", "shards", "one file"), ("shards", "one file", "shards")])

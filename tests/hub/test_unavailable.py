@@ -42,7 +42,7 @@ def error_of(capsys, arguments: list[str], status: int) -> str:
     return line
 
 
-@EVERY
+@pytest.mark.parametrize("command", [COMMANDS["info"], COMMANDS["target"]], ids=["of a drafter", "of a target"])
 @pytest.mark.parametrize(
     ("name", "words"),
     [

@@ -32,8 +32,9 @@ from eagle31_hf.reports.prompts import Prompts, Renderer
 from eagle31_hf.reports.rivals import RIVALS
 from eagle31_hf.reports.writing import write_report
 
+TOKENS = 9
 WAYS = (Shape(2), Shape(3, 2, 6), AUTO_SHAPE)
-SETTINGS = Settings(WAYS, Shape(3), 12, lengths=(24,), temperatures=(0.8,), concurrency=(3,))
+SETTINGS = Settings(WAYS, Shape(3), TOKENS, lengths=(24,), temperatures=(0.8,), concurrency=(3,))
 LABELS = ("one", "two")
 FACTS = {"prompts": "4 of these", "target": "tiny"}
 
@@ -70,7 +71,7 @@ def test_counts_are_those_of_generate(study, found):
                 mask = torch.ones_like(ids[None])
                 options = {
                     "assistant_model": study.drafters["one"],
-                    "max_new_tokens": 12,
+                    "max_new_tokens": TOKENS,
                     "do_sample": False,
                     **way.knobs,
                 }
@@ -132,7 +133,7 @@ def test_generations_are_shown_token_by_token(study, report):
     ]
     ids = study.prompts.ids[0]
     alone = study.target.generate(
-        ids[None], attention_mask=torch.ones_like(ids[None]), max_new_tokens=12, do_sample=False
+        ids[None], attention_mask=torch.ones_like(ids[None]), max_new_tokens=TOKENS, do_sample=False
     )
     expected = study.prompts.renderer.tokenizer.decode(alone[0, len(ids) :])
     for one in generations:
@@ -341,8 +342,8 @@ def test_rivals_give_the_targets_text_and_a_line_each(monkeypatch):
     """On the demo pair, whose drafts are accepted; afterwards the target drafts by whatever generate() is asked for."""
     target, tokenizer = demo.load_target()
     drafter = demo.load_drafter("eagle31")
-    prompts = Prompts("python", Renderer(tokenizer, 40, len(tokenizer), {}), 2, 500, 24)
-    settings = Settings((Shape(3),), Shape(3), 24, has_perturbations=False, rivals=RIVALS)
+    prompts = Prompts("python", Renderer(tokenizer, 40, len(tokenizer), {}), 2, 500, 12)
+    settings = Settings((Shape(3),), Shape(3), 12, has_perturbations=False, rivals=RIVALS)
     study = AcceptanceStudy(
         target, prompts, Journal(None, {}), lambda numbers, what: numbers, settings, {"ours": drafter}
     )
@@ -359,7 +360,7 @@ def test_rivals_give_the_targets_text_and_a_line_each(monkeypatch):
     assert [who for who, _ in served.rows] == [ALONE, *names, "ours"]
     for rows in served.rows.values():
         assert [row["text"] for row in rows] == [row["text"] for row in served.alone]
-    assert 2 * 24 / 4 <= len(calls) <= 2 * 24 - 6, "the loop drafted by ours, and accepted some"
+    assert 2 * 12 / 4 <= len(calls) <= 2 * 12 - 6, "the loop drafted by ours, and accepted some"
     assert "_get_candidate_generator" not in vars(target)
     report = acceptance_report(found, [], settings, ["ours"], FACTS)
     assert [row[0] for row in report.sections[0].tables[0].rows] == [ALONE, *names, "ours"]

@@ -1,10 +1,10 @@
 """Figures are kept as they come: a stopped run goes on, and what is not the same is not mixed."""
 
 import json
-import subprocess
 import sys
 
 import pytest
+from programs import forked
 
 from eagle31_hf.reports.journal import FILE, open_journal
 
@@ -82,20 +82,13 @@ def test_a_journal_that_is_none_is_refused(tmp_path, text):
         measured(tmp_path, "a", resume=True)
 
 
+def refused_to_another(folder):
+    with pytest.raises(ValueError, match="another process is measuring into it"):
+        measured(folder, "a", resume=True)
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="needs flock")
 def test_two_processes_do_not_share_a_journal(tmp_path):
-    held = (
-        "import sys, pathlib\n"
-        "from eagle31_hf.reports.journal import open_journal\n"
-        f"with open_journal(pathlib.Path({str(tmp_path)!r}), {FACTS!r}, False) as journal:\n"
-        "    print('open', flush=True)\n"
-        "    sys.stdin.readline()\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", held], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as other:
-        assert other.stdout.readline() == "open\n"
-        with pytest.raises(ValueError, match="another process is measuring into it"):
-            measured(tmp_path, "a", resume=True)
-        other.communicate("\n", timeout=60)
+    with open_journal(tmp_path, FACTS, False):
+        forked(refused_to_another, tmp_path)
     assert measured(tmp_path, "a", resume=True)[0] == ["a"]

@@ -2,20 +2,14 @@
 
 import pytest
 import torch
-from serving.servers import COUNT, TEMPLATE, Server
+from serving.servers import COUNT, TEMPLATE, Server, demo_target
 
 from eagle31_hf import demo
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The demo's target, with a chat template."""
-    folder = tmp_path_factory.mktemp("served") / "target"
-    target, tokenizer = demo.load_target()
-    tokenizer.chat_template = TEMPLATE
-    target.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return demo_target(tmp_path_factory.mktemp("served"))
 
 
 @pytest.fixture(scope="module")

@@ -32,6 +32,16 @@ def text_of(stream):
     return "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
 
 
+def demo_target(folder, context=None):
+    """Writes the demo's target with a chat template, and another length of what it reads. Returns its folder."""
+    target, tokenizer = demo.load_target()
+    tokenizer.chat_template = TEMPLATE
+    target.config.max_position_embeddings = context or target.config.max_position_embeddings
+    target.save_pretrained(folder / "target")
+    tokenizer.save_pretrained(folder / "target")
+    return folder / "target"
+
+
 class Answer(NamedTuple):
     """The answer to a request: its status, headers by names in lower case, and body."""
 
@@ -45,14 +55,15 @@ class Answer(NamedTuple):
 
 
 class Server:
-    """The command, and what it answers. `words`: further arguments; `drafter`: its folder, the demo's by default."""
+    """The command, and what it answers. `words`: further arguments; `ending`: seconds that answers have after a
+    signal."""
 
-    def __init__(self, folder, *words, drafter=None, **env):
+    def __init__(self, folder, *words, ending=None, **env):
         self.port, self.target = free_port(), str(folder)
         self.log = folder.parent / f"{self.port}.log"
         command = ["serve", "--target", self.target, "--port", str(self.port)]
-        command += ["--drafter", str(drafter or demo.FOLDER / "eagle31"), "--dtype", "float32", *words]
-        self.process = forkserver().Process(target=serve, args=(command, str(self.log), env), daemon=True)
+        command += ["--drafter", str(demo.FOLDER / "eagle31"), "--dtype", "float32", *words]
+        self.process = forkserver().Process(target=serve, args=(command, str(self.log), ending, env), daemon=True)
         self.process.start()
         until = time.monotonic() + LONGEST
         while not self.is_up():
@@ -99,8 +110,11 @@ class Server:
         return self.process.exitcode
 
 
-def serve(command, log, env):
+def serve(command, log, ending, env):
     """In the new process."""
+    from eagle31_hf.serving import server
+
     os.setsid()
     os.environ.update(env)
+    server.ENDING = ending or server.ENDING
     be(command, (log, log), "utf-8", ())

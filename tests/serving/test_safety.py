@@ -10,10 +10,9 @@ from contextlib import suppress
 
 import httpx
 import pytest
-import torch
 from fuzz_requests import fuzz
 from serving.fixtures import expected, folder, server
-from serving.servers import COUNT, WORDS, Server, free_port, text_of
+from serving.servers import COUNT, WORDS, Server, demo_target, free_port, text_of
 
 from eagle31_hf import demo
 from eagle31_hf.cli import main
@@ -41,9 +40,8 @@ def still_drafts(server, expected, **headers):
 # -- routes
 
 
-@pytest.mark.parametrize(
-    ("method", "path"),
-    [
+def test_what_only_transformers_needs_is_not_there(server, expected):
+    for method, path in (
         ("POST", "/reset"),
         ("POST", "/v1/audio/transcriptions"),
         ("POST", "/v1/systemone"),
@@ -53,12 +51,9 @@ def still_drafts(server, expected, **headers):
         ("GET", "/v1/models/../../reset"),
         ("POST", "//reset"),
         ("DELETE", "/v1/models/x"),
-    ],
-)
-def test_what_only_transformers_needs_is_not_there(server, expected, method, path):
-    answer = server.request(method, path, {} if method == "POST" else None)
-    assert answer.status == 404
-    assert answer.json["error"]["type"] == "invalid_request_error"
+    ):
+        answer = server.request(method, path, {} if method == "POST" else None)
+        assert (answer.status, answer.json["error"]["type"]) == (404, "invalid_request_error"), path
     assert still_drafts(server, expected)
 
 
@@ -83,26 +78,19 @@ def test_a_wrong_method_is_told(server):
         assert (answer.status, answer.json["error"]["type"]) == (405, "invalid_request_error")
 
 
-@pytest.mark.parametrize("name", ["another/model", "/etc/passwd", "../target", "", "demo@main", "x:y.gguf"])
-def test_no_client_loads_another_model(server, expected, name):
-    """Nor does an answer say whether there is one of that name on the server's disk."""
-    for path, body in (
-        ("/load_model", {}),
-        (CHAT, {"messages": SAID}),
-        (TEXT, {"prompt": "x"}),
-        (RESPONSES, {"input": "x"}),
-    ):
-        answer = server.request("POST", path, body | {"model": name})
-        assert (answer.status, answer.json["error"]["code"]) == (400, "model_not_found")
-        assert answer.json["error"]["message"] == f"model is {name!r}; expected {server.target!r}, the only one here."
+def test_no_client_loads_another_model(server, expected):
+    """Nor does an answer say whether there is one of that name on the server's disk, or one that is spelled so."""
+    asked = (("/load_model", {}), (CHAT, {"messages": SAID}), (TEXT, {"prompt": "x"}), (RESPONSES, {"input": "x"}))
+    spelled = (f"{server.target}/", f"{server.target}/.", f"{server.target}@main")
+    for name in ("another/model", "/etc/passwd", "../target", "", "demo@main", "x:y.gguf", *spelled):
+        for path, body in asked:
+            answer = server.request("POST", path, body | {"model": name})
+            assert (answer.status, answer.json["error"]["code"]) == (400, "model_not_found")
+            assert (
+                answer.json["error"]["message"] == f"model is {name!r}; expected {server.target!r}, the only one here."
+            )
     assert "Loading" not in server.log.read_text().split("serving", 1)[1]
     assert still_drafts(server, expected)
-
-
-def test_spellings_of_the_target_s_folder_are_other_names(server):
-    for name in (f"{server.target}/", f"{server.target}/.", f"{server.target}@main"):
-        assert server.request("POST", "/load_model", {"model": name}).status == 400
-        assert server.request("POST", CHAT, {"messages": SAID, "model": name}).status == 400
 
 
 def test_the_model_is_ready_for_those_who_ask_before_they_begin(server):
@@ -157,27 +145,13 @@ def test_pages_of_other_origins_may_not_ask(server, expected):
     assert still_drafts(server, expected)
 
 
-def test_other_origins_and_names_where_they_are_asked_for(folder):
-    served = Server(folder, "--cors", "--allowed-host", "my.box", "--num-assistant-tokens", "2")
-    try:
-        asked = {"Origin": "http://page.example", "Host": "my.box"}
-        preflight = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
-        answer = served.request("OPTIONS", CHAT, headers=asked | preflight)
-        assert (answer.status, answer.headers["access-control-allow-origin"]) == (200, "*")
-        answer = served.request("POST", CHAT, {"messages": SAID, "max_tokens": 2}, asked)
-        assert (answer.status, answer.headers["access-control-allow-origin"]) == (200, "*")
-        refused = served.request("POST", CHAT, {"messages": SAID, "n": 2}, asked)
-        assert (refused.status, refused.headers["access-control-allow-origin"]) == (400, "*")
-        assert served.request("GET", "/v1/models", headers={"Host": "other.box"}).status == 403
-    finally:
-        served.end()
-
-
 # -- the key
 
 
-def test_a_key_is_asked_for(folder, expected):
-    served = Server(folder, "--num-assistant-tokens", "4", EAGLE31_API_KEY="se-cret")
+def test_a_key_other_origins_and_names_where_they_are_asked_for(folder, expected):
+    served = Server(
+        folder, "--cors", "--allowed-host", "my.box", "--num-assistant-tokens", "4", EAGLE31_API_KEY="se-cret"
+    )
     try:
         for key in (None, "", "se-cre", "se-crett", "Se-cret"):
             headers = {} if key is None else {"Authorization": f"Bearer {key}"}
@@ -188,7 +162,18 @@ def test_a_key_is_asked_for(folder, expected):
         with pytest.raises(openai.AuthenticationError):
             served.ask(served.client("another"))
         assert served.request("GET", "/health").status == 200
-        assert still_drafts(served, expected, Authorization="Bearer se-cret")
+        key = {"Authorization": "Bearer se-cret"}
+        assert still_drafts(served, expected, **key)
+        asked = {"Origin": "http://page.example", "Host": "my.box"}
+        preflight = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
+        for method, body, headers, status in (
+            ("OPTIONS", None, preflight, 200),
+            ("POST", {"messages": SAID, "max_tokens": 2}, key, 200),
+            ("POST", {"messages": SAID, "n": 2}, key, 400),
+        ):
+            answer = served.request(method, CHAT, body, asked | headers)
+            assert (answer.status, answer.headers["access-control-allow-origin"]) == (status, "*")
+        assert served.request("GET", "/v1/models", headers=key | {"Host": "other.box"}).status == 403
         assert "se-cret" not in served.log.read_text()
     finally:
         served.end()
@@ -227,110 +212,58 @@ def call(arguments="{}", **changed):
     return [{"role": "assistant", "content": None, "tool_calls": [one]}, *SAID]
 
 
-WRONG = {
-    "no messages": (CHAT, {}, "messages"),
-    "no list of messages": (CHAT, {"messages": "x"}, "messages"),
-    "no message": (CHAT, {"messages": []}, "messages"),
-    "words for a message": (CHAT, {"messages": ["x"]}, "messages[0]"),
-    "no role": (CHAT, {"messages": [{"content": "x"}]}, "messages[0].role"),
-    "an empty role": (CHAT, {"messages": [{"role": "", "content": "x"}]}, "messages[0].role"),
-    "an integer for content": (CHAT, {"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
-    "no content": (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content"),
-    "words for a part": (CHAT, {"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0]"),
-    "a part without text": (
-        CHAT,
-        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
-        "messages[0].content[0].text",
-    ),
-    "an image for a target of text": (
-        CHAT,
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "/etc/passwd"}}]}]},
-        "messages[0].content[0]",
-    ),
-    "calls that are none": (CHAT, {"messages": [{"role": "assistant", "tool_calls": 3}]}, "messages[0].tool_calls"),
-    "arguments that are no JSON": (CHAT, {"messages": call("{")}, "messages[0].tool_calls[0].function.arguments"),
-    "arguments that are no object": (CHAT, {"messages": call("[1]")}, "messages[0].tool_calls[0].function.arguments"),
-    "a call of nothing": (CHAT, {"messages": call(function=3)}, "messages[0].tool_calls[0]"),
-    "integers to stop at": (CHAT, {"messages": SAID, "stop": [1, 2]}, "stop"),
-    "an empty stop": (CHAT, {"messages": SAID, "stop": ""}, "stop"),
-    "too many stops": (CHAT, {"messages": SAID, "stop": ["a"] * 17}, "stop"),
-    "an endless stop": (CHAT, {"messages": SAID, "stop": "a" * 101}, "stop"),
-    "a temperature below nothing": (CHAT, {"messages": SAID, "temperature": -1}, "temperature"),
-    "words for a temperature": (CHAT, {"messages": SAID, "temperature": "hot"}, "temperature"),
-    "a truth for a temperature": (CHAT, {"messages": SAID, "temperature": True}, "temperature"),
-    "a top_p above one": (CHAT, {"messages": SAID, "top_p": 1.5}, "top_p"),
-    "a seed that is none": (CHAT, {"messages": SAID, "seed": "x"}, "seed"),
-    "a seed too large": (CHAT, {"messages": SAID, "seed": 2**63}, "seed"),
-    "no tokens": (CHAT, {"messages": SAID, "max_tokens": 0}, "max_tokens"),
-    "half a token": (CHAT, {"messages": SAID, "max_tokens": 1.5}, "max_tokens"),
-    "words for a stream": (CHAT, {"messages": SAID, "stream": "yes"}, "stream"),
-    "a bias that is none": (CHAT, {"messages": SAID, "logit_bias": {"1": "x"}}, "logit_bias"),
-    "a bias of no token": (CHAT, {"messages": SAID, "logit_bias": {"x": 1}}, "logit_bias"),
-    "a bias of a token that is not there": (CHAT, {"messages": SAID, "logit_bias": {"99999999": 1}}, "logit_bias"),
-    "a tool that is none": (CHAT, {"messages": SAID, "tools": [3]}, "tools[0]"),
-    "a tool without name": (
-        CHAT,
-        {"messages": SAID, "tools": [{"type": "function", "function": {}}]},
-        "tools[0].function.name",
-    ),
-    "several answers": (CHAT, {"messages": SAID, "n": 2}, "n"),
-    "probabilities": (CHAT, {"messages": SAID, "logprobs": True}, "logprobs"),
-    "JSON to be answered": (CHAT, {"messages": SAID, "response_format": {"type": "json_object"}}, "response_format"),
-    "a tool that must be called": (
-        CHAT,
-        {"messages": SAID, "tools": [FUNCTION], "tool_choice": "required"},
-        "tool_choice",
-    ),
-    "a field that there is not": (CHAT, {"messages": SAID, "trust_remote_code": True}, "trust_remote_code"),
-    "another chat template": (
-        CHAT,
-        {"messages": SAID, "chat_template_kwargs": {"chat_template": "{{ 7 }}"}},
-        "chat_template_kwargs",
-    ),
-    "a tensor's type": (
-        CHAT,
-        {"messages": SAID, "chat_template_kwargs": {"return_tensors": "np"}},
-        "chat_template_kwargs",
-    ),
-    "a list for the template": (
-        CHAT,
-        {"messages": SAID, "chat_template_kwargs": {"thinking": [1]}},
-        "chat_template_kwargs",
-    ),
-    "a config that is none": (CHAT, {"messages": SAID, "generation_config": "{"}, "generation_config"),
-    "a config that is a list": (CHAT, {"messages": SAID, "generation_config": "[]"}, "generation_config"),
-    "a cache of another kind": (
-        CHAT,
-        {"messages": SAID, "generation_config": '{"cache_implementation": "static"}'},
-        "generation_config",
-    ),
-    "beams without number": (CHAT, {"messages": SAID, "generation_config": '{"num_beams": 1000}'}, "generation_config"),
-    "an end that is no token": (
-        CHAT,
-        {"messages": SAID, "generation_config": '{"eos_token_id": 99999999}'},
-        "generation_config",
-    ),
-    "a stream of beams": (
-        CHAT,
-        {"messages": SAID, "stream": True, "generation_config": '{"num_beams": 2}'},
-        "generation_config",
-    ),
-    "an empty prompt": (TEXT, {"prompt": ""}, "prompt"),
-    "no prompt": (TEXT, {}, "prompt"),
-    "a list of prompts": (TEXT, {"prompt": ["x", "y"]}, "prompt"),
-    "an echo": (TEXT, {"prompt": "x", "echo": True}, "echo"),
-    "no input": (RESPONSES, {}, "input"),
-    "an empty input": (RESPONSES, {"input": []}, "input"),
-    "an integer for input": (RESPONSES, {"input": 3}, "input"),
-    "an input of an unknown type": (RESPONSES, {"input": [*SAID, {"type": "x"}]}, "input[1]"),
-    "a result without call": (RESPONSES, {"input": [*SAID, {"type": "function_call_output"}]}, "input[1].call_id"),
-    "an earlier response": (RESPONSES, {"input": "x", "previous_response_id": "y"}, "previous_response_id"),
-}
+# Of chats: fields, by the one that the answer names, and values which each are wrong.
+WRONG_FIELDS = {
+    "messages": ["x", []],
+    "messages[0]": [["x"]],
+    "messages[0].role": [[{"content": "x"}], [{"role": "", "content": "x"}]],
+    "messages[0].content": [[{"role": "user", "content": 3}], [{"role": "user"}]],
+    "messages[0].content[0]": [
+        [{"role": "user", "content": ["x"]}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "/etc/passwd"}}]}],
+    ],
+    "messages[0].content[0].text": [[{"role": "user", "content": [{"type": "text"}]}]],
+    "messages[0].tool_calls": [[{"role": "assistant", "tool_calls": 3}]],
+    "messages[0].tool_calls[0]": [call(function=3)],
+    "messages[0].tool_calls[0].function.arguments": [call("{"), call("[1]")],
+    "stop": [[1, 2], "", ["a"] * 17, "a" * 101],
+    "temperature": [-1, "hot", True],
+    "top_p": [1.5],
+    "seed": ["x", 2**63],
+    "max_tokens": [0, 1.5],
+    "stream": ["yes"],
+    "logit_bias": [{"1": "x"}, {"x": 1}, {"99999999": 1}],
+    "tools[0]": [[3]],
+    "tools[0].function.name": [[{"type": "function", "function": {}}]],
+    "n": [2],
+    "logprobs": [True],
+    "response_format": [{"type": "json_object"}],
+    "trust_remote_code": [True],
+    "chat_template_kwargs": [{"chat_template": "{{ 7 }}"}, {"return_tensors": "np"}, {"thinking": [1]}],
+    "generation_config": [
+        "{", "[]", '{"cache_implementation": "static"}', '{"num_beams": 1000}', '{"eos_token_id": 99999999}',
+    ],
+}  # fmt: skip
+WRONG = [
+    *((CHAT, {"messages": SAID, name.partition("[")[0]: x}, name) for name, each in WRONG_FIELDS.items() for x in each),
+    (CHAT, {}, "messages"),
+    (CHAT, {"messages": SAID, "tools": [FUNCTION], "tool_choice": "required"}, "tool_choice"),
+    (CHAT, {"messages": SAID, "stream": True, "generation_config": '{"num_beams": 2}'}, "generation_config"),
+    (TEXT, {"prompt": ""}, "prompt"),
+    (TEXT, {}, "prompt"),
+    (TEXT, {"prompt": ["x", "y"]}, "prompt"),
+    (TEXT, {"prompt": "x", "echo": True}, "echo"),
+    (RESPONSES, {}, "input"),
+    (RESPONSES, {"input": []}, "input"),
+    (RESPONSES, {"input": 3}, "input"),
+    (RESPONSES, {"input": [*SAID, {"type": "x"}]}, "input[1]"),
+    (RESPONSES, {"input": [*SAID, {"type": "function_call_output"}]}, "input[1].call_id"),
+    (RESPONSES, {"input": "x", "previous_response_id": "y"}, "previous_response_id"),
+]
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_what_a_client_gets_wrong_is_told(server, name):
-    path, body, param = WRONG[name]
+@pytest.mark.parametrize(("path", "body", "param"), WRONG)
+def test_what_a_client_gets_wrong_is_told(server, path, body, param):
     for stream in (False, True):
         answer = server.request("POST", path, {"stream": stream} | body)
         assert answer.status == 400, answer.body
@@ -433,10 +366,10 @@ def test_a_whole_generation_config_is_taken(server, expected):
     """As `transformers chat` sends it: with all that is as it always is."""
     from transformers import GenerationConfig
 
-    for config in (GenerationConfig(do_sample=False, max_new_tokens=COUNT), GenerationConfig(do_sample=False)):
+    for config in (GenerationConfig(do_sample=False, max_new_tokens=8), GenerationConfig(do_sample=False)):
         for whole in (config.to_json_string(use_diff=False), config.to_json_string()):
-            answer = server.ask(server.client(), extra_body={"generation_config": whole})
-            assert answer.choices[0].message.content == expected(WORDS)
+            answer = server.ask(server.client(), max_tokens=8, extra_body={"generation_config": whole})
+            assert answer.choices[0].message.content == expected(WORDS, 8)
 
 
 def test_the_template_s_own_variables_are_taken(server, expected):
@@ -492,81 +425,42 @@ def test_an_answer_ends_with_the_context(server):
         assert answer.choices[0].finish_reason == "length"
 
 
-@pytest.fixture(scope="module")
-def slow_server(folder, tmp_path_factory):
-    """A target whose context takes minutes to read."""
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
-    from eagle31_hf.training.fresh import new_drafter
-
-    torch.manual_seed(0)
-    place = tmp_path_factory.mktemp("slow")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    config = LlamaConfig(
-        vocab_size=max(len(tokenizer), 64),
-        hidden_size=768,
-        intermediate_size=2048,
-        num_hidden_layers=8,
-        num_attention_heads=12,
-        max_position_embeddings=40_000,
-        eos_token_id=None,
-    )
-    target = LlamaForCausalLM(config)
-    target.save_pretrained(place / "target")
-    tokenizer.save_pretrained(place / "target")
-    new_drafter(target).save_pretrained(place / "drafter")
-    return lambda: Server(place / "target", "--num-assistant-tokens", "2", drafter=place / "drafter")
-
-
-def ask_until_the_end(served, words):
-    with pytest.raises(openai.InternalServerError, match="the server is stopping"):
+def ask_until_the_end(served, words, told):
+    with pytest.raises(openai.InternalServerError, match="the server is stopping") as error:
         served.ask(served.client(), words)
+    told.append(error)
 
 
 def wait_until(is_so):
     until = time.monotonic() + 120
     while not is_so():
         assert time.monotonic() < until
-        time.sleep(0.1)
+        time.sleep(0.02)
 
 
-def test_a_client_that_leaves_while_its_prompt_is_read_is_noticed(slow_server):
+def test_a_client_that_leaves_while_its_prompt_is_read_is_noticed(tmp_path):
     """And so is a signal: no answer here is to be had within the time that the test waits."""
-    served, words = slow_server(), "x = 1\n" * 7_000
+    served = Server(demo_target(tmp_path, context=40_000), "--num-assistant-tokens", "2")
+    words, told = "x = 1\n" * 7_000, []
     try:
         for options in ({}, {"stream": True}, {"extra_body": {"generation_config": '{"num_beams": 2}'}}):
             before = served.counts()
             with pytest.raises((openai.APITimeoutError, httpx.TimeoutException)):
-                list(served.ask(served.client(), words, timeout=2.0, **options))
+                list(served.ask(served.client(), words, timeout=0.5, **options))
             wait_until(lambda before=before: served.counts()["requests_stopped"] > before["requests_stopped"])
             assert served.ask(served.client(), max_tokens=2).usage.completion_tokens == 2
-        reading = threading.Thread(target=ask_until_the_end, args=(served, words))
+        reading = threading.Thread(target=ask_until_the_end, args=(served, words, told))
         reading.start()
-        time.sleep(2)  # until the prompt is being read
+        time.sleep(0.5)  # until the prompt is being read
     finally:
         status = served.end()
     assert status == -signal.SIGTERM
     reading.join()
-
-
-def test_a_signal_ends_streams_that_run(slow_server):
-    served, heard = slow_server(), threading.Event()
-
-    def listen():
-        with suppress(openai.APIError, httpx.HTTPError):  # the stream breaks off
-            for chunk in served.ask(served.client(), stream=True, max_tokens=30_000):
-                if chunk.choices and chunk.choices[0].delta.content:
-                    heard.set()
-
-    listening = threading.Thread(target=listen)
-    listening.start()
-    assert heard.wait(120)
-    assert served.end() == -signal.SIGTERM
-    listening.join()
+    assert told
 
 
 def test_random_requests(tmp_path):
     """A share of `python tests/fuzz_requests.py`."""
-    problems, statuses = fuzz(200, 0, tmp_path)
+    problems, statuses = fuzz(60, 0, tmp_path)
     assert not problems, "\n".join(problems)
-    assert min(statuses["200"], statuses["400"]) > 20
+    assert min(statuses["200"], statuses["400"]) > 8
