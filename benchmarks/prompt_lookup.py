@@ -1,7 +1,8 @@
-"""Drafts from the text beside the drafter's alone: `prompt_lookup_num_tokens`, as auto takes it, and 0.
+"""Drafts from the text: auto as it comes, beside auto with the drafter's drafts alone (`prompt_lookup_num_tokens=0`).
 
 By default the demo pair goes on with source files. With `--questions`, `eagle/data` of EAGLE's repository, a chat model
-answers its sets, and edits code, functions of this library.
+answers its sets, and edits functions of eagle31_hf/generation/request.py. Also says how often the token after a match
+repeated, by the length of the match.
 """
 
 import argparse
@@ -9,7 +10,9 @@ import ast
 import inspect
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,30 +27,31 @@ from eagle31_hf.acceptance import AcceptanceStats, track_acceptance
 from eagle31_hf.bench import environment
 from eagle31_hf.cli.parsing import DTYPES, positive, temperature
 from eagle31_hf.generation import request
+from eagle31_hf.generation.planning.prompt_lookup import PRIOR, Chances
 from eagle31_hf.modeling import Eagle31DrafterModel
 
-WAYS: dict[str, dict[str, Any]] = {"drafter": {"prompt_lookup_num_tokens": 0}, "drafter and text": {}}
-SETS = ("sum", "mt_bench", "humaneval", "gsm8k", "alpaca", "qa")
+ALONE, DRAFTER, TEXT = "alone", "drafter", "drafter and text"
 EDITS = "edits"
-ASKED = (
+SETS = ("sum", "mt_bench", "humaneval", "gsm8k", "alpaca", "qa")
+INSTRUCTIONS = (
     "Add comments to this function and give the whole function.",
     "Rename this function to compute and give the whole function.",
     "Add logging to this function and give the whole function.",
 )
-LINES = range(10, 26)  # of a function that is edited
+LINES = range(10, 27)  # of a function that is edited
 
 
 def edits() -> Iterator[str]:
     """Questions that ask for a function, changed a little."""
     source = inspect.getsource(request)
-    functions = [each for each in ast.parse(source).body if isinstance(each, ast.FunctionDef)]
-    for number, each in enumerate(functions):
-        lines = ast.get_source_segment(source, each) or ""
-        if lines.count("\n") in LINES:
-            yield f"{ASKED[number % len(ASKED)]}\n\n```python\n{lines}\n```"
+    functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+    for number, function in enumerate(functions):
+        code = ast.get_source_segment(source, function) or ""
+        if len(code.splitlines()) in LINES:
+            yield f"{INSTRUCTIONS[number % len(INSTRUCTIONS)]}\n\n```python\n{code}\n```"
 
 
-def asked(tokenizer: Any, questions: Path, kind: str, count: int) -> list[Tensor]:
+def load_prompts(tokenizer: Any, questions: Path, kind: str, count: int) -> list[Tensor]:
     """The first questions of a kind, as the model's template has them, each (1, L)."""
     if kind == EDITS:
         turns = edits()
@@ -62,35 +66,57 @@ def asked(tokenizer: Any, questions: Path, kind: str, count: int) -> list[Tensor
     ]
 
 
+@contextmanager
+def counted_matches() -> Iterator[tuple[Counter[int], Counter[int]]]:
+    """A context in which it is counted how often a token came after a match, and how often it repeated, by the lengths
+    that `PRIOR` tells apart."""
+    seen, right = Counter[int](), Counter[int]()
+    learn = Chances.learn
+
+    def counted(self: Chances, length: int, is_right: bool) -> None:
+        least = max(bound for bound in PRIOR if bound <= length)
+        seen[least] += 1
+        right[least] += is_right
+        learn(self, length, is_right)
+
+    Chances.learn = counted  # type: ignore[method-assign]
+    try:
+        yield seen, right
+    finally:
+        Chances.learn = learn  # type: ignore[method-assign]
+
+
 def measure_kind(
     target: Any, drafter: Eagle31DrafterModel, prompts: list[Tensor], options: dict[str, Any], rounds: int
 ) -> dict[str, Any]:
-    """Decodes every prompt in both ways and by the target alone, in turn; of a prompt's times in a way the shortest
-    counts, since other load only ever makes it longer."""
-    seconds, tokens = dict.fromkeys(("alone", *WAYS), 0.0), dict.fromkeys(("alone", *WAYS), 0)
-    stats = {way: AcceptanceStats() for way in WAYS}
-    same = 0
+    """Decodes every prompt by the target alone and in both ways, in turn, from the same seed; of a prompt's times in a
+    way the shortest counts, since other load only ever makes it longer."""
+    ways: dict[str, dict[str, Any]] = {
+        ALONE: {},
+        DRAFTER: {"assistant_model": drafter, "prompt_lookup_num_tokens": 0},
+        TEXT: {"assistant_model": drafter},
+    }
+    stats = {way: AcceptanceStats() for way in ways}
+    seconds, tokens, same = dict.fromkeys(ways, 0.0), dict.fromkeys(ways, 0), 0
     for prompt in prompts:
-        mask, texts = torch.ones_like(prompt), dict[str, Tensor]()
-        times: dict[str, list[float]] = {way: [] for way in seconds}
-        for number in range(rounds):
-            for way, each in times.items():
-                drafting = {} if way == "alone" else {"assistant_model": drafter, **WAYS[way]}
-                torch.manual_seed(number)
-                with track_acceptance(stats.get(way, AcceptanceStats())):
-                    began = time.perf_counter()
-                    texts[way] = target.generate(prompt, attention_mask=mask, **options, **drafting)
-                    each.append(time.perf_counter() - began)
-        for way, each in times.items():
-            seconds[way] += min(each)
-            tokens[way] += texts[way].shape[1] - prompt.shape[1]
-        same += torch.equal(texts["drafter"], texts["drafter and text"])
-    rates = {way: tokens[way] / seconds[way] for way in seconds}
+        texts: dict[str, Tensor] = {}
+        times: dict[str, list[float]] = {way: [] for way in ways}
+        for way, drafting in list(ways.items()) * rounds:
+            torch.manual_seed(0)
+            with track_acceptance(stats[way]):
+                began = time.perf_counter()
+                texts[way] = target.generate(prompt, attention_mask=torch.ones_like(prompt), **options, **drafting)
+                times[way].append(time.perf_counter() - began)
+        for way, text in texts.items():
+            seconds[way] += min(times[way])
+            tokens[way] += text.shape[1] - prompt.shape[1]
+        same += torch.equal(texts[DRAFTER], texts[TEXT])
+    rates = {way: tokens[way] / seconds[way] for way in ways}
     return {
         "tokens_per_second": rates,
-        "gain": rates["drafter and text"] / rates["drafter"],
-        "accepted_length": {way: each.mean_accepted_length for way, each in stats.items()},
-        "from_text": stats["drafter and text"].choices["from the text"] / stats["drafter and text"].target_forwards,
+        "gain": rates[TEXT] / rates[DRAFTER],
+        "accepted_length": {way: stats[way].mean_accepted_length for way in (DRAFTER, TEXT)},
+        "from_text": stats[TEXT].choices["from the text"] / stats[TEXT].target_forwards,
         "same_text": same,
         "prompts": len(prompts),
     }
@@ -106,32 +132,36 @@ def measured(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         target = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype).eval()
         drafter = Eagle31DrafterModel.from_pretrained(args.drafter, dtype=target.dtype).eval()
         tokenizer = AutoTokenizer.from_pretrained(args.target)
-        prompts = {kind: asked(tokenizer, args.questions, kind, args.prompts) for kind in args.kinds}
-    options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "do_sample": args.temperature > 0}
+        prompts = {kind: load_prompts(tokenizer, args.questions, kind, args.prompts) for kind in args.kinds}
+    options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
     if args.temperature:
-        options |= {"temperature": args.temperature}
+        options |= {"do_sample": True, "temperature": args.temperature}
     kinds = {}
-    for kind, each in prompts.items():
-        progress(kind)
-        kinds[kind] = measure_kind(target, drafter, each, options, args.rounds)
-    lines = [
-        f"{'':<14}{'alone':>8}{'drafter':>9}{'and text':>9}{'gain':>7}{'accepted':>14}{'from text':>11}{'same':>7}"
-    ]
-    for kind, found in kinds.items():
-        rates, lengths = found["tokens_per_second"].values(), found["accepted_length"].values()
-        lines.append(
-            f"{kind:<14}{'{:>8.1f}{:>9.1f}{:>9.1f}'.format(*rates)}{found['gain']:>7.2f}"
-            f"{'{:>7.2f}{:>7.2f}'.format(*lengths)}{found['from_text']:>11.2f}"
-            f"{found['same_text']:>4}/{found['prompts']}"
-        )
+    with counted_matches() as (seen, right):
+        for kind, of_kind in prompts.items():
+            progress(kind)
+            kinds[kind] = measure_kind(target, drafter, of_kind, options, args.rounds)
+    repeated = {least: {"share": right[least] / seen[least], "of": seen[least]} for least in sorted(seen)}
     facts = environment(target, max_new_tokens=args.max_new_tokens, temperature=args.temperature, rounds=args.rounds)
-    return {"kinds": kinds, "environment": facts}, "\n".join(lines)
+    return {"kinds": kinds, "repeated": repeated, "environment": facts}, table(kinds, repeated)
+
+
+def table(kinds: dict[str, Any], repeated: dict[int, Any]) -> str:
+    """The figures for people: tokens a second in the three ways, accepted lengths, rounds from the text."""
+    head = ("", ALONE, DRAFTER, "and text", "gain", "accepted", "and text", "from text", "same text")
+    lines = ["".join(f"{cell:>12}" for cell in head)]
+    for kind, found in kinds.items():
+        figures = [*found["tokens_per_second"].values(), found["gain"], *found["accepted_length"].values()]
+        cells = [kind, *(f"{figure:.2f}" for figure in (*figures, found["from_text"]))]
+        lines.append("".join(f"{cell:>12}" for cell in (*cells, f"{found['same_text']} of {found['prompts']}")))
+    lines += [f"after {n} tokens or more: {each['share']:.2f} of {each['of']} repeated" for n, each in repeated.items()]
+    return "\n".join(lines)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--questions", type=Path, help="`eagle/data` of EAGLE's repository (default: the demo pair)")
-    parser.add_argument("--target", help="chat model, folder or Hub repository")
-    parser.add_argument("--drafter", help="for it, folder or Hub repository")
+    parser.add_argument("--target", help="with --questions: chat model, folder or Hub repository")
+    parser.add_argument("--drafter", help="with --questions: its drafter, folder or Hub repository")
     parser.add_argument("--kinds", nargs="+", choices=(EDITS, *SETS), default=(EDITS, *SETS), help="(default: all)")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="(default: auto, the target's own)")
     parser.add_argument("--prompts", type=positive, default=6, help="of a kind (default: 6)")

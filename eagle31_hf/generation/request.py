@@ -266,13 +266,14 @@ def noise_of(request: Request, mode: Mode, is_captured: bool) -> Noise | None:
 
 
 def planner_of(request: Request, mode: Mode, eager: EagerExecutor, is_captured: bool) -> Planner:
-    """The planner for a request's settings, which takes drafts from the text, too, where the host sees every token and
-    sequences advance at their own pace."""
-    planner, most = drafting_planner_of(request, mode, eager, is_captured), request.settings.longest_lookup
-    if is_captured or mode.is_lock_step or not mode.may_draft or not most:
+    """The planner for a request's settings, which takes drafts from the text, too, where drafts may be verified, the
+    host sees every token, and sequences advance at their own pace."""
+    planner = drafting_planner_of(request, mode, eager, is_captured)
+    max_length = request.settings.longest_lookup
+    if not max_length or not mode.may_draft or mode.is_lock_step or is_captured:
         return planner
-    padded = zip(request.input_ids.tolist(), eager.runner.num_padding, strict=True)
-    return LookupPlanner(planner, [ids[padding:] for ids, padding in padded], most, num_logits(request.target))
+    rows = zip(request.input_ids.tolist(), eager.runner.num_padding, strict=True)
+    return LookupPlanner(planner, [ids[padding:] for ids, padding in rows], max_length, num_logits(request.target))
 
 
 def drafting_planner_of(request: Request, mode: Mode, eager: EagerExecutor, is_captured: bool) -> Planner:

@@ -17,7 +17,7 @@ from eagle31_hf.generation.planning.fixed import FixedPlanner
 from eagle31_hf.generation.planning.knowledge import Knowledge
 from eagle31_hf.generation.planning.lookup_planner import LookupPlanner
 from eagle31_hf.generation.planning.plan import UNLIMITED
-from eagle31_hf.generation.planning.prompt_lookup import LONGEST, SHORTEST, USUAL, Chances, PromptLookup
+from eagle31_hf.generation.planning.prompt_lookup import MAX_MATCH, MAX_PLACES, MIN_MATCH, PRIOR, Chances, PromptLookup
 from eagle31_hf.generation.rejection_sampler import Accepted
 from eagle31_hf.generation.tree import HostDrafts
 
@@ -27,13 +27,13 @@ LOOKUP = {"prompt_lookup_num_tokens": 6}
 def longest_match(text: list[int]) -> tuple[int, set[int]]:
     """The tokens at the end of a text that stood in it before, and the indices after such places; by comparing all."""
     found: dict[int, set[int]] = {}
-    for place in range(SHORTEST, len(text)):
+    for place in range(MIN_MATCH, len(text)):
         length = 0
-        while length < min(LONGEST, place) and text[place - 1 - length] == text[len(text) - 1 - length]:
+        while length < min(MAX_MATCH, place) and text[place - 1 - length] == text[len(text) - 1 - length]:
             length += 1
         found.setdefault(length, set()).add(place)
     longest = max(found, default=0)
-    return (longest, found[longest]) if longest >= SHORTEST else (0, set())
+    return (longest, found[longest]) if longest >= MIN_MATCH else (0, set())
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -67,7 +67,7 @@ def test_a_text_without_a_match_has_no_drafts():
 def test_chances_multiply_and_are_those_of_ever_longer_matches():
     chances = Chances()
     _, found = PromptLookup([1, 2, 3, 4, 5, 6, 7, 1, 2], chances).drafts(3)
-    assert found == pytest.approx([USUAL[2], USUAL[2] * USUAL[3], USUAL[2] * USUAL[3] * USUAL[4]])
+    assert found == pytest.approx([PRIOR[2], PRIOR[2] * PRIOR[3], PRIOR[2] * PRIOR[3] * PRIOR[4]])
 
 
 @pytest.mark.parametrize("is_right", [True, False])
@@ -78,10 +78,16 @@ def test_chances_become_what_was_seen_lately_of_matches_as_long(is_right):
     for _ in range(100):
         chances.learn(5, is_right)  # judged together with 4
     assert chances.after(4) == pytest.approx(float(is_right), abs=0.01)
-    assert chances.after(3) == USUAL[3]
+    assert chances.after(3) == PRIOR[3]
 
 
-def test_every_token_is_learnt_from_whether_it_was_drafted_or_not():
+def test_of_a_text_that_repeats_itself_the_last_places_are_compared():
+    lookup = PromptLookup([7, 7, 7, 1, 2, 5] + [1, 2, 3] * (MAX_PLACES + 3) + [7, 7, 7, 1, 2], Chances())
+    assert lookup.drafts(1)[0] == [3]
+    assert max(map(len, lookup._places.values())) == MAX_PLACES
+
+
+def test_tokens_are_learnt_from_that_were_not_drafted():
     chances = Chances()
     before = chances.after(2)
     lookup = PromptLookup([1, 2, 3, 1, 2], chances)
@@ -94,11 +100,10 @@ def outcome(tokens: list[list[int]], num_drafts: list[int | None]) -> Accepted:
 
 
 def test_a_chain_of_the_text_takes_the_place_of_a_round_that_gives_less():
-    planner = LookupPlanner(FixedPlanner(2), [[1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5, 6]], 3, 10)
+    planner = LookupPlanner(FixedPlanner(3), [[1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5, 6]], 3, 10)
     assert planner.plan(100, UNLIMITED, [0], 1).drafts == [[7, 8, 9]]
     planner.observe(4, outcome([[7, 8, 9, 1]], [3]), {})
     assert planner.choices == {"from the text": 1}
-    assert planner.explain() == "from the text: 3 of 3 drafts were accepted"
     for _ in range(60):  # a drafter that is always right
         planner.planner.observe(5, outcome([[0] * 3], [3]), {})
     assert planner.plan(100, UNLIMITED, [0], 1).drafts is None
@@ -117,9 +122,9 @@ def test_ids_that_are_no_tokens_of_the_target_are_not_drafted():
     assert LookupPlanner(FixedPlanner(1), prompts, 8, 50).plan(100, UNLIMITED, [0], 1).drafts == [[7]]
 
 
-def test_sequences_without_a_match_of_a_batch_are_filled():
-    going = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5, 6], [4, 3, 2, 1]]
-    planner = LookupPlanner(FixedPlanner(0), [*going, [0, 0, 0, 0, 0, 0]], 3, 10)
+def test_in_a_batch_sequences_without_a_match_are_filled():
+    prompts = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5, 6], [4, 3, 2, 1]]
+    planner = LookupPlanner(FixedPlanner(0), [*prompts, [0, 0, 0, 0, 0, 0]], 3, 10)
     assert planner.plan(100, UNLIMITED, [0, 1], 1).drafts == [[7, 8, 9], [1, 1, 1], [0, 0, 0]]
     assert planner._drafts(3, [0, 1])[1] == pytest.approx([gain / 2 for gain in planner._drafts(3, [0])[1]])
 
@@ -132,15 +137,15 @@ def test_auto_verifies_as_much_of_it_as_pays(per_token, expected):
     known.exploration.add("chains", 1.2, 1.0)
     planner = AutoPlanner(known, Clock(torch.device("cpu")))
     gains = [0.9, 1.6, 2.1, 2.15, 2.2, 2.22, 2.24, 2.26]
-    assert planner.depth_worth(gains) == expected
-    assert AutoPlanner(Knowledge(), Clock(torch.device("cpu"))).depth_worth(gains) == 0  # before anything is known
+    assert planner.lookup_depth(gains) == expected
+    assert AutoPlanner(Knowledge(), Clock(torch.device("cpu"))).lookup_depth(gains) == 0  # before anything is known
 
 
 WAYS = {
     "chain": CHAIN | LOOKUP,
     "tree": TREE | LOOKUP,
     "auto": {"num_assistant_tokens": "auto"},
-    "batch": CHAIN | LOOKUP | {"num_return_sequences": 3},
+    "batch": CHAIN | LOOKUP,
     "scores": CHAIN | LOOKUP | {"return_dict_in_generate": True, "output_scores": True, "output_hidden_states": True},
     "penalised": CHAIN | LOOKUP | {"repetition_penalty": 1.05, "eos_token_id": 3},
     "static": CHAIN | LOOKUP | {"cache_implementation": "static"},
@@ -155,7 +160,6 @@ def test_greedy_text_stays_the_targets(make_target, make_drafter, prompt, kind, 
     options = {"max_new_tokens": 40, "do_sample": False, **WAYS[way]}
     prompt = prompt.repeat(1, 2)  # so that its end has stood before
     if way == "batch":
-        options.pop("num_return_sequences")
         prompt = torch.cat((prompt, prompt.flip(1), (prompt + 1) % VOCAB))
     alone = {name: value for name, value in options.items() if name not in KNOBS}
     expected = target.generate(prompt, **alone)

@@ -51,9 +51,9 @@ class AutoPlanner(Planner):
         nodes = min(self.max_nodes, max_nodes)
         return Plan(min(MAX_DEPTH, max_depth), top_k, self.controller.max_width, nodes, self.controller)
 
-    def depth_worth(self, gains: list[float]) -> int:
-        """The depth that brings most beside the seconds it takes; 0 where the fastest kind of rounds gives more in
-        them, or nothing is known yet."""
+    def lookup_depth(self, gains: list[float]) -> int:
+        """The depth that gives most tokens more than the fastest kind of rounds would in the same seconds; 0 where none
+        gives more, and while nothing is known. The target's own token counts, too."""
         known, counts = self.known, [count for count in COUNTS if 0 < count <= len(gains)]
         with known.lock:
             rate, seconds = known.rate, known.verify.estimate(tuple(count + 1 for count in counts))
@@ -62,7 +62,8 @@ class AutoPlanner(Planner):
         values = [1 + gains[count - 1] - rate * cost for count, cost in zip(counts, seconds, strict=True)]
         return counts[values.index(max(values))] if max(values) > 0 else 0
 
-    def observe_forward(self, num_nodes: int, seconds: Mapping[str, float]) -> None:
+    def observe_lookup(self, num_nodes: int, seconds: Mapping[str, float]) -> None:
+        """Learns what verifying so many nodes takes, but for the first time, which may load kernels."""
         with self.known.lock:
             if self.loads_kernels and (CHAINS, num_nodes) not in self.known.met:
                 self.known.met.add((CHAINS, num_nodes))

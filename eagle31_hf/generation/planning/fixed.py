@@ -6,7 +6,7 @@ from typing import Any
 from .plan import NO_DRAFTS, Plan, Planner
 from .settings import DraftingSettings
 
-MEMORY = 16  # rounds
+MEMORY = 16  # rounds, each of a sequence
 TREE_NODES = 60  # of a tree whose size is not given, as in EAGLE-2
 
 
@@ -18,7 +18,7 @@ class FixedPlanner(Planner):
         self.depth = depth
         self.top_k = top_k
         self.max_nodes = max_nodes
-        self.usual = depth / 2  # drafts of a sequence that a round accepts
+        self.mean_accepted = depth / 2  # drafts of a sequence and round; a guess before the first
 
     @classmethod
     def of(cls, settings: DraftingSettings, draws_trees: bool) -> "FixedPlanner":
@@ -37,11 +37,11 @@ class FixedPlanner(Planner):
         return Plan(depth, self.top_k, self.top_k, min(self.max_nodes, max_nodes))
 
     def observe(self, num_nodes: int, accepted: Any, seconds: Mapping[str, float]) -> None:
-        """Notes how many drafts a sequence accepted."""
+        """Notes how many drafts the sequences accepted."""
         for count in accepted.num_drafts:
             if count is not None:
-                self.usual += (count - self.usual) / MEMORY
+                self.mean_accepted += (count - self.mean_accepted) / MEMORY
 
-    def depth_worth(self, gains: list[float]) -> int:
-        """As deep as they are, where they promise more than was accepted of rounds lately."""
-        return len(gains) if gains[-1] > self.usual else 0
+    def lookup_depth(self, gains: list[float]) -> int:
+        """All of the text's drafts, where more of them are expected to be accepted than of the drafter's lately."""
+        return len(gains) if gains[-1] > self.mean_accepted else 0

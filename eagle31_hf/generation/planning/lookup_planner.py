@@ -9,67 +9,67 @@ from .prompt_lookup import Chances, PromptLookup
 
 
 class LookupPlanner(Planner):
-    """Plans as `planner` does, but for rounds in which chains from the text are worth more. `prompts`: the token ids of
-    each sequence; `most`: tokens of such a chain; `vocab_size`: ids from there on, those of images, say, are not
-    drafted."""
+    """Plans as `planner` does, except in rounds where chains from the text promise more: then every sequence of the
+    batch is given one, and the drafter none.
 
-    def __init__(self, planner: Planner, prompts: Sequence[Sequence[int]], most: int, vocab_size: int):
+    `prompts`: the token ids of each sequence; `max_length`: of a chain; `vocab_size`: of the target; greater ids, as
+    images may have, end a chain.
+    """
+
+    def __init__(self, planner: Planner, prompts: Sequence[Sequence[int]], max_length: int, vocab_size: int):
         super().__init__()
         self.planner = planner
-        self.most = most
+        self.choices = planner.choices  # both count in it
+        self.max_length = max_length
         self.vocab_size = vocab_size
-        self.choices = planner.choices
-        chances = Chances()
+        chances = Chances()  # of all sequences: those of a batch are often of one kind
         self.lookups = [PromptLookup(prompt, chances) for prompt in prompts]
-        self.is_from_text = False  # the round under way
-        self.verified = self.accepted = 0  # tokens from the text
+        self.is_from_text = False  # the round planned last
 
     def begin(self, tokens: list[list[int]]) -> None:
         self._add(tokens)
+        self.planner.begin(tokens)
 
     def plan(self, max_depth: int, max_nodes: int, going: list[int], num_unread: int) -> Plan:
-        drafts, chances = self._drafts(min(self.most, max_depth, max_nodes - 1), going)
-        depth = self.planner.depth_worth(chances) if chances else 0
+        drafts, gains = self._drafts(min(self.max_length, max_depth, max_nodes - 1), going)
+        depth = self.planner.lookup_depth(gains) if gains else 0
         self.is_from_text = depth > 0
-        if not self.is_from_text:
+        if depth == 0:
             return self.planner.plan(max_depth, max_nodes, going, num_unread)
+        self.choices["from the text"] += 1
         return Plan(depth, drafts=[ids[:depth] for ids in drafts])
 
-    def _drafts(self, most: int, going: list[int]) -> tuple[list[list[int]], list[float]]:
-        """A chain for every sequence, all of them equally long, and by their length how many of a sequence's drafts are
-        expected to be accepted. A sequence's last token fills what has no chain or a shorter one."""
-        chains, chances = list[list[int]](), list[list[float]]()
+    def _drafts(self, limit: int, going: list[int]) -> tuple[list[list[int]], list[float]]:
+        """Chains of at most `limit` tokens, one for every sequence, and the gains that `lookup_depth` takes. Chains are
+        equally long: a sequence's last token, as good as any, fills those that the text does not."""
+        chains: list[list[int]] = []
+        chances: list[list[float]] = []
         for b, lookup in enumerate(self.lookups):
-            ids, by_depth = lookup.drafts(most) if b in going and most > 0 else ([], [])
+            ids, chances_of_ids = lookup.drafts(limit) if b in going else ([], [])
             end = next((i for i, token in enumerate(ids) if token >= self.vocab_size), len(ids))
             chains.append(ids[:end])
-            chances.append(by_depth[:end])
+            chances.append(chances_of_ids[:end])
         longest = max(map(len, chains))
-        drafts = [
-            ids + lookup.text[-1:] * (longest - len(ids)) for ids, lookup in zip(chains, self.lookups, strict=True)
+        filled = [
+            ids + [lookup.text[-1]] * (longest - len(ids)) for ids, lookup in zip(chains, self.lookups, strict=True)
         ]
-        return drafts, [*accumulate(sum(row) / len(going) for row in zip_longest(*chances, fillvalue=0.0))]
+        by_depth = [sum(each) / len(going) for each in zip_longest(*chances, fillvalue=0.0)]
+        return filled, list(accumulate(by_depth))
 
     def observe(self, num_nodes: int, accepted: Any, seconds: Mapping[str, float]) -> None:
         self._add(accepted.tokens)
-        if not self.is_from_text:
+        if self.is_from_text:
+            self.planner.observe_lookup(num_nodes, seconds)
+        else:
             self.planner.observe(num_nodes, accepted, seconds)
-            return
-        self.planner.observe_forward(num_nodes, seconds)
-        self.choices["from the text"] += 1
-        counts = [count for count in accepted.num_drafts if count is not None]
-        self.verified += (num_nodes - 1) * len(counts)
-        self.accepted += sum(counts)
 
     def end(self) -> None:
         self.planner.end()
 
     def explain(self) -> str:
-        said = [self.planner.explain()]
-        if self.verified:
-            said.append(f"from the text: {self.accepted} of {self.verified} drafts were accepted")
-        return "\n".join(filter(None, said))
+        return self.planner.explain()
 
     def _add(self, tokens: list[list[int]]) -> None:
+        """Adds new tokens, those of every sequence, none of one that has ended."""
         for lookup, new in zip(self.lookups, tokens, strict=True):
             lookup.add(new)

@@ -44,8 +44,8 @@ class Controller(Protocol):
 class Plan:
     """One round of drafting. `depth`: levels at most, 0 for plain decoding; `top_k`: children of a node, 1 for a chain;
     `max_width`: nodes a level may start from; `max_nodes`: of the tree, the root included; `controller`: decides level
-    by level, where the depth is not fixed; `drafts`: the chain of each sequence, where it is known without the
-    drafter."""
+    by level, where the depth is not fixed; `drafts`: the chain of each sequence, `depth` long, where it is
+    known without the drafter."""
 
     depth: int
     top_k: int = 1
@@ -94,13 +94,13 @@ class Planner:
         """A round is over: `num_nodes` of each sequence were verified, `accepted` is what the sampler returned, and
         `seconds` are those of its phases, `"draft"`, `"verify"`, `"accept"`."""
 
-    def depth_worth(self, gains: list[float]) -> int:
-        """How deep to verify chains that need no drafter; 0: a round as planned here promises more. `gains`: of a
-        sequence's first drafts, one, two and so on, how many are expected to be accepted."""
+    def lookup_depth(self, gains: list[float]) -> int:
+        """How deep to verify chains that the text gives; 0: a round as planned here promises more. `gains[i]`: drafts
+        of a sequence that are expected to be accepted where i + 1 are verified."""
         return 0
 
-    def observe_forward(self, num_nodes: int, seconds: Mapping[str, float]) -> None:
-        """A round of such chains is over: `num_nodes` of each sequence were verified."""
+    def observe_lookup(self, num_nodes: int, seconds: Mapping[str, float]) -> None:
+        """A round of such chains is over: `num_nodes` of each sequence, the root included, were verified."""
 
     def end(self) -> None:
         """The call is over."""

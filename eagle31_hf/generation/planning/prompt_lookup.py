@@ -5,57 +5,60 @@ a row are accepted. Sources: prompt lookup decoding (transformers' `prompt_looku
 2411.04975).
 """
 
-from collections import defaultdict
+from bisect import bisect_right
+from collections import defaultdict, deque
 from collections.abc import Iterable
+from itertools import accumulate
+from operator import mul
 
-SHORTEST = 2  # tokens of a match
-LONGEST = 32  # tokens of a match that are counted
-PLACES = 8  # where a match may stand, the last so many: texts that go round have very many
-# By tokens of a match, up to the next entry's: the share of next tokens that are as they were after the earlier place,
-# before any is known. SmolLM2-135M on six kinds of prompts: `python benchmarks/prompt_lookup.py`.
-USUAL = {2: 0.4, 3: 0.55, 4: 0.7, 6: 0.8, 8: 0.85, 12: 0.87, 16: 0.92, 24: 0.96}
-WEIGHT_OF_USUAL = 4.0  # tokens
-MEMORY = 0.95  # what is left of a token's weight when there is another one
+# Tokens of a match: shorter ones say little, and those above the most are judged alike.
+MIN_MATCH, MAX_MATCH = 2, 32
+MAX_PLACES = 8  # earlier places that are compared, the last ones: a text that repeats itself has very many
+# Length of a match, up to the next entry's -> the chance that the next token repeats, before any has been seen; about
+# the shares of SmolLM2-135M's answers, which `python benchmarks/prompt_lookup.py --questions` counts.
+PRIOR = {2: 0.4, 3: 0.55, 4: 0.7, 6: 0.8, 8: 0.85, 12: 0.87, 16: 0.92, 24: 0.96}
+PRIOR_WEIGHT = 4.0  # tokens
+DECAY = 0.95  # of the weight of older tokens with each new one: a text may begin to quote, or stop
 
 
 class Chances:
-    """The chance that the token after a match is as it was before, by the length of the match: the share that was
-    so lately."""
+    """The chance that the token after a match repeats, by the length of the match: the share of those that did
+    lately."""
 
     def __init__(self):
-        self._bounds = [*USUAL]
-        self._right = [WEIGHT_OF_USUAL * share for share in USUAL.values()]
-        self._seen = [WEIGHT_OF_USUAL] * len(USUAL)
+        self._bounds = list(PRIOR)
+        self._right = [PRIOR_WEIGHT * share for share in PRIOR.values()]
+        self._seen = [PRIOR_WEIGHT] * len(PRIOR)
 
     def after(self, length: int) -> float:
         """The chance after a match of `length` tokens."""
-        kind = self._kind(length)
-        return self._right[kind] / self._seen[kind]
+        bucket = self._bucket(length)
+        return self._right[bucket] / self._seen[bucket]
 
     def learn(self, length: int, is_right: bool) -> None:
-        """Notes whether the token after a match of `length` tokens was as before."""
-        kind = self._kind(length)
-        self._right[kind] = MEMORY * self._right[kind] + is_right
-        self._seen[kind] = MEMORY * self._seen[kind] + 1
+        """Notes whether the token after a match of `length` tokens repeated."""
+        bucket = self._bucket(length)
+        self._right[bucket] = DECAY * self._right[bucket] + is_right
+        self._seen[bucket] = DECAY * self._seen[bucket] + 1
 
-    def _kind(self, length: int) -> int:
-        return sum(bound <= length for bound in self._bounds) - 1
+    def _bucket(self, length: int) -> int:
+        return bisect_right(self._bounds, length) - 1
 
 
 class PromptLookup:
-    """A text that grows, prompt and answer, and its match: the longest run of tokens at its end that stood in it
-    before.
+    """A text that grows, prompt and answer, and its match: the most tokens at its end that also stand before one of the
+    last MAX_PLACES places where its last MIN_MATCH tokens stood. A place is the index of the token after such a run.
 
-    `chances` learn from every token that is added, since the match has said which one it would be, whether that was
-    drafted or not.
+    `chances` learn from each token of the answer that comes after a match, whether it was drafted or not; a prompt,
+    which the target has not written, teaches them nothing.
     """
 
     def __init__(self, prompt: Iterable[int], chances: Chances):
         self.chances = chances
-        self.text = list[int]()
-        self._places = defaultdict[tuple[int, ...], list[int]](list)  # where each pair of tokens ends, in order
-        self._place = 0  # where the earlier run ends: the index of the token after it
+        self.text: list[int] = []
+        self._places: defaultdict[tuple[int, ...], deque[int]] = defaultdict(lambda: deque(maxlen=MAX_PLACES))
         self._length = 0  # tokens of the match; 0: there is none
+        self._place = 0
         for token in prompt:
             self._append(token)
         self._find()
@@ -69,41 +72,33 @@ class PromptLookup:
             self._append(token)
             if is_right:
                 self._place += 1
-                self._length = min(self._length + 1, LONGEST)
+                self._length = min(self._length + 1, MAX_MATCH)
             else:
                 self._find()
 
     def drafts(self, count: int) -> tuple[list[int], list[float]]:
-        """The `count` tokens after the earlier place, none without a match, and the chance of each that it follows with
-        all before it. A match that reaches into its own continuation goes round."""
+        """The `count` tokens from the match's place on, none without a match, and the chance of each that it and all
+        before it are right. At the end of the text they begin again at the place, as a text in a loop does."""
         if not self._length:
             return [], []
         size = len(self.text) - self._place
         tokens = [self.text[self._place + i % size] for i in range(count)]
-        chances, chance = list[float](), 1.0
-        for i in range(count):
-            chance *= self.chances.after(self._length + i)
-            chances.append(chance)
-        return tokens, chances
+        return tokens, list(accumulate((self.chances.after(self._length + i) for i in range(count)), mul))
 
     def _append(self, token: int) -> None:
-        """Adds a token, and notes where the tokens before it end."""
-        if len(self.text) >= SHORTEST:
-            self._places[tuple(self.text[-SHORTEST:])].append(len(self.text))
+        if len(self.text) >= MIN_MATCH:
+            self._places[tuple(self.text[-MIN_MATCH:])].append(len(self.text))
         self.text.append(token)
 
     def _find(self) -> None:
-        """Finds the match, of several as long the last."""
-        self._length = 0
-        for place in reversed(self._places.get(tuple(self.text[-SHORTEST:]), ())[-PLACES:]):
-            length = self._length_at(place)
-            if length > self._length:
-                self._length, self._place = length, place
+        """Finds the match; of places with equally many tokens before them the last."""
+        places = self._places.get(tuple(self.text[-MIN_MATCH:]), ())
+        self._length, self._place = max(((self._length_at(place), place) for place in places), default=(0, 0))
 
     def _length_at(self, place: int) -> int:
-        """How many tokens before a place are those at the end of the text, LONGEST at most."""
+        """How many tokens before a place are those at the end of the text, MAX_MATCH at most."""
         text, end = self.text, len(self.text)
-        length = SHORTEST
-        while length < min(LONGEST, place) and text[place - 1 - length] == text[end - 1 - length]:
+        length = MIN_MATCH
+        while length < min(MAX_MATCH, place) and text[place - 1 - length] == text[end - 1 - length]:
             length += 1
         return length

@@ -12,12 +12,12 @@ from ...modeling import Eagle31DrafterModel
 # What transformers fills in where nobody set a knob; such a value says nothing about the caller's wish.
 STOCK_DEFAULTS = {"num_assistant_tokens": 20, "assistant_confidence_threshold": 0.4}
 OWN_DEFAULTS = AUTO_KNOBS | {"prompt_lookup_num_tokens": AUTO, "assistant_confidence_threshold": 0.0}
-LONGEST_LOOKUP = 32  # tokens of a chain from the text, where nobody said how many
+USUAL_LOOKUP = 32  # the most tokens of a chain from the text, where nobody said how many
 
 
 @dataclass(frozen=True)
 class DraftingSettings:
-    """The way to draft. `depth` None: auto. `lookup`: tokens of a chain that is taken from the text. `top_k`,
+    """The way to draft. `depth` None: auto. `lookup`: the most tokens of a chain from the text. `top_k`,
     `total_tokens`, `lookup` None: the usual value for the depth."""
 
     depth: int | None
@@ -32,8 +32,11 @@ class DraftingSettings:
 
     @property
     def longest_lookup(self) -> int:
-        """Returns how many tokens a chain from the text may have: none, where depths are fixed and nobody asked."""
-        return (LONGEST_LOOKUP if self.is_auto else 0) if self.lookup is None else self.lookup
+        """Returns the most tokens of a chain from the text. With a fixed depth there are none unless a number is given:
+        who says how much to draft gets that."""
+        if self.lookup is not None:
+            return self.lookup
+        return USUAL_LOOKUP if self.is_auto else 0
 
     @property
     def may_draw_trees(self) -> bool:
