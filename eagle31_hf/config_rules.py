@@ -71,6 +71,8 @@ def _wrong_numbers(config: Any) -> Iterator[str]:
         yield f"num_hidden_layers is {config.num_hidden_layers}; expected at least 1"
     if not 0 < config.draft_vocab_size <= config.vocab_size:
         yield f"draft_vocab_size is {config.draft_vocab_size}; expected 1 to vocab_size ({config.vocab_size})"
+    if config.mask_token_id is not None and not 0 <= config.mask_token_id < config.vocab_size:
+        yield f"mask_token_id is {config.mask_token_id}; expected an id below vocab_size ({config.vocab_size})"
 
 
 def _contradictions(config: Any) -> Iterator[str]:

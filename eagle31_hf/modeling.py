@@ -119,6 +119,8 @@ class Eagle31DrafterModel(SharesTarget, Eagle31PreTrainedModel):
         )
         self.input_norm = Norm(fused_width, eps=eps) if config.norm_before_fc else None
         self.fc = nn.Linear(fused_width, h, bias=config.fc_bias)
+        is_parallel = config.mask_token_id is not None
+        self.mask_hidden = nn.Parameter(torch.empty(fused_width)) if is_parallel else None  # of the masks of P-EAGLE
         self.layers = nn.ModuleList(Eagle31DecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = Norm(h, eps=eps)
         self.lm_head = None if config.share_target_head else nn.Linear(h, config.draft_vocab_size, bias=False)
@@ -135,6 +137,8 @@ class Eagle31DrafterModel(SharesTarget, Eagle31PreTrainedModel):
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
+        if module is self and self.mask_hidden is not None:
+            init.normal_(self.mask_hidden, std=self.config.initializer_range)
         if module is self and self.d2t is not None:
             init.zeros_(self.d2t)
             init.copy_(self.t2d, first_ids(self.config))
@@ -188,8 +192,8 @@ class Eagle31DrafterModel(SharesTarget, Eagle31PreTrainedModel):
         Exactly one of `target_hidden_states` (B, T, n*ht), captured from the target, and `hidden_states` (B, T, h),
         the state an earlier call returned. `attention_mask` is 2-D over cached and new tokens, 4-D in the form of
         the attention implementation, or a dict of 4-D masks by layer type. `logits_to_keep`: score the last so many
-        tokens only (0: all; None: none), or one of every sequence (B,). `position_embeddings`: cos and sin (B or 1,
-        T, D) in place of `position_ids`.
+        tokens only (0: all; None: none), or some of every sequence, (B,) or (B, k). `position_embeddings`: cos
+        and sin (B or 1, T, D) in place of `position_ids`.
 
         `labels` (B, T) are target ids aligned with `input_ids`, usually `input_ids` themselves, or -100 for a token
         that does not count. Logits at token t are scored against `labels[:, t + 1]`. `loss` is the mean cross-entropy
@@ -222,8 +226,8 @@ class Eagle31DrafterModel(SharesTarget, Eagle31PreTrainedModel):
         if logits_to_keep is None:
             return None
         if isinstance(logits_to_keep, Tensor):
-            rows = torch.arange(len(normed), device=normed.device)
-            return self.score(normed[rows, logits_to_keep.to(normed.device)][:, None])
+            rows = torch.arange(len(normed), device=normed.device)[:, None]
+            return self.score(normed[rows, logits_to_keep.to(normed.device).view(len(normed), -1)])
         return self.score(normed[:, -logits_to_keep:])
 
     def _masks(self, x: Tensor, mask: Tensor | dict | None, past: Cache | None, position_ids: Tensor) -> dict[str, Any]:
@@ -274,6 +278,15 @@ class Eagle31DrafterModel(SharesTarget, Eagle31PreTrainedModel):
             synced_gpus=synced_gpus,
             streamer=streamer,
             **model_kwargs,
+        )
+
+
+def refuse_parallel(drafter: Eagle31DrafterModel, what: str) -> None:
+    """Raises ValueError for a P-EAGLE drafter; `what` it cannot be for that reason, as "trained"."""
+    if drafter.config.mask_token_id is not None:
+        raise ValueError(
+            f"a P-EAGLE drafter (mask_token_id is {drafter.config.mask_token_id}), which drafts all levels at once,"
+            f" cannot be {what}; expected an EAGLE 3 or 3.1 drafter."
         )
 
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .configuration import Eagle31Config
 from .diagnostics.acceptance import AcceptanceStats, measure_acceptance
-from .modeling import Eagle31DrafterModel
+from .modeling import Eagle31DrafterModel, refuse_parallel
 from .quantized import refuse_quantized
 from .targets.ends import execution_device, weight_of
 from .targets.layers import decoder_layers, target_states
@@ -106,6 +106,7 @@ def upgrade_to_eagle31(
             "the drafter is EAGLE 3.1 already (fc_norm and norm_output are on); expected an EAGLE 3 drafter."
         )
     refuse_quantized(drafter, "upgraded")
+    refuse_parallel(drafter, "upgraded")
     texts = _calibration_texts(texts, target, tokenizer)
     drafter.load_target_embeddings(target)
     layer_ids = drafter.config.resolve_layer_ids(len(decoder_layers(target)))

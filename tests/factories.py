@@ -41,6 +41,7 @@ VARIANTS = NORMS | {
     "full_vocabulary": {"draft_vocab_size": VOCAB, "logit_scale": 0.5},
     "wider_target": {"target_hidden_size": 28},
     "mla": MLA,
+    "parallel": {"mask_token_id": 9},
 }
 ATTENTIONS = ("eager", "sdpa")
 

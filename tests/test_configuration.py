@@ -53,6 +53,7 @@ NOT_DEFAULT = {
     "qk_nope_head_dim": 4,
     "qk_rope_head_dim": 2,
     "v_head_dim": 5,
+    "mask_token_id": 5,
     "target_model": "a/target",
     "tie_word_embeddings": True,
     "bos_token_id": 1,

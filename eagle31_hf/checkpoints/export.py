@@ -39,17 +39,23 @@ QWEN_MLP: Rule = (
     lambda c: c.qk_norm and c.mlp_bias,
     "its drafter with q/k norm (Qwen3) has no MLP bias and drops it silently",
 )
+PARALLEL: Rule = (lambda c: c.mask_token_id is not None, "it does not draft in parallel (P-EAGLE)")
 VLLM_CANNOT: tuple[Rule, ...] = (
     NO_BIAS,
     SILU,
     QWEN_MLP,
     (lambda c: c.qk_norm and c.attention_bias, "its drafter with q/k norm (Qwen3) drops o_proj's bias silently"),
     (lambda c: len(set(c.layer_types)) > 1, "its drafter's layers share one cache: all of them slide or none"),
+    (
+        lambda c: c.mask_token_id is not None and (c.num_aux_states != 3 or c.hidden_size != c.target_hidden_size),
+        "its P-EAGLE drafter reads three states, as wide as the drafter",
+    ),
     (lambda c: c.kv_lora_rank is not None and c.q_lora_rank is None, "its MLA drafter needs q_lora_rank"),
     (lambda c: c.kv_lora_rank is not None and c.norm_before_fc, "its MLA drafter has no norm_before_fc"),
     (lambda c: c.kv_lora_rank is not None and c.norm_before_residual, "its MLA drafter has no norm_before_residual"),
 )
 SGLANG_CANNOT: tuple[Rule, ...] = (
+    PARALLEL,
     NO_BIAS,
     SILU,
     WINDOW,
@@ -65,6 +71,7 @@ SGLANG_CANNOT: tuple[Rule, ...] = (
     (lambda c: c.kv_lora_rank is not None and c.num_hidden_layers > 1, "its MLA drafter has one layer"),
 )
 SPECULATORS_CANNOT: tuple[Rule, ...] = (
+    (lambda c: c.mask_token_id is not None, "its P-EAGLE drafters are not written here: export for vLLM"),
     NO_BIAS,
     SILU,
     QWEN_MLP,
@@ -81,7 +88,8 @@ class ExportFormat:
     engine: str
     cannot: tuple[Rule, ...]
     config: Callable[[Eagle31Config, str | None], dict[str, Any]]  # a config and the target's model_type -> config.json
-    command: Callable[[str, str, int], list[str]]  # target, folder, depth -> the words of the command that serves them
+    # config, target, folder, depth -> the words of the command that serves them
+    command: Callable[[Eagle31Config, str, str, int], list[str]]
     names: Callable[[Eagle31Config, str], list[str]] = lambda config, name: [name]  # native name -> names in the file
     ascending_vocabulary: bool = False
 
@@ -106,6 +114,7 @@ def flat_config(config: Eagle31Config, target_type: str | None = None) -> dict[s
         "model_type": model_type,
         "num_aux_hidden_states": config.num_aux_states,
         **({} if ids is None else {"eagle_aux_hidden_state_layer_ids": ids}),
+        **({} if config.mask_token_id is None else {"parallel_drafting": True, "ptd_token_id": config.mask_token_id}),
     }
 
 
@@ -182,13 +191,15 @@ def sglang_names(config: Eagle31Config, name: str) -> list[str]:
     return [name, name.replace("input_layernorm", "hidden_norm")] if is_later_norm else [name]
 
 
-def vllm_command(target: str, folder: str, depth: int) -> list[str]:
+def vllm_command(config: Eagle31Config, target: str, folder: str, depth: int) -> list[str]:
     """Returns the words of the command by which vLLM serves a target with a drafter that drafts `depth` tokens."""
     speculation = {"method": "eagle3", "model": folder, "num_speculative_tokens": depth}
+    if config.mask_token_id is not None:
+        speculation["parallel_drafting"] = True
     return ["vllm", "serve", target, "--speculative-config", json.dumps(speculation)]
 
 
-def sglang_command(target: str, folder: str, depth: int) -> list[str]:
+def sglang_command(config: Eagle31Config, target: str, folder: str, depth: int) -> list[str]:
     """Returns the words of the command by which SGLang serves a target with a drafter that drafts `depth` tokens."""
     options = {
         "model-path": target,
@@ -230,7 +241,8 @@ def launch_line(config: Eagle31Config, folder: str | os.PathLike, format: str, d
 
     `depth`: tokens drafted a round.
     """
-    return shlex.join(EXPORT_FORMATS[format].command(config.target_model or "TARGET", os.fspath(folder), depth))
+    target = config.target_model or "TARGET"
+    return shlex.join(EXPORT_FORMATS[format].command(config, target, os.fspath(folder), depth))
 
 
 def export_checkpoint(

@@ -12,7 +12,7 @@ from ..configuration import Eagle31Config
 from . import keys, layer_ids
 from .files import FLOATS, CheckpointFiles
 from .producers import SPECULATORS, Producer
-from .tensors import Shapes, layer_count
+from .tensors import MASK, Shapes, layer_count
 
 
 def foreign_config(
@@ -44,6 +44,7 @@ def foreign_config(
         fields["aux_hidden_state_layer_ids"] = ids
         (notes if ids is None else reasons).append(reason)
     fields |= overrides
+    _check_mask(fields, files, shapes)
     _add_target_width(fields, files, shapes, notes)
     dtype = next(
         stored.dtype
@@ -67,6 +68,24 @@ def _check_ambiguous(producer: Producer, fields: dict[str, Any], overrides: Mapp
         raise ValueError(
             f"{source}: config.json has no norm_before_residual, which speculators reads as false and vLLM as true. "
             "Pass norm_before_residual=True or False, as the drafter was trained (speculators' command line: True)."
+        )
+
+
+def _check_mask(fields: dict[str, Any], files: CheckpointFiles, shapes: Shapes) -> None:
+    """Leaves a mask token to P-EAGLE drafters alone. Raises ValueError where config and tensors disagree on whether it
+    is one."""
+    is_stated = bool(files.config.get("parallel_drafting") or keys.eagle_config(files.config).get("parallel_drafting"))
+    if MASK not in shapes:
+        if is_stated:
+            raise ValueError(
+                f"{files.source}: config.json says parallel_drafting, of P-EAGLE drafters, the weights have no {MASK};"
+                " expected both or neither."
+            )
+        fields.pop("mask_token_id", None)  # of the target's tokenizer
+    elif fields.get("mask_token_id") is None:
+        raise ValueError(
+            f"{files.source}: the weights have {MASK}, of a P-EAGLE drafter, config.json none of"
+            f" {', '.join(keys.MASK_TOKENS)}; expected the token that stands for a mask. Pass mask_token_id=..."
         )
 
 

@@ -23,7 +23,6 @@ DEFAULT_ROPE_THETA = 10000.0
 # and what a drafter with another value does.
 OTHER_GRAPH_KEYS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("use_aux_hidden_state", (True, None), "reads the target's last state only and has no fc"),
-    ("parallel_drafting", (False, None), "drafts in parallel (P-EAGLE)"),
     ("parallel_draft_step", (1, 0, None), "drafts in parallel"),
     ("use_mtp_layernorm", (False, None), "is an MTP head"),
     ("use_last_layernorm", (True, None), "has no norm before its head"),
@@ -32,7 +31,8 @@ OTHER_GRAPH_KEYS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("eagle_aux_injection_mode", ("fused_fc", None), "injects the target's states in another way"),
     ("quantization_config", (None, {}), "is quantized: use the original"),
 )
-SPECULATORS_TYPES = ("eagle3", None)
+MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")  # in the order in which vLLM looks for them
+SPECULATORS_TYPES = ("eagle3", "peagle", None)
 SPECULATORS_LAYERS = ("llama", "qwen3")
 
 
@@ -55,7 +55,8 @@ def refuse_other_graphs(config: dict[str, Any], source: str) -> None:
     kind = config.get("speculators_model_type", speculators.get("algorithm"))
     if kind not in SPECULATORS_TYPES:
         raise ValueError(
-            f"{source}: config.json: speculators_model_type is {kind!r}; expected 'eagle3', the only kind read here."
+            f"{source}: config.json: speculators_model_type is {kind!r}; expected 'eagle3' or 'peagle', the kinds read"
+            " here."
         )
 
 
@@ -75,6 +76,9 @@ def read_fields(config: dict[str, Any], source: str) -> dict[str, Any]:
                 raise ValueError(
                     f"{source}: config.json states {name} twice, as {stated} and {alias}; expected one value."
                 )
+    masks = {name: place[name] for name in MASK_TOKENS for place in (config, nested) if place.get(name) is not None}
+    if masks:
+        fields["mask_token_id"] = next(iter(masks.values()))
     for name in FLOATS:
         if type(fields.get(name)) is int:
             fields[name] = float(fields[name])
@@ -95,7 +99,8 @@ def _flatten(config: dict[str, Any], source: str) -> dict[str, Any]:
             f"{source}: config.json: transformer_layer_config.model_type is {inner.get('model_type')!r}; "
             f"expected one of {SPECULATORS_LAYERS}."
         )
-    outer = {name: config[name] for name in (*DRAFTER, "eagle_aux_hidden_state_layer_ids") if name in config}
+    names = (*DRAFTER, *MASK_TOKENS, "eagle_aux_hidden_state_layer_ids")
+    outer = {name: config[name] for name in names if name in config}
     verifier = _object(_object(config, "speculators_config", source), "verifier", source)
     return inner | outer | {"target_model": verifier.get("name_or_path")}
 

@@ -24,7 +24,7 @@ from .infer import build_config, check_computable, foreign_config
 from .knobs import read_knobs
 from .producers import NATIVE, identify
 from .sharing import reads_one_state
-from .tensors import Shapes, expected_tensors, native_names, refuse_other_graphs
+from .tensors import MASK, Shapes, expected_tensors, native_names, refuse_other_graphs
 
 # Options that hold for the weights a config points to as well; `revision` and `subfolder` are of the repository with
 # the config.
@@ -221,6 +221,8 @@ def _complete(checkpoint: Checkpoint) -> None:
         if name.endswith("self_attn.o_proj.bias") and checkpoint.format != NATIVE:
             dtype = getattr(torch, str(config.dtype).removeprefix("torch."))
             checkpoint.made[name] = torch.zeros(expected[name], dtype=dtype)
+    if MASK in tensors and MASK in expected and tensors[MASK].shape != expected[MASK]:
+        checkpoint.made.update(_flat_mask(tensors[MASK], expected[MASK]))
     for flag, name in (("share_target_embeddings", "embed_tokens.weight"), ("share_target_head", "lm_head.weight")):
         if checkpoint.format != NATIVE and getattr(config, flag) and name in tensors:
             dropped[tensors.pop(name).name] = f"{flag} is on: the target's is used"
@@ -287,6 +289,12 @@ def _vocabulary_map(checkpoint: Checkpoint) -> dict[str, Tensor]:
                 f"t2d marks {int(stored.sum())} ids and is not what d2t says ({int(t2d.sum())} ids): rebuilt from d2t"
             )
     return {"d2t": d2t, "t2d": t2d}
+
+
+def _flat_mask(stored: StoredTensor, expected: tuple[int, ...]) -> dict[str, Tensor]:
+    """Returns P-EAGLE's `mask_hidden` in the native shape; none where it has another size."""
+    sizes = [size for size in stored.shape if size != 1]
+    return {MASK: stored.load().reshape(expected)} if tuple(sizes) == expected else {}
 
 
 def _load_map(stored: StoredTensor) -> Tensor:

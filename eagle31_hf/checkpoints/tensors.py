@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from ..configuration import Eagle31Config
 
 Shapes = dict[str, tuple[int, ...]]
+MASK = "mask_hidden"  # of P-EAGLE; others store it as (1, n*ht) or (1, 1, n*ht)
 
 # Patterns of names on disk -> native names, applied in order, each at most once a name. Each is a spelling that some
 # producer writes.
@@ -34,7 +35,6 @@ DROPPED = (
 
 # Patterns of names that only other networks have, and what each is called.
 OTHER_GRAPHS = (
-    (r"(^|\.)mask_hidden$", "a P-EAGLE head (parallel drafting)"),
     (r"lora_[AB]\b", "a LoRA adapter: merge it into its drafter first"),
     (r"(^|\.)(eh_proj|enorm)\.", "an MTP head (eh_proj)"),
     (r"(^|\.)fuse_w1\b", "AngelSlim's hawk variant"),
@@ -127,6 +127,8 @@ def expected_tensors(config: Eagle31Config) -> Shapes:
         shapes |= {f"fc_norm.{k}.weight": (width,) for k in range(config.num_aux_states)}
     if config.norm_before_fc:
         shapes["input_norm.weight"] = (fused,)
+    if config.mask_token_id is not None:
+        shapes[MASK] = (fused,)
     for i in range(config.num_hidden_layers):
         shapes |= {f"layers.{i}.{name}": shape for name, shape in _layer(config, is_fused=i == 0).items()}
     if not config.share_target_head:

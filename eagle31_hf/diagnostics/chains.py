@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 from transformers import PreTrainedModel
 
-from ..modeling import Eagle31DrafterModel
+from ..modeling import Eagle31DrafterModel, refuse_parallel
 from .attention_mass import attention_entropy
 from .growth import state_norm
 
@@ -96,6 +96,7 @@ def recorded_chains(target: PreTrainedModel, drafter: Eagle31DrafterModel) -> It
 
     Only the "eager" attention says what it attends to, so the drafter uses it in the block, in every thread.
     """
+    refuse_parallel(drafter, "measured step by step")
     recorder, implementation = ChainRecorder(), drafter.config._attn_implementation
     drafter.set_attn_implementation("eager")
     handles = (

@@ -12,8 +12,8 @@ from ..targets.ends import num_logits
 from ..targets.layers import capture_states, decoder_layers
 from ..wrappers import drafter_in
 from .draft_sampler import DraftSampler
-from .drafter_runner import DrafterRunner
 from .noise import Noise
+from .parallel_runner import runner_of
 from .planning.plan import Plan
 from .proposer import Proposer
 from .unread_states import UnreadStates
@@ -52,7 +52,7 @@ class Eagle31CandidateGenerator(CandidateGenerator):
         noise = Noise(1, vocab_size, drafter.like.device, is_coupled=False) if do_sample else None
         processors = LogitsProcessorList() if logits_processor is None else logits_processor
         first_slot = max(num_padding[0], num_cached)
-        runner = DrafterRunner(drafter, [first_slot - num_padding[0]])
+        runner = runner_of(drafter, [first_slot - num_padding[0]])
         self.proposer = Proposer(
             runner, DraftSampler(drafter, vocab_size, processors, noise, confidence_threshold, num_sequences=1)
         )

@@ -44,9 +44,9 @@ class DrafterRunner:
         self._rope_of_drafts: tuple[Tensor, Tensor] | None = None  # after what has been read
         self._below: Tensor | None = None  # which tokens of a sequence each one sees: those before it, and itself
 
-    def read(self, unread: AuxStates) -> tuple[Tensor, Tensor]:
+    def read(self, unread: AuxStates, depth: int = 1) -> tuple[Tensor, Tensor]:
         """Reads states that are new to it. Returns the state (B, 1, h) and the draft logits (B, 1, Vd) of each
-        sequence's last token."""
+        sequence's last token. `depth`: levels to be drafted next, which only some drafters need to know."""
         if len(unread) > READ_AT_ONCE:
             head, rest = unread.split(READ_AT_ONCE)
             before, after = self.read(head), self.read(rest)
@@ -61,12 +61,16 @@ class DrafterRunner:
             self._mask_of_text(num_new),
             logits_to_keep=1 if last is None else last[:, 0],
         )
+        self._note_read(unread)
+        state = out.last_hidden_state
+        return (state[:, -1:] if last is None else gathered(state, last)), out.logits
+
+    def _note_read(self, unread: AuxStates) -> None:
+        """Goes on after states that it has read; drops the keys of all else."""
         self.lengths = self.lengths + unread.counts
         self._positions = self._positions + unread.counts
         self.settle()
         self._rope_of_drafts = None
-        state = out.last_hidden_state
-        return (state[:, -1:] if last is None else gathered(state, last)), out.logits
 
     def step(self, ids: Tensor, state: Tensor, nodes: VisibleNodes, visible: Tensor | None) -> tuple[Tensor, Tensor]:
         """Runs one level of drafts (B, F) on the states (B, F, h) before them, the last level of `nodes`.

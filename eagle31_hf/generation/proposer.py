@@ -34,7 +34,7 @@ class Proposer:
             prefixes = [prefix.to(device) for prefix in prefixes]
         level = Level(roots[0] if len(roots) == 1 else torch.cat(roots), prefixes, plan)
         try:
-            level.state, level.logits = self.runner.read(unread)
+            level.state, level.logits = self.runner.read(unread, plan.depth)
             while self._expand(level):
                 pass
         finally:

@@ -28,13 +28,15 @@ from .captured.kept import kept_for
 from .captured.seam import Seam, seam_of
 from .captured.why import why_not_captured
 from .draft_sampler import DraftSampler
-from .drafter_runner import MASKED, DrafterRunner
+from .drafter_runner import MASKED
 from .engine import decode
 from .executor import EagerExecutor, Executor
 from .noise import Noise
 from .outputs import OutputCollector
+from .parallel_runner import MOST_LEVELS, runner_of
 from .planning.auto import MAX_NODES, AutoPlanner
 from .planning.buckets import BucketKnowledge, BucketPlanner, plans_of
+from .planning.calibration import MAX_DEPTH
 from .planning.controller import TOP_K
 from .planning.fixed import FixedPlanner
 from .planning.knowledge import kept_knowledge, knowledge_of
@@ -239,7 +241,7 @@ def drafting_of(
     if read_text is not None:  # the last of what it has read stands before the first slot that the target runs
         first_slots = [runner.num_cached - count for count in read_text.counts]
         padding = [padding - runner.num_before for padding in read_text.padding]
-    drafting = DrafterRunner(request.drafter, [a - b for a, b in zip(first_slots, padding, strict=True)])
+    drafting = runner_of(request.drafter, [a - b for a, b in zip(first_slots, padding, strict=True)])
     unread = UnreadStates(drafting.read, first_slots, runner.num_cached)
     if read_text is not None:
         drafting.go_on_with(read_text.layers, read_text.lengths)
@@ -290,7 +292,8 @@ def drafting_planner_of(request: Request, mode: Mode, eager: EagerExecutor, is_c
         buckets = knowledge_of(BucketKnowledge, request.drafter, request.target, *kind, settings.total_tokens)
         return BucketPlanner(buckets, plans_of(settings, mode.draws_trees))
     known = kept_knowledge(request.drafter, request.target, *kind)
-    return AutoPlanner(known, eager.clock, top_k, settings.total_tokens or MAX_NODES)
+    max_depth = MAX_DEPTH if request.drafter.config.mask_token_id is None else MOST_LEVELS
+    return AutoPlanner(known, eager.clock, top_k, settings.total_tokens or MAX_NODES, max_depth)
 
 
 def decode_with(

@@ -15,7 +15,7 @@ from transformers.trainer_utils import EvalLoopOutput, SaveStrategy
 from transformers.utils import logging
 
 from ..errors import DraftingRefusedError
-from ..modeling import Eagle31DrafterModel
+from ..modeling import Eagle31DrafterModel, refuse_parallel
 from ..quantized import refuse_quantized
 from ..seeding import generator_of
 from ..targets.layers import decoder_layers
@@ -67,6 +67,7 @@ class Eagle31Trainer(CheckpointingTrainer):
                 " target=."
             )
         refuse_quantized(model, "trained")
+        refuse_parallel(model, "trained")
         args._n_gpu = min(args.n_gpu, 1)  # several devices without a launcher are the target's
         self.target = target
         self.reader = source_of_states(model, target, args, train_dataset)

@@ -11,7 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-WRITES = ("write", "flush", "fsync")  # of files; every other step that changes something has an audit event of its own
+WRITES = (
+    "write",
+    "flush",
+    "fsync",
+    "sendfile",
+)  # of files; every other step that changes something has an audit event of its own
 IN_A_ROW = 2  # writes that count as steps, of those one after the other: what a file has in its middle is all the same
 READS = ("os.listdir", "os.scandir", "os.walk", "os.fwalk")
 LOOKS = ("stat", "get_slice")  # at files and at tensors of a file, besides opening them

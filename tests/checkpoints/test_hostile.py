@@ -563,7 +563,7 @@ KEYS: dict[str, tuple[dict[str, Any], str]] = {
         {"eagle_config": {"use_aux_hidden_state": False}},
         "use_aux_hidden_state is False.*no fc.*expected True",
     ),
-    "parallel": ({"parallel_drafting": True}, "parallel_drafting is True.*P-EAGLE.*expected False"),
+    "parallel": ({"parallel_drafting": True}, "says parallel_drafting.*no mask_hidden.*expected both or neither"),
     "an_mtp_head": ({"eagle_config": {"use_mtp_layernorm": True}}, "use_mtp_layernorm is True.*MTP.*expected False"),
     "no_last_norm": (
         {"use_last_layernorm": False},
@@ -572,8 +572,8 @@ KEYS: dict[str, tuple[dict[str, Any], str]] = {
     "hawk": ({"eagle_aux_injection_mode": "hawk"}, "eagle_aux_injection_mode is hawk.*expected fused_fc"),
     "quantized": ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config.*quantized: use the original"),
     "speculators_of_another_kind": (
-        {"speculators_model_type": "peagle"},
-        "speculators_model_type is 'peagle'.*expected 'eagle3'",
+        {"speculators_model_type": "hass"},
+        "speculators_model_type is 'hass'.*expected 'eagle3' or 'peagle'",
     ),
     "speculators_of_dflash": ({"speculators_config": {"algorithm": "dflash"}}, "'dflash'.*expected 'eagle3'"),
     "speculators_of_a_list": ({"speculators_config": ["eagle3"]}, "speculators_config.*expected"),
@@ -913,10 +913,6 @@ OTHERS: dict[str, tuple[dict[str, torch.Tensor], str]] = {
     "eagle1": (
         plain_layer(0) | {"fc.weight": torch.ones(WIDTH, 2 * WIDTH), "embed_tokens.weight": torch.ones(VOCAB, WIDTH)},
         "EAGLE-1 or EAGLE-2 head.*expected an EAGLE 3",
-    ),
-    "peagle": (
-        {"mask_hidden": torch.ones(1, 1, 60), "fc.weight": torch.ones(WIDTH, 60)},
-        "mask_hidden marks a P-EAGLE head.*expected",
     ),
     "dflash": (
         plain_layer(0) | plain_layer(1) | {"hidden_norm.weight": torch.ones(WIDTH)},

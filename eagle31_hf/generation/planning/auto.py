@@ -22,14 +22,18 @@ MAX_NODES = COUNTS[-1] + 1
 
 
 class AutoPlanner(Planner):
-    """Chooses the plan of every round of one call; no tree is larger than `max_nodes`."""
+    """Chooses the plan of every round of one call; no tree is larger than `max_nodes`, no draft deeper than
+    `max_depth`."""
 
-    def __init__(self, known: Knowledge, clock: Clock, top_k: int = TOP_K, max_nodes: int = MAX_NODES):
+    def __init__(
+        self, known: Knowledge, clock: Clock, top_k: int = TOP_K, max_nodes: int = MAX_NODES, max_depth: int = MAX_DEPTH
+    ):
         super().__init__()
         self.known = known
         self.clock = clock
         self.top_k = top_k
         self.max_nodes = max_nodes
+        self.max_depth = max_depth
         self.kinds = (PLAIN, CHAINS, TREES) if top_k > 1 else (PLAIN, CHAINS)
         self.loads_kernels = clock.uses_events  # a GPU does, when it first meets a size: up to a second
         self.drafts_by_count: Counter[int] = Counter()
@@ -49,7 +53,7 @@ class AutoPlanner(Planner):
             trial = known.exploration.arms[self.kind].next_trial()
             self.controller = LevelController(known, self.clock, top_k, going, num_unread, trial)
         nodes = min(self.max_nodes, max_nodes)
-        return Plan(min(MAX_DEPTH, max_depth), top_k, self.controller.max_width, nodes, self.controller)
+        return Plan(min(self.max_depth, max_depth), top_k, self.controller.max_width, nodes, self.controller)
 
     def lookup_depth(self, gains: list[float]) -> int:
         """The depth that gives most tokens more than the fastest kind of rounds would in the same seconds; 0 where none
