@@ -33,6 +33,7 @@ REPORT_ENDS = "<!-- end of eagle31_hf report -->"
 OWN_REPORT = re.compile(rf"^{REPORT_BEGINS}\s*?$.*?^{REPORT_ENDS}(?=\s*?$)", re.MULTILINE | re.DOTALL)
 # Errors of the Hub's client where an upload fails: those of a request, bad names, broken connections, offline mode.
 UPLOAD_ERRORS = (*HUB_ERRORS, HFValidationError, RuntimeError, OfflineModeIsEnabled)
+TAG_OF = {"EAGLE 3.1": "eagle3.1", "P-EAGLE": "p-eagle"}
 TAGS = ["eagle31_hf", "speculative-decoding", "draft-model"]
 
 
@@ -56,7 +57,9 @@ class CardFacts:
 
 
 def kind(config: Eagle31Config) -> str:
-    """Returns the generation of EAGLE that a drafter's norms show, as its card and `eagle31 info` call it."""
+    """Returns the generation of EAGLE that a drafter's masks and norms show, as its card and `eagle31 info` call it."""
+    if config.mask_token_id is not None:
+        return "P-EAGLE"
     if config.is_eagle31 or (config.norm_before_fc and config.norm_output):
         return "EAGLE 3.1"
     return "EAGLE 3" if not (config.fc_norm or config.norm_output) else "between EAGLE 3 and 3.1"
@@ -95,7 +98,7 @@ def _front_matter(config: Eagle31Config, facts: CardFacts) -> str:
         license=facts.license,
         language=facts.language or None,
         datasets=facts.datasets or None,
-        tags=["eagle3.1" if kind(config) == "EAGLE 3.1" else "eagle3", *TAGS, *facts.tags],
+        tags=[TAG_OF.get(kind(config), "eagle3"), *TAGS, *facts.tags],
     )
     return f"---\n{data.to_yaml()}\n---"
 

@@ -71,7 +71,7 @@ SGLANG_CANNOT: tuple[Rule, ...] = (
     (lambda c: c.kv_lora_rank is not None and c.num_hidden_layers > 1, "its MLA drafter has one layer"),
 )
 SPECULATORS_CANNOT: tuple[Rule, ...] = (
-    (lambda c: c.mask_token_id is not None, "its P-EAGLE drafters are not written here: export for vLLM"),
+    (lambda c: c.mask_token_id is not None, "P-EAGLE drafters are not written in its format; vLLM's is"),
     NO_BIAS,
     SILU,
     QWEN_MLP,

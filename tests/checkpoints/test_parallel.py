@@ -12,6 +12,7 @@ from writers import LLAMA_EAGLE3, SIZES
 from eagle31_hf import Eagle31DrafterModel, convert_checkpoint, export_checkpoint
 from eagle31_hf.checkpoints import read_checkpoint
 from eagle31_hf.checkpoints.export import launch_line
+from eagle31_hf.hub import render_card
 
 IDS = [1, 2, 4]
 FIELDS = EAGLE3 | {"num_hidden_layers": 2, "mask_token_id": 9, "aux_hidden_state_layer_ids": IDS}
@@ -68,6 +69,7 @@ def test_it_loads_converts_and_is_exported(case, tmp_path):
     assert_same(Eagle31DrafterModel.from_pretrained(folder, **options), drafter)
     convert_checkpoint(folder, **options)
     assert read_checkpoint(str(folder)).is_native
+    assert "# P-EAGLE drafter" in render_card(drafter.config)
     assert_same(Eagle31DrafterModel.from_pretrained(folder), drafter)
     exported = export_checkpoint(folder, tmp_path / "exported", format="vllm")
     stated = json.loads((Path(exported) / "config.json").read_text())
