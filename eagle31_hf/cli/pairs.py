@@ -27,7 +27,7 @@ def add_pair(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prompt-lookup-num-tokens",
         type=count_or_auto,
-        help="tokens of a chain taken from the text, where its last tokens stood before (0: none)",
+        help="tokens of a chain taken from the text, where its last tokens stood before; 0 (none), or auto",
     )
     parser.add_argument(
         "--dtype", choices=DTYPES, default="auto", help="of both models (default: auto, the target's own)"

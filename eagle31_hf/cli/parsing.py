@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..checkpoints.knobs import MAX_TOKENS
 from ..configuration import Eagle31Config
 from ..json_file import parse_value
 from ..names import refuse_unknown
@@ -108,7 +109,10 @@ def positive_or_auto(text: str) -> int | str:
 
 def count_or_auto(text: str) -> int | str:
     """Reads an integer of at least 0, or the word auto."""
-    return text if text == "auto" else count(text)
+    try:
+        return text if text == "auto" else integer(0, MAX_TOKENS)(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, or auto") from None
 
 
 def rate_or_none(text: str) -> float | None:

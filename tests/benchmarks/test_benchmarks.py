@@ -7,6 +7,7 @@ import engine
 import memory
 import prompt_lookup
 import pytest
+import sampling
 import small
 import torch
 import training
@@ -47,6 +48,14 @@ def test_bench_prompt_lookup_decodes_each_prompt_in_both_ways(capsys):
         found["tokens_per_second"]["drafter and text"] / found["tokens_per_second"]["drafter"]
     )
     assert len(list(prompt_lookup.edits())) >= 6
+
+
+def test_bench_sampling_counts_both_kinds(capsys):
+    result = figures_of(capsys, sampling, "--prompts", "1", "--seeds", "1", "--max-new-tokens", "16")
+    lengths = {(run["depth"], run["kind"]): run["accepted_length"] for run in result["runs"]}
+    assert len(lengths) == 6
+    assert lengths[5, "rejection"] != lengths[5, "shared noise"]
+    assert min(lengths.values()) >= 1
 
 
 def test_bench_engine_accepts_what_was_decreed(capsys):

@@ -116,9 +116,10 @@ def test_no_chain_is_longer_than_there_is_room_for():
     assert LookupPlanner(FixedPlanner(1), prompts, 8, 10).plan(0, UNLIMITED, [0], 1).depth == 0
 
 
-def test_ids_that_are_no_tokens_of_the_target_are_not_drafted():
+@pytest.mark.parametrize("image", [99, -200])
+def test_ids_that_are_no_tokens_of_the_target_are_not_drafted(image):
     """Those of images may lie beyond its embedding."""
-    prompts = [[1, 2, 3, 4, 5, 6, 7, 99, 9, 1, 2, 3, 4, 5, 6]]
+    prompts = [[1, 2, 3, 4, 5, 6, 7, image, 9, 1, 2, 3, 4, 5, 6]]
     assert LookupPlanner(FixedPlanner(1), prompts, 8, 50).plan(100, UNLIMITED, [0], 1).drafts == [[7]]
 
 

@@ -12,7 +12,7 @@ class LookupPlanner(Planner):
     """Plans as `planner` does, except in rounds where chains from the text promise more: then every sequence of the
     batch is given one, and the drafter none.
 
-    `prompts`: the token ids of each sequence; `max_length`: of a chain; `vocab_size`: of the target; greater ids, as
+    `prompts`: the token ids of each sequence; `max_length`: of a chain; `vocab_size`: of the target; other ids, as
     images may have, end a chain.
     """
 
@@ -46,7 +46,7 @@ class LookupPlanner(Planner):
         chances: list[list[float]] = []
         for b, lookup in enumerate(self.lookups):
             ids, chances_of_ids = lookup.drafts(limit) if b in going else ([], [])
-            end = next((i for i, token in enumerate(ids) if token >= self.vocab_size), len(ids))
+            end = next((i for i, token in enumerate(ids) if not 0 <= token < self.vocab_size), len(ids))
             chains.append(ids[:end])
             chances.append(chances_of_ids[:end])
         longest = max(map(len, chains))
