@@ -23,7 +23,8 @@ DEPTHS = (3, 5, 7)
 
 def with_coupling(is_coupled: bool, *arguments: Any) -> Noise:
     """The noise of a call, coupled or not, whatever the call would have."""
-    return Noise(*arguments[:3], is_coupled)
+    num_sequences, vocab_size, device, _ = arguments
+    return Noise(num_sequences, vocab_size, device, is_coupled)
 
 
 def measured(args: argparse.Namespace) -> tuple[dict[str, Any], str]:

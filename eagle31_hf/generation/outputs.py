@@ -16,14 +16,15 @@ from .rejection_sampler import Accepted
 
 class OutputCollector:
     """Collects scores, logits, hidden states and attentions as far as the generation config asks for them. (B is 1 or
-    rows keep step.)
+    rows keep step.) `shared`: the layers whose keys the last ones read, one for each of these.
 
     `logits` are the very tensors the processors were handed: one that writes to them writes to these, as in plain
     generate.
     """
 
-    def __init__(self, generation_config: GenerationConfig, past_key_values: Cache):
+    def __init__(self, generation_config: GenerationConfig, past_key_values: Cache, shared: list[int]):
         self.past_key_values = past_key_values
+        self.shared = shared
         self.wanted = generation_config.return_dict_in_generate
         self.scores: tuple[Tensor, ...] | None = () if self.wanted and generation_config.output_scores else None
         self.logits: tuple[Tensor, ...] | None = () if self.wanted and generation_config.output_logits else None
@@ -56,6 +57,7 @@ class OutputCollector:
         the keys that stock layers show them. Keys after a token's own belong to the tokens after it."""
         num_after, count = num_kept - tokens.stop, tokens.stop - tokens.start
         held = attention_layers(self.past_key_values)
+        held += [held[i] for i in self.shared]
         num_keys = [layer.shape[3] - layer.shape[2] + num_kept for layer in layers]
         spans = [attention_span(*of_layer, num_after, count) for of_layer in zip(held, num_keys, strict=True)]
         return tuple(layer[:, :, tokens, span] for layer, span in zip(layers, spans, strict=True))

@@ -18,7 +18,7 @@ from ..modeling import Eagle31DrafterModel
 from ..targets.ends import num_logits
 from ..targets.few_rows import LOW, few_rows
 from ..targets.fused import fused_rows
-from ..targets.layers import capture_states, decoder_layers
+from ..targets.layers import capture_states, decoder_layers, layers_that_share
 from ..targets.masks import windows_of
 from ..targets.probe import why_no_drafts_with_attentions, why_no_trees
 from ..targets.recurrent import has_hooks_of_others
@@ -157,9 +157,8 @@ def speculative_decoding(request: Request, wrap_sampler: WrapSampler | None = No
                 f"got a {type(wrapped).__name__} in place of a {type(sampler).__name__}; expected one that"
                 f" {'keeps' if sampler.is_lock_step else 'does not keep'} the batch in lock-step, as this call needs."
             )
-        eager = EagerExecutor(
-            runner, proposer, unread, wrapped, sequences, stopping, OutputCollector(config, runner.past_key_values)
-        )
+        collector = OutputCollector(config, runner.past_key_values, layers_that_share(request.target))
+        eager = EagerExecutor(runner, proposer, unread, wrapped, sequences, stopping, collector)
         layer_ids = request.drafter.config.resolve_layer_ids(len(decoder_layers(request.target)))
         with (
             capture_states(request.target, layer_ids, runner.past_key_values) as eager.unread.captured,

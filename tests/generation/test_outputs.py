@@ -149,3 +149,15 @@ def test_memory_of_rejected_drafts_is_not_kept(target, drafter, prompt):
     kwargs = {"return_dict_in_generate": True, "output_scores": True, "num_assistant_tokens": 3}
     output, _ = speculate(target, drafter, prompt, max_new_tokens=LENGTH, do_sample=False, **kwargs)
     assert all(scores.untyped_storage().nbytes() <= 4 * 4 * scores.numel() for scores in output.scores)
+
+
+@pytest.mark.parametrize("name", ["Gemma4 text, shared keys", "Gemma3n text"])
+def test_attentions_of_layers_that_read_others_keys(name):
+    target, drafter = build_target(name, "eager"), build_drafter(name)
+    options = {"max_new_tokens": LENGTH, "do_sample": False, "return_dict_in_generate": True, "output_attentions": True}
+    ids = torch.tensor([[1, 2, 3, 5, 8]])
+    output, stats = speculate(target, drafter, ids, **CHAIN, **options)
+    expected = target.generate(ids, **options)
+    assert sum(stats.drafted_per_position) > 0
+    assert_close("sequences", output.sequences, expected.sequences)
+    assert_close("attentions", output.attentions, expected.attentions, TARGET_FORWARD)
