@@ -134,9 +134,9 @@ class Eagle31Config(PreTrainedConfig):
         kv_lora_rank: width of the latent that MLA layers (DeepSeek, Kimi) cache for keys and values; `None`: layers
             are not MLA. `q_lora_rank` (`None`: no query latent), `qk_nope_head_dim`, `qk_rope_head_dim` and
             `v_head_dim` are MLA's other sizes; rope is interleaved.
-        mask_token_id: token that a P-EAGLE drafter reads in the place of drafts it does not know yet, each with its
-            learnt `mask_hidden` in the place of the target's states: it drafts all levels in one forward. `None`:
-            EAGLE 3 or 3.1, level after level.
+        mask_token_id: token that a P-EAGLE drafter reads in place of drafts it does not know yet, with one learnt
+            vector, `mask_hidden`, in place of the target's states: it drafts all levels in one forward. `None`: EAGLE
+            3 or 3.1, level after level.
         target_model: name of the target this drafter was trained for.
         weights_from: `{"repo_id", "revision"}` of the EAGLE 3 weights to which a repository with only a config points.
             They are fetched at the revision named here (by default "main"), with the `token`, `cache_dir`,

@@ -83,7 +83,7 @@ class Eagle31DecoderLayer(GradientCheckpointingLayer):
 
 
 class Eagle31DrafterModel(SharesTarget, Eagle31PreTrainedModel):
-    """EAGLE 3.1 (or EAGLE 3) drafter of a frozen target; see `Eagle31Config` for what its flags mean.
+    """EAGLE 3.1 (or EAGLE 3, or P-EAGLE) drafter of a frozen target; see `Eagle31Config` for what its flags mean.
 
     Its drafting knobs are fields of `generation_config`: `num_assistant_tokens` ("auto", the default: chosen as it
     goes), `draft_tree_top_k` (1: chains), `draft_tree_total_tokens`, `assistant_confidence_threshold`, which ends
@@ -119,8 +119,7 @@ class Eagle31DrafterModel(SharesTarget, Eagle31PreTrainedModel):
         )
         self.input_norm = Norm(fused_width, eps=eps) if config.norm_before_fc else None
         self.fc = nn.Linear(fused_width, h, bias=config.fc_bias)
-        is_parallel = config.mask_token_id is not None
-        self.mask_hidden = nn.Parameter(torch.empty(fused_width)) if is_parallel else None  # of the masks of P-EAGLE
+        self.mask_hidden = None if config.mask_token_id is None else nn.Parameter(torch.empty(fused_width))
         self.layers = nn.ModuleList(Eagle31DecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = Norm(h, eps=eps)
         self.lm_head = None if config.share_target_head else nn.Linear(h, config.draft_vocab_size, bias=False)
@@ -160,8 +159,11 @@ class Eagle31DrafterModel(SharesTarget, Eagle31PreTrainedModel):
         self.d2t.copy_(d2t)
         self.t2d.copy_(vocab.membership(vocab.target_ids(d2t), self.config.vocab_size))
 
-    def fuse_target_states(self, states: Tensor) -> Tensor:
-        """Captured states (B, T, n*ht), concatenated in ascending layer order, -> fused states (B, T, h)."""
+    def fuse_target_states(self, states: Tensor, is_mask: Tensor | None = None) -> Tensor:
+        """Captured states (B, T, n*ht), concatenated in ascending layer order, -> fused states (B, T, h). Where
+        `is_mask` (B, T) is set, `mask_hidden` stands in their place."""
+        if is_mask is not None:
+            states = torch.where(is_mask[..., None], self.mask_hidden, states)
         if self.input_norm is not None:
             states = self.input_norm(states)
         if self.fc_norm is not None:
@@ -182,6 +184,7 @@ class Eagle31DrafterModel(SharesTarget, Eagle31PreTrainedModel):
         logits_to_keep: int | Tensor | None = 0,
         labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        is_mask: Tensor | None = None,
         output_hidden_states: bool | int | list[int] | None = None,
         output_attentions: bool | None = None,
         return_dict: bool | None = None,
@@ -190,19 +193,18 @@ class Eagle31DrafterModel(SharesTarget, Eagle31PreTrainedModel):
         """Runs one drafting step over T tokens; token t stands where the *next* id is `input_ids[:, t]` (B, T).
 
         Exactly one of `target_hidden_states` (B, T, n*ht), captured from the target, and `hidden_states` (B, T, h),
-        the state an earlier call returned. `attention_mask` is 2-D over cached and new tokens, 4-D in the form of
-        the attention implementation, or a dict of 4-D masks by layer type. `logits_to_keep`: score the last so many
-        tokens only (0: all; None: none), or some of every sequence, (B,) or (B, k). `position_embeddings`: cos
-        and sin (B or 1, T, D) in place of `position_ids`.
+        the state an earlier call returned. `is_mask` (B, T): masks of a P-EAGLE drafter, whose states are not read.
+        `attention_mask` is 2-D over cached and new tokens, 4-D in the form of the attention implementation, or a dict
+        of 4-D masks by layer type. `logits_to_keep`: score the last so many tokens only (0: all; None: none), or some
+        of every sequence, (B,) or (B, k). `position_embeddings`: cos and sin (B or 1, T, D) for `position_ids`.
 
-        `labels` (B, T) are target ids aligned with `input_ids`, usually `input_ids` themselves, or -100 for a token
-        that does not count. Logits at token t are scored against `labels[:, t + 1]`. `loss` is the mean cross-entropy
-        over the labels that count and are in the draft vocabulary, or their sum divided by `num_items_in_batch`; NaN
-        where there is none. The other arguments are as in transformers. Raises ValueError when neither or both states
-        are given, and when labels do not fit the logits.
+        `labels` (B, T) are target ids, usually `input_ids` themselves, or -100 for a token that does not count. Logits
+        at token t are scored against `labels[:, t + 1]`. `loss` is the mean cross-entropy over the labels that count
+        and are in the draft vocabulary, or their sum divided by `num_items_in_batch`; NaN where there is none. Others
+        are as in transformers. Raises ValueError for neither or both states, and labels that do not fit the logits.
         """
         _check_one_of(target_hidden_states, hidden_states)
-        x = self.fuse_target_states(target_hidden_states) if hidden_states is None else hidden_states
+        x = self.fuse_target_states(target_hidden_states, is_mask) if hidden_states is None else hidden_states
         embeds = self.embed(input_ids)
         if past_key_values is None and use_cache:
             past_key_values = DynamicCache()
@@ -282,7 +284,7 @@ class Eagle31DrafterModel(SharesTarget, Eagle31PreTrainedModel):
 
 
 def refuse_parallel(drafter: Eagle31DrafterModel, what: str) -> None:
-    """Raises ValueError for a P-EAGLE drafter; `what` it cannot be for that reason, as "trained"."""
+    """Raises ValueError for a P-EAGLE drafter; `what`: what it cannot be, a participle as "trained"."""
     if drafter.config.mask_token_id is not None:
         raise ValueError(
             f"a P-EAGLE drafter (mask_token_id is {drafter.config.mask_token_id}), which drafts all levels at once,"

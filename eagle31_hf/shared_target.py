@@ -92,6 +92,12 @@ class SharesTarget(nn.Module):
                 f"the target's vocabulary has {rows} ids, the drafter's {self.config.vocab_size} (more than padding"
                 f" apart): {trained_for}"
             )
+        mask = self.config.mask_token_id
+        if self.embed_tokens is None and mask is not None and mask >= rows:
+            raise ValueError(
+                f"the target's embedding, which the drafter shares, has {rows} rows, none for its mask_token_id {mask}:"
+                f" {trained_for}"
+            )
 
     @property
     def like(self) -> Tensor:

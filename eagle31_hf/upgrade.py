@@ -101,12 +101,12 @@ def upgrade_to_eagle31(
     need a `tokenizer`, by default the target's own. Raises ValueError for a drafter that is EAGLE 3.1 already, and for
     too little text.
     """
+    refuse_parallel(drafter, "upgraded")
     if drafter.config.is_eagle31:
         raise ValueError(
             "the drafter is EAGLE 3.1 already (fc_norm and norm_output are on); expected an EAGLE 3 drafter."
         )
     refuse_quantized(drafter, "upgraded")
-    refuse_parallel(drafter, "upgraded")
     texts = _calibration_texts(texts, target, tokenizer)
     drafter.load_target_embeddings(target)
     layer_ids = drafter.config.resolve_layer_ids(len(decoder_layers(target)))

@@ -39,7 +39,6 @@ QWEN_MLP: Rule = (
     lambda c: c.qk_norm and c.mlp_bias,
     "its drafter with q/k norm (Qwen3) has no MLP bias and drops it silently",
 )
-PARALLEL: Rule = (lambda c: c.mask_token_id is not None, "it does not draft in parallel (P-EAGLE)")
 VLLM_CANNOT: tuple[Rule, ...] = (
     NO_BIAS,
     SILU,
@@ -55,7 +54,7 @@ VLLM_CANNOT: tuple[Rule, ...] = (
     (lambda c: c.kv_lora_rank is not None and c.norm_before_residual, "its MLA drafter has no norm_before_residual"),
 )
 SGLANG_CANNOT: tuple[Rule, ...] = (
-    PARALLEL,
+    (lambda c: c.mask_token_id is not None, "it does not draft in parallel (P-EAGLE)"),
     NO_BIAS,
     SILU,
     WINDOW,
@@ -71,7 +70,7 @@ SGLANG_CANNOT: tuple[Rule, ...] = (
     (lambda c: c.kv_lora_rank is not None and c.num_hidden_layers > 1, "its MLA drafter has one layer"),
 )
 SPECULATORS_CANNOT: tuple[Rule, ...] = (
-    (lambda c: c.mask_token_id is not None, "P-EAGLE drafters are not written in its format; vLLM's is"),
+    (lambda c: c.mask_token_id is not None, "P-EAGLE is not written in its format, only in vLLM's"),
     NO_BIAS,
     SILU,
     QWEN_MLP,

@@ -44,7 +44,7 @@ def foreign_config(
         fields["aux_hidden_state_layer_ids"] = ids
         (notes if ids is None else reasons).append(reason)
     fields |= overrides
-    _check_mask(fields, files, shapes)
+    _add_mask(fields, files, shapes, overrides)
     _add_target_width(fields, files, shapes, notes)
     dtype = next(
         stored.dtype
@@ -71,22 +71,33 @@ def _check_ambiguous(producer: Producer, fields: dict[str, Any], overrides: Mapp
         )
 
 
-def _check_mask(fields: dict[str, Any], files: CheckpointFiles, shapes: Shapes) -> None:
-    """Leaves a mask token to P-EAGLE drafters alone. Raises ValueError where config and tensors disagree on whether it
-    is one."""
-    is_stated = bool(files.config.get("parallel_drafting") or keys.eagle_config(files.config).get("parallel_drafting"))
+def _add_mask(fields: dict[str, Any], files: CheckpointFiles, shapes: Shapes, overrides: Mapping[str, Any]) -> None:
+    """Adds the mask token of a P-EAGLE drafter, which has a `mask_hidden`. Raises ValueError where config, tensors and
+    caller disagree on whether it is one, and where they do not name one token."""
+    source, stated = files.source, keys.states_parallel(files.config)
+    is_asked = overrides.get("mask_token_id") is not None
     if MASK not in shapes:
-        if is_stated:
+        if stated or is_asked:
+            who = "config.json" if stated else "the caller"
             raise ValueError(
-                f"{files.source}: config.json says parallel_drafting, of P-EAGLE drafters, the weights have no {MASK};"
-                " expected both or neither."
+                f"{source}: {who} says that this is a P-EAGLE drafter, the weights have no {MASK}; expected both or"
+                " neither."
             )
-        fields.pop("mask_token_id", None)  # of the target's tokenizer
-    elif fields.get("mask_token_id") is None:
+        return
+    if stated is False:
         raise ValueError(
-            f"{files.source}: the weights have {MASK}, of a P-EAGLE drafter, config.json none of"
-            f" {', '.join(keys.MASK_TOKENS)}; expected the token that stands for a mask. Pass mask_token_id=..."
+            f"{source}: config.json says parallel_drafting=False, the weights have {MASK}, of a P-EAGLE drafter;"
+            " expected both or neither."
         )
+    if is_asked:
+        return
+    tokens = keys.mask_tokens(files.config)
+    if len(tokens) != 1:
+        raise ValueError(
+            f"{source}: config.json states {sorted(tokens) or 'no token'} as {', '.join(keys.MASK_TOKENS)}; expected"
+            f" one, which stands for a mask with {MASK}. Pass mask_token_id=..."
+        )
+    (fields["mask_token_id"],) = tokens
 
 
 def _add_from_tensors(fields: dict[str, Any], shapes: Shapes, source: str, notes: list[str]) -> None:

@@ -23,7 +23,7 @@ DEFAULT_ROPE_THETA = 10000.0
 # and what a drafter with another value does.
 OTHER_GRAPH_KEYS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("use_aux_hidden_state", (True, None), "reads the target's last state only and has no fc"),
-    ("parallel_draft_step", (1, 0, None), "drafts in parallel"),
+    ("parallel_draft_step", (1, 0, None), "drafts in parallel by several heads (ModelOpt)"),
     ("use_mtp_layernorm", (False, None), "is an MTP head"),
     ("use_last_layernorm", (True, None), "has no norm before its head"),
     ("next_layer_regular", (True, None), "feeds the embedding to every layer"),
@@ -31,7 +31,7 @@ OTHER_GRAPH_KEYS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("eagle_aux_injection_mode", ("fused_fc", None), "injects the target's states in another way"),
     ("quantization_config", (None, {}), "is quantized: use the original"),
 )
-MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")  # in the order in which vLLM looks for them
+MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")  # names of the token that is a mask in P-EAGLE
 SPECULATORS_TYPES = ("eagle3", "peagle", None)
 SPECULATORS_LAYERS = ("llama", "qwen3")
 
@@ -76,13 +76,24 @@ def read_fields(config: dict[str, Any], source: str) -> dict[str, Any]:
                 raise ValueError(
                     f"{source}: config.json states {name} twice, as {stated} and {alias}; expected one value."
                 )
-    masks = {name: place[name] for name in MASK_TOKENS for place in (config, nested) if place.get(name) is not None}
-    if masks:
-        fields["mask_token_id"] = next(iter(masks.values()))
     for name in FLOATS:
         if type(fields.get(name)) is int:
             fields[name] = float(fields[name])
     return ABSENT | fields | {"rope_parameters": rope_parameters(config, source)}
+
+
+def states_parallel(config: dict[str, Any]) -> bool | None:
+    """Returns whether a config says that its drafter is P-EAGLE; None where it says nothing of it."""
+    if config.get("speculators_model_type") == "peagle":
+        return True
+    stated = [place.get("parallel_drafting") for place in (config, eagle_config(config))]
+    return next((value is True for value in stated if value is not None), None)
+
+
+def mask_tokens(config: dict[str, Any]) -> set[Any]:
+    """Returns the ids that a config states for a mask, which are several where its tokenizer has another one."""
+    places = (config, eagle_config(config))
+    return {place[name] for place in places for name in MASK_TOKENS if type(place.get(name)) is int}
 
 
 def _flatten(config: dict[str, Any], source: str) -> dict[str, Any]:
@@ -99,8 +110,7 @@ def _flatten(config: dict[str, Any], source: str) -> dict[str, Any]:
             f"{source}: config.json: transformer_layer_config.model_type is {inner.get('model_type')!r}; "
             f"expected one of {SPECULATORS_LAYERS}."
         )
-    names = (*DRAFTER, *MASK_TOKENS, "eagle_aux_hidden_state_layer_ids")
-    outer = {name: config[name] for name in names if name in config}
+    outer = {name: config[name] for name in (*DRAFTER, "eagle_aux_hidden_state_layer_ids") if name in config}
     verifier = _object(_object(config, "speculators_config", source), "verifier", source)
     return inner | outer | {"target_model": verifier.get("name_or_path")}
 

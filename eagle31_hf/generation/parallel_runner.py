@@ -9,6 +9,7 @@ B sequences, F nodes of a level, K levels, h drafter width, Vd draft vocabulary.
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..modeling import Eagle31DrafterModel
 from .aux_states import AuxStates, gathered
@@ -20,46 +21,44 @@ MOST_LEVELS = 8  # that auto drafts: such drafters are trained for about as many
 
 def runner_of(drafter: Eagle31DrafterModel, first_positions: list[int]) -> DrafterRunner:
     """The runner that serves a drafter."""
-    kind = DrafterRunner if drafter.config.mask_token_id is None else ParallelRunner
-    return kind(drafter, first_positions)
+    runner_class = DrafterRunner if drafter.config.mask_token_id is None else ParallelRunner
+    return runner_class(drafter, first_positions)
 
 
 class ParallelRunner(DrafterRunner):
     """Runs a P-EAGLE drafter: reading scores every level, and a step has nothing to run."""
 
+    def __init__(self, drafter: Eagle31DrafterModel, first_positions: list[int]):
+        super().__init__(drafter, first_positions)
+        self._logits = torch.empty(0)  # of all levels (B, K, Vd), scored when states were read last
+
     def read(self, unread: AuxStates, depth: int = 1) -> tuple[Tensor, Tensor]:
-        """Reads states that are new to it, and a mask for each level after the first of `depth`. Returns as
-        `DrafterRunner.read` does."""
+        """Reads states that are new to it, and a mask for each level after the first of `depth`, which it scores, too.
+        Returns what `DrafterRunner.read` does."""
         if depth == 1:
             return super().read(unread)
-        if len(unread) > READ_AT_ONCE:  # masks follow every sequence's last token, so all of these are read together
+        if len(unread) > READ_AT_ONCE:  # each sequence's last token and its masks go together, what is before it first
             but_last = [max(count - 1, 0) for count in unread.counts.host]
             super().read(unread.at_most(but_last))
             unread = unread.without_first(but_last)
-        device = self.like.device
-        given = AuxStates(unread.states.to(self.like), unread.tokens.to(device), unread.counts)
-        both = AuxStates.joined([given, self._masks_after(given, depth - 1)])
-        last = (unread.counts.on(device) - 1).clamp_(min=0)
+        device, length = self.like.device, len(unread) + depth - 1
+        counts = unread.counts.on(device)
+        is_mask = torch.arange(length, device=device) >= counts  # also what pads shorter sequences: these have more
+        tokens = pad(unread.tokens.to(device), (0, depth - 1)).masked_fill(is_mask, self.drafter.config.mask_token_id)
+        last = (counts - 1).clamp_(min=0)
         out = self._forward(
-            both.tokens,
-            {"target_hidden_states": both.states},
-            self._rope(len(both)),
-            self._mask_of_text(len(both)),
+            tokens,
+            {"target_hidden_states": pad(unread.states.to(self.like), (0, 0, 0, depth - 1)), "is_mask": is_mask},
+            self._rope(length),
+            self._mask_of_text(length),
             logits_to_keep=last + torch.arange(depth, device=device),
         )
         self._note_read(unread)
-        self._logits = out.logits  # (B, K, Vd)
+        self._logits = out.logits
         return gathered(out.last_hidden_state, last), out.logits[:, :1]
 
     def step(self, ids: Tensor, state: Tensor, nodes: VisibleNodes, visible: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The logits of the next level (B, F, Vd), which was scored when states were read, and the states as given."""
+        """The states as given, and the logits (B, F, Vd) after the level that `nodes` ends with, which were scored when
+        states were read: 0 are those that `read` returned."""
         level = len(nodes.widths)
         return state, self._logits[:, level : level + 1].expand(-1, ids.shape[1], -1)
-
-    def _masks_after(self, unread: AuxStates, count: int) -> AuxStates:
-        """As many masks for every sequence."""
-        assert self.drafter.mask_hidden is not None
-        num_sequences = len(unread.tokens)
-        states = self.drafter.mask_hidden.to(self.like).expand(num_sequences, count, -1)
-        tokens = torch.full_like(unread.tokens[:, :1], self.drafter.config.mask_token_id).expand(-1, count)
-        return AuxStates(states, tokens, [count] * num_sequences)

@@ -110,6 +110,7 @@ class VllmStudy(AcceptanceStudy):
             "target": self.source,
             "drafter": None if who == TARGET_ALONE else str(self._exported(folder, who[0])),
             "depth": depth,
+            "is_parallel": who != TARGET_ALONE and self.drafters[who[0]].config.mask_token_id is not None,
             "dtype": str(self.target.dtype).removeprefix("torch."),
             "max_model_len": min(wanted, self.prompts.room),
             "max_num_seqs": max(map(len, batches)),

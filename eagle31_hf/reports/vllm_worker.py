@@ -41,6 +41,7 @@ def start(plan: dict[str, Any]) -> Any:
     drafting: dict[str, Any] = {}
     if plan["drafter"] is not None:
         config = {"method": "eagle3", "model": plan["drafter"], "num_speculative_tokens": plan["depth"]}
+        config |= {"parallel_drafting": True} if plan["is_parallel"] else {}
         drafting = {"speculative_config": config, "per_request_spec_decode_metrics": "detailed"}
     return LLM(
         model=plan["target"],

@@ -563,7 +563,7 @@ KEYS: dict[str, tuple[dict[str, Any], str]] = {
         {"eagle_config": {"use_aux_hidden_state": False}},
         "use_aux_hidden_state is False.*no fc.*expected True",
     ),
-    "parallel": ({"parallel_drafting": True}, "says parallel_drafting.*no mask_hidden.*expected both or neither"),
+    "parallel": ({"parallel_drafting": True}, "P-EAGLE .*no mask_hidden; expected both or neither"),
     "an_mtp_head": ({"eagle_config": {"use_mtp_layernorm": True}}, "use_mtp_layernorm is True.*MTP.*expected False"),
     "no_last_norm": (
         {"use_last_layernorm": False},

@@ -21,7 +21,6 @@ CONFIGS = {
         LLAMA_EAGLE3
         | {"num_hidden_layers": 2, "parallel_drafting": True, "ptd_token_id": 9}
         | {"eagle_aux_hidden_state_layer_ids": IDS},
-        {},
         (1, 60),
     ),
     "speculators": (
@@ -35,7 +34,6 @@ CONFIGS = {
             "speculators_config": {"algorithm": "peagle", "verifier": {"name_or_path": None}},
             "transformer_layer_config": SIZES | {"model_type": "llama", "num_hidden_layers": 2},
         },
-        {},
         (1, 1, 60),
     ),
 }
@@ -63,11 +61,11 @@ def assert_same(found: Eagle31DrafterModel, expected: Eagle31DrafterModel) -> No
 
 @pytest.mark.parametrize("case", CONFIGS)
 def test_it_loads_converts_and_is_exported(case, tmp_path):
-    config, options, shape = CONFIGS[case]
+    config, shape = CONFIGS[case]
     folder = tmp_path / "drafter"
     drafter = written(folder, config, shape)
-    assert_same(Eagle31DrafterModel.from_pretrained(folder, **options), drafter)
-    convert_checkpoint(folder, **options)
+    assert_same(Eagle31DrafterModel.from_pretrained(folder), drafter)
+    convert_checkpoint(folder)
     assert read_checkpoint(str(folder)).is_native
     assert "# P-EAGLE drafter" in render_card(drafter.config)
     assert_same(Eagle31DrafterModel.from_pretrained(folder), drafter)
@@ -90,8 +88,10 @@ def test_what_vllm_cannot_run_is_not_exported(fields, tmp_path):
 
 FLAT = CONFIGS["flat, as NeMo and vLLM name it"][0]
 WRONG = {
-    "no_token": ({"ptd_token_id": None}, {}, "none of mask_token_id, pard_token, ptd_token_id; .*Pass mask_token_id="),
-    "no_state": ({}, {"mask_hidden": None}, "says parallel_drafting.*no mask_hidden; expected both or neither"),
+    "no_token": ({"ptd_token_id": None}, {}, "states no token as mask_token_id, .*Pass mask_token_id="),
+    "two_tokens": ({"mask_token_id": 5}, {}, r"states \[5, 9\] as mask_token_id, .*Pass mask_token_id="),
+    "no_state": ({}, {"mask_hidden": None}, "config.json says .* P-EAGLE .*no mask_hidden; expected both or neither"),
+    "not_parallel": ({"parallel_drafting": False}, {}, "says parallel_drafting=False.*expected both or neither"),
     "another_size": ({}, {"mask_hidden": torch.ones(1, 40)}, r"mask_hidden has shape \(1, 40\); expected \(60,\)"),
     "another_order": ({}, {"mask_hidden": torch.ones(3, 20)}, r"mask_hidden has shape \(3, 20\); expected \(60,\)"),
     "no_id": ({"ptd_token_id": 61}, {}, r"mask_token_id is 61; expected an id below vocab_size \(61\)"),
@@ -104,6 +104,21 @@ def test_what_is_wrong_is_told(fault, tmp_path):
     config, tensors, message = WRONG[fault]
     written(tmp_path / "drafter", FLAT | config, (1, 60), **tensors)
     with pytest.raises(ValueError, match=message):
+        Eagle31DrafterModel.from_pretrained(tmp_path / "drafter")
+
+
+def test_the_caller_says_which_token_is_the_mask(tmp_path):
+    folder = tmp_path / "drafter"
+    drafter = written(folder, FLAT | {"mask_token_id": 5, "ptd_token_id": 7}, (1, 60))
+    assert_same(Eagle31DrafterModel.from_pretrained(folder, mask_token_id=9), drafter)
+    written(tmp_path / "another", FLAT | {"parallel_drafting": False}, (1, 60), mask_hidden=None)
+    with pytest.raises(ValueError, match=r"the caller says .* P-EAGLE .*no mask_hidden; expected both or neither"):
+        Eagle31DrafterModel.from_pretrained(tmp_path / "another", mask_token_id=9)
+
+
+def test_speculators_own_kind_needs_the_state(tmp_path):
+    written(tmp_path / "drafter", CONFIGS["speculators"][0], (1, 60), mask_hidden=None)
+    with pytest.raises(ValueError, match=r"P-EAGLE .*no mask_hidden; expected both or neither"):
         Eagle31DrafterModel.from_pretrained(tmp_path / "drafter")
 
 

@@ -1,7 +1,10 @@
 """P-EAGLE: all levels are drafted by one forward, as the method is described, and the text stays the target's."""
 
+from copy import deepcopy
+
 import pytest
 import torch
+from accelerate import cpu_offload
 from close import assert_close
 from conftest import VOCAB
 from draftings import CHAIN_OR_TREE, steady_clock
@@ -40,7 +43,7 @@ def parallel(make_drafter, target):
 def drafted_after(target, drafter: Eagle31DrafterModel, text: Tensor, depth: int) -> Tensor:
     """The likeliest drafts (depth,) after a text (1, L), by one forward over all of it and the masks after it."""
     states, _ = target_states(target, text, drafter.config.resolve_layer_ids(target.config.num_hidden_layers))
-    masks = drafter.mask_hidden.expand(1, depth - 1, -1)
+    masks = drafter.mask_hidden.expand(1, depth - 1, -1)  # as if they were the target's
     tokens = torch.cat((text[:, 1:], torch.full((1, depth - 1), MASK)), dim=1)
     logits = drafter(tokens, target_hidden_states=torch.cat((states[:, : text.shape[1] - 1], masks), dim=1)).logits
     ids = logits[0, -depth:].argmax(-1)
@@ -118,6 +121,21 @@ def test_text_stays_the_targets(target, parallel, make_drafter, prompt, way):
         found, stats = speculate(target, drafter, prompt, **options)
     assert_close("text", found, expected)
     assert sum(stats.accepted_per_position) > 0
+
+
+def test_an_offloaded_drafter(target, parallel, prompt):
+    drafter = parallel("two_layers")
+    expected, stats = speculate(target, drafter, prompt, **CHAIN)
+    offloaded = cpu_offload(deepcopy(drafter), execution_device=torch.device("cpu"))
+    offloaded.load_target_embeddings(target)
+    found, again = speculate(target, offloaded, prompt, **CHAIN)
+    assert_close("text", found, expected)
+    assert again.accepted_per_round == stats.accepted_per_round
+
+
+def test_a_mask_that_the_target_has_no_row_for_is_refused(target, make_drafter):
+    with pytest.raises(ValueError, match=f"has {VOCAB} rows, none for its mask_token_id {VOCAB}"):
+        make_drafter(target, "padded_vocabulary", mask_token_id=VOCAB)
 
 
 def test_rounds_are_not_captured(target, parallel, prompt):
