@@ -69,6 +69,7 @@ def test_the_next_turn_reads_the_answer_before_it():
 def test_a_turn_reads_what_is_new():
     """Over four turns, one of them stopped: what the target reads is the prompt less what it has read."""
     chat, read = conversation(knobs={"num_assistant_tokens": 2}), list[int]()
+    conversation().ask(WORDS, silent, Event())  # before a target's first call is over it has been tried
     handle = chat.target.register_forward_pre_hook(
         lambda module, args, kwargs: read.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )

@@ -150,7 +150,7 @@ class Drafter:
         self.world = world
         self.log_probs: dict[int, float] = {}
 
-    def read(self, unread: AuxStates) -> tuple[Tensor, Tensor]:
+    def read(self, unread: AuxStates, depth: int) -> tuple[Tensor, Tensor]:
         self.world.spend(self.world.step, 1)
         return torch.zeros(1, 1, 1), torch.zeros(1, 1, 1)
 

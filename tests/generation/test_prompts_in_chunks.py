@@ -51,9 +51,9 @@ def fused(monkeypatch) -> list[int]:
     """How many tokens of each sequence the drafter takes at once."""
     counts, original = [], Eagle31DrafterModel.fuse_target_states
 
-    def note(self, states: Tensor) -> Tensor:
+    def note(self, states: Tensor, *masks) -> Tensor:
         counts.append(states.shape[1])
-        return original(self, states)
+        return original(self, states, *masks)
 
     monkeypatch.setattr(Eagle31DrafterModel, "fuse_target_states", note)
     return counts
@@ -64,9 +64,9 @@ def handed(monkeypatch) -> list[int]:
     """How many tokens' states are put together for the drafter, in which pieces it then takes them."""
     counts, original = [], DrafterRunner.read
 
-    def note(self, unread: AuxStates):
+    def note(self, unread: AuxStates, *depth):
         counts.append(unread.states.shape[1])
-        return original(self, unread)
+        return original(self, unread, *depth)
 
     monkeypatch.setattr(DrafterRunner, "read", note)
     return counts
