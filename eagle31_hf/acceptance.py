@@ -5,7 +5,7 @@ Sequences are those of a batch, in order.
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -18,6 +18,12 @@ PLAIN = "plain"
 CHAINS = "chains"
 TREES = "trees"
 LOCK_STEP = "lock-step"
+SHOWN = 7  # positions that people are shown: chains from the text have many more
+
+
+def by_position(rates: Sequence[float]) -> str:
+    """Rates by position, in words."""
+    return " ".join([f"{rate:.2f}" for rate in rates[:SHOWN]] + ["..."] * (len(rates) > SHOWN))
 
 
 @dataclass(frozen=True)
@@ -112,7 +118,7 @@ class AcceptanceStats(SequenceStats):
 
     def summary(self) -> str:
         """A few lines for people."""
-        rates = " ".join(f"{rate:.2f}" for rate in self.acceptance_rates) or "nothing was drafted"
+        rates = by_position(self.acceptance_rates) or "nothing was drafted"
         unit = "target forward and sequence" if len(self.sequences) > 1 else "target forward"
         lines = [
             f"{self.generated_tokens} tokens in {self.prefills} prefills and {self.target_forwards} target forwards",

@@ -194,3 +194,11 @@ def test_what_auto_chose_is_counted_round_by_round(target, drafter, prompt):
     _, stats = speculate(target, drafter, prompt, **DRAFTED)
     assert (sum(stats.choices.values()), stats.explanation) == (0, "")
     assert "auto" not in stats.summary()
+
+
+def test_people_are_shown_the_first_positions(target, drafter, prompt):
+    _, stats = speculate(target, drafter, prompt, num_assistant_tokens=10, **GREEDY)
+    assert len(stats.acceptance_rates) == 10
+    (line,) = [line for line in stats.summary().splitlines() if line.startswith("accepted by position")]
+    assert line.endswith(" ...")
+    assert len(line.split(": ")[1].split()) == 8

@@ -8,7 +8,7 @@ import torch
 from transformers import TextStreamer
 
 from .. import demo as pair
-from ..acceptance import track_acceptance
+from ..acceptance import by_position, track_acceptance
 from ..bench import AUTO_SHAPE, TREE_SHAPE, Shape, measure
 from ..printable import printable
 from ..targets.context import context_of, room_for
@@ -131,7 +131,7 @@ def _table(result: dict[str, Any], with_profile: bool) -> str:
     ]
     for run in result["runs"]:
         pairs = zip(run["accepted_per_position"], run["drafted_per_position"], strict=True)
-        rates = " ".join(f"{accepted / drafted:.2f}" for accepted, drafted in pairs)
+        rates = by_position([accepted / drafted for accepted, drafted in pairs])
         lines.append(
             f"{run['drafter']:<8} {run['name']:<11}  {run['tokens_per_second']:>8.1f}  {run['speedup']:>6.2f}x "
             f" {run['mean_accepted_length']:>15.2f}  {rates:<42} {run['overhead']:>7.1%} "
