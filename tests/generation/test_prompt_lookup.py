@@ -12,6 +12,7 @@ from observers import speculate
 
 from eagle31_hf.checkpoints.knobs import KNOBS
 from eagle31_hf.clock import Clock
+from eagle31_hf.generation import request
 from eagle31_hf.generation.planning.auto import AutoPlanner
 from eagle31_hf.generation.planning.fixed import FixedPlanner
 from eagle31_hf.generation.planning.knowledge import Knowledge
@@ -203,3 +204,15 @@ def test_without_the_hook(target, drafter, prompt):
     expected = target.generate(prompt, **options)
     found = target.generate(prompt, **options, **CHAIN, **LOOKUP, custom_generate=drafter.decode)
     assert_close("text", found, expected)
+
+
+def test_what_is_searched_is_the_text_and_nothing_else(target, drafter, prompt, monkeypatch):
+    """Prompts without their padding, and every token that was committed, that of the prompts' forward, too."""
+    made = []
+    monkeypatch.setattr(request, "LookupPlanner", lambda *given: made.append(LookupPlanner(*given)) or made[-1])
+    prompts = torch.cat((prompt, torch.tensor([[0, 0, 4, 9, 1]])))
+    mask = (torch.arange(5) >= torch.tensor([[0], [2]])).long()
+    options = {"attention_mask": mask, "pad_token_id": 0, "max_new_tokens": 20, "do_sample": False}
+    found, _ = speculate(target, drafter, prompts, **options, **CHAIN, **LOOKUP)
+    (planner,) = made
+    assert [lookup.text for lookup in planner.lookups] == [found[0].tolist(), found[1, 2:].tolist()]
