@@ -287,6 +287,11 @@ class Eagle31Config(PreTrainedConfig):
         """True for EAGLE 3.1, which norms every captured state and the state it feeds back; False for EAGLE 3."""
         return self.fc_norm and self.norm_output
 
+    @property
+    def is_parallel(self) -> bool:
+        """True for P-EAGLE, which drafts all levels in one forward."""
+        return self.mask_token_id is not None
+
     def resolve_layer_ids(self, num_target_layers: int) -> list[int]:
         """Returns the layer ids to capture in a target of that many layers. Raises ValueError where one lies outside
         it."""

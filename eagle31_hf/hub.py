@@ -58,7 +58,7 @@ class CardFacts:
 
 def kind(config: Eagle31Config) -> str:
     """Returns the generation of EAGLE that a drafter's masks and norms show, as its card and `eagle31 info` call it."""
-    if config.mask_token_id is not None:
+    if config.is_parallel:
         return "P-EAGLE"
     if config.is_eagle31 or (config.norm_before_fc and config.norm_output):
         return "EAGLE 3.1"

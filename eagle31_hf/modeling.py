@@ -119,7 +119,7 @@ class Eagle31DrafterModel(SharesTarget, Eagle31PreTrainedModel):
         )
         self.input_norm = Norm(fused_width, eps=eps) if config.norm_before_fc else None
         self.fc = nn.Linear(fused_width, h, bias=config.fc_bias)
-        self.mask_hidden = None if config.mask_token_id is None else nn.Parameter(torch.empty(fused_width))
+        self.mask_hidden = nn.Parameter(torch.empty(fused_width)) if config.is_parallel else None
         self.layers = nn.ModuleList(Eagle31DecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = Norm(h, eps=eps)
         self.lm_head = None if config.share_target_head else nn.Linear(h, config.draft_vocab_size, bias=False)
@@ -285,7 +285,7 @@ class Eagle31DrafterModel(SharesTarget, Eagle31PreTrainedModel):
 
 def refuse_parallel(drafter: Eagle31DrafterModel, what: str) -> None:
     """Raises ValueError for a P-EAGLE drafter; `what`: what it cannot be, a participle as "trained"."""
-    if drafter.config.mask_token_id is not None:
+    if drafter.config.is_parallel:
         raise ValueError(
             f"a P-EAGLE drafter (mask_token_id is {drafter.config.mask_token_id}), which drafts all levels at once,"
             f" cannot be {what}; expected an EAGLE 3 or 3.1 drafter."

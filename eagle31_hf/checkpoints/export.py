@@ -46,7 +46,7 @@ VLLM_CANNOT: tuple[Rule, ...] = (
     (lambda c: c.qk_norm and c.attention_bias, "its drafter with q/k norm (Qwen3) drops o_proj's bias silently"),
     (lambda c: len(set(c.layer_types)) > 1, "its drafter's layers share one cache: all of them slide or none"),
     (
-        lambda c: c.mask_token_id is not None and (c.num_aux_states != 3 or c.hidden_size != c.target_hidden_size),
+        lambda c: c.is_parallel and (c.num_aux_states != 3 or c.hidden_size != c.target_hidden_size),
         "its P-EAGLE drafter reads three states, as wide as the drafter",
     ),
     (lambda c: c.kv_lora_rank is not None and c.q_lora_rank is None, "its MLA drafter needs q_lora_rank"),
@@ -54,7 +54,7 @@ VLLM_CANNOT: tuple[Rule, ...] = (
     (lambda c: c.kv_lora_rank is not None and c.norm_before_residual, "its MLA drafter has no norm_before_residual"),
 )
 SGLANG_CANNOT: tuple[Rule, ...] = (
-    (lambda c: c.mask_token_id is not None, "it does not draft in parallel (P-EAGLE)"),
+    (lambda c: c.is_parallel, "it does not draft in parallel (P-EAGLE)"),
     NO_BIAS,
     SILU,
     WINDOW,
@@ -70,7 +70,7 @@ SGLANG_CANNOT: tuple[Rule, ...] = (
     (lambda c: c.kv_lora_rank is not None and c.num_hidden_layers > 1, "its MLA drafter has one layer"),
 )
 SPECULATORS_CANNOT: tuple[Rule, ...] = (
-    (lambda c: c.mask_token_id is not None, "P-EAGLE is not written in its format, only in vLLM's"),
+    (lambda c: c.is_parallel, "P-EAGLE is not written in its format, only in vLLM's"),
     NO_BIAS,
     SILU,
     QWEN_MLP,
@@ -113,7 +113,7 @@ def flat_config(config: Eagle31Config, target_type: str | None = None) -> dict[s
         "model_type": model_type,
         "num_aux_hidden_states": config.num_aux_states,
         **({} if ids is None else {"eagle_aux_hidden_state_layer_ids": ids}),
-        **({} if config.mask_token_id is None else {"parallel_drafting": True, "ptd_token_id": config.mask_token_id}),
+        **({"parallel_drafting": True, "ptd_token_id": config.mask_token_id} if config.is_parallel else {}),
     }
 
 
@@ -190,12 +190,15 @@ def sglang_names(config: Eagle31Config, name: str) -> list[str]:
     return [name, name.replace("input_layernorm", "hidden_norm")] if is_later_norm else [name]
 
 
+def vllm_speculation(config: Eagle31Config, folder: str, depth: int) -> dict[str, Any]:
+    """Returns vLLM's `speculative_config` for a drafter in a folder that drafts `depth` tokens."""
+    speculation = {"method": "eagle3", "model": folder, "num_speculative_tokens": depth}
+    return speculation | ({"parallel_drafting": True} if config.is_parallel else {})
+
+
 def vllm_command(config: Eagle31Config, target: str, folder: str, depth: int) -> list[str]:
     """Returns the words of the command by which vLLM serves a target with a drafter that drafts `depth` tokens."""
-    speculation = {"method": "eagle3", "model": folder, "num_speculative_tokens": depth}
-    if config.mask_token_id is not None:
-        speculation["parallel_drafting"] = True
-    return ["vllm", "serve", target, "--speculative-config", json.dumps(speculation)]
+    return ["vllm", "serve", target, "--speculative-config", json.dumps(vllm_speculation(config, folder, depth))]
 
 
 def sglang_command(config: Eagle31Config, target: str, folder: str, depth: int) -> list[str]:

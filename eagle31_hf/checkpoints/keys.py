@@ -51,13 +51,20 @@ def refuse_other_graphs(config: dict[str, Any], source: str) -> None:
                 raise ValueError(
                     f"{source}: {where}: {key} is {str(place[key])[:80]}, so this drafter {what}; expected {ours[0]}."
                 )
-    speculators = _object(config, "speculators_config", source)
-    kind = config.get("speculators_model_type", speculators.get("algorithm"))
+    _object(config, "speculators_config", source)
+    kind = _speculators_kind(config)
     if kind not in SPECULATORS_TYPES:
         raise ValueError(
             f"{source}: config.json: speculators_model_type is {kind!r}; expected 'eagle3' or 'peagle', the kinds read"
             " here."
         )
+
+
+def _speculators_kind(config: dict[str, Any]) -> Any:
+    """Returns the kind of drafter that speculators' config names; None where it is none of speculators'."""
+    stated = config.get("speculators_config")
+    algorithm = stated.get("algorithm") if isinstance(stated, dict) else None
+    return config.get("speculators_model_type", algorithm)
 
 
 def read_fields(config: dict[str, Any], source: str) -> dict[str, Any]:
@@ -84,7 +91,7 @@ def read_fields(config: dict[str, Any], source: str) -> dict[str, Any]:
 
 def states_parallel(config: dict[str, Any]) -> bool | None:
     """Returns whether a config says that its drafter is P-EAGLE; None where it says nothing of it."""
-    if config.get("speculators_model_type") == "peagle":
+    if _speculators_kind(config) == "peagle":
         return True
     stated = [place.get("parallel_drafting") for place in (config, eagle_config(config))]
     return next((value is True for value in stated if value is not None), None)

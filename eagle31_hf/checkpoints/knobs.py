@@ -12,10 +12,9 @@ KNOBS_FILE = "generation_config.json"
 AUTO = "auto"
 MAX_TOKENS = 4096  # the most that may be drafted in one round: caches are sized by it
 # The knobs that count tokens, and the least each may be.
-LEAST = {"num_assistant_tokens": 1, "draft_tree_top_k": 1, "draft_tree_total_tokens": 2}
+LEAST = {"num_assistant_tokens": 1, "draft_tree_top_k": 1, "draft_tree_total_tokens": 2, "prompt_lookup_num_tokens": 0}
 # Every round chooses for itself how far to draft.
 AUTO_KNOBS: dict[str, Any] = dict.fromkeys(LEAST, AUTO)
-LEAST |= {"prompt_lookup_num_tokens": 0}
 KNOBS = (*LEAST, "assistant_confidence_threshold")
 
 

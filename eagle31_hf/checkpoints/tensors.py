@@ -127,7 +127,7 @@ def expected_tensors(config: Eagle31Config) -> Shapes:
         shapes |= {f"fc_norm.{k}.weight": (width,) for k in range(config.num_aux_states)}
     if config.norm_before_fc:
         shapes["input_norm.weight"] = (fused,)
-    if config.mask_token_id is not None:
+    if config.is_parallel:
         shapes[MASK] = (fused,)
     for i in range(config.num_hidden_layers):
         shapes |= {f"layers.{i}.{name}": shape for name, shape in _layer(config, is_fused=i == 0).items()}

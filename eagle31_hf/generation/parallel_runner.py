@@ -21,7 +21,7 @@ MOST_LEVELS = 8  # that auto drafts: such drafters are trained for about as many
 
 def runner_of(drafter: Eagle31DrafterModel, first_positions: list[int]) -> DrafterRunner:
     """The runner that serves a drafter."""
-    runner_class = DrafterRunner if drafter.config.mask_token_id is None else ParallelRunner
+    runner_class = ParallelRunner if drafter.config.is_parallel else DrafterRunner
     return runner_class(drafter, first_positions)
 
 

@@ -291,7 +291,7 @@ def drafting_planner_of(request: Request, mode: Mode, eager: EagerExecutor, is_c
         buckets = knowledge_of(BucketKnowledge, request.drafter, request.target, *kind, settings.total_tokens)
         return BucketPlanner(buckets, plans_of(settings, mode.draws_trees))
     known = kept_knowledge(request.drafter, request.target, *kind)
-    max_depth = MAX_DEPTH if request.drafter.config.mask_token_id is None else MOST_LEVELS
+    max_depth = MOST_LEVELS if request.drafter.config.is_parallel else MAX_DEPTH
     return AutoPlanner(known, eager.clock, top_k, settings.total_tokens or MAX_NODES, max_depth)
 
 

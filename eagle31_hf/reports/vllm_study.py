@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ..checkpoints import export_checkpoint
+from ..checkpoints.export import vllm_speculation
 from ..storage.fingerprints import digest
 from ..training.engines import sampling_of
 from . import vllm_worker
@@ -108,13 +109,14 @@ class VllmStudy(AcceptanceStudy):
         wanted = longest + self.settings.max_new_tokens + 3 * depth + 1
         return {
             "target": self.source,
-            "drafter": None if who == TARGET_ALONE else str(self._exported(folder, who[0])),
-            "depth": depth,
-            "is_parallel": who != TARGET_ALONE and self.drafters[who[0]].config.mask_token_id is not None,
+            "speculation": None if who == TARGET_ALONE else self._speculation(folder, who[0], depth),
             "dtype": str(self.target.dtype).removeprefix("torch."),
             "max_model_len": min(wanted, self.prompts.room),
             "max_num_seqs": max(map(len, batches)),
         }
+
+    def _speculation(self, folder: Path, label: str, depth: int) -> dict[str, Any]:
+        return vllm_speculation(self.drafters[label].config, str(self._exported(folder, label)), depth)
 
     def _exported(self, folder: Path, label: str) -> Path:
         """Returns the folder of a drafter as vLLM reads it; it is written where it is not there yet."""

@@ -39,10 +39,8 @@ def start(plan: dict[str, Any]) -> Any:
     from vllm import LLM  # reads the environment when it is imported
 
     drafting: dict[str, Any] = {}
-    if plan["drafter"] is not None:
-        config = {"method": "eagle3", "model": plan["drafter"], "num_speculative_tokens": plan["depth"]}
-        config |= {"parallel_drafting": True} if plan["is_parallel"] else {}
-        drafting = {"speculative_config": config, "per_request_spec_decode_metrics": "detailed"}
+    if plan["speculation"] is not None:
+        drafting = {"speculative_config": plan["speculation"], "per_request_spec_decode_metrics": "detailed"}
     return LLM(
         model=plan["target"],
         dtype=plan["dtype"],

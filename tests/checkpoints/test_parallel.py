@@ -116,8 +116,12 @@ def test_the_caller_says_which_token_is_the_mask(tmp_path):
         Eagle31DrafterModel.from_pretrained(tmp_path / "another", mask_token_id=9)
 
 
-def test_speculators_own_kind_needs_the_state(tmp_path):
-    written(tmp_path / "drafter", CONFIGS["speculators"][0], (1, 60), mask_hidden=None)
+@pytest.mark.parametrize("key", ["speculators_model_type", "speculators_config"])
+def test_speculators_own_kind_needs_the_state(key, tmp_path):
+    """Either key names the kind."""
+    others = {"speculators_model_type", "speculators_config"} - {key}
+    config = {name: value for name, value in CONFIGS["speculators"][0].items() if name not in others}
+    written(tmp_path / "drafter", config, (1, 60), mask_hidden=None)
     with pytest.raises(ValueError, match=r"P-EAGLE .*no mask_hidden; expected both or neither"):
         Eagle31DrafterModel.from_pretrained(tmp_path / "drafter")
 

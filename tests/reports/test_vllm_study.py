@@ -50,13 +50,15 @@ STAND_IN = """#!{python}
 import json, os, sys
 notes = {notes!r}
 plan = json.loads(sys.stdin.readline())
-is_there = plan["drafter"] is None or os.path.isfile(os.path.join(plan["drafter"], "config.json"))
+speculation = plan["speculation"]
+is_there = speculation is None or os.path.isfile(os.path.join(speculation["model"], "config.json"))
+depth = speculation["num_speculative_tokens"] if speculation else 0
 print(json.dumps(plan | {{"is_there": is_there}}), file=open(notes, "a"))
 print(json.dumps({{"versions": {{}}}}), flush=True)
 for number, line in enumerate(sys.stdin, 1):
     request = json.loads(line)
     print(json.dumps(request), file=open(notes, "a"))
-    rounds = [[plan["depth"]] * 2] * len(request["prompts"])
+    rounds = [[depth] * 2] * len(request["prompts"])
     answer = {{
         "seconds": 1.0,
         "tokens": [[sum(ids) % 100] * request["max_new_tokens"] for ids in request["prompts"]],
@@ -84,9 +86,9 @@ def test_an_engine_is_started_for_everybody_and_asked_what_is_not_known(tmp_path
     assert acceptance(*words, "--resume", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     said = [json.loads(line) for line in notes.read_text().splitlines()]
-    started, asked = ([one for one in said if ("depth" in one) == is_start] for is_start in (True, False))
-    assert [one["depth"] for one in started] == [0, 0, 3, 4]  # the target alone, twice; chains of both depths
-    assert [one["drafter"] is None for one in started] == [True, True, False, False]
+    started, asked = ([one for one in said if ("speculation" in one) == is_start] for is_start in (True, False))
+    depths = [one["speculation"] and one["speculation"]["num_speculative_tokens"] for one in started]
+    assert depths == [None, None, 3, 4]  # the target alone, twice; chains of both depths
     assert all(one["is_there"] and one["max_num_seqs"] == 2 for one in started)
     longest = max(len(ids) for one in asked for ids in one["prompts"])
     assert [one["max_model_len"] for one in started] == [longest + 24 + 3 * depth + 1 for depth in (0, 0, 3, 4)]

@@ -88,7 +88,7 @@ def _why_not_by_models(request: Any, runner: Any, mode: Any) -> str | None:
         reason = _why_not_by_model(model) or _why_not_by_rope(model)
         if reason is not None:
             return f"the {name} {reason}"
-    if drafter.config.mask_token_id is not None:
+    if drafter.config.is_parallel:
         return "the drafter drafts all levels at once (P-EAGLE)"
     places = {weight.device for model in (target, drafter) for weight in model.parameters()}
     if places != {request.input_ids.device}:

@@ -56,8 +56,8 @@ class AutoPlanner(Planner):
         return Plan(min(self.max_depth, max_depth), top_k, self.controller.max_width, nodes, self.controller)
 
     def lookup_depth(self, gains: list[float]) -> int:
-        """The depth that gives most tokens more than the fastest kind of rounds would in the same seconds; 0 where none
-        gives more, and while nothing is known. The target's own token counts, too."""
+        """Returns the depth that gives most tokens more than the fastest kind of rounds would in the same seconds; 0
+        where none gives more, and while nothing is known. The target's own token counts, too."""
         known, counts = self.known, [count for count in COUNTS if 0 < count <= len(gains)]
         with known.lock:
             rate, seconds = known.rate, known.verify.estimate(tuple(count + 1 for count in counts))
@@ -69,17 +69,15 @@ class AutoPlanner(Planner):
     def observe_lookup(self, num_nodes: int, seconds: Mapping[str, float]) -> None:
         """Learns what verifying so many nodes takes, but for the first time, which may load kernels."""
         with self.known.lock:
-            if self.loads_kernels and (CHAINS, num_nodes) not in self.known.met:
-                self.known.met.add((CHAINS, num_nodes))
-            else:
+            if not self._is_first(CHAINS, num_nodes):
                 self.known.verify.add(num_nodes, seconds["verify"] + seconds["accept"])
 
     def observe(self, num_nodes: int, accepted: Accepted, seconds: Mapping[str, float]) -> None:
         """Learns from a round that is over: `num_nodes` of each sequence were verified; `seconds` its phases took."""
         controller = self.controller
         with self.known.lock:
-            if self.loads_kernels and (self.kind, num_nodes) not in self.known.met:
-                self._pass_over(num_nodes)
+            if self._is_first(self.kind, num_nodes):
+                self._repeat_trial()
             else:
                 self._learn_rate(num_nodes, accepted, seconds)
             if controller is None:
@@ -88,9 +86,15 @@ class AutoPlanner(Planner):
             self._note_choice(accepted)
             self._calibrate(accepted)
 
-    def _pass_over(self, num_nodes: int) -> None:
-        """Learns nothing from the times of a size's first round, which has loaded kernels: a trial is made again."""
-        self.known.met.add((self.kind, num_nodes))
+    def _is_first(self, kind: str, num_nodes: int) -> bool:
+        """Returns whether this was a size's first round, which has loaded kernels: nothing is learnt from its times.
+        The next one is none any more."""
+        is_first = self.loads_kernels and (kind, num_nodes) not in self.known.met
+        self.known.met.add((kind, num_nodes))
+        return is_first
+
+    def _repeat_trial(self) -> None:
+        """Makes a trial again, of which nothing was learnt."""
         if self.controller is not None and self.controller.trial is not None:
             arm = self.known.exploration.arms[self.kind]
             arm.trials = (self.controller.trial, *arm.trials)

@@ -43,5 +43,6 @@ class FixedPlanner(Planner):
                 self.mean_accepted += (count - self.mean_accepted) / MEMORY
 
     def lookup_depth(self, gains: list[float]) -> int:
-        """All of the text's drafts, where more of them are expected to be accepted than of the drafter's lately."""
+        """Returns the depth of all the text's drafts, where more of them are expected to be accepted than of the
+        drafter's lately; else 0."""
         return len(gains) if gains[-1] > self.mean_accepted else 0

@@ -95,8 +95,8 @@ class Planner:
         `seconds` are those of its phases, `"draft"`, `"verify"`, `"accept"`."""
 
     def lookup_depth(self, gains: list[float]) -> int:
-        """How deep to verify chains that the text gives; 0: a round as planned here promises more. `gains[i]`: drafts
-        of a sequence that are expected to be accepted where i + 1 are verified."""
+        """Returns how many tokens of each chain from the text to verify; 0 where a round planned here promises more.
+        `gains[i]`: drafts of a sequence that are expected to be accepted where i + 1 are verified."""
         return 0
 
     def observe_lookup(self, num_nodes: int, seconds: Mapping[str, float]) -> None:

@@ -31,7 +31,7 @@ class Chances:
         self._seen = [PRIOR_WEIGHT] * len(PRIOR)
 
     def after(self, length: int) -> float:
-        """The chance after a match of `length` tokens."""
+        """Returns the chance that the token after a match of `length` tokens repeats."""
         bucket = self._bucket(length)
         return self._right[bucket] / self._seen[bucket]
 
@@ -77,8 +77,8 @@ class PromptLookup:
                 self._find()
 
     def drafts(self, count: int) -> tuple[list[int], list[float]]:
-        """The `count` tokens from the match's place on, none without a match, and the chance of each that it and all
-        before it are right. At the end of the text they begin again at the place, as a text in a loop does."""
+        """Returns the `count` tokens from the match's place on, none without a match, and of each the chance that it
+        and all before it are right. At the end of the text they begin again at the place, as a text in a loop does."""
         if not self._length:
             return [], []
         size = len(self.text) - self._place
@@ -96,7 +96,8 @@ class PromptLookup:
         self._length, self._place = max(((self._length_at(place), place) for place in places), default=(0, 0))
 
     def _length_at(self, place: int) -> int:
-        """How many tokens before a place are those at the end of the text, MAX_MATCH at most."""
+        """Returns how many tokens right before a place are the same as those at the end of the text, at most
+        MAX_MATCH."""
         text, end = self.text, len(self.text)
         length = MIN_MATCH
         while length < min(MAX_MATCH, place) and text[place - 1 - length] == text[end - 1 - length]:
