@@ -14,7 +14,8 @@ MAX_TOKENS = 4096  # the most that may be drafted in one round: caches are sized
 # The knobs that count tokens, and the least each may be.
 LEAST = {"num_assistant_tokens": 1, "draft_tree_top_k": 1, "draft_tree_total_tokens": 2, "prompt_lookup_num_tokens": 0}
 # Every round chooses for itself how far to draft.
-AUTO_KNOBS: dict[str, Any] = dict.fromkeys(LEAST, AUTO)
+SHAPE = ("num_assistant_tokens", "draft_tree_top_k", "draft_tree_total_tokens")
+AUTO_KNOBS: dict[str, Any] = dict.fromkeys(SHAPE, AUTO)
 KNOBS = (*LEAST, "assistant_confidence_threshold")
 
 

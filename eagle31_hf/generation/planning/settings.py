@@ -11,7 +11,7 @@ from ...modeling import Eagle31DrafterModel
 
 # What transformers fills in where nobody set a knob; such a value says nothing about the caller's wish.
 STOCK_DEFAULTS = {"num_assistant_tokens": 20, "assistant_confidence_threshold": 0.4}
-OWN_DEFAULTS = AUTO_KNOBS | {"assistant_confidence_threshold": 0.0}
+OWN_DEFAULTS = AUTO_KNOBS | {"prompt_lookup_num_tokens": AUTO, "assistant_confidence_threshold": 0.0}
 USUAL_LOOKUP = 32  # the most tokens of a chain from the text, where nobody said how many
 
 
